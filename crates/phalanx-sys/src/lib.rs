@@ -1,0 +1,2 @@
+//! The unsafe parts of Phalanx behind a safe interface.
+#![warn(missing_docs)]

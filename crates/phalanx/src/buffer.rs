@@ -1,0 +1,140 @@
+//! Memory that an operation in flight owns.
+
+use std::fmt;
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+
+/// A cache line: the unit in which buffers are allocated, so that every element type is aligned in them.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// Bytes that start on a cache line.
+#[derive(Clone, Default)]
+pub(crate) struct AlignedBytes {
+    lines: Vec<Line>,
+    len: usize,
+}
+
+impl AlignedBytes {
+    pub(crate) fn zeroed(len: usize) -> Self {
+        Self { lines: vec![Line::zeroed(); len.div_ceil(64)], len }
+    }
+
+    /// Grows to at least `len` bytes; what is added is zero.
+    pub(crate) fn reserve_len(&mut self, len: usize) {
+        if len > self.len {
+            self.lines.resize(len.div_ceil(64), Line::zeroed());
+            self.len = len;
+        }
+    }
+
+    pub(crate) fn as_slice(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.lines)[..self.len]
+    }
+
+    pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.len]
+    }
+}
+
+/// A run of elements of one type, owned by whoever works on it: the program, or a [`Work`](crate::Work) in flight.
+///
+/// Because an asynchronous operation takes the buffer and gives it back when it is done, memory under a running
+/// transfer cannot be freed or changed.
+///
+/// ```
+/// use phalanx::{Buffer, DType};
+/// let mut gradients = Buffer::zeroed(DType::F32, 3);
+/// gradients.as_mut_slice::<f32>()?[1] = 2.5;
+/// assert_eq!(gradients.as_slice::<f32>()?, [0.0, 2.5, 0.0]);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Buffer {
+    bytes: AlignedBytes,
+    dtype: DType,
+}
+
+impl Buffer {
+    /// `elements` zeros.
+    pub fn zeroed(dtype: DType, elements: usize) -> Self {
+        Self { bytes: AlignedBytes::zeroed(elements * dtype.size()), dtype }
+    }
+
+    /// A copy of `elements`.
+    pub fn from_slice<T: Element>(elements: &[T]) -> Self {
+        let mut buffer = Self::zeroed(T::DTYPE, elements.len());
+        buffer.as_bytes_mut().copy_from_slice(bytemuck::cast_slice(elements));
+        buffer
+    }
+
+    /// The type of its elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The number of its elements.
+    pub fn len(&self) -> usize {
+        self.bytes.as_slice().len() / self.dtype.size()
+    }
+
+    /// Has it no elements?
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Its elements; an error if `T` is not its type.
+    pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
+        self.check::<T>()?;
+        Ok(bytemuck::cast_slice(self.bytes.as_slice()))
+    }
+
+    /// Its elements, to be changed; an error if `T` is not its type.
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
+        self.check::<T>()?;
+        Ok(bytemuck::cast_slice_mut(self.bytes.as_mut_slice()))
+    }
+
+    /// Its memory.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.bytes.as_slice()
+    }
+
+    /// Its memory, to be changed.
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.bytes.as_mut_slice()
+    }
+
+    fn check<T: Element>(&self) -> Result<()> {
+        if T::DTYPE == self.dtype {
+            Ok(())
+        } else {
+            Err(Error::invalid_argument(format!("a buffer of {} was read as {}", self.dtype, T::DTYPE)))
+        }
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer({} x {})", self.len(), self.dtype)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_knows_its_type_and_is_aligned() {
+        let buffer = Buffer::from_slice(&[1i64, -2, 3]);
+        assert_eq!(buffer.len(), 3);
+        assert_eq!(buffer.as_slice::<i64>().unwrap(), [1, -2, 3]);
+        assert!(buffer.as_slice::<f32>().unwrap_err().is_invalid_argument());
+        assert_eq!(buffer.as_bytes().as_ptr() as usize % 64, 0);
+        assert!(Buffer::zeroed(DType::U8, 0).is_empty());
+    }
+}

@@ -1,0 +1,279 @@
+//! One error type, cheap to clone, so that every waiter of a failed operation gets the same cause.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::rank::{Rank, Sequence};
+
+/// A result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong, where, in which operation, because of whom, and what to do about it.
+///
+/// The kind is private: ask with [`is_timeout`](Self::is_timeout), [`peer`](Self::peer) and the like, so that new
+/// causes never break a `match`.
+///
+/// ```
+/// use phalanx::Error;
+/// fn give_up(error: &Error) -> bool {
+///     !error.is_timeout() && error.peer().is_none()
+/// }
+/// ```
+#[derive(Clone)]
+pub struct Error(Arc<Inner>);
+
+#[derive(Clone)]
+struct Inner {
+    kind: Kind,
+    cause: String,
+    site: Option<Site>,
+    operation: Option<String>,
+    sequence: Option<Sequence>,
+    peer: Option<Rank>,
+    remedy: Option<String>,
+    source: Option<Arc<dyn StdError + Send + Sync>>,
+}
+
+/// The rank and host that speak.
+#[derive(Clone, Debug)]
+struct Site {
+    rank: Rank,
+    host: String,
+}
+
+/// The private kind behind the predicates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) enum Kind {
+    Timeout,
+    PeerFailed,
+    PeerLeft,
+    Mismatch,
+    InvalidArgument,
+    Environment,
+    AddressInUse,
+    Protocol,
+    Io,
+    Aborted,
+    WorkerFailed,
+}
+
+impl Error {
+    pub(crate) fn new(kind: Kind, cause: impl Into<String>) -> Self {
+        Self(Arc::new(Inner {
+            kind,
+            cause: cause.into(),
+            site: None,
+            operation: None,
+            sequence: None,
+            peer: None,
+            remedy: None,
+            source: None,
+        }))
+    }
+
+    /// For the caller's mistakes: a wrong shape, an unknown rank, an operation that is not defined for a type.
+    pub fn invalid_argument(cause: impl Into<String>) -> Self {
+        Self::new(Kind::InvalidArgument, cause)
+    }
+
+    /// For ranks whose calls, parameters or plans differ.
+    pub fn mismatch(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Mismatch, cause)
+    }
+
+    /// For failures that a program declares of itself with [`ProcessGroup::abort`](crate::ProcessGroup::abort).
+    pub fn aborted(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Aborted, cause)
+    }
+
+    pub(crate) fn timeout(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Timeout, cause)
+    }
+
+    pub(crate) fn environment(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Environment, cause)
+    }
+
+    pub(crate) fn protocol(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Protocol, cause)
+    }
+
+    pub(crate) fn io(cause: impl Into<String>, source: std::io::Error) -> Self {
+        use std::io::ErrorKind;
+        let kind = match source.kind() {
+            ErrorKind::TimedOut | ErrorKind::WouldBlock => Kind::Timeout,
+            ErrorKind::AddrInUse => Kind::AddressInUse,
+            _ => Kind::Io,
+        };
+        Self::new(kind, cause).with_source(source)
+    }
+
+    /// Says what to do about it.
+    pub fn with_remedy(self, remedy: impl Into<String>) -> Self {
+        self.edit(|inner| inner.remedy = Some(remedy.into()))
+    }
+
+    /// Says in which operation, and in which call of the group, it happened.
+    pub(crate) fn in_operation(self, operation: impl Into<String>, sequence: Option<Sequence>) -> Self {
+        self.edit(|inner| {
+            inner.operation = Some(operation.into());
+            inner.sequence = sequence;
+        })
+    }
+
+    /// Says which rank, on which host, speaks.
+    pub(crate) fn at(self, rank: Rank, host: impl Into<String>) -> Self {
+        self.edit(|inner| inner.site = Some(Site { rank, host: host.into() }))
+    }
+
+    /// Says which peer is to blame.
+    pub(crate) fn with_peer(self, peer: Rank) -> Self {
+        self.edit(|inner| inner.peer = Some(peer))
+    }
+
+    pub(crate) fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
+        self.edit(|inner| inner.source = Some(Arc::new(source)))
+    }
+
+    fn edit(mut self, change: impl FnOnce(&mut Inner)) -> Self {
+        change(Arc::make_mut(&mut self.0));
+        self
+    }
+
+    pub(crate) fn kind(&self) -> Kind {
+        self.0.kind
+    }
+
+    pub(crate) fn cause(&self) -> &str {
+        &self.0.cause
+    }
+
+    /// Did a deadline pass?
+    pub fn is_timeout(&self) -> bool {
+        self.0.kind == Kind::Timeout
+    }
+
+    /// Did a peer die, or its connection break?
+    pub fn is_peer_failure(&self) -> bool {
+        self.0.kind == Kind::PeerFailed
+    }
+
+    /// Did a peer end its part of the job while others still waited for it?
+    pub fn is_peer_left(&self) -> bool {
+        self.0.kind == Kind::PeerLeft
+    }
+
+    /// Did the ranks call different collectives, or come with different models?
+    pub fn is_mismatch(&self) -> bool {
+        self.0.kind == Kind::Mismatch
+    }
+
+    /// Was it the caller's own mistake?
+    pub fn is_invalid_argument(&self) -> bool {
+        self.0.kind == Kind::InvalidArgument
+    }
+
+    /// Is a variable of the launcher missing or malformed?
+    pub fn is_environment(&self) -> bool {
+        self.0.kind == Kind::Environment
+    }
+
+    /// Is the port that was asked for taken?
+    pub fn is_address_in_use(&self) -> bool {
+        self.0.kind == Kind::AddressInUse
+    }
+
+    /// Did a program on some rank abort the group?
+    pub fn is_aborted(&self) -> bool {
+        self.0.kind == Kind::Aborted
+    }
+
+    /// Did a started worker end badly?
+    pub fn is_worker_failure(&self) -> bool {
+        self.0.kind == Kind::WorkerFailed
+    }
+
+    /// The rank to blame, if one is known.
+    pub fn peer(&self) -> Option<Rank> {
+        self.0.peer
+    }
+
+    /// The rank that saw it first.
+    pub fn rank(&self) -> Option<Rank> {
+        self.0.site.as_ref().map(|site| site.rank)
+    }
+
+    /// The operation during which it happened, as the user called it.
+    pub fn operation(&self) -> Option<&str> {
+        self.0.operation.as_deref()
+    }
+
+    /// The number of that operation in its group.
+    pub fn sequence(&self) -> Option<Sequence> {
+        self.0.sequence
+    }
+
+    /// What to do about it.
+    pub fn remedy(&self) -> Option<&str> {
+        self.0.remedy.as_deref()
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { cause, site, operation, sequence, remedy, source, .. } = &*self.0;
+        if let Some(Site { rank, host }) = site {
+            write!(f, "rank {rank} ({host}): ")?;
+        }
+        if let Some(operation) = operation {
+            f.write_str(operation)?;
+            if let Some(sequence) = sequence {
+                write!(f, " {sequence}")?;
+            }
+            f.write_str(": ")?;
+        }
+        f.write_str(cause)?;
+        if let Some(source) = source {
+            write!(f, ": {source}")?;
+        }
+        if let Some(remedy) = remedy {
+            write!(f, " ({remedy})")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    // `fn main() -> Result<(), phalanx::Error>` prints the debug form: it must read well.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        // The message shows the source already; what lies below it is the source's own chain.
+        self.0.source.as_ref().and_then(|source| source.source())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_names_rank_host_operation_sequence_cause_and_remedy() {
+        let error = Error::timeout("rank 1 did not answer within 2 s")
+            .with_peer(Rank::new(1))
+            .in_operation("all_reduce(sum, f32, 4 elements)", Some(Sequence(17)))
+            .at(Rank::MAIN, "node7")
+            .with_remedy("is rank 1 alive?");
+        assert_eq!(
+            error.to_string(),
+            "rank 0 (node7): all_reduce(sum, f32, 4 elements) #17: rank 1 did not answer within 2 s (is rank 1 alive?)"
+        );
+        assert!(error.is_timeout() && !error.is_mismatch());
+        assert_eq!(error.clone().peer(), Some(Rank::new(1)));
+    }
+}

@@ -1,0 +1,55 @@
+//! Key-value stores through which ranks find each other.
+//!
+//! Names and behaviour are those of PyTorch's c10d stores. Keys are at most [`MAX_KEY`] bytes, values at most
+//! [`MAX_VALUE`]. Every operation obeys its deadline.
+
+use std::sync::Arc;
+
+use crate::deadline::Deadline;
+use crate::error::Result;
+
+/// The longest key, in bytes.
+pub const MAX_KEY: usize = 8 * 1024;
+/// The longest value, in bytes.
+pub const MAX_VALUE: usize = 8 * 1024 * 1024;
+
+/// A key-value store that all ranks of a job share.
+pub trait Store: Send + Sync {
+    /// Writes `value`, whatever was there.
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()>;
+
+    /// The value of `key`; waits until somebody has set it.
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>>;
+
+    /// Waits until every key is there.
+    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()>;
+
+    /// Is every key there now?
+    fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool>;
+
+    /// Adds to a decimal counter, which starts at 0, and gives the sum.
+    fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64>;
+
+    /// Writes `desired` if the value is `expected`, or if the key is absent and `expected` is empty.
+    /// Gives the value that stands there afterwards; `expected` itself if the key is absent and nothing was written,
+    /// as PyTorch's stores do.
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>>;
+
+    /// Removes `key`; was it there?
+    fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool>;
+
+    /// The number of keys.
+    fn num_keys(&self, deadline: Deadline) -> Result<usize>;
+
+    /// Appends to the value of `key`, which starts empty.
+    fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()>;
+
+    /// The values of all `keys`, in their order; waits until every one has been set.
+    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>>;
+
+    /// Writes all pairs.
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()>;
+}
+
+/// A store as a group holds it.
+pub type SharedStore = Arc<dyn Store>;

@@ -1,0 +1,5 @@
+//! A record of what happened when, in Chrome's trace format.
+
+/// Where a rank notes its events. A disabled trace costs one branch.
+#[derive(Clone, Debug, Default)]
+pub struct Trace {}
