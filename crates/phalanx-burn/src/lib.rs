@@ -1,1 +1,6 @@
 //! x
+#![forbid(unsafe_code)]
+#![allow(dead_code)]
+
+mod bridge;
+mod hook;
