@@ -13,12 +13,13 @@
 //! **No global state.** Arguments that are not tensors pass through the extension macro untouched, so the operation
 //! takes a [`Target`], which holds the sink itself, and keeps it as the state of its backward pass.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, Dispatch, Flex, backend_extension};
-use burn::module::{Module, ModuleMapper, Param};
+use burn::backend::{Backend, Dispatch, DispatchTensor, Flex, backend_extension};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Device, Tensor};
 use burn_autodiff::Autodiff;
 use burn_autodiff::checkpoint::base::Checkpointer;
@@ -57,13 +58,14 @@ impl fmt::Debug for Target {
 /// Tensors are reference counted: the copy shares all memory, running statistics included, with the original.
 pub(crate) fn hooked<M: Module>(module: &M, device: &Device, sink: Arc<dyn GradientSink>) -> M {
     let token = Tensor::zeros([1], device).require_grad();
-    module.clone().map(&mut Hooker { sink, token, index: 0 })
+    module.clone().map(&mut Hooker { sink, token, hooked: HashMap::new() })
 }
 
 struct Hooker {
     sink: Arc<dyn GradientSink>,
     token: Tensor<1>,
-    index: usize,
+    /// A parameter that stands in several places has one hook, which sees the sum over all of them.
+    hooked: HashMap<ParamId, DispatchTensor>,
 }
 
 impl ModuleMapper for Hooker {
@@ -71,17 +73,18 @@ impl ModuleMapper for Hooker {
         if !param.is_require_grad() {
             return param;
         }
-        let mut token = self.token.clone().into_dispatch();
-        for _ in 0..LEVELS {
-            token = Dispatch::step_down(token);
-        }
-        self.token = Tensor::from_dispatch(token.clone());
-        let target = Target { sink: self.sink.clone(), index: self.index };
-        self.index += 1;
-
         let (id, tensor, mapper) = param.consume();
-        let hooked = Dispatch::gradient_hook(tensor.into_dispatch(), token, target);
-        Param::from_mapped_value(id, Tensor::from_dispatch(hooked), mapper)
+        let index = self.hooked.len();
+        let hooked = self.hooked.entry(id).or_insert_with(|| {
+            let mut token = self.token.clone().into_dispatch();
+            for _ in 0..LEVELS {
+                token = Dispatch::step_down(token);
+            }
+            self.token = Tensor::from_dispatch(token.clone());
+            let target = Target { sink: self.sink.clone(), index };
+            Dispatch::gradient_hook(tensor.into_dispatch(), token, target)
+        });
+        Param::from_mapped_value(id, Tensor::from_dispatch(hooked.clone()), mapper)
     }
 }
 

@@ -1,6 +1,11 @@
 //! x
 #![forbid(unsafe_code)]
-#![allow(dead_code)]
 
 mod bridge;
+mod ddp;
 mod hook;
+mod parameters;
+mod replicas;
+mod sink;
+
+pub use ddp::{Ddp, DdpOptions};
