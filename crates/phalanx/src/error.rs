@@ -145,8 +145,12 @@ impl Error {
         self.0.kind
     }
 
-    pub(crate) fn cause(&self) -> &str {
-        &self.0.cause
+    /// The cause with its source, as one text.
+    pub(crate) fn full_cause(&self) -> String {
+        match &self.0.source {
+            Some(source) => format!("{}: {source}", self.0.cause),
+            None => self.0.cause.clone(),
+        }
     }
 
     /// Did a deadline pass?
