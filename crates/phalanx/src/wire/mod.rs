@@ -3,6 +3,7 @@
 pub(crate) mod control;
 pub(crate) mod frame;
 pub(crate) mod hello;
+pub(crate) mod store;
 
 /// A cursor over bytes of a fixed length, for decoding little-endian fields in order.
 pub(crate) struct Fields<'a>(&'a [u8]);
