@@ -145,6 +145,10 @@ impl Error {
         self.0.kind
     }
 
+    pub(crate) fn cause(&self) -> &str {
+        &self.0.cause
+    }
+
     /// The cause with its source, as one text.
     pub(crate) fn full_cause(&self) -> String {
         match &self.0.source {
@@ -206,6 +210,11 @@ impl Error {
     /// The rank that saw it first.
     pub fn rank(&self) -> Option<Rank> {
         self.0.site.as_ref().map(|site| site.rank)
+    }
+
+    /// The host of [`rank`](Self::rank).
+    pub fn host(&self) -> Option<&str> {
+        self.0.site.as_ref().map(|site| site.host.as_str())
     }
 
     /// The operation during which it happened, as the user called it.

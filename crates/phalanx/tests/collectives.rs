@@ -61,7 +61,8 @@ fn all_reduces<T: Sample>(group: &ProcessGroup) {
         for length in lengths(world) {
             let mut data = input::<T>(rank, length);
             group.all_reduce(&mut data, op).unwrap();
-            for (index, element) in data.iter().enumerate().filter(|(index, _)| exact::<T>(op, world, *index)) {
+            for (index, element) in data.iter().enumerate().filter(|(index, _)| exact::<T>(op, world, *index))
+            {
                 let expected = T::sample(reference(op, world, index));
                 assert_eq!(*element, expected, "{op} of {length} x {} in {world} at {index}", T::DTYPE);
             }
@@ -117,7 +118,10 @@ fn broadcast_from_every_root() {
                         assert_eq!(data, input::<f32>(root.index(), length));
                         let own = Buffer::from_slice(&input::<u8>(group.rank().index(), length));
                         let work = group.broadcast_async(own, root).unwrap();
-                        assert_eq!(work.wait().unwrap().as_slice::<u8>().unwrap(), input::<u8>(root.index(), length));
+                        assert_eq!(
+                            work.wait().unwrap().as_slice::<u8>().unwrap(),
+                            input::<u8>(root.index(), length)
+                        );
                     }
                 }
             });
@@ -136,7 +140,8 @@ fn all_gather_and_reduce_scatter_deal_in_the_order_of_the_ranks() {
                     group.all_gather(&input::<i32>(rank, length), &mut gathered).unwrap();
                     let expected: Vec<i32> = (0..world).flat_map(|rank| input::<i32>(rank, length)).collect();
                     assert_eq!(gathered, expected);
-                    let work = group.all_gather_async(Buffer::from_slice(&input::<i32>(rank, length))).unwrap();
+                    let work =
+                        group.all_gather_async(Buffer::from_slice(&input::<i32>(rank, length))).unwrap();
                     assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
 
                     let whole = input::<f64>(rank, length * world);
@@ -217,7 +222,9 @@ fn bad_arguments_are_refused_and_harm_nobody() {
         assert!(group.send(&data, stranger).unwrap_err().is_invalid_argument());
         assert!(group.recv(&mut data, own).unwrap_err().is_invalid_argument());
         assert!(group.all_gather(&[0f32; 3], &mut data).unwrap_err().to_string().contains("4 elements"));
-        assert!(group.reduce_scatter(&data, &mut [0f32; 3], ReduceOp::Sum).unwrap_err().is_invalid_argument());
+        assert!(
+            group.reduce_scatter(&data, &mut [0f32; 3], ReduceOp::Sum).unwrap_err().is_invalid_argument()
+        );
         let odd = Buffer::zeroed(DType::U8, 3);
         assert!(group.reduce_scatter_async(odd, ReduceOp::Sum).unwrap_err().is_invalid_argument());
         group.all_reduce(&mut data, ReduceOp::Max).unwrap();

@@ -91,9 +91,11 @@ fn a_rank_that_left_is_told_from_one_that_died() {
         let errors = run(3, fabric, |group| {
             group.barrier().unwrap();
             (!group.rank().is_main()).then(|| {
-                within(PATIENCE, &group, |group| loop {
-                    if let Err(error) = group.barrier() {
-                        break error;
+                within(PATIENCE, &group, |group| {
+                    loop {
+                        if let Err(error) = group.barrier() {
+                            break error;
+                        }
                     }
                 })
             })
@@ -111,15 +113,22 @@ fn an_abort_reaches_every_rank_with_its_reason() {
             if group.rank().get() == 2 {
                 group.abort(Error::aborted("the loss is NaN").with_remedy("lower the learning rate"));
             }
-            within(PATIENCE, &group, |group| loop {
-                if let Err(error) = group.barrier() {
-                    break error;
+            within(PATIENCE, &group, |group| {
+                loop {
+                    if let Err(error) = group.barrier() {
+                        break error;
+                    }
                 }
             })
         });
         for error in errors {
-            assert!(error.is_aborted() && error.to_string().contains("the loss is NaN"), "{fabric:?}: {error}");
-            assert!(error.to_string().contains("rank 2") && error.remedy() == Some("lower the learning rate"));
+            assert!(
+                error.is_aborted() && error.to_string().contains("the loss is NaN"),
+                "{fabric:?}: {error}"
+            );
+            assert!(
+                error.to_string().contains("rank 2") && error.remedy() == Some("lower the learning rate")
+            );
         }
     }
 }
@@ -129,7 +138,8 @@ fn every_work_in_flight_gets_the_cause_and_the_group_refuses_more() {
     for fabric in Fabric::ALL {
         run(2, fabric, |group| {
             if group.rank().is_main() {
-                let start = |_| group.all_reduce_async(Buffer::zeroed(DType::F32, 1000), ReduceOp::Sum).unwrap();
+                let start =
+                    |_| group.all_reduce_async(Buffer::zeroed(DType::F32, 1000), ReduceOp::Sum).unwrap();
                 let works: Vec<_> = (0..10).map(start).collect();
                 for work in works {
                     assert!(work.wait().unwrap_err().is_aborted());

@@ -92,7 +92,7 @@ impl Engine {
     pub(super) fn send(&mut self, call: Call, to: Rank, data: &[u8], deadline: Deadline) -> Result<()> {
         let sequence = self.sent[to.index()].advance();
         self.check_health()?;
-        let header = Header { call, sequence, epoch: self.epoch, step: 0, payload: data.len() as u64 };
+        let header = Header { call, sequence, epoch: self.epoch, payload: data.len() as u64 };
         let frame = Outgoing { to, header, payload: data };
         let sent = self.transport.exchange(Some(frame), None, deadline);
         sent.map_err(|error| self.health.fail_operation(error, call.to_string(), sequence))
@@ -115,9 +115,8 @@ impl Engine {
         deadline: Deadline,
     ) -> Result<()> {
         self.check_health()?;
-        let header = Header { call, sequence, epoch: self.epoch, step: 0, payload: 0 };
-        for (index, step) in plan.iter().enumerate() {
-            let header = Header { step: index as u32, ..header };
+        let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
+        for step in plan {
             self.step(header, step, data, deadline)
                 .map_err(|error| self.health.fail_operation(error, call.to_string(), sequence))?;
         }

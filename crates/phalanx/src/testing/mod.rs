@@ -59,9 +59,15 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
     }
     let store = Arc::new(MemoryStore::new());
     std::thread::scope(|scope| {
-        let ranks: Vec<_> =
-            world.ranks().map(|rank| (rank, store.clone())).map(|(rank, store)| scope.spawn(move || tcp(&store, rank, world))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        let ranks: Vec<_> = world
+            .ranks()
+            .map(|rank| (rank, store.clone()))
+            .map(|(rank, store)| scope.spawn(move || tcp(&store, rank, world)))
+            .collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
     })
 }
 

@@ -9,8 +9,8 @@ use crate::rank::{Rank, Sequence};
 pub(crate) const PREFIX: usize = 4;
 /// The longest body.
 pub(crate) const MAX_BODY: usize = 4 * 1024;
-/// The longest text inside a notice; each of its three texts is cut to a share of the body.
-const MAX_TEXT: usize = 1200;
+/// The longest text inside a notice; each of its four texts is cut to a share of the body.
+const MAX_TEXT: usize = 1000;
 
 /// A message on a control connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,6 +24,8 @@ pub(crate) enum Control {
 /// A failure as one rank reports it to the others.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Notice {
+    /// Who saw it first, and on which host.
+    origin: Option<(Rank, String)>,
     kind: Kind,
     cause: String,
     operation: Option<String>,
@@ -35,6 +37,7 @@ pub(crate) struct Notice {
 impl Notice {
     pub(crate) fn of(error: &Error) -> Self {
         Self {
+            origin: error.rank().zip(error.host().map(cut)),
             kind: error.kind(),
             cause: cut(&error.full_cause()),
             operation: error.operation().map(cut),
@@ -44,16 +47,17 @@ impl Notice {
         }
     }
 
-    /// The same failure, as seen on `reporter`.
+    /// The same failure, as `reporter` passed it on.
     pub(crate) fn into_error(self, reporter: Rank, host: &str) -> Error {
-        let mut error = Error::new(self.kind, self.cause).at(reporter, host);
+        let (origin, host) = self.origin.unwrap_or_else(|| (reporter, host.to_owned()));
+        let mut error = Error::new(self.kind, self.cause).at(origin, host);
         if let Some(operation) = self.operation {
             error = error.in_operation(operation, self.sequence);
         }
         if let Some(remedy) = self.remedy {
             error = error.with_remedy(remedy);
         }
-        error.with_peer(self.peer.unwrap_or(reporter))
+        error.with_peer(self.peer.unwrap_or(origin))
     }
 }
 

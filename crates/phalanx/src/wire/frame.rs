@@ -84,8 +84,6 @@ pub(crate) struct Header {
     pub call: Call,
     pub sequence: Sequence,
     pub epoch: Epoch,
-    /// Which step of the collective's plan the payload belongs to.
-    pub step: u32,
     /// Bytes that follow.
     pub payload: u64,
 }
@@ -98,7 +96,6 @@ impl Header {
         bytes[5] = self.call.dtype as u8;
         bytes[6] = self.call.reduce.map_or(0, |op| op as u8);
         bytes[8..12].copy_from_slice(&self.call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
-        bytes[12..16].copy_from_slice(&self.step.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.sequence.0.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.epoch.0.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.call.elements.to_le_bytes());
@@ -133,12 +130,15 @@ impl Header {
             NO_ROOT => None,
             root => Some(Rank::new(root)),
         };
-        let step = fields.u32();
+        let padding = fields.u32();
+        if padding != 0 {
+            return Err(Error::protocol(format!("a frame has {padding:#x} where zero must stand")));
+        }
         let sequence = Sequence(fields.u64());
         let epoch = Epoch(fields.u64());
         let elements = fields.u64();
         let payload = fields.u64();
-        Ok(Self { call: Call { operation, dtype, elements, reduce, root }, sequence, epoch, step, payload })
+        Ok(Self { call: Call { operation, dtype, elements, reduce, root }, sequence, epoch, payload })
     }
 
     /// Compares what `peer` sent with what this rank, by its own call, expects of it.
@@ -159,8 +159,8 @@ impl Header {
             .with_remedy("every rank must make the same calls, with the same sizes, in the same order")
         } else {
             Error::mismatch(format!(
-                "in {} {} rank {peer} sends {} bytes in step {}, rank {own} expects {} bytes in step {}",
-                self.call, self.sequence, received.payload, received.step, self.payload, self.step
+                "in {} {} rank {peer} sends {} bytes where rank {own} expects {}",
+                self.call, self.sequence, received.payload, self.payload
             ))
             .with_remedy("every rank must run the same version with the same settings")
         };
@@ -185,7 +185,6 @@ mod tests {
             },
             sequence: Sequence(7),
             epoch: Epoch(2),
-            step: 3,
             payload: 20,
         }
     }
@@ -227,6 +226,7 @@ mod tests {
             if framed {
                 frame[..4].copy_from_slice(b"PHX1");
                 frame[7] = 0;
+                frame[12..16].fill(0);
             }
             if let Ok(header) = Header::decode(&frame) {
                 prop_assert_eq!(header.encode(), frame);
