@@ -8,9 +8,9 @@ use crate::rank::{Rank, WorldSize};
 pub(crate) fn dissemination(rank: Rank, world: WorldSize) -> Plan {
     std::iter::successors(Some(1), |distance| Some(distance * 2))
         .take_while(|distance| *distance < world.count())
-        .map(|distance| Step::Exchange {
-            send: Some((after(rank, distance, world), 0..0)),
-            recv: Some((before(rank, distance, world), 0..0, Combine::Replace)),
+        .map(|distance| {
+            let step = Step::send(after(rank, distance, world), 0..0);
+            step.and_recv(before(rank, distance, world), 0..0, Combine::Replace)
         })
         .collect()
 }

@@ -19,27 +19,22 @@ pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan 
     let partner = Rank::new(rank.get() ^ 1);
     let sits_out = paired && rank.get() % 2 == 1;
     if sits_out {
-        plan.push(Step::Exchange { send: Some((partner, all.clone())), recv: None });
-    } else if paired {
-        plan.push(Step::Exchange { send: None, recv: Some((partner, all.clone(), Combine::Append)) });
+        return vec![Step::send(partner, all.clone()), Step::recv(partner, all, Combine::Replace)];
     }
-    if !sits_out {
-        let place = if paired { rank.get() / 2 } else { rank.get() - folded };
-        for bit in 0..members.ilog2() {
-            let other = place ^ (1 << bit);
-            let peer = Rank::new(if other < folded { 2 * other } else { other + folded });
-            let combine = if other < place { Combine::Prepend } else { Combine::Append };
-            plan.push(Step::Exchange {
-                send: Some((peer, all.clone())),
-                recv: Some((peer, all.clone(), combine)),
-            });
-        }
-        plan.push(Step::Finish(all.clone()));
+    if paired {
+        plan.push(Step::recv(partner, all.clone(), Combine::Append));
     }
-    if sits_out {
-        plan.push(Step::Exchange { send: None, recv: Some((partner, all, Combine::Replace)) });
-    } else if paired {
-        plan.push(Step::Exchange { send: Some((partner, all)), recv: None });
+    let place = if paired { rank.get() / 2 } else { rank.get() - folded };
+    let rounds = members.ilog2();
+    for bit in 0..rounds {
+        let other = place ^ (1 << bit);
+        let peer = Rank::new(if other < folded { 2 * other } else { other + folded });
+        let combine = if other < place { Combine::Prepend } else { Combine::Append };
+        let step = Step::send(peer, all.clone()).and_recv(peer, all.clone(), combine);
+        plan.push(if bit + 1 == rounds { step.completing() } else { step });
+    }
+    if paired {
+        plan.push(Step::send(partner, all));
     }
     plan
 }

@@ -14,11 +14,21 @@ pub(crate) struct Kernel {
     pub dtype: DType,
     pub op: ReduceOp,
     pub combine: Combine,
+    /// With these elements the combination is complete: an average of this many ranks is divided.
+    pub completes: Option<u32>,
 }
 
 impl Kernel {
     /// Combines `received` into `local`: equally long, whole elements, aligned for the type.
     pub(crate) fn apply(&self, local: &mut [u8], received: &[u8]) -> Result<()> {
+        self.combine(local, received)?;
+        match self.completes {
+            Some(world) if self.op == ReduceOp::Avg => divide(self.dtype, local, world),
+            _ => Ok(()),
+        }
+    }
+
+    fn combine(&self, local: &mut [u8], received: &[u8]) -> Result<()> {
         match self.dtype {
             DType::F32 => self.native::<f32>(local, received),
             DType::F64 => self.native::<f64>(local, received),
@@ -86,7 +96,7 @@ impl Kernel {
 }
 
 /// Divides a finished sum by the number of ranks.
-pub(crate) fn divide(dtype: DType, data: &mut [u8], world: u32) -> Result<()> {
+fn divide(dtype: DType, data: &mut [u8], world: u32) -> Result<()> {
     match dtype {
         DType::F32 => {
             let scale = world as f32;
@@ -171,7 +181,9 @@ mod tests {
 
     fn combine<T: Element>(op: ReduceOp, combine: Combine, local: &[T], received: &[T]) -> Vec<T> {
         let (mut left, right) = (Buffer::from_slice(local), Buffer::from_slice(received));
-        Kernel { dtype: T::DTYPE, op, combine }.apply(left.as_bytes_mut(), right.as_bytes()).unwrap();
+        Kernel { dtype: T::DTYPE, op, combine, completes: None }
+            .apply(left.as_bytes_mut(), right.as_bytes())
+            .unwrap();
         left.as_slice::<T>().unwrap().to_vec()
     }
 
@@ -223,7 +235,8 @@ mod tests {
 
     #[test]
     fn torn_elements_are_refused() {
-        let kernel = Kernel { dtype: DType::F32, op: ReduceOp::Sum, combine: Combine::Append };
+        let kernel =
+            Kernel { dtype: DType::F32, op: ReduceOp::Sum, combine: Combine::Append, completes: None };
         assert!(kernel.apply(&mut [0; 3], &[0; 3]).is_err());
     }
 }

@@ -26,18 +26,29 @@ use crate::rank::{Rank, WorldSize};
 /// What one rank does in one collective, in order.
 pub(crate) type Plan = Vec<Step>;
 
-/// One step of a plan. Ranges count elements of the collective's buffer.
+/// One step of a plan: a message out and a message in, at the same time. Ranges count elements of the collective's
+/// buffer; what is sent is the buffer as it was before the step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub send: Option<Send>,
+    pub recv: Option<Recv>,
+}
+
+/// A message to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
-    /// Sends and receives at the same time. What is sent is the buffer as it was before the step.
-    Exchange {
-        /// To whom, and what.
-        send: Option<(Rank, Range<usize>)>,
-        /// From whom, whereto, and how it joins what stands there.
-        recv: Option<(Rank, Range<usize>, Combine)>,
-    },
-    /// The range holds its final combination: divide it, if the operation is an average.
-    Finish(Range<usize>),
+pub(crate) struct Send {
+    pub to: Rank,
+    pub range: Range<usize>,
+}
+
+/// A message from a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Recv {
+    pub from: Rank,
+    pub range: Range<usize>,
+    pub combine: Combine,
+    /// With this message every rank's part is in: an average is divided now, while the elements are in the cache.
+    pub completes: bool,
 }
 
 /// How received elements join those in the buffer. Written out for both orders of the operands, so that every rank
@@ -50,6 +61,34 @@ pub(crate) enum Combine {
     Append,
     /// local := received ∘ local
     Prepend,
+}
+
+impl Step {
+    fn send(to: Rank, range: Range<usize>) -> Self {
+        Self { send: Some(Send { to, range }), recv: None }
+    }
+
+    fn recv(from: Rank, range: Range<usize>, combine: Combine) -> Self {
+        Self::default().and_recv(from, range, combine)
+    }
+
+    fn and_recv(mut self, from: Rank, range: Range<usize>, combine: Combine) -> Self {
+        self.recv = Some(Recv { from, range, combine, completes: false });
+        self
+    }
+
+    /// Marks what the step receives as complete.
+    fn completing(mut self) -> Self {
+        if let Some(recv) = &mut self.recv {
+            recv.completes = true;
+        }
+        self
+    }
+}
+
+/// What the receiver of a point-to-point message does.
+pub(crate) fn recv(from: Rank, elements: usize) -> Plan {
+    vec![Step::recv(from, 0..elements, Combine::Replace)]
 }
 
 /// The elements of chunk `index` when `elements` are dealt to `world` ranks as evenly as possible.

@@ -11,10 +11,10 @@ pub(crate) fn binomial(rank: Rank, world: WorldSize, root: Rank, elements: usize
     while reach < world.count() {
         if place < reach && place + reach < world.count() {
             let to = after(rank, reach, world);
-            plan.push(Step::Exchange { send: Some((to, 0..elements)), recv: None });
+            plan.push(Step::send(to, 0..elements));
         } else if (reach..2 * reach).contains(&place) {
             let from = before(rank, reach, world);
-            plan.push(Step::Exchange { send: None, recv: Some((from, 0..elements, Combine::Replace)) });
+            plan.push(Step::recv(from, 0..elements, Combine::Replace));
         }
         reach *= 2;
     }
@@ -28,11 +28,11 @@ pub(crate) fn scatter_ring(rank: Rank, world: WorldSize, root: Rank, elements: u
     if rank == root {
         for distance in 1..world.count() {
             let to = after(root, distance, world);
-            plan.push(Step::Exchange { send: Some((to, chunk(elements, world, to.index()))), recv: None });
+            plan.push(Step::send(to, chunk(elements, world, to.index())));
         }
     } else {
         let own = chunk(elements, world, rank.index());
-        plan.push(Step::Exchange { send: None, recv: Some((root, own, Combine::Replace)) });
+        plan.push(Step::recv(root, own, Combine::Replace));
     }
     plan.extend(ring::all_gather(rank, world, elements));
     plan

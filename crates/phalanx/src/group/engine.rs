@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::buffer::AlignedBytes;
-use crate::collective::kernel::{Kernel, divide};
-use crate::collective::{Combine, Plan, ReduceOp, Step};
+use crate::collective::kernel::Kernel;
+use crate::collective::{self, Plan, ReduceOp, Step};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
@@ -100,8 +100,7 @@ impl Engine {
 
     pub(super) fn recv(&mut self, call: Call, from: Rank, data: &mut [u8], deadline: Deadline) -> Result<()> {
         let sequence = self.received[from.index()].advance();
-        let all = (from, 0..call.elements as usize, Combine::Replace);
-        let plan = vec![Step::Exchange { send: None, recv: Some(all) }];
+        let plan = collective::recv(from, call.elements as usize);
         self.execute(call, sequence, &plan, data, deadline)
     }
 
@@ -130,17 +129,9 @@ impl Engine {
 
     fn step(&mut self, header: Header, step: &Step, data: &mut [u8], deadline: Deadline) -> Result<()> {
         let Call { dtype, reduce, .. } = header.call;
-        let op = reduce.unwrap_or(ReduceOp::Sum);
         let bytes = |range: &Range<usize>| bytes_of(range, dtype.size());
-        let (send, recv) = match step {
-            Step::Finish(range) if op == ReduceOp::Avg => {
-                return divide(dtype, &mut data[bytes(range)], self.world.get());
-            }
-            Step::Finish(_) => return Ok(()),
-            Step::Exchange { send, recv } => (send, recv),
-        };
-        let send = send.as_ref().map(|(to, range)| (*to, bytes(range)));
-        let recv = recv.as_ref().map(|(from, range, combine)| (*from, bytes(range), *combine));
+        let send = step.send.as_ref().map(|send| (send.to, bytes(&send.range)));
+        let recv = step.recv.as_ref().map(|recv| (recv, bytes(&recv.range)));
         let snapshot = &mut self.snapshot;
         let (payload, into) =
             borrow(data, send.as_ref().map(|s| &s.1), recv.as_ref().map(|r| &r.1), snapshot);
@@ -148,9 +139,16 @@ impl Engine {
             let header = Header { payload: range.len() as u64, ..header };
             Outgoing { to, header, payload }
         });
-        let recv = recv.map(|(from, range, combine)| {
+        let recv = recv.map(|(recv, range)| {
             let expect = Header { payload: range.len() as u64, ..header };
-            Incoming { from, expect, into, kernel: Kernel { dtype, op, combine } }
+            let kernel = Kernel {
+                dtype,
+                // Without an operation nothing is combined.
+                op: reduce.unwrap_or(ReduceOp::Sum),
+                combine: recv.combine,
+                completes: recv.completes.then(|| self.world.get()),
+            };
+            Incoming { from: recv.from, expect, into, kernel }
         });
         self.transport.exchange(send, recv, deadline)
     }
