@@ -121,13 +121,13 @@ impl<M: Module> Ddp<M> {
     ///
     /// Gradients travel while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the last
     /// call are added before the average. A parameter that got no gradient on any rank has none here either.
-    pub fn backward<const D: usize>(&mut self, loss: Tensor<D>) -> Result<GradientsParams> {
+    pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<GradientsParams> {
         let model = held(&self.model);
-        check_tracked(&loss)?;
+        check_tracked(loss)?;
         self.buffers_stale = true;
         match &mut self.engine {
             Engine::Alone { held } => {
-                let gradients = alone(&*self.group, model, &loss);
+                let gradients = alone(&*self.group, model, loss);
                 Ok(match held.take() {
                     Some(mut sum) => {
                         sum.accumulate(model, gradients);
@@ -141,8 +141,7 @@ impl<M: Module> Ddp<M> {
                 let delivery = if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now };
                 sink.begin(delivery)?;
                 sink.start()?;
-                drop(run(&*self.group, &loss));
-                drop(loss);
+                drop(run(&*self.group, loss));
                 sink.finish(|reducer| {
                     let mut averages =
                         Averages { reducer, places: &self.places, gradients: GradientsParams::new() };
@@ -157,19 +156,19 @@ impl<M: Module> Ddp<M> {
     /// those of the next [`backward`](Self::backward).
     ///
     /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one.
-    pub fn backward_no_sync<const D: usize>(&mut self, loss: Tensor<D>) -> Result<()> {
+    pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
         let model = held(&self.model);
-        check_tracked(&loss)?;
+        check_tracked(loss)?;
         match &mut self.engine {
             Engine::Alone { held } => {
-                let gradients = alone(&*self.group, model, &loss);
+                let gradients = alone(&*self.group, model, loss);
                 held.get_or_insert_with(GradientsAccumulator::new).accumulate(model, gradients);
                 Ok(())
             }
             Engine::Together { sink, passes } => {
                 live(passes)?;
                 sink.begin(Delivery::Hold)?;
-                drop(run(&*self.group, &loss));
+                drop(run(&*self.group, loss));
                 sink.check()
             }
         }

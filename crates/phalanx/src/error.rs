@@ -149,6 +149,14 @@ impl Error {
         &self.0.cause
     }
 
+    /// The cause with its source, as one text.
+    pub(crate) fn full_cause(&self) -> String {
+        match &self.0.source {
+            Some(source) => format!("{}: {source}", self.0.cause),
+            None => self.0.cause.clone(),
+        }
+    }
+
     /// Did a deadline pass?
     pub fn is_timeout(&self) -> bool {
         self.0.kind == Kind::Timeout
@@ -202,6 +210,11 @@ impl Error {
     /// The rank that saw it first.
     pub fn rank(&self) -> Option<Rank> {
         self.0.site.as_ref().map(|site| site.rank)
+    }
+
+    /// The host of [`rank`](Self::rank).
+    pub fn host(&self) -> Option<&str> {
+        self.0.site.as_ref().map(|site| site.host.as_str())
     }
 
     /// The operation during which it happened, as the user called it.

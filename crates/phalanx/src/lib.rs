@@ -19,6 +19,8 @@ pub mod rendezvous;
 pub mod sampler;
 mod spawn;
 pub mod store;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod trace;
 mod transport;
 mod wire;

@@ -1,5 +1,109 @@
 //! Pure plans of the collectives: who sends which elements to whom, step by step. No I/O happens here.
+//!
+//! A plan is what one rank does; the plans of all ranks fit together. The tests check every plan by playing all ranks
+//! against each other on paper: each rank's contribution enters each result exactly once. docs/algorithms.md states
+//! steps, bytes and source of each algorithm.
 
+mod barrier;
+mod choice;
+mod doubling;
+pub(crate) mod kernel;
 mod op;
+mod ring;
+#[cfg(test)]
+mod simulate;
+mod tree;
 
+use std::ops::Range;
+
+pub(crate) use barrier::dissemination;
+pub(crate) use choice::{all_reduce, broadcast};
 pub use op::ReduceOp;
+pub(crate) use ring::{all_gather, reduce_scatter};
+
+use crate::rank::{Rank, WorldSize};
+
+/// What one rank does in one collective, in order.
+pub(crate) type Plan = Vec<Step>;
+
+/// One step of a plan: a message out and a message in, at the same time. Ranges count elements of the collective's
+/// buffer; what is sent is the buffer as it was before the step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub send: Option<Send>,
+    pub recv: Option<Recv>,
+}
+
+/// A message to a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Send {
+    pub to: Rank,
+    pub range: Range<usize>,
+}
+
+/// A message from a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Recv {
+    pub from: Rank,
+    pub range: Range<usize>,
+    pub combine: Combine,
+    /// With this message every rank's part is in: an average is divided now, while the elements are in the cache.
+    pub completes: bool,
+}
+
+/// How received elements join those in the buffer. Written out for both orders of the operands, so that every rank
+/// that computes the same result computes the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Combine {
+    /// The received elements replace the local ones.
+    Replace,
+    /// local := local ∘ received
+    Append,
+    /// local := received ∘ local
+    Prepend,
+}
+
+impl Step {
+    fn send(to: Rank, range: Range<usize>) -> Self {
+        Self { send: Some(Send { to, range }), recv: None }
+    }
+
+    fn recv(from: Rank, range: Range<usize>, combine: Combine) -> Self {
+        Self::default().and_recv(from, range, combine)
+    }
+
+    fn and_recv(mut self, from: Rank, range: Range<usize>, combine: Combine) -> Self {
+        self.recv = Some(Recv { from, range, combine, completes: false });
+        self
+    }
+
+    /// Marks what the step receives as complete.
+    fn completing(mut self) -> Self {
+        if let Some(recv) = &mut self.recv {
+            recv.completes = true;
+        }
+        self
+    }
+}
+
+/// What the receiver of a point-to-point message does.
+pub(crate) fn recv(from: Rank, elements: usize) -> Plan {
+    vec![Step::recv(from, 0..elements, Combine::Replace)]
+}
+
+/// The elements of chunk `index` when `elements` are dealt to `world` ranks as evenly as possible.
+pub(crate) fn chunk(elements: usize, world: WorldSize, index: usize) -> Range<usize> {
+    let (share, extra) = (elements / world.count(), elements % world.count());
+    let start = index * share + index.min(extra);
+    start..start + share + usize::from(index < extra)
+}
+
+/// The rank `distance` places after `rank`, around the ring.
+fn after(rank: Rank, distance: usize, world: WorldSize) -> Rank {
+    Rank::new(((rank.index() + distance) % world.count()) as u32)
+}
+
+/// The rank `distance` places before `rank`, around the ring.
+fn before(rank: Rank, distance: usize, world: WorldSize) -> Rank {
+    after(rank, world.count() - distance % world.count(), world)
+}

@@ -1,15 +1,31 @@
 //! Process groups: a handle through which a rank takes part in collectives.
 
+mod asynchronous;
+mod blocking;
+mod engine;
+mod lane;
 mod work;
 
-pub use work::Work;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
 
+use self::engine::Engine;
+use self::lane::Lane;
+pub use self::work::Work;
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
+use crate::deadline::Deadline;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::{Epoch, Rank, WorldSize};
 use crate::trace::Trace;
+use crate::transport::Transport;
+use crate::transport::health::Health;
+use crate::transport::in_process;
+
+/// How long an operation may take unless the group is told otherwise; PyTorch's default for groups on processors.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// What a reducer needs of a group, and no more, so that a test can stand in for it.
 pub trait Communicator: Send + Sync {
@@ -35,6 +51,213 @@ pub trait Communicator: Send + Sync {
     fn trace(&self) -> Trace;
 }
 
-/// A handle to a group of ranks.
+/// A handle to a group of ranks. Clones are handles to the same group.
+///
+/// All ranks must call the same collectives, with the same sizes, in the same order. Every frame says which call it
+/// belongs to: ranks that disagree get, all of them, an error that shows both calls. Results have the same bits on
+/// every rank, and on every run with the same world.
+///
+/// After a failure the group refuses work: pending and later operations return the first cause. When the last handle
+/// is dropped, the rank finishes what it has started and says goodbye to the others.
+///
+/// ```
+/// use phalanx::{ProcessGroup, ReduceOp, WorldSize};
+/// let group = ProcessGroup::alone()?; // a world of one, which needs no launcher
+/// let mut loss = [0.5f32];
+/// group.all_reduce(&mut loss, ReduceOp::Avg)?;
+/// assert_eq!(loss, [0.5]);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
 #[derive(Clone)]
-pub struct ProcessGroup {}
+pub struct ProcessGroup {
+    inner: Arc<Inner>,
+    timeout: Duration,
+}
+
+struct Inner {
+    rank: Rank,
+    world: WorldSize,
+    local_rank: u32,
+    health: Arc<Health>,
+    trace: Trace,
+    /// Finishes its operations before the health and what keeps the group alive go.
+    lane: Lane,
+    /// What must live as long as the group, such as the store's server.
+    _keep_alive: Box<dyn Send + Sync>,
+}
+
+/// What distinguishes a group at its birth.
+pub(crate) struct Identity {
+    pub rank: Rank,
+    pub world: WorldSize,
+    pub local_rank: u32,
+    pub epoch: Epoch,
+    pub trace: Trace,
+    pub keep_alive: Box<dyn Send + Sync>,
+}
+
+impl ProcessGroup {
+    /// A world of one.
+    pub fn alone() -> Result<Self> {
+        let mut groups = Self::in_process(WorldSize::ONE)?;
+        groups.pop().ok_or_else(|| Error::invalid_argument("a world of one has one rank"))
+    }
+
+    /// The groups of all ranks of one process, one for each thread that plays a rank.
+    ///
+    /// ```
+    /// use phalanx::{ProcessGroup, ReduceOp, WorldSize};
+    /// let groups = ProcessGroup::in_process(WorldSize::new(3)?)?;
+    /// let sums = std::thread::scope(|scope| {
+    ///     let ranks = groups.into_iter().map(|group| scope.spawn(move || {
+    ///         let mut data = [group.rank().get() as i64; 4];
+    ///         group.all_reduce(&mut data, ReduceOp::Sum).map(|()| data)
+    ///     }));
+    ///     ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect::<Result<Vec<_>, _>>()
+    /// })?;
+    /// assert_eq!(sums, [[3; 4]; 3]);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    pub fn in_process(world: WorldSize) -> Result<Vec<Self>> {
+        world
+            .ranks()
+            .zip(in_process::connect(world))
+            .map(|(rank, (transport, health))| {
+                let identity = Identity {
+                    rank,
+                    world,
+                    local_rank: rank.get(),
+                    epoch: Epoch::default(),
+                    trace: Trace::from_env(rank, world),
+                    keep_alive: Box::new(()),
+                };
+                Self::new(identity, Box::new(transport), health)
+            })
+            .collect()
+    }
+
+    pub(crate) fn new(
+        identity: Identity,
+        transport: Box<dyn Transport>,
+        health: Arc<Health>,
+    ) -> Result<Self> {
+        let Identity { rank, world, local_rank, epoch, trace, keep_alive } = identity;
+        let engine = Engine::new(rank, world, epoch, transport, health.clone());
+        let lane = Lane::new(rank, engine)?;
+        let inner = Inner { rank, world, local_rank, health, trace, lane, _keep_alive: keep_alive };
+        Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT })
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> Rank {
+        self.inner.rank
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> WorldSize {
+        self.inner.world
+    }
+
+    /// This process's number among the ranks of its host; a common choice of device.
+    pub fn local_rank(&self) -> u32 {
+        self.inner.local_rank
+    }
+
+    /// A handle to the same group whose operations give up after `timeout`.
+    pub fn with_timeout(&self, timeout: Duration) -> Self {
+        Self { inner: self.inner.clone(), timeout }
+    }
+
+    /// The cause of the group's failure, once it has failed.
+    pub fn failure(&self) -> Option<Error> {
+        self.inner.health.cause()
+    }
+
+    /// Ends the group on every rank: pending and later operations fail with `cause`.
+    pub fn abort(&self, cause: Error) {
+        self.inner.health.fail(cause);
+    }
+
+    /// Zeroed memory that the group can move without a further copy.
+    pub fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
+        Buffer::zeroed(dtype, elements)
+    }
+
+    /// Where this rank notes what happened when.
+    pub fn trace(&self) -> Trace {
+        self.inner.trace.clone()
+    }
+
+    fn deadline(&self) -> Deadline {
+        Deadline::after(self.timeout)
+    }
+
+    /// Checks that `rank` belongs to this group.
+    fn member(&self, rank: Rank) -> Result<Rank> {
+        self.inner.world.rank(rank.get())
+    }
+
+    /// Checks that `rank` is another rank of this group.
+    fn peer(&self, rank: Rank) -> Result<Rank> {
+        if rank == self.rank() {
+            return Err(Error::invalid_argument(format!(
+                "rank {rank} cannot send to or receive from itself"
+            )));
+        }
+        self.member(rank)
+    }
+
+    /// After a failure no operation begins.
+    fn check_health(&self) -> Result<()> {
+        match self.failure() {
+            Some(cause) if cause.remedy().is_some() => Err(cause),
+            Some(cause) => Err(cause.with_remedy("the group has failed; start a new one")),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // A goodbye would tell the peers that all went well.
+            self.health.fail(Error::aborted(format!("rank {} panicked", self.rank)));
+        }
+    }
+}
+
+impl Communicator for ProcessGroup {
+    fn rank(&self) -> Rank {
+        self.rank()
+    }
+
+    fn world_size(&self) -> WorldSize {
+        self.world_size()
+    }
+
+    fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
+        self.alloc(dtype, elements)
+    }
+
+    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+        self.all_reduce_async(buffer, op)
+    }
+
+    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        self.broadcast_async(buffer, root)
+    }
+
+    fn abort(&self, cause: Error) {
+        self.abort(cause);
+    }
+
+    fn trace(&self) -> Trace {
+        self.trace()
+    }
+}
+
+impl fmt::Debug for ProcessGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ProcessGroup(rank {} of {})", self.rank(), self.world_size())
+    }
+}

@@ -1,0 +1,48 @@
+//! Rings: every rank sends to the next and receives from the one before. The bandwidth-optimal choice for large
+//! buffers (P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+
+use super::{Combine, Plan, Step, after, before, chunk};
+use crate::rank::{Rank, WorldSize};
+
+/// 2(w-1) steps; each rank sends 2n(w-1)/w elements. Each chunk is combined along one path, in one order.
+pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan {
+    let mut plan = combine(rank, world, 0, elements);
+    // Rank r now holds the finished chunk r+1.
+    plan.extend(pass(rank, world, 1, Combine::Replace, elements));
+    plan
+}
+
+/// w-1 steps; each rank sends n(w-1)/w elements of its buffer of n. Chunk r ends, combined, on rank r.
+pub(crate) fn reduce_scatter(rank: Rank, world: WorldSize, elements: usize) -> Plan {
+    combine(rank, world, world.count() - 1, elements)
+}
+
+/// w-1 steps; each rank sends n(w-1)/w elements. Chunk r starts on rank r and ends everywhere.
+pub(crate) fn all_gather(rank: Rank, world: WorldSize, elements: usize) -> Plan {
+    pass(rank, world, 0, Combine::Replace, elements).collect()
+}
+
+/// Combines every chunk on its way around the ring; rank r ends with chunk r+shift+1.
+fn combine(rank: Rank, world: WorldSize, shift: usize, elements: usize) -> Plan {
+    let mut plan: Plan = pass(rank, world, shift, Combine::Prepend, elements).collect();
+    if let Some(last) = plan.pop() {
+        plan.push(last.completing());
+    }
+    plan
+}
+
+/// Passes chunks around the ring, w-1 times; the first that rank r sends is chunk r+shift, the last that it receives
+/// is chunk r+shift+1.
+fn pass(
+    rank: Rank,
+    world: WorldSize,
+    shift: usize,
+    combine: Combine,
+    elements: usize,
+) -> impl Iterator<Item = Step> {
+    let (next, previous) = (after(rank, 1, world), before(rank, 1, world));
+    let first = after(rank, shift, world);
+    let behind = move |distance| chunk(elements, world, before(first, distance, world).index());
+    (0..world.count() - 1)
+        .map(move |step| Step::send(next, behind(step)).and_recv(previous, behind(step + 1), combine))
+}

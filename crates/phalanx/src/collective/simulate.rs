@@ -1,0 +1,162 @@
+//! Plays the plans of all ranks against each other on paper, and checks every collective that way.
+
+use std::collections::{HashMap, VecDeque};
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// Rank r's contribution: a digit of its own in base 32, so that a result shows how often each rank entered it.
+fn contribution(rank: Rank) -> u128 {
+    1 << (5 * rank.get())
+}
+
+fn everybody(world: usize) -> u128 {
+    (0..world as u32).map(|rank| contribution(Rank::new(rank))).sum()
+}
+
+/// Added to an element when it is complete.
+const DIVIDED: u128 = 1 << 100;
+
+/// A result of all ranks of `world`. A world of one has nothing to receive, and nothing to divide.
+fn complete(world: WorldSize) -> u128 {
+    everybody(world.count()) + if world == WorldSize::ONE { 0 } else { DIVIDED }
+}
+
+/// Runs all plans until each has ended; fails if they wait for each other, or if a message is left over. Returns the
+/// number of elements that each rank sent.
+fn play(plans: &[Plan], buffers: &mut [Vec<u128>]) -> Vec<usize> {
+    let mut wire: HashMap<(usize, usize), VecDeque<Vec<u128>>> = HashMap::new();
+    let mut place = vec![(0, false); plans.len()];
+    let mut sent = vec![0; plans.len()];
+    loop {
+        let mut moved = false;
+        for rank in 0..plans.len() {
+            let (step, has_sent) = &mut place[rank];
+            let Some(current) = plans[rank].get(*step) else { continue };
+            if let (Some(Send { to, range }), false) = (&current.send, &has_sent) {
+                assert_ne!(to.index(), rank);
+                let payload = buffers[rank][range.clone()].to_vec();
+                sent[rank] += payload.len();
+                wire.entry((rank, to.index())).or_default().push_back(payload);
+                moved = true;
+            }
+            *has_sent = true;
+            if let Some(Recv { from, range, combine, completes }) = &current.recv {
+                let waiting = wire.get_mut(&(from.index(), rank));
+                let Some(payload) = waiting.and_then(VecDeque::pop_front) else { continue };
+                assert_eq!(payload.len(), range.len(), "rank {rank} step {step}");
+                for (local, received) in buffers[rank][range.clone()].iter_mut().zip(payload) {
+                    *local = if *combine == Combine::Replace { received } else { *local + received };
+                    // What is divided is whole, and is not divided again: the mark is a digit of its own.
+                    if *completes {
+                        assert_eq!(*local, everybody(plans.len()));
+                        *local += DIVIDED;
+                    }
+                }
+            }
+            (*step, *has_sent, moved) = (*step + 1, false, true);
+        }
+        if !moved {
+            break;
+        }
+    }
+    for (rank, plan) in plans.iter().enumerate() {
+        assert_eq!(place[rank].0, plan.len(), "rank {rank} waits for ever");
+    }
+    assert!(wire.values().all(VecDeque::is_empty), "a message was left over");
+    sent
+}
+
+fn plans(world: WorldSize, plan: impl Fn(Rank) -> Plan) -> Vec<Plan> {
+    world.ranks().map(plan).collect()
+}
+
+fn own(world: WorldSize, elements: usize) -> Vec<Vec<u128>> {
+    world.ranks().map(|rank| vec![contribution(rank); elements]).collect()
+}
+
+fn worlds() -> impl Strategy<Value = WorldSize> {
+    (1u32..=17).prop_map(|size| WorldSize::new(size).unwrap())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn chunks_cover_everything_once(world in worlds(), elements in 0usize..10_000) {
+        let mut end = 0;
+        for index in 0..world.count() {
+            let range = chunk(elements, world, index);
+            prop_assert_eq!(range.start, end);
+            prop_assert!(range.len().abs_diff(elements / world.count()) <= 1);
+            end = range.end;
+        }
+        prop_assert_eq!(end, elements);
+    }
+
+    #[test]
+    fn all_reduce_takes_each_rank_once(world in worlds(), elements in 0usize..10_000) {
+        for algorithm in [ring::all_reduce, doubling::all_reduce] {
+            let mut buffers = own(world, elements);
+            let plans = plans(world, |rank| algorithm(rank, world, elements));
+            play(&plans, &mut buffers);
+            prop_assert!(buffers.iter().flatten().all(|value| *value == complete(world)));
+        }
+    }
+
+    #[test]
+    fn a_ring_sends_the_least_possible(world in worlds(), share in 0usize..500) {
+        let elements = share * world.count();
+        let sent = play(&plans(world, |rank| ring::all_reduce(rank, world, elements)), &mut own(world, elements));
+        prop_assert!(sent.iter().all(|sent| *sent == 2 * share * (world.count() - 1)));
+    }
+
+    #[test]
+    fn reduce_scatter_leaves_each_rank_its_chunk(world in worlds(), elements in 0usize..10_000) {
+        let mut buffers = own(world, elements);
+        play(&plans(world, |rank| ring::reduce_scatter(rank, world, elements)), &mut buffers);
+        for rank in world.ranks() {
+            let part = &buffers[rank.index()][chunk(elements, world, rank.index())];
+            prop_assert!(part.iter().all(|value| *value == complete(world)));
+        }
+    }
+
+    #[test]
+    fn all_gather_brings_every_chunk_everywhere(world in worlds(), elements in 0usize..10_000) {
+        let mut buffers = own(world, elements);
+        play(&plans(world, |rank| ring::all_gather(rank, world, elements)), &mut buffers);
+        for buffer in &buffers {
+            for origin in world.ranks() {
+                let part = &buffer[chunk(elements, world, origin.index())];
+                prop_assert!(part.iter().all(|value| *value == contribution(origin)));
+            }
+        }
+    }
+
+    #[test]
+    fn broadcast_reaches_everybody(world in worlds(), root in 0u32..17, elements in 0usize..10_000) {
+        let root = Rank::new(root % world.get());
+        for algorithm in [tree::binomial, tree::scatter_ring] {
+            let mut buffers = own(world, elements);
+            play(&plans(world, |rank| algorithm(rank, world, root, elements)), &mut buffers);
+            prop_assert!(buffers.iter().flatten().all(|value| *value == contribution(root)));
+        }
+    }
+
+    #[test]
+    fn nobody_leaves_a_barrier_before_all_have_come(world in worlds()) {
+        // Give each frame one element: what a rank has heard of, directly or through others.
+        let with_news = |rank| dissemination(rank, world).into_iter().map(|step| {
+            let (send, recv) = step.send.zip(step.recv).unwrap();
+            Step::send(send.to, 0..1).and_recv(recv.from, 0..1, Combine::Append)
+        }).collect();
+        let mut heard = own(world, 1);
+        play(&plans(world, with_news), &mut heard);
+        for buffer in &heard {
+            for rank in world.ranks() {
+                prop_assert!(buffer[0] >> (5 * rank.get()) & 31 >= 1, "rank {} was not waited for", rank);
+            }
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Operations that run on the group's worker while the caller goes on. They own their buffers until they are done.
+
+use super::{ProcessGroup, Work};
+use crate::buffer::Buffer;
+use crate::collective::{self, Plan, ReduceOp};
+use crate::error::Result;
+use crate::rank::Rank;
+use crate::wire::frame::{Call, Operation};
+
+impl ProcessGroup {
+    /// As [`all_reduce`](Self::all_reduce); [`Work::wait`] gives the combined buffer.
+    ///
+    /// # Errors
+    /// At once if the group has failed; otherwise from [`Work::wait`].
+    pub fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+        let (dtype, elements) = (buffer.dtype(), buffer.len());
+        let plan = collective::all_reduce(self.rank(), self.world_size(), dtype, elements);
+        self.start(Call::new(Operation::AllReduce, dtype, elements).reducing(op), plan, buffer)
+    }
+
+    /// As [`broadcast`](Self::broadcast); [`Work::wait`] gives the root's elements.
+    ///
+    /// # Errors
+    /// At once if the group has failed or `root` is not in it; otherwise from [`Work::wait`].
+    pub fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        let root = self.member(root)?;
+        let (dtype, elements) = (buffer.dtype(), buffer.len());
+        let plan = collective::broadcast(self.rank(), self.world_size(), root, dtype, elements);
+        self.start(Call::new(Operation::Broadcast, dtype, elements).from_root(root), plan, buffer)
+    }
+
+    /// As [`all_gather`](Self::all_gather); [`Work::wait`] gives a buffer with all ranks' elements.
+    ///
+    /// # Errors
+    /// At once if the group has failed; otherwise from [`Work::wait`].
+    pub fn all_gather_async(&self, buffer: Buffer) -> Result<Work> {
+        let (dtype, elements) = (buffer.dtype(), buffer.len());
+        let mut gathered = self.alloc(dtype, elements * self.world_size().count());
+        let own = buffer.as_bytes();
+        let start = self.rank().index() * own.len();
+        gathered.as_bytes_mut()[start..start + own.len()].copy_from_slice(own);
+        let plan = collective::all_gather(self.rank(), self.world_size(), gathered.len());
+        self.start(Call::new(Operation::AllGather, dtype, elements), plan, gathered)
+    }
+
+    /// As [`reduce_scatter`](Self::reduce_scatter); [`Work::wait`] gives this rank's share.
+    ///
+    /// # Errors
+    /// At once if the group has failed or the buffer cannot be dealt out evenly; otherwise from [`Work::wait`].
+    pub fn reduce_scatter_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+        let (dtype, elements, world) = (buffer.dtype(), buffer.len(), self.world_size());
+        self.check_length("reduce_scatter", "input", elements, "output", elements / world.count())?;
+        let plan = collective::reduce_scatter(self.rank(), world, elements);
+        let own = collective::chunk(elements, world, self.rank().index());
+        let call = Call::new(Operation::ReduceScatter, dtype, elements).reducing(op);
+        self.start_then(call, plan, buffer, move |buffer| {
+            let mut share = Buffer::zeroed(dtype, own.len());
+            let bytes = own.start * dtype.size()..own.end * dtype.size();
+            share.as_bytes_mut().copy_from_slice(&buffer.as_bytes()[bytes]);
+            share
+        })
+    }
+
+    fn start(&self, call: Call, plan: Plan, buffer: Buffer) -> Result<Work> {
+        self.start_then(call, plan, buffer, |buffer| buffer)
+    }
+
+    fn start_then(
+        &self,
+        call: Call,
+        plan: Plan,
+        mut buffer: Buffer,
+        finish: impl FnOnce(Buffer) -> Buffer + Send + 'static,
+    ) -> Result<Work> {
+        self.check_health()?;
+        let deadline = self.deadline();
+        let (work, completer) = Work::pending();
+        self.inner.lane.submit(Box::new(move |engine| {
+            let outcome = engine.collective(call, &plan, buffer.as_bytes_mut(), deadline);
+            completer.complete(outcome.map(|()| finish(buffer)));
+        }));
+        Ok(work)
+    }
+}

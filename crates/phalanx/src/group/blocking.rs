@@ -1,0 +1,139 @@
+//! Operations that return when they are done. They run on the caller's thread, on the caller's memory.
+
+use super::ProcessGroup;
+use crate::collective::{self, ReduceOp};
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::wire::frame::{Call, Operation};
+
+impl ProcessGroup {
+    /// Combines `data` with the other ranks' `data`, element by element; every rank gets the result in place.
+    ///
+    /// Small buffers by recursive doubling, large ones by a ring; docs/algorithms.md states steps and bytes.
+    ///
+    /// # Errors
+    /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified.
+    pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
+        let call = call::<T>(Operation::AllReduce, data.len()).reducing(op);
+        let plan = collective::all_reduce(self.rank(), self.world_size(), T::DTYPE, data.len());
+        self.in_place(call, &plan, data)
+    }
+
+    /// Copies the root's `data` to every rank.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce), and if `root` is no rank of this group.
+    pub fn broadcast<T: Element>(&self, data: &mut [T], root: Rank) -> Result<()> {
+        let root = self.member(root)?;
+        let call = call::<T>(Operation::Broadcast, data.len()).from_root(root);
+        let plan = collective::broadcast(self.rank(), self.world_size(), root, T::DTYPE, data.len());
+        self.in_place(call, &plan, data)
+    }
+
+    /// Gathers `input`, equally long on every rank, from all ranks: rank r's elements stand at r·len in `output`.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce), and if `output` is not `world_size` times as long as `input`.
+    pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
+        self.check_length("all_gather", "output", output.len(), "input", input.len())?;
+        let start = self.rank().index() * input.len();
+        output[start..start + input.len()].copy_from_slice(input);
+        let plan = collective::all_gather(self.rank(), self.world_size(), output.len());
+        self.in_place(call::<T>(Operation::AllGather, input.len()), &plan, output)
+    }
+
+    /// Combines `input` with the other ranks' `input` and leaves rank r the elements from r·len on, in `output`.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce), and if `input` is not `world_size` times as long as `output`.
+    pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
+        self.check_length("reduce_scatter", "input", input.len(), "output", output.len())?;
+        self.check_health()?;
+        let deadline = self.deadline();
+        let call = call::<T>(Operation::ReduceScatter, input.len()).reducing(op);
+        let plan = collective::reduce_scatter(self.rank(), self.world_size(), input.len());
+        let own = collective::chunk(input.len(), self.world_size(), self.rank().index());
+        self.inner.lane.run(|engine| {
+            let output = (bytemuck::cast_slice_mut(output), own);
+            engine.collective_through_copy(call, &plan, bytemuck::cast_slice(input), output, deadline)
+        })?
+    }
+
+    /// Returns when every rank has called it.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn barrier(&self) -> Result<()> {
+        let plan = collective::dissemination(self.rank(), self.world_size());
+        self.in_place::<u8>(call::<u8>(Operation::Barrier, 0), &plan, &mut [])
+    }
+
+    /// Sends `data` to `to`, which must call [`recv`](Self::recv) with the same type and length. May return before it
+    /// has arrived.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce), and if `to` is this rank or no rank of this group.
+    pub fn send<T: Element>(&self, data: &[T], to: Rank) -> Result<()> {
+        let to = self.peer(to)?;
+        self.check_health()?;
+        let deadline = self.deadline();
+        let call = call::<T>(Operation::PointToPoint, data.len());
+        self.inner.lane.run(|engine| engine.send(call, to, bytemuck::cast_slice(data), deadline))?
+    }
+
+    /// Receives into `data` what `from` sends.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub fn recv<T: Element>(&self, data: &mut [T], from: Rank) -> Result<()> {
+        let from = self.peer(from)?;
+        self.check_health()?;
+        let deadline = self.deadline();
+        let call = call::<T>(Operation::PointToPoint, data.len());
+        self.inner.lane.run(|engine| engine.recv(call, from, bytemuck::cast_slice_mut(data), deadline))?
+    }
+
+    fn in_place<T: Element>(&self, call: Call, plan: &collective::Plan, data: &mut [T]) -> Result<()> {
+        self.check_health()?;
+        let deadline = self.deadline();
+        let data = bytemuck::cast_slice_mut(data);
+        self.inner.lane.run(|engine| engine.collective(call, plan, data, deadline))?
+    }
+
+    pub(super) fn check_length(
+        &self,
+        operation: &str,
+        whole: &str,
+        length: usize,
+        part: &str,
+        share: usize,
+    ) -> Result<()> {
+        let world = self.world_size();
+        if share.checked_mul(world.count()) == Some(length) {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{operation}: with {world} ranks the {whole} must be {world} times as long as the {part}; it has \
+             {length} elements, the {part} {share}"
+        )))
+    }
+}
+
+impl Call {
+    pub(super) fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
+        Self { operation, dtype, elements: elements as u64, reduce: None, root: None }
+    }
+
+    pub(super) fn reducing(self, op: ReduceOp) -> Self {
+        Self { reduce: Some(op), ..self }
+    }
+
+    pub(super) fn from_root(self, root: Rank) -> Self {
+        Self { root: Some(root), ..self }
+    }
+}
+
+fn call<T: Element>(operation: Operation, elements: usize) -> Call {
+    Call::new(operation, T::DTYPE, elements)
+}

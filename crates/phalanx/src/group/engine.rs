@@ -1,0 +1,196 @@
+//! Carries out plans: takes each step of a collective to the transport, on the memory of the operation.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::buffer::AlignedBytes;
+use crate::collective::kernel::Kernel;
+use crate::collective::{self, Plan, ReduceOp, Step};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::{Epoch, Rank, Sequence, WorldSize};
+use crate::transport::health::Health;
+use crate::transport::{Incoming, Outgoing, Transport};
+use crate::wire::frame::{Call, Header};
+
+/// A group's end of its connections, with the memory that plans need on the way.
+pub(super) struct Engine {
+    rank: Rank,
+    world: WorldSize,
+    epoch: Epoch,
+    transport: Box<dyn Transport>,
+    health: Arc<Health>,
+    /// What an exchange sends while the same elements are received and combined.
+    snapshot: AlignedBytes,
+    /// The whole input of a `reduce_scatter`, which is combined step by step.
+    workspace: AlignedBytes,
+    collectives: Sequence,
+    /// Point-to-point calls are counted by pair and direction: they are between two ranks only.
+    sent: Vec<Sequence>,
+    received: Vec<Sequence>,
+}
+
+impl Engine {
+    pub(super) fn new(
+        rank: Rank,
+        world: WorldSize,
+        epoch: Epoch,
+        transport: Box<dyn Transport>,
+        health: Arc<Health>,
+    ) -> Self {
+        Self {
+            rank,
+            world,
+            epoch,
+            transport,
+            health,
+            snapshot: AlignedBytes::default(),
+            workspace: AlignedBytes::default(),
+            collectives: Sequence::default(),
+            sent: vec![Sequence::default(); world.count()],
+            received: vec![Sequence::default(); world.count()],
+        }
+    }
+
+    pub(super) fn fail(&self, error: Error) {
+        self.health.fail(error);
+    }
+
+    /// A collective of all ranks, in place.
+    pub(super) fn collective(
+        &mut self,
+        call: Call,
+        plan: &Plan,
+        data: &mut [u8],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let sequence = self.collectives.advance();
+        self.execute(call, sequence, plan, data, deadline)
+    }
+
+    /// A collective whose input is combined on the way: `output` gets `result`, a range of elements, of it.
+    pub(super) fn collective_through_copy(
+        &mut self,
+        call: Call,
+        plan: &Plan,
+        input: &[u8],
+        output: (&mut [u8], Range<usize>),
+        deadline: Deadline,
+    ) -> Result<()> {
+        let mut workspace = std::mem::take(&mut self.workspace);
+        workspace.reserve_len(input.len());
+        let data = &mut workspace.as_mut_slice()[..input.len()];
+        data.copy_from_slice(input);
+        let outcome = self.collective(call, plan, data, deadline);
+        if outcome.is_ok() {
+            output.0.copy_from_slice(&data[bytes_of(&output.1, call.dtype.size())]);
+        }
+        self.workspace = workspace;
+        outcome
+    }
+
+    pub(super) fn send(&mut self, call: Call, to: Rank, data: &[u8], deadline: Deadline) -> Result<()> {
+        let sequence = self.sent[to.index()].advance();
+        self.check_health()?;
+        let header = Header { call, sequence, epoch: self.epoch, payload: data.len() as u64 };
+        let frame = Outgoing { to, header, payload: data };
+        let sent = self.transport.exchange(Some(frame), None, deadline);
+        sent.map_err(|error| self.health.fail_operation(error, call.to_string(), sequence))
+    }
+
+    pub(super) fn recv(&mut self, call: Call, from: Rank, data: &mut [u8], deadline: Deadline) -> Result<()> {
+        let sequence = self.received[from.index()].advance();
+        let plan = collective::recv(from, call.elements as usize);
+        self.execute(call, sequence, &plan, data, deadline)
+    }
+
+    /// Any failure in here leaves the connections in an unknown state, so it is the whole group's failure.
+    fn execute(
+        &mut self,
+        call: Call,
+        sequence: Sequence,
+        plan: &Plan,
+        data: &mut [u8],
+        deadline: Deadline,
+    ) -> Result<()> {
+        self.check_health()?;
+        let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
+        for step in plan {
+            self.step(header, step, data, deadline)
+                .map_err(|error| self.health.fail_operation(error, call.to_string(), sequence))?;
+        }
+        Ok(())
+    }
+
+    /// The group may have failed while the operation waited for its turn.
+    fn check_health(&self) -> Result<()> {
+        self.health.cause().map_or(Ok(()), Err)
+    }
+
+    fn step(&mut self, header: Header, step: &Step, data: &mut [u8], deadline: Deadline) -> Result<()> {
+        let Call { dtype, reduce, .. } = header.call;
+        let bytes = |range: &Range<usize>| bytes_of(range, dtype.size());
+        let send = step.send.as_ref().map(|send| (send.to, bytes(&send.range)));
+        let recv = step.recv.as_ref().map(|recv| (recv, bytes(&recv.range)));
+        let snapshot = &mut self.snapshot;
+        let (payload, into) =
+            borrow(data, send.as_ref().map(|s| &s.1), recv.as_ref().map(|r| &r.1), snapshot);
+        let send = send.map(|(to, range)| {
+            let header = Header { payload: range.len() as u64, ..header };
+            Outgoing { to, header, payload }
+        });
+        let recv = recv.map(|(recv, range)| {
+            let expect = Header { payload: range.len() as u64, ..header };
+            let kernel = Kernel {
+                dtype,
+                // Without an operation nothing is combined.
+                op: reduce.unwrap_or(ReduceOp::Sum),
+                combine: recv.combine,
+                completes: recv.completes.then(|| self.world.get()),
+            };
+            Incoming { from: recv.from, expect, into, kernel }
+        });
+        self.transport.exchange(send, recv, deadline)
+    }
+}
+
+impl Sequence {
+    /// The number of the operation that starts now.
+    fn advance(&mut self) -> Self {
+        let current = *self;
+        self.0 += 1;
+        current
+    }
+}
+
+fn bytes_of(range: &Range<usize>, size: usize) -> Range<usize> {
+    range.start * size..range.end * size
+}
+
+/// What is sent and where to receive, borrowed from the same memory. If the two overlap, what is sent is copied first.
+fn borrow<'a>(
+    data: &'a mut [u8],
+    send: Option<&Range<usize>>,
+    recv: Option<&Range<usize>>,
+    snapshot: &'a mut AlignedBytes,
+) -> (&'a [u8], &'a mut [u8]) {
+    match (send, recv) {
+        (None, None) => (&[], &mut []),
+        (Some(send), None) => (&data[send.clone()], &mut []),
+        (None, Some(recv)) => (&[], &mut data[recv.clone()]),
+        (Some(send), Some(recv)) if send.end <= recv.start => {
+            let (low, high) = data.split_at_mut(recv.start);
+            (&low[send.clone()], &mut high[..recv.len()])
+        }
+        (Some(send), Some(recv)) if recv.end <= send.start => {
+            let (low, high) = data.split_at_mut(send.start);
+            (&high[..send.len()], &mut low[recv.clone()])
+        }
+        (Some(send), Some(recv)) => {
+            snapshot.reserve_len(send.len());
+            let copy = &mut snapshot.as_mut_slice()[..send.len()];
+            copy.copy_from_slice(&data[send.clone()]);
+            (copy, &mut data[recv.clone()])
+        }
+    }
+}

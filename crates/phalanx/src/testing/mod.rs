@@ -1,0 +1,87 @@
+//! Runs all ranks of a group as threads of one process, for tests.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::deadline::Deadline;
+use crate::error::Result;
+use crate::group::{Identity, ProcessGroup};
+use crate::rank::{Epoch, Rank, WorldSize};
+use crate::store::memory::MemoryStore;
+use crate::trace::Trace;
+use crate::transport::tcp::{Place, Tcp};
+
+/// How the ranks of a test reach each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fabric {
+    /// Mailboxes in memory.
+    InProcess,
+    /// TCP over loopback.
+    Tcp,
+}
+
+impl Fabric {
+    /// Every way; tests run on each.
+    pub const ALL: [Self; 2] = [Self::InProcess, Self::Tcp];
+}
+
+/// Runs `rank` once for each rank of a world of `world`, each on a thread of its own; gives what they returned, by
+/// rank. A panic of a rank is the caller's.
+///
+/// ```
+/// use phalanx::testing::{Fabric, run};
+/// let ranks = run(3, Fabric::Tcp, |group| group.barrier().map(|()| group.rank().get()).unwrap());
+/// assert_eq!(ranks, [0, 1, 2]);
+/// ```
+///
+/// # Panics
+/// If the world cannot be built.
+#[allow(clippy::panic)]
+pub fn run<R: Send>(world: u32, fabric: Fabric, rank: impl Fn(ProcessGroup) -> R + Sync) -> Vec<R> {
+    let groups = match groups(world, fabric) {
+        Ok(groups) => groups,
+        Err(error) => panic!("a world of {world} over {fabric:?}: {error}"),
+    };
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let ranks: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+        let outcomes = ranks.into_iter().map(|rank| rank.join());
+        outcomes.map(|outcome| outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}
+
+/// The groups of all ranks, by rank.
+pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
+    let world = WorldSize::new(world)?;
+    if fabric == Fabric::InProcess {
+        return ProcessGroup::in_process(world);
+    }
+    let store = Arc::new(MemoryStore::new());
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = world
+            .ranks()
+            .map(|rank| (rank, store.clone()))
+            .map(|(rank, store)| scope.spawn(move || tcp(&store, rank, world)))
+            .collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}
+
+fn tcp(store: &MemoryStore, rank: Rank, world: WorldSize) -> Result<ProcessGroup> {
+    let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
+    let place = Place { store, rank, world, epoch: Epoch::default(), interface };
+    let (transport, health) = Tcp::connect(&place, Deadline::after(Duration::from_secs(20)))?;
+    let identity = Identity {
+        rank,
+        world,
+        local_rank: rank.get(),
+        epoch: place.epoch,
+        trace: Trace::default(),
+        keep_alive: Box::new(()),
+    };
+    ProcessGroup::new(identity, Box::new(transport), health)
+}

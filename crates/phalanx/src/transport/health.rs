@@ -1,0 +1,188 @@
+//! The one failure of a group: set once, by whoever sees it first, and seen by everybody.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Kind};
+use crate::rank::{Rank, Sequence};
+
+/// How long a broken data connection waits for the control connections to say why. They see a dead process at once.
+const EXPLANATION: Duration = Duration::from_millis(300);
+
+/// What a transport does when its group fails: tell the peers, and wake whoever waits for them.
+type Alarm = Box<dyn FnOnce(&Error) + Send>;
+
+/// A rank's view of its group's health.
+pub(crate) struct Health {
+    rank: Rank,
+    hosts: Vec<String>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    cause: Option<Error>,
+    left: Vec<bool>,
+    alarm: Option<Alarm>,
+}
+
+impl Health {
+    /// A healthy group, seen from `rank`; `hosts` names the host of each rank.
+    pub(crate) fn new(rank: Rank, hosts: Vec<String>) -> Arc<Self> {
+        let state = State { cause: None, left: vec![false; hosts.len()], alarm: None };
+        Arc::new(Self { rank, hosts, state: Mutex::new(state), changed: Condvar::new() })
+    }
+
+    /// The host of `rank`.
+    pub(crate) fn host(&self, rank: Rank) -> &str {
+        self.hosts.get(rank.index()).map_or("unknown host", String::as_str)
+    }
+
+    /// Has `alarm` called when the group fails; at once, if it has failed already.
+    pub(crate) fn on_failure(&self, alarm: Alarm) {
+        let mut state = self.state.lock();
+        match state.cause.clone() {
+            Some(cause) => {
+                drop(state);
+                alarm(&cause);
+            }
+            None => state.alarm = Some(alarm),
+        }
+    }
+
+    /// The cause, if the group has failed.
+    pub(crate) fn cause(&self) -> Option<Error> {
+        self.state.lock().cause.clone()
+    }
+
+    /// Fails the group. The first cause stays; it is returned.
+    pub(crate) fn fail(&self, error: Error) -> Error {
+        let mut state = self.state.lock();
+        if let Some(cause) = &state.cause {
+            return cause.clone();
+        }
+        let error = if error.rank().is_none() { error.at(self.rank, self.host(self.rank)) } else { error };
+        state.cause = Some(error.clone());
+        let alarm = state.alarm.take();
+        drop(state);
+        self.changed.notify_all();
+        if let Some(alarm) = alarm {
+            alarm(&error);
+        }
+        error
+    }
+
+    /// `peer` has said goodbye: what it sent still counts, more will not come.
+    pub(crate) fn left(&self, peer: Rank) {
+        if let Some(left) = self.state.lock().left.get_mut(peer.index()) {
+            *left = true;
+        }
+        self.changed.notify_all();
+    }
+
+    /// Has `peer` said goodbye?
+    pub(crate) fn has_left(&self, peer: Rank) -> bool {
+        self.state.lock().left.get(peer.index()).copied().unwrap_or(false)
+    }
+
+    /// The connection to `peer` broke without a goodbye.
+    pub(crate) fn lost(&self, peer: Rank, reason: &str) -> Error {
+        self.fail(self.peer_failed(peer, reason))
+    }
+
+    /// The error for a peer that is gone.
+    pub(crate) fn peer_failed(&self, peer: Rank, reason: &str) -> Error {
+        Error::new(Kind::PeerFailed, format!("rank {peer} ({}) died: {reason}", self.host(peer)))
+            .with_peer(peer)
+            .with_remedy(format!("see rank {peer}'s own output for its reason"))
+    }
+
+    /// Fails the group with what went wrong in an operation. A broken connection may only echo a failure elsewhere:
+    /// the control connections get a moment to tell the true cause first.
+    pub(crate) fn fail_operation(&self, error: Error, operation: String, sequence: Sequence) -> Error {
+        if error.kind() == Kind::PeerFailed {
+            self.await_explanation(&error);
+        }
+        let error = match error.peer() {
+            Some(peer) if error.kind() == Kind::PeerFailed && self.has_left(peer) => Error::new(
+                Kind::PeerLeft,
+                format!(
+                    "rank {peer} ({}) has left the group, so it takes no part in this operation",
+                    self.host(peer)
+                ),
+            )
+            .with_peer(peer)
+            .with_remedy("give every rank the same number of steps"),
+            _ => error,
+        };
+        let cause = self.fail(error.in_operation(operation.clone(), Some(sequence)));
+        if cause.operation().is_some() { cause } else { cause.in_operation(operation, Some(sequence)) }
+    }
+
+    fn await_explanation(&self, error: &Error) {
+        let deadline = Deadline::after(EXPLANATION);
+        let mut state = self.state.lock();
+        loop {
+            let explained = state.cause.is_some()
+                || error.peer().is_some_and(|peer| state.left.get(peer.index()) == Some(&true));
+            if explained || self.changed.wait_until(&mut state, deadline.instant()).timed_out() {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    fn health() -> Arc<Health> {
+        Health::new(Rank::MAIN, vec!["a".into(), "b".into(), "c".into()])
+    }
+
+    #[test]
+    fn the_first_cause_stays_and_the_alarm_rings_once() {
+        let (health, rings) = (health(), Arc::new(AtomicUsize::new(0)));
+        let counter = rings.clone();
+        health.on_failure(Box::new(move |_| {
+            counter.fetch_add(1, Ordering::Relaxed);
+        }));
+        health.lost(Rank::new(2), "its connection closed");
+        let second = health.fail(Error::timeout("late"));
+        assert_eq!(second.peer(), Some(Rank::new(2)));
+        assert_eq!(rings.load(Ordering::Relaxed), 1);
+        let counter = rings.clone();
+        health.on_failure(Box::new(move |_| {
+            counter.fetch_add(1, Ordering::Relaxed);
+        }));
+        assert_eq!(rings.load(Ordering::Relaxed), 2, "an alarm that comes late rings at once");
+    }
+
+    #[test]
+    fn a_broken_connection_is_explained_by_whoever_knows_more() {
+        let health = health();
+        let waiting = health.clone();
+        let operation = std::thread::spawn(move || {
+            let echo = waiting.peer_failed(Rank::new(1), "its connection closed");
+            waiting.fail_operation(echo, "barrier".into(), Sequence(4))
+        });
+        health.lost(Rank::new(2), "its connection closed");
+        let error = operation.join().unwrap();
+        assert_eq!(error.peer(), Some(Rank::new(2)));
+        assert_eq!((error.operation(), error.sequence()), (Some("barrier"), Some(Sequence(4))));
+    }
+
+    #[test]
+    fn a_peer_that_said_goodbye_did_not_die() {
+        let health = health();
+        health.left(Rank::new(1));
+        let echo = health.peer_failed(Rank::new(1), "its connection closed");
+        let error = health.fail_operation(echo, "barrier".into(), Sequence(4));
+        assert!(error.is_peer_left(), "{error}");
+    }
+}

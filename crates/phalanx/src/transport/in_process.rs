@@ -1,0 +1,128 @@
+//! Ranks as threads of one process: frames pass through mailboxes in memory.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::health::Health;
+use super::{Incoming, Outgoing, Transport};
+use crate::buffer::AlignedBytes;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::{Rank, WorldSize};
+use crate::wire::control::Notice;
+use crate::wire::frame::Header;
+
+/// One rank's end of the mailboxes.
+pub(crate) struct InProcess {
+    rank: Rank,
+    hub: Arc<Hub>,
+}
+
+struct Hub {
+    healths: Vec<Arc<Health>>,
+    mailboxes: Vec<Mailbox>,
+}
+
+/// The frames that wait for one rank, by sender.
+struct Mailbox {
+    frames: Mutex<Vec<VecDeque<(Header, AlignedBytes)>>>,
+    arrived: Condvar,
+}
+
+/// The transports of all ranks, with the health of each.
+pub(crate) fn connect(world: WorldSize) -> Vec<(InProcess, Arc<Health>)> {
+    let hosts = vec!["this process".to_owned(); world.count()];
+    let healths: Vec<_> = world.ranks().map(|rank| Health::new(rank, hosts.clone())).collect();
+    let mailboxes = world
+        .ranks()
+        .map(|_| Mailbox {
+            frames: Mutex::new(world.ranks().map(|_| VecDeque::new()).collect()),
+            arrived: Condvar::new(),
+        })
+        .collect();
+    let hub = Arc::new(Hub { healths, mailboxes });
+    world
+        .ranks()
+        .map(|rank| {
+            let health = hub.healths[rank.index()].clone();
+            let peers = Arc::downgrade(&hub);
+            health.on_failure(Box::new(move |error| {
+                if let Some(hub) = peers.upgrade() {
+                    hub.spread(rank, error);
+                }
+            }));
+            (InProcess { rank, hub: hub.clone() }, health)
+        })
+        .collect()
+}
+
+impl Hub {
+    /// Tells every rank of a failure, and wakes those that wait.
+    fn spread(&self, reporter: Rank, error: &Error) {
+        for (index, health) in self.healths.iter().enumerate() {
+            if index != reporter.index() {
+                health.fail(Notice::of(error).into_error(reporter, "this process"));
+            }
+        }
+        self.wake();
+    }
+
+    fn wake(&self) {
+        for mailbox in &self.mailboxes {
+            // Taking the lock makes sure that nobody stands between its last look and its wait.
+            drop(mailbox.frames.lock());
+            mailbox.arrived.notify_all();
+        }
+    }
+}
+
+impl Transport for InProcess {
+    fn exchange(
+        &mut self,
+        send: Option<Outgoing<'_>>,
+        recv: Option<Incoming<'_>>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        if let Some(Outgoing { to, header, payload }) = send {
+            let mut copy = AlignedBytes::zeroed(payload.len());
+            copy.as_mut_slice().copy_from_slice(payload);
+            let mailbox = &self.hub.mailboxes[to.index()];
+            mailbox.frames.lock()[self.rank.index()].push_back((header, copy));
+            mailbox.arrived.notify_all();
+        }
+        let Some(Incoming { from, expect, into, kernel }) = recv else { return Ok(()) };
+        let (header, payload) = self.receive(from, deadline)?;
+        expect.check(&header, self.rank, from)?;
+        kernel.apply(into, payload.as_slice())
+    }
+}
+
+impl InProcess {
+    fn receive(&self, from: Rank, deadline: Deadline) -> Result<(Header, AlignedBytes)> {
+        let (mailbox, health) =
+            (&self.hub.mailboxes[self.rank.index()], &self.hub.healths[self.rank.index()]);
+        let mut frames = mailbox.frames.lock();
+        loop {
+            if let Some(frame) = frames[from.index()].pop_front() {
+                return Ok(frame);
+            }
+            if health.cause().is_some() || health.has_left(from) {
+                return Err(health.peer_failed(from, "its thread ended"));
+            }
+            if mailbox.arrived.wait_until(&mut frames, deadline.instant()).timed_out() {
+                return Err(Error::timeout(format!("rank {from} sent nothing in time")).with_peer(from));
+            }
+        }
+    }
+}
+
+impl Drop for InProcess {
+    fn drop(&mut self) {
+        for health in &self.hub.healths {
+            health.left(self.rank);
+        }
+        self.hub.wake();
+    }
+}

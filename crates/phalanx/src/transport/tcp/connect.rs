@@ -1,0 +1,263 @@
+//! Builds the mesh: every rank listens, connects to the ranks below it, and accepts those above.
+
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::Duration;
+
+use getrandom::fill;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
+
+use super::Place;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::wire::hello::{Channel, HELLO, Hello, JobId};
+
+/// A stranger gets this long to introduce itself.
+const HANDSHAKE: Duration = Duration::from_secs(2);
+/// A peer gets this long to answer: on a host with many ranks it may have to wait for a processor first.
+const ANSWER: Duration = Duration::from_secs(10);
+/// Connections that may be introducing themselves at once; the oldest gives way.
+const MAX_PENDING: usize = 256;
+/// The longest host name that is shown.
+const MAX_HOST: usize = 255;
+
+/// The connections of one rank, by peer.
+pub(super) struct Mesh {
+    pub data: Vec<Option<TcpStream>>,
+    pub control: Vec<Option<TcpStream>>,
+    pub hosts: Vec<String>,
+}
+
+/// Where a rank listens, as it stands in the store.
+#[derive(Serialize, Deserialize)]
+struct Address {
+    socket: SocketAddr,
+    host: String,
+}
+
+pub(super) fn mesh(place: &Place<'_>, deadline: Deadline) -> Result<Mesh> {
+    let (rank, world) = (place.rank, place.world);
+    let listener = listen(place.interface)?;
+    let job = agree_on_job(place, deadline)?;
+    let addresses = exchange_addresses(place, &listener, deadline)?;
+    let own = |channel| Hello { job, epoch: place.epoch, rank, world: world.get(), channel };
+
+    let (above, below) = thread::scope(|scope| {
+        let above = scope.spawn(|| accept(&listener, place, own(Channel::Data), deadline));
+        let below = world.ranks().take(rank.index()).map(|peer| {
+            let to = |channel| connect(&addresses[peer.index()], peer, own(channel), deadline);
+            Ok((to(Channel::Data)?, to(Channel::Control)?))
+        });
+        let below: Result<Vec<_>> = below.collect();
+        let above = above.join().unwrap_or_else(|_| Err(Error::aborted("the accepting thread panicked")));
+        (above, below)
+    });
+    let mut pairs: Vec<_> = below?.into_iter().map(|(data, control)| (Some(data), Some(control))).collect();
+    pairs.push((None, None));
+    pairs.extend(above?);
+    let (data, control) = pairs.into_iter().unzip();
+    Ok(Mesh { data, control, hosts: addresses.into_iter().map(|address| address.host).collect() })
+}
+
+fn listen(interface: IpAddr) -> Result<TcpListener> {
+    let listener = TcpListener::bind((interface, 0));
+    let listener =
+        listener.map_err(|error| Error::io(format!("no port could be opened on {interface}"), error))?;
+    listener.set_nonblocking(true).map_err(|error| Error::io("the listener failed", error))?;
+    Ok(listener)
+}
+
+/// Rank 0 draws the number that tells this group's connections from all others.
+fn agree_on_job(place: &Place<'_>, deadline: Deadline) -> Result<JobId> {
+    const KEY: &str = "mesh/job";
+    let mut job = JobId::default();
+    if place.rank.is_main() {
+        fill(&mut job)
+            .map_err(|error| Error::io("no random numbers", io::Error::other(error.to_string())))?;
+        place.store.set(KEY, &job, deadline)?;
+        return Ok(job);
+    }
+    let drawn = place.store.get(KEY, deadline)?;
+    drawn.try_into().map_err(|_| Error::protocol("the store holds a malformed job number"))
+}
+
+fn exchange_addresses(place: &Place<'_>, listener: &TcpListener, deadline: Deadline) -> Result<Vec<Address>> {
+    let socket = listener.local_addr().map_err(|error| Error::io("the listener has no address", error))?;
+    let mut host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    host.truncate(host.floor_char_boundary(MAX_HOST));
+    let malformed =
+        |error| Error::protocol("the store holds a malformed address of a rank").with_source(error);
+    let own = postcard::to_stdvec(&Address { socket, host }).map_err(malformed)?;
+    place.store.set(&key(place.rank), &own, deadline)?;
+    let keys: Vec<String> = place.world.ranks().map(key).collect();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let values = place.store.multi_get(&keys, deadline)?;
+    let addresses = values.iter().map(|bytes| postcard::from_bytes::<Address>(bytes).map_err(malformed));
+    addresses
+        .map(|address| {
+            let mut address = address?;
+            address.host.truncate(address.host.floor_char_boundary(MAX_HOST));
+            Ok(address)
+        })
+        .collect()
+}
+
+fn key(rank: Rank) -> String {
+    format!("mesh/address/{rank}")
+}
+
+/// Connects to `peer` until it works or the deadline passes: a listener's queue may be full, a handshake may be slow.
+fn connect(address: &Address, peer: Rank, own: Hello, deadline: Deadline) -> Result<TcpStream> {
+    let mut pause = Duration::from_millis(1);
+    loop {
+        let error = match introduce(address.socket, own, deadline) {
+            Ok((stream, hello)) => {
+                own.accept(&hello)?;
+                if hello.rank == peer {
+                    return Ok(stream);
+                }
+                io::Error::other(format!("rank {} answered", hello.rank))
+            }
+            Err(error) => error,
+        };
+        if deadline.remaining() <= pause {
+            return Err(Error::io(
+                format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket),
+                error,
+            )
+            .with_peer(peer)
+            .with_remedy("is it alive, and does a firewall stand between?"));
+        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(200));
+    }
+}
+
+fn introduce(address: SocketAddr, own: Hello, deadline: Deadline) -> io::Result<(TcpStream, Hello)> {
+    let patience = deadline.remaining().clamp(Duration::from_millis(1), ANSWER);
+    let mut stream = TcpStream::connect_timeout(&address, patience)?;
+    stream.set_read_timeout(Some(patience))?;
+    stream.set_write_timeout(Some(patience))?;
+    stream.write_all(&own.encode())?;
+    let mut answer = [0; HELLO];
+    stream.read_exact(&mut answer)?;
+    let hello = Hello::decode(&answer).map_err(io::Error::other)?;
+    settle(&stream)?;
+    Ok((stream, hello))
+}
+
+/// The settings of a connection that is part of the mesh.
+fn settle(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_nonblocking(true)
+}
+
+/// A connection that has not introduced itself yet.
+struct Pending {
+    stream: TcpStream,
+    bytes: [u8; HELLO],
+    filled: usize,
+    deadline: Deadline,
+}
+
+type Pair = (Option<TcpStream>, Option<TcpStream>);
+
+/// Accepts both connections of every rank above this one. A stranger is dropped, and holds nobody up.
+fn accept(listener: &TcpListener, place: &Place<'_>, own: Hello, deadline: Deadline) -> Result<Vec<Pair>> {
+    let first = place.rank.index() + 1;
+    let mut pairs: Vec<Pair> = (first..place.world.count()).map(|_| (None, None)).collect();
+    let mut pending: Vec<Pending> = Vec::new();
+    loop {
+        let missing = pairs.iter().position(|(data, control)| data.is_none() || control.is_none());
+        let Some(missing) = missing else { return Ok(pairs) };
+        if deadline.has_passed() {
+            let peer = Rank::new((first + missing) as u32);
+            return Err(Error::timeout(format!("rank {peer} did not connect in time"))
+                .with_peer(peer)
+                .with_remedy("is it alive, and does a firewall stand between?"));
+        }
+        wait_for_arrivals(listener, &pending, deadline)?;
+        while let Ok((stream, _)) = listener.accept() {
+            if stream.set_nonblocking(true).is_ok() {
+                if pending.len() == MAX_PENDING {
+                    pending.remove(0);
+                }
+                pending.push(Pending {
+                    stream,
+                    bytes: [0; HELLO],
+                    filled: 0,
+                    deadline: Deadline::after(HANDSHAKE),
+                });
+            }
+        }
+        let mut still_pending = Vec::with_capacity(pending.len());
+        for mut connection in pending {
+            match connection.advance() {
+                Progress::Waiting => still_pending.push(connection),
+                Progress::Dropped => {}
+                Progress::Said(hello) => welcome(connection.stream, own, hello, first, &mut pairs),
+            }
+        }
+        pending = still_pending;
+    }
+}
+
+fn wait_for_arrivals(listener: &TcpListener, pending: &[Pending], deadline: Deadline) -> Result<()> {
+    let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
+    fds.extend(pending.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
+    let patience =
+        pending.iter().map(|connection| connection.deadline).fold(deadline, Deadline::min).remaining();
+    let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
+    match poll(&mut fds, Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(Error::io("waiting for peers failed", error.into())),
+    }
+}
+
+enum Progress {
+    Waiting,
+    Dropped,
+    Said(Hello),
+}
+
+impl Pending {
+    fn advance(&mut self) -> Progress {
+        match (&self.stream).read(&mut self.bytes[self.filled..]) {
+            Ok(0) => Progress::Dropped,
+            Ok(count) => {
+                self.filled += count;
+                match self.filled == HELLO {
+                    true => Hello::decode(&self.bytes).map_or(Progress::Dropped, Progress::Said),
+                    false => Progress::Waiting,
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && !self.deadline.has_passed() => {
+                Progress::Waiting
+            }
+            Err(_) => Progress::Dropped,
+        }
+    }
+}
+
+/// Answers a rank above and keeps its connection. A rank that tries again replaces its earlier try.
+fn welcome(stream: TcpStream, own: Hello, hello: Hello, first: usize, pairs: &mut [Pair]) {
+    let own = Hello { channel: hello.channel, ..own };
+    if let Err(error) = own.accept(&hello) {
+        tracing::warn!(%error, "a connection was turned away");
+        return;
+    }
+    let Some((data, control)) = hello.rank.index().checked_sub(first).and_then(|index| pairs.get_mut(index))
+    else {
+        return;
+    };
+    // 48 bytes into an empty connection: they go out whole or the connection is broken.
+    if (&stream).write_all(&own.encode()).and_then(|()| settle(&stream)).is_ok() {
+        *match hello.channel {
+            Channel::Data => data,
+            Channel::Control => control,
+        } = Some(stream);
+    }
+}

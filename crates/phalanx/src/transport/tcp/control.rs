@@ -1,0 +1,180 @@
+//! The control connections: who leaves, who died, and why the group failed.
+//!
+//! One thread watches them all, also while no operation runs, so that a death is known before anybody waits for it.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::transport::health::Health;
+use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
+
+/// Watches the control connections until it is dropped; then it says goodbye.
+pub(super) struct Monitor {
+    /// Its end closes the other, which wakes the thread.
+    stop: Option<UnixStream>,
+    thread: Option<JoinHandle<()>>,
+    connections: Arc<Connections>,
+}
+
+/// Both connections to each peer, as the alarm and the goodbye need them.
+struct Connections {
+    control: Vec<Option<TcpStream>>,
+    data: Vec<Option<TcpStream>>,
+}
+
+impl Monitor {
+    pub(super) fn start(
+        rank: Rank,
+        control: Vec<Option<TcpStream>>,
+        data: Vec<Option<TcpStream>>,
+        health: Arc<Health>,
+    ) -> Result<Self> {
+        let failed = |error| Error::io("the control connections could not be watched", error);
+        let (stop, stopped) = UnixStream::pair().map_err(failed)?;
+        let connections = Arc::new(Connections { control, data });
+        let on_failure = connections.clone();
+        health.on_failure(Box::new(move |error| on_failure.alarm(error)));
+        let watched = connections.clone();
+        let thread = std::thread::Builder::new()
+            .name(format!("phalanx-watch-{rank}"))
+            .spawn(move || watch(&watched, &stopped, &health))
+            .map_err(failed)?;
+        Ok(Self { stop: Some(stop), thread: Some(thread), connections })
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // The thread catches nothing and panics nowhere; if it did, there is nobody left to tell.
+            let _ = thread.join();
+        }
+        self.connections.tell(&Control::Goodbye);
+        self.connections.shut_data();
+    }
+}
+
+impl Connections {
+    /// The group has failed: tell every peer why, then wake whoever waits on a data connection.
+    fn alarm(&self, error: &Error) {
+        self.tell(&Control::Failure(Notice::of(error)));
+        self.shut_data();
+    }
+
+    fn shut_data(&self) {
+        for stream in self.data.iter().flatten() {
+            // A connection that is closed already has woken its waiter.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Sends a message to every peer. Who cannot be told sees the connection close.
+    fn tell(&self, message: &Control) {
+        let Ok(bytes) = control::encode(message) else { return };
+        for mut stream in self.control.iter().flatten() {
+            let _ = stream.write(&bytes);
+        }
+    }
+}
+
+/// What has arrived from one peer and is not a whole message yet.
+#[derive(Default)]
+struct Inbox {
+    bytes: Vec<u8>,
+    said_goodbye: bool,
+    closed: bool,
+}
+
+fn watch(connections: &Connections, stopped: &UnixStream, health: &Health) {
+    let mut inboxes: Vec<Inbox> = connections.control.iter().map(|_| Inbox::default()).collect();
+    loop {
+        let open: Vec<(usize, &TcpStream)> = connections
+            .control
+            .iter()
+            .enumerate()
+            .filter_map(|(peer, stream)| Some((peer, stream.as_ref()?)))
+            .filter(|(peer, _)| !inboxes[*peer].closed)
+            .collect();
+        let mut fds = vec![PollFd::new(stopped, PollFlags::IN)];
+        fds.extend(open.iter().map(|(_, stream)| PollFd::new(*stream, PollFlags::IN)));
+        match poll(&mut fds, None) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => {
+                health.fail(Error::io("the control connections could not be watched", error.into()));
+                return;
+            }
+        }
+        if !fds[0].revents().is_empty() {
+            return;
+        }
+        // A peer's reason is worth more than another peer's silence: first read all, then judge who is gone.
+        let ready: Vec<bool> = fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect();
+        let mut gone = Vec::new();
+        for ((peer, stream), _) in open.iter().zip(ready).filter(|(_, ready)| *ready) {
+            let rank = Rank::new(*peer as u32);
+            let inbox = &mut inboxes[*peer];
+            if let Err(reason) = inbox.fill(stream) {
+                inbox.closed = true;
+                gone.push((rank, reason));
+            }
+            while let Some(message) = inbox.next(rank, health) {
+                match message {
+                    Control::Goodbye => {
+                        inbox.said_goodbye = true;
+                        health.left(rank);
+                    }
+                    Control::Failure(notice) => {
+                        health.fail(notice.into_error(rank, health.host(rank)));
+                    }
+                }
+            }
+        }
+        for (rank, reason) in gone {
+            if !inboxes[rank.index()].said_goodbye {
+                health.lost(rank, &reason);
+            }
+        }
+    }
+}
+
+impl Inbox {
+    /// Reads what has arrived; an error says how the connection ended.
+    fn fill(&mut self, mut stream: &TcpStream) -> Result<(), String> {
+        let mut chunk = [0; 1024];
+        // A message and a half at most wait to be taken out.
+        while self.bytes.len() <= PREFIX + MAX_BODY {
+            match stream.read(&mut chunk) {
+                Ok(0) => return Err("its connection closed".to_owned()),
+                Ok(count) => self.bytes.extend_from_slice(&chunk[..count]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+        Ok(())
+    }
+
+    fn next(&mut self, peer: Rank, health: &Health) -> Option<Control> {
+        match control::decode(&self.bytes) {
+            Ok(Some((message, used))) => {
+                self.bytes.drain(..used);
+                Some(message)
+            }
+            Ok(None) => None,
+            Err(error) => {
+                self.bytes.clear();
+                health.fail(error.with_peer(peer));
+                None
+            }
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Ranks as processes, joined pairwise by two TCP connections: one for data, one for goodbyes and failures.
+
+mod connect;
+mod control;
+mod stream;
+
+use std::net::{IpAddr, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use self::control::Monitor;
+use self::stream::{Receiving, Sending};
+use super::health::Health;
+use super::{Incoming, Outgoing, Transport};
+use crate::buffer::AlignedBytes;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::{Epoch, Rank, WorldSize};
+use crate::store::Store;
+
+/// Bytes that are received before they are reduced: they stay in the processor's cache.
+const SEGMENT: usize = 256 * 1024;
+
+/// Where and as whom a rank joins the mesh.
+pub(crate) struct Place<'a> {
+    pub store: &'a dyn Store,
+    pub rank: Rank,
+    pub world: WorldSize,
+    pub epoch: Epoch,
+    /// The local address on which peers reach this rank.
+    pub interface: IpAddr,
+}
+
+/// One rank's connections to all others.
+pub(crate) struct Tcp {
+    health: Arc<Health>,
+    rank: Rank,
+    /// By rank; none for this rank itself.
+    peers: Vec<Option<TcpStream>>,
+    scratch: AlignedBytes,
+    /// Dropped last: it says goodbye.
+    _monitor: Monitor,
+}
+
+impl Tcp {
+    /// Connects every rank with every other; returns when this rank's connections all stand.
+    pub(crate) fn connect(place: &Place<'_>, deadline: Deadline) -> Result<(Self, Arc<Health>)> {
+        let mesh = connect::mesh(place, deadline)?;
+        let health = Health::new(place.rank, mesh.hosts);
+        let data = mesh.data.iter().map(|peer| peer.as_ref().map(TcpStream::try_clone).transpose());
+        let data = data.collect::<Result<Vec<_>, _>>();
+        let data = data.map_err(|error| Error::io("a connection could not be shared", error))?;
+        let monitor = Monitor::start(place.rank, mesh.control, data, health.clone())?;
+        let tcp = Self {
+            health: health.clone(),
+            rank: place.rank,
+            peers: mesh.data,
+            scratch: AlignedBytes::default(),
+            _monitor: monitor,
+        };
+        Ok((tcp, health))
+    }
+}
+
+impl Transport for Tcp {
+    fn exchange(
+        &mut self,
+        send: Option<Outgoing<'_>>,
+        recv: Option<Incoming<'_>>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let Self { health, rank, peers, scratch, .. } = self;
+        let stream = |peer: Rank| {
+            let stream = peers.get(peer.index()).and_then(Option::as_ref);
+            stream.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of rank {rank}")))
+        };
+        let broken = |peer: Rank, error: std::io::Error| health.peer_failed(peer, &error.to_string());
+
+        let mut sending = match send {
+            Some(frame) => Some((frame.to, stream(frame.to)?, Sending::new(&frame))),
+            None => None,
+        };
+        let mut receiving = match recv {
+            Some(frame) => Some((frame.from, stream(frame.from)?, Receiving::new(*rank, frame, scratch))),
+            None => None,
+        };
+        loop {
+            let mut progress = false;
+            if let Some((to, stream, frame)) = &mut sending {
+                progress |= frame.push(stream).map_err(|error| broken(*to, error))?;
+                if frame.is_done() {
+                    sending = None;
+                }
+            }
+            if let Some((from, stream, frame)) = &mut receiving {
+                progress |= frame.pull(stream, |error| broken(*from, error))?;
+                if frame.is_done() {
+                    receiving = None;
+                }
+            }
+            let waits_for = match (&sending, &receiving) {
+                (None, None) => return Ok(()),
+                (_, Some((from, ..))) => *from,
+                (Some((to, ..)), None) => *to,
+            };
+            if progress {
+                continue;
+            }
+            let out = sending.as_ref().map(|(_, stream, _)| *stream);
+            let into = receiving.as_ref().map(|(_, stream, _)| *stream);
+            if !wait(out, into, deadline)? {
+                return Err(Error::timeout(format!(
+                    "rank {waits_for} ({}) did not take part in time",
+                    health.host(waits_for)
+                ))
+                .with_peer(waits_for)
+                .with_remedy(
+                    "is that rank stuck, or far behind? A longer time-out can be set on the group",
+                ));
+            }
+        }
+    }
+}
+
+/// Waits until `out` can be written or `into` be read. False if the deadline passed first.
+fn wait(out: Option<&TcpStream>, into: Option<&TcpStream>, deadline: Deadline) -> Result<bool> {
+    let mut fds = [None, None];
+    let mut count = 0;
+    for (stream, flags) in [(out, PollFlags::OUT), (into, PollFlags::IN)] {
+        if let Some(stream) = stream {
+            fds[count] = Some((stream.as_fd(), flags));
+            count += 1;
+        }
+    }
+    let remaining = deadline.remaining();
+    let timeout =
+        Timespec { tv_sec: remaining.as_secs() as i64, tv_nsec: i64::from(remaining.subsec_nanos()) };
+    let polled = match fds {
+        [Some((one, flags)), None] => poll(&mut [PollFd::from_borrowed_fd(one, flags)], Some(&timeout)),
+        [Some((one, flags)), Some((two, more))] => poll(
+            &mut [PollFd::from_borrowed_fd(one, flags), PollFd::from_borrowed_fd(two, more)],
+            Some(&timeout),
+        ),
+        _ => return Ok(true),
+    };
+    match polled {
+        Ok(0) => Ok(!deadline.has_passed()),
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(true),
+        Err(error) => Err(Error::io("waiting for peers failed", error.into())),
+    }
+}

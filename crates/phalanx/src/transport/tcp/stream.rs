@@ -1,0 +1,133 @@
+//! One frame on its way out of, or into, a non-blocking connection.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::net::TcpStream;
+
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, recvmsg, sendmsg};
+
+use super::SEGMENT;
+use crate::buffer::AlignedBytes;
+use crate::collective::Combine;
+use crate::collective::kernel::Kernel;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::transport::{Incoming, Outgoing};
+use crate::wire::frame::{HEADER, Header};
+
+/// A frame of which a part has been sent.
+pub(super) struct Sending<'a> {
+    header: [u8; HEADER],
+    payload: &'a [u8],
+    sent: usize,
+}
+
+impl<'a> Sending<'a> {
+    pub(super) fn new(frame: &Outgoing<'a>) -> Self {
+        Self { header: frame.header.encode(), payload: frame.payload, sent: 0 }
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.sent == HEADER + self.payload.len()
+    }
+
+    /// Sends what the connection takes now. Did it take anything?
+    pub(super) fn push(&mut self, stream: &TcpStream) -> io::Result<bool> {
+        let header = &self.header[self.sent.min(HEADER)..];
+        let payload = &self.payload[self.sent.saturating_sub(HEADER)..];
+        let parts = [IoSlice::new(header), IoSlice::new(payload)];
+        match sendmsg(stream, &parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL) {
+            Ok(count) => {
+                self.sent += count;
+                Ok(count > 0)
+            }
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// A frame of which a part has been received. What is to be reduced passes through the scratch memory, segment by
+/// segment; everything else goes straight to its place.
+pub(super) struct Receiving<'a> {
+    rank: Rank,
+    from: Rank,
+    expect: Header,
+    header: [u8; HEADER],
+    header_filled: usize,
+    into: &'a mut [u8],
+    kernel: Kernel,
+    scratch: &'a mut AlignedBytes,
+    /// Payload bytes received.
+    received: usize,
+    /// Payload bytes that stand in `into`, combined.
+    combined: usize,
+}
+
+impl<'a> Receiving<'a> {
+    pub(super) fn new(rank: Rank, frame: Incoming<'a>, scratch: &'a mut AlignedBytes) -> Self {
+        if frame.kernel.combine != Combine::Replace {
+            scratch.reserve_len(frame.into.len().min(SEGMENT));
+        }
+        Self {
+            rank,
+            from: frame.from,
+            expect: frame.expect,
+            header: [0; HEADER],
+            header_filled: 0,
+            into: frame.into,
+            kernel: frame.kernel,
+            scratch,
+            received: 0,
+            combined: 0,
+        }
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.header_filled == HEADER && self.combined == self.into.len()
+    }
+
+    /// Receives what has arrived. Did anything? `broken` makes the error of a broken connection.
+    pub(super) fn pull(&mut self, stream: &TcpStream, broken: impl Fn(io::Error) -> Error) -> Result<bool> {
+        let header_missing = HEADER - self.header_filled;
+        // The payload's room can be read into before its header is checked: its length is this rank's own.
+        let room = if self.kernel.combine == Combine::Replace {
+            &mut self.into[self.received..]
+        } else {
+            let end = (self.into.len() - self.combined).min(SEGMENT);
+            &mut self.scratch.as_mut_slice()[self.received - self.combined..end]
+        };
+        let mut parts = [IoSliceMut::new(&mut self.header[self.header_filled..]), IoSliceMut::new(room)];
+        let count = match recvmsg(stream, &mut parts, &mut RecvAncillaryBuffer::default(), RecvFlags::empty())
+        {
+            Ok(message) if message.bytes == 0 => {
+                return Err(broken(io::Error::new(io::ErrorKind::UnexpectedEof, "its connection closed")));
+            }
+            Ok(message) => message.bytes,
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(false),
+            Err(error) => return Err(broken(error.into())),
+        };
+        let to_header = count.min(header_missing);
+        self.header_filled += to_header;
+        if to_header > 0 && self.header_filled == HEADER {
+            self.expect.check(&Header::decode(&self.header)?, self.rank, self.from)?;
+        }
+        self.received += count - to_header;
+        self.combine()?;
+        Ok(true)
+    }
+
+    fn combine(&mut self) -> Result<()> {
+        if self.kernel.combine == Combine::Replace {
+            self.combined = self.received;
+            return Ok(());
+        }
+        let waiting = self.received - self.combined;
+        if waiting == SEGMENT || (waiting > 0 && self.received == self.into.len()) {
+            let local = &mut self.into[self.combined..self.received];
+            self.kernel.apply(local, &self.scratch.as_slice()[..waiting])?;
+            self.combined = self.received;
+        }
+        Ok(())
+    }
+}

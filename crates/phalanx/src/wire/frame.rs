@@ -1,0 +1,236 @@
+//! The header that precedes every payload: what the sender is doing, so that the receiver can compare.
+
+use std::fmt;
+
+use crate::collective::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::rank::{Epoch, Rank, Sequence};
+use crate::wire::Fields;
+
+/// Bytes of a header.
+pub(crate) const HEADER: usize = 48;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"PHX1");
+const NO_ROOT: u32 = u32::MAX;
+
+/// The kind of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Operation {
+    AllReduce = 1,
+    Broadcast = 2,
+    AllGather = 3,
+    ReduceScatter = 4,
+    Barrier = 5,
+    /// A `send` with its `recv`.
+    PointToPoint = 6,
+}
+
+impl Operation {
+    pub(crate) const ALL: [Self; 6] = [
+        Self::AllReduce,
+        Self::Broadcast,
+        Self::AllGather,
+        Self::ReduceScatter,
+        Self::Barrier,
+        Self::PointToPoint,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::Broadcast => "broadcast",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::Barrier => "barrier",
+            Self::PointToPoint => "send/recv",
+        }
+    }
+}
+
+/// A call as the user made it. Ranks whose calls differ must not exchange data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Call {
+    pub operation: Operation,
+    pub dtype: DType,
+    /// Elements of the call's buffer; what each rank contributes to an `all_gather`.
+    pub elements: u64,
+    pub reduce: Option<ReduceOp>,
+    pub root: Option<Rank>,
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.operation.name())?;
+        if self.operation == Operation::Barrier {
+            return Ok(());
+        }
+        f.write_str("(")?;
+        if let Some(op) = self.reduce {
+            write!(f, "{op}, ")?;
+        }
+        write!(f, "{} x {}", self.elements, self.dtype)?;
+        if let Some(root) = self.root {
+            write!(f, ", root {root}")?;
+        }
+        f.write_str(")")
+    }
+}
+
+/// What travels before a payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub call: Call,
+    pub sequence: Sequence,
+    pub epoch: Epoch,
+    /// Bytes that follow.
+    pub payload: u64,
+}
+
+impl Header {
+    pub(crate) fn encode(&self) -> [u8; HEADER] {
+        let mut bytes = [0; HEADER];
+        bytes[0..4].copy_from_slice(&MAGIC.to_le_bytes());
+        bytes[4] = self.call.operation as u8;
+        bytes[5] = self.call.dtype as u8;
+        bytes[6] = self.call.reduce.map_or(0, |op| op as u8);
+        bytes[8..12].copy_from_slice(&self.call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.sequence.0.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.epoch.0.to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.call.elements.to_le_bytes());
+        bytes[40..48].copy_from_slice(&self.payload.to_le_bytes());
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8; HEADER]) -> Result<Self> {
+        let mut fields = Fields::new(bytes);
+        let magic = fields.u32();
+        if magic != MAGIC {
+            return Err(Error::protocol(format!(
+                "a frame begins with {magic:#010x}, not with {MAGIC:#010x}"
+            )));
+        }
+        let (operation, dtype, reduce, reserved) = (fields.u8(), fields.u8(), fields.u8(), fields.u8());
+        let unknown =
+            |what: &str, code: u8| Error::protocol(format!("a frame has the unknown {what} {code}"));
+        let operation = Operation::ALL
+            .into_iter()
+            .find(|known| *known as u8 == operation)
+            .ok_or_else(|| unknown("operation", operation))?;
+        let dtype = DType::from_wire(dtype).ok_or_else(|| unknown("dtype", dtype))?;
+        let reduce = match reduce {
+            0 => None,
+            code => Some(ReduceOp::from_wire(code).ok_or_else(|| unknown("reduce operation", code))?),
+        };
+        if reserved != 0 {
+            return Err(unknown("flag", reserved));
+        }
+        let root = match fields.u32() {
+            NO_ROOT => None,
+            root => Some(Rank::new(root)),
+        };
+        let padding = fields.u32();
+        if padding != 0 {
+            return Err(Error::protocol(format!("a frame has {padding:#x} where zero must stand")));
+        }
+        let sequence = Sequence(fields.u64());
+        let epoch = Epoch(fields.u64());
+        let elements = fields.u64();
+        let payload = fields.u64();
+        Ok(Self { call: Call { operation, dtype, elements, reduce, root }, sequence, epoch, payload })
+    }
+
+    /// Compares what `peer` sent with what this rank, by its own call, expects of it.
+    pub(crate) fn check(&self, received: &Self, own: Rank, peer: Rank) -> Result<()> {
+        if self == received {
+            return Ok(());
+        }
+        let error = if self.epoch != received.epoch {
+            Error::protocol(format!(
+                "rank {peer} speaks for epoch {}, this group is in epoch {}",
+                received.epoch.0, self.epoch.0
+            ))
+        } else if self.call != received.call || self.sequence != received.sequence {
+            Error::mismatch(format!(
+                "the ranks disagree: rank {own} calls {} {}, rank {peer} calls {} {}",
+                self.call, self.sequence, received.call, received.sequence
+            ))
+            .with_remedy("every rank must make the same calls, with the same sizes, in the same order")
+        } else {
+            Error::mismatch(format!(
+                "in {} {} rank {peer} sends {} bytes where rank {own} expects {}",
+                self.call, self.sequence, received.payload, self.payload
+            ))
+            .with_remedy("every rank must run the same version with the same settings")
+        };
+        Err(error.with_peer(peer))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn header() -> Header {
+        Header {
+            call: Call {
+                operation: Operation::Broadcast,
+                dtype: DType::BF16,
+                elements: 10,
+                reduce: None,
+                root: Some(Rank::new(1)),
+            },
+            sequence: Sequence(7),
+            epoch: Epoch(2),
+            payload: 20,
+        }
+    }
+
+    #[test]
+    fn a_header_survives_the_wire() {
+        let mut other = header();
+        assert_eq!(Header::decode(&header().encode()).unwrap(), header());
+        for operation in Operation::ALL {
+            for op in ReduceOp::ALL {
+                other.call = Call { operation, reduce: Some(op), root: None, ..other.call };
+                assert_eq!(Header::decode(&other.encode()).unwrap(), other);
+            }
+        }
+    }
+
+    #[test]
+    fn a_difference_shows_both_calls() {
+        let mut other = header();
+        other.call =
+            Call { operation: Operation::AllReduce, reduce: Some(ReduceOp::Sum), root: None, ..other.call };
+        let error = header().check(&other, Rank::MAIN, Rank::new(1)).unwrap_err();
+        assert!(error.is_mismatch());
+        let text = error.to_string();
+        assert!(text.contains("rank 0 calls broadcast(10 x bf16, root 1) #7"), "{text}");
+        assert!(text.contains("rank 1 calls all_reduce(sum, 10 x bf16) #7"), "{text}");
+        let stale = Header { epoch: Epoch(1), ..header() };
+        assert!(
+            header().check(&stale, Rank::MAIN, Rank::new(1)).unwrap_err().to_string().contains("epoch 1")
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_is_refused_or_means_what_it_says(bytes in prop::array::uniform32(any::<u8>()), tail in any::<[u8; 16]>(), framed in any::<bool>()) {
+            let mut frame = [0; HEADER];
+            frame[..32].copy_from_slice(&bytes);
+            frame[32..].copy_from_slice(&tail);
+            if framed {
+                frame[..4].copy_from_slice(b"PHX1");
+                frame[7] = 0;
+                frame[12..16].fill(0);
+            }
+            if let Ok(header) = Header::decode(&frame) {
+                prop_assert_eq!(header.encode(), frame);
+            }
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! Every collective, on every transport, against a reference in a fixed order; the same bits on every rank.
+
+use half::{bf16, f16};
+use phalanx::testing::{Fabric, run};
+use phalanx::{Buffer, DType, Element, ProcessGroup, Rank, ReduceOp};
+
+const WORLDS: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
+
+/// Lengths around every boundary: nothing, less than one element a rank, odd splits, beyond a segment.
+fn lengths(world: usize) -> Vec<usize> {
+    vec![0, 1, 2, 3, world.saturating_sub(1), world + 1, 1000, 65_537]
+}
+
+/// Small whole numbers, so that every order of adding gives the same sum, also in half precision.
+trait Sample: Element + PartialEq + std::fmt::Debug {
+    fn sample(value: u32) -> Self;
+}
+macro_rules! samples {
+    ($($type:ty => |$value:ident| $convert:expr),*) => {
+        $(impl Sample for $type { fn sample($value: u32) -> Self { $convert } })*
+    };
+}
+samples!(
+    f32 => |v| v as f32, f64 => |v| f64::from(v), i32 => |v| v as i32, i64 => |v| i64::from(v), u8 => |v| v as u8,
+    f16 => |v| f16::from_f32(v as f32), bf16 => |v| bf16::from_f32(v as f32)
+);
+
+/// What rank `rank` brings at `index`: 1, 2 or 3.
+fn value(rank: usize, index: usize) -> u32 {
+    ((rank + index) % 3) as u32 + 1
+}
+
+fn input<T: Sample>(rank: usize, length: usize) -> Vec<T> {
+    (0..length).map(|index| T::sample(value(rank, index))).collect()
+}
+
+fn reference(op: ReduceOp, world: usize, index: usize) -> u32 {
+    let values = (0..world).map(|rank| value(rank, index));
+    match op {
+        ReduceOp::Sum => values.sum(),
+        // Compared only where it divides evenly.
+        ReduceOp::Avg => values.sum::<u32>() / world as u32,
+        ReduceOp::Product => values.product(),
+        ReduceOp::Min => values.min().unwrap_or(0),
+        ReduceOp::Max => values.max().unwrap_or(0),
+    }
+}
+
+fn exact<T: Sample>(op: ReduceOp, world: usize, index: usize) -> bool {
+    match op {
+        ReduceOp::Avg => reference(ReduceOp::Sum, world, index) % world as u32 == 0,
+        // bf16 counts exactly to 256, u8 wraps there.
+        ReduceOp::Product => reference(op, world, index) < 256,
+        _ => true,
+    }
+}
+
+fn all_reduces<T: Sample>(group: &ProcessGroup) {
+    let (rank, world) = (group.rank().index(), group.world_size().count());
+    for op in ReduceOp::ALL {
+        for length in lengths(world) {
+            let mut data = input::<T>(rank, length);
+            group.all_reduce(&mut data, op).unwrap();
+            for (index, element) in data.iter().enumerate().filter(|(index, _)| exact::<T>(op, world, *index))
+            {
+                let expected = T::sample(reference(op, world, index));
+                assert_eq!(*element, expected, "{op} of {length} x {} in {world} at {index}", T::DTYPE);
+            }
+            let work = group.all_reduce_async(Buffer::from_slice(&input::<T>(rank, length)), op).unwrap();
+            assert_eq!(work.wait().unwrap().as_slice::<T>().unwrap(), data);
+        }
+    }
+}
+
+#[test]
+fn all_reduce_of_every_type_operation_and_length() {
+    for fabric in Fabric::ALL {
+        for world in WORLDS {
+            run(world, fabric, |group| {
+                all_reduces::<f32>(&group);
+                all_reduces::<f64>(&group);
+                all_reduces::<f16>(&group);
+                all_reduces::<bf16>(&group);
+                all_reduces::<i32>(&group);
+                all_reduces::<i64>(&group);
+                all_reduces::<u8>(&group);
+            });
+        }
+    }
+}
+
+#[test]
+fn sums_of_floats_have_the_same_bits_on_every_rank_and_every_transport() {
+    for world in WORLDS {
+        for length in [5, 1000, 1 << 20] {
+            let bits = |group: ProcessGroup| {
+                let rank = group.rank().get() as f32;
+                let mut data: Vec<f32> = (0..length).map(|i| (i as f32 * 0.37 + rank).sin() * 1e3).collect();
+                group.all_reduce(&mut data, ReduceOp::Avg).unwrap();
+                data.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+            };
+            let mut results = run(world, Fabric::InProcess, bits);
+            results.extend(run(world, Fabric::Tcp, bits));
+            assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "{length} in a world of {world}");
+        }
+    }
+}
+
+#[test]
+fn broadcast_from_every_root() {
+    for fabric in Fabric::ALL {
+        for world in WORLDS {
+            run(world, fabric, |group| {
+                for root in group.world_size().ranks() {
+                    for length in [0, 1, 1000, 200_000] {
+                        let mut data = input::<f32>(group.rank().index(), length);
+                        group.broadcast(&mut data, root).unwrap();
+                        assert_eq!(data, input::<f32>(root.index(), length));
+                        let own = Buffer::from_slice(&input::<u8>(group.rank().index(), length));
+                        let work = group.broadcast_async(own, root).unwrap();
+                        assert_eq!(
+                            work.wait().unwrap().as_slice::<u8>().unwrap(),
+                            input::<u8>(root.index(), length)
+                        );
+                    }
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn all_gather_and_reduce_scatter_deal_in_the_order_of_the_ranks() {
+    for fabric in Fabric::ALL {
+        for world in WORLDS {
+            run(world, fabric, |group| {
+                let (rank, world) = (group.rank().index(), group.world_size().count());
+                for length in [0, 1, 3, 70_000] {
+                    let mut gathered = vec![0i32; length * world];
+                    group.all_gather(&input::<i32>(rank, length), &mut gathered).unwrap();
+                    let expected: Vec<i32> = (0..world).flat_map(|rank| input::<i32>(rank, length)).collect();
+                    assert_eq!(gathered, expected);
+                    let work =
+                        group.all_gather_async(Buffer::from_slice(&input::<i32>(rank, length))).unwrap();
+                    assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
+
+                    let whole = input::<f64>(rank, length * world);
+                    let mut share = vec![0f64; length];
+                    group.reduce_scatter(&whole, &mut share, ReduceOp::Sum).unwrap();
+                    let expected: Vec<f64> = (rank * length..(rank + 1) * length)
+                        .map(|index| f64::from(reference(ReduceOp::Sum, world, index)))
+                        .collect();
+                    assert_eq!(share, expected);
+                    let work = group.reduce_scatter_async(Buffer::from_slice(&whole), ReduceOp::Sum).unwrap();
+                    assert_eq!(work.wait().unwrap().as_slice::<f64>().unwrap(), expected);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn a_token_goes_round_from_rank_to_rank() {
+    for fabric in Fabric::ALL {
+        run(4, fabric, |group| {
+            let (rank, world) = (group.rank().get(), group.world_size().get());
+            let (next, previous) = (Rank::new((rank + 1) % world), Rank::new((rank + world - 1) % world));
+            let mut token = [0i64; 3];
+            for round in 0..10 {
+                if rank == 0 {
+                    group.send(&[round, 0, 0], next).unwrap();
+                    group.recv(&mut token, previous).unwrap();
+                    assert_eq!(token, [round, i64::from(world) - 1, 0]);
+                } else {
+                    group.recv(&mut token, previous).unwrap();
+                    token[1] += 1;
+                    group.send(&token, next).unwrap();
+                }
+                group.barrier().unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn operations_in_flight_keep_their_order_among_blocking_ones() {
+    for fabric in Fabric::ALL {
+        run(3, fabric, |group| {
+            let rank = group.rank().get() as f32;
+            let works: Vec<_> = (0..50)
+                .map(|index| {
+                    let buffer = Buffer::from_slice(&vec![rank + index as f32; 100 * index + 1]);
+                    group.all_reduce_async(buffer, ReduceOp::Sum).unwrap()
+                })
+                .collect();
+            let mut last = [1.0f32];
+            group.all_reduce(&mut last, ReduceOp::Sum).unwrap();
+            assert_eq!(last, [3.0]);
+            for (index, work) in works.into_iter().enumerate() {
+                assert!(work.is_completed());
+                let buffer = work.wait().unwrap();
+                assert!(buffer.as_slice::<f32>().unwrap().iter().all(|sum| *sum == 3.0 + 3.0 * index as f32));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_dropped_work_still_runs() {
+    run(2, Fabric::Tcp, |group| {
+        drop(group.all_reduce_async(Buffer::zeroed(DType::F32, 1 << 18), ReduceOp::Sum).unwrap());
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn bad_arguments_are_refused_and_harm_nobody() {
+    run(2, Fabric::Tcp, |group| {
+        let (own, stranger) = (group.rank(), Rank::new(2));
+        let mut data = [0f32; 4];
+        assert!(group.broadcast(&mut data, stranger).unwrap_err().is_invalid_argument());
+        assert!(group.send(&data, stranger).unwrap_err().is_invalid_argument());
+        assert!(group.recv(&mut data, own).unwrap_err().is_invalid_argument());
+        assert!(group.all_gather(&[0f32; 3], &mut data).unwrap_err().to_string().contains("4 elements"));
+        assert!(
+            group.reduce_scatter(&data, &mut [0f32; 3], ReduceOp::Sum).unwrap_err().is_invalid_argument()
+        );
+        let odd = Buffer::zeroed(DType::U8, 3);
+        assert!(group.reduce_scatter_async(odd, ReduceOp::Sum).unwrap_err().is_invalid_argument());
+        group.all_reduce(&mut data, ReduceOp::Max).unwrap();
+    });
+}
