@@ -13,7 +13,7 @@ static WRITE_END: AtomicI32 = AtomicI32::new(-1);
 static OWNER: AtomicI32 = AtomicI32::new(0);
 static IN_USE: AtomicBool = AtomicBool::new(false);
 
-/// Catches signals for as long as it lives: each is a byte to [read](Self::next), and none ends the process.
+/// Catches signals for as long as it lives: each is a byte to [read](Self::read), and none ends the process.
 ///
 /// Dropping it puts the earlier dispositions back. Only one lives at a time.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ impl Catcher {
         }
         let mut catcher = Self { pipe, earlier: Vec::with_capacity(signals.len()) };
         // What an earlier catcher had no time to read.
-        while catcher.next().is_some() {}
+        while catcher.read().is_some() {}
         OWNER.store(std::process::id().cast_signed(), Ordering::SeqCst);
         for &signal in signals {
             let earlier = disposition(signal)?;
@@ -46,7 +46,7 @@ impl Catcher {
     }
 
     /// The next signal that has arrived, if any; never waits.
-    pub fn next(&mut self) -> Option<i32> {
+    pub fn read(&mut self) -> Option<i32> {
         let mut byte = [0];
         loop {
             match self.pipe.read(&mut byte) {

@@ -1,4 +1,5 @@
 //! Real processes: what is started must be ended.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
@@ -109,11 +110,11 @@ fn a_caught_signal_is_read_and_the_disposition_comes_back() {
     let ignored_before = std::fs::read_to_string("/proc/self/status").unwrap();
     let mut catcher = Catcher::install(&[libc::SIGUSR1, libc::SIGHUP]).unwrap().unwrap();
     assert!(Catcher::install(&[libc::SIGUSR2]).unwrap().is_none());
-    assert_eq!(catcher.next(), None);
+    assert_eq!(catcher.read(), None);
     kill_process(getpid(), Signal::USR1).unwrap();
     let mut seen = None;
     eventually("the signal is read", || {
-        seen = catcher.next();
+        seen = catcher.read();
         seen.is_some()
     });
     assert_eq!(seen, Some(libc::SIGUSR1));
