@@ -3,6 +3,11 @@
 //! Names and behaviour are those of PyTorch's c10d stores. Keys are at most [`MAX_KEY`] bytes, values at most
 //! [`MAX_VALUE`]. Every operation obeys its deadline.
 
+mod table;
+mod tcp;
+
+pub use tcp::{TcpStore, TcpStoreServer};
+
 use std::sync::Arc;
 
 use crate::deadline::Deadline;

@@ -1,0 +1,163 @@
+//! What every store does to its keys and values, with the caps that all of them keep.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::MAX_VALUE;
+
+/// The most keys of a store.
+pub(crate) const MAX_KEYS: usize = 1 << 20;
+/// The most bytes of keys and values of a store.
+pub(crate) const MAX_BYTES: usize = 1 << 30;
+
+/// Keys and values.
+#[derive(Debug)]
+pub(crate) struct Table {
+    values: HashMap<Vec<u8>, Arc<[u8]>>,
+    bytes: usize,
+    max_keys: usize,
+    max_bytes: usize,
+}
+
+/// Why a store does not do as it is told.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refusal {
+    #[error("the value {0:?} is not a decimal number, so nothing can be added to it")]
+    NotANumber(String),
+    #[error("the sum of {0} and {1} does not fit 64 bits")]
+    Overflow(i64, i64),
+    #[error("a value of {0} bytes is longer than the {MAX_VALUE} bytes a store takes")]
+    LongValue(usize),
+    #[error("the store is full: it holds {0} keys")]
+    ManyKeys(usize),
+    #[error("the store is full: it holds {0} bytes")]
+    ManyBytes(usize),
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Self::with_caps(MAX_KEYS, MAX_BYTES)
+    }
+}
+
+impl Table {
+    pub fn with_caps(max_keys: usize, max_bytes: usize) -> Self {
+        Self { values: HashMap::new(), bytes: 0, max_keys, max_bytes }
+    }
+
+    pub fn get(&self, key: &[u8]) -> Option<Arc<[u8]>> {
+        self.values.get(key).cloned()
+    }
+
+    pub fn contains(&self, key: &[u8]) -> bool {
+        self.values.contains_key(key)
+    }
+
+    pub fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    pub fn keys(&self) -> impl Iterator<Item = &[u8]> {
+        self.values.keys().map(Vec::as_slice)
+    }
+
+    pub fn set(&mut self, key: &[u8], value: impl Into<Arc<[u8]>>) -> Result<(), Refusal> {
+        let value = value.into();
+        if value.len() > MAX_VALUE {
+            return Err(Refusal::LongValue(value.len()));
+        }
+        if let Some(old) = self.values.get_mut(key) {
+            let bytes = self.bytes - old.len() + value.len();
+            if bytes > self.max_bytes {
+                return Err(Refusal::ManyBytes(self.bytes));
+            }
+            self.bytes = bytes;
+            *old = value;
+            return Ok(());
+        }
+        let bytes = self.bytes + key.len() + value.len();
+        if self.values.len() >= self.max_keys {
+            return Err(Refusal::ManyKeys(self.values.len()));
+        }
+        if bytes > self.max_bytes {
+            return Err(Refusal::ManyBytes(self.bytes));
+        }
+        self.bytes = bytes;
+        self.values.insert(key.to_vec(), value);
+        Ok(())
+    }
+
+    pub fn add(&mut self, key: &[u8], amount: i64) -> Result<i64, Refusal> {
+        let old = self.values.get(key).map_or(Ok(0), |value| decimal(value))?;
+        let sum = old.checked_add(amount).ok_or(Refusal::Overflow(old, amount))?;
+        self.set(key, sum.to_string().into_bytes())?;
+        Ok(sum)
+    }
+
+    /// The value that stands there afterwards, and whether it has just been written.
+    pub fn compare_set(
+        &mut self,
+        key: &[u8],
+        expected: &[u8],
+        desired: &[u8],
+    ) -> Result<(Arc<[u8]>, bool), Refusal> {
+        let matches = match self.values.get(key) {
+            Some(value) => **value == *expected,
+            None => expected.is_empty(),
+        };
+        if matches {
+            self.set(key, desired)?;
+        }
+        Ok((self.get(key).unwrap_or_else(|| expected.into()), matches))
+    }
+
+    pub fn append(&mut self, key: &[u8], value: &[u8]) -> Result<(), Refusal> {
+        let old = self.values.get(key).map_or(&[][..], |old| old);
+        if old.len() + value.len() > MAX_VALUE {
+            return Err(Refusal::LongValue(old.len() + value.len()));
+        }
+        let whole = [old, value].concat();
+        self.set(key, whole)
+    }
+
+    pub fn delete(&mut self, key: &[u8]) -> bool {
+        let old = self.values.remove(key);
+        self.bytes -= old.as_ref().map_or(0, |value| key.len() + value.len());
+        old.is_some()
+    }
+}
+
+/// A counter's value, as PyTorch writes it.
+pub(crate) fn decimal(value: &[u8]) -> Result<i64, Refusal> {
+    let text = String::from_utf8_lossy(value);
+    text.trim().parse().map_err(|_| Refusal::NotANumber(text.chars().take(64).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn caps_hold_and_freed_room_is_used_again() {
+        let mut table = Table::with_caps(2, 20);
+        table.set(b"a", *b"1").unwrap();
+        table.set(b"b", *b"1").unwrap();
+        assert_eq!(table.set(b"c", *b"1"), Err(Refusal::ManyKeys(2)));
+        assert_eq!(table.append(b"a", &[0; 17]), Err(Refusal::ManyBytes(4)));
+        table.append(b"a", &[0; 16]).unwrap();
+        assert!(table.delete(b"a") && !table.delete(b"a"));
+        table.set(b"c", vec![0; 17]).unwrap();
+        assert_eq!(table.set(b"c", vec![0; MAX_VALUE + 1]), Err(Refusal::LongValue(MAX_VALUE + 1)));
+        assert_eq!(table.keys().count(), 2);
+    }
+
+    #[test]
+    fn only_numbers_are_added_to() {
+        let mut table = Table::default();
+        table.set(b"a", *b"x").unwrap();
+        assert_eq!(table.add(b"a", 1), Err(Refusal::NotANumber("x".into())));
+        assert_eq!(table.add(b"n", i64::MAX), Ok(i64::MAX));
+        assert_eq!(table.add(b"n", 1), Err(Refusal::Overflow(i64::MAX, 1)));
+        assert_eq!(table.get(b"n").as_deref(), Some(i64::MAX.to_string().as_bytes()));
+    }
+}

@@ -1,0 +1,293 @@
+//! One client of the server: its handshake, its requests one after the other, its wait.
+
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use super::waiters::Waiters;
+use crate::store::table::{MAX_BYTES, Refusal, Table};
+use crate::wire::store::{
+    CHECK_NOT_READY, CHECK_READY, Decoder, MAGIC, Op, Request, WAIT_CANCELLED, WAIT_DONE,
+};
+
+/// How long a stranger may take to say that it is a client.
+const HANDSHAKE: Duration = Duration::from_secs(2);
+/// How long a client may leave a part of its answer unread.
+const UNREAD: Duration = Duration::from_secs(60);
+/// The buffer of a validated client.
+const BUFFER: usize = 4096;
+
+/// What all connections share.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    table: Table,
+    queues: HashMap<Vec<u8>, VecDeque<Vec<u8>>>,
+    queued_bytes: usize,
+    waiters: Waiters,
+    barriers: Waiters,
+}
+
+/// Serves `stream` until its client closes it, or breaks the protocol, which is the error.
+pub(super) async fn serve(mut stream: TcpStream, shared: Rc<RefCell<Shared>>) -> io::Result<()> {
+    // A stranger gets these five bytes and no more.
+    let mut hello = [0; 5];
+    timeout(HANDSHAKE, stream.read_exact(&mut hello)).await??;
+    let mut expected = [Op::Validate as u8; 5];
+    expected[1..].copy_from_slice(&MAGIC.to_le_bytes());
+    if hello != expected {
+        return Err(invalid(format!("its first bytes are {hello:02x?}, not a store client's")));
+    }
+    Box::pin(Connection { stream: BufReader::with_capacity(BUFFER, stream), shared }.run()).await
+}
+
+struct Connection {
+    stream: BufReader<TcpStream>,
+    shared: Rc<RefCell<Shared>>,
+}
+
+/// What a request leads to.
+enum Answer {
+    Nothing,
+    Bytes(Vec<u8>),
+    /// Each preceded by its length.
+    Values(Vec<Arc<[u8]>>),
+    Wait(Parked),
+}
+
+/// A client that waits; it is forgotten when this is dropped.
+struct Parked {
+    shared: Rc<RefCell<Shared>>,
+    barrier: bool,
+    id: u64,
+    woken: oneshot::Receiver<()>,
+}
+
+impl Drop for Parked {
+    fn drop(&mut self) {
+        let mut shared = self.shared.borrow_mut();
+        if self.barrier { &mut shared.barriers } else { &mut shared.waiters }.remove(self.id);
+    }
+}
+
+impl Connection {
+    async fn run(mut self) -> io::Result<()> {
+        // Nothing further is read before an answer has been taken: a client that does not read cannot pile up.
+        while let Some(request) = self.next_request().await? {
+            match execute(&self.shared, request).map_err(|refusal| invalid(refusal.to_string()))? {
+                Answer::Nothing => {}
+                Answer::Bytes(bytes) => self.write(&bytes).await?,
+                Answer::Values(values) => {
+                    for value in values {
+                        self.write(&(value.len() as u64).to_le_bytes()).await?;
+                        self.write(&value).await?;
+                    }
+                }
+                Answer::Wait(parked) => self.wait(parked).await?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The next request; `None` if the client closed its end between two.
+    async fn next_request(&mut self) -> io::Result<Option<Request>> {
+        if self.stream.fill_buf().await?.is_empty() {
+            return Ok(None);
+        }
+        let mut decoder = Decoder::default();
+        loop {
+            let need = decoder.need();
+            // Memory grows with the bytes that have come, not with the length that was announced.
+            let mut bytes = Vec::with_capacity(need.min(BUFFER));
+            (&mut self.stream).take(need as u64).read_to_end(&mut bytes).await?;
+            if bytes.len() < need {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            match decoder.feed(bytes) {
+                Ok(None) => {}
+                Ok(request) => return Ok(request),
+                Err(malformed) => return Err(invalid(malformed.to_string())),
+            }
+        }
+    }
+
+    async fn wait(&mut self, mut parked: Parked) -> io::Result<()> {
+        let next = tokio::select! {
+            _ = &mut parked.woken => None,
+            bytes = self.stream.fill_buf() => Some(bytes?.first().copied()),
+        };
+        match next {
+            None => self.write(&[WAIT_DONE]).await,
+            Some(Some(byte)) if byte == Op::CancelWait as u8 => {
+                drop(parked);
+                self.stream.consume(1);
+                self.write(&[WAIT_CANCELLED]).await
+            }
+            Some(None) => Ok(()),
+            Some(Some(byte)) => Err(invalid(format!("operation {byte} while it waits"))),
+        }
+    }
+
+    async fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let written = timeout(UNREAD, self.stream.write(bytes)).await??;
+            if written == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            bytes = &bytes[written..];
+        }
+        Ok(())
+    }
+}
+
+/// Does what `request` says. A refusal closes the connection: the protocol has no answer for it.
+fn execute(cell: &Rc<RefCell<Shared>>, request: Request) -> Result<Answer, Refusal> {
+    let mut shared = cell.borrow_mut();
+    let Shared { table, waiters, .. } = &mut *shared;
+    let Request { op, strings, int } = request;
+    let answer = match (op, strings.as_slice()) {
+        (Op::Set, [key, value]) => {
+            table.set(key, value.as_slice())?;
+            waiters.wake_all(key);
+            Answer::Nothing
+        }
+        (Op::Append, [key, value]) => {
+            table.append(key, value)?;
+            waiters.wake_all(key);
+            Answer::Nothing
+        }
+        (Op::MultiSet, pairs) => {
+            for pair in pairs.chunks_exact(2) {
+                table.set(&pair[0], pair[1].as_slice())?;
+                waiters.wake_all(&pair[0]);
+            }
+            Answer::Nothing
+        }
+        (Op::CompareSet, [key, expected, desired]) => {
+            let (value, written) = table.compare_set(key, expected, desired)?;
+            if written {
+                waiters.wake_all(key);
+            }
+            Answer::Values(vec![value])
+        }
+        (Op::Add, [key]) => {
+            let sum = table.add(key, int)?;
+            waiters.wake_all(key);
+            integer(sum)
+        }
+        // As PyTorch's server: a key that is not there reads as empty. Clients wait for it first.
+        (Op::Get | Op::MultiGet, keys) => {
+            Answer::Values(keys.iter().map(|key| table.get(key).unwrap_or_default()).collect())
+        }
+        (Op::Delete, [key]) => integer(i64::from(table.delete(key))),
+        (Op::NumKeys, _) => integer(count(table.len())),
+        (Op::ListKeys, _) => list_keys(table),
+        (Op::Ping, _) => Answer::Bytes(int.to_le_bytes()[..4].to_vec()),
+        (Op::CancelWait, _) => Answer::Bytes(vec![WAIT_CANCELLED]),
+        (Op::Check, keys) => {
+            let ready = keys.iter().all(|key| shared.has(key));
+            Answer::Bytes(vec![if ready { CHECK_READY } else { CHECK_NOT_READY }])
+        }
+        (Op::Wait, _) => {
+            let mut missing: Vec<Vec<u8>> = strings.into_iter().filter(|key| !shared.has(key)).collect();
+            missing.sort_unstable();
+            missing.dedup();
+            park(cell, &mut shared.waiters, missing, false)
+        }
+        (Op::Barrier, [key]) => {
+            let arrived = table.add(key, 1)?;
+            waiters.wake_all(key);
+            if arrived >= int {
+                shared.barriers.wake_all(key);
+                Answer::Bytes(vec![WAIT_DONE])
+            } else {
+                park(cell, &mut shared.barriers, vec![key.clone()], true)
+            }
+        }
+        (Op::QueuePush, [key, value]) => {
+            shared.push(key, value)?;
+            Answer::Nothing
+        }
+        (Op::QueuePop, [key]) => shared.pop(key).map_or(integer(0), |value| {
+            let mut bytes = 1_i64.to_le_bytes().to_vec();
+            bytes.extend((value.len() as u64).to_le_bytes());
+            bytes.extend(value);
+            Answer::Bytes(bytes)
+        }),
+        (Op::QueueLen, [key]) => integer(count(shared.queues.get(key).map_or(0, VecDeque::len))),
+        // The decoder gives each operation its strings; `Validate` comes only once.
+        _ => Answer::Nothing,
+    };
+    Ok(answer)
+}
+
+impl Shared {
+    fn has(&self, key: &[u8]) -> bool {
+        self.table.contains(key) || self.queues.contains_key(key)
+    }
+
+    fn push(&mut self, key: &[u8], value: &[u8]) -> Result<(), Refusal> {
+        let bytes = self.queued_bytes + queue_cost(key, value);
+        if bytes > MAX_BYTES {
+            return Err(Refusal::ManyBytes(self.queued_bytes));
+        }
+        self.queued_bytes = bytes;
+        self.queues.entry(key.to_vec()).or_default().push_back(value.to_vec());
+        self.waiters.wake_one(key);
+        Ok(())
+    }
+
+    fn pop(&mut self, key: &[u8]) -> Option<Vec<u8>> {
+        let queue = self.queues.get_mut(key)?;
+        let value = queue.pop_front();
+        if queue.is_empty() {
+            self.queues.remove(key);
+        }
+        self.queued_bytes -= value.as_ref().map_or(0, |value| queue_cost(key, value));
+        value
+    }
+}
+
+/// An item counts with its key and what a small vector costs, so that empty ones are bounded too.
+fn queue_cost(key: &[u8], value: &[u8]) -> usize {
+    key.len() + value.len() + 64
+}
+
+fn park(cell: &Rc<RefCell<Shared>>, waiters: &mut Waiters, missing: Vec<Vec<u8>>, barrier: bool) -> Answer {
+    if missing.is_empty() {
+        return Answer::Bytes(vec![WAIT_DONE]);
+    }
+    let (id, woken) = waiters.add(missing);
+    Answer::Wait(Parked { shared: Rc::clone(cell), barrier, id, woken })
+}
+
+/// All keys but those of PyTorch's own start-up.
+fn list_keys(table: &Table) -> Answer {
+    let keys: Vec<Arc<[u8]>> =
+        table.keys().filter(|key| !key.starts_with(b"init/")).map(|key| Arc::from(key)).collect();
+    let mut bytes = count(keys.len()).to_le_bytes().to_vec();
+    for key in keys {
+        bytes.extend((key.len() as u64).to_le_bytes());
+        bytes.extend_from_slice(&key);
+    }
+    Answer::Bytes(bytes)
+}
+
+fn integer(number: i64) -> Answer {
+    Answer::Bytes(number.to_le_bytes().to_vec())
+}
+
+fn count(number: usize) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+fn invalid(why: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}

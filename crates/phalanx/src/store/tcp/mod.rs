@@ -1,0 +1,9 @@
+//! A store served over TCP, in PyTorch's TCPStore protocol: either side's clients work with either side's server.
+
+mod client;
+mod connection;
+mod server;
+mod waiters;
+
+pub use client::TcpStore;
+pub use server::TcpStoreServer;

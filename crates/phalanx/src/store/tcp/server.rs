@@ -1,0 +1,178 @@
+//! The serving side: one thread, one task a client, all of them on one runtime.
+
+use std::cell::RefCell;
+use std::future::pending;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::task::{JoinSet, LocalSet};
+use tokio::time::{Instant, sleep, sleep_until};
+
+use super::connection::{Shared, serve};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+
+/// The most connections at a time; further ones are closed as they come.
+const MAX_CONNECTIONS: usize = 16_384;
+/// How long accepting rests when the process has run out of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// After how long a silence the kernel asks whether a client's host still lives.
+const KEEP_ALIVE: Duration = Duration::from_secs(30);
+
+/// Serves a store to [`TcpStore`](super::TcpStore)s and to PyTorch's clients.
+///
+/// It runs on its own thread. Dropping it closes every connection at once; [`drain`](Self::drain) first lets the
+/// clients finish.
+///
+/// ```
+/// use std::time::Duration;
+/// use phalanx::Deadline;
+/// use phalanx::store::{Store, TcpStore, TcpStoreServer};
+///
+/// let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into())?;
+/// let deadline = Deadline::after(Duration::from_secs(5));
+/// let store = TcpStore::connect(server.local_addr(), deadline)?;
+/// store.set("greeting", b"hello", deadline)?;
+/// assert_eq!(store.get("greeting", deadline)?, b"hello");
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct TcpStoreServer {
+    address: SocketAddr,
+    orders: mpsc::UnboundedSender<Order>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the owner tells the thread.
+#[derive(Clone, Copy, Debug)]
+enum Order {
+    /// Serve until no client is left, or until then.
+    Drain(std::time::Instant),
+    Stop,
+}
+
+impl TcpStoreServer {
+    /// Binds to `address`, port 0 for any, and starts to serve.
+    pub fn bind(address: SocketAddr) -> Result<Self> {
+        let socket = listen(address).map_err(|error| bind_error(address, error))?;
+        let address = socket.local_addr().map_err(|error| bind_error(address, error))?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(|error| Error::io("cannot start the store's runtime", error))?;
+        let (orders, inbox) = mpsc::unbounded_channel();
+        let thread = std::thread::Builder::new()
+            .name("phalanx-store".into())
+            .spawn(move || LocalSet::new().block_on(&runtime, run(socket, inbox)))
+            .map_err(|error| Error::io("cannot start the store's thread", error))?;
+        Ok(Self { address, orders, thread: Some(thread) })
+    }
+
+    /// The address it listens on, with the port that was given to it.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Goes on serving until every client has closed its connections, but not past `deadline`; then stops.
+    pub fn drain(mut self, deadline: Deadline) {
+        self.finish(Order::Drain(deadline.instant()));
+    }
+
+    fn finish(&mut self, order: Order) {
+        // A thread that is gone has stopped serving, which is what was wanted.
+        let _ = self.orders.send(order);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for TcpStoreServer {
+    fn drop(&mut self) {
+        self.finish(Order::Stop);
+    }
+}
+
+fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    // The port is free again as soon as a former job has ended, whatever its connections' state.
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(4096)?;
+    Ok(socket.into())
+}
+
+fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
+    let remedy = match error.kind() {
+        std::io::ErrorKind::AddrInUse => format!(
+            "another program, perhaps an earlier job, listens on port {}: end it, or set MASTER_PORT to a free port \
+             for every rank",
+            address.port()
+        ),
+        std::io::ErrorKind::AddrNotAvailable => {
+            format!("{} is no address of this host: is MASTER_ADDR that of the host of rank 0?", address.ip())
+        }
+        std::io::ErrorKind::PermissionDenied => {
+            format!("port {} needs privileges: set MASTER_PORT to 1024 or more", address.port())
+        }
+        _ => "are MASTER_ADDR and MASTER_PORT right?".into(),
+    };
+    Error::io(format!("cannot serve the store on {address}"), error).with_remedy(remedy)
+}
+
+async fn run(socket: std::net::TcpListener, mut orders: mpsc::UnboundedReceiver<Order>) {
+    let listener = match TcpListener::from_std(socket) {
+        Ok(listener) => listener,
+        Err(error) => return tracing::error!("the store cannot serve: {error}"),
+    };
+    let shared = Rc::new(RefCell::new(Shared::default()));
+    let mut clients = JoinSet::new();
+    let mut draining: Option<Instant> = None;
+    while draining.is_none() || !clients.is_empty() {
+        tokio::select! {
+            order = orders.recv() => match order {
+                Some(Order::Drain(until)) => draining = Some(until.into()),
+                Some(Order::Stop) | None => return,
+            },
+            () = at(draining) => return,
+            Some(_) = clients.join_next() => {}
+            accepted = listener.accept() => match accepted {
+                Ok((stream, peer)) if clients.len() < MAX_CONNECTIONS => {
+                    let shared = Rc::clone(&shared);
+                    clients.spawn_local(async move {
+                        tune(&stream);
+                        if let Err(error) = serve(stream, shared).await {
+                            tracing::debug!("the store dropped {peer}: {error}");
+                        }
+                    });
+                }
+                Ok((_, peer)) => tracing::warn!("the store refused {peer}: {MAX_CONNECTIONS} clients are connected"),
+                Err(error) => {
+                    tracing::warn!("the store cannot accept a client: {error} (is `ulimit -n` too low?)");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            },
+        }
+    }
+}
+
+async fn at(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => sleep_until(moment).await,
+        None => pending().await,
+    }
+}
+
+/// Small answers leave at once; a host that vanished is noticed. A socket that refuses works all the same.
+fn tune(stream: &TcpStream) {
+    let _ = stream.set_nodelay(true);
+    let keep_alive = TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE);
+    let _ = socket2::SockRef::from(stream).set_tcp_keepalive(&keep_alive);
+}
