@@ -116,7 +116,7 @@ impl Call {
             .arguments(arguments)
             .variable(VARIABLE, format!("{}:{}:{}", process::id(), self.number, self.location))
             .output(Output::Inherit);
-        match job.run(|_: Event<'_>| ControlFlow::Continue(()))?.outcome {
+        match job.run(&mut |_: Event<'_>| ControlFlow::Continue(()))?.outcome {
             Outcome::Succeeded => Ok(()),
             Outcome::Failed(failure) => {
                 Err(Error::new(Kind::WorkerFailed, failure.to_string()).with_peer(failure.rank))

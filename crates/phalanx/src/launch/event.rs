@@ -53,7 +53,7 @@ pub enum Event<'a> {
     Killing,
 }
 
-/// Is told what happens. Every `FnMut(Event) -> ControlFlow<()>` is one.
+/// Is told what happens. Every `FnMut(Event<'_>) -> ControlFlow<()>` is one.
 pub trait Observer {
     /// Takes note of `event`. To break means to end the job: its [outcome](super::Outcome) is then `Stopped`.
     fn observe(&mut self, event: Event<'_>) -> ControlFlow<()>;

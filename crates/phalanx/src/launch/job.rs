@@ -119,8 +119,8 @@ impl Job {
     /// [raise it again](Outcome::Interrupted).
     ///
     /// [Outcome::Interrupted]: super::Outcome::Interrupted
-    pub fn run(&self, mut observer: impl Observer) -> Result<Report> {
-        supervisor::run(self, &mut observer)
+    pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
+        supervisor::run(self, observer)
     }
 
     pub(super) fn program(&self) -> &OsStr {

@@ -15,7 +15,7 @@
 //! use std::ops::ControlFlow;
 //! use phalanx::launch::{Event, Job, Outcome};
 //!
-//! let report = Job::new("./train", phalanx::WorldSize::new(4)?).run(|event: Event<'_>| {
+//! let report = Job::new("./train", phalanx::WorldSize::new(4)?).run(&mut |event: Event<'_>| {
 //!     if let Event::Exited { rank, exit, .. } = event {
 //!         println!("rank {rank}: {exit}");
 //!     }

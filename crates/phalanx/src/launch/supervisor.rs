@@ -20,7 +20,7 @@ use super::policy::{Cause, Policy};
 use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::store::tcp::TcpStoreServer;
+use crate::store::TcpStoreServer;
 
 /// How often to look whether a group is empty, or at what has to be polled.
 const POLL: Duration = Duration::from_millis(20);
