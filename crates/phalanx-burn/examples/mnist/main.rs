@@ -78,10 +78,9 @@ fn train(options: &Options) -> Result<()> {
         for indices in sampler.indices().chunks(options.batch_size) {
             let batch = digits.batch(indices, &device);
             let loss = ddp.forward(|network| network.loss(batch))?;
-            let shown = loss.clone();
-            let gradients = ddp.backward(loss)?;
+            let gradients = ddp.backward(&loss)?;
             ddp.step(&mut optimizer, options.lr * progress.left(), gradients);
-            progress.step(indices.len(), shown);
+            progress.step(indices.len(), loss);
         }
         accuracy = evaluate(ddp.model(), &unseen, &group)?;
         progress.epoch(epoch + 1, accuracy);
