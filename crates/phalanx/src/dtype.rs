@@ -28,8 +28,7 @@ pub enum DType {
 
 impl DType {
     /// Every type, in the order of their numbers on the wire.
-    pub const ALL: [Self; 7] =
-        [Self::F32, Self::F64, Self::F16, Self::BF16, Self::I32, Self::I64, Self::U8];
+    pub const ALL: [Self; 7] = [Self::F32, Self::F64, Self::F16, Self::BF16, Self::I32, Self::I64, Self::U8];
 
     /// Bytes of one element.
     pub const fn size(self) -> usize {

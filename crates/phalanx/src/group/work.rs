@@ -90,7 +90,9 @@ impl Drop for Completer {
     fn drop(&mut self) {
         // After `complete` the outcome may have been taken already; only a waiter that is still there sees this one.
         if Arc::strong_count(&self.slot) > 1 {
-            self.finish(Err(Error::aborted("the group's communication worker ended before the operation did")));
+            self.finish(Err(Error::aborted(
+                "the group's communication worker ended before the operation did",
+            )));
         }
     }
 }
