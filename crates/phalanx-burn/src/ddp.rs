@@ -83,7 +83,7 @@ impl<M: Module> Ddp<M> {
         } else {
             let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
             let reducer = Reducer::new(group.clone(), specs, options.reducer)?;
-            let sink = Arc::new(Sink::new(reducer, &inventory.parameters)?);
+            let sink = Arc::new(Sink::new(reducer, group.clone(), &inventory.parameters)?);
             let model = replicas::from_main(model, &*group, Select::All)?;
             (model, Engine::Together { sink, passes: Vec::new() })
         };
@@ -139,14 +139,13 @@ impl<M: Module> Ddp<M> {
             Engine::Together { sink, passes } => {
                 // Hooks of several passes may report one parameter several times; only the end of backward tells.
                 let delivery = if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now };
-                sink.begin(delivery)?;
-                sink.start()?;
-                drop(run(&*self.group, loss));
+                sink.start(delivery)?;
+                drop(loss.backward());
                 sink.finish(|reducer| {
                     let mut averages =
-                        Averages { reducer, places: &self.places, gradients: GradientsParams::new() };
+                        Averages { reducer, places: &self.places, gradients: GradientsParams::new(), failure: None };
                     model.visit(&mut averages);
-                    averages.gradients
+                    averages.failure.map_or(Ok(averages.gradients), Err)
                 })
             }
         }
@@ -167,8 +166,8 @@ impl<M: Module> Ddp<M> {
             }
             Engine::Together { sink, passes } => {
                 live(passes)?;
-                sink.begin(Delivery::Hold)?;
-                drop(run(&*self.group, loss));
+                sink.hold()?;
+                drop(traced(&*self.group, loss));
                 sink.check()
             }
         }
@@ -280,11 +279,11 @@ fn live(passes: &mut Vec<Weak<Pass>>) -> Result<usize> {
 }
 
 fn alone<M: Module, const D: usize>(group: &dyn Communicator, model: &M, loss: &Tensor<D>) -> GradientsParams {
-    GradientsParams::from_grads(run(group, loss), model)
+    GradientsParams::from_grads(traced(group, loss), model)
 }
 
-/// Runs backward, and notes when.
-fn run<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradients {
+/// Runs backward, and notes when; where gradients are averaged, the reducer does that.
+fn traced<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradients {
     let start = Instant::now();
     let gradients = loss.backward();
     group.trace().complete("backward", "backward", start, Instant::now(), &[]);
@@ -296,12 +295,19 @@ struct Averages<'a> {
     reducer: &'a Reducer,
     places: &'a HashMap<ParamId, usize>,
     gradients: GradientsParams,
+    failure: Option<Error>,
 }
 
 impl ModuleVisitor for Averages<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(average) = self.places.get(&param.id).and_then(|&index| self.reducer.gradient(index)) else {
-            return;
+        let Some(&index) = self.places.get(&param.id) else { return };
+        let average = match self.reducer.gradient(index) {
+            Ok(Some(average)) => average,
+            Ok(None) => return,
+            Err(failure) => {
+                self.failure.get_or_insert(failure);
+                return;
+            }
         };
         let dtype = param.dtype();
         let data = bridge::tensor_data(average, param.shape().as_slice(), dtype);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::tensor::{bf16, f16};
 use parking_lot::Mutex;
 use phalanx::reducer::Reducer;
-use phalanx::{Buffer, DType, Error, Result};
+use phalanx::{Buffer, Communicator, DType, Error, Result};
 
 use crate::bridge::{self, Lent};
 use crate::hook::GradientSink;
@@ -31,6 +31,7 @@ impl GradientSink for Pass {
 
 /// The reducer, as hooks reach it.
 pub(crate) struct Sink {
+    group: Arc<dyn Communicator>,
     state: Mutex<State>,
 }
 
@@ -44,12 +45,12 @@ struct State {
 }
 
 impl Sink {
-    pub fn new(reducer: Reducer, parameters: &[Parameter]) -> Result<Self> {
+    pub fn new(reducer: Reducer, group: Arc<dyn Communicator>, parameters: &[Parameter]) -> Result<Self> {
         let slot = |parameter: &Parameter| {
             Ok((bridge::dtype(parameter.dtype)?, parameter.shape.iter().product(), None))
         };
         let held = parameters.iter().map(slot).collect::<Result<_>>()?;
-        Ok(Self { state: Mutex::new(State { reducer, delivery: Delivery::Now, held, failure: None }) })
+        Ok(Self { group, state: Mutex::new(State { reducer, delivery: Delivery::Now, held, failure: None }) })
     }
 
     /// The failure of this or an earlier backward pass, if there was one.
@@ -57,19 +58,24 @@ impl Sink {
         self.state.lock().failure.clone().map_or(Ok(()), Err)
     }
 
-    /// A backward pass is about to run.
-    pub fn begin(&self, delivery: Delivery) -> Result<()> {
-        self.state.lock().delivery = delivery;
-        self.check()
+    /// A backward pass begins of which nothing is to be averaged yet.
+    pub fn hold(&self) -> Result<()> {
+        self.attempt(|state| {
+            state.delivery = Delivery::Hold;
+            Ok(())
+        })
     }
 
-    /// The gradients of the next [`finish`](Self::finish) begin to arrive.
-    pub fn start(&self) -> Result<()> {
-        self.attempt(|state| state.reducer.start())
+    /// A backward pass begins that [`finish`](Self::finish) will end.
+    pub fn start(&self, delivery: Delivery) -> Result<()> {
+        self.attempt(|state| {
+            state.delivery = delivery;
+            state.reducer.start()
+        })
     }
 
     /// Hands over what is still held, waits for all ranks, and shows the reducer with its averages.
-    pub fn finish<T>(&self, look: impl FnOnce(&Reducer) -> T) -> Result<T> {
+    pub fn finish<T>(&self, look: impl FnOnce(&Reducer) -> Result<T>) -> Result<T> {
         self.attempt(|state| {
             for index in 0..state.held.len() {
                 if let Some(held) = state.held[index].2.take() {
@@ -77,11 +83,12 @@ impl Sink {
                 }
             }
             state.reducer.finish()?;
-            Ok(look(&state.reducer))
+            look(&state.reducer)
         })
     }
 
-    /// Runs `step` unless something has failed before; remembers its failure.
+    /// Runs `step` unless something has failed before. A failure is kept, and ends the group: other ranks must not wait
+    /// for what this one cannot do.
     fn attempt<T>(&self, step: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
         let mut state = self.state.lock();
         if let Some(failure) = &state.failure {
@@ -90,6 +97,7 @@ impl Sink {
         let outcome = step(&mut state);
         if let Err(failure) = &outcome {
             state.failure = Some(failure.clone());
+            self.group.abort(failure.clone());
         }
         outcome
     }
