@@ -165,3 +165,53 @@ impl<B: Backend> Backward<B, 1> for StepDown {
 
     fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::nn::{Linear, LinearConfig};
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    /// Notes the order in which gradients were ready.
+    #[derive(Default)]
+    struct Order(Mutex<Vec<usize>>);
+
+    impl GradientSink for Order {
+        fn ready(&self, index: usize, _: Lent<'_>) {
+            self.0.lock().push(index);
+        }
+    }
+
+    #[test]
+    fn a_layer_s_gradients_are_ready_before_backward_reaches_the_layer_below_its_neighbour() {
+        const LAYERS: usize = 12;
+        /// Added to the number of the layer whose input is marked.
+        const MARK: usize = 1000;
+        let device = Device::flex().autodiff();
+        let model: Vec<Linear> = (0..LAYERS).map(|_| LinearConfig::new(4, 4).init(&device)).collect();
+        let sink = Arc::new(Order::default());
+        let no_depth = Tensor::<1>::zeros([1], &device).require_grad();
+
+        let mut x = Tensor::<2>::ones([2, 4], &device).require_grad();
+        let mut marks = Tensor::<1>::zeros([1], &device);
+        for (number, layer) in hooked(&model, &device, sink.clone()).iter().enumerate() {
+            // Beside the path of the gradient, a hook of no depth of its own: it runs when backward gets here.
+            let target = Target { sink: sink.clone(), index: MARK + number };
+            let mark =
+                Dispatch::gradient_hook(x.clone().into_dispatch(), no_depth.clone().into_dispatch(), target);
+            marks = marks + Tensor::<2>::from_dispatch(mark).sum();
+            x = layer.forward(x).tanh();
+        }
+        drop((x.sum() + marks).backward());
+
+        let order = sink.0.lock();
+        let place = |index: usize| order.iter().position(|other| *other == index).unwrap();
+        assert_eq!(order.len(), 3 * LAYERS);
+        for layer in 1..LAYERS {
+            for parameter in [2 * layer, 2 * layer + 1] {
+                assert!(place(parameter) < place(MARK + layer - 1), "layer {layer}: {order:?}");
+            }
+        }
+    }
+}
