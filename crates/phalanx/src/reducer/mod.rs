@@ -1,1 +1,411 @@
-//! x
+//! The gradient reducer: averages gradients over all ranks while backward is still computing the others.
+//!
+//! Gradients are copied into a few large buckets. A bucket whose gradients are all there is averaged at once, in the
+//! background. Buckets are launched in the same order on every rank, whatever the order of the gradients, because a
+//! group's ranks must call the same collectives in the same order.
+//!
+//! The reducer knows no tensor framework and sees of the group only a [`Communicator`]. An adapter gives it bytes:
+//!
+//! ```
+//! # fn step(group: std::sync::Arc<dyn phalanx::Communicator>) -> phalanx::Result<()> {
+//! use phalanx::DType;
+//! use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
+//!
+//! let parameters = vec![
+//!     ParameterSpec::new("weight", [4, 2], DType::F32),
+//!     ParameterSpec::new("bias", [4], DType::F32),
+//! ];
+//! let mut reducer = Reducer::new(group, parameters, ReducerOptions::default())?;
+//!
+//! reducer.start()?; // backward begins
+//! reducer.ready(1, &[0; 16])?; // the bias's gradient
+//! reducer.ready(0, &[0; 32])?; // the weight's: the bucket is full, its averaging begins
+//! reducer.finish()?; // backward is over: wait for what is still under way
+//! let averaged: Option<&[u8]> = reducer.gradient(0)?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod bucket;
+mod options;
+mod plan;
+mod state;
+mod sync;
+mod verify;
+
+#[cfg(test)]
+mod fake;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+pub use options::{ParameterSpec, ReducerOptions};
+pub use sync::{StateTensor, broadcast_state};
+
+use self::bucket::Bucket;
+use self::plan::{Limits, Plan};
+use self::state::State;
+use self::verify::Contract;
+use crate::buffer::Buffer;
+use crate::collective::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::group::{Communicator, Work};
+use crate::rank::Rank;
+use crate::trace::Trace;
+
+/// Names that an error lists before it only counts.
+const NAMES_IN_ERROR: usize = 16;
+
+/// Averages the gradients of one model over the ranks of a group. See the [module](self).
+///
+/// A failure is final: the group is aborted, so that every rank gets the cause, and every later call returns it.
+pub struct Reducer {
+    group: Arc<dyn Communicator>,
+    trace: Trace,
+    parameters: Vec<ParameterSpec>,
+    limits: Limits,
+    find_unused: bool,
+    plan: Plan,
+    buckets: Vec<Bucket>,
+    state: State,
+    phase: Phase,
+    rebuild: Rebuild,
+    /// For each parameter: did any rank have a gradient in the last step?
+    used: Vec<bool>,
+    failure: Option<Error>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// No backward pass has been averaged yet.
+    New,
+    Backward {
+        since: Instant,
+    },
+    Averaged,
+}
+
+/// The buckets are built anew once, when the order of the gradients is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rebuild {
+    AfterFirst,
+    AtNextStart,
+    Done,
+}
+
+impl Reducer {
+    /// Plans the buckets for `parameters`, in the order of the model, and takes memory for them.
+    ///
+    /// All ranks call it together. Names, shapes and types are compared with rank 0's, as are the options and the plan.
+    ///
+    /// # Errors
+    /// On every rank, if the ranks' models or options differ (the error names the first difference, both sides and
+    /// both ranks), if there is no parameter, or if a parameter's gradient is no float.
+    pub fn new(
+        group: Arc<dyn Communicator>,
+        parameters: Vec<ParameterSpec>,
+        options: ReducerOptions,
+    ) -> Result<Self> {
+        let usable = options.limits().and_then(|limits| check(&parameters).map(|()| limits));
+        let order: Vec<usize> = (0..parameters.len()).rev().collect();
+        let plan = usable.clone().map(|limits| Plan::new(&parameters, &order, limits));
+        let contract = Contract {
+            options: options.describe(),
+            plan_hash: plan.as_ref().map_or(0, Plan::hash),
+            parameters,
+        };
+        // A rank whose own model is unusable still takes part, so that the others learn of it.
+        verify::verify(&*group, &contract)?;
+        let (limits, plan) = (usable?, plan?);
+        let Contract { parameters, .. } = contract;
+        let find_unused = options.finds_unused_parameters();
+        let alone = group.world_size().get() == 1;
+        Ok(Self {
+            trace: group.trace(),
+            buckets: allocate(&*group, &plan),
+            state: State::new(&plan),
+            used: vec![true; parameters.len()],
+            rebuild: if alone || find_unused { Rebuild::Done } else { Rebuild::AfterFirst },
+            phase: Phase::New,
+            failure: None,
+            group,
+            parameters,
+            limits,
+            find_unused,
+            plan,
+        })
+    }
+
+    /// A backward pass begins whose gradients are to be averaged. All ranks call it together.
+    ///
+    /// The averaged gradients of the step before are gone.
+    pub fn start(&mut self) -> Result<()> {
+        self.check_failure()?;
+        if matches!(self.phase, Phase::Backward { .. }) {
+            return Err(self.fail(Error::invalid_argument(format!(
+                "rank {} began a backward pass before the last one was finished",
+                self.group.rank()
+            ))));
+        }
+        if self.rebuild == Rebuild::AtNextStart
+            && let Err(error) = self.rebuild()
+        {
+            return Err(self.fail(error));
+        }
+        self.state.reset(&self.plan);
+        self.phase = Phase::Backward { since: Instant::now() };
+        Ok(())
+    }
+
+    /// Takes the finished gradient of the parameter at `index`; if it was the last that a bucket waited for, the
+    /// averaging of that bucket begins.
+    ///
+    /// # Errors
+    /// If `index` or the gradient's length is wrong, or the parameter had a gradient in this backward pass already.
+    pub fn ready(&mut self, index: usize, gradient: &[u8]) -> Result<()> {
+        self.begin_ready(index)?;
+        let parameter = &self.parameters[index];
+        if gradient.len() != parameter.bytes() {
+            let cause = format!(
+                "the gradient of parameter {index}, {parameter}, came with {} B, not {} B",
+                gradient.len(),
+                parameter.bytes()
+            );
+            return Err(self.fail(Error::invalid_argument(cause)));
+        }
+        self.fill(index, |memory| {
+            memory.copy_from_slice(gradient);
+            Ok(())
+        })
+    }
+
+    /// Like [`ready`](Self::ready), for gradients that do not lie in one piece: `write` puts the gradient into the
+    /// memory that it is given, which holds the values of an earlier step.
+    pub fn ready_with(&mut self, index: usize, write: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        self.begin_ready(index)?;
+        self.fill(index, write)
+    }
+
+    /// The backward pass is over: waits until all buckets are averaged.
+    ///
+    /// # Errors
+    /// On every rank, if a parameter got no gradient on any of them; the error names it. With
+    /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) such a parameter counts as zero. On every
+    /// rank also if an averaging failed.
+    pub fn finish(&mut self) -> Result<()> {
+        self.check_failure()?;
+        let Phase::Backward { since } = self.phase else {
+            return Err(Error::invalid_argument("no backward pass was begun that could be finished"));
+        };
+        let backward_end = Instant::now();
+        if let Err(error) = self.close().and_then(|used| self.wait(used)) {
+            return Err(self.fail(error));
+        }
+        self.phase = Phase::Averaged;
+        if self.rebuild == Rebuild::AfterFirst {
+            self.rebuild = Rebuild::AtNextStart;
+        }
+        for (index, (bucket, plan)) in self.buckets.iter_mut().zip(&self.plan.buckets).enumerate() {
+            bucket.note(&self.trace, index, plan);
+        }
+        self.trace.complete("backward", "backward", since, backward_end, &[]);
+        self.trace.complete("backward", "wait for gradients", backward_end, Instant::now(), &[]);
+        Ok(())
+    }
+
+    /// The averaged gradient of the parameter at `index`, from [`finish`](Self::finish) to the next
+    /// [`start`](Self::start); `None` if no rank had a gradient for it.
+    pub fn gradient(&self, index: usize) -> Result<Option<&[u8]>> {
+        self.check_failure()?;
+        if self.phase != Phase::Averaged {
+            return Err(Error::invalid_argument("there is no averaged gradient: call `finish` first"));
+        }
+        let Some(place) = self.plan.places.get(index) else { return Err(self.no_such_parameter(index)) };
+        if !self.used[index] {
+            return Ok(None);
+        }
+        let range = place.bytes(self.plan.buckets[place.bucket].dtype);
+        Ok(self.buckets[place.bucket].bytes().and_then(|bytes| bytes.get(range)))
+    }
+
+    /// The parameters, in the order of the model.
+    pub fn parameters(&self) -> &[ParameterSpec] {
+        &self.parameters
+    }
+
+    /// The bytes of each bucket, in the order in which they are launched.
+    pub fn bucket_bytes(&self) -> Vec<usize> {
+        self.plan.buckets.iter().map(plan::BucketPlan::bytes).collect()
+    }
+
+    fn begin_ready(&mut self, index: usize) -> Result<()> {
+        self.check_failure()?;
+        if !matches!(self.phase, Phase::Backward { .. }) {
+            return Err(Error::invalid_argument("a gradient came before `start` or after `finish`"));
+        }
+        let Some(parameter) = self.parameters.get(index) else {
+            let error = self.no_such_parameter(index);
+            return Err(self.fail(error));
+        };
+        if self.state.has_seen(index) {
+            let cause = format!(
+                "on rank {}, parameter {index}, {parameter}, got a second gradient in one backward pass",
+                self.group.rank()
+            );
+            let remedy =
+                "give the reducer each parameter once; accumulate without synchronisation, then start";
+            return Err(self.fail(Error::invalid_argument(cause).with_remedy(remedy)));
+        }
+        Ok(())
+    }
+
+    fn fill(&mut self, index: usize, write: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        let place = self.plan.places[index];
+        let range = place.bytes(self.plan.buckets[place.bucket].dtype);
+        let filled = match self.buckets[place.bucket].bytes_mut().and_then(|bytes| bytes.get_mut(range)) {
+            Some(memory) => write(memory),
+            None => Err(Error::aborted("the bucket's memory is still in use")),
+        };
+        filled.and_then(|()| self.advance(index)).map_err(|error| self.fail(error))
+    }
+
+    /// Tells the state that a gradient is in its place, and launches what follows.
+    fn advance(&mut self, index: usize) -> Result<()> {
+        let Some(advance) = self.state.ready(&self.plan, index) else { return Ok(()) };
+        if let Some(bucket) = advance.filled {
+            self.buckets[bucket].mark_ready(&self.trace);
+        }
+        if self.group.world_size().get() == 1 {
+            return Ok(()); // The average over one rank is what it has.
+        }
+        if self.trace.is_enabled() {
+            self.buckets[..advance.launch.start].iter_mut().for_each(Bucket::observe);
+        }
+        for bucket in advance.launch {
+            self.buckets[bucket].launch(&*self.group, &self.trace)?;
+        }
+        Ok(())
+    }
+
+    /// Deals with the parameters that got no gradient; gives the exchange of who used what, if there is one.
+    fn close(&mut self) -> Result<Option<Work>> {
+        let absent = self.state.absent();
+        if !self.find_unused {
+            return if absent.is_empty() { Ok(None) } else { Err(self.unused(&absent)) };
+        }
+        let mut used = Buffer::from_slice(&vec![1u8; self.parameters.len()]);
+        for &index in &absent {
+            used.as_bytes_mut()[index] = 0;
+            let place = self.plan.places[index];
+            let range = place.bytes(self.plan.buckets[place.bucket].dtype);
+            if let Some(memory) = self.buckets[place.bucket].bytes_mut() {
+                memory[range].fill(0);
+            }
+            self.advance(index)?;
+        }
+        if self.group.world_size().get() == 1 {
+            return Ok(Some(Work::ready(Ok(used))));
+        }
+        self.group.all_reduce_async(used, ReduceOp::Max).map(Some)
+    }
+
+    fn wait(&mut self, used: Option<Work>) -> Result<()> {
+        for bucket in &mut self.buckets {
+            bucket.wait()?;
+        }
+        if let Some(used) = used {
+            let used = used.wait()?;
+            self.used = used.as_slice::<u8>()?.iter().map(|&used| used != 0).collect();
+        }
+        Ok(())
+    }
+
+    /// Builds the buckets anew, in the order in which rank 0's gradients came.
+    fn rebuild(&mut self) -> Result<()> {
+        self.rebuild = Rebuild::Done;
+        let order: Vec<usize> = verify::share(&*self.group, Rank::MAIN, &self.state.order().to_vec())?;
+        if !is_permutation(&order, self.parameters.len()) {
+            return Err(Error::protocol(
+                "rank 0 sent an order of gradients that is no order of the parameters",
+            ));
+        }
+        let plan = Plan::new(&self.parameters, &order, self.limits);
+        verify::verify_hash(&*self.group, "bucket plans", plan.hash())?;
+        if plan != self.plan {
+            tracing::debug!(buckets = plan.buckets.len(), "buckets rebuilt in the order of the gradients");
+            self.buckets.clear(); // Before the new memory is taken.
+            self.buckets = allocate(&*self.group, &plan);
+            self.plan = plan;
+        }
+        Ok(())
+    }
+
+    fn unused(&self, absent: &[usize]) -> Error {
+        let mut names: Vec<String> =
+            absent.iter().take(NAMES_IN_ERROR).map(|&index| self.parameters[index].to_string()).collect();
+        if absent.len() > NAMES_IN_ERROR {
+            names.push(format!("and {} more", absent.len() - NAMES_IN_ERROR));
+        }
+        Error::invalid_argument(format!(
+            "rank {}: backward gave no gradient to {} of {} parameters: {}",
+            self.group.rank(),
+            absent.len(),
+            self.parameters.len(),
+            names.join(", ")
+        ))
+        .with_remedy("let every parameter take part in the loss on every rank, or set find_unused_parameters")
+    }
+
+    fn no_such_parameter(&self, index: usize) -> Error {
+        Error::invalid_argument(format!("there is no parameter {index} among {}", self.parameters.len()))
+    }
+
+    fn check_failure(&self) -> Result<()> {
+        self.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// Keeps `error` as the reducer's end, and ends the group with it: the other ranks must not wait for this one.
+    fn fail(&mut self, error: Error) -> Error {
+        self.failure = Some(error.clone());
+        self.group.abort(error.clone());
+        error
+    }
+}
+
+fn check(parameters: &[ParameterSpec]) -> Result<()> {
+    if parameters.is_empty() {
+        return Err(Error::invalid_argument("no parameter needs a gradient: there is nothing to average")
+            .with_remedy(
+                "is the whole model frozen? Train it without data parallelism, or unfreeze a part",
+            ));
+    }
+    let mut total = 0usize;
+    for parameter in parameters {
+        if !matches!(parameter.dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16) {
+            return Err(Error::invalid_argument(format!(
+                "the gradient of parameter {parameter} is no float"
+            )));
+        }
+        total = parameter
+            .checked_bytes()
+            .and_then(|bytes| total.checked_add(bytes))
+            .filter(|&total| isize::try_from(total).is_ok())
+            .ok_or_else(|| {
+                Error::invalid_argument(format!("parameter {parameter} is too large for this machine"))
+            })?;
+    }
+    Ok(())
+}
+
+fn allocate(group: &dyn Communicator, plan: &Plan) -> Vec<Bucket> {
+    plan.buckets.iter().enumerate().map(|(index, bucket)| Bucket::new(group, index, bucket)).collect()
+}
+
+fn is_permutation(order: &[usize], count: usize) -> bool {
+    let mut seen = vec![false; count];
+    order.len() == count
+        && order.iter().all(|&index| seen.get_mut(index).is_some_and(|seen| !std::mem::replace(seen, true)))
+}

@@ -1,0 +1,146 @@
+//! What a reducer is told: the parameters, and how to group them.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::plan::Limits;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+const MIB: f64 = (1 << 20) as f64;
+const DEFAULT_CAP_MB: f64 = 25.0;
+const DEFAULT_FIRST_MB: f64 = 1.0;
+
+/// A parameter that needs a gradient.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ParameterSpec {
+    /// Its name, for errors. It is compared across ranks, so it must not be made anew in each process.
+    pub name: String,
+    /// Its shape; empty for a scalar.
+    pub shape: Vec<usize>,
+    /// The type of its gradient's elements: a float.
+    pub dtype: DType,
+}
+
+impl ParameterSpec {
+    /// A parameter.
+    pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, dtype: DType) -> Self {
+        Self { name: name.into(), shape: shape.into(), dtype }
+    }
+
+    /// The number of its elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().fold(1, |product, &extent| product.saturating_mul(extent))
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.elements().saturating_mul(self.dtype.size())
+    }
+
+    /// `None` if the machine cannot count them.
+    pub(crate) fn checked_bytes(&self) -> Option<usize> {
+        self.shape.iter().try_fold(self.dtype.size(), |product, &extent| product.checked_mul(extent))
+    }
+}
+
+impl fmt::Display for ParameterSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` ({} {:?})", self.name, self.dtype, self.shape)
+    }
+}
+
+/// How gradients are grouped and what is expected of backward. The names and defaults are DistributedDataParallel's.
+///
+/// ```
+/// use phalanx::reducer::ReducerOptions;
+/// let options = ReducerOptions::default().bucket_cap_mb(50.0).find_unused_parameters(true);
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ReducerOptions {
+    bucket_cap_mb: Option<f64>,
+    first_bucket_mb: Option<f64>,
+    find_unused_parameters: bool,
+}
+
+impl ReducerOptions {
+    /// The largest bucket, in MiB; 25 by default. A larger parameter has a bucket of its own, and with 0 every
+    /// parameter has.
+    pub fn bucket_cap_mb(mut self, mb: f64) -> Self {
+        self.bucket_cap_mb = Some(mb);
+        self
+    }
+
+    /// The largest first bucket of each type, in MiB, which is small so that communication begins early. By default 1
+    /// if the cap is left at its default, else the cap.
+    pub fn first_bucket_mb(mut self, mb: f64) -> Self {
+        self.first_bucket_mb = Some(mb);
+        self
+    }
+
+    /// Accept parameters that get no gradient; they count as zero where another rank has a gradient for them. Off by
+    /// default, because it costs: buckets with such parameters wait for the end of backward, the ranks exchange which
+    /// parameters were used, and the buckets stay in the order of the model.
+    pub fn find_unused_parameters(mut self, find: bool) -> Self {
+        self.find_unused_parameters = find;
+        self
+    }
+
+    pub(crate) fn finds_unused_parameters(&self) -> bool {
+        self.find_unused_parameters
+    }
+
+    /// The limits in bytes.
+    pub(crate) fn limits(&self) -> Result<Limits> {
+        let (first, others) = self.megabytes();
+        Ok(Limits { first: to_bytes("first_bucket_mb", first)?, others: to_bytes("bucket_cap_mb", others)? })
+    }
+
+    /// What must be the same on every rank.
+    pub(crate) fn describe(&self) -> Vec<(String, String)> {
+        let (first, others) = self.megabytes();
+        vec![
+            ("bucket_cap_mb".into(), others.to_string()),
+            ("first_bucket_mb".into(), first.to_string()),
+            ("find_unused_parameters".into(), self.find_unused_parameters.to_string()),
+        ]
+    }
+
+    fn megabytes(&self) -> (f64, f64) {
+        let others = self.bucket_cap_mb.unwrap_or(DEFAULT_CAP_MB);
+        let first = self.first_bucket_mb.unwrap_or(match self.bucket_cap_mb {
+            Some(cap) => cap,
+            None => DEFAULT_FIRST_MB,
+        });
+        (first, others)
+    }
+}
+
+fn to_bytes(option: &str, mb: f64) -> Result<usize> {
+    if mb >= 0.0 {
+        Ok((mb * MIB) as usize) // Saturates: a bucket without limit is allowed.
+    } else {
+        Err(Error::invalid_argument(format!("{option} is {mb}: it must be 0 or more")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_bucket_is_small_only_beside_the_default_cap() {
+        let bytes = |options: ReducerOptions| {
+            options
+                .limits()
+                .map(|Limits { first, others }| (first, others))
+                .map_err(|error| error.to_string())
+        };
+        assert_eq!(bytes(ReducerOptions::default()), Ok((1 << 20, 25 << 20)));
+        assert_eq!(bytes(ReducerOptions::default().bucket_cap_mb(0.5)), Ok((1 << 19, 1 << 19)));
+        assert_eq!(bytes(ReducerOptions::default().first_bucket_mb(2.0)), Ok((2 << 20, 25 << 20)));
+        assert!(
+            bytes(ReducerOptions::default().bucket_cap_mb(f64::NAN)).unwrap_err().contains("bucket_cap_mb")
+        );
+    }
+}

@@ -1,0 +1,214 @@
+//! Which parameter lies where in which bucket. Pure: the same specs, order and limits give the same plan anywhere.
+
+use std::collections::BTreeMap;
+
+use super::ParameterSpec;
+use crate::dtype::DType;
+
+/// Every parameter in exactly one bucket, buckets in the order in which they are launched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Plan {
+    pub(crate) buckets: Vec<BucketPlan>,
+    /// Where each parameter lies.
+    pub(crate) places: Vec<Place>,
+}
+
+/// Parameters of one type that travel together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct BucketPlan {
+    pub(crate) dtype: DType,
+    pub(crate) elements: usize,
+    /// In the order of their places.
+    pub(crate) parameters: Vec<usize>,
+}
+
+/// A parameter's elements within its bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) bucket: usize,
+    pub(crate) offset: usize,
+    pub(crate) elements: usize,
+}
+
+/// The sizes at which a bucket is closed, in bytes. A parameter larger than that has a bucket of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Limits {
+    /// For the first bucket of each type, which should be on its way early.
+    pub(crate) first: usize,
+    pub(crate) others: usize,
+}
+
+impl Plan {
+    /// Fills buckets with the parameters in `order`, in which their gradients are expected.
+    ///
+    /// `order` names each of `parameters` once. A type whose elements come between those of another type closes no
+    /// bucket; buckets are launched in the order in which their last gradient is expected.
+    pub(crate) fn new(parameters: &[ParameterSpec], order: &[usize], limits: Limits) -> Self {
+        let mut open: BTreeMap<DType, Open> = BTreeMap::new();
+        let mut filled: Vec<Open> = Vec::new();
+        for (position, &index) in order.iter().enumerate() {
+            let parameter = &parameters[index];
+            let (dtype, elements) = (parameter.dtype, parameter.elements());
+            let bucket = open.entry(dtype).or_insert_with(|| Open::new(dtype, limits.first));
+            if !bucket.has_room(elements) {
+                filled.push(std::mem::replace(bucket, Open::new(dtype, limits.others)));
+            }
+            bucket.last = position;
+            bucket.plan.elements += elements;
+            bucket.plan.parameters.push(index);
+        }
+        filled.extend(open.into_values());
+        filled.sort_by_key(|bucket| bucket.last);
+        Self::of_buckets(filled.into_iter().map(|bucket| bucket.plan).collect(), parameters)
+    }
+
+    fn of_buckets(buckets: Vec<BucketPlan>, parameters: &[ParameterSpec]) -> Self {
+        let mut places = vec![Place { bucket: 0, offset: 0, elements: 0 }; parameters.len()];
+        for (bucket, plan) in buckets.iter().enumerate() {
+            let mut offset = 0;
+            for &index in &plan.parameters {
+                let elements = parameters[index].elements();
+                places[index] = Place { bucket, offset, elements };
+                offset += elements;
+            }
+        }
+        Self { buckets, places }
+    }
+
+    /// A number that differs, but for chance, between plans that differ (FNV-1a over a fixed layout).
+    pub(crate) fn hash(&self) -> u64 {
+        let mut hash = Fnv::default();
+        for bucket in &self.buckets {
+            hash.add(bucket.dtype as u64);
+            hash.add(bucket.elements as u64);
+            hash.add(bucket.parameters.len() as u64);
+            for &index in &bucket.parameters {
+                hash.add(index as u64);
+                hash.add(self.places[index].offset as u64);
+            }
+        }
+        hash.0
+    }
+}
+
+impl BucketPlan {
+    pub(crate) fn bytes(&self) -> usize {
+        self.elements * self.dtype.size()
+    }
+}
+
+impl Place {
+    /// The parameter's bytes within its bucket.
+    pub(crate) fn bytes(self, dtype: DType) -> std::ops::Range<usize> {
+        let start = self.offset * dtype.size();
+        start..start + self.elements * dtype.size()
+    }
+}
+
+/// A bucket that is being filled.
+struct Open {
+    plan: BucketPlan,
+    limit: usize,
+    /// The position, in the order, of its last parameter.
+    last: usize,
+}
+
+impl Open {
+    fn new(dtype: DType, limit: usize) -> Self {
+        Self { plan: BucketPlan { dtype, elements: 0, parameters: Vec::new() }, limit, last: 0 }
+    }
+
+    fn has_room(&self, elements: usize) -> bool {
+        self.plan.parameters.is_empty() || self.plan.bytes() + elements * self.plan.dtype.size() <= self.limit
+    }
+}
+
+struct Fnv(u64);
+
+impl Default for Fnv {
+    fn default() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Fnv {
+    fn add(&mut self, value: u64) {
+        for byte in value.to_le_bytes() {
+            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn spec(elements: usize, dtype: DType) -> ParameterSpec {
+        ParameterSpec::new("p", [elements], dtype)
+    }
+
+    fn parameters() -> impl Strategy<Value = (Vec<ParameterSpec>, Vec<usize>)> {
+        let dtype = prop::sample::select(vec![DType::F32, DType::F64, DType::F16]);
+        prop::collection::vec((0usize..400, dtype), 1..40).prop_flat_map(|specs| {
+            let parameters: Vec<_> =
+                specs.into_iter().map(|(elements, dtype)| spec(elements, dtype)).collect();
+            let order: Vec<usize> = (0..parameters.len()).collect();
+            (Just(parameters), Just(order).prop_shuffle())
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn every_parameter_lies_in_one_bucket_of_its_type_and_limits_hold(
+            (parameters, order) in parameters(), first in 1usize..1000, others in 1usize..3000,
+        ) {
+            let plan = Plan::new(&parameters, &order, Limits { first, others });
+            let mut seen = vec![0; parameters.len()];
+            let mut types = std::collections::BTreeSet::new();
+            for (index, bucket) in plan.buckets.iter().enumerate() {
+                let mut offset = 0;
+                for &parameter in &bucket.parameters {
+                    seen[parameter] += 1;
+                    let elements = parameters[parameter].elements();
+                    prop_assert_eq!(parameters[parameter].dtype, bucket.dtype);
+                    prop_assert_eq!(plan.places[parameter], Place { bucket: index, offset, elements });
+                    offset += elements;
+                }
+                prop_assert_eq!(offset, bucket.elements);
+                let limit = if types.insert(bucket.dtype) { first } else { others };
+                prop_assert!(bucket.bytes() <= limit || bucket.parameters.len() == 1);
+            }
+            prop_assert!(seen.iter().all(|&count| count == 1));
+        }
+
+        #[test]
+        fn buckets_follow_the_order_of_their_last_parameter((parameters, order) in parameters()) {
+            let plan = Plan::new(&parameters, &order, Limits { first: 300, others: 900 });
+            let position = |index: &usize| order.iter().position(|other| other == index).unwrap();
+            let last: Vec<_> =
+                plan.buckets.iter().map(|bucket| bucket.parameters.iter().map(position).max().unwrap()).collect();
+            prop_assert!(last.is_sorted());
+            for bucket in &plan.buckets {
+                prop_assert!(bucket.parameters.iter().map(position).is_sorted());
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_bucket_is_small_and_the_hash_sees_each_change() {
+        let parameters: Vec<_> = (0..8).map(|_| spec(256, DType::F32)).collect();
+        let order: Vec<_> = (0..8).rev().collect();
+        let limits = Limits { first: 1024, others: 4096 };
+        let plan = Plan::new(&parameters, &order, limits);
+        let members: Vec<_> = plan.buckets.iter().map(|bucket| bucket.parameters.clone()).collect();
+        assert_eq!(members, [vec![7], vec![6, 5, 4, 3], vec![2, 1, 0]]);
+
+        let hash = plan.hash();
+        assert_eq!(hash, Plan::new(&parameters, &order, limits).hash());
+        assert_ne!(hash, Plan::new(&parameters, &order, Limits { first: 2048, ..limits }).hash());
+        let forward: Vec<_> = (0..8).collect();
+        assert_ne!(hash, Plan::new(&parameters, &forward, limits).hash());
+    }
+}

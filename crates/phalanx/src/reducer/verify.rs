@@ -1,0 +1,166 @@
+//! Do all ranks train the same model? Compared before anything is averaged, so that a difference is an error with a
+//! name in it on every rank, and neither a hang nor a wrong result.
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::ParameterSpec;
+use crate::buffer::Buffer;
+use crate::collective::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::group::Communicator;
+use crate::rank::Rank;
+
+/// The most that one rank may make another take for a description: specs of about a million parameters.
+const MAX_MESSAGE_BYTES: usize = 64 << 20;
+
+/// What must be the same on every rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Contract {
+    pub(crate) parameters: Vec<ParameterSpec>,
+    pub(crate) options: Vec<(String, String)>,
+    pub(crate) plan_hash: u64,
+}
+
+/// Where a rank differs from rank 0, with that rank's side.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+enum Difference {
+    /// The parameter at an index, which one of the two may not have.
+    Parameter {
+        index: u32,
+        count: u32,
+        mine: Option<ParameterSpec>,
+    },
+    Option {
+        name: String,
+        mine: String,
+    },
+    Plan {
+        hash: u64,
+    },
+}
+
+/// Compares `mine` with rank 0's; every rank returns the same verdict.
+pub(crate) fn verify(group: &dyn Communicator, mine: &Contract) -> Result<()> {
+    if group.world_size().get() == 1 {
+        return Ok(());
+    }
+    let main: Contract = share(group, Rank::MAIN, mine)?;
+    let difference = mine.difference(&main);
+    let Some(rank) = first_rank(group, difference.is_some())? else { return Ok(()) };
+    // Ranks without a difference do not use what they give here: only the named rank's message travels.
+    let found = share(group, rank, &difference)?;
+    match found {
+        Some(found) => Err(found.describe(&main, rank)),
+        None => Err(Error::protocol(format!("rank {rank} differs from rank 0 but does not say how"))),
+    }
+}
+
+/// Checks that every rank has the same `hash`.
+pub(crate) fn verify_hash(group: &dyn Communicator, what: &str, hash: u64) -> Result<()> {
+    // The smallest of the numbers, and of their complements: they belong together only if all are the same.
+    let number = hash as i64;
+    let smallest = all_reduce_min(group, &[number, !number])?;
+    if smallest.first() == Some(&number) && smallest.get(1) == Some(&!number) {
+        Ok(())
+    } else {
+        Err(Error::mismatch(format!("the ranks computed different {what}"))
+            .with_remedy("do all ranks run the same program?"))
+    }
+}
+
+/// The value of rank `root`, on every rank.
+pub(crate) fn share<T: Serialize + DeserializeOwned>(
+    group: &dyn Communicator,
+    root: Rank,
+    mine: &T,
+) -> Result<T> {
+    let message = if group.rank() == root { encode(mine)? } else { Vec::new() };
+    let length = group.broadcast_async(Buffer::from_slice(&[message.len() as i64]), root)?.wait()?;
+    let length = length.as_slice::<i64>()?.first().copied().unwrap_or(-1);
+    let length =
+        usize::try_from(length).ok().filter(|&length| length <= MAX_MESSAGE_BYTES).ok_or_else(|| {
+            Error::protocol(format!(
+                "rank {root} announced a description of {length} B; at most {MAX_MESSAGE_BYTES} are taken"
+            ))
+        })?;
+    let mut buffer = group.alloc(DType::U8, length);
+    if group.rank() == root {
+        buffer.as_bytes_mut().copy_from_slice(&message);
+    }
+    let buffer = group.broadcast_async(buffer, root)?.wait()?;
+    postcard::from_bytes(buffer.as_bytes()).map_err(|error| {
+        Error::protocol(format!("rank {root} sent a malformed description")).with_source(error)
+    })
+}
+
+fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
+    postcard::to_stdvec(value)
+        .map_err(|error| Error::invalid_argument("the model cannot be described").with_source(error))
+}
+
+/// The lowest rank that says `yes`.
+fn first_rank(group: &dyn Communicator, yes: bool) -> Result<Option<Rank>> {
+    let mine = if yes { i64::from(group.rank().get()) } else { i64::MAX };
+    let first = all_reduce_min(group, &[mine])?.first().copied().unwrap_or(i64::MAX);
+    if first == i64::MAX {
+        return Ok(None);
+    }
+    let first = u32::try_from(first).map_err(|_| Error::protocol(format!("{first} is no rank")))?;
+    group.world_size().rank(first).map(Some)
+}
+
+fn all_reduce_min(group: &dyn Communicator, numbers: &[i64]) -> Result<Vec<i64>> {
+    let buffer = group.all_reduce_async(Buffer::from_slice(numbers), ReduceOp::Min)?.wait()?;
+    Ok(buffer.as_slice::<i64>()?.to_vec())
+}
+
+impl Contract {
+    fn difference(&self, main: &Self) -> Option<Difference> {
+        let count = self.parameters.len().max(main.parameters.len());
+        let index = (0..count).find(|&index| self.parameters.get(index) != main.parameters.get(index));
+        if let Some(index) = index {
+            return Some(Difference::Parameter {
+                index: u32::try_from(index).unwrap_or(u32::MAX),
+                count: u32::try_from(self.parameters.len()).unwrap_or(u32::MAX),
+                mine: self.parameters.get(index).cloned(),
+            });
+        }
+        let option = self.options.iter().find(|option| !main.options.contains(option));
+        if let Some((name, mine)) = option {
+            return Some(Difference::Option { name: name.clone(), mine: mine.clone() });
+        }
+        (self.plan_hash != main.plan_hash).then_some(Difference::Plan { hash: self.plan_hash })
+    }
+}
+
+impl Difference {
+    /// The error, with rank 0's side beside that of `rank`.
+    fn describe(&self, main: &Contract, rank: Rank) -> Error {
+        let cause = match self {
+            Self::Parameter { index, count, mine } => {
+                let theirs = main.parameters.get(*index as usize);
+                let side = |spec: Option<&ParameterSpec>, count: usize| match spec {
+                    Some(spec) => spec.to_string(),
+                    None => format!("none (it has {count} parameters)"),
+                };
+                format!(
+                    "the models differ: parameter {index} is {} on rank 0 and {} on rank {rank}",
+                    side(theirs, main.parameters.len()),
+                    side(mine.as_ref(), *count as usize),
+                )
+            }
+            Self::Option { name, mine } => {
+                let theirs = main.options.iter().find(|(other, _)| other == name);
+                let theirs = theirs.map_or("unset", |(_, value)| value);
+                format!("the reducer's option {name} is {theirs} on rank 0 and {mine} on rank {rank}")
+            }
+            Self::Plan { hash } => format!(
+                "the bucket plans differ: {:016x} on rank 0 and {hash:016x} on rank {rank}",
+                main.plan_hash
+            ),
+        };
+        Error::mismatch(cause).with_peer(rank).with_remedy("build the same model on every rank")
+    }
+}
