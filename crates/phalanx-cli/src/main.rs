@@ -1,2 +1,18 @@
-//! x
-fn main() {}
+//! The command `phalanx`: starts and watches the workers of a distributed job.
+#![forbid(unsafe_code)]
+
+mod cli;
+mod processes;
+mod render;
+mod report;
+mod run;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    match cli::Cli::parse().command {
+        cli::Command::Run(options) => run::run(options),
+    }
+}

@@ -1,2 +1,9 @@
 //! The unsafe parts of Phalanx behind a safe interface.
-#![warn(missing_docs)]
+//!
+//! - [`worker`]: a child process that cannot outlive the one that started it.
+//! - [`guard`]: a watchdog process that ends process groups if this process is killed.
+//! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions put back afterwards.
+
+pub mod guard;
+pub mod signal;
+pub mod worker;

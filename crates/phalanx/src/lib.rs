@@ -32,3 +32,4 @@ pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use group::{Communicator, ProcessGroup, Work};
 pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};
+pub use spawn::spawn;

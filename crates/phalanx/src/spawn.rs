@@ -1,1 +1,171 @@
-//! x
+//! A program starts its own workers.
+
+use std::any::Any;
+use std::fmt::Display;
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::path::PathBuf;
+use std::process;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::process::{getpid, getppid, kill_process};
+
+use crate::error::{Error, Kind, Result};
+use crate::launch::{Event, Job, Outcome, Output, write_error_file};
+use crate::rank::WorldSize;
+
+/// Tells a copy of the program whose copy it is, and for which call: `parent's pid:call:location`.
+const VARIABLE: &str = "PHALANX_SPAWN";
+
+/// Which call of [`spawn`] in this process is the next. A copy counts its own in the same way.
+static CALLS: AtomicU32 = AtomicU32::new(1);
+
+/// Starts `nprocs` copies of this program, in each of which this same call runs `worker` and ends the process.
+///
+/// In the program itself it returns when all workers have ended: `Ok` if every `worker` returned `Ok`; otherwise an
+/// error that says which rank failed first and how, with [`is_worker_failure`](Error::is_worker_failure) and
+/// [`peer`](Error::peer). The first failure ends the other workers.
+///
+/// ```no_run
+/// fn main() -> phalanx::Result<()> {
+///     phalanx::spawn(2, train)
+/// }
+///
+/// fn train() -> phalanx::Result<()> {
+///     // Here RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set: join the group and train.
+///     Ok(())
+/// }
+/// ```
+///
+/// # What a worker is
+///
+/// - It has this program's arguments, environment, working directory, standard output and standard error; its standard
+///   input is empty. It leads a process group of its own.
+/// - It runs `main` from the start: **what comes before this call runs in every worker as well**, and what comes after
+///   it runs in none. Keep the way to the call short and the same in each process. Calls of `spawn` that come earlier
+///   on that way return `Ok` in a copy, and do nothing.
+/// - An error of `worker` is printed as `rank 1: ..`, and the exit code is 1. A panic ends it with code 101.
+///
+/// # When it ends otherwise
+///
+/// - A worker that is killed is named with the signal; the others get SIGTERM, and after 30 s SIGKILL. What workers have
+///   started is ended too, also after success.
+/// - Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the workers first and then this program, as that signal would have. If the
+///   program handles the signal itself, its handler is called and `spawn` returns an error with
+///   [`is_aborted`](Error::is_aborted).
+/// - If this process is killed, so are its workers and all that they have started.
+///
+/// # Errors
+///
+/// Besides a worker's failure: `nprocs` is 0; a worker cannot be started; this process is itself a worker of a launcher
+/// (`RANK` is set), or already inside `worker`; two threads call `spawn` at the same time.
+#[track_caller]
+pub fn spawn<E: Display>(nprocs: u32, worker: impl FnOnce() -> Result<(), E>) -> Result<()> {
+    let call =
+        Call { number: CALLS.fetch_add(1, Ordering::Relaxed), location: Location::caller().to_string() };
+    match Call::of_this_copy() {
+        None => call.start_workers(nprocs),
+        Some(meant) if call.number < meant.number => Ok(()),
+        Some(meant) if call == meant => run_worker(worker),
+        Some(meant) if call.number == meant.number => {
+            let cause = format!(
+                "this worker was started by spawn at {} but came to {}",
+                meant.location, call.location
+            );
+            Err(Error::invalid_argument(cause).with_remedy(
+                "the way to spawn must be the same in every copy of the program, and spawn must not be called in two \
+                 threads at once",
+            ))
+        }
+        Some(_) => Err(Error::invalid_argument("spawn was called inside a worker of spawn")),
+    }
+}
+
+/// One call of [`spawn`], the same in the program and its copies.
+#[derive(Debug, PartialEq, Eq)]
+struct Call {
+    number: u32,
+    location: String,
+}
+
+impl Call {
+    /// The call for which this process was started, if it is a copy; not if it is a program that a copy has started.
+    fn of_this_copy() -> Option<Self> {
+        let value = std::env::var(VARIABLE).ok()?;
+        let mut parts = value.splitn(3, ':');
+        let parent: i32 = parts.next()?.parse().ok()?;
+        let number = parts.next()?.parse().ok()?;
+        let location = parts.next()?.to_owned();
+        (getppid()?.as_raw_nonzero().get() == parent).then_some(Self { number, location })
+    }
+
+    fn start_workers(&self, nprocs: u32) -> Result<()> {
+        let world = WorldSize::new(nprocs)?;
+        if let Some(rank) = std::env::var_os("RANK").filter(|rank| !rank.is_empty()) {
+            let cause = format!("this process is already a worker: RANK={} is set", rank.display());
+            return Err(Error::environment(cause).with_remedy(
+                "under a launcher call the worker function itself: it is one if \
+                 `phalanx::env::LaunchEnv::from_process()` gives `Some`; otherwise unset RANK",
+            ));
+        }
+        let mut arguments = std::env::args_os();
+        let name = arguments.next();
+        let program = this_program()?;
+        let job = Job::new(&program, world)
+            .name(name.unwrap_or_else(|| program.into()))
+            .arguments(arguments)
+            .variable(VARIABLE, format!("{}:{}:{}", process::id(), self.number, self.location))
+            .output(Output::Inherit);
+        match job.run(&mut |_: Event<'_>| ControlFlow::Continue(()))?.outcome {
+            Outcome::Succeeded => Ok(()),
+            Outcome::Failed(failure) => {
+                Err(Error::new(Kind::WorkerFailed, failure.to_string()).with_peer(failure.rank))
+            }
+            Outcome::Interrupted(signal) => {
+                if let Some(signal) = rustix::process::Signal::from_named_raw(signal.number()) {
+                    let _ = kill_process(getpid(), signal);
+                }
+                Err(Error::aborted(format!("{signal} ended the workers")))
+            }
+            Outcome::Stopped => Err(Error::aborted("the workers were ended")),
+        }
+    }
+}
+
+/// What to execute. A program that was replaced on disk while it runs is started as it was.
+fn this_program() -> Result<PathBuf> {
+    let path = std::env::current_exe().map_err(|error| Error::io("this program cannot be found", error))?;
+    Ok(if path.exists() { path } else { "/proc/self/exe".into() })
+}
+
+fn run_worker<E: Display>(worker: impl FnOnce() -> Result<(), E>) -> ! {
+    // Nothing of this process is used after the panic but what ends it.
+    let code = match catch_unwind(AssertUnwindSafe(worker)) {
+        Ok(Ok(())) => 0,
+        Ok(Err(error)) => {
+            let message = format!("{error:#}");
+            let speaker = format!("rank {}", std::env::var("RANK").unwrap_or_default());
+            if message.starts_with(&speaker) {
+                eprintln!("{message}");
+            } else {
+                eprintln!("{speaker}: {message}");
+            }
+            write_error_file(&message);
+            1
+        }
+        // The panic hook has printed it.
+        Err(payload) => {
+            write_error_file(&format!("panicked: {}", panic_message(&*payload)));
+            101
+        }
+    };
+    process::exit(code)
+}
+
+fn panic_message(payload: &(dyn Any + Send)) -> &str {
+    payload
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("with a value that is not text")
+}

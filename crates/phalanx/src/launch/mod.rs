@@ -1,1 +1,41 @@
-//! x
+//! Starts the workers of a job on this machine, watches them, and leaves none behind.
+//!
+//! [`Job`] says what to start; [`Job::run`] returns when every worker and everything that they have started is gone,
+//! whatever happened. `phalanx run` and [`spawn`](crate::spawn()) are two faces of it.
+//!
+//! - Each worker leads a process group of its own, with standard input closed.
+//! - The first failure ends the others: SIGTERM to each group, [a grace period](Job::grace), then SIGKILL.
+//! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a further SIGINT
+//!   kills at once. Ctrl-Z stops the workers too.
+//! - If this process is killed, workers and grandchildren are killed as well.
+//!
+//! What a worker starts in a *session* of its own (a daemon) is out of reach, as it is for a shell.
+//!
+//! ```no_run
+//! use std::ops::ControlFlow;
+//! use phalanx::launch::{Event, Job, Outcome};
+//!
+//! let report = Job::new("./train", phalanx::WorldSize::new(4)?).run(&mut |event: Event<'_>| {
+//!     if let Event::Exited { rank, exit, .. } = event {
+//!         println!("rank {rank}: {exit}");
+//!     }
+//!     ControlFlow::Continue(())
+//! })?;
+//! assert!(matches!(report.outcome, Outcome::Succeeded));
+//! # Ok::<(), phalanx::Error>(())
+//! ```
+
+mod error_file;
+mod event;
+mod exit;
+mod job;
+mod lines;
+mod members;
+mod policy;
+mod supervisor;
+mod worker;
+
+pub use error_file::write as write_error_file;
+pub use event::{Event, Observer, Stream};
+pub use exit::{Exit, Failure, Outcome, Report, Signal};
+pub use job::{Job, Output};

@@ -1,0 +1,126 @@
+//! The command line. Its help is the manual.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use clap::builder::FalseyValueParser;
+use clap::builder::styling::{AnsiColor, Styles};
+use clap::{Args, Parser, Subcommand};
+
+use crate::processes::Processes;
+
+const STYLES: Styles = Styles::styled()
+    .header(AnsiColor::Green.on_default().bold())
+    .usage(AnsiColor::Green.on_default().bold())
+    .literal(AnsiColor::Cyan.on_default().bold())
+    .placeholder(AnsiColor::Cyan.on_default());
+
+/// Distributed data-parallel training: starts and watches the workers of a job.
+#[derive(Debug, Parser)]
+#[command(version, styles = STYLES, arg_required_else_help = true)]
+#[command(after_help = "`phalanx run --help` is the launcher's manual.")]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Run(Run),
+}
+
+const RUN: &str = "\
+Starts a program several times on this machine, as the ranks of one job.
+
+Each worker finds its place in its environment, under torchrun's names: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, \
+MASTER_PORT and so on. Any program that reads them can be a worker: one that uses Phalanx, a Python script with PyTorch, \
+a shell script. The store behind MASTER_ADDR and MASTER_PORT is served by this command (PyTorch's protocol).";
+
+const MANUAL: &str = "\
+Output:
+  Each line of a worker goes to the stream it was written to, behind its rank: `[1] loss 0.25`. Lines of different \
+workers never mix. Of a progress bar one state a second is shown, and the last. On a terminal each rank has its colour, \
+unless NO_COLOR is set.
+
+How it ends:
+  The first worker that fails ends the job: the others, and all that workers have started, get SIGTERM, after the grace \
+period SIGKILL. What failed first is shown last, and its exit code is this command's (128 + n for signal n). \
+Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period; a second Ctrl-C kills \
+at once. If this command is killed itself, its workers are killed too. Workers may end with 0 at different times.
+
+Environment of a worker:
+  RANK, LOCAL_RANK             its place in the job and on this machine, from 0
+  WORLD_SIZE, LOCAL_WORLD_SIZE the number of workers
+  GROUP_RANK, GROUP_WORLD_SIZE the place of this machine, and the number of machines: 0 and 1
+  ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE
+  MASTER_ADDR, MASTER_PORT     where the store is
+  TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE,
+  TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
+  OMP_NUM_THREADS, RAYON_NUM_THREADS
+                               1 if there are several workers and it is not set already
+
+Examples:
+  phalanx run --nproc-per-node 4 -- ./target/release/train --epochs 6
+  phalanx run --nproc-per-node gpu -- python train.py
+  phalanx run --nproc-per-node 2 -- sh -c 'echo I am rank $RANK of $WORLD_SIZE'";
+
+/// Start a program several times on this machine, as the ranks of one job
+#[derive(Args, Debug)]
+#[command(long_about = RUN, after_long_help = MANUAL, after_help = "`--help` says more.")]
+pub(crate) struct Run {
+    /// How many workers: a number, `cpu` (one a processor), `gpu` (one an NVIDIA GPU) or `auto` (`gpu` if there is one,
+    /// else `cpu`); 1 if not given
+    #[arg(long, visible_alias = "nproc_per_node", value_name = "N", env = "PET_NPROC_PER_NODE")]
+    pub(crate) nproc_per_node: Option<Processes>,
+
+    /// One machine and a free port for the store; this is so unless an address or a port is given
+    #[arg(long, env = "PET_STANDALONE", value_parser = FalseyValueParser::new(),
+          conflicts_with_all = ["master_addr", "master_port"])]
+    pub(crate) standalone: bool,
+
+    /// The address of this machine at which the store listens [default: 127.0.0.1]
+    #[arg(long, visible_alias = "master_addr", value_name = "HOST", env = "PET_MASTER_ADDR")]
+    pub(crate) master_addr: Option<String>,
+
+    /// The port at which the store listens [default: a free one]
+    #[arg(long, visible_alias = "master_port", value_name = "PORT", env = "PET_MASTER_PORT")]
+    pub(crate) master_port: Option<u16>,
+
+    /// The workers' role, for their ROLE_NAME
+    #[arg(long, value_name = "NAME", env = "PET_ROLE", default_value = "default")]
+    pub(crate) role: String,
+
+    /// How long workers may take to end after SIGTERM, before SIGKILL
+    #[arg(long, value_name = "SECONDS", env = "PHALANX_GRACE_PERIOD", default_value = "30", value_parser = seconds)]
+    pub(crate) grace_period: Duration,
+
+    /// The program, looked for in PATH unless it contains a slash, and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    pub(crate) program: Vec<OsString>,
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| "it is not a number of seconds".to_owned())?;
+    Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn arguments_of_the_program_are_not_ours() {
+        let Command::Run(run) =
+            Cli::parse_from(["phalanx", "run", "./train", "--role", "x", "--", "y"]).command;
+        assert_eq!(run.program, ["./train", "--role", "x", "--", "y"]);
+        assert_eq!(run.role, "default");
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        assert!(seconds("-1").is_err() && seconds("soon").is_err());
+    }
+}

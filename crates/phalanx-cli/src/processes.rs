@@ -1,0 +1,120 @@
+//! How many workers: `--nproc-per-node`.
+
+use std::path::Path;
+use std::str::FromStr;
+use std::{env, fs, thread};
+
+use phalanx::WorldSize;
+
+/// A number, or what there is one worker for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Processes {
+    Number(WorldSize),
+    Cpu,
+    Gpu,
+    Auto,
+}
+
+impl FromStr for Processes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "cpu" => Ok(Self::Cpu),
+            "gpu" => Ok(Self::Gpu),
+            "auto" => Ok(Self::Auto),
+            _ => {
+                let number =
+                    text.parse().map_err(|_| "it is neither a number nor cpu, gpu or auto".to_owned())?;
+                WorldSize::new(number).map(Self::Number).map_err(|error| error.to_string())
+            }
+        }
+    }
+}
+
+impl Processes {
+    /// torchrun reads this name as well, for Kubernetes' sake.
+    pub(crate) fn from_other_variable() -> Result<Option<Self>, String> {
+        const NAME: &str = "PET_N_PROC_PER_NODE";
+        let Ok(text) = env::var(NAME) else { return Ok(None) };
+        text.parse().map(Some).map_err(|error| format!("{NAME}={text}: {error}"))
+    }
+
+    /// The number of workers on this machine.
+    pub(crate) fn count(self) -> Result<WorldSize, String> {
+        let gpus = || gpus(Path::new("/dev"), env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
+        let count = match self {
+            Self::Number(size) => return Ok(size),
+            Self::Cpu => cpus()?,
+            Self::Gpu => match gpus() {
+                0 => {
+                    return Err(
+                        "--nproc-per-node gpu: no NVIDIA GPU is visible; give a number, or `cpu`".to_owned()
+                    );
+                }
+                count => count,
+            },
+            Self::Auto => match gpus() {
+                0 => cpus()?,
+                count => count,
+            },
+        };
+        WorldSize::new(count.try_into().unwrap_or(u32::MAX)).map_err(|error| error.to_string())
+    }
+}
+
+/// Processors that this process may use: its affinity and its cgroup count.
+fn cpus() -> Result<usize, String> {
+    match thread::available_parallelism() {
+        Ok(count) => Ok(count.get()),
+        Err(error) => Err(format!("the number of processors is not known ({error}); give a number")),
+    }
+}
+
+/// `nvidia0`, `nvidia1`, .. in `devices`, as far as `CUDA_VISIBLE_DEVICES` lets them be seen.
+fn gpus(devices: &Path, visible: Option<&str>) -> usize {
+    let is_gpu = |name: &str| {
+        name.strip_prefix("nvidia")
+            .is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+    };
+    let present = fs::read_dir(devices).map_or(0, |entries| {
+        entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count()
+    });
+    match visible {
+        None => present,
+        // CUDA stops at the first entry that is no device, of which -1 is the usual one.
+        Some(list) => {
+            let named =
+                list.split(',').map(str::trim).take_while(|entry| !entry.is_empty() && *entry != "-1");
+            named.count().min(present)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_and_numbers() {
+        assert_eq!("auto".parse(), Ok(Processes::Auto));
+        assert_eq!("3".parse::<Processes>().unwrap().count().unwrap().get(), 3);
+        for bad in ["", "0", "-1", "many", "4294967296", "70000"] {
+            assert!(bad.parse::<Processes>().is_err(), "{bad}");
+        }
+        assert!(Processes::Cpu.count().unwrap().get() >= 1);
+    }
+
+    #[test]
+    fn gpus_are_counted_as_cuda_sees_them() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"] {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        assert_eq!(gpus(folder.path(), None), 3);
+        assert_eq!(gpus(folder.path(), Some("1,2")), 2);
+        assert_eq!(gpus(folder.path(), Some("")), 0);
+        assert_eq!(gpus(folder.path(), Some("0,-1,1")), 1);
+        assert_eq!(gpus(Path::new("/nonexistent"), None), 0);
+    }
+}

@@ -1,0 +1,39 @@
+//! The root cause, so that it stands out at the end.
+
+use std::io::Write;
+
+use phalanx::WorldSize;
+use phalanx::launch::Failure;
+
+/// How many of the last lines of standard error are shown.
+const LINES: usize = 10;
+const RULE: &str = "────────────────────────────────────────────────────────────";
+
+/// The worker that failed first, in a box that is open to the right: lines may have any length.
+pub(crate) fn failure(failure: &Failure, workers: WorldSize, host: &str, colour: bool) -> Vec<u8> {
+    let (red, bold, off) = if colour { ("\x1b[31m", "\x1b[1m", "\x1b[0m") } else { ("", "", "") };
+    let mut text = Vec::new();
+    let mut row = |label: &str, value: &[u8]| {
+        text.extend_from_slice(format!("{red}│{off} {label:<8}").as_bytes());
+        text.extend_from_slice(value);
+        text.extend_from_slice(off.as_bytes());
+        text.push(b'\n');
+    };
+    row("rank", format!("{} of {workers}", failure.rank).as_bytes());
+    row("host", host.as_bytes());
+    row("pid", format!("{}, after {:.1} s", failure.pid, failure.after.as_secs_f64()).as_bytes());
+    row("ended", format!("{bold}{}", failure.exit).as_bytes());
+    for (number, line) in failure.message.iter().flat_map(|message| message.lines()).enumerate() {
+        row(if number == 0 { "error" } else { "" }, line.as_bytes());
+    }
+    let skipped = failure.stderr.len().saturating_sub(LINES);
+    for (number, line) in failure.stderr.iter().skip(skipped).enumerate() {
+        row(if number == 0 { "stderr" } else { "" }, line);
+    }
+    let mut boxed = Vec::new();
+    // Writing to memory does not fail.
+    let _ = writeln!(boxed, "{red}╭─ {bold}The first failure{off}{red} {RULE}{off}");
+    boxed.extend_from_slice(&text);
+    let _ = writeln!(boxed, "{red}╰────────────────────{RULE}{off}");
+    boxed
+}

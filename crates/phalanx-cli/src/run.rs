@@ -1,0 +1,79 @@
+//! `phalanx run`.
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use phalanx::WorldSize;
+use phalanx::launch::{Job, Outcome, Report, Signal};
+
+use crate::cli::Run;
+use crate::processes::Processes;
+use crate::render::{Renderer, wants_colour};
+use crate::report;
+
+/// Runs the job; what comes back is the command's exit code.
+pub(crate) fn run(options: Run) -> ExitCode {
+    let workers = match count(&options) {
+        Ok(workers) => workers,
+        Err(message) => return refuse(&message, 2),
+    };
+    let mut renderer = Renderer::new(workers);
+    let report = match job(options, workers).run(&mut renderer) {
+        Ok(report) => report,
+        Err(error) => return refuse(&error.to_string(), 1),
+    };
+    show(&report, workers);
+    exit_code(match report.outcome {
+        Outcome::Succeeded => 0,
+        Outcome::Failed(failure) => failure.exit.code(),
+        Outcome::Interrupted(signal) => 128 + signal.number(),
+        // As if the signal that ends the writers of a pipe without readers had ended us.
+        _ if renderer.reader_is_gone() => 128 + Signal::PIPE.number(),
+        _ => 1,
+    })
+}
+
+fn count(options: &Run) -> Result<WorldSize, String> {
+    match options.nproc_per_node {
+        Some(processes) => processes.count(),
+        None => Processes::from_other_variable()?.map_or(Ok(WorldSize::ONE), Processes::count),
+    }
+}
+
+fn job(options: Run, workers: WorldSize) -> Job {
+    let mut program = options.program.into_iter();
+    let job = Job::new(program.next().unwrap_or_default(), workers)
+        .arguments(program)
+        .role(options.role)
+        .grace(options.grace_period)
+        .master_port(options.master_port.unwrap_or(0));
+    match options.master_addr {
+        Some(address) => job.master_addr(address),
+        None => job,
+    }
+}
+
+/// The last thing that is said.
+fn show(report: &Report, workers: WorldSize) {
+    let mut stderr = io::stderr().lock();
+    let text = match &report.outcome {
+        Outcome::Failed(failure) => {
+            let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+            report::failure(failure, workers, &host, wants_colour(&stderr))
+        }
+        Outcome::Interrupted(signal) => format!("phalanx: ended by {signal}\n").into_bytes(),
+        _ => return,
+    };
+    // Without a standard error the exit code must do.
+    let _ = stderr.write_all(&text);
+}
+
+fn refuse(message: &str, code: i32) -> ExitCode {
+    let _ = writeln!(io::stderr(), "phalanx: {message}");
+    exit_code(code)
+}
+
+/// A code that the system cannot pass on is a failure all the same.
+fn exit_code(code: i32) -> ExitCode {
+    u8::try_from(code).map_or(ExitCode::FAILURE, ExitCode::from)
+}

@@ -1,0 +1,158 @@
+//! Signals as bytes in a pipe.
+
+use std::io::{self, PipeReader, PipeWriter, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+/// Where the handler writes; -1 before the first [`Catcher`].
+static WRITE_END: AtomicI32 = AtomicI32::new(-1);
+/// The process that catches. Its forked children run the same handler until they exec, and must not write.
+static OWNER: AtomicI32 = AtomicI32::new(0);
+static IN_USE: AtomicBool = AtomicBool::new(false);
+
+/// Catches signals for as long as it lives: each is a byte to [read](Self::read), and none ends the process.
+///
+/// Dropping it puts the earlier dispositions back. Only one lives at a time.
+#[derive(Debug)]
+pub struct Catcher {
+    pipe: &'static PipeReader,
+    earlier: Vec<(libc::c_int, libc::sigaction)>,
+}
+
+impl Catcher {
+    /// Catches `signals`. A SIGHUP that is ignored stays so: that is how `nohup` works. `None` if another catcher of
+    /// this process is alive.
+    pub fn install(signals: &[i32]) -> io::Result<Option<Self>> {
+        let pipe = pipe()?;
+        if IN_USE.swap(true, Ordering::SeqCst) {
+            return Ok(None);
+        }
+        let mut catcher = Self { pipe, earlier: Vec::with_capacity(signals.len()) };
+        // What an earlier catcher had no time to read.
+        while catcher.read().is_some() {}
+        OWNER.store(std::process::id().cast_signed(), Ordering::SeqCst);
+        for &signal in signals {
+            let earlier = disposition(signal)?;
+            if signal == libc::SIGHUP && earlier.sa_sigaction == libc::SIG_IGN {
+                continue;
+            }
+            set_handler(signal)?;
+            catcher.earlier.push((signal, earlier));
+        }
+        Ok(Some(catcher))
+    }
+
+    /// The next signal that has arrived, if any; never waits.
+    pub fn read(&mut self) -> Option<i32> {
+        let mut byte = [0];
+        loop {
+            match self.pipe.read(&mut byte) {
+                Ok(1) => return Some(byte[0].into()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                _ => return None,
+            }
+        }
+    }
+}
+
+impl AsFd for Catcher {
+    /// Readable when a signal has arrived.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pipe.as_fd()
+    }
+}
+
+impl Drop for Catcher {
+    fn drop(&mut self) {
+        for (signal, earlier) in &self.earlier {
+            // SAFETY: `earlier` is what sigaction itself gave for this signal.
+            unsafe { libc::sigaction(*signal, earlier, std::ptr::null_mut()) };
+        }
+        IN_USE.store(false, Ordering::SeqCst);
+    }
+}
+
+/// Makes sure that children can be waited for: an ignored SIGCHLD, which a process inherits, would have the kernel
+/// throw their exit status away.
+pub fn keep_exit_status_of_children() -> io::Result<()> {
+    let current = disposition(libc::SIGCHLD)?;
+    if current.sa_sigaction == libc::SIG_IGN || current.sa_flags & libc::SA_NOCLDWAIT != 0 {
+        // SAFETY: SIG_DFL is a valid disposition for SIGCHLD.
+        if unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) } == libc::SIG_ERR {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// The pipe between handler and catcher. It is never closed, so that a handler that runs late in some thread can never
+/// write to a descriptor that has become somebody else's.
+fn pipe() -> io::Result<&'static PipeReader> {
+    static PIPE: OnceLock<(PipeReader, PipeWriter)> = OnceLock::new();
+    if PIPE.get().is_none() {
+        let (reader, writer) = io::pipe()?;
+        for end in [reader.as_fd(), writer.as_fd()] {
+            fcntl_setfl(end, fcntl_getfl(end)? | OFlags::NONBLOCK)?;
+        }
+        // If another thread was faster, ours is closed again, unused.
+        let _ = PIPE.set((reader, writer));
+    }
+    let (reader, writer) = PIPE.get().ok_or(io::ErrorKind::NotFound)?;
+    WRITE_END.store(writer.as_raw_fd(), Ordering::SeqCst);
+    Ok(reader)
+}
+
+fn disposition(signal: libc::c_int) -> io::Result<libc::sigaction> {
+    let mut current = std::mem::MaybeUninit::<libc::sigaction>::uninit();
+    // SAFETY: with no new action, sigaction only writes to `current`, which is of the right type.
+    if unsafe { libc::sigaction(signal, std::ptr::null(), current.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: sigaction succeeded, so it has written all of it.
+    Ok(unsafe { current.assume_init() })
+}
+
+fn set_handler(signal: libc::c_int) -> io::Result<()> {
+    // SAFETY: all zeroes is a valid sigaction: no flags, an empty mask.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = on_signal as extern "C" fn(libc::c_int) as libc::sighandler_t;
+    action.sa_flags = libc::SA_RESTART;
+    // SAFETY: `on_signal` has the type that a handler without SA_SIGINFO must have, lives for ever, and calls only
+    // async-signal-safe functions.
+    if unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+extern "C" fn on_signal(signal: libc::c_int) {
+    let byte = signal as u8;
+    // SAFETY: getpid and write are async-signal-safe; `byte` is one readable byte; the descriptor is never closed, and
+    // does not block. errno, which the interrupted code may be about to read, is put back.
+    unsafe {
+        if libc::getpid() != OWNER.load(Ordering::SeqCst) {
+            return;
+        }
+        let errno = errno();
+        let saved = *errno;
+        libc::write(WRITE_END.load(Ordering::SeqCst), (&raw const byte).cast(), 1);
+        *errno = saved;
+    }
+}
+
+/// Where this thread's errno is.
+fn errno() -> *mut libc::c_int {
+    // SAFETY: takes nothing; gives a pointer that is valid for the thread's life.
+    #[cfg(target_os = "linux")]
+    unsafe {
+        libc::__errno_location()
+    }
+    // SAFETY: as above.
+    #[cfg(not(target_os = "linux"))]
+    unsafe {
+        libc::__error()
+    }
+}

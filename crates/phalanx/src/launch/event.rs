@@ -1,0 +1,66 @@
+//! What happens while a job runs, as it is told to whoever shows or records it.
+
+use std::ops::ControlFlow;
+
+use super::exit::{Exit, Signal};
+use crate::rank::Rank;
+
+/// A worker's output stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Stream {
+    /// Standard output.
+    Stdout,
+    /// Standard error.
+    Stderr,
+}
+
+/// Something that happened.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// A worker was started.
+    Started {
+        /// Its rank.
+        rank: Rank,
+        /// Its process.
+        pid: u32,
+    },
+    /// A worker wrote a line. A line that is longer than [`Job::MAX_LINE`](super::Job::MAX_LINE) comes in pieces; of a
+    /// progress bar, which rewrites its line again and again, at most one state a second comes, and the last.
+    Line {
+        /// Its rank.
+        rank: Rank,
+        /// Where it wrote.
+        stream: Stream,
+        /// The bytes, without the line's end. They need not be UTF-8.
+        text: &'a [u8],
+    },
+    /// A worker ended.
+    Exited {
+        /// Its rank.
+        rank: Rank,
+        /// Its process.
+        pid: u32,
+        /// How it ended.
+        exit: Exit,
+    },
+    /// Processes that still run are asked to end.
+    Ending {
+        /// The signal that they get.
+        signal: Signal,
+    },
+    /// They are killed: the grace period is over, or a second Ctrl-C came.
+    Killing,
+}
+
+/// Is told what happens. Every `FnMut(Event<'_>) -> ControlFlow<()>` is one.
+pub trait Observer {
+    /// Takes note of `event`. To break means to end the job: its [outcome](super::Outcome) is then `Stopped`.
+    fn observe(&mut self, event: Event<'_>) -> ControlFlow<()>;
+}
+
+impl<F: FnMut(Event<'_>) -> ControlFlow<()>> Observer for F {
+    fn observe(&mut self, event: Event<'_>) -> ControlFlow<()> {
+        self(event)
+    }
+}

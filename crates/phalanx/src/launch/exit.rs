@@ -1,0 +1,194 @@
+//! How a worker, and a job, came to its end.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::rank::Rank;
+
+/// The number of a signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Signal(i32);
+
+impl Signal {
+    /// The terminal is gone.
+    pub const HUP: Self = Self(1);
+    /// Ctrl-C.
+    pub const INT: Self = Self(2);
+    /// Ctrl-\.
+    pub const QUIT: Self = Self(3);
+    /// Ends a process that cannot refuse.
+    pub const KILL: Self = Self(9);
+    /// A write to a pipe that nobody reads any more.
+    pub const PIPE: Self = Self(13);
+    /// Asks a process to end.
+    pub const TERM: Self = Self(15);
+
+    /// The signal with this number.
+    pub const fn new(number: i32) -> Self {
+        Self(number)
+    }
+
+    /// The number.
+    pub const fn number(self) -> i32 {
+        self.0
+    }
+
+    /// What it usually means, for those that end programs by mistake.
+    pub fn meaning(self) -> Option<&'static str> {
+        Some(match self.name()? {
+            "SIGILL" => "illegal instruction",
+            "SIGABRT" => "aborted",
+            "SIGBUS" => "bus error; is /dev/shm or a mapped file's disk full?",
+            "SIGFPE" => "arithmetic error",
+            "SIGKILL" => "by a person, a scheduler or the kernel when memory runs out",
+            "SIGSEGV" => "invalid memory access",
+            "SIGXCPU" => "processor time limit",
+            _ => return None,
+        })
+    }
+
+    fn name(self) -> Option<&'static str> {
+        use rustix::process::Signal as Known;
+        const NAMES: [(Known, &str); 22] = [
+            (Known::HUP, "SIGHUP"),
+            (Known::INT, "SIGINT"),
+            (Known::QUIT, "SIGQUIT"),
+            (Known::ILL, "SIGILL"),
+            (Known::TRAP, "SIGTRAP"),
+            (Known::ABORT, "SIGABRT"),
+            (Known::BUS, "SIGBUS"),
+            (Known::FPE, "SIGFPE"),
+            (Known::KILL, "SIGKILL"),
+            (Known::USR1, "SIGUSR1"),
+            (Known::SEGV, "SIGSEGV"),
+            (Known::USR2, "SIGUSR2"),
+            (Known::PIPE, "SIGPIPE"),
+            (Known::ALARM, "SIGALRM"),
+            (Known::TERM, "SIGTERM"),
+            (Known::XCPU, "SIGXCPU"),
+            (Known::XFSZ, "SIGXFSZ"),
+            (Known::VTALARM, "SIGVTALRM"),
+            (Known::PROF, "SIGPROF"),
+            (Known::SYS, "SIGSYS"),
+            (Known::TTIN, "SIGTTIN"),
+            (Known::TTOU, "SIGTTOU"),
+        ];
+        NAMES.iter().find(|(known, _)| known.as_raw() == self.0).map(|(_, name)| *name)
+    }
+}
+
+impl fmt::Display for Signal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => f.write_str(name),
+            None => write!(f, "signal {}", self.0),
+        }
+    }
+}
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Exit {
+    /// It ended itself with this code.
+    Code(i32),
+    /// This signal ended it.
+    Signal(Signal),
+    /// It is gone, but somebody else has taken its exit status, or it could not even be killed.
+    Lost,
+}
+
+impl Exit {
+    /// Was it exit code 0?
+    pub fn is_success(self) -> bool {
+        self == Self::Code(0)
+    }
+
+    /// The exit code with which a shell would report it: 128 + n for signal n.
+    pub fn code(self) -> i32 {
+        match self {
+            Self::Code(code) => code,
+            Self::Signal(signal) => 128 + signal.number(),
+            Self::Lost => 1,
+        }
+    }
+}
+
+impl fmt::Display for Exit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Code(code) => write!(f, "exit code {code}"),
+            Self::Signal(signal) => {
+                write!(f, "killed by {signal}")?;
+                signal.meaning().map_or(Ok(()), |meaning| write!(f, " ({meaning})"))
+            }
+            Self::Lost => f.write_str("gone without an exit status"),
+        }
+    }
+}
+
+/// The worker that failed first.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Failure {
+    /// Its rank.
+    pub rank: Rank,
+    /// Its process.
+    pub pid: u32,
+    /// How it ended.
+    pub exit: Exit,
+    /// How long it had lived.
+    pub after: Duration,
+    /// What it wrote to its error file (`TORCHELASTIC_ERROR_FILE`), if anything.
+    pub message: Option<String>,
+    /// The last lines of its standard error, if that was [captured](super::Output::Lines).
+    pub stderr: Vec<Vec<u8>>,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} (pid {}) failed: {}", self.rank, self.pid, self.exit)?;
+        self.message.as_ref().map_or(Ok(()), |message| write!(f, ": {message}"))
+    }
+}
+
+/// How a job ended.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Outcome {
+    /// Every worker ended with exit code 0.
+    Succeeded,
+    /// A worker failed, and the others were ended.
+    Failed(Failure),
+    /// This process got a signal, and the workers were ended.
+    Interrupted(Signal),
+    /// The [observer](super::Observer) asked for the end.
+    Stopped,
+}
+
+/// What is left to say when no process of the job is left.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Report {
+    /// How the job ended.
+    pub outcome: Outcome,
+    /// How each worker ended, by rank.
+    pub exits: Vec<Exit>,
+    /// How long the job took.
+    pub elapsed: Duration,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exits_read_well_and_have_a_shells_codes() {
+        assert_eq!(Exit::Code(3).to_string(), "exit code 3");
+        assert_eq!(Exit::Signal(Signal::TERM).to_string(), "killed by SIGTERM");
+        assert_eq!(Exit::Signal(Signal::new(11)).to_string(), "killed by SIGSEGV (invalid memory access)");
+        assert_eq!(Exit::Signal(Signal::new(40)).to_string(), "killed by signal 40");
+        assert_eq!(Exit::Signal(Signal::KILL).code(), 137);
+        assert!(!Exit::Lost.is_success());
+    }
+}

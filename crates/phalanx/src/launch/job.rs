@@ -1,0 +1,188 @@
+//! What to start.
+
+use std::ffi::{OsStr, OsString};
+use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::time::Duration;
+
+use super::event::Observer;
+use super::exit::Report;
+use super::supervisor;
+use crate::env::WorkerEnv;
+use crate::error::{Error, Result};
+use crate::rank::{Epoch, Rank, WorldSize};
+
+/// What becomes of the workers' standard output and standard error.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Output {
+    /// They come line by line as [events](super::Event::Line).
+    #[default]
+    Lines,
+    /// They are this process's own.
+    Inherit,
+}
+
+/// A job on this machine: a program, and how many copies of it.
+///
+/// Each worker finds torchrun's variables in its environment; the store behind `MASTER_ADDR` and `MASTER_PORT` is served
+/// by this process for as long as the job runs, so that no port can be lost between choosing and using it.
+#[derive(Clone, Debug)]
+pub struct Job {
+    program: OsString,
+    name: Option<OsString>,
+    arguments: Vec<OsString>,
+    variables: Vec<(OsString, OsString)>,
+    workers: WorldSize,
+    role: String,
+    master_addr: Option<String>,
+    master_port: u16,
+    grace: Duration,
+    output: Output,
+}
+
+impl Job {
+    /// The longest line that comes in one piece.
+    pub const MAX_LINE: usize = 64 * 1024;
+    /// The grace period if none is given, which is torchrun's.
+    pub const GRACE: Duration = Duration::from_secs(30);
+
+    /// `workers` copies of `program`, which is looked for in `PATH` unless it contains a slash.
+    pub fn new(program: impl Into<OsString>, workers: WorldSize) -> Self {
+        Self {
+            program: program.into(),
+            name: None,
+            arguments: Vec::new(),
+            variables: Vec::new(),
+            workers,
+            role: "default".to_owned(),
+            master_addr: None,
+            master_port: 0,
+            grace: Self::GRACE,
+            output: Output::default(),
+        }
+    }
+
+    /// The program's arguments.
+    pub fn arguments(mut self, arguments: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
+        self.arguments = arguments.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// What the program sees as its own name, if not what it is started by.
+    pub fn name(mut self, name: impl Into<OsString>) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// One more variable for every worker.
+    pub fn variable(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
+        self.variables.push((name.into(), value.into()));
+        self
+    }
+
+    /// The workers' role (`ROLE_NAME`); `default` if not given.
+    pub fn role(mut self, role: impl Into<String>) -> Self {
+        self.role = role.into();
+        self
+    }
+
+    /// The address of this machine at which the store listens; 127.0.0.1 if not given.
+    pub fn master_addr(mut self, address: impl Into<String>) -> Self {
+        self.master_addr = Some(address.into());
+        self
+    }
+
+    /// The store's port; 0, which is the default, takes a free one.
+    pub fn master_port(mut self, port: u16) -> Self {
+        self.master_port = port;
+        self
+    }
+
+    /// How long workers may take to end after they were asked to, before they are killed.
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.grace = grace;
+        self
+    }
+
+    /// What becomes of the workers' output.
+    pub fn output(mut self, output: Output) -> Self {
+        self.output = output;
+        self
+    }
+
+    /// Runs the job to its end.
+    ///
+    /// An error means that it could not be started, or not be watched; a worker's failure is in the report. On return
+    /// no process of the job is left.
+    ///
+    /// While it runs, this process's reaction to SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP and SIGCONT is the job's.
+    /// Afterwards it is as before; a signal that ended the job has then been taken from the program, which may
+    /// [raise it again](Outcome::Interrupted).
+    ///
+    /// [Outcome::Interrupted]: super::Outcome::Interrupted
+    pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
+        supervisor::run(self, observer)
+    }
+
+    pub(super) fn program(&self) -> &OsStr {
+        &self.program
+    }
+
+    pub(super) fn argv0(&self) -> &OsStr {
+        self.name.as_ref().unwrap_or(&self.program)
+    }
+
+    pub(super) fn argument_list(&self) -> &[OsString] {
+        &self.arguments
+    }
+
+    pub(super) fn workers(&self) -> WorldSize {
+        self.workers
+    }
+
+    pub(super) fn grace_period(&self) -> Duration {
+        self.grace.min(Duration::from_secs(365 * 24 * 3600))
+    }
+
+    pub(super) fn captures_output(&self) -> bool {
+        self.output == Output::Lines
+    }
+
+    /// Where the store listens.
+    pub(super) fn store_address(&self) -> Result<SocketAddr> {
+        let Some(host) = &self.master_addr else {
+            return Ok((Ipv4Addr::LOCALHOST, self.master_port).into());
+        };
+        let cause = || format!("the master address {host:?} cannot be resolved");
+        (host.as_str(), self.master_port)
+            .to_socket_addrs()
+            .map_err(|error| Error::io(cause(), error))?
+            .next()
+            .ok_or_else(|| Error::environment(cause()))
+    }
+
+    /// Every variable that the worker gets on top of this process's own.
+    pub(super) fn environment(
+        &self,
+        rank: Rank,
+        store: SocketAddr,
+        run_id: &str,
+    ) -> Vec<(OsString, OsString)> {
+        let worker = WorkerEnv {
+            rank,
+            local_rank: rank.get(),
+            world_size: self.workers,
+            local_world_size: self.workers.get(),
+            group_rank: 0,
+            group_world_size: 1,
+            role_name: self.role.clone(),
+            master_addr: self.master_addr.clone().unwrap_or_else(|| store.ip().to_string()),
+            master_port: store.port(),
+            restart_count: Epoch::default(),
+            max_restarts: 0,
+            run_id: run_id.to_owned(),
+            agent_store: true,
+        };
+        let known = worker.variables().into_iter().map(|(name, value)| (name.into(), value.into()));
+        known.chain(self.variables.iter().cloned()).collect()
+    }
+}

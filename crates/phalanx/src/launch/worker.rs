@@ -1,0 +1,241 @@
+//! One worker process.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::io::{self, ErrorKind, PipeReader, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid};
+
+use super::error_file::ErrorFile;
+use super::event::Stream;
+use super::exit::{Exit, Failure, Signal};
+use super::job::Job;
+use super::lines::Lines;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+
+/// How much of its standard error is kept for the report.
+const TAIL_LINES: usize = 20;
+const TAIL_WIDTH: usize = 1024;
+
+/// A started worker. It is not reaped before the job's end: a zombie keeps its process number, which is its group's.
+#[derive(Debug)]
+pub(super) struct Worker {
+    rank: Rank,
+    pid: Pid,
+    child: Child,
+    /// Readable when the process has ended; kernels before 5.3 have none.
+    pidfd: Option<OwnedFd>,
+    started: Instant,
+    ended: Option<(Exit, Duration)>,
+    captures: Vec<Capture>,
+    tail: VecDeque<Vec<u8>>,
+    error_file: Option<ErrorFile>,
+}
+
+/// One captured output stream.
+#[derive(Debug)]
+struct Capture {
+    stream: Stream,
+    pipe: PipeReader,
+    lines: Lines,
+    open: bool,
+}
+
+impl Worker {
+    pub(super) fn start(job: &Job, rank: Rank, environment: Vec<(OsString, OsString)>) -> Result<Self> {
+        let mut command = Command::new(job.program());
+        command.arg0(job.argv0()).args(job.argument_list()).envs(environment).stdin(Stdio::null());
+        let error_file = ErrorFile::create();
+        if let Some(file) = &error_file {
+            command.env("TORCHELASTIC_ERROR_FILE", file.path());
+        }
+        let mut captures = Vec::new();
+        if job.captures_output() {
+            let streams = || -> io::Result<[(Capture, io::PipeWriter); 2]> {
+                Ok([Capture::open(Stream::Stdout)?, Capture::open(Stream::Stderr)?])
+            };
+            let [(out, out_end), (err, err_end)] =
+                streams().map_err(|error| Error::io(format!("no pipe for rank {rank}"), error))?;
+            command.stdout(out_end).stderr(err_end);
+            captures.extend([out, err]);
+        }
+        let child = phalanx_sys::worker::prepare(&mut command)
+            .spawn()
+            .map_err(|error| cannot_start(job, rank, error))?;
+        let pid = Pid::from_child(&child);
+        Ok(Self {
+            rank,
+            pid,
+            child,
+            pidfd: pidfd_open(pid, PidfdFlags::empty()).ok(),
+            started: Instant::now(),
+            ended: None,
+            captures,
+            tail: VecDeque::with_capacity(TAIL_LINES),
+            error_file,
+        })
+    }
+
+    pub(super) fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    pub(super) fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    pub(super) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended.is_some()
+    }
+
+    /// Can its end only be seen by asking again and again?
+    pub(super) fn must_be_polled(&self) -> bool {
+        !self.has_ended() && self.pidfd.is_none()
+    }
+
+    /// Descriptors that become readable when there is something to do for this worker.
+    pub(super) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let end = self.pidfd.as_ref().filter(|_| !self.has_ended());
+        let output = self.captures.iter().filter(|capture| capture.open);
+        end.map(AsFd::as_fd).into_iter().chain(output.map(|capture| capture.pipe.as_fd()))
+    }
+
+    /// Has it ended since the last time this was asked?
+    pub(super) fn poll_end(&mut self) -> Option<Exit> {
+        if self.has_ended() {
+            return None;
+        }
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        let exit = match waitid(WaitId::Pid(self.pid), options) {
+            Ok(None) | Err(rustix::io::Errno::INTR) => return None,
+            Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
+                (Some(code), _) => Exit::Code(code),
+                (None, Some(signal)) => Exit::Signal(Signal::new(signal)),
+                (None, None) => return None,
+            },
+            Err(_) => Exit::Lost,
+        };
+        self.ended = Some((exit, self.started.elapsed()));
+        Some(exit)
+    }
+
+    /// Hands each line that has arrived to `emit`, and never waits. Not more than a pipe holds is read at a time, so
+    /// that one worker that writes without end does not keep the others waiting.
+    pub(super) fn read_output(&mut self, now: Instant, mut emit: impl FnMut(Stream, &[u8])) {
+        let Self { captures, tail, .. } = self;
+        for capture in captures {
+            let stream = capture.stream;
+            capture.read(now, |line| {
+                keep(tail, stream, line);
+                emit(stream, line);
+            });
+        }
+    }
+
+    /// Hands what is left without a line's end to `emit`.
+    pub(super) fn finish_output(&mut self, mut emit: impl FnMut(Stream, &[u8])) {
+        let Self { captures, tail, .. } = self;
+        for Capture { stream, lines, .. } in captures {
+            lines.finish(|line| {
+                keep(tail, *stream, line);
+                emit(*stream, line);
+            });
+        }
+    }
+
+    /// Sends `signal` to the worker's whole process group.
+    pub(super) fn signal(&self, signal: rustix::process::Signal) {
+        // Whose exit status was lost may be somebody else by now.
+        if !matches!(self.ended, Some((Exit::Lost, _))) {
+            let _ = kill_process_group(self.pid, signal);
+        }
+    }
+
+    /// Kills whatever is left of the group, and lets its number go. A process that is stuck in the kernel is not waited
+    /// for beyond `deadline`.
+    pub(super) fn reap(&mut self, deadline: Deadline) {
+        self.signal(rustix::process::Signal::KILL);
+        while matches!(self.child.try_wait(), Ok(None)) && !deadline.has_passed() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    pub(super) fn failure(&mut self) -> Failure {
+        let (exit, after) = self.ended.unwrap_or((Exit::Lost, self.started.elapsed()));
+        Failure {
+            rank: self.rank,
+            pid: self.id(),
+            exit,
+            after,
+            message: self.error_file.as_mut().and_then(ErrorFile::message),
+            stderr: self.tail.iter().cloned().collect(),
+        }
+    }
+}
+
+impl Capture {
+    fn open(stream: Stream) -> io::Result<(Self, io::PipeWriter)> {
+        let (pipe, writer) = io::pipe()?;
+        fcntl_setfl(&pipe, fcntl_getfl(&pipe)? | OFlags::NONBLOCK)?;
+        Ok((Self { stream, pipe, lines: Lines::new(Job::MAX_LINE), open: true }, writer))
+    }
+
+    fn read(&mut self, now: Instant, mut emit: impl FnMut(&[u8])) {
+        let mut buffer = [0; 16 * 1024];
+        for _ in 0..8 {
+            if !self.open {
+                return;
+            }
+            match self.pipe.read(&mut buffer) {
+                Ok(0) => self.open = false,
+                Ok(count) => self.lines.push(&buffer[..count], now, &mut emit),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(_) => self.open = false,
+            }
+        }
+    }
+}
+
+fn keep(tail: &mut VecDeque<Vec<u8>>, stream: Stream, line: &[u8]) {
+    if stream == Stream::Stderr {
+        if tail.len() == TAIL_LINES {
+            tail.pop_front();
+        }
+        tail.push_back(line[..line.len().min(TAIL_WIDTH)].to_vec());
+    }
+}
+
+fn cannot_start(job: &Job, rank: Rank, error: io::Error) -> Error {
+    let program = job.program();
+    let path = Path::new(program);
+    let is_plain_name = path.components().count() == 1 && !program.as_encoded_bytes().contains(&b'/');
+    let remedy = match error.kind() {
+        ErrorKind::NotFound if is_plain_name && path.exists() => {
+            format!("there is one in this folder: write ./{}", path.display())
+        }
+        ErrorKind::NotFound if is_plain_name => "it is in no folder of PATH".to_owned(),
+        ErrorKind::NotFound if path.exists() => {
+            "the interpreter that its first line names is missing".to_owned()
+        }
+        ErrorKind::NotFound => "is the path right?".to_owned(),
+        ErrorKind::PermissionDenied if path.is_dir() => "it is a folder".to_owned(),
+        ErrorKind::PermissionDenied => format!("is it executable? `chmod +x {}`", path.display()),
+        _ => "no worker was left running".to_owned(),
+    };
+    Error::io(format!("cannot start {} as rank {rank}", path.display()), error)
+        .with_peer(rank)
+        .with_remedy(remedy)
+}
