@@ -7,6 +7,7 @@ use clap::builder::FalseyValueParser;
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand};
 
+use crate::bench::Bench;
 use crate::processes::Processes;
 
 const STYLES: Styles = Styles::styled()
@@ -27,6 +28,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Run(Run),
+    Bench(Bench),
 }
 
 const RUN: &str = "\
@@ -116,8 +118,8 @@ mod tests {
 
     #[test]
     fn arguments_of_the_program_are_not_ours() {
-        let Command::Run(run) =
-            Cli::parse_from(["phalanx", "run", "./train", "--role", "x", "--", "y"]).command;
+        let command = Cli::parse_from(["phalanx", "run", "./train", "--role", "x", "--", "y"]).command;
+        let Command::Run(run) = command else { unreachable!() };
         assert_eq!(run.program, ["./train", "--role", "x", "--", "y"]);
         assert_eq!(run.role, "default");
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
