@@ -16,6 +16,7 @@ mod conformance;
 pub use file::FileStore;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
+pub(crate) use tcp::resolve;
 pub use tcp::{TcpStore, TcpStoreServer};
 
 use std::sync::Arc;
