@@ -86,7 +86,10 @@ fn work(options: &Bench) -> Result<()> {
     let shows = group.rank().is_main();
     if shows && !options.json {
         println!("# {:?}, f32, {} ranks, TCP", options.collective, group.world_size());
-        println!("{:>12} {:>12} {:>12} {:>8} {:>8} {:>6}", "bytes", "count", "time µs", "algbw", "busbw", "wrong");
+        println!(
+            "{:>12} {:>12} {:>12} {:>8} {:>8} {:>6}",
+            "bytes", "count", "time µs", "algbw", "busbw", "wrong"
+        );
     }
     let world = group.world_size().count();
     let mut wrong = 0;

@@ -3,6 +3,7 @@
 mod asynchronous;
 mod blocking;
 mod engine;
+mod init;
 mod lane;
 mod work;
 
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::engine::Engine;
+pub use self::init::init;
 use self::lane::Lane;
 pub use self::work::Work;
 use crate::buffer::Buffer;
