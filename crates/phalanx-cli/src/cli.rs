@@ -7,6 +7,7 @@ use clap::builder::FalseyValueParser;
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand};
 
+use crate::bench::Bench;
 use crate::processes::Processes;
 
 const STYLES: Styles = Styles::styled()
@@ -17,7 +18,7 @@ const STYLES: Styles = Styles::styled()
 
 /// Distributed data-parallel training: starts and watches the workers of a job.
 #[derive(Debug, Parser)]
-#[command(version, styles = STYLES, arg_required_else_help = true)]
+#[command(version, styles = STYLES, max_term_width = 100, arg_required_else_help = true)]
 #[command(after_help = "`phalanx run --help` is the launcher's manual.")]
 pub(crate) struct Cli {
     #[command(subcommand)]
@@ -27,6 +28,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Run(Run),
+    Bench(Bench),
 }
 
 const RUN: &str = "\
@@ -67,31 +69,50 @@ Examples:
 /// Start a program several times on this machine, as the ranks of one job
 #[derive(Args, Debug)]
 #[command(long_about = RUN, after_long_help = MANUAL, after_help = "`--help` says more.")]
+#[command(override_usage = "phalanx run [OPTIONS] [--] <PROGRAM> [ARGUMENTS]...")]
 pub(crate) struct Run {
     /// How many workers: a number, `cpu` (one a processor), `gpu` (one an NVIDIA GPU) or `auto` (`gpu` if there is one,
     /// else `cpu`); 1 if not given
-    #[arg(long, visible_alias = "nproc_per_node", value_name = "N", env = "PET_NPROC_PER_NODE")]
+    #[arg(
+        long,
+        visible_alias = "nproc_per_node",
+        value_name = "N",
+        env = "PET_NPROC_PER_NODE",
+        hide_env_values = true
+    )]
     pub(crate) nproc_per_node: Option<Processes>,
 
     /// One machine and a free port for the store; this is so unless an address or a port is given
-    #[arg(long, env = "PET_STANDALONE", value_parser = FalseyValueParser::new(),
+    #[arg(long, env = "PET_STANDALONE", hide_env_values = true, value_parser = FalseyValueParser::new(),
           conflicts_with_all = ["master_addr", "master_port"])]
     pub(crate) standalone: bool,
 
     /// The address of this machine at which the store listens [default: 127.0.0.1]
-    #[arg(long, visible_alias = "master_addr", value_name = "HOST", env = "PET_MASTER_ADDR")]
+    #[arg(
+        long,
+        visible_alias = "master_addr",
+        value_name = "HOST",
+        env = "PET_MASTER_ADDR",
+        hide_env_values = true
+    )]
     pub(crate) master_addr: Option<String>,
 
     /// The port at which the store listens [default: a free one]
-    #[arg(long, visible_alias = "master_port", value_name = "PORT", env = "PET_MASTER_PORT")]
+    #[arg(
+        long,
+        visible_alias = "master_port",
+        value_name = "PORT",
+        env = "PET_MASTER_PORT",
+        hide_env_values = true
+    )]
     pub(crate) master_port: Option<u16>,
 
     /// The workers' role, for their ROLE_NAME
-    #[arg(long, value_name = "NAME", env = "PET_ROLE", default_value = "default")]
+    #[arg(long, value_name = "NAME", env = "PET_ROLE", hide_env_values = true, default_value = "default")]
     pub(crate) role: String,
 
     /// How long workers may take to end after SIGTERM, before SIGKILL
-    #[arg(long, value_name = "SECONDS", env = "PHALANX_GRACE_PERIOD", default_value = "30", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", env = "PHALANX_GRACE_PERIOD", hide_env_values = true, default_value = "30", value_parser = seconds)]
     pub(crate) grace_period: Duration,
 
     /// The program, looked for in PATH unless it contains a slash, and its arguments
@@ -116,8 +137,8 @@ mod tests {
 
     #[test]
     fn arguments_of_the_program_are_not_ours() {
-        let Command::Run(run) =
-            Cli::parse_from(["phalanx", "run", "./train", "--role", "x", "--", "y"]).command;
+        let command = Cli::parse_from(["phalanx", "run", "./train", "--role", "x", "--", "y"]).command;
+        let Command::Run(run) = command else { unreachable!() };
         assert_eq!(run.program, ["./train", "--role", "x", "--", "y"]);
         assert_eq!(run.role, "default");
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));

@@ -1,6 +1,7 @@
 //! The command `phalanx`: starts and watches the workers of a distributed job.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod cli;
 mod processes;
 mod render;
@@ -14,5 +15,6 @@ use clap::Parser;
 fn main() -> ExitCode {
     match cli::Cli::parse().command {
         cli::Command::Run(options) => run::run(options),
+        cli::Command::Bench(options) => bench::run(options),
     }
 }

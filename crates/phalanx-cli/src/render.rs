@@ -23,7 +23,8 @@ pub(crate) struct Renderer {
     err: Sink<io::Stderr>,
     prefixes: Vec<String>,
     line: Vec<u8>,
-    failed: bool,
+    /// Has a worker failed, or been asked to end? What ends after that is no news.
+    ending: bool,
     reader_gone: bool,
     write_failed: bool,
 }
@@ -47,7 +48,7 @@ impl Renderer {
                 .map(|rank| format!("{:<1$} ", format!("[{rank}]"), width + 2))
                 .collect(),
             line: Vec::new(),
-            failed: false,
+            ending: false,
             reader_gone: false,
             write_failed: false,
         }
@@ -96,13 +97,14 @@ impl Observer for Renderer {
     fn observe(&mut self, event: Event<'_>) -> ControlFlow<()> {
         match event {
             Event::Line { rank, stream, text } => return self.line(rank, stream, text),
-            Event::Exited { rank, pid, exit } if !exit.is_success() && !self.failed => {
-                self.failed = true;
+            Event::Exited { rank, pid, exit } if !exit.is_success() && !self.ending => {
+                self.ending = true;
                 self.note(&format!("rank {rank} (pid {pid}): {exit}"));
             }
+            // Whoever closed the pipe has seen enough.
+            Event::Ending { .. } if self.reader_gone => {}
             Event::Ending { signal } => {
-                // What ends now does so because it is asked to.
-                self.failed = true;
+                self.ending = true;
                 let again = if signal == Signal::INT { "; Ctrl-C again kills them" } else { "" };
                 self.note(&format!("sent {signal} to the workers{again}"));
             }

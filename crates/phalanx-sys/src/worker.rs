@@ -15,7 +15,8 @@ const RESET: [libc::c_int; 7] =
 ///
 /// - leads a process group of its own, so that it can be ended together with everything it starts;
 /// - is killed by the kernel when its parent dies, however it dies (Linux);
-/// - begins with no signal blocked, and with the default reaction to those that end a process.
+/// - begins with no signal blocked, and with the default reaction to those that end a process;
+/// - may write to the terminal, although its group is never the one in the foreground.
 ///
 /// The kernel takes the *thread* that starts the worker for its parent: start it from a thread that lives until the
 /// worker has ended. A set-user-ID program sheds the parent-death signal; [`Guard`](crate::guard::Guard) covers that.
@@ -44,6 +45,11 @@ fn reset_signals() -> io::Result<()> {
         if unsafe { libc::signal(signal, libc::SIG_DFL) } == libc::SIG_ERR {
             return Err(io::Error::last_os_error());
         }
+    }
+    // Otherwise, under `stty tostop`, its first line would stop it for ever.
+    // SAFETY: SIG_IGN is a valid disposition for SIGTTOU.
+    if unsafe { libc::signal(libc::SIGTTOU, libc::SIG_IGN) } == libc::SIG_ERR {
+        return Err(io::Error::last_os_error());
     }
     let mut none = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: `sigemptyset` initialises the set that it is given, which is writable and of the right type; after it,

@@ -10,7 +10,7 @@ mod dtype;
 mod error;
 mod rank;
 
-pub mod collective;
+mod collective;
 pub mod env;
 pub mod group;
 pub mod launch;
@@ -30,6 +30,6 @@ pub use collective::ReduceOp;
 pub use deadline::Deadline;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
-pub use group::{Communicator, ProcessGroup, Work};
+pub use group::{Communicator, ProcessGroup, Work, init};
 pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};
 pub use spawn::spawn;

@@ -1,5 +1,7 @@
 //! What ranks see when something goes wrong: each of them an error that names the cause, and none a hang.
 
+#![allow(clippy::unwrap_used)]
+
 use std::time::{Duration, Instant};
 
 use phalanx::testing::{Fabric, run};

@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::rank::{Rank, WorldSize};
 
 /// Up to this many bytes latency decides, and recursive doubling has the fewest steps.
-const DOUBLING_MAX: usize = 32 * 1024;
+const DOUBLING_MAX: usize = 64 * 1024;
 /// From this many bytes on, a broadcast to four ranks or more is worth dealing out in chunks.
 const SCATTER_MIN: usize = 512 * 1024;
 

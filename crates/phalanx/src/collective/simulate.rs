@@ -115,7 +115,7 @@ proptest! {
     #[test]
     fn reduce_scatter_leaves_each_rank_its_chunk(world in worlds(), elements in 0usize..10_000) {
         let mut buffers = own(world, elements);
-        play(&plans(world, |rank| ring::reduce_scatter(rank, world, elements)), &mut buffers);
+        play(&plans(world, |rank| reduce_scatter(rank, world, elements)), &mut buffers);
         for rank in world.ranks() {
             let part = &buffers[rank.index()][chunk(elements, world, rank.index())];
             prop_assert!(part.iter().all(|value| *value == complete(world)));
@@ -125,7 +125,7 @@ proptest! {
     #[test]
     fn all_gather_brings_every_chunk_everywhere(world in worlds(), elements in 0usize..10_000) {
         let mut buffers = own(world, elements);
-        play(&plans(world, |rank| ring::all_gather(rank, world, elements)), &mut buffers);
+        play(&plans(world, |rank| all_gather(rank, world, elements)), &mut buffers);
         for buffer in &buffers {
             for origin in world.ranks() {
                 let part = &buffer[chunk(elements, world, origin.index())];

@@ -1,5 +1,7 @@
 //! Operations that run on the group's worker while the caller goes on. They own their buffers until they are done.
 
+use std::time::Instant;
+
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::{self, Plan, ReduceOp};
@@ -26,7 +28,7 @@ impl ProcessGroup {
         let root = self.member(root)?;
         let (dtype, elements) = (buffer.dtype(), buffer.len());
         let plan = collective::broadcast(self.rank(), self.world_size(), root, dtype, elements);
-        self.start(Call::new(Operation::Broadcast, dtype, elements).from_root(root), plan, buffer)
+        self.start(Call::new(Operation::Broadcast, dtype, elements).rooted_at(root), plan, buffer)
     }
 
     /// As [`all_gather`](Self::all_gather); [`Work::wait`] gives a buffer with all ranks' elements.
@@ -75,8 +77,13 @@ impl ProcessGroup {
         self.check_health()?;
         let deadline = self.deadline();
         let (work, completer) = Work::pending();
+        let trace = self.trace();
         self.inner.lane.submit(Box::new(move |engine| {
+            let begin = Instant::now();
             let outcome = engine.collective(call, &plan, buffer.as_bytes_mut(), deadline);
+            if trace.is_enabled() {
+                trace.complete("communication", call.to_string(), begin, Instant::now(), &[]);
+            }
             completer.complete(outcome.map(|()| finish(buffer)));
         }));
         Ok(work)

@@ -26,7 +26,7 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), and if `root` is no rank of this group.
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: Rank) -> Result<()> {
         let root = self.member(root)?;
-        let call = call::<T>(Operation::Broadcast, data.len()).from_root(root);
+        let call = call::<T>(Operation::Broadcast, data.len()).rooted_at(root);
         let plan = collective::broadcast(self.rank(), self.world_size(), root, T::DTYPE, data.len());
         self.in_place(call, &plan, data)
     }
@@ -129,7 +129,7 @@ impl Call {
         Self { reduce: Some(op), ..self }
     }
 
-    pub(super) fn from_root(self, root: Rank) -> Self {
+    pub(super) fn rooted_at(self, root: Rank) -> Self {
         Self { root: Some(root), ..self }
     }
 }

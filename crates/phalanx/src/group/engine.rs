@@ -15,7 +15,6 @@ use crate::wire::frame::{Call, Header};
 
 /// A group's end of its connections, with the memory that plans need on the way.
 pub(super) struct Engine {
-    rank: Rank,
     world: WorldSize,
     epoch: Epoch,
     transport: Box<dyn Transport>,
@@ -32,14 +31,12 @@ pub(super) struct Engine {
 
 impl Engine {
     pub(super) fn new(
-        rank: Rank,
         world: WorldSize,
         epoch: Epoch,
         transport: Box<dyn Transport>,
         health: Arc<Health>,
     ) -> Self {
         Self {
-            rank,
             world,
             epoch,
             transport,

@@ -3,6 +3,7 @@
 mod asynchronous;
 mod blocking;
 mod engine;
+mod init;
 mod lane;
 mod work;
 
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::engine::Engine;
+pub use self::init::init;
 use self::lane::Lane;
 pub use self::work::Work;
 use crate::buffer::Buffer;
@@ -142,7 +144,7 @@ impl ProcessGroup {
         health: Arc<Health>,
     ) -> Result<Self> {
         let Identity { rank, world, local_rank, epoch, trace, keep_alive } = identity;
-        let engine = Engine::new(rank, world, epoch, transport, health.clone());
+        let engine = Engine::new(world, epoch, transport, health.clone());
         let lane = Lane::new(rank, engine)?;
         let inner = Inner { rank, world, local_rank, health, trace, lane, _keep_alive: keep_alive };
         Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT })

@@ -8,7 +8,7 @@ use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::group::{Identity, ProcessGroup};
 use crate::rank::{Epoch, Rank, WorldSize};
-use crate::store::memory::MemoryStore;
+use crate::store::MemoryStore;
 use crate::trace::Trace;
 use crate::transport::tcp::{Place, Tcp};
 

@@ -2,8 +2,10 @@
 
 mod client;
 mod connection;
+mod link;
 mod server;
 mod waiters;
 
 pub use client::TcpStore;
+pub(crate) use link::resolve;
 pub use server::TcpStoreServer;

@@ -1,0 +1,300 @@
+//! `phalanx run` with real programs.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+#[test]
+fn lines_carry_their_rank_and_stay_on_their_stream() {
+    let script = "echo out $LOCAL_RANK; echo err $RANK of $WORLD_SIZE >&2";
+    let output = output(phalanx(&["--nproc-per-node", "3"], script));
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(sorted_lines(&output.stdout), ["[0] out 0", "[1] out 1", "[2] out 2"]);
+    assert_eq!(sorted_lines(&output.stderr), ["[0] err 0 of 3", "[1] err 1 of 3", "[2] err 2 of 3"]);
+}
+
+#[test]
+fn lines_never_mix_and_none_is_lost() {
+    let script = "i=0; while [ $i -lt 2000 ]; do printf %s a$RANK; echo b$RANK$RANK; i=$((i+1)); done";
+    let lines = sorted_lines(&output(phalanx(&["--nproc-per-node", "4"], script)).stdout);
+    assert_eq!(lines.len(), 8000);
+    for rank in 0..4 {
+        let line = format!("[{rank}] a{rank}b{rank}{rank}");
+        assert_eq!(lines.iter().filter(|other| **other == line).count(), 2000);
+    }
+}
+
+#[test]
+fn bytes_long_lines_and_progress_bars_pass() {
+    let script = r"printf 'a\377b\n'; head -c 100000 /dev/zero | tr '\0' x; echo; printf '\r1%%\r2%%\r3%%\n'; printf end";
+    let output = output(phalanx(&[], script));
+    let lines: Vec<&[u8]> = output.stdout.split(|byte| *byte == b'\n').collect();
+    assert_eq!(lines[0], b"[0] a\xffb");
+    assert_eq!([lines[1].len(), lines[2].len()], [4 + 65536, 4 + 100_000 - 65536]);
+    assert_eq!(lines[3..], [&b"[0] 1%"[..], b"[0] 3%", b"[0] end", b""]);
+}
+
+#[test]
+fn the_environment_is_torchruns() {
+    let mut command = phalanx(&["--role", "trainer"], "env; cat");
+    command.env("PET_NPROC_PER_NODE", "2").env("OMP_NUM_THREADS", "5");
+    let lines = sorted_lines(&output(command).stdout);
+    for expected in [
+        "RANK=1",
+        "LOCAL_RANK=1",
+        "WORLD_SIZE=2",
+        "LOCAL_WORLD_SIZE=2",
+        "GROUP_RANK=0",
+        "GROUP_WORLD_SIZE=1",
+        "ROLE_RANK=1",
+        "ROLE_NAME=trainer",
+        "ROLE_WORLD_SIZE=2",
+        "MASTER_ADDR=127.0.0.1",
+        "TORCHELASTIC_RESTART_COUNT=0",
+        "TORCHELASTIC_MAX_RESTARTS=0",
+        "TORCHELASTIC_USE_AGENT_STORE=True",
+        "OMP_NUM_THREADS=5",
+        "RAYON_NUM_THREADS=1",
+    ] {
+        assert!(lines.contains(&format!("[1] {expected}")), "{expected} is not in {lines:#?}");
+    }
+    for name in ["MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"] {
+        let start = format!("[0] {name}=");
+        assert!(lines.iter().any(|line| line.starts_with(&start) && line.len() > start.len()), "{name}");
+    }
+}
+
+#[test]
+fn a_store_listens_at_the_master_address() {
+    let script = "echo $MASTER_ADDR; echo $MASTER_PORT; exec sleep 60";
+    let mut child = phalanx(&["--master-addr", "localhost"], script).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines().take(2);
+    let lines: Vec<String> = lines.map(|line| line.unwrap()["[0] ".len()..].to_owned()).collect();
+    let port: u16 = lines[1].parse().unwrap();
+    let connection = std::net::TcpStream::connect((lines[0].as_str(), port));
+    let taken = output(phalanx(&["--master-port", &lines[1]], "echo never"));
+    send(&child, Signal::TERM);
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+
+    assert_eq!(lines[0], "localhost");
+    connection.unwrap();
+    assert_eq!(taken.status.code(), Some(1));
+    assert!(taken.stdout.is_empty() && text(&taken.stderr).contains(&lines[1]), "{}", text(&taken.stderr));
+}
+
+#[test]
+fn the_first_failure_is_the_commands_and_is_shown_last() {
+    let script = "if [ $RANK = 1 ]; then echo first line >&2; echo the reason >&2; exit 3; fi; sleep 60";
+    let output = output(phalanx(&["--nproc-per-node", "3"], script));
+    assert_eq!(output.status.code(), Some(3));
+    let err = text(&output.stderr);
+    let (_, report) = err.split_once("The first failure").unwrap();
+    for expected in
+        ["rank    1 of 3", "host    ", "pid     ", "exit code 3", "stderr  first line", "the reason"]
+    {
+        assert!(report.contains(expected), "{expected} is not in {err}");
+    }
+    assert!(err.trim_end().ends_with('─'));
+}
+
+#[test]
+fn a_message_in_the_error_file_is_shown() {
+    let script = r#"echo '{"message": "the data are torn"}' > $TORCHELASTIC_ERROR_FILE; exit 1"#;
+    let err = text(&output(phalanx(&[], script)).stderr);
+    assert!(err.contains("error   the data are torn"), "{err}");
+}
+
+#[test]
+fn a_signal_is_named_and_its_code_is_a_shells() {
+    let output = output(phalanx(&["--nproc-per-node", "2"], "[ $RANK = 0 ] || kill -SEGV $$; sleep 60"));
+    assert_eq!(output.status.code(), Some(128 + 11));
+    assert!(text(&output.stderr).contains("killed by SIGSEGV"));
+}
+
+#[test]
+fn early_success_waits_for_the_others() {
+    let output = output(phalanx(&["--nproc-per-node", "2"], "[ $RANK = 0 ] || { sleep 0.3; echo late; }"));
+    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(0), "[1] late\n"));
+}
+
+#[test]
+fn what_a_worker_leaves_behind_is_ended() {
+    // One ends when asked, one only when killed, and one is stopped.
+    let script = "sleep 60 & echo $!; (trap '' TERM; while :; do sleep 1; done) & echo $!; \
+                  sleep 60 & echo $!; kill -STOP $!";
+    let output = output(phalanx(&["--grace-period", "0.3"], script));
+    assert_eq!(output.status.code(), Some(0));
+    let pids: Vec<String> =
+        text(&output.stdout).lines().map(|line| line["[0] ".len()..].to_owned()).collect();
+    assert_eq!(pids.len(), 3);
+    assert!(pids.iter().all(|pid| is_gone(pid)));
+}
+
+#[test]
+fn signals_are_passed_on() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        let script = "trap 'echo caught INT; exit 0' INT; trap 'echo caught TERM; exit 0' TERM; \
+                      trap 'echo caught HUP; exit 0' HUP; sleep 60 & echo $!; echo $$; wait";
+        let (mut child, mut out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 4);
+        send(&child, signal);
+        let mut rest = String::new();
+        out.read_to_string(&mut rest).unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(code));
+        assert_eq!(rest.matches("caught").count(), 2, "{rest}");
+        assert!(pids.iter().all(|pid| is_gone(pid)), "{pids:?}");
+    }
+}
+
+#[test]
+fn who_does_not_end_in_time_is_killed() {
+    let script = "trap '' TERM; echo $$; while :; do sleep 1; done";
+    let (mut child, _out, pids) = start(phalanx(&["--grace-period", "0.3"], script), 1);
+    let started = Instant::now();
+    send(&child, Signal::TERM);
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+    assert!(started.elapsed() >= Duration::from_millis(300) && is_gone(&pids[0]));
+}
+
+#[test]
+fn a_second_ctrl_c_kills_at_once() {
+    let script = "trap '' INT TERM; echo $$; while :; do sleep 1; done";
+    let (mut child, _out, pids) = start(phalanx(&[], script), 1);
+    let mut err = BufReader::new(child.stderr.take().unwrap());
+    send(&child, Signal::INT);
+    let mut line = String::new();
+    err.read_line(&mut line).unwrap();
+    assert!(line.contains("Ctrl-C again"), "{line}");
+    let started = Instant::now();
+    send(&child, Signal::INT);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(started.elapsed() < Duration::from_secs(10) && is_gone(&pids[0]));
+}
+
+#[test]
+fn the_launchers_own_death_ends_all() {
+    let script = "trap '' TERM HUP INT; sleep 60 & echo $!; echo $$; wait";
+    let (mut child, _out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 4);
+    send(&child, Signal::KILL);
+    child.wait().unwrap();
+    let deadline = Instant::now() + LIMIT;
+    while let Some(pid) = pids.iter().find(|pid| !is_gone(pid)) {
+        assert!(Instant::now() < deadline, "process {pid} was left behind");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_program_that_cannot_be_started_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("script");
+    std::fs::write(&script, "#!/no/such/interpreter\n").unwrap();
+    let refused = |program: &Path| {
+        let mut command = bare();
+        command.args(["--nproc-per-node", "2"]).arg(program).current_dir(folder.path());
+        let output = output(command);
+        assert_eq!(output.status.code(), Some(1));
+        text(&output.stderr)
+    };
+    assert!(refused(Path::new("no-such-program")).contains("no-such-program as rank 0"));
+    assert!(refused(Path::new("script")).contains("write ./script"));
+    assert!(refused(&script).contains("chmod +x"));
+    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+    assert!(refused(&script).contains("interpreter"));
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_ends_the_job() {
+    let mut child = phalanx(&["--nproc-per-node", "2"], "while :; do echo line; done").spawn().unwrap();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(141));
+}
+
+#[test]
+fn options_are_checked() {
+    for (options, expected) in [
+        (&["--nproc-per-node", "0"][..], "world size of 0"),
+        (&["--nproc-per-node", "many"], "neither a number"),
+        (&["--grace-period=-1"], "grace-period"),
+        (&["--standalone", "--master-port", "1"], "cannot be used with"),
+    ] {
+        let output = output(phalanx(options, "true"));
+        assert_eq!(output.status.code(), Some(2), "{options:?}");
+        assert!(text(&output.stderr).contains(expected), "{}", text(&output.stderr));
+    }
+}
+
+/// `phalanx run` with `options`, and `script` as the program.
+fn phalanx(options: &[&str], script: &str) -> Command {
+    let mut command = bare();
+    command.args(options).args(["--", "sh", "-c", script]);
+    command
+}
+
+/// `phalanx run` in an environment without variables that would change it.
+fn bare() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if ["PET_", "PHALANX_", "OMP_", "RAYON_"].iter().any(|prefix| text.starts_with(prefix)) {
+            command.env_remove(name);
+        }
+    }
+    command.arg("run").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// Runs it to its end, or kills it when it takes too long.
+fn output(mut command: Command) -> Output {
+    let child = command.spawn().unwrap();
+    let pid = Pid::from_child(&child);
+    let (done, timer) = channel::<()>();
+    std::thread::spawn(move || {
+        if timer.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    });
+    let output = child.wait_with_output().unwrap();
+    drop(done);
+    output
+}
+
+/// Starts a job whose workers print process numbers, and waits for `count` of them.
+fn start(mut command: Command, count: usize) -> (Child, BufReader<ChildStdout>, Vec<String>) {
+    let mut child = command.spawn().unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut pids = Vec::new();
+    for _ in 0..count {
+        let mut line = String::new();
+        out.read_line(&mut line).unwrap();
+        pids.push(line.split_whitespace().last().unwrap().to_owned());
+    }
+    assert!(pids.iter().all(|pid| !is_gone(pid)), "{pids:?}");
+    (child, out, pids)
+}
+
+fn send(child: &Child, signal: Signal) {
+    kill_process(Pid::from_child(child), signal).unwrap();
+}
+
+/// Is there no such process, or only its zombie?
+fn is_gone(pid: &str) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn sorted_lines(bytes: &[u8]) -> Vec<String> {
+    let mut lines: Vec<String> = text(bytes).lines().map(str::to_owned).collect();
+    lines.sort_unstable();
+    lines
+}
