@@ -15,6 +15,9 @@ pub trait Subject: Module {
     /// What it takes.
     type Input;
 
+    /// Samples in a batch.
+    const BATCH: usize;
+
     fn new(device: &Device) -> Self;
 
     /// A batch that no other step has seen.
@@ -44,13 +47,14 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    const BATCH: usize = 128;
     const INPUT: usize = 1024;
     const WIDTH: usize = 2048;
 }
 
 impl Subject for Mlp {
     type Input = Tensor<2>;
+
+    const BATCH: usize = 128;
 
     fn new(device: &Device) -> Self {
         let widths = [Self::INPUT, Self::WIDTH, Self::WIDTH, Self::WIDTH];
@@ -81,7 +85,6 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    const BATCH: usize = 8;
     const LENGTH: usize = 64;
     const VOCABULARY: usize = 7300;
     const WIDTH: usize = 512;
@@ -89,6 +92,8 @@ impl Encoder {
 
 impl Subject for Encoder {
     type Input = Tensor<2, Int>;
+
+    const BATCH: usize = 8;
 
     fn new(device: &Device) -> Self {
         Self {
@@ -136,12 +141,10 @@ struct Block {
     relu: Relu,
 }
 
-impl ResNet {
-    const BATCH: usize = 64;
-}
-
 impl Subject for ResNet {
     type Input = Tensor<4>;
+
+    const BATCH: usize = 64;
 
     fn new(device: &Device) -> Self {
         let stages = [(16, 16, 1), (16, 32, 2), (32, 64, 2)];
