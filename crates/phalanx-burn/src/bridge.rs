@@ -1,9 +1,9 @@
 //! Between Burn's tensors and the bytes that travel: nothing else here knows how a backend keeps its memory.
 
-use bytemuck::{AnyBitPattern, NoUninit};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex};
 use burn::tensor::{Bytes, DType as BurnDType, TensorData};
+use bytemuck::{AnyBitPattern, NoUninit};
 use phalanx::{DType, Error, Result};
 
 /// A tensor's elements, row by row, for as long as somebody looks at them.
@@ -47,8 +47,10 @@ pub(crate) fn dtype(dtype: BurnDType) -> Result<DType> {
         BurnDType::I32 | BurnDType::U32 => Ok(DType::I32),
         BurnDType::U8 | BurnDType::I8 => Ok(DType::U8),
         BurnDType::Bool(_) if dtype.size() == 1 => Ok(DType::U8),
-        other => Err(Error::invalid_argument(format!("tensors of type {other:?} do not travel between ranks"))
-            .with_remedy("cast it, or leave it out of the module")),
+        other => {
+            Err(Error::invalid_argument(format!("tensors of type {other:?} do not travel between ranks"))
+                .with_remedy("cast it, or leave it out of the module"))
+        }
     }
 }
 

@@ -142,8 +142,12 @@ impl<M: Module> Ddp<M> {
                 sink.start(delivery)?;
                 drop(loss.backward());
                 sink.finish(|reducer| {
-                    let mut averages =
-                        Averages { reducer, places: &self.places, gradients: GradientsParams::new(), failure: None };
+                    let mut averages = Averages {
+                        reducer,
+                        places: &self.places,
+                        gradients: GradientsParams::new(),
+                        failure: None,
+                    };
                     model.visit(&mut averages);
                     averages.failure.map_or(Ok(averages.gradients), Err)
                 })
@@ -272,13 +276,18 @@ fn check_tracked<const D: usize>(loss: &Tensor<D>) -> Result<()> {
 fn live(passes: &mut Vec<Weak<Pass>>) -> Result<usize> {
     passes.retain(|pass| pass.strong_count() > 0);
     if passes.is_empty() {
-        return Err(Error::invalid_argument("the loss was not computed in Ddp::forward")
-            .with_remedy("let loss = ddp.forward(|model| ...)?; the model that Ddp::model gives reports nothing"));
+        return Err(Error::invalid_argument("the loss was not computed in Ddp::forward").with_remedy(
+            "let loss = ddp.forward(|model| ...)?; the model that Ddp::model gives reports nothing",
+        ));
     }
     Ok(passes.len())
 }
 
-fn alone<M: Module, const D: usize>(group: &dyn Communicator, model: &M, loss: &Tensor<D>) -> GradientsParams {
+fn alone<M: Module, const D: usize>(
+    group: &dyn Communicator,
+    model: &M,
+    loss: &Tensor<D>,
+) -> GradientsParams {
     GradientsParams::from_grads(traced(group, loss), model)
 }
 

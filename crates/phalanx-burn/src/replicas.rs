@@ -10,8 +10,10 @@ use crate::parameters::{self, Select};
 
 /// `model` with the selected tensors of rank 0.
 pub(crate) fn from_main<M: Module>(model: M, group: &dyn Communicator, select: Select<'_>) -> Result<M> {
-    let mut parts: Vec<_> = parameters::read(&model, select).into_iter().map(TensorData::into_parts).collect();
-    let tensors = parts.iter_mut().map(|(bytes, _, dtype)| Ok(StateTensor { dtype: bridge::dtype(*dtype)?, bytes }));
+    let mut parts: Vec<_> =
+        parameters::read(&model, select).into_iter().map(TensorData::into_parts).collect();
+    let tensors =
+        parts.iter_mut().map(|(bytes, _, dtype)| Ok(StateTensor { dtype: bridge::dtype(*dtype)?, bytes }));
     broadcast_state(group, &mut tensors.collect::<Result<Vec<_>>>()?)?;
     if group.rank().is_main() {
         return Ok(model);

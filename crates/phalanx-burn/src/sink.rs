@@ -112,7 +112,9 @@ impl State {
     fn ready(&mut self, index: usize, gradient: Lent<'_>) -> Result<()> {
         let Self { reducer, delivery, held, .. } = self;
         let Some((dtype, elements, held)) = held.get_mut(index) else {
-            return Err(Error::invalid_argument(format!("a gradient came for the unknown parameter {index}")));
+            return Err(Error::invalid_argument(format!(
+                "a gradient came for the unknown parameter {index}"
+            )));
         };
         let arrived = bridge::dtype(gradient.dtype)?;
         if arrived != *dtype || gradient.bytes.len() != *elements * dtype.size() {

@@ -181,7 +181,11 @@ fn several_forward_passes_may_share_a_backward_pass_or_have_their_own() {
             let loss = losses(&mut ddp);
             let gradients = ddp.backward(&loss).unwrap();
             let of = |layer: &Linear| gradients.get::<2>(layer.weight.id).unwrap();
-            ddp.model().layers.iter().map(|layer| of(layer).into_data().iter::<f32>().collect()).collect::<Vec<_>>()
+            ddp.model()
+                .layers
+                .iter()
+                .map(|layer| of(layer).into_data().iter::<f32>().collect())
+                .collect::<Vec<_>>()
         };
         let together = train(&mut |ddp| ddp.forward(|m| m.loss(batch(0)) + m.loss(batch(1))).unwrap());
         let apart = train(&mut |ddp| {
@@ -211,6 +215,20 @@ fn a_part_of_the_model_can_be_trained_alone() {
             assert!(gradients.get::<2>(ddp.model().layers[1 - layer].weight.id).is_none());
         }
     });
+}
+
+#[test]
+fn gradient_checkpointing_changes_nothing() {
+    let gradients = run(2, |group| {
+        let device = device().gradient_checkpointing();
+        let model: Linear = LinearConfig::new(8, 4).init(&device);
+        let mut ddp = Ddp::new(model, &group).unwrap();
+        let x = Tensor::<2>::ones([3, 8], &device) * (group.rank().get() + 1) as f32;
+        let loss = ddp.forward(|model| model.forward(x).tanh().sum()).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        gradients.get::<2>(ddp.model().weight.id).unwrap().into_data().iter::<f32>().collect::<Vec<_>>()
+    });
+    assert!(gradients[0] == gradients[1] && gradients[0].iter().any(|value| *value != 0.0));
 }
 
 #[test]

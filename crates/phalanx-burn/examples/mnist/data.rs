@@ -27,7 +27,10 @@ impl Digits {
     pub fn read(folder: &Path, half: &str) -> Result<Self> {
         let pixels = read_idx(&folder.join(format!("{half}-images-idx3-ubyte.gz")), 3)?;
         let labels = read_idx(&folder.join(format!("{half}-labels-idx1-ubyte.gz")), 1)?;
-        ensure!(pixels.len() == labels.len() * SIDE * SIDE, "{half}: the numbers of images and labels differ");
+        ensure!(
+            pixels.len() == labels.len() * SIDE * SIDE,
+            "{half}: the numbers of images and labels differ"
+        );
         Ok(Self { pixels, labels })
     }
 
@@ -39,8 +42,11 @@ impl Digits {
     pub fn batch(&self, indices: &[usize], device: &Device) -> Batch {
         let image = |&index: &usize| &self.pixels[index * SIDE * SIDE..][..SIDE * SIDE];
         // The mean and the standard deviation of all pixels.
-        let pixels: Vec<f32> =
-            indices.iter().flat_map(image).map(|&pixel| (f32::from(pixel) / 255.0 - 0.1307) / 0.3081).collect();
+        let pixels: Vec<f32> = indices
+            .iter()
+            .flat_map(image)
+            .map(|&pixel| (f32::from(pixel) / 255.0 - 0.1307) / 0.3081)
+            .collect();
         let labels: Vec<i64> = indices.iter().map(|&index| i64::from(self.labels[index])).collect();
         Batch {
             images: Tensor::from_data(TensorData::new(pixels, [indices.len(), SIDE, SIDE]), device),
@@ -51,8 +57,9 @@ impl Digits {
 
 /// The bytes of an IDX file: 0, 0, 8 for bytes, the number of dimensions, then each as a big-endian u32.
 fn read_idx(path: &Path, dimensions: u8) -> Result<Vec<u8>> {
-    let file = File::open(path)
-        .with_context(|| format!("cannot open {}: say where the digits are with --data FOLDER", path.display()))?;
+    let file = File::open(path).with_context(|| {
+        format!("cannot open {}: say where the digits are with --data FOLDER", path.display())
+    })?;
     let mut bytes = Vec::new();
     GzDecoder::new(BufReader::new(file))
         .read_to_end(&mut bytes)

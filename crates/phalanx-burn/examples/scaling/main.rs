@@ -171,15 +171,21 @@ fn show(figures: &Figures, first: bool, json: bool) -> Result<()> {
         return Ok(());
     }
     if first {
-        println!("one step          parameters     alone   2 apart   2 ranks   ratio   samples/s   launch   hidden");
+        println!(
+            "one step          parameters     alone   2 apart   2 ranks   ratio   samples/s   launch   hidden"
+        );
     }
-    let Figures { model, parameters, alone_ms, independent_ms, step_ms, ratio, samples_per_s, overlap, .. } = figures;
+    let Figures {
+        model, parameters, alone_ms, independent_ms, step_ms, ratio, samples_per_s, overlap, ..
+    } = figures;
     let millions = *parameters as f64 / 1e6;
     print!(
         "{model:16} {millions:>9.2} M {alone_ms:>6.0} ms {independent_ms:>6.0} ms {step_ms:>6.0} ms {ratio:>7.3} {samples_per_s:>11.0}"
     );
     match overlap {
-        Some(overlap) => println!("   {:>4.0} %   {:>4.0} %", overlap.launch_at * 100.0, overlap.hidden * 100.0),
+        Some(overlap) => {
+            println!("   {:>4.0} %   {:>4.0} %", overlap.launch_at * 100.0, overlap.hidden * 100.0)
+        }
         None => println!("        -        -"),
     }
     Ok(())

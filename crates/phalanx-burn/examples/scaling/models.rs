@@ -35,7 +35,9 @@ pub trait Subject: Module {
 }
 
 fn random_ints<const D: usize>(shape: [usize; D], below: usize, device: &Device) -> Tensor<D, Int> {
-    Tensor::<D>::random(shape, Distribution::Uniform(0.0, below as f64), &device.clone().inner()).int().autodiff()
+    Tensor::<D>::random(shape, Distribution::Uniform(0.0, below as f64), &device.clone().inner())
+        .int()
+        .autodiff()
 }
 
 /// Four dense layers: 10.5 M parameters.
@@ -149,7 +151,11 @@ impl Subject for ResNet {
     fn new(device: &Device) -> Self {
         let stages = [(16, 16, 1), (16, 32, 2), (32, 64, 2)];
         let blocks = stages.into_iter().flat_map(|(from, to, stride)| {
-            [Block::new(from, to, stride, device), Block::new(to, to, 1, device), Block::new(to, to, 1, device)]
+            [
+                Block::new(from, to, stride, device),
+                Block::new(to, to, 1, device),
+                Block::new(to, to, 1, device),
+            ]
         });
         Self {
             stem: Normed::new(3, 16, 3, 1, device),

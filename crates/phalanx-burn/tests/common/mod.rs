@@ -9,9 +9,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, TensorData};
 use parking_lot::Mutex;
 use phalanx::trace::Trace;
-use phalanx::{
-    Buffer, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize,
-};
+use phalanx::{Buffer, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize};
 
 /// Runs `rank` in one thread for each of `world` ranks; gives what they returned, in the order of the ranks.
 pub fn run<T: Send>(world: u32, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
