@@ -111,6 +111,7 @@ impl<M: Module> Ddp<M> {
             Engine::Together { sink, passes } => {
                 sink.check()?;
                 let token = Arc::new(Pass(sink.clone()));
+                passes.retain(|pass| pass.strong_count() > 0);
                 passes.push(Arc::downgrade(&token));
                 Ok(pass(&hook::hooked(model, &self.inventory.device, token)))
             }

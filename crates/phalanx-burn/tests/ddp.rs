@@ -1,5 +1,5 @@
 //! What Ddp promises besides the right average.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
 

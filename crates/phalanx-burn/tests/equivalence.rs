@@ -1,5 +1,5 @@
 //! Several ranks with a part of the batch each train the model that one rank trains with all of it.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! Ranks as threads, a small model, and a group that can be watched and broken.
-#![allow(dead_code, missing_docs)] // Each test file uses a part of it.
+#![allow(dead_code, missing_docs, clippy::unwrap_used)] // Each test file uses a part of it.
 
 use std::sync::Arc;
 use std::thread;
