@@ -3,7 +3,6 @@ use std::thread;
 use std::time::Instant;
 
 use super::*;
-use crate::store::Store;
 
 fn world(size: u32) -> WorldSize {
     WorldSize::new(size).unwrap()
