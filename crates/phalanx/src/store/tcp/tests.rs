@@ -310,3 +310,15 @@ fn a_thousand_strays_and_a_thousand_clients() {
     assert_eq!(clients[0].num_keys(soon()).unwrap(), 1000);
     drop(strays);
 }
+
+#[test]
+fn a_stranger_takes_little_memory() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let _stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        let task = super::connection::serve(stream, Default::default());
+        assert!(size_of_val(&task) <= 2048, "{} bytes", size_of_val(&task));
+    });
+}
