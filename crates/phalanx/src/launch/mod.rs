@@ -36,6 +36,7 @@ mod supervisor;
 mod worker;
 
 pub use error_file::write as write_error_file;
+pub(crate) use error_file::write_blaming;
 pub use event::{Event, Observer, Stream};
 pub use exit::{Exit, Failure, Outcome, Report, Signal};
 pub use job::{Job, Output};
