@@ -145,6 +145,11 @@ impl Error {
         self.0.kind
     }
 
+    /// What the system said, if it was the system.
+    pub(crate) fn io_kind(&self) -> Option<std::io::ErrorKind> {
+        self.0.source.as_ref()?.downcast_ref::<std::io::Error>().map(std::io::Error::kind)
+    }
+
     pub(crate) fn cause(&self) -> &str {
         &self.0.cause
     }

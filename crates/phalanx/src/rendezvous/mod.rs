@@ -1,1 +1,218 @@
-//! x
+//! How ranks find each other: through a store, whose place the launcher or a URL says.
+//!
+//! [`from_env`] reads the launcher's variables, [`from_url`] takes `env://`, `tcp://host:port` or `file:///path`. Both
+//! return once every rank has arrived, or with an error on each rank that did: it names the ranks that are missing,
+//! that came twice, or that expect another world size.
+//!
+//! A group needs the store for start-up only. Rank 0, which hosts it unless the launcher does, serves it until the
+//! other ranks have closed their connections, but no longer than [`GRACE`] after its own [`KeepAlive`] was dropped.
+
+mod arrival;
+mod env;
+mod file;
+mod hosts;
+mod tcp;
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use self::arrival::Identity;
+use crate::deadline::Deadline;
+use crate::env::LaunchEnv;
+use crate::error::{Error, Result};
+use crate::rank::{Epoch, Rank, WorldSize};
+use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
+
+/// How long rank 0, when it is done, goes on serving the store for ranks that still use it.
+pub const GRACE: Duration = Duration::from_secs(5);
+
+/// A world that has come together, as one rank sees it.
+pub struct Rendezvous {
+    /// The store: a part of it that belongs to this world, in this life, alone.
+    pub store: SharedStore,
+    /// This process's place.
+    pub rank: Rank,
+    /// The number of processes.
+    pub world_size: WorldSize,
+    /// Its place among the processes of its host.
+    pub local_rank: u32,
+    /// The number of processes on its host.
+    pub local_world_size: u32,
+    /// Which life of the job this is.
+    pub epoch: Epoch,
+    /// The address of this host at which the other ranks reach it.
+    pub interface: IpAddr,
+    /// What serves the store, or keeps the connection to it. Keep it as long as the store is in use.
+    pub keep_alive: KeepAlive,
+}
+
+impl fmt::Debug for Rendezvous {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rendezvous")
+            .field("rank", &self.rank)
+            .field("world_size", &self.world_size)
+            .field("local_rank", &self.local_rank)
+            .field("local_world_size", &self.local_world_size)
+            .field("epoch", &self.epoch)
+            .field("interface", &self.interface)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Meets the other ranks as the launcher's variables say; a world of one if there are none.
+pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
+    match LaunchEnv::from_process()? {
+        Some(env) => env::join(&env, &Identity::of_process(), Deadline::after(timeout)),
+        None => Ok(alone()),
+    }
+}
+
+/// Meets the other ranks at `url`: `env://`, `tcp://host:port` (rank 0 serves there) or `file:///path` (on a file
+/// system that all ranks share).
+///
+/// `env://` takes rank and world size from the launcher's variables if they are not given here; the other two need
+/// them.
+///
+/// ```
+/// use std::time::Duration;
+/// use phalanx::{Rank, WorldSize, rendezvous};
+///
+/// let url = "tcp://127.0.0.1:29500";
+/// let world = rendezvous::from_url(url, Some(Rank::MAIN), Some(WorldSize::ONE), Duration::from_secs(5))?;
+/// assert_eq!(world.world_size, WorldSize::ONE);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+pub fn from_url(
+    url: &str,
+    rank: Option<Rank>,
+    world_size: Option<WorldSize>,
+    timeout: Duration,
+) -> Result<Rendezvous> {
+    let deadline = Deadline::after(timeout);
+    let me = Identity::of_process();
+    match Url::parse(url)? {
+        Url::Env => match LaunchEnv::from_process()? {
+            None if world_size.is_none_or(|size| size == WorldSize::ONE) => Ok(alone()),
+            None => Err(Error::environment("env:// needs MASTER_ADDR and MASTER_PORT, which are not set")
+                .with_remedy("start the program with `phalanx run` or torchrun, or set them for every rank")),
+            Some(mut env) => {
+                env.world_size = world_size.unwrap_or(env.world_size);
+                env.rank = env.world_size.rank(rank.unwrap_or(env.rank).get())?;
+                env::join(&env, &me, deadline)
+            }
+        },
+        Url::Tcp(address) => tcp::join(&address, true, &Place::given(url, rank, world_size)?, &me, deadline),
+        Url::File(path) => file::join(&path, &Place::given(url, rank, world_size)?, &me, deadline),
+    }
+}
+
+/// A world of one, which needs no launcher.
+pub fn alone() -> Rendezvous {
+    let store: SharedStore = Arc::new(MemoryStore::new());
+    Rendezvous {
+        store,
+        rank: Rank::MAIN,
+        world_size: WorldSize::ONE,
+        local_rank: 0,
+        local_world_size: 1,
+        epoch: Epoch(0),
+        interface: Ipv4Addr::LOCALHOST.into(),
+        keep_alive: KeepAlive(Held::Nothing),
+    }
+}
+
+/// Where a URL says that ranks meet.
+#[derive(Debug, PartialEq, Eq)]
+enum Url {
+    Env,
+    Tcp(String),
+    File(std::path::PathBuf),
+}
+
+impl Url {
+    fn parse(url: &str) -> Result<Self> {
+        let bad = |why: &str| {
+            Error::invalid_argument(format!("cannot meet at {url:?}: {why}"))
+                .with_remedy("use env://, tcp://host:port or file:///path")
+        };
+        match url.split_once("://") {
+            Some(("env", "")) => Ok(Self::Env),
+            Some(("tcp", address)) => {
+                let (host, port) = address.rsplit_once(':').ok_or_else(|| bad("it has no port"))?;
+                if host.is_empty() {
+                    return Err(bad("it has no host"));
+                }
+                match port.parse::<u16>() {
+                    Ok(port) if port > 0 => Ok(Self::Tcp(address.to_owned())),
+                    _ => Err(bad("its port is not a number from 1 to 65535")),
+                }
+            }
+            Some(("file", path)) if path.starts_with('/') && path.len() > 1 => Ok(Self::File(path.into())),
+            Some(("file", _)) => Err(bad("its path is not absolute")),
+            _ => Err(bad("unknown scheme")),
+        }
+    }
+}
+
+/// A rank's place, before the world has come together.
+#[derive(Clone, Debug)]
+struct Place {
+    rank: Rank,
+    world_size: WorldSize,
+    /// Place and number on the host, if the launcher said.
+    local: Option<(u32, u32)>,
+    epoch: Epoch,
+    /// What sets this life of this job apart in a store that outlives it.
+    scope: String,
+}
+
+impl Place {
+    fn given(url: &str, rank: Option<Rank>, world_size: Option<WorldSize>) -> Result<Self> {
+        let (Some(rank), Some(world_size)) = (rank, world_size) else {
+            return Err(Error::invalid_argument(format!("{url} needs a rank and a world size"))
+                .with_remedy("pass both, or use env:// under a launcher"));
+        };
+        let rank = world_size.rank(rank.get())?;
+        Ok(Self { rank, world_size, local: None, epoch: Epoch(0), scope: "phalanx".into() })
+    }
+
+    /// The world of one, at this place.
+    fn alone(&self) -> Rendezvous {
+        Rendezvous { epoch: self.epoch, ..alone() }
+    }
+}
+
+/// Holds what must outlive start-up; see [`Rendezvous::keep_alive`].
+///
+/// Dropping it closes this rank's connections to the store. On the rank that serves the store it then waits, at most
+/// [`GRACE`], until the other ranks have closed theirs.
+#[derive(Debug)]
+pub struct KeepAlive(Held);
+
+#[derive(Debug)]
+enum Held {
+    Nothing,
+    Client(Arc<TcpStore>),
+    Host { client: Arc<TcpStore>, server: Option<TcpStoreServer> },
+    File { _store: Arc<FileStore> },
+}
+
+impl Drop for KeepAlive {
+    fn drop(&mut self) {
+        match &mut self.0 {
+            Held::Nothing | Held::File { .. } => {}
+            Held::Client(client) => client.close_idle(),
+            Held::Host { client, server } => {
+                client.close_idle();
+                if let Some(server) = server.take() {
+                    server.drain(Deadline::after(GRACE));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -3,9 +3,20 @@
 //! Names and behaviour are those of PyTorch's c10d stores. Keys are at most [`MAX_KEY`] bytes, values at most
 //! [`MAX_VALUE`]. Every operation obeys its deadline.
 
-mod table;
+mod call;
+mod file;
+mod memory;
+mod prefix;
+pub(crate) mod table;
 mod tcp;
 
+#[cfg(test)]
+mod conformance;
+
+pub use file::FileStore;
+pub use memory::MemoryStore;
+pub use prefix::PrefixStore;
+pub(crate) use tcp::resolve;
 pub use tcp::{TcpStore, TcpStoreServer};
 
 use std::sync::Arc;

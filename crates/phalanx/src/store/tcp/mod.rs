@@ -2,8 +2,15 @@
 
 mod client;
 mod connection;
+mod link;
 mod server;
 mod waiters;
 
 pub use client::TcpStore;
+pub(crate) use link::resolve;
 pub use server::TcpStoreServer;
+
+#[cfg(test)]
+mod pytorch;
+#[cfg(test)]
+mod tests;

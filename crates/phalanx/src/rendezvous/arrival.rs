@@ -1,0 +1,233 @@
+//! The roll-call: every rank says that it is there, and the last one says that all are.
+//!
+//! Keys, below the job's scope and a round:
+//!
+//! ```text
+//! rank/<r>   who came as rank r: a number of its own, world size, process, host
+//! world      the world size that the first to come expects
+//! arrived    how many have come
+//! verdict    "ok", or what went wrong; written once, read by all
+//! ```
+//!
+//! A process that meets its world again, in a store that has outlived the first time, finds its own name at `rank/<r>`
+//! and goes on to the next round.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Place;
+use super::hosts::Hosts;
+use crate::deadline::Deadline;
+use crate::error::{Error, Kind, Result};
+use crate::rank::{Rank, WorldSize};
+use crate::store::{PrefixStore, SharedStore, Store};
+
+const OK: &[u8] = b"ok";
+/// How many missing ranks an error names.
+const NAMED: usize = 8;
+
+/// Which process on which host this is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Identity {
+    pub host: String,
+    pub process: String,
+}
+
+impl Identity {
+    pub fn of_process() -> Self {
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        Self { host: host.split_whitespace().collect(), process: std::process::id().to_string() }
+    }
+}
+
+/// A world that is complete.
+pub(super) struct Arrived {
+    /// The part of the store that belongs to it.
+    pub store: SharedStore,
+    roll: PrefixStore,
+    world_size: WorldSize,
+}
+
+/// What a rank writes when it comes.
+#[derive(Debug, PartialEq, Eq)]
+struct Entry {
+    nonce: String,
+    world_size: String,
+    identity: Identity,
+}
+
+impl Entry {
+    fn to_text(&self) -> String {
+        let Self { nonce, world_size, identity: Identity { process, host } } = self;
+        format!("{nonce} {world_size} {process} {host}")
+    }
+
+    fn parse(bytes: &[u8]) -> Result<Self> {
+        let text = String::from_utf8_lossy(bytes);
+        let mut words = text.splitn(4, ' ').map(str::to_owned);
+        let (Some(nonce), Some(world_size), Some(process), Some(host)) =
+            (words.next(), words.next(), words.next(), words.next())
+        else {
+            return Err(Error::protocol(format!("the store says {text:?} where a rank's arrival should be")));
+        };
+        Ok(Self { nonce, world_size, identity: Identity { host, process } })
+    }
+}
+
+/// Waits until all ranks have come; on every rank an error if one is missing at the deadline, came twice, or expects
+/// another world size.
+pub(super) fn arrive(
+    store: &SharedStore,
+    place: &Place,
+    me: &Identity,
+    deadline: Deadline,
+) -> Result<Arrived> {
+    let started = Instant::now();
+    let entry = Entry { nonce: nonce()?, world_size: place.world_size.to_string(), identity: me.clone() };
+    let (roll, round) = sign_in(store, place, &entry, deadline)?;
+    let world = entry.world_size.as_bytes();
+    let expected = roll.compare_set("world", b"", world, deadline)?;
+    if expected != world {
+        let cause = format!(
+            "rank {} expects a world of {}, another rank one of {}",
+            place.rank,
+            place.world_size,
+            String::from_utf8_lossy(&expected)
+        );
+        return Err(fail(&roll, Kind::Mismatch, None, cause, deadline));
+    }
+    if roll.add("arrived", 1, deadline)? == i64::from(place.world_size.get()) {
+        roll.compare_set("verdict", b"", OK, deadline)?;
+    }
+    // Some time is kept back to find out who is missing, and to tell the others.
+    let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
+    match roll.get("verdict", waiting) {
+        Ok(verdict) if verdict == OK => {}
+        Ok(verdict) => return Err(spoken(&verdict)),
+        Err(error) if error.is_timeout() => return Err(missing(&roll, place, started, deadline)),
+        Err(error) => return Err(error),
+    }
+    let scope = format!("{}/{round}/group", place.scope);
+    Ok(Arrived {
+        store: Arc::new(PrefixStore::new(scope, Arc::clone(store))),
+        roll,
+        world_size: place.world_size,
+    })
+}
+
+/// The part of the time left that is kept for saying what went wrong.
+pub(super) fn reserve(deadline: Deadline) -> Duration {
+    (deadline.remaining() / 5).min(Duration::from_millis(500))
+}
+
+/// A number that nobody can guess.
+pub(super) fn nonce() -> Result<String> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| Error::new(Kind::Io, format!("the system gives no random bytes: {error}")))?;
+    Ok(format!("{:032x}", u128::from_ne_bytes(bytes)))
+}
+
+/// Writes the entry into the first round in which this process has not been.
+fn sign_in(
+    store: &SharedStore,
+    place: &Place,
+    entry: &Entry,
+    deadline: Deadline,
+) -> Result<(PrefixStore, u64)> {
+    let mine = entry.to_text().into_bytes();
+    for round in 0.. {
+        let roll = PrefixStore::new(format!("{}/{round}", place.scope), Arc::clone(store));
+        let there = roll.compare_set(&format!("rank/{}", place.rank), b"", &mine, deadline)?;
+        if there == mine {
+            return Ok((roll, round));
+        }
+        let other = Entry::parse(&there)?.identity;
+        if other != entry.identity {
+            let cause = format!(
+                "two processes have rank {}: process {} on {} and process {} on {}",
+                place.rank, other.process, other.host, entry.identity.process, entry.identity.host
+            );
+            return Err(fail(&roll, Kind::Mismatch, Some(place.rank), cause, deadline));
+        }
+    }
+    Err(Error::protocol("the store never takes this rank's arrival"))
+}
+
+/// Tells every rank what went wrong, unless it has been told something already.
+fn fail(roll: &PrefixStore, kind: Kind, peer: Option<Rank>, cause: String, deadline: Deadline) -> Error {
+    let told = Told { kind, peer: peer.map(Rank::get), cause };
+    if let Ok(verdict) = serde_json::to_vec(&told) {
+        // The others find out for themselves, at their deadlines, if the store is gone too.
+        let _ = roll.compare_set("verdict", b"", &verdict, deadline.max(Deadline::after(LAST_WORD)));
+    }
+    told.into_error()
+}
+
+/// How long telling the others may take when the deadline has passed.
+const LAST_WORD: Duration = Duration::from_millis(100);
+
+/// A verdict that is not "ok".
+#[derive(serde::Serialize, serde::Deserialize)]
+struct Told {
+    kind: Kind,
+    peer: Option<u32>,
+    cause: String,
+}
+
+impl Told {
+    fn into_error(self) -> Error {
+        let error = Error::new(self.kind, self.cause).in_operation("rendezvous", None);
+        let error = self.peer.into_iter().fold(error, |error, peer| error.with_peer(Rank::new(peer)));
+        error.with_remedy(match self.kind {
+            Kind::Timeout => {
+                "have all ranks been started, with the same MASTER_ADDR, MASTER_PORT and job? If they are only slow, \
+                 raise the time-out"
+            }
+            _ => "give every process its own rank and the same world size; a launcher does",
+        })
+    }
+}
+
+fn spoken(verdict: &[u8]) -> Error {
+    match serde_json::from_slice::<Told>(verdict) {
+        Ok(told) => told.into_error(),
+        Err(_) => Error::protocol("the store's verdict on the start cannot be read")
+            .in_operation("rendezvous", None),
+    }
+}
+
+/// Names the ranks that have not come.
+fn missing(roll: &PrefixStore, place: &Place, started: Instant, deadline: Deadline) -> Error {
+    let mut missing = Vec::new();
+    for rank in place.world_size.ranks() {
+        match roll.check(&[&format!("rank/{rank}")], deadline) {
+            Ok(true) => {}
+            Ok(false) => missing.push(rank),
+            Err(_) => break,
+        }
+        if missing.len() > NAMED {
+            break;
+        }
+    }
+    let names: Vec<String> = missing.iter().take(NAMED).map(Rank::to_string).collect();
+    let more = if missing.len() > NAMED { " and more" } else { "" };
+    let waited = started.elapsed().as_secs_f64();
+    let world = place.world_size;
+    let cause = match names.as_slice() {
+        [] => format!("not all of the {world} ranks have arrived within {waited:.1} s"),
+        [name] => format!("rank {name} of {world} has not arrived within {waited:.1} s"),
+        names => format!("ranks {}{more} of {world} have not arrived within {waited:.1} s", names.join(", ")),
+    };
+    fail(roll, Kind::Timeout, missing.first().copied(), cause, deadline)
+}
+
+impl Arrived {
+    /// The hosts of all ranks.
+    pub fn hosts(&self, deadline: Deadline) -> Result<Hosts> {
+        let keys: Vec<String> = self.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let entries = self.roll.multi_get(&keys, deadline)?;
+        entries.iter().map(|entry| Ok(Entry::parse(entry)?.identity.host)).collect::<Result<_>>().map(Hosts)
+    }
+}

@@ -1,0 +1,110 @@
+//! `file:///path`: a store in a file.
+//!
+//! A file that an earlier job left is recognised by a greeting. Rank 0 always puts a new file in place. Every other
+//! rank opens what is there, leaves a hello with a number that nobody could have guessed, and waits for rank 0's
+//! welcome to that number, which an old file cannot hold; when the path names another file, it starts again there.
+
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::arrival::{Identity, arrive, nonce, reserve};
+use super::{Held, KeepAlive, Place, Rendezvous};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::{Rank, WorldSize};
+use crate::store::{FileStore, SharedStore, Store};
+
+/// All hellos: one line each, rank and number.
+const HELLOS: &str = "hellos";
+/// How often a rank that waits looks whether the path names another file, and rank 0 for new hellos.
+const LOOK: Duration = Duration::from_millis(20);
+
+pub(super) fn join(path: &Path, place: &Place, me: &Identity, deadline: Deadline) -> Result<Rendezvous> {
+    if place.world_size.get() == 1 {
+        return Ok(place.alone());
+    }
+    let file = match place.rank.is_main() {
+        true => welcome_all(FileStore::create(path)?, place.world_size, deadline)?,
+        false => greet(path, place, deadline)?,
+    };
+    let file = Arc::new(file);
+    let store: SharedStore = Arc::<FileStore>::clone(&file);
+    let arrived = arrive(&store, place, me, deadline)?;
+    let hosts = arrived.hosts(deadline)?;
+    let (local_rank, local_world_size) = hosts.local(place.rank);
+    Ok(Rendezvous {
+        store: arrived.store,
+        rank: place.rank,
+        world_size: place.world_size,
+        local_rank,
+        local_world_size,
+        epoch: place.epoch,
+        interface: hosts.reachable(Ipv4Addr::LOCALHOST.into())?,
+        keep_alive: KeepAlive(Held::File { _store: file }),
+    })
+}
+
+/// Rank 0: answers every hello, until each other rank has said one, or time is almost up.
+fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> Result<FileStore> {
+    let mut seen = vec![false; world_size.count()];
+    seen[0] = true;
+    let mut answered = 0;
+    // The roll-call that follows must still be able to say who is missing.
+    let until = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
+    store.append(HELLOS, b"", deadline)?;
+    while seen.contains(&false) && !until.has_passed() {
+        let hellos = store.get(HELLOS, deadline)?;
+        let hellos = String::from_utf8_lossy(&hellos).into_owned();
+        for line in hellos.lines().skip(answered) {
+            answered += 1;
+            if let Some((rank, number)) = line.split_once(' ')
+                && let Ok(rank) = rank.parse::<usize>()
+            {
+                store.set(&format!("welcome/{number}"), b"", deadline)?;
+                if let Some(seen) = seen.get_mut(rank) {
+                    *seen = true;
+                }
+            }
+        }
+        if !store.is_current() {
+            return Err(Error::mismatch("another process has put its own file in the place of this job's")
+                .in_operation("rendezvous", None)
+                .with_remedy("does another job use the same path, or are there two processes with rank 0?"));
+        }
+        std::thread::sleep(LOOK.min(until.remaining()));
+    }
+    Ok(store)
+}
+
+/// Another rank: finds today's file.
+fn greet(path: &Path, place: &Place, deadline: Deadline) -> Result<FileStore> {
+    let number = nonce()?;
+    loop {
+        let store = FileStore::open(path, deadline)?;
+        store.append(HELLOS, format!("{} {number}\n", place.rank).as_bytes(), deadline)?;
+        let welcome = format!("welcome/{number}");
+        loop {
+            match store.wait(&[&welcome], deadline.at_most(LOOK)) {
+                Ok(()) => return Ok(store),
+                Err(error) if !error.is_timeout() => return Err(error),
+                Err(_) if deadline.has_passed() => {
+                    return Err(Error::timeout(format!(
+                        "rank 0 has not answered in the file {}",
+                        path.display()
+                    ))
+                    .with_peer(Rank::MAIN)
+                    .in_operation("rendezvous", None)
+                    .with_remedy(format!(
+                        "does rank 0 run, with the same path? If it does, another process with rank {} came \
+                             first; a file of an earlier job does no harm",
+                        place.rank
+                    )));
+                }
+                Err(_) if !store.is_current() => break,
+                Err(_) => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! `tcp://host:port`: rank 0 serves the store there, on that host's address alone.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+
+use super::arrival::{Identity, arrive};
+use super::{Held, KeepAlive, Place, Rendezvous};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::store::{SharedStore, TcpStore, TcpStoreServer, resolve};
+
+/// Meets at `address`; rank 0 serves there if `rank_0_serves`, else somebody else does.
+pub(super) fn join(
+    address: &str,
+    rank_0_serves: bool,
+    place: &Place,
+    me: &Identity,
+    deadline: Deadline,
+) -> Result<Rendezvous> {
+    if place.world_size.get() == 1 {
+        return Ok(place.alone());
+    }
+    let server = match rank_0_serves && place.rank.is_main() {
+        true => Some(serve(address)?),
+        false => None,
+    };
+    let client = match &server {
+        Some(server) => TcpStore::connect(server.local_addr(), deadline),
+        None => TcpStore::connect(address, deadline),
+    };
+    let client = Arc::new(client?);
+    let interface = client.local_ip();
+    let store: SharedStore = Arc::<TcpStore>::clone(&client);
+    // From here on an error, too, leaves the server up until the others have read why.
+    let held = match server {
+        Some(server) => Held::Host { client, server: Some(server) },
+        None => Held::Client(client),
+    };
+    let keep_alive = KeepAlive(held);
+    let arrived = arrive(&store, place, me, deadline)?;
+    let known = place.local.filter(|(_, size)| !interface.is_loopback() || *size == place.world_size.get());
+    let (local, interface) = match known {
+        Some(local) => (local, interface),
+        None => {
+            let hosts = arrived.hosts(deadline)?;
+            (place.local.unwrap_or_else(|| hosts.local(place.rank)), hosts.reachable(interface)?)
+        }
+    };
+    Ok(Rendezvous {
+        store: arrived.store,
+        rank: place.rank,
+        world_size: place.world_size,
+        local_rank: local.0,
+        local_world_size: local.1,
+        epoch: place.epoch,
+        interface,
+        keep_alive,
+    })
+}
+
+/// Binds to the first of the address's meanings that is one of this host.
+fn serve(address: &str) -> Result<TcpStoreServer> {
+    let targets = resolve(address).map_err(|error| {
+        Error::io(format!("cannot find the address of {address}, where rank 0 is to serve the store"), error)
+            .with_remedy("is MASTER_ADDR right? It may be a name or an IP address")
+    })?;
+    let mut failure = None;
+    for target in targets {
+        match TcpStoreServer::bind(target) {
+            Ok(server) => return Ok(server),
+            Err(error) if error.io_kind() == Some(ErrorKind::AddrNotAvailable) => failure = Some(error),
+            Err(error) => return Err(error),
+        }
+    }
+    Err(failure.unwrap_or_else(|| Error::environment(format!("{address} has no address"))))
+}

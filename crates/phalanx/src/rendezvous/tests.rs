@@ -1,0 +1,268 @@
+use std::net::TcpListener;
+use std::thread;
+use std::time::Instant;
+
+use super::*;
+
+fn world(size: u32) -> WorldSize {
+    WorldSize::new(size).unwrap()
+}
+
+fn place(rank: u32, size: u32) -> Place {
+    Place::given("test", Some(Rank::new(rank)), Some(world(size))).unwrap()
+}
+
+/// A process of its own, though it is a thread.
+fn identity(process: u32, host: &str) -> Identity {
+    Identity { host: host.into(), process: process.to_string() }
+}
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(20))
+}
+
+fn free_address() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+}
+
+/// Runs `join` for each of `places` in a thread of its own, and keeps all worlds until every thread is done.
+fn run<T: Send>(places: &[Place], join: impl Fn(&Place, u32) -> T + Sync) -> Vec<T> {
+    thread::scope(|scope| {
+        let join = &join;
+        let threads: Vec<_> =
+            places.iter().zip(0..).map(|(place, i)| scope.spawn(move || join(place, i))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn places(size: u32) -> Vec<Place> {
+    (0..size).map(|rank| place(rank, size)).collect()
+}
+
+/// Every rank hears every other one in the store that it got.
+fn talk(worlds: &[Rendezvous]) {
+    for world in worlds {
+        world.store.set(&format!("said/{}", world.rank), b"here", soon()).unwrap();
+    }
+    for world in worlds {
+        for rank in world.world_size.ranks() {
+            assert_eq!(world.store.get(&format!("said/{rank}"), soon()).unwrap(), b"here");
+        }
+    }
+}
+
+#[test]
+fn urls_are_checked() {
+    assert_eq!(Url::parse("env://").unwrap(), Url::Env);
+    assert_eq!(Url::parse("tcp://[::1]:29500").unwrap(), Url::Tcp("[::1]:29500".into()));
+    assert_eq!(Url::parse("file:///a/b").unwrap(), Url::File("/a/b".into()));
+    for bad in
+        ["", "tcp://host", "tcp://:1", "tcp://h:0", "tcp://h:70000", "file://a", "file:///", "etcd://a:1"]
+    {
+        let error = Url::parse(bad).unwrap_err();
+        assert!(error.is_invalid_argument() && error.remedy().is_some(), "{error}");
+    }
+    let error = from_url("tcp://127.0.0.1:1", None, None, Duration::ZERO).unwrap_err();
+    assert!(error.to_string().contains("needs a rank"), "{error}");
+}
+
+#[test]
+fn a_world_of_one_needs_nobody() {
+    let alone = alone();
+    assert_eq!((alone.world_size, alone.local_world_size), (WorldSize::ONE, 1));
+    assert!(alone.interface.is_loopback());
+    // Not even a free port.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    tcp::join(&address, true, &place(0, 1), &identity(0, "a"), soon()).unwrap();
+}
+
+#[test]
+fn ranks_meet_over_tcp_and_know_their_neighbours() {
+    let address = free_address();
+    let worlds: Vec<Rendezvous> = run(&places(4), |place, i| {
+        tcp::join(&address, true, place, &identity(i, if i % 2 == 0 { "even" } else { "odd" }), soon())
+            .unwrap()
+    });
+    talk(&worlds);
+    let locals: Vec<(u32, u32)> =
+        worlds.iter().map(|world| (world.local_rank, world.local_world_size)).collect();
+    assert_eq!(locals, [(0, 4), (1, 4), (2, 4), (3, 4)]);
+    assert!(worlds.iter().all(|world| world.interface.is_loopback()));
+    // Rank 0 may go first: the others still finish, and it does not wait for its whole grace.
+    let mut worlds = worlds.into_iter();
+    let main = worlds.next().unwrap();
+    let started = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(move || drop(main));
+        for world in worlds {
+            assert_eq!(world.store.get("said/0", soon()).unwrap(), b"here");
+        }
+    });
+    assert!(started.elapsed() < GRACE);
+}
+
+#[test]
+fn neighbours_are_counted_host_by_host() {
+    let hosts = hosts::Hosts(["a", "b", "a", "b", "b"].map(str::to_owned).to_vec());
+    let locals: Vec<(u32, u32)> = world(5).ranks().map(|rank| hosts.local(rank)).collect();
+    assert_eq!(locals, [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]);
+    let elsewhere: IpAddr = "192.0.2.7".parse().unwrap();
+    assert_eq!(hosts.reachable(elsewhere).unwrap(), elsewhere);
+    if let Ok(address) = hosts.reachable(Ipv4Addr::LOCALHOST.into()) {
+        assert!(!address.is_loopback());
+    }
+}
+
+#[test]
+fn under_an_agent_every_rank_is_a_client_and_restarts_do_not_meet() {
+    let agent = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let port = agent.local_addr().port().to_string();
+    let join = |rank: u32, restart: u32, process: u32| {
+        let env = LaunchEnv::from_lookup(|name| {
+            Some(match name {
+                "RANK" | "LOCAL_RANK" => rank.to_string(),
+                "WORLD_SIZE" | "LOCAL_WORLD_SIZE" => "2".to_owned(),
+                "MASTER_ADDR" => "localhost".to_owned(),
+                "MASTER_PORT" => port.clone(),
+                "TORCHELASTIC_USE_AGENT_STORE" => "True".to_owned(),
+                "TORCHELASTIC_RESTART_COUNT" => restart.to_string(),
+                _ => return None,
+            })
+        });
+        env::join(&env.unwrap().unwrap(), &identity(process, "here"), soon()).unwrap()
+    };
+    let join = &join;
+    for restart in 0..2 {
+        // The same processes may meet twice in one life.
+        for _ in 0..2 {
+            let worlds: Vec<Rendezvous> = run(&places(2), |place, i| join(place.rank.get(), restart, i));
+            assert!(!worlds[0].store.check(&["said/0"], soon()).unwrap());
+            talk(&worlds);
+            assert_eq!(worlds[1].epoch, Epoch(u64::from(restart)));
+            assert_eq!((worlds[1].local_rank, worlds[1].local_world_size), (1, 2));
+        }
+    }
+}
+
+#[test]
+fn missing_ranks_are_named_on_every_rank_that_came() {
+    let address = free_address();
+    let came: Vec<Place> = [0, 2].map(|rank| place(rank, 4)).to_vec();
+    let errors = run(&came, |place, i| {
+        let started = Instant::now();
+        let deadline = Deadline::after(Duration::from_millis(400));
+        let error = tcp::join(&address, true, place, &identity(i, "a"), deadline).unwrap_err();
+        assert!(started.elapsed() < Duration::from_secs(3));
+        error
+    });
+    for error in errors {
+        let said = error.to_string();
+        assert!(error.is_timeout() && said.contains("ranks 1, 3 of 4 have not arrived"), "{said}");
+        assert_eq!(error.peer(), Some(Rank::new(1)));
+    }
+}
+
+/// Joins as each of `places`, in any kind of store: all must fail, and say `what`.
+fn all_fail(places: &[Place], what: &str) {
+    let address = free_address();
+    let deadline = Deadline::after(Duration::from_secs(4));
+    let over_tcp =
+        run(places, |place, i| tcp::join(&address, true, place, &identity(i, "a"), deadline).unwrap_err());
+    let store: SharedStore = Arc::new(MemoryStore::new());
+    let in_memory =
+        run(places, |place, i| arrival::arrive(&store, place, &identity(i, "a"), deadline).err().unwrap());
+    for error in over_tcp.into_iter().chain(in_memory) {
+        assert!(error.is_mismatch() && error.to_string().contains(what), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_comes_twice_is_an_error_on_every_rank() {
+    // With rank 2 missing, so that the world cannot be complete before the second process comes.
+    all_fail(&[place(0, 3), place(1, 3), place(1, 3)], "two processes have rank 1: process ");
+}
+
+#[test]
+fn world_sizes_that_differ_are_an_error_on_every_rank() {
+    all_fail(&[place(0, 2), place(1, 3)], "expects a world of");
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap();
+    let error = tcp::join(&address.to_string(), true, &place(0, 2), &identity(0, "a"), soon()).unwrap_err();
+    let said = error.to_string();
+    assert!(error.is_address_in_use() && said.contains(&address.port().to_string()), "{said}");
+    assert!(said.contains("MASTER_PORT"), "{said}");
+}
+
+#[test]
+fn an_address_of_another_host_is_named() {
+    let error = tcp::join("192.0.2.1:29500", true, &place(0, 2), &identity(0, "a"), soon()).unwrap_err();
+    assert!(error.to_string().contains("192.0.2.1 is no address of this host"), "{error}");
+}
+
+#[test]
+fn ranks_meet_in_a_file_whatever_an_earlier_job_left_and_whoever_comes_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("meet");
+    let join = |place: &Place, i: u32| file::join(&path, place, &identity(i, "a"), soon()).unwrap();
+    let mut stale = None;
+    for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2]] {
+        if let Some(stale) = &stale {
+            // The whole file of an earlier job, as a crash leaves it.
+            std::fs::write(&path, stale).unwrap();
+        }
+        let places: Vec<Place> = order.iter().map(|rank| place(*rank, 3)).collect();
+        let worlds: Vec<Rendezvous> = run(&places, |place, i| {
+            if i > 0 && stale.is_some() {
+                // The first is well on its way: it has written to the old file, or has replaced it.
+                let changed = || std::fs::read(&path).ok() != stale;
+                while !changed() {
+                    thread::yield_now();
+                }
+            }
+            join(place, i)
+        });
+        assert!(!worlds[0].store.check(&["said/0"], soon()).unwrap());
+        talk(&worlds);
+        assert!(worlds.iter().all(|world| world.interface.is_loopback() && world.local_world_size == 3));
+        stale = Some(std::fs::read(&path).unwrap());
+        drop(worlds);
+        assert!(!path.exists(), "rank 0 removes the file");
+    }
+}
+
+#[test]
+fn a_stale_file_alone_is_not_taken_for_a_world() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("meet");
+    let worlds: Vec<Rendezvous> =
+        run(&places(2), |place, i| file::join(&path, place, &identity(i, "a"), soon()).unwrap());
+    let stale = std::fs::read(&path).unwrap();
+    drop(worlds);
+    std::fs::write(&path, stale).unwrap();
+    let deadline = Deadline::after(Duration::from_millis(100));
+    let error = file::join(&path, &place(1, 2), &identity(1, "a"), deadline).unwrap_err();
+    assert!(error.is_timeout() && error.to_string().contains("rank 0 has not answered"), "{error}");
+    // Rank 0 alone names who is missing.
+    let deadline = Deadline::after(Duration::from_millis(300));
+    let error = file::join(&path, &place(0, 2), &identity(0, "a"), deadline).unwrap_err();
+    assert!(error.is_timeout() && error.to_string().contains("rank 1 of 2 has not arrived"), "{error}");
+}
+
+/// Under a real launcher, which starts this test twice:
+/// `torchrun --no-python --nproc-per-node 2 <test binary> --ignored under_a_launcher`.
+#[test]
+#[ignore = "needs a launcher with at least two workers"]
+fn under_a_launcher() {
+    let world = from_env(Duration::from_secs(20)).unwrap();
+    assert!(world.world_size.get() > 1, "start it under a launcher");
+    world.store.set(&format!("said/{}", world.rank), b"here", soon()).unwrap();
+    for rank in world.world_size.ranks() {
+        assert_eq!(world.store.get(&format!("said/{rank}"), soon()).unwrap(), b"here");
+    }
+    eprintln!("{world:?}");
+}

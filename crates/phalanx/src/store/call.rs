@@ -1,0 +1,126 @@
+//! One call on a store: the caps it keeps, and the errors it gives.
+
+use std::fmt::Display;
+use std::io;
+use std::time::Instant;
+
+use super::table::Refusal;
+use super::{MAX_KEY, MAX_VALUE};
+use crate::deadline::Deadline;
+use crate::error::{Error, Kind, Result};
+use crate::wire::store::{MAX_COUNT, MAX_REQUEST};
+
+/// How many keys an error names.
+const NAMED: usize = 4;
+
+/// What is asked of which store, since when, until when.
+pub(super) struct Call<'a> {
+    store: &'a dyn Display,
+    operation: &'static str,
+    keys: &'a [&'a str],
+    pub started: Instant,
+    pub deadline: Deadline,
+}
+
+impl<'a> Call<'a> {
+    /// Checks the keys' lengths.
+    pub fn new(
+        store: &'a dyn Display,
+        operation: &'static str,
+        keys: &'a [&'a str],
+        deadline: Deadline,
+    ) -> Result<Self> {
+        let call = Self { store, operation, keys, started: Instant::now(), deadline };
+        match keys.iter().find(|key| key.len() > MAX_KEY) {
+            None => Ok(call),
+            Some(key) => Err(call.error(
+                Kind::InvalidArgument,
+                format!("a key of {} bytes; the longest is {MAX_KEY}", key.len()),
+            )),
+        }
+    }
+
+    /// Checks a value's length.
+    pub fn value(&self, value: &[u8]) -> Result<()> {
+        if value.len() <= MAX_VALUE {
+            return Ok(());
+        }
+        Err(self.refused(&Refusal::LongValue(value.len())))
+    }
+
+    /// The deadline has passed.
+    pub fn timed_out(&self) -> Error {
+        let waited = self.started.elapsed().as_secs_f64();
+        let (cause, remedy) = match self.operation {
+            "get" | "wait" | "multi_get" => (
+                format!("not set after {waited:.1} s at {}", self.store),
+                "has the rank that sets it started, and does it still run? If it is only slow, raise the time-out",
+            ),
+            _ => (
+                format!("no answer after {waited:.1} s from {}", self.store),
+                "does the store's host (rank 0, or the launcher) still run? If it is only slow, raise the time-out",
+            ),
+        };
+        self.error(Kind::Timeout, cause).with_remedy(remedy)
+    }
+
+    /// The store does not do it.
+    pub fn refused(&self, refusal: &Refusal) -> Error {
+        self.error(Kind::InvalidArgument, format!("{refusal}, at {}", self.store))
+    }
+
+    /// More in one request than a store takes.
+    pub fn too_much(&self, count: usize, bytes: usize) -> Error {
+        let cause = format!("{count} keys and {bytes} bytes; a request takes {MAX_COUNT} and {MAX_REQUEST}");
+        self.error(Kind::InvalidArgument, cause).with_remedy("make several calls of it")
+    }
+
+    /// The store broke the protocol, or its file is damaged.
+    pub fn broken(&self, why: impl Display) -> Error {
+        self.error(Kind::Protocol, format!("{why}, at {}", self.store))
+    }
+
+    /// The system gave an error.
+    pub fn failed(&self, error: io::Error) -> Error {
+        match error.kind() {
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => self.timed_out(),
+            io::ErrorKind::InvalidData => self.broken(error),
+            io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::BrokenPipe => {
+                self.error(Kind::Io, format!("{} closed the connection", self.store)).with_remedy(
+                    "does the store's host (rank 0, or the launcher) still run? A store also closes the connection \
+                     of a client whose request it refuses, for instance because it is full; its log says why",
+                )
+            }
+            _ => self.named(Error::io(format!("at {}", self.store), error)),
+        }
+    }
+
+    fn error(&self, kind: Kind, cause: String) -> Error {
+        self.named(Error::new(kind, cause))
+    }
+
+    fn named(&self, error: Error) -> Error {
+        let mut keys: Vec<String> =
+            self.keys.iter().take(NAMED).map(|key| format!("{}", Short(key))).collect();
+        if self.keys.len() > NAMED {
+            keys.push(format!("and {} more", self.keys.len() - NAMED));
+        }
+        error.in_operation(format!("store {}({})", self.operation, keys.join(", ")), None)
+    }
+}
+
+/// A key as an error shows it.
+struct Short<'a>(&'a str);
+
+impl Display for Short<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        const SHOWN: usize = 80;
+        match self.0.char_indices().nth(SHOWN) {
+            None => write!(f, "{:?}", self.0),
+            Some((end, _)) => write!(f, "{:?}…", &self.0[..end]),
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! What every store must do, run on every kind of store.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{FileStore, MAX_KEY, MAX_VALUE, MemoryStore, PrefixStore, SharedStore, TcpStore, TcpStoreServer};
+use crate::deadline::Deadline;
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(20))
+}
+
+fn at_once() -> Deadline {
+    Deadline::after(Duration::from_millis(40))
+}
+
+/// A second handle on the same store, as another rank would have it.
+type Another = Box<dyn Fn() -> SharedStore>;
+
+/// Runs all checks on the store that `another` gives handles on.
+fn conforms(another: &Another) {
+    behaves(another);
+    caps_are_kept(another);
+}
+
+/// All checks but that of the caps.
+fn behaves(another: &Another) {
+    let checks: [fn(&Another); 7] = [
+        values_are_read_back,
+        counters_add_and_refuse_text,
+        compare_set_is_pytorchs,
+        keys_are_counted_and_deleted,
+        many_at_once,
+        waits_end_when_the_key_comes,
+        deadlines_are_obeyed_and_errors_name_the_key,
+    ];
+    for check in checks {
+        check(another);
+    }
+    ranks_do_not_lose_updates(another);
+}
+
+fn values_are_read_back(another: &Another) {
+    let (store, other) = (another(), another());
+    let all: Vec<u8> = (0..=255).collect();
+    for value in [&b""[..], b"x", &all, &vec![7; 300_000]] {
+        store.set("value", value, soon()).unwrap();
+        assert_eq!(other.get("value", soon()).unwrap(), value);
+    }
+    store.append("appended", b"ab", soon()).unwrap();
+    other.append("appended", b"", soon()).unwrap();
+    other.append("appended", b"cd", soon()).unwrap();
+    assert_eq!(store.get("appended", soon()).unwrap(), b"abcd");
+    store.set("", b"the empty key", soon()).unwrap();
+    assert_eq!(other.get("", soon()).unwrap(), b"the empty key");
+}
+
+fn counters_add_and_refuse_text(another: &Another) {
+    let (store, other) = (another(), another());
+    assert_eq!(store.add("counter", 5, soon()).unwrap(), 5);
+    assert_eq!(other.add("counter", -7, soon()).unwrap(), -2);
+    assert_eq!(store.get("counter", soon()).unwrap(), b"-2");
+    assert_eq!(store.add("untouched", 0, soon()).unwrap(), 0);
+    assert!(other.check(&["untouched"], soon()).unwrap());
+    store.set("text", b"seven", soon()).unwrap();
+    let error = other.add("text", 1, soon()).unwrap_err();
+    let said = error.to_string();
+    assert!(said.contains("\"seven\" is not a decimal number") && said.contains("add(\""), "{said}");
+    // The store lives on.
+    assert_eq!(other.get("text", soon()).unwrap(), b"seven");
+    assert_eq!(store.add("counter", 1, soon()).unwrap(), -1);
+}
+
+fn compare_set_is_pytorchs(another: &Another) {
+    let (store, other) = (another(), another());
+    let compare_set = |expected: &[u8], desired: &[u8]| {
+        String::from_utf8(store.compare_set("compared", expected, desired, soon()).unwrap()).unwrap()
+    };
+    assert_eq!(compare_set(b"x", b"y"), "x");
+    assert!(!other.check(&["compared"], soon()).unwrap());
+    assert_eq!(compare_set(b"", b"y"), "y");
+    assert_eq!(compare_set(b"", b"z"), "y");
+    assert_eq!(compare_set(b"x", b"z"), "y");
+    assert_eq!(compare_set(b"y", b"z"), "z");
+    assert_eq!(other.get("compared", soon()).unwrap(), b"z");
+}
+
+fn keys_are_counted_and_deleted(another: &Another) {
+    let (store, other) = (another(), another());
+    let before = store.num_keys(soon()).unwrap();
+    store.set("counted", b"", soon()).unwrap();
+    store.set("counted", b"again", soon()).unwrap();
+    store.add("counted too", 1, soon()).unwrap();
+    assert_eq!(other.num_keys(soon()).unwrap(), before + 2);
+    assert!(other.delete_key("counted", soon()).unwrap());
+    assert!(!store.delete_key("counted", soon()).unwrap());
+    assert!(!store.check(&["counted"], soon()).unwrap());
+    assert_eq!(store.num_keys(soon()).unwrap(), before + 1);
+    // What was deleted starts anew.
+    assert_eq!(store.add("counted", 3, soon()).unwrap(), 3);
+}
+
+fn many_at_once(another: &Another) {
+    let (store, other) = (another(), another());
+    store.multi_set(&[("m1", b"1"), ("m2", b""), ("m1", b"2")], soon()).unwrap();
+    assert_eq!(other.multi_get(&["m2", "m1", "m1"], soon()).unwrap(), [&b""[..], b"2", b"2"]);
+    assert!(other.check(&["m1", "m2"], soon()).unwrap());
+    assert!(!other.check(&["m1", "m3"], soon()).unwrap());
+    store.multi_set(&[], soon()).unwrap();
+    other.wait(&[], soon()).unwrap();
+    assert!(other.check(&[], soon()).unwrap());
+    assert!(other.multi_get(&[], soon()).unwrap().is_empty());
+    let keys: Vec<String> = (0..500).map(|i| format!("many/{i}")).collect();
+    let pairs: Vec<(&str, &[u8])> = keys.iter().map(|key| (key.as_str(), key.as_bytes())).collect();
+    store.multi_set(&pairs, soon()).unwrap();
+    let refs: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let values = other.multi_get(&refs, soon()).unwrap();
+    assert!(values.iter().zip(&keys).all(|(value, key)| value == key.as_bytes()));
+}
+
+fn waits_end_when_the_key_comes(another: &Another) {
+    let writes: [fn(&SharedStore, &str); 5] = [
+        |store, key| store.set(key, b"v", soon()).unwrap(),
+        |store, key| assert_eq!(store.add(key, 1, soon()).unwrap(), 1),
+        |store, key| store.append(key, b"v", soon()).unwrap(),
+        |store, key| drop(store.compare_set(key, b"", b"v", soon()).unwrap()),
+        |store, key| store.multi_set(&[(key, b"v")], soon()).unwrap(),
+    ];
+    let store = another();
+    thread::scope(|scope| {
+        // Several threads wait on one handle while the same handle is used to write.
+        for (i, write) in writes.into_iter().enumerate() {
+            let key = format!("awaited/{i}");
+            let waiting = Arc::clone(&store);
+            let name = key.clone();
+            scope.spawn(move || waiting.wait(&[&name, "awaited/last"], soon()).unwrap());
+            write(&store, &key);
+        }
+        let other = another();
+        let reader = scope.spawn(move || other.get("awaited/last", soon()).unwrap());
+        store.set("awaited/last", b"now", soon()).unwrap();
+        assert_eq!(reader.join().unwrap(), b"now");
+    });
+}
+
+fn deadlines_are_obeyed_and_errors_name_the_key(another: &Another) {
+    let store = another();
+    store.set("there", b"", soon()).unwrap();
+    let waits: [fn(&SharedStore) -> crate::Error; 3] = [
+        |store| store.get("never", at_once()).unwrap_err(),
+        |store| store.wait(&["there", "never"], at_once()).unwrap_err(),
+        |store| store.multi_get(&["there", "never"], at_once()).unwrap_err(),
+    ];
+    for wait in waits {
+        let started = Instant::now();
+        let error = wait(&store);
+        let waited = started.elapsed();
+        assert!(waited >= Duration::from_millis(38) && waited < Duration::from_secs(3), "{waited:?}");
+        let said = error.to_string();
+        assert!(error.is_timeout() && error.remedy().is_some(), "{said}");
+        assert!(said.contains("never\"") && said.contains("store") && said.contains(" s "), "{said}");
+    }
+    // A wait that was cancelled leaves the handle usable.
+    assert_eq!(store.get("there", soon()).unwrap(), b"");
+}
+
+fn caps_are_kept(another: &Another) {
+    let store = another();
+    let error = store.set("long", &vec![0; MAX_VALUE + 1], soon()).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains(&MAX_VALUE.to_string()), "{error}");
+    let key = "k".repeat(MAX_KEY + 1);
+    let error = store.check(&[&key], soon()).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().len() < 1000, "{error}");
+    store.set("longest", &vec![1; MAX_VALUE], soon()).unwrap();
+    let error = store.append("longest", b"1", soon()).unwrap_err();
+    assert!(!error.is_timeout(), "{error}");
+    assert_eq!(store.get("longest", soon()).unwrap().len(), MAX_VALUE);
+    assert!(store.delete_key("longest", soon()).unwrap());
+}
+
+fn ranks_do_not_lose_updates(another: &Another) {
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            let store = another();
+            scope.spawn(move || {
+                for _ in 0..50 {
+                    store.add("raced", 1, soon()).unwrap();
+                    store.append("raced bytes", b"x", soon()).unwrap();
+                }
+            });
+        }
+    });
+    let store = another();
+    assert_eq!(store.get("raced", soon()).unwrap(), b"200");
+    assert_eq!(store.get("raced bytes", soon()).unwrap().len(), 200);
+}
+
+/// The same store under two prefixes deep.
+fn prefixed(another: Another) -> Another {
+    Box::new(move || {
+        let outer: SharedStore = Arc::new(PrefixStore::new("job", another()));
+        Arc::new(PrefixStore::new("1", outer))
+    })
+}
+
+#[test]
+fn memory() {
+    let store: SharedStore = Arc::new(MemoryStore::new());
+    let another: Another = Box::new(move || Arc::clone(&store));
+    conforms(&another);
+    conforms(&prefixed(another));
+}
+
+#[test]
+fn file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let owner = FileStore::create(&path).unwrap();
+    let another: Another = Box::new(move || Arc::new(FileStore::open(&path, soon()).unwrap()));
+    conforms(&another);
+    conforms(&prefixed(another));
+    drop(owner);
+}
+
+#[test]
+fn tcp() {
+    for address in ["127.0.0.1:0", "[::1]:0"] {
+        let server = match TcpStoreServer::bind(address.parse().unwrap()) {
+            Ok(server) => server,
+            Err(error) if address.starts_with('[') => {
+                eprintln!("skipped: no IPv6 here: {error}");
+                continue;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        let address = server.local_addr();
+        let another: Another = Box::new(move || Arc::new(TcpStore::connect(address, soon()).unwrap()));
+        conforms(&another);
+        conforms(&prefixed(another));
+    }
+}
+
+/// The same checks on the store at `address`, of another make, whose caps are its own.
+pub(super) fn elsewhere(address: &str) {
+    let address = address.to_owned();
+    let another: Another = Box::new(move || Arc::new(TcpStore::connect(&address, soon()).unwrap()));
+    behaves(&another);
+    behaves(&prefixed(another));
+}

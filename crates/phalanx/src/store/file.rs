@@ -1,0 +1,332 @@
+//! A store in a file that all ranks see: a log to which every change is appended.
+
+mod log;
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
+
+use self::log::Log;
+use super::Store;
+use super::call::Call;
+use super::table::{Refusal, Table};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+
+/// The pauses between looks at the file grow from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+
+/// A store in a file, for ranks that share a file system.
+///
+/// One process [`create`](Self::create)s it, in place of whatever has that name, and removes it when it drops it;
+/// the others [`open`](Self::open) it. A writer that dies in the middle of a change leaves a torn end, which
+/// readers ignore and the next writer cuts off.
+///
+/// A file that an earlier job left behind is a complete store, so `open` alone cannot know it from today's:
+/// a [rendezvous](crate::rendezvous) does, by a greeting that only today's rank 0 answers.
+#[derive(Debug)]
+pub struct FileStore {
+    name: Name,
+    log: Mutex<Log>,
+    remove: bool,
+}
+
+#[derive(Debug)]
+struct Name(PathBuf);
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the store file://{}", self.0.display())
+    }
+}
+
+impl FileStore {
+    /// Puts a new store at `path`, at once and whole, whatever was there.
+    pub fn create(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let file = create_in_place(&path).map_err(|error| unusable(&path, "create", error))?;
+        let log = Log::new(file);
+        Ok(Self { name: Name(path), log: Mutex::new(log), remove: true })
+    }
+
+    /// Opens the store at `path`; waits until there is one.
+    pub fn open(path: impl Into<PathBuf>, deadline: Deadline) -> Result<Self> {
+        let path = path.into();
+        let mut pauses = Pauses::new(deadline);
+        loop {
+            let why = match OpenOptions::new().read(true).write(true).open(&path) {
+                Ok(file) => match Log::open(file).map_err(|error| unusable(&path, "read", error))? {
+                    Some(log) => return Ok(Self { name: Name(path), log: Mutex::new(log), remove: false }),
+                    None => "holds no store",
+                },
+                Err(error) if error.kind() == io::ErrorKind::NotFound => "does not exist",
+                Err(error) => return Err(unusable(&path, "open", error)),
+            };
+            if !pauses.rest() {
+                let cause = format!("the file {} {why}", path.display());
+                return Err(Error::timeout(cause).in_operation("store open", None).with_remedy(
+                    "does rank 0 run, with the same path on a file system that all ranks share?",
+                ));
+            }
+        }
+    }
+
+    /// Is this store still the one that its path names?
+    pub fn is_current(&self) -> bool {
+        let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+        let ours = self.log.lock().file.metadata().map(identity);
+        let named = std::fs::metadata(&self.name.0).map(identity);
+        matches!((ours, named), (Ok(ours), Ok(named)) if ours == named)
+    }
+
+    /// Changes `keys` under the file's lock: `change` gives its result, and whether it wrote or removed them.
+    fn change<T>(
+        &self,
+        call: &Call<'_>,
+        keys: &[&str],
+        change: impl FnOnce(&mut Table) -> Result<(T, bool), Refusal>,
+    ) -> Result<T> {
+        let mut log = self.log(call)?;
+        let mut pauses = Pauses::new(call.deadline);
+        while !log.try_lock().map_err(|error| call.failed(error))? {
+            if !pauses.rest() {
+                return Err(call.timed_out());
+            }
+        }
+        let outcome = log.change(keys, change);
+        log.unlock();
+        match outcome {
+            Ok(Ok(value)) => Ok(value),
+            Ok(Err(refusal)) => Err(call.refused(&refusal)),
+            Err(error) => Err(call.failed(error)),
+        }
+    }
+
+    /// Reads once `keys` are all there.
+    fn read<T>(&self, call: &Call<'_>, keys: &[&str], read: impl FnOnce(&Table) -> T) -> Result<T> {
+        let mut pauses = Pauses::new(call.deadline);
+        loop {
+            let mut log = self.log(call)?;
+            log.catch_up().map_err(|error| call.failed(error))?;
+            if keys.iter().all(|key| log.table.contains(key.as_bytes())) {
+                return Ok(read(&log.table));
+            }
+            drop(log);
+            if !pauses.rest() {
+                return Err(call.timed_out());
+            }
+        }
+    }
+
+    fn log(&self, call: &Call<'_>) -> Result<MutexGuard<'_, Log>> {
+        self.log
+            .try_lock_until(call.deadline.instant())
+            .or_else(|| self.log.try_lock())
+            .ok_or_else(|| call.timed_out())
+    }
+}
+
+impl Drop for FileStore {
+    fn drop(&mut self) {
+        if self.remove && self.is_current() {
+            // Whoever has it open keeps it; a file that cannot be removed is recognised as stale later.
+            let _ = std::fs::remove_file(&self.name.0);
+        }
+    }
+}
+
+impl Store for FileStore {
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        let keys = [key];
+        let call = Call::new(&self.name, "set", &keys, deadline)?;
+        self.change(&call, &keys, |table| Ok((table.set(key.as_bytes(), value)?, true)))
+    }
+
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        let keys = [key];
+        let call = Call::new(&self.name, "get", &keys, deadline)?;
+        self.read(&call, &keys, |table| value(table, key))
+    }
+
+    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        let call = Call::new(&self.name, "wait", keys, deadline)?;
+        self.read(&call, keys, |_| ())
+    }
+
+    fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
+        let call = Call::new(&self.name, "check", keys, deadline)?;
+        self.read(&call, &[], |table| keys.iter().all(|key| table.contains(key.as_bytes())))
+    }
+
+    fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
+        let keys = [key];
+        let call = Call::new(&self.name, "add", &keys, deadline)?;
+        self.change(&call, &keys, |table| Ok((table.add(key.as_bytes(), amount)?, true)))
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
+        let keys = [key];
+        let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
+        self.change(&call, &keys, |table| {
+            let (value, written) = table.compare_set(key.as_bytes(), expected, desired)?;
+            Ok((value.to_vec(), written))
+        })
+    }
+
+    fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
+        let keys = [key];
+        let call = Call::new(&self.name, "delete_key", &keys, deadline)?;
+        self.change(&call, &keys, |table| {
+            let was_there = table.delete(key.as_bytes());
+            Ok((was_there, was_there))
+        })
+    }
+
+    fn num_keys(&self, deadline: Deadline) -> Result<usize> {
+        let call = Call::new(&self.name, "num_keys", &[], deadline)?;
+        self.read(&call, &[], Table::len)
+    }
+
+    fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        let keys = [key];
+        let call = Call::new(&self.name, "append", &keys, deadline)?;
+        self.change(&call, &keys, |table| Ok((table.append(key.as_bytes(), value)?, true)))
+    }
+
+    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let call = Call::new(&self.name, "multi_get", keys, deadline)?;
+        self.read(&call, keys, |table| keys.iter().map(|key| value(table, key)).collect())
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
+        let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
+        let call = Call::new(&self.name, "multi_set", &keys, deadline)?;
+        self.change(&call, &keys, |table| {
+            pairs.iter().try_for_each(|(key, value)| table.set(key.as_bytes(), *value))?;
+            Ok(((), true))
+        })
+    }
+}
+
+fn value(table: &Table, key: &str) -> Vec<u8> {
+    table.get(key.as_bytes()).unwrap_or_default().to_vec()
+}
+
+/// Rests that grow, until a deadline.
+struct Pauses {
+    next: Duration,
+    deadline: Deadline,
+}
+
+impl Pauses {
+    fn new(deadline: Deadline) -> Self {
+        Self { next: PAUSES.0, deadline }
+    }
+
+    /// Sleeps; `false` if the deadline has passed instead.
+    fn rest(&mut self) -> bool {
+        let left = self.deadline.remaining();
+        std::thread::sleep(self.next.min(left));
+        self.next = (self.next * 2).min(PAUSES.1);
+        !left.is_zero()
+    }
+}
+
+/// Writes an empty store beside `path`, then gives it that name.
+fn create_in_place(path: &Path) -> io::Result<File> {
+    let mut nonce = [0; 8];
+    getrandom::fill(&mut nonce).map_err(|error| io::Error::other(error.to_string()))?;
+    let mut name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_os_string();
+    name.push(format!(".{:016x}.new", u64::from_ne_bytes(nonce)));
+    let temporary = path.with_file_name(name);
+    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary)?;
+    let placed = log::write_header(&file).and_then(|()| std::fs::rename(&temporary, path));
+    if let Err(error) = placed {
+        let _ = std::fs::remove_file(&temporary);
+        return Err(error);
+    }
+    Ok(file)
+}
+
+fn unusable(path: &Path, verb: &str, error: io::Error) -> Error {
+    Error::io(format!("cannot {verb} the store's file {}", path.display()), error)
+        .with_remedy("is its folder there, and may every rank write in it?")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_secs(10))
+    }
+
+    #[test]
+    fn a_torn_end_is_ignored_and_then_cut_off() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let store = FileStore::create(&path).unwrap();
+        store.set("a", b"1", soon()).unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        store.set("torn", b"never finished", soon()).unwrap();
+        let full = std::fs::read(&path).unwrap();
+        for end in whole.len()..full.len() {
+            std::fs::write(&path, &full[..end]).unwrap();
+            let other = FileStore::open(&path, soon()).unwrap();
+            assert_eq!(other.num_keys(soon()).unwrap(), 1, "cut at {end}");
+            other.set("b", b"2", soon()).unwrap();
+            let third = FileStore::open(&path, soon()).unwrap();
+            assert_eq!(third.multi_get(&["a", "b"], soon()).unwrap(), [b"1", b"2"]);
+            assert!(!third.check(&["torn"], soon()).unwrap());
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_store_is_waited_for_and_then_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let short = || Deadline::after(Duration::from_millis(20));
+        let error = FileStore::open(&path, short()).unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("does not exist"), "{error}");
+        std::fs::write(&path, [7; 100]).unwrap();
+        let error = FileStore::open(&path, short()).unwrap_err();
+        assert!(error.to_string().contains("holds no store"), "{error}");
+        let error = FileStore::create(folder.path().join("no/such/folder")).unwrap_err();
+        assert!(error.to_string().contains("no/such/folder") && error.remedy().is_some(), "{error}");
+        // Creation takes the place of whatever was there.
+        let store = FileStore::create(&path).unwrap();
+        assert_eq!(FileStore::open(&path, short()).unwrap().num_keys(short()).unwrap(), 0);
+        drop(store);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_store_that_was_replaced_knows_it_and_leaves_the_new_one_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let old = FileStore::create(&path).unwrap();
+        assert!(old.is_current());
+        let new = FileStore::create(&path).unwrap();
+        assert!(!old.is_current() && new.is_current());
+        drop(old);
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn a_lock_that_is_held_costs_no_more_than_the_deadline() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let store = FileStore::create(&path).unwrap();
+        let file = File::open(&path).unwrap();
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
+        let error = store.set("a", b"1", Deadline::after(Duration::from_millis(30))).unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("set(\"a\")"), "{error}");
+        drop(file);
+        store.set("a", b"1", soon()).unwrap();
+    }
+}

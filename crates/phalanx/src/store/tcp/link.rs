@@ -1,0 +1,237 @@
+//! A connection of the client: how it is made, and how bytes cross it before a deadline.
+
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::store::MAX_VALUE;
+use crate::wire::store::{Frame, MAGIC, Op, WAIT_CANCELLED, WAIT_DONE};
+
+/// How long one address may take to accept.
+const CONNECT: Duration = Duration::from_secs(5);
+/// How long a server that has accepted may take to answer the greeting.
+const GREETING: Duration = Duration::from_secs(10);
+/// For how long a server that hangs up on the greeting is tried again: one that is just ending does so too.
+const HANGING_UP: Duration = Duration::from_secs(2);
+/// The pauses between attempts grow from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
+/// How long a server may take to confirm that a wait is cancelled; the deadline has passed already.
+const CANCEL: Duration = Duration::from_millis(50);
+
+/// A connection that has been greeted by a store.
+#[derive(Debug)]
+pub(super) struct Link {
+    stream: TcpStream,
+    /// Bytes that came with an earlier read; from `start` on they are still to be used.
+    buffer: Vec<u8>,
+    start: usize,
+    pub deadline: Deadline,
+}
+
+/// Why an attempt to connect failed.
+enum Attempt {
+    /// Nobody is there, or not yet.
+    Absent(io::Error),
+    /// It hung up.
+    HungUp,
+    /// It is something else than a store.
+    Foreign(String),
+}
+
+impl Link {
+    /// Connects to `address`, `host:port`, until it works or `deadline` has passed.
+    pub fn connect(address: &str, deadline: Deadline) -> Result<Self> {
+        let started = Instant::now();
+        let mut pause = PAUSES.0;
+        let mut hung_up: Option<Instant> = None;
+        loop {
+            let last = match Self::attempt(address, deadline) {
+                Ok(link) => return Ok(link),
+                Err(Attempt::Foreign(what)) => return Err(foreign(address, &what)),
+                Err(Attempt::HungUp) => {
+                    let since = *hung_up.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= HANGING_UP || deadline.remaining() <= pause {
+                        return Err(foreign(address, "it closes the connection when it is greeted"));
+                    }
+                    None
+                }
+                Err(Attempt::Absent(error)) => Some(error),
+            };
+            if let Some(error) = last
+                && deadline.remaining() <= pause
+            {
+                return Err(absent(address, started.elapsed(), error));
+            }
+            std::thread::sleep(pause.min(deadline.remaining()));
+            pause = (pause * 3 / 2).min(PAUSES.1);
+        }
+    }
+
+    pub fn local_ip(&self) -> io::Result<IpAddr> {
+        self.stream.local_addr().map(|address| address.ip())
+    }
+
+    pub fn peer(&self) -> io::Result<SocketAddr> {
+        self.stream.peer_addr()
+    }
+
+    fn attempt(address: &str, deadline: Deadline) -> Result<Self, Attempt> {
+        let mut failure = Attempt::Absent(io::ErrorKind::AddrNotAvailable.into());
+        for target in resolve(address).map_err(Attempt::Absent)? {
+            let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
+            match TcpStream::connect_timeout(&target, limit) {
+                // A connection to a free port of this host may by chance be one to itself.
+                Ok(stream) if stream.local_addr().ok() == Some(target) => {}
+                Ok(stream) => return Self::greet(stream, deadline),
+                Err(error) => failure = Attempt::Absent(error),
+            }
+        }
+        Err(failure)
+    }
+
+    fn greet(stream: TcpStream, deadline: Deadline) -> Result<Self, Attempt> {
+        stream.set_nodelay(true).map_err(Attempt::Absent)?;
+        let mut link = Self { stream, buffer: Vec::new(), start: 0, deadline: deadline.at_most(GREETING) };
+        let nonce = std::process::id();
+        let hello = Frame::new(Op::Validate).u32(MAGIC).then(Op::Ping).u32(nonce).into_bytes();
+        let answer = link.send(&hello).and_then(|()| link.take::<4>());
+        match answer {
+            Ok(echo) if echo == nonce.to_le_bytes() => Ok(link),
+            Ok(other) => Err(Attempt::Foreign(format!("it answers {:?}", other.escape_ascii().to_string()))),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                Err(Attempt::Foreign("it accepts connections but does not answer".into()))
+            }
+            Err(_) => Err(Attempt::HungUp),
+        }
+    }
+
+    /// Writes all of `bytes`.
+    pub fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            self.stream.set_write_timeout(Some(self.left()?))?;
+            match self.stream.write(bytes) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => bytes = &bytes[written..],
+                Err(error) => retry(error)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads `N` bytes.
+    pub fn take<const N: usize>(&mut self) -> io::Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.fill(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    pub fn integer(&mut self) -> io::Result<i64> {
+        self.take().map(i64::from_le_bytes)
+    }
+
+    /// Reads a length and so many bytes; the length is checked first.
+    pub fn value(&mut self) -> io::Result<Vec<u8>> {
+        let length = u64::from_le_bytes(self.take()?);
+        let length = usize::try_from(length).ok().filter(|length| *length <= MAX_VALUE).ok_or_else(|| {
+            let why = format!("an answer of {length} bytes; the longest is {MAX_VALUE}");
+            io::Error::new(io::ErrorKind::InvalidData, why)
+        })?;
+        let mut bytes = vec![0; length];
+        self.fill(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Waits for the keys of `request`; `false` if the deadline passed, and the wait has been cancelled.
+    pub fn wait(&mut self, request: &[u8]) -> io::Result<bool> {
+        self.send(request)?;
+        match self.take() {
+            Ok([WAIT_DONE]) => Ok(true),
+            Ok([WAIT_CANCELLED]) => Ok(false),
+            Ok([other]) => {
+                Err(io::Error::new(io::ErrorKind::InvalidData, format!("a wait was answered {other}")))
+            }
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => self.cancel(),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn cancel(&mut self) -> io::Result<bool> {
+        self.deadline = Deadline::after(CANCEL);
+        self.send(&[Op::CancelWait as u8])?;
+        // The keys may have come at the last moment: then that is said first.
+        let came = self.take()? == [WAIT_DONE];
+        if came {
+            self.take::<1>()?;
+        }
+        Ok(came)
+    }
+
+    fn fill(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let buffered = &self.buffer[self.start..];
+            if !buffered.is_empty() {
+                let n = buffered.len().min(bytes.len());
+                bytes[..n].copy_from_slice(&buffered[..n]);
+                self.start += n;
+                bytes = &mut bytes[n..];
+                continue;
+            }
+            self.stream.set_read_timeout(Some(self.left()?))?;
+            // What is long is read where it belongs; what is short, with what follows it.
+            const SMALL: usize = 512;
+            let read = if bytes.len() >= SMALL {
+                self.stream.read(bytes).inspect(|n| bytes = &mut std::mem::take(&mut bytes)[*n..])
+            } else {
+                self.start = 0;
+                self.buffer.resize(SMALL, 0);
+                let read = self.stream.read(&mut self.buffer);
+                self.buffer.truncate(*read.as_ref().unwrap_or(&0));
+                read
+            };
+            match read {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(_) => {}
+                Err(error) => retry(error)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The time left; an error if there is none.
+    fn left(&self) -> io::Result<Duration> {
+        let left = self.deadline.remaining();
+        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+    }
+}
+
+/// Errors after which the deadline is looked at once more.
+fn retry(error: io::Error) -> io::Result<()> {
+    match error.kind() {
+        io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Ok(()),
+        _ => Err(error),
+    }
+}
+
+/// The addresses of `host:port`, IPv4 first: the server binds to the first of the same list.
+pub(crate) fn resolve(address: &str) -> io::Result<Vec<SocketAddr>> {
+    let mut targets: Vec<SocketAddr> = address.to_socket_addrs()?.collect();
+    targets.sort_by_key(SocketAddr::is_ipv6);
+    targets.dedup();
+    Ok(targets)
+}
+
+fn absent(address: &str, waited: Duration, error: io::Error) -> Error {
+    let cause = format!("no store at {address} after {:.1} s: {error}", waited.as_secs_f64());
+    Error::timeout(cause).in_operation("store connect", None).with_remedy(
+        "does rank 0, or the launcher, run, and are MASTER_ADDR and MASTER_PORT those of its host? A firewall between \
+         the hosts has the same effect",
+    )
+}
+
+fn foreign(address: &str, what: &str) -> Error {
+    Error::protocol(format!("what listens on {address} is not a store: {what}"))
+        .in_operation("store connect", None)
+        .with_remedy("another program has this port: set MASTER_PORT to a free one for every rank")
+}
