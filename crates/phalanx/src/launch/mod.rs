@@ -5,6 +5,8 @@
 //!
 //! - Each worker leads a process group of its own, with standard input closed.
 //! - The first failure ends the others: SIGTERM to each group, [a grace period](Job::grace), then SIGKILL.
+//! - A worker whose error file blames another rank is believed: the launcher waits up to half a second for that one's
+//!   end, and reports it as the first failure.
 //! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a further SIGINT
 //!   kills at once. Ctrl-Z stops the workers too.
 //! - If this process is killed, workers and grandchildren are killed as well.
@@ -36,6 +38,7 @@ mod supervisor;
 mod worker;
 
 pub use error_file::write as write_error_file;
+pub(crate) use error_file::write_blaming;
 pub use event::{Event, Observer, Stream};
 pub use exit::{Exit, Failure, Outcome, Report, Signal};
 pub use job::{Job, Output};
