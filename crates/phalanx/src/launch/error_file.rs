@@ -32,8 +32,7 @@ pub fn write(message: &str) {
     write_blaming(message, None);
 }
 
-/// [`write()`], and says that `peer` failed before: the launcher then waits a moment for its end, and shows that as the
-/// cause.
+/// [`write()`], and says that `peer` failed before: if it did, the launcher shows that as the cause.
 pub(crate) fn write_blaming(message: &str, peer: Option<Rank>) {
     if let Some(path) = std::env::var_os("TORCHELASTIC_ERROR_FILE").filter(|path| !path.is_empty()) {
         let _ = write_to(Path::new(&path), message, peer);

@@ -4,9 +4,10 @@
 //! whatever happened. `phalanx run` and [`spawn`](crate::spawn()) are two faces of it.
 //!
 //! - Each worker leads a process group of its own, with standard input closed.
-//! - The first failure ends the others: SIGTERM to each group, [a grace period](Job::grace), then SIGKILL.
-//! - A worker whose error file blames another rank is believed: the launcher waits up to half a second for that one's
-//!   end, and reports it as the first failure.
+//! - The first failure ends the job. The others get half a second to notice it themselves and say what they saw; then
+//!   SIGTERM to each group, [a grace period](Job::grace), and SIGKILL.
+//! - A worker whose error file blames another rank is believed if that one has failed too: that is then the first
+//!   failure.
 //! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a further SIGINT
 //!   kills at once. Ctrl-Z stops the workers too.
 //! - If this process is killed, workers and grandchildren are killed as well.

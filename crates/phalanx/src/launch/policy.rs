@@ -7,9 +7,9 @@ use super::exit::{Exit, Signal};
 /// How long to wait for what has got SIGKILL. Only a process stuck in the kernel takes longer than a moment.
 const AFTER_KILL: Duration = Duration::from_secs(5);
 
-/// How long to wait for the end of a worker that another has blamed for its own failure. A rank that fails closes its
-/// connections before its process ends; its peers may be faster to notice than it is to die.
-const BLAMED: Duration = Duration::from_millis(500);
+/// How long the others may take to end by themselves after the first failure. Ranks notice a dead peer within
+/// milliseconds: they say what they saw, and a rank that blames a peer which is still on its way out is put right.
+const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// The state of a job's workers, by index.
 #[derive(Debug)]
@@ -25,8 +25,8 @@ pub(super) struct Policy {
 #[derive(Clone, Copy, Debug)]
 enum Phase {
     Running,
-    /// A worker has failed and blames another, which is about to.
-    Blaming {
+    /// A worker has failed; the others may end by themselves.
+    LastWords {
         until: Instant,
     },
     /// Asked to end; `swept`: with SIGTERM, which also reaches what ignores SIGINT.
@@ -70,12 +70,18 @@ impl Policy {
             }
         }
         match self.phase {
-            Phase::Running | Phase::Blaming { .. } => {
+            Phase::Running | Phase::LastWords { .. } => {
                 let mut failures: Vec<End> =
                     batch.iter().filter(|end| !end.exit.is_success()).copied().collect();
                 failures.sort_by_key(|end| (!matches!(end.exit, Exit::Signal(_)), end.worker));
                 self.failures.extend(failures);
-                self.judge(now)
+                if self.all_exited() {
+                    return Some(self.judge(now));
+                }
+                if matches!(self.phase, Phase::Running) && !self.failures.is_empty() {
+                    self.phase = Phase::LastWords { until: now + LAST_WORDS };
+                }
+                None
             }
             Phase::Ending { kill_at, swept: false } if self.all_exited() => {
                 self.phase = Phase::Ending { kill_at, swept: true };
@@ -85,39 +91,30 @@ impl Policy {
         }
     }
 
-    fn judge(&mut self, now: Instant) -> Option<Signal> {
-        let Some((worker, suspect)) = self.root_cause() else {
-            return self.all_exited().then(|| self.ask(Signal::TERM, now));
-        };
-        let until = match self.phase {
-            Phase::Blaming { until } => until,
-            _ => now + BLAMED,
-        };
-        if suspect.is_some_and(|suspect| matches!(self.exits.get(suspect), Some(None))) && now < until {
-            self.phase = Phase::Blaming { until };
-            return None;
-        }
-        self.end(Cause::Failed { worker }, Signal::TERM, now)
+    /// All have ended, or have had their time: what is left is asked to end.
+    fn judge(&mut self, now: Instant) -> Signal {
+        self.cause = self.root_cause().map(|worker| Cause::Failed { worker });
+        self.ask(Signal::TERM, now)
     }
 
-    /// From the first failure along the blame to a worker that has failed and blames nobody that has; and whom it blames.
-    fn root_cause(&self) -> Option<(usize, Option<usize>)> {
-        let mut current = self.failures.first()?;
+    /// From the first failure along the blame to a worker that has failed and blames nobody that has.
+    fn root_cause(&self) -> Option<usize> {
+        let first = self.failures.first()?;
+        let mut current = first;
         // Two that blame each other would lead in circles.
         for _ in &self.failures {
-            let blamed = self.failures.iter().find(|end| current.blames == Some(end.worker));
-            match blamed {
+            match self.failures.iter().find(|end| current.blames == Some(end.worker)) {
                 Some(blamed) => current = blamed,
-                None => return Some((current.worker, current.blames)),
+                None => return Some(current.worker),
             }
         }
-        self.failures.first().map(|first| (first.worker, None))
+        Some(first.worker)
     }
 
     /// This process got `signal`.
     pub(super) fn interrupted(&mut self, signal: Signal, now: Instant) -> Option<Signal> {
         match self.phase {
-            Phase::Running | Phase::Blaming { .. } => self.end(Cause::Interrupted(signal), signal, now),
+            Phase::Running | Phase::LastWords { .. } => self.end(Cause::Interrupted(signal), signal, now),
             Phase::Ending { .. } if signal == Signal::INT => Some(self.kill(now)),
             Phase::Ending { .. } | Phase::Killed { .. } => None,
         }
@@ -126,7 +123,7 @@ impl Policy {
     /// The observer wants no more.
     pub(super) fn stopped(&mut self, now: Instant) -> Option<Signal> {
         match self.phase {
-            Phase::Running | Phase::Blaming { .. } => self.end(Cause::Stopped, Signal::TERM, now),
+            Phase::Running | Phase::LastWords { .. } => self.end(Cause::Stopped, Signal::TERM, now),
             Phase::Ending { .. } | Phase::Killed { .. } => None,
         }
     }
@@ -134,7 +131,7 @@ impl Policy {
     /// Time has passed.
     pub(super) fn tick(&mut self, now: Instant) -> Option<Signal> {
         match self.phase {
-            Phase::Blaming { until } if now >= until => self.judge(now),
+            Phase::LastWords { until } if now >= until => Some(self.judge(now)),
             Phase::Ending { kill_at, .. } if now >= kill_at => Some(self.kill(now)),
             _ => None,
         }
@@ -144,7 +141,7 @@ impl Policy {
     pub(super) fn wake_at(&self) -> Option<Instant> {
         match self.phase {
             Phase::Running => None,
-            Phase::Blaming { until } => Some(until),
+            Phase::LastWords { until } => Some(until),
             Phase::Ending { kill_at, .. } => Some(kill_at),
             Phase::Killed { give_up_at } => Some(give_up_at),
         }
@@ -214,8 +211,11 @@ mod tests {
     #[test]
     fn the_first_failure_ends_the_others_and_stays_the_cause() {
         let (mut policy, now) = policy(3);
-        assert_eq!(policy.exited(&[end(2, Exit::Code(3))], now), Some(Signal::TERM));
+        assert_eq!(policy.exited(&[end(2, Exit::Code(3))], now), None);
+        assert_eq!(policy.wake_at(), Some(now + LAST_WORDS));
         assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), None);
+        let now = now + LAST_WORDS;
+        assert_eq!(policy.tick(now), Some(Signal::TERM));
         assert_eq!(policy.tick(now + GRACE / 2), None);
         assert_eq!(policy.tick(now + GRACE), Some(Signal::KILL));
         assert_eq!(policy.tick(now + GRACE), None);
@@ -223,6 +223,14 @@ mod tests {
         assert!(!policy.gives_up(now + GRACE));
         assert!(policy.gives_up(now + GRACE + AFTER_KILL));
         assert_eq!(policy.exits(), [Exit::Code(1), Exit::Lost, Exit::Code(3)]);
+    }
+
+    #[test]
+    fn when_all_have_said_their_last_words_nobody_waits() {
+        let (mut policy, now) = policy(2);
+        assert_eq!(policy.exited(&[end(1, Exit::Code(3))], now), None);
+        assert_eq!(policy.exited(&[end(0, OK)], now), Some(Signal::TERM));
+        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
     }
 
     #[test]
@@ -254,35 +262,33 @@ mod tests {
     }
 
     #[test]
-    fn a_blamed_worker_is_waited_for_and_becomes_the_cause() {
+    fn a_blamed_worker_that_fails_too_becomes_the_cause() {
         let (mut policy, now) = policy(3);
         assert_eq!(policy.exited(&[blaming(0, 1)], now), None);
-        assert_eq!(policy.wake_at(), Some(now + BLAMED));
         assert_eq!(policy.exited(&[blaming(2, 0)], now), None);
         assert_eq!(policy.exited(&[end(1, Exit::Code(3))], now), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
     }
 
     #[test]
-    fn a_wrongly_blamed_worker_is_waited_for_in_vain() {
-        let (mut waiting, now) = policy(2);
-        assert_eq!(waiting.exited(&[blaming(0, 1)], now), None);
-        assert_eq!(waiting.tick(now + BLAMED), Some(Signal::TERM));
-        assert_eq!(waiting.cause(), Some(Cause::Failed { worker: 0 }));
-
-        // Nobody to wait for: it has ended well, or there is no such rank.
-        for blamed in [1, 9] {
+    fn blame_for_one_that_has_not_failed_leads_nowhere() {
+        // It still runs, it has ended well, or there is no such rank.
+        for (blamed, ended_well) in [(1, false), (1, true), (9, false)] {
             let (mut policy, now) = policy(3);
-            assert_eq!(policy.exited(&[end(1, OK)], now), None);
-            assert_eq!(policy.exited(&[blaming(0, blamed)], now), Some(Signal::TERM));
+            if ended_well {
+                assert_eq!(policy.exited(&[end(1, OK)], now), None);
+            }
+            assert_eq!(policy.exited(&[blaming(0, blamed)], now), None);
+            assert_eq!(policy.tick(now + LAST_WORDS), Some(Signal::TERM));
+            assert_eq!(policy.cause(), Some(Cause::Failed { worker: 0 }));
         }
     }
 
     #[test]
     fn those_who_blame_each_other_leave_it_with_the_first() {
-        let (mut policy, now) = policy(3);
-        assert_eq!(policy.exited(&[blaming(2, 1)], now), None);
-        assert_eq!(policy.exited(&[blaming(1, 2)], now), Some(Signal::TERM));
-        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 2 }));
+        let (mut policy, now) = policy(2);
+        assert_eq!(policy.exited(&[blaming(1, 0)], now), None);
+        assert_eq!(policy.exited(&[blaming(0, 1)], now), Some(Signal::TERM));
+        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
     }
 }
