@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use libtest_mimic::{Arguments, Trial};
 use phalanx::store::TcpStoreServer;
 use phalanx::{Rank, ReduceOp};
 
@@ -24,15 +25,15 @@ fn main() {
         ("ranks_end_in_any_order", ranks_end_in_any_order),
         ("strangers_disturb_nobody", strangers_disturb_nobody),
     ];
-    let wanted: Vec<String> =
-        std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
-    for (name, test) in tests {
-        if wanted.is_empty() || wanted.iter().any(|wanted| name.contains(wanted.as_str())) {
-            let started = Instant::now();
+    let tests = tests.iter().map(|&(name, test)| {
+        Trial::test(name, move || {
             test();
-            println!("test {name} ... ok ({:.2} s)", started.elapsed().as_secs_f64());
-        }
-    }
+            Ok(())
+        })
+    });
+    // One after the other: they start several processes each, and some promise how soon these end.
+    let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
+    libtest_mimic::run(&arguments, tests.collect()).exit();
 }
 
 /// What a rank does; its error goes to standard error, as any program's would.
