@@ -75,7 +75,7 @@ pub(crate) struct Run {
     /// else `cpu`); 1 if not given
     #[arg(
         long,
-        visible_alias = "nproc_per_node",
+        alias = "nproc_per_node",
         value_name = "N",
         env = "PET_NPROC_PER_NODE",
         hide_env_values = true
@@ -88,23 +88,11 @@ pub(crate) struct Run {
     pub(crate) standalone: bool,
 
     /// The address of this machine at which the store listens [default: 127.0.0.1]
-    #[arg(
-        long,
-        visible_alias = "master_addr",
-        value_name = "HOST",
-        env = "PET_MASTER_ADDR",
-        hide_env_values = true
-    )]
+    #[arg(long, alias = "master_addr", value_name = "HOST", env = "PET_MASTER_ADDR", hide_env_values = true)]
     pub(crate) master_addr: Option<String>,
 
     /// The port at which the store listens [default: a free one]
-    #[arg(
-        long,
-        visible_alias = "master_port",
-        value_name = "PORT",
-        env = "PET_MASTER_PORT",
-        hide_env_values = true
-    )]
+    #[arg(long, alias = "master_port", value_name = "PORT", env = "PET_MASTER_PORT", hide_env_values = true)]
     pub(crate) master_port: Option<u16>,
 
     /// The workers' role, for their ROLE_NAME

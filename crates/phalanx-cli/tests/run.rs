@@ -127,22 +127,33 @@ fn early_success_waits_for_the_others() {
 
 #[test]
 fn what_a_worker_leaves_behind_is_ended() {
-    // One ends when asked, one only when killed, and one is stopped.
-    let script = "sleep 60 & echo $!; (trap '' TERM; while :; do sleep 1; done) & echo $!; \
-                  sleep 60 & echo $!; kill -STOP $!";
+    // One ends when asked, one only when killed.
+    let script = "sh -c 'echo $$; exec sleep 60' & \
+                  sh -c 'trap \"\" TERM; echo $$; while :; do sleep 1; done' & sleep 0.3";
+    let started = Instant::now();
     let output = output(phalanx(&["--grace-period", "0.3"], script));
     assert_eq!(output.status.code(), Some(0));
     let pids: Vec<String> =
         text(&output.stdout).lines().map(|line| line["[0] ".len()..].to_owned()).collect();
-    assert_eq!(pids.len(), 3);
+    assert_eq!(pids.len(), 2);
+    assert!(started.elapsed() >= Duration::from_millis(600));
     assert!(pids.iter().all(|pid| is_gone(pid)));
+}
+
+#[test]
+fn a_stopped_worker_is_ended_too() {
+    let script = "if [ $RANK = 1 ]; then sleep 0.2; exit 3; fi; kill -STOP $$; sleep 60";
+    let started = Instant::now();
+    assert_eq!(output(phalanx(&["--nproc-per-node", "2"], script)).status.code(), Some(3));
+    assert!(started.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
 fn signals_are_passed_on() {
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
         let script = "trap 'echo caught INT; exit 0' INT; trap 'echo caught TERM; exit 0' TERM; \
-                      trap 'echo caught HUP; exit 0' HUP; sleep 60 & echo $!; echo $$; wait";
+                      trap 'echo caught HUP; exit 0' HUP; sh -c 'echo $$; exec sleep 60' & \
+                      echo $$; while :; do sleep 0.1; done";
         let (mut child, mut out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 4);
         send(&child, signal);
         let mut rest = String::new();
@@ -180,7 +191,7 @@ fn a_second_ctrl_c_kills_at_once() {
 
 #[test]
 fn the_launchers_own_death_ends_all() {
-    let script = "trap '' TERM HUP INT; sleep 60 & echo $!; echo $$; wait";
+    let script = "trap '' TERM HUP INT; sh -c 'echo $$; exec sleep 60' & echo $$; wait";
     let (mut child, _out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 4);
     send(&child, Signal::KILL);
     child.wait().unwrap();
@@ -194,7 +205,7 @@ fn the_launchers_own_death_ends_all() {
 #[test]
 fn a_program_that_cannot_be_started_is_named() {
     let folder = tempfile::tempdir().unwrap();
-    let script = folder.path().join("script");
+    let script = folder.path().join("a-script");
     std::fs::write(&script, "#!/no/such/interpreter\n").unwrap();
     let refused = |program: &Path| {
         let mut command = bare();
@@ -204,7 +215,7 @@ fn a_program_that_cannot_be_started_is_named() {
         text(&output.stderr)
     };
     assert!(refused(Path::new("no-such-program")).contains("no-such-program as rank 0"));
-    assert!(refused(Path::new("script")).contains("write ./script"));
+    assert!(refused(Path::new("a-script")).contains("write ./a-script"));
     assert!(refused(&script).contains("chmod +x"));
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
     assert!(refused(&script).contains("interpreter"));

@@ -1,6 +1,7 @@
 //! A program starts its own workers.
 
 use std::any::Any;
+use std::error::Error as StdError;
 use std::fmt::Display;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
@@ -11,8 +12,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rustix::process::{getpid, getppid, kill_process};
 
 use crate::error::{Error, Kind, Result};
-use crate::launch::{Event, Job, Outcome, Output, write_error_file};
-use crate::rank::WorldSize;
+use crate::launch::{Event, Job, Outcome, Output, write_blaming, write_error_file};
+use crate::rank::{Rank, WorldSize};
 
 /// Tells a copy of the program whose copy it is, and for which call: `parent's pid:call:location`.
 const VARIABLE: &str = "PHALANX_SPAWN";
@@ -60,7 +61,7 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 /// Besides a worker's failure: `nprocs` is 0; a worker cannot be started; this process is itself a worker of a launcher
 /// (`RANK` is set), or already inside `worker`; two threads call `spawn` at the same time.
 #[track_caller]
-pub fn spawn<E: Display>(nprocs: u32, worker: impl FnOnce() -> Result<(), E>) -> Result<()> {
+pub fn spawn<E: Display + 'static>(nprocs: u32, worker: impl FnOnce() -> Result<(), E>) -> Result<()> {
     let call =
         Call { number: CALLS.fetch_add(1, Ordering::Relaxed), location: Location::caller().to_string() };
     match Call::of_this_copy() {
@@ -138,7 +139,7 @@ fn this_program() -> Result<PathBuf> {
     Ok(if path.exists() { path } else { "/proc/self/exe".into() })
 }
 
-fn run_worker<E: Display>(worker: impl FnOnce() -> Result<(), E>) -> ! {
+fn run_worker<E: Display + 'static>(worker: impl FnOnce() -> Result<(), E>) -> ! {
     // Nothing of this process is used after the panic but what ends it.
     let code = match catch_unwind(AssertUnwindSafe(worker)) {
         Ok(Ok(())) => 0,
@@ -150,7 +151,7 @@ fn run_worker<E: Display>(worker: impl FnOnce() -> Result<(), E>) -> ! {
             } else {
                 eprintln!("{speaker}: {message}");
             }
-            write_error_file(&message);
+            write_blaming(&message, blamed(&error));
             1
         }
         // The panic hook has printed it.
@@ -162,10 +163,38 @@ fn run_worker<E: Display>(worker: impl FnOnce() -> Result<(), E>) -> ! {
     process::exit(code)
 }
 
+/// The rank whose failure `error` is about, if it is an error of this crate, boxed or not.
+fn blamed(error: &dyn Any) -> Option<Rank> {
+    type Plain = Box<dyn StdError>;
+    type Shared = Box<dyn StdError + Send + Sync>;
+    let error = error
+        .downcast_ref::<Error>()
+        .or_else(|| error.downcast_ref::<Plain>()?.downcast_ref())
+        .or_else(|| error.downcast_ref::<Shared>()?.downcast_ref())?;
+    error.peer().filter(|_| error.is_peer_failure() || error.is_peer_left())
+}
+
 fn panic_message(payload: &(dyn Any + Send)) -> &str {
     payload
         .downcast_ref::<&str>()
         .copied()
         .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
         .unwrap_or("with a value that is not text")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peers_failure_is_blamed_on_it_however_it_is_boxed() {
+        let failed = Error::new(Kind::PeerFailed, "rank 3 died").with_peer(Rank::new(3));
+        let plain: Box<dyn StdError> = failed.clone().into();
+        let shared: Box<dyn StdError + Send + Sync> = failed.clone().into();
+        for error in [&failed as &dyn Any, &plain, &shared] {
+            assert_eq!(blamed(error), Some(Rank::new(3)));
+        }
+        assert_eq!(blamed(&Error::mismatch("sizes differ").with_peer(Rank::new(3))), None);
+        assert_eq!(blamed(&"text".to_owned()), None);
+    }
 }

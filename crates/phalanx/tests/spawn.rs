@@ -6,6 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use libtest_mimic::{Arguments, Trial};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
@@ -28,15 +29,15 @@ fn main() {
         ("misuse_is_refused", misuse_is_refused),
         ("a_deleted_program_still_spawns", a_deleted_program_still_spawns),
     ];
-    let wanted: Vec<String> =
-        std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
-    for (name, test) in tests {
-        if wanted.is_empty() || wanted.iter().any(|wanted| name.contains(wanted.as_str())) {
-            let started = Instant::now();
+    let tests = tests.iter().map(|&(name, test)| {
+        Trial::test(name, move || {
             test();
-            println!("test {name} ... ok ({:.2} s)", started.elapsed().as_secs_f64());
-        }
-    }
+            Ok(())
+        })
+    });
+    // One after the other: they start several processes each, and some promise how soon these end.
+    let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
+    libtest_mimic::run(&arguments, tests.collect()).exit();
 }
 
 /// The program under test: what `spawn` returns goes to standard output.

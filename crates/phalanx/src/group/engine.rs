@@ -8,6 +8,7 @@ use crate::collective::kernel::Kernel;
 use crate::collective::{self, Plan, ReduceOp, Step};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::launch::write_blaming;
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
 use crate::transport::health::Health;
 use crate::transport::{Incoming, Outgoing, Transport};
@@ -92,7 +93,7 @@ impl Engine {
         let header = Header { call, sequence, epoch: self.epoch, payload: data.len() as u64 };
         let frame = Outgoing { to, header, payload: data };
         let sent = self.transport.exchange(Some(frame), None, deadline);
-        sent.map_err(|error| self.health.fail_operation(error, call.to_string(), sequence))
+        sent.map_err(|error| self.fail_operation(error, call, sequence))
     }
 
     pub(super) fn recv(&mut self, call: Call, from: Rank, data: &mut [u8], deadline: Deadline) -> Result<()> {
@@ -113,10 +114,19 @@ impl Engine {
         self.check_health()?;
         let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
         for step in plan {
-            self.step(header, step, data, deadline)
-                .map_err(|error| self.health.fail_operation(error, call.to_string(), sequence))?;
+            let done = self.step(header, step, data, deadline);
+            done.map_err(|error| self.fail_operation(error, call, sequence))?;
         }
         Ok(())
+    }
+
+    fn fail_operation(&self, error: Error, call: Call, sequence: Sequence) -> Error {
+        let cause = self.health.fail_operation(error, call.to_string(), sequence);
+        if cause.is_peer_failure() || cause.is_peer_left() {
+            // Should the program end of this, its launcher knows whose failure came first.
+            write_blaming(&cause.to_string(), cause.peer());
+        }
+        cause
     }
 
     /// The group may have failed while the operation waited for its turn.

@@ -11,22 +11,38 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::{Value, json};
 
+use crate::rank::Rank;
+
 /// The longest message that is taken from a worker.
 const MAX: u64 = 64 * 1024;
+
+/// What a worker says about its failure.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct WorkerError {
+    pub(super) message: String,
+    /// The rank whose failure it was, in the worker's eyes.
+    pub(super) peer: Option<u32>,
+}
 
 /// Leaves `message` in the error file of this process, if its launcher gave it one (`TORCHELASTIC_ERROR_FILE`).
 ///
 /// The launcher shows it as the cause of the failure. A file that is given but cannot be written is not an error: the
 /// worker has a worse one to report.
 pub fn write(message: &str) {
+    write_blaming(message, None);
+}
+
+/// [`write()`], and says that `peer` failed before: if it did, the launcher shows that as the cause.
+pub(crate) fn write_blaming(message: &str, peer: Option<Rank>) {
     if let Some(path) = std::env::var_os("TORCHELASTIC_ERROR_FILE").filter(|path| !path.is_empty()) {
-        let _ = write_to(Path::new(&path), message);
+        let _ = write_to(Path::new(&path), message, peer);
     }
 }
 
-fn write_to(path: &Path, message: &str) -> io::Result<()> {
+fn write_to(path: &Path, message: &str, peer: Option<Rank>) -> io::Result<()> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let extra = json!({ "py_callstack": "", "timestamp": seconds.to_string() });
+    let peer = peer.map(Rank::get);
+    let extra = json!({ "py_callstack": "", "timestamp": seconds.to_string(), "peer": peer });
     fs::write(path, json!({ "message": { "message": message, "extraInfo": extra } }).to_string())
 }
 
@@ -45,8 +61,8 @@ impl ErrorFile {
         format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd()).into()
     }
 
-    /// The message that the worker has left.
-    pub(super) fn message(&mut self) -> Option<String> {
+    /// What the worker has left.
+    pub(super) fn read(&mut self) -> Option<WorkerError> {
         let mut bytes = Vec::new();
         self.0.rewind().ok()?;
         Read::by_ref(&mut self.0).take(MAX).read_to_end(&mut bytes).ok()?;
@@ -55,30 +71,35 @@ impl ErrorFile {
 }
 
 /// `{"message": {"message": ..}}`, or shorter: `{"message": ..}`.
-fn parse(bytes: &[u8]) -> Option<String> {
+fn parse(bytes: &[u8]) -> Option<WorkerError> {
     let value: Value = serde_json::from_slice(bytes).ok()?;
     let outer = value.get("message")?;
     let message = outer.as_str().or_else(|| outer.get("message")?.as_str())?.trim();
-    (!message.is_empty()).then(|| message.to_owned())
+    let peer = outer.pointer("/extraInfo/peer").and_then(Value::as_u64).and_then(|peer| peer.try_into().ok());
+    (!message.is_empty()).then(|| WorkerError { message: message.to_owned(), peer })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn error(message: &str, peer: Option<u32>) -> WorkerError {
+        WorkerError { message: message.to_owned(), peer }
+    }
+
     #[test]
     fn a_message_comes_through() {
         let mut file = ErrorFile::create().unwrap();
-        assert_eq!(file.message(), None);
-        write_to(&file.path(), "loss is \"NaN\"\nat step 3").unwrap();
-        assert_eq!(file.message().unwrap(), "loss is \"NaN\"\nat step 3");
-        write_to(&file.path(), "short").unwrap();
-        assert_eq!(file.message().unwrap(), "short");
+        assert_eq!(file.read(), None);
+        write_to(&file.path(), "loss is \"NaN\"\nat step 3", Some(Rank::new(7))).unwrap();
+        assert_eq!(file.read().unwrap(), error("loss is \"NaN\"\nat step 3", Some(7)));
+        write_to(&file.path(), "short", None).unwrap();
+        assert_eq!(file.read().unwrap(), error("short", None));
     }
 
     #[test]
     fn other_writers_are_understood_and_nonsense_is_not() {
-        assert_eq!(parse(br#"{"message": "plain"}"#).unwrap(), "plain");
+        assert_eq!(parse(br#"{"message": "plain"}"#).unwrap(), error("plain", None));
         for nonsense in
             [&b""[..], b"{", b"[]", br#"{"message": 3}"#, br#"{"message": {"message": " "}}"#, b"\xff"]
         {

@@ -116,9 +116,7 @@ impl Job {
     ///
     /// While it runs, this process's reaction to SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP and SIGCONT is the job's.
     /// Afterwards it is as before; a signal that ended the job has then been taken from the program, which may
-    /// [raise it again](Outcome::Interrupted).
-    ///
-    /// [Outcome::Interrupted]: super::Outcome::Interrupted
+    /// raise it again: see [`Outcome::Interrupted`](super::Outcome::Interrupted).
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
         supervisor::run(self, observer)
     }

@@ -4,7 +4,10 @@
 //! whatever happened. `phalanx run` and [`spawn`](crate::spawn()) are two faces of it.
 //!
 //! - Each worker leads a process group of its own, with standard input closed.
-//! - The first failure ends the others: SIGTERM to each group, [a grace period](Job::grace), then SIGKILL.
+//! - The first failure ends the job. The others get half a second to notice it themselves and say what they saw; then
+//!   SIGTERM to each group, [a grace period](Job::grace), and SIGKILL.
+//! - A worker whose error file blames another rank is believed if that one has failed too: that is then the first
+//!   failure.
 //! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a further SIGINT
 //!   kills at once. Ctrl-Z stops the workers too.
 //! - If this process is killed, workers and grandchildren are killed as well.
@@ -36,6 +39,7 @@ mod supervisor;
 mod worker;
 
 pub use error_file::write as write_error_file;
+pub(crate) use error_file::write_blaming;
 pub use event::{Event, Observer, Stream};
 pub use exit::{Exit, Failure, Outcome, Report, Signal};
 pub use job::{Job, Output};

@@ -7,10 +7,16 @@ use super::exit::{Exit, Signal};
 /// How long to wait for what has got SIGKILL. Only a process stuck in the kernel takes longer than a moment.
 const AFTER_KILL: Duration = Duration::from_secs(5);
 
+/// How long the others may take to end by themselves after the first failure. Ranks notice a dead peer within
+/// milliseconds: they say what they saw, and a rank that blames a peer which is still on its way out is put right.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
 /// The state of a job's workers, by index.
 #[derive(Debug)]
 pub(super) struct Policy {
     grace: Duration,
+    /// Those that ended by themselves, and badly, in order.
+    failures: Vec<End>,
     exits: Vec<Option<Exit>>,
     phase: Phase,
     cause: Option<Cause>,
@@ -19,6 +25,10 @@ pub(super) struct Policy {
 #[derive(Clone, Copy, Debug)]
 enum Phase {
     Running,
+    /// A worker has failed; the others may end by themselves.
+    LastWords {
+        until: Instant,
+    },
     /// Asked to end; `swept`: with SIGTERM, which also reaches what ignores SIGINT.
     Ending {
         kill_at: Instant,
@@ -27,6 +37,15 @@ enum Phase {
     Killed {
         give_up_at: Instant,
     },
+}
+
+/// The end of one worker.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct End {
+    pub(super) worker: usize,
+    pub(super) exit: Exit,
+    /// Whom it blames.
+    pub(super) blames: Option<usize>,
 }
 
 /// Why the job ends before all workers have.
@@ -39,34 +58,63 @@ pub(super) enum Cause {
 
 impl Policy {
     pub(super) fn new(workers: usize, grace: Duration) -> Self {
-        Self { grace, exits: vec![None; workers], phase: Phase::Running, cause: None }
+        Self { grace, failures: Vec::new(), exits: vec![None; workers], phase: Phase::Running, cause: None }
     }
 
     /// Workers that were seen to have ended at the same moment. Which of them came first cannot be known: one that a
     /// signal ended is the likelier cause, since the others may have noticed its death.
-    pub(super) fn exited(&mut self, batch: &[(usize, Exit)], now: Instant) -> Option<Signal> {
-        for &(worker, exit) in batch {
-            self.exits[worker] = Some(exit);
+    pub(super) fn exited(&mut self, batch: &[End], now: Instant) -> Option<Signal> {
+        for end in batch {
+            if let Some(exit) = self.exits.get_mut(end.worker) {
+                *exit = Some(end.exit);
+            }
         }
-        let failed = batch
-            .iter()
-            .filter(|(_, exit)| !exit.is_success())
-            .min_by_key(|(worker, exit)| (!matches!(exit, Exit::Signal(_)), *worker));
-        match (self.phase, failed) {
-            (Phase::Running, Some(&(worker, _))) => self.end(Cause::Failed { worker }, Signal::TERM, now),
-            (Phase::Running, None) if self.all_exited() => Some(self.ask(Signal::TERM, now)),
-            (Phase::Ending { kill_at, swept: false }, _) if self.all_exited() => {
+        match self.phase {
+            Phase::Running | Phase::LastWords { .. } => {
+                let mut failures: Vec<End> =
+                    batch.iter().filter(|end| !end.exit.is_success()).copied().collect();
+                failures.sort_by_key(|end| (!matches!(end.exit, Exit::Signal(_)), end.worker));
+                self.failures.extend(failures);
+                if self.all_exited() {
+                    return Some(self.judge(now));
+                }
+                if matches!(self.phase, Phase::Running) && !self.failures.is_empty() {
+                    self.phase = Phase::LastWords { until: now + LAST_WORDS };
+                }
+                None
+            }
+            Phase::Ending { kill_at, swept: false } if self.all_exited() => {
                 self.phase = Phase::Ending { kill_at, swept: true };
                 Some(Signal::TERM)
             }
-            _ => None,
+            Phase::Ending { .. } | Phase::Killed { .. } => None,
         }
+    }
+
+    /// All have ended, or have had their time: what is left is asked to end.
+    fn judge(&mut self, now: Instant) -> Signal {
+        self.cause = self.root_cause().map(|worker| Cause::Failed { worker });
+        self.ask(Signal::TERM, now)
+    }
+
+    /// From the first failure along the blame to a worker that has failed and blames nobody that has.
+    fn root_cause(&self) -> Option<usize> {
+        let first = self.failures.first()?;
+        let mut current = first;
+        // Two that blame each other would lead in circles.
+        for _ in &self.failures {
+            match self.failures.iter().find(|end| current.blames == Some(end.worker)) {
+                Some(blamed) => current = blamed,
+                None => return Some(current.worker),
+            }
+        }
+        Some(first.worker)
     }
 
     /// This process got `signal`.
     pub(super) fn interrupted(&mut self, signal: Signal, now: Instant) -> Option<Signal> {
         match self.phase {
-            Phase::Running => self.end(Cause::Interrupted(signal), signal, now),
+            Phase::Running | Phase::LastWords { .. } => self.end(Cause::Interrupted(signal), signal, now),
             Phase::Ending { .. } if signal == Signal::INT => Some(self.kill(now)),
             Phase::Ending { .. } | Phase::Killed { .. } => None,
         }
@@ -75,7 +123,7 @@ impl Policy {
     /// The observer wants no more.
     pub(super) fn stopped(&mut self, now: Instant) -> Option<Signal> {
         match self.phase {
-            Phase::Running => self.end(Cause::Stopped, Signal::TERM, now),
+            Phase::Running | Phase::LastWords { .. } => self.end(Cause::Stopped, Signal::TERM, now),
             Phase::Ending { .. } | Phase::Killed { .. } => None,
         }
     }
@@ -83,6 +131,7 @@ impl Policy {
     /// Time has passed.
     pub(super) fn tick(&mut self, now: Instant) -> Option<Signal> {
         match self.phase {
+            Phase::LastWords { until } if now >= until => Some(self.judge(now)),
             Phase::Ending { kill_at, .. } if now >= kill_at => Some(self.kill(now)),
             _ => None,
         }
@@ -92,6 +141,7 @@ impl Policy {
     pub(super) fn wake_at(&self) -> Option<Instant> {
         match self.phase {
             Phase::Running => None,
+            Phase::LastWords { until } => Some(until),
             Phase::Ending { kill_at, .. } => Some(kill_at),
             Phase::Killed { give_up_at } => Some(give_up_at),
         }
@@ -142,19 +192,30 @@ mod tests {
         (Policy::new(workers, GRACE), Instant::now())
     }
 
+    fn end(worker: usize, exit: Exit) -> End {
+        End { worker, exit, blames: None }
+    }
+
+    fn blaming(worker: usize, blamed: usize) -> End {
+        End { worker, exit: Exit::Code(1), blames: Some(blamed) }
+    }
+
     #[test]
     fn early_success_ends_nobody_and_the_last_sweeps_up() {
         let (mut policy, now) = policy(2);
-        assert_eq!(policy.exited(&[(0, OK)], now), None);
-        assert_eq!(policy.exited(&[(1, OK)], now), Some(Signal::TERM));
+        assert_eq!(policy.exited(&[end(0, OK)], now), None);
+        assert_eq!(policy.exited(&[end(1, OK)], now), Some(Signal::TERM));
         assert!(policy.all_exited() && policy.cause().is_none());
     }
 
     #[test]
     fn the_first_failure_ends_the_others_and_stays_the_cause() {
         let (mut policy, now) = policy(3);
-        assert_eq!(policy.exited(&[(2, Exit::Code(3))], now), Some(Signal::TERM));
-        assert_eq!(policy.exited(&[(0, Exit::Code(1))], now), None);
+        assert_eq!(policy.exited(&[end(2, Exit::Code(3))], now), None);
+        assert_eq!(policy.wake_at(), Some(now + LAST_WORDS));
+        assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), None);
+        let now = now + LAST_WORDS;
+        assert_eq!(policy.tick(now), Some(Signal::TERM));
         assert_eq!(policy.tick(now + GRACE / 2), None);
         assert_eq!(policy.tick(now + GRACE), Some(Signal::KILL));
         assert_eq!(policy.tick(now + GRACE), None);
@@ -165,9 +226,18 @@ mod tests {
     }
 
     #[test]
+    fn when_all_have_said_their_last_words_nobody_waits() {
+        let (mut policy, now) = policy(2);
+        assert_eq!(policy.exited(&[end(1, Exit::Code(3))], now), None);
+        assert_eq!(policy.exited(&[end(0, OK)], now), Some(Signal::TERM));
+        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
+    }
+
+    #[test]
     fn of_failures_at_the_same_moment_a_signal_is_the_cause() {
         let (mut policy, now) = policy(3);
-        policy.exited(&[(0, Exit::Code(1)), (2, Exit::Signal(Signal::KILL)), (1, Exit::Code(1))], now);
+        policy
+            .exited(&[end(0, Exit::Code(1)), end(2, Exit::Signal(Signal::KILL)), end(1, Exit::Code(1))], now);
         assert_eq!(policy.cause(), Some(Cause::Failed { worker: 2 }));
     }
 
@@ -176,7 +246,7 @@ mod tests {
         let (mut policy, now) = policy(1);
         assert_eq!(policy.interrupted(Signal::INT, now), Some(Signal::INT));
         assert_eq!(policy.interrupted(Signal::HUP, now), None);
-        assert_eq!(policy.exited(&[(0, Exit::Code(1))], now), Some(Signal::TERM));
+        assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), Some(Signal::TERM));
         assert_eq!(policy.interrupted(Signal::INT, now), Some(Signal::KILL));
         assert_eq!(policy.interrupted(Signal::INT, now), None);
         assert_eq!(policy.cause(), Some(Cause::Interrupted(Signal::INT)));
@@ -189,5 +259,36 @@ mod tests {
         assert_eq!(policy.stopped(now), Some(Signal::TERM));
         assert_eq!(policy.tick(now), Some(Signal::KILL));
         assert_eq!(policy.cause(), Some(Cause::Stopped));
+    }
+
+    #[test]
+    fn a_blamed_worker_that_fails_too_becomes_the_cause() {
+        let (mut policy, now) = policy(3);
+        assert_eq!(policy.exited(&[blaming(0, 1)], now), None);
+        assert_eq!(policy.exited(&[blaming(2, 0)], now), None);
+        assert_eq!(policy.exited(&[end(1, Exit::Code(3))], now), Some(Signal::TERM));
+        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
+    }
+
+    #[test]
+    fn blame_for_one_that_has_not_failed_leads_nowhere() {
+        // It still runs, it has ended well, or there is no such rank.
+        for (blamed, ended_well) in [(1, false), (1, true), (9, false)] {
+            let (mut policy, now) = policy(3);
+            if ended_well {
+                assert_eq!(policy.exited(&[end(1, OK)], now), None);
+            }
+            assert_eq!(policy.exited(&[blaming(0, blamed)], now), None);
+            assert_eq!(policy.tick(now + LAST_WORDS), Some(Signal::TERM));
+            assert_eq!(policy.cause(), Some(Cause::Failed { worker: 0 }));
+        }
+    }
+
+    #[test]
+    fn those_who_blame_each_other_leave_it_with_the_first() {
+        let (mut policy, now) = policy(2);
+        assert_eq!(policy.exited(&[blaming(1, 0)], now), None);
+        assert_eq!(policy.exited(&[blaming(0, 1)], now), Some(Signal::TERM));
+        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
     }
 }

@@ -16,7 +16,7 @@ use super::event::{Event, Observer};
 use super::exit::{Outcome, Report, Signal};
 use super::job::Job;
 use super::members;
-use super::policy::{Cause, Policy};
+use super::policy::{Cause, End, Policy};
 use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -142,7 +142,8 @@ impl<'a> Supervisor<'a> {
         let mut batch = Vec::new();
         for index in 0..self.workers.len() {
             if let Some(exit) = self.workers[index].poll_end() {
-                batch.push((index, exit));
+                let blames = self.workers[index].blames().map(|rank| rank as usize);
+                batch.push(End { worker: index, exit, blames });
                 // All that it has written is in the pipe by now, and comes before the news of its end.
                 self.read_output(index);
                 let worker = &self.workers[index];
@@ -207,7 +208,7 @@ impl<'a> Supervisor<'a> {
         self.workers.iter().map(Worker::pid).collect()
     }
 
-    fn outcome(&mut self) -> Outcome {
+    fn outcome(&self) -> Outcome {
         match self.policy.cause() {
             None => Outcome::Succeeded,
             Some(Cause::Stopped) => Outcome::Stopped,

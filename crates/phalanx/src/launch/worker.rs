@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid};
 
-use super::error_file::ErrorFile;
+use super::error_file::{ErrorFile, WorkerError};
 use super::event::Stream;
 use super::exit::{Exit, Failure, Signal};
 use super::job::Job;
@@ -38,6 +38,8 @@ pub(super) struct Worker {
     captures: Vec<Capture>,
     tail: VecDeque<Vec<u8>>,
     error_file: Option<ErrorFile>,
+    /// What was in it at the worker's end.
+    error: Option<WorkerError>,
 }
 
 /// One captured output stream.
@@ -81,6 +83,7 @@ impl Worker {
             captures,
             tail: VecDeque::with_capacity(TAIL_LINES),
             error_file,
+            error: None,
         })
     }
 
@@ -128,7 +131,13 @@ impl Worker {
             Err(_) => Exit::Lost,
         };
         self.ended = Some((exit, self.started.elapsed()));
+        self.error = self.error_file.as_mut().and_then(ErrorFile::read);
         Some(exit)
+    }
+
+    /// The rank whose failure made it fail, as it says itself.
+    pub(super) fn blames(&self) -> Option<u32> {
+        self.error.as_ref().and_then(|error| error.peer)
     }
 
     /// Hands each line that has arrived to `emit`, and never waits. Not more than a pipe holds is read at a time, so
@@ -172,14 +181,14 @@ impl Worker {
         }
     }
 
-    pub(super) fn failure(&mut self) -> Failure {
+    pub(super) fn failure(&self) -> Failure {
         let (exit, after) = self.ended.unwrap_or((Exit::Lost, self.started.elapsed()));
         Failure {
             rank: self.rank,
             pid: self.id(),
             exit,
             after,
-            message: self.error_file.as_mut().and_then(ErrorFile::message),
+            message: self.error.as_ref().map(|error| error.message.clone()),
             stderr: self.tail.iter().cloned().collect(),
         }
     }

@@ -1,1 +1,201 @@
-//! x
+//! A group of threads for the tests: whoever comes last to an operation does the work for all.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use half::f16;
+use parking_lot::Mutex;
+
+use crate::buffer::Buffer;
+use crate::collective::ReduceOp;
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::group::{Communicator, Work};
+use crate::rank::{Rank, WorldSize};
+use crate::trace::Trace;
+
+/// Completes one rank's part of an operation.
+type Completer = Box<dyn FnOnce(Result<Buffer>) + Send>;
+
+/// One rank's handle.
+pub(super) struct FakeGroup {
+    rank: Rank,
+    world: Arc<World>,
+    mine: Mutex<Mine>,
+    trace: Trace,
+}
+
+/// What one rank did.
+#[derive(Default)]
+struct Mine {
+    calls: Vec<Call>,
+    allocations: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Call {
+    pub(super) kind: Kind,
+    pub(super) dtype: DType,
+    pub(super) elements: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Kind {
+    AllReduce(ReduceOp),
+    Broadcast(Rank),
+}
+
+struct World {
+    size: WorldSize,
+    shared: Mutex<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    open: BTreeMap<usize, BTreeMap<Rank, (Call, Buffer, Completer)>>,
+    failure: Option<Error>,
+    /// The operation that fails.
+    fault: Option<usize>,
+}
+
+/// Runs `body` on every rank of a world, and gives what they return, in order.
+pub(super) fn run<T: Send>(ranks: u32, body: impl Fn(Arc<FakeGroup>) -> T + Sync) -> Vec<T> {
+    let groups = FakeGroup::world(ranks);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| body(group))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+impl FakeGroup {
+    pub(super) fn world(ranks: u32) -> Vec<Arc<Self>> {
+        let world = Arc::new(World { size: WorldSize::new(ranks).unwrap(), shared: Mutex::default() });
+        world.size.ranks().map(|rank| Arc::new(Self::of(rank, world.clone(), Trace::disabled()))).collect()
+    }
+
+    pub(super) fn traced(self: &Arc<Self>, trace: Trace) -> Arc<Self> {
+        Arc::new(Self::of(self.rank, self.world.clone(), trace))
+    }
+
+    fn of(rank: Rank, world: Arc<World>, trace: Trace) -> Self {
+        Self { rank, world, mine: Mutex::default(), trace }
+    }
+
+    pub(super) fn calls(&self) -> Vec<Call> {
+        self.mine.lock().calls.clone()
+    }
+
+    pub(super) fn allocations(&self) -> usize {
+        self.mine.lock().allocations
+    }
+
+    /// Lets the operation after the next `skip` ones fail.
+    pub(super) fn fail_after(&self, skip: usize) {
+        self.world.shared.lock().fault = Some(self.calls().len() + skip);
+    }
+
+    fn call(&self, kind: Kind, buffer: Buffer) -> Result<Work> {
+        let call = Call { kind, dtype: buffer.dtype(), elements: buffer.len() };
+        let sequence = {
+            let mut mine = self.mine.lock();
+            mine.calls.push(call);
+            mine.calls.len() - 1
+        };
+        let mut shared = self.world.shared.lock();
+        if let Some(failure) = &shared.failure {
+            return Err(failure.clone());
+        }
+        let (work, completer) = Work::pending();
+        let parts = shared.open.entry(sequence).or_default();
+        parts.insert(self.rank, (call, buffer, Box::new(|outcome| completer.complete(outcome))));
+        if parts.len() == self.world.size.count() {
+            let parts = shared.open.remove(&sequence).unwrap();
+            if shared.fault == Some(sequence) {
+                let error = Error::timeout("the fault of the test");
+                shared.failure = Some(error.clone());
+                parts.into_values().for_each(|(.., completer)| completer(Err(error.clone())));
+            } else {
+                complete(parts);
+            }
+        }
+        Ok(work)
+    }
+}
+
+impl Communicator for FakeGroup {
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn world_size(&self) -> WorldSize {
+        self.world.size
+    }
+
+    fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
+        self.mine.lock().allocations += 1;
+        Buffer::zeroed(dtype, elements)
+    }
+
+    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+        self.call(Kind::AllReduce(op), buffer)
+    }
+
+    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        self.call(Kind::Broadcast(root), buffer)
+    }
+
+    fn abort(&self, cause: Error) {
+        let mut shared = self.world.shared.lock();
+        let cause = shared.failure.get_or_insert(cause).clone();
+        for (.., completer) in std::mem::take(&mut shared.open).into_values().flat_map(BTreeMap::into_values)
+        {
+            completer(Err(cause.clone()));
+        }
+    }
+
+    fn trace(&self) -> Trace {
+        self.trace.clone()
+    }
+}
+
+fn complete(parts: BTreeMap<Rank, (Call, Buffer, Completer)>) {
+    let calls: Vec<Call> = parts.values().map(|(call, ..)| *call).collect();
+    let call = calls[0];
+    let outcome = if calls.iter().any(|other| *other != call) {
+        Err(Error::mismatch(format!("{calls:?}")))
+    } else {
+        let buffers = parts.values().map(|(_, buffer, _)| buffer);
+        Ok(match call.kind {
+            Kind::Broadcast(root) => parts[&root].1.clone(),
+            Kind::AllReduce(op) => reduce(buffers.collect(), op, call.dtype),
+        })
+    };
+    for (_, mut buffer, completer) in parts.into_values() {
+        completer(outcome.clone().map(|result| {
+            buffer.as_bytes_mut().copy_from_slice(result.as_bytes());
+            buffer
+        }));
+    }
+}
+
+fn reduce(buffers: Vec<&Buffer>, op: ReduceOp, dtype: DType) -> Buffer {
+    let count = buffers.len() as f64;
+    match (op, dtype) {
+        (ReduceOp::Avg, DType::F32) => fold::<f32>(&buffers, |a, b| a + b, |sum| sum / count as f32),
+        (ReduceOp::Avg, DType::F64) => fold::<f64>(&buffers, |a, b| a + b, |sum| sum / count),
+        (ReduceOp::Avg, DType::F16) => {
+            fold::<f16>(&buffers, |a, b| a + b, |sum| f16::from_f64(sum.to_f64() / count))
+        }
+        (ReduceOp::Min, DType::I64) => fold::<i64>(&buffers, i64::min, |least| least),
+        (ReduceOp::Max, DType::U8) => fold::<u8>(&buffers, u8::max, |most| most),
+        other => panic!("the fake group does not know {other:?}"),
+    }
+}
+
+fn fold<T: Element>(buffers: &[&Buffer], combine: impl Fn(T, T) -> T, end: impl Fn(T) -> T) -> Buffer {
+    let slices: Vec<&[T]> = buffers.iter().map(|buffer| buffer.as_slice().unwrap()).collect();
+    let result: Vec<T> = (0..slices[0].len())
+        .map(|element| end(slices.iter().map(|slice| slice[element]).reduce(&combine).unwrap()))
+        .collect();
+    Buffer::from_slice(&result)
+}

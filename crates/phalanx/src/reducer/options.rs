@@ -93,7 +93,8 @@ impl ReducerOptions {
     /// The limits in bytes.
     pub(crate) fn limits(&self) -> Result<Limits> {
         let (first, others) = self.megabytes();
-        Ok(Limits { first: to_bytes("first_bucket_mb", first)?, others: to_bytes("bucket_cap_mb", others)? })
+        let others = to_bytes("bucket_cap_mb", others)?;
+        Ok(Limits { first: to_bytes("first_bucket_mb", first)?, others })
     }
 
     /// What must be the same on every rank.

@@ -1,1 +1,366 @@
-//! x
+//! The reducer on several ranks, over a group of threads.
+
+use std::path::Path;
+
+use proptest::prelude::*;
+
+use super::fake::{Call, FakeGroup, Kind, run};
+use super::*;
+
+const AVERAGE: Kind = Kind::AllReduce(ReduceOp::Avg);
+
+/// Options with buckets of `elements` f32.
+fn buckets_of(elements: usize) -> ReducerOptions {
+    ReducerOptions::default().bucket_cap_mb((elements * 4) as f64 / (1 << 20) as f64)
+}
+
+fn parameters(sizes: &[usize]) -> Vec<ParameterSpec> {
+    let spec = |(index, &size): (usize, &usize)| ParameterSpec::new(format!("p{index}"), [size], DType::F32);
+    sizes.iter().enumerate().map(spec).collect()
+}
+
+/// The gradient that rank `rank` has for parameter `index` in step `step`: small integers, so that averages are exact.
+fn gradient(rank: Rank, index: usize, step: usize, size: usize) -> Vec<f32> {
+    (0..size).map(|element| ((rank.index() + 1) * (index + 1 + 7 * step) + element) as f32).collect()
+}
+
+fn expected(ranks: u32, index: usize, step: usize, size: usize) -> Vec<f32> {
+    let mut sum = vec![0.0; size];
+    for rank in 0..ranks {
+        let part = gradient(Rank::new(rank), index, step, size);
+        sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+    }
+    sum.into_iter().map(|sum| sum / ranks as f32).collect()
+}
+
+fn give(reducer: &mut Reducer, rank: Rank, step: usize, order: &[usize]) -> Result<()> {
+    for &index in order {
+        let size = reducer.parameters()[index].elements();
+        reducer.ready(index, bytemuck::cast_slice(&gradient(rank, index, step, size)))?;
+    }
+    Ok(())
+}
+
+fn one_step(reducer: &mut Reducer, rank: Rank, step: usize, order: &[usize]) -> Result<()> {
+    reducer.start()?;
+    give(reducer, rank, step, order)?;
+    reducer.finish()
+}
+
+fn floats(reducer: &Reducer, index: usize) -> Vec<f32> {
+    let bytes = reducer.gradient(index).unwrap().unwrap();
+    bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
+}
+
+fn averages(group: &FakeGroup) -> Vec<Call> {
+    group.calls().into_iter().filter(|call| call.kind == AVERAGE).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn any_order_of_gradients_on_any_rank_gives_the_average_in_the_same_order_of_buckets(
+        sizes in prop::collection::vec(0usize..20, 1..12),
+        ranks in 1u32..5,
+        cap in 1usize..40,
+        shuffles in prop::collection::vec(any::<prop::sample::Selector>(), 15),
+    ) {
+        let launches = run(ranks, |group| {
+            let rank = group.rank();
+            let mut reducer = Reducer::new(group.clone(), parameters(&sizes), buckets_of(cap)).unwrap();
+            let mut buckets = vec![reducer.bucket_bytes()];
+            for step in 0..3 {
+                let mut left: Vec<usize> = (0..sizes.len()).collect();
+                let mut order = Vec::new();
+                while !left.is_empty() {
+                    let next = *shuffles[rank.index() * 3 + step].select(&left);
+                    left.retain(|&index| index != next);
+                    order.push(next);
+                }
+                one_step(&mut reducer, rank, step, &order).unwrap();
+                for (index, &size) in sizes.iter().enumerate() {
+                    assert_eq!(floats(&reducer, index), expected(ranks, index, step, size));
+                }
+                buckets.push(reducer.bucket_bytes());
+            }
+            assert_eq!(buckets[2], buckets[3], "rebuilt once");
+            let expected: Vec<usize> = buckets[1..].concat();
+            let launched: Vec<usize> = averages(&group).iter().map(|call| call.elements * 4).collect();
+            assert_eq!(launched, if ranks == 1 { Vec::new() } else { expected });
+            group.calls()
+        });
+        prop_assert!(launches.windows(2).all(|pair| pair[0] == pair[1]));
+    }
+}
+
+#[test]
+fn buckets_are_rebuilt_once_in_the_order_of_rank_0_and_their_memory_is_kept() {
+    let allocations = run(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group.clone(), parameters(&[1, 2, 3, 4]), buckets_of(5)).unwrap();
+        assert_eq!(reducer.bucket_bytes(), [16, 20, 4]);
+        let order = if rank.is_main() { [0, 1, 2, 3] } else { [3, 2, 1, 0] };
+        let mut allocations = Vec::new();
+        for step in 0..20 {
+            one_step(&mut reducer, rank, step, &order).unwrap();
+            allocations.push(group.allocations());
+        }
+        assert_eq!(reducer.bucket_bytes(), [12, 12, 16]);
+        allocations
+    });
+    for allocations in allocations {
+        // Three buckets and the order that rank 0 sends.
+        assert_eq!(allocations[1] - allocations[0], 4);
+        assert!(allocations[1..].windows(2).all(|pair| pair[0] == pair[1]), "{allocations:?}");
+    }
+}
+
+#[test]
+fn buckets_leave_while_backward_still_runs() {
+    let group = FakeGroup::world(2).swap_remove(0);
+    let plan = parameters(&[8, 8, 8]);
+    // The second rank never answers, which only a wait would notice.
+    let mut reducer = without_verification(group.clone(), plan, buckets_of(8));
+    reducer.start().unwrap();
+    give(&mut reducer, Rank::MAIN, 0, &[1]).unwrap();
+    assert_eq!(averages(&group).len(), 0, "the plan's first bucket holds parameter 2");
+    give(&mut reducer, Rank::MAIN, 0, &[2]).unwrap();
+    assert_eq!(averages(&group).len(), 2);
+}
+
+fn without_verification(
+    group: Arc<FakeGroup>,
+    parameters: Vec<ParameterSpec>,
+    options: ReducerOptions,
+) -> Reducer {
+    let alone = FakeGroup::world(1).swap_remove(0);
+    let mut reducer = Reducer::new(alone, parameters, options).unwrap();
+    reducer.group = group;
+    reducer
+}
+
+#[test]
+fn a_parameter_without_gradient_is_named_on_every_rank() {
+    let errors = run(3, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, parameters(&[4, 4, 4]), buckets_of(4)).unwrap();
+        let order: &[usize] = if rank.get() == 1 { &[2, 0] } else { &[2, 1, 0] };
+        let error = one_step(&mut reducer, rank, 0, order).unwrap_err();
+        assert_eq!(reducer.start().unwrap_err().to_string(), error.to_string(), "the failure is final");
+        assert!(reducer.gradient(0).is_err());
+        error.to_string()
+    });
+    for error in errors {
+        assert!(error.contains("rank 1") && error.contains("`p1` (f32 [4])"), "{error}");
+        assert!(error.contains("1 of 3") && error.contains("find_unused_parameters"), "{error}");
+    }
+}
+
+#[test]
+fn unused_parameters_count_as_zero_and_stay_without_gradient_if_no_rank_used_them() {
+    run(2, |group| {
+        let rank = group.rank();
+        let options = buckets_of(4).find_unused_parameters(true);
+        let mut reducer = Reducer::new(group, parameters(&[4, 4, 4]), options).unwrap();
+        one_step(&mut reducer, rank, 0, &[0, 1, 2]).unwrap();
+        for step in 1..4 {
+            let order: &[usize] = if rank.is_main() { &[0] } else { &[2, 0] };
+            one_step(&mut reducer, rank, step, order).unwrap();
+            assert_eq!(floats(&reducer, 0), expected(2, 0, step, 4));
+            assert_eq!(reducer.gradient(1).unwrap(), None);
+            let half: Vec<f32> = gradient(Rank::new(1), 2, step, 4).iter().map(|part| part / 2.0).collect();
+            assert_eq!(floats(&reducer, 2), half);
+        }
+    });
+}
+
+#[test]
+fn different_models_and_options_are_named_on_every_rank() {
+    let name = |rank: Rank| ParameterSpec::new("head.weight", [10, 4 + rank.index()], DType::F32);
+    let failed = |make: &(dyn Fn(Rank) -> (Vec<ParameterSpec>, ReducerOptions) + Sync), parts: &[&str]| {
+        let errors = run(3, |group| {
+            let (parameters, options) = make(group.rank());
+            Reducer::new(group, parameters, options).err().unwrap()
+        });
+        for error in errors {
+            assert!(error.is_mismatch(), "{error}");
+            let message = error.to_string();
+            assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+            assert!(message.contains("rank 0") && message.contains("rank 1"), "{message}");
+        }
+    };
+    let options = ReducerOptions::default();
+    failed(
+        &|rank| ([parameters(&[3]), vec![name(rank)]].concat(), ReducerOptions::default()),
+        &["parameter 1", "`head.weight` (f32 [10, 4])", "`head.weight` (f32 [10, 5])"],
+    );
+    let some_have_more = |rank: Rank| parameters(&[3, 4][..if rank.get() == 1 { 1 } else { 2 }]);
+    failed(
+        &|rank| (some_have_more(rank), options.clone()),
+        &["`p1` (f32 [4])", "none (it has 1 parameters)"],
+    );
+    let none_on_one = |rank: Rank| if rank.get() == 1 { Vec::new() } else { parameters(&[3]) };
+    failed(&|rank| (none_on_one(rank), options.clone()), &["none (it has 0 parameters)"]);
+    let wide = |rank: Rank| if rank.is_main() { DType::F32 } else { DType::F64 };
+    failed(&|rank| (vec![ParameterSpec::new("p", [1], wide(rank))], options.clone()), &["f32", "f64"]);
+    failed(
+        &|rank| (parameters(&[3]), options.clone().bucket_cap_mb(f64::from(rank.get().min(1)) + 1.0)),
+        &["bucket_cap_mb", "is 1 on", "and 2 on"],
+    );
+}
+
+#[test]
+fn a_model_without_trainable_parameter_or_with_integers_is_refused() {
+    for ranks in [1, 2] {
+        run(ranks, |group| {
+            let error = Reducer::new(group, Vec::new(), ReducerOptions::default()).err().unwrap();
+            assert!(error.to_string().contains("no parameter needs a gradient"), "{error}");
+        });
+        run(ranks, |group| {
+            let integers = vec![ParameterSpec::new("ids", [3], DType::I64)];
+            let error = Reducer::new(group, integers, ReducerOptions::default()).err().unwrap();
+            assert!(error.to_string().contains("`ids` (i64 [3])"), "{error}");
+        });
+        run(ranks, |group| {
+            let huge = vec![ParameterSpec::new("huge", [usize::MAX / 2, 4], DType::F32)];
+            assert!(Reducer::new(group, huge, ReducerOptions::default()).is_err());
+        });
+    }
+}
+
+#[test]
+fn misuse_is_an_error_that_names_the_parameter_and_ends_the_group() {
+    let errors = run(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, parameters(&[4, 4]), buckets_of(4)).unwrap();
+        assert!(
+            reducer.finish().is_err() && reducer.ready(0, &[0; 16]).is_err() && reducer.gradient(0).is_err()
+        );
+        reducer.start().unwrap();
+        reducer.ready(0, &[0; 16]).unwrap();
+        if rank.is_main() { reducer.finish().err() } else { reducer.ready(0, &[0; 16]).err() }
+    });
+    // Rank 0 lacks a gradient itself; whichever rank ends the group first, nobody waits.
+    assert!(
+        errors[1].as_ref().is_some_and(|error| error.to_string().contains("`p0` (f32 [4])")),
+        "{errors:?}"
+    );
+    assert!(errors[0].is_some());
+
+    let fresh = || {
+        let group = FakeGroup::world(1).swap_remove(0);
+        let mut reducer = Reducer::new(group, parameters(&[4, 4]), buckets_of(4)).unwrap();
+        reducer.start().unwrap();
+        reducer
+    };
+    assert!(fresh().ready(0, &[0; 15]).unwrap_err().to_string().contains("15 B, not 16 B"));
+    assert!(fresh().ready(2, &[0; 16]).unwrap_err().is_invalid_argument());
+    assert!(fresh().start().unwrap_err().is_invalid_argument());
+    let unwritten = fresh().ready_with(0, |_| Err(Error::aborted("no memory to read"))).unwrap_err();
+    assert!(unwritten.is_aborted());
+}
+
+#[test]
+fn a_failed_averaging_reaches_finish_and_stays() {
+    let errors = run(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group.clone(), parameters(&[4, 4, 4]), buckets_of(4)).unwrap();
+        group.fail_after(1);
+        let error = one_step(&mut reducer, rank, 0, &[2, 1, 0]).unwrap_err();
+        assert!(reducer.finish().unwrap_err().is_timeout());
+        error
+    });
+    assert!(errors.iter().all(Error::is_timeout), "{errors:?}");
+}
+
+#[test]
+fn types_travel_apart_and_each_is_averaged() {
+    use half::f16;
+    run(2, |group| {
+        let spec = |name: &str, dtype| ParameterSpec::new(name, [3], dtype);
+        let specs =
+            vec![spec("a", DType::F32), spec("b", DType::F16), spec("c", DType::F64), spec("d", DType::F32)];
+        let value = group.rank().index() as f32 + 1.0;
+        let mut reducer = Reducer::new(group, specs, ReducerOptions::default()).unwrap();
+        assert_eq!(reducer.bucket_bytes().len(), 3);
+        for _ in 0..3 {
+            reducer.start().unwrap();
+            reducer.ready(0, bytemuck::bytes_of(&[value; 3])).unwrap();
+            reducer.ready(1, bytemuck::bytes_of(&[f16::from_f32(value); 3])).unwrap();
+            reducer.ready(2, bytemuck::bytes_of(&[f64::from(value); 3])).unwrap();
+            reducer
+                .ready_with(3, |memory| {
+                    memory.copy_from_slice(bytemuck::bytes_of(&[2.0 * value; 3]));
+                    Ok(())
+                })
+                .unwrap();
+            reducer.finish().unwrap();
+            assert_eq!(floats(&reducer, 0), [1.5; 3]);
+            assert_eq!(reducer.gradient(1).unwrap().unwrap(), bytemuck::bytes_of(&[f16::from_f32(1.5); 3]));
+            assert_eq!(reducer.gradient(2).unwrap().unwrap(), bytemuck::bytes_of(&[1.5f64; 3]));
+            assert_eq!(floats(&reducer, 3), [3.0; 3]);
+        }
+    });
+}
+
+#[test]
+fn state_becomes_that_of_rank_0() {
+    let sizes =
+        [(DType::F32, 70_000_000), (DType::I64, 24), (DType::F32, 0), (DType::U8, 5), (DType::F32, 12)];
+    let calls = run(2, |group| {
+        let value = group.rank().get() as u8 + 1;
+        let mut memory: Vec<Vec<u8>> = sizes.iter().map(|&(_, len)| vec![value; len]).collect();
+        let types = sizes.iter().map(|&(dtype, _)| dtype);
+        let mut tensors: Vec<_> =
+            memory.iter_mut().zip(types).map(|(bytes, dtype)| StateTensor { dtype, bytes }).collect();
+        broadcast_state(&*group, &mut tensors).unwrap();
+        assert!(memory.iter().flatten().all(|&byte| byte == 1));
+        group.calls()
+    });
+    let largest = calls[0].iter().map(|call| call.elements * call.dtype.size()).max();
+    assert_eq!(calls[0].len(), 5);
+    assert_eq!(largest, Some(25 << 20));
+
+    let errors = run(2, |group| {
+        let mut bytes = vec![0; if group.rank().is_main() { 7 } else { 8 }];
+        broadcast_state(&*group, &mut [StateTensor { dtype: DType::F32, bytes: &mut bytes }]).unwrap_err()
+    });
+    assert!(errors.iter().all(Error::is_invalid_argument), "{errors:?}");
+}
+
+#[test]
+fn a_trace_shows_each_bucket_and_backward() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |rank: u32| folder.path().join(format!("{rank}.json"));
+    run(2, |group| {
+        let rank = group.rank();
+        let group = group.traced(Trace::to_file(path(rank.get()), rank));
+        let mut reducer = Reducer::new(group, parameters(&[4, 4]), buckets_of(4)).unwrap();
+        one_step(&mut reducer, rank, 0, &[1, 0]).unwrap();
+    });
+    for rank in 0..2 {
+        check_trace(&path(rank));
+    }
+}
+
+fn check_trace(path: &Path) {
+    let document: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let events = document["traceEvents"].as_array().unwrap();
+    let find = |name: &str, bucket: Option<u64>| {
+        let is_it =
+            |event: &&serde_json::Value| event["name"] == name && event["args"]["bucket"].as_u64() == bucket;
+        events.iter().find(is_it).unwrap_or_else(|| panic!("{name} of bucket {bucket:?} is missing"))
+    };
+    let time = |event: &serde_json::Value| event["ts"].as_f64().unwrap();
+    let backward = find("backward", None);
+    for bucket in [Some(0), Some(1)] {
+        let all_reduce = find("all_reduce", bucket);
+        assert!(time(backward) <= time(find("ready", bucket)));
+        assert!(time(find("ready", bucket)) <= time(all_reduce));
+        assert_eq!(time(find("launched", bucket)), time(all_reduce));
+        assert_eq!(all_reduce["args"]["bytes"], 16);
+        assert_eq!(all_reduce["args"]["parameters"], 1);
+    }
+    find("wait for gradients", None);
+}

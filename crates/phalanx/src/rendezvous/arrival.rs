@@ -16,9 +16,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Place;
+use super::hosts::Hosts;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
-use crate::rank::Rank;
+use crate::rank::{Rank, WorldSize};
 use crate::store::{PrefixStore, SharedStore, Store};
 
 const OK: &[u8] = b"ok";
@@ -44,7 +45,7 @@ pub(super) struct Arrived {
     /// The part of the store that belongs to it.
     pub store: SharedStore,
     roll: PrefixStore,
-    place: Place,
+    world_size: WorldSize,
 }
 
 /// What a rank writes when it comes.
@@ -107,7 +108,11 @@ pub(super) fn arrive(
         Err(error) => return Err(error),
     }
     let scope = format!("{}/{round}/group", place.scope);
-    Ok(Arrived { store: Arc::new(PrefixStore::new(scope, Arc::clone(store))), roll, place: place.clone() })
+    Ok(Arrived {
+        store: Arc::new(PrefixStore::new(scope, Arc::clone(store))),
+        roll,
+        world_size: place.world_size,
+    })
 }
 
 /// The part of the time left that is kept for saying what went wrong.
@@ -218,23 +223,11 @@ fn missing(roll: &PrefixStore, place: &Place, started: Instant, deadline: Deadli
 }
 
 impl Arrived {
-    /// The host of each rank.
-    pub fn hosts(&self, deadline: Deadline) -> Result<Vec<String>> {
-        let keys: Vec<String> = self.place.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
+    /// The hosts of all ranks.
+    pub fn hosts(&self, deadline: Deadline) -> Result<Hosts> {
+        let keys: Vec<String> = self.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         let entries = self.roll.multi_get(&keys, deadline)?;
-        entries.iter().map(|entry| Ok(Entry::parse(entry)?.identity.host)).collect()
-    }
-
-    /// This rank's place among the ranks of its host, and their number.
-    pub fn local(&self, deadline: Deadline) -> Result<(u32, u32)> {
-        Ok(self.local_among(&self.hosts(deadline)?))
-    }
-
-    pub fn local_among(&self, hosts: &[String]) -> (u32, u32) {
-        let mine = self.place.rank.index();
-        let neighbours =
-            |until: usize| hosts[..until].iter().filter(|host| **host == hosts[mine]).count() as u32;
-        (neighbours(mine), neighbours(hosts.len()))
+        entries.iter().map(|entry| Ok(Entry::parse(entry)?.identity.host)).collect::<Result<_>>().map(Hosts)
     }
 }

@@ -4,7 +4,7 @@
 //! rank opens what is there, leaves a hello with a number that nobody could have guessed, and waits for rank 0's
 //! welcome to that number, which an old file cannot hold; when the path names another file, it starts again there.
 
-use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::net::Ipv4Addr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,8 +33,7 @@ pub(super) fn join(path: &Path, place: &Place, me: &Identity, deadline: Deadline
     let store: SharedStore = Arc::<FileStore>::clone(&file);
     let arrived = arrive(&store, place, me, deadline)?;
     let hosts = arrived.hosts(deadline)?;
-    let (local_rank, local_world_size) = arrived.local_among(&hosts);
-    let one_host = hosts.iter().all(|host| *host == hosts[0]);
+    let (local_rank, local_world_size) = hosts.local(place.rank);
     Ok(Rendezvous {
         store: arrived.store,
         rank: place.rank,
@@ -42,7 +41,7 @@ pub(super) fn join(path: &Path, place: &Place, me: &Identity, deadline: Deadline
         local_rank,
         local_world_size,
         epoch: place.epoch,
-        interface: if one_host { Ipv4Addr::LOCALHOST.into() } else { outward()? },
+        interface: hosts.reachable(Ipv4Addr::LOCALHOST.into())?,
         keep_alive: KeepAlive(Held::File { _store: file }),
     })
 }
@@ -108,18 +107,4 @@ fn greet(path: &Path, place: &Place, deadline: Deadline) -> Result<FileStore> {
             }
         }
     }
-}
-
-/// The address of this host from which packets leave it. Nothing is sent: the address asked for is for documents.
-fn outward() -> Result<IpAddr> {
-    let look = || {
-        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
-        socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
-        socket.local_addr()
-    };
-    let address = look().map_err(|error| {
-        Error::io("cannot find the address at which other hosts reach this one", error)
-            .with_remedy("meet at tcp://host:port instead")
-    })?;
-    Ok(address.ip())
 }

@@ -10,6 +10,7 @@
 mod arrival;
 mod env;
 mod file;
+mod hosts;
 mod tcp;
 
 use std::fmt;

@@ -38,16 +38,20 @@ pub(super) fn join(
     };
     let keep_alive = KeepAlive(held);
     let arrived = arrive(&store, place, me, deadline)?;
-    let (local_rank, local_world_size) = match place.local {
-        Some(local) => local,
-        None => arrived.local(deadline)?,
+    let known = place.local.filter(|(_, size)| !interface.is_loopback() || *size == place.world_size.get());
+    let (local, interface) = match known {
+        Some(local) => (local, interface),
+        None => {
+            let hosts = arrived.hosts(deadline)?;
+            (place.local.unwrap_or_else(|| hosts.local(place.rank)), hosts.reachable(interface)?)
+        }
     };
     Ok(Rendezvous {
         store: arrived.store,
         rank: place.rank,
         world_size: place.world_size,
-        local_rank,
-        local_world_size,
+        local_rank: local.0,
+        local_world_size: local.1,
         epoch: place.epoch,
         interface,
         keep_alive,

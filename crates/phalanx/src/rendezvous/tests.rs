@@ -3,7 +3,6 @@ use std::thread;
 use std::time::Instant;
 
 use super::*;
-use crate::store::Store;
 
 fn world(size: u32) -> WorldSize {
     WorldSize::new(size).unwrap()
@@ -88,7 +87,7 @@ fn ranks_meet_over_tcp_and_know_their_neighbours() {
     talk(&worlds);
     let locals: Vec<(u32, u32)> =
         worlds.iter().map(|world| (world.local_rank, world.local_world_size)).collect();
-    assert_eq!(locals, [(0, 2), (0, 2), (1, 2), (1, 2)]);
+    assert_eq!(locals, [(0, 4), (1, 4), (2, 4), (3, 4)]);
     assert!(worlds.iter().all(|world| world.interface.is_loopback()));
     // Rank 0 may go first: the others still finish, and it does not wait for its whole grace.
     let mut worlds = worlds.into_iter();
@@ -101,6 +100,18 @@ fn ranks_meet_over_tcp_and_know_their_neighbours() {
         }
     });
     assert!(started.elapsed() < GRACE);
+}
+
+#[test]
+fn neighbours_are_counted_host_by_host() {
+    let hosts = hosts::Hosts(["a", "b", "a", "b", "b"].map(str::to_owned).to_vec());
+    let locals: Vec<(u32, u32)> = world(5).ranks().map(|rank| hosts.local(rank)).collect();
+    assert_eq!(locals, [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]);
+    let elsewhere: IpAddr = "192.0.2.7".parse().unwrap();
+    assert_eq!(hosts.reachable(elsewhere).unwrap(), elsewhere);
+    if let Ok(address) = hosts.reachable(Ipv4Addr::LOCALHOST.into()) {
+        assert!(!address.is_loopback());
+    }
 }
 
 #[test]
@@ -240,4 +251,18 @@ fn a_stale_file_alone_is_not_taken_for_a_world() {
     let deadline = Deadline::after(Duration::from_millis(300));
     let error = file::join(&path, &place(0, 2), &identity(0, "a"), deadline).unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains("rank 1 of 2 has not arrived"), "{error}");
+}
+
+/// Under a real launcher, which starts this test twice:
+/// `torchrun --no-python --nproc-per-node 2 <test binary> --ignored under_a_launcher`.
+#[test]
+#[ignore = "needs a launcher with at least two workers"]
+fn under_a_launcher() {
+    let world = from_env(Duration::from_secs(20)).unwrap();
+    assert!(world.world_size.get() > 1, "start it under a launcher");
+    world.store.set(&format!("said/{}", world.rank), b"here", soon()).unwrap();
+    for rank in world.world_size.ranks() {
+        assert_eq!(world.store.get(&format!("said/{rank}"), soon()).unwrap(), b"here");
+    }
+    eprintln!("{world:?}");
 }

@@ -270,8 +270,7 @@ fn park(cell: &Rc<RefCell<Shared>>, waiters: &mut Waiters, missing: Vec<Vec<u8>>
 
 /// All keys but those of PyTorch's own start-up.
 fn list_keys(table: &Table) -> Answer {
-    let keys: Vec<Arc<[u8]>> =
-        table.keys().filter(|key| !key.starts_with(b"init/")).map(|key| Arc::from(key)).collect();
+    let keys: Vec<Arc<[u8]>> = table.keys().filter(|key| !key.starts_with(b"init/")).map(Arc::from).collect();
     let mut bytes = count(keys.len()).to_le_bytes().to_vec();
     for key in keys {
         bytes.extend((key.len() as u64).to_le_bytes());

@@ -9,3 +9,8 @@ mod waiters;
 pub use client::TcpStore;
 pub(crate) use link::resolve;
 pub use server::TcpStoreServer;
+
+#[cfg(test)]
+mod pytorch;
+#[cfg(test)]
+mod tests;

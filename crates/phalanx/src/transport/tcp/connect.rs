@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::Duration;
 
@@ -40,21 +41,30 @@ struct Address {
 
 pub(super) fn mesh(place: &Place<'_>, deadline: Deadline) -> Result<Mesh> {
     let (rank, world) = (place.rank, place.world);
-    let listener = listen(place.interface)?;
     let job = agree_on_job(place, deadline)?;
-    let addresses = exchange_addresses(place, &listener, deadline)?;
     let own = |channel| Hello { job, epoch: place.epoch, rank, world: world.get(), channel };
+    let listener = listen(place.interface)?;
+    let (stop, stopped) =
+        UnixStream::pair().map_err(|error| Error::io("the accepting thread has no signal", error))?;
 
-    let (above, below) = thread::scope(|scope| {
-        let above = scope.spawn(|| accept(&listener, place, own(Channel::Data), deadline));
-        let below = world.ranks().take(rank.index()).map(|peer| {
-            let to = |channel| connect(&addresses[peer.index()], peer, own(channel), deadline);
-            Ok((to(Channel::Data)?, to(Channel::Control)?))
+    // Accepting begins before the address is known to anybody, so that strangers cannot fill the listener's queue.
+    let (above, addresses, below) = thread::scope(|scope| {
+        let above = scope.spawn(|| accept(&listener, &stopped, place, own(Channel::Data), deadline));
+        let addresses = exchange_addresses(place, &listener, deadline);
+        let below = addresses.as_ref().map_err(Error::clone).and_then(|addresses| {
+            let pair = |(peer, address)| {
+                let to = |channel| connect(address, peer, own(channel), deadline);
+                Ok((to(Channel::Data)?, to(Channel::Control)?))
+            };
+            world.ranks().zip(addresses).take(rank.index()).map(pair).collect::<Result<Vec<_>>>()
         });
-        let below: Result<Vec<_>> = below.collect();
+        if below.is_err() {
+            drop(stop);
+        }
         let above = above.join().unwrap_or_else(|_| Err(Error::aborted("the accepting thread panicked")));
-        (above, below)
+        (above, addresses, below)
     });
+    let addresses = addresses?;
     let mut pairs: Vec<_> = below?.into_iter().map(|(data, control)| (Some(data), Some(control))).collect();
     pairs.push((None, None));
     pairs.extend(above?);
@@ -165,8 +175,15 @@ struct Pending {
 
 type Pair = (Option<TcpStream>, Option<TcpStream>);
 
-/// Accepts both connections of every rank above this one. A stranger is dropped, and holds nobody up.
-fn accept(listener: &TcpListener, place: &Place<'_>, own: Hello, deadline: Deadline) -> Result<Vec<Pair>> {
+/// Accepts both connections of every rank above this one, or stops when `stopped` is closed at its other end. A stranger
+/// is dropped, and holds nobody up.
+fn accept(
+    listener: &TcpListener,
+    stopped: &UnixStream,
+    place: &Place<'_>,
+    own: Hello,
+    deadline: Deadline,
+) -> Result<Vec<Pair>> {
     let first = place.rank.index() + 1;
     let mut pairs: Vec<Pair> = (first..place.world.count()).map(|_| (None, None)).collect();
     let mut pending: Vec<Pending> = Vec::new();
@@ -179,7 +196,9 @@ fn accept(listener: &TcpListener, place: &Place<'_>, own: Hello, deadline: Deadl
                 .with_peer(peer)
                 .with_remedy("is it alive, and does a firewall stand between?"));
         }
-        wait_for_arrivals(listener, &pending, deadline)?;
+        if wait_for_arrivals(listener, stopped, &pending, deadline)? {
+            return Err(Error::aborted("accepting was stopped"));
+        }
         while let Ok((stream, _)) = listener.accept() {
             if stream.set_nonblocking(true).is_ok() {
                 if pending.len() == MAX_PENDING {
@@ -205,14 +224,20 @@ fn accept(listener: &TcpListener, place: &Place<'_>, own: Hello, deadline: Deadl
     }
 }
 
-fn wait_for_arrivals(listener: &TcpListener, pending: &[Pending], deadline: Deadline) -> Result<()> {
-    let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
+/// Waits until somebody connects or speaks, or a patience ends. True if `stopped` is closed.
+fn wait_for_arrivals(
+    listener: &TcpListener,
+    stopped: &UnixStream,
+    pending: &[Pending],
+    deadline: Deadline,
+) -> Result<bool> {
+    let mut fds = vec![PollFd::new(stopped, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
     fds.extend(pending.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
     let patience =
         pending.iter().map(|connection| connection.deadline).fold(deadline, Deadline::min).remaining();
     let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
     match poll(&mut fds, Some(&timeout)) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(!fds[0].revents().is_empty()),
         Err(error) => Err(Error::io("waiting for peers failed", error.into())),
     }
 }
@@ -259,5 +284,67 @@ fn welcome(stream: TcpStream, own: Hello, hello: Hello, first: usize, pairs: &mu
             Channel::Data => data,
             Channel::Control => control,
         } = Some(stream);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::rank::{Epoch, WorldSize};
+    use crate::store::{MemoryStore, Store};
+
+    fn place(store: &MemoryStore, rank: u32) -> Place<'_> {
+        let interface = Ipv4Addr::LOCALHOST.into();
+        let world = WorldSize::new(2).unwrap();
+        Place { store, rank: Rank::new(rank), world, epoch: Epoch(0), interface }
+    }
+
+    #[test]
+    fn strangers_hold_nobody_up() {
+        let store = MemoryStore::new();
+        let deadline = Deadline::after(Duration::from_secs(20));
+        thread::scope(|scope| {
+            let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|mesh| mesh.data.len()));
+            let address = store.get(&key(Rank::MAIN), deadline).unwrap();
+            let address: Address = postcard::from_bytes(&address).unwrap();
+            let job = store.get("mesh/job", deadline).unwrap().try_into().unwrap();
+            let mut strangers = Vec::new();
+            for number in 0..200u8 {
+                let mut stranger = TcpStream::connect(address.socket).unwrap();
+                let hello = Hello {
+                    job: if number % 3 == 0 { job } else { [number; 16] },
+                    epoch: Epoch(u64::from(number % 2)),
+                    rank: Rank::new(u32::from(number)),
+                    world: 3,
+                    channel: Channel::Data,
+                };
+                // Silence, half a handshake, a wrong one.
+                let _ = stranger.write_all(&hello.encode()[..usize::from(number) * HELLO / 199]);
+                strangers.push(stranger);
+            }
+            let started = Instant::now();
+            mesh(&place(&store, 1), deadline).unwrap();
+            assert_eq!(main.join().unwrap().unwrap(), 2);
+            assert!(started.elapsed() < HANDSHAKE, "the ranks waited for strangers");
+        });
+    }
+
+    #[test]
+    fn a_rank_that_does_not_come_is_named() {
+        let store = MemoryStore::new();
+        let own = postcard::to_stdvec(&Address {
+            // A port that was free a moment ago.
+            socket: listen(Ipv4Addr::LOCALHOST.into()).unwrap().local_addr().unwrap(),
+            host: "gone".into(),
+        });
+        store.set(&key(Rank::new(0)), &own.unwrap(), Deadline::after(Duration::from_secs(1))).unwrap();
+        store.set("mesh/job", &[0; 16], Deadline::after(Duration::from_secs(1))).unwrap();
+        let deadline = Deadline::after(Duration::from_millis(100));
+        let error = mesh(&place(&store, 1), deadline).err().unwrap();
+        assert!(error.to_string().contains("rank 0 (gone) could not be reached at"), "{error}");
+        assert_eq!(error.peer(), Some(Rank::MAIN));
     }
 }

@@ -1,0 +1,324 @@
+//! The server and the client against strangers, garbage, and many.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use super::{TcpStore, TcpStoreServer};
+use crate::deadline::Deadline;
+use crate::store::Store;
+use crate::wire::store::{Frame, MAGIC, MAX_COUNT, Op};
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(20))
+}
+
+fn serve() -> TcpStoreServer {
+    TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap()
+}
+
+fn client(server: &TcpStoreServer) -> TcpStore {
+    TcpStore::connect(server.local_addr(), soon()).unwrap()
+}
+
+/// A raw connection that says that it is a client.
+fn raw(server: &TcpStoreServer) -> TcpStream {
+    let mut stream = TcpStream::connect(server.local_addr()).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    stream.write_all(&Frame::new(Op::Validate).u32(MAGIC).into_bytes()).unwrap();
+    stream
+}
+
+/// Does the server hang up without another byte?
+fn is_dropped(mut stream: TcpStream) -> bool {
+    match stream.read(&mut [0; 64]) {
+        Ok(0) => true,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+        Ok(_) => false,
+    }
+}
+
+fn works(store: &TcpStore) {
+    let sum = store.add("works", 1, soon()).unwrap();
+    assert_eq!(store.get("works", soon()).unwrap(), sum.to_string().as_bytes());
+}
+
+#[test]
+fn strangers_are_dropped_and_disturb_nobody() {
+    let server = serve();
+    let store = client(&server);
+    for hello in [&b"GET / HTTP/1.1\r\n\r\n"[..], b"\0\0\0\0\0", &[0xff; 64]] {
+        let mut stranger = TcpStream::connect(server.local_addr()).unwrap();
+        stranger.write_all(hello).unwrap();
+        assert!(is_dropped(stranger));
+        works(&store);
+    }
+    // One that says nothing, or not enough, has two seconds.
+    let started = Instant::now();
+    let silent = TcpStream::connect(server.local_addr()).unwrap();
+    let mut half = TcpStream::connect(server.local_addr()).unwrap();
+    half.write_all(&[0, 0xce]).unwrap();
+    works(&store);
+    assert!(is_dropped(silent) && is_dropped(half));
+    let waited = started.elapsed();
+    assert!((Duration::from_millis(1900)..Duration::from_secs(8)).contains(&waited), "{waited:?}");
+    works(&store);
+}
+
+#[test]
+fn requests_past_the_caps_cost_their_client_the_connection() {
+    let server = serve();
+    let store = client(&server);
+    store.set("text", b"x", soon()).unwrap();
+    let requests = [
+        Frame::new(Op::Get).u64(u64::MAX),
+        Frame::new(Op::Set).key("k").u64(1_300_000_000_000),
+        Frame::new(Op::Wait).u64(MAX_COUNT as u64 + 1),
+        Frame::new(Op::MultiSet).u64(1 << 63),
+        Frame::new(Op::Add).key("text").i64(1),
+        Frame::new(Op::Validate).u32(MAGIC),
+    ];
+    for request in requests {
+        let mut stream = raw(&server);
+        stream.write_all(&request.into_bytes()).unwrap();
+        assert!(is_dropped(stream));
+    }
+    // While it waits, a client may only cancel.
+    let mut stream = raw(&server);
+    stream.write_all(&Frame::new(Op::Wait).keys(&["never"]).then(Op::NumKeys).into_bytes()).unwrap();
+    assert!(is_dropped(stream));
+    works(&store);
+    let error = store.add("text", 1, soon()).unwrap_err();
+    assert!(
+        error.is_invalid_argument() && error.to_string().contains("\"x\" is not a decimal number"),
+        "{error}"
+    );
+}
+
+#[test]
+fn garbage_from_clients_disturbs_nobody() {
+    let server = serve();
+    let address = server.local_addr();
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let store = client(&server);
+            while !stop.load(Ordering::Relaxed) {
+                works(&store);
+            }
+        });
+        let request = Frame::new(Op::CompareSet).key("key").value(b"expected").value(b"desired").into_bytes();
+        let garbage = proptest::collection::vec(any::<u8>(), 0..200);
+        let case = (any::<bool>(), garbage, 0..=request.len());
+        let mut runner =
+            TestRunner::new(ProptestConfig { cases: 300, failure_persistence: None, ..Default::default() });
+        runner
+            .run(&case, |(validated, garbage, end)| {
+                let mut stream = TcpStream::connect(address).unwrap();
+                let mut bytes = Vec::new();
+                if validated {
+                    bytes = Frame::new(Op::Validate).u32(MAGIC).into_bytes();
+                    bytes.extend_from_slice(&request[..end]);
+                }
+                bytes.extend(garbage);
+                // The server may hang up in the middle of it.
+                let _ = stream.write_all(&bytes);
+                Ok(())
+            })
+            .unwrap();
+        stop.store(true, Ordering::Relaxed);
+    });
+    works(&client(&server));
+}
+
+#[test]
+fn a_waiter_that_goes_away_is_forgotten_and_one_that_cancels_goes_on() {
+    let server = serve();
+    let store = client(&server);
+    let mut leaver = raw(&server);
+    leaver.write_all(&Frame::new(Op::Wait).keys(&["late"]).into_bytes()).unwrap();
+    drop(leaver);
+    let mut stream = raw(&server);
+    stream.write_all(&Frame::new(Op::Wait).keys(&["late"]).then(Op::CancelWait).into_bytes()).unwrap();
+    let mut answer = [9; 2];
+    stream.read_exact(&mut answer[..1]).unwrap();
+    assert_eq!(answer[0], 1);
+    store.set("late", b"", soon()).unwrap();
+    // A wait that has come true is answered first, and its cancellation then.
+    stream.write_all(&Frame::new(Op::Wait).keys(&["late"]).then(Op::CancelWait).into_bytes()).unwrap();
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(answer, [0, 1]);
+}
+
+#[test]
+fn a_client_that_does_not_read_stops_only_itself() {
+    let server = serve();
+    let store = client(&server);
+    store.set("big", &vec![7; 8 << 20], soon()).unwrap();
+    let mut lazy = raw(&server);
+    lazy.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+    let gets = (0..50_000).fold(Frame::new(Op::Get).key("big"), |frame, _| frame.then(Op::Get).key("big"));
+    // The server stops reading its requests while their answers stand.
+    assert!(lazy.write_all(&gets.into_bytes().repeat(8)).is_err());
+    for _ in 0..10 {
+        works(&store);
+    }
+}
+
+/// A listener that does `answer` with whoever connects, for the length of the test.
+fn foreign(answer: impl Fn(TcpStream) + Send + 'static) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || listener.incoming().flatten().for_each(answer));
+    address
+}
+
+#[test]
+fn a_foreign_server_is_named_and_its_lengths_are_not_believed() {
+    let http = foreign(|mut stream| {
+        let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
+        let _ = stream.read(&mut [0; 64]);
+    });
+    let error = TcpStore::connect(http, soon()).unwrap_err();
+    assert!(error.to_string().contains("is not a store: it answers \"HTTP\""), "{error}");
+
+    let echo = foreign(|mut stream| {
+        let mut bytes = [0; 64];
+        let n = stream.read(&mut bytes).unwrap_or(0);
+        let _ = stream.write_all(&bytes[..n]);
+    });
+    assert!(TcpStore::connect(echo, soon()).unwrap_err().to_string().contains("is not a store"));
+
+    let rude = foreign(drop);
+    let error = TcpStore::connect(rude, Deadline::after(Duration::from_millis(300))).unwrap_err();
+    assert!(error.to_string().contains("closes the connection when it is greeted"), "{error}");
+
+    let silent = foreign(|stream| {
+        let _ = (&stream).read_to_end(&mut Vec::new());
+    });
+    let started = Instant::now();
+    let error = TcpStore::connect(silent, Deadline::after(Duration::from_millis(300))).unwrap_err();
+    assert!(
+        error.to_string().contains("does not answer") && started.elapsed() < Duration::from_secs(3),
+        "{error}"
+    );
+
+    // One that greets like a store, then announces 1.3 TB.
+    let liar = foreign(|mut stream| {
+        let mut hello = [0; 10];
+        let _ = stream.read_exact(&mut hello);
+        let _ = stream.write_all(&hello[6..]);
+        let _ = stream.read(&mut [0; 64]);
+        let _ = stream.write_all(&1_300_000_000_000_u64.to_le_bytes());
+        let _ = stream.read(&mut [0; 64]);
+    });
+    let store = TcpStore::connect(liar, soon()).unwrap();
+    let error = store.compare_set("k", b"", b"v", soon()).unwrap_err();
+    assert!(error.to_string().contains("an answer of 1300000000000 bytes"), "{error}");
+}
+
+#[test]
+fn a_client_waits_for_a_server_that_is_not_up_yet_but_not_past_its_deadline() {
+    let address = serve().local_addr();
+    let started = Instant::now();
+    let error = TcpStore::connect(address, Deadline::after(Duration::from_millis(200))).unwrap_err();
+    assert!(error.is_timeout() && error.to_string().contains(&address.to_string()), "{error}");
+    assert!(error.remedy().is_some() && started.elapsed() < Duration::from_secs(3));
+    thread::scope(|scope| {
+        let early = scope.spawn(|| works(&TcpStore::connect(address, soon()).unwrap()));
+        let server = TcpStoreServer::bind(address).unwrap();
+        early.join().unwrap();
+        drop(server);
+    });
+}
+
+#[test]
+fn a_port_in_use_is_an_error_that_names_it() {
+    let server = serve();
+    let error = TcpStoreServer::bind(server.local_addr()).unwrap_err();
+    assert!(
+        error.is_address_in_use() && error.to_string().contains(&server.local_addr().to_string()),
+        "{error}"
+    );
+}
+
+#[test]
+fn dropping_a_server_ends_its_waits_and_draining_lets_clients_finish() {
+    let server = serve();
+    let store = client(&server);
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| store.get("never", soon()).unwrap_err());
+        works(&store);
+        drop(server);
+        assert!(!waiting.join().unwrap().is_timeout());
+    });
+
+    let server = serve();
+    let store = Arc::new(client(&server));
+    thread::scope(|scope| {
+        let store = Arc::clone(&store);
+        let draining = scope.spawn(move || server.drain(soon()));
+        for _ in 0..100 {
+            works(&store);
+        }
+        assert!(!draining.is_finished());
+        store.close_idle();
+        draining.join().unwrap();
+    });
+    // A client that stays does not hold it for ever.
+    let server = serve();
+    let _stays = client(&server);
+    server.drain(Deadline::after(Duration::from_millis(50)));
+}
+
+/// Descriptors for so many connections, both ends in this process; `false` if the system does not give them.
+fn may_open(connections: u64) -> bool {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let needed = 2 * connections + 200;
+    let mut limit = getrlimit(Resource::Nofile);
+    if limit.current.is_none_or(|current| current >= needed) {
+        return true;
+    }
+    limit.current = limit.maximum.map_or(Some(needed), |maximum| Some(needed.min(maximum)));
+    setrlimit(Resource::Nofile, limit).is_ok() && limit.current >= Some(needed)
+}
+
+#[test]
+fn a_thousand_strays_and_a_thousand_clients() {
+    if !may_open(2000) {
+        return eprintln!("skipped: `ulimit -n` does not allow 4,200 descriptors");
+    }
+    let server = serve();
+    let strays: Vec<TcpStream> =
+        (0..1000).map(|_| TcpStream::connect(server.local_addr()).unwrap()).collect();
+    let started = Instant::now();
+    let clients: Vec<TcpStore> = (0..1000).map(|_| client(&server)).collect();
+    let joined = started.elapsed();
+    let started = Instant::now();
+    for (i, client) in clients.iter().enumerate() {
+        client.set(&i.to_string(), b"x", soon()).unwrap();
+    }
+    let set = started.elapsed();
+    eprintln!("1,000 clients joined in {joined:?} beside 1,000 strays; a set by each took {set:?}");
+    assert!(joined < Duration::from_secs(10), "{joined:?}");
+    assert_eq!(clients[0].num_keys(soon()).unwrap(), 1000);
+    drop(strays);
+}
+
+#[test]
+fn a_stranger_takes_little_memory() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let _stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        let task = super::connection::serve(stream, Default::default());
+        assert!(size_of_val(&task) <= 2048, "{} bytes", size_of_val(&task));
+    });
+}

@@ -1,0 +1,207 @@
+//! Ranks as processes, started by hand as a launcher would, without anybody who watches over them.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Arguments, Trial};
+use phalanx::store::TcpStoreServer;
+use phalanx::{Rank, ReduceOp};
+
+const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
+/// The promise: survivors know within this time that somebody died.
+const KNOWN: Duration = Duration::from_secs(1);
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn main() {
+    if let Ok(scenario) = std::env::var(SCENARIO) {
+        return work(&scenario);
+    }
+    let tests: &[(&str, fn())] = &[
+        ("a_killed_rank_is_named_by_all_survivors", a_killed_rank_is_named_by_all_survivors),
+        ("rank_0_may_die_with_the_store_it_serves", rank_0_may_die_with_the_store_it_serves),
+        ("idle_ranks_know_who_died", idle_ranks_know_who_died),
+        ("ranks_end_in_any_order", ranks_end_in_any_order),
+        ("strangers_disturb_nobody", strangers_disturb_nobody),
+    ];
+    let tests = tests.iter().map(|&(name, test)| {
+        Trial::test(name, move || {
+            test();
+            Ok(())
+        })
+    });
+    // One after the other: they start several processes each, and some promise how soon these end.
+    let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
+    libtest_mimic::run(&arguments, tests.collect()).exit();
+}
+
+/// What a rank does; its error goes to standard error, as any program's would.
+fn work(scenario: &str) {
+    let outcome = match scenario {
+        "train" => train(),
+        "idle" => idle(),
+        "short" => short(),
+        other => panic!("no scenario {other}"),
+    };
+    if let Err(error) = outcome {
+        eprintln!("{error}");
+        std::process::exit(if error.is_peer_failure() { 3 } else { 1 });
+    }
+}
+
+/// Averages gradients until something goes wrong.
+fn train() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let mut gradients = vec![1f32; 1 << 18];
+    for step in 0.. {
+        group.all_reduce(&mut gradients, ReduceOp::Avg)?;
+        if step == 10 {
+            println!("training");
+        }
+    }
+    Ok(())
+}
+
+/// Starts, and looks into its group only long after somebody died.
+fn idle() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    println!("training");
+    while group.failure().is_none() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    group.barrier()
+}
+
+/// A job of a few steps, whose ranks end at different times.
+fn short() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let mut sum = [1i64];
+    group.all_reduce(&mut sum, ReduceOp::Sum)?;
+    assert_eq!(sum, [4]);
+    let mut shared = vec![group.rank().get() as f32; 1 << 20];
+    group.broadcast(&mut shared, Rank::MAIN)?;
+    assert!(shared.iter().all(|element| *element == 0.0));
+    if std::env::var("LATE").is_ok_and(|late| late == group.rank().to_string()) {
+        std::thread::sleep(Duration::from_millis(300));
+    }
+    Ok(())
+}
+
+/// Ranks that are ended with the test, however it ends.
+struct World {
+    ranks: Vec<Child>,
+    port: u16,
+    _server: Option<TcpStoreServer>,
+}
+
+impl World {
+    fn start(scenario: &str, world: u32, served_by_rank_0: bool, variables: &[(&str, &str)]) -> Self {
+        let server =
+            (!served_by_rank_0).then(|| TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap());
+        let port = match &server {
+            Some(server) => server.local_addr().port(),
+            None => std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port(),
+        };
+        let ranks = (0..world).map(|rank| {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.env(SCENARIO, scenario).envs(variables.iter().copied());
+            command.env("RANK", rank.to_string()).env("WORLD_SIZE", world.to_string());
+            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+            command.env("TORCHELASTIC_USE_AGENT_STORE", if served_by_rank_0 { "False" } else { "True" });
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        });
+        Self { ranks: ranks.collect(), port, _server: server }
+    }
+
+    /// Waits until every rank has said that it trains.
+    fn training(&mut self) {
+        for rank in &mut self.ranks {
+            let mut line = String::new();
+            BufReader::new(rank.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+            assert_eq!(line, "training\n");
+        }
+    }
+
+    fn kill(&mut self, rank: usize) -> Instant {
+        self.ranks[rank].kill().unwrap();
+        Instant::now()
+    }
+
+    /// Waits for each rank; gives exit codes, what they wrote to standard error, and when the last one ended.
+    fn end(mut self) -> (Vec<(Option<i32>, String)>, Instant) {
+        let deadline = Instant::now() + LIMIT;
+        while self.ranks.iter_mut().any(|rank| rank.try_wait().unwrap().is_none()) {
+            assert!(Instant::now() < deadline, "a rank hangs");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let ended = Instant::now();
+        let outcomes = std::mem::take(&mut self.ranks).into_iter().map(|rank| {
+            let output = rank.wait_with_output().unwrap();
+            (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+        });
+        (outcomes.collect(), ended)
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        for rank in &mut self.ranks {
+            let _ = rank.kill();
+            let _ = rank.wait();
+        }
+    }
+}
+
+/// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time.
+fn survivors_name(scenario: &str, victim: usize, served_by_rank_0: bool) {
+    let mut world = World::start(scenario, 3, served_by_rank_0, &[]);
+    world.training();
+    let killed = world.kill(victim);
+    let (outcomes, ended) = world.end();
+    for (rank, (code, error)) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != victim) {
+        assert_eq!(*code, Some(3), "rank {rank}: {error}");
+        assert!(error.contains(&format!("rank {victim} (")) && error.contains(") died: "), "{error}");
+    }
+    assert!(ended - killed < KNOWN, "it took {:?}", ended - killed);
+}
+
+fn a_killed_rank_is_named_by_all_survivors() {
+    for victim in 0..3 {
+        survivors_name("train", victim, false);
+    }
+}
+
+fn rank_0_may_die_with_the_store_it_serves() {
+    survivors_name("train", 0, true);
+}
+
+fn idle_ranks_know_who_died() {
+    survivors_name("idle", 1, false);
+}
+
+fn ranks_end_in_any_order() {
+    for late in ["0", "1", "3"] {
+        for served_by_rank_0 in [true, false] {
+            let (outcomes, _) = World::start("short", 4, served_by_rank_0, &[("LATE", late)]).end();
+            for (code, error) in outcomes {
+                assert_eq!((code, error.as_str()), (Some(0), ""));
+            }
+        }
+    }
+}
+
+/// Connections that say nothing, or nonsense, while the ranks look for each other.
+fn strangers_disturb_nobody() {
+    use std::io::Write;
+    let mut world = World::start("train", 2, false, &[]);
+    let mut strangers = Vec::new();
+    for number in 0..100 {
+        if let Ok(mut stranger) = std::net::TcpStream::connect(("127.0.0.1", world.port)) {
+            let _ = stranger.write_all(&[number; 64][..usize::from(number % 64)]);
+            strangers.push(stranger);
+        }
+    }
+    assert_eq!(strangers.len(), 100);
+    world.training();
+}
