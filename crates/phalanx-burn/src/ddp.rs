@@ -77,6 +77,17 @@ impl<M: Module> Ddp<M> {
         options: DdpOptions,
     ) -> Result<Self> {
         let group: Arc<dyn Communicator> = Arc::new(group.clone());
+        let ddp = Self::build(model, group.clone(), options);
+        if let Err(error) = &ddp
+            && group.world_size() != WorldSize::ONE
+        {
+            // The other ranks may be waiting to compare their model with this one's.
+            group.abort(error.clone());
+        }
+        ddp
+    }
+
+    fn build(model: M, group: Arc<dyn Communicator>, options: DdpOptions) -> Result<Self> {
         let inventory = Inventory::of(&model)?;
         let (model, engine) = if group.world_size() == WorldSize::ONE {
             (model, Engine::Alone { held: None })

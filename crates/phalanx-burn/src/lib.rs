@@ -32,7 +32,7 @@
 //!
 //!             let loss = ddp.forward(|model| (model.forward(x) - y).powi_scalar(2).mean())?;
 //!             let gradients = ddp.backward(&loss)?; // the average over all ranks
-//!             ddp.step(&mut optimizer, 1e-3, gradients);
+//!             ddp.step(&mut optimizer, 1e-2, gradients);
 //!
 //!             if group.rank().is_main() {
 //!                 println!("epoch {epoch}: loss {:.4}", loss.into_scalar::<f32>());

@@ -86,6 +86,14 @@ fn a_model_without_trainable_parameters_is_refused_on_every_rank() {
         let text = error.to_string();
         assert!(text.contains("all 4 are frozen") && text.contains("unfreeze"), "{text}");
     }
+    // Also if it is frozen on one rank only.
+    for error in run(2, |group| {
+        let model = Mlp::new(&[8, 4, 3]);
+        let model = if group.rank().is_main() { model } else { model.freeze() };
+        Ddp::new(model, &group).unwrap_err()
+    }) {
+        assert!(error.to_string().contains("frozen"), "{error}");
+    }
     let group = phalanx::ProcessGroup::alone().unwrap();
     assert!(Ddp::new(Mlp::new(&[8, 3]).freeze(), &group).unwrap_err().to_string().contains("frozen"));
     let plain = Ddp::new(Mlp::new(&[8, 3]).valid(), &group).unwrap_err().to_string();

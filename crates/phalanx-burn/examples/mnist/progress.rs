@@ -25,7 +25,7 @@ impl Progress {
         let target = if terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(Some(steps), target);
         if let Ok(style) =
-            ProgressStyle::with_template("{bar:32.cyan/blue} {percent:>3} %  {msg}  {eta_precise:.dim} left")
+            ProgressStyle::with_template("{bar:32.cyan/blue} {percent:>3} %  {msg}  {eta:.dim} left")
         {
             bar.set_style(style.progress_chars("━╸─"));
         }

@@ -14,7 +14,6 @@ mod overlap;
 use std::time::Instant;
 
 use anyhow::Result;
-use burn::module::Module;
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::Device;
 use clap::{Parser, ValueEnum};
