@@ -1,1 +1,107 @@
-//! x
+//! DistributedDataParallel for [Burn](burn) models.
+//!
+//! Every rank, a process of its own, has a replica of the model and its own part of the data. After each backward pass
+//! all ranks have the average of their gradients, take the same step, and so stay equal to the last bit.
+//!
+//! ```no_run
+//! use burn::nn::LinearConfig;
+//! use burn::optim::AdamWConfig;
+//! use burn::tensor::{Device, Distribution, Tensor};
+//! use phalanx::sampler::DistributedSampler;
+//! use phalanx_burn::Ddp;
+//!
+//! fn main() -> phalanx::Result<()> {
+//!     phalanx::spawn(2, train) // two processes of this program
+//! }
+//!
+//! fn train() -> phalanx::Result<()> {
+//!     let group = phalanx::init()?;
+//!     let device = Device::flex().autodiff();
+//!     let xs = Tensor::<2>::random([10_000, 4], Distribution::Default, &device);
+//!     let ys = xs.clone().sum_dim(1);
+//!
+//!     let mut ddp = Ddp::new(LinearConfig::new(4, 1).init(&device), &group)?;
+//!     let mut optimizer = AdamWConfig::new().init();
+//!     let mut sampler = DistributedSampler::new(10_000, group.rank(), group.world_size())?;
+//!
+//!     for epoch in 0..10 {
+//!         sampler.set_epoch(epoch);
+//!         for indices in sampler.indices().chunks(64) {
+//!             let indices = Tensor::from_data(indices, &device);
+//!             let (x, y) = (xs.clone().select(0, indices.clone()), ys.clone().select(0, indices));
+//!
+//!             let loss = ddp.forward(|model| (model.forward(x) - y).powi_scalar(2).mean())?;
+//!             let gradients = ddp.backward(&loss)?; // the average over all ranks
+//!             ddp.step(&mut optimizer, 1e-3, gradients);
+//!
+//!             if group.rank().is_main() {
+//!                 println!("epoch {epoch}: loss {:.4}", loss.into_scalar::<f32>());
+//!             }
+//!         }
+//!     }
+//!     Ok(())
+//! }
+//! ```
+//!
+//! `phalanx run --nproc-per-node 2 -- PROGRAM`, torchrun or a Kubernetes PyTorchJob start `train` as well: it joins the
+//! group that the environment describes. With no environment at all it is a world of one, in which [`Ddp`] costs nothing.
+//!
+//! # From a Burn loop to this one
+//!
+//! | One process | Many |
+//! |---|---|
+//! | `let mut model = ..` | `let mut ddp = Ddp::new(.., &group)?` |
+//! | `model.forward(x)` | `ddp.forward(\|model\| model.forward(x))?` |
+//! | `GradientsParams::from_grads(loss.backward(), &model)` | `ddp.backward(&loss)?` |
+//! | `model = optimizer.step(lr, model, gradients)` | `ddp.step(&mut optimizer, lr, gradients)` |
+//! | `model.valid()` | `ddp.model().valid()` |
+//!
+//! # What happens when
+//!
+//! - **[`Ddp::new`]** compares the names, shapes and types of the parameters with rank 0's, and the error names the first
+//!   that differs. Then every rank takes over rank 0's parameters and buffers, so seeds need not agree.
+//! - **[`Ddp::forward`]** runs on a copy of the module, which shares its memory, with a hook on each parameter. Before it,
+//!   buffers such as the running statistics of batch norm become rank 0's again.
+//! - **[`Ddp::backward`]** hands each gradient to the [reducer](phalanx::reducer) as soon as it is finished, while the
+//!   layers below are still computing theirs. Set `PHALANX_TRACE=trace.json` and open the file in a trace viewer to see it.
+//! - **[`Ddp::step`]** is local.
+//!
+//! The gradient is the average over ranks: with a mean as the loss and equal batches, it is that of the whole batch.
+//!
+//! # Several small batches for one step
+//!
+//! [`Ddp::backward_no_sync`] adds up gradients without communication until the next [`Ddp::backward`]:
+//!
+//! ```
+//! # use burn::{nn::Linear, optim::ModuleOptimizer, tensor::Tensor};
+//! # fn step(ddp: &mut phalanx_burn::Ddp<Linear>, optimizer: &mut ModuleOptimizer, batches: Vec<Tensor<2>>)
+//! # -> phalanx::Result<()> {
+//! let (count, mut batches) = (batches.len(), batches.into_iter());
+//! let last = batches.next_back().expect("at least one batch");
+//! for batch in batches {
+//!     let loss = ddp.forward(|model| model.forward(batch).mean() / count as f32)?;
+//!     ddp.backward_no_sync(&loss)?;
+//! }
+//! let loss = ddp.forward(|model| model.forward(last).mean() / count as f32)?;
+//! let gradients = ddp.backward(&loss)?;
+//! ddp.step(optimizer, 1e-3, gradients);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Limits
+//!
+//! - The Flex backend, with or without gradient checkpointing.
+//! - A parameter that gets no gradient on some rank is an error that names it, unless
+//!   [`find_unused_parameters`](phalanx::reducer::ReducerOptions::find_unused_parameters) is set in [`DdpOptions`].
+//! - What is frozen or unfrozen after [`Ddp::new`] is not noticed: make a new `Ddp` from [`Ddp::into_model`].
+#![forbid(unsafe_code)]
+
+mod bridge;
+mod ddp;
+mod hook;
+mod parameters;
+mod replicas;
+mod sink;
+
+pub use ddp::{Ddp, DdpOptions};

@@ -1,0 +1,326 @@
+//! DistributedDataParallel: every rank has the whole model and its own part of the data.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
+use burn::tensor::{Gradients, Tensor};
+use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
+use phalanx::{Communicator, Error, Rank, Result, WorldSize};
+
+use crate::bridge;
+use crate::hook;
+use crate::parameters::{Inventory, Parameter, Select};
+use crate::replicas;
+use crate::sink::{Delivery, Pass, Sink};
+
+/// What [`Ddp::with_options`] may be told. The defaults are PyTorch's.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct DdpOptions {
+    /// Sizes of buckets, and how gradients become averages.
+    pub reducer: ReducerOptions,
+    /// Before a forward pass, do all ranks take over rank 0's buffers, such as the running statistics of batch norm?
+    pub broadcast_buffers: bool,
+}
+
+impl Default for DdpOptions {
+    fn default() -> Self {
+        Self { reducer: ReducerOptions::default(), broadcast_buffers: true }
+    }
+}
+
+/// A model of which every rank has a replica, and whose gradients are averaged over all ranks.
+///
+/// Each rank calls [`forward`](Self::forward) on its own part of the batch, [`backward`](Self::backward), which
+/// averages the gradients while they are still being computed, and [`step`](Self::step). Because all replicas start as
+/// rank 0's and take the same steps, they stay equal to the last bit. See the [crate's start page](crate) for a
+/// complete program.
+///
+/// All ranks must make the same calls in the same order; a group that finds them differ fails on every rank.
+pub struct Ddp<M> {
+    /// Always there, except while an optimizer has it.
+    model: Option<M>,
+    inventory: Inventory,
+    /// Where each parameter stands in the inventory.
+    places: HashMap<ParamId, usize>,
+    group: Arc<dyn Communicator>,
+    engine: Engine<M>,
+    /// Are this rank's buffers to be replaced by rank 0's before the next forward pass?
+    buffers_stale: bool,
+    broadcast_buffers: bool,
+}
+
+/// A world of one needs neither hooks nor a reducer.
+enum Engine<M> {
+    Alone { held: Option<GradientsAccumulator<M>> },
+    Together { sink: Arc<Sink>, passes: Vec<Weak<Pass>> },
+}
+
+impl<M: Module> Ddp<M> {
+    /// Checks that `model` is the same on every rank, and gives every rank rank 0's parameters and buffers.
+    ///
+    /// The error of a mismatch names the parameter. A model without any parameter that needs a gradient is refused.
+    /// Parameters that need none when this is called are left out of the averages.
+    pub fn new<C: Communicator + Clone + 'static>(model: M, group: &C) -> Result<Self> {
+        Self::with_options(model, group, DdpOptions::default())
+    }
+
+    /// Like [`new`](Self::new), with options.
+    pub fn with_options<C: Communicator + Clone + 'static>(
+        model: M,
+        group: &C,
+        options: DdpOptions,
+    ) -> Result<Self> {
+        let group: Arc<dyn Communicator> = Arc::new(group.clone());
+        let inventory = Inventory::of(&model)?;
+        let (model, engine) = if group.world_size() == WorldSize::ONE {
+            (model, Engine::Alone { held: None })
+        } else {
+            let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
+            let reducer = Reducer::new(group.clone(), specs, options.reducer)?;
+            let sink = Arc::new(Sink::new(reducer, group.clone(), &inventory.parameters)?);
+            let model = replicas::from_main(model, &*group, Select::All)?;
+            (model, Engine::Together { sink, passes: Vec::new() })
+        };
+        let places =
+            inventory.parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect();
+        Ok(Self {
+            model: Some(model),
+            inventory,
+            places,
+            group,
+            engine,
+            buffers_stale: false,
+            broadcast_buffers: options.broadcast_buffers,
+        })
+    }
+
+    /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result averages gradients.
+    ///
+    /// Use [`model`](Self::model) for what is not trained on, such as an evaluation.
+    pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
+        self.refresh_buffers()?;
+        let model = held(&self.model);
+        match &mut self.engine {
+            Engine::Alone { .. } => Ok(pass(model)),
+            Engine::Together { sink, passes } => {
+                sink.check()?;
+                let token = Arc::new(Pass(sink.clone()));
+                passes.retain(|pass| pass.strong_count() > 0);
+                passes.push(Arc::downgrade(&token));
+                Ok(pass(&hook::hooked(model, &self.inventory.device, token)))
+            }
+        }
+    }
+
+    /// Runs backward from `loss` and gives the gradients averaged over all ranks, for [`step`](Self::step).
+    ///
+    /// Gradients travel while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the last
+    /// call are added before the average. A parameter that got no gradient on any rank has none here either.
+    pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<GradientsParams> {
+        let model = held(&self.model);
+        check_tracked(loss)?;
+        self.buffers_stale = true;
+        match &mut self.engine {
+            Engine::Alone { held } => {
+                let gradients = alone(&*self.group, model, loss);
+                Ok(match held.take() {
+                    Some(mut sum) => {
+                        sum.accumulate(model, gradients);
+                        sum.grads()
+                    }
+                    None => gradients,
+                })
+            }
+            Engine::Together { sink, passes } => {
+                // Hooks of several passes may report one parameter several times; only the end of backward tells.
+                let delivery = if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now };
+                sink.start(delivery)?;
+                drop(loss.backward());
+                sink.finish(|reducer| {
+                    let mut averages = Averages {
+                        reducer,
+                        places: &self.places,
+                        gradients: GradientsParams::new(),
+                        failure: None,
+                    };
+                    model.visit(&mut averages);
+                    averages.failure.map_or(Ok(averages.gradients), Err)
+                })
+            }
+        }
+    }
+
+    /// Runs backward from `loss` without any communication: the gradients are added up on this rank, and averaged with
+    /// those of the next [`backward`](Self::backward).
+    ///
+    /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one.
+    pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
+        let model = held(&self.model);
+        check_tracked(loss)?;
+        match &mut self.engine {
+            Engine::Alone { held } => {
+                let gradients = alone(&*self.group, model, loss);
+                held.get_or_insert_with(GradientsAccumulator::new).accumulate(model, gradients);
+                Ok(())
+            }
+            Engine::Together { sink, passes } => {
+                live(passes)?;
+                sink.hold()?;
+                drop(traced(&*self.group, loss));
+                sink.check()
+            }
+        }
+    }
+
+    /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave.
+    pub fn step(
+        &mut self,
+        optimizer: &mut ModuleOptimizer,
+        learning_rate: impl Into<ModuleLearningRate>,
+        gradients: GradientsParams,
+    ) {
+        // Moved and not cloned, so that the optimizer may change parameters in place.
+        self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+    }
+
+    /// The model, for evaluation (`ddp.model().valid()`) and for saving.
+    pub fn model(&self) -> &M {
+        held(&self.model)
+    }
+
+    /// The model itself.
+    pub fn into_model(self) -> M {
+        match self.model {
+            Some(model) => model,
+            None => missing(),
+        }
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> Rank {
+        self.group.rank()
+    }
+
+    /// The number of replicas.
+    pub fn world_size(&self) -> WorldSize {
+        self.group.world_size()
+    }
+
+    /// Are the parameters of all replicas the same, bit for bit? Every rank must ask, and gets the same answer.
+    pub fn replicas_identical(&self) -> Result<bool> {
+        replicas::identical(self.model(), &*self.group, Select::Weights(&self.inventory.buffers))
+    }
+
+    /// Before the first forward pass after a synchronised backward pass, takes over rank 0's buffers.
+    fn refresh_buffers(&mut self) -> Result<()> {
+        let wanted = self.broadcast_buffers && !self.inventory.buffers.is_empty();
+        let alone = matches!(self.engine, Engine::Alone { .. });
+        if !std::mem::take(&mut self.buffers_stale) || !wanted || alone {
+            return Ok(());
+        }
+        let select = Select::Buffers(&self.inventory.buffers);
+        // Running state applies the last forward pass's update late; this does it now, for all clones of the state.
+        drop(self.model().valid());
+        let model = self.model().clone();
+        self.model = Some(replicas::from_main(model, &*self.group, select)?);
+        Ok(())
+    }
+}
+
+impl<M> fmt::Debug for Ddp<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ddp")
+            .field("rank", &self.group.rank())
+            .field("world_size", &self.group.world_size())
+            .field("parameters", &self.inventory.parameters.len())
+            .field("buffers", &self.inventory.buffers.len())
+            .finish_non_exhaustive()
+    }
+}
+
+fn spec(parameter: &Parameter) -> Result<ParameterSpec> {
+    Ok(ParameterSpec::new(
+        parameter.name.as_str(),
+        parameter.shape.as_slice(),
+        bridge::dtype(parameter.dtype)?,
+    ))
+}
+
+fn held<M>(model: &Option<M>) -> &M {
+    match model {
+        Some(model) => model,
+        None => missing(),
+    }
+}
+
+/// Only an optimizer's panic, caught by the program, can leave a `Ddp` without its model.
+#[allow(clippy::panic)]
+fn missing() -> ! {
+    panic!("the optimizer panicked in Ddp::step and took the model with it")
+}
+
+fn check_tracked<const D: usize>(loss: &Tensor<D>) -> Result<()> {
+    if loss.is_tracked() {
+        return Ok(());
+    }
+    Err(Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
+        .with_remedy("compute it in Ddp::forward, from the model that the closure gets"))
+}
+
+/// The number of forward passes that can still run backward.
+fn live(passes: &mut Vec<Weak<Pass>>) -> Result<usize> {
+    passes.retain(|pass| pass.strong_count() > 0);
+    if passes.is_empty() {
+        return Err(Error::invalid_argument("the loss was not computed in Ddp::forward").with_remedy(
+            "let loss = ddp.forward(|model| ...)?; the model that Ddp::model gives reports nothing",
+        ));
+    }
+    Ok(passes.len())
+}
+
+fn alone<M: Module, const D: usize>(
+    group: &dyn Communicator,
+    model: &M,
+    loss: &Tensor<D>,
+) -> GradientsParams {
+    GradientsParams::from_grads(traced(group, loss), model)
+}
+
+/// Runs backward, and notes when; where gradients are averaged, the reducer does that.
+fn traced<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradients {
+    let start = Instant::now();
+    let gradients = loss.backward();
+    group.trace().complete("backward", "backward", start, Instant::now(), &[]);
+    gradients
+}
+
+/// Collects the reducer's averages under the ids of the model's parameters.
+struct Averages<'a> {
+    reducer: &'a Reducer,
+    places: &'a HashMap<ParamId, usize>,
+    gradients: GradientsParams,
+    failure: Option<Error>,
+}
+
+impl ModuleVisitor for Averages<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(&index) = self.places.get(&param.id) else { return };
+        let average = match self.reducer.gradient(index) {
+            Ok(Some(average)) => average,
+            Ok(None) => return,
+            Err(failure) => {
+                self.failure.get_or_insert(failure);
+                return;
+            }
+        };
+        let dtype = param.dtype();
+        let data = bridge::tensor_data(average, param.shape().as_slice(), dtype);
+        self.gradients.register(param.id, Tensor::<D>::from_data(data, (&param.device().inner(), dtype)));
+    }
+}

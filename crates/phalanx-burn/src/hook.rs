@@ -1,0 +1,217 @@
+//! Gradient-ready hooks: the way from a backward pass that is still running to the reducer.
+//!
+//! Burn has no hook for "this gradient is finished", but its extension API allows operations with a backward pass of
+//! one's own. [`hooked`] wraps each parameter of a module in an identity operation. The tape runs that operation's
+//! backward once every use of the parameter has added its share, so what it sees is the finished gradient.
+//!
+//! **Depth.** Burn runs its tape by graph depth, deepest first. A bare identity on a leaf has depth 1: all hooks would
+//! run together after the last layer, and nothing would overlap. So each hook has a second parent, a *token* that
+//! carries no gradient and grows by [`LEVELS`] empty operations for each parameter in module order. That lifts the hook
+//! of a late layer to about the depth of the layer itself. Depth decides only when a hook runs, never what it sees,
+//! because a parent always runs after its children.
+//!
+//! **No global state.** Arguments that are not tensors pass through the extension macro untouched, so the operation
+//! takes a [`Target`], which holds the sink itself, and keeps it as the state of its backward pass.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, Dispatch, DispatchTensor, Flex, backend_extension};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::{Device, Tensor};
+use burn_autodiff::Autodiff;
+use burn_autodiff::checkpoint::base::Checkpointer;
+use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn_autodiff::grads::Gradients;
+use burn_autodiff::ops::{Backward, Ops, OpsKind};
+
+use crate::bridge::{Lend, Lent};
+
+/// Levels of depth between the hooks of neighbouring parameters: about the operations a layer has per parameter.
+const LEVELS: usize = 4;
+
+/// Receives the gradients of one backward pass while it runs.
+///
+/// Backward cannot return an error, so a sink keeps its own until somebody asks.
+pub(crate) trait GradientSink: Send + Sync {
+    /// The gradient of parameter `index` is finished; its memory is lent until this returns.
+    fn ready(&self, index: usize, gradient: Lent<'_>);
+}
+
+/// Where a hook delivers.
+#[derive(Clone)]
+pub struct Target {
+    sink: Arc<dyn GradientSink>,
+    index: usize,
+}
+
+impl fmt::Debug for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Target({})", self.index)
+    }
+}
+
+/// A copy of `module` whose parameters that need a gradient, numbered in module order, report it to `sink`.
+///
+/// Tensors are reference counted: the copy shares all memory, running statistics included, with the original.
+pub(crate) fn hooked<M: Module>(module: &M, device: &Device, sink: Arc<dyn GradientSink>) -> M {
+    let token = Tensor::zeros([1], device).require_grad();
+    module.clone().map(&mut Hooker { sink, token, hooked: HashMap::new() })
+}
+
+struct Hooker {
+    sink: Arc<dyn GradientSink>,
+    token: Tensor<1>,
+    /// A parameter that stands in several places has one hook, which sees the sum over all of them.
+    hooked: HashMap<ParamId, DispatchTensor>,
+}
+
+impl ModuleMapper for Hooker {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if !param.is_require_grad() {
+            return param;
+        }
+        let (id, tensor, mapper) = param.consume();
+        let index = self.hooked.len();
+        let hooked = self.hooked.entry(id).or_insert_with(|| {
+            let mut token = self.token.clone().into_dispatch();
+            for _ in 0..LEVELS {
+                token = Dispatch::step_down(token);
+            }
+            self.token = Tensor::from_dispatch(token.clone());
+            let target = Target { sink: self.sink.clone(), index };
+            Dispatch::gradient_hook(tensor.into_dispatch(), token, target)
+        });
+        Param::from_mapped_value(id, Tensor::from_dispatch(hooked.clone()), mapper)
+    }
+}
+
+/// The two operations, as Burn's extension API wants them. `pub` because the macro implements it for a public type; the
+/// module is private.
+#[backend_extension(Autodiff, Flex)]
+pub trait GradientHook: Backend {
+    /// Identity on `tensor`; its backward reports the finished gradient to `target`. `token` only carries depth.
+    fn gradient_hook(
+        tensor: FloatTensor<Self>,
+        token: FloatTensor<Self>,
+        target: Target,
+    ) -> FloatTensor<Self>;
+
+    /// Identity whose backward does nothing: one more level of depth.
+    fn step_down(token: FloatTensor<Self>) -> FloatTensor<Self>;
+}
+
+impl GradientHook for Flex {
+    fn gradient_hook(
+        tensor: FloatTensor<Self>,
+        _token: FloatTensor<Self>,
+        _target: Target,
+    ) -> FloatTensor<Self> {
+        tensor
+    }
+
+    fn step_down(token: FloatTensor<Self>) -> FloatTensor<Self> {
+        token
+    }
+}
+
+impl<B: Backend + Lend, C: CheckpointStrategy> GradientHook for Autodiff<B, C> {
+    fn gradient_hook(
+        tensor: FloatTensor<Self>,
+        token: FloatTensor<Self>,
+        target: Target,
+    ) -> FloatTensor<Self> {
+        let (primitive, node) = tensor.into_parts();
+        let (_, token_node) = token.into_parts();
+        match Deliver.prepare::<C>([node, token_node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(target, primitive),
+            OpsKind::UnTracked(prep) => prep.finish(primitive),
+        }
+    }
+
+    fn step_down(token: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (primitive, node) = token.into_parts();
+        match StepDown.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((), primitive),
+            OpsKind::UnTracked(prep) => prep.finish(primitive),
+        }
+    }
+}
+
+/// Backward of [`GradientHook::gradient_hook`].
+#[derive(Debug)]
+struct Deliver;
+
+impl<B: Backend + Lend> Backward<B, 2> for Deliver {
+    type State = Target;
+
+    fn backward(self, ops: Ops<Target, 2>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        // The gradient is not registered for the parameter: the sink has taken what it needs, so its memory goes back
+        // now and not after the last layer.
+        let gradient = gradients.consume::<B>(&ops.node);
+        let Target { sink, index } = ops.state;
+        B::lend(&gradient, |lent| sink.ready(index, lent));
+    }
+}
+
+/// Backward of [`GradientHook::step_down`].
+#[derive(Debug)]
+struct StepDown;
+
+impl<B: Backend> Backward<B, 1> for StepDown {
+    type State = ();
+
+    fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::nn::{Linear, LinearConfig};
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    /// Notes the order in which gradients were ready.
+    #[derive(Default)]
+    struct Order(Mutex<Vec<usize>>);
+
+    impl GradientSink for Order {
+        fn ready(&self, index: usize, _: Lent<'_>) {
+            self.0.lock().push(index);
+        }
+    }
+
+    #[test]
+    fn a_layer_s_gradients_are_ready_before_backward_reaches_the_layer_below_its_neighbour() {
+        const LAYERS: usize = 12;
+        /// Added to the number of the layer whose input is marked.
+        const MARK: usize = 1000;
+        let device = Device::flex().autodiff();
+        let model: Vec<Linear> = (0..LAYERS).map(|_| LinearConfig::new(4, 4).init(&device)).collect();
+        let sink = Arc::new(Order::default());
+        let no_depth = Tensor::<1>::zeros([1], &device).require_grad();
+
+        let mut x = Tensor::<2>::ones([2, 4], &device).require_grad();
+        let mut marks = Tensor::<1>::zeros([1], &device);
+        for (number, layer) in hooked(&model, &device, sink.clone()).iter().enumerate() {
+            // Beside the path of the gradient, a hook of no depth of its own: it runs when backward gets here.
+            let target = Target { sink: sink.clone(), index: MARK + number };
+            let mark =
+                Dispatch::gradient_hook(x.clone().into_dispatch(), no_depth.clone().into_dispatch(), target);
+            marks = marks + Tensor::<2>::from_dispatch(mark).sum();
+            x = layer.forward(x).tanh();
+        }
+        drop((x.sum() + marks).backward());
+
+        let order = sink.0.lock();
+        let place = |index: usize| order.iter().position(|other| *other == index).unwrap();
+        assert_eq!(order.len(), 3 * LAYERS);
+        for layer in 1..LAYERS {
+            for parameter in [2 * layer, 2 * layer + 1] {
+                assert!(place(parameter) < place(MARK + layer - 1), "layer {layer}: {order:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! What a module consists of, and how its tensors are read and replaced.
+
+use std::collections::HashSet;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
+use phalanx::{Error, Result};
+
+/// A parameter that needs a gradient.
+pub(crate) struct Parameter {
+    pub id: ParamId,
+    /// Its path in the module, such as `layers.0.weight`.
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub dtype: BurnDType,
+}
+
+/// What there is in a module.
+pub(crate) struct Inventory {
+    /// The parameters that need a gradient, in module order; one that stands in several places, once.
+    pub parameters: Vec<Parameter>,
+    /// Floats that a forward pass may change, such as the running statistics of batch norm.
+    pub buffers: HashSet<ParamId>,
+    /// Where the module lives.
+    pub device: Device,
+}
+
+impl Inventory {
+    /// Takes stock of `module`; refuses one that cannot be trained here.
+    pub fn of<M: Module>(module: &M) -> Result<Self> {
+        let mut visitor = Stock::default();
+        module.visit(&mut visitor);
+        let Some(device) = visitor.device else {
+            return Err(Error::invalid_argument("the model has no parameters"));
+        };
+        if device.clone().inner() != Device::flex() {
+            return Err(Error::invalid_argument(format!(
+                "the model is on {device:?}; this version trains on the Flex backend"
+            ))
+            .with_remedy("create it on Device::flex().autodiff()"));
+        }
+        if !device.is_autodiff() {
+            return Err(Error::invalid_argument("the model is on a device without autodiff")
+                .with_remedy("create it on Device::flex().autodiff()"));
+        }
+        if visitor.parameters.is_empty() {
+            return Err(Error::invalid_argument(format!(
+                "no parameter of the model needs a gradient: all {} are frozen",
+                visitor.floats
+            ))
+            .with_remedy("unfreeze some with Module::unfreeze, or use the model without Ddp"));
+        }
+        Ok(Self { parameters: visitor.parameters, buffers: buffers(module), device })
+    }
+}
+
+/// Which tensors of a module are meant.
+#[derive(Clone, Copy)]
+pub(crate) enum Select<'a> {
+    /// Everything: parameters, frozen or not, buffers, and what is not a float.
+    All,
+    /// Floats that only an optimizer changes.
+    Weights(&'a HashSet<ParamId>),
+    /// Floats that a forward pass changes.
+    Buffers(&'a HashSet<ParamId>),
+}
+
+impl Select<'_> {
+    fn float(self, id: ParamId) -> bool {
+        match self {
+            Self::All => true,
+            Self::Weights(buffers) => !buffers.contains(&id),
+            Self::Buffers(buffers) => buffers.contains(&id),
+        }
+    }
+
+    fn other(self) -> bool {
+        matches!(self, Self::All)
+    }
+}
+
+/// The selected tensors' data, in module order.
+pub(crate) fn read<M: Module>(module: &M, select: Select<'_>) -> Vec<TensorData> {
+    let mut reader = Reader { select, data: Vec::new() };
+    module.visit(&mut reader);
+    reader.data
+}
+
+/// `module` with the selected tensors replaced by `data`, which [`read`] gave in this order.
+pub(crate) fn write<M: Module>(module: M, select: Select<'_>, data: Vec<TensorData>) -> M {
+    module.map(&mut Writer { select, data: data.into_iter() })
+}
+
+/// Floats that stay without a gradient even when everything is asked to need one: Burn keeps running state so.
+fn buffers<M: Module>(module: &M) -> HashSet<ParamId> {
+    // Every parameter is initialised by now (`Stock` has looked at it), so the clone shares nothing that would change.
+    let mut visitor = Untrainable::default();
+    module.clone().set_require_grad(true).visit(&mut visitor);
+    visitor.0
+}
+
+#[derive(Default)]
+struct Stock {
+    path: Vec<String>,
+    parameters: Vec<Parameter>,
+    seen: HashSet<ParamId>,
+    floats: usize,
+    device: Option<Device>,
+}
+
+impl ModuleVisitor for Stock {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let tensor = param.base();
+        self.floats += 1;
+        self.device.get_or_insert_with(|| tensor.device());
+        if tensor.is_require_grad() && self.seen.insert(param.id) {
+            self.parameters.push(Parameter {
+                id: param.id,
+                name: self.path.join("."),
+                shape: tensor.shape().to_vec(),
+                dtype: tensor.dtype(),
+            });
+        }
+    }
+}
+
+#[derive(Default)]
+struct Untrainable(HashSet<ParamId>);
+
+impl ModuleVisitor for Untrainable {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if !param.is_require_grad() {
+            self.0.insert(param.id);
+        }
+    }
+}
+
+struct Reader<'a> {
+    select: Select<'a>,
+    data: Vec<TensorData>,
+}
+
+impl ModuleVisitor for Reader<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.select.float(param.id) {
+            self.data.push(param.base().into_data());
+        }
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        if self.select.other() {
+            self.data.push(param.base().into_data());
+        }
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        if self.select.other() {
+            self.data.push(param.base().into_data());
+        }
+    }
+}
+
+struct Writer<'a> {
+    select: Select<'a>,
+    data: std::vec::IntoIter<TensorData>,
+}
+
+impl Writer<'_> {
+    fn next(&mut self, selected: bool) -> Option<TensorData> {
+        if selected { self.data.next() } else { None }
+    }
+}
+
+impl ModuleMapper for Writer<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.next(self.select.float(param.id)) {
+            Some(data) => param.map(|old| {
+                let dtype = data.dtype();
+                Tensor::from_data(data, (&old.device(), dtype)).set_require_grad(old.is_require_grad())
+            }),
+            None => param,
+        }
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        match self.next(self.select.other()) {
+            Some(data) => param.map(|old| {
+                let dtype = data.dtype();
+                Tensor::from_data(data, (&old.device(), dtype))
+            }),
+            None => param,
+        }
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
+        match self.next(self.select.other()) {
+            Some(data) => param.map(|old| Tensor::from_data(data, &old.device())),
+            None => param,
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! What hooks deliver to: gradients go on to the reducer, or are held until they should.
+
+use std::sync::Arc;
+
+use burn::tensor::{bf16, f16};
+use parking_lot::Mutex;
+use phalanx::reducer::Reducer;
+use phalanx::{Buffer, Communicator, DType, Error, Result};
+
+use crate::bridge::{self, Lent};
+use crate::hook::GradientSink;
+use crate::parameters::Parameter;
+
+/// What happens to a gradient that is ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Delivery {
+    /// It goes to the reducer at once, with what was held for its parameter.
+    Now,
+    /// It is added to what is held for its parameter.
+    Hold,
+}
+
+/// One forward pass. It lives as long as its graph can still run backward.
+pub(crate) struct Pass(pub Arc<Sink>);
+
+impl GradientSink for Pass {
+    fn ready(&self, index: usize, gradient: Lent<'_>) {
+        self.0.ready(index, gradient);
+    }
+}
+
+/// The reducer, as hooks reach it.
+pub(crate) struct Sink {
+    group: Arc<dyn Communicator>,
+    state: Mutex<State>,
+}
+
+struct State {
+    reducer: Reducer,
+    delivery: Delivery,
+    /// For each parameter, its type and length, and the sum of the gradients that have not gone to the reducer yet.
+    held: Vec<(DType, usize, Option<Buffer>)>,
+    /// The first failure. Backward cannot return it, so it waits here for [`Sink::check`].
+    failure: Option<Error>,
+}
+
+impl Sink {
+    pub fn new(reducer: Reducer, group: Arc<dyn Communicator>, parameters: &[Parameter]) -> Result<Self> {
+        let slot = |parameter: &Parameter| {
+            Ok((bridge::dtype(parameter.dtype)?, parameter.shape.iter().product(), None))
+        };
+        let held = parameters.iter().map(slot).collect::<Result<_>>()?;
+        Ok(Self { group, state: Mutex::new(State { reducer, delivery: Delivery::Now, held, failure: None }) })
+    }
+
+    /// The failure of this or an earlier backward pass, if there was one.
+    pub fn check(&self) -> Result<()> {
+        self.state.lock().failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// A backward pass begins of which nothing is to be averaged yet.
+    pub fn hold(&self) -> Result<()> {
+        self.attempt(|state| {
+            state.delivery = Delivery::Hold;
+            Ok(())
+        })
+    }
+
+    /// A backward pass begins that [`finish`](Self::finish) will end.
+    pub fn start(&self, delivery: Delivery) -> Result<()> {
+        self.attempt(|state| {
+            state.delivery = delivery;
+            state.reducer.start()
+        })
+    }
+
+    /// Hands over what is still held, waits for all ranks, and shows the reducer with its averages.
+    pub fn finish<T>(&self, look: impl FnOnce(&Reducer) -> Result<T>) -> Result<T> {
+        self.attempt(|state| {
+            for index in 0..state.held.len() {
+                if let Some(held) = state.held[index].2.take() {
+                    state.reducer.ready(index, held.as_bytes())?;
+                }
+            }
+            state.reducer.finish()?;
+            look(&state.reducer)
+        })
+    }
+
+    /// Runs `step` unless something has failed before. A failure is kept, and ends the group: other ranks must not wait
+    /// for what this one cannot do.
+    fn attempt<T>(&self, step: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
+        let mut state = self.state.lock();
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        let outcome = step(&mut state);
+        if let Err(failure) = &outcome {
+            state.failure = Some(failure.clone());
+            self.group.abort(failure.clone());
+        }
+        outcome
+    }
+
+    fn ready(&self, index: usize, gradient: Lent<'_>) {
+        // A failure is kept, and surfaces from the call that runs this backward pass.
+        let _kept = self.attempt(|state| state.ready(index, gradient));
+    }
+}
+
+impl State {
+    fn ready(&mut self, index: usize, gradient: Lent<'_>) -> Result<()> {
+        let Self { reducer, delivery, held, .. } = self;
+        let Some((dtype, elements, held)) = held.get_mut(index) else {
+            return Err(Error::invalid_argument(format!(
+                "a gradient came for the unknown parameter {index}"
+            )));
+        };
+        let arrived = bridge::dtype(gradient.dtype)?;
+        if arrived != *dtype || gradient.bytes.len() != *elements * dtype.size() {
+            return Err(Error::invalid_argument(format!(
+                "the gradient of parameter {index} has {} bytes of {arrived}, the parameter {elements} x {dtype}",
+                gradient.bytes.len()
+            )));
+        }
+        match (delivery, held.take()) {
+            (Delivery::Now, None) => reducer.ready(index, gradient.bytes),
+            (Delivery::Now, Some(mut sum)) => {
+                add(&mut sum, gradient.bytes)?;
+                reducer.ready(index, sum.as_bytes())
+            }
+            (Delivery::Hold, sum) => {
+                let mut sum = sum.unwrap_or_else(|| Buffer::zeroed(*dtype, *elements));
+                add(&mut sum, gradient.bytes)?;
+                *held = Some(sum);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// `sum += gradient`, element by element; half precision is added in f32.
+fn add(sum: &mut Buffer, gradient: &[u8]) -> Result<()> {
+    fn each<T: phalanx::Element>(sum: &mut Buffer, gradient: &[u8], plus: impl Fn(T, T) -> T) -> Result<()> {
+        let Ok(gradient) = bytemuck::try_cast_slice::<u8, T>(gradient) else {
+            return Err(Error::invalid_argument("a gradient's memory is not aligned to its elements"));
+        };
+        for (sum, gradient) in sum.as_mut_slice::<T>()?.iter_mut().zip(gradient) {
+            *sum = plus(*sum, *gradient);
+        }
+        Ok(())
+    }
+    match sum.dtype() {
+        DType::F32 => each::<f32>(sum, gradient, |a, b| a + b),
+        DType::F64 => each::<f64>(sum, gradient, |a, b| a + b),
+        DType::F16 => each::<f16>(sum, gradient, |a, b| f16::from_f32(a.to_f32() + b.to_f32())),
+        DType::BF16 => each::<bf16>(sum, gradient, |a, b| bf16::from_f32(a.to_f32() + b.to_f32())),
+        other => Err(Error::invalid_argument(format!("gradients of type {other} cannot be accumulated"))),
+    }
+}

@@ -1,0 +1,141 @@
+//! Ranks as threads, a small model, and a group that can be watched and broken.
+#![allow(dead_code, missing_docs, clippy::unwrap_used)] // Each test file uses a part of it.
+
+use std::sync::Arc;
+use std::thread;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor, TensorData};
+use parking_lot::Mutex;
+use phalanx::trace::Trace;
+use phalanx::{Buffer, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize};
+
+/// Runs `rank` in one thread for each of `world` ranks; gives what they returned, in the order of the ranks.
+pub fn run<T: Send>(world: u32, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    let groups = ProcessGroup::in_process(WorldSize::new(world).unwrap()).unwrap();
+    thread::scope(|scope| {
+        let rank = &rank;
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+pub fn device() -> Device {
+    Device::flex().autodiff()
+}
+
+/// Dense layers with tanh between them, and a mean squared error.
+#[derive(Module, Debug)]
+pub struct Mlp {
+    pub layers: Vec<Linear>,
+}
+
+impl Mlp {
+    pub fn new(widths: &[usize]) -> Self {
+        let layer = |w: &[usize]| LinearConfig::new(w[0], w[1]).init(&device());
+        Self { layers: widths.windows(2).map(layer).collect() }
+    }
+
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let (last, hidden) = self.layers.split_last().unwrap();
+        last.forward(hidden.iter().fold(x, |x, layer| layer.forward(x).tanh()))
+    }
+
+    pub fn loss(&self, (x, y): (Tensor<2>, Tensor<2>)) -> Tensor<1> {
+        (self.forward(x) - y).powi_scalar(2).mean()
+    }
+}
+
+/// Samples `from..to` of a data set without end: 8 inputs, 3 answers each.
+pub fn samples(from: usize, to: usize) -> (Tensor<2>, Tensor<2>) {
+    let wave = |width: usize, scale: f32| {
+        let values: Vec<f32> =
+            (from * width..to * width).map(|i| ((i * i % 1009) as f32 * scale).sin()).collect();
+        Tensor::from_data(TensorData::new(values, [to - from, width]), &device())
+    };
+    (wave(8, 0.1), wave(3, 0.37))
+}
+
+/// The elements of all floats of a module, tensor by tensor.
+pub fn floats<M: Module>(module: &M) -> Vec<Vec<f32>> {
+    struct Floats(Vec<Vec<f32>>);
+    impl ModuleVisitor for Floats {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0.push(param.val().into_data().iter::<f32>().collect());
+        }
+    }
+    let mut visitor = Floats(Vec::new());
+    module.visit(&mut visitor);
+    visitor.0
+}
+
+/// The largest distance of two tensors, relative to the length of the second.
+pub fn distance(ours: &[Vec<f32>], theirs: &[Vec<f32>]) -> f64 {
+    assert_eq!(ours.len(), theirs.len());
+    let length = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let relative = |(a, b): (&Vec<f32>, &Vec<f32>)| {
+        assert_eq!(a.len(), b.len());
+        let apart = length(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
+        apart / length(&mut b.iter().map(|b| f64::from(*b)))
+    };
+    ours.iter().zip(theirs).map(relative).fold(0.0, f64::max)
+}
+
+/// A group that notes what is asked of it, and refuses to average floats once it is told to.
+#[derive(Clone)]
+pub struct Watched {
+    pub group: ProcessGroup,
+    pub trace: Trace,
+    pub state: Arc<Mutex<Watch>>,
+}
+
+#[derive(Default)]
+pub struct Watch {
+    pub averaged: usize,
+    pub refuse: bool,
+}
+
+impl Watched {
+    pub fn new(group: ProcessGroup) -> Self {
+        Self { group, trace: Trace::disabled(), state: Arc::default() }
+    }
+}
+
+impl Communicator for Watched {
+    fn rank(&self) -> Rank {
+        self.group.rank()
+    }
+
+    fn world_size(&self) -> WorldSize {
+        self.group.world_size()
+    }
+
+    fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
+        self.group.alloc(dtype, elements)
+    }
+
+    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+        let mut state = self.state.lock();
+        if buffer.dtype() == DType::F32 {
+            state.averaged += 1;
+            if state.refuse {
+                return Err(Error::aborted("the cable was cut"));
+            }
+        }
+        drop(state);
+        self.group.all_reduce_async(buffer, op)
+    }
+
+    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        self.group.broadcast_async(buffer, root)
+    }
+
+    fn abort(&self, cause: Error) {
+        self.group.abort(cause);
+    }
+
+    fn trace(&self) -> Trace {
+        self.trace.clone()
+    }
+}
