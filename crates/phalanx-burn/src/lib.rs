@@ -105,3 +105,8 @@ mod replicas;
 mod sink;
 
 pub use ddp::{Ddp, DdpOptions};
+
+/// The README's programs compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

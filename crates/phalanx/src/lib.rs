@@ -1,7 +1,33 @@
 //! Distributed data-parallel training: process groups, collectives, a gradient reducer, samplers and a launcher.
 //!
-//! This crate knows no tensor framework and holds no global state: a [`ProcessGroup`] is a handle, and a second group
-//! is just another handle.
+//! This crate knows no tensor framework; `phalanx-burn` is the adapter for Burn. It holds no global state: a
+//! [`ProcessGroup`] is a handle, and a second group is just another handle.
+//!
+//! ```
+//! use phalanx::{Buffer, ReduceOp};
+//!
+//! let group = phalanx::init()?; // as the launcher says; alone, a world of one
+//! let mut loss = [0.25f32];
+//! group.all_reduce(&mut loss, ReduceOp::Avg)?; // in place, on this thread
+//!
+//! let gradients = Buffer::from_slice(&[1.0f32; 1024]);
+//! let work = group.all_reduce_async(gradients, ReduceOp::Sum)?; // owns its buffer while in flight
+//! assert_eq!(work.wait()?.as_slice::<f32>()?[0], group.world_size().get() as f32);
+//! # Ok::<(), phalanx::Error>(())
+//! ```
+//!
+//! | To | see |
+//! |---|---|
+//! | join the group that a launcher describes | [`init`], [`rendezvous`], [`env`](mod@env) |
+//! | start workers from a program | [`spawn`](spawn()), [`launch`] |
+//! | move and combine data | [`ProcessGroup`], [`Work`], [`Buffer`] |
+//! | average gradients of a framework of your own | [`reducer`] |
+//! | give each rank its part of the data | [`sampler`] |
+//! | let processes find each other | [`store`] |
+//! | see where the time goes | [`trace`] |
+//!
+//! Every wait has a deadline. An [`Error`] says which rank, in which operation, because of whom, and what to do; every
+//! waiter of a failed group gets the same one.
 #![forbid(unsafe_code)]
 
 mod buffer;

@@ -35,12 +35,12 @@ impl ProcessGroup {
     /// If a rank cannot be reached, or answers as somebody else.
     pub fn join(rendezvous: Rendezvous, timeout: Duration) -> Result<Self> {
         let Rendezvous { store, rank, world_size, local_rank, epoch, interface, keep_alive, .. } = rendezvous;
+        let trace = Trace::from_env(rank, world_size);
         if world_size == WorldSize::ONE {
-            return Ok(Self::alone()?.with_timeout(timeout));
+            return Ok(Self::alone_tracing(trace)?.with_timeout(timeout));
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
         let (transport, health) = Tcp::connect(&place, Deadline::after(timeout))?;
-        let trace = Trace::from_env(rank, world_size);
         let identity = Identity {
             rank,
             world: world_size,

@@ -101,7 +101,11 @@ pub(crate) struct Identity {
 impl ProcessGroup {
     /// A world of one.
     pub fn alone() -> Result<Self> {
-        let mut groups = Self::in_process(WorldSize::ONE)?;
+        Self::alone_tracing(Trace::disabled())
+    }
+
+    fn alone_tracing(trace: Trace) -> Result<Self> {
+        let mut groups = Self::in_process_tracing(WorldSize::ONE, &trace)?;
         groups.pop().ok_or_else(|| Error::invalid_argument("a world of one has one rank"))
     }
 
@@ -121,6 +125,10 @@ impl ProcessGroup {
     /// # Ok::<(), phalanx::Error>(())
     /// ```
     pub fn in_process(world: WorldSize) -> Result<Vec<Self>> {
+        Self::in_process_tracing(world, &Trace::disabled())
+    }
+
+    fn in_process_tracing(world: WorldSize, trace: &Trace) -> Result<Vec<Self>> {
         world
             .ranks()
             .zip(in_process::connect(world))
@@ -130,7 +138,7 @@ impl ProcessGroup {
                     world,
                     local_rank: rank.get(),
                     epoch: Epoch::default(),
-                    trace: Trace::from_env(rank, world),
+                    trace: trace.clone(),
                     keep_alive: Box::new(()),
                 };
                 Self::new(identity, Box::new(transport), health)

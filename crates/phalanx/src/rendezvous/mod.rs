@@ -206,7 +206,10 @@ impl Drop for KeepAlive {
             Held::Client(client) => client.close_idle(),
             Held::Host { client, server } => {
                 client.close_idle();
-                if let Some(server) = server.take() {
+                // A rank that panics has nothing to give; the sooner the others see it, the better.
+                if let Some(server) = server.take()
+                    && !std::thread::panicking()
+                {
                     server.drain(Deadline::after(GRACE));
                 }
             }

@@ -88,8 +88,9 @@ impl<'a> Call<'a> {
             io::ErrorKind::UnexpectedEof
             | io::ErrorKind::ConnectionReset
             | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::ConnectionRefused
             | io::ErrorKind::BrokenPipe => {
-                self.error(Kind::Io, format!("{} closed the connection", self.store)).with_remedy(
+                self.error(Kind::Io, format!("{} has closed the connection, or is gone", self.store)).with_remedy(
                     "does the store's host (rank 0, or the launcher) still run? A store also closes the connection \
                      of a client whose request it refuses, for instance because it is full; its log says why",
                 )

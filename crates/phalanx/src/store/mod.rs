@@ -13,16 +13,16 @@ mod tcp;
 #[cfg(test)]
 mod conformance;
 
+use std::sync::Arc;
+
+use crate::deadline::Deadline;
+use crate::error::Result;
+
 pub use file::FileStore;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
 pub(crate) use tcp::resolve;
 pub use tcp::{TcpStore, TcpStoreServer};
-
-use std::sync::Arc;
-
-use crate::deadline::Deadline;
-use crate::error::Result;
 
 /// The longest key, in bytes.
 pub const MAX_KEY: usize = 8 * 1024;

@@ -106,7 +106,10 @@ impl TcpStore {
 
     fn link(&self, call: &Call<'_>) -> Result<Link> {
         let idle = self.idle.lock().pop();
-        let mut link = idle.map_or_else(|| Link::connect(&self.found, call.deadline), Ok)?;
+        let mut link = match idle {
+            Some(link) => link,
+            None => Link::again(&self.found, call.deadline).map_err(|error| call.failed(error))?,
+        };
         link.deadline = call.deadline;
         Ok(link)
     }

@@ -69,6 +69,24 @@ impl Link {
         }
     }
 
+    /// Connects to a store that has been there before: one that refuses now is gone.
+    pub fn again(address: &str, deadline: Deadline) -> io::Result<Self> {
+        loop {
+            match Self::attempt(address, deadline) {
+                Ok(link) => return Ok(link),
+                Err(Attempt::Foreign(what)) => return Err(io::Error::new(io::ErrorKind::InvalidData, what)),
+                Err(Attempt::HungUp) => return Err(io::ErrorKind::ConnectionReset.into()),
+                Err(Attempt::Absent(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                    return Err(error);
+                }
+                Err(Attempt::Absent(_)) if deadline.has_passed() => {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                Err(Attempt::Absent(_)) => std::thread::sleep(PAUSES.1.min(deadline.remaining())),
+            }
+        }
+    }
+
     pub fn local_ip(&self) -> io::Result<IpAddr> {
         self.stream.local_addr().map(|address| address.ip())
     }

@@ -256,8 +256,12 @@ fn dropping_a_server_ends_its_waits_and_draining_lets_clients_finish() {
         let waiting = scope.spawn(|| store.get("never", soon()).unwrap_err());
         works(&store);
         drop(server);
-        assert!(!waiting.join().unwrap().is_timeout());
+        let error = waiting.join().unwrap();
+        assert!(!error.is_timeout() && error.to_string().contains("or is gone"), "{error}");
     });
+    let started = Instant::now();
+    assert!(!store.num_keys(soon()).unwrap_err().is_timeout());
+    assert!(started.elapsed() < Duration::from_secs(5));
 
     let server = serve();
     let store = Arc::new(client(&server));
