@@ -2,8 +2,10 @@
 //!
 //! - [`worker`]: a child process that cannot outlive the one that started it.
 //! - [`guard`]: a watchdog process that ends process groups if this process is killed.
+//! - [`shared`]: rings in memory that several processes map, and a doorbell for whoever sleeps.
 //! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions put back afterwards.
 
 pub mod guard;
+pub mod shared;
 pub mod signal;
 pub mod worker;

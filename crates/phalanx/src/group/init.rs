@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
-use crate::transport::tcp::{Place, Tcp};
+use crate::transport::{self, Choice, Place};
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
@@ -40,7 +40,7 @@ impl ProcessGroup {
             return Ok(Self::alone_tracing(trace)?.with_timeout(timeout));
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
-        let (transport, health) = Tcp::connect(&place, Deadline::after(timeout))?;
+        let (transport, health) = transport::connect(&place, Choice::from_env()?, Deadline::after(timeout))?;
         let identity = Identity {
             rank,
             world: world_size,
@@ -49,6 +49,6 @@ impl ProcessGroup {
             trace,
             keep_alive: Box::new((store, keep_alive)),
         };
-        Ok(Self::new(identity, Box::new(transport), health)?.with_timeout(timeout))
+        Ok(Self::new(identity, transport, health)?.with_timeout(timeout))
     }
 }

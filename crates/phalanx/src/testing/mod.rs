@@ -10,7 +10,7 @@ use crate::group::{Identity, ProcessGroup};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::MemoryStore;
 use crate::trace::Trace;
-use crate::transport::tcp::{Place, Tcp};
+use crate::transport::{self, Choice, Place};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,11 +19,13 @@ pub enum Fabric {
     InProcess,
     /// TCP over loopback.
     Tcp,
+    /// Rings in shared memory.
+    SharedMemory,
 }
 
 impl Fabric {
     /// Every way; tests run on each.
-    pub const ALL: [Self; 2] = [Self::InProcess, Self::Tcp];
+    pub const ALL: [Self; 3] = [Self::InProcess, Self::Tcp, Self::SharedMemory];
 }
 
 /// Runs `rank` once for each rank of a world of `world`, each on a thread of its own; gives what they returned, by
@@ -54,15 +56,17 @@ pub fn run<R: Send>(world: u32, fabric: Fabric, rank: impl Fn(ProcessGroup) -> R
 /// The groups of all ranks, by rank.
 pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
     let world = WorldSize::new(world)?;
-    if fabric == Fabric::InProcess {
-        return ProcessGroup::in_process(world);
-    }
+    let choice = match fabric {
+        Fabric::InProcess => return ProcessGroup::in_process(world),
+        Fabric::Tcp => Choice::Tcp,
+        Fabric::SharedMemory => Choice::SharedMemory,
+    };
     let store = Arc::new(MemoryStore::new());
     std::thread::scope(|scope| {
         let ranks: Vec<_> = world
             .ranks()
             .map(|rank| (rank, store.clone()))
-            .map(|(rank, store)| scope.spawn(move || tcp(&store, rank, world)))
+            .map(|(rank, store)| scope.spawn(move || processes(&store, rank, world, choice)))
             .collect();
         ranks
             .into_iter()
@@ -71,10 +75,10 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
     })
 }
 
-fn tcp(store: &MemoryStore, rank: Rank, world: WorldSize) -> Result<ProcessGroup> {
+fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, choice: Choice) -> Result<ProcessGroup> {
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
     let place = Place { store, rank, world, epoch: Epoch::default(), interface };
-    let (transport, health) = Tcp::connect(&place, Deadline::after(Duration::from_secs(20)))?;
+    let (transport, health) = transport::connect(&place, choice, Deadline::after(Duration::from_secs(20)))?;
     let identity = Identity {
         rank,
         world,
@@ -83,5 +87,5 @@ fn tcp(store: &MemoryStore, rank: Rank, world: WorldSize) -> Result<ProcessGroup
         trace: Trace::default(),
         keep_alive: Box::new(()),
     };
-    ProcessGroup::new(identity, Box::new(transport), health)
+    ProcessGroup::new(identity, transport, health)
 }

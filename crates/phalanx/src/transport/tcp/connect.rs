@@ -26,7 +26,7 @@ const MAX_PENDING: usize = 256;
 const MAX_HOST: usize = 255;
 
 /// The connections of one rank, by peer.
-pub(super) struct Mesh {
+pub(in crate::transport) struct Mesh {
     pub data: Vec<Option<TcpStream>>,
     pub control: Vec<Option<TcpStream>>,
     pub hosts: Vec<String>,
@@ -39,7 +39,7 @@ struct Address {
     host: String,
 }
 
-pub(super) fn mesh(place: &Place<'_>, deadline: Deadline) -> Result<Mesh> {
+pub(in crate::transport) fn mesh(place: &Place<'_>, deadline: Deadline) -> Result<Mesh> {
     let (rank, world) = (place.rank, place.world);
     let job = agree_on_job(place, deadline)?;
     let own = |channel| Hello { job, epoch: place.epoch, rank, world: world.get(), channel };

@@ -16,7 +16,7 @@ use crate::transport::health::Health;
 use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
 
 /// Watches the control connections until it is dropped; then it says goodbye.
-pub(super) struct Monitor {
+pub(in crate::transport) struct Monitor {
     /// Its end closes the other, which wakes the thread.
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
@@ -30,7 +30,7 @@ struct Connections {
 }
 
 impl Monitor {
-    pub(super) fn start(
+    pub(in crate::transport) fn start(
         rank: Rank,
         control: Vec<Option<TcpStream>>,
         data: Vec<Option<TcpStream>>,

@@ -10,10 +10,11 @@ use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use self::control::Monitor;
+pub(super) use self::connect::mesh;
+pub(super) use self::control::Monitor;
 use self::stream::{Receiving, Sending};
 use super::health::Health;
-use super::{Incoming, Outgoing, Transport};
+use super::{Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -45,22 +46,18 @@ pub(crate) struct Tcp {
 }
 
 impl Tcp {
-    /// Connects every rank with every other; returns when this rank's connections all stand.
-    pub(crate) fn connect(place: &Place<'_>, deadline: Deadline) -> Result<(Self, Arc<Health>)> {
-        let mesh = connect::mesh(place, deadline)?;
-        let health = Health::new(place.rank, mesh.hosts);
-        let data = mesh.data.iter().map(|peer| peer.as_ref().map(TcpStream::try_clone).transpose());
+    /// Takes over the connections of a mesh.
+    pub(super) fn new(
+        rank: Rank,
+        peers: Vec<Option<TcpStream>>,
+        control: Vec<Option<TcpStream>>,
+        health: Arc<Health>,
+    ) -> Result<Self> {
+        let data = peers.iter().map(|peer| peer.as_ref().map(TcpStream::try_clone).transpose());
         let data = data.collect::<Result<Vec<_>, _>>();
         let data = data.map_err(|error| Error::io("a connection could not be shared", error))?;
-        let monitor = Monitor::start(place.rank, mesh.control, data, health.clone())?;
-        let tcp = Self {
-            health: health.clone(),
-            rank: place.rank,
-            peers: mesh.data,
-            scratch: AlignedBytes::default(),
-            _monitor: monitor,
-        };
-        Ok((tcp, health))
+        let monitor = Monitor::start(rank, control, data, health.clone())?;
+        Ok(Self { health, rank, peers, scratch: AlignedBytes::default(), _monitor: monitor })
     }
 }
 
@@ -111,14 +108,7 @@ impl Transport for Tcp {
             let out = sending.as_ref().map(|(_, stream, _)| *stream);
             let into = receiving.as_ref().map(|(_, stream, _)| *stream);
             if !wait(out, into, deadline)? {
-                return Err(Error::timeout(format!(
-                    "rank {waits_for} ({}) did not take part in time",
-                    health.host(waits_for)
-                ))
-                .with_peer(waits_for)
-                .with_remedy(
-                    "is that rank stuck, or far behind? A longer time-out can be set on the group",
-                ));
+                return Err(late(waits_for, health.host(waits_for)));
             }
         }
     }

@@ -1,0 +1,154 @@
+//! Ranks as processes of one host: frames pass through rings in shared memory.
+//!
+//! What is combined is combined straight out of the ring, so a message is copied once, by its sender. Who lives, who
+//! died and why, the control connections say: nothing in here detects a failure, and every sleep is short enough to ask.
+
+mod connect;
+mod stream;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use phalanx_sys::shared::{Consumer, Producer, Segment};
+
+pub(super) use self::connect::rings;
+use self::stream::{Receiving, Sending};
+use super::health::Health;
+use super::tcp::Monitor;
+use super::{Incoming, Outgoing, Transport, late};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+
+/// A rank sleeps this long at most before it asks whether its group is still well.
+const SLEEP: Duration = Duration::from_millis(10);
+/// Looks at the rings before a rank goes to sleep, a few microseconds, if every rank can have a processor of its own.
+const SPINS: u32 = 200;
+
+/// One rank's rings from and to all others.
+pub(crate) struct SharedMemory {
+    rank: Rank,
+    health: Arc<Health>,
+    rings: Rings,
+    spins: u32,
+    /// Dropped last: it says goodbye.
+    _monitor: Monitor,
+}
+
+/// The memory of all ranks, by rank, as one of them maps it.
+pub(super) struct Rings {
+    own: Arc<Segment>,
+    /// None for this rank itself.
+    links: Vec<Option<Link>>,
+}
+
+/// What joins this rank with a peer.
+struct Link {
+    /// The peer's memory, for its doorbell.
+    peer: Arc<Segment>,
+    inbound: Consumer,
+    outbound: Producer,
+}
+
+impl SharedMemory {
+    pub(super) fn new(rank: Rank, rings: Rings, health: Arc<Health>, monitor: Monitor) -> Self {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let spins = if rings.links.len() <= processors { SPINS } else { 0 };
+        Self { rank, health, rings, spins, _monitor: monitor }
+    }
+}
+
+impl Transport for SharedMemory {
+    fn exchange(
+        &mut self,
+        send: Option<Outgoing<'_>>,
+        recv: Option<Incoming<'_>>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let (rank, spins) = (self.rank, self.spins);
+        let (to, from) = (send.as_ref().map(|frame| frame.to), recv.as_ref().map(|frame| frame.from));
+        let Rings { own, links } = &mut self.rings;
+        let (mut outbound, mut inbound) = ends(links, rank, to, from)?;
+        let mut sending = send.as_ref().map(Sending::new);
+        let mut receiving = recv.map(|frame| Receiving::new(rank, frame));
+        let mut idle = 0;
+        loop {
+            let mut progress = false;
+            if let (Some(frame), Some((ring, peer))) = (&mut sending, &mut outbound)
+                && frame.push(ring)?
+            {
+                progress = true;
+                peer.doorbell().ring();
+                if frame.is_done() {
+                    sending = None;
+                }
+            }
+            if let (Some(frame), Some((ring, peer))) = (&mut receiving, &mut inbound)
+                && frame.pull(ring)?
+            {
+                progress = true;
+                peer.doorbell().ring();
+                if frame.is_done() {
+                    receiving = None;
+                }
+            }
+            if sending.is_none() && receiving.is_none() {
+                return Ok(());
+            }
+            if progress {
+                idle = 0;
+                continue;
+            }
+            if idle < spins {
+                idle += 1;
+                std::hint::spin_loop();
+                continue;
+            }
+            let waits_for = from.filter(|_| receiving.is_some()).or(to).unwrap_or(rank);
+            // Asked before the last look: what a peer published before it left, or died, still counts.
+            let is_over = self.health.cause().is_some() || self.health.has_left(waits_for);
+            let timeout = if is_over { Duration::ZERO } else { SLEEP.min(deadline.remaining()) };
+            let mut found = false;
+            own.doorbell().sleep_unless(timeout, || {
+                let can_push =
+                    sending.is_some() && outbound.as_mut().is_some_and(|(ring, _)| ring.room() != Ok(0));
+                let can_pull =
+                    receiving.is_some() && inbound.as_mut().is_some_and(|(ring, _)| ring.peek(1) != Ok(&[]));
+                found = can_push || can_pull;
+                found
+            });
+            if is_over && !found {
+                return Err(self.health.peer_failed(waits_for, "it takes no part any more"));
+            }
+            if deadline.has_passed() && !found {
+                return Err(late(waits_for, self.health.host(waits_for)));
+            }
+        }
+    }
+}
+
+/// An end of a ring, with the memory of the peer at the other end.
+type End<'a, T> = Option<(&'a mut T, &'a Segment)>;
+
+/// The rings to `to` and from `from`, which may be the same peer.
+fn ends(
+    links: &mut [Option<Link>],
+    rank: Rank,
+    to: Option<Rank>,
+    from: Option<Rank>,
+) -> Result<(End<'_, Producer>, End<'_, Consumer>)> {
+    let (mut outbound, mut inbound) = (None, None);
+    for (index, link) in links.iter_mut().enumerate() {
+        let Some(Link { peer, inbound: consumer, outbound: producer }) = link else { continue };
+        if to.is_some_and(|to| to.index() == index) {
+            outbound = Some((producer, &**peer));
+        }
+        if from.is_some_and(|from| from.index() == index) {
+            inbound = Some((consumer, &**peer));
+        }
+    }
+    if (to.is_some() && outbound.is_none()) || (from.is_some() && inbound.is_none()) {
+        return Err(Error::invalid_argument(format!("rank {rank} has no such peer")));
+    }
+    Ok((outbound, inbound))
+}
