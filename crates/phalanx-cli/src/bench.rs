@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Args, ValueEnum};
-use phalanx::{Error, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx::{Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, TransportKind, rendezvous};
 
 /// Calls before the clock starts.
 const WARM_UP: usize = 3;
@@ -40,6 +40,10 @@ pub(crate) struct Bench {
     /// How often each size is timed [default: less for large sizes, from 1000 to 8]
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     iterations: Option<u64>,
+
+    /// What carries the data: tcp or shm [default: shm if all ranks are on one host, else tcp]
+    #[arg(long, value_name = "KIND")]
+    transport: Option<TransportKind>,
 
     /// Print a line of JSON for each size
     #[arg(long)]
@@ -78,10 +82,13 @@ pub(crate) fn run(options: Bench) -> ExitCode {
 }
 
 fn work(options: &Bench) -> Result<()> {
-    let group = phalanx::init()?;
+    let mut group = GroupOptions::from_env()?;
+    group.transport = options.transport.or(group.transport);
+    let group = ProcessGroup::join(rendezvous::from_env(group.timeout)?, group)?;
     let shows = group.rank().is_main();
     if shows && !options.json {
-        println!("# {:?}, f32, {} ranks, TCP", options.collective, group.world_size());
+        let transport = group.transport().map_or("alone".to_owned(), |transport| transport.to_string());
+        println!("# {:?}, f32, {} ranks, {transport}", options.collective, group.world_size());
         println!(
             "{:>12} {:>12} {:>12} {:>8} {:>8} {:>6}",
             "bytes", "count", "time µs", "algbw", "busbw", "wrong"

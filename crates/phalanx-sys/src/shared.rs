@@ -14,7 +14,8 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
@@ -108,8 +109,12 @@ impl Segment {
     /// The segment that process `pid` of this host lends as `descriptor`; an error if it is another one.
     pub fn open(pid: u32, descriptor: i32, layout: Layout, nonce: u64) -> io::Result<Arc<Self>> {
         layout.check()?;
-        let file: File =
-            OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/fd/{descriptor}"))?;
+        // In a container the number may be another process's, and the file of any kind: opening it must not wait.
+        let file: File = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(format!("/proc/{pid}/fd/{descriptor}"))?;
         // What can shrink, or is too small, would be a bus error one day.
         let sealed = fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
         if !sealed || file.metadata()?.len() != layout.bytes() as u64 {
@@ -123,7 +128,7 @@ impl Segment {
         Ok(Arc::new(segment))
     }
 
-    fn map(file: impl std::os::fd::AsFd, layout: Layout) -> io::Result<Self> {
+    fn map(file: impl AsFd, layout: Layout) -> io::Result<Self> {
         let flags = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice, of a file at least this long, which is sealed
         // against shrinking (`create`) or was found to be (`open`).

@@ -153,17 +153,19 @@ impl Drop for World {
     }
 }
 
-/// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time.
+/// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time, whatever carries the data.
 fn survivors_name(scenario: &str, victim: usize, served_by_rank_0: bool) {
-    let mut world = World::start(scenario, 3, served_by_rank_0, &[]);
-    world.training();
-    let killed = world.kill(victim);
-    let (outcomes, ended) = world.end();
-    for (rank, (code, error)) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != victim) {
-        assert_eq!(*code, Some(3), "rank {rank}: {error}");
-        assert!(error.contains(&format!("rank {victim} (")) && error.contains(") died: "), "{error}");
+    for transport in ["tcp", "shm"] {
+        let mut world = World::start(scenario, 3, served_by_rank_0, &[("PHALANX_TRANSPORT", transport)]);
+        world.training();
+        let killed = world.kill(victim);
+        let (outcomes, ended) = world.end();
+        for (rank, (code, error)) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != victim) {
+            assert_eq!(*code, Some(3), "rank {rank}: {error}");
+            assert!(error.contains(&format!("rank {victim} (")) && error.contains(") died: "), "{error}");
+        }
+        assert!(ended - killed < KNOWN, "it took {:?} over {transport}", ended - killed);
     }
-    assert!(ended - killed < KNOWN, "it took {:?}", ended - killed);
 }
 
 fn a_killed_rank_is_named_by_all_survivors() {
@@ -181,9 +183,10 @@ fn idle_ranks_know_who_died() {
 }
 
 fn ranks_end_in_any_order() {
-    for late in ["0", "1", "3"] {
+    for (late, transport) in [("0", "tcp"), ("1", "shm"), ("3", "auto")] {
         for served_by_rank_0 in [true, false] {
-            let (outcomes, _) = World::start("short", 4, served_by_rank_0, &[("LATE", late)]).end();
+            let variables = [("LATE", late), ("PHALANX_TRANSPORT", transport)];
+            let (outcomes, _) = World::start("short", 4, served_by_rank_0, &variables).end();
             for (code, error) in outcomes {
                 assert_eq!((code, error.as_str()), (Some(0), ""));
             }

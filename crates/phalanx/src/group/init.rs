@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use super::{DEFAULT_TIMEOUT, Identity, ProcessGroup};
 use crate::deadline::Deadline;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
-use crate::transport::{self, Choice, Place};
+use crate::transport::{self, Place, TransportKind};
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
@@ -24,29 +24,62 @@ use crate::transport::{self, Choice, Place};
 /// # Errors
 /// If a variable is missing, empty or malformed, if the port is taken, or if ranks are missing after 30 minutes.
 pub fn init() -> Result<ProcessGroup> {
-    ProcessGroup::join(rendezvous::from_env(DEFAULT_TIMEOUT)?, DEFAULT_TIMEOUT)
+    ProcessGroup::join(rendezvous::from_env(DEFAULT_TIMEOUT)?, GroupOptions::from_env()?)
+}
+
+/// How a group is built.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct GroupOptions {
+    /// Bounds the connecting, and each operation until [`ProcessGroup::with_timeout`] says otherwise.
+    pub timeout: Duration,
+    /// What carries the data. If it is left open: shared memory if all ranks are on one host and can map each other's
+    /// memory, else TCP.
+    pub transport: Option<TransportKind>,
+}
+
+impl Default for GroupOptions {
+    fn default() -> Self {
+        Self { timeout: DEFAULT_TIMEOUT, transport: None }
+    }
+}
+
+impl GroupOptions {
+    /// The defaults, with the transport that `PHALANX_TRANSPORT` names: `tcp`, `shm`, or `auto`.
+    pub fn from_env() -> Result<Self> {
+        let transport = match std::env::var("PHALANX_TRANSPORT").unwrap_or_default().as_str() {
+            "" | "auto" => None,
+            name => Some(name.parse().map_err(|_| {
+                Error::environment(format!("PHALANX_TRANSPORT={name} names no transport"))
+                    .with_remedy("it may be tcp, shm or auto")
+            })?),
+        };
+        Ok(Self { transport, ..Self::default() })
+    }
 }
 
 impl ProcessGroup {
-    /// Connects the ranks that have met, pairwise over TCP. `timeout` bounds the connecting, and each of the group's
-    /// operations until [`with_timeout`](Self::with_timeout) says otherwise.
+    /// Connects the ranks that have met, pairwise.
     ///
     /// # Errors
-    /// If a rank cannot be reached, or answers as somebody else.
-    pub fn join(rendezvous: Rendezvous, timeout: Duration) -> Result<Self> {
+    /// If a rank cannot be reached or answers as somebody else, or if shared memory was asked for and some rank cannot
+    /// map another's; the error says which, and why.
+    pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
+        let GroupOptions { timeout, transport } = options;
         let Rendezvous { store, rank, world_size, local_rank, epoch, interface, keep_alive, .. } = rendezvous;
         let trace = Trace::from_env(rank, world_size);
         if world_size == WorldSize::ONE {
             return Ok(Self::alone_tracing(trace)?.with_timeout(timeout));
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
-        let (transport, health) = transport::connect(&place, Choice::from_env()?, Deadline::after(timeout))?;
+        let (transport, kind, health) = transport::connect(&place, transport, Deadline::after(timeout))?;
         let identity = Identity {
             rank,
             world: world_size,
             local_rank,
             epoch,
             trace,
+            transport: Some(kind),
             keep_alive: Box::new((store, keep_alive)),
         };
         Ok(Self::new(identity, transport, health)?.with_timeout(timeout))

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::engine::Engine;
-pub use self::init::init;
+pub use self::init::{GroupOptions, init};
 use self::lane::Lane;
 pub use self::work::Work;
 use crate::buffer::Buffer;
@@ -22,9 +22,9 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::trace::Trace;
-use crate::transport::Transport;
 use crate::transport::health::Health;
 use crate::transport::in_process;
+use crate::transport::{Transport, TransportKind};
 
 /// How long an operation may take unless the group is told otherwise; PyTorch's default for groups on processors.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
@@ -82,6 +82,7 @@ struct Inner {
     local_rank: u32,
     health: Arc<Health>,
     trace: Trace,
+    transport: Option<TransportKind>,
     /// Finishes its operations before the health and what keeps the group alive go.
     lane: Lane,
     /// What must live as long as the group, such as the store's server.
@@ -95,6 +96,7 @@ pub(crate) struct Identity {
     pub local_rank: u32,
     pub epoch: Epoch,
     pub trace: Trace,
+    pub transport: Option<TransportKind>,
     pub keep_alive: Box<dyn Send + Sync>,
 }
 
@@ -139,6 +141,7 @@ impl ProcessGroup {
                     local_rank: rank.get(),
                     epoch: Epoch::default(),
                     trace: trace.clone(),
+                    transport: None,
                     keep_alive: Box::new(()),
                 };
                 Self::new(identity, Box::new(transport), health)
@@ -151,10 +154,12 @@ impl ProcessGroup {
         transport: Box<dyn Transport>,
         health: Arc<Health>,
     ) -> Result<Self> {
-        let Identity { rank, world, local_rank, epoch, trace, keep_alive } = identity;
+        let Identity { rank, world, local_rank, epoch, trace, transport: kind, keep_alive } = identity;
         let engine = Engine::new(world, epoch, transport, health.clone());
         let lane = Lane::new(rank, engine)?;
-        let inner = Inner { rank, world, local_rank, health, trace, lane, _keep_alive: keep_alive };
+        let transport = kind;
+        let inner =
+            Inner { rank, world, local_rank, health, trace, transport, lane, _keep_alive: keep_alive };
         Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT })
     }
 
@@ -171,6 +176,11 @@ impl ProcessGroup {
     /// This process's number among the ranks of its host; a common choice of device.
     pub fn local_rank(&self) -> u32 {
         self.inner.local_rank
+    }
+
+    /// What carries the data; nothing in a world of one, or between threads of one process.
+    pub fn transport(&self) -> Option<TransportKind> {
+        self.inner.transport
     }
 
     /// A handle to the same group whose operations give up after `timeout`.

@@ -10,7 +10,7 @@ use crate::group::{Identity, ProcessGroup};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::MemoryStore;
 use crate::trace::Trace;
-use crate::transport::{self, Choice, Place};
+use crate::transport::{self, Place, TransportKind};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,17 +56,17 @@ pub fn run<R: Send>(world: u32, fabric: Fabric, rank: impl Fn(ProcessGroup) -> R
 /// The groups of all ranks, by rank.
 pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
     let world = WorldSize::new(world)?;
-    let choice = match fabric {
+    let kind = match fabric {
         Fabric::InProcess => return ProcessGroup::in_process(world),
-        Fabric::Tcp => Choice::Tcp,
-        Fabric::SharedMemory => Choice::SharedMemory,
+        Fabric::Tcp => TransportKind::Tcp,
+        Fabric::SharedMemory => TransportKind::SharedMemory,
     };
     let store = Arc::new(MemoryStore::new());
     std::thread::scope(|scope| {
         let ranks: Vec<_> = world
             .ranks()
             .map(|rank| (rank, store.clone()))
-            .map(|(rank, store)| scope.spawn(move || processes(&store, rank, world, choice)))
+            .map(|(rank, store)| scope.spawn(move || processes(&store, rank, world, kind)))
             .collect();
         ranks
             .into_iter()
@@ -75,16 +75,18 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
     })
 }
 
-fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, choice: Choice) -> Result<ProcessGroup> {
+fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, kind: TransportKind) -> Result<ProcessGroup> {
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
     let place = Place { store, rank, world, epoch: Epoch::default(), interface };
-    let (transport, health) = transport::connect(&place, choice, Deadline::after(Duration::from_secs(20)))?;
+    let deadline = Deadline::after(Duration::from_secs(20));
+    let (transport, kind, health) = transport::connect(&place, Some(kind), deadline)?;
     let identity = Identity {
         rank,
         world,
         local_rank: rank.get(),
         epoch: place.epoch,
         trace: Trace::default(),
+        transport: Some(kind),
         keep_alive: Box::new(()),
     };
     ProcessGroup::new(identity, transport, health)

@@ -5,6 +5,8 @@ pub(crate) mod in_process;
 mod shared_memory;
 mod tcp;
 
+use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use self::health::Health;
@@ -47,52 +49,63 @@ pub(crate) struct Incoming<'a> {
 }
 
 /// What carries the data between ranks that are processes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Choice {
-    /// Shared memory if all ranks are on one host and can map each other's, else TCP.
-    #[default]
-    Auto,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TransportKind {
+    /// TCP connections, between any hosts.
     Tcp,
+    /// Rings in memory that all ranks of one host map.
     SharedMemory,
 }
 
-impl Choice {
-    /// As `PHALANX_TRANSPORT` says: `auto`, `tcp` or `shm`.
-    pub(crate) fn from_env() -> Result<Self> {
-        match std::env::var("PHALANX_TRANSPORT").unwrap_or_default().as_str() {
-            "" | "auto" => Ok(Self::Auto),
+impl fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tcp => "tcp",
+            Self::SharedMemory => "shm",
+        })
+    }
+}
+
+impl FromStr for TransportKind {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
             "tcp" => Ok(Self::Tcp),
             "shm" => Ok(Self::SharedMemory),
-            other => Err(Error::environment(format!("PHALANX_TRANSPORT={other} names no transport"))
-                .with_remedy("it may be auto, tcp or shm")),
+            _ => {
+                Err(Error::invalid_argument(format!("{name:?} is no transport"))
+                    .with_remedy("tcp and shm are"))
+            }
         }
     }
 }
 
-/// Connects every rank with every other; returns when this rank's connections all stand.
+/// Connects every rank with every other; returns when this rank's connections all stand. Unless a kind is asked for, it
+/// is shared memory if all ranks can map each other's, else TCP.
 pub(crate) fn connect(
     place: &Place<'_>,
-    choice: Choice,
+    kind: Option<TransportKind>,
     deadline: Deadline,
-) -> Result<(Box<dyn Transport>, Arc<Health>)> {
+) -> Result<(Box<dyn Transport>, TransportKind, Arc<Health>)> {
     let mesh = tcp::mesh(place, deadline)?;
     let health = Health::new(place.rank, mesh.hosts);
-    if choice != Choice::Tcp {
+    if kind != Some(TransportKind::Tcp) {
         match shared_memory::rings(place.store, place.rank, place.world, deadline)? {
             Ok(rings) => {
                 let monitor = Monitor::start(place.rank, mesh.control, Vec::new(), health.clone())?;
                 let transport = SharedMemory::new(place.rank, rings, health.clone(), monitor);
-                return Ok((Box::new(transport), health));
+                return Ok((Box::new(transport), TransportKind::SharedMemory, health));
             }
-            Err(reason) if choice == Choice::SharedMemory => {
+            Err(reason) if kind.is_some() => {
                 return Err(Error::environment(format!("the ranks share no memory: {reason}"))
-                    .with_remedy("set PHALANX_TRANSPORT=auto to use TCP where memory cannot be shared"));
+                    .with_remedy("unset PHALANX_TRANSPORT to use TCP where memory cannot be shared"));
             }
             Err(reason) => tracing::debug!(reason, "the ranks share no memory; data goes over TCP"),
         }
     }
     let transport = Tcp::new(place.rank, mesh.data, mesh.control, health.clone())?;
-    Ok((Box::new(transport), health))
+    Ok((Box::new(transport), TransportKind::Tcp, health))
 }
 
 /// The error of a peer that was waited for until the deadline.
