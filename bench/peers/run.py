@@ -1,11 +1,11 @@
-"""all_reduce, f32 sum: Phalanx over TCP against gloo (PyTorch), interleaved in one run on one machine.
+"""all_reduce, f32 sum: Phalanx over TCP and shared memory against gloo (PyTorch), interleaved on one machine.
 
     pip install torch
     cargo build --release -p phalanx-cli
     python bench/peers/run.py
 
-Each round times every size with one and then with the other. The table shows the medians of the rounds, and their
-ratio. PyTorch's own call costs tens of microseconds before gloo is reached: the ratios of small sizes include it.
+Each round times every size with one and then with the others. The table shows the medians of the rounds, and
+their ratios. PyTorch's own call costs tens of microseconds before gloo is reached: the ratios of small sizes include it.
 """
 
 import argparse
@@ -47,24 +47,29 @@ def main() -> None:
 
     sizes = [4**power for power in range(1, 20) if 4**power <= arguments.max_bytes]
     ours = [str(PHALANX), "bench", "all_reduce", "--json", "-f", "4", "-b", "4", "-e", str(arguments.max_bytes)]
-    ours += ["--nproc-per-node", str(arguments.ranks)]
+    ours += ["--nproc-per-node", str(arguments.ranks), "--transport"]
     gloo = [sys.executable, str(HERE / "gloo.py"), "--ranks", str(arguments.ranks), *map(str, sizes)]
-    rounds: list[tuple[dict[int, float], dict[int, float]]] = []
+    commands = {"tcp": [*ours, "tcp"], "shm": [*ours, "shm"], "gloo": gloo}
+    rounds: list[dict[str, dict[int, float]]] = []
     for number in range(arguments.rounds):
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
-        rounds.append((lines(ours), lines(gloo)))
+        rounds.append({name: lines(command) for name, command in commands.items()})
 
     import torch
 
     print(f"all_reduce, f32 sum, {arguments.ranks} ranks, {platform.machine()}, PyTorch {torch.__version__},", end=" ")
-    print(f"medians of {arguments.rounds} interleaved rounds\n")
-    print("| size | phalanx (TCP) | gloo | gloo / phalanx |\n|---:|---:|---:|---:|")
-    ratios = []
+    print(f"medians of {arguments.rounds} interleaved rounds, µs\n")
+    print("| size | phalanx, TCP | phalanx, shared memory | gloo | gloo / TCP | gloo / shared memory |")
+    print("|---:|---:|---:|---:|---:|---:|")
+    ratios: dict[str, list[float]] = {"tcp": [], "shm": []}
     for count in sizes:
-        mine, theirs = (statistics.median(times[side][count] for times in rounds) for side in (0, 1))
-        ratios.append(theirs / mine)
-        print(f"| {size(count)} | {mine:,.1f} µs | {theirs:,.1f} µs | {ratios[-1]:.2f} |")
-    print(f"\nmedian ratio {statistics.median(ratios):.2f}, lowest {min(ratios):.2f}")
+        times = {name: statistics.median(round[name][count] for round in rounds) for name in commands}
+        for name, values in ratios.items():
+            values.append(times["gloo"] / times[name])
+        row = [f"{times[name]:,.1f}" for name in commands] + [f"{values[-1]:.1f}" for values in ratios.values()]
+        print(f"| {size(count)} | {' | '.join(row)} |")
+    for name, values in ratios.items():
+        print(f"\ngloo / {name}: median {statistics.median(values):.2f}, lowest {min(values):.2f}")
 
 
 if __name__ == "__main__":
