@@ -66,10 +66,10 @@ impl<'a> Supervisor<'a> {
     fn start_workers(&mut self, job: &Job, store: &TcpStoreServer) -> Result<()> {
         let run_id = run_id()?;
         for rank in job.workers().ranks() {
-            let worker = Worker::start(job, rank, job.environment(rank, store.local_addr(), &run_id))?;
-            let (leader, pid) = (worker.pid(), worker.id());
+            let environment = job.environment(rank, store.local_addr(), &run_id);
+            let worker = Worker::start(job, rank, environment, &self.guard)?;
+            let pid = worker.id();
             self.workers.push(worker);
-            self.guard.watch(leader).map_err(|error| Error::io("the workers' guard is gone", error))?;
             self.tell(Event::Started { rank, pid });
         }
         Ok(())
@@ -222,9 +222,9 @@ impl Drop for Supervisor<'_> {
     /// On every path, also when a worker could not be started or the observer panics.
     fn drop(&mut self) {
         self.send(Raw::KILL);
+        self.guard.dismiss();
         let deadline = Deadline::after(REAP);
         for worker in &mut self.workers {
-            let _ = self.guard.release(worker.pid());
             worker.reap(deadline);
         }
     }
