@@ -82,10 +82,13 @@ impl<'a> Supervisor<'a> {
             if over || self.policy.gives_up(Instant::now()) {
                 break;
             }
-            self.wait()?;
+            let reads = self.observer.is_ready();
+            self.wait(reads)?;
             // Signals first: what sends one to this process may send it to the workers as well.
             self.handle_signals();
-            self.handle_output();
+            if reads {
+                self.handle_output();
+            }
             self.handle_ends();
             self.handle_time();
         }
@@ -93,17 +96,19 @@ impl<'a> Supervisor<'a> {
         Ok(self.outcome())
     }
 
-    fn wait(&self) -> Result<()> {
+    fn wait(&self, reads: bool) -> Result<()> {
         let now = Instant::now();
         let mut timeout = self.policy.wake_at().map(|at| at.saturating_duration_since(now));
-        if self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
+        if !reads || self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
             timeout = Some(timeout.map_or(POLL, |timeout| timeout.min(POLL)));
         }
         // A duration that the system cannot express is as good as none.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         let signals = self.signals.iter().map(AsFd::as_fd);
+        let output = self.workers.iter().filter(|_| reads).flat_map(Worker::open_output);
         let mut descriptors: Vec<PollFd<'_>> = signals
-            .chain(self.workers.iter().flat_map(Worker::descriptors))
+            .chain(self.workers.iter().filter_map(Worker::end_notice))
+            .chain(output)
             .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
             .collect();
         match poll(&mut descriptors, timeout.as_ref()) {

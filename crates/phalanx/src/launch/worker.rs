@@ -113,11 +113,14 @@ impl Worker {
         !self.has_ended() && self.pidfd.is_none()
     }
 
-    /// Descriptors that become readable when there is something to do for this worker.
-    pub(super) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let end = self.pidfd.as_ref().filter(|_| !self.has_ended());
-        let output = self.captures.iter().filter(|capture| capture.open);
-        end.map(AsFd::as_fd).into_iter().chain(output.map(|capture| capture.pipe.as_fd()))
+    /// Becomes readable when it ends.
+    pub(super) fn end_notice(&self) -> Option<BorrowedFd<'_>> {
+        self.pidfd.as_ref().filter(|_| !self.has_ended()).map(AsFd::as_fd)
+    }
+
+    /// Become readable when it has written.
+    pub(super) fn open_output(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.captures.iter().filter(|capture| capture.open).map(|capture| capture.pipe.as_fd())
     }
 
     /// Has it ended since the last time this was asked?
