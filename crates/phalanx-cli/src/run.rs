@@ -1,11 +1,11 @@
 //! `phalanx run`.
 
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use phalanx::WorldSize;
 use phalanx::launch::{Job, Outcome, Report, Signal};
+use phalanx::{Error, WorldSize};
 
 use crate::cli::Run;
 use crate::processes::Processes;
@@ -24,7 +24,7 @@ pub(crate) fn run(options: Run) -> ExitCode {
     let mut renderer = Renderer::new(workers);
     let report = match job(options, workers).run(&mut renderer) {
         Ok(report) => report,
-        Err(error) => return refuse(&error.to_string(), 1),
+        Err(error) => return refuse(&error.to_string(), code_of(&error)),
     };
     let code = match &report.outcome {
         Outcome::Succeeded => 0,
@@ -71,6 +71,15 @@ fn last_words(report: &Report, workers: WorldSize) -> Vec<u8> {
         }
         Outcome::Interrupted(signal) => format!("phalanx: ended by {signal}\n").into_bytes(),
         _ => Vec::new(),
+    }
+}
+
+/// The code with which a shell reports a program that cannot be started. Only then is a rank named.
+fn code_of(error: &Error) -> i32 {
+    match (error.peer(), error.io_kind()) {
+        (Some(_), Some(ErrorKind::NotFound)) => 127,
+        (Some(_), Some(_)) => 126,
+        _ => 1,
     }
 }
 

@@ -165,6 +165,16 @@ fn signals_are_passed_on() {
 }
 
 #[test]
+fn a_users_signal_reaches_the_workers_and_ends_nothing() {
+    let script = "trap 'echo saved; exit 0' USR1; echo $$; while :; do sleep 0.05; done";
+    let (mut child, mut out, _) = start(phalanx(&["--nproc-per-node", "2"], script), 2);
+    send(&child, Signal::USR1);
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).unwrap();
+    assert_eq!((rest.matches("saved").count(), exit_code(&mut child)), (2, Some(0)));
+}
+
+#[test]
 fn who_does_not_end_in_time_is_killed() {
     let script = "trap '' TERM; echo $$; while :; do sleep 1; done";
     let (mut child, _out, pids) = start(phalanx(&["--grace-period", "0.3"], script), 1);
@@ -207,18 +217,18 @@ fn a_program_that_cannot_be_started_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("a-script");
     std::fs::write(&script, "#!/no/such/interpreter\n").unwrap();
-    let refused = |program: &Path| {
+    let refused = |program: &Path, code| {
         let mut command = bare();
         command.args(["--nproc-per-node", "2"]).arg(program).current_dir(folder.path());
         let output = output(command);
-        assert_eq!(output.status.code(), Some(1));
+        assert_eq!(output.status.code(), Some(code));
         text(&output.stderr)
     };
-    assert!(refused(Path::new("no-such-program")).contains("no-such-program as rank 0"));
-    assert!(refused(Path::new("a-script")).contains("write ./a-script"));
-    assert!(refused(&script).contains("chmod +x"));
+    assert!(refused(Path::new("no-such-program"), 127).contains("no-such-program as rank 0"));
+    assert!(refused(Path::new("a-script"), 127).contains("write ./a-script"));
+    assert!(refused(&script, 126).contains("chmod +x"));
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
-    assert!(refused(&script).contains("interpreter"));
+    assert!(refused(&script, 127).contains("interpreter"));
 }
 
 #[test]

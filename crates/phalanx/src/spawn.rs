@@ -53,7 +53,7 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 ///   started is ended too, also after success.
 /// - Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the workers first and then this program, as that signal would have. If the
 ///   program handles the signal itself, its handler is called and `spawn` returns an error with
-///   [`is_aborted`](Error::is_aborted).
+///   [`is_aborted`](Error::is_aborted). SIGUSR1 and SIGUSR2 are passed on and end nothing here.
 /// - If this process is killed, so are its workers and all that they have started.
 ///
 /// # Errors

@@ -114,7 +114,8 @@ impl Job {
     /// An error means that it could not be started, or not be watched; a worker's failure is in the report. On return
     /// no process of the job is left.
     ///
-    /// While it runs, this process's reaction to SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP and SIGCONT is the job's.
+    /// While it runs, this process's reaction to SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP, SIGCONT, SIGUSR1 and SIGUSR2
+    /// is the job's.
     /// Afterwards it is as before; a signal that ended the job has then been taken from the program, which may
     /// raise it again: see [`Outcome::Interrupted`](super::Outcome::Interrupted).
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {

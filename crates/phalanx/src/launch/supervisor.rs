@@ -51,7 +51,7 @@ struct Supervisor<'a> {
 impl<'a> Supervisor<'a> {
     fn new(job: &Job, observer: &'a mut dyn Observer) -> Result<Self> {
         let count = job.workers().count();
-        let caught = [Raw::INT, Raw::TERM, Raw::HUP, Raw::QUIT, Raw::TSTP, Raw::CONT].map(Raw::as_raw);
+        let caught = [Raw::INT, Raw::TERM, Raw::HUP, Raw::QUIT, Raw::TSTP, Raw::CONT, Raw::USR1, Raw::USR2];
         Ok(Self {
             workers: Vec::with_capacity(count),
             policy: Policy::new(count, job.grace_period()),
@@ -59,7 +59,8 @@ impl<'a> Supervisor<'a> {
             observer_stops: false,
             guard: Guard::start(count)
                 .map_err(|error| Error::io("cannot start the workers' guard", error))?,
-            signals: Catcher::install(&caught).map_err(|error| Error::io("cannot catch signals", error))?,
+            signals: Catcher::install(&caught.map(Raw::as_raw))
+                .map_err(|error| Error::io("cannot catch signals", error))?,
         })
     }
 
@@ -124,7 +125,7 @@ impl<'a> Supervisor<'a> {
                     self.send(Raw::STOP);
                     let _ = rustix::process::kill_process(rustix::process::getpid(), Raw::STOP);
                 }
-                Some(Raw::CONT) => self.send(Raw::CONT),
+                Some(passed_on @ (Raw::CONT | Raw::USR1 | Raw::USR2)) => self.send(passed_on),
                 _ => {
                     let order = self.policy.interrupted(Signal::new(number), Instant::now());
                     self.obey(order);
