@@ -1,15 +1,20 @@
 //! What to start.
 
 use std::ffi::{OsStr, OsString};
-use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use super::event::Observer;
 use super::exit::Report;
 use super::supervisor;
+use crate::deadline::Deadline;
 use crate::env::WorkerEnv;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::rank::{Epoch, Rank, WorldSize};
+use crate::store::{TcpStoreServer, host_port};
+
+/// How long the system may take to look up the master address, which is one of this machine.
+const LOOK_UP: Duration = Duration::from_secs(30);
 
 /// What becomes of the workers' standard output and standard error.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -146,17 +151,14 @@ impl Job {
         self.output == Output::Lines
     }
 
-    /// Where the store listens.
-    pub(super) fn store_address(&self) -> Result<SocketAddr> {
-        let Some(host) = &self.master_addr else {
-            return Ok((Ipv4Addr::LOCALHOST, self.master_port).into());
-        };
-        let cause = || format!("the master address {host:?} cannot be resolved");
-        (host.as_str(), self.master_port)
-            .to_socket_addrs()
-            .map_err(|error| Error::io(cause(), error))?
-            .next()
-            .ok_or_else(|| Error::environment(cause()))
+    /// Serves the store.
+    pub(super) fn serve_store(&self) -> Result<TcpStoreServer> {
+        match &self.master_addr {
+            None => TcpStoreServer::bind((Ipv4Addr::LOCALHOST, self.master_port).into()),
+            Some(host) => {
+                TcpStoreServer::bind_to(&host_port(host, self.master_port), Deadline::after(LOOK_UP))
+            }
+        }
     }
 
     /// Every variable that the worker gets on top of this process's own.

@@ -31,7 +31,7 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     let started = Instant::now();
     keep_exit_status_of_children()
         .map_err(|error| Error::io("SIGCHLD cannot be set to its default", error))?;
-    let store = TcpStoreServer::bind(job.store_address()?)?;
+    let store = job.serve_store()?;
     let mut supervisor = Supervisor::new(job, observer)?;
     supervisor.start_workers(job, &store)?;
     let outcome = supervisor.watch()?;
