@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::error::Error as StdError;
 use std::fmt::Display;
+use std::io::Write;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::path::PathBuf;
@@ -146,11 +147,10 @@ fn run_worker<E: Display + 'static>(worker: impl FnOnce() -> Result<(), E>) -> !
         Ok(Err(error)) => {
             let message = format!("{error:#}");
             let speaker = format!("rank {}", std::env::var("RANK").unwrap_or_default());
-            if message.starts_with(&speaker) {
-                eprintln!("{message}");
-            } else {
-                eprintln!("{speaker}: {message}");
-            }
+            let line =
+                if message.starts_with(&speaker) { message.clone() } else { format!("{speaker}: {message}") };
+            // Without a standard error the error file must do.
+            let _ = writeln!(std::io::stderr(), "{line}");
             write_blaming(&message, blamed(&error));
             1
         }
