@@ -78,7 +78,7 @@ fn last_words(report: &Report, workers: WorldSize) -> Vec<u8> {
 fn code_of(error: &Error) -> i32 {
     match (error.peer(), error.io_kind()) {
         (Some(_), Some(ErrorKind::NotFound)) => 127,
-        (Some(_), Some(_)) => 126,
+        (Some(_), Some(ErrorKind::PermissionDenied)) => 126,
         _ => 1,
     }
 }

@@ -287,6 +287,21 @@ mod tests {
     }
 
     #[test]
+    fn what_a_writer_takes_back_is_forgotten_and_leaves_no_hole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let store = FileStore::create(&path).unwrap();
+        store.set("a", b"1", soon()).unwrap();
+        let length = std::fs::metadata(&path).unwrap().len();
+        store.set("taken back", b"2", soon()).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(length).unwrap();
+        assert!(!store.check(&["taken back"], soon()).unwrap());
+        store.set("b", b"3", soon()).unwrap();
+        let other = FileStore::open(&path, soon()).unwrap();
+        assert_eq!(other.multi_get(&["a", "b"], soon()).unwrap(), [b"1", b"3"]);
+    }
+
+    #[test]
     fn what_is_not_a_store_is_waited_for_and_then_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
