@@ -92,7 +92,8 @@ impl Job {
 
     /// The address of this machine at which the store listens; 127.0.0.1 if not given.
     pub fn master_addr(mut self, address: impl Into<String>) -> Self {
-        self.master_addr = Some(address.into());
+        // Workers get an IPv6 address bare: other programs' resolvers know no brackets.
+        self.master_addr = Some(address.into().trim_matches(['[', ']']).to_owned());
         self
     }
 

@@ -77,7 +77,7 @@ impl FileStore {
     }
 
     /// Is this store still the one that its path names?
-    pub fn is_current(&self) -> bool {
+    pub(crate) fn is_current(&self) -> bool {
         let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
         let ours = self.log.lock().file.metadata().map(identity);
         let named = std::fs::metadata(&self.name.0).map(identity);
@@ -95,7 +95,7 @@ impl FileStore {
         let mut pauses = Pauses::new(call.deadline);
         while !log.try_lock().map_err(|error| call.failed(error))? {
             if !pauses.rest() {
-                return Err(call.timed_out());
+                return Err(call.locked_out());
             }
         }
         let outcome = log.change(keys, change);
@@ -340,7 +340,11 @@ mod tests {
         let file = File::open(&path).unwrap();
         rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
         let error = store.set("a", b"1", Deadline::after(Duration::from_millis(30))).unwrap_err();
-        assert!(error.is_timeout() && error.to_string().contains("set(\"a\")"), "{error}");
+        let said = error.to_string();
+        assert!(
+            error.is_timeout() && said.contains("set(\"a\")") && said.contains("held the lock"),
+            "{said}"
+        );
         drop(file);
         store.set("a", b"1", soon()).unwrap();
     }

@@ -52,7 +52,7 @@ impl TcpStore {
     }
 
     /// The address of this host from which the store is reached.
-    pub fn local_ip(&self) -> IpAddr {
+    pub(crate) fn local_ip(&self) -> IpAddr {
         self.local
     }
 

@@ -243,7 +243,7 @@ fn retry(error: io::Error) -> io::Result<()> {
 
 /// `host:port`, with brackets around an IPv6 address whether it has them already or not.
 pub(crate) fn host_port(host: &str, port: u16) -> String {
-    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let host = host.trim_matches(['[', ']']);
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
