@@ -29,16 +29,16 @@ struct State {
 }
 
 impl Output {
-    pub(crate) fn start() -> Self {
+    pub(crate) fn start() -> io::Result<Self> {
         let (queue, lines) = channel();
         let (still_writing, done) = channel();
         let state = Arc::<State>::default();
         let shared = Arc::clone(&state);
-        thread::spawn(move || {
+        thread::Builder::new().name("phalanx-output".into()).spawn(move || {
             write_all(&lines, &shared);
             drop::<Sender<()>>(still_writing);
-        });
-        Self { queue, state, done }
+        })?;
+        Ok(Self { queue, state, done })
     }
 
     /// Queues whole lines; what one call gives is not torn apart.

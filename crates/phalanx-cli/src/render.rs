@@ -31,11 +31,11 @@ pub(crate) struct Renderer {
 }
 
 impl Renderer {
-    pub(crate) fn new(workers: WorldSize) -> Self {
+    pub(crate) fn start(workers: WorldSize) -> io::Result<Self> {
         // As wide as the widest, so that the lines of all ranks begin in one column.
         let width = (workers.get() - 1).to_string().len();
-        Self {
-            output: Output::start(),
+        Ok(Self {
+            output: Output::start()?,
             colour_out: wants_colour(&io::stdout()),
             colour_err: wants_colour(&io::stderr()),
             prefixes: workers
@@ -43,7 +43,7 @@ impl Renderer {
                 .map(|rank| format!("{:<1$} ", format!("[{rank}]"), width + 2))
                 .collect(),
             ending: false,
-        }
+        })
     }
 
     /// Has whoever read our standard output closed it?
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn prefixes_are_of_one_width() {
-        let renderer = Renderer::new(WorldSize::new(11).unwrap());
+        let renderer = Renderer::start(WorldSize::new(11).unwrap()).unwrap();
         assert_eq!((&*renderer.prefixes[2], &*renderer.prefixes[10]), ("[2]  ", "[10] "));
     }
 }

@@ -21,7 +21,10 @@ pub(crate) fn run(options: Run) -> ExitCode {
         Ok(workers) => workers,
         Err(message) => return refuse(&message, 2),
     };
-    let mut renderer = Renderer::new(workers);
+    let mut renderer = match Renderer::start(workers) {
+        Ok(renderer) => renderer,
+        Err(error) => return refuse(&format!("cannot start a thread for the output: {error}"), 1),
+    };
     let report = match job(options, workers).run(&mut renderer) {
         Ok(report) => report,
         Err(error) => return refuse(&error.to_string(), code_of(&error)),
