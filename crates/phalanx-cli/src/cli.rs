@@ -48,7 +48,9 @@ How it ends:
   The first worker that fails ends the job: the others, and all that workers have started, get SIGTERM, after the grace \
 period SIGKILL. What failed first is shown last, and its exit code is this command's (128 + n for signal n). \
 Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period; a second Ctrl-C kills \
-at once. If this command is killed itself, its workers are killed too. Workers may end with 0 at different times.
+at once. SIGUSR1 and SIGUSR2 are passed on and end nothing here. If this command is killed itself, its workers are killed \
+too. Workers may end with 0 at different times. If no worker can be \
+started, the exit code is 127 (the program is not found), 126 (it cannot be executed), 2 (wrong options) or 1.
 
 Environment of a worker:
   RANK, LOCAL_RANK             its place in the job and on this machine, from 0

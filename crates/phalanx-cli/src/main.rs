@@ -3,6 +3,7 @@
 
 mod bench;
 mod cli;
+mod output;
 mod processes;
 mod render;
 mod report;

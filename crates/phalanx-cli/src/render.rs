@@ -1,11 +1,14 @@
 //! Workers' lines on this command's own streams.
 
 use std::env;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::ops::ControlFlow;
+use std::time::Duration;
 
 use phalanx::launch::{Event, Observer, Signal, Stream};
 use phalanx::{Rank, WorldSize};
+
+use crate::output::Output;
 
 /// Colours of ranks: those that can be read on both black and white.
 const COLOURS: [&str; 6] = ["36", "33", "35", "32", "34", "31"];
@@ -19,90 +22,67 @@ pub(crate) fn wants_colour(stream: &impl IsTerminal) -> bool {
 /// Shows what happens to the workers.
 #[derive(Debug)]
 pub(crate) struct Renderer {
-    out: Sink<io::Stdout>,
-    err: Sink<io::Stderr>,
+    output: Output,
+    colour_out: bool,
+    colour_err: bool,
     prefixes: Vec<String>,
-    line: Vec<u8>,
     /// Has a worker failed, or been asked to end? What ends after that is no news.
     ending: bool,
-    reader_gone: bool,
-    write_failed: bool,
-}
-
-#[derive(Debug)]
-struct Sink<W> {
-    writer: W,
-    colour: bool,
 }
 
 impl Renderer {
-    pub(crate) fn new(workers: WorldSize) -> Self {
-        let (out, err) = (io::stdout(), io::stderr());
+    pub(crate) fn start(workers: WorldSize) -> io::Result<Self> {
         // As wide as the widest, so that the lines of all ranks begin in one column.
         let width = (workers.get() - 1).to_string().len();
-        Self {
-            out: Sink { colour: wants_colour(&out), writer: out },
-            err: Sink { colour: wants_colour(&err), writer: err },
+        Ok(Self {
+            output: Output::start()?,
+            colour_out: wants_colour(&io::stdout()),
+            colour_err: wants_colour(&io::stderr()),
             prefixes: workers
                 .ranks()
                 .map(|rank| format!("{:<1$} ", format!("[{rank}]"), width + 2))
                 .collect(),
-            line: Vec::new(),
             ending: false,
-            reader_gone: false,
-            write_failed: false,
-        }
+        })
     }
 
     /// Has whoever read our standard output closed it?
     pub(crate) fn reader_is_gone(&self) -> bool {
-        self.reader_gone
+        self.output.reader_is_gone()
     }
 
-    fn line(&mut self, rank: Rank, stream: Stream, text: &[u8]) -> ControlFlow<()> {
+    /// Says `last_words` on standard error, and waits, as long as `patience` lasts, until everything has been shown.
+    pub(crate) fn finish(self, last_words: Vec<u8>, patience: Duration) {
+        self.output.push(Stream::Stderr, last_words);
+        self.output.finish(patience);
+    }
+
+    fn line(&self, rank: Rank, stream: Stream, text: &[u8]) {
         let colour = match stream {
-            Stream::Stdout => self.out.colour,
-            Stream::Stderr => self.err.colour,
+            Stream::Stdout => self.colour_out,
+            Stream::Stderr => self.colour_err,
         };
         let prefix = self.prefixes.get(rank.index()).map_or("", String::as_str);
-        compose(&mut self.line, rank, prefix, text, colour);
-        let written = match stream {
-            Stream::Stdout => self.out.writer.write_all(&self.line).and_then(|()| self.out.writer.flush()),
-            Stream::Stderr => self.err.writer.write_all(&self.line),
-        };
-        match written {
-            Ok(()) => ControlFlow::Continue(()),
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe && stream == Stream::Stdout => {
-                self.reader_gone = true;
-                ControlFlow::Break(())
-            }
-            Err(error) => {
-                // A full disk must not cost the training.
-                if !std::mem::replace(&mut self.write_failed, true) {
-                    self.note(&format!("the workers' output cannot be written and is lost: {error}"));
-                }
-                ControlFlow::Continue(())
-            }
-        }
+        self.output.push(stream, compose(rank, prefix, text, colour));
     }
 
-    /// A line of our own. If even standard error is gone, there is nobody to tell.
-    fn note(&mut self, text: &str) {
-        let (on, off) = if self.err.colour { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
-        let _ = writeln!(self.err.writer, "{on}phalanx:{off} {text}");
+    /// A line of our own.
+    fn note(&self, text: &str) {
+        let (on, off) = if self.colour_err { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
+        self.output.push(Stream::Stderr, format!("{on}phalanx:{off} {text}\n").into_bytes());
     }
 }
 
 impl Observer for Renderer {
     fn observe(&mut self, event: Event<'_>) -> ControlFlow<()> {
         match event {
-            Event::Line { rank, stream, text } => return self.line(rank, stream, text),
+            Event::Line { rank, stream, text } => self.line(rank, stream, text),
             Event::Exited { rank, pid, exit } if !exit.is_success() && !self.ending => {
                 self.ending = true;
                 self.note(&format!("rank {rank} (pid {pid}): {exit}"));
             }
             // Whoever closed the pipe has seen enough.
-            Event::Ending { .. } if self.reader_gone => {}
+            Event::Ending { .. } if self.reader_is_gone() => {}
             Event::Ending { signal } => {
                 self.ending = true;
                 let again = if signal == Signal::INT { "; Ctrl-C again kills them" } else { "" };
@@ -111,13 +91,17 @@ impl Observer for Renderer {
             Event::Killing => self.note("sent SIGKILL to the workers"),
             _ => {}
         }
-        ControlFlow::Continue(())
+        if self.reader_is_gone() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
+    fn is_ready(&mut self) -> bool {
+        !self.output.is_full()
     }
 }
 
 /// One whole line, to be written at once.
-fn compose(line: &mut Vec<u8>, rank: Rank, prefix: &str, text: &[u8], colour: bool) {
-    line.clear();
+fn compose(rank: Rank, prefix: &str, text: &[u8], colour: bool) -> Vec<u8> {
+    let mut line = Vec::with_capacity(prefix.len() + text.len() + 1);
     if colour {
         let colour = COLOURS[rank.index() % COLOURS.len()];
         line.extend_from_slice(format!("\x1b[{colour}m{prefix}\x1b[0m").as_bytes());
@@ -130,6 +114,7 @@ fn compose(line: &mut Vec<u8>, rank: Rank, prefix: &str, text: &[u8], colour: bo
         line.extend_from_slice(b"\x1b[0m");
     }
     line.push(b'\n');
+    line
 }
 
 #[cfg(test)]
@@ -137,9 +122,7 @@ mod tests {
     use super::*;
 
     fn composed(rank: u32, text: &[u8], colour: bool) -> Vec<u8> {
-        let mut line = vec![7; 3];
-        compose(&mut line, Rank::new(rank), &format!("[{rank}] "), text, colour);
-        line
+        compose(Rank::new(rank), &format!("[{rank}] "), text, colour)
     }
 
     #[test]
@@ -155,7 +138,7 @@ mod tests {
 
     #[test]
     fn prefixes_are_of_one_width() {
-        let renderer = Renderer::new(WorldSize::new(11).unwrap());
+        let renderer = Renderer::start(WorldSize::new(11).unwrap()).unwrap();
         assert_eq!((&*renderer.prefixes[2], &*renderer.prefixes[10]), ("[2]  ", "[10] "));
     }
 }

@@ -1,15 +1,19 @@
 //! `phalanx run`.
 
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
+use std::time::Duration;
 
-use phalanx::WorldSize;
 use phalanx::launch::{Job, Outcome, Report, Signal};
+use phalanx::{Error, WorldSize};
 
 use crate::cli::Run;
 use crate::processes::Processes;
 use crate::render::{Renderer, wants_colour};
 use crate::report;
+
+/// How long the output of a job that a signal has ended may take to be read. Who sent the signal will not wait long.
+const AFTER_A_SIGNAL: Duration = Duration::from_secs(1);
 
 /// Runs the job; what comes back is the command's exit code.
 pub(crate) fn run(options: Run) -> ExitCode {
@@ -17,20 +21,29 @@ pub(crate) fn run(options: Run) -> ExitCode {
         Ok(workers) => workers,
         Err(message) => return refuse(&message, 2),
     };
-    let mut renderer = Renderer::new(workers);
+    let mut renderer = match Renderer::start(workers) {
+        Ok(renderer) => renderer,
+        Err(error) => return refuse(&format!("cannot start a thread for the output: {error}"), 1),
+    };
     let report = match job(options, workers).run(&mut renderer) {
         Ok(report) => report,
-        Err(error) => return refuse(&error.to_string(), 1),
+        Err(error) => return refuse(&error.to_string(), code_of(&error)),
     };
-    show(&report, workers);
-    exit_code(match report.outcome {
+    let code = match &report.outcome {
         Outcome::Succeeded => 0,
         Outcome::Failed(failure) => failure.exit.code(),
         Outcome::Interrupted(signal) => 128 + signal.number(),
         // As if the signal that ends the writers of a pipe without readers had ended us.
         _ if renderer.reader_is_gone() => 128 + Signal::PIPE.number(),
         _ => 1,
-    })
+    };
+    let patience = match &report.outcome {
+        Outcome::Interrupted(_) => AFTER_A_SIGNAL,
+        // No worker is left, and signals end this process again.
+        _ => Duration::MAX,
+    };
+    renderer.finish(last_words(&report, workers), patience);
+    exit_code(code)
 }
 
 fn count(options: &Run) -> Result<WorldSize, String> {
@@ -53,19 +66,24 @@ fn job(options: Run, workers: WorldSize) -> Job {
     }
 }
 
-/// The last thing that is said.
-fn show(report: &Report, workers: WorldSize) {
-    let mut stderr = io::stderr().lock();
-    let text = match &report.outcome {
+fn last_words(report: &Report, workers: WorldSize) -> Vec<u8> {
+    match &report.outcome {
         Outcome::Failed(failure) => {
             let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-            report::failure(failure, workers, &host, wants_colour(&stderr))
+            report::failure(failure, workers, &host, wants_colour(&io::stderr()))
         }
         Outcome::Interrupted(signal) => format!("phalanx: ended by {signal}\n").into_bytes(),
-        _ => return,
-    };
-    // Without a standard error the exit code must do.
-    let _ = stderr.write_all(&text);
+        _ => Vec::new(),
+    }
+}
+
+/// The code with which a shell reports a program that cannot be started. Only then is a rank named.
+fn code_of(error: &Error) -> i32 {
+    match (error.peer(), error.io_kind()) {
+        (Some(_), Some(ErrorKind::NotFound)) => 127,
+        (Some(_), Some(ErrorKind::PermissionDenied)) => 126,
+        _ => 1,
+    }
 }
 
 fn refuse(message: &str, code: i32) -> ExitCode {

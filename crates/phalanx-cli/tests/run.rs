@@ -1,5 +1,5 @@
 //! `phalanx run` with real programs.
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
@@ -82,7 +82,7 @@ fn a_store_listens_at_the_master_address() {
     let connection = std::net::TcpStream::connect((lines[0].as_str(), port));
     let taken = output(phalanx(&["--master-port", &lines[1]], "echo never"));
     send(&child, Signal::TERM);
-    assert_eq!(child.wait().unwrap().code(), Some(143));
+    assert_eq!(exit_code(&mut child), Some(143));
 
     assert_eq!(lines[0], "localhost");
     connection.unwrap();
@@ -158,10 +158,20 @@ fn signals_are_passed_on() {
         send(&child, signal);
         let mut rest = String::new();
         out.read_to_string(&mut rest).unwrap();
-        assert_eq!(child.wait().unwrap().code(), Some(code));
+        assert_eq!(exit_code(&mut child), Some(code));
         assert_eq!(rest.matches("caught").count(), 2, "{rest}");
         assert!(pids.iter().all(|pid| is_gone(pid)), "{pids:?}");
     }
+}
+
+#[test]
+fn a_users_signal_reaches_the_workers_and_ends_nothing() {
+    let script = "trap 'echo saved; exit 0' USR1; echo $$; while :; do sleep 0.05; done";
+    let (mut child, mut out, _) = start(phalanx(&["--nproc-per-node", "2"], script), 2);
+    send(&child, Signal::USR1);
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).unwrap();
+    assert_eq!((rest.matches("saved").count(), exit_code(&mut child)), (2, Some(0)));
 }
 
 #[test]
@@ -170,7 +180,7 @@ fn who_does_not_end_in_time_is_killed() {
     let (mut child, _out, pids) = start(phalanx(&["--grace-period", "0.3"], script), 1);
     let started = Instant::now();
     send(&child, Signal::TERM);
-    assert_eq!(child.wait().unwrap().code(), Some(143));
+    assert_eq!(exit_code(&mut child), Some(143));
     assert!(started.elapsed() >= Duration::from_millis(300) && is_gone(&pids[0]));
 }
 
@@ -185,7 +195,7 @@ fn a_second_ctrl_c_kills_at_once() {
     assert!(line.contains("Ctrl-C again"), "{line}");
     let started = Instant::now();
     send(&child, Signal::INT);
-    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(exit_code(&mut child), Some(130));
     assert!(started.elapsed() < Duration::from_secs(10) && is_gone(&pids[0]));
 }
 
@@ -207,25 +217,49 @@ fn a_program_that_cannot_be_started_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("a-script");
     std::fs::write(&script, "#!/no/such/interpreter\n").unwrap();
-    let refused = |program: &Path| {
+    let refused = |program: &Path, code| {
         let mut command = bare();
         command.args(["--nproc-per-node", "2"]).arg(program).current_dir(folder.path());
         let output = output(command);
-        assert_eq!(output.status.code(), Some(1));
+        assert_eq!(output.status.code(), Some(code));
         text(&output.stderr)
     };
-    assert!(refused(Path::new("no-such-program")).contains("no-such-program as rank 0"));
-    assert!(refused(Path::new("a-script")).contains("write ./a-script"));
-    assert!(refused(&script).contains("chmod +x"));
+    assert!(refused(Path::new("no-such-program"), 127).contains("no-such-program as rank 0"));
+    assert!(refused(Path::new("a-script"), 127).contains("write ./a-script"));
+    assert!(refused(&script, 126).contains("chmod +x"));
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
-    assert!(refused(&script).contains("interpreter"));
+    assert!(refused(&script, 127).contains("interpreter"));
 }
 
 #[test]
 fn a_reader_that_has_seen_enough_ends_the_job() {
     let mut child = phalanx(&["--nproc-per-node", "2"], "while :; do echo line; done").spawn().unwrap();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(141));
+    assert_eq!(exit_code(&mut child), Some(141));
+}
+
+#[test]
+fn a_reader_that_does_not_read_holds_up_neither_signals_nor_the_end_of_a_failed_job() {
+    let flood = "echo $$; while :; do echo a line; done";
+    let (mut child, _unread, pids) = start(phalanx(&[], flood), 1);
+    std::thread::sleep(Duration::from_millis(300));
+    send(&child, Signal::TERM);
+    assert_eq!(exit_code(&mut child), Some(143));
+    assert!(is_gone(&pids[0]));
+
+    let script = format!("[ $RANK = 0 ] || {{ sleep 0.5; echo why >&2; exit 3; }}; {flood}");
+    let (mut child, mut out, pids) = start(phalanx(&["--nproc-per-node", "2"], &script), 1);
+    let deadline = Instant::now() + LIMIT;
+    while !is_gone(&pids[0]) {
+        assert!(Instant::now() < deadline, "the other worker was not ended");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // Whoever reads after all gets everything.
+    out.read_to_end(&mut Vec::new()).unwrap();
+    assert_eq!(exit_code(&mut child), Some(3));
+    let mut err = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut err).unwrap();
+    assert!(err.contains("stderr  why"), "{err}");
 }
 
 #[test]
@@ -289,6 +323,21 @@ fn start(mut command: Command, count: usize) -> (Child, BufReader<ChildStdout>, 
     }
     assert!(pids.iter().all(|pid| !is_gone(pid)), "{pids:?}");
     (child, out, pids)
+}
+
+/// Its exit code, or a panic if it takes too long to end.
+fn exit_code(child: &mut Child) -> Option<i32> {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code();
+        }
+        if Instant::now() >= deadline {
+            let _ = child.kill();
+            panic!("it did not end within {LIMIT:?}");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
 }
 
 fn send(child: &Child, signal: Signal) {

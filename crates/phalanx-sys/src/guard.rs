@@ -1,28 +1,35 @@
-//! A watchdog that ends process groups if this process is killed.
+//! A watchdog that kills process groups if this process is killed.
 
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command};
 
 use rustix::process::{Pid, WaitOptions, waitpid};
 
-/// A process that waits for this one to die and then kills the process groups it was told of.
+use crate::worker::prepare;
+
+/// The orders that are not process numbers.
+const DISMISS: i32 = 0;
+const KILL: i32 = -1;
+
+/// A process that waits for this one to die and then kills the process groups that it watches.
 ///
 /// The parent-death signal ends a worker, but not what the worker has started; and nothing that the launcher does in
 /// its own code helps against SIGKILL. The guard holds one end of a pipe whose other end is this process. When the
 /// kernel closes that end, it sends SIGKILL to each group on its list, and ends. It is a session of its own, so
 /// that no terminal and no group signal reaches it, and holds no file but the pipe.
 ///
-/// Dropping the guard ends it; what it [watches](Self::watch) then is killed. Nothing is, if all was
-/// [released](Self::release) before.
+/// Dropping the guard has the same effect, unless it was [dismissed](Self::dismiss).
 #[derive(Debug)]
 pub struct Guard {
-    // An option only so that `drop` can close it before it waits for the process.
+    /// None once it has had its last order.
     orders: Option<io::PipeWriter>,
     pid: Pid,
 }
 
 impl Guard {
-    /// Starts a guard that can watch up to `capacity` groups at a time.
+    /// Starts a guard that can watch up to `capacity` groups.
     pub fn start(capacity: usize) -> io::Result<Self> {
         let (reader, writer) = io::pipe()?;
         // Taken before the fork: the child must not allocate.
@@ -45,31 +52,50 @@ impl Guard {
         self.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
-    /// Puts the process group led by `leader` on the list.
-    pub fn watch(&mut self, leader: Pid) -> io::Result<()> {
-        self.order(leader.as_raw_nonzero().get())
+    /// Starts `command`, [prepared](prepare), and watches its group. The new process puts itself on the list before it
+    /// executes anything, so that there is no moment at which this process may die and leave something behind.
+    pub fn spawn(&self, mut command: Command) -> io::Result<Child> {
+        let Some(orders) = &self.orders else { return Err(io::ErrorKind::BrokenPipe.into()) };
+        let orders = orders.as_raw_fd();
+        // SAFETY: `put_on_the_list` makes async-signal-safe calls alone, as is required between fork and exec. The
+        // descriptor is open whenever it runs: `self` is borrowed until `command`, which nobody else has, is dropped.
+        unsafe { command.pre_exec(move || put_on_the_list(orders)) };
+        // Behind the other, so that it has the last word on signals.
+        prepare(&mut command).spawn()
     }
 
-    /// Takes the process group led by `leader` off the list. Call it before the leader is reaped, so that its number
-    /// cannot belong to somebody else yet.
-    pub fn release(&mut self, leader: Pid) -> io::Result<()> {
-        self.order(-leader.as_raw_nonzero().get())
+    /// Ends the guard, and nothing else. Call it before the leaders of the groups are reaped: afterwards their numbers
+    /// may belong to somebody else.
+    pub fn dismiss(&mut self) {
+        self.end(DISMISS);
     }
 
-    fn order(&mut self, order: i32) -> io::Result<()> {
-        match &mut self.orders {
-            // Four bytes into a pipe are written whole or not at all.
-            Some(orders) => orders.write_all(&order.to_ne_bytes()),
-            None => Err(io::ErrorKind::BrokenPipe.into()),
+    /// An order, and not only a closed pipe: a child that this process has forked may hold the pipe open.
+    fn end(&mut self, order: i32) {
+        if let Some(mut orders) = self.orders.take() {
+            // One that is gone needs no order.
+            let _ = orders.write_all(&order.to_ne_bytes());
         }
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.orders = None;
+        self.end(KILL);
         while matches!(waitpid(Some(self.pid), WaitOptions::empty()), Err(rustix::io::Errno::INTR)) {}
     }
+}
+
+/// Sends the number of this process, which is about to be a worker. Async-signal-safe.
+fn put_on_the_list(orders: RawFd) -> io::Result<()> {
+    // SAFETY: SIG_IGN is a valid disposition for SIGPIPE, which would end this process if the guard had been killed;
+    // `getpid` takes nothing; `write` gets readable bytes and their number, few enough to be written whole or not at all.
+    let written = unsafe {
+        libc::signal(libc::SIGPIPE, libc::SIG_IGN);
+        let order = libc::getpid().to_ne_bytes();
+        libc::write(orders, order.as_ptr().cast(), order.len())
+    };
+    if written == 4 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// The whole life of the guard's process. Async-signal-safe: system calls on its own stack and on `watched`, which
@@ -83,9 +109,14 @@ fn stand_guard(orders: RawFd, watched: &mut [i32]) -> ! {
         match read {
             4 => {
                 let order = i32::from_ne_bytes(bytes);
-                let (from, to) = if order > 0 { (0, order) } else { (-order, 0) };
-                if let Some(slot) = watched.iter_mut().find(|slot| **slot == from) {
-                    *slot = to;
+                match order {
+                    // SAFETY: see the end of this function.
+                    DISMISS => unsafe { libc::_exit(0) },
+                    KILL => break,
+                    _ => {}
+                }
+                if let Some(slot) = watched.iter_mut().find(|slot| **slot == 0) {
+                    *slot = order;
                 }
             }
             -1 if interrupted() => {}

@@ -63,33 +63,50 @@ fn a_worker_dies_with_the_thread_that_started_it() {
 
 #[test]
 fn a_missing_program_is_an_error() {
-    let error = prepare(&mut Command::new("/nonexistent/program")).spawn().unwrap_err();
+    let guard = Guard::start(1).unwrap();
+    let error = guard.spawn(Command::new("/nonexistent/program")).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
 }
 
-#[test]
-fn the_guard_kills_whole_groups_that_were_not_released() {
-    let mut guard = Guard::start(2).unwrap();
-    let mut grandchildren = Vec::new();
-    let mut workers: Vec<Child> = (0..2)
-        .map(|_| {
-            let mut child = prepare(&mut shell("sleep 60 & echo $!; wait")).spawn().unwrap();
-            let mut line = String::new();
-            BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-            grandchildren.push(Pid::from_raw(line.trim().parse().unwrap()).unwrap());
-            guard.watch(pid(&child)).unwrap();
-            child
-        })
-        .collect();
-    guard.release(pid(&workers[1])).unwrap();
+/// A worker of `guard` and its child, which is in its group.
+fn watched(guard: &Guard) -> (Child, Pid) {
+    let mut child = guard.spawn(shell("sleep 60 & echo $!; wait")).unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    (child, Pid::from_raw(line.trim().parse().unwrap()).unwrap())
+}
 
-    // As if this process had died: the kernel closes the pipe.
+#[test]
+fn the_guard_kills_whole_groups_of_workers_that_put_themselves_on_its_list() {
+    let guard = Guard::start(2).unwrap();
+    let mut workers = [watched(&guard), watched(&guard)];
+    // As if this process had died.
     drop(guard);
-    assert_eq!(workers[0].wait().unwrap().signal(), Some(libc::SIGKILL));
-    eventually("the grandchild is gone", || is_dead(grandchildren[0]));
-    assert!(workers[1].try_wait().unwrap().is_none() && !is_dead(grandchildren[1]));
-    rustix::process::kill_process_group(pid(&workers[1]), Signal::KILL).unwrap();
-    workers[1].wait().unwrap();
+    for (worker, grandchild) in &mut workers {
+        assert_eq!(worker.wait().unwrap().signal(), Some(libc::SIGKILL));
+        eventually("the grandchild is gone", || is_dead(*grandchild));
+    }
+}
+
+#[test]
+fn a_guard_that_was_dismissed_kills_nobody_and_starts_nobody() {
+    let mut guard = Guard::start(1).unwrap();
+    let (mut worker, grandchild) = watched(&guard);
+    guard.dismiss();
+    assert!(guard.spawn(shell("true")).is_err());
+    drop(guard);
+    assert!(worker.try_wait().unwrap().is_none() && !is_dead(grandchild));
+    rustix::process::kill_process_group(pid(&worker), Signal::KILL).unwrap();
+    worker.wait().unwrap();
+}
+
+#[test]
+fn without_its_guard_no_worker_starts() {
+    let guard = Guard::start(1).unwrap();
+    let pid = Pid::from_raw(guard.pid().cast_signed()).unwrap();
+    kill_process(pid, Signal::KILL).unwrap();
+    eventually("the guard is dead", || is_dead(pid));
+    assert_eq!(guard.spawn(shell("true")).unwrap_err().kind(), std::io::ErrorKind::BrokenPipe);
 }
 
 #[test]

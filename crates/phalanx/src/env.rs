@@ -123,8 +123,7 @@ impl WorkerEnv {
         self.variables_given(|name| std::env::var_os(name).is_some())
     }
 
-    /// [`variables`](Self::variables), with the question whether a variable is already set answered by `is_set`.
-    pub fn variables_given(&self, is_set: impl Fn(&str) -> bool) -> Vec<(&'static str, String)> {
+    fn variables_given(&self, is_set: impl Fn(&str) -> bool) -> Vec<(&'static str, String)> {
         let agent_store = if self.agent_store { "True" } else { "False" };
         let mut variables = vec![
             ("RANK", self.rank.to_string()),

@@ -145,8 +145,8 @@ impl Error {
         self.0.kind
     }
 
-    /// What the system said, if it was the system.
-    pub(crate) fn io_kind(&self) -> Option<std::io::ErrorKind> {
+    /// What the system said, if it was the system: that a program was not found, or that access was denied.
+    pub fn io_kind(&self) -> Option<std::io::ErrorKind> {
         self.0.source.as_ref()?.downcast_ref::<std::io::Error>().map(std::io::Error::kind)
     }
 

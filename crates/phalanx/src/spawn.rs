@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::error::Error as StdError;
 use std::fmt::Display;
+use std::io::Write;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::path::PathBuf;
@@ -59,7 +60,7 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 ///   started is ended too, also after success.
 /// - Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the workers first and then this program, as that signal would have. If the
 ///   program handles the signal itself, its handler is called and `spawn` returns an error with
-///   [`is_aborted`](Error::is_aborted).
+///   [`is_aborted`](Error::is_aborted). SIGUSR1 and SIGUSR2 are passed on and end nothing here.
 /// - If this process is killed, so are its workers and all that they have started.
 ///
 /// # Errors
@@ -159,11 +160,10 @@ fn run_worker<E: Display + 'static>(worker: impl FnOnce() -> Result<(), E>) -> !
         Ok(Err(error)) => {
             let message = format!("{error:#}");
             let speaker = format!("rank {}", std::env::var("RANK").unwrap_or_default());
-            if message.starts_with(&speaker) {
-                eprintln!("{message}");
-            } else {
-                eprintln!("{speaker}: {message}");
-            }
+            let line =
+                if message.starts_with(&speaker) { message.clone() } else { format!("{speaker}: {message}") };
+            // Without a standard error the error file must do.
+            let _ = writeln!(std::io::stderr(), "{line}");
             write_blaming(&message, blamed(&error));
             1
         }

@@ -57,6 +57,15 @@ pub enum Event<'a> {
 pub trait Observer {
     /// Takes note of `event`. To break means to end the job: its [outcome](super::Outcome) is then `Stopped`.
     fn observe(&mut self, event: Event<'_>) -> ControlFlow<()>;
+
+    /// Does it want lines now? While it does not, the workers' output stays in their pipes; everything else goes on,
+    /// and what a worker has left there at its end still comes. It is asked again every few milliseconds.
+    ///
+    /// An observer that would have to wait, for a terminal or a disk, should say no here: signals and failures are not
+    /// seen to while it keeps [`observe`](Self::observe) busy.
+    fn is_ready(&mut self) -> bool {
+        true
+    }
 }
 
 impl<F: FnMut(Event<'_>) -> ControlFlow<()>> Observer for F {

@@ -1,15 +1,20 @@
 //! What to start.
 
 use std::ffi::{OsStr, OsString};
-use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use super::event::Observer;
 use super::exit::Report;
 use super::supervisor;
+use crate::deadline::Deadline;
 use crate::env::WorkerEnv;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::rank::{Epoch, Rank, WorldSize};
+use crate::store::{TcpStoreServer, host_port};
+
+/// How long the system may take to look up the master address, which is one of this machine.
+const LOOK_UP: Duration = Duration::from_secs(30);
 
 /// What becomes of the workers' standard output and standard error.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -87,7 +92,8 @@ impl Job {
 
     /// The address of this machine at which the store listens; 127.0.0.1 if not given.
     pub fn master_addr(mut self, address: impl Into<String>) -> Self {
-        self.master_addr = Some(address.into());
+        // Workers get an IPv6 address bare: other programs' resolvers know no brackets.
+        self.master_addr = Some(address.into().trim_matches(['[', ']']).to_owned());
         self
     }
 
@@ -114,7 +120,8 @@ impl Job {
     /// An error means that it could not be started, or not be watched; a worker's failure is in the report. On return
     /// no process of the job is left.
     ///
-    /// While it runs, this process's reaction to SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP and SIGCONT is the job's.
+    /// While it runs, this process's reaction to SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP, SIGCONT, SIGUSR1 and SIGUSR2
+    /// is the job's.
     /// Afterwards it is as before; a signal that ended the job has then been taken from the program, which may
     /// raise it again: see [`Outcome::Interrupted`](super::Outcome::Interrupted).
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
@@ -145,17 +152,14 @@ impl Job {
         self.output == Output::Lines
     }
 
-    /// Where the store listens.
-    pub(super) fn store_address(&self) -> Result<SocketAddr> {
-        let Some(host) = &self.master_addr else {
-            return Ok((Ipv4Addr::LOCALHOST, self.master_port).into());
-        };
-        let cause = || format!("the master address {host:?} cannot be resolved");
-        (host.as_str(), self.master_port)
-            .to_socket_addrs()
-            .map_err(|error| Error::io(cause(), error))?
-            .next()
-            .ok_or_else(|| Error::environment(cause()))
+    /// Serves the store.
+    pub(super) fn serve_store(&self) -> Result<TcpStoreServer> {
+        match &self.master_addr {
+            None => TcpStoreServer::bind((Ipv4Addr::LOCALHOST, self.master_port).into()),
+            Some(host) => {
+                TcpStoreServer::bind_to(&host_port(host, self.master_port), Deadline::after(LOOK_UP))
+            }
+        }
     }
 
     /// Every variable that the worker gets on top of this process's own.

@@ -9,10 +9,12 @@
 //! - A worker whose error file blames another rank is believed if that one has failed too: that is then the first
 //!   failure.
 //! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a further SIGINT
-//!   kills at once. Ctrl-Z stops the workers too.
+//!   kills at once. Ctrl-Z stops the workers too. SIGUSR1 and SIGUSR2, with which schedulers announce the end of a time
+//!   limit, are passed on and end nothing here.
 //! - If this process is killed, workers and grandchildren are killed as well.
 //!
-//! What a worker starts in a *session* of its own (a daemon) is out of reach, as it is for a shell.
+//! What a worker puts into a process group or session of its own is out of reach: a daemon, what a shell with job control
+//! starts, what `timeout` starts without `--foreground`. If the worker ends it on SIGTERM, nothing is left either.
 //!
 //! ```no_run
 //! use std::ops::ControlFlow;

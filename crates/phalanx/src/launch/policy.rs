@@ -116,6 +116,11 @@ impl Policy {
         match self.phase {
             Phase::Running | Phase::LastWords { .. } => self.end(Cause::Interrupted(signal), signal, now),
             Phase::Ending { .. } if signal == Signal::INT => Some(self.kill(now)),
+            // A worker may ignore what came first.
+            Phase::Ending { kill_at, swept: false } if signal == Signal::TERM => {
+                self.phase = Phase::Ending { kill_at, swept: true };
+                Some(Signal::TERM)
+            }
             Phase::Ending { .. } | Phase::Killed { .. } => None,
         }
     }
@@ -249,6 +254,16 @@ mod tests {
         assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), Some(Signal::TERM));
         assert_eq!(policy.interrupted(Signal::INT, now), Some(Signal::KILL));
         assert_eq!(policy.interrupted(Signal::INT, now), None);
+        assert_eq!(policy.cause(), Some(Cause::Interrupted(Signal::INT)));
+    }
+
+    #[test]
+    fn a_sigterm_after_ctrl_c_is_passed_on_once_and_gains_no_time() {
+        let (mut policy, now) = policy(1);
+        assert_eq!(policy.interrupted(Signal::INT, now), Some(Signal::INT));
+        assert_eq!(policy.interrupted(Signal::TERM, now + GRACE / 2), Some(Signal::TERM));
+        assert_eq!(policy.interrupted(Signal::TERM, now + GRACE / 2), None);
+        assert_eq!(policy.tick(now + GRACE), Some(Signal::KILL));
         assert_eq!(policy.cause(), Some(Cause::Interrupted(Signal::INT)));
     }
 

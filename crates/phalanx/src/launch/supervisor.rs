@@ -31,7 +31,7 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     let started = Instant::now();
     keep_exit_status_of_children()
         .map_err(|error| Error::io("SIGCHLD cannot be set to its default", error))?;
-    let store = TcpStoreServer::bind(job.store_address()?)?;
+    let store = job.serve_store()?;
     let mut supervisor = Supervisor::new(job, observer)?;
     supervisor.start_workers(job, &store)?;
     let outcome = supervisor.watch()?;
@@ -51,7 +51,7 @@ struct Supervisor<'a> {
 impl<'a> Supervisor<'a> {
     fn new(job: &Job, observer: &'a mut dyn Observer) -> Result<Self> {
         let count = job.workers().count();
-        let caught = [Raw::INT, Raw::TERM, Raw::HUP, Raw::QUIT, Raw::TSTP, Raw::CONT].map(Raw::as_raw);
+        let caught = [Raw::INT, Raw::TERM, Raw::HUP, Raw::QUIT, Raw::TSTP, Raw::CONT, Raw::USR1, Raw::USR2];
         Ok(Self {
             workers: Vec::with_capacity(count),
             policy: Policy::new(count, job.grace_period()),
@@ -59,17 +59,18 @@ impl<'a> Supervisor<'a> {
             observer_stops: false,
             guard: Guard::start(count)
                 .map_err(|error| Error::io("cannot start the workers' guard", error))?,
-            signals: Catcher::install(&caught).map_err(|error| Error::io("cannot catch signals", error))?,
+            signals: Catcher::install(&caught.map(Raw::as_raw))
+                .map_err(|error| Error::io("cannot catch signals", error))?,
         })
     }
 
     fn start_workers(&mut self, job: &Job, store: &TcpStoreServer) -> Result<()> {
         let run_id = run_id()?;
         for rank in job.workers().ranks() {
-            let worker = Worker::start(job, rank, job.environment(rank, store.local_addr(), &run_id))?;
-            let (leader, pid) = (worker.pid(), worker.id());
+            let environment = job.environment(rank, store.local_addr(), &run_id);
+            let worker = Worker::start(job, rank, environment, &self.guard)?;
+            let pid = worker.id();
             self.workers.push(worker);
-            self.guard.watch(leader).map_err(|error| Error::io("the workers' guard is gone", error))?;
             self.tell(Event::Started { rank, pid });
         }
         Ok(())
@@ -82,10 +83,13 @@ impl<'a> Supervisor<'a> {
             if over || self.policy.gives_up(Instant::now()) {
                 break;
             }
-            self.wait()?;
+            let reads = self.observer.is_ready();
+            self.wait(reads)?;
             // Signals first: what sends one to this process may send it to the workers as well.
             self.handle_signals();
-            self.handle_output();
+            if reads {
+                self.handle_output();
+            }
             self.handle_ends();
             self.handle_time();
         }
@@ -93,17 +97,19 @@ impl<'a> Supervisor<'a> {
         Ok(self.outcome())
     }
 
-    fn wait(&self) -> Result<()> {
+    fn wait(&self, reads: bool) -> Result<()> {
         let now = Instant::now();
         let mut timeout = self.policy.wake_at().map(|at| at.saturating_duration_since(now));
-        if self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
+        if !reads || self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
             timeout = Some(timeout.map_or(POLL, |timeout| timeout.min(POLL)));
         }
         // A duration that the system cannot express is as good as none.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         let signals = self.signals.iter().map(AsFd::as_fd);
+        let output = self.workers.iter().filter(|_| reads).flat_map(Worker::open_output);
         let mut descriptors: Vec<PollFd<'_>> = signals
-            .chain(self.workers.iter().flat_map(Worker::descriptors))
+            .chain(self.workers.iter().filter_map(Worker::end_notice))
+            .chain(output)
             .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
             .collect();
         match poll(&mut descriptors, timeout.as_ref()) {
@@ -119,7 +125,7 @@ impl<'a> Supervisor<'a> {
                     self.send(Raw::STOP);
                     let _ = rustix::process::kill_process(rustix::process::getpid(), Raw::STOP);
                 }
-                Some(Raw::CONT) => self.send(Raw::CONT),
+                Some(passed_on @ (Raw::CONT | Raw::USR1 | Raw::USR2)) => self.send(passed_on),
                 _ => {
                     let order = self.policy.interrupted(Signal::new(number), Instant::now());
                     self.obey(order);
@@ -222,9 +228,9 @@ impl Drop for Supervisor<'_> {
     /// On every path, also when a worker could not be started or the observer panics.
     fn drop(&mut self) {
         self.send(Raw::KILL);
+        self.guard.dismiss();
         let deadline = Deadline::after(REAP);
         for worker in &mut self.workers {
-            let _ = self.guard.release(worker.pid());
             worker.reap(deadline);
         }
     }

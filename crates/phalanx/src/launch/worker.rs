@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use phalanx_sys::guard::Guard;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid};
 
@@ -52,7 +53,13 @@ struct Capture {
 }
 
 impl Worker {
-    pub(super) fn start(job: &Job, rank: Rank, environment: Vec<(OsString, OsString)>) -> Result<Self> {
+    /// Starts it, watched by `guard`.
+    pub(super) fn start(
+        job: &Job,
+        rank: Rank,
+        environment: Vec<(OsString, OsString)>,
+        guard: &Guard,
+    ) -> Result<Self> {
         let mut command = Command::new(job.program());
         command.arg0(job.argv0()).args(job.argument_list()).envs(environment).stdin(Stdio::null());
         let error_file = ErrorFile::create();
@@ -69,9 +76,7 @@ impl Worker {
             command.stdout(out_end).stderr(err_end);
             captures.extend([out, err]);
         }
-        let child = phalanx_sys::worker::prepare(&mut command)
-            .spawn()
-            .map_err(|error| cannot_start(job, rank, error))?;
+        let child = guard.spawn(command).map_err(|error| cannot_start(job, rank, error))?;
         let pid = Pid::from_child(&child);
         Ok(Self {
             rank,
@@ -108,11 +113,14 @@ impl Worker {
         !self.has_ended() && self.pidfd.is_none()
     }
 
-    /// Descriptors that become readable when there is something to do for this worker.
-    pub(super) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let end = self.pidfd.as_ref().filter(|_| !self.has_ended());
-        let output = self.captures.iter().filter(|capture| capture.open);
-        end.map(AsFd::as_fd).into_iter().chain(output.map(|capture| capture.pipe.as_fd()))
+    /// Becomes readable when it ends.
+    pub(super) fn end_notice(&self) -> Option<BorrowedFd<'_>> {
+        self.pidfd.as_ref().filter(|_| !self.has_ended()).map(AsFd::as_fd)
+    }
+
+    /// Become readable when it has written.
+    pub(super) fn open_output(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.captures.iter().filter(|capture| capture.open).map(|capture| capture.pipe.as_fd())
     }
 
     /// Has it ended since the last time this was asked?
@@ -242,6 +250,8 @@ fn cannot_start(job: &Job, rank: Rank, error: io::Error) -> Error {
         ErrorKind::NotFound => "is the path right?".to_owned(),
         ErrorKind::PermissionDenied if path.is_dir() => "it is a folder".to_owned(),
         ErrorKind::PermissionDenied => format!("is it executable? `chmod +x {}`", path.display()),
+        ErrorKind::WouldBlock => "is the number of processes limited, by `ulimit -u` or a cgroup?".to_owned(),
+        ErrorKind::BrokenPipe => "somebody has killed the process phalanx-guard".to_owned(),
         _ => "no worker was left running".to_owned(),
     };
     Error::io(format!("cannot start {} as rank {rank}", path.display()), error)

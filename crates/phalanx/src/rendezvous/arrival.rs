@@ -104,7 +104,9 @@ pub(super) fn arrive(
     match roll.get("verdict", waiting) {
         Ok(verdict) if verdict == OK => {}
         Ok(verdict) => return Err(spoken(&verdict)),
-        Err(error) if error.is_timeout() => return Err(missing(&roll, place, started, deadline)),
+        Err(error) if error.is_timeout() => {
+            settle(&roll, missing(&roll, place, started, deadline), deadline)?
+        }
         Err(error) => return Err(error),
     }
     let scope = format!("{}/{round}/group", place.scope);
@@ -154,14 +156,28 @@ fn sign_in(
     Err(Error::protocol("the store never takes this rank's arrival"))
 }
 
-/// Tells every rank what went wrong, unless it has been told something already.
+/// Tells every rank what this one has seen, and that is its own error too.
 fn fail(roll: &PrefixStore, kind: Kind, peer: Option<Rank>, cause: String, deadline: Deadline) -> Error {
     let told = Told { kind, peer: peer.map(Rank::get), cause };
-    if let Ok(verdict) = serde_json::to_vec(&told) {
-        // The others find out for themselves, at their deadlines, if the store is gone too.
-        let _ = roll.compare_set("verdict", b"", &verdict, deadline.max(Deadline::after(LAST_WORD)));
-    }
+    let _ = speak(roll, &told, deadline);
     told.into_error()
+}
+
+/// This rank's time is up: tells every rank so, unless there is a verdict by now. What stands holds for this rank as
+/// well: the others may be on their way already.
+fn settle(roll: &PrefixStore, told: Told, deadline: Deadline) -> Result<()> {
+    match speak(roll, &told, deadline) {
+        Some(verdict) if verdict == OK => Ok(()),
+        Some(verdict) => Err(spoken(&verdict)),
+        None => Err(told.into_error()),
+    }
+}
+
+/// Writes a verdict unless there is one; gives that which stands.
+fn speak(roll: &PrefixStore, told: &Told, deadline: Deadline) -> Option<Vec<u8>> {
+    let verdict = serde_json::to_vec(told).ok()?;
+    // The others find out for themselves, at their deadlines, if the store is gone too.
+    roll.compare_set("verdict", b"", &verdict, deadline.max(Deadline::after(LAST_WORD))).ok()
 }
 
 /// How long telling the others may take when the deadline has passed.
@@ -198,7 +214,7 @@ fn spoken(verdict: &[u8]) -> Error {
 }
 
 /// Names the ranks that have not come.
-fn missing(roll: &PrefixStore, place: &Place, started: Instant, deadline: Deadline) -> Error {
+fn missing(roll: &PrefixStore, place: &Place, started: Instant, deadline: Deadline) -> Told {
     let mut missing = Vec::new();
     for rank in place.world_size.ranks() {
         match roll.check(&[&format!("rank/{rank}")], deadline) {
@@ -219,7 +235,7 @@ fn missing(roll: &PrefixStore, place: &Place, started: Instant, deadline: Deadli
         [name] => format!("rank {name} of {world} has not arrived within {waited:.1} s"),
         names => format!("ranks {}{more} of {world} have not arrived within {waited:.1} s", names.join(", ")),
     };
-    fail(roll, Kind::Timeout, missing.first().copied(), cause, deadline)
+    Told { kind: Kind::Timeout, peer: missing.first().map(|rank| rank.get()), cause }
 }
 
 impl Arrived {
@@ -229,5 +245,30 @@ impl Arrived {
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         let entries = self.roll.multi_get(&keys, deadline)?;
         entries.iter().map(|entry| Ok(Entry::parse(entry)?.identity.host)).collect::<Result<_>>().map(Hosts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::MemoryStore;
+
+    #[test]
+    fn at_the_deadline_the_verdict_that_stands_holds() {
+        let late = || Told { kind: Kind::Timeout, peer: Some(2), cause: "rank 2 is late".into() };
+        let soon = Deadline::after(Duration::from_secs(20));
+        let settled = |verdict: &[u8]| {
+            let roll = PrefixStore::new("roll", Arc::new(MemoryStore::new()));
+            if !verdict.is_empty() {
+                roll.set("verdict", verdict, soon).unwrap();
+            }
+            settle(&roll, late(), soon)
+        };
+        settled(OK).unwrap();
+        let error = settled(b"").unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("rank 2 is late"), "{error}");
+        let twice = Told { kind: Kind::Mismatch, peer: None, cause: "two of them".into() };
+        let error = settled(&serde_json::to_vec(&twice).unwrap()).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("two of them"), "{error}");
     }
 }

@@ -5,6 +5,7 @@ use super::{Place, Rendezvous, tcp};
 use crate::deadline::Deadline;
 use crate::env::LaunchEnv;
 use crate::error::{Error, Result};
+use crate::store::host_port;
 
 pub(super) fn join(env: &LaunchEnv, me: &Identity, deadline: Deadline) -> Result<Rendezvous> {
     if env.master_port == 0 {
@@ -19,10 +20,6 @@ pub(super) fn join(env: &LaunchEnv, me: &Identity, deadline: Deadline) -> Result
         // A launcher that serves the store keeps it over restarts, and may keep it over jobs.
         scope: format!("phalanx/{}/{}", env.run_id.as_deref().unwrap_or("none"), env.restart_count.0),
     };
-    let host = env.master_addr.trim_start_matches('[').trim_end_matches(']');
-    let address = match host.contains(':') {
-        true => format!("[{host}]:{}", env.master_port),
-        false => format!("{host}:{}", env.master_port),
-    };
+    let address = host_port(&env.master_addr, env.master_port);
     tcp::join(&address, !env.agent_store, &place, me, deadline)
 }

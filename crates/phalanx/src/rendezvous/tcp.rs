@@ -1,13 +1,12 @@
 //! `tcp://host:port`: rank 0 serves the store there, on that host's address alone.
 
-use std::io::ErrorKind;
 use std::sync::Arc;
 
 use super::arrival::{Identity, arrive};
 use super::{Held, KeepAlive, Place, Rendezvous};
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
-use crate::store::{SharedStore, TcpStore, TcpStoreServer, resolve};
+use crate::error::Result;
+use crate::store::{SharedStore, TcpStore, TcpStoreServer};
 
 /// Meets at `address`; rank 0 serves there if `rank_0_serves`, else somebody else does.
 pub(super) fn join(
@@ -21,7 +20,7 @@ pub(super) fn join(
         return Ok(place.alone());
     }
     let server = match rank_0_serves && place.rank.is_main() {
-        true => Some(serve(address)?),
+        true => Some(TcpStoreServer::bind_to(address, deadline)?),
         false => None,
     };
     let client = match &server {
@@ -56,21 +55,4 @@ pub(super) fn join(
         interface,
         keep_alive,
     })
-}
-
-/// Binds to the first of the address's meanings that is one of this host.
-fn serve(address: &str) -> Result<TcpStoreServer> {
-    let targets = resolve(address).map_err(|error| {
-        Error::io(format!("cannot find the address of {address}, where rank 0 is to serve the store"), error)
-            .with_remedy("is MASTER_ADDR right? It may be a name or an IP address")
-    })?;
-    let mut failure = None;
-    for target in targets {
-        match TcpStoreServer::bind(target) {
-            Ok(server) => return Ok(server),
-            Err(error) if error.io_kind() == Some(ErrorKind::AddrNotAvailable) => failure = Some(error),
-            Err(error) => return Err(error),
-        }
-    }
-    Err(failure.unwrap_or_else(|| Error::environment(format!("{address} has no address"))))
 }

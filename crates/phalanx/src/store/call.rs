@@ -64,6 +64,16 @@ impl<'a> Call<'a> {
         self.error(Kind::Timeout, cause).with_remedy(remedy)
     }
 
+    /// Another process has kept the file's lock until the deadline.
+    pub fn locked_out(&self) -> Error {
+        let waited = self.started.elapsed().as_secs_f64();
+        self.error(
+            Kind::Timeout,
+            format!("another process has held the lock of {} for {waited:.1} s", self.store),
+        )
+        .with_remedy("is a rank stopped in the middle of a change? On NFS the lock needs its lock service")
+    }
+
     /// The store does not do it.
     pub fn refused(&self, refusal: &Refusal) -> Error {
         self.error(Kind::InvalidArgument, format!("{refusal}, at {}", self.store))

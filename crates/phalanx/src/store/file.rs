@@ -77,7 +77,7 @@ impl FileStore {
     }
 
     /// Is this store still the one that its path names?
-    pub fn is_current(&self) -> bool {
+    pub(crate) fn is_current(&self) -> bool {
         let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
         let ours = self.log.lock().file.metadata().map(identity);
         let named = std::fs::metadata(&self.name.0).map(identity);
@@ -95,7 +95,7 @@ impl FileStore {
         let mut pauses = Pauses::new(call.deadline);
         while !log.try_lock().map_err(|error| call.failed(error))? {
             if !pauses.rest() {
-                return Err(call.timed_out());
+                return Err(call.locked_out());
             }
         }
         let outcome = log.change(keys, change);
@@ -287,6 +287,21 @@ mod tests {
     }
 
     #[test]
+    fn what_a_writer_takes_back_is_forgotten_and_leaves_no_hole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let store = FileStore::create(&path).unwrap();
+        store.set("a", b"1", soon()).unwrap();
+        let length = std::fs::metadata(&path).unwrap().len();
+        store.set("taken back", b"2", soon()).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(length).unwrap();
+        assert!(!store.check(&["taken back"], soon()).unwrap());
+        store.set("b", b"3", soon()).unwrap();
+        let other = FileStore::open(&path, soon()).unwrap();
+        assert_eq!(other.multi_get(&["a", "b"], soon()).unwrap(), [b"1", b"3"]);
+    }
+
+    #[test]
     fn what_is_not_a_store_is_waited_for_and_then_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
@@ -325,7 +340,11 @@ mod tests {
         let file = File::open(&path).unwrap();
         rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
         let error = store.set("a", b"1", Deadline::after(Duration::from_millis(30))).unwrap_err();
-        assert!(error.is_timeout() && error.to_string().contains("set(\"a\")"), "{error}");
+        let said = error.to_string();
+        assert!(
+            error.is_timeout() && said.contains("set(\"a\")") && said.contains("held the lock"),
+            "{said}"
+        );
         drop(file);
         store.set("a", b"1", soon()).unwrap();
     }

@@ -48,15 +48,18 @@ impl MemoryStore {
         mut read: impl FnMut(&Table) -> Option<T>,
     ) -> Result<T> {
         let mut table = self.table.lock();
+        let mut late = false;
         loop {
             if keys.iter().all(|key| table.contains(key.as_bytes()))
                 && let Some(value) = read(&table)
             {
                 return Ok(value);
             }
-            if self.changed.wait_until(&mut table, call.deadline.instant()).timed_out() {
+            if late {
                 return Err(call.timed_out());
             }
+            // A key that came with the deadline is still seen.
+            late = self.changed.wait_until(&mut table, call.deadline.instant()).timed_out();
         }
     }
 }

@@ -21,7 +21,7 @@ use crate::error::Result;
 pub use file::FileStore;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
-pub(crate) use tcp::resolve;
+pub(crate) use tcp::host_port;
 pub use tcp::{TcpStore, TcpStoreServer};
 
 /// The longest key, in bytes.

@@ -270,6 +270,10 @@ impl Frame {
         self.u64(number.cast_unsigned())
     }
 
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
     pub fn into_bytes(self) -> Vec<u8> {
         self.0
     }

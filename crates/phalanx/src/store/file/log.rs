@@ -68,7 +68,13 @@ impl Log {
 
     /// Reads what has been added since.
     pub fn catch_up(&mut self) -> io::Result<()> {
-        if self.file.metadata()?.len() <= self.end {
+        let length = self.file.metadata()?.len();
+        if length < self.end {
+            // A writer without room on the disk took back what has been read here.
+            self.table = Table::default();
+            self.end = HEADER.len() as u64;
+        }
+        if length <= self.end {
             return Ok(());
         }
         self.file.seek(SeekFrom::Start(self.end))?;

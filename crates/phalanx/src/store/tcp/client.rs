@@ -52,7 +52,7 @@ impl TcpStore {
     }
 
     /// The address of this host from which the store is reached.
-    pub fn local_ip(&self) -> IpAddr {
+    pub(crate) fn local_ip(&self) -> IpAddr {
         self.local
     }
 
@@ -89,10 +89,10 @@ impl TcpStore {
         keys: &[&str],
         then: impl FnOnce(&mut Link) -> io::Result<T>,
     ) -> Result<T> {
-        let request = Frame::new(Op::Wait).keys(keys).into_bytes();
+        let request = Frame::new(Op::Wait).keys(keys);
         check_size(call, keys.len(), request.len())?;
         let mut link = self.link(call)?;
-        let came = link.wait(&request).map_err(|error| call.failed(error))?;
+        let came = link.wait(&request.into_bytes()).map_err(|error| call.failed(error))?;
         let answer = if came {
             // A key that came in the last moment is still read.
             link.deadline = call.deadline.max(Deadline::after(Duration::from_millis(50)));
@@ -158,7 +158,7 @@ impl Store for TcpStore {
     fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
         let call = Call::new(&self.name, "check", keys, deadline)?;
         let request = Frame::new(Op::Check).keys(keys);
-        check_size(&call, keys.len(), 0)?;
+        check_size(&call, keys.len(), request.len())?;
         Ok(self.exchange(&call, request, Link::take)? == [CHECK_READY])
     }
 

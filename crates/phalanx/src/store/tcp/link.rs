@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::deadline::Deadline;
@@ -36,6 +37,8 @@ enum Attempt {
     Absent(io::Error),
     /// It hung up.
     HungUp,
+    /// It accepts connections and says nothing.
+    Silent,
     /// It is something else than a store.
     Foreign(String),
 }
@@ -50,6 +53,9 @@ impl Link {
             let last = match Self::attempt(address, deadline) {
                 Ok(link) => return Ok(link),
                 Err(Attempt::Foreign(what)) => return Err(foreign(address, &what)),
+                Err(Attempt::Silent) => {
+                    return Err(foreign(address, "it accepts connections but does not answer"));
+                }
                 Err(Attempt::HungUp) => {
                     let since = *hung_up.get_or_insert_with(Instant::now);
                     if since.elapsed() >= HANGING_UP || deadline.remaining() <= pause {
@@ -69,20 +75,25 @@ impl Link {
         }
     }
 
-    /// Connects to a store that has been there before: one that refuses now is gone.
+    /// Connects to a store that has been there before: one that refuses now is gone, one that is slow is slow.
     pub fn again(address: &str, deadline: Deadline) -> io::Result<Self> {
+        use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
         loop {
             match Self::attempt(address, deadline) {
                 Ok(link) => return Ok(link),
-                Err(Attempt::Foreign(what)) => return Err(io::Error::new(io::ErrorKind::InvalidData, what)),
-                Err(Attempt::HungUp) => return Err(io::ErrorKind::ConnectionReset.into()),
-                Err(Attempt::Absent(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                    return Err(error);
+                Err(Attempt::Foreign(what)) => return Err(io::Error::new(InvalidData, what)),
+                Err(Attempt::HungUp) => return Err(ConnectionReset.into()),
+                Err(Attempt::Silent | Attempt::Absent(_)) if deadline.has_passed() => {
+                    return Err(TimedOut.into());
                 }
-                Err(Attempt::Absent(_)) if deadline.has_passed() => {
-                    return Err(io::ErrorKind::TimedOut.into());
+                Err(Attempt::Silent) => {}
+                // A network may come back. Too few descriptors, or ports, do not.
+                Err(Attempt::Absent(error))
+                    if matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable) =>
+                {
+                    std::thread::sleep(PAUSES.1.min(deadline.remaining()));
                 }
-                Err(Attempt::Absent(_)) => std::thread::sleep(PAUSES.1.min(deadline.remaining())),
+                Err(Attempt::Absent(error)) => return Err(error),
             }
         }
     }
@@ -97,7 +108,7 @@ impl Link {
 
     fn attempt(address: &str, deadline: Deadline) -> Result<Self, Attempt> {
         let mut failure = Attempt::Absent(io::ErrorKind::AddrNotAvailable.into());
-        for target in resolve(address).map_err(Attempt::Absent)? {
+        for target in resolve(address, deadline).map_err(Attempt::Absent)? {
             let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
             match TcpStream::connect_timeout(&target, limit) {
                 // A connection to a free port of this host may by chance be one to itself.
@@ -118,9 +129,7 @@ impl Link {
         match answer {
             Ok(echo) if echo == nonce.to_le_bytes() => Ok(link),
             Ok(other) => Err(Attempt::Foreign(format!("it answers {:?}", other.escape_ascii().to_string()))),
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                Err(Attempt::Foreign("it accepts connections but does not answer".into()))
-            }
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => Err(Attempt::Silent),
             Err(_) => Err(Attempt::HungUp),
         }
     }
@@ -232,12 +241,37 @@ fn retry(error: io::Error) -> io::Result<()> {
     }
 }
 
+/// `host:port`, with brackets around an IPv6 address whether it has them already or not.
+pub(crate) fn host_port(host: &str, port: u16) -> String {
+    let host = host.trim_matches(['[', ']']);
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
 /// The addresses of `host:port`, IPv4 first: the server binds to the first of the same list.
-pub(crate) fn resolve(address: &str) -> io::Result<Vec<SocketAddr>> {
-    let mut targets: Vec<SocketAddr> = address.to_socket_addrs()?.collect();
+pub(crate) fn resolve(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(address) = address.parse() {
+        return Ok(vec![address]);
+    }
+    let name = address.to_owned();
+    let mut targets: Vec<SocketAddr> = within(deadline, move || Ok(name.to_socket_addrs()?.collect()))?;
     targets.sort_by_key(SocketAddr::is_ipv6);
     targets.dedup();
     Ok(targets)
+}
+
+/// The system's resolver knows no deadline, and may take half a minute: it runs in a thread for which nobody waits longer.
+fn within<T: Send + 'static>(
+    deadline: Deadline,
+    look_up: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    // Names in /etc/hosts are found even when the deadline has just passed.
+    const LEAST: Duration = Duration::from_millis(20);
+    let (answer, answered) = mpsc::channel();
+    let run = move || drop(answer.send(look_up()));
+    std::thread::Builder::new().name("phalanx-resolve".into()).spawn(run)?;
+    answered
+        .recv_timeout(deadline.remaining().max(LEAST))
+        .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the system is still looking up the name"))?
 }
 
 fn absent(address: &str, waited: Duration, error: io::Error) -> Error {
@@ -252,4 +286,29 @@ fn foreign(address: &str, what: &str) -> Error {
     Error::protocol(format!("what listens on {address} is not a store: {what}"))
         .in_operation("store connect", None)
         .with_remedy("another program has this port: set MASTER_PORT to a free one for every rank")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_resolver_that_hangs_costs_no_more_than_the_deadline() {
+        let (never, answered) = mpsc::channel::<()>();
+        let started = Instant::now();
+        let hang = move || answered.recv().map_err(io::Error::other);
+        let error = within(Deadline::after(Duration::from_millis(50)), hang).unwrap_err();
+        assert!(error.kind() == io::ErrorKind::TimedOut && started.elapsed() < Duration::from_secs(5));
+        drop(never);
+        assert_eq!(within(Deadline::after(Duration::from_secs(20)), || Ok(7)).unwrap(), 7);
+        // What needs no lookup needs no time.
+        let past = Deadline::after(Duration::ZERO);
+        assert_eq!(resolve("[::1]:80", past).unwrap(), ["[::1]:80".parse().unwrap()]);
+    }
+
+    #[test]
+    fn an_ipv6_address_is_put_in_brackets_once() {
+        let written = ["host", "::1", "[::1]"].map(|host| host_port(host, 7));
+        assert_eq!(written, ["host:7", "[::1]:7", "[::1]:7"]);
+    }
 }

@@ -7,7 +7,7 @@ mod server;
 mod waiters;
 
 pub use client::TcpStore;
-pub(crate) use link::resolve;
+pub(crate) use link::host_port;
 pub use server::TcpStoreServer;
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::future::pending;
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::thread::JoinHandle;
@@ -14,6 +15,7 @@ use tokio::task::{JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::connection::{Shared, serve};
+use super::link::resolve;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
@@ -58,7 +60,15 @@ enum Order {
 
 impl TcpStoreServer {
     /// Binds to `address`, port 0 for any, and starts to serve.
+    ///
+    /// # Errors
+    /// If the port is taken, if `address` is none of this host, or if it stands for all of the host's addresses: the
+    /// protocol knows no authentication, so the store must not be open to every network.
     pub fn bind(address: SocketAddr) -> Result<Self> {
+        if address.ip().is_unspecified() {
+            return Err(Error::environment(format!("{address} would open the store to every network"))
+                .with_remedy("let MASTER_ADDR be the one address at which the other ranks reach this host"));
+        }
         let socket = listen(address).map_err(|error| bind_error(address, error))?;
         let address = socket.local_addr().map_err(|error| bind_error(address, error))?;
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -72,6 +82,22 @@ impl TcpStoreServer {
             .spawn(move || LocalSet::new().block_on(&runtime, run(socket, inbox)))
             .map_err(|error| Error::io("cannot start the store's thread", error))?;
         Ok(Self { address, orders, thread: Some(thread) })
+    }
+
+    /// Binds to the first of the meanings of `address`, `host:port`, that is an address of this host.
+    pub(crate) fn bind_to(address: &str, deadline: Deadline) -> Result<Self> {
+        let targets = resolve(address, deadline).map_err(|error| {
+            Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
+                .with_remedy("is MASTER_ADDR right? It may be a name or an IP address")
+        })?;
+        let mut failure = None;
+        for target in targets {
+            match Self::bind(target) {
+                Err(error) if error.io_kind() == Some(ErrorKind::AddrNotAvailable) => failure = Some(error),
+                result => return result,
+            }
+        }
+        Err(failure.unwrap_or_else(|| Error::environment(format!("{address} has no address"))))
     }
 
     /// The address it listens on, with the port that was given to it.
@@ -111,15 +137,15 @@ fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
 
 fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
     let remedy = match error.kind() {
-        std::io::ErrorKind::AddrInUse => format!(
+        ErrorKind::AddrInUse => format!(
             "another program, perhaps an earlier job, listens on port {}: end it, or set MASTER_PORT to a free port \
              for every rank",
             address.port()
         ),
-        std::io::ErrorKind::AddrNotAvailable => {
+        ErrorKind::AddrNotAvailable => {
             format!("{} is no address of this host: is MASTER_ADDR that of the host of rank 0?", address.ip())
         }
-        std::io::ErrorKind::PermissionDenied => {
+        ErrorKind::PermissionDenied => {
             format!("port {} needs privileges: set MASTER_PORT to 1024 or more", address.port())
         }
         _ => "are MASTER_ADDR and MASTER_PORT right?".into(),

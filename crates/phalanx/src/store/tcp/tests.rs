@@ -172,7 +172,7 @@ fn a_client_that_does_not_read_stops_only_itself() {
 }
 
 /// A listener that does `answer` with whoever connects, for the length of the test.
-fn foreign(answer: impl Fn(TcpStream) + Send + 'static) -> SocketAddr {
+fn foreign(answer: impl FnMut(TcpStream) + Send + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     thread::spawn(move || listener.incoming().flatten().for_each(answer));
@@ -246,6 +246,31 @@ fn a_port_in_use_is_an_error_that_names_it() {
         error.is_address_in_use() && error.to_string().contains(&server.local_addr().to_string()),
         "{error}"
     );
+}
+
+#[test]
+fn all_networks_at_once_are_refused() {
+    for address in ["0.0.0.0:0", "[::]:0"] {
+        let error = TcpStoreServer::bind(address.parse().unwrap()).unwrap_err();
+        assert!(error.is_environment() && error.to_string().contains("every network"), "{error}");
+    }
+}
+
+#[test]
+fn a_store_that_was_there_and_is_slow_now_is_not_taken_for_another_program() {
+    // It answers the first greeting, as a store does, and no other.
+    let mut streams = Vec::new();
+    let slow = foreign(move |mut stream| {
+        let mut hello = [0; 10];
+        if streams.is_empty() && stream.read_exact(&mut hello).is_ok() {
+            let _ = stream.write_all(&hello[6..]);
+        }
+        streams.push(stream);
+    });
+    let store = TcpStore::connect(slow, soon()).unwrap();
+    store.close_idle();
+    let error = store.num_keys(Deadline::after(Duration::from_millis(200))).unwrap_err();
+    assert!(error.is_timeout() && error.to_string().contains("no answer after"), "{error}");
 }
 
 #[test]
