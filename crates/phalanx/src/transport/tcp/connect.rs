@@ -11,6 +11,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 
 use super::Place;
+use super::control::Connections;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -25,10 +26,10 @@ const MAX_PENDING: usize = 256;
 /// The longest host name that is shown.
 const MAX_HOST: usize = 255;
 
-/// The connections of one rank, by peer.
+/// One rank's connections to all others.
 pub(super) struct Mesh {
-    pub data: Vec<Option<TcpStream>>,
-    pub control: Vec<Option<TcpStream>>,
+    pub connections: Connections,
+    /// By rank.
     pub hosts: Vec<String>,
 }
 
@@ -69,7 +70,8 @@ pub(super) fn mesh(place: &Place<'_>, deadline: Deadline) -> Result<Mesh> {
     pairs.push((None, None));
     pairs.extend(above?);
     let (data, control) = pairs.into_iter().unzip();
-    Ok(Mesh { data, control, hosts: addresses.into_iter().map(|address| address.host).collect() })
+    let connections = Connections { control, data };
+    Ok(Mesh { connections, hosts: addresses.into_iter().map(|address| address.host).collect() })
 }
 
 fn listen(interface: IpAddr) -> Result<TcpListener> {
@@ -307,7 +309,8 @@ mod tests {
         let store = MemoryStore::new();
         let deadline = Deadline::after(Duration::from_secs(20));
         thread::scope(|scope| {
-            let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|mesh| mesh.data.len()));
+            let main =
+                scope.spawn(|| mesh(&place(&store, 0), deadline).map(|mesh| mesh.connections.data.len()));
             let address = store.get(&key(Rank::MAIN), deadline).unwrap();
             let address: Address = postcard::from_bytes(&address).unwrap();
             let job = store.get("mesh/job", deadline).unwrap().try_into().unwrap();

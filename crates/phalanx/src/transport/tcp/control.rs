@@ -23,22 +23,17 @@ pub(super) struct Monitor {
     connections: Arc<Connections>,
 }
 
-/// Both connections to each peer, as the alarm and the goodbye need them.
-struct Connections {
-    control: Vec<Option<TcpStream>>,
-    data: Vec<Option<TcpStream>>,
+/// Both connections to each peer, by rank; none for this rank itself. The transport, the watching thread and the alarm
+/// share them: a duplicate would cost a third descriptor for each peer.
+pub(super) struct Connections {
+    pub control: Vec<Option<TcpStream>>,
+    pub data: Vec<Option<TcpStream>>,
 }
 
 impl Monitor {
-    pub(super) fn start(
-        rank: Rank,
-        control: Vec<Option<TcpStream>>,
-        data: Vec<Option<TcpStream>>,
-        health: Arc<Health>,
-    ) -> Result<Self> {
+    pub(super) fn start(rank: Rank, connections: Arc<Connections>, health: Arc<Health>) -> Result<Self> {
         let failed = |error| Error::io("the control connections could not be watched", error);
         let (stop, stopped) = UnixStream::pair().map_err(failed)?;
-        let connections = Arc::new(Connections { control, data });
         let on_failure = connections.clone();
         health.on_failure(Box::new(move |error| on_failure.alarm(error)));
         let watched = connections.clone();

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use self::control::Monitor;
+use self::control::{Connections, Monitor};
 use self::stream::{Receiving, Sending};
 use super::health::Health;
 use super::{Incoming, Outgoing, Transport};
@@ -37,8 +37,7 @@ pub(crate) struct Place<'a> {
 pub(crate) struct Tcp {
     health: Arc<Health>,
     rank: Rank,
-    /// By rank; none for this rank itself.
-    peers: Vec<Option<TcpStream>>,
+    connections: Arc<Connections>,
     scratch: AlignedBytes,
     /// Dropped last: it says goodbye.
     _monitor: Monitor,
@@ -49,14 +48,12 @@ impl Tcp {
     pub(crate) fn connect(place: &Place<'_>, deadline: Deadline) -> Result<(Self, Arc<Health>)> {
         let mesh = connect::mesh(place, deadline)?;
         let health = Health::new(place.rank, mesh.hosts);
-        let data = mesh.data.iter().map(|peer| peer.as_ref().map(TcpStream::try_clone).transpose());
-        let data = data.collect::<Result<Vec<_>, _>>();
-        let data = data.map_err(|error| Error::io("a connection could not be shared", error))?;
-        let monitor = Monitor::start(place.rank, mesh.control, data, health.clone())?;
+        let connections = Arc::new(mesh.connections);
+        let monitor = Monitor::start(place.rank, connections.clone(), health.clone())?;
         let tcp = Self {
             health: health.clone(),
             rank: place.rank,
-            peers: mesh.data,
+            connections,
             scratch: AlignedBytes::default(),
             _monitor: monitor,
         };
@@ -71,9 +68,9 @@ impl Transport for Tcp {
         recv: Option<Incoming<'_>>,
         deadline: Deadline,
     ) -> Result<()> {
-        let Self { health, rank, peers, scratch, .. } = self;
+        let Self { health, rank, connections, scratch, .. } = self;
         let stream = |peer: Rank| {
-            let stream = peers.get(peer.index()).and_then(Option::as_ref);
+            let stream = connections.data.get(peer.index()).and_then(Option::as_ref);
             stream.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of rank {rank}")))
         };
         let broken = |peer: Rank, error: std::io::Error| health.peer_failed(peer, &error.to_string());
