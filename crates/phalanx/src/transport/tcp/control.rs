@@ -72,7 +72,7 @@ impl Connections {
     }
 
     /// Sends a message to every peer. Who cannot be told sees the connection close.
-    fn tell(&self, message: &Control) {
+    pub(super) fn tell(&self, message: &Control) {
         let Ok(bytes) = control::encode(message) else { return };
         for mut stream in self.control.iter().flatten() {
             let _ = stream.write(&bytes);

@@ -1,7 +1,9 @@
 //! Ranks as processes, joined pairwise by two TCP connections: one for data, one for goodbyes and failures.
 
+mod accept;
 mod connect;
 mod control;
+mod start;
 mod stream;
 
 use std::net::{IpAddr, TcpStream};
