@@ -88,6 +88,26 @@ fn a_missing_call_times_out_with_the_name_of_the_missing_rank() {
 }
 
 #[test]
+fn a_deadline_also_bounds_the_wait_for_ones_turn() {
+    for fabric in Fabric::ALL {
+        run(2, fabric, |group| {
+            if group.rank().is_main() {
+                // Rank 1 never calls it; its own deadline is half an hour away.
+                let first = group.all_reduce_async(Buffer::zeroed(DType::F32, 8), ReduceOp::Sum).unwrap();
+                let hasty = group.with_timeout(Duration::from_millis(100));
+                let error = within(PATIENCE, &hasty, |group| group.barrier().unwrap_err());
+                assert!(error.is_timeout(), "{fabric:?}: {error}");
+                assert!(first.wait().unwrap_err().is_timeout());
+            } else {
+                while group.failure().is_none() {
+                    std::thread::yield_now();
+                }
+            }
+        });
+    }
+}
+
+#[test]
 fn a_rank_that_left_is_told_from_one_that_died() {
     for fabric in Fabric::ALL {
         let errors = run(3, fabric, |group| {

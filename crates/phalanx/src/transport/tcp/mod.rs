@@ -134,6 +134,10 @@ fn wait(out: Option<&TcpStream>, into: Option<&TcpStream>, deadline: Deadline) -
         }
     }
     let remaining = deadline.remaining();
+    // Also if there is something to read: a peer that sends byte by byte would put the deadline off for ever.
+    if remaining.is_zero() {
+        return Ok(false);
+    }
     let timeout =
         Timespec { tv_sec: remaining.as_secs() as i64, tv_nsec: i64::from(remaining.subsec_nanos()) };
     let polled = match fds {
