@@ -3,12 +3,14 @@
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::Place;
 use super::connect::{no_descriptors, out_of_descriptors, settle};
+use super::start::{self, LOOK};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -30,14 +32,15 @@ struct Pending {
 /// The data and the control connection of a rank.
 pub(super) type Pair = (Option<TcpStream>, Option<TcpStream>);
 
-/// Accepts both connections of every rank above this one into `pairs`, or stops when `stopped` is closed at its other end. A stranger
-/// is dropped, and holds nobody up.
+/// Accepts both connections of every rank above this one into `pairs`, and says for whom it still waits; stops when
+/// `stopped` is closed at its other end. A stranger is dropped, and holds nobody up.
 pub(super) fn accept(
     listener: &TcpListener,
     stopped: &UnixStream,
     place: &Place<'_>,
     own: Hello,
     pairs: &mut [Pair],
+    waits_for: &AtomicUsize,
     deadline: Deadline,
 ) -> Result<()> {
     let first = place.rank.index() + 1;
@@ -46,6 +49,7 @@ pub(super) fn accept(
     loop {
         let missing = pairs.iter().position(|(data, control)| data.is_none() || control.is_none());
         let Some(missing) = missing else { return Ok(()) };
+        waits_for.store(first + missing, Ordering::Relaxed);
         if deadline.has_passed() {
             let peer = Rank::new((first + missing) as u32);
             return Err(Error::timeout(format!("rank {peer} did not connect in time"))
@@ -55,7 +59,14 @@ pub(super) fn accept(
         match wait_for_arrivals(listener, stopped, &pending, full, deadline)? {
             Woken::Stopped => return Err(Error::aborted("accepting was stopped")),
             Woken::Knocked => full = take_arrivals(listener, &mut pending)?,
-            Woken::Other => {}
+            Woken::Somebody => {}
+            Woken::Nobody => {
+                for (peer, (_, control)) in place.world.ranks().skip(first).zip(pairs.iter()) {
+                    control
+                        .as_ref()
+                        .map_or(Ok(()), |control| start::overhear(peer, "unknown host", control))?;
+                }
+            }
         }
         let before = pending.len();
         let mut still_pending = Vec::with_capacity(pending.len());
@@ -103,10 +114,11 @@ enum Woken {
     Stopped,
     /// Somebody stands in the listener's queue.
     Knocked,
-    Other,
+    Somebody,
+    Nobody,
 }
 
-/// Waits until somebody connects or speaks, a patience ends, or `stopped` is closed at its other end. If there is no
+/// Waits until somebody connects or speaks, a patience ends, it is time to look around, or `stopped` is closed at its other end. If there is no
 /// descriptor for another connection the listener is not asked: it would be ready again and again.
 fn wait_for_arrivals(
     listener: &TcpListener,
@@ -118,13 +130,17 @@ fn wait_for_arrivals(
     let at_listener = if full { PollFlags::empty() } else { PollFlags::IN };
     let mut fds = vec![PollFd::new(stopped, PollFlags::IN), PollFd::new(listener, at_listener)];
     fds.extend(pending.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
-    let patience =
-        pending.iter().map(|connection| connection.deadline).fold(deadline, Deadline::min).remaining();
+    let patience = pending
+        .iter()
+        .map(|connection| connection.deadline)
+        .fold(deadline.at_most(LOOK), Deadline::min)
+        .remaining();
     let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
     match poll(&mut fds, Some(&timeout)) {
         Ok(_) if !fds[0].revents().is_empty() => Ok(Woken::Stopped),
         Ok(_) if !fds[1].revents().is_empty() => Ok(Woken::Knocked),
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(Woken::Other),
+        Ok(0) => Ok(Woken::Nobody),
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(Woken::Somebody),
         Err(error) => Err(Error::io("waiting for peers failed", error.into())),
     }
 }

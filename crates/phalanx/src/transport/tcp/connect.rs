@@ -3,6 +3,7 @@
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use super::accept::{Pair, accept};
 use super::control::Connections;
 use super::{Place, start};
 use crate::deadline::Deadline;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::control::{Control, Notice};
 use crate::wire::hello::{Channel, HELLO, Hello, JobId};
@@ -38,9 +39,9 @@ pub(super) struct Mesh {
 
 /// Where a rank listens, as it stands in the store.
 #[derive(Serialize, Deserialize)]
-struct Address {
-    socket: SocketAddr,
-    host: String,
+pub(super) struct Address {
+    pub socket: SocketAddr,
+    pub host: String,
 }
 
 /// Connects this rank with all others. A rank that cannot tells them, so that none waits for it until its deadline.
@@ -79,12 +80,13 @@ fn build(
     let (stop, stopped) =
         UnixStream::pair().map_err(|error| Error::io("the accepting thread has no signal", error))?;
     let (finish, finished) = mpsc::channel();
+    let missing = AtomicUsize::new(usize::MAX);
 
     thread::scope(|scope| {
         // Accepting begins before the address is known to anybody, so that strangers cannot fill the listener's queue.
-        let (listener, own) = (&listener, &own);
+        let (listener, own, missing) = (&listener, &own, &missing);
         let accepting = scope.spawn(move || {
-            let outcome = accept(listener, &stopped, place, own(Channel::Data), above, deadline);
+            let outcome = accept(listener, &stopped, place, own(Channel::Data), above, missing, deadline);
             drop(finish);
             outcome
         });
@@ -93,7 +95,7 @@ fn build(
                 let to = |channel| connect(place, host, (peer, address), own(channel), deadline).map(Some);
                 below.push((to(Channel::Data)?, to(Channel::Control)?));
             }
-            start::watch(place, host, &finished)?;
+            start::watch(place, host, (&addresses, below), missing, &finished)?;
             Ok(addresses.into_iter().map(|address| address.host).collect())
         });
         if connecting.is_err() {
@@ -188,10 +190,7 @@ fn connect(
             _ if out_of_descriptors(&error) => return Err(no_descriptors(&unreachable, error)),
             io::ErrorKind::ConnectionRefused => {
                 if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
-                    return Err(Error::new(Kind::PeerFailed, unreachable)
-                        .with_source(error)
-                        .with_peer(peer)
-                        .with_remedy(format!("see rank {peer}'s own output for its reason")));
+                    return Err(start::gone(peer, address));
                 }
             }
             _ => refusing = None,
@@ -315,7 +314,6 @@ mod tests {
         let started = Instant::now();
         let deadline = Deadline::after(Duration::from_secs(60));
         let errors = thread::scope(|scope| {
-            // Nothing but rank 2's word tells rank 0, which waits for rank 1 to connect.
             let ranks = [0, 2].map(|rank| {
                 let place = place_in(&store, rank, 3);
                 scope.spawn(move || mesh(&place, deadline).err().unwrap())
@@ -325,8 +323,18 @@ mod tests {
         assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
         for error in errors {
             assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
-            assert_eq!((error.rank(), error.operation()), (Some(Rank::new(2)), Some("joining the group")));
+            assert!(error.rank().is_some() && error.operation() == Some("joining the group"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_rank_that_died_before_it_connected_is_named_by_those_who_accept() {
+        let store = MemoryStore::new();
+        bury(&store, 1);
+        let started = Instant::now();
+        let error = mesh(&place(&store, 0), Deadline::after(Duration::from_secs(60))).err().unwrap();
+        assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+        assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
     }
 
     #[test]

@@ -1,17 +1,22 @@
 //! What a start that fails on one rank tells the others: through the store, since connections are only being made.
 
+use std::io::ErrorKind;
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 use super::Place;
+use super::accept::Pair;
+use super::connect::Address;
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
-use crate::wire::control::{self, Control, Notice};
+use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
 
 const KEY: &str = "mesh/failure";
 /// How often a rank that waits for others looks whether one of them has failed.
-const LOOK: Duration = Duration::from_millis(500);
+pub(super) const LOOK: Duration = Duration::from_millis(500);
 /// How long the store may take to answer about that, also when the deadline has passed.
 const LAST_WORD: Duration = Duration::from_secs(1);
 
@@ -82,10 +87,51 @@ pub(super) fn wait_for(
     }
 }
 
-/// Waits until `finished` is closed at its other end, or some rank has failed.
-pub(super) fn watch(place: &Place<'_>, host: &str, finished: &Receiver<()>) -> Result<()> {
+/// What `peer`, which may have started long ago, says on its control connection: why its group has failed.
+pub(super) fn overhear(peer: Rank, host: &str, control: &TcpStream) -> Result<()> {
+    let mut bytes = [0; PREFIX + MAX_BODY];
+    // Only looked at: if it is something else, the watching thread is to read it.
+    match control.peek(&mut bytes) {
+        Ok(count) if count > 0 => match control::decode(&bytes[..count]) {
+            Ok(Some((Control::Failure(notice), _))) => Err(notice.into_error(peer, host)),
+            _ => Ok(()),
+        },
+        _ => Ok(()),
+    }
+}
+
+/// Waits while this rank accepts those above it, until `finished` is closed at its other end. Fails if another rank has
+/// failed, or if the one that is `missing` no longer listens.
+pub(super) fn watch(
+    place: &Place<'_>,
+    host: &str,
+    (addresses, below): (&[Address], &[Pair]),
+    missing: &AtomicUsize,
+    finished: &Receiver<()>,
+) -> Result<()> {
+    let mut refused = None;
     while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         check(place, host)?;
+        for (peer, (_, control)) in place.world.ranks().zip(below) {
+            control.as_ref().map_or(Ok(()), |control| overhear(peer, host, control))?;
+        }
+        let peer = missing.load(Ordering::Relaxed);
+        let Some(address) = addresses.get(peer) else { continue };
+        // It listens until it is connected with this rank too. To it, this is a stranger who leaves again.
+        let probe = TcpStream::connect_timeout(&address.socket, LOOK);
+        let refuses = probe.is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
+        if refuses && refused == Some(peer) {
+            return Err(gone(Rank::new(peer as u32), address));
+        }
+        refused = refuses.then_some(peer);
     }
     Ok(())
+}
+
+/// The error for a rank that no longer listens where it said.
+pub(super) fn gone(peer: Rank, address: &Address) -> Error {
+    let Address { host, socket } = address;
+    Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) died: it no longer listens at {socket}"))
+        .with_peer(peer)
+        .with_remedy(format!("see rank {peer}'s own output for its reason"))
 }
