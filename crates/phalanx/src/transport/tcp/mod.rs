@@ -116,7 +116,8 @@ impl Transport for Tcp {
                 ))
                 .with_peer(waits_for)
                 .with_remedy(
-                    "is that rank stuck, or far behind? A longer time-out can be set on the group",
+                    "is that rank stuck or far behind, or does it wait for another that is? A longer time-out can be \
+                     set on the group",
                 ));
             }
         }
@@ -152,5 +153,29 @@ fn wait(out: Option<&TcpStream>, into: Option<&TcpStream>, deadline: Deadline) -
         Ok(0) => Ok(!deadline.has_passed()),
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(true),
         Err(error) => Err(Error::io("waiting for peers failed", error.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::TcpListener;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn a_peer_that_trickles_does_not_put_the_deadline_off() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (own, _) = listener.accept().unwrap();
+        peer.write_all(b"drop by drop").unwrap();
+        let deadline = Deadline::after(Duration::from_millis(30));
+        let start = Instant::now();
+        // There is always something to read.
+        while wait(None, Some(&own), deadline).unwrap() {
+            assert!(start.elapsed() < Duration::from_secs(10));
+        }
+        assert!(deadline.has_passed());
     }
 }
