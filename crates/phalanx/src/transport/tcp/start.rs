@@ -87,7 +87,7 @@ pub(super) fn wait_for(
     }
 }
 
-/// What `peer`, which may have started long ago, says on its control connection: why its group has failed.
+/// An error if `peer` has said on its control connection why its group has failed, or has died.
 pub(super) fn overhear(peer: Rank, host: &str, control: &TcpStream) -> Result<()> {
     let mut bytes = [0; PREFIX + MAX_BODY];
     // Only looked at: if it is something else, the watching thread is to read it.
@@ -96,7 +96,12 @@ pub(super) fn overhear(peer: Rank, host: &str, control: &TcpStream) -> Result<()
             Ok(Some((Control::Failure(notice), _))) => Err(notice.into_error(peer, host)),
             _ => Ok(()),
         },
-        _ => Ok(()),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(()),
+        Ok(_) | Err(_) => {
+            Err(Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) died: its connection closed"))
+                .with_peer(peer)
+                .with_remedy(format!("see rank {peer}'s own output for its reason")))
+        }
     }
 }
 
@@ -111,10 +116,11 @@ pub(super) fn watch(
 ) -> Result<()> {
     let mut refused = None;
     while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-        check(place, host)?;
-        for (peer, (_, control)) in place.world.ranks().zip(below) {
-            control.as_ref().map_or(Ok(()), |control| overhear(peer, host, control))?;
+        // The connections before the store: if rank 0 dies with the store that it serves, they say who is gone.
+        for ((peer, address), (_, control)) in place.world.ranks().zip(addresses).zip(below) {
+            control.as_ref().map_or(Ok(()), |control| overhear(peer, &address.host, control))?;
         }
+        check(place, host)?;
         let peer = missing.load(Ordering::Relaxed);
         let Some(address) = addresses.get(peer) else { continue };
         // It listens until it is connected with this rank too. To it, this is a stranger who leaves again.
