@@ -129,6 +129,32 @@ fn a_rank_that_left_is_told_from_one_that_died() {
 }
 
 #[test]
+fn what_a_rank_sent_before_it_left_still_arrives() {
+    const LENGTH: usize = 300_000;
+    for fabric in Fabric::ALL {
+        run(3, fabric, |group| {
+            let rank = group.rank();
+            let mut data = vec![f32::from(u8::try_from(rank.get()).unwrap()); LENGTH];
+            if rank.is_main() {
+                group.broadcast(&mut data, rank).unwrap();
+                group.send(&[7i64; 1000], Rank::new(2)).unwrap();
+                // Its part is in the kernel's buffers by now, and most of it not read yet.
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+            group.broadcast(&mut data, Rank::MAIN).unwrap();
+            assert!(data.iter().all(|element| *element == 0.0));
+            if rank.get() == 2 {
+                std::thread::sleep(Duration::from_millis(50));
+                let mut late = [0i64; 1000];
+                group.recv(&mut late, Rank::MAIN).unwrap();
+                assert_eq!(late, [7; 1000]);
+            }
+        });
+    }
+}
+
+#[test]
 fn an_abort_reaches_every_rank_with_its_reason() {
     for fabric in Fabric::ALL {
         let errors = run(3, fabric, |group| {
