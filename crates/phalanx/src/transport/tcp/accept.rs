@@ -74,7 +74,10 @@ pub(super) fn accept(
             match connection.advance() {
                 Progress::Waiting => still_pending.push(connection),
                 Progress::Dropped => {}
-                Progress::TurnedAway => refuse(&connection.stream),
+                Progress::TurnedAway => {
+                    tracing::warn!("a connection that speaks another version was turned away");
+                    refuse(&connection.stream);
+                }
                 Progress::Said(hello) => welcome(connection.stream, own, hello, first, pairs),
             }
         }
@@ -185,7 +188,7 @@ fn welcome(stream: TcpStream, own: Hello, hello: Hello, first: usize, pairs: &mu
     }
     let Some((data, control)) = hello.rank.index().checked_sub(first).and_then(|index| pairs.get_mut(index))
     else {
-        return;
+        return refuse(&stream);
     };
     // 48 bytes into an empty connection: they go out whole or the connection is broken.
     if (&stream).write_all(&own.encode()).and_then(|()| settle(&stream)).is_ok() {

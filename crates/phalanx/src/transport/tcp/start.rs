@@ -17,6 +17,9 @@ use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
 const KEY: &str = "mesh/failure";
 /// How often a rank that waits for others looks whether one of them has failed.
 pub(super) const LOOK: Duration = Duration::from_millis(500);
+/// A missing rank that refuses so often, `LOOK` apart, has died. Once is not enough: its connections may just have been
+/// made, by an accepting thread that waits for a processor before it says so.
+const REFUSALS: u32 = 3;
 /// How long the store may take to answer about that, also when the deadline has passed.
 const LAST_WORD: Duration = Duration::from_secs(1);
 
@@ -114,7 +117,7 @@ pub(super) fn watch(
     missing: &AtomicUsize,
     finished: &Receiver<()>,
 ) -> Result<()> {
-    let mut refused = None;
+    let mut refused = (usize::MAX, 0);
     while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         // The connections before the store: if rank 0 dies with the store that it serves, they say who is gone.
         for ((peer, address), (_, control)) in place.world.ranks().zip(addresses).zip(below) {
@@ -125,11 +128,15 @@ pub(super) fn watch(
         let Some(address) = addresses.get(peer) else { continue };
         // It listens until it is connected with this rank too. To it, this is a stranger who leaves again.
         let probe = TcpStream::connect_timeout(&address.socket, LOOK);
-        let refuses = probe.is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
-        if refuses && refused == Some(peer) {
+        refused = match probe {
+            Err(error) if error.kind() != ErrorKind::ConnectionRefused => refused,
+            Ok(_) => (peer, 0),
+            Err(_) if refused.0 == peer => (peer, refused.1 + 1),
+            Err(_) => (peer, 1),
+        };
+        if refused.1 == REFUSALS {
             return Err(gone(Rank::new(peer as u32), address));
         }
-        refused = refuses.then_some(peer);
     }
     Ok(())
 }
