@@ -61,8 +61,12 @@ pub struct Buffer {
 
 impl Buffer {
     /// `elements` zeros.
+    ///
+    /// # Panics
+    /// As `Vec`, if they are more than the address space holds.
     pub fn zeroed(dtype: DType, elements: usize) -> Self {
-        Self { bytes: AlignedBytes::zeroed(elements * dtype.size()), dtype }
+        // Wrapped around, it would be a short buffer that passes for a long one.
+        Self { bytes: AlignedBytes::zeroed(elements.saturating_mul(dtype.size())), dtype }
     }
 
     /// A copy of `elements`.
@@ -136,5 +140,11 @@ mod tests {
         assert!(buffer.as_slice::<f32>().unwrap_err().is_invalid_argument());
         assert_eq!(buffer.as_bytes().as_ptr() as usize % 64, 0);
         assert!(Buffer::zeroed(DType::U8, 0).is_empty());
+    }
+
+    #[test]
+    #[should_panic(expected = "capacity overflow")]
+    fn a_buffer_is_never_shorter_than_was_asked() {
+        Buffer::zeroed(DType::F64, usize::MAX / 8 + 2);
     }
 }

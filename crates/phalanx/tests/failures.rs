@@ -88,6 +88,26 @@ fn a_missing_call_times_out_with_the_name_of_the_missing_rank() {
 }
 
 #[test]
+fn a_deadline_also_bounds_the_wait_for_ones_turn() {
+    for fabric in Fabric::ALL {
+        run(2, fabric, |group| {
+            if group.rank().is_main() {
+                // Rank 1 never calls it; its own deadline is half an hour away.
+                let first = group.all_reduce_async(Buffer::zeroed(DType::F32, 8), ReduceOp::Sum).unwrap();
+                let hasty = group.with_timeout(Duration::from_millis(100));
+                let error = within(PATIENCE, &hasty, |group| group.barrier().unwrap_err());
+                assert!(error.is_timeout(), "{fabric:?}: {error}");
+                assert!(first.wait().unwrap_err().is_timeout());
+            } else {
+                while group.failure().is_none() {
+                    std::thread::yield_now();
+                }
+            }
+        });
+    }
+}
+
+#[test]
 fn a_rank_that_left_is_told_from_one_that_died() {
     for fabric in Fabric::ALL {
         let errors = run(3, fabric, |group| {
@@ -105,6 +125,32 @@ fn a_rank_that_left_is_told_from_one_that_died() {
         for error in errors.into_iter().flatten() {
             assert!(error.is_peer_left(), "{fabric:?}: {error}");
         }
+    }
+}
+
+#[test]
+fn what_a_rank_sent_before_it_left_still_arrives() {
+    const LENGTH: usize = 300_000;
+    for fabric in Fabric::ALL {
+        run(3, fabric, |group| {
+            let rank = group.rank();
+            let mut data = vec![f32::from(u8::try_from(rank.get()).unwrap()); LENGTH];
+            if rank.is_main() {
+                group.broadcast(&mut data, rank).unwrap();
+                group.send(&[7i64; 1000], Rank::new(2)).unwrap();
+                // Its part is in the kernel's buffers by now, and most of it not read yet.
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+            group.broadcast(&mut data, Rank::MAIN).unwrap();
+            assert!(data.iter().all(|element| *element == 0.0));
+            if rank.get() == 2 {
+                std::thread::sleep(Duration::from_millis(50));
+                let mut late = [0i64; 1000];
+                group.recv(&mut late, Rank::MAIN).unwrap();
+                assert_eq!(late, [7; 1000]);
+            }
+        });
     }
 }
 

@@ -24,6 +24,7 @@ fn main() {
         ("idle_ranks_know_who_died", idle_ranks_know_who_died),
         ("ranks_end_in_any_order", ranks_end_in_any_order),
         ("strangers_disturb_nobody", strangers_disturb_nobody),
+        ("a_rank_without_descriptors_tells_all_at_once", a_rank_without_descriptors_tells_all_at_once),
     ];
     let tests = tests.iter().map(|&(name, test)| {
         Trial::test(name, move || {
@@ -42,6 +43,7 @@ fn work(scenario: &str) {
         "train" => train(),
         "idle" => idle(),
         "short" => short(),
+        "poor" => poor(),
         other => panic!("no scenario {other}"),
     };
     if let Err(error) = outcome {
@@ -86,6 +88,21 @@ fn short() -> phalanx::Result<()> {
         std::thread::sleep(Duration::from_millis(300));
     }
     Ok(())
+}
+
+/// Rank 0 has too few descriptors left to accept the others.
+fn poor() -> phalanx::Result<()> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let met = phalanx::rendezvous::from_env(LIMIT)?;
+    if met.rank.is_main() {
+        let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+        // The listener, the signal of its thread, and one connection.
+        let limit = Rlimit { current: Some(open - 1 + 4), ..getrlimit(Resource::Nofile) };
+        setrlimit(Resource::Nofile, limit).unwrap();
+    }
+    let mut options = phalanx::GroupOptions::from_env()?;
+    options.timeout = LIMIT * 10;
+    phalanx::ProcessGroup::join(met, options)?.barrier()
 }
 
 /// Ranks that are ended with the test, however it ends.
@@ -207,4 +224,12 @@ fn strangers_disturb_nobody() {
     }
     assert_eq!(strangers.len(), 100);
     world.training();
+}
+
+fn a_rank_without_descriptors_tells_all_at_once() {
+    let (outcomes, _) = World::start("poor", 3, false, &[]).end();
+    for (code, error) in outcomes {
+        assert_eq!(code, Some(1), "{error}");
+        assert!(error.starts_with("rank 0 (") && error.contains("ulimit -n"), "{error}");
+    }
 }

@@ -78,14 +78,17 @@ impl ProcessGroup {
         let deadline = self.deadline();
         let (work, completer) = Work::pending();
         let trace = self.trace();
-        self.inner.lane.submit(Box::new(move |engine| {
-            let begin = Instant::now();
-            let outcome = engine.collective(call, &plan, buffer.as_bytes_mut(), deadline);
-            if trace.is_enabled() {
-                trace.complete("communication", call.to_string(), begin, Instant::now(), &[]);
-            }
-            completer.complete(outcome.map(|()| finish(buffer)));
-        }));
+        self.inner.lane.submit(
+            deadline,
+            Box::new(move |engine| {
+                let begin = Instant::now();
+                let outcome = engine.collective(call, &plan, buffer.as_bytes_mut(), deadline);
+                if trace.is_enabled() {
+                    trace.complete("communication", call.to_string(), begin, Instant::now(), &[]);
+                }
+                completer.complete(outcome.map(|()| finish(buffer)));
+            }),
+        );
         Ok(work)
     }
 }

@@ -54,7 +54,7 @@ impl ProcessGroup {
         let call = call::<T>(Operation::ReduceScatter, input.len()).reducing(op);
         let plan = collective::reduce_scatter(self.rank(), self.world_size(), input.len());
         let own = collective::chunk(input.len(), self.world_size(), self.rank().index());
-        self.inner.lane.run(|engine| {
+        self.inner.lane.run(deadline, |engine| {
             let output = (bytemuck::cast_slice_mut(output), own);
             engine.collective_through_copy(call, &plan, bytemuck::cast_slice(input), output, deadline)
         })?
@@ -79,7 +79,7 @@ impl ProcessGroup {
         self.check_health()?;
         let deadline = self.deadline();
         let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner.lane.run(|engine| engine.send(call, to, bytemuck::cast_slice(data), deadline))?
+        self.inner.lane.run(deadline, |engine| engine.send(call, to, bytemuck::cast_slice(data), deadline))?
     }
 
     /// Receives into `data` what `from` sends.
@@ -91,14 +91,16 @@ impl ProcessGroup {
         self.check_health()?;
         let deadline = self.deadline();
         let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner.lane.run(|engine| engine.recv(call, from, bytemuck::cast_slice_mut(data), deadline))?
+        self.inner
+            .lane
+            .run(deadline, |engine| engine.recv(call, from, bytemuck::cast_slice_mut(data), deadline))?
     }
 
     fn in_place<T: Element>(&self, call: Call, plan: &collective::Plan, data: &mut [T]) -> Result<()> {
         self.check_health()?;
         let deadline = self.deadline();
         let data = bytemuck::cast_slice_mut(data);
-        self.inner.lane.run(|engine| engine.collective(call, plan, data, deadline))?
+        self.inner.lane.run(deadline, |engine| engine.collective(call, plan, data, deadline))?
     }
 
     pub(super) fn check_length(

@@ -50,8 +50,8 @@ impl Engine {
         }
     }
 
-    pub(super) fn fail(&self, error: Error) {
-        self.health.fail(error);
+    pub(super) fn health(&self) -> Arc<Health> {
+        self.health.clone()
     }
 
     /// A collective of all ranks, in place.

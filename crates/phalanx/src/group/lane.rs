@@ -11,8 +11,10 @@ use std::thread::JoinHandle;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::engine::Engine;
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::transport::health::Health;
 
 /// Asynchronous operations that may wait; a caller that is further ahead is held back.
 const CAPACITY: usize = 1024;
@@ -22,6 +24,7 @@ pub(super) type Job = Box<dyn FnOnce(&mut Engine) + Send>;
 
 /// The queue before a group's engine.
 pub(super) struct Lane {
+    health: Arc<Health>,
     shared: Arc<Shared>,
     worker: Option<JoinHandle<()>>,
 }
@@ -42,6 +45,7 @@ struct State {
 
 impl Lane {
     pub(super) fn new(rank: Rank, engine: Engine) -> Result<Self> {
+        let health = engine.health();
         let state =
             State { engine: Some(engine), next_ticket: 0, serving: 0, jobs: VecDeque::new(), closed: false };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
@@ -50,31 +54,50 @@ impl Lane {
             .name(format!("phalanx-comm-{rank}"))
             .spawn(move || served.serve())
             .map_err(|error| Error::io("the communication worker could not be started", error))?;
-        Ok(Self { shared, worker: Some(worker) })
+        Ok(Self { health, shared, worker: Some(worker) })
     }
 
-    /// Runs `operation` here, after all that was called before it.
-    pub(super) fn run<R>(&self, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
+    /// Runs `operation` here, after all that was called before it. If `deadline` passes first, the group fails.
+    pub(super) fn run<R>(&self, deadline: Deadline, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
         let mut state = self.shared.state.lock();
         let ticket = state.next_ticket;
         state.next_ticket += 1;
-        while state.serving != ticket {
-            self.shared.changed.wait(&mut state);
-        }
+        self.wait(&mut state, deadline, |state| state.serving == ticket);
         self.shared.with_engine(state, operation)
     }
 
-    /// Leaves `job` to the worker.
-    pub(super) fn submit(&self, job: Job) {
+    /// Leaves `job` to the worker, as soon as there is room for it. If `deadline` passes first, the group fails.
+    pub(super) fn submit(&self, deadline: Deadline, job: Job) {
         let mut state = self.shared.state.lock();
-        while state.jobs.len() >= CAPACITY {
-            self.shared.changed.wait(&mut state);
-        }
+        self.wait(&mut state, deadline, |state| state.jobs.len() < CAPACITY);
         let ticket = state.next_ticket;
         state.next_ticket += 1;
         state.jobs.push_back((ticket, job));
         drop(state);
         self.shared.changed.notify_all();
+    }
+
+    /// Waits until `ready`. An operation before this one may have a later deadline: failing the group ends it at once,
+    /// and all others that wait, so that the wait goes on only for as long as that takes.
+    fn wait(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        deadline: Deadline,
+        mut ready: impl FnMut(&State) -> bool,
+    ) {
+        while !ready(state) {
+            if self.shared.changed.wait_until(state, deadline.instant()).timed_out() && !ready(state) {
+                MutexGuard::unlocked(state, || {
+                    self.health.fail(
+                        Error::timeout("the operations called before this one have not ended in time")
+                            .with_remedy(
+                                "is a rank stuck, or far behind? A longer time-out can be set on the group",
+                            ),
+                    );
+                });
+                self.shared.changed.wait_while(state, |state| !ready(state));
+            }
+        }
     }
 }
 
@@ -105,7 +128,7 @@ impl Shared {
         drop(state);
         let outcome = catch_unwind(AssertUnwindSafe(|| f(&mut engine)));
         if outcome.is_err() {
-            engine.fail(Error::aborted("an operation panicked on this rank"));
+            engine.health().fail(Error::aborted("an operation panicked on this rank"));
         }
         let mut state = self.state.lock();
         state.engine = Some(engine);

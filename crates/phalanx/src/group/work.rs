@@ -47,7 +47,8 @@ impl Work {
         self.slot.outcome.lock().is_some()
     }
 
-    /// Waits for the end, which the operation's own deadline bounds, and gives the buffer back.
+    /// Waits for the end, which the deadlines of this operation and of those called before it bound, and gives the
+    /// buffer back.
     pub fn wait(self) -> Result<Buffer> {
         let mut outcome = self.slot.outcome.lock();
         loop {

@@ -9,8 +9,9 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Kind};
 use crate::rank::{Rank, Sequence};
 
-/// How long a broken data connection waits for the control connections to say why. They see a dead process at once.
-const EXPLANATION: Duration = Duration::from_millis(300);
+/// How long a broken data connection waits for the control connections to say why. They see a dead process at once, but
+/// the thread that watches them may have to wait for a processor.
+const EXPLANATION: Duration = Duration::from_secs(1);
 
 /// What a transport does when its group fails: tell the peers, and wake whoever waits for them.
 type Alarm = Box<dyn FnOnce(&Error) + Send>;
@@ -25,6 +26,8 @@ pub(crate) struct Health {
 
 struct State {
     cause: Option<Error>,
+    /// The alarm has told the peers of the cause.
+    announced: bool,
     left: Vec<bool>,
     alarm: Option<Alarm>,
 }
@@ -32,7 +35,7 @@ struct State {
 impl Health {
     /// A healthy group, seen from `rank`; `hosts` names the host of each rank.
     pub(crate) fn new(rank: Rank, hosts: Vec<String>) -> Arc<Self> {
-        let state = State { cause: None, left: vec![false; hosts.len()], alarm: None };
+        let state = State { cause: None, announced: false, left: vec![false; hosts.len()], alarm: None };
         Arc::new(Self { rank, hosts, state: Mutex::new(state), changed: Condvar::new() })
     }
 
@@ -53,26 +56,42 @@ impl Health {
         }
     }
 
-    /// The cause, if the group has failed.
+    /// The cause, if the group has failed. By then the peers have been told: a program that exits at the sight of it would
+    /// else be the first that they miss, and be blamed.
     pub(crate) fn cause(&self) -> Option<Error> {
-        self.state.lock().cause.clone()
+        let mut state = self.state.lock();
+        while state.cause.is_some() && !state.announced {
+            self.changed.wait(&mut state);
+        }
+        state.cause.clone()
+    }
+
+    /// Has the group failed, whether the peers have been told or not?
+    pub(crate) fn has_failed(&self) -> bool {
+        self.state.lock().cause.is_some()
     }
 
     /// Fails the group. The first cause stays; it is returned.
     pub(crate) fn fail(&self, error: Error) -> Error {
+        self.hear(error.clone());
+        self.cause().unwrap_or(error)
+    }
+
+    /// As [`fail`](Self::fail), for alarms: they must not wait for each other.
+    pub(crate) fn hear(&self, error: Error) {
         let mut state = self.state.lock();
-        if let Some(cause) = &state.cause {
-            return cause.clone();
+        if state.cause.is_some() {
+            return;
         }
         let error = if error.rank().is_none() { error.at(self.rank, self.host(self.rank)) } else { error };
         state.cause = Some(error.clone());
         let alarm = state.alarm.take();
         drop(state);
-        self.changed.notify_all();
         if let Some(alarm) = alarm {
             alarm(&error);
         }
-        error
+        self.state.lock().announced = true;
+        self.changed.notify_all();
     }
 
     /// `peer` has said goodbye: what it sent still counts, more will not come.
@@ -126,7 +145,7 @@ impl Health {
         let deadline = Deadline::after(EXPLANATION);
         let mut state = self.state.lock();
         loop {
-            let explained = state.cause.is_some()
+            let explained = state.announced
                 || error.peer().is_some_and(|peer| state.left.get(peer.index()) == Some(&true));
             if explained || self.changed.wait_until(&mut state, deadline.instant()).timed_out() {
                 return;
@@ -161,6 +180,24 @@ mod tests {
             counter.fetch_add(1, Ordering::Relaxed);
         }));
         assert_eq!(rings.load(Ordering::Relaxed), 2, "an alarm that comes late rings at once");
+    }
+
+    #[test]
+    fn nobody_sees_a_failure_before_the_peers_have_been_told() {
+        let (health, told) = (health(), Arc::new(AtomicUsize::new(0)));
+        let counter = told.clone();
+        let (start, started) = std::sync::mpsc::channel();
+        health.on_failure(Box::new(move |_| {
+            start.send(()).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+            counter.fetch_add(1, Ordering::SeqCst);
+        }));
+        let failing = health.clone();
+        let alarm = std::thread::spawn(move || failing.lost(Rank::new(2), "its connection closed"));
+        started.recv().unwrap();
+        assert_eq!(health.cause().unwrap().peer(), Some(Rank::new(2)));
+        assert_eq!(told.load(Ordering::SeqCst), 1);
+        alarm.join().unwrap();
     }
 
     #[test]

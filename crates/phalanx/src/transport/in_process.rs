@@ -63,7 +63,7 @@ impl Hub {
     fn spread(&self, reporter: Rank, error: &Error) {
         for (index, health) in self.healths.iter().enumerate() {
             if index != reporter.index() {
-                health.fail(Notice::of(error).into_error(reporter, "this process"));
+                health.hear(Notice::of(error).into_error(reporter, "this process"));
             }
         }
         self.wake();
@@ -108,10 +108,14 @@ impl InProcess {
             if let Some(frame) = frames[from.index()].pop_front() {
                 return Ok(frame);
             }
-            if health.cause().is_some() || health.has_left(from) {
+            // Not its cause: whoever tells it takes this mailbox's lock.
+            if health.has_failed() || health.has_left(from) {
                 return Err(health.peer_failed(from, "its thread ended"));
             }
-            if mailbox.arrived.wait_until(&mut frames, deadline.instant()).timed_out() {
+            // A frame that came in the last moment still counts.
+            if mailbox.arrived.wait_until(&mut frames, deadline.instant()).timed_out()
+                && frames[from.index()].is_empty()
+            {
                 return Err(Error::timeout(format!("rank {from} sent nothing in time")).with_peer(from));
             }
         }

@@ -90,10 +90,13 @@ pub(crate) fn connect(
 ) -> Result<(Box<dyn Transport>, TransportKind, Arc<Health>)> {
     let mesh = tcp::mesh(place, deadline)?;
     let health = Health::new(place.rank, mesh.hosts);
+    let connections = Arc::new(mesh.connections);
+    let monitor = Monitor::start(place.rank, connections.clone(), health.clone())?;
     if kind != Some(TransportKind::Tcp) {
-        match shared_memory::rings(place.store, place.rank, place.world, deadline)? {
+        // A rank that gives up here says so: the others may be waiting for its word.
+        let rings = shared_memory::rings(place, &health, deadline).map_err(|error| health.fail(error))?;
+        match rings {
             Ok(rings) => {
-                let monitor = Monitor::start(place.rank, mesh.control, Vec::new(), health.clone())?;
                 let transport = SharedMemory::new(place.rank, rings, health.clone(), monitor);
                 return Ok((Box::new(transport), TransportKind::SharedMemory, health));
             }
@@ -104,7 +107,7 @@ pub(crate) fn connect(
             Err(reason) => tracing::debug!(reason, "the ranks share no memory; data goes over TCP"),
         }
     }
-    let transport = Tcp::new(place.rank, mesh.data, mesh.control, health.clone())?;
+    let transport = Tcp::new(place.rank, connections, health.clone(), monitor);
     Ok((Box::new(transport), TransportKind::Tcp, health))
 }
 
@@ -112,5 +115,8 @@ pub(crate) fn connect(
 fn late(peer: Rank, host: &str) -> Error {
     Error::timeout(format!("rank {peer} ({host}) did not take part in time"))
         .with_peer(peer)
-        .with_remedy("is that rank stuck, or far behind? A longer time-out can be set on the group")
+        .with_remedy(
+            "is that rank stuck or far behind, or does it wait for another that is? A longer time-out can be set on the \
+             group",
+        )
 }

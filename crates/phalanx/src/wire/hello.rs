@@ -10,6 +10,19 @@ pub(crate) const HELLO: usize = 48;
 const MAGIC: u32 = u32::from_le_bytes(*b"PHXH");
 const VERSION: u16 = 1;
 
+/// The answer to a rank that has no business here: magic and version, and no channel.
+pub(crate) const REFUSAL: [u8; HELLO] = {
+    let mut bytes = [0; HELLO];
+    bytes.split_at_mut(4).0.copy_from_slice(&MAGIC.to_le_bytes());
+    bytes.split_at_mut(6).0.split_at_mut(4).1.copy_from_slice(&VERSION.to_le_bytes());
+    bytes
+};
+
+/// Does a hello begin so, of whatever version?
+pub(crate) fn is_hello(bytes: &[u8; HELLO]) -> bool {
+    bytes.starts_with(&MAGIC.to_le_bytes())
+}
+
 /// What a connection between two ranks is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -57,6 +70,11 @@ impl Hello {
                 .with_remedy("start every rank with the same build"));
         }
         let channel = match channel {
+            0 => {
+                return Err(Error::protocol(
+                    "the peer says that this rank is not of its job, epoch or world",
+                ));
+            }
             1 => Channel::Data,
             2 => Channel::Control,
             other => return Err(Error::protocol(format!("a handshake names the unknown channel {other}"))),
@@ -113,6 +131,15 @@ mod tests {
         ] {
             assert!(own.accept(&stranger).is_err(), "{stranger:?}");
         }
+    }
+
+    #[test]
+    fn a_refusal_says_that_it_is_one_and_names_the_version() {
+        assert!(is_hello(&REFUSAL));
+        assert!(Hello::decode(&REFUSAL).unwrap_err().to_string().contains("not of its job"));
+        let mut other = REFUSAL;
+        other[4] += 1;
+        assert!(Hello::decode(&other).unwrap_err().to_string().contains("speaks version 2, this one 1"));
     }
 
     proptest! {

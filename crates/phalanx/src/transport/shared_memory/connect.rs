@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 use phalanx_sys::shared::{ALIGNMENT, Layout, Segment};
 use serde::{Deserialize, Serialize};
@@ -9,14 +10,17 @@ use serde::{Deserialize, Serialize};
 use super::{Link, Rings};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::rank::{Rank, WorldSize};
-use crate::store::Store;
+use crate::rank::Rank;
+use crate::transport::health::Health;
+use crate::transport::tcp::Place;
 
 /// Memory that the rings into one rank may take together.
 const INBOUND: usize = 16 << 20;
 /// A ring of this size stays in the second-level cache with what is combined from it.
 const RING: usize = 512 << 10;
 const MIN_RING: usize = 64 << 10;
+/// How often a rank that waits for the others asks whether they live.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// Where a rank's memory is, as it stands in the store.
 #[derive(Serialize, Deserialize)]
@@ -30,11 +34,11 @@ struct Address {
 
 /// Maps every rank's memory. If some rank cannot, all ranks get the same reason instead.
 pub(in crate::transport) fn rings(
-    store: &dyn Store,
-    rank: Rank,
-    world: WorldSize,
+    place: &Place<'_>,
+    health: &Health,
     deadline: Deadline,
 ) -> Result<Result<Rings, String>> {
+    let (rank, world) = (place.rank, place.world);
     let share = INBOUND / world.count();
     let ring_bytes = share.clamp(MIN_RING, RING).next_multiple_of(ALIGNMENT);
     let layout = Layout { rings: world.count(), ring_bytes };
@@ -48,11 +52,11 @@ pub(in crate::transport) fn rings(
             Ok(Address { boot, pid: std::process::id(), descriptor: invitation.descriptor(), nonce })
         });
     let addresses: Vec<Result<Address, String>> =
-        share_with_all(store, "memory", rank, world, &address, deadline)?;
+        share_with_all(place, health, "memory", &address, deadline)?;
 
     let opened = open_all(rank, layout, &addresses);
     let outcome = opened.as_ref().map(drop).map_err(Clone::clone);
-    let outcomes: Vec<Result<(), String>> = share_with_all(store, "mapped", rank, world, &outcome, deadline)?;
+    let outcomes: Vec<Result<(), String>> = share_with_all(place, health, "mapped", &outcome, deadline)?;
     // From here on the memory needs no descriptor: every rank has mapped it, or none will use it.
     if let Some((rank, Err(reason))) = world.ranks().zip(outcomes).find(|(_, outcome)| outcome.is_err()) {
         return Ok(Err(format!("rank {rank}: {reason}")));
@@ -98,12 +102,11 @@ fn link(rank: Rank, own: Arc<Segment>, peers: Vec<Option<Arc<Segment>>>) -> Resu
     Ok(Rings { own, links })
 }
 
-/// Leaves `value` in the store, and gives every rank's.
-fn share_with_all<T: Serialize + for<'a> Deserialize<'a>, U>(
-    store: &dyn Store,
+/// Leaves `value` in the store, and gives every rank's. A rank that dies meanwhile ends the wait for it.
+fn share_with_all<T: for<'a> Deserialize<'a>, U>(
+    place: &Place<'_>,
+    health: &Health,
     topic: &str,
-    rank: Rank,
-    world: WorldSize,
     value: &Result<U, String>,
     deadline: Deadline,
 ) -> Result<Vec<Result<T, String>>>
@@ -114,10 +117,19 @@ where
         Error::protocol(format!("the store holds a malformed word on {topic}")).with_source(error)
     };
     let key = |rank: Rank| format!("{topic}/{rank}");
-    store.set(&key(rank), &postcard::to_stdvec(value).map_err(malformed)?, deadline)?;
-    let keys: Vec<String> = world.ranks().map(key).collect();
+    place.store.set(&key(place.rank), &postcard::to_stdvec(value).map_err(malformed)?, deadline)?;
+    let keys: Vec<String> = place.world.ranks().map(key).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    let values = store.multi_get(&keys, deadline)?;
+    let values = loop {
+        match place.store.multi_get(&keys, deadline.at_most(LOOK)) {
+            Err(error) if error.is_timeout() && !deadline.has_passed() => {
+                if let Some(cause) = health.cause() {
+                    return Err(cause);
+                }
+            }
+            outcome => break outcome?,
+        }
+    };
     values.iter().map(|bytes| postcard::from_bytes(bytes).map_err(malformed)).collect()
 }
 

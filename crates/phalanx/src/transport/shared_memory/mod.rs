@@ -106,7 +106,7 @@ impl Transport for SharedMemory {
             }
             let waits_for = from.filter(|_| receiving.is_some()).or(to).unwrap_or(rank);
             // Asked before the last look: what a peer published before it left, or died, still counts.
-            let is_over = self.health.cause().is_some() || self.health.has_left(waits_for);
+            let is_over = self.health.has_failed() || self.health.has_left(waits_for);
             let timeout = if is_over { Duration::ZERO } else { SLEEP.min(deadline.remaining()) };
             let mut found = false;
             own.doorbell().sleep_unless(timeout, || {

@@ -3,73 +3,109 @@
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicUsize;
+use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use getrandom::fill;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::Place;
+use super::accept::{Pair, accept};
+use super::control::Connections;
+use super::{Place, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::wire::control::{Control, Notice};
 use crate::wire::hello::{Channel, HELLO, Hello, JobId};
 
-/// A stranger gets this long to introduce itself.
-const HANDSHAKE: Duration = Duration::from_secs(2);
-/// A peer gets this long to answer: on a host with many ranks it may have to wait for a processor first.
-const ANSWER: Duration = Duration::from_secs(10);
-/// Connections that may be introducing themselves at once; the oldest gives way.
-const MAX_PENDING: usize = 256;
+/// How long one try to connect may take before the next one: its packets may have met a host that was not up yet.
+const CONNECTING: Duration = Duration::from_secs(10);
+/// A rank listens before its address is known. Whoever refuses for this long has gone.
+const REFUSED: Duration = Duration::from_secs(1);
+/// The longest pause between tries.
+const PAUSE: Duration = Duration::from_millis(200);
 /// The longest host name that is shown.
 const MAX_HOST: usize = 255;
 
-/// The connections of one rank, by peer.
+/// One rank's connections to all others.
 pub(in crate::transport) struct Mesh {
-    pub data: Vec<Option<TcpStream>>,
-    pub control: Vec<Option<TcpStream>>,
+    pub connections: Connections,
+    /// By rank.
     pub hosts: Vec<String>,
 }
 
 /// Where a rank listens, as it stands in the store.
 #[derive(Serialize, Deserialize)]
-struct Address {
-    socket: SocketAddr,
-    host: String,
+pub(super) struct Address {
+    pub socket: SocketAddr,
+    pub host: String,
 }
 
+/// Connects this rank with all others. A rank that cannot tells them, so that none waits for it until its deadline.
 pub(in crate::transport) fn mesh(place: &Place<'_>, deadline: Deadline) -> Result<Mesh> {
-    let (rank, world) = (place.rank, place.world);
-    let job = agree_on_job(place, deadline)?;
-    let own = |channel| Hello { job, epoch: place.epoch, rank, world: world.get(), channel };
+    let mut host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    host.truncate(host.floor_char_boundary(MAX_HOST));
+    let (mut below, mut above) = (Vec::new(), Vec::new());
+    above.resize_with(place.world.count() - place.rank.index() - 1, Pair::default);
+    let hosts = build(place, &host, &mut below, &mut above, deadline);
+    let pairs = below.into_iter().chain([Pair::default()]).chain(above);
+    let (data, control) = pairs.unzip();
+    let connections = Connections { control, data };
+    match hosts {
+        Ok(hosts) => Ok(Mesh { connections, hosts }),
+        Err(error) => {
+            let error = start::report(place, &host, error);
+            // Who has all its connections no longer looks into the store.
+            connections.tell(&Control::Failure(Notice::of(&error)));
+            Err(error)
+        }
+    }
+}
+
+/// Makes the connections to the ranks below and above; gives the host of each rank.
+fn build(
+    place: &Place<'_>,
+    host: &str,
+    below: &mut Vec<Pair>,
+    above: &mut [Pair],
+    deadline: Deadline,
+) -> Result<Vec<String>> {
+    let job = agree_on_job(place, host, deadline)?;
+    let own =
+        |channel| Hello { job, epoch: place.epoch, rank: place.rank, world: place.world.get(), channel };
     let listener = listen(place.interface)?;
     let (stop, stopped) =
         UnixStream::pair().map_err(|error| Error::io("the accepting thread has no signal", error))?;
+    let (finish, finished) = mpsc::channel();
+    let missing = AtomicUsize::new(usize::MAX);
 
-    // Accepting begins before the address is known to anybody, so that strangers cannot fill the listener's queue.
-    let (above, addresses, below) = thread::scope(|scope| {
-        let above = scope.spawn(|| accept(&listener, &stopped, place, own(Channel::Data), deadline));
-        let addresses = exchange_addresses(place, &listener, deadline);
-        let below = addresses.as_ref().map_err(Error::clone).and_then(|addresses| {
-            let pair = |(peer, address)| {
-                let to = |channel| connect(address, peer, own(channel), deadline);
-                Ok((to(Channel::Data)?, to(Channel::Control)?))
-            };
-            world.ranks().zip(addresses).take(rank.index()).map(pair).collect::<Result<Vec<_>>>()
+    thread::scope(|scope| {
+        // Accepting begins before the address is known to anybody, so that strangers cannot fill the listener's queue.
+        let (listener, own, missing) = (&listener, &own, &missing);
+        let accepting = scope.spawn(move || {
+            let outcome = accept(listener, &stopped, place, own(Channel::Data), above, missing, deadline);
+            drop(finish);
+            outcome
         });
-        if below.is_err() {
+        let connecting = exchange_addresses(place, host, listener, deadline).and_then(|addresses| {
+            for (peer, address) in place.world.ranks().zip(&addresses).take(place.rank.index()) {
+                let to = |channel| connect(place, host, (peer, address), own(channel), deadline).map(Some);
+                below.push((to(Channel::Data)?, to(Channel::Control)?));
+            }
+            start::watch(place, host, (&addresses, below), missing, &finished)?;
+            Ok(addresses.into_iter().map(|address| address.host).collect())
+        });
+        if connecting.is_err() {
             drop(stop);
         }
-        let above = above.join().unwrap_or_else(|_| Err(Error::aborted("the accepting thread panicked")));
-        (above, addresses, below)
-    });
-    let addresses = addresses?;
-    let mut pairs: Vec<_> = below?.into_iter().map(|(data, control)| (Some(data), Some(control))).collect();
-    pairs.push((None, None));
-    pairs.extend(above?);
-    let (data, control) = pairs.into_iter().unzip();
-    Ok(Mesh { data, control, hosts: addresses.into_iter().map(|address| address.host).collect() })
+        let accepting =
+            accepting.join().unwrap_or_else(|_| Err(Error::aborted("the accepting thread panicked")));
+        // If both failed, accepting did because it was stopped.
+        connecting.and_then(|hosts| accepting.map(|()| hosts))
+    })
 }
 
 fn listen(interface: IpAddr) -> Result<TcpListener> {
@@ -81,7 +117,7 @@ fn listen(interface: IpAddr) -> Result<TcpListener> {
 }
 
 /// Rank 0 draws the number that tells this group's connections from all others.
-fn agree_on_job(place: &Place<'_>, deadline: Deadline) -> Result<JobId> {
+fn agree_on_job(place: &Place<'_>, host: &str, deadline: Deadline) -> Result<JobId> {
     const KEY: &str = "mesh/job";
     let mut job = JobId::default();
     if place.rank.is_main() {
@@ -90,20 +126,25 @@ fn agree_on_job(place: &Place<'_>, deadline: Deadline) -> Result<JobId> {
         place.store.set(KEY, &job, deadline)?;
         return Ok(job);
     }
+    start::wait_for(place, host, &[(Rank::MAIN, KEY.into())], deadline)?;
     let drawn = place.store.get(KEY, deadline)?;
     drawn.try_into().map_err(|_| Error::protocol("the store holds a malformed job number"))
 }
 
-fn exchange_addresses(place: &Place<'_>, listener: &TcpListener, deadline: Deadline) -> Result<Vec<Address>> {
+fn exchange_addresses(
+    place: &Place<'_>,
+    host: &str,
+    listener: &TcpListener,
+    deadline: Deadline,
+) -> Result<Vec<Address>> {
     let socket = listener.local_addr().map_err(|error| Error::io("the listener has no address", error))?;
-    let mut host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    host.truncate(host.floor_char_boundary(MAX_HOST));
     let malformed =
         |error| Error::protocol("the store holds a malformed address of a rank").with_source(error);
-    let own = postcard::to_stdvec(&Address { socket, host }).map_err(malformed)?;
+    let own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
     place.store.set(&key(place.rank), &own, deadline)?;
-    let keys: Vec<String> = place.world.ranks().map(key).collect();
-    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let keys: Vec<(Rank, String)> = place.world.ranks().map(|rank| (rank, key(rank))).collect();
+    start::wait_for(place, host, &keys, deadline)?;
+    let keys: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
     let values = place.store.multi_get(&keys, deadline)?;
     let addresses = values.iter().map(|bytes| postcard::from_bytes::<Address>(bytes).map_err(malformed));
     addresses
@@ -119,187 +160,109 @@ fn key(rank: Rank) -> String {
     format!("mesh/address/{rank}")
 }
 
-/// Connects to `peer` until it works or the deadline passes: a listener's queue may be full, a handshake may be slow.
-fn connect(address: &Address, peer: Rank, own: Hello, deadline: Deadline) -> Result<TcpStream> {
+/// Connects to a peer until it works or the deadline passes: a listener's queue may be full, a stranger's connection may
+/// be dropped. Gives up early where trying again is in vain.
+fn connect(
+    place: &Place<'_>,
+    host: &str,
+    (peer, address): (Rank, &Address),
+    own: Hello,
+    deadline: Deadline,
+) -> Result<TcpStream> {
+    let unreachable = format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket);
     let mut pause = Duration::from_millis(1);
+    let mut refusing: Option<Instant> = None;
     loop {
         let error = match introduce(address.socket, own, deadline) {
             Ok((stream, hello)) => {
-                own.accept(&hello)?;
+                own.accept(&hello).map_err(|error| error.with_peer(peer))?;
                 if hello.rank == peer {
                     return Ok(stream);
                 }
-                io::Error::other(format!("rank {} answered", hello.rank))
+                return Err(Error::protocol(format!("{unreachable}: rank {} answered", hello.rank))
+                    .with_peer(peer)
+                    .with_remedy("do all hosts have addresses of their own?"));
             }
             Err(error) => error,
         };
+        match error.kind() {
+            io::ErrorKind::InvalidData => return Err(Error::io(unreachable, error).with_peer(peer)),
+            _ if out_of_descriptors(&error) => return Err(no_descriptors(&unreachable, error)),
+            io::ErrorKind::ConnectionRefused => {
+                if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
+                    return Err(start::gone(peer, address));
+                }
+            }
+            _ => refusing = None,
+        }
         if deadline.remaining() <= pause {
-            return Err(Error::io(
-                format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket),
-                error,
-            )
-            .with_peer(peer)
-            .with_remedy("is it alive, and does a firewall stand between?"));
+            return Err(Error::io(unreachable, error)
+                .with_peer(peer)
+                .with_remedy("is it alive, and does a firewall stand between?"));
         }
         thread::sleep(pause);
-        pause = (pause * 2).min(Duration::from_millis(200));
+        pause = (pause * 2).min(PAUSE);
+        if pause == PAUSE {
+            start::check(place, host)?;
+        }
     }
 }
 
+/// Once it has said who it is, a rank waits for the answer as long as it may: the peer drops the connection if it wants
+/// no more of it. Who gave up on its own could be counted as connected by a peer that answers late and listens no more.
 fn introduce(address: SocketAddr, own: Hello, deadline: Deadline) -> io::Result<(TcpStream, Hello)> {
-    let patience = deadline.remaining().clamp(Duration::from_millis(1), ANSWER);
-    let mut stream = TcpStream::connect_timeout(&address, patience)?;
-    stream.set_read_timeout(Some(patience))?;
-    stream.set_write_timeout(Some(patience))?;
+    let patience = || deadline.remaining().max(Duration::from_millis(1));
+    let mut stream = TcpStream::connect_timeout(&address, patience().min(CONNECTING))?;
+    stream.set_read_timeout(Some(patience()))?;
+    stream.set_write_timeout(Some(patience()))?;
     stream.write_all(&own.encode())?;
     let mut answer = [0; HELLO];
     stream.read_exact(&mut answer)?;
-    let hello = Hello::decode(&answer).map_err(io::Error::other)?;
+    let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
+    let hello = Hello::decode(&answer).map_err(invalid)?;
     settle(&stream)?;
     Ok((stream, hello))
 }
 
+/// Has this process, or its host, all the open files that it may have?
+pub(super) fn out_of_descriptors(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+}
+
+pub(super) fn no_descriptors(what: &str, error: io::Error) -> Error {
+    Error::io(what, error)
+        .with_remedy("each rank needs two open files for every other one: raise the limit (`ulimit -n`)")
+}
+
 /// The settings of a connection that is part of the mesh.
-fn settle(stream: &TcpStream) -> io::Result<()> {
+pub(super) fn settle(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_nonblocking(true)
 }
 
-/// A connection that has not introduced itself yet.
-struct Pending {
-    stream: TcpStream,
-    bytes: [u8; HELLO],
-    filled: usize,
-    deadline: Deadline,
-}
-
-type Pair = (Option<TcpStream>, Option<TcpStream>);
-
-/// Accepts both connections of every rank above this one, or stops when `stopped` is closed at its other end. A stranger
-/// is dropped, and holds nobody up.
-fn accept(
-    listener: &TcpListener,
-    stopped: &UnixStream,
-    place: &Place<'_>,
-    own: Hello,
-    deadline: Deadline,
-) -> Result<Vec<Pair>> {
-    let first = place.rank.index() + 1;
-    let mut pairs: Vec<Pair> = (first..place.world.count()).map(|_| (None, None)).collect();
-    let mut pending: Vec<Pending> = Vec::new();
-    loop {
-        let missing = pairs.iter().position(|(data, control)| data.is_none() || control.is_none());
-        let Some(missing) = missing else { return Ok(pairs) };
-        if deadline.has_passed() {
-            let peer = Rank::new((first + missing) as u32);
-            return Err(Error::timeout(format!("rank {peer} did not connect in time"))
-                .with_peer(peer)
-                .with_remedy("is it alive, and does a firewall stand between?"));
-        }
-        if wait_for_arrivals(listener, stopped, &pending, deadline)? {
-            return Err(Error::aborted("accepting was stopped"));
-        }
-        while let Ok((stream, _)) = listener.accept() {
-            if stream.set_nonblocking(true).is_ok() {
-                if pending.len() == MAX_PENDING {
-                    pending.remove(0);
-                }
-                pending.push(Pending {
-                    stream,
-                    bytes: [0; HELLO],
-                    filled: 0,
-                    deadline: Deadline::after(HANDSHAKE),
-                });
-            }
-        }
-        let mut still_pending = Vec::with_capacity(pending.len());
-        for mut connection in pending {
-            match connection.advance() {
-                Progress::Waiting => still_pending.push(connection),
-                Progress::Dropped => {}
-                Progress::Said(hello) => welcome(connection.stream, own, hello, first, &mut pairs),
-            }
-        }
-        pending = still_pending;
-    }
-}
-
-/// Waits until somebody connects or speaks, or a patience ends. True if `stopped` is closed.
-fn wait_for_arrivals(
-    listener: &TcpListener,
-    stopped: &UnixStream,
-    pending: &[Pending],
-    deadline: Deadline,
-) -> Result<bool> {
-    let mut fds = vec![PollFd::new(stopped, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
-    fds.extend(pending.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
-    let patience =
-        pending.iter().map(|connection| connection.deadline).fold(deadline, Deadline::min).remaining();
-    let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
-    match poll(&mut fds, Some(&timeout)) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(!fds[0].revents().is_empty()),
-        Err(error) => Err(Error::io("waiting for peers failed", error.into())),
-    }
-}
-
-enum Progress {
-    Waiting,
-    Dropped,
-    Said(Hello),
-}
-
-impl Pending {
-    fn advance(&mut self) -> Progress {
-        match (&self.stream).read(&mut self.bytes[self.filled..]) {
-            Ok(0) => Progress::Dropped,
-            Ok(count) => {
-                self.filled += count;
-                match self.filled == HELLO {
-                    true => Hello::decode(&self.bytes).map_or(Progress::Dropped, Progress::Said),
-                    false => Progress::Waiting,
-                }
-            }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock && !self.deadline.has_passed() => {
-                Progress::Waiting
-            }
-            Err(_) => Progress::Dropped,
-        }
-    }
-}
-
-/// Answers a rank above and keeps its connection. A rank that tries again replaces its earlier try.
-fn welcome(stream: TcpStream, own: Hello, hello: Hello, first: usize, pairs: &mut [Pair]) {
-    let own = Hello { channel: hello.channel, ..own };
-    if let Err(error) = own.accept(&hello) {
-        tracing::warn!(%error, "a connection was turned away");
-        return;
-    }
-    let Some((data, control)) = hello.rank.index().checked_sub(first).and_then(|index| pairs.get_mut(index))
-    else {
-        return;
-    };
-    // 48 bytes into an empty connection: they go out whole or the connection is broken.
-    if (&stream).write_all(&own.encode()).and_then(|()| settle(&stream)).is_ok() {
-        *match hello.channel {
-            Channel::Data => data,
-            Channel::Control => control,
-        } = Some(stream);
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
-    use std::time::Instant;
-
+    use super::super::accept::HANDSHAKE;
     use super::*;
     use crate::rank::{Epoch, WorldSize};
     use crate::store::{MemoryStore, Store};
+    use std::net::Ipv4Addr;
 
     fn place(store: &MemoryStore, rank: u32) -> Place<'_> {
+        place_in(store, rank, 2)
+    }
+
+    fn place_in(store: &MemoryStore, rank: u32, world: u32) -> Place<'_> {
         let interface = Ipv4Addr::LOCALHOST.into();
-        let world = WorldSize::new(2).unwrap();
+        let world = WorldSize::new(world).unwrap();
         Place { store, rank: Rank::new(rank), world, epoch: Epoch(0), interface }
+    }
+
+    /// Leaves the address of a rank that has died since.
+    fn bury(store: &MemoryStore, rank: u32) {
+        let socket = listen(Ipv4Addr::LOCALHOST.into()).unwrap().local_addr().unwrap();
+        let own = postcard::to_stdvec(&Address { socket, host: "gone".into() }).unwrap();
+        store.set(&key(Rank::new(rank)), &own, Deadline::after(Duration::from_secs(1))).unwrap();
     }
 
     #[test]
@@ -307,7 +270,8 @@ mod tests {
         let store = MemoryStore::new();
         let deadline = Deadline::after(Duration::from_secs(20));
         thread::scope(|scope| {
-            let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|mesh| mesh.data.len()));
+            let main =
+                scope.spawn(|| mesh(&place(&store, 0), deadline).map(|mesh| mesh.connections.data.len()));
             let address = store.get(&key(Rank::MAIN), deadline).unwrap();
             let address: Address = postcard::from_bytes(&address).unwrap();
             let job = store.get("mesh/job", deadline).unwrap().try_into().unwrap();
@@ -335,16 +299,68 @@ mod tests {
     #[test]
     fn a_rank_that_does_not_come_is_named() {
         let store = MemoryStore::new();
-        let own = postcard::to_stdvec(&Address {
-            // A port that was free a moment ago.
-            socket: listen(Ipv4Addr::LOCALHOST.into()).unwrap().local_addr().unwrap(),
-            host: "gone".into(),
-        });
-        store.set(&key(Rank::new(0)), &own.unwrap(), Deadline::after(Duration::from_secs(1))).unwrap();
+        bury(&store, 0);
         store.set("mesh/job", &[0; 16], Deadline::after(Duration::from_secs(1))).unwrap();
         let deadline = Deadline::after(Duration::from_millis(100));
         let error = mesh(&place(&store, 1), deadline).err().unwrap();
         assert!(error.to_string().contains("rank 0 (gone) could not be reached at"), "{error}");
-        assert_eq!(error.peer(), Some(Rank::MAIN));
+        assert_eq!((error.peer(), error.rank()), (Some(Rank::MAIN), Some(Rank::new(1))));
+    }
+
+    #[test]
+    fn a_rank_that_died_since_is_named_by_all_long_before_the_deadline() {
+        let store = MemoryStore::new();
+        bury(&store, 1);
+        let started = Instant::now();
+        let deadline = Deadline::after(Duration::from_secs(60));
+        let errors = thread::scope(|scope| {
+            let ranks = [0, 2].map(|rank| {
+                let place = place_in(&store, rank, 3);
+                scope.spawn(move || mesh(&place, deadline).err().unwrap())
+            });
+            ranks.map(|rank| rank.join().unwrap())
+        });
+        assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+        for error in errors {
+            assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+            assert!(error.rank().is_some() && error.operation() == Some("joining the group"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_died_before_it_connected_is_named_by_those_who_accept() {
+        let store = MemoryStore::new();
+        bury(&store, 1);
+        let started = Instant::now();
+        let error = mesh(&place(&store, 0), Deadline::after(Duration::from_secs(60))).err().unwrap();
+        assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+        assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+    }
+
+    #[test]
+    fn a_rank_that_never_says_where_it_listens_is_named() {
+        let store = MemoryStore::new();
+        let error = mesh(&place(&store, 0), Deadline::after(Duration::from_millis(50))).err().unwrap();
+        assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{error}");
+    }
+
+    #[test]
+    fn a_rank_of_a_former_life_gives_up_at_once() {
+        let store = MemoryStore::new();
+        let deadline = Deadline::after(Duration::from_secs(60));
+        thread::scope(|scope| {
+            let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|_| ()));
+            let address = store.get(&key(Rank::MAIN), deadline).unwrap();
+            let address: Address = postcard::from_bytes(&address).unwrap();
+            let stale = place(&store, 1);
+            let own =
+                Hello { job: [1; 16], epoch: Epoch(0), rank: Rank::new(1), world: 2, channel: Channel::Data };
+            let started = Instant::now();
+            let error = connect(&stale, "here", (Rank::MAIN, &address), own, deadline).unwrap_err();
+            assert!(error.to_string().contains("not of its job"), "{error}");
+            assert!(started.elapsed() < Duration::from_secs(20));
+            mesh(&stale, deadline).unwrap();
+            main.join().unwrap().unwrap();
+        });
     }
 }

@@ -7,8 +7,10 @@ use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl};
 
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -23,22 +25,39 @@ pub(in crate::transport) struct Monitor {
     connections: Arc<Connections>,
 }
 
-/// Both connections to each peer, as the alarm and the goodbye need them.
-struct Connections {
-    control: Vec<Option<TcpStream>>,
-    data: Vec<Option<TcpStream>>,
+/// Both connections to each peer, by rank; none for this rank itself. The transport, the watching thread and the alarm
+/// share them: a duplicate would cost a third descriptor for each peer.
+pub(in crate::transport) struct Connections {
+    pub control: Vec<Option<TcpStream>>,
+    pub data: Vec<Option<TcpStream>>,
+}
+
+/// A host that is silent for this long is asked whether it is there, …
+const SILENCE: Duration = Duration::from_secs(10);
+/// … this often, every `PROBE_PAUSE`, before its ranks are given up.
+const PROBES: u32 = 4;
+const PROBE_PAUSE: Duration = Duration::from_secs(5);
+
+/// Lets the kernel notice that a host has lost power or its cable, which sends nothing. The peer's kernel answers, also
+/// for a process that is busy or stopped. Only for control connections: on those for data, silence ends with the
+/// operation's deadline.
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    set_socket_keepalive(stream, true)?;
+    set_tcp_keepidle(stream, SILENCE)?;
+    set_tcp_keepintvl(stream, PROBE_PAUSE)?;
+    set_tcp_keepcnt(stream, PROBES)?;
+    Ok(())
 }
 
 impl Monitor {
     pub(in crate::transport) fn start(
         rank: Rank,
-        control: Vec<Option<TcpStream>>,
-        data: Vec<Option<TcpStream>>,
+        connections: Arc<Connections>,
         health: Arc<Health>,
     ) -> Result<Self> {
         let failed = |error| Error::io("the control connections could not be watched", error);
         let (stop, stopped) = UnixStream::pair().map_err(failed)?;
-        let connections = Arc::new(Connections { control, data });
+        connections.control.iter().flatten().try_for_each(keep_alive).map_err(failed)?;
         let on_failure = connections.clone();
         health.on_failure(Box::new(move |error| on_failure.alarm(error)));
         let watched = connections.clone();
@@ -77,7 +96,7 @@ impl Connections {
     }
 
     /// Sends a message to every peer. Who cannot be told sees the connection close.
-    fn tell(&self, message: &Control) {
+    pub(super) fn tell(&self, message: &Control) {
         let Ok(bytes) = control::encode(message) else { return };
         for mut stream in self.control.iter().flatten() {
             let _ = stream.write(&bytes);

@@ -1,7 +1,9 @@
 //! Ranks as processes, joined pairwise by two TCP connections: one for data, one for goodbyes and failures.
 
+mod accept;
 mod connect;
 mod control;
+mod start;
 mod stream;
 
 use std::net::{IpAddr, TcpStream};
@@ -11,6 +13,7 @@ use std::sync::Arc;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 pub(super) use self::connect::mesh;
+use self::control::Connections;
 pub(super) use self::control::Monitor;
 use self::stream::{Receiving, Sending};
 use super::health::Health;
@@ -38,26 +41,21 @@ pub(crate) struct Place<'a> {
 pub(crate) struct Tcp {
     health: Arc<Health>,
     rank: Rank,
-    /// By rank; none for this rank itself.
-    peers: Vec<Option<TcpStream>>,
+    connections: Arc<Connections>,
     scratch: AlignedBytes,
     /// Dropped last: it says goodbye.
     _monitor: Monitor,
 }
 
 impl Tcp {
-    /// Takes over the connections of a mesh.
+    /// Takes over the connections of a mesh, which `monitor` watches.
     pub(super) fn new(
         rank: Rank,
-        peers: Vec<Option<TcpStream>>,
-        control: Vec<Option<TcpStream>>,
+        connections: Arc<Connections>,
         health: Arc<Health>,
-    ) -> Result<Self> {
-        let data = peers.iter().map(|peer| peer.as_ref().map(TcpStream::try_clone).transpose());
-        let data = data.collect::<Result<Vec<_>, _>>();
-        let data = data.map_err(|error| Error::io("a connection could not be shared", error))?;
-        let monitor = Monitor::start(rank, control, data, health.clone())?;
-        Ok(Self { health, rank, peers, scratch: AlignedBytes::default(), _monitor: monitor })
+        monitor: Monitor,
+    ) -> Self {
+        Self { health, rank, connections, scratch: AlignedBytes::default(), _monitor: monitor }
     }
 }
 
@@ -68,9 +66,9 @@ impl Transport for Tcp {
         recv: Option<Incoming<'_>>,
         deadline: Deadline,
     ) -> Result<()> {
-        let Self { health, rank, peers, scratch, .. } = self;
+        let Self { health, rank, connections, scratch, .. } = self;
         let stream = |peer: Rank| {
-            let stream = peers.get(peer.index()).and_then(Option::as_ref);
+            let stream = connections.data.get(peer.index()).and_then(Option::as_ref);
             stream.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of rank {rank}")))
         };
         let broken = |peer: Rank, error: std::io::Error| health.peer_failed(peer, &error.to_string());
@@ -125,6 +123,10 @@ fn wait(out: Option<&TcpStream>, into: Option<&TcpStream>, deadline: Deadline) -
         }
     }
     let remaining = deadline.remaining();
+    // Also if there is something to read: a peer that sends byte by byte would put the deadline off for ever.
+    if remaining.is_zero() {
+        return Ok(false);
+    }
     let timeout =
         Timespec { tv_sec: remaining.as_secs() as i64, tv_nsec: i64::from(remaining.subsec_nanos()) };
     let polled = match fds {
@@ -139,5 +141,29 @@ fn wait(out: Option<&TcpStream>, into: Option<&TcpStream>, deadline: Deadline) -
         Ok(0) => Ok(!deadline.has_passed()),
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(true),
         Err(error) => Err(Error::io("waiting for peers failed", error.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::TcpListener;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn a_peer_that_trickles_does_not_put_the_deadline_off() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (own, _) = listener.accept().unwrap();
+        peer.write_all(b"drop by drop").unwrap();
+        let deadline = Deadline::after(Duration::from_millis(30));
+        let start = Instant::now();
+        // There is always something to read.
+        while wait(None, Some(&own), deadline).unwrap() {
+            assert!(start.elapsed() < Duration::from_secs(10));
+        }
+        assert!(deadline.has_passed());
     }
 }

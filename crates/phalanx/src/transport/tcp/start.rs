@@ -1,0 +1,150 @@
+//! What a start that fails on one rank tells the others: through the store, since connections are only being made.
+
+use std::io::ErrorKind;
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
+
+use super::Place;
+use super::accept::Pair;
+use super::connect::Address;
+use crate::deadline::Deadline;
+use crate::error::{Error, Kind, Result};
+use crate::rank::Rank;
+use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
+
+const KEY: &str = "mesh/failure";
+/// How often a rank that waits for others looks whether one of them has failed.
+pub(super) const LOOK: Duration = Duration::from_millis(500);
+/// A missing rank that refuses so often, `LOOK` apart, has died. Once is not enough: its connections may just have been
+/// made, by an accepting thread that waits for a processor before it says so.
+const REFUSALS: u32 = 3;
+/// How long the store may take to answer about that, also when the deadline has passed.
+const LAST_WORD: Duration = Duration::from_secs(1);
+
+/// Tells the other ranks why this one cannot start. Gives what all see: the failure that was told first.
+pub(super) fn report(place: &Place<'_>, host: &str, error: Error) -> Error {
+    let error = match error.operation() {
+        Some(_) => error,
+        None => error.in_operation("joining the group", None),
+    };
+    let error = error.at(place.rank, host);
+    let Ok(notice) = control::encode(&Control::Failure(Notice::of(&error))) else { return error };
+    // Without the store the others find out by themselves, at their deadlines.
+    let first = place.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_WORD));
+    match first {
+        Ok(first) if first != notice => told(&first, host).unwrap_or(error),
+        _ => error,
+    }
+}
+
+/// An error if some rank has reported one, or if the store is gone, with which its host has died.
+pub(super) fn check(place: &Place<'_>, host: &str) -> Result<()> {
+    let deadline = Deadline::after(LAST_WORD);
+    let failed = place.store.check(&[KEY], deadline).and_then(|failed| match failed {
+        true => place.store.get(KEY, deadline).map(Some),
+        false => Ok(None),
+    });
+    match failed {
+        Ok(Some(notice)) => Err(told(&notice, host)
+            .unwrap_or_else(|| Error::protocol("the store's word on the failed start cannot be read"))),
+        // A store that is slow is asked again.
+        Err(error) if !error.is_timeout() => Err(error),
+        Ok(None) | Err(_) => Ok(()),
+    }
+}
+
+fn told(notice: &[u8], host: &str) -> Option<Error> {
+    match control::decode(notice) {
+        // The notice names its origin; the host stands in for one that does not.
+        Ok(Some((Control::Failure(notice), _))) => Some(notice.into_error(Rank::MAIN, host)),
+        _ => None,
+    }
+}
+
+/// Waits until each of the ranks has set its key, or one of them has failed.
+pub(super) fn wait_for(
+    place: &Place<'_>,
+    host: &str,
+    keys: &[(Rank, String)],
+    deadline: Deadline,
+) -> Result<()> {
+    let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
+    loop {
+        match place.store.wait(&names, deadline.at_most(LOOK)) {
+            Err(error) if error.is_timeout() => check(place, host)?,
+            outcome => return outcome,
+        }
+        if deadline.has_passed() {
+            let absent =
+                |key: &str| matches!(place.store.check(&[key], Deadline::after(LAST_WORD)), Ok(false));
+            let missing = keys.iter().find(|(_, key)| absent(key)).map(|(rank, _)| *rank);
+            let error = match missing {
+                Some(rank) => Error::timeout(format!("rank {rank} did not say where it listens in time"))
+                    .with_peer(rank),
+                None => Error::timeout("not all ranks said in time where they listen"),
+            };
+            return Err(error.with_remedy("is it alive? If it is only slow, raise the time-out"));
+        }
+    }
+}
+
+/// An error if `peer` has said on its control connection why its group has failed, or has died.
+pub(super) fn overhear(peer: Rank, host: &str, control: &TcpStream) -> Result<()> {
+    let mut bytes = [0; PREFIX + MAX_BODY];
+    // Only looked at: if it is something else, the watching thread is to read it.
+    match control.peek(&mut bytes) {
+        Ok(count) if count > 0 => match control::decode(&bytes[..count]) {
+            Ok(Some((Control::Failure(notice), _))) => Err(notice.into_error(peer, host)),
+            _ => Ok(()),
+        },
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(()),
+        Ok(_) | Err(_) => {
+            Err(Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) died: its connection closed"))
+                .with_peer(peer)
+                .with_remedy(format!("see rank {peer}'s own output for its reason")))
+        }
+    }
+}
+
+/// Waits while this rank accepts those above it, until `finished` is closed at its other end. Fails if another rank has
+/// failed, or if the one that is `missing` no longer listens.
+pub(super) fn watch(
+    place: &Place<'_>,
+    host: &str,
+    (addresses, below): (&[Address], &[Pair]),
+    missing: &AtomicUsize,
+    finished: &Receiver<()>,
+) -> Result<()> {
+    let mut refused = (usize::MAX, 0);
+    while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+        // The connections before the store: if rank 0 dies with the store that it serves, they say who is gone.
+        for ((peer, address), (_, control)) in place.world.ranks().zip(addresses).zip(below) {
+            control.as_ref().map_or(Ok(()), |control| overhear(peer, &address.host, control))?;
+        }
+        check(place, host)?;
+        let peer = missing.load(Ordering::Relaxed);
+        let Some(address) = addresses.get(peer) else { continue };
+        // It listens until it is connected with this rank too. To it, this is a stranger who leaves again.
+        let probe = TcpStream::connect_timeout(&address.socket, LOOK);
+        refused = match probe {
+            Err(error) if error.kind() != ErrorKind::ConnectionRefused => refused,
+            Ok(_) => (peer, 0),
+            Err(_) if refused.0 == peer => (peer, refused.1 + 1),
+            Err(_) => (peer, 1),
+        };
+        if refused.1 == REFUSALS {
+            return Err(gone(Rank::new(peer as u32), address));
+        }
+    }
+    Ok(())
+}
+
+/// The error for a rank that no longer listens where it said.
+pub(super) fn gone(peer: Rank, address: &Address) -> Error {
+    let Address { host, socket } = address;
+    Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) died: it no longer listens at {socket}"))
+        .with_peer(peer)
+        .with_remedy(format!("see rank {peer}'s own output for its reason"))
+}
