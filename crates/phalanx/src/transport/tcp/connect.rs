@@ -203,7 +203,11 @@ fn connect(
         thread::sleep(pause);
         pause = (pause * 2).min(PAUSE);
         if pause == PAUSE {
-            start::check(place, host)?;
+            start::check(place, host).map_err(|error| match error.peer() {
+                // The store is gone, and with it the rank that served it.
+                None if refusing.is_some() => start::gone(peer, address),
+                _ => error,
+            })?;
         }
     }
 }
