@@ -1,9 +1,8 @@
 //! The unsafe parts of Phalanx behind a safe interface.
 //!
-//! - [`worker`]: a child process that cannot outlive the one that started it.
-//! - [`guard`]: a watchdog process that kills the workers and what they have started if this process is killed.
+//! - [`guard`]: child processes that cannot outlive the one that started them, nor can what they have started.
 //! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions put back afterwards.
 
 pub mod guard;
 pub mod signal;
-pub mod worker;
+mod worker;
