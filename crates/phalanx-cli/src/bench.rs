@@ -4,7 +4,6 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Args, ValueEnum};
-use phalanx::env::LaunchEnv;
 use phalanx::{Error, ProcessGroup, Rank, ReduceOp, Result};
 
 /// Calls before the clock starts.
@@ -68,10 +67,7 @@ struct Row {
 
 /// Runs the benchmark: under a launcher as one of its workers, otherwise with workers of its own.
 pub(crate) fn run(options: Bench) -> ExitCode {
-    let outcome = match LaunchEnv::from_process() {
-        Ok(Some(_)) if std::env::var_os("PHALANX_SPAWN").is_none() => work(&options),
-        _ => phalanx::spawn(options.nproc_per_node, || work(&options)),
-    };
+    let outcome = phalanx::spawn(options.nproc_per_node, || work(&options));
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

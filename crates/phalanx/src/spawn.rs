@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::process::{getpid, getppid, kill_process};
 
+use crate::env::LaunchEnv;
 use crate::error::{Error, Kind, Result};
 use crate::launch::{Event, Job, Outcome, Output, write_blaming, write_error_file};
 use crate::rank::{Rank, WorldSize};
@@ -48,6 +49,11 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 ///   on that way return `Ok` in a copy, and do nothing.
 /// - An error of `worker` is printed as `rank 1: ..`, and the exit code is 1. A panic ends it with code 101.
 ///
+/// # Under a launcher
+///
+/// If `phalanx run`, torchrun or the like has started this program as one of its ranks (`RANK` is set), there is nothing
+/// to start: `worker` runs here, as that rank, and `nprocs` does not count. One program thus fits every way to start.
+///
 /// # When it ends otherwise
 ///
 /// - A worker that is killed is named with the signal; the others get SIGTERM, and after 30 s SIGKILL. What workers have
@@ -59,13 +65,14 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 ///
 /// # Errors
 ///
-/// Besides a worker's failure: `nprocs` is 0; a worker cannot be started; this process is itself a worker of a launcher
-/// (`RANK` is set), or already inside `worker`; two threads call `spawn` at the same time.
+/// Besides a worker's failure: `nprocs` is 0; a worker cannot be started; the launcher's variables are malformed; this
+/// process is already inside `worker`; two threads call `spawn` at the same time.
 #[track_caller]
 pub fn spawn<E: Display + 'static>(nprocs: u32, worker: impl FnOnce() -> Result<(), E>) -> Result<()> {
     let call =
         Call { number: CALLS.fetch_add(1, Ordering::Relaxed), location: Location::caller().to_string() };
     match Call::of_this_copy() {
+        None if started_by_launcher()? => run_worker(worker),
         None => call.start_workers(nprocs),
         Some(meant) if call.number < meant.number => Ok(()),
         Some(meant) if call == meant => run_worker(worker),
@@ -103,13 +110,6 @@ impl Call {
 
     fn start_workers(&self, nprocs: u32) -> Result<()> {
         let world = WorldSize::new(nprocs)?;
-        if let Some(rank) = std::env::var_os("RANK").filter(|rank| !rank.is_empty()) {
-            let cause = format!("this process is already a worker: RANK={} is set", rank.display());
-            return Err(Error::environment(cause).with_remedy(
-                "under a launcher call the worker function itself: it is one if \
-                 `phalanx::env::LaunchEnv::from_process()` gives `Some`; otherwise unset RANK",
-            ));
-        }
         let mut arguments = std::env::args_os();
         let name = arguments.next();
         let program = this_program()?;
@@ -132,6 +132,19 @@ impl Call {
             Outcome::Stopped => Err(Error::aborted("the workers were ended")),
         }
     }
+}
+
+/// Has something else started this process as one of its ranks?
+fn started_by_launcher() -> Result<bool> {
+    let Some(env) = LaunchEnv::from_process()? else { return Ok(false) };
+    if std::env::var_os(VARIABLE).is_none() {
+        return Ok(true);
+    }
+    let cause =
+        format!("this process was started by a worker of spawn, whose RANK={} it has inherited", env.rank);
+    Err(Error::environment(cause).with_remedy(format!(
+        "start it without RANK and {VARIABLE}, so that it can start workers of its own"
+    )))
 }
 
 /// What to execute. A program that was replaced on disk while it runs is started as it was.

@@ -27,6 +27,7 @@ fn main() {
         ("ctrl_c_ends_all", ctrl_c_ends_all),
         ("calls_are_told_apart", calls_are_told_apart),
         ("misuse_is_refused", misuse_is_refused),
+        ("under_a_launcher_the_worker_runs_in_place", under_a_launcher_the_worker_runs_in_place),
         ("a_deleted_program_still_spawns", a_deleted_program_still_spawns),
     ];
     let tests = tests.iter().map(|&(name, test)| {
@@ -190,7 +191,29 @@ fn misuse_is_refused() {
     let (_, out, _) = run(&mut program("nested"));
     assert!(out.contains("inside a worker"), "{out}");
     let (_, out, _) = run(program("success").env("RANK", "3"));
-    assert!(out.contains("RANK=3 is set"), "{out}");
+    assert!(out.contains("WORLD_SIZE"), "{out}");
+    let inherited = |name| match name {
+        "RANK" => "0",
+        "WORLD_SIZE" => "1",
+        "MASTER_ADDR" => "127.0.0.1",
+        "MASTER_PORT" => "29500",
+        _ => "1:1:elsewhere",
+    };
+    let names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PHALANX_SPAWN"];
+    let (_, out, _) = run(program("success").envs(names.map(|name| (name, inherited(name)))));
+    assert!(out.contains("started by a worker of spawn"), "{out}");
+}
+
+fn under_a_launcher_the_worker_runs_in_place() {
+    let mut program = program("error");
+    program
+        .env("RANK", "1")
+        .env("WORLD_SIZE", "2")
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env("MASTER_PORT", "29500");
+    let (status, out, err) = run(&mut program);
+    assert_eq!((status.code(), out.as_str()), (Some(1), ""));
+    assert!(err.contains("rank 1: no data"), "{err}");
 }
 
 fn a_deleted_program_still_spawns() {

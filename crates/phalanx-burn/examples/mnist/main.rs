@@ -17,7 +17,6 @@ use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::Device;
 use clap::Parser;
-use phalanx::env::LaunchEnv;
 use phalanx::sampler::DistributedSampler;
 use phalanx::{ProcessGroup, ReduceOp};
 use phalanx_burn::Ddp;
@@ -51,7 +50,7 @@ struct Options {
 
 fn main() -> Result<()> {
     let options = Options::parse();
-    if options.ranks == 1 || LaunchEnv::from_process()?.is_some() {
+    if options.ranks == 1 {
         return train(&options);
     }
     Ok(phalanx::spawn(options.ranks, || train(&options))?)

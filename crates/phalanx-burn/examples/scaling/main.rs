@@ -18,7 +18,6 @@ use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::Device;
 use clap::{Parser, ValueEnum};
 use phalanx::ProcessGroup;
-use phalanx::env::LaunchEnv;
 use phalanx_burn::Ddp;
 use serde::Serialize;
 
@@ -78,9 +77,6 @@ struct Figures {
 
 fn main() -> Result<()> {
     let options = Options::parse();
-    if LaunchEnv::from_process()?.is_some() {
-        return measure_all(&options);
-    }
     Ok(phalanx::spawn(RANKS, || measure_all(&options))?)
 }
 
