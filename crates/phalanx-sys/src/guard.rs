@@ -52,8 +52,17 @@ impl Guard {
         self.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
-    /// Starts `command`, [prepared](prepare), and watches its group. The new process puts itself on the list before it
-    /// executes anything, so that there is no moment at which this process may die and leave something behind.
+    /// Starts `command` as a worker, which
+    ///
+    /// - leads a process group of its own, so that it can be ended together with everything it starts;
+    /// - is watched: it puts itself on the list before it executes anything, so that there is no moment at which this
+    ///   process may die and leave something behind;
+    /// - is killed by the kernel when its parent dies, however it dies (Linux);
+    /// - begins with no signal blocked, and with the default reaction to those that end a process;
+    /// - may write to the terminal, although its group is never the one in the foreground.
+    ///
+    /// The kernel takes the *thread* that starts the worker for its parent: start it from a thread that lives until the
+    /// worker has ended. A set-user-ID program sheds the parent-death signal; being watched covers that.
     pub fn spawn(&self, mut command: Command) -> io::Result<Child> {
         let Some(orders) = &self.orders else { return Err(io::ErrorKind::BrokenPipe.into()) };
         let orders = orders.as_raw_fd();

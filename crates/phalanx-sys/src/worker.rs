@@ -11,16 +11,8 @@ use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 const RESET: [libc::c_int; 7] =
     [libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGPIPE, libc::SIGCHLD, libc::SIGUSR1, libc::SIGUSR2];
 
-/// Prepares `command` so that the process it starts
-///
-/// - leads a process group of its own, so that it can be ended together with everything it starts;
-/// - is killed by the kernel when its parent dies, however it dies (Linux);
-/// - begins with no signal blocked, and with the default reaction to those that end a process;
-/// - may write to the terminal, although its group is never the one in the foreground.
-///
-/// The kernel takes the *thread* that starts the worker for its parent: start it from a thread that lives until the
-/// worker has ended. A set-user-ID program sheds the parent-death signal; [`Guard`](crate::guard::Guard) covers that.
-pub fn prepare(command: &mut Command) -> &mut Command {
+/// Prepares `command` as [`Guard::spawn`](crate::guard::Guard::spawn) promises.
+pub(crate) fn prepare(command: &mut Command) -> &mut Command {
     let parent = getpid();
     command.process_group(0);
     let in_child = move || {

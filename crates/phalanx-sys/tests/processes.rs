@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::Guard;
 use phalanx_sys::signal::Catcher;
-use phalanx_sys::worker::prepare;
 use rustix::process::{Pid, Signal, getpid, kill_process, test_kill_process};
 
 /// Only one catcher lives at a time, and tests run in parallel.
@@ -41,8 +40,9 @@ fn is_dead(pid: Pid) -> bool {
 
 #[test]
 fn a_worker_leads_a_group_and_has_default_signals() {
+    let guard = Guard::start(1).unwrap();
     let mut child =
-        prepare(&mut shell("ps -o pgid= -p $$; grep SigIgn /proc/$$/status; kill -PIPE $$")).spawn().unwrap();
+        guard.spawn(shell("ps -o pgid= -p $$; grep SigIgn /proc/$$/status; kill -PIPE $$")).unwrap();
     let mut output = String::new();
     child.stdout.take().unwrap().read_to_string(&mut output).unwrap();
     let mut lines = output.lines();
@@ -54,8 +54,10 @@ fn a_worker_leads_a_group_and_has_default_signals() {
 
 #[test]
 fn a_worker_dies_with_the_thread_that_started_it() {
-    let mut child =
-        std::thread::spawn(|| prepare(&mut shell("echo up; exec sleep 60")).spawn().unwrap()).join().unwrap();
+    let guard = Guard::start(1).unwrap();
+    let mut child = std::thread::scope(|scope| {
+        scope.spawn(|| guard.spawn(shell("echo up; exec sleep 60")).unwrap()).join().unwrap()
+    });
     let started = Instant::now();
     assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGKILL));
     assert!(started.elapsed() < Duration::from_secs(10));
