@@ -72,7 +72,11 @@ pub fn spawn<E: Display + 'static>(nprocs: u32, worker: impl FnOnce() -> Result<
     let call =
         Call { number: CALLS.fetch_add(1, Ordering::Relaxed), location: Location::caller().to_string() };
     match Call::of_this_copy() {
-        None if started_by_launcher()? => run_worker(worker),
+        // The first call does not come back.
+        None if started_by_launcher()? => match call.number {
+            1 => run_worker(worker),
+            _ => Err(nested()),
+        },
         None => call.start_workers(nprocs),
         Some(meant) if call.number < meant.number => Ok(()),
         Some(meant) if call == meant => run_worker(worker),
@@ -86,8 +90,12 @@ pub fn spawn<E: Display + 'static>(nprocs: u32, worker: impl FnOnce() -> Result<
                  threads at once",
             ))
         }
-        Some(_) => Err(Error::invalid_argument("spawn was called inside a worker of spawn")),
+        Some(_) => Err(nested()),
     }
+}
+
+fn nested() -> Error {
+    Error::invalid_argument("spawn was called inside a worker of spawn")
 }
 
 /// One call of [`spawn`], the same in the program and its copies.

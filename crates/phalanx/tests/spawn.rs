@@ -205,15 +205,21 @@ fn misuse_is_refused() {
 }
 
 fn under_a_launcher_the_worker_runs_in_place() {
-    let mut program = program("error");
-    program
-        .env("RANK", "1")
-        .env("WORLD_SIZE", "2")
-        .env("MASTER_ADDR", "127.0.0.1")
-        .env("MASTER_PORT", "29500");
-    let (status, out, err) = run(&mut program);
+    let launched = |scenario| {
+        let mut program = program(scenario);
+        program.envs([
+            ("RANK", "1"),
+            ("WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "29500"),
+        ]);
+        run(&mut program)
+    };
+    let (status, out, err) = launched("error");
     assert_eq!((status.code(), out.as_str()), (Some(1), ""));
     assert!(err.contains("rank 1: no data"), "{err}");
+    let (status, _, err) = launched("nested");
+    assert!(status.code() == Some(1) && err.contains("inside a worker"), "{err}");
 }
 
 fn a_deleted_program_still_spawns() {
