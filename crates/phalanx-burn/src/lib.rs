@@ -43,7 +43,7 @@
 //! }
 //! ```
 //!
-//! `phalanx run --nproc-per-node 2 -- PROGRAM`, torchrun or a Kubernetes PyTorchJob start `train` as well: it joins the
+//! `phalanx run --nproc-per-node 2 -- PROGRAM`, torchrun and the like start `train` as well: it joins the
 //! group that the environment describes. With no environment at all it is a world of one, in which [`Ddp`] costs nothing.
 //!
 //! # From a Burn loop to this one

@@ -12,7 +12,7 @@ use crate::transport::{self, Place, TransportKind};
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
-/// `phalanx run`, [`spawn`](crate::spawn()), torchrun and a Kubernetes PyTorchJob set RANK, WORLD_SIZE, MASTER_ADDR and
+/// `phalanx run`, [`spawn`](crate::spawn()), torchrun and the like set RANK, WORLD_SIZE, MASTER_ADDR and
 /// MASTER_PORT. For other ways to meet see [`rendezvous::from_url`] and [`ProcessGroup::join`].
 ///
 /// ```
