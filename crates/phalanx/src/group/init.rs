@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{DEFAULT_TIMEOUT, Identity, ProcessGroup};
+use super::{DEFAULT_TIMEOUT, Identity, LocalPlace, ProcessGroup};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::WorldSize;
@@ -66,7 +66,16 @@ impl ProcessGroup {
     /// map another's; the error says which, and why.
     pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
         let GroupOptions { timeout, transport } = options;
-        let Rendezvous { store, rank, world_size, local_rank, epoch, interface, keep_alive, .. } = rendezvous;
+        let Rendezvous {
+            store,
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            epoch,
+            interface,
+            keep_alive,
+        } = rendezvous;
         let trace = Trace::from_env(rank, world_size);
         if world_size == WorldSize::ONE {
             return Ok(Self::alone_tracing(trace)?.with_timeout(timeout));
@@ -76,7 +85,7 @@ impl ProcessGroup {
         let identity = Identity {
             rank,
             world: world_size,
-            local_rank,
+            local: LocalPlace { rank: local_rank, world_size: local_world_size },
             epoch,
             trace,
             transport: Some(kind),

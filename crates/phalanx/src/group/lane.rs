@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::affinity::{LocalPlace, keep_apart};
 use super::engine::Engine;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -44,7 +45,7 @@ struct State {
 }
 
 impl Lane {
-    pub(super) fn new(rank: Rank, engine: Engine) -> Result<Self> {
+    pub(super) fn new(rank: Rank, engine: Engine, place: LocalPlace) -> Result<Self> {
         let health = engine.health();
         let state =
             State { engine: Some(engine), next_ticket: 0, serving: 0, jobs: VecDeque::new(), closed: false };
@@ -52,7 +53,10 @@ impl Lane {
         let served = shared.clone();
         let worker = std::thread::Builder::new()
             .name(format!("phalanx-comm-{rank}"))
-            .spawn(move || served.serve())
+            .spawn(move || {
+                keep_apart(place);
+                served.serve();
+            })
             .map_err(|error| Error::io("the communication worker could not be started", error))?;
         Ok(Self { health, shared, worker: Some(worker) })
     }

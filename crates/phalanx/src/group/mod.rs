@@ -1,5 +1,6 @@
 //! Process groups: a handle through which a rank takes part in collectives.
 
+mod affinity;
 mod asynchronous;
 mod blocking;
 mod engine;
@@ -11,6 +12,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub(crate) use self::affinity::LocalPlace;
 use self::engine::Engine;
 pub use self::init::{GroupOptions, init};
 use self::lane::Lane;
@@ -93,7 +95,7 @@ struct Inner {
 pub(crate) struct Identity {
     pub rank: Rank,
     pub world: WorldSize,
-    pub local_rank: u32,
+    pub local: LocalPlace,
     pub epoch: Epoch,
     pub trace: Trace,
     pub transport: Option<TransportKind>,
@@ -138,7 +140,8 @@ impl ProcessGroup {
                 let identity = Identity {
                     rank,
                     world,
-                    local_rank: rank.get(),
+                    // Threads of one process, which may be tests: they stay where the system puts them.
+                    local: LocalPlace { rank: rank.get(), world_size: 1 },
                     epoch: Epoch::default(),
                     trace: trace.clone(),
                     transport: None,
@@ -154,12 +157,20 @@ impl ProcessGroup {
         transport: Box<dyn Transport>,
         health: Arc<Health>,
     ) -> Result<Self> {
-        let Identity { rank, world, local_rank, epoch, trace, transport: kind, keep_alive } = identity;
+        let Identity { rank, world, local, epoch, trace, transport: kind, keep_alive } = identity;
         let engine = Engine::new(world, epoch, transport, health.clone());
-        let lane = Lane::new(rank, engine)?;
+        let lane = Lane::new(rank, engine, local)?;
         let transport = kind;
-        let inner =
-            Inner { rank, world, local_rank, health, trace, transport, lane, _keep_alive: keep_alive };
+        let inner = Inner {
+            rank,
+            world,
+            local_rank: local.rank,
+            health,
+            trace,
+            transport,
+            lane,
+            _keep_alive: keep_alive,
+        };
         Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT })
     }
 

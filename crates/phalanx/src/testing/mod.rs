@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::group::{Identity, ProcessGroup};
+use crate::group::{Identity, LocalPlace, ProcessGroup};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::MemoryStore;
 use crate::trace::Trace;
@@ -83,7 +83,7 @@ fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, kind: TransportK
     let identity = Identity {
         rank,
         world,
-        local_rank: rank.get(),
+        local: LocalPlace { rank: rank.get(), world_size: 1 },
         epoch: place.epoch,
         trace: Trace::default(),
         transport: Some(kind),
