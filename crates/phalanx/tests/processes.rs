@@ -1,11 +1,12 @@
 //! Ranks as processes, started by hand as a launcher would, without anybody who watches over them.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
+mod support;
+
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use libtest_mimic::{Arguments, Trial};
 use phalanx::store::TcpStoreServer;
 use phalanx::{Rank, ReduceOp};
 
@@ -26,15 +27,7 @@ fn main() {
         ("strangers_disturb_nobody", strangers_disturb_nobody),
         ("a_rank_without_descriptors_tells_all_at_once", a_rank_without_descriptors_tells_all_at_once),
     ];
-    let tests = tests.iter().map(|&(name, test)| {
-        Trial::test(name, move || {
-            test();
-            Ok(())
-        })
-    });
-    // One after the other: they start several processes each, and some promise how soon these end.
-    let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
-    libtest_mimic::run(&arguments, tests.collect()).exit();
+    support::run(tests);
 }
 
 /// What a rank does; its error goes to standard error, as any program's would.

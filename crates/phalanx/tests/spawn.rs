@@ -1,12 +1,13 @@
 //! `phalanx::spawn` with real processes. This program runs itself once for each scenario, and looks at what comes out.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
+mod support;
+
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use libtest_mimic::{Arguments, Trial};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
@@ -30,15 +31,7 @@ fn main() {
         ("under_a_launcher_the_worker_runs_in_place", under_a_launcher_the_worker_runs_in_place),
         ("a_deleted_program_still_spawns", a_deleted_program_still_spawns),
     ];
-    let tests = tests.iter().map(|&(name, test)| {
-        Trial::test(name, move || {
-            test();
-            Ok(())
-        })
-    });
-    // One after the other: they start several processes each, and some promise how soon these end.
-    let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
-    libtest_mimic::run(&arguments, tests.collect()).exit();
+    support::run(tests);
 }
 
 /// The program under test: what `spawn` returns goes to standard output.
