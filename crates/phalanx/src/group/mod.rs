@@ -160,14 +160,13 @@ impl ProcessGroup {
         let Identity { rank, world, local, epoch, trace, transport: kind, keep_alive } = identity;
         let engine = Engine::new(world, epoch, transport, health.clone());
         let lane = Lane::new(rank, engine, local)?;
-        let transport = kind;
         let inner = Inner {
             rank,
             world,
             local_rank: local.rank,
             health,
             trace,
-            transport,
+            transport: kind,
             lane,
             _keep_alive: keep_alive,
         };
