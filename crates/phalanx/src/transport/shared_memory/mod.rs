@@ -12,7 +12,7 @@ use std::time::Duration;
 use phalanx_sys::shared::{Consumer, Producer, Segment};
 
 pub(super) use self::connect::rings;
-use self::stream::{Receiving, Sending};
+use self::stream::{Receiving, Sending, has_line};
 use super::health::Health;
 use super::tcp::Monitor;
 use super::{Incoming, Outgoing, Transport, late};
@@ -24,6 +24,9 @@ use crate::rank::Rank;
 const SLEEP: Duration = Duration::from_millis(10);
 /// Looks at the rings before a rank goes to sleep, a few microseconds, if every rank can have a processor of its own.
 const SPINS: u32 = 200;
+
+/// Rounds of an exchange between looks at the clock, while there is something to do.
+const CLOCK: u64 = 256;
 
 /// One rank's rings from and to all others.
 pub(crate) struct SharedMemory {
@@ -71,7 +74,7 @@ impl Transport for SharedMemory {
         let (mut outbound, mut inbound) = ends(links, rank, to, from)?;
         let mut sending = send.as_ref().map(Sending::new);
         let mut receiving = recv.map(|frame| Receiving::new(rank, frame));
-        let mut idle = 0;
+        let (mut idle, mut rounds) = (0, 0u64);
         loop {
             let mut progress = false;
             if let (Some(frame), Some((ring, peer))) = (&mut sending, &mut outbound)
@@ -95,8 +98,14 @@ impl Transport for SharedMemory {
             if sending.is_none() && receiving.is_none() {
                 return Ok(());
             }
+            let waits_for = from.filter(|_| receiving.is_some()).or(to).unwrap_or(rank);
             if progress {
                 idle = 0;
+                rounds += 1;
+                // Seldom, as the clock costs time; but a peer that trickles must not put the deadline off for ever.
+                if rounds % CLOCK == 0 && deadline.has_passed() {
+                    return Err(late(waits_for, self.health.host(waits_for)));
+                }
                 continue;
             }
             if idle < spins {
@@ -104,7 +113,6 @@ impl Transport for SharedMemory {
                 std::hint::spin_loop();
                 continue;
             }
-            let waits_for = from.filter(|_| receiving.is_some()).or(to).unwrap_or(rank);
             // Asked before the last look: what a peer published before it left, or died, still counts.
             let is_over = self.health.has_failed() || self.health.has_left(waits_for);
             let timeout = if is_over { Duration::ZERO } else { SLEEP.min(deadline.remaining()) };
@@ -113,14 +121,15 @@ impl Transport for SharedMemory {
                 let can_push =
                     sending.is_some() && outbound.as_mut().is_some_and(|(ring, _)| ring.room() != Ok(0));
                 let can_pull =
-                    receiving.is_some() && inbound.as_mut().is_some_and(|(ring, _)| ring.peek(1) != Ok(&[]));
+                    receiving.is_some() && inbound.as_mut().is_some_and(|(ring, _)| has_line(ring));
                 found = can_push || can_pull;
                 found
             });
             if is_over && !found {
                 return Err(self.health.peer_failed(waits_for, "it takes no part any more"));
             }
-            if deadline.has_passed() && !found {
+            // Also if there is something to do, as over TCP.
+            if deadline.has_passed() {
                 return Err(late(waits_for, self.health.host(waits_for)));
             }
         }
