@@ -180,6 +180,7 @@ mod tests {
     use crate::wire::frame::{Call, Header, Operation};
 
     const LIMIT: Duration = Duration::from_secs(20);
+    const HASTE: Duration = Duration::from_millis(200);
     const LENGTH: usize = 1 << 27;
 
     fn place(store: &MemoryStore, rank: u32) -> Place<'_> {
@@ -194,7 +195,7 @@ mod tests {
     }
 
     /// What rank 0 gets from a peer that, after a header, does as it likes until the rank has given up.
-    fn received_from(peer: impl Fn(&mut Link, &AtomicBool) + Sync) -> Error {
+    fn received_from(timeout: Duration, peer: impl Fn(&mut Link, &AtomicBool) + Sync) -> Error {
         let (store, deadline, over) = (MemoryStore::new(), Deadline::after(LIMIT), AtomicBool::new(false));
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -217,7 +218,7 @@ mod tests {
                 Kernel { dtype: DType::U8, op: ReduceOp::Sum, combine: Combine::Replace, completes: None };
             let frame = Incoming { from: Rank::new(1), expect: header(), into: &mut into, kernel };
             let start = Instant::now();
-            let outcome = transport.exchange(None, Some(frame), Deadline::after(Duration::from_millis(200)));
+            let outcome = transport.exchange(None, Some(frame), Deadline::after(timeout));
             over.store(true, Ordering::Relaxed);
             assert!(start.elapsed() < LIMIT / 4, "it took {:?}", start.elapsed());
             outcome.unwrap_err()
@@ -232,7 +233,7 @@ mod tests {
 
     #[test]
     fn a_peer_that_stops_within_a_line_is_late() {
-        let error = received_from(|link, over| {
+        let error = received_from(HASTE, |link, over| {
             push(link, &[1; 100]);
             while !over.load(Ordering::Relaxed) {
                 thread::sleep(Duration::from_millis(1));
@@ -243,13 +244,13 @@ mod tests {
 
     #[test]
     fn a_peer_that_leaves_within_a_line_is_noticed() {
-        let error = received_from(|link, _| push(link, &[1; 100]));
+        let error = received_from(LIMIT, |link, _| push(link, &[1; 100]));
         assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
     }
 
     #[test]
     fn a_peer_that_trickles_does_not_put_the_deadline_off() {
-        let error = received_from(|link, over| {
+        let error = received_from(HASTE, |link, over| {
             while !over.load(Ordering::Relaxed) {
                 push(link, &[1; 64]);
             }
