@@ -87,8 +87,8 @@ fn open_all(
     layout: Layout,
     addresses: &[Result<Address, String>],
 ) -> Result<Vec<Option<Arc<Segment>>>, String> {
-    let own = addresses.get(rank.index()).and_then(|address| address.as_ref().ok());
-    let own = own.ok_or("it has no shared memory of its own")?;
+    let own = addresses.get(rank.index()).ok_or("it left no word on its memory")?;
+    let own = own.as_ref().map_err(|reason| format!("it has no shared memory of its own: {reason}"))?;
     let peers = addresses.iter().enumerate().map(|(peer, address)| {
         if peer == rank.index() {
             return Ok(None);
