@@ -19,13 +19,15 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, memfd_create,
 };
+use rustix::io::retry_on_intr;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::process::{Resource, getrlimit};
 use rustix::thread::futex;
 use rustix::time::Timespec;
 
@@ -34,8 +36,12 @@ const MAGIC: u64 = u64::from_le_bytes(*b"PHXSHM01");
 const LINE: usize = 128;
 /// The segment's own fields come first: magic and nonce, the doorbell, the sleeper's flag.
 const FIELDS: usize = 3 * LINE;
-/// Each ring's positions: written, consumed.
+/// Each ring's positions: written, consumed. Behind each stands whether that end has been given out.
 const POSITIONS: usize = 2 * LINE;
+const NAME: &str = "phalanx-rings";
+/// Memory that is allocated at once. A signal ends an allocation and undoes it, so that a large one might never end
+/// where signals come often, as under a profiler.
+const PIECE: u64 = 1 << 20;
 /// What a ring's size is a multiple of, so that elements of any type stay aligned where it wraps.
 pub const ALIGNMENT: usize = 64;
 
@@ -61,7 +67,9 @@ impl Layout {
         let fits = self.ring_bytes > 0
             && self.ring_bytes.is_multiple_of(ALIGNMENT)
             && self.rings < 1 << 16
-            && self.ring_bytes <= 1 << 30;
+            && self.ring_bytes <= 1 << 30
+            // Only where addresses have 32 bits: no position or length may overflow.
+            && (self.rings as u64 + 1) * (self.ring_bytes as u64 + 2 * POSITIONS as u64) < isize::MAX as u64 / 2;
         if fits { Ok(self) } else { Err(io::Error::other("a segment of impossible size")) }
     }
 }
@@ -71,13 +79,10 @@ impl Layout {
 pub struct Segment {
     base: NonNull<u8>,
     layout: Layout,
-    /// Each end of each ring is given out once per mapping.
-    producers: Vec<AtomicBool>,
-    consumers: Vec<AtomicBool>,
 }
 
 // SAFETY: the mapping lives as long as the segment; all that is shared in it is atomic, or guarded by the positions of
-// a ring, whose ends are given out once.
+// a ring, whose ends are given out once, however many mappings there are.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
@@ -97,8 +102,15 @@ impl Segment {
     /// A segment of this process. Its memory is allocated now: too little is an error and not a later signal.
     pub fn create(layout: Layout, nonce: u64) -> io::Result<(Arc<Self>, Invitation)> {
         let bytes = layout.check()?.bytes() as u64;
-        let fd = memfd_create("phalanx-rings", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        fallocate(&fd, FallocateFlags::empty(), 0, bytes)?;
+        // A file beyond this limit would be answered with a signal.
+        if getrlimit(Resource::Fsize).current.is_some_and(|limit| limit < bytes) {
+            return Err(io::Error::other("the limit on the size of files (`ulimit -f`) is too low"));
+        }
+        let fd = memfd_create(NAME, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        for start in (0..bytes).step_by(PIECE as usize) {
+            let length = PIECE.min(bytes - start);
+            retry_on_intr(|| fallocate(&fd, FallocateFlags::empty(), start, length))?;
+        }
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
         let segment = Self::map(&fd, layout)?;
         segment.word(8).store(nonce, Ordering::Relaxed);
@@ -109,12 +121,17 @@ impl Segment {
     /// The segment that process `pid` of this host lends as `descriptor`; an error if it is another one.
     pub fn open(pid: u32, descriptor: i32, layout: Layout, nonce: u64) -> io::Result<Arc<Self>> {
         layout.check()?;
-        // In a container the number may be another process's, and the file of any kind: opening it must not wait.
+        let path = format!("/proc/{pid}/fd/{descriptor}");
+        // In a container the number may be another process's, and the file of any kind. To open a device may have
+        // effects, so its name is looked at first; should another take its place meanwhile, opening it must not wait.
+        if !std::fs::read_link(&path)?.to_string_lossy().contains(&format!("memfd:{NAME}")) {
+            return Err(io::Error::other("it is not a segment"));
+        }
         let file: File = OpenOptions::new()
             .read(true)
             .write(true)
             .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(format!("/proc/{pid}/fd/{descriptor}"))?;
+            .open(path)?;
         // What can shrink, or is too small, would be a bus error one day.
         let sealed = fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
         if !sealed || file.metadata()?.len() != layout.bytes() as u64 {
@@ -134,8 +151,7 @@ impl Segment {
         // against shrinking (`create`) or was found to be (`open`).
         let base = unsafe { mmap(std::ptr::null_mut(), layout.bytes(), flags, MapFlags::SHARED, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at address zero"))?;
-        let given_out = || (0..layout.rings).map(|_| AtomicBool::new(false)).collect();
-        Ok(Self { base, layout, producers: given_out(), consumers: given_out() })
+        Ok(Self { base, layout })
     }
 
     /// Rings for the owner of this segment, from any process.
@@ -143,18 +159,21 @@ impl Segment {
         Doorbell { rung: self.half_word(LINE), sleeping: self.half_word(2 * LINE) }
     }
 
-    /// The writing end of `ring`; none if there is no such ring, or this mapping's end was given out before.
+    /// The writing end of `ring`; none if there is no such ring, or if it was given out before, by whatever mapping.
     pub fn producer(self: &Arc<Self>, ring: usize) -> Option<Producer> {
-        let first = !self.producers.get(ring)?.swap(true, Ordering::Relaxed);
-        let written = self.written(ring).load(Ordering::Relaxed);
-        first.then(|| Producer { segment: self.clone(), ring, written, consumed: written })
+        self.claim(ring, 0).then(|| Producer { segment: self.clone(), ring, written: 0, consumed: 0 })
     }
 
-    /// The reading end of `ring`; none if there is no such ring, or this mapping's end was given out before.
+    /// The reading end of `ring`; none if there is no such ring, or if it was given out before, by whatever mapping.
     pub fn consumer(self: &Arc<Self>, ring: usize) -> Option<Consumer> {
-        let first = !self.consumers.get(ring)?.swap(true, Ordering::Relaxed);
-        let consumed = self.consumed(ring).load(Ordering::Relaxed);
-        first.then(|| Consumer { segment: self.clone(), ring, consumed, written: consumed })
+        self.claim(ring, LINE).then(|| Consumer { segment: self.clone(), ring, consumed: 0, written: 0 })
+    }
+
+    /// Is this the first claim to the end of `ring` whose position stands at `end`? What says so is shared, as the ring
+    /// is: two ends of one kind would write over what the other lends, also if they are of two mappings.
+    fn claim(&self, ring: usize, end: usize) -> bool {
+        ring < self.layout.rings
+            && self.word(FIELDS + ring * POSITIONS + end + 8).swap(1, Ordering::Relaxed) == 0
     }
 
     fn written(&self, ring: usize) -> &AtomicU64 {
@@ -321,103 +340,4 @@ impl Doorbell<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::thread;
-
-    use super::*;
-
-    const LAYOUT: Layout = Layout { rings: 2, ring_bytes: 128 };
-
-    fn pair() -> (Producer, Consumer) {
-        let (own, invitation) = Segment::create(LAYOUT, 7).unwrap();
-        let other = Segment::open(std::process::id(), invitation.descriptor(), LAYOUT, 7).unwrap();
-        (other.producer(1).unwrap(), own.consumer(1).unwrap())
-    }
-
-    #[test]
-    fn only_the_right_memory_is_opened() {
-        let (own, invitation) = Segment::create(LAYOUT, 7).unwrap();
-        let open = |layout, nonce| Segment::open(std::process::id(), invitation.descriptor(), layout, nonce);
-        assert!(open(LAYOUT, 8).is_err());
-        assert!(open(Layout { rings: 200, ..LAYOUT }, 7).is_err());
-        assert!(open(Layout { ring_bytes: 100, ..LAYOUT }, 7).is_err());
-        let file = tempfile();
-        assert!(Segment::open(std::process::id(), file.as_raw_fd(), LAYOUT, 7).is_err(), "it could shrink");
-        assert!(own.consumer(2).is_none());
-        let first = own.consumer(0);
-        assert!(first.is_some() && own.consumer(0).is_none());
-    }
-
-    fn tempfile() -> OwnedFd {
-        let fd = memfd_create("other", MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&fd, LAYOUT.bytes() as u64).unwrap();
-        fd
-    }
-
-    #[test]
-    fn bytes_come_out_as_they_went_in_around_the_end() {
-        let (mut producer, mut consumer) = pair();
-        let bytes: Vec<u8> = (0..=255).cycle().take(10_000).collect();
-        let (mut sent, mut received) = (0, Vec::new());
-        while received.len() < bytes.len() {
-            sent += producer.push(&bytes[sent..(sent + 77).min(bytes.len())]).unwrap();
-            assert_eq!(consumer.peek(0).unwrap(), b"", "nothing is seen before it is published");
-            producer.publish();
-            let seen = consumer.peek(50).unwrap().to_vec();
-            consumer.consume(seen.len());
-            received.extend(seen);
-        }
-        assert_eq!(received, bytes);
-    }
-
-    #[test]
-    fn a_full_ring_takes_no_more() {
-        let (mut producer, mut consumer) = pair();
-        assert_eq!(producer.push(&[1; 100]), Ok(100));
-        assert_eq!(producer.push(&[2; 100]), Ok(28));
-        assert_eq!(producer.push(&[3; 100]), Ok(0));
-        producer.publish();
-        assert_eq!(consumer.peek(usize::MAX).unwrap().len(), 128);
-        consumer.consume(1);
-        assert_eq!(producer.push(&[3; 100]), Ok(1));
-    }
-
-    #[test]
-    fn positions_that_a_peer_cannot_have_are_refused() {
-        let (producer, mut consumer) = pair();
-        producer.segment.written(1).store(129, Ordering::Relaxed);
-        assert_eq!(consumer.peek(1), Err(Corrupt));
-        let (mut producer, consumer) = pair();
-        consumer.segment.consumed(1).store(1, Ordering::Relaxed);
-        assert_eq!(producer.push(&[0; 200]), Err(Corrupt));
-    }
-
-    #[test]
-    fn sleepers_are_woken_and_miss_nothing() {
-        let (mut producer, mut consumer) = pair();
-        let segment = consumer.segment.clone();
-        thread::scope(|scope| {
-            scope.spawn(move || {
-                for number in 0..20_000u64 {
-                    while producer.push(&number.to_le_bytes()).unwrap() == 0 {
-                        thread::yield_now();
-                    }
-                    producer.publish();
-                    producer.doorbell().ring();
-                }
-            });
-            for number in 0..20_000u64 {
-                while consumer.peek(8).unwrap().is_empty() {
-                    let started = std::time::Instant::now();
-                    let written = segment.written(1);
-                    let seen = consumer.written;
-                    let limit = Duration::from_secs(10);
-                    segment.doorbell().sleep_unless(limit, || written.load(Ordering::Acquire) != seen);
-                    assert!(started.elapsed() < limit, "a ring was missed");
-                }
-                assert_eq!(consumer.peek(8).unwrap(), number.to_le_bytes());
-                consumer.consume(8);
-            }
-        });
-    }
-}
+mod tests;

@@ -101,8 +101,8 @@ fn sums_of_floats_have_the_same_bits_on_every_rank_and_every_transport() {
                 group.all_reduce(&mut data, ReduceOp::Avg).unwrap();
                 data.into_iter().map(f32::to_bits).collect::<Vec<_>>()
             };
-            let mut results = run(world, Fabric::InProcess, bits);
-            results.extend(run(world, Fabric::Tcp, bits));
+            let results: Vec<_> =
+                Fabric::ALL.into_iter().flat_map(|fabric| run(world, fabric, bits)).collect();
             assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "{length} in a world of {world}");
         }
     }

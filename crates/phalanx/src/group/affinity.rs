@@ -14,7 +14,7 @@ pub(crate) struct LocalPlace {
 }
 
 /// Restricts the calling thread, and no other, to this rank's share of the processors it may use. Where there are fewer
-/// processors than ranks, or the launcher has bound each rank already, nothing is changed.
+/// of them than ranks, as where a launcher has bound each rank to a few, nothing is changed.
 pub(super) fn keep_apart(place: LocalPlace) {
     let Ok(allowed) = sched_getaffinity(None) else { return };
     let processors: Vec<usize> =

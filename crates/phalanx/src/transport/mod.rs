@@ -88,6 +88,10 @@ pub(crate) fn connect(
     kind: Option<TransportKind>,
     deadline: Deadline,
 ) -> Result<(Box<dyn Transport>, TransportKind, Arc<Health>)> {
+    if kind == Some(TransportKind::Tcp) {
+        // Before the mesh stands: later the store may be gone, with a rank that is done already.
+        shared_memory::decline(place, deadline)?;
+    }
     let mesh = tcp::mesh(place, deadline)?;
     let health = Health::new(place.rank, mesh.hosts);
     let connections = Arc::new(mesh.connections);
@@ -101,8 +105,10 @@ pub(crate) fn connect(
                 return Ok((Box::new(transport), TransportKind::SharedMemory, health));
             }
             Err(reason) if kind.is_some() => {
-                return Err(Error::environment(format!("the ranks share no memory: {reason}"))
-                    .with_remedy("unset PHALANX_TRANSPORT to use TCP where memory cannot be shared"));
+                let error = Error::environment(format!("the ranks share no memory: {reason}"))
+                    .with_remedy("unset PHALANX_TRANSPORT to use TCP where memory cannot be shared");
+                // Others may have been asked for nothing, and go on.
+                return Err(health.fail(error));
             }
             Err(reason) => tracing::debug!(reason, "the ranks share no memory; data goes over TCP"),
         }

@@ -19,6 +19,9 @@ const INBOUND: usize = 16 << 20;
 /// A ring of this size stays in the second-level cache with what is combined from it.
 const RING: usize = 512 << 10;
 const MIN_RING: usize = 64 << 10;
+/// What ranks tell each other in the store: where their memory is, and whether they have mapped all others'.
+const MEMORY: &str = "memory";
+const MAPPED: &str = "mapped";
 /// How often a rank that waits for the others asks whether they live.
 const LOOK: Duration = Duration::from_millis(200);
 
@@ -32,6 +35,14 @@ struct Address {
     nonce: u64,
 }
 
+/// Tells the others not to wait for this rank's memory: it was told to use TCP, and they may not have been.
+pub(in crate::transport) fn decline(place: &Place<'_>, deadline: Deadline) -> Result<()> {
+    let word: Result<(), String> = Err("it was told to use TCP".to_owned());
+    let word = postcard::to_stdvec(&word).map_err(|error| malformed(MEMORY, error))?;
+    let [memory, mapped] = [MEMORY, MAPPED].map(|topic| key(topic, place.rank));
+    place.store.multi_set(&[(&memory, &word), (&mapped, &word)], deadline)
+}
+
 /// Maps every rank's memory. If some rank cannot, all ranks get the same reason instead.
 pub(in crate::transport) fn rings(
     place: &Place<'_>,
@@ -39,6 +50,10 @@ pub(in crate::transport) fn rings(
     deadline: Deadline,
 ) -> Result<Result<Rings, String>> {
     let (rank, world) = (place.rank, place.world);
+    // All ranks find this alike, so none needs to be told.
+    if world.count() > INBOUND / MIN_RING {
+        return Ok(Err(format!("{world} ranks would take too much memory")));
+    }
     let share = INBOUND / world.count();
     let ring_bytes = share.clamp(MIN_RING, RING).next_multiple_of(ALIGNMENT);
     let layout = Layout { rings: world.count(), ring_bytes };
@@ -51,12 +66,11 @@ pub(in crate::transport) fn rings(
                 std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(|e| e.to_string())?;
             Ok(Address { boot, pid: std::process::id(), descriptor: invitation.descriptor(), nonce })
         });
-    let addresses: Vec<Result<Address, String>> =
-        share_with_all(place, health, "memory", &address, deadline)?;
+    let addresses: Vec<Result<Address, String>> = share_with_all(place, health, MEMORY, &address, deadline)?;
 
     let opened = open_all(rank, layout, &addresses);
     let outcome = opened.as_ref().map(drop).map_err(Clone::clone);
-    let outcomes: Vec<Result<(), String>> = share_with_all(place, health, "mapped", &outcome, deadline)?;
+    let outcomes: Vec<Result<(), String>> = share_with_all(place, health, MAPPED, &outcome, deadline)?;
     // From here on the memory needs no descriptor: every rank has mapped it, or none will use it.
     if let Some((rank, Err(reason))) = world.ranks().zip(outcomes).find(|(_, outcome)| outcome.is_err()) {
         return Ok(Err(format!("rank {rank}: {reason}")));
@@ -73,8 +87,8 @@ fn open_all(
     layout: Layout,
     addresses: &[Result<Address, String>],
 ) -> Result<Vec<Option<Arc<Segment>>>, String> {
-    let own = addresses.get(rank.index()).and_then(|address| address.as_ref().ok());
-    let own = own.ok_or("it has no shared memory of its own")?;
+    let own = addresses.get(rank.index()).ok_or("it left no word on its memory")?;
+    let own = own.as_ref().map_err(|reason| format!("it has no shared memory of its own: {reason}"))?;
     let peers = addresses.iter().enumerate().map(|(peer, address)| {
         if peer == rank.index() {
             return Ok(None);
@@ -113,12 +127,10 @@ fn share_with_all<T: for<'a> Deserialize<'a>, U>(
 where
     Result<U, String>: Serialize,
 {
-    let malformed = |error: postcard::Error| {
-        Error::protocol(format!("the store holds a malformed word on {topic}")).with_source(error)
-    };
-    let key = |rank: Rank| format!("{topic}/{rank}");
-    place.store.set(&key(place.rank), &postcard::to_stdvec(value).map_err(malformed)?, deadline)?;
-    let keys: Vec<String> = place.world.ranks().map(key).collect();
+    let malformed = |error| malformed(topic, error);
+    let own = postcard::to_stdvec(value).map_err(malformed)?;
+    place.store.set(&key(topic, place.rank), &own, deadline)?;
+    let keys: Vec<String> = place.world.ranks().map(|rank| key(topic, rank)).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let values = loop {
         match place.store.multi_get(&keys, deadline.at_most(LOOK)) {
@@ -131,6 +143,14 @@ where
         }
     };
     values.iter().map(|bytes| postcard::from_bytes(bytes).map_err(malformed)).collect()
+}
+
+fn key(topic: &str, rank: Rank) -> String {
+    format!("{topic}/{rank}")
+}
+
+fn malformed(topic: &str, error: postcard::Error) -> Error {
+    Error::protocol(format!("the store holds a malformed word on {topic}")).with_source(error)
 }
 
 fn nonce() -> Result<u64> {

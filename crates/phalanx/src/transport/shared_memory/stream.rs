@@ -1,7 +1,8 @@
 //! One frame on its way into, or out of, a ring.
 //!
 //! Header and payload are each padded to the ring's alignment, so that elements of any type lie aligned in the ring and
-//! a header never wraps.
+//! a header never wraps. Only whole lines of that length are taken out, and so there is only ever room for whole lines:
+//! a line is there, or it is not.
 
 use phalanx_sys::shared::{ALIGNMENT, Consumer, Corrupt, Producer};
 
@@ -55,6 +56,11 @@ impl<'a> Sending<'a> {
     }
 }
 
+/// Has the next line arrived? A state that no peer may leave the ring in counts: `pull` reports it.
+pub(super) fn has_line(ring: &mut Consumer) -> bool {
+    ring.peek(ALIGNMENT).map_or(true, |line| line.len() == ALIGNMENT)
+}
+
 /// A frame of which a part has been received.
 pub(super) struct Receiving<'a> {
     rank: Rank,
@@ -62,52 +68,43 @@ pub(super) struct Receiving<'a> {
     has_header: bool,
     /// Payload bytes that stand in their place, combined.
     received: usize,
-    has_padding: bool,
 }
 
 impl<'a> Receiving<'a> {
     pub(super) fn new(rank: Rank, frame: Incoming<'a>) -> Self {
-        Self { rank, frame, has_header: false, received: 0, has_padding: false }
+        Self { rank, frame, has_header: false, received: 0 }
     }
 
     pub(super) fn is_done(&self) -> bool {
-        self.has_padding
+        self.has_header && self.received == self.frame.into.len()
     }
 
     /// Receives what has arrived, a chunk at most. Was it anything?
     pub(super) fn pull(&mut self, ring: &mut Consumer) -> Result<bool> {
         let Incoming { from, expect, into, kernel } = &mut self.frame;
+        let mut got_header = false;
         if !self.has_header {
-            let Some(head) = ring.peek(HEAD).map_err(corrupt)?.first_chunk::<HEADER>() else {
+            let head = ring.peek(HEAD).map_err(corrupt)?;
+            let Some(header) = head.first_chunk::<HEADER>().filter(|_| head.len() == HEAD) else {
                 return Ok(false);
             };
-            expect.check(&Header::decode(head)?, self.rank, *from)?;
+            expect.check(&Header::decode(header)?, self.rank, *from)?;
             ring.consume(HEAD);
             self.has_header = true;
+            got_header = true;
         }
         let rest = &mut into[self.received..];
-        if !rest.is_empty() {
-            let waiting = ring.peek(rest.len().min(CHUNK)).map_err(corrupt)?;
-            // Whole lines, unless the payload ends.
-            let whole = if waiting.len() == rest.len() {
-                waiting.len()
-            } else {
-                waiting.len() - waiting.len() % ALIGNMENT
-            };
-            if whole == 0 {
-                return Ok(false);
-            }
-            kernel.apply(&mut rest[..whole], &waiting[..whole])?;
-            ring.consume(whole);
-            self.received += whole;
+        let most = rest.len().next_multiple_of(ALIGNMENT).min(CHUNK);
+        let waiting = ring.peek(most).map_err(corrupt)?;
+        let lines = waiting.len() - waiting.len() % ALIGNMENT;
+        if lines == 0 {
+            return Ok(got_header);
         }
-        if self.received == into.len() {
-            let padding = into.len().next_multiple_of(ALIGNMENT) - into.len();
-            if ring.peek(padding).map_err(corrupt)?.len() == padding {
-                ring.consume(padding);
-                self.has_padding = true;
-            }
-        }
+        // The last line ends with padding.
+        let bytes = lines.min(rest.len());
+        kernel.apply(&mut rest[..bytes], &waiting[..bytes])?;
+        ring.consume(lines);
+        self.received += bytes;
         Ok(true)
     }
 }
