@@ -251,8 +251,11 @@ mod tests {
     #[test]
     fn a_peer_that_trickles_does_not_put_the_deadline_off() {
         let error = received_from(HASTE, |link, over| {
+            // Without a pause the whole payload would be there in time; with a sleep the rank would run idle.
             while !over.load(Ordering::Relaxed) {
                 push(link, &[1; 64]);
+                let pause = Instant::now();
+                while pause.elapsed() < Duration::from_micros(2) {}
             }
         });
         assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{error}");
