@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
+use super::engine::Memory;
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
-use crate::collective::{self, Plan, ReduceOp};
+use crate::collective::{self, ReduceOp};
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::wire::frame::{Call, Operation};
@@ -16,8 +17,7 @@ impl ProcessGroup {
     /// At once if the group has failed; otherwise from [`Work::wait`].
     pub fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
-        let plan = collective::all_reduce(self.rank(), self.world_size(), dtype, elements);
-        self.start(Call::new(Operation::AllReduce, dtype, elements).reducing(op), plan, buffer)
+        self.start(Call::new(Operation::AllReduce, dtype, elements).reducing(op), buffer)
     }
 
     /// As [`broadcast`](Self::broadcast); [`Work::wait`] gives the root's elements.
@@ -27,8 +27,7 @@ impl ProcessGroup {
     pub fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
         let root = self.member(root)?;
         let (dtype, elements) = (buffer.dtype(), buffer.len());
-        let plan = collective::broadcast(self.rank(), self.world_size(), root, dtype, elements);
-        self.start(Call::new(Operation::Broadcast, dtype, elements).rooted_at(root), plan, buffer)
+        self.start(Call::new(Operation::Broadcast, dtype, elements).rooted_at(root), buffer)
     }
 
     /// As [`all_gather`](Self::all_gather); [`Work::wait`] gives a buffer with all ranks' elements.
@@ -41,8 +40,7 @@ impl ProcessGroup {
         let own = buffer.as_bytes();
         let start = self.rank().index() * own.len();
         gathered.as_bytes_mut()[start..start + own.len()].copy_from_slice(own);
-        let plan = collective::all_gather(self.rank(), self.world_size(), gathered.len());
-        self.start(Call::new(Operation::AllGather, dtype, elements), plan, gathered)
+        self.start(Call::new(Operation::AllGather, dtype, elements), gathered)
     }
 
     /// As [`reduce_scatter`](Self::reduce_scatter); [`Work::wait`] gives this rank's share.
@@ -52,10 +50,9 @@ impl ProcessGroup {
     pub fn reduce_scatter_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements, world) = (buffer.dtype(), buffer.len(), self.world_size());
         self.check_length("reduce_scatter", "input", elements, "output", elements / world.count())?;
-        let plan = collective::reduce_scatter(self.rank(), world, elements);
         let own = collective::chunk(elements, world, self.rank().index());
         let call = Call::new(Operation::ReduceScatter, dtype, elements).reducing(op);
-        self.start_then(call, plan, buffer, move |buffer| {
+        self.start_then(call, buffer, move |buffer| {
             let mut share = Buffer::zeroed(dtype, own.len());
             let bytes = own.start * dtype.size()..own.end * dtype.size();
             share.as_bytes_mut().copy_from_slice(&buffer.as_bytes()[bytes]);
@@ -63,14 +60,13 @@ impl ProcessGroup {
         })
     }
 
-    fn start(&self, call: Call, plan: Plan, buffer: Buffer) -> Result<Work> {
-        self.start_then(call, plan, buffer, |buffer| buffer)
+    fn start(&self, call: Call, buffer: Buffer) -> Result<Work> {
+        self.start_then(call, buffer, |buffer| buffer)
     }
 
     fn start_then(
         &self,
         call: Call,
-        plan: Plan,
         mut buffer: Buffer,
         finish: impl FnOnce(Buffer) -> Buffer + Send + 'static,
     ) -> Result<Work> {
@@ -82,7 +78,7 @@ impl ProcessGroup {
             deadline,
             Box::new(move |engine| {
                 let begin = Instant::now();
-                let outcome = engine.collective(call, &plan, buffer.as_bytes_mut(), deadline);
+                let outcome = engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), deadline);
                 if trace.is_enabled() {
                     trace.complete("communication", call.to_string(), begin, Instant::now(), &[]);
                 }

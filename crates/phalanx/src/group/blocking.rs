@@ -1,7 +1,8 @@
 //! Operations that return when they are done. They run on the caller's thread, on the caller's memory.
 
 use super::ProcessGroup;
-use crate::collective::{self, ReduceOp};
+use super::engine::Memory;
+use crate::collective::ReduceOp;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -16,8 +17,7 @@ impl ProcessGroup {
     /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified.
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
         let call = call::<T>(Operation::AllReduce, data.len()).reducing(op);
-        let plan = collective::all_reduce(self.rank(), self.world_size(), T::DTYPE, data.len());
-        self.in_place(call, &plan, data)
+        self.run(call, Memory::InPlace(bytemuck::cast_slice_mut(data)))
     }
 
     /// Copies the root's `data` to every rank.
@@ -27,8 +27,7 @@ impl ProcessGroup {
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: Rank) -> Result<()> {
         let root = self.member(root)?;
         let call = call::<T>(Operation::Broadcast, data.len()).rooted_at(root);
-        let plan = collective::broadcast(self.rank(), self.world_size(), root, T::DTYPE, data.len());
-        self.in_place(call, &plan, data)
+        self.run(call, Memory::InPlace(bytemuck::cast_slice_mut(data)))
     }
 
     /// Gathers `input`, equally long on every rank, from all ranks: rank r's elements stand at r·len in `output`.
@@ -37,10 +36,7 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), and if `output` is not `world_size` times as long as `input`.
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         self.check_length("all_gather", "output", output.len(), "input", input.len())?;
-        let start = self.rank().index() * input.len();
-        output[start..start + input.len()].copy_from_slice(input);
-        let plan = collective::all_gather(self.rank(), self.world_size(), output.len());
-        self.in_place(call::<T>(Operation::AllGather, input.len()), &plan, output)
+        self.run(call::<T>(Operation::AllGather, input.len()), apart(input, output))
     }
 
     /// Combines `input` with the other ranks' `input` and leaves rank r the elements from r·len on, in `output`.
@@ -49,15 +45,8 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), and if `input` is not `world_size` times as long as `output`.
     pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
         self.check_length("reduce_scatter", "input", input.len(), "output", output.len())?;
-        self.check_health()?;
-        let deadline = self.deadline();
         let call = call::<T>(Operation::ReduceScatter, input.len()).reducing(op);
-        let plan = collective::reduce_scatter(self.rank(), self.world_size(), input.len());
-        let own = collective::chunk(input.len(), self.world_size(), self.rank().index());
-        self.inner.lane.run(deadline, |engine| {
-            let output = (bytemuck::cast_slice_mut(output), own);
-            engine.collective_through_copy(call, &plan, bytemuck::cast_slice(input), output, deadline)
-        })?
+        self.run(call, apart(input, output))
     }
 
     /// Returns when every rank has called it.
@@ -65,8 +54,7 @@ impl ProcessGroup {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
     pub fn barrier(&self) -> Result<()> {
-        let plan = collective::dissemination(self.rank(), self.world_size());
-        self.in_place::<u8>(call::<u8>(Operation::Barrier, 0), &plan, &mut [])
+        self.run(call::<u8>(Operation::Barrier, 0), Memory::InPlace(&mut []))
     }
 
     /// Sends `data` to `to`, which must call [`recv`](Self::recv) with the same type and length. May return before it
@@ -96,11 +84,10 @@ impl ProcessGroup {
             .run(deadline, |engine| engine.recv(call, from, bytemuck::cast_slice_mut(data), deadline))?
     }
 
-    fn in_place<T: Element>(&self, call: Call, plan: &collective::Plan, data: &mut [T]) -> Result<()> {
+    fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
         self.check_health()?;
         let deadline = self.deadline();
-        let data = bytemuck::cast_slice_mut(data);
-        self.inner.lane.run(deadline, |engine| engine.collective(call, plan, data, deadline))?
+        self.inner.lane.run(deadline, |engine| engine.collective(call, memory, deadline))?
     }
 
     pub(super) fn check_length(
@@ -134,6 +121,10 @@ impl Call {
     pub(super) fn rooted_at(self, root: Rank) -> Self {
         Self { root: Some(root), ..self }
     }
+}
+
+fn apart<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
+    Memory::Apart { input: bytemuck::cast_slice(input), output: bytemuck::cast_slice_mut(output) }
 }
 
 fn call<T: Element>(operation: Operation, elements: usize) -> Call {

@@ -12,10 +12,19 @@ use crate::launch::write_blaming;
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
 use crate::transport::health::Health;
 use crate::transport::{Incoming, Outgoing, Transport};
-use crate::wire::frame::{Call, Header};
+use crate::wire::frame::{Call, Header, Operation};
+
+/// The memory of a collective on this rank.
+pub(super) enum Memory<'a> {
+    /// The result takes the place of the input.
+    InPlace(&'a mut [u8]),
+    /// The result has memory of its own.
+    Apart { input: &'a [u8], output: &'a mut [u8] },
+}
 
 /// A group's end of its connections, with the memory that plans need on the way.
 pub(super) struct Engine {
+    rank: Rank,
     world: WorldSize,
     epoch: Epoch,
     transport: Box<dyn Transport>,
@@ -32,12 +41,14 @@ pub(super) struct Engine {
 
 impl Engine {
     pub(super) fn new(
+        rank: Rank,
         world: WorldSize,
         epoch: Epoch,
         transport: Box<dyn Transport>,
         health: Arc<Health>,
     ) -> Self {
         Self {
+            rank,
             world,
             epoch,
             transport,
@@ -54,37 +65,68 @@ impl Engine {
         self.health.clone()
     }
 
-    /// A collective of all ranks, in place.
-    pub(super) fn collective(
+    /// A collective of all ranks, on this rank's memory.
+    pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, deadline: Deadline) -> Result<()> {
+        let sequence = self.collectives.advance();
+        match memory {
+            Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
+            Memory::Apart { input, output } if call.operation == Operation::ReduceScatter => {
+                self.through_copy(call, sequence, input, output, deadline)
+            }
+            Memory::Apart { input, output } => {
+                let start = self.rank.index() * input.len();
+                output[start..start + input.len()].copy_from_slice(input);
+                self.in_place(call, sequence, output, deadline)
+            }
+        }
+    }
+
+    fn in_place(
         &mut self,
         call: Call,
-        plan: &Plan,
+        sequence: Sequence,
         data: &mut [u8],
         deadline: Deadline,
     ) -> Result<()> {
-        let sequence = self.collectives.advance();
-        self.execute(call, sequence, plan, data, deadline)
+        let plan = self.plan(&call, data.len() / call.dtype.size());
+        self.execute(call, sequence, &plan, data, deadline)
     }
 
-    /// A collective whose input is combined on the way: `output` gets `result`, a range of elements, of it.
-    pub(super) fn collective_through_copy(
+    /// A collective that combines its input on the way: `output` gets this rank's chunk of it.
+    fn through_copy(
         &mut self,
         call: Call,
-        plan: &Plan,
+        sequence: Sequence,
         input: &[u8],
-        output: (&mut [u8], Range<usize>),
+        output: &mut [u8],
         deadline: Deadline,
     ) -> Result<()> {
         let mut workspace = std::mem::take(&mut self.workspace);
         workspace.reserve_len(input.len());
         let data = &mut workspace.as_mut_slice()[..input.len()];
         data.copy_from_slice(input);
-        let outcome = self.collective(call, plan, data, deadline);
+        let outcome = self.in_place(call, sequence, data, deadline);
         if outcome.is_ok() {
-            output.0.copy_from_slice(&data[bytes_of(&output.1, call.dtype.size())]);
+            let start = self.rank.index() * output.len();
+            output.copy_from_slice(&data[start..start + output.len()]);
         }
         self.workspace = workspace;
         outcome
+    }
+
+    /// The plan of a collective whose buffer holds `elements` on this rank.
+    fn plan(&self, call: &Call, elements: usize) -> Plan {
+        let (rank, world, dtype) = (self.rank, self.world, call.dtype);
+        let root = call.root.unwrap_or(Rank::MAIN);
+        match call.operation {
+            Operation::AllReduce => collective::all_reduce(rank, world, dtype, elements),
+            Operation::Broadcast => collective::broadcast(rank, world, root, dtype, elements),
+            Operation::AllGather => collective::all_gather(rank, world, elements),
+            Operation::ReduceScatter => collective::reduce_scatter(rank, world, elements),
+            Operation::Barrier => collective::dissemination(rank, world),
+            // No collective; it has its own way in.
+            Operation::PointToPoint => Plan::new(),
+        }
     }
 
     pub(super) fn send(&mut self, call: Call, to: Rank, data: &[u8], deadline: Deadline) -> Result<()> {

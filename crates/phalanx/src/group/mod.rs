@@ -158,7 +158,7 @@ impl ProcessGroup {
         health: Arc<Health>,
     ) -> Result<Self> {
         let Identity { rank, world, local, epoch, trace, transport: kind, keep_alive } = identity;
-        let engine = Engine::new(world, epoch, transport, health.clone());
+        let engine = Engine::new(rank, world, epoch, transport, health.clone());
         let lane = Lane::new(rank, engine, local)?;
         let inner = Inner {
             rank,
