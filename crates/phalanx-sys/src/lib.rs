@@ -3,8 +3,11 @@
 //! - [`guard`]: child processes that cannot outlive the one that started them, nor can what they have started.
 //! - [`shared`]: rings in memory that several processes map, and a doorbell for whoever sleeps.
 //! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions put back afterwards.
+// Models use only what they are about.
+#![cfg_attr(loom, allow(dead_code))]
 
 pub mod guard;
 pub mod shared;
 pub mod signal;
+mod sync;
 mod worker;

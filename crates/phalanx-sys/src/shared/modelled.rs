@@ -1,0 +1,78 @@
+//! [`memory`](super::memory) as loom sees it: it knows who has read and written which bytes, and objects when two who
+//! did are not ordered.
+
+use std::cell::UnsafeCell;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::slice;
+
+use super::LINE;
+use crate::sync::{AtomicU32, AtomicU64};
+
+/// Bytes that are watched together: what models move is a multiple.
+pub(super) const WATCHED: usize = 32;
+
+#[derive(Debug)]
+pub(super) struct Memory {
+    words: BTreeMap<usize, AtomicU64>,
+    half_words: BTreeMap<usize, AtomicU32>,
+    /// Where the bytes begin.
+    start: usize,
+    bytes: Box<[UnsafeCell<u8>]>,
+    /// One for each `WATCHED` bytes.
+    watch: Vec<loom::cell::UnsafeCell<()>>,
+}
+
+// SAFETY: loom runs one thread at a time; that threads would not touch the same bytes at the same time, is what it
+// checks.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Only the words that are in use: two at the beginning of each line.
+    pub fn new(words: usize, bytes: Range<usize>) -> Self {
+        let lines = || (0..words).step_by(LINE);
+        Self {
+            start: bytes.start,
+            words: lines().flat_map(|line| [line, line + 8]).map(|at| (at, AtomicU64::default())).collect(),
+            half_words: lines().map(|line| (line, AtomicU32::default())).collect(),
+            bytes: bytes.clone().map(|_| UnsafeCell::new(0)).collect(),
+            watch: bytes.step_by(WATCHED).map(|_| loom::cell::UnsafeCell::new(())).collect(),
+        }
+    }
+
+    pub fn word(&self, offset: usize) -> &AtomicU64 {
+        &self.words[&offset]
+    }
+
+    pub fn half_word(&self, offset: usize) -> &AtomicU32 {
+        &self.half_words[&offset]
+    }
+
+    /// # Safety
+    ///
+    /// None is needed here: loom panics where a real write would not be sound.
+    pub unsafe fn write(&self, offset: usize, bytes: &[u8]) {
+        self.watched(offset, bytes.len()).iter().for_each(|cell| cell.with_mut(|_| ()));
+        for (cell, byte) in self.bytes[offset - self.start..].iter().zip(bytes) {
+            // SAFETY: one thread runs at a time, and what was lent to others is no longer read: loom has checked.
+            unsafe { *cell.get() = *byte };
+        }
+    }
+
+    /// # Safety
+    ///
+    /// None is needed here: loom panics where a real loan would not be sound, at the latest when somebody writes.
+    pub unsafe fn lend(&self, offset: usize, length: usize) -> &[u8] {
+        self.watched(offset, length).iter().for_each(|cell| cell.with(|_| ()));
+        let bytes = &self.bytes[offset - self.start..][..length];
+        // SAFETY: a cell of a byte is laid out as the byte.
+        unsafe { slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) }
+    }
+
+    fn watched(&self, offset: usize, length: usize) -> &[loom::cell::UnsafeCell<()>] {
+        assert!(offset.is_multiple_of(WATCHED) && length.is_multiple_of(WATCHED));
+        &self.watch[(offset - self.start) / WATCHED..][..length / WATCHED]
+    }
+}

@@ -1,0 +1,85 @@
+//! The atomics of shared memory, and the kernel's way to sleep on one.
+//!
+//! Under `--cfg loom` they are loom's, and the way to sleep is a model of the kernel's: what is built on them runs
+//! unchanged, in every order that the memory model allows.
+
+pub(crate) use self::chosen::{AtomicU32, AtomicU64, fence, futex};
+pub(crate) use std::sync::atomic::Ordering;
+
+#[cfg(not(loom))]
+mod chosen {
+    pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, fence};
+
+    /// Sleeping on a word that processes share.
+    pub(crate) mod futex {
+        use std::time::Duration;
+
+        use rustix::thread::futex::{self, Flags};
+        use rustix::time::Timespec;
+
+        use super::AtomicU32;
+
+        /// Sleeps while `word` is `value`, until it is woken, at most for `timeout`; possibly for no reason at all less
+        /// long.
+        pub(crate) fn wait(word: &AtomicU32, value: u32, timeout: Duration) {
+            let timeout =
+                Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
+            // Another value already, interrupted, timed out: in each case the caller looks again.
+            let _ = futex::wait(word, Flags::empty(), value, Some(&timeout));
+        }
+
+        /// Wakes all that sleep on `word`.
+        pub(crate) fn wake(word: &AtomicU32) {
+            // Nobody to wake is no error.
+            let _ = futex::wake(word, Flags::empty(), u32::MAX);
+        }
+    }
+}
+
+#[cfg(loom)]
+mod chosen {
+    use std::ops::Deref;
+
+    use loom::sync::atomic::AtomicU32 as Word;
+    pub(crate) use loom::sync::atomic::{AtomicU64, fence};
+    use loom::sync::{Condvar, Mutex};
+
+    /// A word with the kernel's queue of those that sleep on it.
+    #[derive(Debug, Default)]
+    pub(crate) struct AtomicU32 {
+        word: Word,
+        queue: Mutex<()>,
+        woken: Condvar,
+    }
+
+    impl Deref for AtomicU32 {
+        type Target = Word;
+
+        fn deref(&self) -> &Word {
+            &self.word
+        }
+    }
+
+    /// As the kernel does it: the word is compared, and the sleeper queued, under a lock that whoever wakes takes too.
+    pub(crate) mod futex {
+        use std::time::Duration;
+
+        use super::AtomicU32;
+        use crate::sync::Ordering;
+
+        /// Without a time-out, so that a sleeper whom nobody wakes is a deadlock, which loom reports.
+        pub(crate) fn wait(word: &AtomicU32, value: u32, _: Duration) {
+            if let Ok(queue) = word.queue.lock()
+                && word.load(Ordering::Relaxed) == value
+            {
+                drop(word.woken.wait(queue));
+            }
+        }
+
+        pub(crate) fn wake(word: &AtomicU32) {
+            let queue = word.queue.lock();
+            word.woken.notify_all();
+            drop(queue);
+        }
+    }
+}
