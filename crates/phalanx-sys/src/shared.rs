@@ -83,6 +83,13 @@ pub struct Segment {
 }
 
 impl Segment {
+    /// A segment of this process alone, for tests where there are no files to share.
+    #[cfg(miri)]
+    fn private(layout: Layout) -> io::Result<Self> {
+        let layout = layout.check()?;
+        Ok(Self { memory: Memory::private(layout.words(), layout.bytes())?, layout })
+    }
+
     /// Rings for the owner of this segment, from any process.
     pub fn doorbell(&self) -> Doorbell<'_> {
         Doorbell::new(self.memory.half_word(LINE), self.memory.half_word(2 * LINE))

@@ -11,6 +11,7 @@ mod chosen {
     pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, fence};
 
     /// Sleeping on a word that processes share.
+    #[cfg(not(miri))]
     pub(crate) mod futex {
         use std::time::Duration;
 
@@ -33,6 +34,25 @@ mod chosen {
             // Nobody to wake is no error.
             let _ = futex::wake(word, Flags::empty(), u32::MAX);
         }
+    }
+
+    /// Miri objects to the pointer that the system's call makes of a number: looks again and again instead.
+    #[cfg(miri)]
+    pub(crate) mod futex {
+        use std::thread;
+        use std::time::{Duration, Instant};
+
+        use super::AtomicU32;
+        use crate::sync::Ordering;
+
+        pub(crate) fn wait(word: &AtomicU32, value: u32, timeout: Duration) {
+            let start = Instant::now();
+            while word.load(Ordering::Relaxed) == value && start.elapsed() < timeout {
+                thread::yield_now();
+            }
+        }
+
+        pub(crate) fn wake(_: &AtomicU32) {}
     }
 }
 

@@ -17,7 +17,7 @@ use super::{Layout, Segment};
 use crate::sync::Ordering;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PHXSHM01");
-pub(super) const NAME: &str = "phalanx-rings";
+const NAME: &str = "phalanx-rings";
 /// Memory that is allocated at once. A signal ends an allocation and undoes it, so that a large one might never end
 /// where signals come often, as under a profiler.
 const PIECE: u64 = 1 << 20;
@@ -87,5 +87,48 @@ impl Segment {
         // used for is the same in every process.
         let memory = unsafe { Memory::map(file, layout.words(), layout.bytes()) }?;
         Ok(Self { memory, layout })
+    }
+}
+
+// Miri has no such files.
+#[cfg(not(miri))]
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LAYOUT: Layout = Layout { rings: 2, ring_bytes: 128 };
+
+    #[test]
+    fn only_the_right_memory_is_opened() {
+        let (own, invitation) = Segment::create(LAYOUT, 7).unwrap();
+        let open = |layout, nonce| Segment::open(std::process::id(), invitation.descriptor(), layout, nonce);
+        assert!(open(LAYOUT, 8).is_err());
+        assert!(open(Layout { rings: 200, ..LAYOUT }, 7).is_err());
+        assert!(open(Layout { ring_bytes: 100, ..LAYOUT }, 7).is_err());
+        let device = File::open("/dev/null").unwrap();
+        let error = Segment::open(std::process::id(), device.as_raw_fd(), LAYOUT, 7).unwrap_err();
+        assert_eq!(error.to_string(), "it is not a segment");
+        let file = unsealed();
+        assert!(Segment::open(std::process::id(), file.as_raw_fd(), LAYOUT, 7).is_err(), "it could shrink");
+        assert!(own.consumer(2).is_none());
+        let first = own.consumer(0);
+        assert!(first.is_some() && own.consumer(0).is_none());
+    }
+
+    #[test]
+    fn an_end_is_given_out_once_also_to_other_mappings() {
+        let (own, invitation) = Segment::create(LAYOUT, 7).unwrap();
+        let others =
+            [(); 2].map(|()| Segment::open(std::process::id(), invitation.descriptor(), LAYOUT, 7).unwrap());
+        let producer = others[0].producer(1);
+        assert!(producer.is_some() && others[1].producer(1).is_none() && own.producer(1).is_none());
+        let consumer = own.consumer(1);
+        assert!(consumer.is_some() && others[0].consumer(1).is_none() && others[1].consumer(0).is_some());
+    }
+
+    fn unsealed() -> OwnedFd {
+        let fd = memfd_create(NAME, MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, LAYOUT.bytes() as u64).unwrap();
+        fd
     }
 }

@@ -38,7 +38,7 @@ impl Memory {
         Self::at(base.cast(), words, length)
     }
 
-    /// Memory of this process alone, for what has no shared memory.
+    /// Memory of this process alone.
     #[cfg(miri)]
     pub fn private(words: usize, length: usize) -> io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
