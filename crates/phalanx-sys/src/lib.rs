@@ -6,6 +6,10 @@
 // Models use only what they are about.
 #![cfg_attr(loom, allow(dead_code))]
 
+#[cfg(not(loom))]
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod guard;
 pub mod shared;
 pub mod signal;

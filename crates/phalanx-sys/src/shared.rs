@@ -84,8 +84,9 @@ pub struct Segment {
 
 impl Segment {
     /// A segment of this process alone, for tests where there are no files to share.
-    #[cfg(miri)]
-    fn private(layout: Layout) -> io::Result<Self> {
+    #[cfg(not(loom))]
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn private(layout: Layout) -> io::Result<Self> {
         let layout = layout.check()?;
         Ok(Self { memory: Memory::private(layout.words(), layout.bytes())?, layout })
     }

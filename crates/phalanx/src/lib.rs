@@ -38,6 +38,9 @@ mod rank;
 
 mod collective;
 pub mod env;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod group;
 pub mod launch;
 pub mod reducer;

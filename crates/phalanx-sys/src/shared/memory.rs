@@ -39,7 +39,7 @@ impl Memory {
     }
 
     /// Memory of this process alone.
-    #[cfg(miri)]
+    #[cfg(any(test, fuzzing))]
     pub fn private(words: usize, length: usize) -> io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the system's choice.

@@ -24,11 +24,11 @@ impl Segment {
             && self.memory.word(FIELDS + ring * POSITIONS + end + 8).swap(1, Ordering::Relaxed) == 0
     }
 
-    pub(super) fn written(&self, ring: usize) -> &AtomicU64 {
+    pub(crate) fn written(&self, ring: usize) -> &AtomicU64 {
         self.memory.word(FIELDS + ring * POSITIONS)
     }
 
-    pub(super) fn consumed(&self, ring: usize) -> &AtomicU64 {
+    pub(crate) fn consumed(&self, ring: usize) -> &AtomicU64 {
         self.memory.word(FIELDS + ring * POSITIONS + LINE)
     }
 

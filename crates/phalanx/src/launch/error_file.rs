@@ -79,6 +79,15 @@ fn parse(bytes: &[u8]) -> Option<WorkerError> {
     (!message.is_empty()).then(|| WorkerError { message: message.to_owned(), peer })
 }
 
+/// For [`fuzzing`](crate::fuzzing): what a worker has left.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let Some(WorkerError { message, .. }) = parse(bytes) else { return false };
+    assert!(!message.is_empty() && message.len() <= bytes.len() && message.trim() == message);
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

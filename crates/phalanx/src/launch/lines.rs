@@ -75,6 +75,23 @@ impl Lines {
     }
 }
 
+/// For [`fuzzing`](crate::fuzzing): what a worker prints, in pieces whose length is the first byte.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    const LIMIT: usize = 16;
+    let Some((piece, bytes)) = bytes.split_first() else { return false };
+    let (mut lines, mut shown) = (Lines::new(LIMIT), 0);
+    let mut emit = |line: &[u8]| {
+        assert!(line.len() <= LIMIT && !line.contains(&b'\n') && !line.contains(&b'\r'));
+        shown += line.len();
+    };
+    bytes.chunks(usize::from(*piece).max(1)).for_each(|piece| lines.push(piece, Instant::now(), &mut emit));
+    lines.finish(&mut emit);
+    assert!(shown <= bytes.len());
+    shown > 0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

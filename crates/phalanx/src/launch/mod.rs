@@ -40,8 +40,12 @@ mod policy;
 mod supervisor;
 mod worker;
 
+#[cfg(any(test, fuzzing))]
+pub use error_file::fuzz as fuzz_error_file;
 pub use error_file::write as write_error_file;
 pub(crate) use error_file::write_blaming;
 pub use event::{Event, Observer, Stream};
 pub use exit::{Exit, Failure, Outcome, Report, Signal};
 pub use job::{Job, Output};
+#[cfg(any(test, fuzzing))]
+pub use lines::fuzz as fuzz_lines;

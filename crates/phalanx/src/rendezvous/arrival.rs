@@ -248,6 +248,15 @@ impl Arrived {
     }
 }
 
+/// For [`fuzzing`](crate::fuzzing): a rank's entry, or a verdict.
+#[cfg(any(test, fuzzing))]
+pub(super) fn fuzz(bytes: &[u8]) -> bool {
+    assert_eq!(spoken(bytes).operation(), Some("rendezvous"));
+    let Ok(entry) = Entry::parse(bytes) else { return serde_json::from_slice::<Told>(bytes).is_ok() };
+    assert_eq!(Entry::parse(entry.to_text().as_bytes()).ok(), Some(entry));
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

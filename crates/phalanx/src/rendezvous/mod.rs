@@ -217,5 +217,13 @@ impl Drop for KeepAlive {
     }
 }
 
+/// For [`fuzzing`](crate::fuzzing): what ranks find in the store, and what users say.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let is_url = std::str::from_utf8(bytes).is_ok_and(|text| Url::parse(text).is_ok());
+    arrival::fuzz(bytes) || is_url
+}
+
 #[cfg(test)]
 mod tests;

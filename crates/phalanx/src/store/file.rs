@@ -12,6 +12,8 @@ use std::time::Duration;
 use parking_lot::{Mutex, MutexGuard};
 
 use self::log::Log;
+#[cfg(any(test, fuzzing))]
+pub use self::log::fuzz;
 use super::Store;
 use super::call::Call;
 use super::table::{Refusal, Table};

@@ -19,8 +19,12 @@ use crate::deadline::Deadline;
 use crate::error::Result;
 
 pub use file::FileStore;
+#[cfg(any(test, fuzzing))]
+pub use file::fuzz as fuzz_log;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
+#[cfg(any(test, fuzzing))]
+pub use tcp::fuzz as fuzz_reply;
 pub(crate) use tcp::host_port;
 pub use tcp::{TcpStore, TcpStoreServer};
 

@@ -126,3 +126,11 @@ fn late(peer: Rank, host: &str) -> Error {
              group",
         )
 }
+
+/// For [`fuzzing`](crate::fuzzing): the words that ranks leave for each other in the store.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let socket = tcp::fuzz(bytes);
+    shared_memory::fuzz(bytes) || socket
+}

@@ -195,3 +195,22 @@ fn checksum(pieces: &[&[u8]]) -> u64 {
     let bytes = pieces.iter().copied().flatten();
     bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
+
+/// For [`fuzzing`](crate::fuzzing): what is in a log, and what is put there.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let (mut rest, mut any) = (bytes, false);
+    while let Ok(Some((key, value))) = read_record(&mut rest) {
+        let mut written = Vec::new();
+        push_record(&mut written, &key, value.as_deref());
+        assert!(bytes[..bytes.len() - rest.len()].ends_with(&written));
+        any = true;
+    }
+    let (key, value) = bytes.split_at(bytes.len().min(8));
+    let mut written = Vec::new();
+    push_record(&mut written, key, Some(value));
+    assert_eq!(read_record(&mut &*written).ok(), Some(Some((key.to_vec(), Some(value.to_vec())))));
+    assert!(matches!(read_record(&mut &written[..written.len() - 1]), Ok(None)), "it is not whole");
+    any
+}

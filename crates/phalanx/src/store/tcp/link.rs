@@ -288,6 +288,33 @@ fn foreign(address: &str, what: &str) -> Error {
         .with_remedy("another program has this port: set MASTER_PORT to a free one for every rank")
 }
 
+/// For [`fuzzing`](crate::fuzzing): what a store answers, to calls that the first bytes name.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    use std::net::Shutdown;
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+
+    const CALLS: usize = 4;
+    /// What a socket takes without being read.
+    const MOST: usize = 64 << 10;
+    let Some((calls, answer)) = bytes.split_first_chunk::<CALLS>() else { return false };
+    let Ok((ours, mut store)) = UnixStream::pair() else { return false };
+    let sent =
+        store.write_all(&answer[..answer.len().min(MOST)]).and_then(|()| store.shutdown(Shutdown::Write));
+    let stream = TcpStream::from(OwnedFd::from(ours));
+    let deadline = Deadline::after(Duration::from_secs(10));
+    let mut link = Link { stream, buffer: Vec::new(), start: 0, deadline };
+    let understood = calls.iter().take_while(|call| match **call % 4 {
+        0 => link.take::<4>().is_ok(),
+        1 => link.integer().is_ok(),
+        2 => link.value().is_ok_and(|value| value.len() <= MAX_VALUE.min(answer.len())),
+        _ => link.wait(&[Op::Wait as u8]).is_ok(),
+    });
+    sent.is_ok() && understood.count() == CALLS
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -7,6 +7,8 @@ mod server;
 mod waiters;
 
 pub use client::TcpStore;
+#[cfg(any(test, fuzzing))]
+pub use link::fuzz;
 pub(crate) use link::host_port;
 pub use server::TcpStoreServer;
 

@@ -156,3 +156,13 @@ fn malformed(topic: &str, error: postcard::Error) -> Error {
 fn nonce() -> Result<u64> {
     getrandom::u64().map_err(|error| Error::io("no random numbers", io::Error::other(error.to_string())))
 }
+
+/// For [`fuzzing`](crate::fuzzing): where a rank's memory is, and whether it has mapped the others'.
+#[cfg(any(test, fuzzing))]
+pub(in crate::transport) fn fuzz(bytes: &[u8]) -> bool {
+    let outcome = postcard::from_bytes::<Result<(), String>>(bytes).is_ok();
+    let Ok(word) = postcard::from_bytes::<Result<Address, String>>(bytes) else { return outcome };
+    let again = postcard::to_stdvec(&word);
+    assert!(again.is_ok_and(|bytes| postcard::from_bytes::<Result<Address, String>>(&bytes).is_ok()));
+    true
+}

@@ -11,6 +11,8 @@ use std::time::Duration;
 
 use phalanx_sys::shared::{Consumer, Producer, Segment};
 
+#[cfg(any(test, fuzzing))]
+pub(super) use self::connect::fuzz;
 pub(super) use self::connect::{decline, rings};
 use self::stream::{Receiving, Sending, has_line};
 use super::health::Health;

@@ -244,6 +244,16 @@ pub(super) fn settle(stream: &TcpStream) -> io::Result<()> {
     stream.set_nonblocking(true)
 }
 
+/// For [`fuzzing`](crate::fuzzing): where a rank listens.
+#[cfg(any(test, fuzzing))]
+pub(in crate::transport) fn fuzz(bytes: &[u8]) -> bool {
+    let Ok(address) = postcard::from_bytes::<Address>(bytes) else { return false };
+    let again =
+        postcard::to_stdvec(&address).is_ok_and(|bytes| postcard::from_bytes::<Address>(&bytes).is_ok());
+    assert!(again && address.host.len() <= bytes.len());
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::accept::HANDSHAKE;

@@ -12,6 +12,8 @@ use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+#[cfg(any(test, fuzzing))]
+pub(super) use self::connect::fuzz;
 pub(super) use self::connect::mesh;
 use self::control::Connections;
 pub(super) use self::control::Monitor;

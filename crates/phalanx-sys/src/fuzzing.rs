@@ -1,0 +1,95 @@
+//! A ring whose peer may write any position, for the fuzz target `ring` and for the tests.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::shared::{Layout, Segment};
+
+const LAYOUT: Layout = Layout { rings: 1, ring_bytes: 128 };
+
+/// Does with both ends of a ring what `script` says, two bytes for each step: what, and how much. As long as both keep to
+/// the protocol, what is read is what was written; a side that does not must not get the other beyond the ring.
+///
+/// Says whether anything was read.
+pub fn ring(script: &[u8]) -> bool {
+    let Ok(segment) = Segment::private(LAYOUT).map(Arc::new) else { return false };
+    let Some((mut producer, mut consumer)) = segment.producer(0).zip(segment.consumer(0)) else {
+        return false;
+    };
+    let (mut next, mut pushed, mut published) = (0u8, VecDeque::new(), VecDeque::new());
+    let (mut written, mut consumed) = (0u64, 0u64);
+    let (mut honest, mut any) = (true, false);
+    // A position that the other side may have, seen from this one; who asks for more than the ring holds looks at it.
+    let fits = |waiting: Option<u64>| waiting.is_some_and(|waiting| waiting <= LAYOUT.ring_bytes as u64);
+    for step in script.chunks_exact(2) {
+        let most = usize::from(step[1]);
+        match step[0] % 6 {
+            0 => {
+                let bytes: Vec<u8> = (0..most).map(|at| next.wrapping_add(at as u8)).collect();
+                let result = producer.push(&bytes);
+                let room = LAYOUT.ring_bytes - (pushed.len() + published.len()).min(LAYOUT.ring_bytes);
+                assert!(!honest || result == Ok(most.min(room)));
+                let theirs = segment.consumed(0).load(Ordering::Relaxed);
+                assert!(most <= LAYOUT.ring_bytes || result.is_ok() == fits(written.checked_sub(theirs)));
+                let count = result.unwrap_or(0);
+                assert!(count <= most);
+                next = next.wrapping_add(count as u8);
+                written += count as u64;
+                pushed.extend(&bytes[..count]);
+            }
+            1 => {
+                producer.publish();
+                published.append(&mut pushed);
+            }
+            2 => {
+                let result = consumer.peek(most);
+                let theirs = segment.written(0).load(Ordering::Relaxed);
+                assert!(!honest || result.is_ok());
+                assert!(most <= LAYOUT.ring_bytes || result.is_ok() == fits(theirs.checked_sub(consumed)));
+                let Ok(waiting) = result else { continue };
+                assert!(waiting.len() <= most.min(LAYOUT.ring_bytes));
+                assert!(!honest || waiting.iter().eq(published.iter().take(waiting.len())));
+                assert!(!honest || !waiting.is_empty() || most == 0 || published.is_empty());
+                any |= !waiting.is_empty();
+            }
+            3 => {
+                let Ok(waiting) = consumer.peek(most).map(<[u8]>::len) else { continue };
+                consumer.consume(waiting);
+                consumed += waiting as u64;
+                published.drain(..waiting.min(published.len()));
+            }
+            // From here on they are peers that break the protocol.
+            4 => {
+                segment.written(0).store(position(step[1]), Ordering::Relaxed);
+                honest = false;
+            }
+            _ => {
+                segment.consumed(0).store(position(step[1]), Ordering::Relaxed);
+                honest = false;
+            }
+        }
+    }
+    any
+}
+
+/// Small ones, and those next to the end of the numbers.
+fn position(byte: u8) -> u64 {
+    (i64::from(byte.cast_signed()) * 3).cast_unsigned()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn what_the_fuzzer_has_found_before_is_still_right() {
+        let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds/ring");
+        let files = fs::read_dir(seeds).unwrap();
+        let meaningful = files.filter(|file| ring(&fs::read(file.as_ref().unwrap().path()).unwrap())).count();
+        assert!(meaningful > 0, "no seed of the ring reads anything");
+    }
+}
