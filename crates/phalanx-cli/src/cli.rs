@@ -7,7 +7,7 @@ use clap::builder::FalseyValueParser;
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand};
 
-use crate::bench::Bench;
+use crate::bench::{Bench, Plot};
 use crate::processes::Processes;
 
 const STYLES: Styles = Styles::styled()
@@ -29,6 +29,7 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     Run(Run),
     Bench(Bench),
+    Plot(Plot),
 }
 
 const RUN: &str = "\

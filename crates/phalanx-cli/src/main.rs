@@ -17,5 +17,6 @@ fn main() -> ExitCode {
     match cli::Cli::parse().command {
         cli::Command::Run(options) => run::run(options),
         cli::Command::Bench(options) => bench::run(options),
+        cli::Command::Plot(options) => bench::plot(&options),
     }
 }

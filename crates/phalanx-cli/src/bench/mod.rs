@@ -1,0 +1,209 @@
+//! `phalanx bench`: times collectives, in the manner of nccl-tests, and checks their results.
+
+mod collectives;
+mod measure;
+mod options;
+mod plot;
+mod points;
+mod report;
+mod values;
+
+use std::process::ExitCode;
+
+use half::{bf16, f16};
+use phalanx::{DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous};
+
+use self::collectives::Case;
+use self::measure::{Counts, Times};
+pub(crate) use self::options::Bench;
+use self::options::Memory;
+use self::plot::Figure;
+pub(crate) use self::plot::Plot;
+use self::points::Point;
+use self::report::{Report, Row};
+use self::values::{Value, Values};
+
+/// Runs the benchmark: under a launcher as one of its workers, otherwise with workers of its own.
+pub(crate) fn run(options: Bench) -> ExitCode {
+    let outcome = options.check().and_then(|()| phalanx::spawn(options.nproc_per_node, || work(&options)));
+    exit("bench", outcome)
+}
+
+/// Draws what was measured before.
+pub(crate) fn plot(options: &Plot) -> ExitCode {
+    exit("plot", options.run())
+}
+
+fn exit(command: &str, outcome: Result<()>) -> ExitCode {
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("phalanx {command}: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn work(options: &Bench) -> Result<()> {
+    let mut group = GroupOptions::from_env()?;
+    group.transport = options.transport.or(group.transport);
+    let group = ProcessGroup::join(rendezvous::from_env(group.timeout)?, group)?;
+    match options.dtype {
+        DType::F32 => sweep::<f32>(options, &group),
+        DType::F64 => sweep::<f64>(options, &group),
+        DType::F16 => sweep::<f16>(options, &group),
+        DType::BF16 => sweep::<bf16>(options, &group),
+        DType::I32 => sweep::<i32>(options, &group),
+        DType::I64 => sweep::<i64>(options, &group),
+        DType::U8 => sweep::<u8>(options, &group),
+    }
+}
+
+/// Measures all sizes; rank 0 tells of them.
+fn sweep<T: Value>(options: &Bench, group: &ProcessGroup) -> Result<()> {
+    let root = options.root(group)?;
+    let name = options.curve(group);
+    let shows = group.rank().is_main();
+    let mut report = match shows {
+        true => Some(Report::start(options.json.as_deref(), &options.title(group))?),
+        false => None,
+    };
+    let mut figure = match &options.plot {
+        Some(path) if shows => {
+            Some(Figure::new(path, options.collective, group.world_size().get(), &name, &options.peers)?)
+        }
+        _ => None,
+    };
+    let mut wrong = 0;
+    for bytes in options.sizes(group.world_size().count()) {
+        let case = Case {
+            group,
+            collective: options.collective,
+            op: options.op.unwrap_or(ReduceOp::Sum),
+            root,
+            count: bytes / size_of::<T>(),
+        };
+        let row = measure::<T>(options, &case, &name)?;
+        wrong += row.wrong;
+        if let Some(report) = &mut report {
+            report.row(&row)?;
+        }
+        if let Some(figure) = &mut figure {
+            figure.add(Point::from(&row));
+        }
+    }
+    if let Some(figure) = figure {
+        figure.draw()?;
+    }
+    match wrong {
+        0 => Ok(()),
+        _ => Err(Error::aborted(format!("{wrong} elements came out wrong"))),
+    }
+}
+
+fn measure<T: Value>(options: &Bench, case: &Case<'_>, name: &str) -> Result<Row> {
+    let Case { group, collective, op, root, count } = *case;
+    let world = group.world_size().get();
+    let mut buffers = case.buffers::<T>(options.memory);
+    let mut wrong = [0];
+    for call in 0..options.check {
+        wrong[0] += case.check::<T>(&mut buffers, &Values::new(op, world, call.into()))? as i64;
+    }
+    // Sums of zeros stay zeros, however often they are summed.
+    buffers.clear();
+    let counts = Counts { warm_up: options.warm_up, timed: options.iterations };
+    let times = Times::of(group, counts, || case.call::<T>(&mut buffers))?;
+    for call in 0..options.check {
+        wrong[0] += case.check::<T>(&mut buffers, &Values::new(op, world, !u64::from(call)))? as i64;
+    }
+    group.all_reduce(&mut wrong, ReduceOp::Sum)?;
+
+    let bytes = count * size_of::<T>();
+    let micros = |seconds: f64| seconds / collective.trips() * 1e6;
+    let algbw = bytes as f64 / micros(times.median) / 1e3;
+    Ok(Row {
+        name: name.to_owned(),
+        collective,
+        ranks: world,
+        dtype: T::DTYPE.to_string(),
+        op: collective.reduces().then(|| op.to_string()),
+        root: collective.has_root().then_some(root.get()),
+        bytes,
+        count,
+        time_us: micros(times.median),
+        min_us: micros(times.min),
+        p99_us: micros(times.p99),
+        algbw_gbs: algbw,
+        busbw_gbs: algbw * collective.bus_factor(world),
+        wrong: wrong[0] as u64,
+    })
+}
+
+impl Bench {
+    /// What can be told before there are workers.
+    fn check(&self) -> Result<()> {
+        let collective = self.collective;
+        if self.op.is_some() && !collective.reduces() {
+            return Err(Error::invalid_argument(format!("{collective} combines nothing"))
+                .with_remedy("leave --op away"));
+        }
+        if self.root.is_some() && !collective.has_root() {
+            return Err(
+                Error::invalid_argument(format!("{collective} has no root")).with_remedy("leave --root away")
+            );
+        }
+        if self.plot.is_some() && !collective.has_data() {
+            return Err(Error::invalid_argument(format!("{collective} has no sizes to plot against"))
+                .with_remedy("leave --plot away"));
+        }
+        if self.min_bytes > self.max_bytes {
+            return Err(Error::invalid_argument("the smallest size is above the largest")
+                .with_remedy("give a smaller --min-bytes (-b) or a larger --max-bytes (-e)"));
+        }
+        Ok(())
+    }
+
+    fn root(&self, group: &ProcessGroup) -> Result<Rank> {
+        let (root, world) = (self.root.unwrap_or(0), group.world_size());
+        world.rank(root).map_err(|_| {
+            Error::invalid_argument(format!("--root {root} is none of the {world} ranks"))
+                .with_remedy("give a smaller --root or a larger --nproc-per-node")
+        })
+    }
+
+    /// From the smallest to the largest, in whole elements of every rank's share.
+    fn sizes(&self, world: usize) -> Vec<usize> {
+        if !self.collective.has_data() {
+            return vec![0];
+        }
+        let unit = self.dtype.size() * if self.collective.has_shares() { world } else { 1 };
+        let next = |bytes: &usize| bytes.checked_mul(self.factor as usize);
+        let sizes = std::iter::successors(Some(self.min_bytes), next)
+            .take_while(|bytes| *bytes <= self.max_bytes)
+            .map(|bytes| bytes.next_multiple_of(unit));
+        let mut sizes: Vec<_> = sizes.collect();
+        sizes.dedup();
+        sizes
+    }
+
+    /// What the curve of these measurements is called.
+    fn curve(&self, group: &ProcessGroup) -> String {
+        let transport = group.transport().map_or("alone".to_owned(), |kind| kind.to_string());
+        let memory = if self.memory == Memory::Registered { ", registered" } else { "" };
+        format!("Phalanx, {transport}{memory}")
+    }
+
+    fn title(&self, group: &ProcessGroup) -> String {
+        let (collective, mut what) = (self.collective, String::new());
+        if collective.has_data() {
+            what += &format!(", {}", self.dtype);
+        }
+        if collective.reduces() {
+            what += &format!(", {}", self.op.unwrap_or(ReduceOp::Sum));
+        }
+        if collective.has_root() {
+            what += &format!(", root {}", self.root.unwrap_or(0));
+        }
+        format!("{}: {collective}{what}, {} ranks", self.curve(group), group.world_size())
+    }
+}
