@@ -218,7 +218,8 @@ fn panel(
         .y_label_offset(fine(LOWER))
         .set_all_tick_mark_size(fine(6))
         .draw()?;
-    for curve in curves {
+    // What is named first lies on top.
+    for curve in curves.iter().rev() {
         let places = places(curve);
         chart.plotting_area().draw(&curve.line(places.clone()))?;
         for place in places {
