@@ -30,8 +30,13 @@ fn every_collective_computes_what_it_should_on_every_transport() {
 
 #[test]
 fn types_operations_roots_and_memory_are_told() {
-    for dtype in ["f64", "f16", "bf16", "i32", "i64", "u8"] {
-        for op in ["sum", "avg", "product", "min", "max"] {
+    const FLOATS: [&str; 6] = ["sum", "avg", "product", "min", "max", "premul_sum"];
+    const INTEGERS: [&str; 8] = ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"];
+    const TRUTH: [&str; 5] = ["sum", "product", "band", "bor", "bxor"];
+    let floats = ["f64", "f16", "bf16"].map(|dtype| (dtype, &FLOATS[..]));
+    let integers = ["i32", "i64", "u8", "i8"].map(|dtype| (dtype, &INTEGERS[..]));
+    for (dtype, ops) in floats.into_iter().chain(integers).chain([("bool", &TRUTH[..])]) {
+        for op in ops.iter().copied() {
             let options =
                 ["all_reduce", "--dtype", dtype, "--op", op, "--check", "2", "--memory", "registered"];
             let rows = rows(&bench(&[&options[..], &["-b", "1K", "-e", "1K"]].concat()));
@@ -71,6 +76,7 @@ fn what_makes_no_sense_is_answered_with_the_flag_that_mends_it() {
         (&["barrier", "--plot", "x.png"], "leave --plot away"),
         (&["all_reduce", "-b", "8", "-e", "4"], "--min-bytes"),
         (&["all_reduce", "--dtype", "float"], "f32, f64"),
+        (&["all_reduce", "--op", "bxor"], "--op may be sum, avg"),
         (&["broadcast", "--root", "2"], "--nproc-per-node"),
         (&["all_reduce", "--plot", "/nowhere/x.png"], "/nowhere/x.png"),
         (&["all_reduce", "--json", "/nowhere/x.json"], "--json /nowhere/x.json"),

@@ -11,7 +11,7 @@ mod values;
 use std::process::ExitCode;
 
 use half::{bf16, f16};
-use phalanx::{DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous};
+use phalanx::{Bool, DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous};
 
 use self::collectives::Case;
 use self::measure::{Counts, Times};
@@ -56,6 +56,8 @@ fn work(options: &Bench) -> Result<()> {
         DType::I32 => sweep::<i32>(options, &group),
         DType::I64 => sweep::<i64>(options, &group),
         DType::U8 => sweep::<u8>(options, &group),
+        DType::I8 => sweep::<i8>(options, &group),
+        DType::Bool => sweep::<Bool>(options, &group),
     }
 }
 
@@ -146,6 +148,12 @@ impl Bench {
         if self.op.is_some() && !collective.reduces() {
             return Err(Error::invalid_argument(format!("{collective} combines nothing"))
                 .with_remedy("leave --op away"));
+        }
+        if let Some(op) = self.op.filter(|op| !op.supports(self.dtype)) {
+            let names = ReduceOp::ALL.iter().filter(|op| op.supports(self.dtype)).map(ToString::to_string);
+            let names: Vec<_> = names.collect();
+            return Err(Error::invalid_argument(format!("{op} is not defined for {}", self.dtype))
+                .with_remedy(format!("--op may be {}, or choose another --dtype", names.join(", "))));
         }
         if self.root.is_some() && !collective.has_root() {
             return Err(

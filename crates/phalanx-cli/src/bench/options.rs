@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use phalanx::{DType, ReduceOp, TransportKind};
 
 use super::collectives::Collective;
+use super::values::FACTOR;
 
 /// Time a collective, in the manner of nccl-tests
 #[derive(Args, Debug)]
@@ -45,7 +46,7 @@ pub(crate) struct Bench {
           value_name = "TYPE")]
     pub(super) dtype: DType,
 
-    /// How elements are combined, where they are [default: sum]
+    /// How elements are combined, where they are; premul_sum halves them first [default: sum]
     #[arg(short = 'o', long, value_parser = op, value_name = "OPERATION")]
     pub(super) op: Option<ReduceOp>,
 
@@ -133,7 +134,10 @@ fn dtype(text: &str) -> Result<DType, String> {
 }
 
 fn op(text: &str) -> Result<ReduceOp, String> {
-    one_of(&ReduceOp::ALL, text)
+    one_of(&ReduceOp::ALL, text).map(|op| match op {
+        ReduceOp::PreMulSum(_) => ReduceOp::PreMulSum(FACTOR),
+        op => op,
+    })
 }
 
 fn one_of<T: Copy + ToString>(all: &[T], text: &str) -> Result<T, String> {

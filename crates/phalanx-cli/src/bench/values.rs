@@ -3,7 +3,7 @@
 //! Elements differ by call, rank and index without a pattern, so that one that is missing, stale or in another's place
 //! is found. They are integers, small enough that each type holds every combination of them exactly, whatever the order.
 
-use phalanx::{Element, ReduceOp};
+use phalanx::{Bool, DType, Element, ReduceOp};
 
 /// A type of elements that can be checked.
 pub(super) trait Value: Element + PartialEq {
@@ -21,7 +21,7 @@ macro_rules! integers {
         }
     )*};
 }
-integers!(i32, i64, u8);
+integers!(i32, i64, u8, i8);
 
 macro_rules! floats {
     ($($type:ty: $from:path),*) => {$(
@@ -34,6 +34,12 @@ macro_rules! floats {
 }
 floats!(f32: narrow, f64: f64::from, half::f16: half::f16::from_f64, half::bf16: half::bf16::from_f64);
 
+impl Value for Bool {
+    fn quotient(numerator: i64, _: i64) -> Self {
+        Self::from(numerator != 0)
+    }
+}
+
 fn narrow(value: f64) -> f32 {
     value as f32
 }
@@ -43,6 +49,9 @@ fn narrow(value: f64) -> f32 {
 const SUM: u64 = 128;
 /// Only so many ranks bring factors other than 1: f16 holds the product.
 const FACTORS: u32 = 14;
+
+/// The factor of each rank: of all but 1 the one that leaves every sum exact.
+pub(super) const FACTOR: f64 = 0.5;
 
 /// The elements of one call.
 #[derive(Clone, Copy, Debug)]
@@ -60,40 +69,51 @@ impl Values {
     /// What `rank` brings from its element `start` on.
     pub(super) fn fill<T: Value>(&self, elements: &mut [T], rank: u32, start: usize) {
         for (index, element) in elements.iter_mut().enumerate() {
-            *element = T::quotient(self.part(rank, start + index), 1);
+            *element = T::quotient(self.part::<T>(rank, start + index), 1);
         }
     }
 
     /// How many of `elements` are not what `rank` has brought from its element `start` on.
     pub(super) fn not_copied<T: Value>(&self, elements: &[T], rank: u32, start: usize) -> u64 {
-        count(elements, |index| T::quotient(self.part(rank, start + index), 1))
+        count(elements, |index| T::quotient(self.part::<T>(rank, start + index), 1))
     }
 
     /// How many of `elements` are not what becomes of all ranks' elements from `start` on.
     pub(super) fn not_combined<T: Value>(&self, elements: &[T], start: usize) -> u64 {
-        let divisor = if self.op == ReduceOp::Avg { i64::from(self.world) } else { 1 };
-        count(elements, |index| T::quotient(self.combined(start + index), divisor))
+        let divisor = match self.op {
+            ReduceOp::Avg => i64::from(self.world),
+            ReduceOp::PreMulSum(_) => 2,
+            _ => 1,
+        };
+        count(elements, |index| T::quotient(self.combined::<T>(start + index), divisor))
     }
 
-    fn part(&self, rank: u32, index: usize) -> i64 {
+    fn part<T: Element>(&self, rank: u32, index: usize) -> i64 {
         let noise = noise(self.call, rank, index);
+        let sums = matches!(self.op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_));
         let below = match self.op {
-            ReduceOp::Sum | ReduceOp::Avg if u64::from(rank) < SUM => (SUM / u64::from(self.world)).max(2),
-            ReduceOp::Sum | ReduceOp::Avg => return 0,
-            ReduceOp::Min | ReduceOp::Max => SUM,
+            _ if T::DTYPE == DType::Bool => 2,
+            _ if sums && u64::from(rank) < SUM => (SUM / u64::from(self.world)).max(2),
+            _ if sums => 1,
             ReduceOp::Product if rank < FACTORS => return 1 + (noise % 2) as i64,
             ReduceOp::Product => return 1,
+            ReduceOp::Min | ReduceOp::Max => SUM,
+            // All bits that there are.
+            _ => return noise as i64,
         };
         (noise % below) as i64
     }
 
-    fn combined(&self, index: usize) -> i64 {
-        let parts = (0..self.world).map(|rank| self.part(rank, index));
+    fn combined<T: Element>(&self, index: usize) -> i64 {
+        let parts = (0..self.world).map(|rank| self.part::<T>(rank, index));
         match self.op {
-            ReduceOp::Sum | ReduceOp::Avg => parts.sum(),
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => parts.sum(),
             ReduceOp::Product => parts.product(),
             ReduceOp::Min => parts.min().unwrap_or_default(),
             ReduceOp::Max => parts.max().unwrap_or_default(),
+            ReduceOp::BAnd => parts.fold(-1, |all, part| all & part),
+            ReduceOp::BOr => parts.fold(0, |any, part| any | part),
+            ReduceOp::BXor => parts.fold(0, |odd, part| odd ^ part),
         }
     }
 }
@@ -145,6 +165,9 @@ mod tests {
             is_exact::<f16>(ReduceOp::Product, world, |a, b| a * b);
             is_exact::<u8>(ReduceOp::Product, world, u8::wrapping_mul);
             is_exact::<f32>(ReduceOp::Max, world, f32::max);
+            is_exact::<i8>(ReduceOp::BXor, world, |a, b| a ^ b);
+            is_exact::<Bool>(ReduceOp::Sum, world, |a, b| (a.get() || b.get()).into());
+            is_exact::<Bool>(ReduceOp::Product, world, |a, b| (a.get() && b.get()).into());
         }
     }
 
