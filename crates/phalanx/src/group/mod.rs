@@ -3,6 +3,8 @@
 mod affinity;
 mod asynchronous;
 mod blocking;
+mod dealing;
+mod dealing_async;
 mod engine;
 mod init;
 mod lane;
