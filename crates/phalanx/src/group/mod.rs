@@ -8,6 +8,7 @@ mod dealing_async;
 mod engine;
 mod init;
 mod lane;
+mod objects;
 mod work;
 
 use std::fmt;
@@ -18,6 +19,7 @@ pub(crate) use self::affinity::LocalPlace;
 use self::engine::Engine;
 pub use self::init::{GroupOptions, init};
 use self::lane::Lane;
+pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::work::Work;
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
