@@ -52,7 +52,7 @@ mod transport;
 mod wire;
 
 pub use buffer::Buffer;
-pub use collective::ReduceOp;
+pub use collective::{ReduceOp, Tuning, TuningRow};
 pub use deadline::Deadline;
 pub use dtype::{Bool, DType, Element};
 pub use error::{Error, Result};

@@ -2,10 +2,11 @@
 
 use std::time::Instant;
 
-use super::engine::Memory;
+use super::engine::{Engine, Memory};
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::{self, ReduceOp};
+use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::wire::frame::{Call, Operation};
@@ -72,21 +73,33 @@ impl ProcessGroup {
         mut buffer: Buffer,
         finish: impl FnOnce(Buffer) -> Buffer + Send + 'static,
     ) -> Result<Work> {
+        self.start_with(call, move |engine, deadline| {
+            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), deadline)?;
+            Ok(finish(buffer))
+        })
+    }
+
+    /// Leaves `work`, which owns its buffers, to the group's worker.
+    pub(super) fn start_with(
+        &self,
+        call: Call,
+        work: impl FnOnce(&mut Engine, Deadline) -> Result<Buffer> + Send + 'static,
+    ) -> Result<Work> {
         self.check_health()?;
         let deadline = self.deadline();
-        let (work, completer) = Work::pending();
+        let (pending, completer) = Work::pending();
         let trace = self.trace();
         self.inner.lane.submit(
             deadline,
             Box::new(move |engine| {
                 let begin = Instant::now();
-                let outcome = engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), deadline);
+                let outcome = work(engine, deadline);
                 if trace.is_enabled() {
                     trace.complete("communication", call.to_string(), begin, Instant::now(), &[]);
                 }
-                completer.complete(outcome.map(|()| finish(buffer)));
+                completer.complete(outcome);
             }),
         );
-        Ok(work)
+        Ok(pending)
     }
 }

@@ -12,7 +12,8 @@ use crate::wire::frame::{Call, Operation};
 impl ProcessGroup {
     /// Combines `data` with the other ranks' `data`, element by element; every rank gets the result in place.
     ///
-    /// Small buffers by recursive doubling, large ones by a ring; docs/algorithms.md states steps and bytes.
+    /// Small buffers by recursive doubling, larger ones by recursive halving, large ones by a ring, as [`Tuning`](crate::Tuning)
+    /// says; docs/algorithms.md states steps and bytes.
     ///
     /// # Errors
     /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified. Before anything
@@ -94,7 +95,7 @@ impl ProcessGroup {
             .run(deadline, |engine| engine.recv(call, from, bytemuck::cast_slice_mut(data), deadline))?
     }
 
-    fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
+    pub(super) fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
         self.check_health()?;
         let deadline = self.deadline();
         self.inner.lane.run(deadline, |engine| engine.collective(call, memory, deadline))?
@@ -121,7 +122,7 @@ impl ProcessGroup {
 
 impl Call {
     pub(super) fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
-        Self { operation, dtype, elements: elements as u64, reduce: None, root: None }
+        Self { operation, dtype, elements: elements as u64, reduce: None, root: None, tuning: 0 }
     }
 
     pub(super) fn reducing(self, op: ReduceOp) -> Self {
@@ -133,10 +134,10 @@ impl Call {
     }
 }
 
-fn apart<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
+pub(super) fn apart<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
     Memory::Apart { input: bytemuck::cast_slice(input), output: bytemuck::cast_slice_mut(output) }
 }
 
-fn call<T: Element>(operation: Operation, elements: usize) -> Call {
+pub(super) fn call<T: Element>(operation: Operation, elements: usize) -> Call {
     Call::new(operation, T::DTYPE, elements)
 }

@@ -1,12 +1,16 @@
 //! Carries out plans: takes each step of a collective to the transport, on the memory of the operation.
 
+mod dealing;
+mod monitored;
+
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
-use crate::collective::{self, Plan, Step};
+use crate::collective::{self, Choice, Plan, Shares, Step, Tuning};
 use crate::deadline::Deadline;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::launch::write_blaming;
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
@@ -20,6 +24,16 @@ pub(super) enum Memory<'a> {
     InPlace(&'a mut [u8]),
     /// The result has memory of its own.
     Apart { input: &'a [u8], output: &'a mut [u8] },
+    /// It has, and the ranks' shares differ: of the input, by whom they are for, and of the output, by whom they are from.
+    Shared { input: &'a [u8], output: &'a mut [u8], sent: &'a Shares, received: &'a Shares },
+}
+
+/// The memory that a plan's ranges count in.
+enum Space<'a> {
+    /// What is sent and what is received stand in one buffer.
+    One(&'a mut [u8]),
+    /// What is sent stands in the first, what is received in the second.
+    Two(&'a [u8], &'a mut [u8]),
 }
 
 /// A group's end of its connections, with the memory that plans need on the way.
@@ -27,6 +41,7 @@ pub(super) struct Engine {
     rank: Rank,
     world: WorldSize,
     epoch: Epoch,
+    choice: Choice,
     transport: Box<dyn Transport>,
     health: Arc<Health>,
     /// What an exchange sends while the same elements are received and combined.
@@ -51,6 +66,7 @@ impl Engine {
             rank,
             world,
             epoch,
+            choice: Tuning::default().choice(world),
             transport,
             health,
             snapshot: AlignedBytes::default(),
@@ -65,11 +81,34 @@ impl Engine {
         self.health.clone()
     }
 
+    /// Chooses algorithms by `tuning` from now on. Ranks that choose by different tables could wait for each other for ever,
+    /// so they are compared at once: in a barrier each rank hears from its neighbour, whatever the table says.
+    pub(super) fn tune(&mut self, tuning: &Tuning, deadline: Deadline) -> Result<()> {
+        self.choice = tuning.choice(self.world);
+        let call = Call { tuning: self.choice.fingerprint, ..Call::new(Operation::Barrier, DType::U8, 0) };
+        let plan = collective::dissemination(self.rank, self.world);
+        self.execute(call, Sequence::default(), &plan, Space::One(&mut []), deadline)
+    }
+
     /// A collective of all ranks, on this rank's memory.
     pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, deadline: Deadline) -> Result<()> {
         let sequence = self.collectives.advance();
+        let call = Call { tuning: self.choice.fingerprint, ..call };
         match memory {
             Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
+            Memory::Shared { input, output, sent, received } => {
+                self.deal(call, sequence, (input, sent), (output, received), deadline)
+            }
+            Memory::Apart { input, output } if call.operation == Operation::AllToAll => {
+                let shares = Shares::even(input.len() / call.dtype.size() / self.world.count(), self.world);
+                self.deal(call, sequence, (input, &shares), (output, &shares), deadline)
+            }
+            Memory::Apart { input, output } if call.operation == Operation::Gather => {
+                self.gather(call, sequence, input, output, deadline)
+            }
+            Memory::Apart { input, output } if call.operation == Operation::Scatter => {
+                self.scatter(call, sequence, input, output, deadline)
+            }
             Memory::Apart { input, output } if call.operation == Operation::ReduceScatter => {
                 self.through_copy(call, sequence, input, output, deadline)
             }
@@ -89,7 +128,7 @@ impl Engine {
         deadline: Deadline,
     ) -> Result<()> {
         let plan = self.plan(&call, data.len() / call.dtype.size());
-        self.execute(call, sequence, &plan, data, deadline)
+        self.execute(call, sequence, &plan, Space::One(data), deadline)
     }
 
     /// A collective that combines its input on the way: `output` gets this rank's chunk of it.
@@ -117,15 +156,25 @@ impl Engine {
     /// The plan of a collective whose buffer holds `elements` on this rank.
     fn plan(&self, call: &Call, elements: usize) -> Plan {
         let (rank, world, dtype) = (self.rank, self.world, call.dtype);
-        let root = call.root.unwrap_or(Rank::MAIN);
+        let (root, row) = (call.root.unwrap_or(Rank::MAIN), &self.choice.row);
         match call.operation {
-            Operation::AllReduce => collective::all_reduce(rank, world, dtype, elements),
-            Operation::Broadcast => collective::broadcast(rank, world, root, dtype, elements),
+            Operation::AllReduce | Operation::AllReduceCoalesced => {
+                collective::all_reduce(row, rank, world, dtype, elements)
+            }
+            Operation::Broadcast => collective::broadcast(row, rank, world, root, dtype, elements),
+            Operation::Reduce => collective::reduce(row, rank, world, root, dtype, elements),
             Operation::AllGather => collective::all_gather(rank, world, elements),
             Operation::ReduceScatter => collective::reduce_scatter(rank, world, elements),
             Operation::Barrier => collective::dissemination(rank, world),
             // No collective; it has its own way in.
             Operation::PointToPoint => Plan::new(),
+            // Never in place.
+            Operation::Gather
+            | Operation::Scatter
+            | Operation::AllGatherV
+            | Operation::AllToAll
+            | Operation::AllToAllV
+            | Operation::MonitoredBarrier => Plan::new(),
         }
     }
 
@@ -141,7 +190,7 @@ impl Engine {
     pub(super) fn recv(&mut self, call: Call, from: Rank, data: &mut [u8], deadline: Deadline) -> Result<()> {
         let sequence = self.received[from.index()].advance();
         let plan = collective::recv(from, call.elements as usize);
-        self.execute(call, sequence, &plan, data, deadline)
+        self.execute(call, sequence, &plan, Space::One(data), deadline)
     }
 
     /// Any failure in here leaves the connections in an unknown state, so it is the whole group's failure.
@@ -150,13 +199,13 @@ impl Engine {
         call: Call,
         sequence: Sequence,
         plan: &Plan,
-        data: &mut [u8],
+        mut space: Space<'_>,
         deadline: Deadline,
     ) -> Result<()> {
         self.check_health()?;
         let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
         for step in plan {
-            let done = self.step(header, step, data, deadline);
+            let done = self.step(header, step, &mut space, deadline);
             done.map_err(|error| self.fail_operation(error, call, sequence))?;
         }
         Ok(())
@@ -176,14 +225,20 @@ impl Engine {
         self.health.cause().map_or(Ok(()), Err)
     }
 
-    fn step(&mut self, header: Header, step: &Step, data: &mut [u8], deadline: Deadline) -> Result<()> {
+    fn step(&mut self, header: Header, step: &Step, space: &mut Space<'_>, deadline: Deadline) -> Result<()> {
         let Call { dtype, reduce, .. } = header.call;
         let bytes = |range: &Range<usize>| bytes_of(range, dtype.size());
         let send = step.send.as_ref().map(|send| (send.to, bytes(&send.range)));
         let recv = step.recv.as_ref().map(|recv| (recv, bytes(&recv.range)));
         let snapshot = &mut self.snapshot;
-        let (payload, into) =
-            borrow(data, send.as_ref().map(|s| &s.1), recv.as_ref().map(|r| &r.1), snapshot);
+        let (from, to) = (send.as_ref().map(|send| &send.1), recv.as_ref().map(|recv| &recv.1));
+        let (payload, into) = match space {
+            Space::One(data) => borrow(data, from, to, snapshot),
+            Space::Two(input, output) => (
+                from.map_or(&[][..], |range| &input[range.clone()]),
+                to.map_or(&mut [][..], |range| &mut output[range.clone()]),
+            ),
+        };
         let send = send.map(|(to, range)| {
             let header = Header { payload: range.len() as u64, ..header };
             Outgoing { to, header, payload }

@@ -3,9 +3,12 @@
 mod affinity;
 mod asynchronous;
 mod blocking;
+mod dealing;
+mod dealing_async;
 mod engine;
 mod init;
 mod lane;
+mod objects;
 mod work;
 
 use std::fmt;
@@ -16,6 +19,7 @@ pub(crate) use self::affinity::LocalPlace;
 use self::engine::Engine;
 pub use self::init::{GroupOptions, init};
 use self::lane::Lane;
+pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::work::Work;
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;

@@ -189,7 +189,7 @@ mod tests {
 
     fn header() -> Header {
         let (operation, elements) = (Operation::PointToPoint, LENGTH as u64);
-        let call = Call { operation, dtype: DType::U8, elements, reduce: None, root: None };
+        let call = Call { operation, dtype: DType::U8, elements, reduce: None, root: None, tuning: 0 };
         Header { call, sequence: Sequence(0), epoch: Epoch(0), payload: elements }
     }
 
