@@ -6,8 +6,21 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-const COLLECTIVES: [&str; 6] =
-    ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "send_recv"];
+const COLLECTIVES: [&str; 13] = [
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "all_gather_v",
+    "all_to_all_v",
+    "all_reduce_coalesced",
+    "barrier",
+    "send_recv",
+];
 /// Few calls, of few sizes.
 const QUICK: [&str; 10] = ["-b", "4", "-e", "256K", "-f", "256", "-n", "4", "-w", "2"];
 
@@ -74,6 +87,7 @@ fn what_makes_no_sense_is_answered_with_the_flag_that_mends_it() {
         (&["broadcast", "--op", "sum"][..], "leave --op away"),
         (&["all_reduce", "--root", "0"], "leave --root away"),
         (&["barrier", "--plot", "x.png"], "leave --plot away"),
+        (&["all_gather", "--tune", "x.json"], "leave --tune away"),
         (&["all_reduce", "-b", "8", "-e", "4"], "--min-bytes"),
         (&["all_reduce", "--dtype", "float"], "f32, f64"),
         (&["all_reduce", "--op", "bxor"], "--op may be sum, avg"),
@@ -104,6 +118,22 @@ fn a_plot_shows_what_was_measured_now_and_before() {
     assert!(colours(now.as_ref()) > colours(again.as_ref()));
     let output = phalanx(&["plot", &json, "-o", &again, "--ranks", "4"]);
     assert!(String::from_utf8_lossy(&output.stderr).contains("all_reduce with 2 ranks"));
+}
+
+#[test]
+fn algorithms_are_timed_apart_and_the_table_is_one_that_groups_take() {
+    let folder = tempfile::tempdir().unwrap();
+    let table = folder.path().join("tuning.json");
+    for (collective, algorithms) in
+        [("all_reduce", 3), ("broadcast", 2), ("reduce", 2), ("gather", 2), ("scatter", 2)]
+    {
+        let rows = rows(&bench(&[collective, "--nproc-per-node", "3", "--tune", table.to_str().unwrap()]));
+        assert_eq!(rows.len(), 3 * algorithms, "{collective}");
+        assert!(rows.iter().all(|row| row["wrong"] == 0 && row["algorithm"].is_string()), "{rows:?}");
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+    command.args(["bench", "all_reduce", "--nproc-per-node", "3"]).args(QUICK).env("PHALANX_TUNING", &table);
+    assert!(command.output().unwrap().status.success());
 }
 
 fn bench(options: &[&str]) -> Output {

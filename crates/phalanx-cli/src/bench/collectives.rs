@@ -18,6 +18,16 @@ pub(super) enum Collective {
     AllGather,
     ReduceScatter,
     Broadcast,
+    Reduce,
+    Gather,
+    Scatter,
+    AllToAll,
+    /// Rank r brings r+1 times as much as rank 0
+    AllGatherV,
+    /// Rank r gets r+1 times as much as rank 0
+    AllToAllV,
+    /// In 16 slices
+    AllReduceCoalesced,
     Barrier,
     /// Ranks 0 and 1, 2 and 3 and so on, there and back
     SendRecv,
@@ -26,12 +36,12 @@ pub(super) enum Collective {
 impl Collective {
     /// Does it combine elements, so that the operation matters?
     pub(super) fn reduces(self) -> bool {
-        matches!(self, Self::AllReduce | Self::ReduceScatter)
+        matches!(self, Self::AllReduce | Self::AllReduceCoalesced | Self::ReduceScatter | Self::Reduce)
     }
 
     /// Is there a rank that differs from the others?
     pub(super) fn has_root(self) -> bool {
-        matches!(self, Self::Broadcast)
+        matches!(self, Self::Broadcast | Self::Reduce | Self::Gather | Self::Scatter)
     }
 
     /// Does it move data?
@@ -41,7 +51,11 @@ impl Collective {
 
     /// Does the whole consist of equal shares, one for each rank?
     pub(super) fn has_shares(self) -> bool {
-        matches!(self, Self::AllGather | Self::ReduceScatter)
+        match self {
+            Self::AllGather | Self::ReduceScatter | Self::Gather | Self::Scatter | Self::AllToAll => true,
+            Self::AllReduce | Self::AllReduceCoalesced | Self::AllGatherV | Self::AllToAllV => false,
+            Self::Broadcast | Self::Reduce | Self::Barrier | Self::SendRecv => false,
+        }
     }
 
     /// How often the data travels in one call.
@@ -53,9 +67,10 @@ impl Collective {
     pub(super) fn bus_factor(self, world: u32) -> f64 {
         let others = f64::from(world.saturating_sub(1)) / f64::from(world.max(1));
         match self {
-            Self::AllReduce => 2.0 * others,
-            Self::AllGather | Self::ReduceScatter => others,
-            Self::Broadcast | Self::Barrier | Self::SendRecv => 1.0,
+            Self::AllReduce | Self::AllReduceCoalesced => 2.0 * others,
+            Self::AllGatherV | Self::AllToAllV => others,
+            Self::AllGather | Self::ReduceScatter | Self::Gather | Self::Scatter | Self::AllToAll => others,
+            Self::Broadcast | Self::Reduce | Self::Barrier | Self::SendRecv => 1.0,
         }
     }
 }
@@ -74,7 +89,14 @@ pub(super) struct Case<'a> {
     pub(super) root: Rank,
     /// Elements of the whole.
     pub(super) count: usize,
+    /// Each rank's part of the whole, in `all_gather_v` and `all_to_all_v`.
+    uneven: Vec<usize>,
+    /// What each rank sends to this one in `all_to_all_v`: this one's part of each whole.
+    received: Vec<usize>,
 }
+
+/// Small tensors are reduced many at a time.
+const SLICES: usize = 16;
 
 /// A rank's memory for a case.
 pub(super) struct Buffers {
@@ -91,11 +113,36 @@ impl Buffers {
     }
 }
 
-impl Case<'_> {
+impl<'a> Case<'a> {
+    pub(super) fn new(
+        group: &'a ProcessGroup,
+        collective: Collective,
+        op: ReduceOp,
+        root: Rank,
+        count: usize,
+    ) -> Self {
+        let world = group.world_size().count();
+        // Rank r's part is r+1 times as long as rank 0's, but for rounding.
+        let start = |rank: usize| {
+            (count as u128 * (rank * (rank + 1)) as u128 / (world * (world + 1)) as u128) as usize
+        };
+        let uneven: Vec<_> = (0..world).map(|rank| start(rank + 1) - start(rank)).collect();
+        let received = vec![uneven[group.rank().index()]; world];
+        Self { group, collective, op, root, count, uneven, received }
+    }
+
     pub(super) fn buffers<T: Value>(&self, memory: Memory) -> Buffers {
         let share = self.count / self.group.world_size().count();
         let (input, output) = match self.collective {
-            Collective::AllReduce | Collective::Broadcast => (self.count, 0),
+            Collective::AllReduce | Collective::AllReduceCoalesced => (self.count, 0),
+            Collective::Broadcast | Collective::Reduce => (self.count, 0),
+            Collective::Gather if self.is_root() => (share, self.count),
+            Collective::Gather => (share, 0),
+            Collective::Scatter if self.is_root() => (self.count, share),
+            Collective::Scatter => (0, share),
+            Collective::AllToAll => (self.count, self.count),
+            Collective::AllGatherV => (self.received[0], self.count),
+            Collective::AllToAllV => (self.count, self.received.iter().sum()),
             Collective::AllGather => (share, self.count),
             Collective::ReduceScatter => (self.count, share),
             Collective::SendRecv => (self.count, self.count),
@@ -116,6 +163,16 @@ impl Case<'_> {
             Collective::Broadcast => group.broadcast(input, self.root),
             Collective::AllGather => group.all_gather(input, output),
             Collective::ReduceScatter => group.reduce_scatter(input, output, self.op),
+            Collective::Reduce => group.reduce(input, self.root, self.op),
+            Collective::Gather => group.gather(input, output, self.root),
+            Collective::Scatter => group.scatter(input, output, self.root),
+            Collective::AllToAll => group.all_to_all(input, output),
+            Collective::AllGatherV => group.all_gather_v(input, output, &self.uneven),
+            Collective::AllToAllV => group.all_to_all_v(input, &self.uneven, output, &self.received),
+            Collective::AllReduceCoalesced => {
+                let mut slices: Vec<_> = input.chunks_mut(self.count.div_ceil(SLICES).max(1)).collect();
+                group.all_reduce_coalesced(&mut slices, self.op)
+            }
             Collective::Barrier => group.barrier(),
             Collective::SendRecv => match self.partner() {
                 Some(partner) if partner > group.rank() => {
@@ -141,19 +198,40 @@ impl Case<'_> {
         let (me, world) = (self.group.rank().get(), self.group.world_size().get());
         let share = self.count / world as usize;
         let (in_place, output) = (buffers.input.as_slice::<T>()?, buffers.output.as_slice::<T>()?);
+        // Parts of so many elements from each rank, from that rank's element `start` on.
+        let gathered = |lengths: &[usize], start: usize| {
+            let (mut rest, mut wrong) = (output, 0);
+            for (rank, length) in (0..world).zip(lengths) {
+                let (part, others) = rest.split_at(*length);
+                wrong += values.not_copied(part, rank, start);
+                rest = others;
+            }
+            wrong
+        };
+        let even = vec![share; world as usize];
+        let mine = me as usize * share;
         Ok(match self.collective {
-            Collective::AllReduce => values.not_combined(in_place, 0),
+            Collective::Reduce if !self.is_root() => 0,
+            Collective::AllReduce | Collective::AllReduceCoalesced | Collective::Reduce => {
+                values.not_combined(in_place, 0)
+            }
             Collective::Broadcast => values.not_copied(in_place, self.root.get(), 0),
-            Collective::ReduceScatter => values.not_combined(output, me as usize * share),
-            Collective::AllGather if share > 0 => (0..world)
-                .zip(output.chunks(share))
-                .map(|(rank, part)| values.not_copied(part, rank, 0))
-                .sum(),
+            Collective::ReduceScatter => values.not_combined(output, mine),
+            Collective::Gather if !self.is_root() => 0,
+            Collective::AllGather | Collective::Gather => gathered(&even, 0),
+            Collective::AllGatherV => gathered(&self.uneven, 0),
+            Collective::Scatter => values.not_copied(output, self.root.get(), mine),
+            Collective::AllToAll => gathered(&even, mine),
+            Collective::AllToAllV => gathered(&self.received, self.uneven[..me as usize].iter().sum()),
             Collective::SendRecv => {
                 self.partner().map_or(0, |partner| values.not_copied(output, partner.get(), 0))
             }
-            Collective::AllGather | Collective::Barrier => 0,
+            Collective::Barrier => 0,
         })
+    }
+
+    fn is_root(&self) -> bool {
+        self.group.rank() == self.root
     }
 
     /// The rank with which this one exchanges messages; the last of an odd world has none.

@@ -6,6 +6,7 @@ mod options;
 mod plot;
 mod points;
 mod report;
+mod tune;
 mod values;
 
 use std::process::ExitCode;
@@ -21,6 +22,7 @@ use self::plot::Figure;
 pub(crate) use self::plot::Plot;
 use self::points::Point;
 use self::report::{Report, Row};
+use self::tune::Algorithm;
 use self::values::{Value, Values};
 
 /// Runs the benchmark: under a launcher as one of its workers, otherwise with workers of its own.
@@ -47,64 +49,91 @@ fn exit(command: &str, outcome: Result<()>) -> ExitCode {
 fn work(options: &Bench) -> Result<()> {
     let mut group = GroupOptions::from_env()?;
     group.transport = options.transport.or(group.transport);
-    let group = ProcessGroup::join(rendezvous::from_env(group.timeout)?, group)?;
+    let world = rendezvous::from_env(group.timeout)?;
+    if options.tune.is_none() {
+        return dispatch(options, &[ProcessGroup::join(world, group)?], &[]);
+    }
+    let algorithms = tune::algorithms(options.collective)?;
+    let (groups, _keep_alive) = tune::groups(algorithms, world, &group)?;
+    dispatch(options, &groups, algorithms)
+}
+
+fn dispatch(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
     match options.dtype {
-        DType::F32 => sweep::<f32>(options, &group),
-        DType::F64 => sweep::<f64>(options, &group),
-        DType::F16 => sweep::<f16>(options, &group),
-        DType::BF16 => sweep::<bf16>(options, &group),
-        DType::I32 => sweep::<i32>(options, &group),
-        DType::I64 => sweep::<i64>(options, &group),
-        DType::U8 => sweep::<u8>(options, &group),
-        DType::I8 => sweep::<i8>(options, &group),
-        DType::Bool => sweep::<Bool>(options, &group),
+        DType::F32 => sweep::<f32>(options, groups, algorithms),
+        DType::F64 => sweep::<f64>(options, groups, algorithms),
+        DType::F16 => sweep::<f16>(options, groups, algorithms),
+        DType::BF16 => sweep::<bf16>(options, groups, algorithms),
+        DType::I32 => sweep::<i32>(options, groups, algorithms),
+        DType::I64 => sweep::<i64>(options, groups, algorithms),
+        DType::U8 => sweep::<u8>(options, groups, algorithms),
+        DType::I8 => sweep::<i8>(options, groups, algorithms),
+        DType::Bool => sweep::<Bool>(options, groups, algorithms),
     }
 }
 
-/// Measures all sizes; rank 0 tells of them.
-fn sweep<T: Value>(options: &Bench, group: &ProcessGroup) -> Result<()> {
-    let root = options.root(group)?;
-    let name = options.curve(group);
-    let shows = group.rank().is_main();
-    let mut report = match shows {
-        true => Some(Report::start(options.json.as_deref(), &options.title(group))?),
-        false => None,
-    };
-    let mut figure = match &options.plot {
-        Some(path) if shows => {
-            Some(Figure::new(path, options.collective, group.world_size().get(), &name, &options.peers)?)
-        }
-        _ => None,
-    };
+/// Measures all sizes, each on every group: one for each algorithm, or one that chooses itself. Rank 0 tells of them.
+fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
+    let Some(group) = groups.first() else { return Ok(()) };
+    let (root, world) = (options.root(group)?, group.world_size().get());
+    let mut teller = Teller::new(options, group)?;
+    let sizes = options.sizes(world as usize);
+    let mut times = vec![Vec::new(); groups.len()];
     let mut wrong = 0;
-    for bytes in options.sizes(group.world_size().count()) {
-        let case = Case {
-            group,
-            collective: options.collective,
-            op: options.op.unwrap_or(ReduceOp::Sum),
-            root,
-            count: bytes / size_of::<T>(),
-        };
-        let row = measure::<T>(options, &case, &name)?;
-        wrong += row.wrong;
-        if let Some(report) = &mut report {
-            report.row(&row)?;
-        }
-        if let Some(figure) = &mut figure {
-            figure.add(Point::from(&row));
+    for bytes in &sizes {
+        for (number, group) in groups.iter().enumerate() {
+            let op = options.op.unwrap_or(ReduceOp::Sum);
+            let case = Case::new(group, options.collective, op, root, bytes / size_of::<T>());
+            let algorithm = algorithms.get(number).map(|algorithm| algorithm.name);
+            let row = measure::<T>(options, &case, algorithm)?;
+            wrong += row.wrong;
+            times[number].push(row.time_us);
+            teller.row(&row)?;
         }
     }
-    if let Some(figure) = figure {
-        figure.draw()?;
-    }
-    match wrong {
-        0 => Ok(()),
-        _ => Err(Error::aborted(format!("{wrong} elements came out wrong"))),
+    teller.finish()?;
+    match &options.tune {
+        _ if wrong > 0 => Err(Error::aborted(format!("{wrong} elements came out wrong"))),
+        Some(path) if group.rank().is_main() => tune::write(path, options.collective, world, &sizes, &times),
+        _ => Ok(()),
     }
 }
 
-fn measure<T: Value>(options: &Bench, case: &Case<'_>, name: &str) -> Result<Row> {
-    let Case { group, collective, op, root, count } = *case;
+/// Who tells of the measurements: rank 0 alone.
+struct Teller(Option<(Report, Option<Figure>)>);
+
+impl Teller {
+    fn new(options: &Bench, group: &ProcessGroup) -> Result<Self> {
+        if !group.rank().is_main() {
+            return Ok(Self(None));
+        }
+        let now = options.curve(group, None);
+        let world = group.world_size().get();
+        let figure = match &options.plot {
+            Some(path) => Some(Figure::new(path, options.collective, world, &now, &options.peers)?),
+            None => None,
+        };
+        Ok(Self(Some((Report::start(options.json.as_deref(), &options.title(group))?, figure))))
+    }
+
+    fn row(&mut self, row: &Row) -> Result<()> {
+        let Some((report, figure)) = &mut self.0 else { return Ok(()) };
+        if let Some(figure) = figure {
+            figure.add(Point::from(row));
+        }
+        report.row(row)
+    }
+
+    fn finish(self) -> Result<()> {
+        match self.0 {
+            Some((_, Some(figure))) => figure.draw(),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn measure<T: Value>(options: &Bench, case: &Case<'_>, algorithm: Option<&str>) -> Result<Row> {
+    let Case { group, collective, op, root, count, .. } = *case;
     let world = group.world_size().get();
     let mut buffers = case.buffers::<T>(options.memory);
     let mut wrong = [0];
@@ -124,8 +153,9 @@ fn measure<T: Value>(options: &Bench, case: &Case<'_>, name: &str) -> Result<Row
     let micros = |seconds: f64| seconds / collective.trips() * 1e6;
     let algbw = bytes as f64 / micros(times.median) / 1e3;
     Ok(Row {
-        name: name.to_owned(),
+        name: options.curve(group, algorithm),
         collective,
+        algorithm: algorithm.map(str::to_owned),
         ranks: world,
         dtype: T::DTYPE.to_string(),
         op: collective.reduces().then(|| op.to_string()),
@@ -164,6 +194,9 @@ impl Bench {
             return Err(Error::invalid_argument(format!("{collective} has no sizes to plot against"))
                 .with_remedy("leave --plot away"));
         }
+        if self.tune.is_some() {
+            tune::algorithms(collective)?;
+        }
         if self.min_bytes > self.max_bytes {
             return Err(Error::invalid_argument("the smallest size is above the largest")
                 .with_remedy("give a smaller --min-bytes (-b) or a larger --max-bytes (-e)"));
@@ -195,10 +228,11 @@ impl Bench {
     }
 
     /// What the curve of these measurements is called.
-    fn curve(&self, group: &ProcessGroup) -> String {
+    fn curve(&self, group: &ProcessGroup, algorithm: Option<&str>) -> String {
         let transport = group.transport().map_or("alone".to_owned(), |kind| kind.to_string());
         let memory = if self.memory == Memory::Registered { ", registered" } else { "" };
-        format!("Phalanx, {transport}{memory}")
+        let algorithm = algorithm.map_or(String::new(), |name| format!(", {name}"));
+        format!("Phalanx, {transport}{memory}{algorithm}")
     }
 
     fn title(&self, group: &ProcessGroup) -> String {
@@ -212,6 +246,6 @@ impl Bench {
         if collective.has_root() {
             what += &format!(", root {}", self.root.unwrap_or(0));
         }
-        format!("{}: {collective}{what}, {} ranks", self.curve(group), group.world_size())
+        format!("{}: {collective}{what}, {} ranks", self.curve(group, None), group.world_size())
     }
 }

@@ -77,6 +77,10 @@ pub(crate) struct Bench {
     /// What was measured before, with --json or by others, to be drawn beside it
     #[arg(long, value_name = "FILE", num_args = 1.., requires = "plot")]
     pub(super) peers: Vec<PathBuf>,
+
+    /// Time each algorithm, and note in this table of PHALANX_TUNING's where one gives way to the next in such a world
+    #[arg(long, value_name = "FILE")]
+    pub(super) tune: Option<PathBuf>,
 }
 
 const ABOUT: &str = "\
@@ -87,8 +91,8 @@ hosts) each process is one of the ranks.";
 
 const MANUAL: &str = "\
 Sizes:
-  Those of the whole data: what stands in one rank's buffer for all_reduce and broadcast, in the output of all_gather, in \
-the input of reduce_scatter. They are rounded up to whole elements for every rank.
+  Those of the whole data: what stands in one rank's buffer for all_reduce, broadcast, reduce and send_recv, in the \
+output of all_gather and gather, in the input of reduce_scatter, scatter and all_to_all. They are rounded up to whole elements for every rank.
 
 Columns:
   time   of a call, in µs: the median of the rank for which it is longest; min and p99 (99 of 100 calls are faster) \
@@ -96,14 +100,16 @@ likewise. Calls of a few µs are timed several at once, so that reading the cloc
 those of such a sample's mean. send_recv goes there and back: its time is half of that.
   algbw  size over time, in GB/s (10^9 bytes)
   busbw  what each rank's link carries if the algorithm is optimal, as nccl-tests defines it: algbw times 2(n-1)/n for \
-all_reduce, (n-1)/n for all_gather and reduce_scatter, 1 for the others
+all_reduce, (n-1)/n for all_gather, reduce_scatter, gather, scatter and all_to_all, 1 for the others
   wrong  elements of all ranks that came out wrong; the exit code is 1 if there is one
 
 Examples:
   phalanx bench all_reduce -b 4 -e 256M -f 4 --nproc-per-node 4
   phalanx bench reduce_scatter --dtype bf16 --op avg --memory registered --check 10
   phalanx bench all_reduce --transport tcp --json tcp.json
-  phalanx bench all_reduce --plot all_reduce.png --peers tcp.json";
+  phalanx bench all_reduce --plot all_reduce.png --peers tcp.json
+  phalanx bench all_reduce --nproc-per-node 4 -b 1K -f 2 --transport tcp --tune tuning.json
+  PHALANX_TUNING=tuning.json ./train";
 
 /// Whose memory is sent from and received into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -15,6 +15,9 @@ pub(super) struct Row {
     /// Whose it is, as on its curve in a plot.
     pub(super) name: String,
     pub(super) collective: Collective,
+    /// If it was not left to the library.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) algorithm: Option<String>,
     pub(super) ranks: u32,
     pub(super) dtype: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -69,10 +72,10 @@ impl Report {
             writeln!(json, "{line}").and_then(|()| json.flush()).map_err(|error| unwritten(&error))?;
         }
         let Row { bytes, count, time_us, min_us, p99_us, algbw_gbs, busbw_gbs, wrong, .. } = row;
-        let size = size(*bytes as f64);
+        let (size, algorithm) = (size(*bytes as f64), row.algorithm.as_deref().unwrap_or_default());
         self.line(&format!(
             "{size:>10} {count:>12} {time_us:>11.2} {min_us:>11.2} {p99_us:>11.2} {algbw_gbs:>8.3} {busbw_gbs:>8.3} \
-             {wrong:>6}"
+             {wrong:>6}  {algorithm}"
         ))
     }
 
@@ -80,7 +83,7 @@ impl Report {
         if !self.table {
             return Ok(());
         }
-        writeln!(io::stdout(), "{text}").map_err(|error| unwritten(&error))
+        writeln!(io::stdout(), "{}", text.trim_end()).map_err(|error| unwritten(&error))
     }
 }
 
