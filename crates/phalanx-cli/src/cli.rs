@@ -1,14 +1,18 @@
 //! The command line. Its help is the manual.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::builder::FalseyValueParser;
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand};
 
+use phalanx::launch::Selection;
+
 use crate::bench::Bench;
 use crate::processes::Processes;
+use crate::render::Format;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -42,11 +46,16 @@ const MANUAL: &str = "\
 Output:
   Each line of a worker goes to the stream it was written to, behind its rank: `[1] loss 0.25`. Lines of different \
 workers never mix. Of a progress bar one state a second is shown, and the last. On a terminal each rank has its colour, \
-unless NO_COLOR is set.
+unless NO_COLOR is set, and a status line stays at the bottom.
+  With --log-dir, --redirects or --tee there is a folder for each job: \
+<log-dir>/<name>_<random>/attempt_<restart>/<local rank>/ with stdout.log, stderr.log and error.json, as torchrun \
+makes them. With --log-format json everything is a JSON object a line: workers' lines on the stream they were \
+written to, this command's news on standard error.
 
 How it ends:
-  The first worker that fails ends the job: the others, and all that workers have started, get SIGTERM, after the grace \
-period SIGKILL. What failed first is shown last, and its exit code is this command's (128 + n for signal n). \
+  The first worker that fails ends the job, or, with --max-restarts, this life of it: the others, and all that workers have started, get SIGTERM, after the grace \
+period SIGKILL. Then all are started again, with a new store and a higher TORCHELASTIC_RESTART_COUNT, as long as \
+restarts are left. What failed first is shown last, and its exit code is this command's (128 + n for signal n). \
 Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period; a second Ctrl-C kills \
 at once. SIGUSR1 and SIGUSR2 are passed on and end nothing here. If this command is killed itself, its workers are killed \
 too. Workers may end with 0 at different times. If no worker can be \
@@ -101,9 +110,61 @@ pub(crate) struct Run {
     #[arg(long, value_name = "NAME", env = "PET_ROLE", hide_env_values = true, default_value = "default")]
     pub(crate) role: String,
 
+    /// How often a failure ends all workers and starts them again, instead of ending the job
+    #[arg(
+        long,
+        alias = "max_restarts",
+        value_name = "N",
+        env = "PET_MAX_RESTARTS",
+        hide_env_values = true,
+        default_value_t = 0
+    )]
+    pub(crate) max_restarts: u32,
+
+    /// The job's name, for the workers' TORCHELASTIC_RUN_ID and the logs [default: one of its own]
+    #[arg(long, alias = "rdzv_id", value_name = "NAME", env = "PET_RDZV_ID", hide_env_values = true)]
+    pub(crate) rdzv_id: Option<String>,
+
+    /// A folder for the workers' logs, below which each job makes its own
+    #[arg(long, alias = "log_dir", value_name = "FOLDER", env = "PET_LOG_DIR", hide_env_values = true)]
+    pub(crate) log_dir: Option<PathBuf>,
+
+    /// Output that goes to files and is not shown: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: `0:3,1:1`
+    #[arg(
+        short,
+        long,
+        value_name = "STREAMS",
+        env = "PET_REDIRECTS",
+        hide_env_values = true,
+        default_value = "0"
+    )]
+    pub(crate) redirects: Selection,
+
+    /// Output that goes to files and is shown too, in the same way
+    #[arg(short, long, value_name = "STREAMS", env = "PET_TEE", hide_env_values = true, default_value = "0")]
+    pub(crate) tee: Selection,
+
+    /// How everything is written
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        env = "PHALANX_LOG_FORMAT",
+        hide_env_values = true,
+        default_value = "text"
+    )]
+    pub(crate) log_format: Format,
+
     /// How long workers may take to end after SIGTERM, before SIGKILL
     #[arg(long, value_name = "SECONDS", env = "PHALANX_GRACE_PERIOD", hide_env_values = true, default_value = "30", value_parser = seconds)]
     pub(crate) grace_period: Duration,
+
+    /// Taken for torchrun's sake: this command is woken by what happens, and need not look every so many seconds
+    #[arg(long, alias = "monitor_interval", value_name = "SECONDS", env = "PET_MONITOR_INTERVAL", hide_env_values = true, default_value = "0.1", value_parser = seconds)]
+    pub(crate) monitor_interval: Duration,
+
+    /// Taken for torchrun's sake: every program is started as it is
+    #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", hide_env_values = true, value_parser = FalseyValueParser::new())]
+    pub(crate) no_python: bool,
 
     /// The program, looked for in PATH unless it contains a slash, and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]

@@ -3,11 +3,13 @@
 
 mod bench;
 mod cli;
+mod json;
 mod output;
 mod processes;
 mod render;
 mod report;
 mod run;
+mod status;
 
 use std::process::ExitCode;
 

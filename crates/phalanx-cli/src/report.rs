@@ -2,15 +2,14 @@
 
 use std::io::Write;
 
-use phalanx::WorldSize;
-use phalanx::launch::Failure;
+use phalanx::launch::{Failure, Report};
 
 /// How many of the last lines of standard error are shown.
 const LINES: usize = 10;
 const RULE: &str = "────────────────────────────────────────────────────────────";
 
 /// The worker that failed first, in a box that is open to the right: lines may have any length.
-pub(crate) fn failure(failure: &Failure, workers: WorldSize, host: &str, colour: bool) -> Vec<u8> {
+pub(crate) fn failure(failure: &Failure, report: &Report, colour: bool) -> Vec<u8> {
     let (red, bold, off) = if colour { ("\x1b[31m", "\x1b[1m", "\x1b[0m") } else { ("", "", "") };
     let mut text = Vec::new();
     let mut row = |label: &str, value: &[u8]| {
@@ -19,12 +18,16 @@ pub(crate) fn failure(failure: &Failure, workers: WorldSize, host: &str, colour:
         text.extend_from_slice(off.as_bytes());
         text.push(b'\n');
     };
-    row("rank", format!("{} of {workers}", failure.rank).as_bytes());
-    row("host", host.as_bytes());
+    row("rank", format!("{} of {}", failure.rank, report.world_size).as_bytes());
+    row("host", failure.host.as_bytes());
     row("pid", format!("{}, after {:.1} s", failure.pid, failure.after.as_secs_f64()).as_bytes());
     row("ended", format!("{bold}{}", failure.exit).as_bytes());
     for (number, line) in failure.message.iter().flat_map(|message| message.lines()).enumerate() {
         row(if number == 0 { "error" } else { "" }, line.as_bytes());
+    }
+    if report.restarts > 0 {
+        let s = if report.restarts == 1 { "" } else { "s" };
+        row("after", format!("{} restart{s}", report.restarts).as_bytes());
     }
     let skipped = failure.stderr.len().saturating_sub(LINES);
     for (number, line) in failure.stderr.iter().skip(skipped).enumerate() {

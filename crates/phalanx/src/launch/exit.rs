@@ -3,10 +3,12 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::rank::Rank;
+use serde::{Deserialize, Serialize};
+
+use crate::rank::{Rank, WorldSize};
 
 /// The number of a signal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Signal(i32);
 
 impl Signal {
@@ -87,7 +89,7 @@ impl fmt::Display for Signal {
 }
 
 /// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Exit {
     /// It ended itself with this code.
@@ -128,11 +130,15 @@ impl fmt::Display for Exit {
 }
 
 /// The worker that failed first.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Failure {
     /// Its rank.
     pub rank: Rank,
+    /// The name of its host.
+    pub host: String,
+    /// Its host's place among the nodes.
+    pub node: u32,
     /// Its process.
     pub pid: u32,
     /// How it ended.
@@ -172,8 +178,12 @@ pub enum Outcome {
 pub struct Report {
     /// How the job ended.
     pub outcome: Outcome,
-    /// How each worker ended, by rank.
+    /// How each worker of this node ended the last time, in the order of their ranks.
     pub exits: Vec<Exit>,
+    /// The number of workers on all nodes.
+    pub world_size: WorldSize,
+    /// How often a failure has started the workers again.
+    pub restarts: u32,
     /// How long the job took.
     pub elapsed: Duration,
 }
