@@ -11,6 +11,7 @@ use clap::{Args, Parser, Subcommand};
 use phalanx::launch::Selection;
 
 use crate::bench::Bench;
+use crate::nodes::NodeOptions;
 use crate::processes::Processes;
 use crate::render::Format;
 
@@ -31,12 +32,12 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    Run(Run),
+    Run(Box<Run>),
     Bench(Bench),
 }
 
 const RUN: &str = "\
-Starts a program several times on this machine, as the ranks of one job.
+Starts a program several times on this machine, or on each of several, as the ranks of one job.
 
 Each worker finds its place in its environment, under torchrun's names: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, \
 MASTER_PORT and so on. Any program that reads them can be a worker: one that uses Phalanx, a Python script with PyTorch, \
@@ -61,10 +62,17 @@ at once. SIGUSR1 and SIGUSR2 are passed on and end nothing here. If this command
 too. Workers may end with 0 at different times. If no worker can be \
 started, the exit code is 127 (the program is not found), 126 (it cannot be executed), 2 (wrong options) or 1.
 
+Several nodes:
+  The same command is started on every node, with the same --nnodes, --master-addr and --master-port and its own \
+--node-rank; the number of workers may differ. Node 0 serves the store at which the launchers meet, on that address \
+alone. A failure, a launcher that is ended and a node that falls silent (5 s) end the job on all nodes, or start it \
+again on all; each of them says what failed first, and on which host. With --nnodes MIN:MAX a job goes on without the \
+nodes that it loses as long as there are MIN, and takes in those that come up to MAX: all workers are then started again.
+
 Environment of a worker:
   RANK, LOCAL_RANK             its place in the job and on this machine, from 0
   WORLD_SIZE, LOCAL_WORLD_SIZE the number of workers
-  GROUP_RANK, GROUP_WORLD_SIZE the place of this machine, and the number of machines: 0 and 1
+  GROUP_RANK, GROUP_WORLD_SIZE the place of this machine, and the number of machines
   ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE
   MASTER_ADDR, MASTER_PORT     where the store is
   TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE,
@@ -75,9 +83,10 @@ Environment of a worker:
 Examples:
   phalanx run --nproc-per-node 4 -- ./target/release/train --epochs 6
   phalanx run --nproc-per-node gpu -- python train.py
+  phalanx run --nnodes 2 --node-rank 1 --master-addr node0 --nproc-per-node 4 -- ./target/release/train
   phalanx run --nproc-per-node 2 -- sh -c 'echo I am rank $RANK of $WORLD_SIZE'";
 
-/// Start a program several times on this machine, as the ranks of one job
+/// Start a program several times, on one machine or several, as the ranks of one job
 #[derive(Args, Debug)]
 #[command(long_about = RUN, after_long_help = MANUAL, after_help = "`--help` says more.")]
 #[command(override_usage = "phalanx run [OPTIONS] [--] <PROGRAM> [ARGUMENTS]...")]
@@ -95,16 +104,11 @@ pub(crate) struct Run {
 
     /// One machine and a free port for the store; this is so unless an address or a port is given
     #[arg(long, env = "PET_STANDALONE", hide_env_values = true, value_parser = FalseyValueParser::new(),
-          conflicts_with_all = ["master_addr", "master_port"])]
+          conflicts_with_all = ["master_addr", "master_port", "rdzv_endpoint"])]
     pub(crate) standalone: bool,
 
-    /// The address of this machine at which the store listens [default: 127.0.0.1]
-    #[arg(long, alias = "master_addr", value_name = "HOST", env = "PET_MASTER_ADDR", hide_env_values = true)]
-    pub(crate) master_addr: Option<String>,
-
-    /// The port at which the store listens [default: a free one]
-    #[arg(long, alias = "master_port", value_name = "PORT", env = "PET_MASTER_PORT", hide_env_values = true)]
-    pub(crate) master_port: Option<u16>,
+    #[command(flatten)]
+    pub(crate) nodes: NodeOptions,
 
     /// The workers' role, for their ROLE_NAME
     #[arg(long, value_name = "NAME", env = "PET_ROLE", hide_env_values = true, default_value = "default")]
@@ -171,7 +175,7 @@ pub(crate) struct Run {
     pub(crate) program: Vec<OsString>,
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "it is not a number of seconds".to_owned())?;
     Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
 }

@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use phalanx::launch::{Event, Exit, Failure, Outcome, Report, Stream};
+use phalanx::launch::{Event, Exit, Failure, NodeFailure, Outcome, Report, Stream};
 use serde_json::{Value, json};
 
 /// The stream that `event` goes to, and its line.
@@ -31,6 +31,10 @@ pub(crate) fn event(event: &Event<'_>) -> Option<(Stream, Vec<u8>)> {
         Event::Ending { signal } => ("ending", json!({ "signal": signal.to_string() })),
         Event::Killing => ("killing", json!({})),
         Event::Restarting { failure } => ("restarting", json!({ "failure": failure_fields(failure) })),
+        Event::Gathering { nodes, min_nodes, max_nodes } => {
+            ("gathering", json!({ "nodes": nodes, "min_nodes": min_nodes, "max_nodes": max_nodes }))
+        }
+        Event::Regrouping { left } => ("regrouping", json!({ "left": left.map(node_fields) })),
         Event::Warning { text } => ("warning", json!({ "text": text })),
         _ => return None,
     };
@@ -42,6 +46,7 @@ pub(crate) fn ended(report: &Report, code: i32) -> Vec<u8> {
     let (outcome, failure) = match &report.outcome {
         Outcome::Succeeded => ("succeeded", Value::Null),
         Outcome::Failed(failure) => ("failed", failure_fields(failure)),
+        Outcome::NodeFailed(failure) => ("node_failed", node_fields(failure)),
         Outcome::Interrupted(_) => ("interrupted", Value::Null),
         _ => ("stopped", Value::Null),
     };
@@ -56,6 +61,10 @@ fn failure_fields(failure: &Failure) -> Value {
                          "pid": failure.pid, "seconds": failure.after.as_secs_f64(),
                          "message": failure.message, "stderr": stderr });
     with(exit_fields(failure.exit), fields)
+}
+
+fn node_fields(failure: &NodeFailure) -> Value {
+    json!({ "node": failure.node, "host": failure.host, "why": failure.why })
 }
 
 fn exit_fields(exit: Exit) -> Value {

@@ -4,6 +4,7 @@
 mod bench;
 mod cli;
 mod json;
+mod nodes;
 mod output;
 mod processes;
 mod render;
@@ -17,7 +18,7 @@ use clap::Parser;
 
 fn main() -> ExitCode {
     match cli::Cli::parse().command {
-        cli::Command::Run(options) => run::run(options),
+        cli::Command::Run(options) => run::run(*options),
         cli::Command::Bench(options) => bench::run(options),
     }
 }

@@ -109,6 +109,15 @@ impl Renderer {
                 self.note(&format!("sent {signal} to the workers{again}"));
             }
             Event::Killing => self.note("sent SIGKILL to the workers"),
+            Event::Gathering { nodes: 0, .. } => self.note("connecting to the other nodes"),
+            Event::Gathering { nodes, min_nodes, max_nodes } if min_nodes == max_nodes => {
+                self.note(&format!("{nodes} of {max_nodes} nodes are there"));
+            }
+            Event::Gathering { nodes, min_nodes, max_nodes } => {
+                self.note(&format!("{nodes} of {min_nodes} to {max_nodes} nodes are there"));
+            }
+            Event::Regrouping { left: Some(failure) } => self.note(&failure.to_string()),
+            Event::Regrouping { left: None } => self.note("nodes have come: all workers are started again"),
             Event::Restarting { failure } => self.note(&failure.to_string()),
             Event::Warning { text } => self.note(&format!("warning: {text}")),
             _ => {}

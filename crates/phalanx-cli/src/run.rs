@@ -26,7 +26,11 @@ pub(crate) fn run(options: Run) -> ExitCode {
         Err(error) => return refuse(&format!("cannot start a thread for the output: {error}"), 1),
     };
     let format = options.log_format;
-    let report = match job(options, workers).run(&mut renderer) {
+    let job = match job(options, workers) {
+        Ok(job) => job,
+        Err(message) => return refuse(&message, 2),
+    };
+    let report = match job.run(&mut renderer) {
         Ok(report) => report,
         Err(error) => return refuse(&error.to_string(), code_of(&error)),
     };
@@ -58,26 +62,33 @@ fn count(options: &Run) -> Result<WorldSize, String> {
     }
 }
 
-fn job(options: Run, workers: WorldSize) -> Job {
+fn job(options: Run, workers: WorldSize) -> Result<Job, String> {
+    let cluster = options.nodes.cluster()?;
+    if options.standalone && cluster.is_some() {
+        return Err("--standalone is one machine, --nnodes several".to_owned());
+    }
+    let (address, port) = options.nodes.endpoint()?;
     let mut program = options.program.into_iter();
     let job = Job::new(program.next().unwrap_or_default(), workers)
         .arguments(program)
         .role(options.role)
         .grace(options.grace_period)
-        .master_port(options.master_port.unwrap_or(0))
-        .max_restarts(options.max_restarts);
-    let job = options.master_addr.into_iter().fold(job, Job::master_addr);
+        .max_restarts(options.max_restarts)
+        .master_port(port.unwrap_or(0));
+    let job = address.into_iter().fold(job, Job::master_addr);
+    let job = cluster.into_iter().fold(job, Job::cluster);
     let job = options.rdzv_id.into_iter().fold(job, Job::run_id);
     // As torchrun does, what is to be kept is kept somewhere, also if nobody says where.
     let wanted = !options.redirects.is_empty() || !options.tee.is_empty();
     let folder = options.log_dir.or_else(|| wanted.then(std::env::temp_dir));
     let logs = folder.map(|folder| Logs::new(folder).redirects(options.redirects).tee(options.tee));
-    logs.into_iter().fold(job, Job::logs)
+    Ok(logs.into_iter().fold(job, Job::logs))
 }
 
 fn last_words(report: &Report) -> Vec<u8> {
     match &report.outcome {
         Outcome::Failed(failure) => report::failure(failure, report, wants_colour(&io::stderr())),
+        Outcome::NodeFailed(failure) => report::node_failure(failure, wants_colour(&io::stderr())),
         Outcome::Interrupted(signal) => format!("phalanx: ended by {signal}\n").into_bytes(),
         _ => Vec::new(),
     }

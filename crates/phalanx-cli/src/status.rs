@@ -27,6 +27,7 @@ impl Status {
             }
             Event::Started { .. } => self.running += 1,
             Event::Exited { .. } => self.running = self.running.saturating_sub(1),
+            Event::Regrouping { left: Some(failure) } => self.last_failure = Some(failure.to_string()),
             Event::Restarting { failure } => self.last_failure = Some(brief(failure)),
             _ => return false,
         }

@@ -56,7 +56,7 @@ fn each_life_has_a_store_of_its_own() {
 #[test]
 fn a_group_comes_together_in_each_life() {
     let script = format!(
-        "{} bench all-reduce -e 64 -n 8 --json > /dev/null && exit $((1 - TORCHELASTIC_RESTART_COUNT))",
+        "{} bench all_reduce -e 64 -n 8 --json > /dev/null && exit $((1 - TORCHELASTIC_RESTART_COUNT))",
         env!("CARGO_BIN_EXE_phalanx")
     );
     let output = output(phalanx(&["--nproc-per-node", "2", "--max-restarts", "1"], &script));

@@ -1,14 +1,14 @@
 //! A job is a row of attempts: workers are started, and after a failure, as long as restarts are left, started again.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use phalanx_sys::signal::{Catcher, keep_exit_status_of_children};
 use rustix::process::Signal as Raw;
 
 use super::event::{Event, Observer};
-use super::exit::Report;
+use super::exit::{Outcome, Report};
 use super::job::Job;
-use super::nodes::{Alone, Nodes, Settled};
+use super::nodes::{Alone, Gathered, Nodes, Settled, Several};
 use super::supervisor;
 use crate::error::{Error, Result};
 
@@ -22,9 +22,24 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     if let Some(logs) = &logs {
         control.tell(Event::Logging { folder: logs.folder() });
     }
-    let mut nodes = Alone::new(job, run_id);
-    let report = loop {
-        let placement = nodes.gather(&mut control)?;
+    let mut nodes: Box<dyn Nodes + '_> = match job.other_nodes() {
+        Some(cluster) => Box::new(Several::new(job, cluster, run_id)?),
+        None => Box::new(Alone::new(job, run_id)),
+    };
+    let mut report = Report {
+        outcome: Outcome::Stopped,
+        exits: Vec::new(),
+        world_size: None,
+        nodes: 1,
+        restarts: 0,
+        elapsed: Duration::ZERO,
+    };
+    report.outcome = loop {
+        let gathered = nodes.gather(&mut control).inspect_err(|error| nodes.give_up(error));
+        let placement = match gathered? {
+            Gathered::Placed(placement) => placement,
+            Gathered::Over(outcome) => break outcome,
+        };
         control.tell(Event::Starting {
             restarts: placement.restarts,
             max_restarts: job.restarts_allowed(),
@@ -32,23 +47,23 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
             node: placement.node,
             nodes: placement.nodes,
         });
-        let attempt = supervisor::run(job, &placement, logs.as_ref(), &mut nodes, &mut control)?;
+        let attempt = supervisor::run(job, &placement, logs.as_ref(), &mut *nodes, &mut control)
+            .inspect_err(|error| nodes.give_up(error))?;
+        report.exits = attempt.exits;
+        report.world_size = Some(placement.world_size);
+        report.nodes = placement.nodes;
+        report.restarts = placement.restarts;
         match nodes.settle(attempt.end, &mut control)? {
             Settled::Again => {}
-            Settled::Over(outcome) => {
-                break Report {
-                    outcome,
-                    exits: attempt.exits,
-                    world_size: placement.world_size,
-                    restarts: placement.restarts,
-                    elapsed: started.elapsed(),
-                };
-            }
+            Settled::Over(outcome) => break outcome,
         }
     };
+    // The other nodes hear all that this one has to say.
+    drop(nodes);
     if let Some(logs) = logs {
         logs.finish();
     }
+    report.elapsed = started.elapsed();
     Ok(report)
 }
 

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::path::Path;
 
-use super::exit::{Exit, Failure, Signal};
+use super::exit::{Exit, Failure, NodeFailure, Signal};
 use crate::rank::{Rank, WorldSize};
 
 /// A worker's output stream.
@@ -74,6 +74,20 @@ pub enum Event<'a> {
     Restarting {
         /// The first failure.
         failure: &'a Failure,
+    },
+    /// Nodes are waited for.
+    Gathering {
+        /// How many have come.
+        nodes: u32,
+        /// How many are needed.
+        min_nodes: u32,
+        /// How many may take part.
+        max_nodes: u32,
+    },
+    /// Nodes come or go, no worker is left, and all will be started again.
+    Regrouping {
+        /// The node that is gone, if that is why.
+        left: Option<&'a NodeFailure>,
     },
     /// Something that ends nothing, but that a person should know.
     Warning {

@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use super::attempts;
+use super::cluster::Cluster;
 use super::event::Observer;
 use super::exit::Report;
 use super::logs::Logs;
@@ -46,6 +47,7 @@ pub struct Job {
     max_restarts: u32,
     run_id: Option<String>,
     logs: Option<Logs>,
+    cluster: Option<Cluster>,
 }
 
 impl Job {
@@ -70,6 +72,7 @@ impl Job {
             max_restarts: 0,
             run_id: None,
             logs: None,
+            cluster: None,
         }
     }
 
@@ -143,6 +146,13 @@ impl Job {
         self
     }
 
+    /// Runs on several nodes: `workers` of [`new`](Self::new) is then the number on this one, and the master address is
+    /// the cluster's.
+    pub fn cluster(mut self, cluster: Cluster) -> Self {
+        self.cluster = Some(cluster);
+        self
+    }
+
     /// Runs the job to its end.
     ///
     /// An error means that it could not be started, or not be watched; a worker's failure is in the report. On return
@@ -199,6 +209,10 @@ impl Job {
         self.max_restarts
     }
 
+    pub(super) fn other_nodes(&self) -> Option<&Cluster> {
+        self.cluster.as_ref()
+    }
+
     pub(super) fn log_files(&self) -> Option<&Logs> {
         self.logs.as_ref()
     }
@@ -207,6 +221,8 @@ impl Job {
     pub(super) fn name_of_run(&self) -> Result<String> {
         match &self.run_id {
             Some(run_id) => Ok(run_id.clone()),
+            // The other nodes could not know another.
+            None if self.cluster.is_some() => Ok("none".to_owned()),
             None => random_name(),
         }
     }

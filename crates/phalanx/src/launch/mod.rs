@@ -31,6 +31,7 @@
 //! ```
 
 mod attempts;
+mod cluster;
 mod error_file;
 mod event;
 mod exit;
@@ -44,9 +45,10 @@ mod policy;
 mod supervisor;
 mod worker;
 
+pub use cluster::{Cluster, Hosting};
 pub use error_file::write as write_error_file;
 pub(crate) use error_file::write_blaming;
 pub use event::{Event, Observer, Stream};
-pub use exit::{Exit, Failure, Outcome, Report, Signal};
+pub use exit::{Exit, Failure, NodeFailure, Outcome, Report, Signal};
 pub use job::{Job, Output};
 pub use logs::{Logs, Selection, Streams};

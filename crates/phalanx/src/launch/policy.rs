@@ -178,6 +178,11 @@ impl Policy {
         matches!(self.phase, Phase::Killed { give_up_at } if now >= give_up_at)
     }
 
+    /// The worker that failed first, whoever is to blame.
+    pub(super) fn first_failure(&self) -> Option<usize> {
+        self.failures.first().map(|end| end.worker)
+    }
+
     pub(super) fn cause(&self) -> Option<Cause> {
         self.cause
     }
@@ -233,6 +238,7 @@ mod tests {
     fn the_first_failure_ends_the_others_and_stays_the_cause() {
         let (mut policy, now) = policy(3);
         assert_eq!(policy.exited(&[end(2, Exit::Code(3))], now), None);
+        assert_eq!((policy.first_failure(), policy.cause()), (Some(2), None));
         assert_eq!(policy.wake_at(), Some(now + LAST_WORDS));
         assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), None);
         let now = now + LAST_WORDS;

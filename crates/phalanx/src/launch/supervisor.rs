@@ -49,7 +49,7 @@ pub(super) fn run(
     let policy = Policy::new(count, job.grace_period());
     let workers = Vec::with_capacity(count);
     let mut supervisor =
-        Supervisor { workers, policy, placement, logs, nodes, control, guard, has_told: false };
+        Supervisor { workers, policy, placement, logs, nodes, control, guard, told: Told::Nothing };
     supervisor.start_workers(job)?;
     supervisor.watch()?;
     Ok(Attempt { end: supervisor.end(), exits: supervisor.policy.exits() })
@@ -63,8 +63,17 @@ struct Supervisor<'a, 'b> {
     nodes: &'a mut dyn Nodes,
     control: &'a mut Control<'b>,
     guard: Guard,
-    /// Do the other nodes know why the workers are ended?
-    has_told: bool,
+    told: Told,
+}
+
+/// What the other nodes know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Told {
+    Nothing,
+    /// A worker has failed.
+    Failure,
+    /// Why the workers are ended.
+    Cause,
 }
 
 impl Supervisor<'_, '_> {
@@ -162,10 +171,19 @@ impl Supervisor<'_, '_> {
                 self.tell(Event::Exited { rank: worker.rank(), pid: worker.id(), exit });
             }
         }
-        if !batch.is_empty() {
-            let order = self.policy.exited(&batch, Instant::now());
-            self.obey(order);
+        if batch.is_empty() {
+            return;
         }
+        let order = self.policy.exited(&batch, Instant::now());
+        // At once: workers elsewhere will fail because of this one, and the other nodes go by the order of the news.
+        if self.told == Told::Nothing
+            && let Some(worker) = self.policy.first_failure()
+        {
+            self.told = Told::Failure;
+            let failed = self.failed(worker);
+            self.nodes.tell(&failed);
+        }
+        self.obey(order);
     }
 
     fn handle_nodes(&mut self) {
@@ -187,7 +205,8 @@ impl Supervisor<'_, '_> {
 
     fn obey(&mut self, order: Option<Signal>) {
         let Some(signal) = order else { return };
-        if !std::mem::replace(&mut self.has_told, true) {
+        if self.told != Told::Cause {
+            self.told = Told::Cause;
             let end = self.end();
             self.nodes.tell(&end);
         }
@@ -240,10 +259,13 @@ impl Supervisor<'_, '_> {
             Some(Cause::Stopped) => AttemptEnd::Stopped,
             Some(Cause::Interrupted(signal)) => AttemptEnd::Interrupted(signal),
             Some(Cause::Elsewhere) => AttemptEnd::Elsewhere,
-            Some(Cause::Failed { worker }) => {
-                AttemptEnd::Failed(self.workers[worker].failure(self.placement.node))
-            }
+            Some(Cause::Failed { worker }) => self.failed(worker),
         }
+    }
+
+    fn failed(&self, worker: usize) -> AttemptEnd {
+        let worker = &self.workers[worker];
+        AttemptEnd::Failed(worker.failure(self.placement.node), worker.blames())
     }
 }
 

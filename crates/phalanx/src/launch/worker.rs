@@ -208,7 +208,7 @@ impl Worker {
         let (exit, after) = self.ended.unwrap_or((Exit::Lost, self.started.elapsed()));
         Failure {
             rank: self.rank,
-            host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            host: host_name(),
             node,
             pid: self.id(),
             exit,
@@ -246,6 +246,11 @@ impl Capture {
             }
         }
     }
+}
+
+/// This host's name.
+pub(super) fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 fn keep(tail: &mut VecDeque<Vec<u8>>, stream: Stream, line: &[u8]) {

@@ -11,6 +11,7 @@ mod arrival;
 mod env;
 mod file;
 mod hosts;
+pub(crate) mod membership;
 mod tcp;
 
 use std::fmt;

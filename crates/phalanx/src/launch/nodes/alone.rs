@@ -2,8 +2,8 @@
 
 use std::os::fd::BorrowedFd;
 
-use super::{AttemptEnd, Nodes, Settled};
-use crate::error::Result;
+use super::{AttemptEnd, Gathered, Nodes, Settled};
+use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
 use crate::launch::event::Event;
 use crate::launch::exit::Outcome;
@@ -27,12 +27,12 @@ impl<'a> Alone<'a> {
 }
 
 impl Nodes for Alone<'_> {
-    fn gather(&mut self, _control: &mut Control<'_>) -> Result<Placement> {
+    fn gather(&mut self, _control: &mut Control<'_>) -> Result<Gathered> {
         // The one before lets its port go first: the next may need it.
         self.store = None;
         let store = self.store.insert(self.job.serve_store()?);
         let address = store.local_addr();
-        Ok(Placement {
+        Ok(Gathered::Placed(Placement {
             restarts: self.restarts,
             first_rank: 0,
             world_size: self.job.workers(),
@@ -41,7 +41,7 @@ impl Nodes for Alone<'_> {
             master_addr: self.job.master_name(address),
             master_port: address.port(),
             run_id: self.run_id.clone(),
-        })
+        }))
     }
 
     fn notice(&self) -> Option<BorrowedFd<'_>> {
@@ -54,14 +54,16 @@ impl Nodes for Alone<'_> {
 
     fn tell(&mut self, _cause: &AttemptEnd) {}
 
+    fn give_up(&mut self, _error: &Error) {}
+
     fn settle(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<Settled> {
         Ok(match end {
-            AttemptEnd::Failed(failure) if self.restarts < self.job.restarts_allowed() => {
+            AttemptEnd::Failed(failure, _) if self.restarts < self.job.restarts_allowed() => {
                 self.restarts += 1;
                 control.tell(Event::Restarting { failure: &failure });
                 Settled::Again
             }
-            AttemptEnd::Failed(failure) => Settled::Over(Outcome::Failed(failure)),
+            AttemptEnd::Failed(failure, _) => Settled::Over(Outcome::Failed(failure)),
             AttemptEnd::Interrupted(signal) => Settled::Over(Outcome::Interrupted(signal)),
             AttemptEnd::Stopped | AttemptEnd::Elsewhere => Settled::Over(Outcome::Stopped),
             AttemptEnd::Succeeded => Settled::Over(Outcome::Succeeded),
