@@ -41,6 +41,8 @@ pub(crate) struct Renderer {
     /// As wide as the widest rank's, so that the lines of all ranks begin in one column.
     prefix_width: usize,
     status: Status,
+    /// This node's place.
+    node: u32,
     /// Has a worker failed, or been asked to end? What ends after that is no news.
     ending: bool,
 }
@@ -54,6 +56,7 @@ impl Renderer {
             colour_err: wants_colour(&io::stderr()),
             prefix_width: 0,
             status: Status::default(),
+            node: 0,
             ending: false,
         })
     }
@@ -90,8 +93,8 @@ impl Renderer {
         match event {
             Event::Line { rank, stream, text } => self.line(rank, stream, text),
             Event::Logging { folder } => self.note(&format!("logs are kept in {}", folder.display())),
-            Event::Starting { restarts, max_restarts, world_size, .. } => {
-                self.ending = false;
+            Event::Starting { restarts, max_restarts, world_size, node, .. } => {
+                (self.ending, self.node) = (false, node);
                 self.prefix_width = (world_size.get() - 1).to_string().len();
                 if restarts > 0 {
                     self.note(&format!("restart {restarts} of {max_restarts}"));
@@ -118,6 +121,8 @@ impl Renderer {
             }
             Event::Regrouping { left: Some(failure) } => self.note(&failure.to_string()),
             Event::Regrouping { left: None } => self.note("nodes have come: all workers are started again"),
+            // Its end has been shown.
+            Event::Restarting { failure } if failure.node == self.node && failure.message.is_none() => {}
             Event::Restarting { failure } => self.note(&failure.to_string()),
             Event::Warning { text } => self.note(&format!("warning: {text}")),
             _ => {}

@@ -141,7 +141,7 @@ fn a_signal_to_one_launcher_ends_all() {
 #[test]
 fn a_launcher_that_was_stopped_finds_itself_given_up() {
     let port = free_port();
-    let options = ["--rdzv-conf", "keep_alive_interval=0.1,keep_alive_max_attempt=5"];
+    let options = ["--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=10"];
     let mut nodes =
         ["0", "1"].map(|rank| node(rank, &port, &options, "echo up; exec sleep 60").spawn().unwrap());
     nodes.iter_mut().for_each(wait_for_line);
@@ -165,6 +165,40 @@ fn nodes_that_do_not_come_or_do_not_fit_are_named() {
     let (code, _, err) = end(other);
     assert!(code == Some(1) && err.contains("--max-restarts 0"), "{err}");
     end(first);
+}
+
+#[test]
+fn a_signal_ends_a_launcher_that_waits_for_others() {
+    for rank in ["0", "1"] {
+        let mut child = node(rank, &free_port(), &[], "echo never").spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.contains("connecting"), "{line}");
+        send(&child, Signal::INT);
+        assert_eq!(exit_code(&mut child), Some(130));
+    }
+}
+
+#[test]
+fn a_lost_node_is_replaced_when_restarts_are_left() {
+    let port = free_port();
+    let options = ["--max-restarts", "1"];
+    let script = "echo up; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 60";
+    let mut nodes = ["0", "1"].map(|rank| node(rank, &port, &options, script).spawn().unwrap());
+    nodes.iter_mut().for_each(wait_for_line);
+    let [first, lost] = nodes;
+    send(&lost, Signal::KILL);
+    end(lost);
+    // Its place is free as soon as it is given up.
+    let (code, _, err) = loop {
+        let ended = end(node("1", &port, &options, script).spawn().unwrap());
+        if !ended.2.contains("two nodes have --node-rank 1") {
+            break ended;
+        }
+    };
+    assert_eq!(code, Some(0), "{err}");
+    let (code, _, err) = end(first);
+    assert!(code == Some(0) && err.contains("has not been heard of"), "{err}");
 }
 
 #[test]

@@ -220,12 +220,17 @@ impl<'a> Several<'a> {
     fn too_few(&self, since: Instant) -> Error {
         let waited = since.elapsed().as_secs_f64();
         let hosts: Vec<&str> = self.state.waiting().iter().map(|node| node.host.as_str()).collect();
-        let cause = format!(
+        let mut cause = format!(
             "{} of at least {} nodes have come within {waited:.0} s: {}",
             hosts.len(),
             self.cluster.min_nodes,
             hosts.join(", ")
         );
+        match self.state.last_cause().map(describe) {
+            Some(Described::Worker(failure)) => cause.push_str(&format!("; before, {failure}")),
+            Some(Described::Node(failure)) => cause.push_str(&format!("; before, {failure}")),
+            None => {}
+        }
         Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(
             "start `phalanx run` on every node, with the same --master-addr, --master-port and --rdzv-id; \
              --rdzv-conf join_timeout=.. waits longer",

@@ -102,7 +102,17 @@ impl Entry {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #[test]
+        fn no_bytes_make_the_decoder_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            let _ = Entry::from_bytes(&bytes);
+            let _ = Entry::from_bytes(&[&[VERSION], &bytes[..]].concat());
+        }
+    }
 
     #[test]
     fn entries_come_back_and_nonsense_does_not() {
