@@ -9,7 +9,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Gradients, Tensor};
-use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
+use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, verify_state};
 use phalanx::{Communicator, Error, Rank, Result, WorldSize};
 
 use crate::bridge;
@@ -92,6 +92,7 @@ impl<M: Module> Ddp<M> {
         let (model, engine) = if group.world_size() == WorldSize::ONE {
             (model, Engine::Alone { held: None })
         } else {
+            verify_state(&*group, inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
             let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
             let reducer = Reducer::new(group.clone(), specs, options.reducer)?;
             let sink = Arc::new(Sink::new(reducer, group.clone(), &inventory.parameters)?);
@@ -130,6 +131,9 @@ impl<M: Module> Ddp<M> {
     }
 
     /// Runs backward from `loss` and gives the gradients averaged over all ranks, for [`step`](Self::step).
+    ///
+    /// They are this model's. If the loss went through another `Ddp` too, as a generator's goes through the
+    /// discriminator, what that one's parameters get is dropped here, and changes nothing there.
     ///
     /// Gradients travel while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the last
     /// call are added before the average. A parameter that got no gradient on any rank has none here either.
@@ -170,7 +174,9 @@ impl<M: Module> Ddp<M> {
     /// Runs backward from `loss` without any communication: the gradients are added up on this rank, and averaged with
     /// those of the next [`backward`](Self::backward).
     ///
-    /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one.
+    /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one. The forward passes of such
+    /// batches communicate nothing either, but for the first after a synchronised backward pass, which refreshes the
+    /// buffers.
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
         let model = held(&self.model);
         check_tracked(loss)?;
@@ -184,7 +190,7 @@ impl<M: Module> Ddp<M> {
                 live(passes)?;
                 sink.hold()?;
                 drop(traced(&*self.group, loss));
-                sink.check()
+                sink.release()
             }
         }
     }

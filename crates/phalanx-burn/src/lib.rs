@@ -98,12 +98,14 @@
 #![forbid(unsafe_code)]
 
 mod bridge;
+mod clip;
 mod ddp;
 mod hook;
 mod parameters;
 mod replicas;
 mod sink;
 
+pub use clip::clip_grad_norm;
 pub use ddp::{Ddp, DdpOptions};
 
 /// The README's programs compile.

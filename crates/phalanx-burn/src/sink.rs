@@ -18,6 +18,9 @@ pub(crate) enum Delivery {
     Now,
     /// It is added to what is held for its parameter.
     Hold,
+    /// It is dropped: it came from another model's backward pass, such as that of a generator whose loss a
+    /// discriminator computes.
+    Ignore,
 }
 
 /// One forward pass. It lives as long as its graph can still run backward.
@@ -50,7 +53,10 @@ impl Sink {
             Ok((bridge::dtype(parameter.dtype)?, parameter.shape.iter().product(), None))
         };
         let held = parameters.iter().map(slot).collect::<Result<_>>()?;
-        Ok(Self { group, state: Mutex::new(State { reducer, delivery: Delivery::Now, held, failure: None }) })
+        Ok(Self {
+            group,
+            state: Mutex::new(State { reducer, delivery: Delivery::Ignore, held, failure: None }),
+        })
     }
 
     /// The failure of this or an earlier backward pass, if there was one.
@@ -66,6 +72,14 @@ impl Sink {
         })
     }
 
+    /// The backward pass that [`hold`](Self::hold) announced is over.
+    pub fn release(&self) -> Result<()> {
+        self.attempt(|state| {
+            state.delivery = Delivery::Ignore;
+            Ok(())
+        })
+    }
+
     /// A backward pass begins that [`finish`](Self::finish) will end.
     pub fn start(&self, delivery: Delivery) -> Result<()> {
         self.attempt(|state| {
@@ -77,6 +91,7 @@ impl Sink {
     /// Hands over what is still held, waits for all ranks, and shows the reducer with its averages.
     pub fn finish<T>(&self, look: impl FnOnce(&Reducer) -> Result<T>) -> Result<T> {
         self.attempt(|state| {
+            state.delivery = Delivery::Ignore;
             for index in 0..state.held.len() {
                 if let Some(held) = state.held[index].2.take() {
                     state.reducer.ready(index, held.as_bytes())?;
@@ -110,6 +125,9 @@ impl Sink {
 
 impl State {
     fn ready(&mut self, index: usize, gradient: Lent<'_>) -> Result<()> {
+        if self.delivery == Delivery::Ignore {
+            return Ok(());
+        }
         let Self { reducer, delivery, held, .. } = self;
         let Some((dtype, elements, held)) = held.get_mut(index) else {
             return Err(Error::invalid_argument(format!(
@@ -135,6 +153,7 @@ impl State {
                 *held = Some(sum);
                 Ok(())
             }
+            (Delivery::Ignore, _) => Ok(()),
         }
     }
 }

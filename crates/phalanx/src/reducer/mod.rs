@@ -31,6 +31,7 @@ mod options;
 mod plan;
 mod state;
 mod sync;
+mod unused;
 mod verify;
 
 #[cfg(test)]
@@ -43,6 +44,7 @@ use std::time::Instant;
 
 pub use options::{ParameterSpec, ReducerOptions};
 pub use sync::{StateTensor, broadcast_state};
+pub use verify::verify_state;
 
 use self::bucket::Bucket;
 use self::plan::{Limits, Plan};
@@ -55,9 +57,6 @@ use crate::error::{Error, Result};
 use crate::group::{Communicator, Work};
 use crate::rank::Rank;
 use crate::trace::Trace;
-
-/// Names that an error lists before it only counts.
-const NAMES_IN_ERROR: usize = 16;
 
 /// Averages the gradients of one model over the ranks of a group. See the [module](self).
 ///
@@ -75,6 +74,9 @@ pub struct Reducer {
     rebuild: Rebuild,
     /// For each parameter: did any rank have a gradient in the last step?
     used: Vec<bool>,
+    /// What this rank had no gradient for in the last step.
+    absent: Vec<usize>,
+    warnings: unused::Warnings,
     failure: Option<Error>,
 }
 
@@ -128,6 +130,8 @@ impl Reducer {
             buckets: allocate(&*group, &plan),
             state: State::new(&plan),
             used: vec![true; parameters.len()],
+            absent: Vec::new(),
+            warnings: unused::Warnings::new(parameters.len()),
             rebuild: if alone || find_unused { Rebuild::Done } else { Rebuild::AfterFirst },
             phase: Phase::New,
             failure: None,
@@ -294,7 +298,11 @@ impl Reducer {
     fn close(&mut self) -> Result<Option<Work>> {
         let absent = self.state.absent();
         if !self.find_unused {
-            return if absent.is_empty() { Ok(None) } else { Err(self.unused(&absent)) };
+            return if absent.is_empty() {
+                Ok(None)
+            } else {
+                Err(unused::error(self.group.rank(), &self.parameters, &absent))
+            };
         }
         let mut used = Buffer::from_slice(&vec![1u8; self.parameters.len()]);
         for &index in &absent {
@@ -306,6 +314,7 @@ impl Reducer {
             }
             self.advance(index)?;
         }
+        self.absent = absent;
         if self.group.world_size().get() == 1 {
             return Ok(Some(Work::ready(Ok(used))));
         }
@@ -319,6 +328,7 @@ impl Reducer {
         if let Some(used) = used {
             let used = used.wait()?;
             self.used = used.as_slice::<u8>()?.iter().map(|&used| used != 0).collect();
+            self.warnings.step(self.group.rank(), &self.parameters, &self.absent, &self.used);
         }
         Ok(())
     }
@@ -341,22 +351,6 @@ impl Reducer {
             self.plan = plan;
         }
         Ok(())
-    }
-
-    fn unused(&self, absent: &[usize]) -> Error {
-        let mut names: Vec<String> =
-            absent.iter().take(NAMES_IN_ERROR).map(|&index| self.parameters[index].to_string()).collect();
-        if absent.len() > NAMES_IN_ERROR {
-            names.push(format!("and {} more", absent.len() - NAMES_IN_ERROR));
-        }
-        Error::invalid_argument(format!(
-            "rank {}: backward gave no gradient to {} of {} parameters: {}",
-            self.group.rank(),
-            absent.len(),
-            self.parameters.len(),
-            names.join(", ")
-        ))
-        .with_remedy("let every parameter take part in the loss on every rank, or set find_unused_parameters")
     }
 
     fn no_such_parameter(&self, index: usize) -> Error {
