@@ -1,5 +1,6 @@
 //! DistributedDataParallel: every rank has the whole model and its own part of the data.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -9,11 +10,13 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Gradients, Tensor};
+use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, verify_state};
 use phalanx::{Communicator, Error, Rank, Result, WorldSize};
 
 use crate::bridge;
 use crate::hook;
+use crate::optimizer;
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::{Delivery, Pass, Sink};
@@ -48,7 +51,8 @@ pub struct Ddp<M> {
     inventory: Inventory,
     /// Where each parameter stands in the inventory.
     places: HashMap<ParamId, usize>,
-    group: Arc<dyn Communicator>,
+    /// What all of its collectives go through.
+    group: JoinGroup,
     engine: Engine<M>,
     /// Are this rank's buffers to be replaced by rank 0's before the next forward pass?
     buffers_stale: bool,
@@ -76,7 +80,11 @@ impl<M: Module> Ddp<M> {
         group: &C,
         options: DdpOptions,
     ) -> Result<Self> {
-        let group: Arc<dyn Communicator> = Arc::new(group.clone());
+        // A `JoinGroup` may have other users, such as synchronised batch norms, whose collectives are joined with ours.
+        let group = match (group as &dyn Any).downcast_ref::<JoinGroup>() {
+            Some(group) => group.clone(),
+            None => JoinGroup::new(group.clone()),
+        };
         let ddp = Self::build(model, group.clone(), options);
         if let Err(error) = &ddp
             && group.world_size() != WorldSize::ONE
@@ -87,16 +95,16 @@ impl<M: Module> Ddp<M> {
         ddp
     }
 
-    fn build(model: M, group: Arc<dyn Communicator>, options: DdpOptions) -> Result<Self> {
+    fn build(model: M, group: JoinGroup, options: DdpOptions) -> Result<Self> {
         let inventory = Inventory::of(&model)?;
         let (model, engine) = if group.world_size() == WorldSize::ONE {
             (model, Engine::Alone { held: None })
         } else {
-            verify_state(&*group, inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
+            verify_state(&group, inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
             let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
-            let reducer = Reducer::new(group.clone(), specs, options.reducer)?;
-            let sink = Arc::new(Sink::new(reducer, group.clone(), &inventory.parameters)?);
-            let model = replicas::from_main(model, &*group, Select::All)?;
+            let reducer = Reducer::new(Arc::new(group.clone()), specs, options.reducer)?;
+            let sink = Arc::new(Sink::new(reducer, Arc::new(group.clone()), &inventory.parameters)?);
+            let model = replicas::from_rank(model, &group, Rank::MAIN, Select::All)?;
             (model, Engine::Together { sink, passes: Vec::new() })
         };
         let places =
@@ -116,6 +124,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// Use [`model`](Self::model) for what is not trained on, such as an evaluation.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
+        self.group.step()?;
         self.refresh_buffers()?;
         let model = held(&self.model);
         match &mut self.engine {
@@ -143,7 +152,7 @@ impl<M: Module> Ddp<M> {
         self.buffers_stale = true;
         match &mut self.engine {
             Engine::Alone { held } => {
-                let gradients = alone(&*self.group, model, loss);
+                let gradients = alone(&self.group, model, loss);
                 Ok(match held.take() {
                     Some(mut sum) => {
                         sum.accumulate(model, gradients);
@@ -157,9 +166,16 @@ impl<M: Module> Ddp<M> {
                 let delivery = if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now };
                 sink.start(delivery)?;
                 drop(loss.backward());
+                let scale = match self.group.running() {
+                    Some(options) if !options.divide_by_initial_world_size => {
+                        self.group.world_size().count() as f64 / self.group.active_ranks() as f64
+                    }
+                    _ => 1.0,
+                };
                 sink.finish(|reducer| {
                     let mut averages = Averages {
                         reducer,
+                        scale,
                         places: &self.places,
                         gradients: GradientsParams::new(),
                         failure: None,
@@ -182,14 +198,14 @@ impl<M: Module> Ddp<M> {
         check_tracked(loss)?;
         match &mut self.engine {
             Engine::Alone { held } => {
-                let gradients = alone(&*self.group, model, loss);
+                let gradients = alone(&self.group, model, loss);
                 held.get_or_insert_with(GradientsAccumulator::new).accumulate(model, gradients);
                 Ok(())
             }
             Engine::Together { sink, passes } => {
                 live(passes)?;
                 sink.hold()?;
-                drop(traced(&*self.group, loss));
+                drop(traced(&self.group, loss));
                 sink.release()
             }
         }
@@ -204,6 +220,46 @@ impl<M: Module> Ddp<M> {
     ) {
         // Moved and not cloned, so that the optimizer may change parameters in place.
         self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+    }
+
+    /// Runs `body`, such as an epoch, whose number of batches may differ between ranks. A rank that is done answers the
+    /// others until the last is: it adds zeros to their averages. All ranks call it together, and return together.
+    ///
+    /// Afterwards all ranks have the model, the buffers and the optimizer's state of one that took part to the end,
+    /// if any did not. See [uneven inputs](crate#uneven-inputs) for an example.
+    ///
+    /// Everything else that calls collectives inside `body`, such as a synchronised batch norm, must do so through
+    /// the same [`JoinGroup`], which is then given to [`new`](Self::new) in place of the group.
+    ///
+    /// # Errors
+    /// As [`JoinGroup::join`]. An error of `body` ends the group; one that
+    /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination) causes does not, comes from
+    /// [`forward`](Self::forward), on the same step of every rank, and must be returned from `body`.
+    pub fn join<T>(
+        &mut self,
+        optimizer: &mut ModuleOptimizer,
+        options: JoinOptions,
+        body: impl FnOnce(&mut Self, &mut ModuleOptimizer) -> Result<T>,
+    ) -> Result<T> {
+        let group = self.group.clone();
+        let joined = group.join(options, || body(self, optimizer))?;
+        if joined.uneven {
+            self.adopt(joined.last, optimizer)?;
+        }
+        Ok(joined.value)
+    }
+
+    /// Takes over all of rank `root`'s state.
+    fn adopt(&mut self, root: Rank, optimizer: &mut ModuleOptimizer) -> Result<()> {
+        if let Engine::Together { sink, .. } = &self.engine {
+            sink.adopt(root)?;
+        }
+        drop(self.model().valid()); // As in `refresh_buffers`.
+        let model = self.model().clone();
+        self.model = Some(replicas::from_rank(model, &self.group, root, Select::All)?);
+        self.buffers_stale = false;
+        *optimizer = optimizer::from_rank(optimizer, &self.group, root, &self.inventory.parameters)?;
+        Ok(())
     }
 
     /// The model, for evaluation (`ddp.model().valid()`) and for saving.
@@ -231,7 +287,7 @@ impl<M: Module> Ddp<M> {
 
     /// Are the parameters of all replicas the same, bit for bit? Every rank must ask, and gets the same answer.
     pub fn replicas_identical(&self) -> Result<bool> {
-        replicas::identical(self.model(), &*self.group, Select::Weights(&self.inventory.buffers))
+        replicas::identical(self.model(), &self.group, Select::Weights(&self.inventory.buffers))
     }
 
     /// Before the first forward pass after a synchronised backward pass, takes over rank 0's buffers.
@@ -245,7 +301,7 @@ impl<M: Module> Ddp<M> {
         // Running state applies the last forward pass's update late; this does it now, for all clones of the state.
         drop(self.model().valid());
         let model = self.model().clone();
-        self.model = Some(replicas::from_main(model, &*self.group, select)?);
+        self.model = Some(replicas::from_rank(model, &self.group, Rank::MAIN, select)?);
         Ok(())
     }
 }
@@ -320,6 +376,8 @@ fn traced<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradien
 /// Collects the reducer's averages under the ids of the model's parameters.
 struct Averages<'a> {
     reducer: &'a Reducer,
+    /// What the averages are multiplied by.
+    scale: f64,
     places: &'a HashMap<ParamId, usize>,
     gradients: GradientsParams,
     failure: Option<Error>,
@@ -338,6 +396,7 @@ impl ModuleVisitor for Averages<'_> {
         };
         let dtype = param.dtype();
         let data = bridge::tensor_data(average, param.shape().as_slice(), dtype);
-        self.gradients.register(param.id, Tensor::<D>::from_data(data, (&param.device().inner(), dtype)));
+        let average = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
+        self.gradients.register(param.id, if self.scale == 1.0 { average } else { average * self.scale });
     }
 }

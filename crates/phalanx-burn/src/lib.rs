@@ -101,6 +101,7 @@ mod bridge;
 mod clip;
 mod ddp;
 mod hook;
+mod optimizer;
 mod parameters;
 mod replicas;
 mod sink;

@@ -2,20 +2,25 @@
 
 use burn::module::Module;
 use burn::tensor::TensorData;
-use phalanx::reducer::{StateTensor, broadcast_state};
-use phalanx::{Communicator, DType, ReduceOp, Result, WorldSize};
+use phalanx::reducer::{StateTensor, broadcast_state_from};
+use phalanx::{Communicator, DType, Rank, ReduceOp, Result, WorldSize};
 
 use crate::bridge;
 use crate::parameters::{self, Select};
 
-/// `model` with the selected tensors of rank 0.
-pub(crate) fn from_main<M: Module>(model: M, group: &dyn Communicator, select: Select<'_>) -> Result<M> {
+/// `model` with the selected tensors of rank `root`.
+pub(crate) fn from_rank<M: Module>(
+    model: M,
+    group: &dyn Communicator,
+    root: Rank,
+    select: Select<'_>,
+) -> Result<M> {
     let mut parts: Vec<_> =
         parameters::read(&model, select).into_iter().map(TensorData::into_parts).collect();
     let tensors =
         parts.iter_mut().map(|(bytes, _, dtype)| Ok(StateTensor { dtype: bridge::dtype(*dtype)?, bytes }));
-    broadcast_state(group, &mut tensors.collect::<Result<Vec<_>>>()?)?;
-    if group.rank().is_main() {
+    broadcast_state_from(group, root, &mut tensors.collect::<Result<Vec<_>>>()?)?;
+    if group.rank() == root {
         return Ok(model);
     }
     let data = parts.into_iter().map(|(bytes, shape, dtype)| TensorData::from_bytes(bytes, shape, dtype));

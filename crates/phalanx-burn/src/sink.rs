@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::tensor::{bf16, f16};
 use parking_lot::Mutex;
 use phalanx::reducer::Reducer;
-use phalanx::{Buffer, Communicator, DType, Error, Result};
+use phalanx::{Buffer, Communicator, DType, Error, Rank, Result};
 
 use crate::bridge::{self, Lent};
 use crate::hook::GradientSink;
@@ -99,6 +99,14 @@ impl Sink {
             }
             state.reducer.finish()?;
             look(&state.reducer)
+        })
+    }
+
+    /// Takes over where rank `root`'s reducer stands. What was held is gone: it belonged to no finished step.
+    pub fn adopt(&self, root: Rank) -> Result<()> {
+        self.attempt(|state| {
+            state.held.iter_mut().for_each(|(.., held)| *held = None);
+            state.reducer.adopt(root)
         })
     }
 

@@ -42,8 +42,10 @@ mod tests;
 use std::sync::Arc;
 use std::time::Instant;
 
+use serde::{Deserialize, Serialize};
+
 pub use options::{ParameterSpec, ReducerOptions};
-pub use sync::{StateTensor, broadcast_state};
+pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::verify_state;
 
 use self::bucket::Bucket;
@@ -68,10 +70,14 @@ pub struct Reducer {
     limits: Limits,
     find_unused: bool,
     plan: Plan,
+    /// The order of parameters that the plan was made from.
+    order: Vec<usize>,
     buckets: Vec<Bucket>,
     state: State,
     phase: Phase,
     rebuild: Rebuild,
+    /// The order in which gradients came in the last step.
+    arrival: Vec<usize>,
     /// For each parameter: did any rank have a gradient in the last step?
     used: Vec<bool>,
     /// What this rank had no gradient for in the last step.
@@ -91,11 +97,20 @@ enum Phase {
 }
 
 /// The buckets are built anew once, when the order of the gradients is known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Rebuild {
     AfterFirst,
     AtNextStart,
     Done,
+}
+
+/// What a rank that has taken part in every step knows; see [`Reducer::adopt`].
+#[derive(Serialize, Deserialize)]
+struct Progress {
+    order: Vec<usize>,
+    arrival: Vec<usize>,
+    rebuild: Rebuild,
+    used: Vec<bool>,
 }
 
 impl Reducer {
@@ -140,6 +155,8 @@ impl Reducer {
             limits,
             find_unused,
             plan,
+            order,
+            arrival: Vec::new(),
         })
     }
 
@@ -209,6 +226,8 @@ impl Reducer {
             return Err(self.fail(error));
         }
         self.phase = Phase::Averaged;
+        self.arrival.clear();
+        self.arrival.extend_from_slice(self.state.order());
         if self.rebuild == Rebuild::AfterFirst {
             self.rebuild = Rebuild::AtNextStart;
         }
@@ -333,17 +352,48 @@ impl Reducer {
         Ok(())
     }
 
+    /// Takes over how far rank `root` has come, after steps that this rank did not take part in: the buckets and what
+    /// was learned of unused parameters. All ranks call it together, between steps.
+    ///
+    /// # Errors
+    /// If the exchange fails, or `root` sends no order of these parameters.
+    pub fn adopt(&mut self, root: Rank) -> Result<()> {
+        self.check_failure()?;
+        self.take_over(root).map_err(|error| self.fail(error))
+    }
+
+    fn take_over(&mut self, root: Rank) -> Result<()> {
+        let mine = Progress {
+            order: self.order.clone(),
+            arrival: self.arrival.clone(),
+            rebuild: self.rebuild,
+            used: self.used.clone(),
+        };
+        let Progress { order, arrival, rebuild, used } = verify::share(&*self.group, root, &mine)?;
+        let count = self.parameters.len();
+        if used.len() != count || !(arrival.is_empty() || is_permutation(&arrival, count)) {
+            return Err(Error::protocol(format!("rank {root} sent the progress of another model")));
+        }
+        (self.arrival, self.rebuild, self.used) = (arrival, rebuild, used);
+        self.lay_out(order)
+    }
+
     /// Builds the buckets anew, in the order in which rank 0's gradients came.
     fn rebuild(&mut self) -> Result<()> {
         self.rebuild = Rebuild::Done;
-        let order: Vec<usize> = verify::share(&*self.group, Rank::MAIN, &self.state.order().to_vec())?;
+        let order = verify::share(&*self.group, Rank::MAIN, &self.arrival)?;
+        self.lay_out(order)
+    }
+
+    fn lay_out(&mut self, order: Vec<usize>) -> Result<()> {
         if !is_permutation(&order, self.parameters.len()) {
             return Err(Error::protocol(
-                "rank 0 sent an order of gradients that is no order of the parameters",
+                "a rank sent an order of gradients that is no order of the parameters",
             ));
         }
         let plan = Plan::new(&self.parameters, &order, self.limits);
         verify::verify_hash(&*self.group, "bucket plans", plan.hash())?;
+        self.order = order;
         if plan != self.plan {
             tracing::debug!(buckets = plan.buckets.len(), "buckets rebuilt in the order of the gradients");
             self.buckets.clear(); // Before the new memory is taken.
