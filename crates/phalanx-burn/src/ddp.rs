@@ -1,20 +1,22 @@
 //! DistributedDataParallel: every rank has the whole model and its own part of the data.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ParamId};
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Gradients, Tensor};
 use phalanx::join::{JoinGroup, JoinOptions};
+use phalanx::reducer::hooks::CommHook;
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, verify_state};
 use phalanx::{Communicator, Error, Rank, Result, WorldSize};
 
 use crate::bridge;
+use crate::gradients::{Handover, averages};
 use crate::hook;
 use crate::optimizer;
 use crate::parameters::{Inventory, Parameter, Select};
@@ -29,11 +31,14 @@ pub struct DdpOptions {
     pub reducer: ReducerOptions,
     /// Before a forward pass, do all ranks take over rank 0's buffers, such as the running statistics of batch norm?
     pub broadcast_buffers: bool,
+    /// Are the gradients that [`Ddp::backward`] gives views of the buckets in which they were averaged, without a copy?
+    /// Burn copies a view before it would change it. One that outlives the step keeps its whole bucket in memory.
+    pub gradient_as_bucket_view: bool,
 }
 
 impl Default for DdpOptions {
     fn default() -> Self {
-        Self { reducer: ReducerOptions::default(), broadcast_buffers: true }
+        Self { reducer: ReducerOptions::default(), broadcast_buffers: true, gradient_as_bucket_view: false }
     }
 }
 
@@ -57,6 +62,7 @@ pub struct Ddp<M> {
     /// Are this rank's buffers to be replaced by rank 0's before the next forward pass?
     buffers_stale: bool,
     broadcast_buffers: bool,
+    gradient_as_bucket_view: bool,
 }
 
 /// A world of one needs neither hooks nor a reducer.
@@ -117,6 +123,7 @@ impl<M: Module> Ddp<M> {
             engine,
             buffers_stale: false,
             broadcast_buffers: options.broadcast_buffers,
+            gradient_as_bucket_view: options.gradient_as_bucket_view,
         })
     }
 
@@ -166,23 +173,14 @@ impl<M: Module> Ddp<M> {
                 let delivery = if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now };
                 sink.start(delivery)?;
                 drop(loss.backward());
+                let view = self.gradient_as_bucket_view;
                 let scale = match self.group.running() {
                     Some(options) if !options.divide_by_initial_world_size => {
                         self.group.world_size().count() as f64 / self.group.active_ranks() as f64
                     }
                     _ => 1.0,
                 };
-                sink.finish(|reducer| {
-                    let mut averages = Averages {
-                        reducer,
-                        scale,
-                        places: &self.places,
-                        gradients: GradientsParams::new(),
-                        failure: None,
-                    };
-                    model.visit(&mut averages);
-                    averages.failure.map_or(Ok(averages.gradients), Err)
-                })
+                sink.finish(|reducer| averages(model, reducer, &self.places, Handover { scale, view }))
             }
         }
     }
@@ -275,6 +273,57 @@ impl<M: Module> Ddp<M> {
         }
     }
 
+    /// From the next step on, `hook` averages the buckets; see [the hooks there are](phalanx::reducer::hooks). All ranks
+    /// call it together, with the same settings. A world of one has nothing to average and no use for it.
+    ///
+    /// # Errors
+    /// On every rank, if the hooks differ.
+    pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
+        match &self.engine {
+            Engine::Alone { .. } => Ok(()),
+            Engine::Together { sink, .. } => sink.register_hook(Box::new(hook)),
+        }
+    }
+
+    /// The bytes of all buffers that gradients have travelled in, once for each operation.
+    pub fn communicated_bytes(&self) -> u64 {
+        match &self.engine {
+            Engine::Alone { .. } => 0,
+            Engine::Together { sink, .. } => sink.communicated_bytes(),
+        }
+    }
+
+    /// Makes the parameters of all replicas their average. All ranks call it together.
+    ///
+    /// # Errors
+    /// If an averaging fails.
+    pub fn average_parameters(&mut self) -> Result<()> {
+        let model = self.model().clone();
+        self.model = Some(replicas::averaged(model, &self.group, Select::Weights(&self.inventory.buffers))?);
+        Ok(())
+    }
+
+    /// The parameters that need a gradient.
+    pub(crate) fn parameters(&self) -> &[Parameter] {
+        &self.inventory.parameters
+    }
+
+    pub(crate) fn communicator(&self) -> &dyn Communicator {
+        &self.group
+    }
+
+    /// Takes each rank's part of the parameters from it.
+    pub(crate) fn share_parts(&mut self, parts: &[HashSet<ParamId>]) -> Result<()> {
+        if self.group.world_size() == WorldSize::ONE {
+            return Ok(());
+        }
+        for (rank, part) in self.group.world_size().ranks().zip(parts) {
+            let Some(model) = self.model.take() else { missing() };
+            self.model = Some(replicas::from_rank(model, &self.group, rank, Select::Only(part))?);
+        }
+        Ok(())
+    }
+
     /// This process's rank.
     pub fn rank(&self) -> Rank {
         self.group.rank()
@@ -297,7 +346,7 @@ impl<M: Module> Ddp<M> {
         if !std::mem::take(&mut self.buffers_stale) || !wanted || alone {
             return Ok(());
         }
-        let select = Select::Buffers(&self.inventory.buffers);
+        let select = Select::Only(&self.inventory.buffers);
         // Running state applies the last forward pass's update late; this does it now, for all clones of the state.
         drop(self.model().valid());
         let model = self.model().clone();
@@ -371,32 +420,4 @@ fn traced<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradien
     let gradients = loss.backward();
     group.trace().complete("backward", "backward", start, Instant::now(), &[]);
     gradients
-}
-
-/// Collects the reducer's averages under the ids of the model's parameters.
-struct Averages<'a> {
-    reducer: &'a Reducer,
-    /// What the averages are multiplied by.
-    scale: f64,
-    places: &'a HashMap<ParamId, usize>,
-    gradients: GradientsParams,
-    failure: Option<Error>,
-}
-
-impl ModuleVisitor for Averages<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(&index) = self.places.get(&param.id) else { return };
-        let average = match self.reducer.gradient(index) {
-            Ok(Some(average)) => average,
-            Ok(None) => return,
-            Err(failure) => {
-                self.failure.get_or_insert(failure);
-                return;
-            }
-        };
-        let dtype = param.dtype();
-        let data = bridge::tensor_data(average, param.shape().as_slice(), dtype);
-        let average = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
-        self.gradients.register(param.id, if self.scale == 1.0 { average } else { average * self.scale });
-    }
 }

@@ -3,8 +3,9 @@
 //! Burn keys it by parameter ids, which each process draws by itself, so on the way it is keyed by the parameter's
 //! place in the model.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 
+use burn::module::ParamId;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Bytes;
 use burn_pack::{Reader, Tensor, Writer};
@@ -31,6 +32,57 @@ pub(crate) fn from_rank(
     }
     let state =
         rekeyed(state, |place| usize::try_from(place).ok().and_then(|place| ids.get(place).copied()))?;
+    Ok(optimizer.clone().load_record(OptimizerRecord::from_bytes(state).map_err(unreadable)?))
+}
+
+/// `optimizer` with the state of the parameters in `keep` only.
+pub(crate) fn restricted(optimizer: ModuleOptimizer, keep: &HashSet<ParamId>) -> Result<ModuleOptimizer> {
+    let state = optimizer.to_record();
+    if state.is_empty() {
+        return Ok(optimizer);
+    }
+    let keep: HashSet<u64> = keep.iter().map(ParamId::val).collect();
+    let state = rekeyed(state.into_bytes().map_err(unreadable)?, |id| keep.contains(&id).then_some(id))?;
+    Ok(optimizer.load_record(OptimizerRecord::from_bytes(state).map_err(unreadable)?))
+}
+
+/// The states of all ranks, on rank `to`, keyed by its own ids; elsewhere nothing.
+pub(crate) fn gather(
+    optimizer: &ModuleOptimizer,
+    group: &dyn Communicator,
+    to: Rank,
+    parameters: &[Parameter],
+) -> Result<Vec<Bytes>> {
+    let ids: Vec<u64> = parameters.iter().map(|parameter| parameter.id.val()).collect();
+    let mine = places(optimizer, &ids)?;
+    let mut states = Vec::new();
+    for rank in group.world_size().ranks() {
+        let state = broadcast(group, rank, &mine)?;
+        if group.rank() == to {
+            states.push(rekeyed(state, |place| ids.get(usize::try_from(place).ok()?).copied())?);
+        }
+    }
+    Ok(states)
+}
+
+/// `optimizer` with all of `states` together.
+pub(crate) fn merged(optimizer: &ModuleOptimizer, states: Vec<Bytes>) -> Result<ModuleOptimizer> {
+    let mut tensors = Vec::new();
+    let (mut scalars, mut paths) = (BTreeMap::new(), BTreeMap::new());
+    for state in states {
+        let reader = Reader::from_bytes(state).map_err(unreadable)?;
+        scalars.extend(reader.scalars().clone());
+        paths.extend(reader.metadata().clone());
+        tensors.extend(reader.into_tensors().map_err(unreadable)?);
+    }
+    let mut writer = Writer::new(tensors);
+    for (name, value) in &scalars {
+        writer = writer.with_scalar(name, *value);
+    }
+    for (key, path) in &paths {
+        writer = writer.with_metadata(key, path);
+    }
+    let state = writer.into_bytes().map_err(unreadable)?;
     Ok(optimizer.clone().load_record(OptimizerRecord::from_bytes(state).map_err(unreadable)?))
 }
 

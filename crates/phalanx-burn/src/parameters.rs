@@ -64,8 +64,8 @@ pub(crate) enum Select<'a> {
     All,
     /// Floats that only an optimizer changes.
     Weights(&'a HashSet<ParamId>),
-    /// Floats that a forward pass changes.
-    Buffers(&'a HashSet<ParamId>),
+    /// These floats: buffers, or one rank's part of the parameters.
+    Only(&'a HashSet<ParamId>),
 }
 
 impl Select<'_> {
@@ -73,7 +73,7 @@ impl Select<'_> {
         match self {
             Self::All => true,
             Self::Weights(buffers) => !buffers.contains(&id),
-            Self::Buffers(buffers) => buffers.contains(&id),
+            Self::Only(these) => these.contains(&id),
         }
     }
 

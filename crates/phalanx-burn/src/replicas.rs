@@ -27,6 +27,24 @@ pub(crate) fn from_rank<M: Module>(
     Ok(parameters::write(model, select, data.collect()))
 }
 
+/// `model` with the average of all ranks' selected floats.
+pub(crate) fn averaged<M: Module>(model: M, group: &dyn Communicator, select: Select<'_>) -> Result<M> {
+    if group.world_size() == WorldSize::ONE {
+        return Ok(model);
+    }
+    let mut in_flight = Vec::new();
+    for data in parameters::read(&model, select) {
+        let mut buffer = group.alloc(bridge::dtype(data.dtype())?, data.num_elements());
+        buffer.as_bytes_mut().copy_from_slice(data.as_bytes());
+        let (_, shape, dtype) = data.into_parts();
+        in_flight.push((group.all_reduce_async(buffer, ReduceOp::Avg)?, shape, dtype));
+    }
+    let averages = in_flight.into_iter().map(|(work, shape, dtype)| {
+        work.wait().map(|buffer| bridge::tensor_data(buffer.as_bytes(), shape.as_slice(), dtype))
+    });
+    Ok(parameters::write(model, select, averages.collect::<Result<_>>()?))
+}
+
 /// Are the selected tensors the same bits on every rank?
 pub(crate) fn identical<M: Module>(model: &M, group: &dyn Communicator, select: Select<'_>) -> Result<bool> {
     if group.world_size() == WorldSize::ONE {

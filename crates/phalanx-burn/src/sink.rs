@@ -5,6 +5,7 @@ use std::sync::Arc;
 use burn::tensor::{bf16, f16};
 use parking_lot::Mutex;
 use phalanx::reducer::Reducer;
+use phalanx::reducer::hooks::CommHook;
 use phalanx::{Buffer, Communicator, DType, Error, Rank, Result};
 
 use crate::bridge::{self, Lent};
@@ -100,6 +101,14 @@ impl Sink {
             state.reducer.finish()?;
             look(&state.reducer)
         })
+    }
+
+    pub fn register_hook(&self, hook: Box<dyn CommHook>) -> Result<()> {
+        self.attempt(|state| state.reducer.register_hook(hook))
+    }
+
+    pub fn communicated_bytes(&self) -> u64 {
+        self.state.lock().reducer.communicated_bytes()
     }
 
     /// Takes over where rank `root`'s reducer stands. What was held is gone: it belonged to no finished step.
