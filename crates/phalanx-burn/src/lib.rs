@@ -97,14 +97,24 @@
 //! - What is frozen or unfrozen after [`Ddp::new`] is not noticed: make a new `Ddp` from [`Ddp::into_model`].
 #![forbid(unsafe_code)]
 
+mod averager;
 mod bridge;
+mod clip;
 mod ddp;
+mod gradients;
 mod hook;
+mod lr;
+mod optimizer;
 mod parameters;
 mod replicas;
 mod sink;
+mod zero;
 
+pub use averager::PeriodicModelAverager;
+pub use clip::clip_grad_norm;
 pub use ddp::{Ddp, DdpOptions};
+pub use lr::{LrScaling, ScaledLrScheduler};
+pub use zero::ZeroRedundancyOptimizer;
 
 /// The README's programs compile.
 #[cfg(doctest)]

@@ -132,7 +132,8 @@ impl Error {
         self.edit(|inner| inner.peer = Some(peer))
     }
 
-    pub(crate) fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
+    /// Says what error of a library it came from.
+    pub fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
         self.edit(|inner| inner.source = Some(Arc::new(source)))
     }
 

@@ -22,6 +22,7 @@
 //! | start workers from a program | [`spawn`](spawn()), [`launch`] |
 //! | move and combine data | [`ProcessGroup`], [`Work`], [`Buffer`] |
 //! | average gradients of a framework of your own | [`reducer`] |
+//! | let ranks end at different times | [`join`] |
 //! | give each rank its part of the data | [`sampler`] |
 //! | let processes find each other | [`store`] |
 //! | see where the time goes | [`trace`] |
@@ -39,6 +40,7 @@ mod rank;
 mod collective;
 pub mod env;
 pub mod group;
+pub mod join;
 pub mod launch;
 pub mod reducer;
 pub mod rendezvous;
