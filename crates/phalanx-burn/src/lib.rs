@@ -103,8 +103,10 @@ mod hook;
 mod parameters;
 mod replicas;
 mod sink;
+mod sync_batch_norm;
 
 pub use ddp::{Ddp, DdpOptions};
+pub use sync_batch_norm::SyncBatchNorm;
 
 /// The README's programs compile.
 #[cfg(doctest)]
