@@ -99,6 +99,7 @@
 
 mod bridge;
 mod ddp;
+mod fused;
 mod hook;
 mod parameters;
 mod replicas;
@@ -106,6 +107,7 @@ mod sink;
 mod sync_batch_norm;
 
 pub use ddp::{Ddp, DdpOptions};
+pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
 pub use sync_batch_norm::SyncBatchNorm;
 
 /// The README's programs compile.
