@@ -98,6 +98,7 @@
 #![forbid(unsafe_code)]
 
 mod bridge;
+mod data_parallel;
 mod ddp;
 mod fused;
 mod hook;
@@ -106,6 +107,7 @@ mod replicas;
 mod sink;
 mod sync_batch_norm;
 
+pub use data_parallel::{DataParallel, Scatter, TowerGradients, Transfer, Transfers};
 pub use ddp::{Ddp, DdpOptions};
 pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
 pub use sync_batch_norm::SyncBatchNorm;
