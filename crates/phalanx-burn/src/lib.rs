@@ -100,7 +100,9 @@
 mod averager;
 mod bridge;
 mod clip;
+mod data_parallel;
 mod ddp;
+mod fused;
 mod gradients;
 mod hook;
 mod lr;
@@ -108,12 +110,16 @@ mod optimizer;
 mod parameters;
 mod replicas;
 mod sink;
+mod sync_batch_norm;
 mod zero;
 
 pub use averager::PeriodicModelAverager;
 pub use clip::clip_grad_norm;
+pub use data_parallel::{DataParallel, Scatter, TowerGradients, Transfer, Transfers};
 pub use ddp::{Ddp, DdpOptions};
+pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
 pub use lr::{LrScaling, ScaledLrScheduler};
+pub use sync_batch_norm::SyncBatchNorm;
 pub use zero::ZeroRedundancyOptimizer;
 
 /// The README's programs compile.
