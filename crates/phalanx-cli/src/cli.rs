@@ -108,9 +108,6 @@ pub(crate) struct Run {
           conflicts_with_all = ["master_addr", "master_port", "rdzv_endpoint"])]
     pub(crate) standalone: bool,
 
-    #[command(flatten)]
-    pub(crate) nodes: NodeOptions,
-
     /// The workers' role, for their ROLE_NAME
     #[arg(long, value_name = "NAME", env = "PET_ROLE", hide_env_values = true, default_value = "default")]
     pub(crate) role: String,
@@ -170,6 +167,10 @@ pub(crate) struct Run {
     /// Taken for torchrun's sake: every program is started as it is
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) no_python: bool,
+
+    // Behind all other options: its heading would stand over those that follow.
+    #[command(flatten)]
+    pub(crate) nodes: NodeOptions,
 
     /// The program, looked for in PATH unless it contains a slash, and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]

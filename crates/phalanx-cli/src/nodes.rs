@@ -59,7 +59,8 @@ pub(crate) struct NodeOptions {
         value_name = "KEY=VALUE,..",
         env = "PET_RDZV_CONF",
         hide_env_values = true,
-        default_value = ""
+        default_value = "",
+        hide_default_value = true
     )]
     pub(crate) rdzv_conf: Conf,
 
