@@ -42,7 +42,7 @@ impl Announced {
         let fields = match self {
             Self::Step => [STEP, 0, 0, 0, 0],
             Self::AllReduce { op, dtype, elements } => {
-                [ALL_REDUCE, op as i64, dtype as i64, elements as i64, 0]
+                [ALL_REDUCE, i64::from(op.code()), dtype as i64, elements as i64, 0]
             }
             Self::Broadcast { dtype, elements, root } => {
                 [BROADCAST, 0, dtype as i64, elements as i64, i64::from(root.get())]

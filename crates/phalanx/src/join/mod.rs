@@ -329,7 +329,8 @@ fn neutral(group: &dyn Communicator, op: ReduceOp, dtype: DType, elements: usize
 fn neutral_element(op: ReduceOp, dtype: DType) -> Option<Vec<u8>> {
     use half::{bf16, f16};
     let pick = |one: &[u8], least: &[u8], most: &[u8]| match op {
-        ReduceOp::Sum | ReduceOp::Avg => None,
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) | ReduceOp::BOr | ReduceOp::BXor => None,
+        ReduceOp::BAnd => Some(vec![0xff; one.len()]),
         ReduceOp::Product => Some(one.to_vec()),
         ReduceOp::Max => Some(least.to_vec()),
         ReduceOp::Min => Some(most.to_vec()),
@@ -340,12 +341,18 @@ fn neutral_element(op: ReduceOp, dtype: DType) -> Option<Vec<u8>> {
         };
     }
     match dtype {
+        // All bits but the lowest are zero in a truth value, whatever the operation.
+        DType::Bool => match op {
+            ReduceOp::Product | ReduceOp::Min | ReduceOp::BAnd => Some(vec![1]),
+            _ => None,
+        },
         DType::F32 => of!(1f32, f32::NEG_INFINITY, f32::INFINITY),
         DType::F64 => of!(1f64, f64::NEG_INFINITY, f64::INFINITY),
         DType::F16 => of!(f16::ONE, f16::NEG_INFINITY, f16::INFINITY),
         DType::BF16 => of!(bf16::ONE, bf16::NEG_INFINITY, bf16::INFINITY),
         DType::I32 => of!(1i32, i32::MIN, i32::MAX),
         DType::I64 => of!(1i64, i64::MIN, i64::MAX),
+        DType::I8 => of!(1i8, i8::MIN, i8::MAX),
         DType::U8 => of!(1u8, u8::MIN, u8::MAX),
     }
 }
