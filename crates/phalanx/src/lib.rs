@@ -37,6 +37,7 @@ mod error;
 mod rank;
 
 mod collective;
+mod domain;
 pub mod env;
 pub mod group;
 pub mod launch;

@@ -7,6 +7,7 @@
 mod barrier;
 mod choice;
 mod doubling;
+pub(crate) mod fold;
 pub(crate) mod kernel;
 mod op;
 mod ring;

@@ -36,7 +36,7 @@ impl ProcessGroup {
     /// At once if the group has failed; otherwise from [`Work::wait`].
     pub fn all_gather_async(&self, buffer: Buffer) -> Result<Work> {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
-        let mut gathered = self.alloc(dtype, elements * self.world_size().count());
+        let mut gathered = self.alloc(dtype, elements * self.world_size().count())?;
         let own = buffer.as_bytes();
         let start = self.rank().index() * own.len();
         gathered.as_bytes_mut()[start..start + own.len()].copy_from_slice(own);
@@ -71,14 +71,15 @@ impl ProcessGroup {
         finish: impl FnOnce(Buffer) -> Buffer + Send + 'static,
     ) -> Result<Work> {
         self.check_health()?;
-        let deadline = self.deadline();
+        // From now on, not from when its turn comes.
+        let deadline = self.patience().deadline();
         let (work, completer) = Work::pending();
         let trace = self.trace();
         self.inner.lane.submit(
-            deadline,
+            &deadline.into(),
             Box::new(move |engine| {
                 let begin = Instant::now();
-                let outcome = engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), deadline);
+                let outcome = engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), &deadline.into());
                 if trace.is_enabled() {
                     trace.complete("communication", call.to_string(), begin, Instant::now(), &[]);
                 }

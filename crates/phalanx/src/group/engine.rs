@@ -6,7 +6,8 @@ use std::sync::Arc;
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
 use crate::collective::{self, Plan, ReduceOp, Step};
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, Patience};
+use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::launch::write_blaming;
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
@@ -15,7 +16,7 @@ use crate::transport::{Incoming, Outgoing, Transport};
 use crate::wire::frame::{Call, Header, Operation};
 
 /// The memory of a collective on this rank.
-pub(super) enum Memory<'a> {
+pub(crate) enum Memory<'a> {
     /// The result takes the place of the input.
     InPlace(&'a mut [u8]),
     /// The result has memory of its own.
@@ -28,6 +29,8 @@ pub(super) struct Engine {
     world: WorldSize,
     epoch: Epoch,
     transport: Box<dyn Transport>,
+    /// The ranks of this host, if they share memory.
+    domain: Option<Domain>,
     health: Arc<Health>,
     /// What an exchange sends while the same elements are received and combined.
     snapshot: AlignedBytes,
@@ -45,6 +48,7 @@ impl Engine {
         world: WorldSize,
         epoch: Epoch,
         transport: Box<dyn Transport>,
+        domain: Option<Domain>,
         health: Arc<Health>,
     ) -> Self {
         Self {
@@ -52,6 +56,7 @@ impl Engine {
             world,
             epoch,
             transport,
+            domain,
             health,
             snapshot: AlignedBytes::default(),
             workspace: AlignedBytes::default(),
@@ -66,8 +71,14 @@ impl Engine {
     }
 
     /// A collective of all ranks, on this rank's memory.
-    pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, deadline: Deadline) -> Result<()> {
+    pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, patience: &Patience) -> Result<()> {
         let sequence = self.collectives.advance();
+        if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
+            self.health.cause().map_or(Ok(()), Err)?;
+            let done = domain.collective(call, sequence, memory, patience);
+            return done.map_err(|error| self.fail_operation(error, call, sequence));
+        }
+        let deadline = patience.deadline();
         match memory {
             Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
             Memory::Apart { input, output } if call.operation == Operation::ReduceScatter => {

@@ -12,7 +12,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::affinity::{LocalPlace, keep_apart};
 use super::engine::Engine;
-use crate::deadline::Deadline;
+use crate::deadline::Patience;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::transport::health::Health;
@@ -37,7 +37,7 @@ struct Shared {
 
 struct State {
     /// Absent while somebody runs an operation on it.
-    engine: Option<Engine>,
+    engine: Option<Box<Engine>>,
     next_ticket: u64,
     serving: u64,
     jobs: VecDeque<(u64, Job)>,
@@ -48,7 +48,7 @@ impl Lane {
     pub(super) fn new(rank: Rank, engine: Engine, place: LocalPlace) -> Result<Self> {
         let health = engine.health();
         let state =
-            State { engine: Some(engine), next_ticket: 0, serving: 0, jobs: VecDeque::new(), closed: false };
+            State { engine: Some(Box::new(engine)), next_ticket: 0, serving: 0, jobs: VecDeque::new(), closed: false };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
         let served = shared.clone();
         let worker = std::thread::Builder::new()
@@ -61,19 +61,19 @@ impl Lane {
         Ok(Self { health, shared, worker: Some(worker) })
     }
 
-    /// Runs `operation` here, after all that was called before it. If `deadline` passes first, the group fails.
-    pub(super) fn run<R>(&self, deadline: Deadline, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
+    /// Runs `operation` here, after all that was called before it. If `patience` ends first, the group fails.
+    pub(super) fn run<R>(&self, patience: &Patience, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
         let mut state = self.shared.state.lock();
         let ticket = state.next_ticket;
         state.next_ticket += 1;
-        self.wait(&mut state, deadline, |state| state.serving == ticket);
+        self.wait(&mut state, patience, |state| state.serving == ticket);
         self.shared.with_engine(state, operation)
     }
 
-    /// Leaves `job` to the worker, as soon as there is room for it. If `deadline` passes first, the group fails.
-    pub(super) fn submit(&self, deadline: Deadline, job: Job) {
+    /// Leaves `job` to the worker, as soon as there is room for it. If `patience` ends first, the group fails.
+    pub(super) fn submit(&self, patience: &Patience, job: Job) {
         let mut state = self.shared.state.lock();
-        self.wait(&mut state, deadline, |state| state.jobs.len() < CAPACITY);
+        self.wait(&mut state, patience, |state| state.jobs.len() < CAPACITY);
         let ticket = state.next_ticket;
         state.next_ticket += 1;
         state.jobs.push_back((ticket, job));
@@ -86,11 +86,11 @@ impl Lane {
     fn wait(
         &self,
         state: &mut MutexGuard<'_, State>,
-        deadline: Deadline,
+        patience: &Patience,
         mut ready: impl FnMut(&State) -> bool,
     ) {
         while !ready(state) {
-            if self.shared.changed.wait_until(state, deadline.instant()).timed_out() && !ready(state) {
+            if self.shared.changed.wait_until(state, patience.deadline().instant()).timed_out() && !ready(state) {
                 MutexGuard::unlocked(state, || {
                     self.health.fail(
                         Error::timeout("the operations called before this one have not ended in time")
