@@ -55,7 +55,7 @@ mod wire;
 pub use buffer::Buffer;
 pub use collective::ReduceOp;
 pub use deadline::Deadline;
-pub use dtype::{DType, Element};
+pub use dtype::{Bool, DType, Element};
 pub use error::{Error, Result};
 pub use group::{Communicator, GroupOptions, ProcessGroup, Work, init};
 pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};

@@ -4,7 +4,7 @@
 
 use half::{bf16, f16};
 use phalanx::testing::{Fabric, run};
-use phalanx::{Buffer, DType, Element, ProcessGroup, Rank, ReduceOp};
+use phalanx::{Bool, Buffer, DType, Element, ProcessGroup, Rank, ReduceOp};
 
 const WORLDS: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
 
@@ -23,7 +23,7 @@ macro_rules! samples {
     };
 }
 samples!(
-    f32 => |v| v as f32, f64 => |v| f64::from(v), i32 => |v| v as i32, i64 => |v| i64::from(v), u8 => |v| v as u8,
+    f32 => |v| v as f32, f64 => |v| f64::from(v), i32 => |v| v as i32, i64 => |v| i64::from(v), u8 => |v| v as u8, i8 => |v| v as i8,
     f16 => |v| f16::from_f32(v as f32), bf16 => |v| bf16::from_f32(v as f32)
 );
 
@@ -39,27 +39,30 @@ fn input<T: Sample>(rank: usize, length: usize) -> Vec<T> {
 fn reference(op: ReduceOp, world: usize, index: usize) -> u32 {
     let values = (0..world).map(|rank| value(rank, index));
     match op {
-        ReduceOp::Sum => values.sum(),
+        ReduceOp::Sum | ReduceOp::PreMulSum(_) => values.sum(),
         // Compared only where it divides evenly.
         ReduceOp::Avg => values.sum::<u32>() / world as u32,
         ReduceOp::Product => values.product(),
         ReduceOp::Min => values.min().unwrap_or(0),
         ReduceOp::Max => values.max().unwrap_or(0),
+        ReduceOp::BAnd => values.reduce(|a, b| a & b).unwrap_or(0),
+        ReduceOp::BOr => values.reduce(|a, b| a | b).unwrap_or(0),
+        ReduceOp::BXor => values.reduce(|a, b| a ^ b).unwrap_or(0),
     }
 }
 
 fn exact<T: Sample>(op: ReduceOp, world: usize, index: usize) -> bool {
     match op {
         ReduceOp::Avg => reference(ReduceOp::Sum, world, index).is_multiple_of(world as u32),
-        // bf16 counts exactly to 256, u8 wraps there.
-        ReduceOp::Product => reference(op, world, index) < 256,
+        // bf16 counts exactly to 256, i8 wraps at 128.
+        ReduceOp::Product => reference(op, world, index) < 128,
         _ => true,
     }
 }
 
 fn all_reduces<T: Sample>(group: &ProcessGroup) {
     let (rank, world) = (group.rank().index(), group.world_size().count());
-    for op in ReduceOp::ALL {
+    for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE)) {
         for length in lengths(world) {
             let mut data = input::<T>(rank, length);
             group.all_reduce(&mut data, op).unwrap();
@@ -86,6 +89,7 @@ fn all_reduce_of_every_type_operation_and_length() {
                 all_reduces::<i32>(&group);
                 all_reduces::<i64>(&group);
                 all_reduces::<u8>(&group);
+                all_reduces::<i8>(&group);
             });
         }
     }
@@ -231,4 +235,68 @@ fn bad_arguments_are_refused_and_harm_nobody() {
         assert!(group.reduce_scatter_async(odd, ReduceOp::Sum).unwrap_err().is_invalid_argument());
         group.all_reduce(&mut data, ReduceOp::Max).unwrap();
     });
+}
+
+#[test]
+fn what_is_not_defined_is_refused_before_anything_is_sent() {
+    for fabric in Fabric::ALL {
+        run(2, fabric, |group| {
+            // One rank alone: nobody waits for it.
+            if group.rank().is_main() {
+                let mut floats = [1f32; 4];
+                for op in [ReduceOp::BAnd, ReduceOp::BOr, ReduceOp::BXor] {
+                    let error = group.all_reduce(&mut floats, op).unwrap_err();
+                    assert!(error.is_invalid_argument() && error.to_string().contains("not defined for f32"));
+                }
+                let half = ReduceOp::PreMulSum(0.5);
+                assert!(group.all_reduce(&mut [1i32], half).unwrap_err().is_invalid_argument());
+                assert!(group.reduce_scatter(&[1u8; 2], &mut [0], half).unwrap_err().is_invalid_argument());
+                let mut truths = [Bool::TRUE];
+                assert!(group.all_reduce(&mut truths, ReduceOp::Avg).unwrap_err().is_invalid_argument());
+                let truths = Buffer::from_slice(&truths);
+                assert!(group.all_reduce_async(truths, ReduceOp::Avg).unwrap_err().is_invalid_argument());
+            }
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn each_rank_brings_its_own_factor() {
+    for fabric in Fabric::ALL {
+        run(3, fabric, |group| {
+            let rank = group.rank().get();
+            let op = ReduceOp::PreMulSum(f64::from(rank + 1));
+            let mut data = [bf16::from_f32(2.0); 5];
+            group.all_reduce(&mut data, op).unwrap();
+            assert_eq!(data, [bf16::from_f32(12.0); 5]);
+            let mut share = [0.0];
+            group.reduce_scatter(&[1.0, 10.0, 100.0], &mut share, op).unwrap();
+            assert_eq!(share, [6.0 * 10f64.powi(rank as i32)]);
+            let work = group.all_reduce_async(Buffer::from_slice(&[1f32]), op).unwrap();
+            assert_eq!(work.wait().unwrap().as_slice::<f32>().unwrap(), [6.0]);
+        });
+    }
+}
+
+#[test]
+fn truth_values_are_combined_as_such() {
+    for fabric in Fabric::ALL {
+        run(3, fabric, |group| {
+            let rank = group.rank().get();
+            let own = [false, rank == 1, rank != 1, true].map(Bool::from);
+            let combined = |op| {
+                let mut data = own;
+                group.all_reduce(&mut data, op).unwrap();
+                data.map(Bool::get)
+            };
+            for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::BOr] {
+                assert_eq!(combined(op), [false, true, true, true], "{op}");
+            }
+            for op in [ReduceOp::Product, ReduceOp::Min, ReduceOp::BAnd] {
+                assert_eq!(combined(op), [false, false, false, true], "{op}");
+            }
+            assert_eq!(combined(ReduceOp::BXor), [false, true, false, true]);
+        });
+    }
 }

@@ -45,7 +45,7 @@ pub(super) fn apart(meeting: &mut Meeting<'_, '_, Error>, job: Job, output: &mut
         }),
         Operation::ReduceScatter => {
             let chunks = inputs.iter().map(|input| input.get(job.chunk(job.me)).ok_or_else(short));
-            job.fold().collect(output, &chunks.collect::<Result<Vec<_>>>()?)
+            job.fold().apply_to(&chunks.collect::<Result<Vec<_>>>()?, output)
         }
         _ => Ok(()),
     })

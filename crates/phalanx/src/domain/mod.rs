@@ -24,7 +24,7 @@ use phalanx_sys::board::{Board, Way};
 pub(crate) use self::connect::{decline, join, refused};
 pub(crate) use self::partition::Partition;
 use crate::collective::ReduceOp;
-use crate::collective::fold::Fold;
+use crate::collective::kernel::Fold;
 use crate::deadline::Patience;
 use crate::error::Result;
 use crate::group::Memory;
@@ -123,8 +123,7 @@ impl Job {
     fn fold(&self) -> Fold {
         // Without an operation nothing is combined.
         let op = self.call.reduce.unwrap_or(ReduceOp::Sum);
-        let divide_by = (op == ReduceOp::Avg).then_some(self.ranks as u32);
-        Fold { dtype: self.call.dtype, op, divide_by }
+        Fold::of_all(self.call.dtype, op, self.ranks as u32)
     }
 }
 

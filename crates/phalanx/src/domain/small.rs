@@ -49,13 +49,13 @@ fn finish(job: Job, words: &Words<'_>, output: &mut [u8]) -> Result<()> {
     match job.call.operation {
         Operation::AllReduce => {
             let length = output.len();
-            with_all(job.ranks, |index| bytes(index, length), |sources| job.fold().collect(output, sources))
+            with_all(job.ranks, |index| bytes(index, length), |sources| job.fold().apply_to(sources, output))
         }
         Operation::ReduceScatter => {
             let own = job.chunk(job.me);
             let output = if output.len() == own.len() { output } else { &mut output[own.clone()] };
             let part = |index| Ok(&bytes(index, job.bytes())?[own.clone()]);
-            with_all(job.ranks, part, |sources| job.fold().collect(output, sources))
+            with_all(job.ranks, part, |sources| job.fold().apply_to(sources, output))
         }
         Operation::Broadcast => {
             if job.me != job.root {

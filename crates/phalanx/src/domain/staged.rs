@@ -28,7 +28,7 @@ pub(super) fn in_place(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
                 let own = deal.piece(job.me, number);
                 let mut result = [0; PIECE];
                 let result = &mut result[..own.len()];
-                job.fold().collect(result, &deal.sources(job.me, &memory[own.clone()], windows))?;
+                job.fold().apply_to(&deal.sources(job.me, &memory[own.clone()], windows), result)?;
                 memory[own].copy_from_slice(result);
                 Ok(())
             })
@@ -66,7 +66,7 @@ pub(super) fn apart(
             deal.inputs(meeting, job.me, |windows, _, number| {
                 let own = deal.piece(job.me, number);
                 let result = &mut output[own.start - start..own.end - start];
-                job.fold().collect(result, &deal.sources(job.me, &input[own], windows))
+                job.fold().apply_to(&deal.sources(job.me, &input[own], windows), result)
             })
         }
         Operation::AllGather => {
@@ -108,7 +108,7 @@ fn all_reduce(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
         meeting.pass_on(Stream::Inputs, Stream::Results, |windows, memory, result| {
             let own = deal.piece(me, number);
             let result = &mut result[..own.len()];
-            job.fold().collect(result, &deal.sources(me, &memory[own.clone()], windows))?;
+            job.fold().apply_to(&deal.sources(me, &memory[own.clone()], windows), result)?;
             memory[own].copy_from_slice(result);
             Ok(())
         })?;

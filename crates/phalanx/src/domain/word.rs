@@ -14,7 +14,7 @@ pub(super) fn encode(call: &Call) -> Word {
     let mut word = [0; 16];
     word[0] = call.operation as u8;
     word[1] = call.dtype as u8;
-    word[2] = call.reduce.map_or(0, |op| op as u8);
+    word[2] = call.reduce.map_or(0, ReduceOp::code);
     word[4..8].copy_from_slice(&call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
     word[8..].copy_from_slice(&call.elements.to_le_bytes());
     word

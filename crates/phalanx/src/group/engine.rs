@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
-use crate::collective::{self, Plan, ReduceOp, Step};
+use crate::collective::{self, Plan, Step};
 use crate::deadline::{Deadline, Patience};
 use crate::domain::Domain;
 use crate::error::{Error, Result};
@@ -201,12 +201,9 @@ impl Engine {
         });
         let recv = recv.map(|(recv, range)| {
             let expect = Header { payload: range.len() as u64, ..header };
-            let kernel = Kernel {
-                dtype,
-                // Without an operation nothing is combined.
-                op: reduce.unwrap_or(ReduceOp::Sum),
-                combine: recv.combine,
-                completes: recv.completes.then(|| self.world.get()),
+            let kernel = match reduce {
+                Some(op) => Kernel { dtype, op, combine: recv.combine, parts: recv.parts },
+                None => Kernel::replacing(dtype),
             };
             Incoming { from: recv.from, expect, into, kernel }
         });

@@ -171,7 +171,6 @@ mod tests {
 
     use super::*;
     use crate::collective::kernel::Kernel;
-    use crate::collective::{Combine, ReduceOp};
     use crate::dtype::DType;
     use crate::rank::{Epoch, Sequence, WorldSize};
     use crate::store::MemoryStore;
@@ -216,8 +215,7 @@ mod tests {
             let wishes = Wishes { kind, ..Wishes::default() };
             let mut transport = connect(&place(&store, 0), wishes, deadline).unwrap().transport;
             let mut into = vec![0; LENGTH];
-            let kernel =
-                Kernel { dtype: DType::U8, op: ReduceOp::Sum, combine: Combine::Replace, completes: None };
+            let kernel = Kernel::replacing(DType::U8);
             let frame = Incoming { from: Rank::new(1), expect: header(), into: &mut into, kernel };
             let start = Instant::now();
             let outcome = transport.exchange(None, Some(frame), Deadline::after(timeout));
