@@ -4,7 +4,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Args, ValueEnum};
-use phalanx::{Buffer, DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, TransportKind, rendezvous};
+use phalanx::{
+    Buffer, DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, TransportKind, rendezvous,
+};
 
 /// Calls before the clock starts.
 const WARM_UP: usize = 3;

@@ -19,9 +19,9 @@ pub(super) fn allowed(bytes: usize) -> usize {
 /// An error if `bytes` are more than the host, or this process's control group, has left.
 pub(super) fn check(bytes: usize) -> io::Result<()> {
     match available() {
-        Some(available) if available < bytes as u64 => {
-            Err(io::Error::other(format!("{bytes} bytes are needed, and {available} bytes of memory are left")))
-        }
+        Some(available) if available < bytes as u64 => Err(io::Error::other(format!(
+            "{bytes} bytes are needed, and {available} bytes of memory are left"
+        ))),
         _ => Ok(()),
     }
 }

@@ -73,7 +73,9 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
             Memory::Apart(_) => (Brings::Shown, None),
         };
         let direct = (0..board.members()).all(|member| {
-            board.region(member, wanted.0).is_some_and(|region| wanted.1.is_none_or(|len| len == region.len()))
+            board
+                .region(member, wanted.0)
+                .is_some_and(|region| wanted.1.is_none_or(|len| len == region.len()))
         });
         let way = if direct { Way::Direct } else { Way::Staged };
         let mut meeting = Meeting { board, memory, way, watch };
@@ -284,7 +286,8 @@ impl Board {
     pub(super) fn region(&self, member: usize, wanted: Brings) -> Option<Range<usize>> {
         let (word, bytes) = (self.field(member, 2), usize::try_from(self.field(member, 3)).ok()?);
         let offset = usize::try_from(word & !3).ok()?;
-        (word & 3 == wanted as u64 && self.members[member].holds(offset, bytes)).then(|| offset..offset + bytes)
+        (word & 3 == wanted as u64 && self.members[member].holds(offset, bytes))
+            .then(|| offset..offset + bytes)
     }
 
     /// The window that this rank stages next in `stream`.

@@ -205,7 +205,7 @@ fn offsets_that_no_peer_can_have_are_no_region() {
     let (board, _) = boards(2).swap_remove(0);
     let peer = &board.members[1];
     let slot = board.slot();
-    for (offset, bytes) in [(0, 8), (ARENA as u64, 8), (u64::MAX & !3, 8), (ARENA as u64 - 4096, u64::MAX), (4096, 8)] {
+    for (offset, bytes) in [(0, 8), (ARENA as u64, 8), (!3, 8), (ARENA as u64 - 4096, u64::MAX), (4096, 8)] {
         peer.word(slot + 24).store(offset | Brings::Lent as u64, Ordering::Relaxed);
         peer.word(slot + 32).store(bytes, Ordering::Relaxed);
         assert_eq!(board.region(1, Brings::Lent), None, "{offset} {bytes}");

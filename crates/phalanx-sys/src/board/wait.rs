@@ -8,7 +8,7 @@ use crate::shared::Doorbell;
 
 /// Looks without a pause, then with one: what the peers do next is often done within a microsecond.
 const LOOKS: u32 = 64;
-const SPINS: u32 = 400;
+const SPINS: u32 = 100;
 /// Looks with a turn for others in between. A peer that shares this processor comes on with its part meanwhile; where
 /// every rank has one, what may be waiting is this rank's own computation.
 const YIELDS: u32 = 50;

@@ -48,41 +48,63 @@ pub(crate) fn decline(place: &Place<'_>, deadline: Deadline) -> Result<()> {
     words::leave::<Reach>(place, REACH, &Vec::new(), deadline)
 }
 
-/// This rank's domain; a reason if it shares memory with nobody, or if not `everybody` does and all have to.
+/// What this rank has found out about the memory of all.
+pub(crate) struct Joined {
+    /// The domains of all ranks; the same on every rank, unless it was told to use TCP.
+    pub partition: Partition,
+    /// This rank's own, if it has memory that others can map.
+    pub domain: Option<Domain>,
+    /// Why not all ranks are in this rank's domain.
+    pub reason: Option<String>,
+}
+
+/// Lends this rank's memory to the others, and maps theirs.
 pub(crate) fn join(
     place: &Place<'_>,
     host: Option<&str>,
     health: &Arc<Health>,
     deadline: Deadline,
-) -> Result<Result<Domain, String>> {
+) -> Result<Joined> {
     let (rank, world) = (place.rank, place.world);
     let own = lend(host, world.count());
     let lent: Lent = own.as_ref().map(|(_, address)| Some(address.copy())).map_err(Clone::clone);
     let lent: Vec<Lent> = words::exchange(place, health, ARENA, &lent, deadline)?;
-
-    let mapped = map_all(rank, own.as_ref().ok().map(|(arena, _)| arena), &lent);
+    let mapped = map_all(rank, own.as_ref().map(|(arena, _)| arena), &lent);
     let reach: Reach =
         mapped.iter().map(|mapping| mapping.as_ref().err().cloned().unwrap_or_default()).collect();
     let reach: Vec<Reach> = words::exchange(place, health, REACH, &reach, deadline)?;
+
     if let Some(declined) = lent.iter().position(|lent| matches!(lent, Ok(None))) {
-        return Ok(Err(format!("rank {declined}: it was told to use TCP")));
+        let reason = Some(format!("rank {declined}: it was told to use TCP"));
+        return Ok(Joined { partition: Partition::alone(world.count()), domain: None, reason });
     }
-    let reaches = |one: usize, other: usize| {
-        reach.get(one).and_then(|reach| reach.get(other)).is_some_and(String::is_empty)
+    let obstacle = |one: usize, other: usize| match reach.get(one).and_then(|reach| reach.get(other)) {
+        Some(reason) if reason.is_empty() => None,
+        Some(reason) => Some(format!("rank {one}: {reason}")),
+        None => Some(format!("rank {one} left no word on the memory of rank {other}")),
     };
-    let partition = Partition::of(world.count(), |one, other| reaches(one, other) && reaches(other, one));
+    let partition =
+        Partition::of(world.count(), |one, other| obstacle(one, other).or(obstacle(other, one)).is_none());
+    let mut pairs = world.ranks().flat_map(|one| world.ranks().map(move |other| (one, other)));
+    let reason = pairs.find_map(|(one, other)| obstacle(one.index(), other.index()));
+
     let members = partition.domain_of(rank);
-    if members.len() == 1 {
-        let reason = reach[rank.index()].iter().find(|reason| !reason.is_empty());
-        return Ok(Err(reason.cloned().unwrap_or_else(|| "the others cannot map its memory".to_owned())));
-    }
-    let mappings = members.iter().map(|member| mapped[member.index()].clone()).collect::<Result<Vec<_>, _>>();
+    let mappings = members.iter().filter_map(|member| mapped.get(member.index())?.clone().ok()).collect();
     let me = members.iter().position(|member| *member == rank);
-    let board = own.and_then(|(arena, _)| {
-        let board = Board::new(arena.clone(), mappings?, me.unwrap_or(0)).ok_or("a rank is there twice")?;
-        Ok((arena, board))
+    let board = own.ok().filter(|_| members.len() > 1 || partition.is_one()).and_then(|(arena, _)| {
+        let board = Board::new(arena.clone(), mappings, me?)?;
+        (board.members() == members.len()).then_some((arena, board))
     });
-    Ok(board.map(|(arena, board)| Domain { rank, partition, arena, board, health: health.clone() }))
+    let (members, health) = (members.to_vec(), health.clone());
+    let domain = board.map(|(arena, board)| Domain {
+        rank,
+        members,
+        is_world: partition.is_one(),
+        arena,
+        board,
+        health,
+    });
+    Ok(Joined { partition, domain, reason })
 }
 
 /// An arena of this rank, and where it is.
@@ -107,14 +129,14 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
     Ok((arena, Address { host, pid, descriptor, bytes, nonce }))
 }
 
-fn map_all(rank: Rank, own: Option<&Arc<Arena>>, lent: &[Lent]) -> Mapped {
+fn map_all(rank: Rank, own: Result<&Arc<Arena>, &String>, lent: &[Lent]) -> Mapped {
     let host = lent.get(rank.index()).and_then(|lent| Some(&lent.as_ref().ok()?.as_ref()?.host));
     let map = |(peer, lent): (usize, &Lent)| {
-        let own = own.ok_or("it has no shared memory of its own")?;
+        let own = own.map_err(Clone::clone)?;
         if peer == rank.index() {
             return Ok(own.mapping().clone());
         }
-        let address = lent.as_ref().map_err(|reason| format!("rank {peer}: {reason}"))?;
+        let address = lent.as_ref().map_err(|reason| format!("rank {peer} has {reason}"))?;
         let address = address.as_ref().ok_or_else(|| format!("rank {peer} was told to use TCP"))?;
         if Some(&address.host) != host {
             return Err(format!("rank {peer} is on another host"));

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use phalanx_sys::arena::Arena;
 use phalanx_sys::board::{Board, Way};
 
-pub(crate) use self::connect::{decline, join, refused};
+pub(crate) use self::connect::{Joined, decline, join, refused};
 pub(crate) use self::partition::Partition;
 use crate::collective::ReduceOp;
 use crate::collective::kernel::Fold;
@@ -36,7 +36,9 @@ use crate::wire::frame::{Call, Header, Operation};
 /// A rank's place among the ranks with which it shares memory.
 pub(crate) struct Domain {
     rank: Rank,
-    partition: Partition,
+    /// The ranks of this domain, in order; on the board they have these places.
+    members: Vec<Rank>,
+    is_world: bool,
     arena: Arc<Arena>,
     board: Board,
     health: Arc<Health>,
@@ -58,14 +60,9 @@ impl Domain {
         &self.arena
     }
 
-    /// The domains of all ranks.
-    pub(crate) fn partition(&self) -> &Partition {
-        &self.partition
-    }
-
     /// Are all ranks of the group in this domain?
     pub(crate) fn is_world(&self) -> bool {
-        self.partition.is_one()
+        self.is_world
     }
 
     /// A collective of all ranks of the domain.
@@ -76,7 +73,7 @@ impl Domain {
         memory: Memory<'_>,
         patience: &Patience,
     ) -> Result<()> {
-        let members = self.partition.domain_of(self.rank);
+        let members = &*self.members;
         let root = call.root.and_then(|root| members.iter().position(|member| *member == root));
         let job = Job { call, me: self.board.me(), ranks: members.len(), root: root.unwrap_or(0) };
         let (rank, health, word) = (self.rank, &*self.health, word::encode(&call));

@@ -15,8 +15,7 @@ impl Partition {
     pub(super) fn of(ranks: usize, can_share: impl Fn(usize, usize) -> bool) -> Self {
         let (mut domains, mut places) = (Vec::<Vec<Rank>>::new(), Vec::new());
         for rank in 0..ranks {
-            let fits =
-                |domain: &Vec<Rank>| domain.iter().all(|member| can_share(member.index(), rank));
+            let fits = |domain: &Vec<Rank>| domain.iter().all(|member| can_share(member.index(), rank));
             let place = domains.iter().position(fits).unwrap_or(domains.len());
             if place == domains.len() {
                 domains.push(Vec::new());
@@ -25,6 +24,11 @@ impl Partition {
             places.push(place);
         }
         Self { domains, places }
+    }
+
+    /// Each of `ranks` in a domain of its own.
+    pub(crate) fn alone(ranks: usize) -> Self {
+        Self::of(ranks, |_, _| false)
     }
 
     /// Is everybody in one domain?

@@ -43,22 +43,23 @@ pub(super) fn in_place(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
         }
         Operation::AllGather => {
             let start = job.chunk(job.me).start;
-            pass(meeting, job, start, |_| job.bytes(), |memory, place, from, bytes| {
-                if place != job.me {
-                    memory[job.chunk(place)][from..from + bytes.len()].copy_from_slice(bytes);
-                }
-            })
+            pass(
+                meeting,
+                job,
+                start,
+                |_| job.bytes(),
+                |memory, place, from, bytes| {
+                    if place != job.me {
+                        memory[job.chunk(place)][from..from + bytes.len()].copy_from_slice(bytes);
+                    }
+                },
+            )
         }
         Operation::Barrier | Operation::PointToPoint => Ok(()),
     }
 }
 
-pub(super) fn apart(
-    meeting: &mut Staging<'_, '_>,
-    job: Job,
-    input: &[u8],
-    output: &mut [u8],
-) -> Result<()> {
+pub(super) fn apart(meeting: &mut Staging<'_, '_>, job: Job, input: &[u8], output: &mut [u8]) -> Result<()> {
     match job.call.operation {
         Operation::ReduceScatter => {
             let deal = Deal::new(job.ranks, move |place| job.chunk(place));
@@ -71,11 +72,17 @@ pub(super) fn apart(
         }
         Operation::AllGather => {
             output[job.chunk(job.me)].copy_from_slice(input);
-            pass(meeting, job, 0, |_| job.bytes(), |_, place, from, bytes| {
-                if place != job.me {
-                    output[job.chunk(place)][from..from + bytes.len()].copy_from_slice(bytes);
-                }
-            })
+            pass(
+                meeting,
+                job,
+                0,
+                |_| job.bytes(),
+                |_, place, from, bytes| {
+                    if place != job.me {
+                        output[job.chunk(place)][from..from + bytes.len()].copy_from_slice(bytes);
+                    }
+                },
+            )
         }
         _ => Ok(()),
     }
@@ -192,7 +199,9 @@ fn pass(
 ) -> Result<()> {
     let longest = (0..job.ranks).map(&length).max().unwrap_or(0);
     let count = longest.div_ceil(PIECE).max(1);
-    let piece = |place: usize, number: usize| (number * PIECE).min(length(place))..((number + 1) * PIECE).min(length(place));
+    let piece = |place: usize, number: usize| {
+        (number * PIECE).min(length(place))..((number + 1) * PIECE).min(length(place))
+    };
     let stage = |meeting: &mut Staging<'_, '_>, number| {
         meeting.stage(Stream::Inputs, |memory, window| {
             let piece = piece(job.me, number);

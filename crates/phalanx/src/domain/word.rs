@@ -26,10 +26,7 @@ pub(super) fn decode(word: &Word) -> Result<Call> {
     let (root, elements) = root.split_at(4);
     let root = u32::from_le_bytes(root.try_into().map_err(|_| unknown())?);
     Ok(Call {
-        operation: Operation::ALL
-            .into_iter()
-            .find(|known| *known as u8 == operation)
-            .ok_or_else(unknown)?,
+        operation: Operation::ALL.into_iter().find(|known| *known as u8 == operation).ok_or_else(unknown)?,
         dtype: DType::from_wire(dtype).ok_or_else(unknown)?,
         reduce: match reduce {
             0 => None,

@@ -81,7 +81,8 @@ impl ProcessGroup {
             &deadline.into(),
             Box::new(move |engine| {
                 let begin = Instant::now();
-                let outcome = engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), &deadline.into());
+                let outcome =
+                    engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), &deadline.into());
                 if trace.is_enabled() {
                     trace.complete("communication", call.to_string(), begin, Instant::now(), &[]);
                 }

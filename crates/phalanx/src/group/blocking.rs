@@ -78,9 +78,9 @@ impl ProcessGroup {
         self.check_health()?;
         let patience = self.patience();
         let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner.lane.run(&patience, |engine| {
-            engine.send(call, to, bytemuck::cast_slice(data), patience.deadline())
-        })?
+        self.inner
+            .lane
+            .run(&patience, |engine| engine.send(call, to, bytemuck::cast_slice(data), patience.deadline()))?
     }
 
     /// Receives into `data` what `from` sends.

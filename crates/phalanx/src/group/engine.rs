@@ -7,7 +7,7 @@ use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
 use crate::collective::{self, Plan, Step};
 use crate::deadline::{Deadline, Patience};
-use crate::domain::Domain;
+use crate::domain::{Domain, Partition};
 use crate::error::{Error, Result};
 use crate::launch::write_blaming;
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
@@ -29,7 +29,10 @@ pub(super) struct Engine {
     world: WorldSize,
     epoch: Epoch,
     transport: Box<dyn Transport>,
-    /// The ranks of this host, if they share memory.
+    /// Which ranks share memory with which: plans across hosts are made of it.
+    #[allow(dead_code, reason = "there are no such plans yet")]
+    partition: Partition,
+    /// The ranks that share memory with this one.
     domain: Option<Domain>,
     health: Arc<Health>,
     /// What an exchange sends while the same elements are received and combined.
@@ -48,7 +51,7 @@ impl Engine {
         world: WorldSize,
         epoch: Epoch,
         transport: Box<dyn Transport>,
-        domain: Option<Domain>,
+        (partition, domain): (Partition, Option<Domain>),
         health: Arc<Health>,
     ) -> Self {
         Self {
@@ -56,6 +59,7 @@ impl Engine {
             world,
             epoch,
             transport,
+            partition,
             domain,
             health,
             snapshot: AlignedBytes::default(),

@@ -87,7 +87,7 @@ impl ProcessGroup {
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
         let wishes = Wishes { kind: transport, host: host_id.as_deref() };
-        let Connected { transport, kind, health, domain } =
+        let Connected { transport, kind, health, partition, domain } =
             transport::connect(&place, wishes, Deadline::after(timeout))?;
         let identity = Identity {
             rank,
@@ -96,6 +96,7 @@ impl ProcessGroup {
             epoch,
             trace,
             transport: Some(kind),
+            partition,
             domain,
             keep_alive: Box::new((store, keep_alive)),
         };

@@ -32,7 +32,10 @@ pub(super) struct Lane {
 
 struct Shared {
     state: Mutex<State>,
+    /// For callers.
     changed: Condvar,
+    /// For the worker. Its own: it must not wake with every blocking call.
+    due: Condvar,
 }
 
 struct State {
@@ -47,9 +50,15 @@ struct State {
 impl Lane {
     pub(super) fn new(rank: Rank, engine: Engine, place: LocalPlace) -> Result<Self> {
         let health = engine.health();
-        let state =
-            State { engine: Some(Box::new(engine)), next_ticket: 0, serving: 0, jobs: VecDeque::new(), closed: false };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        let state = State {
+            engine: Some(Box::new(engine)),
+            next_ticket: 0,
+            serving: 0,
+            jobs: VecDeque::new(),
+            closed: false,
+        };
+        let shared =
+            Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), due: Condvar::new() });
         let served = shared.clone();
         let worker = std::thread::Builder::new()
             .name(format!("phalanx-comm-{rank}"))
@@ -77,8 +86,7 @@ impl Lane {
         let ticket = state.next_ticket;
         state.next_ticket += 1;
         state.jobs.push_back((ticket, job));
-        drop(state);
-        self.shared.changed.notify_all();
+        self.shared.hand_on(state);
     }
 
     /// Waits until `ready`. An operation before this one may have a later deadline: failing the group ends it at once,
@@ -90,7 +98,9 @@ impl Lane {
         mut ready: impl FnMut(&State) -> bool,
     ) {
         while !ready(state) {
-            if self.shared.changed.wait_until(state, patience.deadline().instant()).timed_out() && !ready(state) {
+            if self.shared.changed.wait_until(state, patience.deadline().instant()).timed_out()
+                && !ready(state)
+            {
                 MutexGuard::unlocked(state, || {
                     self.health.fail(
                         Error::timeout("the operations called before this one have not ended in time")
@@ -109,7 +119,7 @@ impl Drop for Lane {
     /// Lets the worker finish what it has been given: the peers wait for it, and every operation has a deadline.
     fn drop(&mut self) {
         self.shared.state.lock().closed = true;
-        self.shared.changed.notify_all();
+        self.shared.due.notify_one();
         if let Some(worker) = self.worker.take()
             && worker.thread().id() != std::thread::current().id()
         {
@@ -137,9 +147,18 @@ impl Shared {
         let mut state = self.state.lock();
         state.engine = Some(engine);
         state.serving += 1;
-        drop(state);
-        self.changed.notify_all();
+        self.hand_on(state);
         outcome.map_err(|_| Error::aborted("an operation panicked on this rank"))
+    }
+
+    /// Wakes whose turn it is.
+    fn hand_on(&self, state: MutexGuard<'_, State>) {
+        let is_workers = state.jobs.front().is_some_and(|(ticket, _)| *ticket == state.serving);
+        drop(state);
+        if is_workers {
+            self.due.notify_one();
+        }
+        self.changed.notify_all();
     }
 
     fn serve(&self) {
@@ -150,7 +169,7 @@ impl Shared {
                 match state.jobs.front() {
                     Some((ticket, _)) if *ticket == turn => break state.jobs.pop_front(),
                     None if state.closed => return,
-                    _ => self.changed.wait(&mut state),
+                    _ => self.due.wait(&mut state),
                 }
             };
             if let Some((_, job)) = job {

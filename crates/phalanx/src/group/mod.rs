@@ -23,7 +23,7 @@ pub use self::work::Work;
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::deadline::Patience;
-use crate::domain::Domain;
+use crate::domain::{Domain, Partition};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::{Epoch, Rank, WorldSize};
@@ -104,6 +104,7 @@ pub(crate) struct Identity {
     pub epoch: Epoch,
     pub trace: Trace,
     pub transport: Option<TransportKind>,
+    pub partition: Partition,
     pub domain: Option<Domain>,
     pub keep_alive: Box<dyn Send + Sync>,
 }
@@ -151,6 +152,7 @@ impl ProcessGroup {
                     epoch: Epoch::default(),
                     trace: trace.clone(),
                     transport: None,
+                    partition: Partition::alone(world.count()),
                     domain: None,
                     keep_alive: Box::new(()),
                 };
@@ -164,9 +166,10 @@ impl ProcessGroup {
         transport: Box<dyn Transport>,
         health: Arc<Health>,
     ) -> Result<Self> {
-        let Identity { rank, world, local, epoch, trace, transport: kind, domain, keep_alive } = identity;
+        let Identity { rank, world, local, epoch, trace, transport: kind, partition, domain, keep_alive } =
+            identity;
         let arena = domain.as_ref().map(|domain| domain.arena().clone());
-        let engine = Engine::new(rank, world, epoch, transport, domain, health.clone());
+        let engine = Engine::new(rank, world, epoch, transport, (partition, domain), health.clone());
         let lane = Lane::new(rank, engine, local)?;
         let inner = Inner {
             rank,

@@ -80,7 +80,8 @@ fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, kind: TransportK
     let place = Place { store, rank, world, epoch: Epoch::default(), interface };
     let deadline = Deadline::after(Duration::from_secs(20));
     let wishes = Wishes { kind: Some(kind), host: None };
-    let Connected { transport, kind, health, domain } = transport::connect(&place, wishes, deadline)?;
+    let Connected { transport, kind, health, partition, domain } =
+        transport::connect(&place, wishes, deadline)?;
     let identity = Identity {
         rank,
         world,
@@ -88,6 +89,7 @@ fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, kind: TransportK
         epoch: place.epoch,
         trace: Trace::default(),
         transport: Some(kind),
+        partition,
         domain,
         keep_alive: Box::new(()),
     };

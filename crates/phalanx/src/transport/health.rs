@@ -39,7 +39,13 @@ impl Health {
     /// A healthy group, seen from `rank`; `hosts` names the host of each rank.
     pub(crate) fn new(rank: Rank, hosts: Vec<String>) -> Arc<Self> {
         let state = State { cause: None, announced: false, left: vec![false; hosts.len()], alarm: None };
-        Arc::new(Self { rank, hosts, failed: AtomicBool::new(false), state: Mutex::new(state), changed: Condvar::new() })
+        Arc::new(Self {
+            rank,
+            hosts,
+            failed: AtomicBool::new(false),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        })
     }
 
     /// The host of `rank`.

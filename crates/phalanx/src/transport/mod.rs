@@ -16,7 +16,7 @@ pub(crate) use self::tcp::Place;
 use self::tcp::{Monitor, Tcp};
 use crate::collective::kernel::Kernel;
 use crate::deadline::Deadline;
-use crate::domain::{self, Domain};
+use crate::domain::{self, Domain, Joined, Partition};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::frame::Header;
@@ -97,7 +97,9 @@ pub(crate) struct Connected {
     pub transport: Box<dyn Transport>,
     pub kind: TransportKind,
     pub health: Arc<Health>,
-    /// The ranks of this host, if it shares memory with some.
+    /// Which ranks share memory with which.
+    pub partition: Partition,
+    /// Those that share memory with this one.
     pub domain: Option<Domain>,
 }
 
@@ -112,36 +114,30 @@ pub(crate) fn connect(place: &Place<'_>, wishes: Wishes<'_>, deadline: Deadline)
     let health = Health::new(place.rank, mesh.hosts);
     let connections = Arc::new(mesh.connections);
     let monitor = Monitor::start(place.rank, connections.clone(), health.clone())?;
-    let mut domain = None;
+    let mut joined = Joined { partition: Partition::alone(place.world.count()), domain: None, reason: None };
     if kind != Some(TransportKind::Tcp) {
         // A rank that gives up here says so: the others may be waiting for its word.
         let failed = |error| health.fail(error);
-        let joined = domain::join(place, host, &health, deadline).map_err(failed)?;
-        let joined = match joined {
-            Ok(joined) if joined.is_world() => {
-                let rings = shared_memory::rings(place, &health, deadline).map_err(failed)?;
-                rings.map(|rings| (joined, Some(rings)))
-            }
-            Ok(joined) => Ok((joined, None)),
-            Err(reason) => Err(reason),
+        joined = domain::join(place, host, &health, deadline).map_err(failed)?;
+        let rings = match joined.partition.is_one() {
+            true => shared_memory::rings(place, &health, deadline).map_err(failed)?,
+            false => Err(joined.reason.take().unwrap_or_else(|| "they cannot map each other's".to_owned())),
         };
-        match joined {
-            Ok((joined, Some(rings))) => {
+        match rings {
+            Ok(rings) => {
+                let Joined { partition, domain, .. } = joined;
                 let transport = Box::new(SharedMemory::new(place.rank, rings, health.clone(), monitor));
                 let kind = TransportKind::SharedMemory;
-                return Ok(Connected { transport, kind, health, domain: Some(joined) });
+                return Ok(Connected { transport, kind, health, partition, domain });
             }
             // Others may have been asked for nothing, and go on.
-            Ok(_) if kind.is_some() => {
-                return Err(health.fail(domain::refused("they are on more than one host")));
-            }
             Err(reason) if kind.is_some() => return Err(health.fail(domain::refused(&reason))),
-            Ok((joined, None)) => domain = Some(joined),
-            Err(reason) => tracing::debug!(reason, "the ranks share no memory; data goes over TCP"),
+            Err(reason) => tracing::debug!(reason, "not all ranks share memory; data goes over TCP"),
         }
     }
+    let Joined { partition, domain, .. } = joined;
     let transport = Box::new(Tcp::new(place.rank, connections, health.clone(), monitor));
-    Ok(Connected { transport, kind: TransportKind::Tcp, health, domain })
+    Ok(Connected { transport, kind: TransportKind::Tcp, health, partition, domain })
 }
 
 /// The error of a peer that was waited for until the deadline.

@@ -202,7 +202,7 @@ mod tests {
                 let mesh = tcp::mesh(&place, deadline).unwrap();
                 let (health, connections) = (Health::new(place.rank, mesh.hosts), Arc::new(mesh.connections));
                 let _monitor = Monitor::start(place.rank, connections, health.clone()).unwrap();
-                let _domain = crate::domain::join(&place, None, &health, deadline).unwrap().unwrap();
+                let _domain = crate::domain::join(&place, None, &health, deadline).unwrap();
                 let mut rings = rings(&place, &health, deadline).unwrap().unwrap();
                 let link = rings.links[0].as_mut().unwrap();
                 let mut head = [0; 64];
