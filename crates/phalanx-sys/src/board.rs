@@ -14,7 +14,7 @@
 //!
 //! All ranks of the board make the same calls. A call begins with each rank's word in its slot, published by the
 //! sequence number, and with the wait for everybody's: then all know what all call, and what memory they bring. That is
-//! all for few bytes, which travel in the slot ([`Board::small`]). Two slots are enough: a rank that writes call n+2 has
+//! all for few bytes, which travel in the slot ([`Board::small`], [`Meeting::words`]). Two slots are enough: a rank that writes call n+2 has
 //! seen everybody's word on call n+1, which nobody gives before it is done with call n.
 //!
 //! Many bytes are reached where they are, if every rank brings a whole region of its arena ([`Meeting::combine`],
@@ -24,6 +24,7 @@
 mod meeting;
 mod wait;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -117,32 +118,28 @@ impl Board {
 
     /// A call with `bytes` in the slot, at most [`SMALL`]; gives every member's word when all have come.
     pub fn small<E>(&mut self, call: Call, bytes: &[u8], watch: Watch<'_, E>) -> Result<Words<'_>, E> {
-        assert!(bytes.len() <= SMALL, "too many bytes for a slot");
-        let slot = self.next_slot();
-        let place = self.own.mapping().at(slot + HEAD, bytes.len());
-        // SAFETY: inside the own slot, which no peer reads: whoever could has seen a later call; see the module.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.as_ptr(), bytes.len()) };
+        self.sequence += 1;
+        self.put(bytes);
         self.publish(call, Brings::Small, 0, bytes.len());
         self.meet(watch)?;
         Ok(Words { board: self })
     }
 
     /// A call in which others may write into `memory`, if it is a whole region and everybody brings one of the same
-    /// length; else `work` stages it.
+    /// length. Otherwise, if nobody does, the part of it that is `small` travels in the slots; else `work` stages it.
     ///
     /// After an error the region is cut off, so that a peer that still works on the call does no harm.
     pub fn in_place<R, E>(
         &mut self,
         call: Call,
         memory: &mut [u8],
+        small: Option<Range<usize>>,
         watch: Watch<'_, E>,
         work: impl FnOnce(&mut Meeting<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
         let region = self.own.find(memory);
-        self.next_slot();
         let lent = region.map(|offset| meeting::Lent::new(self.own.clone(), offset));
-        let brings = if region.is_some() { Brings::Lent } else { Brings::Ordinary };
-        self.publish(call, brings, region.unwrap_or(0), memory.len());
+        self.bring(call, memory, region.map(|offset| (Brings::Lent, offset)), small);
         let outcome = Meeting::hold(self, meeting::Memory::InPlace(memory), watch, work)?;
         if let Some(lent) = lent {
             lent.end();
@@ -150,27 +147,49 @@ impl Board {
         Ok(outcome)
     }
 
-    /// A call in which others may read `memory`, if it and everybody's is a whole region; else `work` stages it.
+    /// A call in which others may read `memory`, if it and everybody's is a whole region. Otherwise as
+    /// [`in_place`](Self::in_place).
     pub fn apart<R, E>(
         &mut self,
         call: Call,
         memory: &[u8],
+        small: Option<Range<usize>>,
         watch: Watch<'_, E>,
         work: impl FnOnce(&mut Meeting<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
         let region = self.own.find(memory);
-        self.next_slot();
-        let brings = if region.is_some() { Brings::Shown } else { Brings::Ordinary };
-        self.publish(call, brings, region.unwrap_or(0), memory.len());
+        self.bring(call, memory, region.map(|offset| (Brings::Shown, offset)), small);
         Meeting::hold(self, meeting::Memory::Apart(memory), watch, work)
     }
 
-    /// Begins the next call; where its slot lies in each part of the board.
-    fn next_slot(&mut self) -> usize {
+    /// Begins a call, with a region if there is one.
+    fn bring(
+        &mut self,
+        call: Call,
+        memory: &[u8],
+        region: Option<(Brings, usize)>,
+        small: Option<Range<usize>>,
+    ) {
         self.sequence += 1;
-        self.slot()
+        match (region, small) {
+            (Some((brings, offset)), _) => self.publish(call, brings, offset, memory.len()),
+            (None, Some(part)) => {
+                self.put(&memory[part.clone()]);
+                self.publish(call, Brings::Small, 0, part.len());
+            }
+            (None, None) => self.publish(call, Brings::Ordinary, 0, memory.len()),
+        }
     }
 
+    /// Copies `bytes` into the slot of a call that is not published yet.
+    fn put(&mut self, bytes: &[u8]) {
+        assert!(bytes.len() <= SMALL, "too many bytes for a slot");
+        let place = self.own.mapping().at(self.slot() + HEAD, bytes.len());
+        // SAFETY: inside the own slot, which no peer reads: whoever could has seen a later call; see the module.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.as_ptr(), bytes.len()) };
+    }
+
+    /// Where this call's slot lies in each part of the board.
     fn slot(&self) -> usize {
         SLOTS + (self.sequence % 2) as usize * SLOT
     }
@@ -241,9 +260,8 @@ impl<'a> Words<'a> {
     /// The bytes that `member` sent with it; none if it sent them otherwise, which only another call does.
     pub fn bytes(&self, member: usize) -> &'a [u8] {
         let board = self.board;
-        let brings = board.field(member, 2) & 3;
         let bytes = usize::try_from(board.field(member, 3)).unwrap_or(usize::MAX);
-        if brings != Brings::Small as u64 || bytes > SMALL {
+        if board.brings(member) != Brings::Small as u64 || bytes > SMALL {
             return &[];
         }
         let place = board.members[member].at(board.slot() + HEAD, bytes);

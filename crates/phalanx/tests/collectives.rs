@@ -190,7 +190,9 @@ fn all_gather_and_reduce_scatter_deal_in_the_order_of_the_ranks() {
                     let (own, mut all) =
                         (registered(&group, &input::<i32>(rank, length)), registered(&group, &gathered));
                     all.as_mut_slice::<i32>().unwrap().fill(0);
-                    group.all_gather(own.as_slice::<i32>().unwrap(), all.as_mut_slice::<i32>().unwrap()).unwrap();
+                    group
+                        .all_gather(own.as_slice::<i32>().unwrap(), all.as_mut_slice::<i32>().unwrap())
+                        .unwrap();
                     assert_eq!(all.as_slice::<i32>().unwrap(), expected);
 
                     let whole = input::<f64>(rank, length * world);

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{BUFFERS, Board, Brings, COUNTERS, Call, DONE, LINE, STAGING, WINDOW, Watch};
+use super::{BUFFERS, Board, Brings, COUNTERS, Call, DONE, LINE, STAGING, WINDOW, Watch, Words};
 use crate::arena::Arena;
 
 /// What this rank brings.
@@ -17,6 +17,8 @@ pub(super) enum Memory<'a> {
 pub enum Way {
     /// Everybody reaches everybody's memory.
     Direct,
+    /// In the slots.
+    Small,
     /// Through the staging buffers.
     Staged,
 }
@@ -77,7 +79,12 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
                 .region(member, wanted.0)
                 .is_some_and(|region| wanted.1.is_none_or(|len| len == region.len()))
         });
-        let way = if direct { Way::Direct } else { Way::Staged };
+        let small = || (0..board.members()).all(|member| board.brings(member) == Brings::Small as u64);
+        let way = match direct {
+            true => Way::Direct,
+            false if small() => Way::Small,
+            false => Way::Staged,
+        };
         let mut meeting = Meeting { board, memory, way, watch };
         let outcome = work(&mut meeting)?;
         let Meeting { board, way, watch, .. } = meeting;
@@ -108,21 +115,25 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
         self.board.call_of(member)
     }
 
+    /// What all said in their slots, and what this rank brought, to be changed.
+    ///
+    /// # Panics
+    /// If the memory is direct.
+    pub fn words<R>(&mut self, work: impl FnOnce(&Words<'_>, &mut [u8]) -> R) -> R {
+        assert_ne!(self.way, Way::Direct, "the others may be writing into it");
+        let memory = match &mut self.memory {
+            Memory::InPlace(memory) => &mut **memory,
+            Memory::Apart(_) => &mut [],
+        };
+        work(&Words { board: self.board }, memory)
+    }
+
     /// What this rank brought, if it is staged and not lent or shown.
     pub fn memory(&self) -> &[u8] {
         assert_eq!(self.way, Way::Staged, "the others may be writing into it");
         match &self.memory {
             Memory::InPlace(memory) => memory,
             Memory::Apart(memory) => memory,
-        }
-    }
-
-    /// As [`memory`](Self::memory), to be changed; none if this rank brought it for reading only.
-    pub fn memory_mut(&mut self) -> &mut [u8] {
-        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
-        match &mut self.memory {
-            Memory::InPlace(memory) => memory,
-            Memory::Apart(_) => &mut [],
         }
     }
 
@@ -282,11 +293,16 @@ impl Stream {
 }
 
 impl Board {
+    /// What `member` brings to this call, by its number.
+    pub(super) fn brings(&self, member: usize) -> u64 {
+        self.field(member, 2) & 3
+    }
+
     /// Where the memory is that `member` brings as `wanted`. None if it brings none, or none that it can have.
     pub(super) fn region(&self, member: usize, wanted: Brings) -> Option<Range<usize>> {
         let (word, bytes) = (self.field(member, 2), usize::try_from(self.field(member, 3)).ok()?);
         let offset = usize::try_from(word & !3).ok()?;
-        (word & 3 == wanted as u64 && self.members[member].holds(offset, bytes))
+        (self.brings(member) == wanted as u64 && self.members[member].holds(offset, bytes))
             .then(|| offset..offset + bytes)
     }
 

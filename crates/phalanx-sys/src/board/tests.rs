@@ -76,7 +76,7 @@ fn regions_are_combined_where_they_are() {
             for round in 0..100 {
                 region.as_mut_slice().fill(1 + board.me() as u8 + round);
                 board
-                    .in_place(CALL, region.as_mut_slice(), &mut go_on, |meeting| {
+                    .in_place(CALL, region.as_mut_slice(), None, &mut go_on, |meeting| {
                         assert_eq!(meeting.way(), Way::Direct);
                         meeting.combine(64, add);
                         Ok(())
@@ -94,7 +94,7 @@ fn regions_are_read_where_they_are() {
         let region = filled(arena, 10_000, board.me() as u8);
         let mut sum = 0;
         board
-            .apart(CALL, region.as_slice(), &mut go_on, |meeting| {
+            .apart(CALL, region.as_slice(), None, &mut go_on, |meeting| {
                 sum = meeting.read(|regions| regions.iter().map(|region| u32::from(region[9_999])).sum());
                 Ok(())
             })
@@ -112,14 +112,32 @@ fn what_is_no_whole_region_on_every_rank_is_staged() {
         let memories: [&mut [u8]; 2] =
             [if board.me() == 0 { region.as_mut_slice() } else { &mut ordinary }, &mut [0; 10_000][..length]];
         for memory in memories {
-            let way = board.in_place(CALL, memory, &mut go_on, |meeting| Ok(meeting.way()));
+            let way = board.in_place(CALL, memory, None, &mut go_on, |meeting| Ok(meeting.way()));
             assert_eq!(way, Ok(Way::Staged));
         }
         let shorter = filled(arena, length, 1);
-        let lent = board.in_place(CALL, filled(arena, length, 1).as_mut_slice(), &mut go_on, |m| Ok(m.way()));
+        let lent =
+            board.in_place(CALL, filled(arena, length, 1).as_mut_slice(), None, &mut go_on, |m| Ok(m.way()));
         assert_eq!(lent, Ok(Way::Staged), "they differ in length");
-        let shown = board.apart(CALL, shorter.as_slice(), &mut go_on, |meeting| Ok(meeting.way()));
+        let shown = board.apart(CALL, shorter.as_slice(), None, &mut go_on, |meeting| Ok(meeting.way()));
         assert_eq!(shown, Ok(Way::Direct));
+    });
+}
+
+#[test]
+fn few_bytes_of_ordinary_memory_travel_in_the_slots_if_nobody_lends() {
+    run(2, |board, arena| {
+        let mut ordinary = vec![board.me() as u8; 100];
+        let read = |meeting: &mut Meeting<'_, '_, String>| {
+            assert_eq!(meeting.way(), Way::Small);
+            Ok(meeting.words(|words, memory| [words.bytes(0)[0], words.bytes(1)[9], memory[0]]))
+        };
+        let seen = board.in_place(CALL, &mut ordinary, Some(50..60), &mut go_on, read);
+        assert_eq!(seen, Ok([0, 1, board.me() as u8]));
+        let mut region = filled(arena, 100, 1);
+        let memory = if board.me() == 0 { region.as_mut_slice() } else { &mut ordinary };
+        let way = board.in_place(CALL, memory, Some(0..100), &mut go_on, |meeting| Ok(meeting.way()));
+        assert_eq!(way, Ok(Way::Staged));
     });
 }
 
@@ -127,7 +145,7 @@ fn what_is_no_whole_region_on_every_rank_is_staged() {
 fn windows_pass_in_order_through_both_streams() {
     run(3, |board, _| {
         let mut memory = vec![board.me() as u8; 8];
-        let sums = board.in_place(CALL, &mut memory, &mut go_on, |meeting| {
+        let sums = board.in_place(CALL, &mut memory, None, &mut go_on, |meeting| {
             let mut sums = Vec::new();
             let fill = |window: u8| {
                 move |memory: &[u8], staged: &mut [u8]| {
@@ -185,12 +203,12 @@ fn after_a_failed_call_late_peers_do_not_reach_the_region() {
     let mut boards = boards(2);
     let ((mut late, other), (mut board, arena)) = (boards.swap_remove(1), boards.swap_remove(0));
     let mut region = filled(&arena, 10_000, 1);
-    let outcome = board.in_place(CALL, region.as_mut_slice(), &mut |_| Err("enough"), |_| Ok(()));
+    let outcome = board.in_place(CALL, region.as_mut_slice(), None, &mut |_| Err("enough"), |_| Ok(()));
     assert_eq!(outcome, Err("enough"));
     // The peer finds the word in the slot, takes the region for lent, and writes.
     let mut own = filled(&other, 10_000, 1);
     let mut watch = |_| Err("nobody is done any more");
-    let outcome = late.in_place(CALL, own.as_mut_slice(), &mut watch, |meeting| {
+    let outcome = late.in_place(CALL, own.as_mut_slice(), None, &mut watch, |meeting| {
         assert_eq!(meeting.way(), Way::Direct);
         meeting.combine(64, |shares| shares.iter_mut().for_each(|share| share.fill(9)));
         Ok(())

@@ -25,8 +25,7 @@ pub(super) struct Waits {
 impl Waits {
     /// Among `ranks`: they look for a while if each can have a processor, and else let the others go first.
     pub(super) fn new(ranks: usize) -> Self {
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        if ranks <= processors {
+        if ranks <= processors() {
             Self { spins: SPINS, yields: YIELDS }
         } else {
             Self { spins: 0, yields: CROWDED_YIELDS }
@@ -64,4 +63,11 @@ impl Waits {
             doorbell.sleep_unless(SLEEP, &ready);
         }
     }
+}
+
+/// The processors of this host. Not those that this process is bound to: a launcher binds each rank to its own.
+fn processors() -> usize {
+    // SAFETY: it reads no memory of ours.
+    let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+    usize::try_from(online).unwrap_or(1)
 }

@@ -2,8 +2,9 @@
 //!
 //! All ranks of a domain meet on a board for each collective, in one of three ways:
 //!
-//! - [`small`]: few bytes travel in the slots in which the ranks say what they call. Everybody combines everything.
 //! - [`direct`]: if everybody's memory is registered, each rank combines its share where it lies, for all.
+//! - [`small`]: few bytes travel in the slots in which the ranks say what they call. Everybody combines everything. The
+//!   smallest calls always do.
 //! - [`staged`]: otherwise the same passes in windows through buffers that all reach.
 //!
 //! In each of them the elements are combined in the order of the ranks, so that all ways give the same bits.
@@ -80,24 +81,32 @@ impl Domain {
         let mut watch = |missing: usize| watch(health, members[missing], patience);
         let check = |index: usize, theirs| compare(rank, call, sequence, members[index], &word, theirs);
 
-        if job.bytes() <= small::most(job.ranks) {
+        if job.bytes() <= small::ALWAYS {
             return small::run(&mut self.board, job, memory, word, &mut watch, check);
         }
         match memory {
-            Memory::InPlace(data) => self.board.in_place(word, data, &mut watch, |meeting| {
-                (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
-                match meeting.way() {
-                    Way::Direct => direct::in_place(meeting, job),
-                    Way::Staged => staged::in_place(meeting, job),
-                }
-            }),
-            Memory::Apart { input, output } => self.board.apart(word, input, &mut watch, |meeting| {
-                (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
-                match meeting.way() {
-                    Way::Direct => direct::apart(meeting, job, output),
-                    Way::Staged => staged::apart(meeting, job, input, output),
-                }
-            }),
+            Memory::InPlace(data) => {
+                let small = small::part(job, data.len());
+                self.board.in_place(word, data, small, &mut watch, |meeting| {
+                    (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
+                    match meeting.way() {
+                        Way::Direct => direct::in_place(meeting, job),
+                        Way::Small => meeting.words(|words, data| small::finish(job, words, data)),
+                        Way::Staged => staged::in_place(meeting, job),
+                    }
+                })
+            }
+            Memory::Apart { input, output } => {
+                let small = small::part(job, input.len()).map(|_| 0..input.len());
+                self.board.apart(word, input, small, &mut watch, |meeting| {
+                    (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
+                    match meeting.way() {
+                        Way::Direct => direct::apart(meeting, job, output),
+                        Way::Small => meeting.words(|words, _| small::finish(job, words, output)),
+                        Way::Staged => staged::apart(meeting, job, input, output),
+                    }
+                })
+            }
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Collectives of few bytes: everybody writes what it brings into its slot and reads everybody's. One wait is all.
 
+use std::ops::Range;
+
 use phalanx_sys::board::{Board, SMALL, Watch, Words};
 
 use super::Job;
@@ -8,12 +10,19 @@ use crate::error::{Error, Result};
 use crate::group::Memory;
 use crate::wire::frame::Operation;
 
+/// Up to this many bytes no other way is faster, whatever the memory.
+pub(super) const ALWAYS: usize = 512;
 /// Every rank reads what all ranks bring: with more ranks it pays for fewer bytes.
 const ALTOGETHER: usize = 2 * SMALL;
 
-/// The most bytes of a buffer that goes this way, among `ranks`.
-pub(super) fn most(ranks: usize) -> usize {
-    (ALTOGETHER / ranks).min(SMALL)
+/// What of a rank's memory of `length` bytes goes this way, if it is ordinary memory; none if it is too much.
+pub(super) fn part(job: Job, length: usize) -> Option<Range<usize>> {
+    let most = (ALTOGETHER / job.ranks).min(SMALL);
+    (job.bytes() <= most).then(|| match job.call.operation {
+        Operation::Broadcast if job.me != job.root => 0..0,
+        Operation::AllGather => job.chunk(job.me),
+        _ => 0..length,
+    })
 }
 
 pub(super) fn run(
@@ -25,11 +34,7 @@ pub(super) fn run(
     check: impl Fn(usize, Word) -> Result<()>,
 ) -> Result<()> {
     let own = match &memory {
-        Memory::InPlace(data) => match job.call.operation {
-            Operation::Broadcast if job.me != job.root => &[],
-            Operation::AllGather => &data[job.chunk(job.me)],
-            _ => &**data,
-        },
+        Memory::InPlace(data) => &data[part(job, data.len()).unwrap_or(0..data.len())],
         Memory::Apart { input, .. } => input,
     };
     let words = board.small(word, own, watch)?;
@@ -41,7 +46,7 @@ pub(super) fn run(
     finish(job, &words, output)
 }
 
-fn finish(job: Job, words: &Words<'_>, output: &mut [u8]) -> Result<()> {
+pub(super) fn finish(job: Job, words: &Words<'_>, output: &mut [u8]) -> Result<()> {
     let bytes = |index: usize, expected: usize| match words.bytes(index) {
         bytes if bytes.len() == expected => Ok(bytes),
         _ => Err(Error::protocol("a rank of this host brings another length than its call says")),
