@@ -132,7 +132,7 @@ fn broadcast(group: &dyn Communicator, root: Rank, mine: &[u8]) -> Result<Bytes>
             "rank {root} announced {length} B of optimizer state; at most {MAX_BYTES} are taken"
         ))
     })?;
-    let mut buffer = group.alloc(DType::U8, length);
+    let mut buffer = group.alloc(DType::U8, length)?;
     if group.rank() == root {
         buffer.as_bytes_mut().copy_from_slice(mine);
     }

@@ -34,7 +34,7 @@ pub(crate) fn averaged<M: Module>(model: M, group: &dyn Communicator, select: Se
     }
     let mut in_flight = Vec::new();
     for data in parameters::read(&model, select) {
-        let mut buffer = group.alloc(bridge::dtype(data.dtype())?, data.num_elements());
+        let mut buffer = group.alloc(bridge::dtype(data.dtype())?, data.num_elements())?;
         buffer.as_bytes_mut().copy_from_slice(data.as_bytes());
         let (_, shape, dtype) = data.into_parts();
         in_flight.push((group.all_reduce_async(buffer, ReduceOp::Avg)?, shape, dtype));
@@ -55,7 +55,7 @@ pub(crate) fn identical<M: Module>(model: &M, group: &dyn Communicator, select: 
         hash.add(data.as_bytes());
     }
     // The smallest hash, and the complement of the largest, in one operation.
-    let mut bounds = group.alloc(DType::I64, 2);
+    let mut bounds = group.alloc(DType::I64, 2)?;
     bounds.as_mut_slice::<i64>()?.copy_from_slice(&[hash.0 as i64, !(hash.0 as i64)]);
     let bounds = group.all_reduce_async(bounds, ReduceOp::Min)?.wait()?;
     let bounds = bounds.as_slice::<i64>()?;

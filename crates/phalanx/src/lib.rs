@@ -38,6 +38,7 @@ mod error;
 mod rank;
 
 mod collective;
+mod domain;
 pub mod env;
 pub mod group;
 pub mod join;

@@ -60,6 +60,13 @@ fn exact<T: Sample>(op: ReduceOp, world: usize, index: usize) -> bool {
     }
 }
 
+/// The group's memory with these elements.
+fn registered<T: Sample>(group: &ProcessGroup, elements: &[T]) -> Buffer {
+    let mut buffer = group.alloc(T::DTYPE, elements.len()).unwrap();
+    buffer.as_mut_slice().unwrap().copy_from_slice(elements);
+    buffer
+}
+
 fn all_reduces<T: Sample>(group: &ProcessGroup) {
     let (rank, world) = (group.rank().index(), group.world_size().count());
     for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE)) {
@@ -73,6 +80,13 @@ fn all_reduces<T: Sample>(group: &ProcessGroup) {
             }
             let work = group.all_reduce_async(Buffer::from_slice(&input::<T>(rank, length)), op).unwrap();
             assert_eq!(work.wait().unwrap().as_slice::<T>().unwrap(), data);
+            // A blocking call recognises the group's memory, and what is only a part of it.
+            let mut buffer = registered(group, &input::<T>(rank, length));
+            group.all_reduce(buffer.as_mut_slice::<T>().unwrap(), op).unwrap();
+            assert_eq!(buffer.as_slice::<T>().unwrap(), data);
+            let mut longer = registered(group, &[input::<T>(rank, length), vec![T::sample(7)]].concat());
+            group.all_reduce(&mut longer.as_mut_slice::<T>().unwrap()[..length], op).unwrap();
+            assert_eq!(longer.as_slice::<T>().unwrap(), [data, vec![T::sample(7)]].concat());
         }
     }
 }
@@ -95,20 +109,41 @@ fn all_reduce_of_every_type_operation_and_length() {
     }
 }
 
+/// Sums whose bits tell the order of the adding, in ordinary memory and in the group's.
+fn bits(group: &ProcessGroup, length: usize) -> [Vec<u32>; 2] {
+    let rank = group.rank().get() as f32;
+    let mut data: Vec<f32> = (0..length).map(|i| (i as f32 * 0.37 + rank).sin() * 1e3).collect();
+    let mut buffer = registered(group, &data);
+    group.all_reduce(&mut data, ReduceOp::Avg).unwrap();
+    let buffer = {
+        group.all_reduce(buffer.as_mut_slice::<f32>().unwrap(), ReduceOp::Avg).unwrap();
+        buffer.as_slice::<f32>().unwrap().to_vec()
+    };
+    [data, buffer].map(|data| data.into_iter().map(f32::to_bits).collect())
+}
+
 #[test]
-fn sums_of_floats_have_the_same_bits_on_every_rank_and_every_transport() {
+fn sums_of_floats_have_the_same_bits_on_every_rank_in_any_memory() {
     for world in WORLDS {
         for length in [5, 1000, 1 << 20] {
-            let bits = |group: ProcessGroup| {
-                let rank = group.rank().get() as f32;
-                let mut data: Vec<f32> = (0..length).map(|i| (i as f32 * 0.37 + rank).sin() * 1e3).collect();
-                group.all_reduce(&mut data, ReduceOp::Avg).unwrap();
-                data.into_iter().map(f32::to_bits).collect::<Vec<_>>()
-            };
-            let results: Vec<_> =
-                Fabric::ALL.into_iter().flat_map(|fabric| run(world, fabric, bits)).collect();
-            assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "{length} in a world of {world}");
+            let run = |fabric| run(world, fabric, |group| bits(&group, length));
+            let [in_process, tcp, shared] = Fabric::ALL.map(run);
+            for fabric in [[&in_process[..], &tcp].concat(), shared] {
+                let fabric = fabric.concat();
+                assert!(fabric.windows(2).all(|pair| pair[0] == pair[1]), "{length} in a world of {world}");
+            }
         }
+    }
+}
+
+#[test]
+fn the_size_does_not_change_the_bits_in_shared_memory() {
+    for world in [3, 4, 7] {
+        let results = run(world, Fabric::SharedMemory, |group| {
+            let large = bits(&group, 1 << 18).concat();
+            [1, 100, 3000, 30_000].into_iter().all(|length| large.starts_with(&bits(&group, length)[0]))
+        });
+        assert_eq!(results, vec![true; world as usize]);
     }
 }
 
@@ -122,12 +157,14 @@ fn broadcast_from_every_root() {
                         let mut data = input::<f32>(group.rank().index(), length);
                         group.broadcast(&mut data, root).unwrap();
                         assert_eq!(data, input::<f32>(root.index(), length));
-                        let own = Buffer::from_slice(&input::<u8>(group.rank().index(), length));
-                        let work = group.broadcast_async(own, root).unwrap();
-                        assert_eq!(
-                            work.wait().unwrap().as_slice::<u8>().unwrap(),
-                            input::<u8>(root.index(), length)
-                        );
+                        let own = input::<u8>(group.rank().index(), length);
+                        for own in [Buffer::from_slice(&own), registered(&group, &own)] {
+                            let work = group.broadcast_async(own, root).unwrap();
+                            assert_eq!(
+                                work.wait().unwrap().as_slice::<u8>().unwrap(),
+                                input::<u8>(root.index(), length)
+                            );
+                        }
                     }
                 }
             });
@@ -150,6 +187,14 @@ fn all_gather_and_reduce_scatter_deal_in_the_order_of_the_ranks() {
                         group.all_gather_async(Buffer::from_slice(&input::<i32>(rank, length))).unwrap();
                     assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
 
+                    let (own, mut all) =
+                        (registered(&group, &input::<i32>(rank, length)), registered(&group, &gathered));
+                    all.as_mut_slice::<i32>().unwrap().fill(0);
+                    group
+                        .all_gather(own.as_slice::<i32>().unwrap(), all.as_mut_slice::<i32>().unwrap())
+                        .unwrap();
+                    assert_eq!(all.as_slice::<i32>().unwrap(), expected);
+
                     let whole = input::<f64>(rank, length * world);
                     let mut share = vec![0f64; length];
                     group.reduce_scatter(&whole, &mut share, ReduceOp::Sum).unwrap();
@@ -157,8 +202,14 @@ fn all_gather_and_reduce_scatter_deal_in_the_order_of_the_ranks() {
                         .map(|index| f64::from(reference(ReduceOp::Sum, world, index)))
                         .collect();
                     assert_eq!(share, expected);
-                    let work = group.reduce_scatter_async(Buffer::from_slice(&whole), ReduceOp::Sum).unwrap();
-                    assert_eq!(work.wait().unwrap().as_slice::<f64>().unwrap(), expected);
+                    let own = registered(&group, &whole);
+                    share.fill(0.0);
+                    group.reduce_scatter(own.as_slice::<f64>().unwrap(), &mut share, ReduceOp::Sum).unwrap();
+                    assert_eq!(share, expected);
+                    for buffer in [Buffer::from_slice(&whole), own] {
+                        let work = group.reduce_scatter_async(buffer, ReduceOp::Sum).unwrap();
+                        assert_eq!(work.wait().unwrap().as_slice::<f64>().unwrap(), expected);
+                    }
                 }
             });
         }

@@ -131,7 +131,7 @@ impl<'a> Case<'a> {
         Self { group, collective, op, root, count, uneven, received }
     }
 
-    pub(super) fn buffers<T: Value>(&self, memory: Memory) -> Buffers {
+    pub(super) fn buffers<T: Value>(&self, memory: Memory) -> Result<Buffers> {
         let share = self.count / self.group.world_size().count();
         let (input, output) = match self.collective {
             Collective::AllReduce | Collective::AllReduceCoalesced => (self.count, 0),
@@ -149,10 +149,10 @@ impl<'a> Case<'a> {
             Collective::Barrier => (0, 0),
         };
         let alloc = |elements| match memory {
-            Memory::Ordinary => Buffer::zeroed(T::DTYPE, elements),
+            Memory::Ordinary => Ok(Buffer::zeroed(T::DTYPE, elements)),
             Memory::Registered => self.group.alloc(T::DTYPE, elements),
         };
-        Buffers { input: alloc(input), output: alloc(output) }
+        Ok(Buffers { input: alloc(input)?, output: alloc(output)? })
     }
 
     pub(super) fn call<T: Value>(&self, buffers: &mut Buffers) -> Result<()> {

@@ -135,7 +135,7 @@ impl Teller {
 fn measure<T: Value>(options: &Bench, case: &Case<'_>, algorithm: Option<&str>) -> Result<Row> {
     let Case { group, collective, op, root, count, .. } = *case;
     let world = group.world_size().get();
-    let mut buffers = case.buffers::<T>(options.memory);
+    let mut buffers = case.buffers::<T>(options.memory)?;
     let mut wrong = [0];
     for call in 0..options.check {
         wrong[0] += case.check::<T>(&mut buffers, &Values::new(op, world, call.into()))? as i64;

@@ -6,7 +6,7 @@ use super::engine::{Engine, Memory};
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::{self, ReduceOp};
-use crate::deadline::Deadline;
+use crate::deadline::Patience;
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::wire::frame::{Call, Operation};
@@ -38,7 +38,7 @@ impl ProcessGroup {
     /// At once if the group has failed; otherwise from [`Work::wait`].
     pub fn all_gather_async(&self, buffer: Buffer) -> Result<Work> {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
-        let mut gathered = self.alloc(dtype, elements * self.world_size().count());
+        let mut gathered = self.alloc(dtype, elements * self.world_size().count())?;
         let own = buffer.as_bytes();
         let start = self.rank().index() * own.len();
         gathered.as_bytes_mut()[start..start + own.len()].copy_from_slice(own);
@@ -73,8 +73,8 @@ impl ProcessGroup {
         mut buffer: Buffer,
         finish: impl FnOnce(Buffer) -> Buffer + Send + 'static,
     ) -> Result<Work> {
-        self.start_with(call, move |engine, deadline| {
-            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), deadline)?;
+        self.start_with(call, move |engine, patience| {
+            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), patience)?;
             Ok(finish(buffer))
         })
     }
@@ -83,17 +83,18 @@ impl ProcessGroup {
     pub(super) fn start_with(
         &self,
         call: Call,
-        work: impl FnOnce(&mut Engine, Deadline) -> Result<Buffer> + Send + 'static,
+        work: impl FnOnce(&mut Engine, &Patience) -> Result<Buffer> + Send + 'static,
     ) -> Result<Work> {
         self.check_health()?;
-        let deadline = self.deadline();
+        // From now on, not from when its turn comes.
+        let deadline = self.patience().deadline();
         let (pending, completer) = Work::pending();
         let trace = self.trace();
         self.inner.lane.submit(
-            deadline,
+            &deadline.into(),
             Box::new(move |engine| {
                 let begin = Instant::now();
-                let outcome = work(engine, deadline);
+                let outcome = work(engine, &deadline.into());
                 if trace.is_enabled() {
                     trace.complete("communication", call.to_string(), begin, Instant::now(), &[]);
                 }

@@ -12,8 +12,8 @@ use crate::wire::frame::{Call, Operation};
 impl ProcessGroup {
     /// Combines `data` with the other ranks' `data`, element by element; every rank gets the result in place.
     ///
-    /// Small buffers by recursive doubling, larger ones by recursive halving, large ones by a ring, as [`Tuning`](crate::Tuning)
-    /// says; docs/algorithms.md states steps and bytes.
+    /// Through shared memory if all ranks are on one host; else small buffers by recursive doubling, larger ones by
+    /// recursive halving, large ones by a ring, as [`Tuning`](crate::Tuning) says. docs/algorithms.md states steps and bytes.
     ///
     /// # Errors
     /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified. Before anything
@@ -76,9 +76,11 @@ impl ProcessGroup {
     pub fn send<T: Element>(&self, data: &[T], to: Rank) -> Result<()> {
         let to = self.peer(to)?;
         self.check_health()?;
-        let deadline = self.deadline();
+        let patience = self.patience();
         let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner.lane.run(deadline, |engine| engine.send(call, to, bytemuck::cast_slice(data), deadline))?
+        self.inner
+            .lane
+            .run(&patience, |engine| engine.send(call, to, bytemuck::cast_slice(data), patience.deadline()))?
     }
 
     /// Receives into `data` what `from` sends.
@@ -88,17 +90,17 @@ impl ProcessGroup {
     pub fn recv<T: Element>(&self, data: &mut [T], from: Rank) -> Result<()> {
         let from = self.peer(from)?;
         self.check_health()?;
-        let deadline = self.deadline();
+        let patience = self.patience();
         let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner
-            .lane
-            .run(deadline, |engine| engine.recv(call, from, bytemuck::cast_slice_mut(data), deadline))?
+        self.inner.lane.run(&patience, |engine| {
+            engine.recv(call, from, bytemuck::cast_slice_mut(data), patience.deadline())
+        })?
     }
 
     pub(super) fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
         self.check_health()?;
-        let deadline = self.deadline();
-        self.inner.lane.run(deadline, |engine| engine.collective(call, memory, deadline))?
+        let patience = self.patience();
+        self.inner.lane.run(&patience, |engine| engine.collective(call, memory, &patience))?
     }
 
     pub(super) fn check_length(

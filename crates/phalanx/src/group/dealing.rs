@@ -3,6 +3,7 @@
 use super::ProcessGroup;
 use super::blocking::{apart, call};
 use super::engine::Memory;
+use crate::buffer::Buffer;
 use crate::collective::{ReduceOp, Shares};
 use crate::deadline::Deadline;
 use crate::dtype::{DType, Element};
@@ -122,7 +123,7 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce). Ranks must bring the same lengths in the same order; their sum is compared.
     pub fn all_reduce_coalesced<T: Element>(&self, data: &mut [&mut [T]], op: ReduceOp) -> Result<()> {
         op.check(T::DTYPE)?;
-        let mut packed = self.alloc(T::DTYPE, data.iter().map(|slice| slice.len()).sum());
+        let mut packed = Buffer::zeroed(T::DTYPE, data.iter().map(|slice| slice.len()).sum());
         let mut rest = packed.as_mut_slice::<T>()?;
         for slice in data.iter() {
             let (head, tail) = rest.split_at_mut(slice.len());
@@ -151,7 +152,7 @@ impl ProcessGroup {
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         self.check_health()?;
         let call = Call::new(Operation::MonitoredBarrier, DType::U8, 0);
-        self.inner.lane.run(self.deadline(), |engine| {
+        self.inner.lane.run(&self.patience(), |engine| {
             let (deadline, patience) = (Deadline::after(timeout), Deadline::after(timeout.saturating_mul(2)));
             engine.monitored_barrier(call, deadline, patience)
         })?

@@ -18,8 +18,8 @@ impl ProcessGroup {
         let root = self.member(root)?;
         op.prepare(buffer.dtype(), buffer.as_bytes_mut())?;
         let call = Call::new(Operation::Reduce, buffer.dtype(), buffer.len()).reducing(op).rooted_at(root);
-        self.start_with(call, move |engine, deadline| {
-            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), deadline)?;
+        self.start_with(call, move |engine, patience| {
+            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), patience)?;
             Ok(buffer)
         })
     }
@@ -34,7 +34,7 @@ impl ProcessGroup {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
         let whole = if self.rank() == root { elements * self.world_size().count() } else { 0 };
         let call = Call::new(Operation::Gather, dtype, elements).rooted_at(root);
-        self.start_apart(call, buffer, self.alloc(dtype, whole))
+        self.start_apart(call, buffer, Buffer::zeroed(dtype, whole))
     }
 
     /// As [`scatter`](Self::scatter); [`Work::wait`] gives `output`, with this rank's share.
@@ -60,12 +60,12 @@ impl ProcessGroup {
     pub fn all_gather_v_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
         let shares = Shares::new(counts, self.world_size())?;
         self.check_all_gather_v(buffer.len(), shares.total(), &shares)?;
-        let mut output = self.alloc(buffer.dtype(), shares.total());
+        let mut output = Buffer::zeroed(buffer.dtype(), shares.total());
         let call = Call::new(Operation::AllGatherV, buffer.dtype(), shares.total());
-        self.start_with(call, move |engine, deadline| {
+        self.start_with(call, move |engine, patience| {
             let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
             let memory = Memory::Shared { input, output: into, sent: &shares, received: &shares };
-            engine.collective(call, memory, deadline)?;
+            engine.collective(call, memory, patience)?;
             Ok(output)
         })
     }
@@ -76,7 +76,7 @@ impl ProcessGroup {
     /// At once if the group has failed or the buffer cannot be divided evenly; otherwise from [`Work::wait`].
     pub fn all_to_all_async(&self, buffer: Buffer) -> Result<Work> {
         self.check_all_to_all(buffer.len(), buffer.len())?;
-        let output = self.alloc(buffer.dtype(), buffer.len());
+        let output = Buffer::zeroed(buffer.dtype(), buffer.len());
         let call = Call::new(Operation::AllToAll, buffer.dtype(), buffer.len());
         self.start_apart(call, buffer, output)
     }
@@ -89,12 +89,12 @@ impl ProcessGroup {
         let world = self.world_size();
         let (sent, received) = (Shares::new(sent, world)?, Shares::new(received, world)?);
         self.check_all_to_all_v((buffer.len(), &sent), (received.total(), &received))?;
-        let mut output = self.alloc(buffer.dtype(), received.total());
+        let mut output = Buffer::zeroed(buffer.dtype(), received.total());
         let call = Call::new(Operation::AllToAllV, buffer.dtype(), 0);
-        self.start_with(call, move |engine, deadline| {
+        self.start_with(call, move |engine, patience| {
             let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
             let memory = Memory::Shared { input, output: into, sent: &sent, received: &received };
-            engine.collective(call, memory, deadline)?;
+            engine.collective(call, memory, patience)?;
             Ok(output)
         })
     }
@@ -112,7 +112,7 @@ impl ProcessGroup {
         for buffer in buffers {
             same_type("all_reduce_coalesced", first, buffer)?;
         }
-        let mut packed = self.alloc(dtype, buffers.iter().map(Buffer::len).sum());
+        let mut packed = Buffer::zeroed(dtype, buffers.iter().map(Buffer::len).sum());
         let mut rest = packed.as_bytes_mut();
         for buffer in buffers {
             let (head, tail) = rest.split_at_mut(buffer.as_bytes().len());
@@ -121,16 +121,16 @@ impl ProcessGroup {
         }
         op.prepare(dtype, packed.as_bytes_mut())?;
         let call = Call::new(Operation::AllReduceCoalesced, dtype, packed.len()).reducing(op);
-        self.start_with(call, move |engine, deadline| {
-            engine.collective(call, Memory::InPlace(packed.as_bytes_mut()), deadline)?;
+        self.start_with(call, move |engine, patience| {
+            engine.collective(call, Memory::InPlace(packed.as_bytes_mut()), patience)?;
             Ok(packed)
         })
     }
 
     fn start_apart(&self, call: Call, input: Buffer, mut output: Buffer) -> Result<Work> {
-        self.start_with(call, move |engine, deadline| {
+        self.start_with(call, move |engine, patience| {
             let (input, into) = (input.as_bytes(), output.as_bytes_mut());
-            engine.collective(call, Memory::Apart { input, output: into }, deadline)?;
+            engine.collective(call, Memory::Apart { input, output: into }, patience)?;
             Ok(output)
         })
     }

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
 use crate::collective::{self, Choice, Plan, Shares, Step, Tuning};
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, Patience};
+use crate::domain::{Domain, Partition};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::launch::write_blaming;
@@ -19,7 +20,7 @@ use crate::transport::{Incoming, Outgoing, Transport};
 use crate::wire::frame::{Call, Header, Operation};
 
 /// The memory of a collective on this rank.
-pub(super) enum Memory<'a> {
+pub(crate) enum Memory<'a> {
     /// The result takes the place of the input.
     InPlace(&'a mut [u8]),
     /// The result has memory of its own.
@@ -43,6 +44,11 @@ pub(super) struct Engine {
     epoch: Epoch,
     choice: Choice,
     transport: Box<dyn Transport>,
+    /// Which ranks share memory with which: plans across hosts are made of it.
+    #[allow(dead_code, reason = "there are no such plans yet")]
+    partition: Partition,
+    /// The ranks that share memory with this one.
+    domain: Option<Domain>,
     health: Arc<Health>,
     /// What an exchange sends while the same elements are received and combined.
     snapshot: AlignedBytes,
@@ -60,6 +66,7 @@ impl Engine {
         world: WorldSize,
         epoch: Epoch,
         transport: Box<dyn Transport>,
+        (partition, domain): (Partition, Option<Domain>),
         health: Arc<Health>,
     ) -> Self {
         Self {
@@ -68,6 +75,8 @@ impl Engine {
             epoch,
             choice: Tuning::default().choice(world),
             transport,
+            partition,
+            domain,
             health,
             snapshot: AlignedBytes::default(),
             workspace: AlignedBytes::default(),
@@ -91,9 +100,17 @@ impl Engine {
     }
 
     /// A collective of all ranks, on this rank's memory.
-    pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, deadline: Deadline) -> Result<()> {
+    pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, patience: &Patience) -> Result<()> {
         let sequence = self.collectives.advance();
         let call = Call { tuning: self.choice.fingerprint, ..call };
+        if let Some(domain) =
+            self.domain.as_mut().filter(|domain| domain.is_world() && Domain::takes(call.operation, &memory))
+        {
+            self.health.cause().map_or(Ok(()), Err)?;
+            let done = domain.collective(call, sequence, memory, patience);
+            return done.map_err(|error| self.fail_operation(error, call, sequence));
+        }
+        let deadline = patience.deadline();
         match memory {
             Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
             Memory::Shared { input, output, sent, received } => {

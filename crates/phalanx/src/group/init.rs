@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
-use crate::transport::{self, Place, TransportKind};
+use crate::transport::{self, Connected, Place, TransportKind, Wishes};
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
@@ -40,17 +40,20 @@ pub struct GroupOptions {
     pub transport: Option<TransportKind>,
     /// The sizes at which one algorithm gives way to the next; the same on every rank.
     pub tuning: Tuning,
+    /// Ranks that give the same name share memory, if they can. If it is left open, the kernel's name for the host since
+    /// its start.
+    pub host_id: Option<String>,
 }
 
 impl Default for GroupOptions {
     fn default() -> Self {
-        Self { timeout: DEFAULT_TIMEOUT, transport: None, tuning: Tuning::default() }
+        Self { timeout: DEFAULT_TIMEOUT, transport: None, tuning: Tuning::default(), host_id: None }
     }
 }
 
 impl GroupOptions {
-    /// The defaults, with the transport that `PHALANX_TRANSPORT` names: `tcp`, `shm`, or `auto`; and the [`Tuning`] in the
-    /// file that `PHALANX_TUNING` names.
+    /// The defaults, with the transport that `PHALANX_TRANSPORT` names (`tcp`, `shm`, or `auto`), the host's identity from
+    /// `PHALANX_HOST_ID`, and the [`Tuning`] in the file that `PHALANX_TUNING` names.
     ///
     /// # Errors
     /// If there is no such transport, or no such table in the file.
@@ -66,7 +69,8 @@ impl GroupOptions {
             Some(path) if !path.is_empty() => read_tuning(Path::new(&path))?,
             _ => Tuning::default(),
         };
-        Ok(Self { transport, tuning, ..Self::default() })
+        let host_id = std::env::var("PHALANX_HOST_ID").ok().filter(|host| !host.is_empty());
+        Ok(Self { transport, tuning, host_id, ..Self::default() })
     }
 }
 
@@ -86,7 +90,7 @@ impl ProcessGroup {
     /// If a rank cannot be reached or answers as somebody else, if the ranks' tuning tables differ, or if shared memory was asked for and some rank cannot
     /// map another's; the error says which, and why.
     pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
-        let GroupOptions { timeout, transport, tuning } = options;
+        let GroupOptions { timeout, transport, tuning, host_id } = options;
         tuning.check()?;
         let Rendezvous {
             store,
@@ -103,7 +107,9 @@ impl ProcessGroup {
             return Ok(Self::alone_tracing(trace)?.with_timeout(timeout));
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
-        let (transport, kind, health) = transport::connect(&place, transport, Deadline::after(timeout))?;
+        let wishes = Wishes { kind: transport, host: host_id.as_deref() };
+        let Connected { transport, kind, health, partition, domain } =
+            transport::connect(&place, wishes, Deadline::after(timeout))?;
         let identity = Identity {
             rank,
             world: world_size,
@@ -111,6 +117,8 @@ impl ProcessGroup {
             epoch,
             trace,
             transport: Some(kind),
+            partition,
+            domain,
             keep_alive: Box::new((store, keep_alive)),
         };
         Self::new(identity, transport, health)?.with_timeout(timeout).tuned(&tuning)
@@ -118,8 +126,8 @@ impl ProcessGroup {
 
     /// Before anything is called on it: chooses algorithms by `tuning`, on every rank.
     pub(crate) fn tuned(self, tuning: &Tuning) -> Result<Self> {
-        let deadline = self.deadline();
-        self.inner.lane.run(deadline, |engine| engine.tune(tuning, deadline))??;
+        let patience = self.patience();
+        self.inner.lane.run(&patience, |engine| engine.tune(tuning, patience.deadline()))??;
         Ok(self)
     }
 }

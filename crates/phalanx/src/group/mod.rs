@@ -15,15 +15,19 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use phalanx_sys::arena::Arena;
+
 pub(crate) use self::affinity::LocalPlace;
 use self::engine::Engine;
+pub(crate) use self::engine::Memory;
 pub use self::init::{GroupOptions, init};
 use self::lane::Lane;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::work::Work;
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
-use crate::deadline::Deadline;
+use crate::deadline::Patience;
+use crate::domain::{Domain, Partition};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::{Epoch, Rank, WorldSize};
@@ -43,8 +47,8 @@ pub trait Communicator: Send + Sync {
     /// The number of ranks.
     fn world_size(&self) -> WorldSize;
 
-    /// Zeroed memory that the group can move without a further copy.
-    fn alloc(&self, dtype: DType, elements: usize) -> Buffer;
+    /// Zeroed memory that the group can combine where it is; an error if there is too little.
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer>;
 
     /// Starts to combine `buffer` with the other ranks' buffers; [`Work::wait`] gives the result on every rank.
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work>;
@@ -89,6 +93,7 @@ struct Inner {
     health: Arc<Health>,
     trace: Trace,
     transport: Option<TransportKind>,
+    arena: Option<Arc<Arena>>,
     /// Finishes its operations before the health and what keeps the group alive go.
     lane: Lane,
     /// What must live as long as the group, such as the store's server.
@@ -103,6 +108,8 @@ pub(crate) struct Identity {
     pub epoch: Epoch,
     pub trace: Trace,
     pub transport: Option<TransportKind>,
+    pub partition: Partition,
+    pub domain: Option<Domain>,
     pub keep_alive: Box<dyn Send + Sync>,
 }
 
@@ -149,6 +156,8 @@ impl ProcessGroup {
                     epoch: Epoch::default(),
                     trace: trace.clone(),
                     transport: None,
+                    partition: Partition::alone(world.count()),
+                    domain: None,
                     keep_alive: Box::new(()),
                 };
                 Self::new(identity, Box::new(transport), health)
@@ -161,8 +170,10 @@ impl ProcessGroup {
         transport: Box<dyn Transport>,
         health: Arc<Health>,
     ) -> Result<Self> {
-        let Identity { rank, world, local, epoch, trace, transport: kind, keep_alive } = identity;
-        let engine = Engine::new(rank, world, epoch, transport, health.clone());
+        let Identity { rank, world, local, epoch, trace, transport: kind, partition, domain, keep_alive } =
+            identity;
+        let arena = domain.as_ref().map(|domain| domain.arena().clone());
+        let engine = Engine::new(rank, world, epoch, transport, (partition, domain), health.clone());
         let lane = Lane::new(rank, engine, local)?;
         let inner = Inner {
             rank,
@@ -171,6 +182,7 @@ impl ProcessGroup {
             health,
             trace,
             transport: kind,
+            arena,
             lane,
             _keep_alive: keep_alive,
         };
@@ -212,9 +224,24 @@ impl ProcessGroup {
         self.inner.health.fail(cause);
     }
 
-    /// Zeroed memory that the group can move without a further copy.
-    pub fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
-        Buffer::zeroed(dtype, elements)
+    /// Zeroed memory that the other ranks of this host reach, so that collectives combine it where it is. Where ranks
+    /// share no memory, it is ordinary memory.
+    ///
+    /// Each buffer takes whole pages of 4 KiB. Dropping it gives them back. A blocking call recognises such a buffer by
+    /// its slice, if it is the whole slice.
+    ///
+    /// # Errors
+    /// If there is too little memory.
+    pub fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
+        let Some(arena) = self.inner.arena.as_ref().filter(|_| elements > 0) else {
+            return Ok(Buffer::zeroed(dtype, elements));
+        };
+        let region = arena.alloc(elements.saturating_mul(dtype.size())).map_err(|error| {
+            Error::out_of_memory(format!("no shared memory for {elements} x {dtype}"))
+                .with_source(error)
+                .with_remedy("make less of it, or start fewer ranks on this host")
+        })?;
+        Ok(Buffer::registered(dtype, region))
     }
 
     /// Where this rank notes what happened when.
@@ -222,8 +249,8 @@ impl ProcessGroup {
         self.inner.trace.clone()
     }
 
-    fn deadline(&self) -> Deadline {
-        Deadline::after(self.timeout)
+    fn patience(&self) -> Patience {
+        Patience::new(self.timeout)
     }
 
     /// Checks that `rank` belongs to this group.
@@ -269,7 +296,7 @@ impl Communicator for ProcessGroup {
         self.world_size()
     }
 
-    fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         self.alloc(dtype, elements)
     }
 

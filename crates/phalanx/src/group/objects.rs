@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use super::ProcessGroup;
 use super::engine::{Engine, Memory};
 use crate::collective::Shares;
-use crate::deadline::Deadline;
+use crate::deadline::Patience;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -41,15 +41,15 @@ impl ProcessGroup {
     ) -> Result<T> {
         let root = self.member(root)?;
         let own = if self.rank() == root { written(value) } else { Ok(Vec::new()) };
-        let bytes = self.on_lane(|engine, deadline| {
+        let bytes = self.on_lane(|engine, patience| {
             let mut length = [announced(&own)];
             let call = Call::new(Operation::Broadcast, DType::I64, 1).rooted_at(root);
-            engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut length)), deadline)?;
+            engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut length)), patience)?;
             let length = checked(&length, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?[0];
             let mut bytes = own.clone().unwrap_or_default();
             bytes.resize(length, 0);
             let call = Call::new(Operation::Broadcast, DType::U8, length).rooted_at(root);
-            engine.collective(call, Memory::InPlace(&mut bytes), deadline)?;
+            engine.collective(call, Memory::InPlace(&mut bytes), patience)?;
             Ok(bytes)
         })?;
         read(&bytes, root)
@@ -62,13 +62,13 @@ impl ProcessGroup {
     /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read them.
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
         let own = written(Some(value));
-        let (bytes, shares) = self.on_lane(|engine, deadline| {
-            let shares = self.lengths(engine, &own, deadline)?;
+        let (bytes, shares) = self.on_lane(|engine, patience| {
+            let shares = self.lengths(engine, &own, patience)?;
             let mut bytes = vec![0; shares.total()];
             let input = own.as_deref().unwrap_or_default();
             let call = Call::new(Operation::AllGatherV, DType::U8, shares.total());
             let memory = Memory::Shared { input, output: &mut bytes, sent: &shares, received: &shares };
-            engine.collective(call, memory, deadline)?;
+            engine.collective(call, memory, patience)?;
             Ok((bytes, shares))
         })?;
         self.read_all(&bytes, &shares)
@@ -85,16 +85,16 @@ impl ProcessGroup {
     ) -> Result<Option<Vec<T>>> {
         let root = self.member(root)?;
         let own = written(Some(value));
-        let (bytes, shares) = self.on_lane(|engine, deadline| {
+        let (bytes, shares) = self.on_lane(|engine, patience| {
             // All learn the lengths, so that all refuse what is too long.
-            let shares = self.lengths(engine, &own, deadline)?;
+            let shares = self.lengths(engine, &own, patience)?;
             let received = if self.rank() == root { shares.clone() } else { self.nothing() };
             let sent = self.only(root, shares.of(self.rank().index()).len())?;
             let mut bytes = vec![0; received.total()];
             let input = own.as_deref().unwrap_or_default();
             let call = Call::new(Operation::AllToAllV, DType::U8, 0);
             let memory = Memory::Shared { input, output: &mut bytes, sent: &sent, received: &received };
-            engine.collective(call, memory, deadline)?;
+            engine.collective(call, memory, patience)?;
             Ok((bytes, shares))
         })?;
         if self.rank() == root { self.read_all(&bytes, &shares).map(Some) } else { Ok(None) }
@@ -119,13 +119,13 @@ impl ProcessGroup {
                 "scatter_object: the root must bring one value for each of {world} ranks"
             ))),
         };
-        let bytes = self.on_lane(|engine, deadline| {
+        let bytes = self.on_lane(|engine, patience| {
             let mut lengths = vec![UNWRITTEN; world.count()];
             if let Ok(own) = &own {
                 lengths.iter_mut().zip(own).for_each(|(length, bytes)| *length = bytes.len() as i64);
             }
             let call = Call::new(Operation::Broadcast, DType::I64, lengths.len()).rooted_at(root);
-            engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut lengths)), deadline)?;
+            engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut lengths)), patience)?;
             let lengths = checked(&lengths, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?;
             let sent = if self.rank() == root { Shares::new(&lengths, world)? } else { self.nothing() };
             let received = self.only(root, lengths[self.rank().index()])?;
@@ -133,27 +133,27 @@ impl ProcessGroup {
             let call = Call::new(Operation::AllToAllV, DType::U8, 0);
             let memory =
                 Memory::Shared { input: &input, output: &mut bytes, sent: &sent, received: &received };
-            engine.collective(call, memory, deadline)?;
+            engine.collective(call, memory, patience)?;
             Ok(bytes)
         })?;
         read(&bytes, root)
     }
 
     /// Runs the collectives of one call, between which no other may come.
-    fn on_lane<R>(&self, work: impl FnOnce(&mut Engine, Deadline) -> Result<R>) -> Result<R> {
+    fn on_lane<R>(&self, work: impl FnOnce(&mut Engine, &Patience) -> Result<R>) -> Result<R> {
         self.check_health()?;
-        let deadline = self.deadline();
-        self.inner.lane.run(deadline, |engine| work(engine, deadline))?
+        let patience = self.patience();
+        self.inner.lane.run(&patience, |engine| work(engine, &patience))?
     }
 
     /// The lengths of all ranks' objects.
-    fn lengths(&self, engine: &mut Engine, own: &Result<Vec<u8>>, deadline: Deadline) -> Result<Shares> {
+    fn lengths(&self, engine: &mut Engine, own: &Result<Vec<u8>>, patience: &Patience) -> Result<Shares> {
         let mut lengths = vec![0i64; self.world_size().count()];
         let memory = Memory::Apart {
             input: &announced(own).to_ne_bytes(),
             output: bytemuck::cast_slice_mut(&mut lengths),
         };
-        engine.collective(Call::new(Operation::AllGather, DType::I64, 1), memory, deadline)?;
+        engine.collective(Call::new(Operation::AllGather, DType::I64, 1), memory, patience)?;
         let lengths = checked(&lengths, |index| Rank::new(index as u32))
             .map_err(|error| own.clone().err().unwrap_or(error))?;
         Shares::new(&lengths, self.world_size())

@@ -213,11 +213,11 @@ impl JoinGroup {
                 }
                 // Their results are nobody's: a work that is dropped still runs.
                 Some(Announced::AllReduce { op, dtype, elements }) => {
-                    drop(self.group.all_reduce_async(neutral(&*self.group, op, dtype, elements), op)?);
+                    drop(self.group.all_reduce_async(neutral(&*self.group, op, dtype, elements)?, op)?);
                 }
                 Some(Announced::Broadcast { dtype, elements, root }) => {
                     let root = speaker(root, &active);
-                    drop(self.group.broadcast_async(self.group.alloc(dtype, elements), root)?);
+                    drop(self.group.broadcast_async(self.group.alloc(dtype, elements)?, root)?);
                 }
             }
         }
@@ -241,7 +241,7 @@ impl Communicator for JoinGroup {
         self.group.world_size()
     }
 
-    fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         self.group.alloc(dtype, elements)
     }
 
@@ -315,14 +315,14 @@ fn speaker(root: Rank, active: &[bool]) -> Rank {
 }
 
 /// Elements that change nothing in the others' result.
-fn neutral(group: &dyn Communicator, op: ReduceOp, dtype: DType, elements: usize) -> Buffer {
-    let mut buffer = group.alloc(dtype, elements);
+fn neutral(group: &dyn Communicator, op: ReduceOp, dtype: DType, elements: usize) -> Result<Buffer> {
+    let mut buffer = group.alloc(dtype, elements)?;
     if let Some(pattern) = neutral_element(op, dtype) {
         for element in buffer.as_bytes_mut().chunks_exact_mut(pattern.len()) {
             element.copy_from_slice(&pattern);
         }
     }
-    buffer
+    Ok(buffer)
 }
 
 /// The bytes of the neutral element, unless it is zero.

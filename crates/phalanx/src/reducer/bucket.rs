@@ -36,21 +36,21 @@ impl Bucket {
         index: usize,
         plan: &Plan,
         parameters: &[ParameterSpec],
-    ) -> Self {
+    ) -> Result<Self> {
         let bucket = &plan.buckets[index];
         let place = |&parameter: &usize| {
             let place = plan.places[parameter];
             let elements = place.offset..place.offset + place.elements;
             GradientPlace { parameter, shape: parameters[parameter].shape.clone(), elements }
         };
-        Self {
-            memory: Memory::Here(Arc::new(group.alloc(bucket.dtype, bucket.elements))),
+        Ok(Self {
+            memory: Memory::Here(Arc::new(group.alloc(bucket.dtype, bucket.elements)?)),
             gradients: bucket.parameters.iter().map(place).collect(),
             lane: format!("bucket {index}"),
             ready: None,
             launched: None,
             done: None,
-        }
+        })
     }
 
     /// Its bytes; `None` while the group has them.
@@ -78,12 +78,13 @@ impl Bucket {
     }
 
     /// A new step begins: memory at which somebody still looks stays theirs.
-    pub(crate) fn reclaim(&mut self, group: &dyn Communicator) {
+    pub(crate) fn reclaim(&mut self, group: &dyn Communicator) -> Result<()> {
         if let Memory::Here(buffer) = &mut self.memory
             && Arc::get_mut(buffer).is_none()
         {
-            *buffer = Arc::new(group.alloc(buffer.dtype(), buffer.len()));
+            *buffer = Arc::new(group.alloc(buffer.dtype(), buffer.len())?);
         }
+        Ok(())
     }
 
     /// All its gradients are there.

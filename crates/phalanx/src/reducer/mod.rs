@@ -166,7 +166,7 @@ impl Reducer {
         let alone = group.world_size().get() == 1;
         Ok(Self {
             trace: group.trace(),
-            buckets: allocate(&*group, &plan, &parameters),
+            buckets: allocate(&*group, &plan, &parameters)?,
             state: State::new(&plan),
             used: vec![true; parameters.len()],
             absent: Vec::new(),
@@ -203,9 +203,8 @@ impl Reducer {
             return Err(self.fail(error));
         }
         self.state.reset(&self.plan);
-        for bucket in &mut self.buckets {
-            bucket.reclaim(&*self.group);
-        }
+        let reclaimed = self.buckets.iter_mut().try_for_each(|bucket| bucket.reclaim(&*self.group));
+        reclaimed.map_err(|error| self.fail(error))?;
         self.phase = Phase::Backward { since: Instant::now() };
         if let Absentees::Known(absent) = &self.absentees {
             let absent = absent.clone();
@@ -496,7 +495,7 @@ impl Reducer {
         if plan != self.plan {
             tracing::debug!(buckets = plan.buckets.len(), "buckets rebuilt in the order of the gradients");
             self.buckets.clear(); // Before the new memory is taken.
-            self.buckets = allocate(&*self.group, &plan, &self.parameters);
+            self.buckets = allocate(&*self.group, &plan, &self.parameters)?;
             self.plan = plan;
         }
         Ok(())
@@ -543,7 +542,7 @@ fn check(parameters: &[ParameterSpec]) -> Result<()> {
     Ok(())
 }
 
-fn allocate(group: &dyn Communicator, plan: &Plan, parameters: &[ParameterSpec]) -> Vec<Bucket> {
+fn allocate(group: &dyn Communicator, plan: &Plan, parameters: &[ParameterSpec]) -> Result<Vec<Bucket>> {
     (0..plan.buckets.len()).map(|index| Bucket::new(group, index, plan, parameters)).collect()
 }
 

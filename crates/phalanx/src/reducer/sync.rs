@@ -66,7 +66,7 @@ pub fn broadcast_state_from(
         {
             chunk.unpack(work, tensors, is_root)?;
         }
-        let mut buffer = group.alloc(chunk.dtype, chunk.bytes / chunk.dtype.size());
+        let mut buffer = group.alloc(chunk.dtype, chunk.bytes / chunk.dtype.size())?;
         // On every rank: among ranks that may run out of data, another one may speak for rank 0.
         chunk.pack(buffer.as_bytes_mut(), tensors);
         let work = group.broadcast_async(buffer, root)?;

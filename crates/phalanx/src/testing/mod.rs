@@ -10,7 +10,7 @@ use crate::group::{Identity, LocalPlace, ProcessGroup};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::MemoryStore;
 use crate::trace::Trace;
-use crate::transport::{self, Place, TransportKind};
+use crate::transport::{self, Connected, Place, TransportKind, Wishes};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,7 +79,9 @@ fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, kind: TransportK
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
     let place = Place { store, rank, world, epoch: Epoch::default(), interface };
     let deadline = Deadline::after(Duration::from_secs(20));
-    let (transport, kind, health) = transport::connect(&place, Some(kind), deadline)?;
+    let wishes = Wishes { kind: Some(kind), host: None };
+    let Connected { transport, kind, health, partition, domain } =
+        transport::connect(&place, wishes, deadline)?;
     let identity = Identity {
         rank,
         world,
@@ -87,6 +89,8 @@ fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, kind: TransportK
         epoch: place.epoch,
         trace: Trace::default(),
         transport: Some(kind),
+        partition,
+        domain,
         keep_alive: Box::new(()),
     };
     ProcessGroup::new(identity, transport, health)

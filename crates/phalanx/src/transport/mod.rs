@@ -4,6 +4,7 @@ pub(crate) mod health;
 pub(crate) mod in_process;
 mod shared_memory;
 mod tcp;
+pub(crate) mod words;
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,6 +16,7 @@ pub(crate) use self::tcp::Place;
 use self::tcp::{Monitor, Tcp};
 use crate::collective::kernel::Kernel;
 use crate::deadline::Deadline;
+use crate::domain::{self, Domain, Joined, Partition};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::frame::Header;
@@ -81,44 +83,65 @@ impl FromStr for TransportKind {
     }
 }
 
-/// Connects every rank with every other; returns when this rank's connections all stand. Unless a kind is asked for, it
-/// is shared memory if all ranks can map each other's, else TCP.
-pub(crate) fn connect(
-    place: &Place<'_>,
-    kind: Option<TransportKind>,
-    deadline: Deadline,
-) -> Result<(Box<dyn Transport>, TransportKind, Arc<Health>)> {
+/// What a rank asks for when it connects.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Wishes<'a> {
+    /// What carries the data. If it is left open: shared memory if all ranks can map each other's, else TCP.
+    pub kind: Option<TransportKind>,
+    /// The identity of this host, if it is not to be found out.
+    pub host: Option<&'a str>,
+}
+
+/// What joins a rank with all others.
+pub(crate) struct Connected {
+    pub transport: Box<dyn Transport>,
+    pub kind: TransportKind,
+    pub health: Arc<Health>,
+    /// Which ranks share memory with which.
+    pub partition: Partition,
+    /// Those that share memory with this one.
+    pub domain: Option<Domain>,
+}
+
+/// Connects every rank with every other; returns when this rank's connections all stand.
+pub(crate) fn connect(place: &Place<'_>, wishes: Wishes<'_>, deadline: Deadline) -> Result<Connected> {
+    let Wishes { kind, host } = wishes;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that is done already.
-        shared_memory::decline(place, deadline)?;
+        domain::decline(place, deadline)?;
     }
     let mesh = tcp::mesh(place, deadline)?;
     let health = Health::new(place.rank, mesh.hosts);
     let connections = Arc::new(mesh.connections);
     let monitor = Monitor::start(place.rank, connections.clone(), health.clone())?;
+    let mut joined = Joined { partition: Partition::alone(place.world.count()), domain: None, reason: None };
     if kind != Some(TransportKind::Tcp) {
         // A rank that gives up here says so: the others may be waiting for its word.
-        let rings = shared_memory::rings(place, &health, deadline).map_err(|error| health.fail(error))?;
+        let failed = |error| health.fail(error);
+        joined = domain::join(place, host, &health, deadline).map_err(failed)?;
+        let rings = match joined.partition.is_one() {
+            true => shared_memory::rings(place, &health, deadline).map_err(failed)?,
+            false => Err(joined.reason.take().unwrap_or_else(|| "they cannot map each other's".to_owned())),
+        };
         match rings {
             Ok(rings) => {
-                let transport = SharedMemory::new(place.rank, rings, health.clone(), monitor);
-                return Ok((Box::new(transport), TransportKind::SharedMemory, health));
+                let Joined { partition, domain, .. } = joined;
+                let transport = Box::new(SharedMemory::new(place.rank, rings, health.clone(), monitor));
+                let kind = TransportKind::SharedMemory;
+                return Ok(Connected { transport, kind, health, partition, domain });
             }
-            Err(reason) if kind.is_some() => {
-                let error = Error::environment(format!("the ranks share no memory: {reason}"))
-                    .with_remedy("unset PHALANX_TRANSPORT to use TCP where memory cannot be shared");
-                // Others may have been asked for nothing, and go on.
-                return Err(health.fail(error));
-            }
-            Err(reason) => tracing::debug!(reason, "the ranks share no memory; data goes over TCP"),
+            // Others may have been asked for nothing, and go on.
+            Err(reason) if kind.is_some() => return Err(health.fail(domain::refused(&reason))),
+            Err(reason) => tracing::debug!(reason, "not all ranks share memory; data goes over TCP"),
         }
     }
-    let transport = Tcp::new(place.rank, connections, health.clone(), monitor);
-    Ok((Box::new(transport), TransportKind::Tcp, health))
+    let Joined { partition, domain, .. } = joined;
+    let transport = Box::new(Tcp::new(place.rank, connections, health.clone(), monitor));
+    Ok(Connected { transport, kind: TransportKind::Tcp, health, partition, domain })
 }
 
 /// The error of a peer that was waited for until the deadline.
-fn late(peer: Rank, host: &str) -> Error {
+pub(crate) fn late(peer: Rank, host: &str) -> Error {
     Error::timeout(format!("rank {peer} ({host}) did not take part in time"))
         .with_peer(peer)
         .with_remedy(

@@ -45,7 +45,7 @@ impl CommHook for Compressed {
             return AllReduce.start(group, bucket);
         }
         let mut whole = bucket.buffer;
-        let mut half = group.alloc(self.dtype, whole.len());
+        let mut half = group.alloc(self.dtype, whole.len())?;
         let factor = 1.0 / group.world_size().get() as f32;
         match self.dtype {
             DType::F16 => {

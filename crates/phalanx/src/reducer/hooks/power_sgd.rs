@@ -133,7 +133,7 @@ impl CommHook for PowerSgd {
         let layout = Layout::new(&bucket.gradients, &self.options);
         let GradBucket { mut buffer, .. } = bucket;
         let (options, memory) = (self.options, self.memory.clone());
-        let mut first = group.alloc(DType::F32, layout.left + layout.whole);
+        let mut first = group.alloc(DType::F32, layout.left + layout.whole)?;
         {
             let mut memory = memory.lock();
             let gradients = buffer.as_mut_slice::<f32>()?;
@@ -157,7 +157,7 @@ impl CommHook for PowerSgd {
         let work = group.all_reduce_async(first, ReduceOp::Avg)?;
         Ok(Pending::then(work, move |mut first, group| {
             let (left, whole) = first.as_mut_slice::<f32>()?.split_at_mut(layout.left);
-            let mut second = group.alloc(DType::F32, layout.right);
+            let mut second = group.alloc(DType::F32, layout.right)?;
             let right = second.as_mut_slice::<f32>()?;
             let gradients = buffer.as_mut_slice::<f32>()?;
             layout.scatter(whole, gradients);

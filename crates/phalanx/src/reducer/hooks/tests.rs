@@ -146,7 +146,7 @@ impl Communicator for Alone {
     fn world_size(&self) -> crate::rank::WorldSize {
         self.0.world_size()
     }
-    fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         self.0.alloc(dtype, elements)
     }
     fn all_reduce_async(&self, buffer: Buffer, _: ReduceOp) -> Result<Work> {

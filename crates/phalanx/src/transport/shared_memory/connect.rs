@@ -2,7 +2,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
 
 use phalanx_sys::shared::{ALIGNMENT, Layout, Segment};
 use serde::{Deserialize, Serialize};
@@ -13,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::transport::health::Health;
 use crate::transport::tcp::Place;
+use crate::transport::words;
 
 /// Memory that the rings into one rank may take together.
 const INBOUND: usize = 16 << 20;
@@ -22,8 +22,6 @@ const MIN_RING: usize = 64 << 10;
 /// What ranks tell each other in the store: where their memory is, and whether they have mapped all others'.
 const MEMORY: &str = "memory";
 const MAPPED: &str = "mapped";
-/// How often a rank that waits for the others asks whether they live.
-const LOOK: Duration = Duration::from_millis(200);
 
 /// Where a rank's memory is, as it stands in the store.
 #[derive(Serialize, Deserialize)]
@@ -33,14 +31,6 @@ struct Address {
     pid: u32,
     descriptor: i32,
     nonce: u64,
-}
-
-/// Tells the others not to wait for this rank's memory: it was told to use TCP, and they may not have been.
-pub(in crate::transport) fn decline(place: &Place<'_>, deadline: Deadline) -> Result<()> {
-    let word: Result<(), String> = Err("it was told to use TCP".to_owned());
-    let word = postcard::to_stdvec(&word).map_err(|error| malformed(MEMORY, error))?;
-    let [memory, mapped] = [MEMORY, MAPPED].map(|topic| key(topic, place.rank));
-    place.store.multi_set(&[(&memory, &word), (&mapped, &word)], deadline)
 }
 
 /// Maps every rank's memory. If some rank cannot, all ranks get the same reason instead.
@@ -66,11 +56,11 @@ pub(in crate::transport) fn rings(
                 std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(|e| e.to_string())?;
             Ok(Address { boot, pid: std::process::id(), descriptor: invitation.descriptor(), nonce })
         });
-    let addresses: Vec<Result<Address, String>> = share_with_all(place, health, MEMORY, &address, deadline)?;
+    let addresses: Vec<Result<Address, String>> = words::exchange(place, health, MEMORY, &address, deadline)?;
 
     let opened = open_all(rank, layout, &addresses);
     let outcome = opened.as_ref().map(drop).map_err(Clone::clone);
-    let outcomes: Vec<Result<(), String>> = share_with_all(place, health, MAPPED, &outcome, deadline)?;
+    let outcomes: Vec<Result<(), String>> = words::exchange(place, health, MAPPED, &outcome, deadline)?;
     // From here on the memory needs no descriptor: every rank has mapped it, or none will use it.
     if let Some((rank, Err(reason))) = world.ranks().zip(outcomes).find(|(_, outcome)| outcome.is_err()) {
         return Ok(Err(format!("rank {rank}: {reason}")));
@@ -114,43 +104,6 @@ fn link(rank: Rank, own: Arc<Segment>, peers: Vec<Option<Arc<Segment>>>) -> Resu
     });
     let links = links.collect::<Result<Vec<_>, &str>>()?;
     Ok(Rings { own, links })
-}
-
-/// Leaves `value` in the store, and gives every rank's. A rank that dies meanwhile ends the wait for it.
-fn share_with_all<T: for<'a> Deserialize<'a>, U>(
-    place: &Place<'_>,
-    health: &Health,
-    topic: &str,
-    value: &Result<U, String>,
-    deadline: Deadline,
-) -> Result<Vec<Result<T, String>>>
-where
-    Result<U, String>: Serialize,
-{
-    let malformed = |error| malformed(topic, error);
-    let own = postcard::to_stdvec(value).map_err(malformed)?;
-    place.store.set(&key(topic, place.rank), &own, deadline)?;
-    let keys: Vec<String> = place.world.ranks().map(|rank| key(topic, rank)).collect();
-    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    let values = loop {
-        match place.store.multi_get(&keys, deadline.at_most(LOOK)) {
-            Err(error) if error.is_timeout() && !deadline.has_passed() => {
-                if let Some(cause) = health.cause() {
-                    return Err(cause);
-                }
-            }
-            outcome => break outcome?,
-        }
-    };
-    values.iter().map(|bytes| postcard::from_bytes(bytes).map_err(malformed)).collect()
-}
-
-fn key(topic: &str, rank: Rank) -> String {
-    format!("{topic}/{rank}")
-}
-
-fn malformed(topic: &str, error: postcard::Error) -> Error {
-    Error::protocol(format!("the store holds a malformed word on {topic}")).with_source(error)
 }
 
 fn nonce() -> Result<u64> {

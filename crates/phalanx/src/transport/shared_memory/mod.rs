@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use phalanx_sys::shared::{Consumer, Producer, Segment};
 
-pub(super) use self::connect::{decline, rings};
+pub(super) use self::connect::rings;
 use self::stream::{Receiving, Sending, has_line};
 use super::health::Health;
 use super::tcp::Monitor;
@@ -175,7 +175,7 @@ mod tests {
     use crate::rank::{Epoch, Sequence, WorldSize};
     use crate::store::MemoryStore;
     use crate::transport::tcp::{self, Place};
-    use crate::transport::{TransportKind, connect};
+    use crate::transport::{TransportKind, Wishes, connect};
     use crate::wire::frame::{Call, Header, Operation};
 
     const LIMIT: Duration = Duration::from_secs(20);
@@ -202,6 +202,7 @@ mod tests {
                 let mesh = tcp::mesh(&place, deadline).unwrap();
                 let (health, connections) = (Health::new(place.rank, mesh.hosts), Arc::new(mesh.connections));
                 let _monitor = Monitor::start(place.rank, connections, health.clone()).unwrap();
+                let _domain = crate::domain::join(&place, None, &health, deadline).unwrap();
                 let mut rings = rings(&place, &health, deadline).unwrap().unwrap();
                 let link = rings.links[0].as_mut().unwrap();
                 let mut head = [0; 64];
@@ -211,7 +212,8 @@ mod tests {
                 peer(link, &over);
             });
             let kind = Some(TransportKind::SharedMemory);
-            let (mut transport, ..) = connect(&place(&store, 0), kind, deadline).unwrap();
+            let wishes = Wishes { kind, ..Wishes::default() };
+            let mut transport = connect(&place(&store, 0), wishes, deadline).unwrap().transport;
             let mut into = vec![0; LENGTH];
             let kernel = Kernel::replacing(DType::U8);
             let frame = Incoming { from: Rank::new(1), expect: header(), into: &mut into, kernel };
@@ -262,7 +264,10 @@ mod tests {
     #[test]
     fn ranks_that_were_told_different_things_agree_on_tcp() {
         let store = MemoryStore::new();
-        let join = |rank, kind| connect(&place(&store, rank), kind, Deadline::after(LIMIT)).map(|it| it.1);
+        let join = |rank, kind| {
+            let wishes = Wishes { kind, ..Wishes::default() };
+            connect(&place(&store, rank), wishes, Deadline::after(LIMIT)).map(|it| it.kind)
+        };
         thread::scope(|scope| {
             let told = scope.spawn(|| join(0, Some(TransportKind::Tcp)).unwrap());
             assert_eq!(join(1, None).unwrap(), TransportKind::Tcp);
