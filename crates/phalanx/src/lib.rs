@@ -56,7 +56,7 @@ pub use collective::ReduceOp;
 pub use deadline::Deadline;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
-pub use group::{Communicator, GroupOptions, ProcessGroup, Work, init};
+pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};
 pub use spawn::spawn;
 pub use transport::TransportKind;

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use phalanx::store::TcpStoreServer;
-use phalanx::{Rank, ReduceOp};
+use phalanx::{Buffer, DType, P2pOp, Rank, ReduceOp};
 
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
 /// The promise: survivors know within this time that somebody died.
@@ -23,6 +23,7 @@ fn main() {
         ("a_killed_rank_is_named_by_all_survivors", a_killed_rank_is_named_by_all_survivors),
         ("rank_0_may_die_with_the_store_it_serves", rank_0_may_die_with_the_store_it_serves),
         ("idle_ranks_know_who_died", idle_ranks_know_who_died),
+        ("a_death_ends_messages_in_flight", a_death_ends_messages_in_flight),
         ("ranks_end_in_any_order", ranks_end_in_any_order),
         ("strangers_disturb_nobody", strangers_disturb_nobody),
         ("a_rank_without_descriptors_tells_all_at_once", a_rank_without_descriptors_tells_all_at_once),
@@ -35,6 +36,8 @@ fn work(scenario: &str) {
     let outcome = match scenario {
         "train" => train(),
         "idle" => idle(),
+        "talk" => talk(),
+        "listen" => listen(),
         "short" => short(),
         "poor" => poor(),
         other => panic!("no scenario {other}"),
@@ -66,6 +69,33 @@ fn idle() -> phalanx::Result<()> {
         std::thread::sleep(Duration::from_millis(5));
     }
     group.barrier()
+}
+
+/// Exchanges messages with all others until something goes wrong.
+fn talk() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let others: Vec<Rank> = group.world_size().ranks().filter(|peer| *peer != group.rank()).collect();
+    for round in 0.. {
+        let sent = others.iter().map(|peer| P2pOp::send(Buffer::zeroed(DType::U8, 3 << 20), *peer));
+        let received = others.iter().map(|peer| P2pOp::recv(Buffer::zeroed(DType::U8, 3 << 20), *peer));
+        for work in group.batch_isend_irecv(sent.chain(received).collect())? {
+            work.wait()?;
+        }
+        if round == 10 {
+            println!("training");
+        }
+    }
+    Ok(())
+}
+
+/// Waits for messages that nobody sends.
+fn listen() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let others = group.world_size().ranks().filter(|peer| *peer != group.rank());
+    let works = others.map(|peer| group.irecv(Buffer::zeroed(DType::F32, 8), peer));
+    let works = works.collect::<phalanx::Result<Vec<_>>>()?;
+    println!("training");
+    works.into_iter().try_for_each(|work| work.wait().map(drop))
 }
 
 /// A job of a few steps, whose ranks end at different times.
@@ -190,6 +220,13 @@ fn rank_0_may_die_with_the_store_it_serves() {
 
 fn idle_ranks_know_who_died() {
     survivors_name("idle", 1, false);
+}
+
+fn a_death_ends_messages_in_flight() {
+    for victim in [0, 2] {
+        survivors_name("talk", victim, false);
+        survivors_name("listen", victim, false);
+    }
 }
 
 fn ranks_end_in_any_order() {

@@ -72,7 +72,7 @@ impl ProcessGroup {
     ) -> Result<Work> {
         self.check_health()?;
         let deadline = self.deadline();
-        let (work, completer) = Work::pending();
+        let (work, completer) = Work::pending_in(self.inner.health.clone());
         let trace = self.trace();
         self.inner.lane.submit(
             deadline,

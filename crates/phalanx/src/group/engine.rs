@@ -34,9 +34,6 @@ pub(super) struct Engine {
     /// The whole input of a `reduce_scatter`, which is combined step by step.
     workspace: AlignedBytes,
     collectives: Sequence,
-    /// Point-to-point calls are counted by pair and direction: they are between two ranks only.
-    sent: Vec<Sequence>,
-    received: Vec<Sequence>,
 }
 
 impl Engine {
@@ -56,8 +53,6 @@ impl Engine {
             snapshot: AlignedBytes::default(),
             workspace: AlignedBytes::default(),
             collectives: Sequence::default(),
-            sent: vec![Sequence::default(); world.count()],
-            received: vec![Sequence::default(); world.count()],
         }
     }
 
@@ -124,24 +119,9 @@ impl Engine {
             Operation::AllGather => collective::all_gather(rank, world, elements),
             Operation::ReduceScatter => collective::reduce_scatter(rank, world, elements),
             Operation::Barrier => collective::dissemination(rank, world),
-            // No collective; it has its own way in.
+            // No collective; it has connections of its own.
             Operation::PointToPoint => Plan::new(),
         }
-    }
-
-    pub(super) fn send(&mut self, call: Call, to: Rank, data: &[u8], deadline: Deadline) -> Result<()> {
-        let sequence = self.sent[to.index()].advance();
-        self.check_health()?;
-        let header = Header { call, sequence, epoch: self.epoch, payload: data.len() as u64 };
-        let frame = Outgoing { to, header, payload: data };
-        let sent = self.transport.exchange(Some(frame), None, deadline);
-        sent.map_err(|error| self.fail_operation(error, call, sequence))
-    }
-
-    pub(super) fn recv(&mut self, call: Call, from: Rank, data: &mut [u8], deadline: Deadline) -> Result<()> {
-        let sequence = self.received[from.index()].advance();
-        let plan = collective::recv(from, call.elements as usize);
-        self.execute(call, sequence, &plan, data, deadline)
     }
 
     /// Any failure in here leaves the connections in an unknown state, so it is the whole group's failure.
@@ -157,18 +137,9 @@ impl Engine {
         let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
         for step in plan {
             let done = self.step(header, step, data, deadline);
-            done.map_err(|error| self.fail_operation(error, call, sequence))?;
+            done.map_err(|error| fail_operation(&self.health, error, call, sequence))?;
         }
         Ok(())
-    }
-
-    fn fail_operation(&self, error: Error, call: Call, sequence: Sequence) -> Error {
-        let cause = self.health.fail_operation(error, call.to_string(), sequence);
-        if cause.is_peer_failure() || cause.is_peer_left() {
-            // Should the program end of this, its launcher knows whose failure came first.
-            write_blaming(&cause.to_string(), cause.peer());
-        }
-        cause
     }
 
     /// The group may have failed while the operation waited for its turn.
@@ -201,6 +172,16 @@ impl Engine {
         });
         self.transport.exchange(send, recv, deadline)
     }
+}
+
+/// Fails the group with what went wrong in a call of it.
+pub(super) fn fail_operation(health: &Health, error: Error, call: Call, sequence: Sequence) -> Error {
+    let cause = health.fail_operation(error, call.to_string(), sequence);
+    if cause.is_peer_failure() || cause.is_peer_left() {
+        // Should the program end of this, its launcher knows whose failure came first.
+        write_blaming(&cause.to_string(), cause.peer());
+    }
+    cause
 }
 
 impl Sequence {

@@ -81,16 +81,15 @@ impl ProcessGroup {
             return Ok(Self::alone_tracing(trace)?.with_timeout(timeout));
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
-        let (transport, kind, health) = transport::connect(&place, transport, Deadline::after(timeout))?;
+        let connected = transport::connect(&place, transport, Deadline::after(timeout))?;
         let identity = Identity {
             rank,
             world: world_size,
             local: LocalPlace { rank: local_rank, world_size: local_world_size },
             epoch,
             trace,
-            transport: Some(kind),
             keep_alive: Box::new((store, keep_alive)),
         };
-        Ok(Self::new(identity, transport, health)?.with_timeout(timeout))
+        Ok(Self::new(identity, connected)?.with_timeout(timeout))
     }
 }

@@ -6,6 +6,8 @@ mod blocking;
 mod engine;
 mod init;
 mod lane;
+mod messages;
+mod point_to_point;
 mod work;
 
 use std::fmt;
@@ -16,6 +18,8 @@ pub(crate) use self::affinity::LocalPlace;
 use self::engine::Engine;
 pub use self::init::{GroupOptions, init};
 use self::lane::Lane;
+use self::messages::Messages;
+pub use self::point_to_point::P2pOp;
 pub use self::work::Work;
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
@@ -26,7 +30,7 @@ use crate::rank::{Epoch, Rank, WorldSize};
 use crate::trace::Trace;
 use crate::transport::health::Health;
 use crate::transport::in_process;
-use crate::transport::{Transport, TransportKind};
+use crate::transport::{Connected, TransportKind};
 
 /// How long an operation may take unless the group is told otherwise; PyTorch's default for groups on processors.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
@@ -87,6 +91,8 @@ struct Inner {
     transport: Option<TransportKind>,
     /// Finishes its operations before the health and what keeps the group alive go.
     lane: Lane,
+    /// Does so too.
+    messages: Messages,
     /// What must live as long as the group, such as the store's server.
     _keep_alive: Box<dyn Send + Sync>,
 }
@@ -98,7 +104,6 @@ pub(crate) struct Identity {
     pub local: LocalPlace,
     pub epoch: Epoch,
     pub trace: Trace,
-    pub transport: Option<TransportKind>,
     pub keep_alive: Box<dyn Send + Sync>,
 }
 
@@ -136,7 +141,7 @@ impl ProcessGroup {
         world
             .ranks()
             .zip(in_process::connect(world))
-            .map(|(rank, (transport, health))| {
+            .map(|(rank, connected)| {
                 let identity = Identity {
                     rank,
                     world,
@@ -144,20 +149,17 @@ impl ProcessGroup {
                     local: LocalPlace { rank: rank.get(), world_size: 1 },
                     epoch: Epoch::default(),
                     trace: trace.clone(),
-                    transport: None,
                     keep_alive: Box::new(()),
                 };
-                Self::new(identity, Box::new(transport), health)
+                Self::new(identity, connected)
             })
             .collect()
     }
 
-    pub(crate) fn new(
-        identity: Identity,
-        transport: Box<dyn Transport>,
-        health: Arc<Health>,
-    ) -> Result<Self> {
-        let Identity { rank, world, local, epoch, trace, transport: kind, keep_alive } = identity;
+    pub(crate) fn new(identity: Identity, connected: Connected) -> Result<Self> {
+        let Identity { rank, world, local, epoch, trace, keep_alive } = identity;
+        let Connected { transport, messages, kind, health } = connected;
+        let messages = Messages::new(rank, epoch, messages, health.clone(), local, trace.clone());
         let engine = Engine::new(rank, world, epoch, transport, health.clone());
         let lane = Lane::new(rank, engine, local)?;
         let inner = Inner {
@@ -168,6 +170,7 @@ impl ProcessGroup {
             trace,
             transport: kind,
             lane,
+            messages,
             _keep_alive: keep_alive,
         };
         Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT })

@@ -79,15 +79,14 @@ fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, kind: TransportK
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
     let place = Place { store, rank, world, epoch: Epoch::default(), interface };
     let deadline = Deadline::after(Duration::from_secs(20));
-    let (transport, kind, health) = transport::connect(&place, Some(kind), deadline)?;
+    let connected = transport::connect(&place, Some(kind), deadline)?;
     let identity = Identity {
         rank,
         world,
         local: LocalPlace { rank: rank.get(), world_size: 1 },
         epoch: place.epoch,
         trace: Trace::default(),
-        transport: Some(kind),
         keep_alive: Box::new(()),
     };
-    ProcessGroup::new(identity, transport, health)
+    ProcessGroup::new(identity, connected)
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod health;
 pub(crate) mod in_process;
+pub(crate) mod messages;
 mod shared_memory;
 mod tcp;
 
@@ -10,6 +11,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use self::health::Health;
+use self::messages::Messages;
 use self::shared_memory::SharedMemory;
 pub(crate) use self::tcp::Place;
 use self::tcp::{Monitor, Tcp};
@@ -81,28 +83,45 @@ impl FromStr for TransportKind {
     }
 }
 
+/// What joins a rank with the others of its group.
+pub(crate) struct Connected {
+    pub transport: Box<dyn Transport>,
+    pub messages: Messages,
+    /// What carries the collectives; nothing between threads of one process.
+    pub kind: Option<TransportKind>,
+    pub health: Arc<Health>,
+}
+
 /// Connects every rank with every other; returns when this rank's connections all stand. Unless a kind is asked for, it
 /// is shared memory if all ranks can map each other's, else TCP.
 pub(crate) fn connect(
     place: &Place<'_>,
     kind: Option<TransportKind>,
     deadline: Deadline,
-) -> Result<(Box<dyn Transport>, TransportKind, Arc<Health>)> {
+) -> Result<Connected> {
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that is done already.
         shared_memory::decline(place, deadline)?;
+        messages::decline(place, deadline)?;
     }
     let mesh = tcp::mesh(place, deadline)?;
     let health = Health::new(place.rank, mesh.hosts);
     let connections = Arc::new(mesh.connections);
-    let monitor = Monitor::start(place.rank, connections.clone(), health.clone())?;
+    let monitor = Arc::new(Monitor::start(place.rank, connections.clone(), health.clone())?);
+    let rings = match kind {
+        Some(TransportKind::Tcp) => messages::Rings::none(place.world.count()),
+        // A rank that gives up here says so: the others may be waiting for its word.
+        _ => messages::rings(place, &health, deadline).map_err(|error| health.fail(error))?,
+    };
+    let messages = Messages::over(place.rank, &connections, rings, &health, Box::new(monitor.clone()));
     if kind != Some(TransportKind::Tcp) {
         // A rank that gives up here says so: the others may be waiting for its word.
         let rings = shared_memory::rings(place, &health, deadline).map_err(|error| health.fail(error))?;
         match rings {
             Ok(rings) => {
                 let transport = SharedMemory::new(place.rank, rings, health.clone(), monitor);
-                return Ok((Box::new(transport), TransportKind::SharedMemory, health));
+                let (transport, kind) = (Box::new(transport), Some(TransportKind::SharedMemory));
+                return Ok(Connected { transport, messages, kind, health });
             }
             Err(reason) if kind.is_some() => {
                 let error = Error::environment(format!("the ranks share no memory: {reason}"))
@@ -114,7 +133,7 @@ pub(crate) fn connect(
         }
     }
     let transport = Tcp::new(place.rank, connections, health.clone(), monitor);
-    Ok((Box::new(transport), TransportKind::Tcp, health))
+    Ok(Connected { transport: Box::new(transport), messages, kind: Some(TransportKind::Tcp), health })
 }
 
 /// The error of a peer that was waited for until the deadline.

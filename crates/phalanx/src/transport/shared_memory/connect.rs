@@ -4,13 +4,13 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use phalanx_sys::shared::{ALIGNMENT, Layout, Segment};
+use phalanx_sys::shared::{ALIGNMENT, Invitation, Layout, Segment};
 use serde::{Deserialize, Serialize};
 
 use super::{Link, Rings};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::rank::Rank;
+use crate::rank::{Rank, WorldSize};
 use crate::transport::health::Health;
 use crate::transport::tcp::Place;
 
@@ -27,12 +27,19 @@ const LOOK: Duration = Duration::from_millis(200);
 
 /// Where a rank's memory is, as it stands in the store.
 #[derive(Serialize, Deserialize)]
-struct Address {
+pub(in crate::transport) struct Address {
     /// Tells hosts of the same name apart.
-    boot: String,
+    pub boot: String,
     pid: u32,
     descriptor: i32,
     nonce: u64,
+}
+
+impl Address {
+    /// Maps the memory that lies there.
+    pub(in crate::transport) fn open(&self, layout: Layout) -> io::Result<Arc<Segment>> {
+        Segment::open(self.pid, self.descriptor, layout, self.nonce)
+    }
 }
 
 /// Tells the others not to wait for this rank's memory: it was told to use TCP, and they may not have been.
@@ -51,21 +58,11 @@ pub(in crate::transport) fn rings(
 ) -> Result<Result<Rings, String>> {
     let (rank, world) = (place.rank, place.world);
     // All ranks find this alike, so none needs to be told.
-    if world.count() > INBOUND / MIN_RING {
+    let Some(layout) = layout(world) else {
         return Ok(Err(format!("{world} ranks would take too much memory")));
-    }
-    let share = INBOUND / world.count();
-    let ring_bytes = share.clamp(MIN_RING, RING).next_multiple_of(ALIGNMENT);
-    let layout = Layout { rings: world.count(), ring_bytes };
-    let nonce = nonce()?;
-
-    let created = Segment::create(layout, nonce);
-    let address =
-        created.as_ref().map_err(|error| format!("{layout:?}: {error}")).and_then(|(_, invitation)| {
-            let boot =
-                std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(|e| e.to_string())?;
-            Ok(Address { boot, pid: std::process::id(), descriptor: invitation.descriptor(), nonce })
-        });
+    };
+    let created = lend(layout)?;
+    let address = created.as_ref().map(|lent| &lent.address).map_err(Clone::clone);
     let addresses: Vec<Result<Address, String>> = share_with_all(place, health, MEMORY, &address, deadline)?;
 
     let opened = open_all(rank, layout, &addresses);
@@ -76,10 +73,36 @@ pub(in crate::transport) fn rings(
         return Ok(Err(format!("rank {rank}: {reason}")));
     }
     Ok(match (created, opened) {
-        (Ok((own, _)), Ok(peers)) => link(rank, own, peers),
-        (Err(error), _) => Err(error.to_string()),
-        (_, Err(reason)) => Err(reason),
+        (Ok(lent), Ok(peers)) => link(rank, lent.own, peers),
+        (Err(reason), _) | (_, Err(reason)) => Err(reason),
     })
+}
+
+/// The sizes of each rank's memory in a world of `world` ranks; none if it would be too much.
+pub(in crate::transport) fn layout(world: WorldSize) -> Option<Layout> {
+    let share = INBOUND / world.count();
+    let ring_bytes = share.clamp(MIN_RING, RING).next_multiple_of(ALIGNMENT);
+    (share >= MIN_RING).then_some(Layout { rings: world.count(), ring_bytes })
+}
+
+/// Memory of this rank that others can map, as long as this is kept.
+pub(in crate::transport) struct Lent {
+    pub own: Arc<Segment>,
+    pub address: Address,
+    _invitation: Invitation,
+}
+
+/// Memory for the others to map; or why there is none.
+pub(in crate::transport) fn lend(layout: Layout) -> Result<Result<Lent, String>> {
+    let nonce = nonce()?;
+    let create = || {
+        let (own, invitation) =
+            Segment::create(layout, nonce).map_err(|error| format!("{layout:?}: {error}"))?;
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(|e| e.to_string())?;
+        let address = Address { boot, pid: std::process::id(), descriptor: invitation.descriptor(), nonce };
+        Ok(Lent { own, address, _invitation: invitation })
+    };
+    Ok(create())
 }
 
 fn open_all(
@@ -93,13 +116,15 @@ fn open_all(
         if peer == rank.index() {
             return Ok(None);
         }
-        let Address { boot, pid, descriptor, nonce } =
+        let address =
             address.as_ref().map_err(|reason| format!("rank {peer} has no shared memory: {reason}"))?;
-        if *boot != own.boot {
+        if address.boot != own.boot {
             return Err(format!("rank {peer} is on another host"));
         }
-        let segment = Segment::open(*pid, *descriptor, layout, *nonce);
-        segment.map(Some).map_err(|error| format!("the memory of rank {peer} cannot be mapped: {error}"))
+        address
+            .open(layout)
+            .map(Some)
+            .map_err(|error| format!("the memory of rank {peer} cannot be mapped: {error}"))
     });
     peers.collect()
 }
@@ -117,7 +142,7 @@ fn link(rank: Rank, own: Arc<Segment>, peers: Vec<Option<Arc<Segment>>>) -> Resu
 }
 
 /// Leaves `value` in the store, and gives every rank's. A rank that dies meanwhile ends the wait for it.
-fn share_with_all<T: for<'a> Deserialize<'a>, U>(
+pub(in crate::transport) fn share_with_all<T: for<'a> Deserialize<'a>, U>(
     place: &Place<'_>,
     health: &Health,
     topic: &str,
@@ -145,7 +170,7 @@ where
     values.iter().map(|bytes| postcard::from_bytes(bytes).map_err(malformed)).collect()
 }
 
-fn key(topic: &str, rank: Rank) -> String {
+pub(in crate::transport) fn key(topic: &str, rank: Rank) -> String {
     format!("{topic}/{rank}")
 }
 

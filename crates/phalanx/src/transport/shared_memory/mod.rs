@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use phalanx_sys::shared::{Consumer, Producer, Segment};
 
-pub(super) use self::connect::{decline, rings};
+pub(super) use self::connect::{Address, decline, key, layout, lend, rings, share_with_all};
 use self::stream::{Receiving, Sending, has_line};
 use super::health::Health;
 use super::tcp::Monitor;
@@ -34,8 +34,8 @@ pub(crate) struct SharedMemory {
     health: Arc<Health>,
     rings: Rings,
     spins: u32,
-    /// Dropped last: it says goodbye.
-    _monitor: Monitor,
+    /// Says goodbye when nobody holds it any more.
+    _monitor: Arc<Monitor>,
 }
 
 /// The memory of all ranks, by rank, as one of them maps it.
@@ -54,7 +54,7 @@ struct Link {
 }
 
 impl SharedMemory {
-    pub(super) fn new(rank: Rank, rings: Rings, health: Arc<Health>, monitor: Monitor) -> Self {
+    pub(super) fn new(rank: Rank, rings: Rings, health: Arc<Health>, monitor: Arc<Monitor>) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if rings.links.len() <= processors { SPINS } else { 0 };
         Self { rank, health, rings, spins, _monitor: monitor }
@@ -176,7 +176,7 @@ mod tests {
     use crate::rank::{Epoch, Sequence, WorldSize};
     use crate::store::MemoryStore;
     use crate::transport::tcp::{self, Place};
-    use crate::transport::{TransportKind, connect};
+    use crate::transport::{TransportKind, connect, messages};
     use crate::wire::frame::{Call, Header, Operation};
 
     const LIMIT: Duration = Duration::from_secs(20);
@@ -203,6 +203,7 @@ mod tests {
                 let mesh = tcp::mesh(&place, deadline).unwrap();
                 let (health, connections) = (Health::new(place.rank, mesh.hosts), Arc::new(mesh.connections));
                 let _monitor = Monitor::start(place.rank, connections, health.clone()).unwrap();
+                let _messages = messages::rings(&place, &health, deadline).unwrap();
                 let mut rings = rings(&place, &health, deadline).unwrap().unwrap();
                 let link = rings.links[0].as_mut().unwrap();
                 let mut head = [0; 64];
@@ -212,7 +213,7 @@ mod tests {
                 peer(link, &over);
             });
             let kind = Some(TransportKind::SharedMemory);
-            let (mut transport, ..) = connect(&place(&store, 0), kind, deadline).unwrap();
+            let mut transport = connect(&place(&store, 0), kind, deadline).unwrap().transport;
             let mut into = vec![0; LENGTH];
             let kernel =
                 Kernel { dtype: DType::U8, op: ReduceOp::Sum, combine: Combine::Replace, completes: None };
@@ -264,7 +265,9 @@ mod tests {
     #[test]
     fn ranks_that_were_told_different_things_agree_on_tcp() {
         let store = MemoryStore::new();
-        let join = |rank, kind| connect(&place(&store, rank), kind, Deadline::after(LIMIT)).map(|it| it.1);
+        let join = |rank, kind| {
+            connect(&place(&store, rank), kind, Deadline::after(LIMIT)).map(|it| it.kind.unwrap())
+        };
         thread::scope(|scope| {
             let told = scope.spawn(|| join(0, Some(TransportKind::Tcp)).unwrap());
             assert_eq!(join(1, None).unwrap(), TransportKind::Tcp);
