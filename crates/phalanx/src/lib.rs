@@ -21,6 +21,7 @@
 //! | join the group that a launcher describes | [`init`], [`rendezvous`], [`env`](mod@env) |
 //! | start workers from a program | [`spawn`](spawn()), [`launch`] |
 //! | move and combine data | [`ProcessGroup`], [`Work`], [`Buffer`] |
+//! | do so among some of the ranks | [`ProcessGroup::new_group`], [`ProcessGroup::split`] |
 //! | average gradients of a framework of your own | [`reducer`] |
 //! | give each rank its part of the data | [`sampler`] |
 //! | let processes find each other | [`store`] |

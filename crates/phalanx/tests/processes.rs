@@ -24,6 +24,8 @@ fn main() {
         ("rank_0_may_die_with_the_store_it_serves", rank_0_may_die_with_the_store_it_serves),
         ("idle_ranks_know_who_died", idle_ranks_know_who_died),
         ("a_death_ends_messages_in_flight", a_death_ends_messages_in_flight),
+        ("a_death_is_known_in_every_sub_group", a_death_is_known_in_every_sub_group),
+        ("a_store_that_has_gone_makes_no_more_sub_groups", a_store_that_has_gone_makes_no_more_sub_groups),
         ("ranks_end_in_any_order", ranks_end_in_any_order),
         ("strangers_disturb_nobody", strangers_disturb_nobody),
         ("a_rank_without_descriptors_tells_all_at_once", a_rank_without_descriptors_tells_all_at_once),
@@ -38,6 +40,8 @@ fn work(scenario: &str) {
         "idle" => idle(),
         "talk" => talk(),
         "listen" => listen(),
+        "parts" => parts(),
+        "divide" => divide(),
         "short" => short(),
         "poor" => poor(),
         other => panic!("no scenario {other}"),
@@ -98,6 +102,30 @@ fn listen() -> phalanx::Result<()> {
     works.into_iter().try_for_each(|work| work.wait().map(drop))
 }
 
+/// Trains in a sub-group, whose ranks count backwards, until something goes wrong.
+fn parts() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let part = group.split(Some(0), -i64::from(group.rank().get()))?;
+    let part = part.unwrap_or(group);
+    let mut gradients = vec![1f32; 1 << 18];
+    for step in 0.. {
+        part.all_reduce(&mut gradients, ReduceOp::Avg)?;
+        if step == 10 {
+            println!("training");
+        }
+    }
+    Ok(())
+}
+
+/// Makes sub-groups until something goes wrong.
+fn divide() -> phalanx::Result<()> {
+    let group = phalanx::init()?.with_timeout(LIMIT);
+    println!("training");
+    loop {
+        group.split(Some(group.rank().get() / 2), 0)?;
+    }
+}
+
 /// A job of a few steps, whose ranks end at different times.
 fn short() -> phalanx::Result<()> {
     let group = phalanx::init()?;
@@ -132,7 +160,7 @@ fn poor() -> phalanx::Result<()> {
 struct World {
     ranks: Vec<Child>,
     port: u16,
-    _server: Option<TcpStoreServer>,
+    server: Option<TcpStoreServer>,
 }
 
 impl World {
@@ -151,7 +179,7 @@ impl World {
             command.env("TORCHELASTIC_USE_AGENT_STORE", if served_by_rank_0 { "False" } else { "True" });
             command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
         });
-        Self { ranks: ranks.collect(), port, _server: server }
+        Self { ranks: ranks.collect(), port, server }
     }
 
     /// Waits until every rank has said that it trains.
@@ -227,6 +255,30 @@ fn a_death_ends_messages_in_flight() {
         survivors_name("talk", victim, false);
         survivors_name("listen", victim, false);
     }
+}
+
+/// The rank is that of the sub-group; which process it is, the error says too.
+fn a_death_is_known_in_every_sub_group() {
+    for transport in ["tcp", "shm"] {
+        let mut world = World::start("parts", 3, false, &[("PHALANX_TRANSPORT", transport)]);
+        world.training();
+        world.kill(0);
+        let (outcomes, _) = world.end();
+        for (code, error) in &outcomes[1..] {
+            assert_eq!(*code, Some(3), "{error}");
+            assert!(error.contains("rank 2 (") && error.contains("global rank 0) died: "), "{error}");
+        }
+    }
+}
+
+fn a_store_that_has_gone_makes_no_more_sub_groups() {
+    let mut world = World::start("divide", 3, false, &[]);
+    world.training();
+    drop(world.server.take());
+    let (outcomes, _) = world.end();
+    assert!(outcomes.iter().all(|(code, _)| code.is_some_and(|code| code != 0)), "{outcomes:?}");
+    // Others may only hear that a rank has ended.
+    assert!(outcomes.iter().any(|(_, error)| error.contains("store")), "{outcomes:?}");
 }
 
 fn ranks_end_in_any_order() {

@@ -179,7 +179,7 @@ pub(super) fn fail_operation(health: &Health, error: Error, call: Call, sequence
     let cause = health.fail_operation(error, call.to_string(), sequence);
     if cause.is_peer_failure() || cause.is_peer_left() {
         // Should the program end of this, its launcher knows whose failure came first.
-        write_blaming(&cause.to_string(), cause.peer());
+        write_blaming(&cause.to_string(), cause.peer().map(|peer| health.global(peer)));
     }
     cause
 }

@@ -1,8 +1,9 @@
 //! From a rendezvous to a group.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::{DEFAULT_TIMEOUT, Identity, LocalPlace, ProcessGroup};
+use super::{DEFAULT_TIMEOUT, Ground, Identity, LocalPlace, Origin, ProcessGroup};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::WorldSize;
@@ -82,14 +83,14 @@ impl ProcessGroup {
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
         let connected = transport::connect(&place, transport, Deadline::after(timeout))?;
-        let identity = Identity {
-            rank,
-            world: world_size,
+        let origin = Origin {
+            ground: Ground::Mesh { store, interface, transport },
             local: LocalPlace { rank: local_rank, world_size: local_world_size },
             epoch,
-            trace,
-            keep_alive: Box::new((store, keep_alive)),
+            _keep_alive: Arc::new(keep_alive),
+            members: None,
         };
+        let identity = Identity { rank, world: world_size, trace, origin };
         Ok(Self::new(identity, connected)?.with_timeout(timeout))
     }
 }

@@ -7,7 +7,9 @@ mod engine;
 mod init;
 mod lane;
 mod messages;
+mod origin;
 mod point_to_point;
+mod subgroup;
 mod work;
 
 use std::fmt;
@@ -19,8 +21,11 @@ use self::engine::Engine;
 pub use self::init::{GroupOptions, init};
 use self::lane::Lane;
 use self::messages::Messages;
+pub(crate) use self::origin::{Ground, Origin};
 pub use self::point_to_point::P2pOp;
 pub use self::work::Work;
+use parking_lot::Mutex;
+
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::deadline::Deadline;
@@ -85,7 +90,6 @@ pub struct ProcessGroup {
 struct Inner {
     rank: Rank,
     world: WorldSize,
-    local_rank: u32,
     health: Arc<Health>,
     trace: Trace,
     transport: Option<TransportKind>,
@@ -93,18 +97,18 @@ struct Inner {
     lane: Lane,
     /// Does so too.
     messages: Messages,
-    /// What must live as long as the group, such as the store's server.
-    _keep_alive: Box<dyn Send + Sync>,
+    /// How many sub-groups have been made of this group.
+    children: Mutex<u64>,
+    /// Goes last: it keeps the store.
+    origin: Origin,
 }
 
 /// What distinguishes a group at its birth.
 pub(crate) struct Identity {
     pub rank: Rank,
     pub world: WorldSize,
-    pub local: LocalPlace,
-    pub epoch: Epoch,
     pub trace: Trace,
-    pub keep_alive: Box<dyn Send + Sync>,
+    pub origin: Origin,
 }
 
 impl ProcessGroup {
@@ -138,26 +142,27 @@ impl ProcessGroup {
     }
 
     fn in_process_tracing(world: WorldSize, trace: &Trace) -> Result<Vec<Self>> {
+        let ground = Ground::process();
         world
             .ranks()
             .zip(in_process::connect(world))
             .map(|(rank, connected)| {
-                let identity = Identity {
-                    rank,
-                    world,
+                let origin = Origin {
+                    ground: ground.clone(),
                     // Threads of one process, which may be tests: they stay where the system puts them.
                     local: LocalPlace { rank: rank.get(), world_size: 1 },
                     epoch: Epoch::default(),
-                    trace: trace.clone(),
-                    keep_alive: Box::new(()),
+                    _keep_alive: Arc::new(()),
+                    members: None,
                 };
-                Self::new(identity, connected)
+                Self::new(Identity { rank, world, trace: trace.clone(), origin }, connected)
             })
             .collect()
     }
 
     pub(crate) fn new(identity: Identity, connected: Connected) -> Result<Self> {
-        let Identity { rank, world, local, epoch, trace, keep_alive } = identity;
+        let Identity { rank, world, trace, origin } = identity;
+        let Origin { local, epoch, .. } = origin;
         let Connected { transport, messages, kind, health } = connected;
         let messages = Messages::new(rank, epoch, messages, health.clone(), local, trace.clone());
         let engine = Engine::new(rank, world, epoch, transport, health.clone());
@@ -165,13 +170,13 @@ impl ProcessGroup {
         let inner = Inner {
             rank,
             world,
-            local_rank: local.rank,
             health,
             trace,
             transport: kind,
             lane,
             messages,
-            _keep_alive: keep_alive,
+            children: Mutex::new(0),
+            origin,
         };
         Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT })
     }
@@ -186,9 +191,10 @@ impl ProcessGroup {
         self.inner.world
     }
 
-    /// This process's number among the ranks of its host; a common choice of device.
+    /// This process's number among the ranks of its host; a common choice of device, which is why it is the same in
+    /// every group.
     pub fn local_rank(&self) -> u32 {
-        self.inner.local_rank
+        self.inner.origin.local.rank
     }
 
     /// What carries the data; nothing in a world of one, or between threads of one process.

@@ -99,13 +99,23 @@ pub(crate) fn connect(
     kind: Option<TransportKind>,
     deadline: Deadline,
 ) -> Result<Connected> {
+    connect_among(place, None, kind, deadline)
+}
+
+/// [`connect`] for a sub-group, whose ranks are these `members` of the first group.
+pub(crate) fn connect_among(
+    place: &Place<'_>,
+    members: Option<Arc<[Rank]>>,
+    kind: Option<TransportKind>,
+    deadline: Deadline,
+) -> Result<Connected> {
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that is done already.
         shared_memory::decline(place, deadline)?;
         messages::decline(place, deadline)?;
     }
     let mesh = tcp::mesh(place, deadline)?;
-    let health = Health::new(place.rank, mesh.hosts);
+    let health = Health::among(place.rank, mesh.hosts, members);
     let connections = Arc::new(mesh.connections);
     let monitor = Arc::new(Monitor::start(place.rank, connections.clone(), health.clone())?);
     let rings = match kind {

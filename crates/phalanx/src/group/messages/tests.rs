@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::dtype::DType;
-use crate::group::{Identity, ProcessGroup};
+use crate::group::{Ground, Identity, Origin, ProcessGroup};
 use crate::rank::WorldSize;
 use crate::store::MemoryStore;
 use crate::transport::{self, Place, TransportKind};
@@ -16,10 +16,14 @@ fn groups(kinds: &[Option<TransportKind>]) -> Vec<ProcessGroup> {
         let interface = Ipv4Addr::LOCALHOST.into();
         let place = Place { store: &store, rank, world, epoch: Epoch(0), interface };
         let connected = transport::connect(&place, kind, Deadline::after(Duration::from_secs(20))).unwrap();
-        let local = LocalPlace { rank: rank.get(), world_size: 1 };
-        let (trace, keep_alive) = (Trace::default(), Box::new(()));
-        ProcessGroup::new(Identity { rank, world, local, epoch: Epoch(0), trace, keep_alive }, connected)
-            .unwrap()
+        let origin = Origin {
+            ground: Ground::process(),
+            local: LocalPlace { rank: rank.get(), world_size: 1 },
+            epoch: Epoch(0),
+            _keep_alive: Arc::new(()),
+            members: None,
+        };
+        ProcessGroup::new(Identity { rank, world, trace: Trace::default(), origin }, connected).unwrap()
     };
     std::thread::scope(|scope| {
         let join = &join;
