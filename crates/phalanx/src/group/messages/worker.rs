@@ -182,7 +182,10 @@ impl Worker {
             found
         });
         drop(sockets);
-        if let Some(poke) = shared.poke.get() {
+        // Who took the flag has poked, or is about to: then there will be one wake-up for nothing.
+        if !std::mem::take(&mut shared.queue.lock().asleep)
+            && let Some(poke) = shared.poke.get()
+        {
             let _ = rustix::io::read(poke, &mut [0; 8]);
         }
         match over {
