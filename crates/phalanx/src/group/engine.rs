@@ -34,6 +34,8 @@ pub(super) struct Engine {
     /// The whole input of a `reduce_scatter`, which is combined step by step.
     workspace: AlignedBytes,
     collectives: Sequence,
+    /// The call to which the last frame of each peer belonged.
+    heard: Vec<Option<(Call, Sequence)>>,
 }
 
 impl Engine {
@@ -53,6 +55,7 @@ impl Engine {
             snapshot: AlignedBytes::default(),
             workspace: AlignedBytes::default(),
             collectives: Sequence::default(),
+            heard: vec![None; world.count()],
         }
     }
 
@@ -137,9 +140,22 @@ impl Engine {
         let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
         for step in plan {
             let done = self.step(header, step, data, deadline);
+            let done = done.map_err(|error| self.last_heard(error, sequence));
             done.map_err(|error| fail_operation(&self.health, error, call, sequence))?;
         }
         Ok(())
+    }
+
+    /// A peer that is late may itself wait for another: in which call it was last heard of says who is behind.
+    fn last_heard(&self, error: Error, sequence: Sequence) -> Error {
+        let Some(peer) = error.peer().filter(|_| error.is_timeout()) else { return error };
+        match self.heard.get(peer.index()).copied().flatten() {
+            None => error.adding(format!("; rank {peer} has not been heard of in any call")),
+            Some((_, last)) if last == sequence => {
+                error.adding(format!("; rank {peer} has begun this call, so it may wait for another rank"))
+            }
+            Some((call, last)) => error.adding(format!("; rank {peer} was last heard of in {call} {last}")),
+        }
     }
 
     /// The group may have failed while the operation waited for its turn.
@@ -170,7 +186,12 @@ impl Engine {
             };
             Incoming { from: recv.from, expect, into, kernel }
         });
-        self.transport.exchange(send, recv, deadline)
+        let from = recv.as_ref().map(|recv| recv.from);
+        self.transport.exchange(send, recv, deadline)?;
+        if let Some(heard) = from.and_then(|from| self.heard.get_mut(from.index())) {
+            *heard = Some((header.call, header.sequence));
+        }
+        Ok(())
     }
 }
 
