@@ -32,7 +32,7 @@ pub(crate) fn identical<M: Module>(model: &M, group: &dyn Communicator, select: 
         hash.add(data.as_bytes());
     }
     // The smallest hash, and the complement of the largest, in one operation.
-    let mut bounds = group.alloc(DType::I64, 2);
+    let mut bounds = group.alloc(DType::I64, 2)?;
     bounds.as_mut_slice::<i64>()?.copy_from_slice(&[hash.0 as i64, !(hash.0 as i64)]);
     let bounds = group.all_reduce_async(bounds, ReduceOp::Min)?.wait()?;
     let bounds = bounds.as_slice::<i64>()?;

@@ -4,7 +4,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Args, ValueEnum};
-use phalanx::{Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, TransportKind, rendezvous};
+use phalanx::{
+    Buffer, DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, TransportKind, rendezvous,
+};
 
 /// Calls before the clock starts.
 const WARM_UP: usize = 3;
@@ -44,6 +46,10 @@ pub(crate) struct Bench {
     /// What carries the data: tcp or shm [default: shm if all ranks are on one host, else tcp]
     #[arg(long, value_name = "KIND")]
     transport: Option<TransportKind>,
+
+    /// Use memory of the group, which the other ranks of this host reach
+    #[arg(long)]
+    registered: bool,
 
     /// Print a line of JSON for each size
     #[arg(long)]
@@ -123,14 +129,14 @@ fn sizes(options: &Bench, world: usize) -> impl Iterator<Item = usize> {
 
 fn measure(options: &Bench, group: &ProcessGroup, bytes: usize) -> Result<Row> {
     let count = bytes / size_of::<f32>();
-    let mut buffers = Buffers::new(options.collective, group, count);
-    buffers.fill(1.0);
+    let mut buffers = Buffers::new(options, group, count)?;
+    buffers.fill(1.0)?;
     buffers.call(group)?;
-    let mut wrong = [buffers.wrong(group)];
+    let mut wrong = [buffers.wrong(group)?];
     group.all_reduce(&mut wrong, ReduceOp::Sum)?;
 
     // Sums of zeros stay zeros, however often they are summed.
-    buffers.fill(0.0);
+    buffers.fill(0.0)?;
     for _ in 0..WARM_UP {
         buffers.call(group)?;
     }
@@ -154,22 +160,29 @@ fn measure(options: &Bench, group: &ProcessGroup, bytes: usize) -> Result<Row> {
 /// A rank's memory for a collective.
 struct Buffers {
     collective: Collective,
-    whole: Vec<f32>,
-    share: Vec<f32>,
+    whole: Buffer,
+    share: Buffer,
 }
 
 impl Buffers {
-    fn new(collective: Collective, group: &ProcessGroup, count: usize) -> Self {
-        Self { collective, whole: vec![0.0; count], share: vec![0.0; count / group.world_size().count()] }
+    fn new(options: &Bench, group: &ProcessGroup, count: usize) -> Result<Self> {
+        let alloc = |count| match options.registered {
+            true => group.alloc(DType::F32, count),
+            false => Ok(Buffer::zeroed(DType::F32, count)),
+        };
+        let share = alloc(count / group.world_size().count())?;
+        Ok(Self { collective: options.collective, whole: alloc(count)?, share })
     }
 
-    fn fill(&mut self, value: f32) {
-        self.whole.fill(value);
-        self.share.fill(value);
+    fn fill(&mut self, value: f32) -> Result<()> {
+        self.whole.as_mut_slice()?.fill(value);
+        self.share.as_mut_slice()?.fill(value);
+        Ok(())
     }
 
     fn call(&mut self, group: &ProcessGroup) -> Result<()> {
         let Self { collective, whole, share } = self;
+        let (whole, share) = (whole.as_mut_slice::<f32>()?, share.as_mut_slice::<f32>()?);
         match collective {
             Collective::AllReduce => group.all_reduce(whole, ReduceOp::Sum),
             Collective::AllGather => group.all_gather(share, whole),
@@ -179,14 +192,14 @@ impl Buffers {
     }
 
     /// Elements that are not what ones become.
-    fn wrong(&self, group: &ProcessGroup) -> i64 {
+    fn wrong(&self, group: &ProcessGroup) -> Result<i64> {
         let sum = group.world_size().get() as f32;
         let (result, expected) = match self.collective {
             Collective::AllReduce => (&self.whole, sum),
             Collective::ReduceScatter => (&self.share, sum),
             Collective::AllGather | Collective::Broadcast => (&self.whole, 1.0),
         };
-        result.iter().filter(|element| **element != expected).count() as i64
+        Ok(result.as_slice::<f32>()?.iter().filter(|element| **element != expected).count() as i64)
     }
 }
 

@@ -1,10 +1,15 @@
 //! The unsafe parts of Phalanx behind a safe interface.
 //!
+//! - [`arena`]: memory that a rank allocates, and that the other ranks of its host map.
+//! - [`board`]: what the ranks of one host meet on for a collective, and how they reach each other's memory there.
 //! - [`guard`]: child processes that cannot outlive the one that started them, nor can what they have started.
 //! - [`shared`]: rings in memory that several processes map, and a doorbell for whoever sleeps.
 //! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions put back afterwards.
 
+pub mod arena;
+pub mod board;
 pub mod guard;
+mod memfd;
 pub mod shared;
 pub mod signal;
 mod worker;

@@ -12,24 +12,19 @@
 //! wrong numbers and nothing worse; still, only processes of one job, which share their fate anyway, are let in.
 //! Positions that a peer writes are checked before they are used.
 
-use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
-use rustix::fs::{
-    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, memfd_create,
-};
-use rustix::io::retry_on_intr;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
-use rustix::process::{Resource, getrlimit};
 use rustix::thread::futex;
 use rustix::time::Timespec;
+
+use crate::memfd;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PHXSHM01");
 /// Two cache lines: processors fetch them in pairs.
@@ -39,9 +34,6 @@ const FIELDS: usize = 3 * LINE;
 /// Each ring's positions: written, consumed. Behind each stands whether that end has been given out.
 const POSITIONS: usize = 2 * LINE;
 const NAME: &str = "phalanx-rings";
-/// Memory that is allocated at once. A signal ends an allocation and undoes it, so that a large one might never end
-/// where signals come often, as under a profiler.
-const PIECE: u64 = 1 << 20;
 /// What a ring's size is a multiple of, so that elements of any type stay aligned where it wraps.
 pub const ALIGNMENT: usize = 64;
 
@@ -89,7 +81,7 @@ unsafe impl Sync for Segment {}
 
 /// Keeps the memory reachable for others; dropped when all have opened it.
 #[derive(Debug)]
-pub struct Invitation(OwnedFd);
+pub struct Invitation(pub(crate) OwnedFd);
 
 impl Invitation {
     /// The number under which this process's `/proc` entry lends the memory.
@@ -102,16 +94,8 @@ impl Segment {
     /// A segment of this process. Its memory is allocated now: too little is an error and not a later signal.
     pub fn create(layout: Layout, nonce: u64) -> io::Result<(Arc<Self>, Invitation)> {
         let bytes = layout.check()?.bytes() as u64;
-        // A file beyond this limit would be answered with a signal.
-        if getrlimit(Resource::Fsize).current.is_some_and(|limit| limit < bytes) {
-            return Err(io::Error::other("the limit on the size of files (`ulimit -f`) is too low"));
-        }
-        let fd = memfd_create(NAME, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        for start in (0..bytes).step_by(PIECE as usize) {
-            let length = PIECE.min(bytes - start);
-            retry_on_intr(|| fallocate(&fd, FallocateFlags::empty(), start, length))?;
-        }
-        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+        let fd = memfd::create(NAME, bytes)?;
+        memfd::allocate(&fd, 0, bytes)?;
         let segment = Self::map(&fd, layout)?;
         segment.word(8).store(nonce, Ordering::Relaxed);
         segment.word(0).store(MAGIC, Ordering::Release);
@@ -121,22 +105,7 @@ impl Segment {
     /// The segment that process `pid` of this host lends as `descriptor`; an error if it is another one.
     pub fn open(pid: u32, descriptor: i32, layout: Layout, nonce: u64) -> io::Result<Arc<Self>> {
         layout.check()?;
-        let path = format!("/proc/{pid}/fd/{descriptor}");
-        // In a container the number may be another process's, and the file of any kind. To open a device may have
-        // effects, so its name is looked at first; should another take its place meanwhile, opening it must not wait.
-        if !std::fs::read_link(&path)?.to_string_lossy().contains(&format!("memfd:{NAME}")) {
-            return Err(io::Error::other("it is not a segment"));
-        }
-        let file: File = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(path)?;
-        // What can shrink, or is too small, would be a bus error one day.
-        let sealed = fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
-        if !sealed || file.metadata()?.len() != layout.bytes() as u64 {
-            return Err(io::Error::other("it is not a segment of this job"));
-        }
+        let file = memfd::open(NAME, pid, descriptor, layout.bytes() as u64)?;
         let segment = Self::map(&file, layout)?;
         let written = (segment.word(0).load(Ordering::Acquire), segment.word(8).load(Ordering::Relaxed));
         if written != (MAGIC, nonce) {
@@ -309,8 +278,8 @@ impl Consumer {
 /// between.
 #[derive(Clone, Copy, Debug)]
 pub struct Doorbell<'a> {
-    rung: &'a AtomicU32,
-    sleeping: &'a AtomicU32,
+    pub(crate) rung: &'a AtomicU32,
+    pub(crate) sleeping: &'a AtomicU32,
 }
 
 impl Doorbell<'_> {
@@ -318,7 +287,12 @@ impl Doorbell<'_> {
     pub fn ring(&self) {
         // Pairs with the fence in `sleep_unless`: either this sees the flag, or the sleeper sees what was published.
         fence(Ordering::SeqCst);
-        if self.sleeping.load(Ordering::Relaxed) != 0 {
+        self.wake();
+    }
+
+    /// As [`ring`](Self::ring), for whoever has just published with a sequentially consistent store.
+    pub(crate) fn wake(&self) {
+        if self.sleeping.load(Ordering::SeqCst) != 0 {
             self.rung.fetch_add(1, Ordering::Relaxed);
             // Nobody to wake is no error.
             let _ = futex::wake(self.rung, futex::Flags::empty(), u32::MAX);

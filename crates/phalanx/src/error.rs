@@ -56,6 +56,7 @@ pub(crate) enum Kind {
     Io,
     Aborted,
     WorkerFailed,
+    OutOfMemory,
 }
 
 impl Error {
@@ -93,6 +94,10 @@ impl Error {
 
     pub(crate) fn environment(cause: impl Into<String>) -> Self {
         Self::new(Kind::Environment, cause)
+    }
+
+    pub(crate) fn out_of_memory(cause: impl Into<String>) -> Self {
+        Self::new(Kind::OutOfMemory, cause)
     }
 
     pub(crate) fn protocol(cause: impl Into<String>) -> Self {
@@ -210,6 +215,11 @@ impl Error {
     /// Did a started worker end badly?
     pub fn is_worker_failure(&self) -> bool {
         self.0.kind == Kind::WorkerFailed
+    }
+
+    /// Was there too little memory for what was asked?
+    pub fn is_out_of_memory(&self) -> bool {
+        self.0.kind == Kind::OutOfMemory
     }
 
     /// The rank to blame, if one is known.

@@ -38,6 +38,7 @@ mod error;
 mod rank;
 
 mod collective;
+mod domain;
 pub mod env;
 pub mod group;
 pub mod launch;
@@ -55,7 +56,7 @@ mod wire;
 pub use buffer::Buffer;
 pub use collective::ReduceOp;
 pub use deadline::Deadline;
-pub use dtype::{DType, Element};
+pub use dtype::{Bool, DType, Element};
 pub use error::{Error, Result};
 pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};

@@ -191,6 +191,24 @@ fn a_group_and_its_parts_work_side_by_side() {
 }
 
 #[test]
+fn memory_of_one_group_may_be_used_in_another() {
+    for fabric in Fabric::ALL {
+        run(3, fabric, |group| {
+            let group = patient(&group);
+            let part = group.split(Some(0), -i64::from(group.rank().get())).unwrap().unwrap();
+            for length in [3, 1 << 16] {
+                for (of, with) in [(&group, &part), (&part, &group), (&part, &part)] {
+                    let mut buffer = of.alloc(DType::F32, length).unwrap();
+                    buffer.as_mut_slice::<f32>().unwrap().fill(2.0);
+                    let sums = with.all_reduce_async(buffer, ReduceOp::Sum).unwrap().wait().unwrap();
+                    assert!(sums.as_slice::<f32>().unwrap().iter().all(|sum| *sum == 6.0));
+                }
+            }
+        });
+    }
+}
+
+#[test]
 fn the_failure_of_a_part_is_its_own() {
     for fabric in Fabric::ALL {
         run(3, fabric, |group| {

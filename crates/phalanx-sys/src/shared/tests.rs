@@ -1,4 +1,7 @@
+use std::fs::File;
 use std::thread;
+
+use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::*;
 

@@ -2,7 +2,7 @@
 //! buffers (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
 //! 2005, which also folds worlds that are no power of two).
 
-use super::{Combine, Plan, Step};
+use super::{Combine, Parts, Plan, Step};
 use crate::rank::{Rank, WorldSize};
 
 /// ceil(log2 w) steps of n elements, and two more if w is no power of two.
@@ -22,7 +22,8 @@ pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan 
         return vec![Step::send(partner, all.clone()), Step::recv(partner, all, Combine::Replace)];
     }
     if paired {
-        plan.push(Step::recv(partner, all.clone(), Combine::Append));
+        let step = Step::recv(partner, all.clone(), Combine::Append);
+        plan.push(step.joining(Parts::new(1, 1, world)));
     }
     let place = if paired { rank.get() / 2 } else { rank.get() - folded };
     let rounds = members.ilog2();
@@ -30,11 +31,19 @@ pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan 
         let other = place ^ (1 << bit);
         let peer = Rank::new(if other < folded { 2 * other } else { other + folded });
         let combine = if other < place { Combine::Prepend } else { Combine::Append };
-        let step = Step::send(peer, all.clone()).and_recv(peer, all.clone(), combine);
-        plan.push(if bit + 1 == rounds { step.completing() } else { step });
+        let parts = Parts::new(held(place, bit, folded), held(other, bit, folded), world);
+        plan.push(Step::send(peer, all.clone()).and_recv(peer, all.clone(), combine).joining(parts));
     }
     if paired {
         plan.push(Step::send(partner, all));
     }
     plan
+}
+
+/// The ranks whose parts `place` holds after `bit` rounds: those of its 2^bit neighbours, of which the first `folded` stand
+/// for two ranks each.
+fn held(place: u32, bit: u32, folded: u32) -> usize {
+    let start = place >> bit << bit;
+    let pairs = folded.saturating_sub(start).min(1 << bit);
+    ((1 << bit) + pairs) as usize
 }

@@ -1,7 +1,7 @@
 //! Rings: every rank sends to the next and receives from the one before. The bandwidth-optimal choice for large
 //! buffers (P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
 
-use super::{Combine, Plan, Step, after, before, chunk};
+use super::{Combine, Parts, Plan, Step, after, before, chunk};
 use crate::rank::{Rank, WorldSize};
 
 /// 2(w-1) steps; each rank sends 2n(w-1)/w elements. Each chunk is combined along one path, in one order.
@@ -24,11 +24,10 @@ pub(crate) fn all_gather(rank: Rank, world: WorldSize, elements: usize) -> Plan 
 
 /// Combines every chunk on its way around the ring; rank r ends with chunk r+shift+1.
 fn combine(rank: Rank, world: WorldSize, shift: usize, elements: usize) -> Plan {
-    let mut plan: Plan = pass(rank, world, shift, Combine::Prepend, elements).collect();
-    if let Some(last) = plan.pop() {
-        plan.push(last.completing());
-    }
-    plan
+    pass(rank, world, shift, Combine::Prepend, elements)
+        .enumerate()
+        .map(|(met, step)| step.joining(Parts::new(1, met + 1, world)))
+        .collect()
 }
 
 /// Passes chunks around the ring, w-1 times; the first that rank r sends is chunk r+shift, the last that it receives

@@ -15,6 +15,11 @@ fn everybody(world: usize) -> u128 {
     (0..world as u32).map(|rank| contribution(Rank::new(rank))).sum()
 }
 
+/// The number of parts in a partial result.
+fn held(partial: u128) -> u32 {
+    (0..25).map(|rank| (partial >> (5 * rank) & 31) as u32).sum()
+}
+
 /// Added to an element when it is complete.
 const DIVIDED: u128 = 1 << 100;
 
@@ -42,14 +47,21 @@ fn play(plans: &[Plan], buffers: &mut [Vec<u128>]) -> Vec<usize> {
                 moved = true;
             }
             *has_sent = true;
-            if let Some(Recv { from, range, combine, completes }) = &current.recv {
+            if let Some(Recv { from, range, combine, parts }) = &current.recv {
                 let waiting = wire.get_mut(&(from.index(), rank));
                 let Some(payload) = waiting.and_then(VecDeque::pop_front) else { continue };
                 assert_eq!(payload.len(), range.len(), "rank {rank} step {step}");
                 for (local, received) in buffers[rank][range.clone()].iter_mut().zip(payload) {
-                    *local = if *combine == Combine::Replace { received } else { *local + received };
+                    if *combine == Combine::Replace {
+                        *local = received;
+                        continue;
+                    }
                     // What is divided is whole, and is not divided again: the mark is a digit of its own.
-                    if *completes {
+                    if *parts != Parts::default() {
+                        assert_eq!((held(*local), held(received)), (parts.local, parts.received));
+                    }
+                    *local += received;
+                    if parts.divisor().is_some() {
                         assert_eq!(*local, everybody(plans.len()));
                         *local += DIVIDED;
                     }

@@ -2,6 +2,7 @@
 
 use super::ProcessGroup;
 use super::engine::Memory;
+use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
@@ -11,11 +12,14 @@ use crate::wire::frame::{Call, Operation};
 impl ProcessGroup {
     /// Combines `data` with the other ranks' `data`, element by element; every rank gets the result in place.
     ///
-    /// Small buffers by recursive doubling, large ones by a ring; docs/algorithms.md states steps and bytes.
+    /// Through shared memory if all ranks are on one host; else small buffers by recursive doubling, large ones by a
+    /// ring. docs/algorithms.md states steps and bytes.
     ///
     /// # Errors
-    /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified.
+    /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified. Before anything
+    /// is sent, if `op` is not defined for the type ([`ReduceOp::supports`]).
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
+        op.prepare(T::DTYPE, bytemuck::cast_slice_mut(data))?;
         let call = call::<T>(Operation::AllReduce, data.len()).reducing(op);
         self.run(call, Memory::InPlace(bytemuck::cast_slice_mut(data)))
     }
@@ -45,8 +49,15 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), and if `input` is not `world_size` times as long as `output`.
     pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
         self.check_length("reduce_scatter", "input", input.len(), "output", output.len())?;
+        op.check(T::DTYPE)?;
         let call = call::<T>(Operation::ReduceScatter, input.len()).reducing(op);
-        self.run(call, apart(input, output))
+        if op.factor().is_none() {
+            return self.run(call, apart(input, output));
+        }
+        let mut scaled = Buffer::from_slice(input);
+        op.prepare(T::DTYPE, scaled.as_bytes_mut())?;
+        let output = bytemuck::cast_slice_mut(output);
+        self.run(call, Memory::Apart { input: scaled.as_bytes(), output })
     }
 
     /// Returns when every rank has called it.
@@ -59,8 +70,8 @@ impl ProcessGroup {
 
     fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
         self.check_health()?;
-        let deadline = self.deadline();
-        self.inner.lane.run(deadline, |engine| engine.collective(call, memory, deadline))?
+        let patience = self.patience();
+        self.inner.lane.run(&patience, |engine| engine.collective(call, memory, &patience))?
     }
 
     pub(super) fn check_length(
@@ -88,7 +99,7 @@ impl Call {
     }
 
     pub(super) fn reducing(self, op: ReduceOp) -> Self {
-        Self { reduce: Some(op), ..self }
+        Self { reduce: Some(op.without_factor()), ..self }
     }
 
     pub(super) fn rooted_at(self, root: Rank) -> Self {

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
-use crate::collective::{self, Plan, ReduceOp, Step};
-use crate::deadline::Deadline;
+use crate::collective::{self, Plan, Step};
+use crate::deadline::{Deadline, Patience};
+use crate::domain::{Domain, Partition};
 use crate::error::{Error, Result};
 use crate::launch::write_blaming;
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
@@ -15,7 +16,7 @@ use crate::transport::{Incoming, Outgoing, Transport};
 use crate::wire::frame::{Call, Header, Operation};
 
 /// The memory of a collective on this rank.
-pub(super) enum Memory<'a> {
+pub(crate) enum Memory<'a> {
     /// The result takes the place of the input.
     InPlace(&'a mut [u8]),
     /// The result has memory of its own.
@@ -28,6 +29,11 @@ pub(super) struct Engine {
     world: WorldSize,
     epoch: Epoch,
     transport: Box<dyn Transport>,
+    /// Which ranks share memory with which: plans across hosts are made of it.
+    #[allow(dead_code, reason = "there are no such plans yet")]
+    partition: Partition,
+    /// The ranks that share memory with this one.
+    domain: Option<Domain>,
     health: Arc<Health>,
     /// What an exchange sends while the same elements are received and combined.
     snapshot: AlignedBytes,
@@ -44,6 +50,7 @@ impl Engine {
         world: WorldSize,
         epoch: Epoch,
         transport: Box<dyn Transport>,
+        (partition, domain): (Partition, Option<Domain>),
         health: Arc<Health>,
     ) -> Self {
         Self {
@@ -51,6 +58,8 @@ impl Engine {
             world,
             epoch,
             transport,
+            partition,
+            domain,
             health,
             snapshot: AlignedBytes::default(),
             workspace: AlignedBytes::default(),
@@ -64,8 +73,14 @@ impl Engine {
     }
 
     /// A collective of all ranks, on this rank's memory.
-    pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, deadline: Deadline) -> Result<()> {
+    pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, patience: &Patience) -> Result<()> {
         let sequence = self.collectives.advance();
+        if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
+            self.health.cause().map_or(Ok(()), Err)?;
+            let done = domain.collective(call, sequence, memory, patience);
+            return done.map_err(|error| fail_operation(&self.health, error, call, sequence));
+        }
+        let deadline = patience.deadline();
         match memory {
             Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
             Memory::Apart { input, output } if call.operation == Operation::ReduceScatter => {
@@ -177,12 +192,9 @@ impl Engine {
         });
         let recv = recv.map(|(recv, range)| {
             let expect = Header { payload: range.len() as u64, ..header };
-            let kernel = Kernel {
-                dtype,
-                // Without an operation nothing is combined.
-                op: reduce.unwrap_or(ReduceOp::Sum),
-                combine: recv.combine,
-                completes: recv.completes.then(|| self.world.get()),
+            let kernel = match reduce {
+                Some(op) => Kernel { dtype, op, combine: recv.combine, parts: recv.parts },
+                None => Kernel::replacing(dtype),
             };
             Incoming { from: recv.from, expect, into, kernel }
         });

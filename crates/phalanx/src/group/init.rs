@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
-use crate::transport::{self, Place, TransportKind};
+use crate::transport::{self, Place, TransportKind, Wishes};
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
@@ -37,16 +37,20 @@ pub struct GroupOptions {
     /// What carries the data. If it is left open: shared memory if all ranks are on one host and can map each other's
     /// memory, else TCP.
     pub transport: Option<TransportKind>,
+    /// Ranks that give the same name share memory, if they can. If it is left open, the kernel's name for the host since
+    /// its start.
+    pub host_id: Option<String>,
 }
 
 impl Default for GroupOptions {
     fn default() -> Self {
-        Self { timeout: DEFAULT_TIMEOUT, transport: None }
+        Self { timeout: DEFAULT_TIMEOUT, transport: None, host_id: None }
     }
 }
 
 impl GroupOptions {
-    /// The defaults, with the transport that `PHALANX_TRANSPORT` names: `tcp`, `shm`, or `auto`.
+    /// The defaults, with the transport that `PHALANX_TRANSPORT` names (`tcp`, `shm`, or `auto`), and the host's identity
+    /// from `PHALANX_HOST_ID`.
     pub fn from_env() -> Result<Self> {
         let transport = match std::env::var("PHALANX_TRANSPORT").unwrap_or_default().as_str() {
             "" | "auto" => None,
@@ -55,7 +59,8 @@ impl GroupOptions {
                     .with_remedy("it may be tcp, shm or auto")
             })?),
         };
-        Ok(Self { transport, ..Self::default() })
+        let host_id = std::env::var("PHALANX_HOST_ID").ok().filter(|host| !host.is_empty());
+        Ok(Self { transport, host_id, ..Self::default() })
     }
 }
 
@@ -66,7 +71,7 @@ impl ProcessGroup {
     /// If a rank cannot be reached or answers as somebody else, or if shared memory was asked for and some rank cannot
     /// map another's; the error says which, and why.
     pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
-        let GroupOptions { timeout, transport } = options;
+        let GroupOptions { timeout, transport, host_id } = options;
         let Rendezvous {
             store,
             rank,
@@ -82,9 +87,10 @@ impl ProcessGroup {
             return Ok(Self::alone_tracing(trace)?.with_timeout(timeout));
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
-        let connected = transport::connect(&place, transport, Deadline::after(timeout))?;
+        let wishes = Wishes { kind: transport, host: host_id.as_deref() };
+        let connected = transport::connect(&place, wishes, Deadline::after(timeout))?;
         let origin = Origin {
-            ground: Ground::Mesh { store, interface, transport },
+            ground: Ground::Mesh { store, interface, transport, host_id },
             local: LocalPlace { rank: local_rank, world_size: local_world_size },
             epoch,
             _keep_alive: Arc::new(keep_alive),

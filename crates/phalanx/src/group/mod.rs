@@ -16,8 +16,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use phalanx_sys::arena::Arena;
+
 pub(crate) use self::affinity::LocalPlace;
 use self::engine::Engine;
+pub(crate) use self::engine::Memory;
 pub use self::init::{GroupOptions, init};
 use self::lane::Lane;
 use self::messages::Messages;
@@ -28,7 +31,7 @@ use parking_lot::Mutex;
 
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
-use crate::deadline::Deadline;
+use crate::deadline::Patience;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::{Epoch, Rank, WorldSize};
@@ -48,8 +51,8 @@ pub trait Communicator: Send + Sync {
     /// The number of ranks.
     fn world_size(&self) -> WorldSize;
 
-    /// Zeroed memory that the group can move without a further copy.
-    fn alloc(&self, dtype: DType, elements: usize) -> Buffer;
+    /// Zeroed memory that the group can combine where it is; an error if there is too little.
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer>;
 
     /// Starts to combine `buffer` with the other ranks' buffers; [`Work::wait`] gives the result on every rank.
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work>;
@@ -93,6 +96,7 @@ struct Inner {
     health: Arc<Health>,
     trace: Trace,
     transport: Option<TransportKind>,
+    arena: Option<Arc<Arena>>,
     /// Finishes its operations before the health and what keeps the group alive go.
     lane: Lane,
     /// Does so too.
@@ -163,9 +167,10 @@ impl ProcessGroup {
     pub(crate) fn new(identity: Identity, connected: Connected) -> Result<Self> {
         let Identity { rank, world, trace, origin } = identity;
         let Origin { local, epoch, .. } = origin;
-        let Connected { transport, messages, kind, health } = connected;
+        let Connected { transport, messages, kind, health, partition, domain } = connected;
+        let arena = domain.as_ref().map(|domain| domain.arena().clone());
         let messages = Messages::new(rank, epoch, messages, health.clone(), local, trace.clone());
-        let engine = Engine::new(rank, world, epoch, transport, health.clone());
+        let engine = Engine::new(rank, world, epoch, transport, (partition, domain), health.clone());
         let lane = Lane::new(rank, engine, local)?;
         let inner = Inner {
             rank,
@@ -173,6 +178,7 @@ impl ProcessGroup {
             health,
             trace,
             transport: kind,
+            arena,
             lane,
             messages,
             children: Mutex::new(0),
@@ -217,9 +223,24 @@ impl ProcessGroup {
         self.inner.health.fail(cause);
     }
 
-    /// Zeroed memory that the group can move without a further copy.
-    pub fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
-        Buffer::zeroed(dtype, elements)
+    /// Zeroed memory that the other ranks of this host reach, so that collectives combine it where it is. Where ranks
+    /// share no memory, it is ordinary memory.
+    ///
+    /// Each buffer takes whole pages of 4 KiB. Dropping it gives them back. A blocking call recognises such a buffer by
+    /// its slice, if it is the whole slice.
+    ///
+    /// # Errors
+    /// If there is too little memory.
+    pub fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
+        let Some(arena) = self.inner.arena.as_ref().filter(|_| elements > 0) else {
+            return Ok(Buffer::zeroed(dtype, elements));
+        };
+        let region = arena.alloc(elements.saturating_mul(dtype.size())).map_err(|error| {
+            Error::out_of_memory(format!("no shared memory for {elements} x {dtype}"))
+                .with_source(error)
+                .with_remedy("make less of it, or start fewer ranks on this host")
+        })?;
+        Ok(Buffer::registered(dtype, region))
     }
 
     /// Where this rank notes what happened when.
@@ -227,8 +248,8 @@ impl ProcessGroup {
         self.inner.trace.clone()
     }
 
-    fn deadline(&self) -> Deadline {
-        Deadline::after(self.timeout)
+    fn patience(&self) -> Patience {
+        Patience::new(self.timeout)
     }
 
     /// Checks that `rank` belongs to this group.
@@ -274,7 +295,7 @@ impl Communicator for ProcessGroup {
         self.world_size()
     }
 
-    fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         self.alloc(dtype, elements)
     }
 

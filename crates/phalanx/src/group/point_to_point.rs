@@ -67,7 +67,7 @@ impl ProcessGroup {
         let to = self.peer(to)?;
         self.check_health()?;
         let call = Call::new(Operation::PointToPoint, T::DTYPE, data.len());
-        self.inner.messages.send(call, to, bytemuck::cast_slice(data), self.deadline())
+        self.inner.messages.send(call, to, bytemuck::cast_slice(data), self.patience().deadline())
     }
 
     /// Receives into `data` the next message from `from`.
@@ -78,7 +78,7 @@ impl ProcessGroup {
         let from = self.peer(from)?;
         self.check_health()?;
         let call = Call::new(Operation::PointToPoint, T::DTYPE, data.len());
-        self.inner.messages.recv(call, from, bytemuck::cast_slice_mut(data), self.deadline())
+        self.inner.messages.recv(call, from, bytemuck::cast_slice_mut(data), self.patience().deadline())
     }
 
     /// Starts to send `buffer` to `to`; [`Work::wait`] gives the buffer back when all of it is on its way.
@@ -159,7 +159,7 @@ impl ProcessGroup {
         self.check_health()?;
         match ops.is_empty() {
             true => Ok(Vec::new()),
-            false => self.inner.messages.start(ops, self.deadline()),
+            false => self.inner.messages.start(ops, self.patience().deadline()),
         }
     }
 

@@ -200,7 +200,7 @@ impl ProcessGroup {
         let rank = Rank::new(rank as u32);
         let world = WorldSize::new(members.len() as u32)?;
         let origin = self.inner.origin.part(name, members);
-        let connected = origin.connect(rank, world, self.deadline()).map_err(|error| match error.kind() {
+        let connected = origin.connect(rank, world, self.patience().deadline()).map_err(|error| match error.kind() {
             Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy(
                 "a sub-group meets in the store of the first group: does the process that serves it still run?",
             ),

@@ -26,14 +26,14 @@ enum Memory {
 }
 
 impl Bucket {
-    pub(crate) fn new(group: &dyn Communicator, index: usize, plan: &BucketPlan) -> Self {
-        Self {
-            memory: Memory::Here(group.alloc(plan.dtype, plan.elements)),
+    pub(crate) fn new(group: &dyn Communicator, index: usize, plan: &BucketPlan) -> Result<Self> {
+        Ok(Self {
+            memory: Memory::Here(group.alloc(plan.dtype, plan.elements)?),
             lane: format!("bucket {index}"),
             ready: None,
             launched: None,
             done: None,
-        }
+        })
     }
 
     /// Its bytes; `None` while the group has them.

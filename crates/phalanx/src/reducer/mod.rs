@@ -125,7 +125,7 @@ impl Reducer {
         let alone = group.world_size().get() == 1;
         Ok(Self {
             trace: group.trace(),
-            buckets: allocate(&*group, &plan),
+            buckets: allocate(&*group, &plan)?,
             state: State::new(&plan),
             used: vec![true; parameters.len()],
             rebuild: if alone || find_unused { Rebuild::Done } else { Rebuild::AfterFirst },
@@ -337,7 +337,7 @@ impl Reducer {
         if plan != self.plan {
             tracing::debug!(buckets = plan.buckets.len(), "buckets rebuilt in the order of the gradients");
             self.buckets.clear(); // Before the new memory is taken.
-            self.buckets = allocate(&*self.group, &plan);
+            self.buckets = allocate(&*self.group, &plan)?;
             self.plan = plan;
         }
         Ok(())
@@ -400,7 +400,7 @@ fn check(parameters: &[ParameterSpec]) -> Result<()> {
     Ok(())
 }
 
-fn allocate(group: &dyn Communicator, plan: &Plan) -> Vec<Bucket> {
+fn allocate(group: &dyn Communicator, plan: &Plan) -> Result<Vec<Bucket>> {
     plan.buckets.iter().enumerate().map(|(index, bucket)| Bucket::new(group, index, bucket)).collect()
 }
 

@@ -54,7 +54,7 @@ pub fn broadcast_state(group: &dyn Communicator, tensors: &mut [StateTensor<'_>]
         {
             chunk.unpack(work, tensors, is_main)?;
         }
-        let mut buffer = group.alloc(chunk.dtype, chunk.bytes / chunk.dtype.size());
+        let mut buffer = group.alloc(chunk.dtype, chunk.bytes / chunk.dtype.size())?;
         if is_main {
             chunk.pack(buffer.as_bytes_mut(), tensors);
         }

@@ -85,7 +85,7 @@ pub(crate) fn share<T: Serialize + DeserializeOwned>(
                 "rank {root} announced a description of {length} B; at most {MAX_MESSAGE_BYTES} are taken"
             ))
         })?;
-    let mut buffer = group.alloc(DType::U8, length);
+    let mut buffer = group.alloc(DType::U8, length)?;
     if group.rank() == root {
         buffer.as_bytes_mut().copy_from_slice(&message);
     }

@@ -10,7 +10,7 @@ use crate::group::{Ground, Identity, LocalPlace, Origin, ProcessGroup};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{MemoryStore, SharedStore};
 use crate::trace::Trace;
-use crate::transport::{self, Place, TransportKind};
+use crate::transport::{self, Place, TransportKind, Wishes};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,9 +79,10 @@ fn processes(store: SharedStore, rank: Rank, world: WorldSize, kind: TransportKi
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
     let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface };
     let deadline = Deadline::after(Duration::from_secs(20));
-    let connected = transport::connect(&place, Some(kind), deadline)?;
+    let wishes = Wishes { kind: Some(kind), host: None };
+    let connected = transport::connect(&place, wishes, deadline)?;
     let origin = Origin {
-        ground: Ground::Mesh { store, interface, transport: Some(kind) },
+        ground: Ground::Mesh { store, interface, transport: Some(kind), host_id: None },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
         epoch: Epoch::default(),
         _keep_alive: Arc::new(()),

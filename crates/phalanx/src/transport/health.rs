@@ -1,6 +1,7 @@
 //! The one failure of a group: set once, by whoever sees it first, and seen by everybody.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
@@ -22,6 +23,8 @@ pub(crate) struct Health {
     hosts: Vec<String>,
     /// The ranks of the first group, by rank of this one; none if they are the same.
     members: Option<Arc<[Rank]>>,
+    /// Is there a cause? Asked by every operation, without the lock.
+    failed: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -47,7 +50,14 @@ impl Health {
             *host = format!("{host}, global rank {member}");
         }
         let state = State { cause: None, announced: false, left: vec![false; hosts.len()], alarm: None };
-        Arc::new(Self { rank, hosts, members, state: Mutex::new(state), changed: Condvar::new() })
+        Arc::new(Self {
+            rank,
+            hosts,
+            members,
+            failed: AtomicBool::new(false),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        })
     }
 
     /// The host of `rank`.
@@ -76,6 +86,9 @@ impl Health {
     /// The cause, if the group has failed. By then the peers have been told: a program that exits at the sight of it would
     /// else be the first that they miss, and be blamed.
     pub(crate) fn cause(&self) -> Option<Error> {
+        if !self.has_failed() {
+            return None;
+        }
         let mut state = self.state.lock();
         while state.cause.is_some() && !state.announced {
             self.changed.wait(&mut state);
@@ -85,7 +98,7 @@ impl Health {
 
     /// Has the group failed, whether the peers have been told or not?
     pub(crate) fn has_failed(&self) -> bool {
-        self.state.lock().cause.is_some()
+        self.failed.load(Ordering::Acquire)
     }
 
     /// Fails the group. The first cause stays; it is returned.
@@ -102,6 +115,7 @@ impl Health {
         }
         let error = if error.rank().is_none() { error.at(self.rank, self.host(self.rank)) } else { error };
         state.cause = Some(error.clone());
+        self.failed.store(true, Ordering::Release);
         let alarm = state.alarm.take();
         drop(state);
         if let Some(alarm) = alarm {

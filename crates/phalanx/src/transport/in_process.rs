@@ -10,6 +10,7 @@ use super::messages::Messages;
 use super::{Connected, Incoming, Outgoing, Transport};
 use crate::buffer::AlignedBytes;
 use crate::deadline::Deadline;
+use crate::domain::Partition;
 use crate::error::{Error, Result};
 use crate::rank::{Rank, WorldSize};
 use crate::wire::control::Notice;
@@ -68,7 +69,15 @@ pub(crate) fn connect(world: WorldSize) -> Vec<Connected> {
                 }
             }));
             let transport = InProcess { rank, hub: hub.clone(), _seat: seat };
-            Connected { transport: Box::new(transport), messages, kind: None, health }
+            let partition = Partition::alone(world.count());
+            Connected {
+                transport: Box::new(transport),
+                messages,
+                kind: None,
+                health,
+                partition,
+                domain: None,
+            }
         })
         .collect()
 }

@@ -3,8 +3,8 @@
 pub(crate) mod health;
 pub(crate) mod in_process;
 pub(crate) mod messages;
-mod shared_memory;
 mod tcp;
+pub(crate) mod words;
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,11 +12,11 @@ use std::sync::Arc;
 
 use self::health::Health;
 use self::messages::Messages;
-use self::shared_memory::SharedMemory;
 pub(crate) use self::tcp::Place;
 use self::tcp::{Monitor, Tcp};
 use crate::collective::kernel::Kernel;
 use crate::deadline::Deadline;
+use crate::domain::{self, Domain, Joined, Partition};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::frame::Header;
@@ -83,6 +83,15 @@ impl FromStr for TransportKind {
     }
 }
 
+/// What a rank asks for when it connects.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Wishes<'a> {
+    /// What carries the data. If it is left open: shared memory if all ranks can map each other's, else TCP.
+    pub kind: Option<TransportKind>,
+    /// The identity of this host, if it is not to be found out.
+    pub host: Option<&'a str>,
+}
+
 /// What joins a rank with the others of its group.
 pub(crate) struct Connected {
     pub transport: Box<dyn Transport>,
@@ -90,64 +99,59 @@ pub(crate) struct Connected {
     /// What carries the collectives; nothing between threads of one process.
     pub kind: Option<TransportKind>,
     pub health: Arc<Health>,
+    /// Which ranks share memory with which.
+    pub partition: Partition,
+    /// Those that share memory with this one.
+    pub domain: Option<Domain>,
 }
 
-/// Connects every rank with every other; returns when this rank's connections all stand. Unless a kind is asked for, it
-/// is shared memory if all ranks can map each other's, else TCP.
-pub(crate) fn connect(
-    place: &Place<'_>,
-    kind: Option<TransportKind>,
-    deadline: Deadline,
-) -> Result<Connected> {
-    connect_among(place, None, kind, deadline)
+/// Connects every rank with every other; returns when this rank's connections all stand.
+pub(crate) fn connect(place: &Place<'_>, wishes: Wishes<'_>, deadline: Deadline) -> Result<Connected> {
+    connect_among(place, None, wishes, deadline)
 }
 
 /// [`connect`] for a sub-group, whose ranks are these `members` of the first group.
 pub(crate) fn connect_among(
     place: &Place<'_>,
     members: Option<Arc<[Rank]>>,
-    kind: Option<TransportKind>,
+    wishes: Wishes<'_>,
     deadline: Deadline,
 ) -> Result<Connected> {
+    let Wishes { kind, host } = wishes;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that is done already.
-        shared_memory::decline(place, deadline)?;
-        messages::decline(place, deadline)?;
+        domain::decline(place, deadline)?;
     }
     let mesh = tcp::mesh(place, deadline)?;
     let health = Health::among(place.rank, mesh.hosts, members);
     let connections = Arc::new(mesh.connections);
     let monitor = Arc::new(Monitor::start(place.rank, connections.clone(), health.clone())?);
-    let rings = match kind {
-        Some(TransportKind::Tcp) => messages::Rings::none(place.world.count()),
-        // A rank that gives up here says so: the others may be waiting for its word.
-        _ => messages::rings(place, &health, deadline).map_err(|error| health.fail(error))?,
-    };
-    let messages = Messages::over(place.rank, &connections, rings, &health, Box::new(monitor.clone()));
+    let mut joined = Joined { partition: Partition::alone(place.world.count()), domain: None, reason: None };
     if kind != Some(TransportKind::Tcp) {
         // A rank that gives up here says so: the others may be waiting for its word.
-        let rings = shared_memory::rings(place, &health, deadline).map_err(|error| health.fail(error))?;
-        match rings {
-            Ok(rings) => {
-                let transport = SharedMemory::new(place.rank, rings, health.clone(), monitor);
-                let (transport, kind) = (Box::new(transport), Some(TransportKind::SharedMemory));
-                return Ok(Connected { transport, messages, kind, health });
-            }
-            Err(reason) if kind.is_some() => {
-                let error = Error::environment(format!("the ranks share no memory: {reason}"))
-                    .with_remedy("unset PHALANX_TRANSPORT to use TCP where memory cannot be shared");
-                // Others may have been asked for nothing, and go on.
-                return Err(health.fail(error));
-            }
-            Err(reason) => tracing::debug!(reason, "the ranks share no memory; data goes over TCP"),
-        }
+        joined = domain::join(place, host, &health, deadline).map_err(|error| health.fail(error))?;
     }
-    let transport = Tcp::new(place.rank, connections, health.clone(), monitor);
-    Ok(Connected { transport: Box::new(transport), messages, kind: Some(TransportKind::Tcp), health })
+    let Joined { partition, domain, reason } = joined;
+    let shares = partition.is_one() && domain.as_ref().is_some_and(Domain::is_world);
+    if !shares && kind != Some(TransportKind::Tcp) {
+        let reason = reason.unwrap_or_else(|| "they cannot map each other's".to_owned());
+        // Where all can share, the others meet in memory, without this rank. Where all were told to, others may have
+        // been asked for nothing, and go on.
+        if partition.is_one() || kind == Some(TransportKind::SharedMemory) {
+            return Err(health.fail(domain::refused(&reason)));
+        }
+        tracing::debug!(reason, "not all ranks share memory; data goes over TCP");
+    }
+    let rings = messages::rings(place, partition.domain_of(place.rank), &health, deadline);
+    let rings = rings.map_err(|error| health.fail(error))?;
+    let messages = Messages::over(place.rank, &connections, rings, &health, Box::new(monitor.clone()));
+    let transport = Box::new(Tcp::new(place.rank, connections, health.clone(), monitor));
+    let kind = Some(if shares { TransportKind::SharedMemory } else { TransportKind::Tcp });
+    Ok(Connected { transport, messages, kind, health, partition, domain })
 }
 
 /// The error of a peer that was waited for until the deadline.
-fn late(peer: Rank, host: &str) -> Error {
+pub(crate) fn late(peer: Rank, host: &str) -> Error {
     Error::timeout(format!("rank {peer} ({host}) did not take part in time"))
         .with_peer(peer)
         .with_remedy(

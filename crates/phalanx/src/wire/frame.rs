@@ -94,7 +94,7 @@ impl Header {
         bytes[0..4].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[4] = self.call.operation as u8;
         bytes[5] = self.call.dtype as u8;
-        bytes[6] = self.call.reduce.map_or(0, |op| op as u8);
+        bytes[6] = self.call.reduce.map_or(0, ReduceOp::code);
         bytes[8..12].copy_from_slice(&self.call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
         bytes[16..24].copy_from_slice(&self.sequence.0.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.epoch.0.to_le_bytes());

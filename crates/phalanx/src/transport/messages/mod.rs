@@ -20,7 +20,7 @@ use rustix::event::PollFlags;
 pub(crate) use self::bell::Bell;
 pub(crate) use self::inbound::{Inbound, Receiving};
 pub(crate) use self::outbound::{Outbound, Sending};
-pub(super) use self::rings::{Rings, decline, rings};
+pub(super) use self::rings::{Rings, rings};
 use super::health::Health;
 use super::tcp::Connections;
 use crate::buffer::{AlignedBytes, Buffer};

@@ -56,6 +56,15 @@ impl Outbound {
         Self { peer, way: Way::Mailbox { mailbox, peer: bell } }
     }
 
+    /// Sends `bytes` through the ring, which need not be a frame.
+    #[cfg(test)]
+    pub(crate) fn push_raw(&mut self, bytes: &[u8]) {
+        let Way::Ring { ring, peer } = &mut self.way else { panic!("this line is no ring") };
+        ring.push(bytes).unwrap();
+        ring.publish();
+        peer.doorbell().ring();
+    }
+
     /// Sends what can be sent now of a frame with this `payload`.
     pub(crate) fn push(&mut self, frame: &mut Sending, payload: &[u8]) -> Result<Step> {
         let before = frame.sent;

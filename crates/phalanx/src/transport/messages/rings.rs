@@ -1,19 +1,26 @@
-//! Finds out, pair by pair, which ranks can map each other's memory: these exchange messages through rings.
+//! Finds out, pair by pair, which ranks of a domain can map each other's rings: these exchange messages through them.
 
+use std::io;
 use std::sync::Arc;
 
-use phalanx_sys::shared::{Consumer, Producer, Segment};
+use phalanx_sys::shared::{ALIGNMENT, Consumer, Invitation, Layout, Producer, Segment};
+use serde::{Deserialize, Serialize};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::transport::health::Health;
-use crate::transport::shared_memory::{self, Address, key, share_with_all};
 use crate::transport::tcp::Place;
+use crate::transport::words;
 
-/// What ranks tell each other in the store: where the memory of their messages is, and whose each could map.
-const MEMORY: &str = "messages/memory";
-const MAPPED: &str = "messages/mapped";
+/// Memory that the rings into one rank may take together.
+const INBOUND: usize = 16 << 20;
+/// A ring of this size stays in the second-level cache with what is taken out of it.
+const RING: usize = 512 << 10;
+const MIN_RING: usize = 64 << 10;
+/// What ranks tell each other in the store: where their rings are, and whose each could map.
+const MEMORY: &str = "rings";
+const MAPPED: &str = "mapped";
 
 /// The rings that join this rank with others, by rank; none where a pair shares no memory.
 pub(in crate::transport) struct Rings {
@@ -35,52 +42,81 @@ impl Rings {
     }
 }
 
-/// Tells the others not to wait for this rank's memory.
-pub(in crate::transport) fn decline(place: &Place<'_>, deadline: Deadline) -> Result<()> {
-    let word: Result<(), String> = Err("it was told to use TCP".to_owned());
-    let word = postcard::to_stdvec(&word)
-        .map_err(|error| Error::protocol("a word on memory could not be written").with_source(error))?;
-    let [memory, mapped] = [MEMORY, MAPPED].map(|topic| key(topic, place.rank));
-    place.store.multi_set(&[(&memory, &word), (&mapped, &word)], deadline)
+/// Where the rings into a rank are, as it stands in the store.
+#[derive(Serialize, Deserialize)]
+struct Address {
+    pid: u32,
+    descriptor: i32,
+    nonce: u64,
 }
 
-/// Maps the memory of whom this rank can, and gives the rings of those who could map this rank's in turn.
-pub(in crate::transport) fn rings(place: &Place<'_>, health: &Health, deadline: Deadline) -> Result<Rings> {
-    let (rank, world) = (place.rank, place.world);
-    // All ranks find this alike, so none needs to be told.
-    let Some(layout) = shared_memory::layout(world) else { return Ok(Rings::none(world.count())) };
-    let lent = shared_memory::lend(layout)?;
-    let own = lent.as_ref().ok().map(|lent| &lent.own);
-    let address = lent.as_ref().map(|lent| &lent.address).map_err(Clone::clone);
-    let addresses: Vec<Result<Address, String>> = share_with_all(place, health, MEMORY, &address, deadline)?;
-    let boot = address.as_ref().map(|address| address.boot.clone()).unwrap_or_default();
-    let opened: Vec<Option<Arc<Segment>>> = world
-        .ranks()
-        .zip(addresses)
-        .map(|(peer, address)| {
-            let address =
-                address.ok().filter(|address| own.is_some() && peer != rank && address.boot == boot)?;
-            let segment = address.open(layout);
-            segment.map_err(|error| tracing::debug!(%peer, %error, "messages go over TCP")).ok()
-        })
-        .collect();
-    let mapped: Result<Vec<bool>, String> = Ok(opened.iter().map(Option::is_some).collect());
-    let mapped: Vec<Result<Vec<bool>, String>> = share_with_all(place, health, MAPPED, &mapped, deadline)?;
-    let Some(own) = own else { return Ok(Rings::none(world.count())) };
-    let links = opened.into_iter().zip(mapped).enumerate().map(|(index, (peer, mapped))| {
-        let (Some(peer), Ok(mapped)) = (peer, mapped) else { return Ok(None) };
-        if mapped.get(rank.index()) != Some(&true) {
-            return Ok(None);
+/// The rings into this rank, which others can map as long as this is kept.
+struct Lent {
+    own: Arc<Segment>,
+    invitation: Invitation,
+    nonce: u64,
+}
+
+/// Maps the rings of the other `members` of this rank's domain, where it can, and gives those of them who could map this
+/// rank's in turn. In a rank's memory, ring p is the one that the member at place p writes.
+pub(in crate::transport) fn rings(
+    place: &Place<'_>,
+    members: &[Rank],
+    health: &Health,
+    deadline: Deadline,
+) -> Result<Rings> {
+    let none = Rings::none(place.world.count());
+    let Some(me) = members.iter().position(|member| *member == place.rank) else { return Ok(none) };
+    // All members find this alike, so none needs to be told.
+    let Some(layout) = layout(members.len()) else { return Ok(none) };
+    let lent = lend(layout)?;
+    let address = lent.as_ref().map(Lent::address).map_err(Clone::clone);
+    let addresses: Vec<Result<Address, String>> =
+        words::exchange_among(place, members, health, MEMORY, &address, deadline)?;
+    let open = |(place, address): (usize, Result<Address, String>)| {
+        let address = address.ok().filter(|_| lent.is_ok() && place != me)?;
+        let peer = Segment::open(address.pid, address.descriptor, layout, address.nonce);
+        peer.map_err(|error| tracing::debug!(rank = %members[place], %error, "messages go over TCP")).ok()
+    };
+    let opened: Vec<Option<Arc<Segment>>> = addresses.into_iter().enumerate().map(open).collect();
+    let mapped: Vec<bool> = opened.iter().map(Option::is_some).collect();
+    let mapped: Vec<Vec<bool>> = words::exchange_among(place, members, health, MAPPED, &mapped, deadline)?;
+    // From here on the memory needs no descriptor: who has not mapped it will not use it.
+    let Ok(Lent { own, .. }) = lent else { return Ok(none) };
+
+    let mut rings = none;
+    for (index, (peer, mapped)) in opened.into_iter().zip(mapped).enumerate() {
+        let (Some(peer), Some(true)) = (peer, mapped.get(me)) else { continue };
+        let ends = own.consumer(index).zip(peer.producer(me));
+        let missing =
+            || Error::protocol(format!("an end of the rings with rank {} is missing", members[index]));
+        let (inbound, outbound) = ends.ok_or_else(missing)?;
+        if let Some(link) = rings.links.get_mut(members[index].index()) {
+            *link = Some(Link { peer, inbound, outbound });
         }
-        link(rank, own, peer, index).map(Some)
-    });
-    Ok(Rings { links: links.collect::<Result<_>>()?, own: Some(own.clone()) })
+    }
+    Ok(Rings { own: Some(own), ..rings })
 }
 
-/// In a rank's memory, ring p is the one that rank p writes.
-fn link(rank: Rank, own: &Arc<Segment>, peer: Arc<Segment>, index: usize) -> Result<Link> {
-    let ends = own.consumer(index).zip(peer.producer(rank.index()));
-    let (inbound, outbound) =
-        ends.ok_or_else(|| Error::protocol(format!("an end of the rings with rank {index} is missing")))?;
-    Ok(Link { peer, inbound, outbound })
+/// The sizes of each member's rings; none if there is nobody to share them with, or too many.
+fn layout(members: usize) -> Option<Layout> {
+    let share = INBOUND / members.max(1);
+    let ring_bytes = share.clamp(MIN_RING, RING).next_multiple_of(ALIGNMENT);
+    (members > 1 && share >= MIN_RING).then_some(Layout { rings: members, ring_bytes })
+}
+
+/// Rings for the others to map; or why there are none.
+fn lend(layout: Layout) -> Result<Result<Lent, String>> {
+    let nonce = getrandom::u64()
+        .map_err(|error| Error::io("no random numbers", io::Error::other(error.to_string())))?;
+    let created = Segment::create(layout, nonce);
+    Ok(created
+        .map(|(own, invitation)| Lent { own, invitation, nonce })
+        .map_err(|error| format!("{layout:?}: {error}")))
+}
+
+impl Lent {
+    fn address(&self) -> Address {
+        Address { pid: std::process::id(), descriptor: self.invitation.descriptor(), nonce: self.nonce }
+    }
 }
