@@ -114,11 +114,6 @@ impl Step {
     }
 }
 
-/// What the receiver of a point-to-point message does.
-pub(crate) fn recv(from: Rank, elements: usize) -> Plan {
-    vec![Step::recv(from, 0..elements, Combine::Replace)]
-}
-
 /// The elements of chunk `index` when `elements` are dealt to `world` ranks as evenly as possible.
 pub(crate) fn chunk(elements: usize, world: WorldSize, index: usize) -> Range<usize> {
     let (share, extra) = (elements / world.count(), elements % world.count());

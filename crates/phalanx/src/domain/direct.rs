@@ -13,7 +13,9 @@ const LINE: usize = 64;
 pub(super) fn in_place(meeting: &mut Meeting<'_, '_, Error>, job: Job) -> Result<()> {
     let element = job.call.dtype.size();
     match job.call.operation {
-        Operation::AllReduce | Operation::AllReduceCoalesced => meeting.combine(LINE, |shares| job.fold().apply(shares)),
+        Operation::AllReduce | Operation::AllReduceCoalesced => {
+            meeting.combine(LINE, |shares| job.fold().apply(shares))
+        }
         // The shares are the chunks. That the others' memory gets the result too does no harm: it is the call's.
         Operation::ReduceScatter => meeting.combine(element, |shares| job.fold().apply(shares)),
         Operation::Broadcast => {

@@ -69,7 +69,10 @@ impl Domain {
     /// Does shared memory carry this collective, on such memory?
     pub(crate) fn takes(operation: Operation, memory: &Memory<'_>) -> bool {
         match operation {
-            Operation::AllReduce | Operation::AllReduceCoalesced | Operation::Broadcast | Operation::Barrier => {
+            Operation::AllReduce
+            | Operation::AllReduceCoalesced
+            | Operation::Broadcast
+            | Operation::Barrier => {
                 matches!(memory, Memory::InPlace(_))
             }
             Operation::AllGather | Operation::ReduceScatter => !matches!(memory, Memory::Shared { .. }),

@@ -88,7 +88,7 @@ impl ProcessGroup {
         self.check_health()?;
         // From now on, not from when its turn comes.
         let deadline = self.patience().deadline();
-        let (pending, completer) = Work::pending();
+        let (pending, completer) = Work::pending_in(self.inner.health.clone());
         let trace = self.trace();
         self.inner.lane.submit(
             &deadline.into(),

@@ -68,35 +68,6 @@ impl ProcessGroup {
         self.run(call::<u8>(Operation::Barrier, 0), Memory::InPlace(&mut []))
     }
 
-    /// Sends `data` to `to`, which must call [`recv`](Self::recv) with the same type and length. May return before it
-    /// has arrived.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), and if `to` is this rank or no rank of this group.
-    pub fn send<T: Element>(&self, data: &[T], to: Rank) -> Result<()> {
-        let to = self.peer(to)?;
-        self.check_health()?;
-        let patience = self.patience();
-        let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner
-            .lane
-            .run(&patience, |engine| engine.send(call, to, bytemuck::cast_slice(data), patience.deadline()))?
-    }
-
-    /// Receives into `data` what `from` sends.
-    ///
-    /// # Errors
-    /// As [`send`](Self::send).
-    pub fn recv<T: Element>(&self, data: &mut [T], from: Rank) -> Result<()> {
-        let from = self.peer(from)?;
-        self.check_health()?;
-        let patience = self.patience();
-        let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner.lane.run(&patience, |engine| {
-            engine.recv(call, from, bytemuck::cast_slice_mut(data), patience.deadline())
-        })?
-    }
-
     pub(super) fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
         self.check_health()?;
         let patience = self.patience();

@@ -55,9 +55,8 @@ pub(super) struct Engine {
     /// The whole input of a `reduce_scatter`, which is combined step by step.
     workspace: AlignedBytes,
     collectives: Sequence,
-    /// Point-to-point calls are counted by pair and direction: they are between two ranks only.
-    sent: Vec<Sequence>,
-    received: Vec<Sequence>,
+    /// The call to which the last frame of each peer belonged.
+    heard: Vec<Option<(Call, Sequence)>>,
 }
 
 impl Engine {
@@ -81,8 +80,7 @@ impl Engine {
             snapshot: AlignedBytes::default(),
             workspace: AlignedBytes::default(),
             collectives: Sequence::default(),
-            sent: vec![Sequence::default(); world.count()],
-            received: vec![Sequence::default(); world.count()],
+            heard: vec![None; world.count()],
         }
     }
 
@@ -108,7 +106,7 @@ impl Engine {
         {
             self.health.cause().map_or(Ok(()), Err)?;
             let done = domain.collective(call, sequence, memory, patience);
-            return done.map_err(|error| self.fail_operation(error, call, sequence));
+            return done.map_err(|error| fail_operation(&self.health, error, call, sequence));
         }
         let deadline = patience.deadline();
         match memory {
@@ -183,7 +181,7 @@ impl Engine {
             Operation::AllGather => collective::all_gather(rank, world, elements),
             Operation::ReduceScatter => collective::reduce_scatter(rank, world, elements),
             Operation::Barrier => collective::dissemination(rank, world),
-            // No collective; it has its own way in.
+            // No collective; it has connections of its own.
             Operation::PointToPoint => Plan::new(),
             // Never in place.
             Operation::Gather
@@ -193,21 +191,6 @@ impl Engine {
             | Operation::AllToAllV
             | Operation::MonitoredBarrier => Plan::new(),
         }
-    }
-
-    pub(super) fn send(&mut self, call: Call, to: Rank, data: &[u8], deadline: Deadline) -> Result<()> {
-        let sequence = self.sent[to.index()].advance();
-        self.check_health()?;
-        let header = Header { call, sequence, epoch: self.epoch, payload: data.len() as u64 };
-        let frame = Outgoing { to, header, payload: data };
-        let sent = self.transport.exchange(Some(frame), None, deadline);
-        sent.map_err(|error| self.fail_operation(error, call, sequence))
-    }
-
-    pub(super) fn recv(&mut self, call: Call, from: Rank, data: &mut [u8], deadline: Deadline) -> Result<()> {
-        let sequence = self.received[from.index()].advance();
-        let plan = collective::recv(from, call.elements as usize);
-        self.execute(call, sequence, &plan, Space::One(data), deadline)
     }
 
     /// Any failure in here leaves the connections in an unknown state, so it is the whole group's failure.
@@ -223,18 +206,22 @@ impl Engine {
         let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
         for step in plan {
             let done = self.step(header, step, &mut space, deadline);
-            done.map_err(|error| self.fail_operation(error, call, sequence))?;
+            let done = done.map_err(|error| self.last_heard(error, sequence));
+            done.map_err(|error| fail_operation(&self.health, error, call, sequence))?;
         }
         Ok(())
     }
 
-    fn fail_operation(&self, error: Error, call: Call, sequence: Sequence) -> Error {
-        let cause = self.health.fail_operation(error, call.to_string(), sequence);
-        if cause.is_peer_failure() || cause.is_peer_left() {
-            // Should the program end of this, its launcher knows whose failure came first.
-            write_blaming(&cause.to_string(), cause.peer());
+    /// A peer that is late may itself wait for another: in which call it was last heard of says who is behind.
+    fn last_heard(&self, error: Error, sequence: Sequence) -> Error {
+        let Some(peer) = error.peer().filter(|_| error.is_timeout()) else { return error };
+        match self.heard.get(peer.index()).copied().flatten() {
+            None => error.adding(format!("; rank {peer} has not been heard of in any call")),
+            Some((_, last)) if last == sequence => {
+                error.adding(format!("; rank {peer} has begun this call, so it may wait for another rank"))
+            }
+            Some((call, last)) => error.adding(format!("; rank {peer} was last heard of in {call} {last}")),
         }
-        cause
     }
 
     /// The group may have failed while the operation waited for its turn.
@@ -268,8 +255,23 @@ impl Engine {
             };
             Incoming { from: recv.from, expect, into, kernel }
         });
-        self.transport.exchange(send, recv, deadline)
+        let from = recv.as_ref().map(|recv| recv.from);
+        self.transport.exchange(send, recv, deadline)?;
+        if let Some(heard) = from.and_then(|from| self.heard.get_mut(from.index())) {
+            *heard = Some((header.call, header.sequence));
+        }
+        Ok(())
     }
+}
+
+/// Fails the group with what went wrong in a call of it.
+pub(super) fn fail_operation(health: &Health, error: Error, call: Call, sequence: Sequence) -> Error {
+    let cause = health.fail_operation(error, call.to_string(), sequence);
+    if cause.is_peer_failure() || cause.is_peer_left() {
+        // Should the program end of this, its launcher knows whose failure came first.
+        write_blaming(&cause.to_string(), cause.peer().map(|peer| health.global(peer)));
+    }
+    cause
 }
 
 impl Sequence {

@@ -1,16 +1,17 @@
 //! From a rendezvous to a group.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::{DEFAULT_TIMEOUT, Identity, LocalPlace, ProcessGroup};
+use super::{DEFAULT_TIMEOUT, Ground, Identity, LocalPlace, Origin, ProcessGroup};
 use crate::collective::Tuning;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
-use crate::transport::{self, Connected, Place, TransportKind, Wishes};
+use crate::transport::{self, Place, TransportKind, Wishes};
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
@@ -108,20 +109,16 @@ impl ProcessGroup {
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
         let wishes = Wishes { kind: transport, host: host_id.as_deref() };
-        let Connected { transport, kind, health, partition, domain } =
-            transport::connect(&place, wishes, Deadline::after(timeout))?;
-        let identity = Identity {
-            rank,
-            world: world_size,
+        let connected = transport::connect(&place, wishes, Deadline::after(timeout))?;
+        let origin = Origin {
+            ground: Ground::Mesh { store, interface, transport, host_id },
             local: LocalPlace { rank: local_rank, world_size: local_world_size },
             epoch,
-            trace,
-            transport: Some(kind),
-            partition,
-            domain,
-            keep_alive: Box::new((store, keep_alive)),
+            _keep_alive: Arc::new(keep_alive),
+            members: None,
         };
-        Self::new(identity, transport, health)?.with_timeout(timeout).tuned(&tuning)
+        let identity = Identity { rank, world: world_size, trace, origin };
+        Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning)
     }
 
     /// Before anything is called on it: chooses algorithms by `tuning`, on every rank.

@@ -43,7 +43,7 @@ pub(super) fn join(
         None => TcpStore::connect(address, deadline),
     };
     let client = Arc::new(client?);
-    let interface = client.local_ip();
+    let (interface, found) = (client.local_ip(), client.found_ip());
     let store: SharedStore = Arc::<TcpStore>::clone(&client);
     // From here on an error, too, leaves the server up until the others have read why.
     let held = match server {
@@ -51,13 +51,13 @@ pub(super) fn join(
         None => Held::Client(client),
     };
     let keep_alive = KeepAlive(held);
-    let arrived = arrive(&store, place, me, deadline)?;
+    let arrived = arrive(&store, Some(found), place, me, deadline)?;
     let known = place.local.filter(|(_, size)| !interface.is_loopback() || *size == place.world_size.get());
     let (local, interface) = match known {
         Some(local) => (local, interface),
         None => {
             let hosts = arrived.hosts(deadline)?;
-            (place.local.unwrap_or_else(|| hosts.local(place.rank)), hosts.reachable(interface)?)
+            (place.local.unwrap_or_else(|| hosts.local(place.rank)), hosts.reachable(place.rank, interface)?)
         }
     };
     Ok(Rendezvous {

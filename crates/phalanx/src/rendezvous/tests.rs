@@ -103,18 +103,6 @@ fn ranks_meet_over_tcp_and_know_their_neighbours() {
 }
 
 #[test]
-fn neighbours_are_counted_host_by_host() {
-    let hosts = hosts::Hosts(["a", "b", "a", "b", "b"].map(str::to_owned).to_vec());
-    let locals: Vec<(u32, u32)> = world(5).ranks().map(|rank| hosts.local(rank)).collect();
-    assert_eq!(locals, [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]);
-    let elsewhere: IpAddr = "192.0.2.7".parse().unwrap();
-    assert_eq!(hosts.reachable(elsewhere).unwrap(), elsewhere);
-    if let Ok(address) = hosts.reachable(Ipv4Addr::LOCALHOST.into()) {
-        assert!(!address.is_loopback());
-    }
-}
-
-#[test]
 fn under_an_agent_every_rank_is_a_client_and_restarts_do_not_meet() {
     let agent = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let port = agent.local_addr().port().to_string();
@@ -171,8 +159,9 @@ fn all_fail(places: &[Place], what: &str) {
     let over_tcp =
         run(places, |place, i| tcp::join(&address, RANK_0, place, &identity(i, "a"), deadline).unwrap_err());
     let store: SharedStore = Arc::new(MemoryStore::new());
-    let in_memory =
-        run(places, |place, i| arrival::arrive(&store, place, &identity(i, "a"), deadline).err().unwrap());
+    let in_memory = run(places, |place, i| {
+        arrival::arrive(&store, None, place, &identity(i, "a"), deadline).err().unwrap()
+    });
     for error in over_tcp.into_iter().chain(in_memory) {
         assert!(error.is_mismatch() && error.to_string().contains(what), "{error}");
     }

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::group::{Identity, LocalPlace, ProcessGroup};
+use crate::group::{Ground, Identity, LocalPlace, Origin, ProcessGroup};
 use crate::rank::{Epoch, Rank, WorldSize};
-use crate::store::MemoryStore;
+use crate::store::{MemoryStore, SharedStore};
 use crate::trace::Trace;
-use crate::transport::{self, Connected, Place, TransportKind, Wishes};
+use crate::transport::{self, Place, TransportKind, Wishes};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +66,7 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
         let ranks: Vec<_> = world
             .ranks()
             .map(|rank| (rank, store.clone()))
-            .map(|(rank, store)| scope.spawn(move || processes(&store, rank, world, kind)))
+            .map(|(rank, store)| scope.spawn(move || processes(store, rank, world, kind)))
             .collect();
         ranks
             .into_iter()
@@ -75,23 +75,18 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
     })
 }
 
-fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, kind: TransportKind) -> Result<ProcessGroup> {
+fn processes(store: SharedStore, rank: Rank, world: WorldSize, kind: TransportKind) -> Result<ProcessGroup> {
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let place = Place { store, rank, world, epoch: Epoch::default(), interface };
+    let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface };
     let deadline = Deadline::after(Duration::from_secs(20));
     let wishes = Wishes { kind: Some(kind), host: None };
-    let Connected { transport, kind, health, partition, domain } =
-        transport::connect(&place, wishes, deadline)?;
-    let identity = Identity {
-        rank,
-        world,
+    let connected = transport::connect(&place, wishes, deadline)?;
+    let origin = Origin {
+        ground: Ground::Mesh { store, interface, transport: Some(kind), host_id: None },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
-        epoch: place.epoch,
-        trace: Trace::default(),
-        transport: Some(kind),
-        partition,
-        domain,
-        keep_alive: Box::new(()),
+        epoch: Epoch::default(),
+        _keep_alive: Arc::new(()),
+        members: None,
     };
-    ProcessGroup::new(identity, transport, health)
+    ProcessGroup::new(Identity { rank, world, trace: Trace::default(), origin }, connected)
 }

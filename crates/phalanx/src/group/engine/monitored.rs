@@ -25,7 +25,7 @@ impl Engine {
             self.token(call, sequence, Some(Rank::MAIN), None, patience)
                 .and_then(|()| self.token(call, sequence, None, Some(Rank::MAIN), patience))
         };
-        met.map_err(|error| self.fail_operation(error, call, sequence))
+        met.map_err(|error| super::fail_operation(&self.health, error, call, sequence))
     }
 
     fn meet(&mut self, call: Call, sequence: Sequence, deadline: Deadline, patience: Deadline) -> Result<()> {
