@@ -174,3 +174,6 @@ fn compare(
     let header = |call| Header { call, sequence, epoch: Epoch::default(), payload: 0 };
     header(call).check(&header(word::decode(&theirs)?), rank, peer)
 }
+
+#[cfg(test)]
+mod tests;

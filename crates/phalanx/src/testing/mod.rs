@@ -19,13 +19,15 @@ pub enum Fabric {
     InProcess,
     /// TCP over loopback.
     Tcp,
-    /// Rings in shared memory.
+    /// Shared memory among all.
     SharedMemory,
+    /// TCP, with shared memory among the lower and among the upper half of the ranks.
+    TwoHosts,
 }
 
 impl Fabric {
     /// Every way; tests run on each.
-    pub const ALL: [Self; 3] = [Self::InProcess, Self::Tcp, Self::SharedMemory];
+    pub const ALL: [Self; 4] = [Self::InProcess, Self::Tcp, Self::SharedMemory, Self::TwoHosts];
 }
 
 /// Runs `rank` once for each rank of a world of `world`, each on a thread of its own; gives what they returned, by
@@ -58,8 +60,9 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
     let world = WorldSize::new(world)?;
     let kind = match fabric {
         Fabric::InProcess => return ProcessGroup::in_process(world),
-        Fabric::Tcp => TransportKind::Tcp,
-        Fabric::SharedMemory => TransportKind::SharedMemory,
+        Fabric::Tcp => Some(TransportKind::Tcp),
+        Fabric::SharedMemory => Some(TransportKind::SharedMemory),
+        Fabric::TwoHosts => None,
     };
     let store = Arc::new(MemoryStore::new());
     std::thread::scope(|scope| {
@@ -75,14 +78,21 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
     })
 }
 
-fn processes(store: SharedStore, rank: Rank, world: WorldSize, kind: TransportKind) -> Result<ProcessGroup> {
+fn processes(
+    store: SharedStore,
+    rank: Rank,
+    world: WorldSize,
+    kind: Option<TransportKind>,
+) -> Result<ProcessGroup> {
+    let host = if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
+    let host_id = kind.is_none().then(|| host.to_owned());
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
     let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface };
     let deadline = Deadline::after(Duration::from_secs(20));
-    let wishes = Wishes { kind: Some(kind), host: None };
+    let wishes = Wishes { kind, host: host_id.as_deref() };
     let connected = transport::connect(&place, wishes, deadline)?;
     let origin = Origin {
-        ground: Ground::Mesh { store, interface, transport: Some(kind), host_id: None },
+        ground: Ground::Mesh { store, interface, transport: kind, host_id },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
         epoch: Epoch::default(),
         _keep_alive: Arc::new(()),
