@@ -1,16 +1,21 @@
 //! The unsafe parts of Phalanx behind a safe interface.
 //!
+//! - [`arena`]: memory that a rank allocates, and that the other ranks of its host map.
+//! - [`board`]: what the ranks of one host meet on for a collective, and how they reach each other's memory there.
 //! - [`guard`]: child processes that cannot outlive the one that started them, nor can what they have started.
 //! - [`shared`]: rings in memory that several processes map, and a doorbell for whoever sleeps.
 //! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions put back afterwards.
 // Models use only what they are about.
 #![cfg_attr(loom, allow(dead_code))]
 
+pub mod arena;
+pub mod board;
 #[cfg(not(loom))]
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod guard;
+mod memfd;
 pub mod shared;
 pub mod signal;
 mod sync;

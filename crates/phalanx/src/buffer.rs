@@ -3,6 +3,7 @@
 use std::fmt;
 
 use bytemuck::{Pod, Zeroable};
+use phalanx_sys::arena::Region;
 
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
@@ -53,10 +54,15 @@ impl AlignedBytes {
 /// assert_eq!(gradients.as_slice::<f32>()?, [0.0, 2.5, 0.0]);
 /// # Ok::<(), phalanx::Error>(())
 /// ```
-#[derive(Clone)]
 pub struct Buffer {
-    bytes: AlignedBytes,
+    storage: Storage,
     dtype: DType,
+}
+
+enum Storage {
+    Ordinary(AlignedBytes),
+    /// A group's memory, which the other ranks of this host reach.
+    Registered(Region),
 }
 
 impl Buffer {
@@ -66,7 +72,8 @@ impl Buffer {
     /// As `Vec`, if they are more than the address space holds.
     pub fn zeroed(dtype: DType, elements: usize) -> Self {
         // Wrapped around, it would be a short buffer that passes for a long one.
-        Self { bytes: AlignedBytes::zeroed(elements.saturating_mul(dtype.size())), dtype }
+        let bytes = AlignedBytes::zeroed(elements.saturating_mul(dtype.size()));
+        Self { storage: Storage::Ordinary(bytes), dtype }
     }
 
     /// A copy of `elements`.
@@ -76,6 +83,17 @@ impl Buffer {
         buffer
     }
 
+    /// All of a region, as elements of `dtype`.
+    pub(crate) fn registered(dtype: DType, region: Region) -> Self {
+        Self { storage: Storage::Registered(region), dtype }
+    }
+
+    /// Can the other ranks of this host reach its memory, so that collectives need no copy? What
+    /// [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) gives is registered wherever ranks share memory.
+    pub fn is_registered(&self) -> bool {
+        matches!(self.storage, Storage::Registered(_))
+    }
+
     /// The type of its elements.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -83,7 +101,7 @@ impl Buffer {
 
     /// The number of its elements.
     pub fn len(&self) -> usize {
-        self.bytes.as_slice().len() / self.dtype.size()
+        self.as_bytes().len() / self.dtype.size()
     }
 
     /// Has it no elements?
@@ -94,23 +112,29 @@ impl Buffer {
     /// Its elements; an error if `T` is not its type.
     pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
         self.check::<T>()?;
-        Ok(bytemuck::cast_slice(self.bytes.as_slice()))
+        Ok(bytemuck::cast_slice(self.as_bytes()))
     }
 
     /// Its elements, to be changed; an error if `T` is not its type.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
         self.check::<T>()?;
-        Ok(bytemuck::cast_slice_mut(self.bytes.as_mut_slice()))
+        Ok(bytemuck::cast_slice_mut(self.as_bytes_mut()))
     }
 
     /// Its memory.
     pub fn as_bytes(&self) -> &[u8] {
-        self.bytes.as_slice()
+        match &self.storage {
+            Storage::Ordinary(bytes) => bytes.as_slice(),
+            Storage::Registered(region) => region.as_slice(),
+        }
     }
 
     /// Its memory, to be changed.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
-        self.bytes.as_mut_slice()
+        match &mut self.storage {
+            Storage::Ordinary(bytes) => bytes.as_mut_slice(),
+            Storage::Registered(region) => region.as_mut_slice(),
+        }
     }
 
     fn check<T: Element>(&self) -> Result<()> {
@@ -119,6 +143,15 @@ impl Buffer {
         } else {
             Err(Error::invalid_argument(format!("a buffer of {} was read as {}", self.dtype, T::DTYPE)))
         }
+    }
+}
+
+impl Clone for Buffer {
+    /// A copy in ordinary memory: that cannot fail as [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) can.
+    fn clone(&self) -> Self {
+        let mut copy = Self::zeroed(self.dtype, self.len());
+        copy.as_bytes_mut().copy_from_slice(self.as_bytes());
+        copy
     }
 }
 

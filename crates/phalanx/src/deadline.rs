@@ -1,5 +1,6 @@
 //! A point in time at which a wait gives up. Every wait of this crate takes one.
 
+use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 /// The latest moment at which an operation may still be waiting.
@@ -11,6 +12,11 @@ impl Deadline {
     pub fn after(timeout: Duration) -> Self {
         const LONG: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
         Self(Instant::now() + timeout.min(LONG))
+    }
+
+    /// A deadline that has passed.
+    pub(crate) fn now() -> Self {
+        Self(Instant::now())
     }
 
     /// The time left; zero once it has passed.
@@ -31,5 +37,32 @@ impl Deadline {
     /// The earlier of this deadline and `timeout` from now.
     pub fn at_most(self, timeout: Duration) -> Self {
         self.min(Self::after(timeout))
+    }
+}
+
+/// A time-out whose clock starts when somebody first has to wait: most operations of one host end before it is worth
+/// reading a clock.
+#[derive(Debug)]
+pub(crate) struct Patience {
+    timeout: Duration,
+    deadline: Cell<Option<Deadline>>,
+}
+
+impl Patience {
+    pub(crate) fn new(timeout: Duration) -> Self {
+        Self { timeout, deadline: Cell::new(None) }
+    }
+
+    /// The deadline: `timeout` from when it was first asked for.
+    pub(crate) fn deadline(&self) -> Deadline {
+        let deadline = self.deadline.get().unwrap_or_else(|| Deadline::after(self.timeout));
+        self.deadline.set(Some(deadline));
+        deadline
+    }
+}
+
+impl From<Deadline> for Patience {
+    fn from(deadline: Deadline) -> Self {
+        Self { timeout: Duration::ZERO, deadline: Cell::new(Some(deadline)) }
     }
 }

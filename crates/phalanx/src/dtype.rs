@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use bytemuck::Pod;
+use bytemuck::{Pod, TransparentWrapper, Zeroable};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
@@ -24,11 +24,16 @@ pub enum DType {
     I64 = 6,
     /// Byte.
     U8 = 7,
+    /// 8-bit signed integer.
+    I8 = 8,
+    /// A truth value, one byte: see [`Bool`].
+    Bool = 9,
 }
 
 impl DType {
     /// Every type, in the order of their numbers on the wire.
-    pub const ALL: [Self; 7] = [Self::F32, Self::F64, Self::F16, Self::BF16, Self::I32, Self::I64, Self::U8];
+    pub const ALL: [Self; 9] =
+        [Self::F32, Self::F64, Self::F16, Self::BF16, Self::I32, Self::I64, Self::U8, Self::I8, Self::Bool];
 
     /// Bytes of one element.
     pub const fn size(self) -> usize {
@@ -36,8 +41,13 @@ impl DType {
             Self::F64 | Self::I64 => 8,
             Self::F32 | Self::I32 => 4,
             Self::F16 | Self::BF16 => 2,
-            Self::U8 => 1,
+            Self::U8 | Self::I8 | Self::Bool => 1,
         }
+    }
+
+    /// Is it a floating-point type?
+    pub const fn is_float(self) -> bool {
+        matches!(self, Self::F32 | Self::F64 | Self::F16 | Self::BF16)
     }
 
     pub(crate) fn from_wire(code: u8) -> Option<Self> {
@@ -55,7 +65,70 @@ impl fmt::Display for DType {
             Self::I32 => "i32",
             Self::I64 => "i64",
             Self::U8 => "u8",
+            Self::I8 => "i8",
+            Self::Bool => "bool",
         })
+    }
+}
+
+/// A truth value as it travels: a byte, false if it is zero.
+///
+/// Rust's `bool` must be 0 or 1, and undefined behaviour follows from any other byte; what a peer sends is any byte. This
+/// type takes each as a truth value instead, so that received memory can be read without looking through it first.
+///
+/// ```
+/// use phalanx::{Bool, ProcessGroup, ReduceOp};
+/// let group = ProcessGroup::alone()?;
+/// let mut converged = [Bool::from(true)];
+/// group.all_reduce(&mut converged, ReduceOp::Min)?; // true where it is true on every rank
+/// assert!(converged[0].get());
+/// assert_eq!(Bool::of(&[true, false]), [Bool::TRUE, Bool::FALSE]);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[derive(Clone, Copy, Default, Pod, Zeroable, TransparentWrapper)]
+#[repr(transparent)]
+pub struct Bool(u8);
+
+impl Bool {
+    /// False.
+    pub const FALSE: Self = Self(0);
+    /// True.
+    pub const TRUE: Self = Self(1);
+
+    /// The truth value.
+    pub const fn get(self) -> bool {
+        self.0 != 0
+    }
+
+    /// The same memory, to be lent to a collective.
+    pub fn of(values: &[bool]) -> &[Self] {
+        Self::wrap_slice(bytemuck::cast_slice(values))
+    }
+}
+
+impl From<bool> for Bool {
+    fn from(value: bool) -> Self {
+        Self(u8::from(value))
+    }
+}
+
+impl From<Bool> for bool {
+    fn from(value: Bool) -> Self {
+        value.get()
+    }
+}
+
+impl PartialEq for Bool {
+    fn eq(&self, other: &Self) -> bool {
+        self.get() == other.get()
+    }
+}
+
+impl Eq for Bool {}
+
+impl fmt::Debug for Bool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.get().fmt(f)
     }
 }
 
@@ -79,7 +152,7 @@ macro_rules! elements {
         )*
     };
 }
-elements!(f32 => F32, f64 => F64, f16 => F16, bf16 => BF16, i32 => I32, i64 => I64, u8 => U8);
+elements!(f32 => F32, f64 => F64, f16 => F16, bf16 => BF16, i32 => I32, i64 => I64, u8 => U8, i8 => I8, Bool => Bool);
 
 #[cfg(test)]
 mod tests {
@@ -93,5 +166,12 @@ mod tests {
         assert_eq!(DType::from_wire(0), None);
         assert_eq!(f16::DTYPE.size(), size_of::<f16>());
         assert_eq!(i64::DTYPE.size(), size_of::<i64>());
+        assert_eq!(Bool::DTYPE.size(), size_of::<Bool>());
+    }
+
+    #[test]
+    fn every_byte_is_a_truth_value() {
+        let received: &[Bool] = bytemuck::cast_slice(&[0u8, 1, 2, 255]);
+        assert_eq!(received, Bool::of(&[false, true, true, true]));
     }
 }

@@ -56,6 +56,7 @@ pub(crate) enum Kind {
     Io,
     Aborted,
     WorkerFailed,
+    OutOfMemory,
 }
 
 impl Error {
@@ -95,6 +96,10 @@ impl Error {
         Self::new(Kind::Environment, cause)
     }
 
+    pub(crate) fn out_of_memory(cause: impl Into<String>) -> Self {
+        Self::new(Kind::OutOfMemory, cause)
+    }
+
     pub(crate) fn protocol(cause: impl Into<String>) -> Self {
         Self::new(Kind::Protocol, cause)
     }
@@ -132,7 +137,13 @@ impl Error {
         self.edit(|inner| inner.peer = Some(peer))
     }
 
-    pub(crate) fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
+    /// Adds to the cause.
+    pub(crate) fn adding(self, more: impl AsRef<str>) -> Self {
+        self.edit(|inner| inner.cause.push_str(more.as_ref()))
+    }
+
+    /// Says what error of a library it came from.
+    pub fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
         self.edit(|inner| inner.source = Some(Arc::new(source)))
     }
 
@@ -205,6 +216,11 @@ impl Error {
     /// Did a started worker end badly?
     pub fn is_worker_failure(&self) -> bool {
         self.0.kind == Kind::WorkerFailed
+    }
+
+    /// Was there too little memory for what was asked?
+    pub fn is_out_of_memory(&self) -> bool {
+        self.0.kind == Kind::OutOfMemory
     }
 
     /// The rank to blame, if one is known.

@@ -13,8 +13,9 @@ use crate::wire::frame::{HEADER, Header};
 use crate::wire::hello::{Channel, HELLO, Hello};
 use crate::wire::store::{Decoder, MAX_COUNT, MAX_REQUEST};
 
+pub use crate::domain::fuzz_word as board_word;
 pub use crate::launch::{fuzz_error_file as error_file, fuzz_lines as lines};
-pub use crate::rendezvous::fuzz as rendezvous;
+pub use crate::rendezvous::{fuzz as rendezvous, fuzz_nodes as nodes};
 pub use crate::store::{fuzz_log as store_log, fuzz_reply as store_reply};
 pub use crate::transport::fuzz as address;
 
@@ -22,14 +23,16 @@ pub use crate::transport::fuzz as address;
 pub type Target = fn(&[u8]) -> bool;
 
 /// All targets, by the names of their folders and programs.
-pub const TARGETS: [(&str, Target); 11] = [
+pub const TARGETS: [(&str, Target); 13] = [
     ("address", address),
+    ("board_word", board_word),
     ("control", control),
     ("error_file", error_file),
     ("frame", frame),
     ("hello", hello),
     ("launch_env", launch_env),
     ("lines", lines),
+    ("nodes", nodes),
     ("rendezvous", rendezvous),
     ("store_log", store_log),
     ("store_reply", store_reply),

@@ -88,6 +88,30 @@ fn a_missing_call_times_out_with_the_name_of_the_missing_rank() {
 }
 
 #[test]
+fn a_time_out_says_where_the_peer_was_last_heard_of() {
+    for fabric in [Fabric::InProcess, Fabric::Tcp] {
+        run(3, fabric, |group| {
+            // Large enough for a ring, in which each rank hears of its neighbour.
+            let mut data = vec![1f32; 1 << 16];
+            group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            if group.rank().is_main() {
+                while group.failure().is_none() {
+                    std::thread::yield_now();
+                }
+                return;
+            }
+            let hasty = group.with_timeout(Duration::from_millis(200));
+            let error = hasty.all_reduce(&mut data, ReduceOp::Sum).unwrap_err();
+            assert!(error.is_timeout(), "{fabric:?}: {error}");
+            let text = error.to_string();
+            // Rank 1 waits for rank 0, and rank 2 for rank 1, which has begun.
+            let missing = text.contains("rank 0 was last heard of in all_reduce(sum, 65536 x f32) #0");
+            assert!(missing || text.contains("rank 1 has begun this call"), "{text}");
+        });
+    }
+}
+
+#[test]
 fn a_deadline_also_bounds_the_wait_for_ones_turn() {
     for fabric in Fabric::ALL {
         run(2, fabric, |group| {

@@ -111,7 +111,7 @@ impl Communicator for Watched {
         self.group.world_size()
     }
 
-    fn alloc(&self, dtype: DType, elements: usize) -> Buffer {
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         self.group.alloc(dtype, elements)
     }
 

@@ -1,30 +1,19 @@
 //! The anonymous file behind a segment: how a process makes it, and how another one opens it.
 
-use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
-
-use rustix::fs::{
-    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, memfd_create,
-};
-use rustix::io::retry_on_intr;
-use rustix::process::{Resource, getrlimit};
 
 use super::memory::Memory;
 use super::{Layout, Segment};
+use crate::memfd;
 use crate::sync::Ordering;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PHXSHM01");
 const NAME: &str = "phalanx-rings";
-/// Memory that is allocated at once. A signal ends an allocation and undoes it, so that a large one might never end
-/// where signals come often, as under a profiler.
-const PIECE: u64 = 1 << 20;
-
 /// Keeps the memory reachable for others; dropped when all have opened it.
 #[derive(Debug)]
-pub struct Invitation(OwnedFd);
+pub struct Invitation(pub(crate) OwnedFd);
 
 impl Invitation {
     /// The number under which this process's `/proc` entry lends the memory.
@@ -37,16 +26,8 @@ impl Segment {
     /// A segment of this process. Its memory is allocated now: too little is an error and not a later signal.
     pub fn create(layout: Layout, nonce: u64) -> io::Result<(Arc<Self>, Invitation)> {
         let bytes = layout.check()?.bytes() as u64;
-        // A file beyond this limit would be answered with a signal.
-        if getrlimit(Resource::Fsize).current.is_some_and(|limit| limit < bytes) {
-            return Err(io::Error::other("the limit on the size of files (`ulimit -f`) is too low"));
-        }
-        let fd = memfd_create(NAME, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        for start in (0..bytes).step_by(PIECE as usize) {
-            let length = PIECE.min(bytes - start);
-            retry_on_intr(|| fallocate(&fd, FallocateFlags::empty(), start, length))?;
-        }
-        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+        let fd = memfd::create(NAME, bytes)?;
+        memfd::allocate(&fd, 0, bytes)?;
         let segment = Self::map(&fd, layout)?;
         segment.memory.word(8).store(nonce, Ordering::Relaxed);
         segment.memory.word(0).store(MAGIC, Ordering::Release);
@@ -56,22 +37,7 @@ impl Segment {
     /// The segment that process `pid` of this host lends as `descriptor`; an error if it is another one.
     pub fn open(pid: u32, descriptor: i32, layout: Layout, nonce: u64) -> io::Result<Arc<Self>> {
         layout.check()?;
-        let path = format!("/proc/{pid}/fd/{descriptor}");
-        // In a container the number may be another process's, and the file of any kind. To open a device may have
-        // effects, so its name is looked at first; should another take its place meanwhile, opening it must not wait.
-        if !std::fs::read_link(&path)?.to_string_lossy().contains(&format!("memfd:{NAME}")) {
-            return Err(io::Error::other("it is not a segment"));
-        }
-        let file: File = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(path)?;
-        // What can shrink, or is too small, would be a bus error one day.
-        let sealed = fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
-        if !sealed || file.metadata()?.len() != layout.bytes() as u64 {
-            return Err(io::Error::other("it is not a segment of this job"));
-        }
+        let file = memfd::open(NAME, pid, descriptor, layout.bytes() as u64)?;
         let segment = Self::map(&file, layout)?;
         let written =
             (segment.memory.word(0).load(Ordering::Acquire), segment.memory.word(8).load(Ordering::Relaxed));
@@ -94,6 +60,10 @@ impl Segment {
 #[cfg(not(miri))]
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
+    use rustix::fs::{MemfdFlags, memfd_create};
+
     use super::*;
 
     const LAYOUT: Layout = Layout { rings: 2, ring_bytes: 128 };

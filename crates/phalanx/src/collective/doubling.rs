@@ -2,39 +2,75 @@
 //! buffers (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
 //! 2005, which also folds worlds that are no power of two).
 
-use super::{Combine, Plan, Step};
+use super::{Combine, Parts, Plan, Step};
 use crate::rank::{Rank, WorldSize};
 
 /// ceil(log2 w) steps of n elements, and two more if w is no power of two.
 ///
 /// Operands stand in the order of the ranks, so that every rank computes the same bits.
 pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan {
+    let Fold { mut plan, place, rounds, last, folded } = match fold(rank, world, elements) {
+        Ok(fold) => fold,
+        Err(aside) => return aside,
+    };
+    for bit in 0..rounds {
+        let other = place ^ (1 << bit);
+        let peer = folded.rank_at(other);
+        let combine = if other < place { Combine::Prepend } else { Combine::Append };
+        let parts = Parts::new(folded.held(place, bit), folded.held(other, bit), world);
+        plan.push(Step::send(peer, 0..elements).and_recv(peer, 0..elements, combine).joining(parts));
+    }
+    plan.extend(last);
+    plan
+}
+
+/// A rank that takes part in the rounds of a world that has been folded to a power of two.
+pub(super) struct Fold {
+    /// What comes before the rounds.
+    pub plan: Plan,
+    /// This rank's place among those that take part.
+    pub place: u32,
+    pub rounds: u32,
+    /// What comes after them.
+    pub last: Option<Step>,
+    pub folded: Folded,
+}
+
+/// The number of pairs that a world was folded by: the places below it stand for two ranks each.
+#[derive(Clone, Copy)]
+pub(super) struct Folded(u32);
+
+/// Folds `world` to a power of two: the first ranks pair up, and the odd one of each pair hands its part over, sits out,
+/// and gets the result: its whole plan is the error.
+pub(super) fn fold(rank: Rank, world: WorldSize, elements: usize) -> Result<Fold, Plan> {
     let all = 0..elements;
     let members = 1 << world.get().ilog2();
     let folded = world.get() - members;
-    let mut plan = Plan::new();
-
-    // The first 2·folded ranks pair up; the odd one of each pair hands its part over and waits for the result.
-    let paired = rank.get() < 2 * folded;
     let partner = Rank::new(rank.get() ^ 1);
-    let sits_out = paired && rank.get() % 2 == 1;
-    if sits_out {
-        return vec![Step::send(partner, all.clone()), Step::recv(partner, all, Combine::Replace)];
+    let paired = rank.get() < 2 * folded;
+    if paired && rank.get() % 2 == 1 {
+        return Err(vec![Step::send(partner, all.clone()), Step::recv(partner, all, Combine::Replace)]);
     }
+    let (mut plan, mut last) = (Plan::new(), None);
     if paired {
-        plan.push(Step::recv(partner, all.clone(), Combine::Append));
+        let step = Step::recv(partner, all.clone(), Combine::Append);
+        plan.push(step.joining(Parts::new(1, 1, world)));
+        last = Some(Step::send(partner, all));
     }
     let place = if paired { rank.get() / 2 } else { rank.get() - folded };
-    let rounds = members.ilog2();
-    for bit in 0..rounds {
-        let other = place ^ (1 << bit);
-        let peer = Rank::new(if other < folded { 2 * other } else { other + folded });
-        let combine = if other < place { Combine::Prepend } else { Combine::Append };
-        let step = Step::send(peer, all.clone()).and_recv(peer, all.clone(), combine);
-        plan.push(if bit + 1 == rounds { step.completing() } else { step });
+    Ok(Fold { plan, place, rounds: members.ilog2(), last, folded: Folded(folded) })
+}
+
+impl Folded {
+    /// Who stands at `place`.
+    pub(super) fn rank_at(self, place: u32) -> Rank {
+        Rank::new(if place < self.0 { 2 * place } else { place + self.0 })
     }
-    if paired {
-        plan.push(Step::send(partner, all));
+
+    /// The ranks whose parts `place` holds after `bit` rounds: those of its 2^bit neighbours.
+    pub(super) fn held(self, place: u32, bit: u32) -> usize {
+        let start = place >> bit << bit;
+        let pairs = self.0.saturating_sub(start).min(1 << bit);
+        ((1 << bit) + pairs) as usize
     }
-    plan
 }

@@ -6,10 +6,13 @@
 
 mod barrier;
 mod choice;
+mod deal;
 mod doubling;
+mod halving;
 pub(crate) mod kernel;
 mod op;
 mod ring;
+mod shares;
 #[cfg(test)]
 mod simulate;
 mod tree;
@@ -17,9 +20,13 @@ mod tree;
 use std::ops::Range;
 
 pub(crate) use barrier::dissemination;
-pub(crate) use choice::{all_reduce, broadcast};
+pub(crate) use choice::{Choice, all_reduce, broadcast, reduce};
+pub use choice::{Tuning, TuningRow};
+pub(crate) use deal::{all_to_all, gather, scatter};
 pub use op::ReduceOp;
-pub(crate) use ring::{all_gather, reduce_scatter};
+pub(crate) use ring::{all_gather, all_gather_v, reduce_scatter};
+pub(crate) use shares::Shares;
+pub(crate) use tree::{gather as gather_tree, scatter as scatter_tree};
 
 use crate::rank::{Rank, WorldSize};
 
@@ -47,8 +54,29 @@ pub(crate) struct Recv {
     pub from: Rank,
     pub range: Range<usize>,
     pub combine: Combine,
-    /// With this message every rank's part is in: an average is divided now, while the elements are in the cache.
-    pub completes: bool,
+    /// Whose parts meet, if they are combined.
+    pub parts: Parts,
+}
+
+/// How many ranks' parts the elements hold that are combined. When all have met, an average is divided at once, while the
+/// elements are in the cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Parts {
+    pub local: u32,
+    pub received: u32,
+    /// The number of all parts.
+    pub of: u32,
+}
+
+impl Parts {
+    pub(crate) fn new(local: usize, received: usize, world: WorldSize) -> Self {
+        Self { local: local as u32, received: received as u32, of: world.get() }
+    }
+
+    /// The number of ranks, if with this every rank's part is in.
+    pub(crate) fn divisor(self) -> Option<u32> {
+        (self.of > 0 && self.local + self.received == self.of).then_some(self.of)
+    }
 }
 
 /// How received elements join those in the buffer. Written out for both orders of the operands, so that every rank
@@ -73,22 +101,17 @@ impl Step {
     }
 
     fn and_recv(mut self, from: Rank, range: Range<usize>, combine: Combine) -> Self {
-        self.recv = Some(Recv { from, range, combine, completes: false });
+        self.recv = Some(Recv { from, range, combine, parts: Parts::default() });
         self
     }
 
-    /// Marks what the step receives as complete.
-    fn completing(mut self) -> Self {
+    /// Says whose parts meet in what the step receives.
+    fn joining(mut self, parts: Parts) -> Self {
         if let Some(recv) = &mut self.recv {
-            recv.completes = true;
+            recv.parts = parts;
         }
         self
     }
-}
-
-/// What the receiver of a point-to-point message does.
-pub(crate) fn recv(from: Rank, elements: usize) -> Plan {
-    vec![Step::recv(from, 0..elements, Combine::Replace)]
 }
 
 /// The elements of chunk `index` when `elements` are dealt to `world` ranks as evenly as possible.

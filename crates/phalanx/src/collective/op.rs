@@ -1,31 +1,137 @@
 //! The operations with which ranks' elements are combined.
 
 use std::fmt;
+use std::hash::{Hash, Hasher};
 
 use serde::{Deserialize, Serialize};
 
+use super::kernel;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
 /// How the elements of all ranks become one. Integers wrap on overflow; f16 and bf16 are combined in f32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[repr(u8)]
+///
+/// On truth values the sum and the largest are "or", the product and the smallest "and". Not every operation is defined
+/// for every type: see [`supports`](Self::supports).
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// The sum.
-    Sum = 1,
-    /// The sum divided by the world size, once; integers round towards zero.
-    Avg = 2,
+    Sum,
+    /// The sum divided by the world size, once; integers round towards zero. Of f16 no partial sum overflows where the
+    /// average does not.
+    Avg,
     /// The product.
-    Product = 3,
-    /// The smallest; NaN if any rank has NaN.
-    Min = 4,
-    /// The largest; NaN if any rank has NaN.
-    Max = 5,
+    Product,
+    /// The smallest, with -0 below 0; NaN if any rank has NaN.
+    Min,
+    /// The largest, with 0 above -0; NaN if any rank has NaN.
+    Max,
+    /// The bits that all have.
+    BAnd,
+    /// The bits that any has.
+    BOr,
+    /// The bits that an odd number of ranks has.
+    BXor,
+    /// The sum of each rank's elements times that rank's own factor, which need not be the same on every rank. Each
+    /// product is rounded to the element's type. For averages weighted by the sizes of batches, for example.
+    PreMulSum(f64),
 }
 
 impl ReduceOp {
-    /// Every operation, in the order of their numbers on the wire.
-    pub const ALL: [Self; 5] = [Self::Sum, Self::Avg, Self::Product, Self::Min, Self::Max];
+    /// Every operation, in the order of their numbers on the wire; the factor is 1.
+    pub const ALL: [Self; 9] = [
+        Self::Sum,
+        Self::Avg,
+        Self::Product,
+        Self::Min,
+        Self::Max,
+        Self::BAnd,
+        Self::BOr,
+        Self::BXor,
+        Self::PreMulSum(1.0),
+    ];
+
+    /// Is it defined for elements of this type? Bits are those of integers and truth values; only floats take a factor;
+    /// truth values have no average.
+    pub const fn supports(self, dtype: DType) -> bool {
+        match self {
+            Self::Sum | Self::Product | Self::Min | Self::Max => true,
+            Self::Avg => !matches!(dtype, DType::Bool),
+            Self::BAnd | Self::BOr | Self::BXor => !dtype.is_float(),
+            Self::PreMulSum(_) => dtype.is_float(),
+        }
+    }
+
+    /// An error if it is not defined for elements of this type.
+    pub(crate) fn check(self, dtype: DType) -> Result<()> {
+        if self.supports(dtype) {
+            return Ok(());
+        }
+        let remedy = match self {
+            Self::Avg => "min, max, product and sum are and, or, and, or on truth values",
+            Self::PreMulSum(_) => "premul_sum is for f16, bf16, f32 and f64",
+            _ => "band, bor and bxor are for integers and truth values",
+        };
+        Err(Error::invalid_argument(format!("{self} is not defined for {dtype}")).with_remedy(remedy))
+    }
+
+    /// Readies this rank's elements to be combined: checks the type, and multiplies them by its factor, if it has one.
+    pub(crate) fn prepare(self, dtype: DType, data: &mut [u8]) -> Result<()> {
+        self.check(dtype)?;
+        self.factor().map_or(Ok(()), |factor| kernel::scale(dtype, data, factor))
+    }
+
+    /// What this rank's elements are multiplied by before they are combined.
+    pub(crate) const fn factor(self) -> Option<f64> {
+        match self {
+            Self::PreMulSum(factor) => Some(factor),
+            _ => None,
+        }
+    }
+
+    /// The operation as all ranks must agree on it: a factor is each rank's own.
+    pub(crate) const fn without_factor(self) -> Self {
+        match self {
+            Self::PreMulSum(_) => Self::PreMulSum(1.0),
+            other => other,
+        }
+    }
+
+    pub(crate) const fn code(self) -> u8 {
+        match self {
+            Self::Sum => 1,
+            Self::Avg => 2,
+            Self::Product => 3,
+            Self::Min => 4,
+            Self::Max => 5,
+            Self::BAnd => 6,
+            Self::BOr => 7,
+            Self::BXor => 8,
+            Self::PreMulSum(_) => 9,
+        }
+    }
 
     pub(crate) fn from_wire(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|op| *op as u8 == code)
+        Self::ALL.into_iter().find(|op| op.code() == code)
+    }
+
+    /// What distinguishes it: factors are compared by their bits, so that NaN equals itself.
+    fn key(self) -> (u8, Option<u64>) {
+        (self.code(), self.factor().map(f64::to_bits))
+    }
+}
+
+impl PartialEq for ReduceOp {
+    fn eq(&self, other: &Self) -> bool {
+        self.key() == other.key()
+    }
+}
+
+impl Eq for ReduceOp {}
+
+impl Hash for ReduceOp {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.key().hash(state);
     }
 }
 
@@ -37,6 +143,37 @@ impl fmt::Display for ReduceOp {
             Self::Product => "product",
             Self::Min => "min",
             Self::Max => "max",
+            Self::BAnd => "band",
+            Self::BOr => "bor",
+            Self::BXor => "bxor",
+            Self::PreMulSum(_) => "premul_sum",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_meaning_is_refused_with_what_has() {
+        let error = ReduceOp::BXor.check(DType::F16).unwrap_err();
+        assert!(error.is_invalid_argument());
+        assert_eq!(
+            error.to_string(),
+            "bxor is not defined for f16 (band, bor and bxor are for integers and truth values)"
+        );
+        assert!(ReduceOp::Avg.check(DType::Bool).is_err());
+        assert!(ReduceOp::PreMulSum(0.5).check(DType::I32).is_err());
+        assert!(ReduceOp::PreMulSum(0.5).check(DType::BF16).is_ok());
+    }
+
+    #[test]
+    fn ranks_agree_on_the_operation_and_not_on_the_factor() {
+        let (half, nan) = (ReduceOp::PreMulSum(0.5), ReduceOp::PreMulSum(f64::NAN));
+        assert_ne!(half, nan);
+        assert_eq!(nan, nan);
+        assert_eq!(half.without_factor(), nan.without_factor());
+        assert_eq!(ReduceOp::from_wire(9), Some(half.without_factor()));
     }
 }

@@ -2,10 +2,11 @@
 
 use std::time::Instant;
 
-use super::engine::Memory;
+use super::engine::{Engine, Memory};
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::{self, ReduceOp};
+use crate::deadline::Patience;
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::wire::frame::{Call, Operation};
@@ -14,9 +15,10 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce); [`Work::wait`] gives the combined buffer.
     ///
     /// # Errors
-    /// At once if the group has failed; otherwise from [`Work::wait`].
-    pub fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+    /// At once if the group has failed or `op` is not defined for the type; otherwise from [`Work::wait`].
+    pub fn all_reduce_async(&self, mut buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
+        op.prepare(dtype, buffer.as_bytes_mut())?;
         self.start(Call::new(Operation::AllReduce, dtype, elements).reducing(op), buffer)
     }
 
@@ -36,7 +38,7 @@ impl ProcessGroup {
     /// At once if the group has failed; otherwise from [`Work::wait`].
     pub fn all_gather_async(&self, buffer: Buffer) -> Result<Work> {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
-        let mut gathered = self.alloc(dtype, elements * self.world_size().count());
+        let mut gathered = self.alloc(dtype, elements * self.world_size().count())?;
         let own = buffer.as_bytes();
         let start = self.rank().index() * own.len();
         gathered.as_bytes_mut()[start..start + own.len()].copy_from_slice(own);
@@ -46,10 +48,11 @@ impl ProcessGroup {
     /// As [`reduce_scatter`](Self::reduce_scatter); [`Work::wait`] gives this rank's share.
     ///
     /// # Errors
-    /// At once if the group has failed or the buffer cannot be dealt out evenly; otherwise from [`Work::wait`].
-    pub fn reduce_scatter_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+    /// At once if the group has failed, the buffer cannot be dealt out evenly or `op` is not defined for its type; otherwise from [`Work::wait`].
+    pub fn reduce_scatter_async(&self, mut buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements, world) = (buffer.dtype(), buffer.len(), self.world_size());
         self.check_length("reduce_scatter", "input", elements, "output", elements / world.count())?;
+        op.prepare(dtype, buffer.as_bytes_mut())?;
         let own = collective::chunk(elements, world, self.rank().index());
         let call = Call::new(Operation::ReduceScatter, dtype, elements).reducing(op);
         self.start_then(call, buffer, move |buffer| {
@@ -70,21 +73,34 @@ impl ProcessGroup {
         mut buffer: Buffer,
         finish: impl FnOnce(Buffer) -> Buffer + Send + 'static,
     ) -> Result<Work> {
+        self.start_with(call, move |engine, patience| {
+            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), patience)?;
+            Ok(finish(buffer))
+        })
+    }
+
+    /// Leaves `work`, which owns its buffers, to the group's worker.
+    pub(super) fn start_with(
+        &self,
+        call: Call,
+        work: impl FnOnce(&mut Engine, &Patience) -> Result<Buffer> + Send + 'static,
+    ) -> Result<Work> {
         self.check_health()?;
-        let deadline = self.deadline();
-        let (work, completer) = Work::pending();
+        // From now on, not from when its turn comes.
+        let deadline = self.patience().deadline();
+        let (pending, completer) = Work::pending_in(self.inner.health.clone());
         let trace = self.trace();
         self.inner.lane.submit(
-            deadline,
+            &deadline.into(),
             Box::new(move |engine| {
                 let begin = Instant::now();
-                let outcome = engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), deadline);
+                let outcome = work(engine, &deadline.into());
                 if trace.is_enabled() {
                     trace.complete("communication", call.to_string(), begin, Instant::now(), &[]);
                 }
-                completer.complete(outcome.map(|()| finish(buffer)));
+                completer.complete(outcome);
             }),
         );
-        Ok(work)
+        Ok(pending)
     }
 }

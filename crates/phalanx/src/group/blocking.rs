@@ -2,6 +2,7 @@
 
 use super::ProcessGroup;
 use super::engine::Memory;
+use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
@@ -11,11 +12,14 @@ use crate::wire::frame::{Call, Operation};
 impl ProcessGroup {
     /// Combines `data` with the other ranks' `data`, element by element; every rank gets the result in place.
     ///
-    /// Small buffers by recursive doubling, large ones by a ring; docs/algorithms.md states steps and bytes.
+    /// Through shared memory if all ranks are on one host; else small buffers by recursive doubling, larger ones by
+    /// recursive halving, large ones by a ring, as [`Tuning`](crate::Tuning) says. docs/algorithms.md states steps and bytes.
     ///
     /// # Errors
-    /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified.
+    /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified. Before anything
+    /// is sent, if `op` is not defined for the type ([`ReduceOp::supports`]).
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
+        op.prepare(T::DTYPE, bytemuck::cast_slice_mut(data))?;
         let call = call::<T>(Operation::AllReduce, data.len()).reducing(op);
         self.run(call, Memory::InPlace(bytemuck::cast_slice_mut(data)))
     }
@@ -45,8 +49,15 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), and if `input` is not `world_size` times as long as `output`.
     pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
         self.check_length("reduce_scatter", "input", input.len(), "output", output.len())?;
+        op.check(T::DTYPE)?;
         let call = call::<T>(Operation::ReduceScatter, input.len()).reducing(op);
-        self.run(call, apart(input, output))
+        if op.factor().is_none() {
+            return self.run(call, apart(input, output));
+        }
+        let mut scaled = Buffer::from_slice(input);
+        op.prepare(T::DTYPE, scaled.as_bytes_mut())?;
+        let output = bytemuck::cast_slice_mut(output);
+        self.run(call, Memory::Apart { input: scaled.as_bytes(), output })
     }
 
     /// Returns when every rank has called it.
@@ -57,37 +68,10 @@ impl ProcessGroup {
         self.run(call::<u8>(Operation::Barrier, 0), Memory::InPlace(&mut []))
     }
 
-    /// Sends `data` to `to`, which must call [`recv`](Self::recv) with the same type and length. May return before it
-    /// has arrived.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), and if `to` is this rank or no rank of this group.
-    pub fn send<T: Element>(&self, data: &[T], to: Rank) -> Result<()> {
-        let to = self.peer(to)?;
+    pub(super) fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
         self.check_health()?;
-        let deadline = self.deadline();
-        let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner.lane.run(deadline, |engine| engine.send(call, to, bytemuck::cast_slice(data), deadline))?
-    }
-
-    /// Receives into `data` what `from` sends.
-    ///
-    /// # Errors
-    /// As [`send`](Self::send).
-    pub fn recv<T: Element>(&self, data: &mut [T], from: Rank) -> Result<()> {
-        let from = self.peer(from)?;
-        self.check_health()?;
-        let deadline = self.deadline();
-        let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner
-            .lane
-            .run(deadline, |engine| engine.recv(call, from, bytemuck::cast_slice_mut(data), deadline))?
-    }
-
-    fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
-        self.check_health()?;
-        let deadline = self.deadline();
-        self.inner.lane.run(deadline, |engine| engine.collective(call, memory, deadline))?
+        let patience = self.patience();
+        self.inner.lane.run(&patience, |engine| engine.collective(call, memory, &patience))?
     }
 
     pub(super) fn check_length(
@@ -111,11 +95,11 @@ impl ProcessGroup {
 
 impl Call {
     pub(super) fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
-        Self { operation, dtype, elements: elements as u64, reduce: None, root: None }
+        Self { operation, dtype, elements: elements as u64, reduce: None, root: None, tuning: 0 }
     }
 
     pub(super) fn reducing(self, op: ReduceOp) -> Self {
-        Self { reduce: Some(op), ..self }
+        Self { reduce: Some(op.without_factor()), ..self }
     }
 
     pub(super) fn rooted_at(self, root: Rank) -> Self {
@@ -123,10 +107,10 @@ impl Call {
     }
 }
 
-fn apart<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
+pub(super) fn apart<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
     Memory::Apart { input: bytemuck::cast_slice(input), output: bytemuck::cast_slice_mut(output) }
 }
 
-fn call<T: Element>(operation: Operation, elements: usize) -> Call {
+pub(super) fn call<T: Element>(operation: Operation, elements: usize) -> Call {
     Call::new(operation, T::DTYPE, elements)
 }

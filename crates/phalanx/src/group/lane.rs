@@ -12,7 +12,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::affinity::{LocalPlace, keep_apart};
 use super::engine::Engine;
-use crate::deadline::Deadline;
+use crate::deadline::Patience;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::transport::health::Health;
@@ -32,12 +32,15 @@ pub(super) struct Lane {
 
 struct Shared {
     state: Mutex<State>,
+    /// For callers.
     changed: Condvar,
+    /// For the worker. Its own: it must not wake with every blocking call.
+    due: Condvar,
 }
 
 struct State {
     /// Absent while somebody runs an operation on it.
-    engine: Option<Engine>,
+    engine: Option<Box<Engine>>,
     next_ticket: u64,
     serving: u64,
     jobs: VecDeque<(u64, Job)>,
@@ -47,9 +50,15 @@ struct State {
 impl Lane {
     pub(super) fn new(rank: Rank, engine: Engine, place: LocalPlace) -> Result<Self> {
         let health = engine.health();
-        let state =
-            State { engine: Some(engine), next_ticket: 0, serving: 0, jobs: VecDeque::new(), closed: false };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        let state = State {
+            engine: Some(Box::new(engine)),
+            next_ticket: 0,
+            serving: 0,
+            jobs: VecDeque::new(),
+            closed: false,
+        };
+        let shared =
+            Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), due: Condvar::new() });
         let served = shared.clone();
         let worker = std::thread::Builder::new()
             .name(format!("phalanx-comm-{rank}"))
@@ -61,24 +70,23 @@ impl Lane {
         Ok(Self { health, shared, worker: Some(worker) })
     }
 
-    /// Runs `operation` here, after all that was called before it. If `deadline` passes first, the group fails.
-    pub(super) fn run<R>(&self, deadline: Deadline, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
+    /// Runs `operation` here, after all that was called before it. If `patience` ends first, the group fails.
+    pub(super) fn run<R>(&self, patience: &Patience, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
         let mut state = self.shared.state.lock();
         let ticket = state.next_ticket;
         state.next_ticket += 1;
-        self.wait(&mut state, deadline, |state| state.serving == ticket);
+        self.wait(&mut state, patience, |state| state.serving == ticket);
         self.shared.with_engine(state, operation)
     }
 
-    /// Leaves `job` to the worker, as soon as there is room for it. If `deadline` passes first, the group fails.
-    pub(super) fn submit(&self, deadline: Deadline, job: Job) {
+    /// Leaves `job` to the worker, as soon as there is room for it. If `patience` ends first, the group fails.
+    pub(super) fn submit(&self, patience: &Patience, job: Job) {
         let mut state = self.shared.state.lock();
-        self.wait(&mut state, deadline, |state| state.jobs.len() < CAPACITY);
+        self.wait(&mut state, patience, |state| state.jobs.len() < CAPACITY);
         let ticket = state.next_ticket;
         state.next_ticket += 1;
         state.jobs.push_back((ticket, job));
-        drop(state);
-        self.shared.changed.notify_all();
+        self.shared.hand_on(state);
     }
 
     /// Waits until `ready`. An operation before this one may have a later deadline: failing the group ends it at once,
@@ -86,11 +94,13 @@ impl Lane {
     fn wait(
         &self,
         state: &mut MutexGuard<'_, State>,
-        deadline: Deadline,
+        patience: &Patience,
         mut ready: impl FnMut(&State) -> bool,
     ) {
         while !ready(state) {
-            if self.shared.changed.wait_until(state, deadline.instant()).timed_out() && !ready(state) {
+            if self.shared.changed.wait_until(state, patience.deadline().instant()).timed_out()
+                && !ready(state)
+            {
                 MutexGuard::unlocked(state, || {
                     self.health.fail(
                         Error::timeout("the operations called before this one have not ended in time")
@@ -109,7 +119,7 @@ impl Drop for Lane {
     /// Lets the worker finish what it has been given: the peers wait for it, and every operation has a deadline.
     fn drop(&mut self) {
         self.shared.state.lock().closed = true;
-        self.shared.changed.notify_all();
+        self.shared.due.notify_one();
         if let Some(worker) = self.worker.take()
             && worker.thread().id() != std::thread::current().id()
         {
@@ -137,9 +147,18 @@ impl Shared {
         let mut state = self.state.lock();
         state.engine = Some(engine);
         state.serving += 1;
-        drop(state);
-        self.changed.notify_all();
+        self.hand_on(state);
         outcome.map_err(|_| Error::aborted("an operation panicked on this rank"))
+    }
+
+    /// Wakes whose turn it is.
+    fn hand_on(&self, state: MutexGuard<'_, State>) {
+        let is_workers = state.jobs.front().is_some_and(|(ticket, _)| *ticket == state.serving);
+        drop(state);
+        if is_workers {
+            self.due.notify_one();
+        }
+        self.changed.notify_all();
     }
 
     fn serve(&self) {
@@ -150,7 +169,7 @@ impl Shared {
                 match state.jobs.front() {
                     Some((ticket, _)) if *ticket == turn => break state.jobs.pop_front(),
                     None if state.closed => return,
-                    _ => self.changed.wait(&mut state),
+                    _ => self.due.wait(&mut state),
                 }
             };
             if let Some((_, job)) = job {

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::group::{Identity, LocalPlace, ProcessGroup};
+use crate::group::{Ground, Identity, LocalPlace, Origin, ProcessGroup};
 use crate::rank::{Epoch, Rank, WorldSize};
-use crate::store::MemoryStore;
+use crate::store::{MemoryStore, SharedStore};
 use crate::trace::Trace;
-use crate::transport::{self, Place, TransportKind};
+use crate::transport::{self, Place, TransportKind, Wishes};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,13 +19,15 @@ pub enum Fabric {
     InProcess,
     /// TCP over loopback.
     Tcp,
-    /// Rings in shared memory.
+    /// Shared memory among all.
     SharedMemory,
+    /// TCP, with shared memory among the lower and among the upper half of the ranks.
+    TwoHosts,
 }
 
 impl Fabric {
     /// Every way; tests run on each.
-    pub const ALL: [Self; 3] = [Self::InProcess, Self::Tcp, Self::SharedMemory];
+    pub const ALL: [Self; 4] = [Self::InProcess, Self::Tcp, Self::SharedMemory, Self::TwoHosts];
 }
 
 /// Runs `rank` once for each rank of a world of `world`, each on a thread of its own; gives what they returned, by
@@ -58,15 +60,16 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
     let world = WorldSize::new(world)?;
     let kind = match fabric {
         Fabric::InProcess => return ProcessGroup::in_process(world),
-        Fabric::Tcp => TransportKind::Tcp,
-        Fabric::SharedMemory => TransportKind::SharedMemory,
+        Fabric::Tcp => Some(TransportKind::Tcp),
+        Fabric::SharedMemory => Some(TransportKind::SharedMemory),
+        Fabric::TwoHosts => None,
     };
     let store = Arc::new(MemoryStore::new());
     std::thread::scope(|scope| {
         let ranks: Vec<_> = world
             .ranks()
             .map(|rank| (rank, store.clone()))
-            .map(|(rank, store)| scope.spawn(move || processes(&store, rank, world, kind)))
+            .map(|(rank, store)| scope.spawn(move || processes(store, rank, world, kind)))
             .collect();
         ranks
             .into_iter()
@@ -75,19 +78,25 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
     })
 }
 
-fn processes(store: &MemoryStore, rank: Rank, world: WorldSize, kind: TransportKind) -> Result<ProcessGroup> {
+fn processes(
+    store: SharedStore,
+    rank: Rank,
+    world: WorldSize,
+    kind: Option<TransportKind>,
+) -> Result<ProcessGroup> {
+    let host = if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
+    let host_id = kind.is_none().then(|| host.to_owned());
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let place = Place { store, rank, world, epoch: Epoch::default(), interface };
+    let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface };
     let deadline = Deadline::after(Duration::from_secs(20));
-    let (transport, kind, health) = transport::connect(&place, Some(kind), deadline)?;
-    let identity = Identity {
-        rank,
-        world,
+    let wishes = Wishes { kind, host: host_id.as_deref() };
+    let connected = transport::connect(&place, wishes, deadline)?;
+    let origin = Origin {
+        ground: Ground::Mesh { store, interface, transport: kind, host_id },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
-        epoch: place.epoch,
-        trace: Trace::default(),
-        transport: Some(kind),
-        keep_alive: Box::new(()),
+        epoch: Epoch::default(),
+        _keep_alive: Arc::new(()),
+        members: None,
     };
-    ProcessGroup::new(identity, transport, health)
+    ProcessGroup::new(Identity { rank, world, trace: Trace::default(), origin }, connected)
 }

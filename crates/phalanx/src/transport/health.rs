@@ -1,6 +1,7 @@
 //! The one failure of a group: set once, by whoever sees it first, and seen by everybody.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
@@ -20,6 +21,10 @@ type Alarm = Box<dyn FnOnce(&Error) + Send>;
 pub(crate) struct Health {
     rank: Rank,
     hosts: Vec<String>,
+    /// The ranks of the first group, by rank of this one; none if they are the same.
+    members: Option<Arc<[Rank]>>,
+    /// Is there a cause? Asked by every operation, without the lock.
+    failed: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -35,13 +40,35 @@ struct State {
 impl Health {
     /// A healthy group, seen from `rank`; `hosts` names the host of each rank.
     pub(crate) fn new(rank: Rank, hosts: Vec<String>) -> Arc<Self> {
+        Self::among(rank, hosts, None)
+    }
+
+    /// The same of a sub-group, whose ranks are these `members` of the first group. What is said about a rank's host
+    /// names both.
+    pub(crate) fn among(rank: Rank, mut hosts: Vec<String>, members: Option<Arc<[Rank]>>) -> Arc<Self> {
+        for (host, member) in hosts.iter_mut().zip(members.iter().flat_map(|members| members.iter())) {
+            *host = format!("{host}, global rank {member}");
+        }
         let state = State { cause: None, announced: false, left: vec![false; hosts.len()], alarm: None };
-        Arc::new(Self { rank, hosts, state: Mutex::new(state), changed: Condvar::new() })
+        Arc::new(Self {
+            rank,
+            hosts,
+            members,
+            failed: AtomicBool::new(false),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        })
     }
 
     /// The host of `rank`.
     pub(crate) fn host(&self, rank: Rank) -> &str {
         self.hosts.get(rank.index()).map_or("unknown host", String::as_str)
+    }
+
+    /// The rank in the first group that is `rank` here.
+    pub(crate) fn global(&self, rank: Rank) -> Rank {
+        let member = self.members.as_ref().and_then(|members| members.get(rank.index()));
+        member.copied().unwrap_or(rank)
     }
 
     /// Has `alarm` called when the group fails; at once, if it has failed already.
@@ -59,6 +86,9 @@ impl Health {
     /// The cause, if the group has failed. By then the peers have been told: a program that exits at the sight of it would
     /// else be the first that they miss, and be blamed.
     pub(crate) fn cause(&self) -> Option<Error> {
+        if !self.has_failed() {
+            return None;
+        }
         let mut state = self.state.lock();
         while state.cause.is_some() && !state.announced {
             self.changed.wait(&mut state);
@@ -68,7 +98,7 @@ impl Health {
 
     /// Has the group failed, whether the peers have been told or not?
     pub(crate) fn has_failed(&self) -> bool {
-        self.state.lock().cause.is_some()
+        self.failed.load(Ordering::Acquire)
     }
 
     /// Fails the group. The first cause stays; it is returned.
@@ -85,6 +115,7 @@ impl Health {
         }
         let error = if error.rank().is_none() { error.at(self.rank, self.host(self.rank)) } else { error };
         state.cause = Some(error.clone());
+        self.failed.store(true, Ordering::Release);
         let alarm = state.alarm.take();
         drop(state);
         if let Some(alarm) = alarm {

@@ -2,19 +2,21 @@
 
 pub(crate) mod health;
 pub(crate) mod in_process;
-mod shared_memory;
+pub(crate) mod messages;
 mod tcp;
+pub(crate) mod words;
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
 use self::health::Health;
-use self::shared_memory::SharedMemory;
+use self::messages::Messages;
 pub(crate) use self::tcp::Place;
 use self::tcp::{Monitor, Tcp};
 use crate::collective::kernel::Kernel;
 use crate::deadline::Deadline;
+use crate::domain::{self, Domain, Joined, Partition};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::frame::Header;
@@ -81,44 +83,75 @@ impl FromStr for TransportKind {
     }
 }
 
-/// Connects every rank with every other; returns when this rank's connections all stand. Unless a kind is asked for, it
-/// is shared memory if all ranks can map each other's, else TCP.
-pub(crate) fn connect(
+/// What a rank asks for when it connects.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Wishes<'a> {
+    /// What carries the data. If it is left open: shared memory if all ranks can map each other's, else TCP.
+    pub kind: Option<TransportKind>,
+    /// The identity of this host, if it is not to be found out.
+    pub host: Option<&'a str>,
+}
+
+/// What joins a rank with the others of its group.
+pub(crate) struct Connected {
+    pub transport: Box<dyn Transport>,
+    pub messages: Messages,
+    /// What carries the collectives; nothing between threads of one process.
+    pub kind: Option<TransportKind>,
+    pub health: Arc<Health>,
+    /// Which ranks share memory with which.
+    pub partition: Partition,
+    /// Those that share memory with this one.
+    pub domain: Option<Domain>,
+}
+
+/// Connects every rank with every other; returns when this rank's connections all stand.
+pub(crate) fn connect(place: &Place<'_>, wishes: Wishes<'_>, deadline: Deadline) -> Result<Connected> {
+    connect_among(place, None, wishes, deadline)
+}
+
+/// [`connect`] for a sub-group, whose ranks are these `members` of the first group.
+pub(crate) fn connect_among(
     place: &Place<'_>,
-    kind: Option<TransportKind>,
+    members: Option<Arc<[Rank]>>,
+    wishes: Wishes<'_>,
     deadline: Deadline,
-) -> Result<(Box<dyn Transport>, TransportKind, Arc<Health>)> {
+) -> Result<Connected> {
+    let Wishes { kind, host } = wishes;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that is done already.
-        shared_memory::decline(place, deadline)?;
+        domain::decline(place, deadline)?;
     }
     let mesh = tcp::mesh(place, deadline)?;
-    let health = Health::new(place.rank, mesh.hosts);
+    let health = Health::among(place.rank, mesh.hosts, members);
     let connections = Arc::new(mesh.connections);
-    let monitor = Monitor::start(place.rank, connections.clone(), health.clone())?;
+    let monitor = Arc::new(Monitor::start(place.rank, connections.clone(), health.clone())?);
+    let mut joined = Joined { partition: Partition::alone(place.world.count()), domain: None, reason: None };
     if kind != Some(TransportKind::Tcp) {
         // A rank that gives up here says so: the others may be waiting for its word.
-        let rings = shared_memory::rings(place, &health, deadline).map_err(|error| health.fail(error))?;
-        match rings {
-            Ok(rings) => {
-                let transport = SharedMemory::new(place.rank, rings, health.clone(), monitor);
-                return Ok((Box::new(transport), TransportKind::SharedMemory, health));
-            }
-            Err(reason) if kind.is_some() => {
-                let error = Error::environment(format!("the ranks share no memory: {reason}"))
-                    .with_remedy("unset PHALANX_TRANSPORT to use TCP where memory cannot be shared");
-                // Others may have been asked for nothing, and go on.
-                return Err(health.fail(error));
-            }
-            Err(reason) => tracing::debug!(reason, "the ranks share no memory; data goes over TCP"),
-        }
+        joined = domain::join(place, host, &health, deadline).map_err(|error| health.fail(error))?;
     }
-    let transport = Tcp::new(place.rank, connections, health.clone(), monitor);
-    Ok((Box::new(transport), TransportKind::Tcp, health))
+    let Joined { partition, domain, reason } = joined;
+    let shares = partition.is_one() && domain.as_ref().is_some_and(Domain::is_world);
+    if !shares && kind != Some(TransportKind::Tcp) {
+        let reason = reason.unwrap_or_else(|| "they cannot map each other's".to_owned());
+        // Where all can share, the others meet in memory, without this rank. Where all were told to, others may have
+        // been asked for nothing, and go on.
+        if partition.is_one() || kind == Some(TransportKind::SharedMemory) {
+            return Err(health.fail(domain::refused(&reason)));
+        }
+        tracing::debug!(reason, "not all ranks share memory; data goes over TCP");
+    }
+    let rings = messages::rings(place, partition.domain_of(place.rank), &health, deadline);
+    let rings = rings.map_err(|error| health.fail(error))?;
+    let messages = Messages::over(place.rank, &connections, rings, &health, Box::new(monitor.clone()));
+    let transport = Box::new(Tcp::new(place.rank, connections, health.clone(), monitor));
+    let kind = Some(if shares { TransportKind::SharedMemory } else { TransportKind::Tcp });
+    Ok(Connected { transport, messages, kind, health, partition, domain })
 }
 
 /// The error of a peer that was waited for until the deadline.
-fn late(peer: Rank, host: &str) -> Error {
+pub(crate) fn late(peer: Rank, host: &str) -> Error {
     Error::timeout(format!("rank {peer} ({host}) did not take part in time"))
         .with_peer(peer)
         .with_remedy(
@@ -131,6 +164,6 @@ fn late(peer: Rank, host: &str) -> Error {
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
-    let socket = tcp::fuzz(bytes);
-    shared_memory::fuzz(bytes) || socket
+    let understood = [tcp::fuzz(bytes), messages::fuzz(bytes), domain::fuzz(bytes)];
+    understood.contains(&true)
 }

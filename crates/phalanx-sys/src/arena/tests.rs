@@ -1,0 +1,80 @@
+use super::*;
+
+const BYTES: usize = 64 << 20;
+
+fn peer(arena: &Arena, nonce: u64) -> io::Result<Arc<Mapping>> {
+    Arena::open(std::process::id(), arena.descriptor(), arena.bytes(), nonce)
+}
+
+#[test]
+fn a_region_is_zero_and_peers_see_what_is_written_to_it() {
+    let arena = Arena::create(BYTES, 7).unwrap();
+    let mut region = arena.alloc(5000).unwrap();
+    assert_eq!(region.as_slice(), [0; 5000]);
+    region.as_mut_slice()[4999] = 9;
+    let offset = arena.find(region.as_slice()).unwrap();
+    let peer = peer(&arena, 7).unwrap();
+    // SAFETY: mapped, as `at` has checked, and not written meanwhile.
+    assert_eq!(unsafe { peer.at(offset + 4999, 1).read() }, 9);
+}
+
+#[test]
+fn only_whole_regions_are_found() {
+    let arena = Arena::create(BYTES, 7).unwrap();
+    let (one, two) = (arena.alloc(5000).unwrap(), arena.alloc(PAGE).unwrap());
+    assert!(arena.find(one.as_slice()).is_some() && arena.find(two.as_slice()).is_some());
+    assert_eq!(arena.find(&one.as_slice()[..4999]), None);
+    assert_eq!(arena.find(&one.as_slice()[1..]), None);
+    assert_eq!(arena.find(&[0; 5000]), None);
+    assert_eq!(arena.find(&[]), None);
+}
+
+#[test]
+fn memory_that_comes_again_is_zero_again() {
+    let arena = Arena::create(BYTES, 7).unwrap();
+    for _ in 0..3 {
+        let mut region = arena.alloc(3 * PAGE).unwrap();
+        assert!(region.as_slice().iter().all(|byte| *byte == 0));
+        region.as_mut_slice().fill(1);
+        assert_eq!(arena.find(region.as_slice()), Some(RESERVED));
+    }
+}
+
+#[test]
+fn too_little_memory_is_an_error() {
+    let arena = Arena::create(BYTES, 7).unwrap();
+    let error = arena.alloc(BYTES).unwrap_err();
+    assert!(error.to_string().contains("do not fit"), "{error}");
+    assert!(arena.alloc(0).is_err() && arena.alloc(usize::MAX).is_err());
+    let error = memory::check(usize::MAX / 2).unwrap_err();
+    assert!(error.to_string().contains("are left"), "{error}");
+}
+
+#[test]
+fn only_the_right_arena_is_opened() {
+    let arena = Arena::create(BYTES, 7).unwrap();
+    assert!(peer(&arena, 8).is_err());
+    let open = |bytes| Arena::open(std::process::id(), arena.descriptor(), bytes, 7);
+    assert!(open(BYTES).is_ok());
+    assert!(open(BYTES + PAGE).is_err() && open(BYTES - 1).is_err() && open(0).is_err());
+    assert!(open(usize::MAX / PAGE * PAGE).is_err());
+}
+
+#[test]
+fn what_a_late_peer_writes_does_not_reach_a_region_that_is_cut_off() {
+    let arena = Arena::create(BYTES, 7).unwrap();
+    let mut region = arena.alloc(2 * PAGE).unwrap();
+    region.as_mut_slice().fill(3);
+    let offset = arena.find(region.as_slice()).unwrap();
+    let late = peer(&arena, 7).unwrap();
+    // SAFETY: this thread holds the region.
+    unsafe { arena.cut_off(offset) }.unwrap();
+    assert_eq!(arena.find(region.as_slice()), None);
+    // SAFETY: mapped, as `at` has checked, and nobody reads it.
+    unsafe { late.at(offset, 2 * PAGE).write_bytes(9, 2 * PAGE) };
+    assert!(region.as_slice().iter().all(|byte| *byte == 3));
+    region.as_mut_slice().fill(4);
+    drop(region);
+    let next = arena.alloc(2 * PAGE).unwrap();
+    assert_ne!(arena.find(next.as_slice()), Some(offset));
+}

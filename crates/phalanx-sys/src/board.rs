@@ -1,0 +1,283 @@
+//! What the ranks of one host meet on for a collective, and how they reach each other's memory there.
+//!
+//! Each rank has a part of the board at the start of its [`Arena`]; it writes its own part, and reads the others':
+//!
+//! ```text
+//!   doorbell   rung, sleeping               on lines of their own, as all that follows
+//!   done       the last call in whose memory this rank is done
+//!   stream 0   staged, taken                windows that this rank has filled, and is done with
+//!   stream 1   staged, taken
+//!   slot 0     sequence, call (16 bytes), what memory, its length, then bytes that travel in the slot
+//!   slot 1     the same: calls with even numbers have the one, calls with odd numbers the other
+//!   staging    two buffers for each stream
+//! ```
+//!
+//! All ranks of the board make the same calls. A call begins with each rank's word in its slot, published by the
+//! sequence number, and with the wait for everybody's: then all know what all call, and what memory they bring. That is
+//! all for few bytes, which travel in the slot ([`Board::small`], [`Meeting::words`]). Two slots are enough: a rank that writes call n+2 has
+//! seen everybody's word on call n+1, which nobody gives before it is done with call n.
+//!
+//! Many bytes are reached where they are, if every rank brings a whole region of its arena ([`Meeting::combine`],
+//! [`Meeting::read`]), and the call ends when everybody is done. Else they pass through the staging buffers
+//! ([`Meeting::stage`], [`Meeting::take`]). What each rank brings stands in its slot, so all decide alike.
+
+mod meeting;
+mod wait;
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+pub use self::meeting::{Meeting, Stream, Way};
+use self::wait::Waits;
+use crate::arena::{Arena, Mapping, PAGE};
+use crate::shared::Doorbell;
+
+/// Two cache lines: processors fetch them in pairs.
+const LINE: usize = 128;
+/// Bytes of a word on a call, before those that travel with it in the slot: so few that the smallest calls need one
+/// line.
+const HEAD: usize = 40;
+/// The most bytes that travel in a slot.
+pub const SMALL: usize = 16 << 10;
+/// Bytes of each staging buffer: all of them stay in a second-level cache.
+pub const WINDOW: usize = 256 << 10;
+/// Streams of staged windows that a call can have.
+const STREAMS: usize = 2;
+/// Staging buffers of each stream: while the others take from one, the next is filled.
+const BUFFERS: usize = 2;
+
+const START: usize = PAGE;
+const DONE: usize = START + 2 * LINE;
+const COUNTERS: usize = DONE + LINE;
+const SLOTS: usize = COUNTERS + STREAMS * 2 * LINE;
+const SLOT: usize = SMALL + LINE;
+const STAGING: usize = (SLOTS + 2 * SLOT).next_multiple_of(PAGE);
+/// Bytes of a rank's part of the board.
+pub(crate) const BYTES: usize = STAGING + STREAMS * BUFFERS * WINDOW - START;
+
+/// A call as the ranks compare it.
+pub type Call = [u8; 16];
+
+/// What a rank brings to a call, besides the call itself; it stands in the lowest bits of the offset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Brings {
+    /// Memory that others do not reach.
+    Ordinary = 0,
+    /// A region that others may write.
+    Lent = 1,
+    /// A region that others may read.
+    Shown = 2,
+    /// Bytes in the slot.
+    Small = 3,
+}
+
+/// Asked now and then during a wait for the member with this index: an error ends the wait.
+pub type Watch<'a, E> = &'a mut dyn FnMut(usize) -> Result<(), E>;
+
+/// One rank's end of the board.
+pub struct Board {
+    me: usize,
+    own: Arc<Arena>,
+    members: Vec<Arc<Mapping>>,
+    waits: Waits,
+    sequence: u64,
+    /// Windows staged and taken so far, by stream.
+    staged: [u64; STREAMS],
+    taken: [u64; STREAMS],
+}
+
+impl Board {
+    /// The board of the ranks whose arenas are given, in an order on which all agree; `own` stands at `me`. None if it
+    /// does not, or if there is somebody twice.
+    pub fn new(own: Arc<Arena>, members: Vec<Arc<Mapping>>, me: usize) -> Option<Self> {
+        let distinct = members
+            .iter()
+            .enumerate()
+            .all(|(index, one)| members[..index].iter().all(|other| !Arc::ptr_eq(one, other)));
+        (distinct && Arc::ptr_eq(members.get(me)?, own.mapping())).then(|| Self {
+            me,
+            own,
+            waits: Waits::new(members.len()),
+            members,
+            sequence: 0,
+            staged: [0; STREAMS],
+            taken: [0; STREAMS],
+        })
+    }
+
+    /// This rank's place among the members.
+    pub fn me(&self) -> usize {
+        self.me
+    }
+
+    /// The number of members.
+    pub fn members(&self) -> usize {
+        self.members.len()
+    }
+
+    /// A call with `bytes` in the slot, at most [`SMALL`]; gives every member's word when all have come.
+    pub fn small<E>(&mut self, call: Call, bytes: &[u8], watch: Watch<'_, E>) -> Result<Words<'_>, E> {
+        self.sequence += 1;
+        self.put(bytes);
+        self.publish(call, Brings::Small, 0, bytes.len());
+        self.meet(watch)?;
+        Ok(Words { board: self })
+    }
+
+    /// A call in which others may write into `memory`, if it is a whole region and everybody brings one of the same
+    /// length. Otherwise, if nobody does, the part of it that is `small` travels in the slots; else `work` stages it.
+    ///
+    /// After an error the region is cut off, so that a peer that still works on the call does no harm.
+    pub fn in_place<R, E>(
+        &mut self,
+        call: Call,
+        memory: &mut [u8],
+        small: Option<Range<usize>>,
+        watch: Watch<'_, E>,
+        work: impl FnOnce(&mut Meeting<'_, '_, E>) -> Result<R, E>,
+    ) -> Result<R, E> {
+        let region = self.own.find(memory);
+        let lent = region.map(|offset| meeting::Lent::new(self.own.clone(), offset));
+        self.bring(call, memory, region.map(|offset| (Brings::Lent, offset)), small);
+        let outcome = Meeting::hold(self, meeting::Memory::InPlace(memory), watch, work)?;
+        if let Some(lent) = lent {
+            lent.end();
+        }
+        Ok(outcome)
+    }
+
+    /// A call in which others may read `memory`, if it and everybody's is a whole region. Otherwise as
+    /// [`in_place`](Self::in_place).
+    pub fn apart<R, E>(
+        &mut self,
+        call: Call,
+        memory: &[u8],
+        small: Option<Range<usize>>,
+        watch: Watch<'_, E>,
+        work: impl FnOnce(&mut Meeting<'_, '_, E>) -> Result<R, E>,
+    ) -> Result<R, E> {
+        let region = self.own.find(memory);
+        self.bring(call, memory, region.map(|offset| (Brings::Shown, offset)), small);
+        Meeting::hold(self, meeting::Memory::Apart(memory), watch, work)
+    }
+
+    /// Begins a call, with a region if there is one.
+    fn bring(
+        &mut self,
+        call: Call,
+        memory: &[u8],
+        region: Option<(Brings, usize)>,
+        small: Option<Range<usize>>,
+    ) {
+        self.sequence += 1;
+        match (region, small) {
+            (Some((brings, offset)), _) => self.publish(call, brings, offset, memory.len()),
+            (None, Some(part)) => {
+                self.put(&memory[part.clone()]);
+                self.publish(call, Brings::Small, 0, part.len());
+            }
+            (None, None) => self.publish(call, Brings::Ordinary, 0, memory.len()),
+        }
+    }
+
+    /// Copies `bytes` into the slot of a call that is not published yet.
+    fn put(&mut self, bytes: &[u8]) {
+        assert!(bytes.len() <= SMALL, "too many bytes for a slot");
+        let place = self.own.mapping().at(self.slot() + HEAD, bytes.len());
+        // SAFETY: inside the own slot, which no peer reads: whoever could has seen a later call; see the module.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.as_ptr(), bytes.len()) };
+    }
+
+    /// Where this call's slot lies in each part of the board.
+    fn slot(&self) -> usize {
+        SLOTS + (self.sequence % 2) as usize * SLOT
+    }
+
+    fn publish(&self, call: Call, brings: Brings, offset: usize, bytes: usize) {
+        let (slot, own) = (self.slot(), self.own.mapping());
+        let (first, second) = call.split_at(8);
+        let words = [number(first), number(second), (offset | brings as usize) as u64, bytes as u64];
+        for (index, word) in words.into_iter().enumerate() {
+            own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
+        }
+        self.show(slot, self.sequence);
+    }
+
+    /// Waits for everybody's word on this call.
+    fn meet<E>(&self, watch: Watch<'_, E>) -> Result<(), E> {
+        self.await_all(self.slot(), self.sequence, watch)
+    }
+
+    /// Shows the others that this rank has reached `value`, and wakes those that sleep.
+    fn show(&self, counter: usize, value: u64) {
+        // Releases what was written before. Sequentially consistent, with the load in `wake`: either that sees a sleeper's
+        // flag, or the sleeper, after its own fence, sees this.
+        self.own.mapping().word(counter).swap(value, Ordering::SeqCst);
+        for (index, member) in self.members.iter().enumerate() {
+            if index != self.me {
+                doorbell(member).wake();
+            }
+        }
+    }
+
+    /// Waits until the others' `counter` has reached `value`.
+    fn await_all<E>(&self, counter: usize, value: u64, watch: Watch<'_, E>) -> Result<(), E> {
+        for (index, member) in self.members.iter().enumerate() {
+            if index != self.me {
+                let counter = member.word(counter);
+                let ready = || counter.load(Ordering::Acquire) >= value;
+                self.waits.until(ready, doorbell(self.own.mapping()), || watch(index))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A field of a member's word on this call.
+    fn field(&self, member: usize, index: usize) -> u64 {
+        self.members[member].word(self.slot() + 8 + 8 * index).load(Ordering::Relaxed)
+    }
+
+    fn call_of(&self, member: usize) -> Call {
+        let mut call = [0; 16];
+        call[..8].copy_from_slice(&self.field(member, 0).to_le_bytes());
+        call[8..].copy_from_slice(&self.field(member, 1).to_le_bytes());
+        call
+    }
+}
+
+/// What the members said in their slots, until the next call.
+pub struct Words<'a> {
+    board: &'a Board,
+}
+
+impl<'a> Words<'a> {
+    /// What `member` calls.
+    pub fn call(&self, member: usize) -> Call {
+        self.board.call_of(member)
+    }
+
+    /// The bytes that `member` sent with it; none if it sent them otherwise, which only another call does.
+    pub fn bytes(&self, member: usize) -> &'a [u8] {
+        let board = self.board;
+        let bytes = usize::try_from(board.field(member, 3)).unwrap_or(usize::MAX);
+        if board.brings(member) != Brings::Small as u64 || bytes > SMALL {
+            return &[];
+        }
+        let place = board.members[member].at(board.slot() + HEAD, bytes);
+        // SAFETY: inside the member's slot, whose bytes were published with the sequence number that this rank has seen,
+        // and stay until this rank has given its word on the next call, which needs this borrow of the board to end.
+        unsafe { std::slice::from_raw_parts(place.as_ptr(), bytes) }
+    }
+}
+
+fn doorbell(mapping: &Mapping) -> Doorbell<'_> {
+    Doorbell::new(mapping.half_word(START), mapping.half_word(START + LINE))
+}
+
+fn number(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
+}
+
+#[cfg(test)]
+mod tests;

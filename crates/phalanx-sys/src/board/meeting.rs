@@ -1,0 +1,341 @@
+//! A call with many bytes, once every rank has given its word on it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{BUFFERS, Board, Brings, COUNTERS, Call, DONE, LINE, STAGING, WINDOW, Watch, Words};
+use crate::arena::Arena;
+
+/// What this rank brings.
+pub(super) enum Memory<'a> {
+    InPlace(&'a mut [u8]),
+    Apart(&'a [u8]),
+}
+
+/// How the bytes of a call get from rank to rank; the same on every rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Everybody reaches everybody's memory.
+    Direct,
+    /// In the slots.
+    Small,
+    /// Through the staging buffers.
+    Staged,
+}
+
+/// A call of all members, under way.
+pub struct Meeting<'a, 'w, E> {
+    board: &'a mut Board,
+    memory: Memory<'a>,
+    way: Way,
+    watch: Watch<'w, E>,
+}
+
+/// A region that peers may write into. Unless the call comes to its end, it is cut off from them.
+pub(super) struct Lent {
+    arena: Arc<Arena>,
+    offset: usize,
+    ended: bool,
+}
+
+impl Lent {
+    pub(super) fn new(arena: Arc<Arena>, offset: usize) -> Self {
+        Self { arena, offset, ended: false }
+    }
+
+    /// Every peer has said that it is done.
+    pub(super) fn end(mut self) {
+        self.ended = true;
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if self.ended {
+            return;
+        }
+        // SAFETY: the call holds the region's memory exclusively as long as this lives.
+        let cut = unsafe { self.arena.cut_off(self.offset) };
+        // It fails only where not a page and not an address is left, and then what is in the region is the least worry.
+        let _ = cut;
+    }
+}
+
+impl<'a, 'w, E> Meeting<'a, 'w, E> {
+    /// Waits for everybody's word, does the `work`, and waits until everybody is done.
+    pub(super) fn hold<R>(
+        board: &'a mut Board,
+        memory: Memory<'a>,
+        watch: Watch<'w, E>,
+        work: impl FnOnce(&mut Meeting<'a, 'w, E>) -> Result<R, E>,
+    ) -> Result<R, E> {
+        board.meet(&mut *watch)?;
+        let wanted = match &memory {
+            Memory::InPlace(memory) => (Brings::Lent, Some(memory.len())),
+            Memory::Apart(_) => (Brings::Shown, None),
+        };
+        let direct = (0..board.members()).all(|member| {
+            board
+                .region(member, wanted.0)
+                .is_some_and(|region| wanted.1.is_none_or(|len| len == region.len()))
+        });
+        let small = || (0..board.members()).all(|member| board.brings(member) == Brings::Small as u64);
+        let way = match direct {
+            true => Way::Direct,
+            false if small() => Way::Small,
+            false => Way::Staged,
+        };
+        let mut meeting = Meeting { board, memory, way, watch };
+        let outcome = work(&mut meeting)?;
+        let Meeting { board, way, watch, .. } = meeting;
+        if way == Way::Direct {
+            board.show(DONE, board.sequence);
+            board.await_all(DONE, board.sequence, watch)?;
+        }
+        Ok(outcome)
+    }
+
+    /// How the bytes get from rank to rank.
+    pub fn way(&self) -> Way {
+        self.way
+    }
+
+    /// This rank's place among the members.
+    pub fn me(&self) -> usize {
+        self.board.me
+    }
+
+    /// The number of members.
+    pub fn members(&self) -> usize {
+        self.board.members()
+    }
+
+    /// What `member` calls.
+    pub fn call(&self, member: usize) -> Call {
+        self.board.call_of(member)
+    }
+
+    /// What all said in their slots, and what this rank brought, to be changed.
+    ///
+    /// # Panics
+    /// If the memory is direct.
+    pub fn words<R>(&mut self, work: impl FnOnce(&Words<'_>, &mut [u8]) -> R) -> R {
+        assert_ne!(self.way, Way::Direct, "the others may be writing into it");
+        let memory = match &mut self.memory {
+            Memory::InPlace(memory) => &mut **memory,
+            Memory::Apart(_) => &mut [],
+        };
+        work(&Words { board: self.board }, memory)
+    }
+
+    /// What this rank brought, if it is staged and not lent or shown.
+    pub fn memory(&self) -> &[u8] {
+        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
+        match &self.memory {
+            Memory::InPlace(memory) => memory,
+            Memory::Apart(memory) => memory,
+        }
+    }
+
+    /// Lends this rank's share of every member's memory, in the order of the members. The memory is dealt out evenly in
+    /// multiples of `unit`, on which all must agree; what is over goes to the last.
+    ///
+    /// # Panics
+    /// If the memory is not direct, or not lent for writing.
+    pub fn combine<R>(&mut self, unit: usize, work: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
+        assert!(self.way == Way::Direct && matches!(self.memory, Memory::InPlace(_)), "it is not lent");
+        let board = &*self.board;
+        let mut shares: Vec<&mut [u8]> = (0..board.members())
+            .map(|member| {
+                let region = board.region(member, Brings::Lent).unwrap_or(0..0);
+                let share = share(region.len(), unit, board.members(), board.me);
+                let place = board.members[member].at(region.start + share.start, share.len());
+                // SAFETY: inside the member's arena, as `at` checks. Every member has lent this region and waits until
+                // this one is done; each touches the share of its own number, and shares of one length do not overlap.
+                // The regions of different members lie in different arenas. If this is the own region: it is borrowed
+                // exclusively by this meeting, which lends it only here, once at a time.
+                unsafe { std::slice::from_raw_parts_mut(place.as_ptr(), share.len()) }
+            })
+            .collect();
+        work(&mut shares)
+    }
+
+    /// Lends every member's whole memory, in the order of the members, for reading.
+    ///
+    /// # Panics
+    /// If the memory is not direct, or is lent for writing.
+    pub fn read<R>(&self, work: impl FnOnce(&[&[u8]]) -> R) -> R {
+        assert!(self.way == Way::Direct && matches!(self.memory, Memory::Apart(_)), "it is not shown");
+        let regions: Vec<&[u8]> = (0..self.members())
+            .map(|member| {
+                let region = self.board.region(member, Brings::Shown).unwrap_or(0..0);
+                let place = self.board.members[member].at(region.start, region.len());
+                // SAFETY: inside the member's arena, as `at` checks. Its owner lends it for reading, and waits until this
+                // rank is done. (One whose call failed does not wait; then this call fails too.)
+                unsafe { std::slice::from_raw_parts(place.as_ptr(), region.len()) }
+            })
+            .collect();
+        work(&regions)
+    }
+
+    /// Fills the next window of `stream`, and shows it to the others.
+    pub fn stage(
+        &mut self,
+        stream: Stream,
+        fill: impl FnOnce(&[u8], &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.await_room(stream)?;
+        // SAFETY: `await_room` has found that everybody has taken what was in the window, and this is the only borrow.
+        let window = unsafe { self.board.own_window(stream) };
+        fill(self.memory(), window)?;
+        self.show_staged(stream);
+        Ok(())
+    }
+
+    /// Lends everybody's next window of `stream`, in the order of the members, with what this rank brought.
+    pub fn take(
+        &mut self,
+        stream: Stream,
+        work: impl FnOnce(&[&[u8]], &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.await_staged(stream)?;
+        let windows = self.board.windows(stream);
+        // The windows are no part of what this rank brought.
+        let windows: Vec<&[u8]> = windows.collect();
+        let memory = match &mut self.memory {
+            Memory::InPlace(memory) => &mut **memory,
+            Memory::Apart(_) => &mut [],
+        };
+        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
+        work(&windows, memory)?;
+        self.show_taken(stream);
+        Ok(())
+    }
+
+    /// Takes from one stream and fills the next window of the other at the same time.
+    pub fn pass_on(
+        &mut self,
+        from: Stream,
+        into: Stream,
+        work: impl FnOnce(&[&[u8]], &mut [u8], &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        assert_ne!(from as usize, into as usize, "a stream has one order");
+        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
+        self.await_room(into)?;
+        self.await_staged(from)?;
+        let windows: Vec<&[u8]> = self.board.windows(from).collect();
+        // SAFETY: `await_room` has found that everybody has taken what was in the window; the windows above are another
+        // stream's.
+        let window = unsafe { self.board.own_window(into) };
+        let memory = match &mut self.memory {
+            Memory::InPlace(memory) => &mut **memory,
+            Memory::Apart(_) => &mut [],
+        };
+        work(&windows, memory, window)?;
+        // Shown first: the others wait for it.
+        self.show_staged(into);
+        self.show_taken(from);
+        Ok(())
+    }
+
+    /// Waits until everybody has taken what the next window of `stream` held before.
+    fn await_room(&mut self, stream: Stream) -> Result<(), E> {
+        let staged = self.board.staged[stream as usize];
+        let taken = (staged + 1).saturating_sub(BUFFERS as u64);
+        // This rank too: it would wait for itself.
+        assert!(self.board.taken[stream as usize] >= taken, "more is staged than there are buffers");
+        self.board.await_all(stream.taken(), taken, &mut *self.watch)
+    }
+
+    fn await_staged(&mut self, stream: Stream) -> Result<(), E> {
+        let taken = self.board.taken[stream as usize];
+        assert!(self.board.staged[stream as usize] > taken, "what is taken must be staged");
+        self.board.await_all(stream.staged(), taken + 1, &mut *self.watch)
+    }
+
+    fn show_staged(&mut self, stream: Stream) {
+        let staged = &mut self.board.staged[stream as usize];
+        *staged += 1;
+        let staged = *staged;
+        self.board.show(stream.staged(), staged);
+    }
+
+    fn show_taken(&mut self, stream: Stream) {
+        let taken = &mut self.board.taken[stream as usize];
+        *taken += 1;
+        let taken = *taken;
+        self.board.show(stream.taken(), taken);
+    }
+}
+
+/// One of the two sequences of staged windows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// What ranks bring.
+    Inputs = 0,
+    /// What they make of it.
+    Results = 1,
+}
+
+impl Stream {
+    fn staged(self) -> usize {
+        COUNTERS + self as usize * 2 * LINE
+    }
+
+    fn taken(self) -> usize {
+        self.staged() + LINE
+    }
+
+    /// Where window `number` lies in each part of the board.
+    fn window(self, number: u64) -> usize {
+        STAGING + (self as usize * BUFFERS + (number % BUFFERS as u64) as usize) * WINDOW
+    }
+}
+
+impl Board {
+    /// What `member` brings to this call, by its number.
+    pub(super) fn brings(&self, member: usize) -> u64 {
+        self.field(member, 2) & 3
+    }
+
+    /// Where the memory is that `member` brings as `wanted`. None if it brings none, or none that it can have.
+    pub(super) fn region(&self, member: usize, wanted: Brings) -> Option<Range<usize>> {
+        let (word, bytes) = (self.field(member, 2), usize::try_from(self.field(member, 3)).ok()?);
+        let offset = usize::try_from(word & !3).ok()?;
+        (self.brings(member) == wanted as u64 && self.members[member].holds(offset, bytes))
+            .then(|| offset..offset + bytes)
+    }
+
+    /// The window that this rank stages next in `stream`.
+    ///
+    /// # Safety
+    /// Everybody has taken what was in it, and it is borrowed once.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn own_window(&self, stream: Stream) -> &mut [u8] {
+        let place = self.own.mapping().at(stream.window(self.staged[stream as usize]), WINDOW);
+        // SAFETY: inside the own part of the board, as `at` checks; the rest is this function's contract.
+        unsafe { std::slice::from_raw_parts_mut(place.as_ptr(), WINDOW) }
+    }
+
+    /// Everybody's window that this rank takes next from `stream`, which all have staged.
+    fn windows(&self, stream: Stream) -> impl Iterator<Item = &[u8]> {
+        let offset = stream.window(self.taken[stream as usize]);
+        self.members.iter().map(move |member| {
+            let place = member.at(offset, WINDOW);
+            // SAFETY: inside the member's part of the board, as `at` checks. It was shown as staged, and is filled again
+            // only when this rank has shown it as taken, which needs this borrow of the board to end.
+            unsafe { std::slice::from_raw_parts(place.as_ptr(), WINDOW) }
+        })
+    }
+}
+
+/// The share of number `index` when `bytes` are dealt out to `ranks` in multiples of `unit`.
+pub(super) fn share(bytes: usize, unit: usize, ranks: usize, index: usize) -> Range<usize> {
+    let units = bytes / unit;
+    let bound = |index: usize| {
+        let (share, extra) = (units / ranks, units % ranks);
+        (index * share + index.min(extra)) * unit
+    };
+    let end = if index + 1 == ranks { bytes } else { bound(index + 1) };
+    bound(index)..end
+}

@@ -1,0 +1,243 @@
+use std::sync::OnceLock;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::arena::Region;
+
+const ARENA: usize = 16 << 20;
+const CALL: Call = *b"sixteen letters.";
+
+/// The boards of all ranks, each with mappings of its own as processes would have.
+fn boards(ranks: usize) -> Vec<(Board, Arc<Arena>)> {
+    let arenas: Vec<_> = (0..ranks).map(|_| Arena::create(ARENA, 7).unwrap()).collect();
+    let open = |arena: &Arena| Arena::open(std::process::id(), arena.descriptor(), arena.bytes(), 7).unwrap();
+    let board = |(me, own): (usize, &Arc<Arena>)| {
+        let members = arenas.iter().enumerate();
+        let members = members
+            .map(|(index, arena)| if index == me { arena.mapping().clone() } else { open(arena) })
+            .collect();
+        (Board::new(own.clone(), members, me).unwrap(), own.clone())
+    };
+    arenas.iter().enumerate().map(board).collect()
+}
+
+fn run(ranks: usize, rank: impl Fn(&mut Board, &Arc<Arena>) + Sync) {
+    thread::scope(|scope| {
+        for (mut board, arena) in boards(ranks) {
+            let rank = &rank;
+            scope.spawn(move || rank(&mut board, &arena));
+        }
+    });
+}
+
+/// The others go on waiting for a rank whose test fails, but not for ever.
+fn go_on(missing: usize) -> Result<(), String> {
+    static START: OnceLock<Instant> = OnceLock::new();
+    let waited = START.get_or_init(Instant::now).elapsed() > Duration::from_secs(60);
+    if waited { Err(format!("member {missing} does not come")) } else { Ok(()) }
+}
+
+fn add(shares: &mut [&mut [u8]]) {
+    for index in 0..shares[0].len() {
+        let sum = shares.iter().fold(0u8, |sum, share| sum.wrapping_add(share[index]));
+        shares.iter_mut().for_each(|share| share[index] = sum);
+    }
+}
+
+fn filled(arena: &Arc<Arena>, bytes: usize, value: u8) -> Region {
+    let mut region = arena.alloc(bytes).unwrap();
+    region.as_mut_slice().fill(value);
+    region
+}
+
+#[test]
+fn few_bytes_travel_in_the_slots() {
+    run(3, |board, _| {
+        for round in 0..20_000u32 {
+            let mut call = CALL;
+            call[..4].copy_from_slice(&round.to_le_bytes());
+            let length = 1 + round as usize % 100;
+            let bytes = vec![(board.me() as u8).wrapping_add(round as u8); length];
+            let words = board.small(call, &bytes, &mut go_on).unwrap();
+            for member in 0..3 {
+                assert_eq!(words.call(member), call);
+                assert_eq!(words.bytes(member), vec![(member as u8).wrapping_add(round as u8); length]);
+            }
+        }
+    });
+}
+
+#[test]
+fn regions_are_combined_where_they_are() {
+    run(3, |board, arena| {
+        for bytes in [1, 64, 5000, 100_000] {
+            let mut region = filled(arena, bytes, 1 + board.me() as u8);
+            for round in 0..100 {
+                region.as_mut_slice().fill(1 + board.me() as u8 + round);
+                board
+                    .in_place(CALL, region.as_mut_slice(), None, &mut go_on, |meeting| {
+                        assert_eq!(meeting.way(), Way::Direct);
+                        meeting.combine(64, add);
+                        Ok(())
+                    })
+                    .unwrap();
+                assert_eq!(region.as_slice(), vec![(6 + 3 * u32::from(round)) as u8; bytes]);
+            }
+        }
+    });
+}
+
+#[test]
+fn regions_are_read_where_they_are() {
+    run(4, |board, arena| {
+        let region = filled(arena, 10_000, board.me() as u8);
+        let mut sum = 0;
+        board
+            .apart(CALL, region.as_slice(), None, &mut go_on, |meeting| {
+                sum = meeting.read(|regions| regions.iter().map(|region| u32::from(region[9_999])).sum());
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(sum, 6);
+    });
+}
+
+#[test]
+fn what_is_no_whole_region_on_every_rank_is_staged() {
+    run(2, |board, arena| {
+        let mut region = filled(arena, 10_000, 1);
+        let mut ordinary = vec![1; 10_000];
+        let length = 10_000 - board.me();
+        let memories: [&mut [u8]; 2] =
+            [if board.me() == 0 { region.as_mut_slice() } else { &mut ordinary }, &mut [0; 10_000][..length]];
+        for memory in memories {
+            let way = board.in_place(CALL, memory, None, &mut go_on, |meeting| Ok(meeting.way()));
+            assert_eq!(way, Ok(Way::Staged));
+        }
+        let shorter = filled(arena, length, 1);
+        let lent =
+            board.in_place(CALL, filled(arena, length, 1).as_mut_slice(), None, &mut go_on, |m| Ok(m.way()));
+        assert_eq!(lent, Ok(Way::Staged), "they differ in length");
+        let shown = board.apart(CALL, shorter.as_slice(), None, &mut go_on, |meeting| Ok(meeting.way()));
+        assert_eq!(shown, Ok(Way::Direct));
+    });
+}
+
+#[test]
+fn few_bytes_of_ordinary_memory_travel_in_the_slots_if_nobody_lends() {
+    run(2, |board, arena| {
+        let mut ordinary = vec![board.me() as u8; 100];
+        let read = |meeting: &mut Meeting<'_, '_, String>| {
+            assert_eq!(meeting.way(), Way::Small);
+            Ok(meeting.words(|words, memory| [words.bytes(0)[0], words.bytes(1)[9], memory[0]]))
+        };
+        let seen = board.in_place(CALL, &mut ordinary, Some(50..60), &mut go_on, read);
+        assert_eq!(seen, Ok([0, 1, board.me() as u8]));
+        let mut region = filled(arena, 100, 1);
+        let memory = if board.me() == 0 { region.as_mut_slice() } else { &mut ordinary };
+        let way = board.in_place(CALL, memory, Some(0..100), &mut go_on, |meeting| Ok(meeting.way()));
+        assert_eq!(way, Ok(Way::Staged));
+    });
+}
+
+#[test]
+fn windows_pass_in_order_through_both_streams() {
+    run(3, |board, _| {
+        let mut memory = vec![board.me() as u8; 8];
+        let sums = board.in_place(CALL, &mut memory, None, &mut go_on, |meeting| {
+            let mut sums = Vec::new();
+            let fill = |window: u8| {
+                move |memory: &[u8], staged: &mut [u8]| {
+                    staged.fill(memory[0] + window);
+                    Ok(())
+                }
+            };
+            meeting.stage(Stream::Inputs, fill(0))?;
+            for window in 0..40 {
+                if window < 39 {
+                    meeting.stage(Stream::Inputs, fill(window + 1))?;
+                }
+                meeting.pass_on(Stream::Inputs, Stream::Results, |windows, _, result| {
+                    assert!(windows.iter().all(|window| window.len() == WINDOW));
+                    result.fill(windows.iter().map(|window| window[WINDOW - 1]).sum());
+                    Ok(())
+                })?;
+                meeting.take(Stream::Results, |windows, memory| {
+                    memory[7] = window;
+                    sums.push(windows.iter().map(|window| window[0]).collect::<Vec<_>>());
+                    Ok(())
+                })?;
+            }
+            Ok::<_, String>(sums)
+        });
+        let expected: Vec<_> = (0..40).map(|window| vec![3 + 3 * window; 3]).collect();
+        assert_eq!(sums.unwrap(), expected);
+        assert_eq!(memory[7], 39);
+    });
+}
+
+#[test]
+fn sleepers_are_woken() {
+    run(2, |board, _| {
+        for round in 0..30 {
+            if board.me() == round % 2 {
+                thread::sleep(Duration::from_millis(2));
+            }
+            let start = Instant::now();
+            board.small(CALL, &[], &mut go_on).unwrap();
+            assert!(start.elapsed() < Duration::from_secs(5));
+        }
+    });
+}
+
+#[test]
+fn a_watch_ends_the_wait_and_says_for_whom_it_was() {
+    let (mut board, _) = boards(3).swap_remove(1);
+    let mut give_up = |missing: usize| if missing == 0 { Err("enough") } else { Ok(()) };
+    assert_eq!(board.small(CALL, &[], &mut give_up).map(|_| ()), Err("enough"));
+}
+
+#[test]
+fn after_a_failed_call_late_peers_do_not_reach_the_region() {
+    let mut boards = boards(2);
+    let ((mut late, other), (mut board, arena)) = (boards.swap_remove(1), boards.swap_remove(0));
+    let mut region = filled(&arena, 10_000, 1);
+    let outcome = board.in_place(CALL, region.as_mut_slice(), None, &mut |_| Err("enough"), |_| Ok(()));
+    assert_eq!(outcome, Err("enough"));
+    // The peer finds the word in the slot, takes the region for lent, and writes.
+    let mut own = filled(&other, 10_000, 1);
+    let mut watch = |_| Err("nobody is done any more");
+    let outcome = late.in_place(CALL, own.as_mut_slice(), None, &mut watch, |meeting| {
+        assert_eq!(meeting.way(), Way::Direct);
+        meeting.combine(64, |shares| shares.iter_mut().for_each(|share| share.fill(9)));
+        Ok(())
+    });
+    assert_eq!(outcome, Err("nobody is done any more"));
+    assert!(region.as_slice().iter().all(|byte| *byte == 1));
+    assert_eq!(board.own.find(region.as_slice()), None);
+}
+
+#[test]
+fn offsets_that_no_peer_can_have_are_no_region() {
+    let (board, _) = boards(2).swap_remove(0);
+    let peer = &board.members[1];
+    let slot = board.slot();
+    for (offset, bytes) in [(0, 8), (ARENA as u64, 8), (!3, 8), (ARENA as u64 - 4096, u64::MAX), (4096, 8)] {
+        peer.word(slot + 24).store(offset | Brings::Lent as u64, Ordering::Relaxed);
+        peer.word(slot + 32).store(bytes, Ordering::Relaxed);
+        assert_eq!(board.region(1, Brings::Lent), None, "{offset} {bytes}");
+    }
+    assert_eq!(Words { board: &board }.bytes(1), b"");
+}
+
+#[test]
+fn shares_cover_everything_once() {
+    for bytes in [0, 1, 63, 64, 65, 1000, 4096] {
+        for ranks in 1..9 {
+            let shares: Vec<_> = (0..ranks).map(|index| meeting::share(bytes, 64, ranks, index)).collect();
+            assert_eq!((shares[0].start, shares[ranks - 1].end), (0, bytes));
+            assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start));
+        }
+    }
+}

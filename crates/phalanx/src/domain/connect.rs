@@ -1,0 +1,168 @@
+//! Finds out, together, which ranks can reach each other's memory.
+
+use std::io;
+use std::sync::Arc;
+
+use phalanx_sys::arena::{Arena, Mapping, total_memory};
+use phalanx_sys::board::Board;
+use serde::{Deserialize, Serialize};
+
+use super::{Domain, Partition};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::transport::Place;
+use crate::transport::health::Health;
+use crate::transport::words;
+
+/// Addresses that the arenas of all ranks may take together: a small part of what a process has.
+const ADDRESSES: u64 = 32 << 40;
+/// More ranks would have too little of a staging window each.
+const MOST: usize = 256;
+/// What ranks tell each other in the store: where their memory is, and whose they can map.
+const ARENA: &str = "arena";
+const REACH: &str = "reach";
+
+/// Where a rank's memory is, as it stands in the store.
+#[derive(Serialize, Deserialize)]
+struct Address {
+    /// Tells hosts apart, also those of one name.
+    host: String,
+    pid: u32,
+    descriptor: i32,
+    bytes: u64,
+    nonce: u64,
+}
+
+/// A rank's memory; none if the rank was told to use TCP, and a reason if it cannot have any.
+type Lent = Result<Option<Address>, String>;
+/// For each rank of the host, by rank, why its memory cannot be mapped; an empty text if it can.
+type Reach = Vec<String>;
+
+/// The memory that all mapped arenas are in, by rank.
+type Mapped = Vec<Result<Arc<Mapping>, String>>;
+
+/// Tells the others that this rank was told to use TCP: then no rank uses shared memory, since all plan alike.
+pub(crate) fn decline(place: &Place<'_>, deadline: Deadline) -> Result<()> {
+    words::leave::<Lent>(place, ARENA, &Ok(None), deadline)?;
+    words::leave::<Reach>(place, REACH, &Vec::new(), deadline)
+}
+
+/// What this rank has found out about the memory of all.
+pub(crate) struct Joined {
+    /// The domains of all ranks; the same on every rank, unless it was told to use TCP.
+    pub partition: Partition,
+    /// This rank's own, if it has memory that others can map.
+    pub domain: Option<Domain>,
+    /// Why not all ranks are in this rank's domain.
+    pub reason: Option<String>,
+}
+
+/// Lends this rank's memory to the others, and maps theirs.
+pub(crate) fn join(
+    place: &Place<'_>,
+    host: Option<&str>,
+    health: &Arc<Health>,
+    deadline: Deadline,
+) -> Result<Joined> {
+    let (rank, world) = (place.rank, place.world);
+    let own = lend(host, world.count());
+    let lent: Lent = own.as_ref().map(|(_, address)| Some(address.copy())).map_err(Clone::clone);
+    let lent: Vec<Lent> = words::exchange(place, health, ARENA, &lent, deadline)?;
+    let mapped = map_all(rank, own.as_ref().map(|(arena, _)| arena), &lent);
+    let reach: Reach =
+        mapped.iter().map(|mapping| mapping.as_ref().err().cloned().unwrap_or_default()).collect();
+    let reach: Vec<Reach> = words::exchange(place, health, REACH, &reach, deadline)?;
+
+    if let Some(declined) = lent.iter().position(|lent| matches!(lent, Ok(None))) {
+        let reason = Some(format!("rank {declined}: it was told to use TCP"));
+        return Ok(Joined { partition: Partition::alone(world.count()), domain: None, reason });
+    }
+    let obstacle = |one: usize, other: usize| match reach.get(one).and_then(|reach| reach.get(other)) {
+        Some(reason) if reason.is_empty() => None,
+        Some(reason) => Some(format!("rank {one}: {reason}")),
+        None => Some(format!("rank {one} left no word on the memory of rank {other}")),
+    };
+    let partition =
+        Partition::of(world.count(), |one, other| obstacle(one, other).or(obstacle(other, one)).is_none());
+    let mut pairs = world.ranks().flat_map(|one| world.ranks().map(move |other| (one, other)));
+    let reason = pairs.find_map(|(one, other)| obstacle(one.index(), other.index()));
+
+    let members = partition.domain_of(rank);
+    let mappings = members.iter().filter_map(|member| mapped.get(member.index())?.clone().ok()).collect();
+    let me = members.iter().position(|member| *member == rank);
+    let board = own.ok().filter(|_| members.len() > 1 || partition.is_one()).and_then(|(arena, _)| {
+        let board = Board::new(arena.clone(), mappings, me?)?;
+        (board.members() == members.len()).then_some((arena, board))
+    });
+    let (members, health) = (members.to_vec(), health.clone());
+    let domain = board.map(|(arena, board)| Domain {
+        rank,
+        members,
+        is_world: partition.is_one(),
+        arena,
+        board,
+        health,
+    });
+    Ok(Joined { partition, domain, reason })
+}
+
+/// An arena of this rank, and where it is.
+fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), String> {
+    // All ranks find this alike.
+    if world > MOST {
+        return Err(format!("{world} ranks are too many for one board"));
+    }
+    let nonce = getrandom::u64().map_err(|error| format!("no random numbers: {error}"))?;
+    let addresses = ADDRESSES / world as u64;
+    let bytes = total_memory().unwrap_or(addresses).min(addresses);
+    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).min(isize::MAX as usize / world / 4);
+    let arena = Arena::create(bytes, nonce).map_err(|error| format!("no shared memory: {error}"))?;
+    let host = match host {
+        Some(host) => host.to_owned(),
+        None => {
+            let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+            boot.map_err(|error: io::Error| format!("the host has no identity: {error}"))?
+        }
+    };
+    let (pid, descriptor, bytes) = (std::process::id(), arena.descriptor(), arena.bytes() as u64);
+    Ok((arena, Address { host, pid, descriptor, bytes, nonce }))
+}
+
+fn map_all(rank: Rank, own: Result<&Arc<Arena>, &String>, lent: &[Lent]) -> Mapped {
+    let host = lent.get(rank.index()).and_then(|lent| Some(&lent.as_ref().ok()?.as_ref()?.host));
+    let map = |(peer, lent): (usize, &Lent)| {
+        let own = own.map_err(Clone::clone)?;
+        if peer == rank.index() {
+            return Ok(own.mapping().clone());
+        }
+        let address = lent.as_ref().map_err(|reason| format!("rank {peer} has {reason}"))?;
+        let address = address.as_ref().ok_or_else(|| format!("rank {peer} was told to use TCP"))?;
+        if Some(&address.host) != host {
+            return Err(format!("rank {peer} is on another host"));
+        }
+        let bytes = usize::try_from(address.bytes).map_err(|_| format!("rank {peer} has too much memory"))?;
+        Arena::open(address.pid, address.descriptor, bytes, address.nonce)
+            .map_err(|error| format!("the memory of rank {peer} cannot be mapped: {error}"))
+    };
+    lent.iter().enumerate().map(map).collect()
+}
+
+impl Address {
+    fn copy(&self) -> Self {
+        Self { host: self.host.clone(), ..*self }
+    }
+}
+
+/// The error where all ranks were told to share memory and cannot.
+pub(crate) fn refused(reason: &str) -> Error {
+    Error::environment(format!("the ranks share no memory: {reason}"))
+        .with_remedy("unset PHALANX_TRANSPORT to use TCP where memory cannot be shared")
+}
+
+/// For [`fuzzing`](crate::fuzzing): where a rank's memory is, and whose it could map.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn fuzz(bytes: &[u8]) -> bool {
+    let lent = postcard::from_bytes::<Lent>(bytes).is_ok();
+    postcard::from_bytes::<Reach>(bytes).is_ok() || lent
+}

@@ -1,0 +1,73 @@
+//! Which ranks share memory.
+
+use crate::rank::Rank;
+
+/// The domains of all ranks: each rank is in one. The same on every rank, in the same order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Partition {
+    domains: Vec<Vec<Rank>>,
+    /// The domain of each rank.
+    places: Vec<usize>,
+}
+
+impl Partition {
+    /// Puts each rank into the first domain all of whose members it can share memory with.
+    pub(super) fn of(ranks: usize, can_share: impl Fn(usize, usize) -> bool) -> Self {
+        let (mut domains, mut places) = (Vec::<Vec<Rank>>::new(), Vec::new());
+        for rank in 0..ranks {
+            let fits = |domain: &Vec<Rank>| domain.iter().all(|member| can_share(member.index(), rank));
+            let place = domains.iter().position(fits).unwrap_or(domains.len());
+            if place == domains.len() {
+                domains.push(Vec::new());
+            }
+            domains[place].push(Rank::new(rank as u32));
+            places.push(place);
+        }
+        Self { domains, places }
+    }
+
+    /// Each of `ranks` in a domain of its own.
+    pub(crate) fn alone(ranks: usize) -> Self {
+        Self::of(ranks, |_, _| false)
+    }
+
+    /// Is everybody in one domain?
+    pub(crate) fn is_one(&self) -> bool {
+        self.domains.len() == 1
+    }
+
+    /// All domains, in the order of their first ranks.
+    #[allow(dead_code, reason = "what plans across hosts are made of")]
+    pub(crate) fn domains(&self) -> &[Vec<Rank>] {
+        &self.domains
+    }
+
+    /// The members of `rank`'s domain, in order.
+    pub(crate) fn domain_of(&self, rank: Rank) -> &[Rank] {
+        self.places.get(rank.index()).map_or(&[], |place| &self.domains[*place])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ranks(partition: &Partition) -> Vec<Vec<u32>> {
+        partition.domains().iter().map(|domain| domain.iter().map(|rank| rank.get()).collect()).collect()
+    }
+
+    #[test]
+    fn ranks_of_one_host_are_one_domain() {
+        let partition = Partition::of(5, |one, other| one % 2 == other % 2);
+        assert_eq!(ranks(&partition), [vec![0, 2, 4], vec![1, 3]]);
+        assert_eq!(partition.domain_of(Rank::new(3)), [Rank::new(1), Rank::new(3)]);
+        assert!(!partition.is_one() && Partition::of(4, |_, _| true).is_one());
+    }
+
+    #[test]
+    fn all_members_can_share_with_all() {
+        // 1 and 2 cannot, though both can with 0.
+        let partition = Partition::of(3, |one, other| (one.min(other), one.max(other)) != (1, 2));
+        assert_eq!(ranks(&partition), [vec![0, 1], vec![2]]);
+    }
+}

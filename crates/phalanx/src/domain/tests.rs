@@ -1,0 +1,94 @@
+use std::net::Ipv4Addr;
+use std::thread;
+use std::time::Duration;
+
+use super::*;
+use crate::ProcessGroup;
+use crate::deadline::Deadline;
+use crate::rank::WorldSize;
+use crate::store::MemoryStore;
+use crate::testing::{Fabric, run};
+use crate::transport::{Connected, Place, TransportKind, Wishes, connect};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// What ranks find out that are told to be on these hosts.
+fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connected>> {
+    let (store, world) = (MemoryStore::new(), WorldSize::new(hosts.len() as u32).unwrap());
+    thread::scope(|scope| {
+        let ranks: Vec<_> = world
+            .ranks()
+            .map(|rank| {
+                let (store, host) = (&store, Some(hosts[rank.index()]));
+                scope.spawn(move || {
+                    let interface = Ipv4Addr::LOCALHOST.into();
+                    let place = Place { store, rank, world, epoch: Epoch::default(), interface };
+                    connect(&place, Wishes { kind, host }, Deadline::after(LIMIT))
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn all_ranks_see_the_same_domains() {
+    let ranks: Vec<_> = connected(&["a", "b", "a", "b", "c"], None).into_iter().map(Result::unwrap).collect();
+    let of = |ranks: &[u32]| ranks.iter().map(|rank| Rank::new(*rank)).collect::<Vec<_>>();
+    for rank in &ranks {
+        assert_eq!(rank.partition.domains(), [of(&[0, 2]), of(&[1, 3]), of(&[4])]);
+        assert_eq!(rank.kind, Some(TransportKind::Tcp));
+    }
+    let members = ranks.iter().map(|rank| rank.domain.as_ref().map_or(0, |domain| domain.members.len()));
+    assert_eq!(members.collect::<Vec<_>>(), [2, 2, 2, 2, 0]);
+    assert!(ranks.iter().flat_map(|rank| &rank.domain).all(|domain| !domain.is_world()));
+}
+
+#[test]
+fn where_shared_memory_is_asked_for_hosts_must_be_one() {
+    for outcome in connected(&["a", "a", "b"], Some(TransportKind::SharedMemory)) {
+        let error = outcome.err().unwrap();
+        assert!(error.is_environment() && error.to_string().contains("rank 2 is on another host"), "{error}");
+    }
+}
+
+#[test]
+fn the_groups_memory_is_registered_where_ranks_share_memory() {
+    let registered = |group: ProcessGroup| {
+        let buffer = group.alloc(crate::DType::F32, 5).unwrap();
+        assert_eq!(buffer.as_slice::<f32>().unwrap(), [0.0; 5]);
+        assert!(!buffer.clone().is_registered() && buffer.clone().len() == 5);
+        buffer.is_registered()
+    };
+    for (fabric, expected) in [(Fabric::SharedMemory, true), (Fabric::TwoHosts, true), (Fabric::Tcp, false)] {
+        assert_eq!(run(4, fabric, registered), [expected; 4]);
+    }
+}
+
+#[test]
+fn more_memory_than_there_is_gives_an_error() {
+    let errors = run(2, Fabric::SharedMemory, |group| group.alloc(crate::DType::F64, 1 << 50).unwrap_err());
+    for error in errors {
+        assert!(error.is_out_of_memory() && error.to_string().contains("f64"), "{error}");
+    }
+}
+
+#[test]
+fn what_failed_in_registered_memory_leaves_it_usable_and_ordinary() {
+    run(2, Fabric::SharedMemory, |group| {
+        let mut buffer = group.alloc(crate::DType::F32, 1 << 16).unwrap();
+        if group.rank().is_main() {
+            let hasty = group.with_timeout(Duration::from_millis(50));
+            let error = hasty.all_reduce(buffer.as_mut_slice::<f32>().unwrap(), ReduceOp::Sum).unwrap_err();
+            assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{error}");
+            // No peer reaches it any more; the program still has it.
+            buffer.as_mut_slice::<f32>().unwrap().fill(2.0);
+            assert!(buffer.as_slice::<f32>().unwrap().iter().all(|value| *value == 2.0));
+        } else {
+            while group.failure().is_none() {
+                thread::yield_now();
+            }
+            assert!(group.all_reduce(buffer.as_mut_slice::<f32>().unwrap(), ReduceOp::Sum).is_err());
+        }
+    });
+}

@@ -1,0 +1,71 @@
+//! A call in sixteen bytes, as it stands on the board.
+
+use crate::collective::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::wire::frame::{Call, Operation};
+
+pub(super) type Word = [u8; 16];
+
+const NO_ROOT: u32 = u32::MAX;
+
+pub(super) fn encode(call: &Call) -> Word {
+    let mut word = [0; 16];
+    word[0] = call.operation as u8;
+    word[1] = call.dtype as u8;
+    word[2] = call.reduce.map_or(0, ReduceOp::code);
+    word[4..8].copy_from_slice(&call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
+    word[8..].copy_from_slice(&call.elements.to_le_bytes());
+    word
+}
+
+pub(super) fn decode(word: &Word) -> Result<Call> {
+    let unknown = || Error::protocol(format!("a rank of this host makes the unknown call {word:02x?}"));
+    let [operation, dtype, reduce, 0, root @ ..] = *word else { return Err(unknown()) };
+    let (root, elements) = root.split_at(4);
+    let root = u32::from_le_bytes(root.try_into().map_err(|_| unknown())?);
+    Ok(Call {
+        operation: Operation::ALL.into_iter().find(|known| *known as u8 == operation).ok_or_else(unknown)?,
+        dtype: DType::from_wire(dtype).ok_or_else(unknown)?,
+        reduce: match reduce {
+            0 => None,
+            code => Some(ReduceOp::from_wire(code).ok_or_else(unknown)?),
+        },
+        root: (root != NO_ROOT).then(|| Rank::new(root)),
+        elements: u64::from_le_bytes(elements.try_into().map_err(|_| unknown())?),
+        tuning: 0,
+    })
+}
+
+/// For [`fuzzing`](crate::fuzzing): what another rank calls.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let Some(word) = bytes.first_chunk() else { return false };
+    let Ok(call) = decode(word) else { return false };
+    assert_eq!(encode(&call), *word);
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_come_back_as_they_were() {
+        let call = Call {
+            operation: Operation::AllReduce,
+            dtype: DType::BF16,
+            elements: u64::MAX,
+            reduce: Some(ReduceOp::Max),
+            root: None,
+            tuning: 0,
+        };
+        let rooted = Call { operation: Operation::Broadcast, reduce: None, root: Some(Rank::new(3)), ..call };
+        for call in [call, rooted] {
+            assert_eq!(decode(&encode(&call)).unwrap(), call);
+        }
+        assert!(decode(&[0; 16]).is_err() && decode(&[1; 16]).is_err() && decode(&[255; 16]).is_err());
+    }
+}

@@ -1,0 +1,490 @@
+//! The launcher's variables, parsed once.
+//!
+//! The names are torchrun's, so that a program started by `torchrun`, by `phalanx run` or by a Kubernetes PyTorchJob
+//! finds its place in the same way. Read them with [`LaunchEnv::from_process`]; a launcher sets them for each worker
+//! with [`WorkerEnv::variables`].
+//!
+//! Where neither `RANK` nor `WORLD_SIZE` is set, the place is what another launcher says:
+//!
+//! | Launcher | Variables |
+//! |---|---|
+//! | horovodrun | `HOROVOD_RANK`, `HOROVOD_SIZE`, `HOROVOD_LOCAL_RANK`, `HOROVOD_LOCAL_SIZE`, `HOROVOD_CROSS_RANK` |
+//! | Open MPI | `OMPI_COMM_WORLD_RANK`, `.._SIZE`, `.._LOCAL_RANK`, `.._LOCAL_SIZE` |
+//! | MPICH, Intel MPI | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
+//! | srun | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_NODEID`, `SLURM_STEP_TASKS_PER_NODE` |
+//!
+//! These do not say where ranks meet: set `MASTER_ADDR` and `MASTER_PORT`, or `PHALANX_RENDEZVOUS` to
+//! `file:///a/shared/path` or `tcp://host:port`. All ranks of Open MPI's on one host need neither.
+
+mod foreign;
+
+use std::net::IpAddr;
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+use crate::rank::{Epoch, Rank, WorldSize};
+
+/// The variables without which there is no world of several ranks.
+const REQUIRED: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
+
+/// Where ranks meet, if not at a master's address.
+const RENDEZVOUS: &str = "PHALANX_RENDEZVOUS";
+
+const REMEDY: &str = "start the program with `phalanx run` or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and \
+                      MASTER_PORT for every rank, or none of them for a world of one; under mpirun and srun set \
+                      MASTER_ADDR and MASTER_PORT, or PHALANX_RENDEZVOUS=file:///a/shared/path";
+
+/// What a launcher told this worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LaunchEnv {
+    /// `RANK`.
+    pub rank: Rank,
+    /// `WORLD_SIZE`.
+    pub world_size: WorldSize,
+    /// `LOCAL_RANK`: the place among the workers of this host. Some launchers (Kubernetes) do not say.
+    pub local_rank: Option<u32>,
+    /// `LOCAL_WORLD_SIZE`: the number of workers on this host, if known.
+    pub local_world_size: Option<u32>,
+    /// `GROUP_RANK`: the place of this host among the hosts, if known.
+    pub group_rank: Option<u32>,
+    /// Where the ranks meet.
+    pub meeting: Meeting,
+    /// `PHALANX_BIND`: where rank 0, if it serves the store, listens, instead of at `MASTER_ADDR`. An unspecified address
+    /// (`0.0.0.0`) opens the store, which knows no authentication, to every network of the host.
+    pub bind: Option<IpAddr>,
+    /// `TORCHELASTIC_RESTART_COUNT`: which life of the job this is; 0 if unset.
+    pub restart_count: Epoch,
+    /// `TORCHELASTIC_RUN_ID`: the job's name, if it has one.
+    pub run_id: Option<String>,
+    /// `TORCHELASTIC_USE_AGENT_STORE`: the launcher serves the store, so that every rank is a client.
+    pub agent_store: bool,
+}
+
+/// Where ranks meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Meeting {
+    /// At the store behind `MASTER_ADDR` and `MASTER_PORT`.
+    Master {
+        /// The store's host.
+        address: String,
+        /// The store's port.
+        port: u16,
+    },
+    /// Where `PHALANX_RENDEZVOUS` says: `tcp://host:port` or `file:///path`.
+    Url(String),
+    /// Nowhere: there is but one.
+    Nowhere,
+}
+
+impl LaunchEnv {
+    /// Reads this process's environment; `None` if no launcher has set anything.
+    pub fn from_process() -> Result<Option<Self>> {
+        Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    /// Reads variables through `lookup`; `None` if no launcher's are set.
+    ///
+    /// ```
+    /// use phalanx::env::LaunchEnv;
+    /// let error = LaunchEnv::from_lookup(|name| (name == "RANK").then(|| "1".into())).unwrap_err();
+    /// assert!(error.is_environment() && error.to_string().contains("WORLD_SIZE"));
+    /// ```
+    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        let is_set = |names: &[&str]| names.iter().any(|name| lookup(name).is_some());
+        let (by_torchrun, by_hand) =
+            (is_set(&["RANK", "WORLD_SIZE"]), is_set(&REQUIRED) || is_set(&["LOCAL_RANK"]));
+        let variables = Variables { lookup };
+        let place = if by_torchrun { None } else { foreign::place(&variables)? };
+        let url = variables.text(RENDEZVOUS);
+        if place.is_none() && !by_hand && url.is_none() {
+            return Ok(None);
+        }
+        let agent_store = variables.flag("TORCHELASTIC_USE_AGENT_STORE")?;
+        let meeting = match (&place, url) {
+            (_, Some(url)) if !agent_store => {
+                check_url(&url)?;
+                Some(Meeting::Url(url))
+            }
+            (Some(place), _) if place.world_size.1 == 1 => Some(Meeting::Nowhere),
+            (Some(place), _) if variables.text("MASTER_ADDR").is_none() => {
+                foreign::shared_file(&variables, place).map(Meeting::Url)
+            }
+            _ => None,
+        };
+        let required = match (&place, &meeting) {
+            (Some(_), Some(_)) => &[],
+            (Some(_), None) => &REQUIRED[2..],
+            (None, Some(_)) => &REQUIRED[..2],
+            (None, None) => &REQUIRED[..],
+        };
+        variables.require(required)?;
+        let meeting = match meeting {
+            Some(meeting) => meeting,
+            None => Meeting::Master {
+                address: variables.text("MASTER_ADDR").unwrap_or_default(),
+                port: variables.parse("MASTER_PORT")?,
+            },
+        };
+        let place = match place {
+            Some(place) => place,
+            None => foreign::Place {
+                rank: ("RANK", variables.parse("RANK")?),
+                world_size: ("WORLD_SIZE", variables.parse("WORLD_SIZE")?),
+                local_rank: variables.parse_optional("LOCAL_RANK")?,
+                local_world_size: variables.parse_optional("LOCAL_WORLD_SIZE")?,
+                node: variables.parse_optional("GROUP_RANK")?,
+            },
+        };
+        let refuse =
+            |(name, value): (&str, u32), error: &Error| malformed(name, &value.to_string(), error.cause());
+        let world_size =
+            WorldSize::new(place.world_size.1).map_err(|error| refuse(place.world_size, &error))?;
+        let rank = world_size.rank(place.rank.1).map_err(|error| refuse(place.rank, &error))?;
+        check_local(place.local_rank, place.local_world_size, world_size)?;
+        Ok(Some(Self {
+            rank,
+            world_size,
+            local_rank: place.local_rank,
+            local_world_size: place.local_world_size,
+            group_rank: place.node,
+            meeting,
+            bind: variables.parse_optional("PHALANX_BIND")?,
+            restart_count: Epoch(variables.parse_optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0)),
+            run_id: variables.text("TORCHELASTIC_RUN_ID"),
+            agent_store,
+        }))
+    }
+}
+
+fn check_url(url: &str) -> Result<()> {
+    if url.starts_with("tcp://") || url.starts_with("file://") {
+        return Ok(());
+    }
+    Err(malformed(RENDEZVOUS, url, "it is neither tcp://host:port nor file:///path"))
+}
+
+/// Where a launcher puts one worker; the reverse of [`LaunchEnv`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerEnv {
+    /// The worker's place in the world.
+    pub rank: Rank,
+    /// Its place among the workers of its host.
+    pub local_rank: u32,
+    /// The number of workers in all.
+    pub world_size: WorldSize,
+    /// The number of workers on its host.
+    pub local_world_size: u32,
+    /// Its host's place among the hosts.
+    pub group_rank: u32,
+    /// The number of hosts.
+    pub group_world_size: u32,
+    /// The role's name; torchrun's is `default`.
+    pub role_name: String,
+    /// The store's address.
+    pub master_addr: String,
+    /// The store's port.
+    pub master_port: u16,
+    /// How often the workers have been started again.
+    pub restart_count: Epoch,
+    /// How often they may be.
+    pub max_restarts: u32,
+    /// The job's name.
+    pub run_id: String,
+    /// Does the launcher serve the store?
+    pub agent_store: bool,
+}
+
+impl WorkerEnv {
+    /// The variables to set for this worker. Threads are limited to one for each of several workers of a host, except
+    /// where this process's environment already says something else.
+    pub fn variables(&self) -> Vec<(&'static str, String)> {
+        self.variables_given(|name| std::env::var_os(name).is_some())
+    }
+
+    fn variables_given(&self, is_set: impl Fn(&str) -> bool) -> Vec<(&'static str, String)> {
+        let agent_store = if self.agent_store { "True" } else { "False" };
+        let mut variables = vec![
+            ("RANK", self.rank.to_string()),
+            ("LOCAL_RANK", self.local_rank.to_string()),
+            ("WORLD_SIZE", self.world_size.to_string()),
+            ("LOCAL_WORLD_SIZE", self.local_world_size.to_string()),
+            ("GROUP_RANK", self.group_rank.to_string()),
+            ("GROUP_WORLD_SIZE", self.group_world_size.to_string()),
+            ("ROLE_RANK", self.rank.to_string()),
+            ("ROLE_NAME", self.role_name.clone()),
+            ("ROLE_WORLD_SIZE", self.world_size.to_string()),
+            ("MASTER_ADDR", self.master_addr.clone()),
+            ("MASTER_PORT", self.master_port.to_string()),
+            ("TORCHELASTIC_RESTART_COUNT", self.restart_count.0.to_string()),
+            ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string()),
+            ("TORCHELASTIC_RUN_ID", self.run_id.clone()),
+            ("TORCHELASTIC_USE_AGENT_STORE", agent_store.to_owned()),
+        ];
+        if self.local_world_size > 1 {
+            let threads = ["OMP_NUM_THREADS", "RAYON_NUM_THREADS"].into_iter();
+            variables.extend(threads.filter(|name| !is_set(name)).map(|name| (name, "1".to_owned())));
+        }
+        variables
+    }
+}
+
+/// Variables behind a lookup; one that is empty counts as unset.
+struct Variables<F> {
+    lookup: F,
+}
+
+impl<F: Fn(&str) -> Option<String>> Variables<F> {
+    fn text(&self, name: &str) -> Option<String> {
+        (self.lookup)(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
+    }
+
+    /// Checks that each of `names` has a value, and names all that have none.
+    fn require(&self, names: &[&str]) -> Result<()> {
+        let lacking: Vec<String> = names
+            .iter()
+            .filter(|name| self.text(name).is_none())
+            .map(|name| match (self.lookup)(name) {
+                Some(_) => format!("{name} is empty"),
+                None => format!("{name} is not set"),
+            })
+            .collect();
+        if lacking.is_empty() {
+            return Ok(());
+        }
+        Err(Error::environment(lacking.join(", ")).with_remedy(REMEDY))
+    }
+
+    fn parse<T: FromStr>(&self, name: &str) -> Result<T>
+    where
+        T::Err: std::fmt::Display,
+    {
+        self.require(&[name])?;
+        let text = self.text(name).unwrap_or_default();
+        text.parse().map_err(|error: T::Err| malformed(name, &text, &error.to_string()))
+    }
+
+    fn parse_optional<T: FromStr>(&self, name: &str) -> Result<Option<T>>
+    where
+        T::Err: std::fmt::Display,
+    {
+        self.text(name).is_some().then(|| self.parse(name)).transpose()
+    }
+
+    fn flag(&self, name: &str) -> Result<bool> {
+        match self.text(name).as_deref() {
+            None => Ok(false),
+            Some(text) if ["1", "true"].iter().any(|yes| text.eq_ignore_ascii_case(yes)) => Ok(true),
+            Some(text) if ["0", "false"].iter().any(|no| text.eq_ignore_ascii_case(no)) => Ok(false),
+            Some(text) => Err(malformed(name, text, "it is neither True nor False")),
+        }
+    }
+}
+
+fn check_local(rank: Option<u32>, size: Option<u32>, world: WorldSize) -> Result<()> {
+    if let Some(size) = size
+        && !(1..=world.get()).contains(&size)
+    {
+        let why = format!("a host has at least one worker and at most WORLD_SIZE={world}");
+        return Err(malformed("LOCAL_WORLD_SIZE", &size.to_string(), &why));
+    }
+    let size = size.unwrap_or(world.get());
+    match rank {
+        Some(rank) if rank >= size => {
+            let why = format!("it must be below the number of workers on the host, {size}");
+            Err(malformed("LOCAL_RANK", &rank.to_string(), &why))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn malformed(name: &str, value: &str, why: &str) -> Error {
+    Error::environment(format!("{name}={value:?}: {why}"))
+        .with_remedy(format!("correct {name}, or unset the launcher's variables for a world of one"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    fn parse(pairs: &[(&str, &str)]) -> Result<Option<LaunchEnv>> {
+        let map: HashMap<String, String> =
+            pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        LaunchEnv::from_lookup(|name| map.get(name).cloned())
+    }
+
+    const FULL: [(&str, &str); 4] =
+        [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
+
+    fn with(extra: &[(&'static str, &'static str)]) -> Vec<(&'static str, &'static str)> {
+        FULL.iter()
+            .copied()
+            .filter(|(k, _)| extra.iter().all(|(e, _)| e != k))
+            .chain(extra.iter().copied())
+            .collect()
+    }
+
+    #[test]
+    fn no_variables_is_a_world_of_one() {
+        assert_eq!(parse(&[]).unwrap(), None);
+    }
+
+    #[test]
+    fn the_four_variables_are_enough() {
+        let env = parse(&FULL).unwrap().unwrap();
+        assert_eq!((env.rank.get(), env.world_size.get()), (1, 2));
+        assert_eq!(env.meeting, Meeting::Master { address: "localhost".into(), port: 29500 });
+        assert_eq!((env.local_rank, env.restart_count, env.agent_store), (None, Epoch(0), false));
+    }
+
+    #[test]
+    fn what_is_unset_or_empty_is_named() {
+        for lone in FULL {
+            let error = parse(&[lone]).unwrap_err();
+            assert!(error.is_environment());
+            for (name, _) in FULL.iter().filter(|(name, _)| *name != lone.0) {
+                assert!(error.to_string().contains(&format!("{name} is not set")), "{error}");
+            }
+            let error = parse(&with(&[(lone.0, " ")])).unwrap_err();
+            assert!(error.to_string().contains(&format!("{} is empty", lone.0)), "{error}");
+            assert!(error.remedy().is_some());
+        }
+    }
+
+    #[test]
+    fn what_is_malformed_is_named() {
+        let cases = [
+            ("RANK", "two"),
+            ("RANK", "2"),
+            ("RANK", "-1"),
+            ("WORLD_SIZE", "0"),
+            ("WORLD_SIZE", "70000"),
+            ("MASTER_PORT", "70000"),
+            ("LOCAL_RANK", "x"),
+            ("LOCAL_RANK", "2"),
+            ("LOCAL_WORLD_SIZE", "3"),
+            ("GROUP_RANK", "x"),
+            ("TORCHELASTIC_RESTART_COUNT", "x"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "maybe"),
+            ("PHALANX_BIND", "eth0"),
+            ("PHALANX_RENDEZVOUS", "etcd://x"),
+        ];
+        for (name, value) in cases {
+            let error = parse(&with(&[(name, value)])).unwrap_err();
+            assert!(
+                error.is_environment() && error.to_string().contains(&format!("{name}={value:?}")),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn other_launchers_are_understood() {
+        const MASTER: [(&str, &str); 2] = [("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")];
+        let slurm = [
+            ("SLURM_PROCID", "3"),
+            ("SLURM_STEP_NUM_TASKS", "5"),
+            ("SLURM_LOCALID", "1"),
+            ("SLURM_NODEID", "1"),
+            ("SLURM_STEP_TASKS_PER_NODE", "2(x2),1"),
+        ];
+        let open_mpi = [
+            ("OMPI_COMM_WORLD_RANK", "3"),
+            ("OMPI_COMM_WORLD_SIZE", "5"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ];
+        let hydra =
+            [("PMI_RANK", "3"), ("PMI_SIZE", "5"), ("MPI_LOCALRANKID", "1"), ("MPI_LOCALNRANKS", "2")];
+        let horovod = [
+            ("HOROVOD_RANK", "3"),
+            ("HOROVOD_SIZE", "5"),
+            ("HOROVOD_LOCAL_RANK", "1"),
+            ("HOROVOD_LOCAL_SIZE", "2"),
+            ("HOROVOD_CROSS_RANK", "1"),
+        ];
+        for (launcher, node) in
+            [(&slurm[..], Some(1)), (&open_mpi, None), (&hydra, None), (&horovod, Some(1))]
+        {
+            let env = parse(&[launcher, &MASTER[..]].concat()).unwrap().unwrap();
+            assert_eq!((env.rank.get(), env.world_size.get(), env.group_rank), (3, 5, node));
+            assert_eq!((env.local_rank, env.local_world_size), (Some(1), Some(2)), "{launcher:?}");
+            // Without a place to meet, the error says what to set.
+            let error = parse(launcher).unwrap_err();
+            assert!(error.to_string().contains("MASTER_ADDR is not set"), "{error}");
+            assert!(error.remedy().unwrap().contains("PHALANX_RENDEZVOUS"));
+            let shared = ("PHALANX_RENDEZVOUS", "file:///shared/job7");
+            let env = parse(&[launcher, &[shared]].concat()).unwrap().unwrap();
+            assert_eq!(env.meeting, Meeting::Url(shared.1.into()));
+            // torchrun's, if they are there, are closer.
+            let env = parse(&[launcher, &FULL[..]].concat()).unwrap().unwrap();
+            assert_eq!((env.rank.get(), env.world_size.get()), (1, 2));
+        }
+    }
+
+    #[test]
+    fn a_batch_script_is_no_task() {
+        assert_eq!(
+            parse(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_NODEID", "0")]).unwrap(),
+            None
+        );
+        let alone = parse(&[("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")]).unwrap().unwrap();
+        assert_eq!(alone.meeting, Meeting::Nowhere);
+    }
+
+    #[test]
+    fn open_mpi_on_one_host_needs_no_address() {
+        let job = |local_size| {
+            [
+                ("OMPI_COMM_WORLD_RANK", "0"),
+                ("OMPI_COMM_WORLD_SIZE", "2"),
+                ("OMPI_COMM_WORLD_LOCAL_SIZE", local_size),
+                ("PMIX_SERVER_TMPDIR", "/tmp/ompi.7"),
+            ]
+        };
+        let env = parse(&job("2")).unwrap().unwrap();
+        assert_eq!(env.meeting, Meeting::Url("file:///tmp/ompi.7/phalanx".into()));
+        assert!(parse(&job("1")).is_err());
+    }
+
+    #[test]
+    fn what_the_launcher_serves_comes_before_a_url() {
+        let extra = [
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+            ("PHALANX_RENDEZVOUS", "tcp://h:1"),
+            ("PHALANX_BIND", "0.0.0.0"),
+        ];
+        let env = parse(&with(&extra)).unwrap().unwrap();
+        assert!(matches!(env.meeting, Meeting::Master { .. }));
+        assert_eq!(env.bind, Some("0.0.0.0".parse().unwrap()));
+    }
+
+    #[test]
+    fn what_a_launcher_sets_is_what_a_worker_reads() {
+        let worker = WorkerEnv {
+            rank: Rank::new(3),
+            local_rank: 1,
+            world_size: WorldSize::new(4).unwrap(),
+            local_world_size: 2,
+            group_rank: 1,
+            group_world_size: 2,
+            role_name: "default".into(),
+            master_addr: "10.0.0.1".into(),
+            master_port: 29500,
+            restart_count: Epoch(2),
+            max_restarts: 3,
+            run_id: "job".into(),
+            agent_store: true,
+        };
+        let variables = worker.variables_given(|name| name == "OMP_NUM_THREADS");
+        assert_eq!(variables.len(), 16);
+        let pairs: Vec<(&str, &str)> = variables.iter().map(|(k, v)| (*k, v.as_str())).collect();
+        assert!(pairs.contains(&("RAYON_NUM_THREADS", "1")));
+        let env = parse(&pairs).unwrap().unwrap();
+        assert_eq!((env.rank, env.world_size, env.restart_count), (worker.rank, worker.world_size, Epoch(2)));
+        assert_eq!((env.local_rank, env.local_world_size, env.group_rank), (Some(1), Some(2), Some(1)));
+        assert_eq!((env.run_id.as_deref(), env.agent_store), (Some("job"), true));
+    }
+}

@@ -1,0 +1,70 @@
+//! What ranks tell each other in the store while they connect.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::health::Health;
+use super::tcp::Place;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+
+/// How often a rank that waits for the others asks whether they live.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Leaves this rank's word on `topic`.
+pub(crate) fn leave<T: Serialize>(
+    place: &Place<'_>,
+    topic: &str,
+    word: &T,
+    deadline: Deadline,
+) -> Result<()> {
+    let word = postcard::to_stdvec(word).map_err(|error| malformed(topic, error))?;
+    place.store.set(&key(topic, place.rank), &word, deadline)
+}
+
+/// Leaves this rank's word on `topic`, and gives every rank's. A rank that dies meanwhile ends the wait for it.
+pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
+    place: &Place<'_>,
+    health: &Health,
+    topic: &str,
+    word: &T,
+    deadline: Deadline,
+) -> Result<Vec<T>> {
+    let ranks: Vec<Rank> = place.world.ranks().collect();
+    exchange_among(place, &ranks, health, topic, word, deadline)
+}
+
+/// [`exchange`] among some of the `ranks`, this one too; gives their words in that order.
+pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
+    place: &Place<'_>,
+    ranks: &[Rank],
+    health: &Health,
+    topic: &str,
+    word: &T,
+    deadline: Deadline,
+) -> Result<Vec<T>> {
+    leave(place, topic, word, deadline)?;
+    let keys: Vec<String> = ranks.iter().map(|rank| key(topic, *rank)).collect();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let words = loop {
+        match place.store.multi_get(&keys, deadline.at_most(LOOK)) {
+            Err(error) if error.is_timeout() && !deadline.has_passed() => {
+                if let Some(cause) = health.cause() {
+                    return Err(cause);
+                }
+            }
+            outcome => break outcome?,
+        }
+    };
+    words.iter().map(|bytes| postcard::from_bytes(bytes).map_err(|error| malformed(topic, error))).collect()
+}
+
+fn key(topic: &str, rank: Rank) -> String {
+    format!("{topic}/{rank}")
+}
+
+fn malformed(topic: &str, error: postcard::Error) -> Error {
+    Error::protocol(format!("the store holds a malformed word on {topic}")).with_source(error)
+}
