@@ -27,8 +27,6 @@ use phalanx_burn::{Ddp, PeriodicModelAverager};
 use data::Digits;
 use model::Network;
 
-/// Steps that are averaged uncompressed before PowerSGD and local SGD begin.
-const UNCOMPRESSED: u64 = 10;
 /// Steps between two averages of the model, in local SGD.
 const PERIOD: u64 = 4;
 
@@ -45,8 +43,11 @@ struct Options {
     #[arg(long, default_value_t = 64)]
     batch_size: usize,
     /// Learning rate
-    #[arg(long, default_value_t = 0.05)]
+    #[arg(long, default_value_t = 0.02)]
     lr: f64,
+    /// Steps that are averaged uncompressed before PowerSGD and local SGD begin
+    #[arg(long, default_value_t = 40)]
+    uncompressed: u64,
     /// Folder with the digits, as gzip-compressed IDX files
     #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/mnist-10k"))]
     data: PathBuf,
@@ -92,16 +93,16 @@ impl Hook {
         }
     }
 
-    fn register(self, ddp: &mut Ddp<Network>) -> phalanx::Result<()> {
+    fn register(self, ddp: &mut Ddp<Network>, uncompressed: u64) -> phalanx::Result<()> {
         match self {
             Self::None => ddp.register_comm_hook(AllReduce),
             Self::F16 => ddp.register_comm_hook(Compressed::f16()),
             Self::Bf16 => ddp.register_comm_hook(Compressed::bf16()),
             Self::PowerSgd { rank } => {
-                let options = PowerSgdOptions::default().rank(rank).start_iter(UNCOMPRESSED);
+                let options = PowerSgdOptions::default().rank(rank).start_iter(uncompressed);
                 ddp.register_comm_hook(PowerSgd::new(options)?)
             }
-            Self::PostLocalSgd => ddp.register_comm_hook(PostLocalSgd::new(UNCOMPRESSED)),
+            Self::PostLocalSgd => ddp.register_comm_hook(PostLocalSgd::new(uncompressed)),
         }
     }
 }
@@ -168,8 +169,8 @@ fn train(
 ) -> Result<Outcome> {
     let device = Device::flex().autodiff();
     let mut ddp = Ddp::new(start, group)?;
-    hook.register(&mut ddp)?;
-    let mut averager = PeriodicModelAverager::new(PERIOD)?.warmup_steps(UNCOMPRESSED);
+    hook.register(&mut ddp, options.uncompressed)?;
+    let mut averager = PeriodicModelAverager::new(PERIOD)?.warmup_steps(options.uncompressed);
     let mut optimizer = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
     let mut sampler = DistributedSampler::new(digits.len(), group.rank(), group.world_size())?;
     let mut losses = Vec::new();
