@@ -12,6 +12,7 @@
 mod connect;
 mod direct;
 mod partition;
+mod shares;
 mod small;
 mod staged;
 mod word;
@@ -33,6 +34,9 @@ use crate::rank::{Epoch, Rank, Sequence};
 use crate::transport::health::Health;
 use crate::transport::late;
 use crate::wire::frame::{Call, Header, Operation};
+
+/// Shares end where cache lines do, so that no two ranks write the same one.
+const LINE: usize = 64;
 
 /// A rank's place among the ranks with which it shares memory.
 pub(crate) struct Domain {
