@@ -1,19 +1,24 @@
 //! DistributedDataParallel: every rank has the whole model and its own part of the data.
 
-use std::collections::HashMap;
+use std::any::Any;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ParamId};
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Gradients, Tensor};
-use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
+use phalanx::join::{JoinGroup, JoinOptions};
+use phalanx::reducer::hooks::CommHook;
+use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, verify_state};
 use phalanx::{Communicator, Error, Rank, Result, WorldSize};
 
 use crate::bridge;
+use crate::gradients::{Handover, averages};
 use crate::hook;
+use crate::optimizer;
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::{Delivery, Pass, Sink};
@@ -26,11 +31,14 @@ pub struct DdpOptions {
     pub reducer: ReducerOptions,
     /// Before a forward pass, do all ranks take over rank 0's buffers, such as the running statistics of batch norm?
     pub broadcast_buffers: bool,
+    /// Are the gradients that [`Ddp::backward`] gives views of the buckets in which they were averaged, without a copy?
+    /// Burn copies a view before it would change it. One that outlives the step keeps its whole bucket in memory.
+    pub gradient_as_bucket_view: bool,
 }
 
 impl Default for DdpOptions {
     fn default() -> Self {
-        Self { reducer: ReducerOptions::default(), broadcast_buffers: true }
+        Self { reducer: ReducerOptions::default(), broadcast_buffers: true, gradient_as_bucket_view: false }
     }
 }
 
@@ -48,11 +56,13 @@ pub struct Ddp<M> {
     inventory: Inventory,
     /// Where each parameter stands in the inventory.
     places: HashMap<ParamId, usize>,
-    group: Arc<dyn Communicator>,
+    /// What all of its collectives go through.
+    group: JoinGroup,
     engine: Engine<M>,
     /// Are this rank's buffers to be replaced by rank 0's before the next forward pass?
     buffers_stale: bool,
     broadcast_buffers: bool,
+    gradient_as_bucket_view: bool,
 }
 
 /// A world of one needs neither hooks nor a reducer.
@@ -76,7 +86,11 @@ impl<M: Module> Ddp<M> {
         group: &C,
         options: DdpOptions,
     ) -> Result<Self> {
-        let group: Arc<dyn Communicator> = Arc::new(group.clone());
+        // A `JoinGroup` may have other users, such as synchronised batch norms, whose collectives are joined with ours.
+        let group = match (group as &dyn Any).downcast_ref::<JoinGroup>() {
+            Some(group) => group.clone(),
+            None => JoinGroup::new(group.clone()),
+        };
         let ddp = Self::build(model, group.clone(), options);
         if let Err(error) = &ddp
             && group.world_size() != WorldSize::ONE
@@ -87,15 +101,16 @@ impl<M: Module> Ddp<M> {
         ddp
     }
 
-    fn build(model: M, group: Arc<dyn Communicator>, options: DdpOptions) -> Result<Self> {
+    fn build(model: M, group: JoinGroup, options: DdpOptions) -> Result<Self> {
         let inventory = Inventory::of(&model)?;
         let (model, engine) = if group.world_size() == WorldSize::ONE {
             (model, Engine::Alone { held: None })
         } else {
+            verify_state(&group, inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
             let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
-            let reducer = Reducer::new(group.clone(), specs, options.reducer)?;
-            let sink = Arc::new(Sink::new(reducer, group.clone(), &inventory.parameters)?);
-            let model = replicas::from_main(model, &*group, Select::All)?;
+            let reducer = Reducer::new(Arc::new(group.clone()), specs, options.reducer)?;
+            let sink = Arc::new(Sink::new(reducer, Arc::new(group.clone()), &inventory.parameters)?);
+            let model = replicas::from_rank(model, &group, Rank::MAIN, Select::All)?;
             (model, Engine::Together { sink, passes: Vec::new() })
         };
         let places =
@@ -108,6 +123,7 @@ impl<M: Module> Ddp<M> {
             engine,
             buffers_stale: false,
             broadcast_buffers: options.broadcast_buffers,
+            gradient_as_bucket_view: options.gradient_as_bucket_view,
         })
     }
 
@@ -115,6 +131,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// Use [`model`](Self::model) for what is not trained on, such as an evaluation.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
+        self.group.step()?;
         self.refresh_buffers()?;
         let model = held(&self.model);
         match &mut self.engine {
@@ -131,6 +148,9 @@ impl<M: Module> Ddp<M> {
 
     /// Runs backward from `loss` and gives the gradients averaged over all ranks, for [`step`](Self::step).
     ///
+    /// They are this model's. If the loss went through another `Ddp` too, as a generator's goes through the
+    /// discriminator, what that one's parameters get is dropped here, and changes nothing there.
+    ///
     /// Gradients travel while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the last
     /// call are added before the average. A parameter that got no gradient on any rank has none here either.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<GradientsParams> {
@@ -139,7 +159,7 @@ impl<M: Module> Ddp<M> {
         self.buffers_stale = true;
         match &mut self.engine {
             Engine::Alone { held } => {
-                let gradients = alone(&*self.group, model, loss);
+                let gradients = alone(&self.group, model, loss);
                 Ok(match held.take() {
                     Some(mut sum) => {
                         sum.accumulate(model, gradients);
@@ -153,16 +173,14 @@ impl<M: Module> Ddp<M> {
                 let delivery = if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now };
                 sink.start(delivery)?;
                 drop(loss.backward());
-                sink.finish(|reducer| {
-                    let mut averages = Averages {
-                        reducer,
-                        places: &self.places,
-                        gradients: GradientsParams::new(),
-                        failure: None,
-                    };
-                    model.visit(&mut averages);
-                    averages.failure.map_or(Ok(averages.gradients), Err)
-                })
+                let view = self.gradient_as_bucket_view;
+                let scale = match self.group.running() {
+                    Some(options) if !options.divide_by_initial_world_size => {
+                        self.group.world_size().count() as f64 / self.group.active_ranks() as f64
+                    }
+                    _ => 1.0,
+                };
+                sink.finish(|reducer| averages(model, reducer, &self.places, Handover { scale, view }))
             }
         }
     }
@@ -170,21 +188,23 @@ impl<M: Module> Ddp<M> {
     /// Runs backward from `loss` without any communication: the gradients are added up on this rank, and averaged with
     /// those of the next [`backward`](Self::backward).
     ///
-    /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one.
+    /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one. The forward passes of such
+    /// batches communicate nothing either, but for the first after a synchronised backward pass, which refreshes the
+    /// buffers.
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
         let model = held(&self.model);
         check_tracked(loss)?;
         match &mut self.engine {
             Engine::Alone { held } => {
-                let gradients = alone(&*self.group, model, loss);
+                let gradients = alone(&self.group, model, loss);
                 held.get_or_insert_with(GradientsAccumulator::new).accumulate(model, gradients);
                 Ok(())
             }
             Engine::Together { sink, passes } => {
                 live(passes)?;
                 sink.hold()?;
-                drop(traced(&*self.group, loss));
-                sink.check()
+                drop(traced(&self.group, loss));
+                sink.release()
             }
         }
     }
@@ -200,6 +220,46 @@ impl<M: Module> Ddp<M> {
         self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
     }
 
+    /// Runs `body`, such as an epoch, whose number of batches may differ between ranks. A rank that is done answers the
+    /// others until the last is: it adds zeros to their averages. All ranks call it together, and return together.
+    ///
+    /// Afterwards all ranks have the model, the buffers and the optimizer's state of one that took part to the end,
+    /// if any did not. See [uneven inputs](crate#uneven-inputs) for an example.
+    ///
+    /// Everything else that calls collectives inside `body`, such as a synchronised batch norm, must do so through
+    /// the same [`JoinGroup`], which is then given to [`new`](Self::new) in place of the group.
+    ///
+    /// # Errors
+    /// As [`JoinGroup::join`]. An error of `body` ends the group; one that
+    /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination) causes does not, comes from
+    /// [`forward`](Self::forward), on the same step of every rank, and must be returned from `body`.
+    pub fn join<T>(
+        &mut self,
+        optimizer: &mut ModuleOptimizer,
+        options: JoinOptions,
+        body: impl FnOnce(&mut Self, &mut ModuleOptimizer) -> Result<T>,
+    ) -> Result<T> {
+        let group = self.group.clone();
+        let joined = group.join(options, || body(self, optimizer))?;
+        if joined.uneven {
+            self.adopt(joined.last, optimizer)?;
+        }
+        Ok(joined.value)
+    }
+
+    /// Takes over all of rank `root`'s state.
+    fn adopt(&mut self, root: Rank, optimizer: &mut ModuleOptimizer) -> Result<()> {
+        if let Engine::Together { sink, .. } = &self.engine {
+            sink.adopt(root)?;
+        }
+        drop(self.model().valid()); // As in `refresh_buffers`.
+        let model = self.model().clone();
+        self.model = Some(replicas::from_rank(model, &self.group, root, Select::All)?);
+        self.buffers_stale = false;
+        *optimizer = optimizer::from_rank(optimizer, &self.group, root, &self.inventory.parameters)?;
+        Ok(())
+    }
+
     /// The model, for evaluation (`ddp.model().valid()`) and for saving.
     pub fn model(&self) -> &M {
         held(&self.model)
@@ -211,6 +271,57 @@ impl<M: Module> Ddp<M> {
             Some(model) => model,
             None => missing(),
         }
+    }
+
+    /// From the next step on, `hook` averages the buckets; see [the hooks there are](phalanx::reducer::hooks). All ranks
+    /// call it together, with the same settings. A world of one has nothing to average and no use for it.
+    ///
+    /// # Errors
+    /// On every rank, if the hooks differ.
+    pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
+        match &self.engine {
+            Engine::Alone { .. } => Ok(()),
+            Engine::Together { sink, .. } => sink.register_hook(Box::new(hook)),
+        }
+    }
+
+    /// The bytes of all buffers that gradients have travelled in, once for each operation.
+    pub fn communicated_bytes(&self) -> u64 {
+        match &self.engine {
+            Engine::Alone { .. } => 0,
+            Engine::Together { sink, .. } => sink.communicated_bytes(),
+        }
+    }
+
+    /// Makes the parameters of all replicas their average. All ranks call it together.
+    ///
+    /// # Errors
+    /// If an averaging fails.
+    pub fn average_parameters(&mut self) -> Result<()> {
+        let model = self.model().clone();
+        self.model = Some(replicas::averaged(model, &self.group, Select::Weights(&self.inventory.buffers))?);
+        Ok(())
+    }
+
+    /// The parameters that need a gradient.
+    pub(crate) fn parameters(&self) -> &[Parameter] {
+        &self.inventory.parameters
+    }
+
+    pub(crate) fn communicator(&self) -> &dyn Communicator {
+        &self.group
+    }
+
+    /// Takes each rank's part of the parameters from it.
+    pub(crate) fn share_parts(&mut self, parts: &[HashSet<ParamId>]) -> Result<()> {
+        if self.group.world_size() == WorldSize::ONE {
+            return Ok(());
+        }
+        for (rank, part) in self.group.world_size().ranks().zip(parts) {
+            let Some(model) = self.model.take() else { missing() };
+            self.model = Some(replicas::from_rank(model, &self.group, rank, Select::Only(part))?);
+        }
+        Ok(())
     }
 
     /// This process's rank.
@@ -225,7 +336,7 @@ impl<M: Module> Ddp<M> {
 
     /// Are the parameters of all replicas the same, bit for bit? Every rank must ask, and gets the same answer.
     pub fn replicas_identical(&self) -> Result<bool> {
-        replicas::identical(self.model(), &*self.group, Select::Weights(&self.inventory.buffers))
+        replicas::identical(self.model(), &self.group, Select::Weights(&self.inventory.buffers))
     }
 
     /// Before the first forward pass after a synchronised backward pass, takes over rank 0's buffers.
@@ -235,11 +346,11 @@ impl<M: Module> Ddp<M> {
         if !std::mem::take(&mut self.buffers_stale) || !wanted || alone {
             return Ok(());
         }
-        let select = Select::Buffers(&self.inventory.buffers);
+        let select = Select::Only(&self.inventory.buffers);
         // Running state applies the last forward pass's update late; this does it now, for all clones of the state.
         drop(self.model().valid());
         let model = self.model().clone();
-        self.model = Some(replicas::from_main(model, &*self.group, select)?);
+        self.model = Some(replicas::from_rank(model, &self.group, Rank::MAIN, select)?);
         Ok(())
     }
 }
@@ -309,29 +420,4 @@ fn traced<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradien
     let gradients = loss.backward();
     group.trace().complete("backward", "backward", start, Instant::now(), &[]);
     gradients
-}
-
-/// Collects the reducer's averages under the ids of the model's parameters.
-struct Averages<'a> {
-    reducer: &'a Reducer,
-    places: &'a HashMap<ParamId, usize>,
-    gradients: GradientsParams,
-    failure: Option<Error>,
-}
-
-impl ModuleVisitor for Averages<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(&index) = self.places.get(&param.id) else { return };
-        let average = match self.reducer.gradient(index) {
-            Ok(Some(average)) => average,
-            Ok(None) => return,
-            Err(failure) => {
-                self.failure.get_or_insert(failure);
-                return;
-            }
-        };
-        let dtype = param.dtype();
-        let data = bridge::tensor_data(average, param.shape().as_slice(), dtype);
-        self.gradients.register(param.id, Tensor::<D>::from_data(data, (&param.device().inner(), dtype)));
-    }
 }

@@ -97,14 +97,30 @@
 //! - What is frozen or unfrozen after [`Ddp::new`] is not noticed: make a new `Ddp` from [`Ddp::into_model`].
 #![forbid(unsafe_code)]
 
+mod averager;
 mod bridge;
+mod clip;
+mod data_parallel;
 mod ddp;
+mod fused;
+mod gradients;
 mod hook;
+mod lr;
+mod optimizer;
 mod parameters;
 mod replicas;
 mod sink;
+mod sync_batch_norm;
+mod zero;
 
+pub use averager::PeriodicModelAverager;
+pub use clip::clip_grad_norm;
+pub use data_parallel::{DataParallel, Scatter, TowerGradients, Transfer, Transfers};
 pub use ddp::{Ddp, DdpOptions};
+pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
+pub use lr::{LrScaling, ScaledLrScheduler};
+pub use sync_batch_norm::SyncBatchNorm;
+pub use zero::ZeroRedundancyOptimizer;
 
 /// The README's programs compile.
 #[cfg(doctest)]

@@ -6,7 +6,8 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
 use phalanx::{Error, Result};
 
-/// A parameter that needs a gradient.
+/// A tensor of a module.
+#[derive(Clone)]
 pub(crate) struct Parameter {
     pub id: ParamId,
     /// Its path in the module, such as `layers.0.weight`.
@@ -19,6 +20,8 @@ pub(crate) struct Parameter {
 pub(crate) struct Inventory {
     /// The parameters that need a gradient, in module order; one that stands in several places, once.
     pub parameters: Vec<Parameter>,
+    /// Every tensor, in module order: frozen parameters, buffers, and what is not a float, too.
+    pub state: Vec<Parameter>,
     /// Floats that a forward pass may change, such as the running statistics of batch norm.
     pub buffers: HashSet<ParamId>,
     /// Where the module lives.
@@ -50,7 +53,7 @@ impl Inventory {
             ))
             .with_remedy("unfreeze some with Module::unfreeze, or use the model without Ddp"));
         }
-        Ok(Self { parameters: visitor.parameters, buffers: buffers(module), device })
+        Ok(Self { parameters: visitor.parameters, state: visitor.state, buffers: buffers(module), device })
     }
 }
 
@@ -61,8 +64,8 @@ pub(crate) enum Select<'a> {
     All,
     /// Floats that only an optimizer changes.
     Weights(&'a HashSet<ParamId>),
-    /// Floats that a forward pass changes.
-    Buffers(&'a HashSet<ParamId>),
+    /// These floats: buffers, or one rank's part of the parameters.
+    Only(&'a HashSet<ParamId>),
 }
 
 impl Select<'_> {
@@ -70,7 +73,7 @@ impl Select<'_> {
         match self {
             Self::All => true,
             Self::Weights(buffers) => !buffers.contains(&id),
-            Self::Buffers(buffers) => buffers.contains(&id),
+            Self::Only(these) => these.contains(&id),
         }
     }
 
@@ -103,9 +106,16 @@ fn buffers<M: Module>(module: &M) -> HashSet<ParamId> {
 struct Stock {
     path: Vec<String>,
     parameters: Vec<Parameter>,
+    state: Vec<Parameter>,
     seen: HashSet<ParamId>,
     floats: usize,
     device: Option<Device>,
+}
+
+impl Stock {
+    fn describe(&self, id: ParamId, shape: &[usize], dtype: BurnDType) -> Parameter {
+        Parameter { id, name: self.path.join("."), shape: shape.to_vec(), dtype }
+    }
 }
 
 impl ModuleVisitor for Stock {
@@ -121,14 +131,21 @@ impl ModuleVisitor for Stock {
         let tensor = param.base();
         self.floats += 1;
         self.device.get_or_insert_with(|| tensor.device());
+        let parameter = self.describe(param.id, tensor.shape().as_slice(), tensor.dtype());
         if tensor.is_require_grad() && self.seen.insert(param.id) {
-            self.parameters.push(Parameter {
-                id: param.id,
-                name: self.path.join("."),
-                shape: tensor.shape().to_vec(),
-                dtype: tensor.dtype(),
-            });
+            self.parameters.push(parameter.clone());
         }
+        self.state.push(parameter);
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        let tensor = param.base();
+        self.state.push(self.describe(param.id, tensor.shape().as_slice(), tensor.dtype()));
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        let tensor = param.base();
+        self.state.push(self.describe(param.id, tensor.shape().as_slice(), tensor.dtype()));
     }
 }
 

@@ -2,24 +2,47 @@
 
 use burn::module::Module;
 use burn::tensor::TensorData;
-use phalanx::reducer::{StateTensor, broadcast_state};
-use phalanx::{Communicator, DType, ReduceOp, Result, WorldSize};
+use phalanx::reducer::{StateTensor, broadcast_state_from};
+use phalanx::{Communicator, DType, Rank, ReduceOp, Result, WorldSize};
 
 use crate::bridge;
 use crate::parameters::{self, Select};
 
-/// `model` with the selected tensors of rank 0.
-pub(crate) fn from_main<M: Module>(model: M, group: &dyn Communicator, select: Select<'_>) -> Result<M> {
+/// `model` with the selected tensors of rank `root`.
+pub(crate) fn from_rank<M: Module>(
+    model: M,
+    group: &dyn Communicator,
+    root: Rank,
+    select: Select<'_>,
+) -> Result<M> {
     let mut parts: Vec<_> =
         parameters::read(&model, select).into_iter().map(TensorData::into_parts).collect();
     let tensors =
         parts.iter_mut().map(|(bytes, _, dtype)| Ok(StateTensor { dtype: bridge::dtype(*dtype)?, bytes }));
-    broadcast_state(group, &mut tensors.collect::<Result<Vec<_>>>()?)?;
-    if group.rank().is_main() {
+    broadcast_state_from(group, root, &mut tensors.collect::<Result<Vec<_>>>()?)?;
+    if group.rank() == root {
         return Ok(model);
     }
     let data = parts.into_iter().map(|(bytes, shape, dtype)| TensorData::from_bytes(bytes, shape, dtype));
     Ok(parameters::write(model, select, data.collect()))
+}
+
+/// `model` with the average of all ranks' selected floats.
+pub(crate) fn averaged<M: Module>(model: M, group: &dyn Communicator, select: Select<'_>) -> Result<M> {
+    if group.world_size() == WorldSize::ONE {
+        return Ok(model);
+    }
+    let mut in_flight = Vec::new();
+    for data in parameters::read(&model, select) {
+        let mut buffer = group.alloc(bridge::dtype(data.dtype())?, data.num_elements())?;
+        buffer.as_bytes_mut().copy_from_slice(data.as_bytes());
+        let (_, shape, dtype) = data.into_parts();
+        in_flight.push((group.all_reduce_async(buffer, ReduceOp::Avg)?, shape, dtype));
+    }
+    let averages = in_flight.into_iter().map(|(work, shape, dtype)| {
+        work.wait().map(|buffer| bridge::tensor_data(buffer.as_bytes(), shape.as_slice(), dtype))
+    });
+    Ok(parameters::write(model, select, averages.collect::<Result<_>>()?))
 }
 
 /// Are the selected tensors the same bits on every rank?

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use burn::tensor::{bf16, f16};
 use parking_lot::Mutex;
 use phalanx::reducer::Reducer;
-use phalanx::{Buffer, Communicator, DType, Error, Result};
+use phalanx::reducer::hooks::CommHook;
+use phalanx::{Buffer, Communicator, DType, Error, Rank, Result};
 
 use crate::bridge::{self, Lent};
 use crate::hook::GradientSink;
@@ -18,6 +19,9 @@ pub(crate) enum Delivery {
     Now,
     /// It is added to what is held for its parameter.
     Hold,
+    /// It is dropped: it came from another model's backward pass, such as that of a generator whose loss a
+    /// discriminator computes.
+    Ignore,
 }
 
 /// One forward pass. It lives as long as its graph can still run backward.
@@ -50,7 +54,10 @@ impl Sink {
             Ok((bridge::dtype(parameter.dtype)?, parameter.shape.iter().product(), None))
         };
         let held = parameters.iter().map(slot).collect::<Result<_>>()?;
-        Ok(Self { group, state: Mutex::new(State { reducer, delivery: Delivery::Now, held, failure: None }) })
+        Ok(Self {
+            group,
+            state: Mutex::new(State { reducer, delivery: Delivery::Ignore, held, failure: None }),
+        })
     }
 
     /// The failure of this or an earlier backward pass, if there was one.
@@ -66,6 +73,14 @@ impl Sink {
         })
     }
 
+    /// The backward pass that [`hold`](Self::hold) announced is over.
+    pub fn release(&self) -> Result<()> {
+        self.attempt(|state| {
+            state.delivery = Delivery::Ignore;
+            Ok(())
+        })
+    }
+
     /// A backward pass begins that [`finish`](Self::finish) will end.
     pub fn start(&self, delivery: Delivery) -> Result<()> {
         self.attempt(|state| {
@@ -77,6 +92,7 @@ impl Sink {
     /// Hands over what is still held, waits for all ranks, and shows the reducer with its averages.
     pub fn finish<T>(&self, look: impl FnOnce(&Reducer) -> Result<T>) -> Result<T> {
         self.attempt(|state| {
+            state.delivery = Delivery::Ignore;
             for index in 0..state.held.len() {
                 if let Some(held) = state.held[index].2.take() {
                     state.reducer.ready(index, held.as_bytes())?;
@@ -84,6 +100,22 @@ impl Sink {
             }
             state.reducer.finish()?;
             look(&state.reducer)
+        })
+    }
+
+    pub fn register_hook(&self, hook: Box<dyn CommHook>) -> Result<()> {
+        self.attempt(|state| state.reducer.register_hook(hook))
+    }
+
+    pub fn communicated_bytes(&self) -> u64 {
+        self.state.lock().reducer.communicated_bytes()
+    }
+
+    /// Takes over where rank `root`'s reducer stands. What was held is gone: it belonged to no finished step.
+    pub fn adopt(&self, root: Rank) -> Result<()> {
+        self.attempt(|state| {
+            state.held.iter_mut().for_each(|(.., held)| *held = None);
+            state.reducer.adopt(root)
         })
     }
 
@@ -110,6 +142,9 @@ impl Sink {
 
 impl State {
     fn ready(&mut self, index: usize, gradient: Lent<'_>) -> Result<()> {
+        if self.delivery == Delivery::Ignore {
+            return Ok(());
+        }
         let Self { reducer, delivery, held, .. } = self;
         let Some((dtype, elements, held)) = held.get_mut(index) else {
             return Err(Error::invalid_argument(format!(
@@ -135,6 +170,7 @@ impl State {
                 *held = Some(sum);
                 Ok(())
             }
+            (Delivery::Ignore, _) => Ok(()),
         }
     }
 }

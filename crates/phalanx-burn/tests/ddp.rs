@@ -134,6 +134,22 @@ fn models_that_differ_are_named_on_every_rank() {
 }
 
 #[test]
+fn buffers_that_differ_are_named_on_every_rank() {
+    for error in run(3, |group| {
+        let mut model = Normed::new();
+        if group.rank().get() == 1 {
+            model.norm.running_mean = BatchNormConfig::new(5).init(&device()).running_mean;
+        }
+        Ddp::new(model, &group).unwrap_err()
+    }) {
+        assert!(error.is_mismatch(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("`norm.running_mean` (f32 [4]) on rank 0"), "{text}");
+        assert!(text.contains("`norm.running_mean` (f32 [5]) on rank 1"), "{text}");
+    }
+}
+
+#[test]
 fn replicas_that_drifted_apart_are_noticed() {
     let drifted = run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();

@@ -1,14 +1,19 @@
 //! The command line. Its help is the manual.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::builder::FalseyValueParser;
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand};
 
-use crate::bench::Bench;
+use phalanx::launch::Selection;
+
+use crate::bench::{Bench, Plot};
+use crate::nodes::NodeOptions;
 use crate::processes::Processes;
+use crate::render::Format;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -27,12 +32,13 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    Run(Run),
+    Run(Box<Run>),
     Bench(Bench),
+    Plot(Plot),
 }
 
 const RUN: &str = "\
-Starts a program several times on this machine, as the ranks of one job.
+Starts a program several times on this machine, or on each of several, as the ranks of one job.
 
 Each worker finds its place in its environment, under torchrun's names: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, \
 MASTER_PORT and so on. Any program that reads them can be a worker: one that uses Phalanx, a Python script with PyTorch, \
@@ -42,20 +48,32 @@ const MANUAL: &str = "\
 Output:
   Each line of a worker goes to the stream it was written to, behind its rank: `[1] loss 0.25`. Lines of different \
 workers never mix. Of a progress bar one state a second is shown, and the last. On a terminal each rank has its colour, \
-unless NO_COLOR is set.
+unless NO_COLOR is set, and a status line stays at the bottom.
+  With --log-dir, --redirects or --tee there is a folder for each job: \
+<log-dir>/<name>_<random>/attempt_<restart>/<local rank>/ with stdout.log, stderr.log and error.json, as torchrun \
+makes them. With --log-format json everything is a JSON object a line: workers' lines on the stream they were \
+written to, this command's news on standard error.
 
 How it ends:
-  The first worker that fails ends the job: the others, and all that workers have started, get SIGTERM, after the grace \
-period SIGKILL. What failed first is shown last, and its exit code is this command's (128 + n for signal n). \
+  The first worker that fails ends the job, or, with --max-restarts, this life of it: the others, and all that workers have started, get SIGTERM, after the grace \
+period SIGKILL. Then all are started again, with a new store and a higher TORCHELASTIC_RESTART_COUNT, as long as \
+restarts are left. What failed first is shown last, and its exit code is this command's (128 + n for signal n). \
 Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period; a second Ctrl-C kills \
 at once. SIGUSR1 and SIGUSR2 are passed on and end nothing here. If this command is killed itself, its workers are killed \
 too. Workers may end with 0 at different times. If no worker can be \
 started, the exit code is 127 (the program is not found), 126 (it cannot be executed), 2 (wrong options) or 1.
 
+Several nodes:
+  The same command is started on every node, with the same --nnodes, --master-addr and --master-port and its own \
+--node-rank; the number of workers may differ. Node 0 serves the store at which the launchers meet, on that address \
+alone. A failure, a launcher that is ended and a node that falls silent (5 s) end the job on all nodes, or start it \
+again on all; each of them says what failed first, and on which host. With --nnodes MIN:MAX a job goes on without the \
+nodes that it loses as long as there are MIN, and takes in those that come up to MAX: all workers are then started again.
+
 Environment of a worker:
   RANK, LOCAL_RANK             its place in the job and on this machine, from 0
   WORLD_SIZE, LOCAL_WORLD_SIZE the number of workers
-  GROUP_RANK, GROUP_WORLD_SIZE the place of this machine, and the number of machines: 0 and 1
+  GROUP_RANK, GROUP_WORLD_SIZE the place of this machine, and the number of machines
   ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE
   MASTER_ADDR, MASTER_PORT     where the store is
   TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE,
@@ -66,9 +84,10 @@ Environment of a worker:
 Examples:
   phalanx run --nproc-per-node 4 -- ./target/release/train --epochs 6
   phalanx run --nproc-per-node gpu -- python train.py
+  phalanx run --nnodes 2 --node-rank 1 --master-addr node0 --nproc-per-node 4 -- ./target/release/train
   phalanx run --nproc-per-node 2 -- sh -c 'echo I am rank $RANK of $WORLD_SIZE'";
 
-/// Start a program several times on this machine, as the ranks of one job
+/// Start a program several times, on one machine or several, as the ranks of one job
 #[derive(Args, Debug)]
 #[command(long_about = RUN, after_long_help = MANUAL, after_help = "`--help` says more.")]
 #[command(override_usage = "phalanx run [OPTIONS] [--] <PROGRAM> [ARGUMENTS]...")]
@@ -86,31 +105,79 @@ pub(crate) struct Run {
 
     /// One machine and a free port for the store; this is so unless an address or a port is given
     #[arg(long, env = "PET_STANDALONE", hide_env_values = true, value_parser = FalseyValueParser::new(),
-          conflicts_with_all = ["master_addr", "master_port"])]
+          conflicts_with_all = ["master_addr", "master_port", "rdzv_endpoint"])]
     pub(crate) standalone: bool,
-
-    /// The address of this machine at which the store listens [default: 127.0.0.1]
-    #[arg(long, alias = "master_addr", value_name = "HOST", env = "PET_MASTER_ADDR", hide_env_values = true)]
-    pub(crate) master_addr: Option<String>,
-
-    /// The port at which the store listens [default: a free one]
-    #[arg(long, alias = "master_port", value_name = "PORT", env = "PET_MASTER_PORT", hide_env_values = true)]
-    pub(crate) master_port: Option<u16>,
 
     /// The workers' role, for their ROLE_NAME
     #[arg(long, value_name = "NAME", env = "PET_ROLE", hide_env_values = true, default_value = "default")]
     pub(crate) role: String,
 
+    /// How often a failure ends all workers and starts them again, instead of ending the job
+    #[arg(
+        long,
+        alias = "max_restarts",
+        value_name = "N",
+        env = "PET_MAX_RESTARTS",
+        hide_env_values = true,
+        default_value_t = 0
+    )]
+    pub(crate) max_restarts: u32,
+
+    /// The job's name, for the workers' TORCHELASTIC_RUN_ID and the logs [default: one of its own]
+    #[arg(long, alias = "rdzv_id", value_name = "NAME", env = "PET_RDZV_ID", hide_env_values = true)]
+    pub(crate) rdzv_id: Option<String>,
+
+    /// A folder for the workers' logs, below which each job makes its own
+    #[arg(long, alias = "log_dir", value_name = "FOLDER", env = "PET_LOG_DIR", hide_env_values = true)]
+    pub(crate) log_dir: Option<PathBuf>,
+
+    /// Output that goes to files and is not shown: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: `0:3,1:1`
+    #[arg(
+        short,
+        long,
+        value_name = "STREAMS",
+        env = "PET_REDIRECTS",
+        hide_env_values = true,
+        default_value = "0"
+    )]
+    pub(crate) redirects: Selection,
+
+    /// Output that goes to files and is shown too, in the same way
+    #[arg(short, long, value_name = "STREAMS", env = "PET_TEE", hide_env_values = true, default_value = "0")]
+    pub(crate) tee: Selection,
+
+    /// How everything is written
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        env = "PHALANX_LOG_FORMAT",
+        hide_env_values = true,
+        default_value = "text"
+    )]
+    pub(crate) log_format: Format,
+
     /// How long workers may take to end after SIGTERM, before SIGKILL
     #[arg(long, value_name = "SECONDS", env = "PHALANX_GRACE_PERIOD", hide_env_values = true, default_value = "30", value_parser = seconds)]
     pub(crate) grace_period: Duration,
+
+    /// Taken for torchrun's sake: this command is woken by what happens, and need not look every so many seconds
+    #[arg(long, alias = "monitor_interval", value_name = "SECONDS", env = "PET_MONITOR_INTERVAL", hide_env_values = true, default_value = "0.1", value_parser = seconds)]
+    pub(crate) monitor_interval: Duration,
+
+    /// Taken for torchrun's sake: every program is started as it is
+    #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", hide_env_values = true, value_parser = FalseyValueParser::new())]
+    pub(crate) no_python: bool,
+
+    // Behind all other options: its heading would stand over those that follow.
+    #[command(flatten)]
+    pub(crate) nodes: NodeOptions,
 
     /// The program, looked for in PATH unless it contains a slash, and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     pub(crate) program: Vec<OsString>,
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "it is not a number of seconds".to_owned())?;
     Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
 }

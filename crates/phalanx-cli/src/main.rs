@@ -3,11 +3,14 @@
 
 mod bench;
 mod cli;
+mod json;
+mod nodes;
 mod output;
 mod processes;
 mod render;
 mod report;
 mod run;
+mod status;
 
 use std::process::ExitCode;
 
@@ -15,7 +18,8 @@ use clap::Parser;
 
 fn main() -> ExitCode {
     match cli::Cli::parse().command {
-        cli::Command::Run(options) => run::run(options),
+        cli::Command::Run(options) => run::run(*options),
         cli::Command::Bench(options) => bench::run(options),
+        cli::Command::Plot(options) => bench::plot(&options),
     }
 }

@@ -1,10 +1,12 @@
 //! This command's own streams, written by a thread: a reader who does not read (a pager, a terminal after Ctrl-S) holds
 //! up the workers' output, but neither signals nor the news of a failure.
+//!
+//! On a terminal a status line stays below what scrolls by.
 
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread;
 use std::time::Duration;
 
@@ -12,11 +14,20 @@ use phalanx::launch::Stream;
 
 /// How much may wait to be written before the workers' output is left in their pipes.
 const ENOUGH: usize = 1 << 20;
+/// To the line's begin, and clears it.
+const CLEAR: &str = "\r\x1b[K";
+
+/// What the thread is given.
+#[derive(Debug)]
+enum Message {
+    Lines(Stream, Vec<u8>),
+    Status(String),
+}
 
 /// The streams' queue. It takes whatever it is given; [`is_full`](Self::is_full) says when to stop.
 #[derive(Debug)]
 pub(crate) struct Output {
-    queue: Sender<(Stream, Vec<u8>)>,
+    queue: Sender<Message>,
     state: Arc<State>,
     /// Closed when the thread has written everything.
     done: Receiver<()>,
@@ -45,7 +56,12 @@ impl Output {
     pub(crate) fn push(&self, stream: Stream, bytes: Vec<u8>) {
         self.state.waiting.fetch_add(bytes.len(), Ordering::Relaxed);
         // The thread ends only after this sender.
-        let _ = self.queue.send((stream, bytes));
+        let _ = self.queue.send(Message::Lines(stream, bytes));
+    }
+
+    /// Puts another text into the status line. Without a terminal nobody sees it.
+    pub(crate) fn status(&self, text: String) {
+        let _ = self.queue.send(Message::Status(text));
     }
 
     pub(crate) fn is_full(&self) -> bool {
@@ -64,10 +80,30 @@ impl Output {
     }
 }
 
-fn write_all(lines: &Receiver<(Stream, Vec<u8>)>, state: &State) {
+fn write_all(messages: &Receiver<Message>, state: &State) {
     let (mut out, mut err) = (io::stdout(), io::stderr());
+    let mut status = StatusLine::new();
     let mut has_failed = false;
-    for (stream, bytes) in lines {
+    loop {
+        // The line is drawn when nothing else is to be written.
+        let message = match messages.try_recv() {
+            Ok(message) => message,
+            Err(TryRecvError::Disconnected) => break,
+            Err(TryRecvError::Empty) => {
+                status.draw(&mut err);
+                let Ok(message) = messages.recv() else { break };
+                message
+            }
+        };
+        let (stream, bytes) = match message {
+            Message::Status(text) => {
+                status.erase(&mut err);
+                status.text = text;
+                continue;
+            }
+            Message::Lines(stream, bytes) => (stream, bytes),
+        };
+        status.erase(&mut err);
         let written = match stream {
             Stream::Stdout => out.write_all(&bytes).and_then(|()| out.flush()),
             Stream::Stderr => err.write_all(&bytes),
@@ -84,6 +120,39 @@ fn write_all(lines: &Receiver<(Stream, Vec<u8>)>, state: &State) {
                 let _ = writeln!(err, "phalanx: the workers' output cannot be written and is lost: {error}");
             }
             Err(_) => {}
+        }
+    }
+    status.erase(&mut err);
+}
+
+/// The last line of the terminal.
+#[derive(Debug)]
+struct StatusLine {
+    text: String,
+    drawn: bool,
+    /// Both streams must go to a terminal: what a pipe carries there comes at its own time, into the middle of the line.
+    possible: bool,
+}
+
+impl StatusLine {
+    fn new() -> Self {
+        let dumb = std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb");
+        let possible = io::stdout().is_terminal() && io::stderr().is_terminal() && !dumb;
+        Self { text: String::new(), drawn: false, possible }
+    }
+
+    fn draw(&mut self, terminal: &mut io::Stderr) {
+        if self.possible && !self.drawn && !self.text.is_empty() {
+            // One that wraps could not be erased.
+            let width = rustix::termios::tcgetwinsize(&*terminal).map_or(80, |size| size.ws_col.into());
+            let text: String = self.text.chars().take(std::cmp::max(width, 2_usize) - 1).collect();
+            self.drawn = write!(terminal, "{CLEAR}\x1b[2m{text}\x1b[0m").is_ok();
+        }
+    }
+
+    fn erase(&mut self, terminal: &mut io::Stderr) {
+        if std::mem::take(&mut self.drawn) {
+            let _ = write!(terminal, "{CLEAR}");
         }
     }
 }

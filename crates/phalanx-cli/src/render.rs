@@ -5,10 +5,13 @@ use std::io::{self, IsTerminal};
 use std::ops::ControlFlow;
 use std::time::Duration;
 
+use clap::ValueEnum;
+use phalanx::Rank;
 use phalanx::launch::{Event, Observer, Signal, Stream};
-use phalanx::{Rank, WorldSize};
 
+use crate::json;
 use crate::output::Output;
+use crate::status::Status;
 
 /// Colours of ranks: those that can be read on both black and white.
 const COLOURS: [&str; 6] = ["36", "33", "35", "32", "34", "31"];
@@ -19,29 +22,41 @@ pub(crate) fn wants_colour(stream: &impl IsTerminal) -> bool {
     !refused && stream.is_terminal() && env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
+/// How this command's own news and the workers' lines are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// Lines for people.
+    Text,
+    /// An object a line, for programs.
+    Json,
+}
+
 /// Shows what happens to the workers.
 #[derive(Debug)]
 pub(crate) struct Renderer {
     output: Output,
+    format: Format,
     colour_out: bool,
     colour_err: bool,
-    prefixes: Vec<String>,
+    /// As wide as the widest rank's, so that the lines of all ranks begin in one column.
+    prefix_width: usize,
+    status: Status,
+    /// This node's place.
+    node: u32,
     /// Has a worker failed, or been asked to end? What ends after that is no news.
     ending: bool,
 }
 
 impl Renderer {
-    pub(crate) fn start(workers: WorldSize) -> io::Result<Self> {
-        // As wide as the widest, so that the lines of all ranks begin in one column.
-        let width = (workers.get() - 1).to_string().len();
+    pub(crate) fn start(format: Format) -> io::Result<Self> {
         Ok(Self {
             output: Output::start()?,
+            format,
             colour_out: wants_colour(&io::stdout()),
             colour_err: wants_colour(&io::stderr()),
-            prefixes: workers
-                .ranks()
-                .map(|rank| format!("{:<1$} ", format!("[{rank}]"), width + 2))
-                .collect(),
+            prefix_width: 0,
+            status: Status::default(),
+            node: 0,
             ending: false,
         })
     }
@@ -62,8 +77,7 @@ impl Renderer {
             Stream::Stdout => self.colour_out,
             Stream::Stderr => self.colour_err,
         };
-        let prefix = self.prefixes.get(rank.index()).map_or("", String::as_str);
-        self.output.push(stream, compose(rank, prefix, text, colour));
+        self.output.push(stream, compose(rank, &prefix(rank, self.prefix_width), text, colour));
     }
 
     /// A line of our own.
@@ -71,12 +85,21 @@ impl Renderer {
         let (on, off) = if self.colour_err { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
         self.output.push(Stream::Stderr, format!("{on}phalanx:{off} {text}\n").into_bytes());
     }
-}
 
-impl Observer for Renderer {
-    fn observe(&mut self, event: Event<'_>) -> ControlFlow<()> {
+    fn text(&mut self, event: Event<'_>) {
+        if self.status.observe(&event) {
+            self.output.status(self.status.to_string());
+        }
         match event {
             Event::Line { rank, stream, text } => self.line(rank, stream, text),
+            Event::Logging { folder } => self.note(&format!("logs are kept in {}", folder.display())),
+            Event::Starting { restarts, max_restarts, world_size, node, .. } => {
+                (self.ending, self.node) = (false, node);
+                self.prefix_width = (world_size.get() - 1).to_string().len();
+                if restarts > 0 {
+                    self.note(&format!("restart {restarts} of {max_restarts}"));
+                }
+            }
             Event::Exited { rank, pid, exit } if !exit.is_success() && !self.ending => {
                 self.ending = true;
                 self.note(&format!("rank {rank} (pid {pid}): {exit}"));
@@ -89,7 +112,33 @@ impl Observer for Renderer {
                 self.note(&format!("sent {signal} to the workers{again}"));
             }
             Event::Killing => self.note("sent SIGKILL to the workers"),
+            Event::Gathering { nodes: 0, .. } => self.note("connecting to the other nodes"),
+            Event::Gathering { nodes, min_nodes, max_nodes } if min_nodes == max_nodes => {
+                self.note(&format!("{nodes} of {max_nodes} nodes are there"));
+            }
+            Event::Gathering { nodes, min_nodes, max_nodes } => {
+                self.note(&format!("{nodes} of {min_nodes} to {max_nodes} nodes are there"));
+            }
+            Event::Regrouping { left: Some(failure) } => self.note(&failure.to_string()),
+            Event::Regrouping { left: None } => self.note("nodes have come: all workers are started again"),
+            // Its end has been shown.
+            Event::Restarting { failure } if failure.node == self.node && failure.message.is_none() => {}
+            Event::Restarting { failure } => self.note(&failure.to_string()),
+            Event::Warning { text } => self.note(&format!("warning: {text}")),
             _ => {}
+        }
+    }
+}
+
+impl Observer for Renderer {
+    fn observe(&mut self, event: Event<'_>) -> ControlFlow<()> {
+        match self.format {
+            Format::Text => self.text(event),
+            Format::Json => {
+                if let Some((stream, line)) = json::event(&event) {
+                    self.output.push(stream, line);
+                }
+            }
         }
         if self.reader_is_gone() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
@@ -97,6 +146,11 @@ impl Observer for Renderer {
     fn is_ready(&mut self) -> bool {
         !self.output.is_full()
     }
+}
+
+/// What stands before each line of `rank`, so wide that ranks of `width` digits fit.
+fn prefix(rank: Rank, width: usize) -> String {
+    format!("{:<1$} ", format!("[{rank}]"), width + 2)
 }
 
 /// One whole line, to be written at once.
@@ -138,7 +192,6 @@ mod tests {
 
     #[test]
     fn prefixes_are_of_one_width() {
-        let renderer = Renderer::start(WorldSize::new(11).unwrap()).unwrap();
-        assert_eq!((&*renderer.prefixes[2], &*renderer.prefixes[10]), ("[2]  ", "[10] "));
+        assert_eq!((&*prefix(Rank::new(2), 2), &*prefix(Rank::new(10), 2)), ("[2]  ", "[10] "));
     }
 }

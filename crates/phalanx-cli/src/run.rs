@@ -4,13 +4,13 @@ use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use phalanx::launch::{Job, Outcome, Report, Signal};
+use phalanx::launch::{Job, Logs, Outcome, Report, Signal};
 use phalanx::{Error, WorldSize};
 
 use crate::cli::Run;
 use crate::processes::Processes;
-use crate::render::{Renderer, wants_colour};
-use crate::report;
+use crate::render::{Format, Renderer, wants_colour};
+use crate::{json, report};
 
 /// How long the output of a job that a signal has ended may take to be read. Who sent the signal will not wait long.
 const AFTER_A_SIGNAL: Duration = Duration::from_secs(1);
@@ -21,11 +21,16 @@ pub(crate) fn run(options: Run) -> ExitCode {
         Ok(workers) => workers,
         Err(message) => return refuse(&message, 2),
     };
-    let mut renderer = match Renderer::start(workers) {
+    let mut renderer = match Renderer::start(options.log_format) {
         Ok(renderer) => renderer,
         Err(error) => return refuse(&format!("cannot start a thread for the output: {error}"), 1),
     };
-    let report = match job(options, workers).run(&mut renderer) {
+    let format = options.log_format;
+    let job = match job(options, workers) {
+        Ok(job) => job,
+        Err(message) => return refuse(&message, 2),
+    };
+    let report = match job.run(&mut renderer) {
         Ok(report) => report,
         Err(error) => return refuse(&error.to_string(), code_of(&error)),
     };
@@ -42,7 +47,11 @@ pub(crate) fn run(options: Run) -> ExitCode {
         // No worker is left, and signals end this process again.
         _ => Duration::MAX,
     };
-    renderer.finish(last_words(&report, workers), patience);
+    let last_words = match format {
+        Format::Text => last_words(&report),
+        Format::Json => json::ended(&report, code),
+    };
+    renderer.finish(last_words, patience);
     exit_code(code)
 }
 
@@ -53,25 +62,33 @@ fn count(options: &Run) -> Result<WorldSize, String> {
     }
 }
 
-fn job(options: Run, workers: WorldSize) -> Job {
+fn job(options: Run, workers: WorldSize) -> Result<Job, String> {
+    let cluster = options.nodes.cluster()?;
+    if options.standalone && cluster.is_some() {
+        return Err("--standalone is one machine, --nnodes several".to_owned());
+    }
+    let (address, port) = options.nodes.endpoint()?;
     let mut program = options.program.into_iter();
     let job = Job::new(program.next().unwrap_or_default(), workers)
         .arguments(program)
         .role(options.role)
         .grace(options.grace_period)
-        .master_port(options.master_port.unwrap_or(0));
-    match options.master_addr {
-        Some(address) => job.master_addr(address),
-        None => job,
-    }
+        .max_restarts(options.max_restarts)
+        .master_port(port.unwrap_or(0));
+    let job = address.into_iter().fold(job, Job::master_addr);
+    let job = cluster.into_iter().fold(job, Job::cluster);
+    let job = options.rdzv_id.into_iter().fold(job, Job::run_id);
+    // As torchrun does, what is to be kept is kept somewhere, also if nobody says where.
+    let wanted = !options.redirects.is_empty() || !options.tee.is_empty();
+    let folder = options.log_dir.or_else(|| wanted.then(std::env::temp_dir));
+    let logs = folder.map(|folder| Logs::new(folder).redirects(options.redirects).tee(options.tee));
+    Ok(logs.into_iter().fold(job, Job::logs))
 }
 
-fn last_words(report: &Report, workers: WorldSize) -> Vec<u8> {
+fn last_words(report: &Report) -> Vec<u8> {
     match &report.outcome {
-        Outcome::Failed(failure) => {
-            let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-            report::failure(failure, workers, &host, wants_colour(&io::stderr()))
-        }
+        Outcome::Failed(failure) => report::failure(failure, report, wants_colour(&io::stderr())),
+        Outcome::NodeFailed(failure) => report::node_failure(failure, wants_colour(&io::stderr())),
         Outcome::Interrupted(signal) => format!("phalanx: ended by {signal}\n").into_bytes(),
         _ => Vec::new(),
     }

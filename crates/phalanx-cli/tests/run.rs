@@ -1,16 +1,16 @@
 //! `phalanx run` with real programs.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
+mod support;
+
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
-const LIMIT: Duration = Duration::from_secs(20);
+use support::{LIMIT, bare, exit_code, is_gone, output, phalanx, send, sorted_lines, start, text};
 
 #[test]
 fn lines_carry_their_rank_and_stay_on_their_stream() {
@@ -269,92 +269,10 @@ fn options_are_checked() {
         (&["--nproc-per-node", "many"], "neither a number"),
         (&["--grace-period=-1"], "grace-period"),
         (&["--standalone", "--master-port", "1"], "cannot be used with"),
+        (&["--tee", "4"], "none of 0"),
     ] {
         let output = output(phalanx(options, "true"));
         assert_eq!(output.status.code(), Some(2), "{options:?}");
         assert!(text(&output.stderr).contains(expected), "{}", text(&output.stderr));
     }
-}
-
-/// `phalanx run` with `options`, and `script` as the program.
-fn phalanx(options: &[&str], script: &str) -> Command {
-    let mut command = bare();
-    command.args(options).args(["--", "sh", "-c", script]);
-    command
-}
-
-/// `phalanx run` in an environment without variables that would change it.
-fn bare() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
-    for (name, _) in std::env::vars_os() {
-        let text = name.to_string_lossy();
-        if ["PET_", "PHALANX_", "OMP_", "RAYON_"].iter().any(|prefix| text.starts_with(prefix)) {
-            command.env_remove(name);
-        }
-    }
-    command.arg("run").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
-}
-
-/// Runs it to its end, or kills it when it takes too long.
-fn output(mut command: Command) -> Output {
-    let child = command.spawn().unwrap();
-    let pid = Pid::from_child(&child);
-    let (done, timer) = channel::<()>();
-    std::thread::spawn(move || {
-        if timer.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
-            let _ = kill_process(pid, Signal::KILL);
-        }
-    });
-    let output = child.wait_with_output().unwrap();
-    drop(done);
-    output
-}
-
-/// Starts a job whose workers print process numbers, and waits for `count` of them.
-fn start(mut command: Command, count: usize) -> (Child, BufReader<ChildStdout>, Vec<String>) {
-    let mut child = command.spawn().unwrap();
-    let mut out = BufReader::new(child.stdout.take().unwrap());
-    let mut pids = Vec::new();
-    for _ in 0..count {
-        let mut line = String::new();
-        out.read_line(&mut line).unwrap();
-        pids.push(line.split_whitespace().last().unwrap().to_owned());
-    }
-    assert!(pids.iter().all(|pid| !is_gone(pid)), "{pids:?}");
-    (child, out, pids)
-}
-
-/// Its exit code, or a panic if it takes too long to end.
-fn exit_code(child: &mut Child) -> Option<i32> {
-    let deadline = Instant::now() + LIMIT;
-    loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            return status.code();
-        }
-        if Instant::now() >= deadline {
-            let _ = child.kill();
-            panic!("it did not end within {LIMIT:?}");
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
-fn send(child: &Child, signal: Signal) {
-    kill_process(Pid::from_child(child), signal).unwrap();
-}
-
-/// Is there no such process, or only its zombie?
-fn is_gone(pid: &str) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn sorted_lines(bytes: &[u8]) -> Vec<String> {
-    let mut lines: Vec<String> = text(bytes).lines().map(str::to_owned).collect();
-    lines.sort_unstable();
-    lines
 }

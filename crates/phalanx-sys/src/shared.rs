@@ -274,7 +274,8 @@ impl Consumer {
     }
 }
 
-/// Wakes the process that sleeps on it. An event count: whoever looks for work, then sleeps, misses nothing in between.
+/// Wakes the process whose threads sleep on it. An event count: whoever looks for work, then sleeps, misses nothing in
+/// between.
 #[derive(Clone, Copy, Debug)]
 pub struct Doorbell<'a> {
     pub(crate) rung: &'a AtomicU32,
@@ -282,7 +283,7 @@ pub struct Doorbell<'a> {
 }
 
 impl Doorbell<'_> {
-    /// Wakes the owner, if it sleeps. Costs a fence and a load if it does not.
+    /// Wakes the owner, all threads of it that sleep. Costs a fence and a load if none does.
     pub fn ring(&self) {
         // Pairs with the fence in `sleep_unless`: either this sees the flag, or the sleeper sees what was published.
         fence(Ordering::SeqCst);
@@ -301,7 +302,8 @@ impl Doorbell<'_> {
     /// Sleeps until somebody rings, at most for `timeout`, unless `ready` finds that there is something to do.
     pub fn sleep_unless(&self, timeout: Duration, ready: impl FnOnce() -> bool) {
         let before = self.rung.load(Ordering::Relaxed);
-        self.sleeping.store(1, Ordering::Relaxed);
+        // The number of sleepers; the owner alone counts it.
+        self.sleeping.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         if !ready() {
             let timeout =
@@ -309,7 +311,7 @@ impl Doorbell<'_> {
             // Rung already, interrupted, timed out: in each case the caller looks again.
             let _ = futex::wait(self.rung, futex::Flags::empty(), before, Some(&timeout));
         }
-        self.sleeping.store(0, Ordering::Relaxed);
+        self.sleeping.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -14,6 +14,11 @@ impl Deadline {
         Self(Instant::now() + timeout.min(LONG))
     }
 
+    /// A deadline that has passed.
+    pub(crate) fn now() -> Self {
+        Self(Instant::now())
+    }
+
     /// The time left; zero once it has passed.
     pub fn remaining(self) -> Duration {
         self.0.saturating_duration_since(Instant::now())

@@ -137,7 +137,13 @@ impl Error {
         self.edit(|inner| inner.peer = Some(peer))
     }
 
-    pub(crate) fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
+    /// Adds to the cause.
+    pub(crate) fn adding(self, more: impl AsRef<str>) -> Self {
+        self.edit(|inner| inner.cause.push_str(more.as_ref()))
+    }
+
+    /// Says what error of a library it came from.
+    pub fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
         self.edit(|inner| inner.source = Some(Arc::new(source)))
     }
 

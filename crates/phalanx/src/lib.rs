@@ -21,7 +21,9 @@
 //! | join the group that a launcher describes | [`init`], [`rendezvous`], [`env`](mod@env) |
 //! | start workers from a program | [`spawn`](spawn()), [`launch`] |
 //! | move and combine data | [`ProcessGroup`], [`Work`], [`Buffer`] |
+//! | do so among some of the ranks | [`ProcessGroup::new_group`], [`ProcessGroup::split`] |
 //! | average gradients of a framework of your own | [`reducer`] |
+//! | let ranks end at different times | [`join`] |
 //! | give each rank its part of the data | [`sampler`] |
 //! | let processes find each other | [`store`] |
 //! | see where the time goes | [`trace`] |
@@ -40,6 +42,7 @@ mod collective;
 mod domain;
 pub mod env;
 pub mod group;
+pub mod join;
 pub mod launch;
 pub mod reducer;
 pub mod rendezvous;
@@ -53,11 +56,11 @@ mod transport;
 mod wire;
 
 pub use buffer::Buffer;
-pub use collective::ReduceOp;
+pub use collective::{ReduceOp, Tuning, TuningRow};
 pub use deadline::Deadline;
 pub use dtype::{Bool, DType, Element};
 pub use error::{Error, Result};
-pub use group::{Communicator, GroupOptions, ProcessGroup, Work, init};
+pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};
 pub use spawn::spawn;
 pub use transport::TransportKind;

@@ -131,6 +131,7 @@ impl Call {
             Outcome::Failed(failure) => {
                 Err(Error::new(Kind::WorkerFailed, failure.to_string()).with_peer(failure.rank))
             }
+            Outcome::NodeFailed(failure) => Err(Error::new(Kind::WorkerFailed, failure.to_string())),
             Outcome::Interrupted(signal) => {
                 if let Some(signal) = rustix::process::Signal::from_named_raw(signal.number()) {
                     let _ = kill_process(getpid(), signal);

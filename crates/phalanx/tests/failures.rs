@@ -44,7 +44,7 @@ fn ranks_that_call_different_collectives_all_see_both_calls() {
 #[test]
 fn every_kind_of_difference_is_found() {
     type Difference = fn(&ProcessGroup) -> phalanx::Result<()>;
-    let differences: [(Difference, Difference); 5] = [
+    let differences: [(Difference, Difference); 6] = [
         (|g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0f32; 9], ReduceOp::Sum)),
         (|g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Max)),
         (|g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0i32; 8], ReduceOp::Sum)),
@@ -52,6 +52,8 @@ fn every_kind_of_difference_is_found() {
             |g| g.all_reduce(&mut vec![0f32; 1 << 20], ReduceOp::Sum),
             |g| g.all_reduce(&mut vec![0f32; (1 << 20) + 1], ReduceOp::Sum),
         ),
+        // The one needs no message where ranks share memory, the other does.
+        (|g| g.barrier(), |g| g.all_to_all(&[0f32; 2], &mut [0f32; 2])),
         (|g| g.barrier(), |g| g.all_reduce(&mut vec![0f32; 1 << 20], ReduceOp::Sum)),
     ];
     for fabric in Fabric::ALL {
@@ -84,6 +86,30 @@ fn a_missing_call_times_out_with_the_name_of_the_missing_rank() {
         assert!(error.is_timeout(), "{error}");
         assert_eq!(error.peer(), Some(Rank::new(1)));
         assert!(error.to_string().contains("all_reduce(sum, 1 x f32) #0"), "{error}");
+    }
+}
+
+#[test]
+fn a_time_out_says_where_the_peer_was_last_heard_of() {
+    for fabric in [Fabric::InProcess, Fabric::Tcp] {
+        run(3, fabric, |group| {
+            // Large enough for a ring, in which each rank hears of its neighbour.
+            let mut data = vec![1f32; 1 << 16];
+            group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            if group.rank().is_main() {
+                while group.failure().is_none() {
+                    std::thread::yield_now();
+                }
+                return;
+            }
+            let hasty = group.with_timeout(Duration::from_millis(200));
+            let error = hasty.all_reduce(&mut data, ReduceOp::Sum).unwrap_err();
+            assert!(error.is_timeout(), "{fabric:?}: {error}");
+            let text = error.to_string();
+            // Rank 1 waits for rank 0, and rank 2 for rank 1, which has begun.
+            let missing = text.contains("rank 0 was last heard of in all_reduce(sum, 65536 x f32) #0");
+            assert!(missing || text.contains("rank 1 has begun this call"), "{text}");
+        });
     }
 }
 

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use phalanx::store::TcpStoreServer;
-use phalanx::{Rank, ReduceOp};
+use phalanx::{Buffer, DType, P2pOp, Rank, ReduceOp};
 
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
 /// The promise: survivors know within this time that somebody died.
@@ -23,6 +23,9 @@ fn main() {
         ("a_killed_rank_is_named_by_all_survivors", a_killed_rank_is_named_by_all_survivors),
         ("rank_0_may_die_with_the_store_it_serves", rank_0_may_die_with_the_store_it_serves),
         ("idle_ranks_know_who_died", idle_ranks_know_who_died),
+        ("a_death_ends_messages_in_flight", a_death_ends_messages_in_flight),
+        ("a_death_is_known_in_every_sub_group", a_death_is_known_in_every_sub_group),
+        ("a_store_that_has_gone_makes_no_more_sub_groups", a_store_that_has_gone_makes_no_more_sub_groups),
         ("ranks_end_in_any_order", ranks_end_in_any_order),
         ("strangers_disturb_nobody", strangers_disturb_nobody),
         ("a_rank_without_descriptors_tells_all_at_once", a_rank_without_descriptors_tells_all_at_once),
@@ -35,6 +38,10 @@ fn work(scenario: &str) {
     let outcome = match scenario {
         "train" => train(),
         "idle" => idle(),
+        "talk" => talk(),
+        "listen" => listen(),
+        "parts" => parts(),
+        "divide" => divide(),
         "short" => short(),
         "poor" => poor(),
         other => panic!("no scenario {other}"),
@@ -66,6 +73,57 @@ fn idle() -> phalanx::Result<()> {
         std::thread::sleep(Duration::from_millis(5));
     }
     group.barrier()
+}
+
+/// Exchanges messages with all others until something goes wrong.
+fn talk() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let others: Vec<Rank> = group.world_size().ranks().filter(|peer| *peer != group.rank()).collect();
+    for round in 0.. {
+        let sent = others.iter().map(|peer| P2pOp::send(Buffer::zeroed(DType::U8, 3 << 20), *peer));
+        let received = others.iter().map(|peer| P2pOp::recv(Buffer::zeroed(DType::U8, 3 << 20), *peer));
+        for work in group.batch_isend_irecv(sent.chain(received).collect())? {
+            work.wait()?;
+        }
+        if round == 10 {
+            println!("training");
+        }
+    }
+    Ok(())
+}
+
+/// Waits for messages that nobody sends.
+fn listen() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let others = group.world_size().ranks().filter(|peer| *peer != group.rank());
+    let works = others.map(|peer| group.irecv(Buffer::zeroed(DType::F32, 8), peer));
+    let works = works.collect::<phalanx::Result<Vec<_>>>()?;
+    println!("training");
+    works.into_iter().try_for_each(|work| work.wait().map(drop))
+}
+
+/// Trains in a sub-group, whose ranks count backwards, until something goes wrong.
+fn parts() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let part = group.split(Some(0), -i64::from(group.rank().get()))?;
+    let part = part.unwrap_or(group);
+    let mut gradients = vec![1f32; 1 << 18];
+    for step in 0.. {
+        part.all_reduce(&mut gradients, ReduceOp::Avg)?;
+        if step == 10 {
+            println!("training");
+        }
+    }
+    Ok(())
+}
+
+/// Makes sub-groups until something goes wrong.
+fn divide() -> phalanx::Result<()> {
+    let group = phalanx::init()?.with_timeout(LIMIT);
+    println!("training");
+    loop {
+        group.split(Some(group.rank().get() / 2), 0)?;
+    }
 }
 
 /// A job of a few steps, whose ranks end at different times.
@@ -102,7 +160,7 @@ fn poor() -> phalanx::Result<()> {
 struct World {
     ranks: Vec<Child>,
     port: u16,
-    _server: Option<TcpStoreServer>,
+    server: Option<TcpStoreServer>,
 }
 
 impl World {
@@ -121,7 +179,7 @@ impl World {
             command.env("TORCHELASTIC_USE_AGENT_STORE", if served_by_rank_0 { "False" } else { "True" });
             command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
         });
-        Self { ranks: ranks.collect(), port, _server: server }
+        Self { ranks: ranks.collect(), port, server }
     }
 
     /// Waits until every rank has said that it trains.
@@ -190,6 +248,37 @@ fn rank_0_may_die_with_the_store_it_serves() {
 
 fn idle_ranks_know_who_died() {
     survivors_name("idle", 1, false);
+}
+
+fn a_death_ends_messages_in_flight() {
+    for victim in [0, 2] {
+        survivors_name("talk", victim, false);
+        survivors_name("listen", victim, false);
+    }
+}
+
+/// The rank is that of the sub-group; which process it is, the error says too.
+fn a_death_is_known_in_every_sub_group() {
+    for transport in ["tcp", "shm"] {
+        let mut world = World::start("parts", 3, false, &[("PHALANX_TRANSPORT", transport)]);
+        world.training();
+        world.kill(0);
+        let (outcomes, _) = world.end();
+        for (code, error) in &outcomes[1..] {
+            assert_eq!(*code, Some(3), "{error}");
+            assert!(error.contains("rank 2 (") && error.contains("global rank 0) died: "), "{error}");
+        }
+    }
+}
+
+fn a_store_that_has_gone_makes_no_more_sub_groups() {
+    let mut world = World::start("divide", 3, false, &[]);
+    world.training();
+    drop(world.server.take());
+    let (outcomes, _) = world.end();
+    assert!(outcomes.iter().all(|(code, _)| code.is_some_and(|code| code != 0)), "{outcomes:?}");
+    // Others may only hear that a rank has ended.
+    assert!(outcomes.iter().any(|(_, error)| error.contains("store")), "{outcomes:?}");
 }
 
 fn ranks_end_in_any_order() {

@@ -1,28 +1,205 @@
 //! Which algorithm for which size. The choice depends only on what is the same on every rank.
 
-use super::{Plan, doubling, ring, tree};
-use crate::dtype::DType;
-use crate::rank::{Rank, WorldSize};
+use serde::{Deserialize, Serialize};
 
-/// Up to this many bytes latency decides, and recursive doubling has the fewest steps.
-const DOUBLING_MAX: usize = 64 * 1024;
-/// From this many bytes on, a broadcast to four ranks or more is worth dealing out in chunks.
-const SCATTER_MIN: usize = 512 * 1024;
+use super::{Plan, doubling, halving, ring, tree};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::rank::{MAX_WORLD_SIZE, Rank, WorldSize};
+
+/// The sizes at which one algorithm gives way to the next, for worlds of different sizes.
+///
+/// They are a network's, so that they can be measured and told: [`GroupOptions`](crate::GroupOptions) takes them, and
+/// `PHALANX_TUNING` names a file with them, in JSON. All ranks must have the same: each frame carries a fingerprint of the
+/// table, and ranks whose tables differ get an error that says so.
+///
+/// ```
+/// use phalanx::Tuning;
+/// let tuning = Tuning::from_json(r#"{"rows": [{"world_max": 65536, "doubling_max": 4096}]}"#)?;
+/// assert_eq!(tuning.rows[0].doubling_max, 4096);
+/// assert_eq!(Tuning::from_json(&tuning.to_json())?, tuning);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tuning {
+    /// By the size of the world, ascending. A world takes the first row that reaches it; the last one reaches all.
+    pub rows: Vec<TuningRow>,
+}
+
+/// The sizes for one range of worlds, in bytes. What a file leaves out has its default.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TuningRow {
+    /// For worlds of up to this many ranks.
+    pub world_max: u32,
+    /// `all_reduce` of at most this uses recursive doubling.
+    pub doubling_max: usize,
+    /// Above that, `all_reduce` of at most this uses recursive halving and doubling; beyond, a ring.
+    pub halving_max: usize,
+    /// `broadcast` of at least this is dealt out in chunks, which then go round a ring; below, a binomial tree.
+    pub broadcast_ring_min: usize,
+    /// `reduce` of at least this goes round a ring in chunks, which are then gathered; below, a binomial tree.
+    pub reduce_ring_min: usize,
+    /// `gather` and `scatter` of at most this for each rank use a binomial tree; beyond, each rank meets the root.
+    pub tree_max: usize,
+}
+
+impl Default for TuningRow {
+    fn default() -> Self {
+        Self {
+            world_max: MAX_WORLD_SIZE,
+            doubling_max: 32 * 1024,
+            halving_max: 128 * 1024,
+            broadcast_ring_min: 512 * 1024,
+            reduce_ring_min: 2 * 1024 * 1024,
+            tree_max: 256,
+        }
+    }
+}
+
+impl Default for Tuning {
+    /// As measured over TCP on one host, with 2, 3, 4 and 8 ranks.
+    fn default() -> Self {
+        // Two ranks have all after one exchange; a chunk each takes two, and pays when the bytes are what takes time.
+        let pair = TuningRow {
+            world_max: 2,
+            doubling_max: 64 * 1024,
+            halving_max: 64 * 1024,
+            reduce_ring_min: usize::MAX,
+            broadcast_ring_min: usize::MAX,
+            ..TuningRow::default()
+        };
+        let three = TuningRow { world_max: 3, broadcast_ring_min: usize::MAX, ..TuningRow::default() };
+        Self { rows: vec![pair, three, TuningRow::default()] }
+    }
+}
+
+impl Tuning {
+    /// Reads a table.
+    ///
+    /// # Errors
+    /// If it is no such JSON, or its rows do not ascend to the largest world.
+    pub fn from_json(text: &str) -> Result<Self> {
+        let tuning: Self = serde_json::from_str(text)
+            .map_err(|error| Error::invalid_argument("this is no tuning table").with_source(error))?;
+        tuning.check()?;
+        Ok(tuning)
+    }
+
+    /// The table as [`from_json`](Self::from_json) reads it.
+    pub fn to_json(&self) -> String {
+        // Numbers in a list: there is nothing in it that JSON cannot say.
+        serde_json::to_string_pretty(self).unwrap_or_default()
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        let ascends = self.rows.is_sorted_by(|row, next| row.world_max < next.world_max);
+        let reaches = self.rows.last().is_some_and(|row| row.world_max >= MAX_WORLD_SIZE);
+        if ascends && reaches {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "the rows of a tuning table must ascend by world_max, and the last one reach {MAX_WORLD_SIZE}"
+        )))
+    }
+
+    /// What holds for `world`.
+    pub(crate) fn choice(&self, world: WorldSize) -> Choice {
+        let row = self.rows.iter().find(|row| row.world_max >= world.get()).cloned().unwrap_or_default();
+        Choice { fingerprint: fingerprint(&row), row }
+    }
+}
+
+/// The sizes that hold for a group.
+#[derive(Clone, Debug)]
+pub(crate) struct Choice {
+    pub row: TuningRow,
+    /// Differs, but for a freak of chance, where any size does. Never 0.
+    pub fingerprint: u32,
+}
+
+/// FNV-1a.
+fn fingerprint(row: &TuningRow) -> u32 {
+    let TuningRow { world_max: _, doubling_max, halving_max, broadcast_ring_min, reduce_ring_min, tree_max } =
+        row;
+    let sizes = [doubling_max, halving_max, broadcast_ring_min, reduce_ring_min, tree_max];
+    let bytes = sizes.into_iter().flat_map(|size| (*size as u64).to_le_bytes());
+    bytes.fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)).max(1)
+}
 
 /// An all-reduce of `elements` in place.
-pub(crate) fn all_reduce(rank: Rank, world: WorldSize, dtype: DType, elements: usize) -> Plan {
-    if elements * dtype.size() <= DOUBLING_MAX {
-        doubling::all_reduce(rank, world, elements)
-    } else {
-        ring::all_reduce(rank, world, elements)
+pub(crate) fn all_reduce(
+    row: &TuningRow,
+    rank: Rank,
+    world: WorldSize,
+    dtype: DType,
+    elements: usize,
+) -> Plan {
+    match elements * dtype.size() {
+        bytes if bytes <= row.doubling_max => doubling::all_reduce(rank, world, elements),
+        bytes if bytes <= row.halving_max => halving::all_reduce(rank, world, elements),
+        _ => ring::all_reduce(rank, world, elements),
     }
 }
 
 /// A broadcast of `elements` from `root`.
-pub(crate) fn broadcast(rank: Rank, world: WorldSize, root: Rank, dtype: DType, elements: usize) -> Plan {
-    if world.get() >= 4 && elements * dtype.size() >= SCATTER_MIN {
+pub(crate) fn broadcast(
+    row: &TuningRow,
+    rank: Rank,
+    world: WorldSize,
+    root: Rank,
+    dtype: DType,
+    elements: usize,
+) -> Plan {
+    if elements * dtype.size() >= row.broadcast_ring_min {
         tree::scatter_ring(rank, world, root, elements)
     } else {
         tree::binomial(rank, world, root, elements)
+    }
+}
+
+/// A reduction of `elements` to `root`, in place.
+pub(crate) fn reduce(
+    row: &TuningRow,
+    rank: Rank,
+    world: WorldSize,
+    root: Rank,
+    dtype: DType,
+    elements: usize,
+) -> Plan {
+    if elements * dtype.size() >= row.reduce_ring_min {
+        tree::reduce_ring(rank, world, root, elements)
+    } else {
+        tree::reduce(rank, world, root, elements)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_world_takes_the_first_row_that_reaches_it() {
+        let tuning = Tuning::default();
+        let world = |size| WorldSize::new(size).unwrap();
+        assert_eq!(tuning.choice(world(2)).row, tuning.rows[0]);
+        assert_eq!(tuning.choice(world(3)).row, tuning.rows[1]);
+        assert_eq!(tuning.choice(world(900)).row, tuning.rows[2]);
+        assert_ne!(tuning.choice(world(2)).fingerprint, tuning.choice(world(3)).fingerprint);
+    }
+
+    #[test]
+    fn a_table_with_a_gap_or_a_stranger_is_refused() {
+        for text in [
+            "[]",
+            r#"{"rows": []}"#,
+            r#"{"rows": [{"world_max": 8}]}"#,
+            r#"{"rows": [{}, {"world_max": 8}]}"#,
+            r#"{"rows": [{"doublin_max": 8}]}"#,
+        ] {
+            assert!(Tuning::from_json(text).unwrap_err().is_invalid_argument(), "{text}");
+        }
+        assert!(Tuning::default().check().is_ok());
     }
 }

@@ -9,41 +9,68 @@ use crate::rank::{Rank, WorldSize};
 ///
 /// Operands stand in the order of the ranks, so that every rank computes the same bits.
 pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan {
-    let all = 0..elements;
-    let members = 1 << world.get().ilog2();
-    let folded = world.get() - members;
-    let mut plan = Plan::new();
-
-    // The first 2·folded ranks pair up; the odd one of each pair hands its part over and waits for the result.
-    let paired = rank.get() < 2 * folded;
-    let partner = Rank::new(rank.get() ^ 1);
-    let sits_out = paired && rank.get() % 2 == 1;
-    if sits_out {
-        return vec![Step::send(partner, all.clone()), Step::recv(partner, all, Combine::Replace)];
-    }
-    if paired {
-        let step = Step::recv(partner, all.clone(), Combine::Append);
-        plan.push(step.joining(Parts::new(1, 1, world)));
-    }
-    let place = if paired { rank.get() / 2 } else { rank.get() - folded };
-    let rounds = members.ilog2();
+    let Fold { mut plan, place, rounds, last, folded } = match fold(rank, world, elements) {
+        Ok(fold) => fold,
+        Err(aside) => return aside,
+    };
     for bit in 0..rounds {
         let other = place ^ (1 << bit);
-        let peer = Rank::new(if other < folded { 2 * other } else { other + folded });
+        let peer = folded.rank_at(other);
         let combine = if other < place { Combine::Prepend } else { Combine::Append };
-        let parts = Parts::new(held(place, bit, folded), held(other, bit, folded), world);
-        plan.push(Step::send(peer, all.clone()).and_recv(peer, all.clone(), combine).joining(parts));
+        let parts = Parts::new(folded.held(place, bit), folded.held(other, bit), world);
+        plan.push(Step::send(peer, 0..elements).and_recv(peer, 0..elements, combine).joining(parts));
     }
-    if paired {
-        plan.push(Step::send(partner, all));
-    }
+    plan.extend(last);
     plan
 }
 
-/// The ranks whose parts `place` holds after `bit` rounds: those of its 2^bit neighbours, of which the first `folded` stand
-/// for two ranks each.
-fn held(place: u32, bit: u32, folded: u32) -> usize {
-    let start = place >> bit << bit;
-    let pairs = folded.saturating_sub(start).min(1 << bit);
-    ((1 << bit) + pairs) as usize
+/// A rank that takes part in the rounds of a world that has been folded to a power of two.
+pub(super) struct Fold {
+    /// What comes before the rounds.
+    pub plan: Plan,
+    /// This rank's place among those that take part.
+    pub place: u32,
+    pub rounds: u32,
+    /// What comes after them.
+    pub last: Option<Step>,
+    pub folded: Folded,
+}
+
+/// The number of pairs that a world was folded by: the places below it stand for two ranks each.
+#[derive(Clone, Copy)]
+pub(super) struct Folded(u32);
+
+/// Folds `world` to a power of two: the first ranks pair up, and the odd one of each pair hands its part over, sits out,
+/// and gets the result: its whole plan is the error.
+pub(super) fn fold(rank: Rank, world: WorldSize, elements: usize) -> Result<Fold, Plan> {
+    let all = 0..elements;
+    let members = 1 << world.get().ilog2();
+    let folded = world.get() - members;
+    let partner = Rank::new(rank.get() ^ 1);
+    let paired = rank.get() < 2 * folded;
+    if paired && rank.get() % 2 == 1 {
+        return Err(vec![Step::send(partner, all.clone()), Step::recv(partner, all, Combine::Replace)]);
+    }
+    let (mut plan, mut last) = (Plan::new(), None);
+    if paired {
+        let step = Step::recv(partner, all.clone(), Combine::Append);
+        plan.push(step.joining(Parts::new(1, 1, world)));
+        last = Some(Step::send(partner, all));
+    }
+    let place = if paired { rank.get() / 2 } else { rank.get() - folded };
+    Ok(Fold { plan, place, rounds: members.ilog2(), last, folded: Folded(folded) })
+}
+
+impl Folded {
+    /// Who stands at `place`.
+    pub(super) fn rank_at(self, place: u32) -> Rank {
+        Rank::new(if place < self.0 { 2 * place } else { place + self.0 })
+    }
+
+    /// The ranks whose parts `place` holds after `bit` rounds: those of its 2^bit neighbours.
+    pub(super) fn held(self, place: u32, bit: u32) -> usize {
+        let start = place >> bit << bit;
+        let pairs = self.0.saturating_sub(start).min(1 << bit);
+        ((1 << bit) + pairs) as usize
+    }
 }

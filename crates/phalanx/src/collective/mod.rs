@@ -6,10 +6,13 @@
 
 mod barrier;
 mod choice;
+mod deal;
 mod doubling;
+mod halving;
 pub(crate) mod kernel;
 mod op;
 mod ring;
+mod shares;
 #[cfg(test)]
 mod simulate;
 mod tree;
@@ -17,9 +20,13 @@ mod tree;
 use std::ops::Range;
 
 pub(crate) use barrier::dissemination;
-pub(crate) use choice::{all_reduce, broadcast};
+pub(crate) use choice::{Choice, all_reduce, broadcast, reduce};
+pub use choice::{Tuning, TuningRow};
+pub(crate) use deal::{all_to_all, gather, scatter};
 pub use op::ReduceOp;
-pub(crate) use ring::{all_gather, reduce_scatter};
+pub(crate) use ring::{all_gather, all_gather_v, reduce_scatter};
+pub(crate) use shares::Shares;
+pub(crate) use tree::{gather as gather_tree, scatter as scatter_tree};
 
 use crate::rank::{Rank, WorldSize};
 
@@ -105,11 +112,6 @@ impl Step {
         }
         self
     }
-}
-
-/// What the receiver of a point-to-point message does.
-pub(crate) fn recv(from: Rank, elements: usize) -> Plan {
-    vec![Step::recv(from, 0..elements, Combine::Replace)]
 }
 
 /// The elements of chunk `index` when `elements` are dealt to `world` ranks as evenly as possible.

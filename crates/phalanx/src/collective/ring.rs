@@ -1,7 +1,9 @@
 //! Rings: every rank sends to the next and receives from the one before. The bandwidth-optimal choice for large
 //! buffers (P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
 
-use super::{Combine, Parts, Plan, Step, after, before, chunk};
+use std::ops::Range;
+
+use super::{Combine, Parts, Plan, Shares, Step, after, before, chunk};
 use crate::rank::{Rank, WorldSize};
 
 /// 2(w-1) steps; each rank sends 2n(w-1)/w elements. Each chunk is combined along one path, in one order.
@@ -22,6 +24,11 @@ pub(crate) fn all_gather(rank: Rank, world: WorldSize, elements: usize) -> Plan 
     pass(rank, world, 0, Combine::Replace, elements).collect()
 }
 
+/// As [`all_gather`], where the ranks' shares differ: w-1 steps; each rank sends all but one share.
+pub(crate) fn all_gather_v(rank: Rank, world: WorldSize, shares: &Shares) -> Plan {
+    pass_chunks(rank, world, 0, Combine::Replace, |index| shares.of(index)).collect()
+}
+
 /// Combines every chunk on its way around the ring; rank r ends with chunk r+shift+1.
 fn combine(rank: Rank, world: WorldSize, shift: usize, elements: usize) -> Plan {
     pass(rank, world, shift, Combine::Prepend, elements)
@@ -39,9 +46,19 @@ fn pass(
     combine: Combine,
     elements: usize,
 ) -> impl Iterator<Item = Step> {
+    pass_chunks(rank, world, shift, combine, move |index| chunk(elements, world, index))
+}
+
+fn pass_chunks(
+    rank: Rank,
+    world: WorldSize,
+    shift: usize,
+    combine: Combine,
+    chunk: impl Fn(usize) -> Range<usize>,
+) -> impl Iterator<Item = Step> {
     let (next, previous) = (after(rank, 1, world), before(rank, 1, world));
     let first = after(rank, shift, world);
-    let behind = move |distance| chunk(elements, world, before(first, distance, world).index());
+    let behind = move |distance| chunk(before(first, distance, world).index());
     (0..world.count() - 1)
         .map(move |step| Step::send(next, behind(step)).and_recv(previous, behind(step + 1), combine))
 }

@@ -80,6 +80,22 @@ fn play(plans: &[Plan], buffers: &mut [Vec<u128>]) -> Vec<usize> {
     sent
 }
 
+/// As [`play`], where what is sent stands in the inputs and what is received in outputs of `length`, which it gives.
+fn play_apart(plans: &[Plan], inputs: &[Vec<u128>], length: impl Fn(usize) -> usize) -> Vec<Vec<u128>> {
+    let mut behind = plans.to_vec();
+    for (plan, input) in behind.iter_mut().zip(inputs) {
+        for recv in plan.iter_mut().filter_map(|step| step.recv.as_mut()) {
+            recv.range = recv.range.start + input.len()..recv.range.end + input.len();
+        }
+    }
+    let mut buffers: Vec<Vec<u128>> = inputs.to_vec();
+    for (rank, buffer) in buffers.iter_mut().enumerate() {
+        buffer.resize(buffer.len() + length(rank), 0);
+    }
+    play(&behind, &mut buffers);
+    buffers.into_iter().zip(inputs).map(|(buffer, input)| buffer[input.len()..].to_vec()).collect()
+}
+
 fn plans(world: WorldSize, plan: impl Fn(Rank) -> Plan) -> Vec<Plan> {
     world.ranks().map(plan).collect()
 }
@@ -109,7 +125,7 @@ proptest! {
 
     #[test]
     fn all_reduce_takes_each_rank_once(world in worlds(), elements in 0usize..10_000) {
-        for algorithm in [ring::all_reduce, doubling::all_reduce] {
+        for algorithm in [ring::all_reduce, doubling::all_reduce, halving::all_reduce] {
             let mut buffers = own(world, elements);
             let plans = plans(world, |rank| algorithm(rank, world, elements));
             play(&plans, &mut buffers);
@@ -122,6 +138,98 @@ proptest! {
         let elements = share * world.count();
         let sent = play(&plans(world, |rank| ring::all_reduce(rank, world, elements)), &mut own(world, elements));
         prop_assert!(sent.iter().all(|sent| *sent == 2 * share * (world.count() - 1)));
+    }
+
+    #[test]
+    fn halving_sends_the_least_possible_in_worlds_of_a_power_of_two(exponent in 0u32..5, share in 0usize..500) {
+        let world = WorldSize::new(1 << exponent).unwrap();
+        let elements = share * world.count();
+        let plans = plans(world, |rank| halving::all_reduce(rank, world, elements));
+        prop_assert!(plans.iter().all(|plan| plan.len() == 2 * exponent as usize));
+        let sent = play(&plans, &mut own(world, elements));
+        prop_assert!(sent.iter().all(|sent| *sent == 2 * share * (world.count() - 1)));
+    }
+
+    #[test]
+    fn reduce_leaves_the_root_everything(world in worlds(), root in 0u32..17, elements in 0usize..10_000) {
+        let root = Rank::new(root % world.get());
+        for algorithm in [tree::reduce, tree::reduce_ring] {
+            let mut buffers = own(world, elements);
+            play(&plans(world, |rank| algorithm(rank, world, root, elements)), &mut buffers);
+            prop_assert!(buffers[root.index()].iter().all(|value| *value == complete(world)));
+        }
+    }
+
+    #[test]
+    fn a_gather_and_a_scatter_along_a_tree(world in worlds(), root in 0u32..17, share in 0usize..100) {
+        let root = Rank::new(root % world.get());
+        let place = |rank: Rank| before(rank, root.index(), world).index();
+        let mut buffers = own(world, share * world.count());
+        play(&plans(world, |rank| tree::gather(rank, world, root, share)), &mut buffers);
+        for rank in world.ranks() {
+            let part = &buffers[root.index()][place(rank) * share..(place(rank) + 1) * share];
+            prop_assert!(part.iter().all(|value| *value == contribution(rank)));
+        }
+        // What the root has gathered goes back to whom it came from.
+        play(&plans(world, |rank| tree::scatter(rank, world, root, share)), &mut buffers);
+        for rank in world.ranks() {
+            let part = &buffers[rank.index()][place(rank) * share..(place(rank) + 1) * share];
+            prop_assert!(part.iter().all(|value| *value == contribution(rank)));
+        }
+    }
+
+    #[test]
+    fn all_gather_v_brings_every_share_everywhere(counts in prop::collection::vec(0usize..300, 1..17)) {
+        let world = WorldSize::new(counts.len() as u32).unwrap();
+        let shares = Shares::new(&counts, world).unwrap();
+        let mut buffers = own(world, shares.total());
+        play(&plans(world, |rank| all_gather_v(rank, world, &shares)), &mut buffers);
+        for buffer in &buffers {
+            for origin in world.ranks() {
+                prop_assert!(buffer[shares.of(origin.index())].iter().all(|value| *value == contribution(origin)));
+            }
+        }
+    }
+
+    #[test]
+    fn each_pair_exchanges_its_own_in_an_all_to_all(
+        table in (1usize..10).prop_flat_map(|world| prop::collection::vec(prop::collection::vec(0usize..50, world), world)),
+    ) {
+        let world = WorldSize::new(table.len() as u32).unwrap();
+        let sent: Vec<_> = table.iter().map(|counts| Shares::new(counts, world).unwrap()).collect();
+        let received: Vec<_> = (0..table.len())
+            .map(|rank| Shares::new(&table.iter().map(|row| row[rank]).collect::<Vec<_>>(), world).unwrap())
+            .collect();
+        // From a to b: a digit for each.
+        let mark = |from: usize, to: usize| (from * 32 + to + 1) as u128;
+        let inputs: Vec<Vec<u128>> = (0..table.len())
+            .map(|from| (0..table.len()).flat_map(|to| vec![mark(from, to); table[from][to]]).collect())
+            .collect();
+        let plan = |rank: Rank| all_to_all(rank, world, &sent[rank.index()], &received[rank.index()]);
+        let outputs = play_apart(&plans(world, plan), &inputs, |rank| received[rank].total());
+        for to in 0..table.len() {
+            for from in (0..table.len()).filter(|from| *from != to) {
+                prop_assert!(outputs[to][received[to].of(from)].iter().all(|value| *value == mark(from, to)));
+            }
+        }
+    }
+
+    #[test]
+    fn the_root_meets_everybody_in_a_gather_and_a_scatter(world in worlds(), root in 0u32..17, share in 0usize..100) {
+        let root = Rank::new(root % world.get());
+        let shares = Shares::even(share, world);
+        let inputs = own(world, share);
+        let whole = |rank: usize| if rank == root.index() { shares.total() } else { 0 };
+        let gathered = play_apart(&plans(world, |rank| gather(rank, world, root, share)), &inputs, whole);
+        let others = || world.ranks().filter(|rank| *rank != root);
+        for rank in others() {
+            let part = &gathered[root.index()][shares.of(rank.index())];
+            prop_assert!(part.iter().all(|value| *value == contribution(rank)));
+        }
+        let scattered = play_apart(&plans(world, |rank| scatter(rank, world, root, share)), &gathered, |_| share);
+        for rank in others() {
+            prop_assert!(scattered[rank.index()].iter().all(|value| *value == contribution(rank)));
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! Broadcasts: a binomial tree for few bytes, scatter and ring for many.
+//! From one root to all, or from all to one: binomial trees for few bytes, chunks and a ring for many.
 
-use super::{Combine, Plan, Step, after, before, chunk, ring};
+use super::{Combine, Parts, Plan, Step, after, before, chunk, ring};
 use crate::rank::{Rank, WorldSize};
 
 /// ceil(log2 w) rounds of n elements: in round k, the ranks that have the data send it 2^k places on.
@@ -36,4 +36,71 @@ pub(crate) fn scatter_ring(rank: Rank, world: WorldSize, root: Rank, elements: u
     }
     plan.extend(ring::all_gather(rank, world, elements));
     plan
+}
+
+/// ceil(log2 w) rounds of n elements: in round k, the ranks at distance 2^k, 3·2^k, … from the root hand over what they
+/// have combined. The binomial tree of [`binomial`], the other way round.
+pub(crate) fn reduce(rank: Rank, world: WorldSize, root: Rank, elements: usize) -> Plan {
+    let place = before(rank, root.index(), world).index();
+    let mut plan = Plan::new();
+    let mut reach = 1;
+    while reach < world.count() {
+        if place & reach != 0 {
+            plan.push(Step::send(before(rank, reach, world), 0..elements));
+            break;
+        }
+        if place + reach < world.count() {
+            let parts = Parts::new(reach, reach.min(world.count() - place - reach), world);
+            let step = Step::recv(after(rank, reach, world), 0..elements, Combine::Append);
+            plan.push(step.joining(parts));
+        }
+        reach *= 2;
+    }
+    plan
+}
+
+/// Every rank combines one chunk on a ring and sends it to the root: 2(w-1) steps at the root, w elsewhere; each sends n
+/// elements, the root n(w-1)/w (R. Rabenseifner, 2004).
+pub(crate) fn reduce_ring(rank: Rank, world: WorldSize, root: Rank, elements: usize) -> Plan {
+    let mut plan = ring::reduce_scatter(rank, world, elements);
+    if rank == root {
+        for distance in 1..world.count() {
+            let from = after(root, distance, world);
+            plan.push(Step::recv(from, chunk(elements, world, from.index()), Combine::Replace));
+        }
+    } else {
+        plan.push(Step::send(root, chunk(elements, world, rank.index())));
+    }
+    plan
+}
+
+/// A binomial gather: ceil(log2 w) rounds at the root, n(w-1) elements to it. The buffer holds `share` elements for each
+/// rank, the root's first and the others' in the order of the ring.
+pub(crate) fn gather(rank: Rank, world: WorldSize, root: Rank, share: usize) -> Plan {
+    let place = before(rank, root.index(), world).index();
+    let held = |place: usize, reach: usize| place * share..(place + reach).min(world.count()) * share;
+    let mut plan = Plan::new();
+    let mut reach = 1;
+    while reach < world.count() {
+        if place & reach != 0 {
+            plan.push(Step::send(before(rank, reach, world), held(place, reach)));
+            break;
+        }
+        if place + reach < world.count() {
+            let from = after(rank, reach, world);
+            plan.push(Step::recv(from, held(place + reach, reach), Combine::Replace));
+        }
+        reach *= 2;
+    }
+    plan
+}
+
+/// [`gather`], the other way round: the root's buffer is dealt out.
+pub(crate) fn scatter(rank: Rank, world: WorldSize, root: Rank, share: usize) -> Plan {
+    let turn = |step: Step| match (step.send, step.recv) {
+        (Some(send), _) => Step::recv(send.to, send.range, Combine::Replace),
+        (None, Some(recv)) => Step::send(recv.from, recv.range),
+        (None, None) => Step::default(),
+    };
+    gather(rank, world, root, share).into_iter().rev().map(turn).collect()
 }

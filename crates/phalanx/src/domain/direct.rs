@@ -10,7 +10,9 @@ use crate::wire::frame::Operation;
 pub(super) fn in_place(meeting: &mut Meeting<'_, '_, Error>, job: Job) -> Result<()> {
     let element = job.call.dtype.size();
     match job.call.operation {
-        Operation::AllReduce => meeting.combine(job.ranks, LINE, |shares| job.fold().apply(shares)),
+        Operation::AllReduce | Operation::AllReduceCoalesced => {
+            meeting.combine(job.ranks, LINE, |shares| job.fold().apply(shares))
+        }
         // The shares are the chunks. That the others' memory gets the result too does no harm: it is the call's.
         Operation::ReduceScatter => meeting.combine(job.ranks, element, |shares| job.fold().apply(shares)),
         Operation::Broadcast => {
@@ -21,7 +23,7 @@ pub(super) fn in_place(meeting: &mut Meeting<'_, '_, Error>, job: Job) -> Result
             meeting.combine(job.ranks, element, |shares| spread(shares, job.me));
             Ok(())
         }
-        Operation::Barrier | Operation::PointToPoint => Ok(()),
+        _ => Ok(()),
     }
 }
 

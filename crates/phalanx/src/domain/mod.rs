@@ -70,6 +70,28 @@ impl Domain {
         self.is_world
     }
 
+    /// Does shared memory carry this collective, on such memory?
+    pub(crate) fn takes(operation: Operation, memory: &Memory<'_>) -> bool {
+        match operation {
+            Operation::AllReduce
+            | Operation::AllReduceCoalesced
+            | Operation::Broadcast
+            | Operation::Barrier => {
+                matches!(memory, Memory::InPlace(_))
+            }
+            Operation::AllGather | Operation::ReduceScatter => !matches!(memory, Memory::Shared { .. }),
+            _ => false,
+        }
+    }
+
+    /// Finds out whether all ranks of the domain make the same call, before it goes another way.
+    pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, patience: &Patience) -> Result<()> {
+        let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
+        let words = self.board.small(word, &[], &mut |missing| watch(health, members[missing], patience))?;
+        (0..members.len())
+            .try_for_each(|index| compare(rank, call, sequence, members[index], &word, words.call(index)))
+    }
+
     /// A collective of all ranks of the domain.
     pub(crate) fn collective(
         &mut self,
@@ -100,7 +122,7 @@ impl Domain {
                     }
                 })
             }
-            Memory::Apart { input, output } => {
+            Memory::Apart { input, output } | Memory::Shared { input, output, .. } => {
                 let small = small::part(job, input.len()).map(|_| 0..input.len());
                 self.board.apart(word, input, small, &mut watch, |meeting| {
                     (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
@@ -162,7 +184,8 @@ fn compare(
     }
     // The memory is of this job and epoch; the count of calls is what has brought both here.
     let header = |call| Header { call, sequence, epoch: Epoch::default(), payload: 0 };
-    header(call).check(&header(word::decode(&theirs)?), rank, peer)
+    // How plans are chosen is no part of the word; frames compare it.
+    header(Call { tuning: 0, ..call }).check(&header(word::decode(&theirs)?), rank, peer)
 }
 
 #[cfg(test)]

@@ -35,13 +35,13 @@ pub(super) fn run(
 ) -> Result<()> {
     let own = match &memory {
         Memory::InPlace(data) => &data[part(job, data.len()).unwrap_or(0..data.len())],
-        Memory::Apart { input, .. } => input,
+        Memory::Apart { input, .. } | Memory::Shared { input, .. } => input,
     };
     let words = board.small(word, own, watch)?;
     (0..job.ranks).try_for_each(|index| check(index, words.call(index)))?;
     let output = match memory {
         Memory::InPlace(data) => data,
-        Memory::Apart { output, .. } => output,
+        Memory::Apart { output, .. } | Memory::Shared { output, .. } => output,
     };
     finish(job, &words, output)
 }
@@ -52,7 +52,7 @@ pub(super) fn finish(job: Job, words: &Words<'_>, output: &mut [u8]) -> Result<(
         _ => Err(Error::protocol("a rank of this host brings another length than its call says")),
     };
     match job.call.operation {
-        Operation::AllReduce => {
+        Operation::AllReduce | Operation::AllReduceCoalesced => {
             let length = output.len();
             with_all(job.ranks, |index| bytes(index, length), |sources| job.fold().apply_to(sources, output))
         }
@@ -73,7 +73,7 @@ pub(super) fn finish(job: Job, words: &Words<'_>, output: &mut [u8]) -> Result<(
             output[chunk.clone()].copy_from_slice(bytes(index, chunk.len())?);
             Ok(())
         }),
-        Operation::Barrier | Operation::PointToPoint => Ok(()),
+        _ => Ok(()),
     }
 }
 

@@ -21,13 +21,13 @@ type Staging<'a, 'w> = Meeting<'a, 'w, Error>;
 
 pub(super) fn in_place(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
     match job.call.operation {
-        Operation::AllReduce => all_reduce(meeting, job),
+        Operation::AllReduce | Operation::AllReduceCoalesced => all_reduce(meeting, job),
         Operation::ReduceScatter => reduce(meeting, job, job.fold(), |place| job.chunk(place)),
         Operation::AllGather => collect(meeting, job, |place| job.chunk(place)),
         Operation::Broadcast => {
             collect(meeting, job, |place| if place == job.root { 0..job.bytes() } else { 0..0 })
         }
-        Operation::Barrier | Operation::PointToPoint => Ok(()),
+        _ => Ok(()),
     }
 }
 

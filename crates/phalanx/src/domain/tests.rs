@@ -37,7 +37,7 @@ fn all_ranks_see_the_same_domains() {
     let of = |ranks: &[u32]| ranks.iter().map(|rank| Rank::new(*rank)).collect::<Vec<_>>();
     for rank in &ranks {
         assert_eq!(rank.partition.domains(), [of(&[0, 2]), of(&[1, 3]), of(&[4])]);
-        assert_eq!(rank.kind, TransportKind::Tcp);
+        assert_eq!(rank.kind, Some(TransportKind::Tcp));
     }
     let members = ranks.iter().map(|rank| rank.domain.as_ref().map_or(0, |domain| domain.members.len()));
     assert_eq!(members.collect::<Vec<_>>(), [2, 2, 2, 2, 0]);
@@ -103,6 +103,7 @@ fn a_domain_reduces_into_shares_and_collects_them() {
         elements: LENGTH as u64,
         reduce: Some(ReduceOp::Sum),
         root: None,
+        tuning: 0,
     };
     let fold = Fold::of_all(crate::DType::I32, ReduceOp::Sum, 1);
     thread::scope(|scope| {

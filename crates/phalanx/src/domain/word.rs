@@ -34,6 +34,7 @@ pub(super) fn decode(word: &Word) -> Result<Call> {
         },
         root: (root != NO_ROOT).then(|| Rank::new(root)),
         elements: u64::from_le_bytes(elements.try_into().map_err(|_| unknown())?),
+        tuning: 0,
     })
 }
 
@@ -49,6 +50,7 @@ mod tests {
             elements: u64::MAX,
             reduce: Some(ReduceOp::Max),
             root: None,
+            tuning: 0,
         };
         let rooted = Call { operation: Operation::Broadcast, reduce: None, root: Some(Rank::new(3)), ..call };
         for call in [call, rooted] {

@@ -2,10 +2,11 @@
 
 use std::time::Instant;
 
-use super::engine::Memory;
+use super::engine::{Engine, Memory};
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::{self, ReduceOp};
+use crate::deadline::Patience;
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::wire::frame::{Call, Operation};
@@ -72,23 +73,34 @@ impl ProcessGroup {
         mut buffer: Buffer,
         finish: impl FnOnce(Buffer) -> Buffer + Send + 'static,
     ) -> Result<Work> {
+        self.start_with(call, move |engine, patience| {
+            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), patience)?;
+            Ok(finish(buffer))
+        })
+    }
+
+    /// Leaves `work`, which owns its buffers, to the group's worker.
+    pub(super) fn start_with(
+        &self,
+        call: Call,
+        work: impl FnOnce(&mut Engine, &Patience) -> Result<Buffer> + Send + 'static,
+    ) -> Result<Work> {
         self.check_health()?;
         // From now on, not from when its turn comes.
         let deadline = self.patience().deadline();
-        let (work, completer) = Work::pending();
+        let (pending, completer) = Work::pending_in(self.inner.health.clone());
         let trace = self.trace();
         self.inner.lane.submit(
             &deadline.into(),
             Box::new(move |engine| {
                 let begin = Instant::now();
-                let outcome =
-                    engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), &deadline.into());
+                let outcome = work(engine, &deadline.into());
                 if trace.is_enabled() {
                     trace.complete("communication", call.to_string(), begin, Instant::now(), &[]);
                 }
-                completer.complete(outcome.map(|()| finish(buffer)));
+                completer.complete(outcome);
             }),
         );
-        Ok(work)
+        Ok(pending)
     }
 }

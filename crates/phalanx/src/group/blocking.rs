@@ -12,8 +12,8 @@ use crate::wire::frame::{Call, Operation};
 impl ProcessGroup {
     /// Combines `data` with the other ranks' `data`, element by element; every rank gets the result in place.
     ///
-    /// Through shared memory if all ranks are on one host; else small buffers by recursive doubling, large ones by a
-    /// ring. docs/algorithms.md states steps and bytes.
+    /// Through shared memory if all ranks are on one host; else small buffers by recursive doubling, larger ones by
+    /// recursive halving, large ones by a ring, as [`Tuning`](crate::Tuning) says. docs/algorithms.md states steps and bytes.
     ///
     /// # Errors
     /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified. Before anything
@@ -68,36 +68,7 @@ impl ProcessGroup {
         self.run(call::<u8>(Operation::Barrier, 0), Memory::InPlace(&mut []))
     }
 
-    /// Sends `data` to `to`, which must call [`recv`](Self::recv) with the same type and length. May return before it
-    /// has arrived.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), and if `to` is this rank or no rank of this group.
-    pub fn send<T: Element>(&self, data: &[T], to: Rank) -> Result<()> {
-        let to = self.peer(to)?;
-        self.check_health()?;
-        let patience = self.patience();
-        let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner
-            .lane
-            .run(&patience, |engine| engine.send(call, to, bytemuck::cast_slice(data), patience.deadline()))?
-    }
-
-    /// Receives into `data` what `from` sends.
-    ///
-    /// # Errors
-    /// As [`send`](Self::send).
-    pub fn recv<T: Element>(&self, data: &mut [T], from: Rank) -> Result<()> {
-        let from = self.peer(from)?;
-        self.check_health()?;
-        let patience = self.patience();
-        let call = call::<T>(Operation::PointToPoint, data.len());
-        self.inner.lane.run(&patience, |engine| {
-            engine.recv(call, from, bytemuck::cast_slice_mut(data), patience.deadline())
-        })?
-    }
-
-    fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
+    pub(super) fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
         self.check_health()?;
         let patience = self.patience();
         self.inner.lane.run(&patience, |engine| engine.collective(call, memory, &patience))?
@@ -124,7 +95,7 @@ impl ProcessGroup {
 
 impl Call {
     pub(super) fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
-        Self { operation, dtype, elements: elements as u64, reduce: None, root: None }
+        Self { operation, dtype, elements: elements as u64, reduce: None, root: None, tuning: 0 }
     }
 
     pub(super) fn reducing(self, op: ReduceOp) -> Self {
@@ -136,10 +107,10 @@ impl Call {
     }
 }
 
-fn apart<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
+pub(super) fn apart<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
     Memory::Apart { input: bytemuck::cast_slice(input), output: bytemuck::cast_slice_mut(output) }
 }
 
-fn call<T: Element>(operation: Operation, elements: usize) -> Call {
+pub(super) fn call<T: Element>(operation: Operation, elements: usize) -> Call {
     Call::new(operation, T::DTYPE, elements)
 }

@@ -1,13 +1,17 @@
 //! Carries out plans: takes each step of a collective to the transport, on the memory of the operation.
 
+mod dealing;
+mod monitored;
+
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
-use crate::collective::{self, Plan, Step};
+use crate::collective::{self, Choice, Plan, Shares, Step, Tuning};
 use crate::deadline::{Deadline, Patience};
 use crate::domain::{Domain, Partition};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::launch::write_blaming;
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
@@ -21,6 +25,16 @@ pub(crate) enum Memory<'a> {
     InPlace(&'a mut [u8]),
     /// The result has memory of its own.
     Apart { input: &'a [u8], output: &'a mut [u8] },
+    /// It has, and the ranks' shares differ: of the input, by whom they are for, and of the output, by whom they are from.
+    Shared { input: &'a [u8], output: &'a mut [u8], sent: &'a Shares, received: &'a Shares },
+}
+
+/// The memory that a plan's ranges count in.
+enum Space<'a> {
+    /// What is sent and what is received stand in one buffer.
+    One(&'a mut [u8]),
+    /// What is sent stands in the first, what is received in the second.
+    Two(&'a [u8], &'a mut [u8]),
 }
 
 /// A group's end of its connections, with the memory that plans need on the way.
@@ -28,6 +42,7 @@ pub(super) struct Engine {
     rank: Rank,
     world: WorldSize,
     epoch: Epoch,
+    choice: Choice,
     transport: Box<dyn Transport>,
     /// Which ranks share memory with which: plans across hosts are made of it.
     #[allow(dead_code, reason = "there are no such plans yet")]
@@ -40,9 +55,8 @@ pub(super) struct Engine {
     /// The whole input of a `reduce_scatter`, which is combined step by step.
     workspace: AlignedBytes,
     collectives: Sequence,
-    /// Point-to-point calls are counted by pair and direction: they are between two ranks only.
-    sent: Vec<Sequence>,
-    received: Vec<Sequence>,
+    /// The call to which the last frame of each peer belonged.
+    heard: Vec<Option<(Call, Sequence)>>,
 }
 
 impl Engine {
@@ -58,6 +72,7 @@ impl Engine {
             rank,
             world,
             epoch,
+            choice: Tuning::default().choice(world),
             transport,
             partition,
             domain,
@@ -65,8 +80,7 @@ impl Engine {
             snapshot: AlignedBytes::default(),
             workspace: AlignedBytes::default(),
             collectives: Sequence::default(),
-            sent: vec![Sequence::default(); world.count()],
-            received: vec![Sequence::default(); world.count()],
+            heard: vec![None; world.count()],
         }
     }
 
@@ -74,17 +88,44 @@ impl Engine {
         self.health.clone()
     }
 
+    /// Chooses algorithms by `tuning` from now on. Ranks that choose by different tables could wait for each other for ever,
+    /// so they are compared at once: in a barrier each rank hears from its neighbour, whatever the table says.
+    pub(super) fn tune(&mut self, tuning: &Tuning, deadline: Deadline) -> Result<()> {
+        self.choice = tuning.choice(self.world);
+        let call = Call { tuning: self.choice.fingerprint, ..Call::new(Operation::Barrier, DType::U8, 0) };
+        let plan = collective::dissemination(self.rank, self.world);
+        self.execute(call, Sequence::default(), &plan, Space::One(&mut []), deadline)
+    }
+
     /// A collective of all ranks, on this rank's memory.
     pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, patience: &Patience) -> Result<()> {
         let sequence = self.collectives.advance();
+        let call = Call { tuning: self.choice.fingerprint, ..call };
         if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             self.health.cause().map_or(Ok(()), Err)?;
-            let done = domain.collective(call, sequence, memory, patience);
-            return done.map_err(|error| self.fail_operation(error, call, sequence));
+            let failed = |error| fail_operation(&self.health, error, call, sequence);
+            if Domain::takes(call.operation, &memory) {
+                return domain.collective(call, sequence, memory, patience).map_err(failed);
+            }
+            // Else ranks of which one waits on the board, and another for a message, would learn nothing of each other.
+            domain.agree(call, sequence, patience).map_err(failed)?;
         }
         let deadline = patience.deadline();
         match memory {
             Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
+            Memory::Shared { input, output, sent, received } => {
+                self.deal(call, sequence, (input, sent), (output, received), deadline)
+            }
+            Memory::Apart { input, output } if call.operation == Operation::AllToAll => {
+                let shares = Shares::even(input.len() / call.dtype.size() / self.world.count(), self.world);
+                self.deal(call, sequence, (input, &shares), (output, &shares), deadline)
+            }
+            Memory::Apart { input, output } if call.operation == Operation::Gather => {
+                self.gather(call, sequence, input, output, deadline)
+            }
+            Memory::Apart { input, output } if call.operation == Operation::Scatter => {
+                self.scatter(call, sequence, input, output, deadline)
+            }
             Memory::Apart { input, output } if call.operation == Operation::ReduceScatter => {
                 self.through_copy(call, sequence, input, output, deadline)
             }
@@ -104,7 +145,7 @@ impl Engine {
         deadline: Deadline,
     ) -> Result<()> {
         let plan = self.plan(&call, data.len() / call.dtype.size());
-        self.execute(call, sequence, &plan, data, deadline)
+        self.execute(call, sequence, &plan, Space::One(data), deadline)
     }
 
     /// A collective that combines its input on the way: `output` gets this rank's chunk of it.
@@ -132,31 +173,26 @@ impl Engine {
     /// The plan of a collective whose buffer holds `elements` on this rank.
     fn plan(&self, call: &Call, elements: usize) -> Plan {
         let (rank, world, dtype) = (self.rank, self.world, call.dtype);
-        let root = call.root.unwrap_or(Rank::MAIN);
+        let (root, row) = (call.root.unwrap_or(Rank::MAIN), &self.choice.row);
         match call.operation {
-            Operation::AllReduce => collective::all_reduce(rank, world, dtype, elements),
-            Operation::Broadcast => collective::broadcast(rank, world, root, dtype, elements),
+            Operation::AllReduce | Operation::AllReduceCoalesced => {
+                collective::all_reduce(row, rank, world, dtype, elements)
+            }
+            Operation::Broadcast => collective::broadcast(row, rank, world, root, dtype, elements),
+            Operation::Reduce => collective::reduce(row, rank, world, root, dtype, elements),
             Operation::AllGather => collective::all_gather(rank, world, elements),
             Operation::ReduceScatter => collective::reduce_scatter(rank, world, elements),
             Operation::Barrier => collective::dissemination(rank, world),
-            // No collective; it has its own way in.
+            // No collective; it has connections of its own.
             Operation::PointToPoint => Plan::new(),
+            // Never in place.
+            Operation::Gather
+            | Operation::Scatter
+            | Operation::AllGatherV
+            | Operation::AllToAll
+            | Operation::AllToAllV
+            | Operation::MonitoredBarrier => Plan::new(),
         }
-    }
-
-    pub(super) fn send(&mut self, call: Call, to: Rank, data: &[u8], deadline: Deadline) -> Result<()> {
-        let sequence = self.sent[to.index()].advance();
-        self.check_health()?;
-        let header = Header { call, sequence, epoch: self.epoch, payload: data.len() as u64 };
-        let frame = Outgoing { to, header, payload: data };
-        let sent = self.transport.exchange(Some(frame), None, deadline);
-        sent.map_err(|error| self.fail_operation(error, call, sequence))
-    }
-
-    pub(super) fn recv(&mut self, call: Call, from: Rank, data: &mut [u8], deadline: Deadline) -> Result<()> {
-        let sequence = self.received[from.index()].advance();
-        let plan = collective::recv(from, call.elements as usize);
-        self.execute(call, sequence, &plan, data, deadline)
     }
 
     /// Any failure in here leaves the connections in an unknown state, so it is the whole group's failure.
@@ -165,25 +201,29 @@ impl Engine {
         call: Call,
         sequence: Sequence,
         plan: &Plan,
-        data: &mut [u8],
+        mut space: Space<'_>,
         deadline: Deadline,
     ) -> Result<()> {
         self.check_health()?;
         let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
         for step in plan {
-            let done = self.step(header, step, data, deadline);
-            done.map_err(|error| self.fail_operation(error, call, sequence))?;
+            let done = self.step(header, step, &mut space, deadline);
+            let done = done.map_err(|error| self.last_heard(error, sequence));
+            done.map_err(|error| fail_operation(&self.health, error, call, sequence))?;
         }
         Ok(())
     }
 
-    fn fail_operation(&self, error: Error, call: Call, sequence: Sequence) -> Error {
-        let cause = self.health.fail_operation(error, call.to_string(), sequence);
-        if cause.is_peer_failure() || cause.is_peer_left() {
-            // Should the program end of this, its launcher knows whose failure came first.
-            write_blaming(&cause.to_string(), cause.peer());
+    /// A peer that is late may itself wait for another: in which call it was last heard of says who is behind.
+    fn last_heard(&self, error: Error, sequence: Sequence) -> Error {
+        let Some(peer) = error.peer().filter(|_| error.is_timeout()) else { return error };
+        match self.heard.get(peer.index()).copied().flatten() {
+            None => error.adding(format!("; rank {peer} has not been heard of in any call")),
+            Some((_, last)) if last == sequence => {
+                error.adding(format!("; rank {peer} has begun this call, so it may wait for another rank"))
+            }
+            Some((call, last)) => error.adding(format!("; rank {peer} was last heard of in {call} {last}")),
         }
-        cause
     }
 
     /// The group may have failed while the operation waited for its turn.
@@ -191,14 +231,20 @@ impl Engine {
         self.health.cause().map_or(Ok(()), Err)
     }
 
-    fn step(&mut self, header: Header, step: &Step, data: &mut [u8], deadline: Deadline) -> Result<()> {
+    fn step(&mut self, header: Header, step: &Step, space: &mut Space<'_>, deadline: Deadline) -> Result<()> {
         let Call { dtype, reduce, .. } = header.call;
         let bytes = |range: &Range<usize>| bytes_of(range, dtype.size());
         let send = step.send.as_ref().map(|send| (send.to, bytes(&send.range)));
         let recv = step.recv.as_ref().map(|recv| (recv, bytes(&recv.range)));
         let snapshot = &mut self.snapshot;
-        let (payload, into) =
-            borrow(data, send.as_ref().map(|s| &s.1), recv.as_ref().map(|r| &r.1), snapshot);
+        let (from, to) = (send.as_ref().map(|send| &send.1), recv.as_ref().map(|recv| &recv.1));
+        let (payload, into) = match space {
+            Space::One(data) => borrow(data, from, to, snapshot),
+            Space::Two(input, output) => (
+                from.map_or(&[][..], |range| &input[range.clone()]),
+                to.map_or(&mut [][..], |range| &mut output[range.clone()]),
+            ),
+        };
         let send = send.map(|(to, range)| {
             let header = Header { payload: range.len() as u64, ..header };
             Outgoing { to, header, payload }
@@ -211,8 +257,23 @@ impl Engine {
             };
             Incoming { from: recv.from, expect, into, kernel }
         });
-        self.transport.exchange(send, recv, deadline)
+        let from = recv.as_ref().map(|recv| recv.from);
+        self.transport.exchange(send, recv, deadline)?;
+        if let Some(heard) = from.and_then(|from| self.heard.get_mut(from.index())) {
+            *heard = Some((header.call, header.sequence));
+        }
+        Ok(())
     }
+}
+
+/// Fails the group with what went wrong in a call of it.
+pub(super) fn fail_operation(health: &Health, error: Error, call: Call, sequence: Sequence) -> Error {
+    let cause = health.fail_operation(error, call.to_string(), sequence);
+    if cause.is_peer_failure() || cause.is_peer_left() {
+        // Should the program end of this, its launcher knows whose failure came first.
+        write_blaming(&cause.to_string(), cause.peer().map(|peer| health.global(peer)));
+    }
+    cause
 }
 
 impl Sequence {

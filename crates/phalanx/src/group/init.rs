@@ -1,14 +1,17 @@
 //! From a rendezvous to a group.
 
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::{DEFAULT_TIMEOUT, Identity, LocalPlace, ProcessGroup};
+use super::{DEFAULT_TIMEOUT, Ground, Identity, LocalPlace, Origin, ProcessGroup};
+use crate::collective::Tuning;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
-use crate::transport::{self, Connected, Place, TransportKind, Wishes};
+use crate::transport::{self, Place, TransportKind, Wishes};
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
@@ -36,6 +39,8 @@ pub struct GroupOptions {
     /// What carries the data. If it is left open: shared memory if all ranks are on one host and can map each other's
     /// memory, else TCP.
     pub transport: Option<TransportKind>,
+    /// The sizes at which one algorithm gives way to the next; the same on every rank.
+    pub tuning: Tuning,
     /// Ranks that give the same name share memory, if they can. If it is left open, the kernel's name for the host since
     /// its start.
     pub host_id: Option<String>,
@@ -43,13 +48,16 @@ pub struct GroupOptions {
 
 impl Default for GroupOptions {
     fn default() -> Self {
-        Self { timeout: DEFAULT_TIMEOUT, transport: None, host_id: None }
+        Self { timeout: DEFAULT_TIMEOUT, transport: None, tuning: Tuning::default(), host_id: None }
     }
 }
 
 impl GroupOptions {
-    /// The defaults, with the transport that `PHALANX_TRANSPORT` names (`tcp`, `shm`, or `auto`), and the host's identity
-    /// from `PHALANX_HOST_ID`.
+    /// The defaults, with the transport that `PHALANX_TRANSPORT` names (`tcp`, `shm`, or `auto`), the host's identity from
+    /// `PHALANX_HOST_ID`, and the [`Tuning`] in the file that `PHALANX_TUNING` names.
+    ///
+    /// # Errors
+    /// If there is no such transport, or no such table in the file.
     pub fn from_env() -> Result<Self> {
         let transport = match std::env::var("PHALANX_TRANSPORT").unwrap_or_default().as_str() {
             "" | "auto" => None,
@@ -58,19 +66,33 @@ impl GroupOptions {
                     .with_remedy("it may be tcp, shm or auto")
             })?),
         };
+        let tuning = match std::env::var_os("PHALANX_TUNING") {
+            Some(path) if !path.is_empty() => read_tuning(Path::new(&path))?,
+            _ => Tuning::default(),
+        };
         let host_id = std::env::var("PHALANX_HOST_ID").ok().filter(|host| !host.is_empty());
-        Ok(Self { transport, host_id, ..Self::default() })
+        Ok(Self { transport, tuning, host_id, ..Self::default() })
     }
+}
+
+fn read_tuning(path: &Path) -> Result<Tuning> {
+    let unusable = |cause: String| {
+        Error::environment(format!("PHALANX_TUNING={}: {cause}", path.display()))
+            .with_remedy("unset it to use the defaults")
+    };
+    let text = std::fs::read_to_string(path).map_err(|error| unusable(error.to_string()))?;
+    Tuning::from_json(&text).map_err(|error| unusable(error.full_cause()))
 }
 
 impl ProcessGroup {
     /// Connects the ranks that have met, pairwise.
     ///
     /// # Errors
-    /// If a rank cannot be reached or answers as somebody else, or if shared memory was asked for and some rank cannot
+    /// If a rank cannot be reached or answers as somebody else, if the ranks' tuning tables differ, or if shared memory was asked for and some rank cannot
     /// map another's; the error says which, and why.
     pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
-        let GroupOptions { timeout, transport, host_id } = options;
+        let GroupOptions { timeout, transport, tuning, host_id } = options;
+        tuning.check()?;
         let Rendezvous {
             store,
             rank,
@@ -87,19 +109,89 @@ impl ProcessGroup {
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
         let wishes = Wishes { kind: transport, host: host_id.as_deref() };
-        let Connected { transport, kind, health, partition, domain } =
-            transport::connect(&place, wishes, Deadline::after(timeout))?;
-        let identity = Identity {
-            rank,
-            world: world_size,
+        let connected = transport::connect(&place, wishes, Deadline::after(timeout))?;
+        let origin = Origin {
+            ground: Ground::Mesh { store, interface, transport, host_id },
             local: LocalPlace { rank: local_rank, world_size: local_world_size },
             epoch,
-            trace,
-            transport: Some(kind),
-            partition,
-            domain,
-            keep_alive: Box::new((store, keep_alive)),
+            _keep_alive: Arc::new(keep_alive),
+            members: None,
         };
-        Ok(Self::new(identity, transport, health)?.with_timeout(timeout))
+        let identity = Identity { rank, world: world_size, trace, origin };
+        Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning)
+    }
+
+    /// Before anything is called on it: chooses algorithms by `tuning`, on every rank.
+    pub(crate) fn tuned(self, tuning: &Tuning) -> Result<Self> {
+        let patience = self.patience();
+        self.inner.lane.run(&patience, |engine| engine.tune(tuning, patience.deadline()))??;
+        Ok(self)
+    }
+}
+
+#[cfg(all(test, feature = "testing"))]
+mod tests {
+    use super::*;
+    use crate::collective::ReduceOp;
+    use crate::collective::TuningRow;
+    use crate::testing::{Fabric, groups};
+
+    /// Every algorithm has its turn at these sizes.
+    fn small() -> Tuning {
+        let row = TuningRow {
+            doubling_max: 16,
+            halving_max: 400,
+            broadcast_ring_min: 100,
+            reduce_ring_min: 100,
+            tree_max: 8,
+            ..TuningRow::default()
+        };
+        Tuning { rows: vec![row] }
+    }
+
+    #[test]
+    fn every_algorithm_gives_the_same_result() {
+        for world in [2, 3, 5, 8] {
+            std::thread::scope(|scope| {
+                for group in groups(world, Fabric::Tcp).unwrap() {
+                    scope.spawn(move || {
+                        let group = group.tuned(&small()).unwrap();
+                        for length in [1usize, 4, 7, 50, 101, 1000] {
+                            let mut data = vec![i64::from(group.rank().get()); length];
+                            group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                            let sum = i64::from(world * (world - 1) / 2);
+                            assert!(data.iter().all(|value| *value == sum), "{length} in {world}");
+                            let mut average = vec![half::f16::MAX; length];
+                            group.all_reduce(&mut average, ReduceOp::Avg).unwrap();
+                            assert!(average.iter().all(|value| *value == half::f16::MAX));
+                        }
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn ranks_with_different_tables_are_told_at_once() {
+        std::thread::scope(|scope| {
+            for group in groups(3, Fabric::Tcp).unwrap() {
+                scope.spawn(move || {
+                    let tuning = if group.rank().get() == 1 { small() } else { Tuning::default() };
+                    // Whoever was done before hears of it later.
+                    let outcome = group.tuned(&tuning).and_then(|group| {
+                        std::iter::repeat_with(|| group.barrier()).find(Result::is_err).unwrap_or(Ok(()))
+                    });
+                    let error = outcome.unwrap_err();
+                    assert!(error.to_string().contains("different tuning tables"), "{error}");
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_table_that_is_not_there_is_named() {
+        let error = read_tuning(Path::new("/no/such/table.json")).unwrap_err();
+        assert!(error.is_environment(), "{error}");
+        assert!(error.to_string().contains("PHALANX_TUNING=/no/such/table.json"), "{error}");
     }
 }

@@ -3,9 +3,16 @@
 mod affinity;
 mod asynchronous;
 mod blocking;
+mod dealing;
+mod dealing_async;
 mod engine;
 mod init;
 mod lane;
+mod messages;
+mod objects;
+mod origin;
+mod point_to_point;
+mod subgroup;
 mod work;
 
 use std::fmt;
@@ -19,18 +26,23 @@ use self::engine::Engine;
 pub(crate) use self::engine::Memory;
 pub use self::init::{GroupOptions, init};
 use self::lane::Lane;
+use self::messages::Messages;
+pub use self::objects::MAX_OBJECT_BYTES;
+pub(crate) use self::origin::{Ground, Origin};
+pub use self::point_to_point::P2pOp;
 pub use self::work::Work;
+use parking_lot::Mutex;
+
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::deadline::Patience;
-use crate::domain::{Domain, Partition};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::trace::Trace;
 use crate::transport::health::Health;
 use crate::transport::in_process;
-use crate::transport::{Transport, TransportKind};
+use crate::transport::{Connected, TransportKind};
 
 /// How long an operation may take unless the group is told otherwise; PyTorch's default for groups on processors.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
@@ -85,28 +97,26 @@ pub struct ProcessGroup {
 struct Inner {
     rank: Rank,
     world: WorldSize,
-    local_rank: u32,
     health: Arc<Health>,
     trace: Trace,
     transport: Option<TransportKind>,
     arena: Option<Arc<Arena>>,
     /// Finishes its operations before the health and what keeps the group alive go.
     lane: Lane,
-    /// What must live as long as the group, such as the store's server.
-    _keep_alive: Box<dyn Send + Sync>,
+    /// Does so too.
+    messages: Messages,
+    /// How many sub-groups have been made of this group.
+    children: Mutex<u64>,
+    /// Goes last: it keeps the store.
+    origin: Origin,
 }
 
 /// What distinguishes a group at its birth.
 pub(crate) struct Identity {
     pub rank: Rank,
     pub world: WorldSize,
-    pub local: LocalPlace,
-    pub epoch: Epoch,
     pub trace: Trace,
-    pub transport: Option<TransportKind>,
-    pub partition: Partition,
-    pub domain: Option<Domain>,
-    pub keep_alive: Box<dyn Send + Sync>,
+    pub origin: Origin,
 }
 
 impl ProcessGroup {
@@ -140,47 +150,43 @@ impl ProcessGroup {
     }
 
     fn in_process_tracing(world: WorldSize, trace: &Trace) -> Result<Vec<Self>> {
+        let ground = Ground::process();
         world
             .ranks()
             .zip(in_process::connect(world))
-            .map(|(rank, (transport, health))| {
-                let identity = Identity {
-                    rank,
-                    world,
+            .map(|(rank, connected)| {
+                let origin = Origin {
+                    ground: ground.clone(),
                     // Threads of one process, which may be tests: they stay where the system puts them.
                     local: LocalPlace { rank: rank.get(), world_size: 1 },
                     epoch: Epoch::default(),
-                    trace: trace.clone(),
-                    transport: None,
-                    partition: Partition::alone(world.count()),
-                    domain: None,
-                    keep_alive: Box::new(()),
+                    _keep_alive: Arc::new(()),
+                    members: None,
                 };
-                Self::new(identity, Box::new(transport), health)
+                Self::new(Identity { rank, world, trace: trace.clone(), origin }, connected)
             })
             .collect()
     }
 
-    pub(crate) fn new(
-        identity: Identity,
-        transport: Box<dyn Transport>,
-        health: Arc<Health>,
-    ) -> Result<Self> {
-        let Identity { rank, world, local, epoch, trace, transport: kind, partition, domain, keep_alive } =
-            identity;
+    pub(crate) fn new(identity: Identity, connected: Connected) -> Result<Self> {
+        let Identity { rank, world, trace, origin } = identity;
+        let Origin { local, epoch, .. } = origin;
+        let Connected { transport, messages, kind, health, partition, domain } = connected;
         let arena = domain.as_ref().map(|domain| domain.arena().clone());
+        let messages = Messages::new(rank, epoch, messages, health.clone(), local, trace.clone());
         let engine = Engine::new(rank, world, epoch, transport, (partition, domain), health.clone());
         let lane = Lane::new(rank, engine, local)?;
         let inner = Inner {
             rank,
             world,
-            local_rank: local.rank,
             health,
             trace,
             transport: kind,
             arena,
             lane,
-            _keep_alive: keep_alive,
+            messages,
+            children: Mutex::new(0),
+            origin,
         };
         Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT })
     }
@@ -195,9 +201,10 @@ impl ProcessGroup {
         self.inner.world
     }
 
-    /// This process's number among the ranks of its host; a common choice of device.
+    /// This process's number among the ranks of its host; a common choice of device, which is why it is the same in
+    /// every group.
     pub fn local_rank(&self) -> u32 {
-        self.inner.local_rank
+        self.inner.origin.local.rank
     }
 
     /// What carries the data; nothing in a world of one, or between threads of one process.

@@ -2,12 +2,14 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::transport::health::Health;
 
 /// An asynchronous operation that owns its buffer until it is done.
 ///
@@ -15,6 +17,8 @@ use crate::error::{Error, Result};
 /// buffer is freed afterwards. A failure of it is not lost, since it ends the whole group.
 pub struct Work {
     slot: Arc<Slot>,
+    /// None if it never was in flight.
+    group: Option<Arc<Health>>,
 }
 
 #[derive(Default)]
@@ -32,7 +36,13 @@ impl Work {
     /// A work, and the handle that will complete it.
     pub(crate) fn pending() -> (Self, Completer) {
         let slot = Arc::new(Slot::default());
-        (Self { slot: slot.clone() }, Completer { slot })
+        (Self { slot: slot.clone(), group: None }, Completer { slot })
+    }
+
+    /// A work of a group, which it can abort.
+    pub(crate) fn pending_in(group: Arc<Health>) -> (Self, Completer) {
+        let (work, completer) = Self::pending();
+        (Self { group: Some(group), ..work }, completer)
     }
 
     /// A work that is already done.
@@ -47,6 +57,20 @@ impl Work {
         self.slot.outcome.lock().is_some()
     }
 
+    /// Why it failed, once it has. [`wait`](Self::wait) gives the same error.
+    pub fn error(&self) -> Option<Error> {
+        self.slot.outcome.lock().as_ref().and_then(|outcome| outcome.as_ref().err().cloned())
+    }
+
+    /// Ends the operation, and with it its group on every rank, as [`ProcessGroup::abort`](crate::ProcessGroup::abort)
+    /// does: the peers take part in the operation, so it cannot end here alone. A work that is completed still gives
+    /// its outcome.
+    pub fn abort(&self, cause: Error) {
+        if let Some(group) = &self.group {
+            group.fail(cause);
+        }
+    }
+
     /// Waits for the end, which the deadlines of this operation and of those called before it bound, and gives the
     /// buffer back.
     pub fn wait(self) -> Result<Buffer> {
@@ -57,6 +81,26 @@ impl Work {
                 None => self.slot.done.wait(&mut outcome),
             }
         }
+    }
+
+    /// As [`wait_until`](Self::wait_until), for `timeout` from now.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use phalanx::{Buffer, DType, ProcessGroup, ReduceOp};
+    /// let group = ProcessGroup::alone()?;
+    /// let mut work = group.all_reduce_async(Buffer::zeroed(DType::F32, 8), ReduceOp::Sum)?;
+    /// let buffer = loop {
+    ///     match work.wait_timeout(Duration::from_millis(100)) {
+    ///         Ok(outcome) => break outcome?,
+    ///         Err(unfinished) => work = unfinished, // time to do something else
+    ///     }
+    /// };
+    /// assert_eq!(buffer.len(), 8);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    pub fn wait_timeout(self, timeout: Duration) -> Result<Result<Buffer>, Self> {
+        self.wait_until(Deadline::after(timeout))
     }
 
     /// Waits until `deadline`. If it passes first, the work itself comes back unharmed.

@@ -1,6 +1,7 @@
 //! The file in which a worker leaves its error, in torchrun's format.
 //!
-//! It is memory of the launcher, lent through `/proc`: nothing is left on a disk, however the job ends.
+//! Unless logs are kept, it is memory of the launcher, lent through `/proc`: nothing is left on a disk, however the job
+//! ends.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek};
@@ -48,24 +49,40 @@ fn write_to(path: &Path, message: &str, peer: Option<Rank>) -> io::Result<()> {
 
 /// The launcher's end of a worker's error file.
 #[derive(Debug)]
-pub(super) struct ErrorFile(File);
+pub(super) enum ErrorFile {
+    /// Memory of this process, so that nothing is left on a disk.
+    Memory(File),
+    /// Among the worker's logs, where it stays.
+    Kept(PathBuf),
+}
 
 impl ErrorFile {
     /// An empty file; none where the system has no such thing.
     pub(super) fn create() -> Option<Self> {
-        Some(Self(memfd_create("phalanx-error", MemfdFlags::CLOEXEC).ok()?.into()))
+        Some(Self::Memory(memfd_create("phalanx-error", MemfdFlags::CLOEXEC).ok()?.into()))
     }
 
     /// Where the worker finds it.
     pub(super) fn path(&self) -> PathBuf {
-        format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd()).into()
+        match self {
+            Self::Memory(file) => format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()).into(),
+            Self::Kept(path) => path.clone(),
+        }
     }
 
     /// What the worker has left.
     pub(super) fn read(&mut self) -> Option<WorkerError> {
+        let opened;
+        let mut file = match self {
+            Self::Memory(file) => &*file,
+            Self::Kept(path) => {
+                opened = File::open(path).ok()?;
+                &opened
+            }
+        };
         let mut bytes = Vec::new();
-        self.0.rewind().ok()?;
-        Read::by_ref(&mut self.0).take(MAX).read_to_end(&mut bytes).ok()?;
+        file.rewind().ok()?;
+        file.take(MAX).read_to_end(&mut bytes).ok()?;
         parse(&bytes)
     }
 }

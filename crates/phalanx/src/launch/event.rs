@@ -1,9 +1,10 @@
 //! What happens while a job runs, as it is told to whoever shows or records it.
 
 use std::ops::ControlFlow;
+use std::path::Path;
 
-use super::exit::{Exit, Signal};
-use crate::rank::Rank;
+use super::exit::{Exit, Failure, NodeFailure, Signal};
+use crate::rank::{Rank, WorldSize};
 
 /// A worker's output stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,6 +19,24 @@ pub enum Stream {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Event<'a> {
+    /// The workers' output is kept below this folder.
+    Logging {
+        /// The job's own folder.
+        folder: &'a Path,
+    },
+    /// The workers are about to be started, for the first time or again.
+    Starting {
+        /// How often they have been started before.
+        restarts: u32,
+        /// How often a failure may start them again.
+        max_restarts: u32,
+        /// The number of workers on all nodes.
+        world_size: WorldSize,
+        /// This node's place among the nodes.
+        node: u32,
+        /// The number of nodes.
+        nodes: u32,
+    },
     /// A worker was started.
     Started {
         /// Its rank.
@@ -51,6 +70,30 @@ pub enum Event<'a> {
     },
     /// They are killed: the grace period is over, or a second Ctrl-C came.
     Killing,
+    /// A worker has failed, none is left, and all will be started again.
+    Restarting {
+        /// The first failure.
+        failure: &'a Failure,
+    },
+    /// Nodes are waited for.
+    Gathering {
+        /// How many have come.
+        nodes: u32,
+        /// How many are needed.
+        min_nodes: u32,
+        /// How many may take part.
+        max_nodes: u32,
+    },
+    /// Nodes come or go, no worker is left, and all will be started again.
+    Regrouping {
+        /// The node that is gone, if that is why.
+        left: Option<&'a NodeFailure>,
+    },
+    /// Something that ends nothing, but that a person should know.
+    Warning {
+        /// What it is.
+        text: &'a str,
+    },
 }
 
 /// Is told what happens. Every `FnMut(Event<'_>) -> ControlFlow<()>` is one.

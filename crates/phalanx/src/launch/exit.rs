@@ -3,10 +3,12 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::rank::Rank;
+use serde::{Deserialize, Serialize};
+
+use crate::rank::{Rank, WorldSize};
 
 /// The number of a signal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Signal(i32);
 
 impl Signal {
@@ -87,7 +89,7 @@ impl fmt::Display for Signal {
 }
 
 /// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Exit {
     /// It ended itself with this code.
@@ -128,11 +130,15 @@ impl fmt::Display for Exit {
 }
 
 /// The worker that failed first.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Failure {
     /// Its rank.
     pub rank: Rank,
+    /// The name of its host.
+    pub host: String,
+    /// Its host's place among the nodes.
+    pub node: u32,
     /// Its process.
     pub pid: u32,
     /// How it ended.
@@ -143,6 +149,43 @@ pub struct Failure {
     pub message: Option<String>,
     /// The last lines of its standard error, if that was [captured](super::Output::Lines).
     pub stderr: Vec<Vec<u8>>,
+}
+
+impl Failure {
+    /// That of a worker of which no more is known.
+    pub(super) fn unknown(rank: u32) -> Self {
+        Self {
+            rank: Rank::new(rank),
+            host: "another host".to_owned(),
+            node: 0,
+            pid: 0,
+            exit: Exit::Lost,
+            after: Duration::ZERO,
+            message: None,
+            stderr: Vec::new(),
+        }
+    }
+}
+
+/// A node that was lost, or whose launcher could not go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NodeFailure {
+    /// Its place among the nodes, if it had one.
+    pub node: Option<u32>,
+    /// The name of its host.
+    pub host: String,
+    /// What happened to it.
+    pub why: String,
+}
+
+impl fmt::Display for NodeFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.node {
+            Some(node) => write!(f, "node {node} ({}): {}", self.host, self.why),
+            None => write!(f, "the node {}: {}", self.host, self.why),
+        }
+    }
 }
 
 impl fmt::Display for Failure {
@@ -158,8 +201,10 @@ impl fmt::Display for Failure {
 pub enum Outcome {
     /// Every worker ended with exit code 0.
     Succeeded,
-    /// A worker failed, and the others were ended.
+    /// A worker failed, here or on another node, and the others were ended.
     Failed(Failure),
+    /// A node was lost, and the workers were ended.
+    NodeFailed(NodeFailure),
     /// This process got a signal, and the workers were ended.
     Interrupted(Signal),
     /// The [observer](super::Observer) asked for the end.
@@ -172,8 +217,14 @@ pub enum Outcome {
 pub struct Report {
     /// How the job ended.
     pub outcome: Outcome,
-    /// How each worker ended, by rank.
+    /// How each worker of this node ended the last time, in the order of their ranks.
     pub exits: Vec<Exit>,
+    /// The number of workers on all nodes, if they ever were started.
+    pub world_size: Option<WorldSize>,
+    /// The number of nodes that took part.
+    pub nodes: u32,
+    /// How often a failure has started the workers again.
+    pub restarts: u32,
     /// How long the job took.
     pub elapsed: Duration,
 }

@@ -4,13 +4,15 @@ use std::ffi::{OsStr, OsString};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
+use super::attempts;
+use super::cluster::Cluster;
 use super::event::Observer;
 use super::exit::Report;
-use super::supervisor;
+use super::logs::Logs;
+use super::placement::Placement;
 use crate::deadline::Deadline;
-use crate::env::WorkerEnv;
-use crate::error::Result;
-use crate::rank::{Epoch, Rank, WorldSize};
+use crate::error::{Error, Result};
+use crate::rank::WorldSize;
 use crate::store::{TcpStoreServer, host_port};
 
 /// How long the system may take to look up the master address, which is one of this machine.
@@ -42,6 +44,10 @@ pub struct Job {
     master_port: u16,
     grace: Duration,
     output: Output,
+    max_restarts: u32,
+    run_id: Option<String>,
+    logs: Option<Logs>,
+    cluster: Option<Cluster>,
 }
 
 impl Job {
@@ -63,6 +69,10 @@ impl Job {
             master_port: 0,
             grace: Self::GRACE,
             output: Output::default(),
+            max_restarts: 0,
+            run_id: None,
+            logs: None,
+            cluster: None,
         }
     }
 
@@ -115,6 +125,34 @@ impl Job {
         self
     }
 
+    /// How often a failure ends all workers and starts them again, instead of ending the job; 0 if not given.
+    ///
+    /// Each time they find a higher `TORCHELASTIC_RESTART_COUNT` and an empty store. No process is left of the time
+    /// before, and what might be, on another machine, knows a store that is gone.
+    pub fn max_restarts(mut self, restarts: u32) -> Self {
+        self.max_restarts = restarts;
+        self
+    }
+
+    /// The job's name (`TORCHELASTIC_RUN_ID`); if not given, one that no other job has.
+    pub fn run_id(mut self, run_id: impl Into<String>) -> Self {
+        self.run_id = Some(run_id.into());
+        self
+    }
+
+    /// Keeps the workers' output and errors in files.
+    pub fn logs(mut self, logs: Logs) -> Self {
+        self.logs = Some(logs);
+        self
+    }
+
+    /// Runs on several nodes: `workers` of [`new`](Self::new) is then the number on this one, and the master address is
+    /// the cluster's.
+    pub fn cluster(mut self, cluster: Cluster) -> Self {
+        self.cluster = Some(cluster);
+        self
+    }
+
     /// Runs the job to its end.
     ///
     /// An error means that it could not be started, or not be watched; a worker's failure is in the report. On return
@@ -125,7 +163,7 @@ impl Job {
     /// Afterwards it is as before; a signal that ended the job has then been taken from the program, which may
     /// raise it again: see [`Outcome::Interrupted`](super::Outcome::Interrupted).
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
-        supervisor::run(self, observer)
+        attempts::run(self, observer)
     }
 
     pub(super) fn program(&self) -> &OsStr {
@@ -162,29 +200,45 @@ impl Job {
         }
     }
 
+    /// Where the workers find the store that listens at `address`.
+    pub(super) fn master_name(&self, address: SocketAddr) -> String {
+        self.master_addr.clone().unwrap_or_else(|| address.ip().to_string())
+    }
+
+    pub(super) fn restarts_allowed(&self) -> u32 {
+        self.max_restarts
+    }
+
+    pub(super) fn other_nodes(&self) -> Option<&Cluster> {
+        self.cluster.as_ref()
+    }
+
+    pub(super) fn log_files(&self) -> Option<&Logs> {
+        self.logs.as_ref()
+    }
+
+    /// The job's name: the given one, or a new one.
+    pub(super) fn name_of_run(&self) -> Result<String> {
+        match &self.run_id {
+            Some(run_id) => Ok(run_id.clone()),
+            // The other nodes could not know another.
+            None if self.cluster.is_some() => Ok("none".to_owned()),
+            None => random_name(),
+        }
+    }
+
     /// Every variable that the worker gets on top of this process's own.
-    pub(super) fn environment(
-        &self,
-        rank: Rank,
-        store: SocketAddr,
-        run_id: &str,
-    ) -> Vec<(OsString, OsString)> {
-        let worker = WorkerEnv {
-            rank,
-            local_rank: rank.get(),
-            world_size: self.workers,
-            local_world_size: self.workers.get(),
-            group_rank: 0,
-            group_world_size: 1,
-            role_name: self.role.clone(),
-            master_addr: self.master_addr.clone().unwrap_or_else(|| store.ip().to_string()),
-            master_port: store.port(),
-            restart_count: Epoch::default(),
-            max_restarts: 0,
-            run_id: run_id.to_owned(),
-            agent_store: true,
-        };
+    pub(super) fn environment(&self, local_rank: u32, placement: &Placement) -> Vec<(OsString, OsString)> {
+        let worker = placement.worker(local_rank, self.workers, &self.role, self.max_restarts);
         let known = worker.variables().into_iter().map(|(name, value)| (name.into(), value.into()));
         known.chain(self.variables.iter().cloned()).collect()
     }
+}
+
+/// A name for the job that no other job has.
+fn random_name() -> Result<String> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
+    Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
 }

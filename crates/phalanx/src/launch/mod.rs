@@ -1,10 +1,10 @@
-//! Starts the workers of a job on this machine, watches them, and leaves none behind.
+//! Starts the workers of a job on this machine, watches them, starts them again, and leaves none behind.
 //!
 //! [`Job`] says what to start; [`Job::run`] returns when every worker and everything that they have started is gone,
 //! whatever happened. `phalanx run` and [`spawn`](crate::spawn()) are two faces of it.
 //!
 //! - Each worker leads a process group of its own, with standard input closed.
-//! - The first failure ends the job. The others get half a second to notice it themselves and say what they saw; then
+//! - The first failure ends the job, or starts all workers [again](Job::max_restarts). The others get half a second to notice it themselves and say what they saw; then
 //!   SIGTERM to each group, [a grace period](Job::grace), and SIGKILL.
 //! - A worker whose error file blames another rank is believed if that one has failed too: that is then the first
 //!   failure.
@@ -30,18 +30,25 @@
 //! # Ok::<(), phalanx::Error>(())
 //! ```
 
+mod attempts;
+mod cluster;
 mod error_file;
 mod event;
 mod exit;
 mod job;
 mod lines;
+mod logs;
 mod members;
+mod nodes;
+mod placement;
 mod policy;
 mod supervisor;
 mod worker;
 
+pub use cluster::{Cluster, Hosting};
 pub use error_file::write as write_error_file;
 pub(crate) use error_file::write_blaming;
 pub use event::{Event, Observer, Stream};
-pub use exit::{Exit, Failure, Outcome, Report, Signal};
+pub use exit::{Exit, Failure, NodeFailure, Outcome, Report, Signal};
 pub use job::{Job, Output};
+pub use logs::{Logs, Selection, Streams};

@@ -20,6 +20,8 @@ pub(super) struct Policy {
     exits: Vec<Option<Exit>>,
     phase: Phase,
     cause: Option<Cause>,
+    /// Has another node asked for the end?
+    elsewhere: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -51,14 +53,19 @@ pub(super) struct End {
 /// Why the job ends before all workers have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cause {
-    Failed { worker: usize },
+    Failed {
+        worker: usize,
+    },
     Interrupted(Signal),
     Stopped,
+    /// Another node says so.
+    Elsewhere,
 }
 
 impl Policy {
     pub(super) fn new(workers: usize, grace: Duration) -> Self {
-        Self { grace, failures: Vec::new(), exits: vec![None; workers], phase: Phase::Running, cause: None }
+        let exits = vec![None; workers];
+        Self { grace, failures: Vec::new(), exits, phase: Phase::Running, cause: None, elsewhere: false }
     }
 
     /// Workers that were seen to have ended at the same moment. Which of them came first cannot be known: one that a
@@ -93,7 +100,8 @@ impl Policy {
 
     /// All have ended, or have had their time: what is left is asked to end.
     fn judge(&mut self, now: Instant) -> Signal {
-        self.cause = self.root_cause().map(|worker| Cause::Failed { worker });
+        let elsewhere = self.elsewhere.then_some(Cause::Elsewhere);
+        self.cause = self.root_cause().map(|worker| Cause::Failed { worker }).or(elsewhere);
         self.ask(Signal::TERM, now)
     }
 
@@ -122,6 +130,14 @@ impl Policy {
                 Some(Signal::TERM)
             }
             Phase::Ending { .. } | Phase::Killed { .. } => None,
+        }
+    }
+
+    /// Another node has failed, or nodes come or go: the workers may say what they saw, and are then asked to end.
+    pub(super) fn ended_elsewhere(&mut self, now: Instant) {
+        self.elsewhere = true;
+        if matches!(self.phase, Phase::Running) {
+            self.phase = Phase::LastWords { until: now + LAST_WORDS };
         }
     }
 
@@ -160,6 +176,11 @@ impl Policy {
     /// Is there no use in waiting for what does not die?
     pub(super) fn gives_up(&self, now: Instant) -> bool {
         matches!(self.phase, Phase::Killed { give_up_at } if now >= give_up_at)
+    }
+
+    /// The worker that failed first, whoever is to blame.
+    pub(super) fn first_failure(&self) -> Option<usize> {
+        self.failures.first().map(|end| end.worker)
     }
 
     pub(super) fn cause(&self) -> Option<Cause> {
@@ -217,6 +238,7 @@ mod tests {
     fn the_first_failure_ends_the_others_and_stays_the_cause() {
         let (mut policy, now) = policy(3);
         assert_eq!(policy.exited(&[end(2, Exit::Code(3))], now), None);
+        assert_eq!((policy.first_failure(), policy.cause()), (Some(2), None));
         assert_eq!(policy.wake_at(), Some(now + LAST_WORDS));
         assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), None);
         let now = now + LAST_WORDS;
@@ -297,6 +319,20 @@ mod tests {
             assert_eq!(policy.tick(now + LAST_WORDS), Some(Signal::TERM));
             assert_eq!(policy.cause(), Some(Cause::Failed { worker: 0 }));
         }
+    }
+
+    #[test]
+    fn the_end_that_another_node_asks_for_leaves_time_to_fail() {
+        let (mut policy, now) = policy(2);
+        policy.ended_elsewhere(now);
+        assert_eq!(policy.tick(now), None);
+        assert_eq!(policy.tick(now + LAST_WORDS), Some(Signal::TERM));
+        assert_eq!(policy.cause(), Some(Cause::Elsewhere));
+
+        let mut policy = Policy::new(2, GRACE);
+        policy.ended_elsewhere(now);
+        assert_eq!(policy.exited(&[blaming(1, 7), end(0, OK)], now), Some(Signal::TERM));
+        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Runs a job: the I/O around [`Policy`].
+//! Runs the workers of this node once: the I/O around [`Policy`].
 //!
 //! One thread and one `poll`, and no runtime: it works inside any program, also under an async runtime of the user's,
 //! and failures that are seen together can be judged together.
@@ -8,68 +8,80 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::Guard;
-use phalanx_sys::signal::{Catcher, keep_exit_status_of_children};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal as Raw};
 
-use super::event::{Event, Observer};
-use super::exit::{Outcome, Report, Signal};
+use super::attempts::Control;
+use super::event::Event;
+use super::exit::{Exit, Signal};
 use super::job::Job;
+use super::logs::JobLogs;
 use super::members;
+use super::nodes::{AttemptEnd, Nodes};
+use super::placement::Placement;
 use super::policy::{Cause, End, Policy};
 use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::store::TcpStoreServer;
 
 /// How often to look whether a group is empty, or at what has to be polled.
 const POLL: Duration = Duration::from_millis(20);
 /// How long to wait for killed workers when the job is given up.
 const REAP: Duration = Duration::from_secs(5);
 
-pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
-    let started = Instant::now();
-    keep_exit_status_of_children()
-        .map_err(|error| Error::io("SIGCHLD cannot be set to its default", error))?;
-    let store = job.serve_store()?;
-    let mut supervisor = Supervisor::new(job, observer)?;
-    supervisor.start_workers(job, &store)?;
-    let outcome = supervisor.watch()?;
-    Ok(Report { outcome, exits: supervisor.policy.exits(), elapsed: started.elapsed() })
+/// One attempt, when no process of it is left.
+pub(super) struct Attempt {
+    pub(super) end: AttemptEnd,
+    /// How each worker ended, by local rank.
+    pub(super) exits: Vec<Exit>,
 }
 
-struct Supervisor<'a> {
+/// Starts the workers at `placement`, and watches them to their end.
+pub(super) fn run(
+    job: &Job,
+    placement: &Placement,
+    logs: Option<&JobLogs>,
+    nodes: &mut dyn Nodes,
+    control: &mut Control<'_>,
+) -> Result<Attempt> {
+    let count = job.workers().count();
+    let guard = Guard::start(count).map_err(|error| Error::io("cannot start the workers' guard", error))?;
+    let policy = Policy::new(count, job.grace_period());
+    let workers = Vec::with_capacity(count);
+    let mut supervisor =
+        Supervisor { workers, policy, placement, logs, nodes, control, guard, told: Told::Nothing };
+    supervisor.start_workers(job)?;
+    supervisor.watch()?;
+    Ok(Attempt { end: supervisor.end(), exits: supervisor.policy.exits() })
+}
+
+struct Supervisor<'a, 'b> {
     workers: Vec<Worker>,
     policy: Policy,
-    observer: &'a mut dyn Observer,
-    observer_stops: bool,
-    // None if a job in another thread catches the signals.
-    signals: Option<Catcher>,
+    placement: &'a Placement,
+    logs: Option<&'a JobLogs>,
+    nodes: &'a mut dyn Nodes,
+    control: &'a mut Control<'b>,
     guard: Guard,
+    told: Told,
 }
 
-impl<'a> Supervisor<'a> {
-    fn new(job: &Job, observer: &'a mut dyn Observer) -> Result<Self> {
-        let count = job.workers().count();
-        let caught = [Raw::INT, Raw::TERM, Raw::HUP, Raw::QUIT, Raw::TSTP, Raw::CONT, Raw::USR1, Raw::USR2];
-        Ok(Self {
-            workers: Vec::with_capacity(count),
-            policy: Policy::new(count, job.grace_period()),
-            observer,
-            observer_stops: false,
-            guard: Guard::start(count)
-                .map_err(|error| Error::io("cannot start the workers' guard", error))?,
-            signals: Catcher::install(&caught.map(Raw::as_raw))
-                .map_err(|error| Error::io("cannot catch signals", error))?,
-        })
-    }
+/// What the other nodes know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Told {
+    Nothing,
+    /// A worker has failed.
+    Failure,
+    /// Why the workers are ended.
+    Cause,
+}
 
-    fn start_workers(&mut self, job: &Job, store: &TcpStoreServer) -> Result<()> {
-        let run_id = run_id()?;
-        for rank in job.workers().ranks() {
-            let environment = job.environment(rank, store.local_addr(), &run_id);
-            let worker = Worker::start(job, rank, environment, &self.guard)?;
-            let pid = worker.id();
+impl Supervisor<'_, '_> {
+    fn start_workers(&mut self, job: &Job) -> Result<()> {
+        for local in 0..job.workers().get() {
+            let logs = self.logs.map(|logs| logs.worker(self.placement.restarts, local)).transpose()?;
+            let worker = Worker::start(job, self.placement, local, logs, &self.guard)?;
+            let (rank, pid) = (worker.rank(), worker.id());
             self.workers.push(worker);
             self.tell(Event::Started { rank, pid });
         }
@@ -77,13 +89,13 @@ impl<'a> Supervisor<'a> {
     }
 
     /// Until nothing of the job is left.
-    fn watch(&mut self) -> Result<Outcome> {
+    fn watch(&mut self) -> Result<()> {
         loop {
             let over = self.policy.all_exited() && !members::any_alive(&self.groups());
             if over || self.policy.gives_up(Instant::now()) {
                 break;
             }
-            let reads = self.observer.is_ready();
+            let reads = self.control.observer.is_ready() && self.logs.is_none_or(JobLogs::is_ready);
             self.wait(reads)?;
             // Signals first: what sends one to this process may send it to the workers as well.
             self.handle_signals();
@@ -91,10 +103,12 @@ impl<'a> Supervisor<'a> {
                 self.handle_output();
             }
             self.handle_ends();
+            self.handle_nodes();
             self.handle_time();
+            self.handle_logs();
         }
         self.finish_output();
-        Ok(self.outcome())
+        Ok(())
     }
 
     fn wait(&self, reads: bool) -> Result<()> {
@@ -105,9 +119,10 @@ impl<'a> Supervisor<'a> {
         }
         // A duration that the system cannot express is as good as none.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
-        let signals = self.signals.iter().map(AsFd::as_fd);
+        let signals = self.control.signals.iter().map(AsFd::as_fd);
         let output = self.workers.iter().filter(|_| reads).flat_map(Worker::open_output);
         let mut descriptors: Vec<PollFd<'_>> = signals
+            .chain(self.nodes.notice())
             .chain(self.workers.iter().filter_map(Worker::end_notice))
             .chain(output)
             .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
@@ -119,7 +134,7 @@ impl<'a> Supervisor<'a> {
     }
 
     fn handle_signals(&mut self) {
-        while let Some(number) = self.signals.as_mut().and_then(Catcher::read) {
+        while let Some(number) = self.control.read_signal() {
             match Raw::from_named_raw(number) {
                 Some(Raw::TSTP) => {
                     self.send(Raw::STOP);
@@ -138,7 +153,7 @@ impl<'a> Supervisor<'a> {
         for worker in 0..self.workers.len() {
             self.read_output(worker);
         }
-        if std::mem::take(&mut self.observer_stops) {
+        if std::mem::take(&mut self.control.stops) {
             let order = self.policy.stopped(Instant::now());
             self.obey(order);
         }
@@ -148,7 +163,7 @@ impl<'a> Supervisor<'a> {
         let mut batch = Vec::new();
         for index in 0..self.workers.len() {
             if let Some(exit) = self.workers[index].poll_end() {
-                let blames = self.workers[index].blames().map(|rank| rank as usize);
+                let blames = self.workers[index].blames().and_then(|rank| self.placement.local(rank));
                 batch.push(End { worker: index, exit, blames });
                 // All that it has written is in the pipe by now, and comes before the news of its end.
                 self.read_output(index);
@@ -156,9 +171,30 @@ impl<'a> Supervisor<'a> {
                 self.tell(Event::Exited { rank: worker.rank(), pid: worker.id(), exit });
             }
         }
-        if !batch.is_empty() {
-            let order = self.policy.exited(&batch, Instant::now());
-            self.obey(order);
+        if batch.is_empty() {
+            return;
+        }
+        let order = self.policy.exited(&batch, Instant::now());
+        // At once: workers elsewhere will fail because of this one, and the other nodes go by the order of the news.
+        if self.told == Told::Nothing
+            && let Some(worker) = self.policy.first_failure()
+        {
+            self.told = Told::Failure;
+            let failed = self.failed(worker);
+            self.nodes.tell(&failed);
+        }
+        self.obey(order);
+    }
+
+    fn handle_nodes(&mut self) {
+        if self.nodes.ask_for_end() {
+            self.policy.ended_elsewhere(Instant::now());
+        }
+    }
+
+    fn handle_logs(&mut self) {
+        if let Some(text) = self.logs.and_then(JobLogs::take_failure) {
+            self.tell(Event::Warning { text: &text });
         }
     }
 
@@ -169,6 +205,11 @@ impl<'a> Supervisor<'a> {
 
     fn obey(&mut self, order: Option<Signal>) {
         let Some(signal) = order else { return };
+        if self.told != Told::Cause {
+            self.told = Told::Cause;
+            let end = self.end();
+            self.nodes.tell(&end);
+        }
         // After a good end, too, the groups are asked to go, but there is nothing to tell if nobody is left.
         if !self.policy.all_exited() || members::any_alive(&self.groups()) {
             self.tell(if signal == Signal::KILL { Event::Killing } else { Event::Ending { signal } });
@@ -187,44 +228,48 @@ impl<'a> Supervisor<'a> {
     }
 
     fn read_output(&mut self, worker: usize) {
-        let Self { workers, observer, observer_stops, .. } = self;
+        let Self { workers, control, .. } = self;
         let worker = &mut workers[worker];
         let rank = worker.rank();
-        worker.read_output(Instant::now(), |stream, text| {
-            *observer_stops |= observer.observe(Event::Line { rank, stream, text }).is_break();
-        });
+        worker.read_output(Instant::now(), |stream, text| control.tell(Event::Line { rank, stream, text }));
     }
 
     fn finish_output(&mut self) {
         for index in 0..self.workers.len() {
             self.read_output(index);
-            let Self { workers, observer, .. } = self;
+            let Self { workers, control, .. } = self;
             let rank = workers[index].rank();
             workers[index].finish_output(|stream, text| {
-                let _: ControlFlow<()> = observer.observe(Event::Line { rank, stream, text });
+                let _: ControlFlow<()> = control.observer.observe(Event::Line { rank, stream, text });
             });
         }
     }
 
     fn tell(&mut self, event: Event<'_>) {
-        self.observer_stops |= self.observer.observe(event).is_break();
+        self.control.tell(event);
     }
 
     fn groups(&self) -> Vec<Pid> {
         self.workers.iter().map(Worker::pid).collect()
     }
 
-    fn outcome(&self) -> Outcome {
+    fn end(&self) -> AttemptEnd {
         match self.policy.cause() {
-            None => Outcome::Succeeded,
-            Some(Cause::Stopped) => Outcome::Stopped,
-            Some(Cause::Interrupted(signal)) => Outcome::Interrupted(signal),
-            Some(Cause::Failed { worker }) => Outcome::Failed(self.workers[worker].failure()),
+            None => AttemptEnd::Succeeded,
+            Some(Cause::Stopped) => AttemptEnd::Stopped,
+            Some(Cause::Interrupted(signal)) => AttemptEnd::Interrupted(signal),
+            Some(Cause::Elsewhere) => AttemptEnd::Elsewhere,
+            Some(Cause::Failed { worker }) => self.failed(worker),
         }
+    }
+
+    fn failed(&self, worker: usize) -> AttemptEnd {
+        let worker = &self.workers[worker];
+        AttemptEnd::Failed(worker.failure(self.placement.node), worker.blames())
     }
 }
 
-impl Drop for Supervisor<'_> {
+impl Drop for Supervisor<'_, '_> {
     /// On every path, also when a worker could not be started or the observer panics.
     fn drop(&mut self) {
         self.send(Raw::KILL);
@@ -234,12 +279,4 @@ impl Drop for Supervisor<'_> {
             worker.reap(deadline);
         }
     }
-}
-
-/// A name for the job that no other job has.
-fn run_id() -> Result<String> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
-    Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
 }

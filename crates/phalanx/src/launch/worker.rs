@@ -1,7 +1,6 @@
 //! One worker process.
 
 use std::collections::VecDeque;
-use std::ffi::OsString;
 use std::io::{self, ErrorKind, PipeReader, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -18,6 +17,8 @@ use super::event::Stream;
 use super::exit::{Exit, Failure, Signal};
 use super::job::Job;
 use super::lines::Lines;
+use super::logs::{Sink, WorkerLogs};
+use super::placement::Placement;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -47,34 +48,44 @@ pub(super) struct Worker {
 #[derive(Debug)]
 struct Capture {
     stream: Stream,
+    sink: Sink,
     pipe: PipeReader,
     lines: Lines,
     open: bool,
 }
 
 impl Worker {
-    /// Starts it, watched by `guard`.
+    /// Starts the `local_rank`-th worker of this node, watched by `guard`.
     pub(super) fn start(
         job: &Job,
-        rank: Rank,
-        environment: Vec<(OsString, OsString)>,
+        placement: &Placement,
+        local_rank: u32,
+        logs: Option<WorkerLogs>,
         guard: &Guard,
     ) -> Result<Self> {
+        let rank = placement.rank(local_rank);
         let mut command = Command::new(job.program());
-        command.arg0(job.argv0()).args(job.argument_list()).envs(environment).stdin(Stdio::null());
-        let error_file = ErrorFile::create();
+        command.arg0(job.argv0()).args(job.argument_list()).stdin(Stdio::null());
+        command.envs(job.environment(local_rank, placement));
+        let (error_file, stdout, stderr) = match logs {
+            Some(logs) => (Some(ErrorFile::Kept(logs.error_file)), logs.stdout, logs.stderr),
+            None => (ErrorFile::create(), Sink::shown(), Sink::shown()),
+        };
         if let Some(file) = &error_file {
             command.env("TORCHELASTIC_ERROR_FILE", file.path());
         }
         let mut captures = Vec::new();
-        if job.captures_output() {
-            let streams = || -> io::Result<[(Capture, io::PipeWriter); 2]> {
-                Ok([Capture::open(Stream::Stdout)?, Capture::open(Stream::Stderr)?])
+        for (stream, sink) in [(Stream::Stdout, stdout), (Stream::Stderr, stderr)] {
+            if !job.captures_output() && sink.log.is_none() {
+                continue;
+            }
+            let (capture, end) = Capture::open(stream, sink)
+                .map_err(|error| Error::io(format!("no pipe for rank {rank}"), error))?;
+            match stream {
+                Stream::Stdout => command.stdout(end),
+                Stream::Stderr => command.stderr(end),
             };
-            let [(out, out_end), (err, err_end)] =
-                streams().map_err(|error| Error::io(format!("no pipe for rank {rank}"), error))?;
-            command.stdout(out_end).stderr(err_end);
-            captures.extend([out, err]);
+            captures.push(capture);
         }
         let child = guard.spawn(command).map_err(|error| cannot_start(job, rank, error))?;
         let pid = Pid::from_child(&child);
@@ -153,10 +164,12 @@ impl Worker {
     pub(super) fn read_output(&mut self, now: Instant, mut emit: impl FnMut(Stream, &[u8])) {
         let Self { captures, tail, .. } = self;
         for capture in captures {
-            let stream = capture.stream;
+            let (stream, shown) = (capture.stream, capture.sink.shown);
             capture.read(now, |line| {
                 keep(tail, stream, line);
-                emit(stream, line);
+                if shown {
+                    emit(stream, line);
+                }
             });
         }
     }
@@ -164,10 +177,12 @@ impl Worker {
     /// Hands what is left without a line's end to `emit`.
     pub(super) fn finish_output(&mut self, mut emit: impl FnMut(Stream, &[u8])) {
         let Self { captures, tail, .. } = self;
-        for Capture { stream, lines, .. } in captures {
+        for Capture { stream, lines, sink, .. } in captures {
             lines.finish(|line| {
                 keep(tail, *stream, line);
-                emit(*stream, line);
+                if sink.shown {
+                    emit(*stream, line);
+                }
             });
         }
     }
@@ -189,10 +204,12 @@ impl Worker {
         }
     }
 
-    pub(super) fn failure(&self) -> Failure {
+    pub(super) fn failure(&self, node: u32) -> Failure {
         let (exit, after) = self.ended.unwrap_or((Exit::Lost, self.started.elapsed()));
         Failure {
             rank: self.rank,
+            host: host_name(),
+            node,
             pid: self.id(),
             exit,
             after,
@@ -203,10 +220,10 @@ impl Worker {
 }
 
 impl Capture {
-    fn open(stream: Stream) -> io::Result<(Self, io::PipeWriter)> {
+    fn open(stream: Stream, sink: Sink) -> io::Result<(Self, io::PipeWriter)> {
         let (pipe, writer) = io::pipe()?;
         fcntl_setfl(&pipe, fcntl_getfl(&pipe)? | OFlags::NONBLOCK)?;
-        Ok((Self { stream, pipe, lines: Lines::new(Job::MAX_LINE), open: true }, writer))
+        Ok((Self { stream, sink, pipe, lines: Lines::new(Job::MAX_LINE), open: true }, writer))
     }
 
     fn read(&mut self, now: Instant, mut emit: impl FnMut(&[u8])) {
@@ -217,13 +234,23 @@ impl Capture {
             }
             match self.pipe.read(&mut buffer) {
                 Ok(0) => self.open = false,
-                Ok(count) => self.lines.push(&buffer[..count], now, &mut emit),
+                Ok(count) => {
+                    if let Some(log) = &self.sink.log {
+                        log.push(&buffer[..count]);
+                    }
+                    self.lines.push(&buffer[..count], now, &mut emit);
+                }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(_) => self.open = false,
             }
         }
     }
+}
+
+/// This host's name.
+pub(super) fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 fn keep(tail: &mut VecDeque<Vec<u8>>, stream: Stream, line: &[u8]) {

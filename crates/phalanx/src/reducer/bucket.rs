@@ -1,17 +1,20 @@
 //! A bucket's memory: filled by gradients, lent to the group, given back averaged.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use super::plan::BucketPlan;
+use super::ParameterSpec;
+use super::hooks::{CommHook, GradBucket, GradientPlace, Pending};
+use super::plan::{BucketPlan, Plan};
 use crate::buffer::Buffer;
-use crate::collective::ReduceOp;
-use crate::error::Result;
-use crate::group::{Communicator, Work};
+use crate::error::{Error, Result};
+use crate::group::Communicator;
 use crate::trace::Trace;
 
 /// The memory of one bucket, which is taken once and used in every step.
 pub(crate) struct Bucket {
     memory: Memory,
+    gradients: Arc<[GradientPlace]>,
     lane: String,
     ready: Option<Instant>,
     launched: Option<Instant>,
@@ -19,16 +22,30 @@ pub(crate) struct Bucket {
 }
 
 enum Memory {
-    Here(Buffer),
-    InFlight(Work),
+    /// Shared with whoever looks at the averages in place.
+    Here(Arc<Buffer>),
+    InFlight(Pending),
     /// The operation that had the buffer failed.
     Lost,
 }
 
 impl Bucket {
-    pub(crate) fn new(group: &dyn Communicator, index: usize, plan: &BucketPlan) -> Result<Self> {
+    /// The bucket number `index` of `plan`.
+    pub(crate) fn new(
+        group: &dyn Communicator,
+        index: usize,
+        plan: &Plan,
+        parameters: &[ParameterSpec],
+    ) -> Result<Self> {
+        let bucket = &plan.buckets[index];
+        let place = |&parameter: &usize| {
+            let place = plan.places[parameter];
+            let elements = place.offset..place.offset + place.elements;
+            GradientPlace { parameter, shape: parameters[parameter].shape.clone(), elements }
+        };
         Ok(Self {
-            memory: Memory::Here(group.alloc(plan.dtype, plan.elements)?),
+            memory: Memory::Here(Arc::new(group.alloc(bucket.dtype, bucket.elements)?)),
+            gradients: bucket.parameters.iter().map(place).collect(),
             lane: format!("bucket {index}"),
             ready: None,
             launched: None,
@@ -44,12 +61,30 @@ impl Bucket {
         }
     }
 
-    /// Its bytes, to be filled; `None` while the group has them.
-    pub(crate) fn bytes_mut(&mut self) -> Option<&mut [u8]> {
-        match &mut self.memory {
-            Memory::Here(buffer) => Some(buffer.as_bytes_mut()),
+    /// Its memory, to be looked at for as long as one likes; `None` while the group has it.
+    pub(crate) fn shared(&self) -> Option<&Arc<Buffer>> {
+        match &self.memory {
+            Memory::Here(buffer) => Some(buffer),
             _ => None,
         }
+    }
+
+    /// Its bytes, to be filled; `None` while the group has them, or somebody looks at them.
+    pub(crate) fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        match &mut self.memory {
+            Memory::Here(buffer) => Arc::get_mut(buffer).map(Buffer::as_bytes_mut),
+            _ => None,
+        }
+    }
+
+    /// A new step begins: memory at which somebody still looks stays theirs.
+    pub(crate) fn reclaim(&mut self, group: &dyn Communicator) -> Result<()> {
+        if let Memory::Here(buffer) = &mut self.memory
+            && Arc::get_mut(buffer).is_none()
+        {
+            *buffer = Arc::new(group.alloc(buffer.dtype(), buffer.len())?);
+        }
+        Ok(())
     }
 
     /// All its gradients are there.
@@ -59,14 +94,23 @@ impl Bucket {
         }
     }
 
-    /// Starts to average it over the ranks.
-    pub(crate) fn launch(&mut self, group: &dyn Communicator, trace: &Trace) -> Result<()> {
-        if trace.is_enabled() {
+    /// Starts to average it over the ranks: bucket `index` of `count`.
+    pub(crate) fn launch(
+        &mut self,
+        hook: &mut dyn CommHook,
+        group: &dyn Communicator,
+        (index, count): (usize, usize),
+    ) -> Result<()> {
+        if group.trace().is_enabled() {
             self.launched = Some(Instant::now());
         }
         match std::mem::replace(&mut self.memory, Memory::Lost) {
             Memory::Here(buffer) => {
-                self.memory = Memory::InFlight(group.all_reduce_async(buffer, ReduceOp::Avg)?);
+                let buffer = Arc::try_unwrap(buffer)
+                    .map_err(|_| Error::aborted("the bucket's memory is still in use"))?;
+                let gradients = self.gradients.clone();
+                let bucket = GradBucket { index, is_last: index + 1 == count, buffer, gradients };
+                self.memory = Memory::InFlight(hook.start(group, bucket)?);
             }
             other => self.memory = other,
         }
@@ -76,22 +120,36 @@ impl Bucket {
     /// Notes the moment of completion, if it has come: asked between gradients, so that a trace shows more than the
     /// moment at which somebody waited.
     pub(crate) fn observe(&mut self) {
-        if let Memory::InFlight(work) = &self.memory
+        if let Memory::InFlight(pending) = &self.memory
             && self.done.is_none()
-            && work.is_completed()
+            && pending.is_completed()
         {
             self.done = Some(Instant::now());
         }
     }
 
-    /// Waits until it is averaged, and takes the memory back.
-    pub(crate) fn wait(&mut self) -> Result<()> {
+    /// Waits for the operation in flight; gives whether the bucket, which `plan` describes, is averaged and back.
+    pub(crate) fn advance(&mut self, group: &dyn Communicator, plan: &BucketPlan) -> Result<bool> {
         self.observe();
         match std::mem::replace(&mut self.memory, Memory::Lost) {
-            Memory::InFlight(work) => self.memory = Memory::Here(work.wait()?),
+            Memory::InFlight(pending) => match pending.advance(group)? {
+                Ok(buffer) if buffer.dtype() == plan.dtype && buffer.len() == plan.elements => {
+                    self.memory = Memory::Here(Arc::new(buffer));
+                }
+                Ok(buffer) => {
+                    return Err(Error::invalid_argument(format!(
+                        "the communication hook gave back {buffer:?} for a bucket of {} x {}",
+                        plan.elements, plan.dtype
+                    )));
+                }
+                Err(pending) => {
+                    self.memory = Memory::InFlight(pending);
+                    return Ok(false);
+                }
+            },
             other => self.memory = other,
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Writes the bucket's way through this step to the trace.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use half::f16;
+use half::{bf16, f16};
 use parking_lot::Mutex;
 
 use crate::buffer::Buffer;
@@ -186,6 +186,8 @@ fn reduce(buffers: Vec<&Buffer>, op: ReduceOp, dtype: DType) -> Buffer {
         (ReduceOp::Avg, DType::F16) => {
             fold::<f16>(&buffers, |a, b| a + b, |sum| f16::from_f64(sum.to_f64() / count))
         }
+        (ReduceOp::Sum, DType::F16) => fold::<f16>(&buffers, |a, b| a + b, |sum| sum),
+        (ReduceOp::Sum, DType::BF16) => fold::<bf16>(&buffers, |a, b| a + b, |sum| sum),
         (ReduceOp::Min, DType::I64) => fold::<i64>(&buffers, i64::min, |least| least),
         (ReduceOp::Max, DType::U8) => fold::<u8>(&buffers, u8::max, |most| most),
         other => panic!("the fake group does not know {other:?}"),

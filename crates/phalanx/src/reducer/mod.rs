@@ -27,10 +27,12 @@
 //! ```
 
 mod bucket;
+pub mod hooks;
 mod options;
 mod plan;
 mod state;
 mod sync;
+mod unused;
 mod verify;
 
 #[cfg(test)]
@@ -38,13 +40,18 @@ mod fake;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
+use serde::{Deserialize, Serialize};
+
 pub use options::{ParameterSpec, ReducerOptions};
-pub use sync::{StateTensor, broadcast_state};
+pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
+pub use verify::verify_state;
 
 use self::bucket::Bucket;
+use self::hooks::{AllReduce, CommHook, Metered};
 use self::plan::{Limits, Plan};
 use self::state::State;
 use self::verify::Contract;
@@ -56,9 +63,6 @@ use crate::group::{Communicator, Work};
 use crate::rank::Rank;
 use crate::trace::Trace;
 
-/// Names that an error lists before it only counts.
-const NAMES_IN_ERROR: usize = 16;
-
 /// Averages the gradients of one model over the ranks of a group. See the [module](self).
 ///
 /// A failure is final: the group is aborted, so that every rank gets the cause, and every later call returns it.
@@ -67,14 +71,24 @@ pub struct Reducer {
     trace: Trace,
     parameters: Vec<ParameterSpec>,
     limits: Limits,
-    find_unused: bool,
+    absentees: Absentees,
+    hook: Box<dyn CommHook>,
+    /// What the hook's communication goes through.
+    meter: Metered,
     plan: Plan,
+    /// The order of parameters that the plan was made from.
+    order: Vec<usize>,
     buckets: Vec<Bucket>,
     state: State,
     phase: Phase,
     rebuild: Rebuild,
+    /// The order in which gradients came in the last step.
+    arrival: Vec<usize>,
     /// For each parameter: did any rank have a gradient in the last step?
     used: Vec<bool>,
+    /// What this rank had no gradient for in the last step.
+    absent: Vec<usize>,
+    warnings: unused::Warnings,
     failure: Option<Error>,
 }
 
@@ -88,12 +102,35 @@ enum Phase {
     Averaged,
 }
 
+/// What becomes of parameters that get no gradient.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Absentees {
+    /// They are an error.
+    Refused,
+    /// They count as zero, and the ranks tell each other in every step.
+    Found,
+    /// As `Found` in the first step.
+    Learned,
+    /// As in the first step, in which these were absent on this rank.
+    Known(Vec<usize>),
+}
+
 /// The buckets are built anew once, when the order of the gradients is known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Rebuild {
     AfterFirst,
     AtNextStart,
     Done,
+}
+
+/// What a rank that has taken part in every step knows; see [`Reducer::adopt`].
+#[derive(Serialize, Deserialize)]
+struct Progress {
+    order: Vec<usize>,
+    arrival: Vec<usize>,
+    rebuild: Rebuild,
+    used: Vec<bool>,
+    learned: bool,
 }
 
 impl Reducer {
@@ -121,21 +158,31 @@ impl Reducer {
         verify::verify(&*group, &contract)?;
         let (limits, plan) = (usable?, plan?);
         let Contract { parameters, .. } = contract;
-        let find_unused = options.finds_unused_parameters();
+        let absentees = match (options.is_static_graph(), options.finds_unused_parameters()) {
+            (true, _) => Absentees::Learned,
+            (false, true) => Absentees::Found,
+            (false, false) => Absentees::Refused,
+        };
         let alone = group.world_size().get() == 1;
         Ok(Self {
             trace: group.trace(),
-            buckets: allocate(&*group, &plan)?,
+            buckets: allocate(&*group, &plan, &parameters)?,
             state: State::new(&plan),
             used: vec![true; parameters.len()],
-            rebuild: if alone || find_unused { Rebuild::Done } else { Rebuild::AfterFirst },
+            absent: Vec::new(),
+            warnings: unused::Warnings::new(parameters.len()),
+            rebuild: if alone || absentees == Absentees::Found { Rebuild::Done } else { Rebuild::AfterFirst },
+            hook: Box::new(AllReduce),
+            meter: Metered::new(group.clone()),
+            absentees,
             phase: Phase::New,
             failure: None,
             group,
             parameters,
             limits,
-            find_unused,
             plan,
+            order,
+            arrival: Vec::new(),
         })
     }
 
@@ -156,8 +203,33 @@ impl Reducer {
             return Err(self.fail(error));
         }
         self.state.reset(&self.plan);
+        let reclaimed = self.buckets.iter_mut().try_for_each(|bucket| bucket.reclaim(&*self.group));
+        reclaimed.map_err(|error| self.fail(error))?;
         self.phase = Phase::Backward { since: Instant::now() };
+        if let Absentees::Known(absent) = &self.absentees {
+            let absent = absent.clone();
+            self.fill_absent(&absent).map_err(|error| self.fail(error))?;
+        }
         Ok(())
+    }
+
+    /// From the next step on `hook` averages the buckets. All ranks call it together.
+    ///
+    /// # Errors
+    /// On every rank, if the ranks' hooks or their settings differ.
+    pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
+        self.check_failure()?;
+        let description = vec![("communication hook".to_owned(), hook.describe())];
+        let contract = Contract { parameters: Vec::new(), options: description, plan_hash: 0 };
+        verify::verify(&*self.group, &contract).map_err(|error| self.fail(error))?;
+        self.hook = hook;
+        Ok(())
+    }
+
+    /// The bytes of all buffers that gradients have travelled in since the beginning, once for each operation; a ring
+    /// moves nearly twice as many in each direction.
+    pub fn communicated_bytes(&self) -> u64 {
+        self.meter.bytes()
     }
 
     /// Takes the finished gradient of the parameter at `index`; if it was the last that a bucket waited for, the
@@ -193,8 +265,9 @@ impl Reducer {
     ///
     /// # Errors
     /// On every rank, if a parameter got no gradient on any of them; the error names it. With
-    /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) such a parameter counts as zero. On every
-    /// rank also if an averaging failed.
+    /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) such a parameter counts as zero, and so it does
+    /// with [`static_graph`](ReducerOptions::static_graph) if it got none in the first step. On every rank also if an
+    /// averaging failed.
     pub fn finish(&mut self) -> Result<()> {
         self.check_failure()?;
         let Phase::Backward { since } = self.phase else {
@@ -205,6 +278,8 @@ impl Reducer {
             return Err(self.fail(error));
         }
         self.phase = Phase::Averaged;
+        self.arrival.clear();
+        self.arrival.extend_from_slice(self.state.order());
         if self.rebuild == Rebuild::AfterFirst {
             self.rebuild = Rebuild::AtNextStart;
         }
@@ -231,6 +306,17 @@ impl Reducer {
         Ok(self.buckets[place.bucket].bytes().and_then(|bytes| bytes.get(range)))
     }
 
+    /// As [`gradient`](Self::gradient), without a copy: the bucket and the gradient's bytes in it. A bucket that is
+    /// still held when the next step begins stays as it is, and new memory takes its place.
+    pub fn gradient_view(&self, index: usize) -> Result<Option<(Arc<Buffer>, Range<usize>)>> {
+        if self.gradient(index)?.is_none() {
+            return Ok(None);
+        }
+        let place = self.plan.places[index];
+        let bucket = self.buckets[place.bucket].shared();
+        Ok(bucket.map(|bucket| (bucket.clone(), place.bytes(bucket.dtype()))))
+    }
+
     /// The parameters, in the order of the model.
     pub fn parameters(&self) -> &[ParameterSpec] {
         &self.parameters
@@ -250,6 +336,17 @@ impl Reducer {
             let error = self.no_such_parameter(index);
             return Err(self.fail(error));
         };
+        if let Absentees::Known(absent) = &self.absentees
+            && absent.contains(&index)
+        {
+            let cause = format!(
+                "on rank {}, parameter {index}, {parameter}, got a gradient, and got none in the first step",
+                self.group.rank()
+            );
+            let remedy =
+                "static_graph promises the same graph in every step; set find_unused_parameters instead";
+            return Err(self.fail(Error::invalid_argument(cause).with_remedy(remedy)));
+        }
         if self.state.has_seen(index) {
             let cause = format!(
                 "on rank {}, parameter {index}, {parameter}, got a second gradient in one backward pass",
@@ -285,7 +382,8 @@ impl Reducer {
             self.buckets[..advance.launch.start].iter_mut().for_each(Bucket::observe);
         }
         for bucket in advance.launch {
-            self.buckets[bucket].launch(&*self.group, &self.trace)?;
+            let place = (bucket, self.plan.buckets.len());
+            self.buckets[bucket].launch(&mut *self.hook, &self.meter, place)?;
         }
         Ok(())
     }
@@ -293,70 +391,114 @@ impl Reducer {
     /// Deals with the parameters that got no gradient; gives the exchange of who used what, if there is one.
     fn close(&mut self) -> Result<Option<Work>> {
         let absent = self.state.absent();
-        if !self.find_unused {
-            return if absent.is_empty() { Ok(None) } else { Err(self.unused(&absent)) };
+        if matches!(self.absentees, Absentees::Refused | Absentees::Known(_)) {
+            return match absent.is_empty() {
+                true => Ok(None),
+                false => Err(unused::error(self.group.rank(), &self.parameters, &absent)),
+            };
         }
         let mut used = Buffer::from_slice(&vec![1u8; self.parameters.len()]);
         for &index in &absent {
             used.as_bytes_mut()[index] = 0;
-            let place = self.plan.places[index];
-            let range = place.bytes(self.plan.buckets[place.bucket].dtype);
-            if let Some(memory) = self.buckets[place.bucket].bytes_mut() {
-                memory[range].fill(0);
-            }
-            self.advance(index)?;
         }
+        self.fill_absent(&absent)?;
+        self.absent = absent;
         if self.group.world_size().get() == 1 {
             return Ok(Some(Work::ready(Ok(used))));
         }
         self.group.all_reduce_async(used, ReduceOp::Max).map(Some)
     }
 
+    /// Lets the parameters `absent` count as zero.
+    fn fill_absent(&mut self, absent: &[usize]) -> Result<()> {
+        for &index in absent {
+            self.fill(index, |memory| {
+                memory.fill(0);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
     fn wait(&mut self, used: Option<Work>) -> Result<()> {
-        for bucket in &mut self.buckets {
-            bucket.wait()?;
+        // Hooks with several operations: the buckets take turns, so that those of one overlap with those of the next.
+        let mut waiting: Vec<usize> = (0..self.buckets.len()).collect();
+        while !waiting.is_empty() {
+            let mut left = Vec::new();
+            for bucket in waiting {
+                if !self.buckets[bucket].advance(&self.meter, &self.plan.buckets[bucket])? {
+                    left.push(bucket);
+                }
+            }
+            waiting = left;
         }
         if let Some(used) = used {
             let used = used.wait()?;
             self.used = used.as_slice::<u8>()?.iter().map(|&used| used != 0).collect();
+            self.warnings.step(self.group.rank(), &self.parameters, &self.absent, &self.used);
+            if self.absentees == Absentees::Learned {
+                self.absentees = Absentees::Known(std::mem::take(&mut self.absent));
+            }
         }
         Ok(())
+    }
+
+    /// Takes over how far rank `root` has come, after steps that this rank did not take part in: the buckets and what
+    /// was learned of unused parameters. All ranks call it together, between steps.
+    ///
+    /// # Errors
+    /// If the exchange fails, or `root` sends no order of these parameters.
+    pub fn adopt(&mut self, root: Rank) -> Result<()> {
+        self.check_failure()?;
+        self.take_over(root).map_err(|error| self.fail(error))
+    }
+
+    fn take_over(&mut self, root: Rank) -> Result<()> {
+        let mine = Progress {
+            order: self.order.clone(),
+            arrival: self.arrival.clone(),
+            rebuild: self.rebuild,
+            used: self.used.clone(),
+            learned: matches!(self.absentees, Absentees::Known(_)),
+        };
+        let Progress { order, arrival, rebuild, used, learned } = verify::share(&*self.group, root, &mine)?;
+        let count = self.parameters.len();
+        if used.len() != count || !(arrival.is_empty() || is_permutation(&arrival, count)) {
+            return Err(Error::protocol(format!("rank {root} sent the progress of another model")));
+        }
+        (self.arrival, self.rebuild, self.used) = (arrival, rebuild, used);
+        if learned && self.absentees == Absentees::Learned {
+            // This rank has seen no step: what the others use it must use too, or say so.
+            let unused = (0..count).filter(|&index| !self.used[index]).collect();
+            self.absentees = Absentees::Known(unused);
+        }
+        self.hook.adopt(&*self.group, root)?;
+        self.lay_out(order)
     }
 
     /// Builds the buckets anew, in the order in which rank 0's gradients came.
     fn rebuild(&mut self) -> Result<()> {
         self.rebuild = Rebuild::Done;
-        let order: Vec<usize> = verify::share(&*self.group, Rank::MAIN, &self.state.order().to_vec())?;
+        let order = verify::share(&*self.group, Rank::MAIN, &self.arrival)?;
+        self.lay_out(order)
+    }
+
+    fn lay_out(&mut self, order: Vec<usize>) -> Result<()> {
         if !is_permutation(&order, self.parameters.len()) {
             return Err(Error::protocol(
-                "rank 0 sent an order of gradients that is no order of the parameters",
+                "a rank sent an order of gradients that is no order of the parameters",
             ));
         }
         let plan = Plan::new(&self.parameters, &order, self.limits);
         verify::verify_hash(&*self.group, "bucket plans", plan.hash())?;
+        self.order = order;
         if plan != self.plan {
             tracing::debug!(buckets = plan.buckets.len(), "buckets rebuilt in the order of the gradients");
             self.buckets.clear(); // Before the new memory is taken.
-            self.buckets = allocate(&*self.group, &plan)?;
+            self.buckets = allocate(&*self.group, &plan, &self.parameters)?;
             self.plan = plan;
         }
         Ok(())
-    }
-
-    fn unused(&self, absent: &[usize]) -> Error {
-        let mut names: Vec<String> =
-            absent.iter().take(NAMES_IN_ERROR).map(|&index| self.parameters[index].to_string()).collect();
-        if absent.len() > NAMES_IN_ERROR {
-            names.push(format!("and {} more", absent.len() - NAMES_IN_ERROR));
-        }
-        Error::invalid_argument(format!(
-            "rank {}: backward gave no gradient to {} of {} parameters: {}",
-            self.group.rank(),
-            absent.len(),
-            self.parameters.len(),
-            names.join(", ")
-        ))
-        .with_remedy("let every parameter take part in the loss on every rank, or set find_unused_parameters")
     }
 
     fn no_such_parameter(&self, index: usize) -> Error {
@@ -400,8 +542,8 @@ fn check(parameters: &[ParameterSpec]) -> Result<()> {
     Ok(())
 }
 
-fn allocate(group: &dyn Communicator, plan: &Plan) -> Result<Vec<Bucket>> {
-    plan.buckets.iter().enumerate().map(|(index, bucket)| Bucket::new(group, index, bucket)).collect()
+fn allocate(group: &dyn Communicator, plan: &Plan, parameters: &[ParameterSpec]) -> Result<Vec<Bucket>> {
+    (0..plan.buckets.len()).map(|index| Bucket::new(group, index, plan, parameters)).collect()
 }
 
 fn is_permutation(order: &[usize], count: usize) -> bool {

@@ -61,6 +61,7 @@ pub struct ReducerOptions {
     bucket_cap_mb: Option<f64>,
     first_bucket_mb: Option<f64>,
     find_unused_parameters: bool,
+    static_graph: bool,
 }
 
 impl ReducerOptions {
@@ -86,6 +87,18 @@ impl ReducerOptions {
         self
     }
 
+    /// Promise that every step uses the parameters that the first one uses, on each rank. Unused ones are then found
+    /// once, in the first step, at no cost to the others: buckets leave as early as without them, and are rebuilt in
+    /// the order of the gradients. Off by default.
+    pub fn static_graph(mut self, fixed: bool) -> Self {
+        self.static_graph = fixed;
+        self
+    }
+
+    pub(crate) fn is_static_graph(&self) -> bool {
+        self.static_graph
+    }
+
     pub(crate) fn finds_unused_parameters(&self) -> bool {
         self.find_unused_parameters
     }
@@ -104,6 +117,7 @@ impl ReducerOptions {
             ("bucket_cap_mb".into(), others.to_string()),
             ("first_bucket_mb".into(), first.to_string()),
             ("find_unused_parameters".into(), self.find_unused_parameters.to_string()),
+            ("static_graph".into(), self.static_graph.to_string()),
         ]
     }
 

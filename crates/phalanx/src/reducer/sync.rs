@@ -31,6 +31,18 @@ pub struct StateTensor<'a> {
 /// # Errors
 /// If a length is no multiple of its type's size, or a broadcast fails; then some tensors may have been written.
 pub fn broadcast_state(group: &dyn Communicator, tensors: &mut [StateTensor<'_>]) -> Result<()> {
+    broadcast_state_from(group, Rank::MAIN, tensors)
+}
+
+/// As [`broadcast_state`], with the content of rank `root`.
+///
+/// # Errors
+/// As [`broadcast_state`], and if `root` is no rank of this group.
+pub fn broadcast_state_from(
+    group: &dyn Communicator,
+    root: Rank,
+    tensors: &mut [StateTensor<'_>],
+) -> Result<()> {
     for (index, tensor) in tensors.iter().enumerate() {
         if tensor.bytes.len() % tensor.dtype.size() != 0 {
             let error = Error::invalid_argument(format!(
@@ -46,23 +58,22 @@ pub fn broadcast_state(group: &dyn Communicator, tensors: &mut [StateTensor<'_>]
     if group.world_size().get() == 1 {
         return Ok(());
     }
-    let is_main = group.rank().is_main();
+    let is_root = group.rank() == root;
     let mut in_flight: VecDeque<(Chunk, Work)> = VecDeque::new();
     for chunk in chunks(tensors, CHUNK_BYTES) {
         if in_flight.len() == IN_FLIGHT
             && let Some((chunk, work)) = in_flight.pop_front()
         {
-            chunk.unpack(work, tensors, is_main)?;
+            chunk.unpack(work, tensors, is_root)?;
         }
         let mut buffer = group.alloc(chunk.dtype, chunk.bytes / chunk.dtype.size())?;
-        if is_main {
-            chunk.pack(buffer.as_bytes_mut(), tensors);
-        }
-        let work = group.broadcast_async(buffer, Rank::MAIN)?;
+        // On every rank: among ranks that may run out of data, another one may speak for rank 0.
+        chunk.pack(buffer.as_bytes_mut(), tensors);
+        let work = group.broadcast_async(buffer, root)?;
         in_flight.push_back((chunk, work));
     }
     for (chunk, work) in in_flight {
-        chunk.unpack(work, tensors, is_main)?;
+        chunk.unpack(work, tensors, is_root)?;
     }
     Ok(())
 }
@@ -105,9 +116,9 @@ impl Chunk {
         }
     }
 
-    fn unpack(self, work: Work, tensors: &mut [StateTensor<'_>], is_main: bool) -> Result<()> {
+    fn unpack(self, work: Work, tensors: &mut [StateTensor<'_>], is_root: bool) -> Result<()> {
         let buffer = work.wait()?;
-        if is_main {
+        if is_root {
             return Ok(());
         }
         let mut from = buffer.as_bytes();

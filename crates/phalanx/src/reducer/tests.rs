@@ -136,6 +136,7 @@ fn without_verification(
 ) -> Reducer {
     let alone = FakeGroup::world(1).swap_remove(0);
     let mut reducer = Reducer::new(alone, parameters, options).unwrap();
+    reducer.meter = Metered::new(group.clone());
     reducer.group = group;
     reducer
 }
@@ -172,6 +173,65 @@ fn unused_parameters_count_as_zero_and_stay_without_gradient_if_no_rank_used_the
             let half: Vec<f32> = gradient(Rank::new(1), 2, step, 4).iter().map(|part| part / 2.0).collect();
             assert_eq!(floats(&reducer, 2), half);
         }
+    });
+}
+
+#[test]
+fn a_static_graph_learns_in_the_first_step_and_holds_the_program_to_it() {
+    for ranks in [2, 3, 4] {
+        let messages = run(ranks, |group| {
+            let rank = group.rank();
+            let options = buckets_of(4).static_graph(true);
+            let mut reducer = Reducer::new(group.clone(), parameters(&[4, 4, 4]), options).unwrap();
+            // Parameter 1 is used nowhere, parameter 2 on all ranks but rank 0.
+            let order: &[usize] = if rank.is_main() { &[0] } else { &[2, 0] };
+            let mut calls = Vec::new();
+            for step in 0..4 {
+                let before = group.calls().len();
+                one_step(&mut reducer, rank, step, order).unwrap();
+                calls.push(group.calls().len() - before);
+                assert_eq!(floats(&reducer, 0), expected(ranks, 0, step, 4));
+                assert_eq!(reducer.gradient(1).unwrap(), None);
+                let all = expected(ranks, 2, step, 4);
+                let main = gradient(Rank::MAIN, 2, step, 4);
+                for (place, average) in floats(&reducer, 2).into_iter().enumerate() {
+                    assert!((average - (all[place] - main[place] / ranks as f32)).abs() < 1e-5);
+                }
+            }
+            assert_eq!(calls[2..], [3, 3], "three buckets, and no exchange of who used what");
+            reducer.start().unwrap();
+            let (gradient, finished) = (reducer.ready(1, &[0; 16]), reducer.finish());
+            gradient.and(finished).unwrap_err().to_string()
+        });
+        assert!(messages.iter().any(|text| text.contains("`p1` (f32 [4])")), "{messages:?}");
+    }
+    let errors = run(2, |group| {
+        let rank = group.rank();
+        let options = buckets_of(4).static_graph(true);
+        let mut reducer = Reducer::new(group, parameters(&[4, 4]), options).unwrap();
+        one_step(&mut reducer, rank, 0, &[1, 0]).unwrap();
+        one_step(&mut reducer, rank, 1, if rank.is_main() { &[1] } else { &[1, 0] }).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains("`p0` (f32 [4])")), "{errors:?}");
+}
+
+#[test]
+fn averages_that_are_still_looked_at_stay_as_they_are() {
+    run(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group.clone(), parameters(&[4, 4]), buckets_of(8)).unwrap();
+        one_step(&mut reducer, rank, 0, &[1, 0]).unwrap();
+        one_step(&mut reducer, rank, 1, &[1, 0]).unwrap();
+        let allocations = group.allocations();
+        let (bucket, bytes) = reducer.gradient_view(1).unwrap().unwrap();
+        one_step(&mut reducer, rank, 2, &[1, 0]).unwrap();
+        assert_eq!(group.allocations(), allocations + 1);
+        let floats: Vec<f32> =
+            bucket.as_bytes()[bytes].chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+        assert_eq!(floats, expected(2, 1, 1, 4));
+        drop(bucket);
+        one_step(&mut reducer, rank, 3, &[1, 0]).unwrap();
+        assert_eq!(group.allocations(), allocations + 1, "memory that is given back is used again");
     });
 }
 

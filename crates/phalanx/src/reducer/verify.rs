@@ -57,6 +57,17 @@ pub(crate) fn verify(group: &dyn Communicator, mine: &Contract) -> Result<()> {
     }
 }
 
+/// Compares names, shapes and types of all tensors of a model, frozen ones and buffers too, with rank 0's.
+///
+/// [`Reducer::new`](super::Reducer::new) looks at the parameters that need a gradient; an adapter calls this first, so
+/// that [`broadcast_state`](super::broadcast_state) finds the same tensors on every rank.
+///
+/// # Errors
+/// On every rank, if one differs: it names the first tensor that does, with both sides.
+pub fn verify_state(group: &dyn Communicator, tensors: Vec<ParameterSpec>) -> Result<()> {
+    verify(group, &Contract { parameters: tensors, options: Vec::new(), plan_hash: 0 })
+}
+
 /// Checks that every rank has the same `hash`.
 pub(crate) fn verify_hash(group: &dyn Communicator, what: &str, hash: u64) -> Result<()> {
     // The smallest of the numbers, and of their complements: they belong together only if all are the same.
@@ -76,7 +87,8 @@ pub(crate) fn share<T: Serialize + DeserializeOwned>(
     root: Rank,
     mine: &T,
 ) -> Result<T> {
-    let message = if group.rank() == root { encode(mine)? } else { Vec::new() };
+    // On every rank: among ranks that may run out of data, another one may speak for the root.
+    let message = encode(mine)?;
     let length = group.broadcast_async(Buffer::from_slice(&[message.len() as i64]), root)?.wait()?;
     let length = length.as_slice::<i64>()?.first().copied().unwrap_or(-1);
     let length =
@@ -86,7 +98,7 @@ pub(crate) fn share<T: Serialize + DeserializeOwned>(
             ))
         })?;
     let mut buffer = group.alloc(DType::U8, length)?;
-    if group.rank() == root {
+    if message.len() == length {
         buffer.as_bytes_mut().copy_from_slice(&message);
     }
     let buffer = group.broadcast_async(buffer, root)?.wait()?;

@@ -3,7 +3,7 @@
 //! Keys, below the job's scope and a round:
 //!
 //! ```text
-//! rank/<r>   who came as rank r: a number of its own, world size, process, host
+//! rank/<r>   who came as rank r: a number of its own, world size, process, host, the address at which it found the store
 //! world      the world size that the first to come expects
 //! arrived    how many have come
 //! verdict    "ok", or what went wrong; written once, read by all
@@ -12,11 +12,12 @@
 //! A process that meets its world again, in a store that has outlived the first time, finds its own name at `rank/<r>`
 //! and goes on to the next round.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Place;
-use super::hosts::Hosts;
+use super::hosts::{Host, Hosts};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, WorldSize};
@@ -54,36 +55,41 @@ struct Entry {
     nonce: String,
     world_size: String,
     identity: Identity,
+    /// The address at which it found the store; none if that is not a matter of addresses.
+    store: Option<IpAddr>,
 }
 
 impl Entry {
     fn to_text(&self) -> String {
-        let Self { nonce, world_size, identity: Identity { process, host } } = self;
-        format!("{nonce} {world_size} {process} {host}")
+        let Self { nonce, world_size, identity: Identity { process, host }, store } = self;
+        let store = store.map_or_else(|| "-".to_owned(), |address| address.to_string());
+        format!("{nonce} {world_size} {process} {host} {store}")
     }
 
     fn parse(bytes: &[u8]) -> Result<Self> {
         let text = String::from_utf8_lossy(bytes);
-        let mut words = text.splitn(4, ' ').map(str::to_owned);
-        let (Some(nonce), Some(world_size), Some(process), Some(host)) =
-            (words.next(), words.next(), words.next(), words.next())
+        let mut words = text.splitn(5, ' ').map(str::to_owned);
+        let (Some(nonce), Some(world_size), Some(process), Some(host), Some(store)) =
+            (words.next(), words.next(), words.next(), words.next(), words.next())
         else {
             return Err(Error::protocol(format!("the store says {text:?} where a rank's arrival should be")));
         };
-        Ok(Self { nonce, world_size, identity: Identity { host, process } })
+        Ok(Self { nonce, world_size, identity: Identity { host, process }, store: store.parse().ok() })
     }
 }
 
 /// Waits until all ranks have come; on every rank an error if one is missing at the deadline, came twice, or expects
-/// another world size.
+/// another world size. `found` is the address at which this rank found the store, if it has one.
 pub(super) fn arrive(
     store: &SharedStore,
+    found: Option<IpAddr>,
     place: &Place,
     me: &Identity,
     deadline: Deadline,
 ) -> Result<Arrived> {
     let started = Instant::now();
-    let entry = Entry { nonce: nonce()?, world_size: place.world_size.to_string(), identity: me.clone() };
+    let (world_size, identity) = (place.world_size.to_string(), me.clone());
+    let entry = Entry { nonce: nonce()?, world_size, identity, store: found };
     let (roll, round) = sign_in(store, place, &entry, deadline)?;
     let world = entry.world_size.as_bytes();
     let expected = roll.compare_set("world", b"", world, deadline)?;
@@ -244,7 +250,11 @@ impl Arrived {
         let keys: Vec<String> = self.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         let entries = self.roll.multi_get(&keys, deadline)?;
-        entries.iter().map(|entry| Ok(Entry::parse(entry)?.identity.host)).collect::<Result<_>>().map(Hosts)
+        let hosts = entries.iter().map(|entry| {
+            let Entry { identity, store, .. } = Entry::parse(entry)?;
+            Ok(Host { name: identity.host, store })
+        });
+        hosts.collect::<Result<_>>().map(Hosts)
     }
 }
 

@@ -1,17 +1,13 @@
 //! `env://`: what the launcher's variables say.
 
 use super::arrival::Identity;
-use super::{Place, Rendezvous, tcp};
+use super::{Place, Rendezvous, Url, file, tcp};
 use crate::deadline::Deadline;
-use crate::env::LaunchEnv;
+use crate::env::{LaunchEnv, Meeting};
 use crate::error::{Error, Result};
 use crate::store::host_port;
 
 pub(super) fn join(env: &LaunchEnv, me: &Identity, deadline: Deadline) -> Result<Rendezvous> {
-    if env.master_port == 0 {
-        return Err(Error::environment("MASTER_PORT=0: the other ranks cannot know which port that becomes")
-            .with_remedy("set MASTER_PORT to the same free port for every rank"));
-    }
     let place = Place {
         rank: env.rank,
         world_size: env.world_size,
@@ -20,6 +16,24 @@ pub(super) fn join(env: &LaunchEnv, me: &Identity, deadline: Deadline) -> Result
         // A launcher that serves the store keeps it over restarts, and may keep it over jobs.
         scope: format!("phalanx/{}/{}", env.run_id.as_deref().unwrap_or("none"), env.restart_count.0),
     };
-    let address = host_port(&env.master_addr, env.master_port);
-    tcp::join(&address, !env.agent_store, &place, me, deadline)
+    let host = match env.agent_store {
+        true => tcp::Host::Elsewhere,
+        false => tcp::Host::Rank0 { bind: env.bind },
+    };
+    match &env.meeting {
+        Meeting::Master { port: 0, .. } => {
+            Err(Error::environment("MASTER_PORT=0: the other ranks cannot know which port that becomes")
+                .with_remedy("set MASTER_PORT to the same free port for every rank"))
+        }
+        Meeting::Master { address, port } => {
+            tcp::join(&host_port(address, *port), host, &place, me, deadline)
+        }
+        Meeting::Url(url) => match Url::parse(url)? {
+            Url::Tcp(address) => tcp::join(&address, host, &place, me, deadline),
+            Url::File(path) => file::join(&path, &place, me, deadline),
+            Url::Env => Err(Error::environment("PHALANX_RENDEZVOUS=env:// says nothing")
+                .with_remedy("use tcp://host:port or file:///path")),
+        },
+        Meeting::Nowhere => Ok(place.alone()),
+    }
 }

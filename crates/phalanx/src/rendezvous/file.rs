@@ -31,7 +31,7 @@ pub(super) fn join(path: &Path, place: &Place, me: &Identity, deadline: Deadline
     };
     let file = Arc::new(file);
     let store: SharedStore = Arc::<FileStore>::clone(&file);
-    let arrived = arrive(&store, place, me, deadline)?;
+    let arrived = arrive(&store, None, place, me, deadline)?;
     let hosts = arrived.hosts(deadline)?;
     let (local_rank, local_world_size) = hosts.local(place.rank);
     Ok(Rendezvous {
@@ -41,7 +41,7 @@ pub(super) fn join(path: &Path, place: &Place, me: &Identity, deadline: Deadline
         local_rank,
         local_world_size,
         epoch: place.epoch,
-        interface: hosts.reachable(Ipv4Addr::LOCALHOST.into())?,
+        interface: hosts.reachable(place.rank, Ipv4Addr::LOCALHOST.into())?,
         keep_alive: KeepAlive(Held::File { _store: file }),
     })
 }

@@ -5,22 +5,48 @@ use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 
-/// The name of each rank's host, by rank.
-pub(super) struct Hosts(pub Vec<String>);
+/// The host of each rank, by rank.
+pub(super) struct Hosts(pub Vec<Host>);
+
+/// A rank's host, and the address at which the rank found the store.
+pub(super) struct Host {
+    pub name: String,
+    pub store: Option<IpAddr>,
+}
 
 impl Hosts {
     /// A rank's place among the ranks of its host, and their number.
     pub fn local(&self, rank: Rank) -> (u32, u32) {
         let Some(mine) = self.0.get(rank.index()) else { return (0, 1) };
-        let neighbours = |hosts: &[String]| hosts.iter().filter(|host| *host == mine).count() as u32;
+        let neighbours = |hosts: &[Host]| hosts.iter().filter(|host| host.name == mine.name).count() as u32;
         (neighbours(&self.0[..rank.index()]), neighbours(&self.0))
     }
 
-    /// `interface`, unless it is the loopback and there are other hosts: many a host finds its own name there.
-    pub fn reachable(&self, interface: IpAddr) -> Result<IpAddr> {
-        let one_host = self.0.windows(2).all(|pair| pair[0] == pair[1]);
-        if one_host || !interface.is_loopback() { Ok(interface) } else { outward() }
+    /// The address at which the other ranks reach `rank`, this one, which reaches the store from `interface`.
+    pub fn reachable(&self, rank: Rank, interface: IpAddr) -> Result<IpAddr> {
+        match self.choose(rank, interface, is_own) {
+            Some(address) => Ok(address),
+            None => outward(),
+        }
     }
+
+    /// `interface`, which routes to the store, unless it is the loopback and there are other hosts: many a host finds its
+    /// own name there. Then the store is on this host, and ranks on others know at which address that is reached. None if
+    /// none of them has found it at an address that `is_own`, as behind a tunnel or a virtual address.
+    fn choose(&self, rank: Rank, interface: IpAddr, is_own: impl Fn(IpAddr) -> bool) -> Option<IpAddr> {
+        let one_host = self.0.windows(2).all(|pair| pair[0].name == pair[1].name);
+        if one_host || !interface.is_loopback() {
+            return Some(interface);
+        }
+        let own = self.0.get(rank.index()).map(|host| host.name.as_str());
+        let elsewhere = self.0.iter().filter(|host| Some(host.name.as_str()) != own);
+        elsewhere.filter_map(|host| host.store).find(|address| !address.is_loopback() && is_own(*address))
+    }
+}
+
+/// Is it an address of this host?
+fn is_own(address: IpAddr) -> bool {
+    UdpSocket::bind((address, 0)).is_ok()
 }
 
 /// The address of this host from which packets leave it. Nothing is sent: the address asked for is for documents.
@@ -35,4 +61,51 @@ fn outward() -> Result<IpAddr> {
             .with_remedy("meet at tcp://host:port instead")
     })?;
     Ok(address.ip())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOOPBACK: &str = "127.0.1.1";
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    /// Each rank's host, and where it found the store.
+    fn hosts(ranks: &[(&str, &str)]) -> Hosts {
+        let host = |(name, store): &(&str, &str)| Host { name: (*name).into(), store: store.parse().ok() };
+        Hosts(ranks.iter().map(host).collect())
+    }
+
+    fn choose(hosts: &Hosts, interface: &str) -> Option<IpAddr> {
+        hosts.choose(Rank::MAIN, address(interface), |own| own == address("10.0.0.5"))
+    }
+
+    #[test]
+    fn neighbours_are_counted_host_by_host() {
+        let hosts = hosts(&[("a", ""), ("b", ""), ("a", ""), ("b", ""), ("b", "")]);
+        let locals: Vec<(u32, u32)> = (0..5).map(|rank| hosts.local(Rank::new(rank))).collect();
+        assert_eq!(locals, [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]);
+    }
+
+    #[test]
+    fn peers_get_the_address_that_routes_to_the_store() {
+        // The interface from which the store was reached, whatever the default route is.
+        let two = hosts(&[("a", "10.0.0.5"), ("b", "10.0.0.5")]);
+        assert_eq!(choose(&two, "192.168.7.2"), Some(address("192.168.7.2")));
+        let one = hosts(&[("a", LOOPBACK), ("a", LOOPBACK)]);
+        assert_eq!(choose(&one, LOOPBACK), Some(address(LOOPBACK)));
+    }
+
+    #[test]
+    fn who_finds_the_store_at_home_is_reached_where_others_find_it() {
+        let named = hosts(&[("a", LOOPBACK), ("a", "10.0.0.9"), ("b", "10.0.0.5")]);
+        assert_eq!(choose(&named, LOOPBACK), Some(address("10.0.0.5")));
+        // Through a tunnel, or at an address that stands for several hosts.
+        let tunnelled = hosts(&[("a", LOOPBACK), ("b", "127.0.0.1"), ("c", "10.96.0.1")]);
+        assert_eq!(choose(&tunnelled, LOOPBACK), None);
+        assert_eq!(choose(&hosts(&[("a", "-"), ("b", "-")]), "127.0.0.1"), None);
+    }
 }

@@ -11,6 +11,7 @@ mod arrival;
 mod env;
 mod file;
 mod hosts;
+pub(crate) mod membership;
 mod tcp;
 
 use std::fmt;
@@ -103,7 +104,10 @@ pub fn from_url(
                 env::join(&env, &me, deadline)
             }
         },
-        Url::Tcp(address) => tcp::join(&address, true, &Place::given(url, rank, world_size)?, &me, deadline),
+        Url::Tcp(address) => {
+            let host = tcp::Host::Rank0 { bind: None };
+            tcp::join(&address, host, &Place::given(url, rank, world_size)?, &me, deadline)
+        }
         Url::File(path) => file::join(&path, &Place::given(url, rank, world_size)?, &me, deadline),
     }
 }

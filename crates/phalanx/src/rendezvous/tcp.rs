@@ -1,5 +1,6 @@
 //! `tcp://host:port`: rank 0 serves the store there, on that host's address alone.
 
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use super::arrival::{Identity, arrive};
@@ -8,10 +9,19 @@ use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::store::{SharedStore, TcpStore, TcpStoreServer};
 
-/// Meets at `address`; rank 0 serves there if `rank_0_serves`, else somebody else does.
+/// Who serves the store.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Host {
+    /// Rank 0, at the address at which the others find it, or at another one of its host.
+    Rank0 { bind: Option<IpAddr> },
+    /// The launcher.
+    Elsewhere,
+}
+
+/// Meets at `address`.
 pub(super) fn join(
     address: &str,
-    rank_0_serves: bool,
+    host: Host,
     place: &Place,
     me: &Identity,
     deadline: Deadline,
@@ -19,16 +29,21 @@ pub(super) fn join(
     if place.world_size.get() == 1 {
         return Ok(place.alone());
     }
-    let server = match rank_0_serves && place.rank.is_main() {
-        true => Some(TcpStoreServer::bind_to(address, deadline)?),
-        false => None,
+    let server = match host {
+        Host::Rank0 { bind: None } if place.rank.is_main() => {
+            Some(TcpStoreServer::bind_to(address, deadline)?)
+        }
+        Host::Rank0 { bind: Some(ip) } if place.rank.is_main() => {
+            Some(TcpStoreServer::bind_anywhere(SocketAddr::new(ip, port(address)))?)
+        }
+        _ => None,
     };
     let client = match &server {
-        Some(server) => TcpStore::connect(server.local_addr(), deadline),
+        Some(server) => TcpStore::connect(server.reachable_addr(), deadline),
         None => TcpStore::connect(address, deadline),
     };
     let client = Arc::new(client?);
-    let interface = client.local_ip();
+    let (interface, found) = (client.local_ip(), client.found_ip());
     let store: SharedStore = Arc::<TcpStore>::clone(&client);
     // From here on an error, too, leaves the server up until the others have read why.
     let held = match server {
@@ -36,13 +51,13 @@ pub(super) fn join(
         None => Held::Client(client),
     };
     let keep_alive = KeepAlive(held);
-    let arrived = arrive(&store, place, me, deadline)?;
+    let arrived = arrive(&store, Some(found), place, me, deadline)?;
     let known = place.local.filter(|(_, size)| !interface.is_loopback() || *size == place.world_size.get());
     let (local, interface) = match known {
         Some(local) => (local, interface),
         None => {
             let hosts = arrived.hosts(deadline)?;
-            (place.local.unwrap_or_else(|| hosts.local(place.rank)), hosts.reachable(interface)?)
+            (place.local.unwrap_or_else(|| hosts.local(place.rank)), hosts.reachable(place.rank, interface)?)
         }
     };
     Ok(Rendezvous {
@@ -55,4 +70,9 @@ pub(super) fn join(
         interface,
         keep_alive,
     })
+}
+
+/// The port of `host:port`.
+fn port(address: &str) -> u16 {
+    address.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(0)
 }

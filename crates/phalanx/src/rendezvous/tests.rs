@@ -4,6 +4,8 @@ use std::time::Instant;
 
 use super::*;
 
+const RANK_0: tcp::Host = tcp::Host::Rank0 { bind: None };
+
 fn world(size: u32) -> WorldSize {
     WorldSize::new(size).unwrap()
 }
@@ -74,14 +76,14 @@ fn a_world_of_one_needs_nobody() {
     // Not even a free port.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    tcp::join(&address, true, &place(0, 1), &identity(0, "a"), soon()).unwrap();
+    tcp::join(&address, RANK_0, &place(0, 1), &identity(0, "a"), soon()).unwrap();
 }
 
 #[test]
 fn ranks_meet_over_tcp_and_know_their_neighbours() {
     let address = free_address();
     let worlds: Vec<Rendezvous> =
-        run(&places(4), |place, i| tcp::join(&address, true, place, &identity(i, "here"), soon()).unwrap());
+        run(&places(4), |place, i| tcp::join(&address, RANK_0, place, &identity(i, "here"), soon()).unwrap());
     talk(&worlds);
     let locals: Vec<(u32, u32)> =
         worlds.iter().map(|world| (world.local_rank, world.local_world_size)).collect();
@@ -98,18 +100,6 @@ fn ranks_meet_over_tcp_and_know_their_neighbours() {
         }
     });
     assert!(started.elapsed() < GRACE);
-}
-
-#[test]
-fn neighbours_are_counted_host_by_host() {
-    let hosts = hosts::Hosts(["a", "b", "a", "b", "b"].map(str::to_owned).to_vec());
-    let locals: Vec<(u32, u32)> = world(5).ranks().map(|rank| hosts.local(rank)).collect();
-    assert_eq!(locals, [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]);
-    let elsewhere: IpAddr = "192.0.2.7".parse().unwrap();
-    assert_eq!(hosts.reachable(elsewhere).unwrap(), elsewhere);
-    if let Ok(address) = hosts.reachable(Ipv4Addr::LOCALHOST.into()) {
-        assert!(!address.is_loopback());
-    }
 }
 
 #[test]
@@ -151,7 +141,7 @@ fn missing_ranks_are_named_on_every_rank_that_came() {
         let started = Instant::now();
         // Enough for both to come on a busy machine.
         let deadline = Deadline::after(Duration::from_secs(2));
-        let error = tcp::join(&address, true, place, &identity(i, "a"), deadline).unwrap_err();
+        let error = tcp::join(&address, RANK_0, place, &identity(i, "a"), deadline).unwrap_err();
         assert!(started.elapsed() < Duration::from_secs(6));
         error
     });
@@ -167,10 +157,11 @@ fn all_fail(places: &[Place], what: &str) {
     let address = free_address();
     let deadline = Deadline::after(Duration::from_secs(4));
     let over_tcp =
-        run(places, |place, i| tcp::join(&address, true, place, &identity(i, "a"), deadline).unwrap_err());
+        run(places, |place, i| tcp::join(&address, RANK_0, place, &identity(i, "a"), deadline).unwrap_err());
     let store: SharedStore = Arc::new(MemoryStore::new());
-    let in_memory =
-        run(places, |place, i| arrival::arrive(&store, place, &identity(i, "a"), deadline).err().unwrap());
+    let in_memory = run(places, |place, i| {
+        arrival::arrive(&store, None, place, &identity(i, "a"), deadline).err().unwrap()
+    });
     for error in over_tcp.into_iter().chain(in_memory) {
         assert!(error.is_mismatch() && error.to_string().contains(what), "{error}");
     }
@@ -191,7 +182,7 @@ fn world_sizes_that_differ_are_an_error_on_every_rank() {
 fn a_port_in_use_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap();
-    let error = tcp::join(&address.to_string(), true, &place(0, 2), &identity(0, "a"), soon()).unwrap_err();
+    let error = tcp::join(&address.to_string(), RANK_0, &place(0, 2), &identity(0, "a"), soon()).unwrap_err();
     let said = error.to_string();
     assert!(error.is_address_in_use() && said.contains(&address.port().to_string()), "{said}");
     assert!(said.contains("MASTER_PORT"), "{said}");
@@ -199,7 +190,7 @@ fn a_port_in_use_is_named() {
 
 #[test]
 fn an_address_of_another_host_is_named() {
-    let error = tcp::join("192.0.2.1:29500", true, &place(0, 2), &identity(0, "a"), soon()).unwrap_err();
+    let error = tcp::join("192.0.2.1:29500", RANK_0, &place(0, 2), &identity(0, "a"), soon()).unwrap_err();
     assert!(error.to_string().contains("192.0.2.1 is no address of this host"), "{error}");
 }
 

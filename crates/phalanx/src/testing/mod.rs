@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::group::{Identity, LocalPlace, ProcessGroup};
+use crate::group::{Ground, Identity, LocalPlace, Origin, ProcessGroup};
 use crate::rank::{Epoch, Rank, WorldSize};
-use crate::store::MemoryStore;
+use crate::store::{MemoryStore, SharedStore};
 use crate::trace::Trace;
-use crate::transport::{self, Connected, Place, TransportKind, Wishes};
+use crate::transport::{self, Place, TransportKind, Wishes};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +69,7 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
         let ranks: Vec<_> = world
             .ranks()
             .map(|rank| (rank, store.clone()))
-            .map(|(rank, store)| scope.spawn(move || processes(&store, rank, world, kind)))
+            .map(|(rank, store)| scope.spawn(move || processes(store, rank, world, kind)))
             .collect();
         ranks
             .into_iter()
@@ -79,28 +79,24 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
 }
 
 fn processes(
-    store: &MemoryStore,
+    store: SharedStore,
     rank: Rank,
     world: WorldSize,
     kind: Option<TransportKind>,
 ) -> Result<ProcessGroup> {
     let host = if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
+    let host_id = kind.is_none().then(|| host.to_owned());
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let place = Place { store, rank, world, epoch: Epoch::default(), interface };
+    let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface };
     let deadline = Deadline::after(Duration::from_secs(20));
-    let wishes = Wishes { kind, host: kind.is_none().then_some(host) };
-    let Connected { transport, kind, health, partition, domain } =
-        transport::connect(&place, wishes, deadline)?;
-    let identity = Identity {
-        rank,
-        world,
+    let wishes = Wishes { kind, host: host_id.as_deref() };
+    let connected = transport::connect(&place, wishes, deadline)?;
+    let origin = Origin {
+        ground: Ground::Mesh { store, interface, transport: kind, host_id },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
-        epoch: place.epoch,
-        trace: Trace::default(),
-        transport: Some(kind),
-        partition,
-        domain,
-        keep_alive: Box::new(()),
+        epoch: Epoch::default(),
+        _keep_alive: Arc::new(()),
+        members: None,
     };
-    ProcessGroup::new(identity, transport, health)
+    ProcessGroup::new(Identity { rank, world, trace: Trace::default(), origin }, connected)
 }

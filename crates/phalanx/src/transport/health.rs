@@ -21,6 +21,8 @@ type Alarm = Box<dyn FnOnce(&Error) + Send>;
 pub(crate) struct Health {
     rank: Rank,
     hosts: Vec<String>,
+    /// The ranks of the first group, by rank of this one; none if they are the same.
+    members: Option<Arc<[Rank]>>,
     /// Is there a cause? Asked by every operation, without the lock.
     failed: AtomicBool,
     state: Mutex<State>,
@@ -38,10 +40,20 @@ struct State {
 impl Health {
     /// A healthy group, seen from `rank`; `hosts` names the host of each rank.
     pub(crate) fn new(rank: Rank, hosts: Vec<String>) -> Arc<Self> {
+        Self::among(rank, hosts, None)
+    }
+
+    /// The same of a sub-group, whose ranks are these `members` of the first group. What is said about a rank's host
+    /// names both.
+    pub(crate) fn among(rank: Rank, mut hosts: Vec<String>, members: Option<Arc<[Rank]>>) -> Arc<Self> {
+        for (host, member) in hosts.iter_mut().zip(members.iter().flat_map(|members| members.iter())) {
+            *host = format!("{host}, global rank {member}");
+        }
         let state = State { cause: None, announced: false, left: vec![false; hosts.len()], alarm: None };
         Arc::new(Self {
             rank,
             hosts,
+            members,
             failed: AtomicBool::new(false),
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -51,6 +63,12 @@ impl Health {
     /// The host of `rank`.
     pub(crate) fn host(&self, rank: Rank) -> &str {
         self.hosts.get(rank.index()).map_or("unknown host", String::as_str)
+    }
+
+    /// The rank in the first group that is `rank` here.
+    pub(crate) fn global(&self, rank: Rank) -> Rank {
+        let member = self.members.as_ref().and_then(|members| members.get(rank.index()));
+        member.copied().unwrap_or(rank)
     }
 
     /// Has `alarm` called when the group fails; at once, if it has failed already.

@@ -6,9 +6,11 @@ use std::sync::Arc;
 use parking_lot::{Condvar, Mutex};
 
 use super::health::Health;
-use super::{Incoming, Outgoing, Transport};
+use super::messages::Messages;
+use super::{Connected, Incoming, Outgoing, Transport};
 use crate::buffer::AlignedBytes;
 use crate::deadline::Deadline;
+use crate::domain::Partition;
 use crate::error::{Error, Result};
 use crate::rank::{Rank, WorldSize};
 use crate::wire::control::Notice;
@@ -16,6 +18,14 @@ use crate::wire::frame::Header;
 
 /// One rank's end of the mailboxes.
 pub(crate) struct InProcess {
+    rank: Rank,
+    hub: Arc<Hub>,
+    /// Says goodbye when nobody holds it any more.
+    _seat: Arc<Seat>,
+}
+
+/// A rank's place in the group, as long as it takes part.
+struct Seat {
     rank: Rank,
     hub: Arc<Hub>,
 }
@@ -31,8 +41,8 @@ struct Mailbox {
     arrived: Condvar,
 }
 
-/// The transports of all ranks, with the health of each.
-pub(crate) fn connect(world: WorldSize) -> Vec<(InProcess, Arc<Health>)> {
+/// Connects all ranks of a group, by rank.
+pub(crate) fn connect(world: WorldSize) -> Vec<Connected> {
     let hosts = vec!["this process".to_owned(); world.count()];
     let healths: Vec<_> = world.ranks().map(|rank| Health::new(rank, hosts.clone())).collect();
     let mailboxes = world
@@ -43,9 +53,14 @@ pub(crate) fn connect(world: WorldSize) -> Vec<(InProcess, Arc<Health>)> {
         })
         .collect();
     let hub = Arc::new(Hub { healths, mailboxes });
-    world
-        .ranks()
-        .map(|rank| {
+    let seats: Vec<_> = world.ranks().map(|rank| Arc::new(Seat { rank, hub: hub.clone() })).collect();
+    let farewells = seats.iter().map(|seat| Box::new(seat.clone()) as Box<_>).collect();
+    let messages = Messages::in_process(world, farewells);
+    seats
+        .into_iter()
+        .zip(messages)
+        .map(|(seat, messages)| {
+            let rank = seat.rank;
             let health = hub.healths[rank.index()].clone();
             let peers = Arc::downgrade(&hub);
             health.on_failure(Box::new(move |error| {
@@ -53,7 +68,16 @@ pub(crate) fn connect(world: WorldSize) -> Vec<(InProcess, Arc<Health>)> {
                     hub.spread(rank, error);
                 }
             }));
-            (InProcess { rank, hub: hub.clone() }, health)
+            let transport = InProcess { rank, hub: hub.clone(), _seat: seat };
+            let partition = Partition::alone(world.count());
+            Connected {
+                transport: Box::new(transport),
+                messages,
+                kind: None,
+                health,
+                partition,
+                domain: None,
+            }
         })
         .collect()
 }
@@ -122,7 +146,7 @@ impl InProcess {
     }
 }
 
-impl Drop for InProcess {
+impl Drop for Seat {
     fn drop(&mut self) {
         for health in &self.hub.healths {
             health.left(self.rank);

@@ -2,7 +2,7 @@
 
 pub(crate) mod health;
 pub(crate) mod in_process;
-mod shared_memory;
+pub(crate) mod messages;
 mod tcp;
 pub(crate) mod words;
 
@@ -11,7 +11,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use self::health::Health;
-use self::shared_memory::SharedMemory;
+use self::messages::Messages;
 pub(crate) use self::tcp::Place;
 use self::tcp::{Monitor, Tcp};
 use crate::collective::kernel::Kernel;
@@ -92,10 +92,12 @@ pub(crate) struct Wishes<'a> {
     pub host: Option<&'a str>,
 }
 
-/// What joins a rank with all others.
+/// What joins a rank with the others of its group.
 pub(crate) struct Connected {
     pub transport: Box<dyn Transport>,
-    pub kind: TransportKind,
+    pub messages: Messages,
+    /// What carries the collectives; nothing between threads of one process.
+    pub kind: Option<TransportKind>,
     pub health: Arc<Health>,
     /// Which ranks share memory with which.
     pub partition: Partition,
@@ -105,39 +107,47 @@ pub(crate) struct Connected {
 
 /// Connects every rank with every other; returns when this rank's connections all stand.
 pub(crate) fn connect(place: &Place<'_>, wishes: Wishes<'_>, deadline: Deadline) -> Result<Connected> {
+    connect_among(place, None, wishes, deadline)
+}
+
+/// [`connect`] for a sub-group, whose ranks are these `members` of the first group.
+pub(crate) fn connect_among(
+    place: &Place<'_>,
+    members: Option<Arc<[Rank]>>,
+    wishes: Wishes<'_>,
+    deadline: Deadline,
+) -> Result<Connected> {
     let Wishes { kind, host } = wishes;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that is done already.
         domain::decline(place, deadline)?;
     }
     let mesh = tcp::mesh(place, deadline)?;
-    let health = Health::new(place.rank, mesh.hosts);
+    let health = Health::among(place.rank, mesh.hosts, members);
     let connections = Arc::new(mesh.connections);
-    let monitor = Monitor::start(place.rank, connections.clone(), health.clone())?;
+    let monitor = Arc::new(Monitor::start(place.rank, connections.clone(), health.clone())?);
     let mut joined = Joined { partition: Partition::alone(place.world.count()), domain: None, reason: None };
     if kind != Some(TransportKind::Tcp) {
         // A rank that gives up here says so: the others may be waiting for its word.
-        let failed = |error| health.fail(error);
-        joined = domain::join(place, host, &health, deadline).map_err(failed)?;
-        let rings = match joined.partition.is_one() {
-            true => shared_memory::rings(place, &health, deadline).map_err(failed)?,
-            false => Err(joined.reason.take().unwrap_or_else(|| "they cannot map each other's".to_owned())),
-        };
-        match rings {
-            Ok(rings) => {
-                let Joined { partition, domain, .. } = joined;
-                let transport = Box::new(SharedMemory::new(place.rank, rings, health.clone(), monitor));
-                let kind = TransportKind::SharedMemory;
-                return Ok(Connected { transport, kind, health, partition, domain });
-            }
-            // Others may have been asked for nothing, and go on.
-            Err(reason) if kind.is_some() => return Err(health.fail(domain::refused(&reason))),
-            Err(reason) => tracing::debug!(reason, "not all ranks share memory; data goes over TCP"),
-        }
+        joined = domain::join(place, host, &health, deadline).map_err(|error| health.fail(error))?;
     }
-    let Joined { partition, domain, .. } = joined;
+    let Joined { partition, domain, reason } = joined;
+    let shares = partition.is_one() && domain.as_ref().is_some_and(Domain::is_world);
+    if !shares && kind != Some(TransportKind::Tcp) {
+        let reason = reason.unwrap_or_else(|| "they cannot map each other's".to_owned());
+        // Where all can share, the others meet in memory, without this rank. Where all were told to, others may have
+        // been asked for nothing, and go on.
+        if partition.is_one() || kind == Some(TransportKind::SharedMemory) {
+            return Err(health.fail(domain::refused(&reason)));
+        }
+        tracing::debug!(reason, "not all ranks share memory; data goes over TCP");
+    }
+    let rings = messages::rings(place, partition.domain_of(place.rank), &health, deadline);
+    let rings = rings.map_err(|error| health.fail(error))?;
+    let messages = Messages::over(place.rank, &connections, rings, &health, Box::new(monitor.clone()));
     let transport = Box::new(Tcp::new(place.rank, connections, health.clone(), monitor));
-    Ok(Connected { transport, kind: TransportKind::Tcp, health, partition, domain })
+    let kind = Some(if shares { TransportKind::SharedMemory } else { TransportKind::Tcp });
+    Ok(Connected { transport, messages, kind, health, partition, domain })
 }
 
 /// The error of a peer that was waited for until the deadline.

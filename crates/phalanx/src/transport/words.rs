@@ -32,8 +32,21 @@ pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
     word: &T,
     deadline: Deadline,
 ) -> Result<Vec<T>> {
+    let ranks: Vec<Rank> = place.world.ranks().collect();
+    exchange_among(place, &ranks, health, topic, word, deadline)
+}
+
+/// [`exchange`] among some of the `ranks`, this one too; gives their words in that order.
+pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
+    place: &Place<'_>,
+    ranks: &[Rank],
+    health: &Health,
+    topic: &str,
+    word: &T,
+    deadline: Deadline,
+) -> Result<Vec<T>> {
     leave(place, topic, word, deadline)?;
-    let keys: Vec<String> = place.world.ranks().map(|rank| key(topic, rank)).collect();
+    let keys: Vec<String> = ranks.iter().map(|rank| key(topic, *rank)).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let words = loop {
         match place.store.multi_get(&keys, deadline.at_most(LOOK)) {

@@ -25,16 +25,32 @@ pub(crate) enum Operation {
     Barrier = 5,
     /// A `send` with its `recv`.
     PointToPoint = 6,
+    Reduce = 7,
+    Gather = 8,
+    Scatter = 9,
+    AllGatherV = 10,
+    AllToAll = 11,
+    AllToAllV = 12,
+    AllReduceCoalesced = 13,
+    MonitoredBarrier = 14,
 }
 
 impl Operation {
-    pub(crate) const ALL: [Self; 6] = [
+    pub(crate) const ALL: [Self; 14] = [
         Self::AllReduce,
         Self::Broadcast,
         Self::AllGather,
         Self::ReduceScatter,
         Self::Barrier,
         Self::PointToPoint,
+        Self::Reduce,
+        Self::Gather,
+        Self::Scatter,
+        Self::AllGatherV,
+        Self::AllToAll,
+        Self::AllToAllV,
+        Self::AllReduceCoalesced,
+        Self::MonitoredBarrier,
     ];
 
     fn name(self) -> &'static str {
@@ -45,6 +61,14 @@ impl Operation {
             Self::ReduceScatter => "reduce_scatter",
             Self::Barrier => "barrier",
             Self::PointToPoint => "send/recv",
+            Self::Reduce => "reduce",
+            Self::Gather => "gather",
+            Self::Scatter => "scatter",
+            Self::AllGatherV => "all_gather_v",
+            Self::AllToAll => "all_to_all",
+            Self::AllToAllV => "all_to_all_v",
+            Self::AllReduceCoalesced => "all_reduce_coalesced",
+            Self::MonitoredBarrier => "monitored_barrier",
         }
     }
 }
@@ -54,17 +78,23 @@ impl Operation {
 pub(crate) struct Call {
     pub operation: Operation,
     pub dtype: DType,
-    /// Elements of the call's buffer; what each rank contributes to an `all_gather`.
+    /// Elements of the call's buffer; what each rank contributes to an `all_gather` or `gather`, and gets from a `scatter`;
+    /// of all ranks together for an `all_gather_v`; 0 for an `all_to_all_v`, where the ranks' lengths differ.
     pub elements: u64,
     pub reduce: Option<ReduceOp>,
     pub root: Option<Rank>,
+    /// The fingerprint of the table by which the algorithm was chosen; 0 if there was no choice.
+    pub tuning: u32,
 }
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.operation.name())?;
-        if self.operation == Operation::Barrier {
+        if matches!(self.operation, Operation::Barrier | Operation::MonitoredBarrier) {
             return Ok(());
+        }
+        if self.operation == Operation::AllToAllV {
+            return write!(f, "({})", self.dtype);
         }
         f.write_str("(")?;
         if let Some(op) = self.reduce {
@@ -96,6 +126,7 @@ impl Header {
         bytes[5] = self.call.dtype as u8;
         bytes[6] = self.call.reduce.map_or(0, ReduceOp::code);
         bytes[8..12].copy_from_slice(&self.call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.call.tuning.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.sequence.0.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.epoch.0.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.call.elements.to_le_bytes());
@@ -130,15 +161,12 @@ impl Header {
             NO_ROOT => None,
             root => Some(Rank::new(root)),
         };
-        let padding = fields.u32();
-        if padding != 0 {
-            return Err(Error::protocol(format!("a frame has {padding:#x} where zero must stand")));
-        }
+        let tuning = fields.u32();
         let sequence = Sequence(fields.u64());
         let epoch = Epoch(fields.u64());
         let elements = fields.u64();
         let payload = fields.u64();
-        Ok(Self { call: Call { operation, dtype, elements, reduce, root }, sequence, epoch, payload })
+        Ok(Self { call: Call { operation, dtype, elements, reduce, root, tuning }, sequence, epoch, payload })
     }
 
     /// Compares what `peer` sent with what this rank, by its own call, expects of it.
@@ -151,6 +179,15 @@ impl Header {
                 "rank {peer} speaks for epoch {}, this group is in epoch {}",
                 received.epoch.0, self.epoch.0
             ))
+        } else if self.sequence == received.sequence
+            && self.call == (Call { tuning: self.call.tuning, ..received.call })
+            && self.call != received.call
+        {
+            Error::mismatch(format!(
+                "in {} {} ranks {own} and {peer} chose the algorithm by different tuning tables",
+                self.call, self.sequence
+            ))
+            .with_remedy("give every rank the same table, in PHALANX_TUNING or GroupOptions::tuning")
         } else if self.call != received.call || self.sequence != received.sequence {
             Error::mismatch(format!(
                 "the ranks disagree: rank {own} calls {} {}, rank {peer} calls {} {}",
@@ -182,6 +219,7 @@ mod tests {
                 elements: 10,
                 reduce: None,
                 root: Some(Rank::new(1)),
+                tuning: 5,
             },
             sequence: Sequence(7),
             epoch: Epoch(2),
@@ -211,6 +249,10 @@ mod tests {
         let text = error.to_string();
         assert!(text.contains("rank 0 calls broadcast(10 x bf16, root 1) #7"), "{text}");
         assert!(text.contains("rank 1 calls all_reduce(sum, 10 x bf16) #7"), "{text}");
+        let mut tuned = header();
+        tuned.call.tuning = 6;
+        let error = header().check(&tuned, Rank::MAIN, Rank::new(1)).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("different tuning tables"), "{error}");
         let stale = Header { epoch: Epoch(1), ..header() };
         assert!(
             header().check(&stale, Rank::MAIN, Rank::new(1)).unwrap_err().to_string().contains("epoch 1")
@@ -226,7 +268,6 @@ mod tests {
             if framed {
                 frame[..4].copy_from_slice(b"PHX1");
                 frame[7] = 0;
-                frame[12..16].fill(0);
             }
             if let Ok(header) = Header::decode(&frame) {
                 prop_assert_eq!(header.encode(), frame);

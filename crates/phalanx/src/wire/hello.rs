@@ -27,10 +27,12 @@ pub(crate) fn is_hello(bytes: &[u8; HELLO]) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Channel {
-    /// Frames of operations.
+    /// Frames of collectives.
     Data = 1,
     /// Goodbyes and failures.
     Control = 2,
+    /// Frames of point-to-point messages.
+    Messages = 3,
 }
 
 /// A random number that rank 0 draws for each group, so that strangers and former jobs are told apart.
@@ -77,6 +79,7 @@ impl Hello {
             }
             1 => Channel::Data,
             2 => Channel::Control,
+            3 => Channel::Messages,
             other => return Err(Error::protocol(format!("a handshake names the unknown channel {other}"))),
         };
         let job = fields.take();

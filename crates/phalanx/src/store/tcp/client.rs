@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -25,7 +25,7 @@ const IDLE: usize = 8;
 pub struct TcpStore {
     name: Name,
     /// The one of the address's meanings at which the store was found.
-    found: String,
+    found: SocketAddr,
     local: IpAddr,
     idle: Mutex<Vec<Link>>,
 }
@@ -47,13 +47,18 @@ impl TcpStore {
         let link = Link::connect(&address, deadline)?;
         let lost = |error| Error::io(format!("the connection to the store at {address} was lost"), error);
         let local = link.local_ip().map_err(lost)?;
-        let found = link.peer().map_err(lost)?.to_string();
+        let found = link.peer().map_err(lost)?;
         Ok(Self { name: Name(address), found, local, idle: Mutex::new(vec![link]) })
     }
 
     /// The address of this host from which the store is reached.
     pub(crate) fn local_ip(&self) -> IpAddr {
         self.local
+    }
+
+    /// The address at which the store was found: one of its host's, if that is reached directly.
+    pub(crate) fn found_ip(&self) -> IpAddr {
+        self.found.ip()
     }
 
     /// Closes the connections that no call is using.
@@ -108,7 +113,9 @@ impl TcpStore {
         let idle = self.idle.lock().pop();
         let mut link = match idle {
             Some(link) => link,
-            None => Link::again(&self.found, call.deadline).map_err(|error| call.failed(error))?,
+            None => {
+                Link::again(&self.found.to_string(), call.deadline).map_err(|error| call.failed(error))?
+            }
         };
         link.deadline = call.deadline;
         Ok(link)

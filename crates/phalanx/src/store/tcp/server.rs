@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::future::pending;
 use std::io::ErrorKind;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::rc::Rc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -67,8 +67,16 @@ impl TcpStoreServer {
     pub fn bind(address: SocketAddr) -> Result<Self> {
         if address.ip().is_unspecified() {
             return Err(Error::environment(format!("{address} would open the store to every network"))
-                .with_remedy("let MASTER_ADDR be the one address at which the other ranks reach this host"));
+                .with_remedy(
+                    "let MASTER_ADDR be the one address at which the other ranks reach this host, or name the address \
+                     with PHALANX_BIND",
+                ));
         }
+        Self::bind_anywhere(address)
+    }
+
+    /// [`bind`](Self::bind), also to all of the host's addresses at once, for somebody who has asked for that.
+    pub(crate) fn bind_anywhere(address: SocketAddr) -> Result<Self> {
         let socket = listen(address).map_err(|error| bind_error(address, error))?;
         let address = socket.local_addr().map_err(|error| bind_error(address, error))?;
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -103,6 +111,17 @@ impl TcpStoreServer {
     /// The address it listens on, with the port that was given to it.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Where this host reaches it.
+    pub(crate) fn reachable_addr(&self) -> SocketAddr {
+        let mut address = self.address;
+        match address.ip() {
+            IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
+            IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),
+            _ => {}
+        }
+        address
     }
 
     /// Goes on serving until every client has closed its connections, but not past `deadline`; then stops.

@@ -29,10 +29,29 @@ struct Pending {
     deadline: Deadline,
 }
 
-/// The data and the control connection of a rank.
-pub(super) type Pair = (Option<TcpStream>, Option<TcpStream>);
+/// The connections that join this rank with another.
+#[derive(Default)]
+pub(super) struct Pair {
+    pub data: Option<TcpStream>,
+    pub control: Option<TcpStream>,
+    pub messages: Option<TcpStream>,
+}
 
-/// Accepts both connections of every rank above this one into `pairs`, and says for whom it still waits; stops when
+impl Pair {
+    fn is_complete(&self) -> bool {
+        self.data.is_some() && self.control.is_some() && self.messages.is_some()
+    }
+
+    fn place(&mut self, channel: Channel) -> &mut Option<TcpStream> {
+        match channel {
+            Channel::Data => &mut self.data,
+            Channel::Control => &mut self.control,
+            Channel::Messages => &mut self.messages,
+        }
+    }
+}
+
+/// Accepts the connections of every rank above this one into `pairs`, and says for whom it still waits; stops when
 /// `stopped` is closed at its other end. A stranger is dropped, and holds nobody up.
 pub(super) fn accept(
     listener: &TcpListener,
@@ -47,7 +66,7 @@ pub(super) fn accept(
     let mut pending: Vec<Pending> = Vec::new();
     let mut full = false;
     loop {
-        let missing = pairs.iter().position(|(data, control)| data.is_none() || control.is_none());
+        let missing = pairs.iter().position(|pair| !pair.is_complete());
         let Some(missing) = missing else { return Ok(()) };
         waits_for.store(first + missing, Ordering::Relaxed);
         if deadline.has_passed() {
@@ -61,8 +80,8 @@ pub(super) fn accept(
             Woken::Knocked => full = take_arrivals(listener, &mut pending)?,
             Woken::Somebody => {}
             Woken::Nobody => {
-                for (peer, (_, control)) in place.world.ranks().skip(first).zip(pairs.iter()) {
-                    control
+                for (peer, pair) in place.world.ranks().skip(first).zip(pairs.iter()) {
+                    pair.control
                         .as_ref()
                         .map_or(Ok(()), |control| start::overhear(peer, "unknown host", control))?;
                 }
@@ -186,16 +205,12 @@ fn welcome(stream: TcpStream, own: Hello, hello: Hello, first: usize, pairs: &mu
         tracing::warn!(%error, "a connection was turned away");
         return refuse(&stream);
     }
-    let Some((data, control)) = hello.rank.index().checked_sub(first).and_then(|index| pairs.get_mut(index))
-    else {
+    let Some(pair) = hello.rank.index().checked_sub(first).and_then(|index| pairs.get_mut(index)) else {
         return refuse(&stream);
     };
     // 48 bytes into an empty connection: they go out whole or the connection is broken.
     if (&stream).write_all(&own.encode()).and_then(|()| settle(&stream)).is_ok() {
-        *match hello.channel {
-            Channel::Data => data,
-            Channel::Control => control,
-        } = Some(stream);
+        *pair.place(hello.channel) = Some(stream);
     }
 }
 

@@ -51,9 +51,12 @@ pub(in crate::transport) fn mesh(place: &Place<'_>, deadline: Deadline) -> Resul
     let (mut below, mut above) = (Vec::new(), Vec::new());
     above.resize_with(place.world.count() - place.rank.index() - 1, Pair::default);
     let hosts = build(place, &host, &mut below, &mut above, deadline);
-    let pairs = below.into_iter().chain([Pair::default()]).chain(above);
-    let (data, control) = pairs.unzip();
-    let connections = Connections { control, data };
+    let mut connections = Connections::default();
+    for Pair { data, control, messages } in below.into_iter().chain([Pair::default()]).chain(above) {
+        connections.data.push(data);
+        connections.control.push(control);
+        connections.messages.push(messages);
+    }
     match hosts {
         Ok(hosts) => Ok(Mesh { connections, hosts }),
         Err(error) => {
@@ -93,7 +96,8 @@ fn build(
         let connecting = exchange_addresses(place, host, listener, deadline).and_then(|addresses| {
             for (peer, address) in place.world.ranks().zip(&addresses).take(place.rank.index()) {
                 let to = |channel| connect(place, host, (peer, address), own(channel), deadline).map(Some);
-                below.push((to(Channel::Data)?, to(Channel::Control)?));
+                let (data, control) = (to(Channel::Data)?, to(Channel::Control)?);
+                below.push(Pair { data, control, messages: to(Channel::Messages)? });
             }
             start::watch(place, host, (&addresses, below), missing, &finished)?;
             Ok(addresses.into_iter().map(|address| address.host).collect())
@@ -235,7 +239,7 @@ pub(super) fn out_of_descriptors(error: &io::Error) -> bool {
 
 pub(super) fn no_descriptors(what: &str, error: io::Error) -> Error {
     Error::io(what, error)
-        .with_remedy("each rank needs two open files for every other one: raise the limit (`ulimit -n`)")
+        .with_remedy("each group needs three open files for every other rank: raise the limit (`ulimit -n`)")
 }
 
 /// The settings of a connection that is part of the mesh.

@@ -25,11 +25,13 @@ pub(in crate::transport) struct Monitor {
     connections: Arc<Connections>,
 }
 
-/// Both connections to each peer, by rank; none for this rank itself. The transport, the watching thread and the alarm
-/// share them: a duplicate would cost a third descriptor for each peer.
+/// The connections to each peer, by rank; none for this rank itself. The transports, the watching thread and the alarm
+/// share them: duplicates would cost more descriptors for each peer.
+#[derive(Default)]
 pub(in crate::transport) struct Connections {
     pub control: Vec<Option<TcpStream>>,
     pub data: Vec<Option<TcpStream>>,
+    pub messages: Vec<Option<TcpStream>>,
 }
 
 /// A host that is silent for this long is asked whether it is there, …
@@ -77,19 +79,19 @@ impl Drop for Monitor {
             let _ = thread.join();
         }
         self.connections.tell(&Control::Goodbye);
-        self.connections.shut_data();
+        self.connections.shut();
     }
 }
 
 impl Connections {
-    /// The group has failed: tell every peer why, then wake whoever waits on a data connection.
+    /// The group has failed: tell every peer why, then wake whoever waits on another connection.
     fn alarm(&self, error: &Error) {
         self.tell(&Control::Failure(Notice::of(error)));
-        self.shut_data();
+        self.shut();
     }
 
-    fn shut_data(&self) {
-        for stream in self.data.iter().flatten() {
+    fn shut(&self) {
+        for stream in self.data.iter().chain(&self.messages).flatten() {
             // A connection that is closed already has woken its waiter.
             let _ = stream.shutdown(Shutdown::Both);
         }

@@ -1,4 +1,5 @@
-//! Ranks as processes, joined pairwise by two TCP connections: one for data, one for goodbyes and failures.
+//! Ranks as processes, joined pairwise by three TCP connections: for the data of collectives, for messages, and for
+//! goodbyes and failures.
 
 mod accept;
 mod connect;
@@ -13,8 +14,7 @@ use std::sync::Arc;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 pub(super) use self::connect::mesh;
-use self::control::Connections;
-pub(super) use self::control::Monitor;
+pub(super) use self::control::{Connections, Monitor};
 use self::stream::{Receiving, Sending};
 use super::health::Health;
 use super::{Incoming, Outgoing, Transport, late};
@@ -43,8 +43,8 @@ pub(crate) struct Tcp {
     rank: Rank,
     connections: Arc<Connections>,
     scratch: AlignedBytes,
-    /// Dropped last: it says goodbye.
-    _monitor: Monitor,
+    /// Says goodbye when nobody holds it any more.
+    _monitor: Arc<Monitor>,
 }
 
 impl Tcp {
@@ -53,7 +53,7 @@ impl Tcp {
         rank: Rank,
         connections: Arc<Connections>,
         health: Arc<Health>,
-        monitor: Monitor,
+        monitor: Arc<Monitor>,
     ) -> Self {
         Self { health, rank, connections, scratch: AlignedBytes::default(), _monitor: monitor }
     }

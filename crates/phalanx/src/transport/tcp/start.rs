@@ -120,8 +120,8 @@ pub(super) fn watch(
     let mut refused = (usize::MAX, 0);
     while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         // The connections before the store: if rank 0 dies with the store that it serves, they say who is gone.
-        for ((peer, address), (_, control)) in place.world.ranks().zip(addresses).zip(below) {
-            control.as_ref().map_or(Ok(()), |control| overhear(peer, &address.host, control))?;
+        for ((peer, address), pair) in place.world.ranks().zip(addresses).zip(below) {
+            pair.control.as_ref().map_or(Ok(()), |control| overhear(peer, &address.host, control))?;
         }
         check(place, host)?;
         let peer = missing.load(Ordering::Relaxed);

@@ -3,7 +3,22 @@
 //! The names are torchrun's, so that a program started by `torchrun`, by `phalanx run` or by a Kubernetes PyTorchJob
 //! finds its place in the same way. Read them with [`LaunchEnv::from_process`]; a launcher sets them for each worker
 //! with [`WorkerEnv::variables`].
+//!
+//! Where neither `RANK` nor `WORLD_SIZE` is set, the place is what another launcher says:
+//!
+//! | Launcher | Variables |
+//! |---|---|
+//! | horovodrun | `HOROVOD_RANK`, `HOROVOD_SIZE`, `HOROVOD_LOCAL_RANK`, `HOROVOD_LOCAL_SIZE`, `HOROVOD_CROSS_RANK` |
+//! | Open MPI | `OMPI_COMM_WORLD_RANK`, `.._SIZE`, `.._LOCAL_RANK`, `.._LOCAL_SIZE` |
+//! | MPICH, Intel MPI | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
+//! | srun | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_NODEID`, `SLURM_STEP_TASKS_PER_NODE` |
+//!
+//! These do not say where ranks meet: set `MASTER_ADDR` and `MASTER_PORT`, or `PHALANX_RENDEZVOUS` to
+//! `file:///a/shared/path` or `tcp://host:port`. All ranks of Open MPI's on one host need neither.
 
+mod foreign;
+
+use std::net::IpAddr;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
@@ -12,8 +27,12 @@ use crate::rank::{Epoch, Rank, WorldSize};
 /// The variables without which there is no world of several ranks.
 const REQUIRED: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
 
+/// Where ranks meet, if not at a master's address.
+const RENDEZVOUS: &str = "PHALANX_RENDEZVOUS";
+
 const REMEDY: &str = "start the program with `phalanx run` or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and \
-                      MASTER_PORT for every rank, or none of them for a world of one";
+                      MASTER_PORT for every rank, or none of them for a world of one; under mpirun and srun set \
+                      MASTER_ADDR and MASTER_PORT, or PHALANX_RENDEZVOUS=file:///a/shared/path";
 
 /// What a launcher told this worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,10 +47,11 @@ pub struct LaunchEnv {
     pub local_world_size: Option<u32>,
     /// `GROUP_RANK`: the place of this host among the hosts, if known.
     pub group_rank: Option<u32>,
-    /// `MASTER_ADDR`: where the store is.
-    pub master_addr: String,
-    /// `MASTER_PORT`: the store's port.
-    pub master_port: u16,
+    /// Where the ranks meet.
+    pub meeting: Meeting,
+    /// `PHALANX_BIND`: where rank 0, if it serves the store, listens, instead of at `MASTER_ADDR`. An unspecified address
+    /// (`0.0.0.0`) opens the store, which knows no authentication, to every network of the host.
+    pub bind: Option<IpAddr>,
     /// `TORCHELASTIC_RESTART_COUNT`: which life of the job this is; 0 if unset.
     pub restart_count: Epoch,
     /// `TORCHELASTIC_RUN_ID`: the job's name, if it has one.
@@ -40,13 +60,30 @@ pub struct LaunchEnv {
     pub agent_store: bool,
 }
 
+/// Where ranks meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Meeting {
+    /// At the store behind `MASTER_ADDR` and `MASTER_PORT`.
+    Master {
+        /// The store's host.
+        address: String,
+        /// The store's port.
+        port: u16,
+    },
+    /// Where `PHALANX_RENDEZVOUS` says: `tcp://host:port` or `file:///path`.
+    Url(String),
+    /// Nowhere: there is but one.
+    Nowhere,
+}
+
 impl LaunchEnv {
     /// Reads this process's environment; `None` if no launcher has set anything.
     pub fn from_process() -> Result<Option<Self>> {
         Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
-    /// Reads variables through `lookup`; `None` if not one of the required variables is set.
+    /// Reads variables through `lookup`; `None` if no launcher's are set.
     ///
     /// ```
     /// use phalanx::env::LaunchEnv;
@@ -54,35 +91,77 @@ impl LaunchEnv {
     /// assert!(error.is_environment() && error.to_string().contains("WORLD_SIZE"));
     /// ```
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
-        if REQUIRED.iter().chain(&["LOCAL_RANK"]).all(|name| lookup(name).is_none()) {
+        let is_set = |names: &[&str]| names.iter().any(|name| lookup(name).is_some());
+        let (by_torchrun, by_hand) =
+            (is_set(&["RANK", "WORLD_SIZE"]), is_set(&REQUIRED) || is_set(&["LOCAL_RANK"]));
+        let variables = Variables { lookup };
+        let place = if by_torchrun { None } else { foreign::place(&variables)? };
+        let url = variables.text(RENDEZVOUS);
+        if place.is_none() && !by_hand && url.is_none() {
             return Ok(None);
         }
-        let variables = Variables { lookup };
-        variables.require(&REQUIRED)?;
-
-        let world_size: u32 = variables.parse("WORLD_SIZE")?;
-        let world_size = WorldSize::new(world_size)
-            .map_err(|error| malformed("WORLD_SIZE", &world_size.to_string(), error.cause()))?;
-        let rank: u32 = variables.parse("RANK")?;
-        let rank =
-            world_size.rank(rank).map_err(|error| malformed("RANK", &rank.to_string(), error.cause()))?;
-        let local_rank = variables.parse_optional("LOCAL_RANK")?;
-        let local_world_size = variables.parse_optional("LOCAL_WORLD_SIZE")?;
-        check_local(local_rank, local_world_size, world_size)?;
-
+        let agent_store = variables.flag("TORCHELASTIC_USE_AGENT_STORE")?;
+        let meeting = match (&place, url) {
+            (_, Some(url)) if !agent_store => {
+                check_url(&url)?;
+                Some(Meeting::Url(url))
+            }
+            (Some(place), _) if place.world_size.1 == 1 => Some(Meeting::Nowhere),
+            (Some(place), _) if variables.text("MASTER_ADDR").is_none() => {
+                foreign::shared_file(&variables, place).map(Meeting::Url)
+            }
+            _ => None,
+        };
+        let required = match (&place, &meeting) {
+            (Some(_), Some(_)) => &[],
+            (Some(_), None) => &REQUIRED[2..],
+            (None, Some(_)) => &REQUIRED[..2],
+            (None, None) => &REQUIRED[..],
+        };
+        variables.require(required)?;
+        let meeting = match meeting {
+            Some(meeting) => meeting,
+            None => Meeting::Master {
+                address: variables.text("MASTER_ADDR").unwrap_or_default(),
+                port: variables.parse("MASTER_PORT")?,
+            },
+        };
+        let place = match place {
+            Some(place) => place,
+            None => foreign::Place {
+                rank: ("RANK", variables.parse("RANK")?),
+                world_size: ("WORLD_SIZE", variables.parse("WORLD_SIZE")?),
+                local_rank: variables.parse_optional("LOCAL_RANK")?,
+                local_world_size: variables.parse_optional("LOCAL_WORLD_SIZE")?,
+                node: variables.parse_optional("GROUP_RANK")?,
+            },
+        };
+        let refuse =
+            |(name, value): (&str, u32), error: &Error| malformed(name, &value.to_string(), error.cause());
+        let world_size =
+            WorldSize::new(place.world_size.1).map_err(|error| refuse(place.world_size, &error))?;
+        let rank = world_size.rank(place.rank.1).map_err(|error| refuse(place.rank, &error))?;
+        check_local(place.local_rank, place.local_world_size, world_size)?;
         Ok(Some(Self {
             rank,
             world_size,
-            local_rank,
-            local_world_size,
-            group_rank: variables.parse_optional("GROUP_RANK")?,
-            master_addr: variables.text("MASTER_ADDR").unwrap_or_default(),
-            master_port: variables.parse("MASTER_PORT")?,
+            local_rank: place.local_rank,
+            local_world_size: place.local_world_size,
+            group_rank: place.node,
+            meeting,
+            bind: variables.parse_optional("PHALANX_BIND")?,
             restart_count: Epoch(variables.parse_optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0)),
             run_id: variables.text("TORCHELASTIC_RUN_ID"),
-            agent_store: variables.flag("TORCHELASTIC_USE_AGENT_STORE")?,
+            agent_store,
         }))
     }
+}
+
+fn check_url(url: &str) -> Result<()> {
+    if url.starts_with("tcp://") || url.starts_with("file://") {
+        return Ok(());
+    }
+    Err(malformed(RENDEZVOUS, url, "it is neither tcp://host:port nor file:///path"))
 }
 
 /// Where a launcher puts one worker; the reverse of [`LaunchEnv`].
@@ -255,7 +334,8 @@ mod tests {
     #[test]
     fn the_four_variables_are_enough() {
         let env = parse(&FULL).unwrap().unwrap();
-        assert_eq!((env.rank.get(), env.world_size.get(), env.master_port), (1, 2, 29500));
+        assert_eq!((env.rank.get(), env.world_size.get()), (1, 2));
+        assert_eq!(env.meeting, Meeting::Master { address: "localhost".into(), port: 29500 });
         assert_eq!((env.local_rank, env.restart_count, env.agent_store), (None, Epoch(0), false));
     }
 
@@ -288,6 +368,8 @@ mod tests {
             ("GROUP_RANK", "x"),
             ("TORCHELASTIC_RESTART_COUNT", "x"),
             ("TORCHELASTIC_USE_AGENT_STORE", "maybe"),
+            ("PHALANX_BIND", "eth0"),
+            ("PHALANX_RENDEZVOUS", "etcd://x"),
         ];
         for (name, value) in cases {
             let error = parse(&with(&[(name, value)])).unwrap_err();
@@ -296,6 +378,87 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn other_launchers_are_understood() {
+        const MASTER: [(&str, &str); 2] = [("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")];
+        let slurm = [
+            ("SLURM_PROCID", "3"),
+            ("SLURM_STEP_NUM_TASKS", "5"),
+            ("SLURM_LOCALID", "1"),
+            ("SLURM_NODEID", "1"),
+            ("SLURM_STEP_TASKS_PER_NODE", "2(x2),1"),
+        ];
+        let open_mpi = [
+            ("OMPI_COMM_WORLD_RANK", "3"),
+            ("OMPI_COMM_WORLD_SIZE", "5"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ];
+        let hydra =
+            [("PMI_RANK", "3"), ("PMI_SIZE", "5"), ("MPI_LOCALRANKID", "1"), ("MPI_LOCALNRANKS", "2")];
+        let horovod = [
+            ("HOROVOD_RANK", "3"),
+            ("HOROVOD_SIZE", "5"),
+            ("HOROVOD_LOCAL_RANK", "1"),
+            ("HOROVOD_LOCAL_SIZE", "2"),
+            ("HOROVOD_CROSS_RANK", "1"),
+        ];
+        for (launcher, node) in
+            [(&slurm[..], Some(1)), (&open_mpi, None), (&hydra, None), (&horovod, Some(1))]
+        {
+            let env = parse(&[launcher, &MASTER[..]].concat()).unwrap().unwrap();
+            assert_eq!((env.rank.get(), env.world_size.get(), env.group_rank), (3, 5, node));
+            assert_eq!((env.local_rank, env.local_world_size), (Some(1), Some(2)), "{launcher:?}");
+            // Without a place to meet, the error says what to set.
+            let error = parse(launcher).unwrap_err();
+            assert!(error.to_string().contains("MASTER_ADDR is not set"), "{error}");
+            assert!(error.remedy().unwrap().contains("PHALANX_RENDEZVOUS"));
+            let shared = ("PHALANX_RENDEZVOUS", "file:///shared/job7");
+            let env = parse(&[launcher, &[shared]].concat()).unwrap().unwrap();
+            assert_eq!(env.meeting, Meeting::Url(shared.1.into()));
+            // torchrun's, if they are there, are closer.
+            let env = parse(&[launcher, &FULL[..]].concat()).unwrap().unwrap();
+            assert_eq!((env.rank.get(), env.world_size.get()), (1, 2));
+        }
+    }
+
+    #[test]
+    fn a_batch_script_is_no_task() {
+        assert_eq!(
+            parse(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_NODEID", "0")]).unwrap(),
+            None
+        );
+        let alone = parse(&[("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")]).unwrap().unwrap();
+        assert_eq!(alone.meeting, Meeting::Nowhere);
+    }
+
+    #[test]
+    fn open_mpi_on_one_host_needs_no_address() {
+        let job = |local_size| {
+            [
+                ("OMPI_COMM_WORLD_RANK", "0"),
+                ("OMPI_COMM_WORLD_SIZE", "2"),
+                ("OMPI_COMM_WORLD_LOCAL_SIZE", local_size),
+                ("PMIX_SERVER_TMPDIR", "/tmp/ompi.7"),
+            ]
+        };
+        let env = parse(&job("2")).unwrap().unwrap();
+        assert_eq!(env.meeting, Meeting::Url("file:///tmp/ompi.7/phalanx".into()));
+        assert!(parse(&job("1")).is_err());
+    }
+
+    #[test]
+    fn what_the_launcher_serves_comes_before_a_url() {
+        let extra = [
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+            ("PHALANX_RENDEZVOUS", "tcp://h:1"),
+            ("PHALANX_BIND", "0.0.0.0"),
+        ];
+        let env = parse(&with(&extra)).unwrap().unwrap();
+        assert!(matches!(env.meeting, Meeting::Master { .. }));
+        assert_eq!(env.bind, Some("0.0.0.0".parse().unwrap()));
     }
 
     #[test]

@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""Two hosts on one machine: what a collective takes over a link, and what it sends over it.
+
+    cargo build --release -p phalanx-cli
+    bench/hosts.py --rate 1gbit all_reduce -b 1M -e 16M -f 4
+    bench/hosts.py --rate 1gbit all_reduce -b 1M -e 16M -f 4 --transport tcp
+
+Two network namespaces, joined by a pair of virtual Ethernet devices, are the hosts; the ranks of one have the same
+PHALANX_HOST_ID and so share memory, the ranks of different ones reach each other over the link alone. Bytes are those
+that the devices count, with all headers: the difference between a run with many calls and one with few, for each call.
+
+Needs Linux with iproute2, and root or unprivileged user namespaces. Where that is missing it says so and ends with 77.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+PHALANX = TARGET / "release" / "phalanx"
+HOSTS = {"left": "10.77.0.1", "right": "10.77.0.2"}
+PORT = 29500
+SKIPPED = 77
+# What distinguishes the run with few calls from the one with many.
+FEW, WARM_UP = 1, 1
+
+
+def skip(reason: str) -> None:
+    print(f"skipped: {reason}", file=sys.stderr)
+    sys.exit(SKIPPED)
+
+
+def become_root() -> None:
+    """In a user namespace of our own, with a place for the names of network namespaces."""
+    if os.getuid() == 0:
+        return
+    if subprocess.run(["unshare", "-Urnm", "true"], stderr=subprocess.DEVNULL).returncode:
+        skip("not root, and user namespaces are not allowed (kernel.unprivileged_userns_clone, AppArmor)")
+    inner = 'mount -t tmpfs tmpfs /run && exec "$0" "$@"'
+    os.execvp("unshare", ["unshare", "-Urnm", "sh", "-c", inner, sys.executable, *sys.argv])
+
+
+class Link:
+    """Both namespaces and what joins them, for as long as it is entered."""
+
+    def __init__(self, rate: str | None) -> None:
+        self.rate = rate
+        self.names = {host: f"phalanx-{host}-{os.getpid()}" for host in HOSTS}
+
+    def __enter__(self) -> "Link":
+        try:
+            for name in self.names.values():
+                ip("netns", "add", name)
+            left, right = self.names.values()
+            ip("link", "add", "wire", "netns", left, "type", "veth", "peer", "name", "wire", "netns", right)
+            for host, address in HOSTS.items():
+                inside = ["-n", self.names[host]]
+                ip(*inside, "address", "add", f"{address}/24", "dev", "wire")
+                for device in ("lo", "wire"):
+                    ip(*inside, "link", "set", device, "up")
+                ip(*inside, "route", "add", "default", "dev", "wire")
+                if self.rate:
+                    shape = ["root", "tbf", "rate", self.rate, "burst", "256kb", "latency", "50ms"]
+                    done(["tc", *inside, "qdisc", "add", "dev", "wire", *shape])
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names.values():
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
+
+    def sent(self) -> list[int]:
+        """Bytes that each host has sent so far."""
+        counter = ["cat", "/sys/class/net/wire/statistics/tx_bytes"]
+        return [int(done([*self.inside(host), *counter])) for host in HOSTS]
+
+    def inside(self, host: str) -> list[str]:
+        return ["ip", "netns", "exec", self.names[host]]
+
+
+def ip(*arguments: str) -> None:
+    done(["ip", *arguments])
+
+
+def done(command: list[str]) -> str:
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        skip(f"{' '.join(command)}: {run.stderr.strip()}")
+    return run.stdout
+
+
+def bench(link: Link, options: list[str], each: int, limit: float) -> list[dict]:
+    """One run with `each` ranks a host; rank 0's rows."""
+    world, ranks = len(HOSTS) * each, []
+    try:
+        for rank in range(world):
+            host = list(HOSTS)[rank // each]
+            variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": HOSTS["left"], "MASTER_PORT": PORT}
+            variables |= {"LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each, "PHALANX_HOST_ID": host}
+            environment = os.environ | {name: str(value) for name, value in variables.items()}
+            command = [*link.inside(host), str(PHALANX), "bench", *options, "--json=-"]
+            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            ranks.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
+        end = time.monotonic() + limit
+        text, _ = ranks[0].communicate(timeout=limit)
+        codes = [rank.wait(timeout=max(0.1, end - time.monotonic())) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        sys.exit(f"not done after {limit:.0f} s; --limit allows more")
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGKILL)
+                rank.wait()
+    if any(codes):
+        sys.exit(f"ranks ended with {codes}")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", help="what the link carries in each direction, such as 1gbit [default: all it can]")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on each host [default: 2]")
+    parser.add_argument("--calls", type=int, default=20, help="timed calls of each size [default: 20]")
+    parser.add_argument("--limit", type=float, default=120, help="seconds after which a run is given up [default: 120]")
+    parser.add_argument("collective")
+    parser.add_argument("-b", "--min-bytes", default="1M", help="[default: 1M]")
+    parser.add_argument("-e", "--max-bytes", default="16M", help="[default: 16M]")
+    parser.add_argument("-f", "--factor", default="4", help="[default: 4]")
+    arguments, rest = parser.parse_known_args()
+    if not PHALANX.exists():
+        sys.exit(f"{PHALANX} is missing: cargo build --release -p phalanx-cli")
+    become_root()
+    for tool in ("ip", "tc"):
+        if not shutil.which(tool):
+            skip(f"{tool} is missing (apt install iproute2)")
+
+    # Ctrl-C and SIGTERM leave nothing behind either.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    span = ["-b", arguments.min_bytes, "-e", arguments.max_bytes, "-f", arguments.factor]
+    with Link(arguments.rate) as link:
+        rows = bench(link, [arguments.collective, *span, "-n", "1", "-w", "0", *rest], arguments.ranks, arguments.limit)
+        sizes = [row["bytes"] for row in rows]
+        print(f"# {rows[0]['name']}: {arguments.collective}, 2 hosts, {arguments.ranks} ranks each,", end=" ")
+        print(f"link {arguments.rate or 'unlimited'}")
+        print(f"{'bytes':>12} {'time ms':>10} {'left sends':>12} {'right sends':>12} {'of the size':>12}")
+        for size in sizes:
+            one = ["-b", str(size), "-e", str(size), "-w", str(WARM_UP), "-c", "0", *rest]
+            before = link.sent()
+            bench(link, [arguments.collective, *one, "-n", str(FEW)], arguments.ranks, arguments.limit)
+            between = link.sent()
+            calls = FEW + arguments.calls
+            row = bench(link, [arguments.collective, *one, "-n", str(calls)], arguments.ranks, arguments.limit)[0]
+            after = link.sent()
+            sent = [(c - b - (b - a)) / arguments.calls for a, b, c in zip(before, between, after)]
+            share = " + ".join(f"{bytes / max(size, 1):.2f}" for bytes in sent)
+            print(f"{size:>12} {row['time_us'] / 1e3:>10.2f} {sent[0]:>12.0f} {sent[1]:>12.0f} {share:>12}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

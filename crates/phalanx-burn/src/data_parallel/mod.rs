@@ -1,0 +1,170 @@
+//! Data parallelism in one process: one model, several devices, no groups.
+
+mod replicas;
+mod scatter;
+mod towers;
+mod transfers;
+
+use std::fmt;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::Module;
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Device, Tensor};
+use phalanx::{Error, Result};
+
+use self::replicas::{Replica, Replicas};
+pub use self::scatter::Scatter;
+pub use self::towers::TowerGradients;
+pub use self::transfers::{Transfer, Transfers};
+
+/// PyTorch's `DataParallel`: in each step the batch is scattered over devices, the model is copied to each, and the
+/// outputs are gathered on the main device, where the loss is computed and the optimizer runs.
+///
+/// It needs no launcher and no group, and is here for programs that cannot become several processes, and to compare with:
+/// [`Ddp`](crate::Ddp) trains the same model faster, because it moves gradients alone, hides that behind backward, and
+/// has no device that does more than the others. In each step `DataParallel` moves, from or to the main device,
+///
+/// | | bytes, with n devices |
+/// |---|---|
+/// | scatter | (n-1)/n of the inputs |
+/// | replicate | n-1 times the parameters |
+/// | gather | (n-1)/n of the outputs, and as much of their gradients back |
+/// | reduce | n-1 times the gradients |
+///
+/// one after the other and with nothing else going on meanwhile. [`transfers`](Self::transfers) tells what each cost.
+/// The main device also holds all outputs, the optimizer's state and one more set of gradients.
+///
+/// [`TowerGradients`] leaves out the gathering: each replica computes its own loss.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::optim::SgdConfig;
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use phalanx_burn::DataParallel;
+///
+/// let device = Device::flex().autodiff();
+/// let mut parallel = DataParallel::new(LinearConfig::new(4, 1).init(&device), vec![device.clone(); 2])?;
+/// let mut optimizer = SgdConfig::new().init();
+/// let x = Tensor::<2>::random([64, 4], Distribution::Default, &device);
+/// let y = x.clone().sum_dim(1);
+///
+/// let output = parallel.forward(x, |replica, x| replica.forward(x))?;
+/// let loss = (output - y).powi_scalar(2).mean();
+/// let gradients = parallel.backward(&loss)?;
+/// parallel.step(&mut optimizer, 0.1, gradients);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// Copies go through the host's memory. Several times the same device, such as the one Flex device, are several
+/// replicas with memory of their own, each in a thread. The replicas' running statistics, such as those of batch norm,
+/// become their average, as Burn has it for threads.
+///
+/// Source: the technique as PyTorch documents it for `torch.nn.DataParallel`.
+pub struct DataParallel<M, const D: usize> {
+    replicas: Replicas<M>,
+    pending: Option<Pending<M, D>>,
+}
+
+/// What a forward pass leaves for its backward pass.
+struct Pending<M, const D: usize> {
+    /// A leaf of the graph of the loss.
+    gathered: Tensor<D>,
+    parts: Vec<(Replica<M>, Tensor<D>)>,
+}
+
+impl<M: Module, const D: usize> DataParallel<M, D> {
+    /// Replicates `module` over `devices`, of which the first is the main one. `D` is the rank of the output.
+    ///
+    /// # Errors
+    /// If there is no device, or one is without autodiff.
+    pub fn new(module: M, devices: Vec<Device>) -> Result<Self> {
+        Ok(Self { replicas: Replicas::new(module, devices)?, pending: None })
+    }
+
+    /// Calls `scope` around whatever a replica does, in that replica's thread, with the replica's number: to pin the
+    /// thread, or to attribute its memory.
+    #[must_use]
+    pub fn with_scope(mut self, scope: impl Fn(usize, &mut dyn FnMut()) + Send + Sync + 'static) -> Self {
+        self.replicas.set_scope(scope);
+        self
+    }
+
+    /// Runs `pass` on each replica with its part of `input`, in parallel, and gives the outputs of all samples, in order.
+    ///
+    /// # Errors
+    /// If `input` has no samples.
+    pub fn forward<I: Scatter>(
+        &mut self,
+        input: I,
+        pass: impl Fn(&M, I) -> Tensor<D> + Sync,
+    ) -> Result<Tensor<D>> {
+        self.pending = None;
+        let parts = self.replicas.scatter(input)?;
+        let parts = self.replicas.run(parts, |replica, input| pass(replica, input));
+        let outputs = parts.iter().map(|(_, output)| output.clone().inner()).collect();
+        let gathered = self.replicas.gather(outputs).require_grad();
+        self.replicas.settle();
+        self.pending = Some(Pending { gathered: gathered.clone(), parts });
+        Ok(gathered)
+    }
+
+    /// Runs backward from `loss`, which was computed from what [`forward`](Self::forward) gave, on all replicas, and gives
+    /// the sum of their gradients, on the main device.
+    ///
+    /// # Errors
+    /// If there was no forward pass before, or `loss` does not depend on its output.
+    pub fn backward(&mut self, loss: &Tensor<1>) -> Result<GradientsParams> {
+        let Some(Pending { gathered, parts }) = self.pending.take() else {
+            return Err(Error::invalid_argument("there was no forward pass to run backward from")
+                .with_remedy("call DataParallel::forward before each backward"));
+        };
+        let mut gradients = loss.backward();
+        let Some(gradient) = gathered.grad_remove(&mut gradients) else {
+            return Err(Error::invalid_argument(
+                "the loss does not depend on the output of the forward pass",
+            )
+            .with_remedy("compute it from what DataParallel::forward returned"));
+        };
+        let parts = self.replicas.return_parts(parts, gradient);
+        let parts = self.replicas.run(parts, |replica, (output, gradient): (Tensor<D>, Tensor<D>)| {
+            // The chain rule: the gradient of this product is that of the output, times `gradient`.
+            GradientsParams::from_grads((output * gradient).sum().backward(), replica)
+        });
+        // What the loss takes from the parameters directly, such as a penalty on their size.
+        let own = GradientsParams::from_grads(gradients, self.replicas.model());
+        Ok(self.replicas.reduce(own, parts))
+    }
+
+    /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave.
+    pub fn step(
+        &mut self,
+        optimizer: &mut ModuleOptimizer,
+        learning_rate: impl Into<ModuleLearningRate>,
+        gradients: GradientsParams,
+    ) {
+        self.pending = None;
+        self.replicas.step(optimizer, learning_rate.into(), gradients);
+    }
+
+    /// The model on the main device.
+    pub fn model(&self) -> &M {
+        self.replicas.model()
+    }
+
+    /// The model itself.
+    pub fn into_model(self) -> M {
+        self.replicas.into_model()
+    }
+
+    /// What has been moved since the beginning.
+    pub fn transfers(&self) -> Transfers {
+        self.replicas.transfers
+    }
+}
+
+impl<M, const D: usize> fmt::Debug for DataParallel<M, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DataParallel").field("replicas", &self.replicas).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,277 @@
+//! Copies of a module on several devices, and what runs on them.
+
+use std::fmt;
+use std::panic::resume_unwind;
+use std::thread;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Bool, Device, Int, Tensor};
+use phalanx::{Error, Result};
+
+use super::scatter::{self, Scatter};
+use super::transfers::Transfers;
+
+type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
+
+/// A model, and where its replicas are.
+pub(super) struct Replicas<M> {
+    /// Always there, except while an optimizer has it.
+    model: Option<M>,
+    /// The first is the main one, where the model itself is.
+    devices: Vec<Device>,
+    scope: Scope,
+    pub transfers: Transfers,
+}
+
+/// A copy of the model for one step.
+pub(super) struct Replica<M> {
+    number: usize,
+    module: M,
+}
+
+impl<M: Module> Replicas<M> {
+    pub fn new(model: M, devices: Vec<Device>) -> Result<Self> {
+        let Some(main) = devices.first() else {
+            return Err(Error::invalid_argument("data parallelism needs a device"));
+        };
+        if let Some(plain) = devices.iter().find(|device| !device.is_autodiff()) {
+            return Err(Error::invalid_argument(format!("{plain:?} is a device without autodiff"))
+                .with_remedy("give device.autodiff()"));
+        }
+        let model = Some(model.fork(main));
+        let scope: Scope = Box::new(|_, work| work());
+        Ok(Self { model, devices, scope, transfers: Transfers::default() })
+    }
+
+    pub fn set_scope(&mut self, scope: impl Fn(usize, &mut dyn FnMut()) + Send + Sync + 'static) {
+        self.scope = Box::new(scope);
+    }
+
+    pub fn model(&self) -> &M {
+        match &self.model {
+            Some(model) => model,
+            None => missing(),
+        }
+    }
+
+    pub fn into_model(self) -> M {
+        match self.model {
+            Some(model) => model,
+            None => missing(),
+        }
+    }
+
+    pub fn step(
+        &mut self,
+        optimizer: &mut ModuleOptimizer,
+        learning_rate: ModuleLearningRate,
+        gradients: GradientsParams,
+    ) {
+        // Moved and not cloned, so that the optimizer may change parameters in place.
+        self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+    }
+
+    /// A replica for each part of `input`, on its device.
+    pub fn scatter<I: Scatter>(&mut self, input: I) -> Result<Vec<(Replica<M>, I)>> {
+        let ranges = scatter::parts(input.samples(), self.devices.len());
+        if ranges.is_empty() {
+            return Err(Error::invalid_argument("a batch without samples cannot be divided"));
+        }
+        let Self { devices, scope, transfers, .. } = self;
+        let inputs: Vec<I> = transfers.scatter.measure(|moved| {
+            let place = |(number, range)| match number {
+                0 => input.part(range),
+                _ => within(scope, number, || input.part(range).copy_to(&devices[number], moved)),
+            };
+            ranges.into_iter().enumerate().map(place).collect()
+        });
+        drop(input);
+        Ok(self.replicate(inputs.len()).into_iter().zip(inputs).collect())
+    }
+
+    fn replicate(&mut self, count: usize) -> Vec<Replica<M>> {
+        let model = self.model().clone();
+        let Self { devices, scope, transfers, .. } = self;
+        transfers.replicate.measure(|moved| {
+            let copy = |number| {
+                let module = model.clone();
+                let module = match number {
+                    0 => module,
+                    _ => {
+                        within(scope, number, || module.map(&mut Copier { device: &devices[number], moved }))
+                    }
+                };
+                Replica { number, module }
+            };
+            (0..count).map(copy).collect()
+        })
+    }
+
+    /// Runs `work` on all replicas at once, each in a thread; gives the replicas back with what it returned.
+    pub fn run<I: Send, O: Send>(
+        &self,
+        parts: Vec<(Replica<M>, I)>,
+        work: impl Fn(&M, I) -> O + Sync,
+    ) -> Vec<(Replica<M>, O)> {
+        let (scope, work) = (&self.scope, &work);
+        let each = |(replica, input): (Replica<M>, I)| {
+            let output = within(scope, replica.number, || work(&replica.module, input));
+            (replica, output)
+        };
+        thread::scope(|threads| {
+            let mut parts = parts.into_iter();
+            let main = parts.next();
+            let others: Vec<_> = parts.map(|part| threads.spawn(move || each(part))).collect();
+            // The main replica runs where the caller is.
+            let mut outcomes: Vec<_> = main.map(each).into_iter().collect();
+            for other in others {
+                outcomes.push(other.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            }
+            outcomes
+        })
+    }
+
+    /// Puts the parts together on the main device.
+    pub fn gather<const D: usize>(&mut self, parts: Vec<Tensor<D>>) -> Tensor<D> {
+        let Self { devices, scope, transfers, .. } = self;
+        let main = devices[0].clone().inner();
+        transfers.gather.measure(|moved| {
+            let fetch = |(number, part): (usize, Tensor<D>)| match number {
+                0 => part,
+                _ => part.copy_to(&main, moved),
+            };
+            let together = || Tensor::cat(parts.into_iter().enumerate().map(fetch).collect(), 0);
+            Tensor::from_inner(within(scope, 0, together))
+        })
+    }
+
+    /// Gives each replica, with its output, the gradient of that output.
+    #[allow(clippy::type_complexity)]
+    pub fn return_parts<const D: usize>(
+        &mut self,
+        parts: Vec<(Replica<M>, Tensor<D>)>,
+        gradient: Tensor<D>,
+    ) -> Vec<(Replica<M>, (Tensor<D>, Tensor<D>))> {
+        let Self { devices, scope, transfers, .. } = self;
+        let mut start = 0;
+        transfers.gather.measure(|moved| {
+            let give = |(replica, output): (Replica<M>, Tensor<D>)| {
+                let range = start..start + output.samples();
+                start = range.end;
+                let part = gradient.part(range);
+                let part = match replica.number {
+                    0 => part,
+                    number => within(scope, number, || part.copy_to(&devices[number].clone().inner(), moved)),
+                };
+                (replica, (output, Tensor::from_inner(part)))
+            };
+            parts.into_iter().map(give).collect()
+        })
+    }
+
+    /// The sum of `own` and of what all replicas have.
+    pub fn reduce(
+        &mut self,
+        own: GradientsParams,
+        parts: Vec<(Replica<M>, GradientsParams)>,
+    ) -> GradientsParams {
+        let model = self.model().clone();
+        let Self { devices, scope, transfers, .. } = self;
+        let main = devices[0].clone().inner();
+        transfers.reduce.measure(|moved| {
+            within(scope, 0, || {
+                let mut sum = own;
+                for (Replica { number, module }, part) in parts {
+                    drop(module);
+                    let mut unused = 0;
+                    let moved = if number == 0 { &mut unused } else { &mut *moved };
+                    let from = if number == 0 { None } else { Some(&main) };
+                    model.visit(&mut Adder { sum: &mut sum, part, from, moved });
+                }
+                sum
+            })
+        })
+    }
+
+    /// Makes the running statistics of all replicas one.
+    pub fn settle(&self) {
+        // Running state keeps each thread's update for later; this merges them now.
+        drop(self.model().valid());
+    }
+}
+
+impl<M> fmt::Debug for Replicas<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Replicas").field("devices", &self.devices).finish_non_exhaustive()
+    }
+}
+
+/// Only an optimizer's panic, caught by the program, can leave replicas without their model.
+#[allow(clippy::panic)]
+fn missing() -> ! {
+    panic!("the optimizer panicked in step and took the model with it")
+}
+
+fn within<T>(scope: &Scope, number: usize, work: impl FnOnce() -> T) -> T {
+    let (mut work, mut outcome) = (Some(work), None);
+    scope(number, &mut || {
+        if let Some(work) = work.take() {
+            outcome = Some(work());
+        }
+    });
+    match (outcome, work) {
+        (Some(outcome), _) => outcome,
+        // A scope that does not do the work leaves it to us.
+        (None, Some(work)) => work(),
+        (None, None) => unreachable!("work that was taken has an outcome"),
+    }
+}
+
+/// Copies a module's tensors to a device, as leaves of their own.
+struct Copier<'a> {
+    device: &'a Device,
+    moved: &'a mut usize,
+}
+
+impl ModuleMapper for Copier<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|old| {
+            let gradient = old.is_require_grad();
+            old.inner().copy_to(self.device, self.moved).set_require_grad(gradient)
+        })
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        param.map(|old| old.copy_to(self.device, self.moved))
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
+        param.map(|old| old.copy_to(self.device, self.moved))
+    }
+}
+
+/// Adds one replica's gradients.
+struct Adder<'a> {
+    sum: &'a mut GradientsParams,
+    part: GradientsParams,
+    /// Where they are to be copied first, unless they are there.
+    from: Option<&'a Device>,
+    moved: &'a mut usize,
+}
+
+impl ModuleVisitor for Adder<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(part) = self.part.remove::<D>(param.id) else { return };
+        let part = match self.from {
+            Some(main) => part.copy_to(main, self.moved),
+            None => part,
+        };
+        let sum = match self.sum.remove::<D>(param.id) {
+            Some(sum) => sum + part,
+            None => part,
+        };
+        self.sum.register(param.id, sum);
+    }
+}

@@ -1,0 +1,101 @@
+//! What can be dealt out over devices.
+
+use std::ops::Range;
+
+use burn::tensor::{Bool, Device, Int, Tensor};
+
+/// A batch that can be divided between replicas: a tensor whose first dimension counts samples, or several with equally
+/// many samples.
+pub trait Scatter: Send + Sized {
+    /// How many samples there are.
+    fn samples(&self) -> usize;
+
+    /// Some of them, where they are.
+    #[must_use]
+    fn part(&self, samples: Range<usize>) -> Self;
+
+    /// A copy on `device`; adds its bytes to `moved`.
+    #[must_use]
+    fn copy_to(self, device: &Device, moved: &mut usize) -> Self;
+}
+
+impl<const D: usize> Scatter for Tensor<D> {
+    fn samples(&self) -> usize {
+        self.dims()[0]
+    }
+
+    fn part(&self, samples: Range<usize>) -> Self {
+        self.clone().narrow(0, samples.start, samples.len())
+    }
+
+    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
+        let (dtype, data) = (self.dtype(), self.into_data());
+        *moved += data.as_bytes().len();
+        Self::from_data(data, (device, dtype))
+    }
+}
+
+impl<const D: usize> Scatter for Tensor<D, Int> {
+    fn samples(&self) -> usize {
+        self.dims()[0]
+    }
+
+    fn part(&self, samples: Range<usize>) -> Self {
+        self.clone().narrow(0, samples.start, samples.len())
+    }
+
+    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
+        let (dtype, data) = (self.dtype(), self.into_data());
+        *moved += data.as_bytes().len();
+        Self::from_data(data, (device, dtype))
+    }
+}
+
+impl<const D: usize> Scatter for Tensor<D, Bool> {
+    fn samples(&self) -> usize {
+        self.dims()[0]
+    }
+
+    fn part(&self, samples: Range<usize>) -> Self {
+        self.clone().narrow(0, samples.start, samples.len())
+    }
+
+    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
+        let data = self.into_data();
+        *moved += data.as_bytes().len();
+        Self::from_data(data, device)
+    }
+}
+
+impl<A: Scatter, B: Scatter> Scatter for (A, B) {
+    fn samples(&self) -> usize {
+        self.0.samples()
+    }
+
+    fn part(&self, samples: Range<usize>) -> Self {
+        (self.0.part(samples.clone()), self.1.part(samples))
+    }
+
+    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
+        (self.0.copy_to(device, moved), self.1.copy_to(device, moved))
+    }
+}
+
+/// How `samples` are divided between at most `replicas`, as evenly as PyTorch's `chunk` does: all parts but the last are
+/// equally large.
+pub(super) fn parts(samples: usize, replicas: usize) -> Vec<Range<usize>> {
+    let size = samples.div_ceil(replicas).max(1);
+    (0..samples).step_by(size).map(|start| start..samples.min(start + size)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_are_divided_in_order() {
+        assert_eq!(parts(10, 3), [0..4, 4..8, 8..10]);
+        assert_eq!(parts(2, 4), [0..1, 1..2]);
+        assert!(parts(0, 2).is_empty());
+    }
+}

@@ -1,0 +1,52 @@
+//! What is moved between devices, and how long that takes.
+
+use std::ops::AddAssign;
+use std::time::{Duration, Instant};
+
+/// Bytes that went from one device to another, and the time that took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Transfer {
+    /// Without those that stayed on their device.
+    pub bytes: usize,
+    /// On the thread of the caller, where nothing else happened meanwhile.
+    pub time: Duration,
+}
+
+/// What data parallelism in one process moves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Transfers {
+    /// Inputs to the replicas.
+    pub scatter: Transfer,
+    /// Parameters, and other state of the model, to the replicas.
+    pub replicate: Transfer,
+    /// Outputs from the replicas to the main device, and their gradients back.
+    pub gather: Transfer,
+    /// Gradients of parameters from the replicas to the main device.
+    pub reduce: Transfer,
+}
+
+impl Transfers {
+    /// All four together.
+    pub fn total(&self) -> Transfer {
+        let mut total = self.scatter;
+        [self.replicate, self.gather, self.reduce].into_iter().for_each(|transfer| total += transfer);
+        total
+    }
+}
+
+impl Transfer {
+    /// Adds what `work` moves, which it tells, and the time that it takes.
+    pub(super) fn measure<T>(&mut self, work: impl FnOnce(&mut usize) -> T) -> T {
+        let start = Instant::now();
+        let outcome = work(&mut self.bytes);
+        self.time += start.elapsed();
+        outcome
+    }
+}
+
+impl AddAssign for Transfer {
+    fn add_assign(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        self.time += other.time;
+    }
+}

@@ -1,0 +1,18 @@
+//! Optimizers that take one step in one pass over memory.
+//!
+//! An optimizer made of tensor operations reads and writes every array once for each operation: Burn's AdamW makes some
+//! fourteen passes over arrays of the size of the model. Here each parameter, its gradient and its state are read
+//! once, and written once where they change, in place where nobody else holds them. The arithmetic is that of Burn's
+//! optimizers, operation by operation, so the results are too.
+
+mod adamw;
+mod real;
+mod sgd;
+mod storage;
+
+pub use adamw::{FusedAdamW, FusedAdamWConfig};
+pub use real::Real;
+pub use sgd::{FusedSgd, FusedSgdConfig, FusedSgdState};
+
+/// Elements that one thread takes at a time: of each of four f32 arrays a quarter of a usual second-level cache.
+const CHUNK: usize = 1 << 15;

@@ -1,0 +1,234 @@
+//! Batch norm over the batches of all ranks.
+
+mod op;
+mod statistics;
+
+use burn::backend::Dispatch;
+use burn::module::{Content, DisplaySettings, Flag, Module, ModuleDisplay, Param, RunningState};
+use burn::nn::BatchNorm;
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use phalanx::{Error, ProcessGroup};
+
+use self::op::{Layer, SyncBatchNormOp};
+use self::statistics::{Exchange, Moments};
+
+/// [`BatchNorm`] whose statistics are those of the whole batch, over all ranks.
+///
+/// Plain batch norm normalises with the mean and the variance of what its own rank sees. With small batches these are
+/// noisy, and `n` ranks with `b` samples each do not train what one process with `n·b` samples trains. This layer
+/// does: output, gradients and running statistics are those of the whole batch, also if the ranks' batches are of
+/// different sizes. It is PyTorch's `SyncBatchNorm`, on processors too.
+///
+/// # In a model
+///
+/// Burn's modules are plain structs, so a layer is replaced where it is declared and made:
+///
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::conv::{Conv2d, Conv2dConfig};
+/// use burn::nn::BatchNormConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use phalanx::ProcessGroup;
+/// use phalanx_burn::SyncBatchNorm;
+///
+/// #[derive(Module, Debug)]
+/// struct Block {
+///     conv: Conv2d,
+///     norm: SyncBatchNorm, // was: BatchNorm
+/// }
+///
+/// impl Block {
+///     fn new(device: &Device, group: &ProcessGroup) -> Self {
+///         Self {
+///             conv: Conv2dConfig::new([3, 8], [3, 3]).init(device),
+///             norm: SyncBatchNorm::new(BatchNormConfig::new(8).init(device), group), // was: without the new(.., group)
+///         }
+///     }
+///
+///     fn forward(&self, x: Tensor<4>) -> Tensor<4> {
+///         self.norm.forward(self.conv.forward(x))
+///     }
+/// }
+/// # let device = Device::flex().autodiff();
+/// # let block = Block::new(&device, &ProcessGroup::alone()?);
+/// # block.forward(Tensor::ones([2, 3, 8, 8], &device)).sum().backward();
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// The fields have [`BatchNorm`]'s names, so either can read the other's saved weights; [`into_batch_norm`] gives the
+/// plain layer back for a model that is to run without a group.
+///
+/// # What is exchanged
+///
+/// One all_reduce in forward (per channel the sum and the sum of squares, and the number of values) and one in
+/// backward (per channel the sums of the gradient and of its product with the normalised input), both of `2·channels`
+/// f64 values, whatever the size of the batch. Each rank's part enters as its mean and its variance about that mean, times its count: the
+/// sums are exact to f64 whatever the precision of the tensors. Evaluation (`model.valid()`) uses the running
+/// statistics and exchanges nothing, and so does a world of one.
+///
+/// # Together with [`Ddp`](crate::Ddp)
+///
+/// All ranks must run the same layers forward and backward. Burn runs backward in an order that depends on the graph
+/// alone, so the exchanges of this layer and the buckets of [`Ddp`](crate::Ddp) follow each other in the same order on
+/// every rank as long as every rank's graph is the same, and the two can share a group. Ranks that come to disagree get
+/// an error that shows both calls.
+///
+/// Where graphs differ between ranks (`find_unused_parameters` is set because they do), and where a large bucket that is
+/// under way should not hold up an exchange that backward waits for, give the layers [a group of their
+/// own](Self::with_statistics_group).
+///
+/// With this layer the running statistics are the same on every rank anyway:
+/// [`DdpOptions::broadcast_buffers`](crate::DdpOptions::broadcast_buffers) may be switched off if nothing else needs it.
+///
+/// # Errors
+///
+/// Neither `forward` nor backward can return an error. If an exchange fails, the group is ended with the cause, and what
+/// was to be computed is not a number: no step is taken with wrong statistics, and the next call on the group, such
+/// as [`Ddp::backward`](crate::Ddp::backward), returns the cause. [`failure`](Self::failure) gives it too.
+///
+/// Source: S. Ioffe and C. Szegedy, *Batch Normalization*, 2015; the merge of parts is T. Chan's, G. Golub's and
+/// R. LeVeque's, 1979.
+///
+/// [`into_batch_norm`]: Self::into_batch_norm
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct SyncBatchNorm {
+    /// The learnable scale, one for each channel.
+    pub gamma: Param<Tensor<1>>,
+    /// The learnable shift, one for each channel.
+    pub beta: Param<Tensor<1>>,
+    /// Does the layer train? As in [`BatchNorm`].
+    pub training: Param<Flag>,
+    /// The running mean of the whole batches.
+    pub running_mean: RunningState<Tensor<1>>,
+    /// The running (biased) variance of the whole batches.
+    pub running_var: RunningState<Tensor<1>>,
+    /// The share of the newest batch in the running statistics.
+    pub momentum: f64,
+    /// Added to the variance, for numerical stability.
+    pub epsilon: f64,
+    #[module(skip)]
+    exchange: Exchange,
+}
+
+impl SyncBatchNorm {
+    /// The layer that `norm` becomes when its statistics are those of all ranks of `group`.
+    pub fn new(norm: BatchNorm, group: &ProcessGroup) -> Self {
+        let BatchNorm { gamma, beta, training, running_mean, running_var, momentum, epsilon } = norm;
+        let exchange = Exchange::new(group.clone());
+        Self { gamma, beta, training, running_mean, running_var, momentum, epsilon, exchange }
+    }
+
+    /// Exchanges statistics over `statistics`, a group of the same ranks, and nothing over the group of
+    /// [`new`](Self::new). If an exchange fails, that group is ended too, so that [`Ddp`](crate::Ddp) returns the cause.
+    ///
+    /// All layers of a model may share one such group.
+    #[must_use]
+    pub fn with_statistics_group(mut self, statistics: &ProcessGroup) -> Self {
+        self.exchange = self.exchange.over(statistics.clone());
+        self
+    }
+
+    /// Plain batch norm with these parameters and running statistics.
+    pub fn into_batch_norm(self) -> BatchNorm {
+        let Self { gamma, beta, training, running_mean, running_var, momentum, epsilon, .. } = self;
+        BatchNorm { gamma, beta, training, running_mean, running_var, momentum, epsilon }
+    }
+
+    /// The cause, if the group over which statistics are exchanged has failed.
+    pub fn failure(&self) -> Option<Error> {
+        self.exchange.failure()
+    }
+
+    /// Normalises `input`, of shape `[batch, channels, ...]`, and gives that shape back.
+    ///
+    /// On a device with autodiff this is a training pass, which all ranks must make together; the number of samples
+    /// may differ between ranks, and may be zero on some. Elsewhere, or when the layer is frozen, the running statistics
+    /// are used.
+    ///
+    /// # Panics
+    /// As [`BatchNorm`]: if `input` has fewer than two dimensions, or another number of channels.
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let [channels] = self.gamma.shape().dims();
+        burn::tensor::assert_shape!(input, [_, channels, ..]);
+        if input.device().is_autodiff() && self.training.is_enabled() {
+            self.forward_train(input)
+        } else {
+            self.forward_inference(input)
+        }
+    }
+
+    fn forward_inference<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let device = input.device();
+        let mean = self.running_mean.value().to_device(&device);
+        let variance = self.running_var.value().to_device(&device);
+        let (gamma, beta) = (self.gamma.val(), self.beta.val());
+        burn::tensor::module::batch_norm(input, gamma, beta, mean, variance, self.epsilon)
+    }
+
+    fn forward_train<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let shape = input.shape();
+        let (samples, channels) = (shape[0], shape[1]);
+        let length = shape.as_slice()[2..].iter().product();
+        let x = input.reshape([samples, channels, length]);
+
+        let moments = self.exchange.moments(local_moments(x.clone().inner()));
+        let (device, dtype) = (x.device(), x.dtype());
+        let mean = per_channel(&moments.mean, &device, dtype);
+        let variance = per_channel(&moments.variance, &device, dtype);
+        let layer = Layer { exchange: self.exchange.clone(), values: moments.values, epsilon: self.epsilon };
+        let output = Dispatch::sync_batch_norm(
+            x.into_dispatch(),
+            self.gamma.val().into_dispatch(),
+            self.beta.val().into_dispatch(),
+            mean.clone().into_dispatch(),
+            variance.clone().into_dispatch(),
+            layer,
+        );
+
+        self.update(&self.running_mean, mean);
+        self.update(&self.running_var, variance);
+        Tensor::<3>::from_dispatch(output).reshape(shape)
+    }
+
+    fn update(&self, running: &RunningState<Tensor<1>>, batch: Tensor<1>) {
+        let old = running.value_sync().to_device(&batch.device());
+        let new = old.mul_scalar(1.0 - self.momentum).add(batch.mul_scalar(self.momentum));
+        running.update(new.detach());
+    }
+}
+
+impl ModuleDisplay for SyncBatchNorm {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new().with_new_line_after_attribute(false).optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        let [num_features] = self.beta.shape().dims();
+        content
+            .add("num_features", &num_features)
+            .add("momentum", &self.momentum)
+            .add("epsilon", &self.epsilon)
+            .add("ranks", &self.exchange.ranks())
+            .optional()
+    }
+}
+
+/// This rank's statistics of `x`, of shape `[samples, channels, length]`, without a graph.
+fn local_moments(x: Tensor<3>) -> Moments {
+    let [samples, channels, length] = x.dims();
+    if samples * length == 0 {
+        return Moments::none(channels);
+    }
+    // Means of equally long rows: nothing is moved, and half precision does not overflow.
+    let mean_of = |x: Tensor<3>| x.mean_dim(2).mean_dim(0);
+    let mean = mean_of(x.clone());
+    let centred = x - mean.clone();
+    let variance = mean_of(centred.clone() * centred);
+    let read = |tensor: Tensor<3>| tensor.into_data().iter::<f64>().collect();
+    Moments { values: (samples * length) as f64, mean: read(mean), variance: read(variance) }
+}
+
+fn per_channel(values: &[f64], device: &Device, dtype: DType) -> Tensor<1> {
+    Tensor::from_data(TensorData::from(values).convert_dtype(dtype), (device, dtype))
+}

@@ -1,0 +1,159 @@
+//! Normalising with given statistics, as an operation whose backward knows that they came from all ranks' inputs.
+
+use burn::backend::ops::ModuleOps;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, Flex, TensorMetadata, backend_extension};
+use burn::tensor::{Shape, TensorData, read_sync};
+use burn_autodiff::checkpoint::base::Checkpointer;
+use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn_autodiff::grads::Gradients;
+use burn_autodiff::ops::{Backward, Ops, OpsKind};
+use burn_autodiff::{Autodiff, NodeId};
+
+use super::statistics::Exchange;
+
+/// What one forward pass of one layer leaves for its backward pass, besides tensors.
+#[derive(Clone, Debug)]
+pub struct Layer {
+    pub(super) exchange: Exchange,
+    /// How many values of each channel all ranks have together.
+    pub(super) values: f64,
+    pub(super) epsilon: f64,
+}
+
+/// The operation, as Burn's extension API wants it. `pub` because the macro implements it for a public type; the module
+/// is private.
+#[backend_extension(Autodiff, Flex)]
+pub trait SyncBatchNormOp: Backend {
+    /// `gamma · (x - mean) / sqrt(variance + epsilon) + beta` for `x` of shape `[samples, channels, length]`, where `mean`
+    /// and `variance`, of shape `[channels]`, are those of all ranks' `x`.
+    fn sync_batch_norm(
+        x: FloatTensor<Self>,
+        gamma: FloatTensor<Self>,
+        beta: FloatTensor<Self>,
+        mean: FloatTensor<Self>,
+        variance: FloatTensor<Self>,
+        layer: Layer,
+    ) -> FloatTensor<Self>;
+}
+
+impl SyncBatchNormOp for Flex {
+    fn sync_batch_norm(
+        x: FloatTensor<Self>,
+        gamma: FloatTensor<Self>,
+        beta: FloatTensor<Self>,
+        mean: FloatTensor<Self>,
+        variance: FloatTensor<Self>,
+        layer: Layer,
+    ) -> FloatTensor<Self> {
+        Self::batch_norm(x, gamma, beta, mean, variance, layer.epsilon)
+    }
+}
+
+impl<B: Backend, C: CheckpointStrategy> SyncBatchNormOp for Autodiff<B, C> {
+    fn sync_batch_norm(
+        x: FloatTensor<Self>,
+        gamma: FloatTensor<Self>,
+        beta: FloatTensor<Self>,
+        mean: FloatTensor<Self>,
+        variance: FloatTensor<Self>,
+        layer: Layer,
+    ) -> FloatTensor<Self> {
+        let (mean, variance) = (mean.into_primitive(), variance.into_primitive());
+        let normalise =
+            |x, gamma, beta, mean, variance| B::batch_norm(x, gamma, beta, mean, variance, layer.epsilon);
+        let nodes = [x.node(), gamma.node(), beta.node()];
+        match Normalise.prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(mut prep) => {
+                let saved = (prep.checkpoint(&x), prep.checkpoint(&gamma));
+                let (x, gamma, beta) = (x.into_primitive(), gamma.into_primitive(), beta.into_primitive());
+                let output = normalise(x, gamma, beta, mean.clone(), variance.clone());
+                prep.finish(Saved { x: saved.0, gamma: saved.1, mean, variance, layer }, output)
+            }
+            OpsKind::UnTracked(prep) => {
+                let (x, gamma, beta) = (x.into_primitive(), gamma.into_primitive(), beta.into_primitive());
+                prep.finish(normalise(x, gamma, beta, mean, variance))
+            }
+        }
+    }
+}
+
+/// Backward of [`SyncBatchNormOp::sync_batch_norm`].
+#[derive(Debug)]
+struct Normalise;
+
+#[derive(Clone, Debug)]
+struct Saved<T> {
+    x: NodeId,
+    gamma: NodeId,
+    mean: T,
+    variance: T,
+    layer: Layer,
+}
+
+impl<B: Backend> Backward<B, 3> for Normalise {
+    type State = Saved<FloatTensor<B>>;
+
+    /// With x̂ the normalised input and N the number of values of a channel, over all ranks:
+    ///
+    /// ```text
+    /// dbeta  = Σ dy        dx = gamma / sqrt(variance + epsilon) · (dy - Σ_all dy / N - x̂ · Σ_all (dy · x̂) / N)
+    /// dgamma = Σ dy · x̂
+    /// ```
+    ///
+    /// The parameters' gradients are sums over this rank: whoever averages gradients over ranks does so with these too.
+    fn backward(self, ops: Ops<Self::State, 3>, gradients: &mut Gradients, checkpointer: &mut Checkpointer) {
+        let dy = gradients.consume::<B>(&ops.node);
+        let [x_node, gamma_node, beta_node] = ops.parents;
+        let Saved { x, gamma, mean, variance, layer } = ops.state;
+        let x = checkpointer.retrieve_node_output::<FloatTensor<B>>(x);
+        let gamma = checkpointer.retrieve_node_output::<FloatTensor<B>>(gamma);
+
+        let channels = x.shape()[1];
+        let wide = |tensor| B::float_reshape(tensor, Shape::new([1, channels, 1]));
+        let deviation = B::float_sqrt(B::float_add_scalar(variance, layer.epsilon.into()));
+        let inverse = wide(B::float_recip(deviation));
+        let normalised = B::float_mul(B::float_sub(x, wide(mean)), inverse.clone());
+
+        let own = channel_sums::<B>([dy.clone(), B::float_mul(dy.clone(), normalised.clone())]);
+        let vector = |values: &[f64]| {
+            let data = TensorData::from(values).convert_dtype(gamma.dtype());
+            B::float_from_data(data, &gamma.device())
+        };
+        if let Some(node) = beta_node {
+            gradients.register::<B>(node.id, vector(&own[..channels]));
+        }
+        if let Some(node) = gamma_node {
+            gradients.register::<B>(node.id, vector(&own[channels..]));
+        }
+        let Some(node) = x_node else { return };
+
+        let mut all = own;
+        layer.exchange.sum(&mut all);
+        all.iter_mut().for_each(|sum| *sum /= layer.values);
+        let centred = B::float_sub(dy, wide(vector(&all[..channels])));
+        let projected = B::float_mul(normalised, wide(vector(&all[channels..])));
+        let scale = B::float_mul(wide(gamma), inverse);
+        gradients.register::<B>(node.id, B::float_mul(scale, B::float_sub(centred, projected)));
+    }
+}
+
+/// The sums of each channel, one tensor's after the other's. Through means, because sums of half precision overflow.
+fn channel_sums<B: Backend>(tensors: [FloatTensor<B>; 2]) -> Vec<f64> {
+    let mut sums = Vec::new();
+    for tensor in tensors {
+        let shape = tensor.shape();
+        let values = (shape[0] * shape[2]) as f64;
+        if values == 0.0 {
+            sums.resize(sums.len() + shape[1], 0.0);
+            continue;
+        }
+        let means = B::float_mean_dim(B::float_mean_dim(tensor, 2), 0);
+        match read_sync(B::float_into_data(means)) {
+            Ok(means) => sums.extend(means.iter::<f64>().map(|mean| mean * values)),
+            // The device has failed. What is no number stays none on every rank.
+            Err(_) => sums.resize(sums.len() + shape[1], f64::NAN),
+        }
+    }
+    sums
+}

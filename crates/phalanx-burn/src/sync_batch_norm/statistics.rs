@@ -1,0 +1,137 @@
+//! What the ranks tell each other: sums, in f64, over one blocking all_reduce.
+
+use std::fmt;
+
+use phalanx::{Error, ProcessGroup, ReduceOp, WorldSize};
+
+/// Statistics of each channel.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Moments {
+    /// How many values of each channel there are.
+    pub values: f64,
+    pub mean: Vec<f64>,
+    /// About `mean`, and biased: the mean of the squares.
+    pub variance: Vec<f64>,
+}
+
+impl Moments {
+    /// Of no values.
+    pub fn none(channels: usize) -> Self {
+        Self { values: 0.0, mean: vec![0.0; channels], variance: vec![0.0; channels] }
+    }
+
+    /// The number of values; then of each channel the sum, and the sum of squares.
+    fn sums(&self) -> Vec<f64> {
+        let mut sums = Vec::with_capacity(1 + 2 * self.mean.len());
+        sums.push(self.values);
+        sums.extend(self.mean.iter().map(|mean| self.values * mean));
+        let squares = self.mean.iter().zip(&self.variance).map(|(mean, variance)| variance + mean * mean);
+        sums.extend(squares.map(|square| self.values * square));
+        sums
+    }
+
+    fn from_sums(sums: &[f64]) -> Self {
+        let (values, sums) = (sums[0], &sums[1..]);
+        let (sums, squares) = sums.split_at(sums.len() / 2);
+        let mean: Vec<f64> = sums.iter().map(|sum| sum / values).collect();
+        // Where all values are the same, rounding may leave a little less than nothing. `max` would hide what is no number.
+        let variance = |(square, mean): (&f64, &f64)| {
+            let variance = square / values - mean * mean;
+            if variance < 0.0 { 0.0 } else { variance }
+        };
+        Self { values, variance: squares.iter().zip(&mean).map(variance).collect(), mean }
+    }
+}
+
+/// A way to the other ranks.
+#[derive(Clone)]
+pub struct Exchange {
+    group: ProcessGroup,
+    /// Is to end with `group`.
+    guarded: Option<ProcessGroup>,
+}
+
+impl Exchange {
+    pub(super) fn new(group: ProcessGroup) -> Self {
+        Self { group, guarded: None }
+    }
+
+    /// Over `statistics` from now on.
+    pub(super) fn over(self, statistics: ProcessGroup) -> Self {
+        Self { group: statistics, guarded: Some(self.guarded.unwrap_or(self.group)) }
+    }
+
+    pub(super) fn ranks(&self) -> usize {
+        self.group.world_size().count()
+    }
+
+    pub(super) fn failure(&self) -> Option<Error> {
+        self.group.failure()
+    }
+
+    /// The statistics of all ranks' values together.
+    pub(super) fn moments(&self, own: Moments) -> Moments {
+        if self.group.world_size() == WorldSize::ONE {
+            return own;
+        }
+        let mut sums = own.sums();
+        self.sum(&mut sums);
+        Moments::from_sums(&sums)
+    }
+
+    /// Sums over all ranks, in place; not numbers if that failed.
+    pub(super) fn sum(&self, values: &mut [f64]) {
+        if self.group.world_size() == WorldSize::ONE {
+            return;
+        }
+        if let Err(cause) = self.group.all_reduce(values, ReduceOp::Sum) {
+            values.fill(f64::NAN);
+            if let Some(guarded) = &self.guarded {
+                guarded.abort(cause.clone());
+            }
+            self.group.abort(cause);
+        }
+    }
+}
+
+impl fmt::Debug for Exchange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Exchange({:?})", self.group)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(values: &[f64]) -> Moments {
+        let count = values.len() as f64;
+        let mean = values.iter().sum::<f64>() / count;
+        let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / count;
+        Moments { values: count, mean: vec![mean], variance: vec![variance] }
+    }
+
+    fn merged(parts: &[Moments]) -> Moments {
+        let mut sums = vec![0.0; 3];
+        for part in parts {
+            part.sums().iter().zip(&mut sums).for_each(|(part, sum)| *sum += part);
+        }
+        Moments::from_sums(&sums)
+    }
+
+    #[test]
+    fn parts_of_any_size_merge_to_the_whole_also_far_from_zero() {
+        let values: Vec<f64> = (0..97).map(|i| 1e4 + f64::from(i * i % 31)).collect();
+        let parts = [of(&values[..3]), of(&values[3..40]), Moments::none(1), of(&values[40..])];
+        let (merged, whole) = (merged(&parts), of(&values));
+        assert_eq!(merged.values, 97.0);
+        assert!((merged.mean[0] / whole.mean[0] - 1.0).abs() < 1e-14);
+        assert!((merged.variance[0] / whole.variance[0] - 1.0).abs() < 1e-6, "{merged:?} {whole:?}");
+    }
+
+    #[test]
+    fn equal_values_have_no_variance_and_a_failure_is_not_hidden() {
+        assert_eq!(merged(&[of(&[0.1; 3]), of(&[0.1; 7])]).variance[0].abs().min(1e-17), 0.0);
+        assert!(Moments::from_sums(&[f64::NAN; 3]).variance[0].is_nan());
+    }
+}

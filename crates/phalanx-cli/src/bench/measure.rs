@@ -1,0 +1,94 @@
+//! The clock: how long a call takes, and when that has been measured often enough.
+
+use std::time::Instant;
+
+use phalanx::{ProcessGroup, ReduceOp, Result};
+
+/// Warming up takes so many seconds at least, and so many if the times do not settle.
+const WARM_UP: std::ops::Range<f64> = 0.1..1.0;
+/// Times have settled when two runs of calls differ by less than this part.
+const SETTLED: f64 = 0.1;
+/// As long as a run of warm-up calls should take, so that it can be compared with the one before.
+const RUN: f64 = 0.02;
+/// A size is timed for about so many seconds, in so many samples.
+const TIMED: f64 = 0.3;
+const SAMPLES: std::ops::RangeInclusive<f64> = 8.0..=30_000.0;
+/// A sample has so many calls that it takes so many seconds. Reading the clock takes some 50 ns.
+const SAMPLE: f64 = 5e-6;
+
+/// How many calls there are to be, where the user has said so.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Counts {
+    pub(super) warm_up: Option<u32>,
+    pub(super) timed: Option<u32>,
+}
+
+/// Seconds for one call, of the rank for which it takes longest.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Times {
+    pub(super) median: f64,
+    pub(super) min: f64,
+    pub(super) p99: f64,
+}
+
+impl Times {
+    /// Times `call`, which every rank must time together.
+    pub(super) fn of(
+        group: &ProcessGroup,
+        counts: Counts,
+        mut call: impl FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        let each = warm_up(group, counts.warm_up, &mut call)?;
+        let calls = (SAMPLE / each).ceil().clamp(1.0, 1000.0);
+        let samples = match counts.timed {
+            Some(timed) => (f64::from(timed) / calls).ceil(),
+            None => (TIMED / (each * calls)).clamp(*SAMPLES.start(), *SAMPLES.end()),
+        };
+        let mut times = Vec::with_capacity(samples as usize);
+        group.barrier()?;
+        for _ in 0..samples as usize {
+            times.push(run(calls as u32, &mut call)? / calls);
+        }
+        times.sort_by(f64::total_cmp);
+        let mut slowest = [times[times.len() / 2], times[0], times[times.len() * 99 / 100]];
+        group.all_reduce(&mut slowest, ReduceOp::Max)?;
+        let [median, min, p99] = slowest;
+        Ok(Self { median, min, p99 })
+    }
+}
+
+/// Calls until caches are warm and processors awake; returns the seconds for one call, the same on every rank.
+///
+/// Of a call that is long, two are enough. The first ones of a process are slow for some tenths of a second, until the
+/// kernel has given each rank a processor of its own.
+fn warm_up(group: &ProcessGroup, count: Option<u32>, call: &mut impl FnMut() -> Result<()>) -> Result<f64> {
+    let (mut calls, mut total, mut before) = (1, 0.0, f64::INFINITY);
+    if let Some(count) = count {
+        run(count, call)?;
+    }
+    loop {
+        let mut elapsed = [run(calls, call)?];
+        // All ranks must come to the same decision.
+        group.all_reduce(&mut elapsed, ReduceOp::Max)?;
+        let [elapsed] = elapsed;
+        let each = elapsed / f64::from(calls);
+        total += elapsed;
+        let settled = (each / before - 1.0).abs() < SETTLED;
+        if count.is_some() || total > WARM_UP.end || (total > WARM_UP.start && settled) {
+            return Ok(each.max(f64::MIN_POSITIVE));
+        }
+        before = each;
+        if elapsed < RUN {
+            calls *= 2;
+        }
+    }
+}
+
+/// The seconds that so many calls take.
+fn run(calls: u32, call: &mut impl FnMut() -> Result<()>) -> Result<f64> {
+    let start = Instant::now();
+    for _ in 0..calls {
+        call()?;
+    }
+    Ok(start.elapsed().as_secs_f64())
+}

@@ -1,0 +1,251 @@
+//! `phalanx bench`: times collectives, in the manner of nccl-tests, and checks their results.
+
+mod collectives;
+mod measure;
+mod options;
+mod plot;
+mod points;
+mod report;
+mod tune;
+mod values;
+
+use std::process::ExitCode;
+
+use half::{bf16, f16};
+use phalanx::{Bool, DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous};
+
+use self::collectives::Case;
+use self::measure::{Counts, Times};
+pub(crate) use self::options::Bench;
+use self::options::Memory;
+use self::plot::Figure;
+pub(crate) use self::plot::Plot;
+use self::points::Point;
+use self::report::{Report, Row};
+use self::tune::Algorithm;
+use self::values::{Value, Values};
+
+/// Runs the benchmark: under a launcher as one of its workers, otherwise with workers of its own.
+pub(crate) fn run(options: Bench) -> ExitCode {
+    let outcome = options.check().and_then(|()| phalanx::spawn(options.nproc_per_node, || work(&options)));
+    exit("bench", outcome)
+}
+
+/// Draws what was measured before.
+pub(crate) fn plot(options: &Plot) -> ExitCode {
+    exit("plot", options.run())
+}
+
+fn exit(command: &str, outcome: Result<()>) -> ExitCode {
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("phalanx {command}: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn work(options: &Bench) -> Result<()> {
+    let mut group = GroupOptions::from_env()?;
+    group.transport = options.transport.or(group.transport);
+    let world = rendezvous::from_env(group.timeout)?;
+    if options.tune.is_none() {
+        return dispatch(options, &[ProcessGroup::join(world, group)?], &[]);
+    }
+    let algorithms = tune::algorithms(options.collective)?;
+    let (groups, _keep_alive) = tune::groups(algorithms, world, &group)?;
+    dispatch(options, &groups, algorithms)
+}
+
+fn dispatch(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
+    match options.dtype {
+        DType::F32 => sweep::<f32>(options, groups, algorithms),
+        DType::F64 => sweep::<f64>(options, groups, algorithms),
+        DType::F16 => sweep::<f16>(options, groups, algorithms),
+        DType::BF16 => sweep::<bf16>(options, groups, algorithms),
+        DType::I32 => sweep::<i32>(options, groups, algorithms),
+        DType::I64 => sweep::<i64>(options, groups, algorithms),
+        DType::U8 => sweep::<u8>(options, groups, algorithms),
+        DType::I8 => sweep::<i8>(options, groups, algorithms),
+        DType::Bool => sweep::<Bool>(options, groups, algorithms),
+    }
+}
+
+/// Measures all sizes, each on every group: one for each algorithm, or one that chooses itself. Rank 0 tells of them.
+fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
+    let Some(group) = groups.first() else { return Ok(()) };
+    let (root, world) = (options.root(group)?, group.world_size().get());
+    let mut teller = Teller::new(options, group)?;
+    let sizes = options.sizes(world as usize);
+    let mut times = vec![Vec::new(); groups.len()];
+    let mut wrong = 0;
+    for bytes in &sizes {
+        for (number, group) in groups.iter().enumerate() {
+            let op = options.op.unwrap_or(ReduceOp::Sum);
+            let case = Case::new(group, options.collective, op, root, bytes / size_of::<T>());
+            let algorithm = algorithms.get(number).map(|algorithm| algorithm.name);
+            let row = measure::<T>(options, &case, algorithm)?;
+            wrong += row.wrong;
+            times[number].push(row.time_us);
+            teller.row(&row)?;
+        }
+    }
+    teller.finish()?;
+    match &options.tune {
+        _ if wrong > 0 => Err(Error::aborted(format!("{wrong} elements came out wrong"))),
+        Some(path) if group.rank().is_main() => tune::write(path, options.collective, world, &sizes, &times),
+        _ => Ok(()),
+    }
+}
+
+/// Who tells of the measurements: rank 0 alone.
+struct Teller(Option<(Report, Option<Figure>)>);
+
+impl Teller {
+    fn new(options: &Bench, group: &ProcessGroup) -> Result<Self> {
+        if !group.rank().is_main() {
+            return Ok(Self(None));
+        }
+        let now = options.curve(group, None);
+        let world = group.world_size().get();
+        let figure = match &options.plot {
+            Some(path) => Some(Figure::new(path, options.collective, world, &now, &options.peers)?),
+            None => None,
+        };
+        Ok(Self(Some((Report::start(options.json.as_deref(), &options.title(group))?, figure))))
+    }
+
+    fn row(&mut self, row: &Row) -> Result<()> {
+        let Some((report, figure)) = &mut self.0 else { return Ok(()) };
+        if let Some(figure) = figure {
+            figure.add(Point::from(row));
+        }
+        report.row(row)
+    }
+
+    fn finish(self) -> Result<()> {
+        match self.0 {
+            Some((_, Some(figure))) => figure.draw(),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn measure<T: Value>(options: &Bench, case: &Case<'_>, algorithm: Option<&str>) -> Result<Row> {
+    let Case { group, collective, op, root, count, .. } = *case;
+    let world = group.world_size().get();
+    let mut buffers = case.buffers::<T>(options.memory)?;
+    let mut wrong = [0];
+    for call in 0..options.check {
+        wrong[0] += case.check::<T>(&mut buffers, &Values::new(op, world, call.into()))? as i64;
+    }
+    // Sums of zeros stay zeros, however often they are summed.
+    buffers.clear();
+    let counts = Counts { warm_up: options.warm_up, timed: options.iterations };
+    let times = Times::of(group, counts, || case.call::<T>(&mut buffers))?;
+    for call in 0..options.check {
+        wrong[0] += case.check::<T>(&mut buffers, &Values::new(op, world, !u64::from(call)))? as i64;
+    }
+    group.all_reduce(&mut wrong, ReduceOp::Sum)?;
+
+    let bytes = count * size_of::<T>();
+    let micros = |seconds: f64| seconds / collective.trips() * 1e6;
+    let algbw = bytes as f64 / micros(times.median) / 1e3;
+    Ok(Row {
+        name: options.curve(group, algorithm),
+        collective,
+        algorithm: algorithm.map(str::to_owned),
+        ranks: world,
+        dtype: T::DTYPE.to_string(),
+        op: collective.reduces().then(|| op.to_string()),
+        root: collective.has_root().then_some(root.get()),
+        bytes,
+        count,
+        time_us: micros(times.median),
+        min_us: micros(times.min),
+        p99_us: micros(times.p99),
+        algbw_gbs: algbw,
+        busbw_gbs: algbw * collective.bus_factor(world),
+        wrong: wrong[0] as u64,
+    })
+}
+
+impl Bench {
+    /// What can be told before there are workers.
+    fn check(&self) -> Result<()> {
+        let collective = self.collective;
+        if self.op.is_some() && !collective.reduces() {
+            return Err(Error::invalid_argument(format!("{collective} combines nothing"))
+                .with_remedy("leave --op away"));
+        }
+        if let Some(op) = self.op.filter(|op| !op.supports(self.dtype)) {
+            let names = ReduceOp::ALL.iter().filter(|op| op.supports(self.dtype)).map(ToString::to_string);
+            let names: Vec<_> = names.collect();
+            return Err(Error::invalid_argument(format!("{op} is not defined for {}", self.dtype))
+                .with_remedy(format!("--op may be {}, or choose another --dtype", names.join(", "))));
+        }
+        if self.root.is_some() && !collective.has_root() {
+            return Err(
+                Error::invalid_argument(format!("{collective} has no root")).with_remedy("leave --root away")
+            );
+        }
+        if self.plot.is_some() && !collective.has_data() {
+            return Err(Error::invalid_argument(format!("{collective} has no sizes to plot against"))
+                .with_remedy("leave --plot away"));
+        }
+        if self.tune.is_some() {
+            tune::algorithms(collective)?;
+        }
+        if self.min_bytes > self.max_bytes {
+            return Err(Error::invalid_argument("the smallest size is above the largest")
+                .with_remedy("give a smaller --min-bytes (-b) or a larger --max-bytes (-e)"));
+        }
+        Ok(())
+    }
+
+    fn root(&self, group: &ProcessGroup) -> Result<Rank> {
+        let (root, world) = (self.root.unwrap_or(0), group.world_size());
+        world.rank(root).map_err(|_| {
+            Error::invalid_argument(format!("--root {root} is none of the {world} ranks"))
+                .with_remedy("give a smaller --root or a larger --nproc-per-node")
+        })
+    }
+
+    /// From the smallest to the largest, in whole elements of every rank's share.
+    fn sizes(&self, world: usize) -> Vec<usize> {
+        if !self.collective.has_data() {
+            return vec![0];
+        }
+        let unit = self.dtype.size() * if self.collective.has_shares() { world } else { 1 };
+        let next = |bytes: &usize| bytes.checked_mul(self.factor as usize);
+        let sizes = std::iter::successors(Some(self.min_bytes), next)
+            .take_while(|bytes| *bytes <= self.max_bytes)
+            .map(|bytes| bytes.next_multiple_of(unit));
+        let mut sizes: Vec<_> = sizes.collect();
+        sizes.dedup();
+        sizes
+    }
+
+    /// What the curve of these measurements is called.
+    fn curve(&self, group: &ProcessGroup, algorithm: Option<&str>) -> String {
+        let transport = group.transport().map_or("alone".to_owned(), |kind| kind.to_string());
+        let memory = if self.memory == Memory::Registered { ", registered" } else { "" };
+        let algorithm = algorithm.map_or(String::new(), |name| format!(", {name}"));
+        format!("Phalanx, {transport}{memory}{algorithm}")
+    }
+
+    fn title(&self, group: &ProcessGroup) -> String {
+        let (collective, mut what) = (self.collective, String::new());
+        if collective.has_data() {
+            what += &format!(", {}", self.dtype);
+        }
+        if collective.reduces() {
+            what += &format!(", {}", self.op.unwrap_or(ReduceOp::Sum));
+        }
+        if collective.has_root() {
+            what += &format!(", root {}", self.root.unwrap_or(0));
+        }
+        format!("{}: {collective}{what}, {} ranks", self.curve(group, None), group.world_size())
+    }
+}

@@ -1,0 +1,174 @@
+//! What `phalanx bench` may be told, and how sizes are read.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use phalanx::{DType, ReduceOp, TransportKind};
+
+use super::collectives::Collective;
+use super::values::FACTOR;
+
+/// Time a collective, in the manner of nccl-tests
+#[derive(Args, Debug)]
+#[command(long_about = ABOUT, after_long_help = MANUAL, after_help = "`--help` says what the columns are.")]
+pub(crate) struct Bench {
+    /// The collective
+    #[arg(value_enum)]
+    pub(super) collective: Collective,
+
+    /// The smallest size in bytes, such as 4, 64K or 1M
+    #[arg(short = 'b', long, default_value = "4", value_parser = bytes, value_name = "BYTES")]
+    pub(super) min_bytes: usize,
+
+    /// The largest size in bytes
+    #[arg(short = 'e', long, default_value = "64M", value_parser = bytes, value_name = "BYTES")]
+    pub(super) max_bytes: usize,
+
+    /// Each size is this many times the one before
+    #[arg(short = 'f', long, default_value_t = 4, value_name = "FACTOR",
+          value_parser = clap::value_parser!(u64).range(2..))]
+    pub(super) factor: u64,
+
+    /// How many processes take part; under a launcher it is the launcher that says so
+    #[arg(long, visible_alias = "nproc_per_node", default_value_t = 2, value_name = "N")]
+    pub(super) nproc_per_node: u32,
+
+    /// What carries the data: tcp or shm [default: shm if all ranks are on one host, else tcp]
+    #[arg(long, value_name = "KIND")]
+    pub(super) transport: Option<TransportKind>,
+
+    /// The buffers: memory of the group (`ProcessGroup::alloc`), or the program's own
+    #[arg(long, value_enum, default_value_t = Memory::Ordinary, value_name = "KIND")]
+    pub(super) memory: Memory,
+
+    /// The type of the elements
+    #[arg(short = 'd', long, visible_alias = "datatype", default_value = "f32", value_parser = dtype,
+          value_name = "TYPE")]
+    pub(super) dtype: DType,
+
+    /// How elements are combined, where they are; premul_sum halves them first [default: sum]
+    #[arg(short = 'o', long, value_parser = op, value_name = "OPERATION")]
+    pub(super) op: Option<ReduceOp>,
+
+    /// The rank from which data goes out, or at which it ends [default: 0]
+    #[arg(short = 'r', long, value_name = "RANK")]
+    pub(super) root: Option<u32>,
+
+    /// How many calls are timed for each size [default: some 0.3 s of them, from 8 to 30000]
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) iterations: Option<u32>,
+
+    /// How many calls go before the timed ones [default: until their times have settled, for 0.1 s to 1 s]
+    #[arg(short = 'w', long, value_name = "N")]
+    pub(super) warm_up: Option<u32>,
+
+    /// How many calls have every element of their results checked, before the timed ones and again after them
+    #[arg(short = 'c', long, value_name = "N", default_value_t = 1, num_args = 0..=1, default_missing_value = "10")]
+    pub(super) check: u32,
+
+    /// Print a line of JSON for each size, or write it to a file besides printing the table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    pub(super) json: Option<PathBuf>,
+
+    /// Draw time and bus bandwidth against size
+    #[arg(long, value_name = "PNG")]
+    pub(super) plot: Option<PathBuf>,
+
+    /// What was measured before, with --json or by others, to be drawn beside it
+    #[arg(long, value_name = "FILE", num_args = 1.., requires = "plot")]
+    pub(super) peers: Vec<PathBuf>,
+
+    /// Time each algorithm, and note in this table of PHALANX_TUNING's where one gives way to the next in such a world
+    #[arg(long, value_name = "FILE")]
+    pub(super) tune: Option<PathBuf>,
+}
+
+const ABOUT: &str = "\
+Times a collective at growing sizes, in the manner of nccl-tests, and checks its results.
+
+Starts the processes itself. Under a launcher (`phalanx run`, torchrun, RANK and WORLD_SIZE set by hand on several \
+hosts) each process is one of the ranks.";
+
+const MANUAL: &str = "\
+Sizes:
+  Those of the whole data: what stands in one rank's buffer for all_reduce, broadcast, reduce and send_recv, in the \
+output of all_gather and gather, in the input of reduce_scatter, scatter and all_to_all. They are rounded up to whole elements for every rank.
+
+Columns:
+  time   of a call, in µs: the median of the rank for which it is longest; min and p99 (99 of 100 calls are faster) \
+likewise. Calls of a few µs are timed several at once, so that reading the clock does not show; min and p99 are then \
+those of such a sample's mean. send_recv goes there and back: its time is half of that.
+  algbw  size over time, in GB/s (10^9 bytes)
+  busbw  what each rank's link carries if the algorithm is optimal, as nccl-tests defines it: algbw times 2(n-1)/n for \
+all_reduce, (n-1)/n for all_gather, reduce_scatter, gather, scatter and all_to_all, 1 for the others
+  wrong  elements of all ranks that came out wrong; the exit code is 1 if there is one
+
+Examples:
+  phalanx bench all_reduce -b 4 -e 256M -f 4 --nproc-per-node 4
+  phalanx bench reduce_scatter --dtype bf16 --op avg --memory registered --check 10
+  phalanx bench all_reduce --transport tcp --json tcp.json
+  phalanx bench all_reduce --plot all_reduce.png --peers tcp.json
+  phalanx bench all_reduce --nproc-per-node 4 -b 1K -f 2 --transport tcp --tune tuning.json
+  PHALANX_TUNING=tuning.json ./train";
+
+/// Whose memory is sent from and received into.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Memory {
+    /// The program's own
+    Ordinary,
+    /// The group's, which it moves without a further copy
+    Registered,
+}
+
+/// A number of bytes with an optional K, M or G (powers of 1024).
+fn bytes(text: &str) -> Result<usize, String> {
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (digits, unit) = text.split_at(split);
+    let shift = match unit.to_ascii_uppercase().trim_end_matches('B').trim_end_matches('I') {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        _ => return Err("it is not a number of bytes such as 4, 64K or 1M".to_owned()),
+    };
+    let number: usize = digits.parse().map_err(|_| "it is not a number of bytes such as 4, 64K or 1M")?;
+    number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).ok_or_else(|| "it is out of range".to_owned())
+}
+
+fn dtype(text: &str) -> Result<DType, String> {
+    one_of(&DType::ALL, text)
+}
+
+fn op(text: &str) -> Result<ReduceOp, String> {
+    one_of(&ReduceOp::ALL, text).map(|op| match op {
+        ReduceOp::PreMulSum(_) => ReduceOp::PreMulSum(FACTOR),
+        op => op,
+    })
+}
+
+fn one_of<T: Copy + ToString>(all: &[T], text: &str) -> Result<T, String> {
+    all.iter().copied().find(|known| known.to_string() == text).ok_or_else(|| {
+        let names: Vec<_> = all.iter().map(T::to_string).collect();
+        format!("it may be {}", names.join(", "))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_with_their_units() {
+        assert_eq!(bytes("4"), Ok(4));
+        assert_eq!(bytes("64K"), Ok(64 << 10));
+        assert_eq!([bytes("2MB"), bytes("2MiB")], [Ok(2 << 20), Ok(2 << 20)]);
+        assert!(bytes("0").is_err() && bytes("x").is_err() && bytes("").is_err() && bytes("9T").is_err());
+    }
+
+    #[test]
+    fn what_is_unknown_is_answered_with_what_is_known() {
+        assert_eq!(dtype("bf16"), Ok(DType::BF16));
+        assert!(dtype("float").unwrap_err().contains("f32, f64"));
+        assert_eq!(op("avg"), Ok(ReduceOp::Avg));
+    }
+}

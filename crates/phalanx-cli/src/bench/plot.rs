@@ -1,0 +1,358 @@
+//! Time and bus bandwidth against size, as a PNG.
+
+use std::error::Error as StdError;
+use std::fs::File;
+use std::io::BufWriter;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use phalanx::{Error, Result};
+use plotters::coord::Shift;
+use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint};
+use plotters::element::DashedPathElement;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+use plotters::style::{FontStyle, register_font};
+
+use super::collectives::Collective;
+use super::points::{Point, cases, read, select};
+use super::report::size;
+
+/// Pixels of the file. It is drawn `FINE` times as large in each direction: plotters does not smooth thick lines.
+const WIDTH: u32 = 1800;
+const HEIGHT: u32 = 800;
+const FINE: u32 = 3;
+
+/// Okabe and Ito's colours, which the colour-blind can tell apart; without the yellow, which is hardly seen on white.
+const COLOURS: [RGBColor; 6] = [
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(230, 159, 0),
+    RGBColor(86, 180, 233),
+];
+const INK: RGBColor = RGBColor(40, 40, 40);
+const FAINT: RGBColor = RGBColor(225, 225, 225);
+const LIMIT: RGBColor = RGBColor(110, 110, 110);
+
+/// The machine may have no fonts: the text is drawn with this one.
+const FONT: &str = "sans-serif";
+/// So many pixels lower, its small letters stand in the middle of the line.
+const LOWER: i32 = 3;
+static ROBOTO: &[u8] = include_bytes!("../../assets/Roboto-Regular.ttf");
+
+/// Draw what `bench --json` and bench/peers/run.py have measured
+#[derive(Args, Debug)]
+pub(crate) struct Plot {
+    /// Files with a line of JSON for each size
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+
+    /// Where to
+    #[arg(short, long, value_name = "PNG")]
+    output: PathBuf,
+
+    /// Of which collective, if the files have several
+    #[arg(long, value_enum)]
+    collective: Option<Collective>,
+
+    /// With how many ranks, if the files have several numbers
+    #[arg(long, value_name = "N")]
+    ranks: Option<u32>,
+}
+
+impl Plot {
+    pub(super) fn run(&self) -> Result<()> {
+        let mut points = read(&self.files)?;
+        points.retain(|point| self.collective.is_none_or(|collective| point.collective == collective));
+        points.retain(|point| self.ranks.is_none_or(|ranks| point.ranks == ranks));
+        let Some(first) = points.first() else {
+            return Err(Error::invalid_argument("the files have no such times")
+                .with_remedy(format!("they have those of {}", cases(&read(&self.files)?))));
+        };
+        let (collective, ranks) = (first.collective, first.ranks);
+        if points.iter().any(|point| (point.collective, point.ranks) != (collective, ranks)) {
+            return Err(Error::invalid_argument(format!("the files have times of {}", cases(&points)))
+                .with_remedy("choose with --collective and --ranks"));
+        }
+        Figure { points, ..Figure::new(&self.output, collective, ranks, "", &[])? }.draw()
+    }
+}
+
+/// A plot that grows, and is drawn at last.
+pub(super) struct Figure {
+    path: PathBuf,
+    file: File,
+    title: String,
+    points: Vec<Point>,
+}
+
+/// A name's points, in the order of their sizes, and how it looks.
+struct Curve {
+    name: String,
+    points: Vec<Point>,
+    shape: usize,
+    colour: RGBColor,
+    limit: bool,
+}
+
+impl Figure {
+    /// Reads what was measured before, but for the curve that is measured now, and opens the file, so that no measurement
+    /// is in vain.
+    pub(super) fn new(
+        path: &Path,
+        collective: Collective,
+        ranks: u32,
+        now: &str,
+        peers: &[PathBuf],
+    ) -> Result<Self> {
+        let mut points = if peers.is_empty() { Vec::new() } else { select(read(peers)?, collective, ranks)? };
+        points.retain(|point| point.name != now);
+        let file = File::create(path).map_err(|error| {
+            Error::invalid_argument(format!("{} cannot be written: {error}", path.display()))
+        })?;
+        Ok(Self { path: path.to_owned(), file, title: format!("{collective}, {ranks} ranks"), points })
+    }
+
+    pub(super) fn add(&mut self, point: Point) {
+        self.points.push(point);
+    }
+
+    pub(super) fn draw(self) -> Result<()> {
+        let failed = |error: Box<dyn StdError>| {
+            Error::aborted(format!("{} cannot be drawn: {error}", self.path.display()))
+        };
+        let pixels = render(&self.title, &curves(self.points)).map_err(failed)?;
+        encode(self.file, &pixels).map_err(|error| failed(error.into()))
+    }
+}
+
+/// The points of each name, in the order in which the names come.
+fn curves(points: Vec<Point>) -> Vec<Curve> {
+    let mut curves: Vec<Curve> = Vec::new();
+    for point in points {
+        match curves.iter_mut().find(|curve| curve.name == point.name) {
+            Some(curve) => curve.points.push(point),
+            None => {
+                let shape = curves.iter().filter(|curve| !curve.limit).count();
+                let colour = if point.limit { LIMIT } else { COLOURS[shape % COLOURS.len()] };
+                let (name, limit) = (point.name.clone(), point.limit);
+                curves.push(Curve { name, points: vec![point], shape, colour, limit });
+            }
+        }
+    }
+    for curve in &mut curves {
+        curve.points.sort_by(|one, other| one.bytes.total_cmp(&other.bytes));
+    }
+    curves
+}
+
+type Area<'a> = DrawingArea<BitMapBackend<'a>, Shift>;
+type Drawn = Result<(), Box<dyn StdError>>;
+
+/// The whole figure as RGB bytes.
+fn render(title: &str, curves: &[Curve]) -> Result<Vec<u8>, Box<dyn StdError>> {
+    register_font(FONT, FontStyle::Normal, ROBOTO).map_err(|_| "the font cannot be read")?;
+    let (width, height) = (WIDTH * FINE, HEIGHT * FINE);
+    let mut pixels = vec![0; (width * height * 3) as usize];
+    {
+        let root = BitMapBackend::with_buffer(&mut pixels, (width, height)).into_drawing_area();
+        root.fill(&WHITE)?;
+        let (head, body) = root.split_vertically(fine(104) as u32);
+        header(&head, title, curves)?;
+        let (left, right) = body.split_horizontally(width / 2);
+        let micros = |point: &Point| point.time_us * 1e-6;
+        panel(&left, "time of a call", curves, &micros, &|seconds| unit(seconds, "s"))?;
+        panel(&right, "bus bandwidth", curves, &Point::bus_bandwidth, &|rate| unit(rate, "B/s"))?;
+        root.present()?;
+    }
+    Ok(shrink(&pixels))
+}
+
+/// The title, and below it a line with each curve's name.
+fn header(area: &Area<'_>, title: &str, curves: &[Curve]) -> Drawn {
+    area.draw(&Text::new(title.to_owned(), (fine(28), fine(18)), text(30)))?;
+    let (mut left, middle) = (fine(28), fine(80));
+    for curve in curves {
+        area.draw(&curve.line(vec![(left, middle), (left + fine(44), middle)]))?;
+        area.draw(&curve.marker((left + fine(22), middle)))?;
+        let label = text(21).pos(Pos::new(HPos::Left, VPos::Center));
+        let (width, _) = area.estimate_text_size(&curve.name, &label)?;
+        area.draw(&Text::new(curve.name.clone(), (left + fine(54), middle + fine(LOWER)), label))?;
+        left += fine(54 + 36) + width as i32;
+    }
+    Ok(())
+}
+
+/// One quantity against size, both logarithmic.
+fn panel(
+    area: &Area<'_>,
+    title: &str,
+    curves: &[Curve],
+    quantity: &dyn Fn(&Point) -> f64,
+    label: &dyn Fn(f64) -> String,
+) -> Drawn {
+    let places = |curve: &Curve| -> Vec<_> {
+        let places = curve.points.iter().map(|point| (point.bytes.log2(), quantity(point).log10()));
+        places.filter(|(_, y)| y.is_finite()).collect()
+    };
+    let all: Vec<_> = curves.iter().flat_map(places).collect();
+    let x = Exponents::around(all.iter().map(|(x, _)| *x));
+    let y = Exponents::around(all.iter().map(|(_, y)| *y));
+    let mut chart = ChartBuilder::on(area)
+        .margin(fine(14))
+        .margin_right(fine(34))
+        .caption(title, text(24))
+        .x_label_area_size(fine(52))
+        .y_label_area_size(fine(104))
+        .build_cartesian_2d(x, y)?;
+    chart
+        .configure_mesh()
+        .bold_line_style(FAINT.stroke_width(FINE))
+        .axis_style(INK.stroke_width(FINE))
+        .label_style(text(20))
+        .x_label_formatter(&|power| size(power.exp2().round()))
+        .y_label_formatter(&|power| label(10f64.powf(*power)))
+        .y_label_offset(fine(LOWER))
+        .set_all_tick_mark_size(fine(6))
+        .draw()?;
+    // What is named first lies on top.
+    for curve in curves.iter().rev() {
+        let places = places(curve);
+        chart.plotting_area().draw(&curve.line(places.clone()))?;
+        for place in places {
+            chart.plotting_area().draw(&curve.marker(place))?;
+        }
+    }
+    Ok(())
+}
+
+impl Curve {
+    /// A line through `places`; a limit's is dashed.
+    fn line<'a, P: Clone + 'static>(&self, places: Vec<P>) -> DynElement<'a, BitMapBackend<'a>, P> {
+        let style = self.colour.stroke_width(fine(3) as u32);
+        match self.limit {
+            true => DashedPathElement::new(places, fine(9), fine(6), style).into_dyn(),
+            false => PathElement::new(places, style).into_dyn(),
+        }
+    }
+
+    /// Colour is not all that tells curves apart.
+    fn marker<'a, P: Clone + 'static>(&self, place: P) -> DynElement<'a, BitMapBackend<'a>, P> {
+        let (filled, radius) = (self.colour.filled(), fine(6));
+        let corners = |corners: &[(i32, i32)]| {
+            Polygon::new(
+                corners.iter().map(|(x, y)| (x * radius / 4, y * radius / 4)).collect::<Vec<_>>(),
+                filled,
+            )
+        };
+        let at = EmptyElement::at(place);
+        match self.shape {
+            _ if self.limit => at.into_dyn(),
+            0 | 4 => (at + Circle::new((0, 0), radius, filled)).into_dyn(),
+            1 | 5 => (at + corners(&[(-4, -4), (4, -4), (4, 4), (-4, 4)])).into_dyn(),
+            2 => (at + corners(&[(0, -5), (5, 4), (-5, 4)])).into_dyn(),
+            _ => (at + corners(&[(0, -6), (6, 0), (0, 6), (-6, 0)])).into_dyn(),
+        }
+    }
+}
+
+/// The logarithms of a quantity, with ticks at whole ones.
+struct Exponents {
+    range: Range<f64>,
+    ticks: Vec<f64>,
+}
+
+impl Exponents {
+    /// From the least to the greatest, with a little room; some seven ticks.
+    fn around(exponents: impl Iterator<Item = f64> + Clone) -> Self {
+        let least = exponents.clone().fold(f64::INFINITY, f64::min);
+        let greatest = exponents.fold(f64::NEG_INFINITY, f64::max);
+        if least > greatest {
+            return Self { range: 0.0..1.0, ticks: Vec::new() };
+        }
+        let room = ((greatest - least) * 0.04).max(0.2);
+        let step = ((greatest - least) / 7.0).ceil().max(1.0);
+        let first = (least - room).ceil();
+        let ticks = (0..).map(|tick| first + f64::from(tick) * step);
+        let ticks = ticks.take_while(|tick| *tick <= greatest + room).collect();
+        Self { range: least - room..greatest + room, ticks }
+    }
+}
+
+impl Ranged for Exponents {
+    type FormatOption = DefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, exponent: &f64, (from, to): (i32, i32)) -> i32 {
+        let part = (exponent - self.range.start) / (self.range.end - self.range.start);
+        from + (part * f64::from(to - from)).round() as i32
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
+        if hint.weight().allow_light_points() { Vec::new() } else { self.ticks.clone() }
+    }
+
+    fn range(&self) -> Range<f64> {
+        self.range.clone()
+    }
+}
+
+/// A power of ten with its unit: 10 µs, 1 GB/s.
+fn unit(value: f64, unit: &str) -> String {
+    let prefixes = [(1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")];
+    // A power of ten comes out of logarithms a little too small.
+    let value = value * (1.0 + 1e-9);
+    let (scale, prefix) = prefixes.into_iter().find(|(scale, _)| value >= *scale).unwrap_or((1e-9, "n"));
+    format!("{:.0} {prefix}{unit}", value / scale)
+}
+
+fn text(pixels: i32) -> TextStyle<'static> {
+    (FONT, fine(pixels)).into_font().color(&INK)
+}
+
+fn fine(pixels: i32) -> i32 {
+    pixels * FINE as i32
+}
+
+/// Each pixel of the file is the mean of those that were drawn for it.
+fn shrink(pixels: &[u8]) -> Vec<u8> {
+    let fine = FINE as usize;
+    let line = (WIDTH * FINE * 3) as usize;
+    let mean = |x: usize, y: usize, channel: usize| {
+        let all =
+            (0..fine * fine).map(|n| (y * fine + n / fine) * line + (x * fine + n % fine) * 3 + channel);
+        (all.map(|at| u32::from(pixels[at])).sum::<u32>() / (FINE * FINE)) as u8
+    };
+    let places = (0..HEIGHT as usize).flat_map(|y| (0..WIDTH as usize).map(move |x| (x, y)));
+    places.flat_map(|(x, y)| [mean(x, y, 0), mean(x, y, 1), mean(x, y, 2)]).collect()
+}
+
+fn encode(file: File, pixels: &[u8]) -> Result<(), png::EncodingError> {
+    let mut encoder = png::Encoder::new(BufWriter::new(file), WIDTH, HEIGHT);
+    encoder.set_color(png::ColorType::Rgb);
+    let mut writer = encoder.write_header()?;
+    writer.write_image_data(pixels)?;
+    writer.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_have_units() {
+        assert_eq!([unit(1e-7, "s"), unit(1e-3, "s"), unit(1e10, "B/s")], ["100 ns", "1 ms", "10 GB/s"]);
+    }
+
+    #[test]
+    fn an_axis_has_room_and_whole_exponents() {
+        let axis = Exponents::around([2.0, 26.0].into_iter());
+        assert!(axis.range.start < 2.0 && axis.range.end > 26.0);
+        assert_eq!(axis.ticks, [2.0, 6.0, 10.0, 14.0, 18.0, 22.0, 26.0]);
+        assert_eq!(Exponents::around([3.0].into_iter()).ticks, [3.0]);
+        assert!(Exponents::around(std::iter::empty()).ticks.is_empty());
+    }
+}

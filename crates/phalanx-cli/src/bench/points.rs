@@ -1,0 +1,121 @@
+//! What a plot needs of a measurement, as `--json` writes it and the scripts in bench/peers.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use phalanx::{Error, Result};
+use serde::Deserialize;
+
+use super::collectives::Collective;
+use super::report::Row;
+
+/// One size's time. What else stands in a line of JSON is not needed here.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub(super) struct Point {
+    /// The curve to which it belongs.
+    pub(super) name: String,
+    pub(super) collective: Collective,
+    pub(super) ranks: u32,
+    pub(super) bytes: f64,
+    pub(super) time_us: f64,
+    /// Is it what the hardware allows, and not a competitor?
+    #[serde(default)]
+    pub(super) limit: bool,
+}
+
+impl Point {
+    /// In bytes per second.
+    pub(super) fn bus_bandwidth(&self) -> f64 {
+        self.bytes / (self.time_us * 1e-6) * self.collective.bus_factor(self.ranks)
+    }
+}
+
+impl From<&Row> for Point {
+    fn from(row: &Row) -> Self {
+        Self {
+            name: row.name.clone(),
+            collective: row.collective,
+            ranks: row.ranks,
+            bytes: row.bytes as f64,
+            time_us: row.time_us,
+            limit: false,
+        }
+    }
+}
+
+/// The points of all files, a line of JSON each.
+pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Point>> {
+    let mut points = Vec::new();
+    for file in files {
+        let text = fs::read_to_string(file).map_err(|error| refused(file, &error.to_string()))?;
+        points.extend(parse(&text).map_err(|cause| refused(file, &cause))?);
+    }
+    Ok(points)
+}
+
+/// Those of one collective and world, of which there must be some.
+pub(super) fn select(points: Vec<Point>, collective: Collective, ranks: u32) -> Result<Vec<Point>> {
+    let cases = cases(&points);
+    let chosen: Vec<_> =
+        points.into_iter().filter(|point| (point.collective, point.ranks) == (collective, ranks)).collect();
+    if chosen.is_empty() {
+        let cause = format!("the files have no times of {collective} with {ranks} ranks");
+        return Err(Error::invalid_argument(cause).with_remedy(format!("they have those of {cases}")));
+    }
+    Ok(chosen)
+}
+
+/// What has been measured, in words.
+pub(super) fn cases(points: &[Point]) -> String {
+    let mut cases: Vec<_> =
+        points.iter().map(|point| format!("{} with {} ranks", point.collective, point.ranks)).collect();
+    cases.sort();
+    cases.dedup();
+    if cases.is_empty() { "nothing".to_owned() } else { cases.join(", ") }
+}
+
+fn parse(text: &str) -> Result<Vec<Point>, String> {
+    serde_json::Deserializer::from_str(text)
+        .into_iter::<Point>()
+        .map(|point| match point {
+            Ok(point) if !(point.bytes > 0.0 && point.time_us > 0.0) => Err(format!(
+                "{} bytes in {} µs have no place on a logarithmic axis",
+                point.bytes, point.time_us
+            )),
+            Ok(point) => Ok(point),
+            Err(error) => {
+                Err(format!("{error}; `phalanx bench --json FILE` and bench/peers/run.py write such files"))
+            }
+        })
+        .collect()
+}
+
+fn refused(file: &Path, cause: &str) -> Error {
+    Error::invalid_argument(format!("{} cannot be read: {cause}", file.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LINE: &str =
+        r#"{"name": "gloo", "collective": "all_reduce", "ranks": 4, "bytes": 1000, "time_us": 2.0}"#;
+
+    #[test]
+    fn lines_become_points_with_nccl_tests_bandwidth() {
+        let points = parse(&format!("{LINE}\n{LINE}\n")).unwrap();
+        assert_eq!(points.len(), 2);
+        assert_eq!(points[0].bus_bandwidth(), 0.75e9);
+    }
+
+    #[test]
+    fn what_cannot_be_drawn_is_refused() {
+        assert!(parse(&LINE.replace("2.0", "0")).unwrap_err().contains("logarithmic"));
+        assert!(parse("{}").unwrap_err().contains("run.py"));
+        let error = select(parse(LINE).unwrap(), Collective::Broadcast, 4).unwrap_err().to_string();
+        assert!(
+            error.contains("broadcast with 4 ranks") && error.contains("all_reduce with 4 ranks"),
+            "{error}"
+        );
+    }
+}

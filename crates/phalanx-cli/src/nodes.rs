@@ -1,0 +1,241 @@
+//! The options of a job on several nodes.
+
+use std::net::IpAddr;
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use phalanx::launch::{Cluster, Hosting};
+
+/// torchrun's ports.
+const STATIC_PORT: u16 = 29500;
+const C10D_PORT: u16 = 29400;
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Several nodes")]
+pub(crate) struct NodeOptions {
+    /// How many machines take part: a number, or MIN:MAX, between which nodes may come and go
+    #[arg(long, value_name = "N", env = "PET_NNODES", hide_env_values = true, default_value = "1")]
+    pub(crate) nnodes: Nnodes,
+
+    /// This machine's place among the nodes, from 0 (with `static`) [default: 0]
+    #[arg(long, alias = "node_rank", value_name = "N", env = "PET_NODE_RANK", hide_env_values = true)]
+    pub(crate) node_rank: Option<u32>,
+
+    /// The address at which node 0 is reached, and its store listens [default: 127.0.0.1]
+    #[arg(long, alias = "master_addr", value_name = "HOST", env = "PET_MASTER_ADDR", hide_env_values = true)]
+    pub(crate) master_addr: Option<String>,
+
+    /// The port of that store [default: a free one on one node, 29500 on several]
+    #[arg(long, alias = "master_port", value_name = "PORT", env = "PET_MASTER_PORT", hide_env_values = true)]
+    pub(crate) master_port: Option<u16>,
+
+    /// How nodes meet. `static`: node 0 serves the store. `c10d`: the node whose address the end point is
+    #[arg(
+        long,
+        alias = "rdzv_backend",
+        value_name = "NAME",
+        env = "PET_RDZV_BACKEND",
+        hide_env_values = true,
+        default_value = "static"
+    )]
+    pub(crate) rdzv_backend: Backend,
+
+    /// Where nodes meet, HOST[:PORT], instead of --master-addr and --master-port
+    #[arg(
+        long,
+        alias = "rdzv_endpoint",
+        value_name = "HOST:PORT",
+        env = "PET_RDZV_ENDPOINT",
+        hide_env_values = true
+    )]
+    pub(crate) rdzv_endpoint: Option<String>,
+
+    /// More about it: join_timeout=600, last_call_timeout=30, keep_alive_interval=1, keep_alive_max_attempt=5 (seconds
+    /// and times), is_host=true
+    #[arg(
+        long,
+        alias = "rdzv_conf",
+        value_name = "KEY=VALUE,..",
+        env = "PET_RDZV_CONF",
+        hide_env_values = true,
+        default_value = "",
+        hide_default_value = true
+    )]
+    pub(crate) rdzv_conf: Conf,
+
+    /// The address at which this node's stores listen, if it is not the one at which others find it. 0.0.0.0 opens them,
+    /// without authentication, to every network of this machine
+    #[arg(long, value_name = "ADDRESS", env = "PHALANX_BIND", hide_env_values = true)]
+    pub(crate) bind: Option<IpAddr>,
+}
+
+/// Smallest and largest number of nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Nnodes {
+    pub(crate) min: u32,
+    pub(crate) max: u32,
+}
+
+impl FromStr for Nnodes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |text: &str| text.parse().map_err(|_| format!("{text:?} is not a number"));
+        let (min, max) = match text.split_once(':') {
+            Some((min, max)) => (number(min)?, number(max)?),
+            None => (number(text)?, number(text)?),
+        };
+        if min == 0 || min > max {
+            return Err("give a number from 1, or MIN:MAX".to_owned());
+        }
+        Ok(Self { min, max })
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Backend {
+    Static,
+    C10d,
+}
+
+/// `--rdzv-conf`, as far as it has a meaning here; keys that only PyTorch's store has a use for are taken and forgotten.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Conf {
+    join_timeout: Option<Duration>,
+    last_call: Option<Duration>,
+    keep_alive_interval: Option<Duration>,
+    keep_alive_attempts: Option<u32>,
+    is_host: Option<bool>,
+}
+
+impl FromStr for Conf {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut conf = Self::default();
+        for pair in text.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
+            let (key, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not KEY=VALUE"))?;
+            let value = value.trim();
+            let seconds = || crate::cli::seconds(value).map(Some).map_err(|error| format!("{key}: {error}"));
+            match key.trim() {
+                "join_timeout" | "timeout" => conf.join_timeout = seconds()?,
+                "last_call_timeout" => conf.last_call = seconds()?,
+                "keep_alive_interval" => conf.keep_alive_interval = seconds()?,
+                "keep_alive_max_attempt" => {
+                    let attempts = value.parse().map_err(|_| format!("{key}: it is not a number"))?;
+                    conf.keep_alive_attempts = Some(attempts);
+                }
+                "is_host" => match value.to_ascii_lowercase().as_str() {
+                    "1" | "true" | "t" | "yes" | "y" => conf.is_host = Some(true),
+                    "0" | "false" | "f" | "no" | "n" => conf.is_host = Some(false),
+                    _ => return Err(format!("{key}: it is neither true nor false")),
+                },
+                "close_timeout" | "read_timeout" | "store_type" | "use_libuv" | "heartbeat_timeout" => {}
+                key => return Err(format!("there is no {key:?}")),
+            }
+        }
+        Ok(conf)
+    }
+}
+
+impl NodeOptions {
+    /// The address and the port that were given, by whichever option.
+    pub(crate) fn endpoint(&self) -> Result<(Option<String>, Option<u16>), String> {
+        let Some(endpoint) = self.rdzv_endpoint.as_deref().map(str::trim).filter(|text| !text.is_empty())
+        else {
+            return Ok((self.master_addr.clone(), self.master_port));
+        };
+        // A bare IPv6 address has colons, but no port.
+        let bare = endpoint.parse::<IpAddr>().is_ok();
+        match endpoint.rsplit_once(':').filter(|(_, port)| !bare && !port.ends_with(']')) {
+            Some((host, port)) => {
+                let port = port.parse().map_err(|_| format!("--rdzv-endpoint: {port:?} is not a port"))?;
+                Ok((Some(host.to_owned()), Some(port)))
+            }
+            None => Ok((Some(endpoint.to_owned()), None)),
+        }
+    }
+
+    /// The nodes of the job, if there may be several.
+    pub(crate) fn cluster(&self) -> Result<Option<Cluster>, String> {
+        if self.nnodes.max == 1 {
+            return Ok(None);
+        }
+        let (host, port) = self.endpoint()?;
+        let host = match (host, self.rdzv_backend) {
+            (Some(host), _) => host,
+            (None, Backend::Static) => "127.0.0.1".to_owned(),
+            (None, Backend::C10d) => return Err("--rdzv-backend c10d needs --rdzv-endpoint".to_owned()),
+        };
+        let default = if self.rdzv_backend == Backend::C10d { C10D_PORT } else { STATIC_PORT };
+        let cluster = Cluster::new(self.nnodes.min, self.nnodes.max, host, port.unwrap_or(default))
+            .map_err(|error| error.to_string())?;
+        let cluster = match self.rdzv_backend {
+            Backend::Static => {
+                let place = self.node_rank.unwrap_or(0);
+                cluster.place(place).hosting(if place == 0 { Hosting::Serve } else { Hosting::Connect })
+            }
+            Backend::C10d => cluster.hosting(match self.rdzv_conf.is_host {
+                Some(true) => Hosting::Serve,
+                Some(false) => Hosting::Connect,
+                None => Hosting::WhoeverCan,
+            }),
+        };
+        let conf = &self.rdzv_conf;
+        let keep_alive = (
+            conf.keep_alive_interval.unwrap_or(Duration::from_secs(1)),
+            conf.keep_alive_attempts.unwrap_or(5),
+        );
+        let cluster = cluster.keep_alive(keep_alive.0, keep_alive.1);
+        let cluster = conf.join_timeout.into_iter().fold(cluster, Cluster::join_timeout);
+        let cluster = conf.last_call.into_iter().fold(cluster, Cluster::last_call);
+        Ok(Some(self.bind.into_iter().fold(cluster, Cluster::bind)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn node_counts_are_numbers_or_ranges() {
+        assert_eq!("3".parse(), Ok(Nnodes { min: 3, max: 3 }));
+        assert_eq!("1:4".parse(), Ok(Nnodes { min: 1, max: 4 }));
+        for bad in ["", "0", "0:2", "3:2", "1:2:3", "x", "-1"] {
+            assert!(bad.parse::<Nnodes>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn torchruns_settings_are_understood() {
+        let conf: Conf =
+            "join_timeout=60, keep_alive_interval=5,read_timeout=9,is_host=True".parse().unwrap();
+        assert_eq!((conf.join_timeout, conf.is_host), (Some(Duration::from_secs(60)), Some(true)));
+        for bad in ["x", "x=1", "join_timeout=soon", "is_host=2", "keep_alive_max_attempt=-1"] {
+            assert!(bad.parse::<Conf>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_end_point_may_lack_its_port() {
+        let endpoint = |text: &str| {
+            let options = NodeOptions {
+                nnodes: Nnodes { min: 2, max: 2 },
+                node_rank: None,
+                master_addr: None,
+                master_port: None,
+                rdzv_backend: Backend::C10d,
+                rdzv_endpoint: Some(text.to_owned()),
+                rdzv_conf: Conf::default(),
+                bind: None,
+            };
+            options.endpoint()
+        };
+        assert_eq!(endpoint("node7"), Ok((Some("node7".into()), None)));
+        assert_eq!(endpoint("node7:1"), Ok((Some("node7".into()), Some(1))));
+        assert_eq!(endpoint("::1"), Ok((Some("::1".into()), None)));
+        assert_eq!(endpoint("[::1]:1"), Ok((Some("[::1]".into()), Some(1))));
+        assert!(endpoint("node7:x").is_err());
+    }
+}

@@ -1,0 +1,117 @@
+//! Collectives in which every message is one rank's for another: it goes from the input straight into the output.
+
+use super::{Engine, Space, bytes_of};
+use crate::buffer::AlignedBytes;
+use crate::collective::{self, Shares};
+use crate::deadline::Deadline;
+use crate::error::Result;
+use crate::rank::{Rank, Sequence};
+use crate::wire::frame::{Call, Operation};
+
+impl Engine {
+    /// An `all_gather_v`, `all_to_all` or `all_to_all_v`: input and output, with the ranks' shares of them.
+    pub(super) fn deal(
+        &mut self,
+        call: Call,
+        sequence: Sequence,
+        (input, sent): (&[u8], &Shares),
+        (output, received): (&mut [u8], &Shares),
+        deadline: Deadline,
+    ) -> Result<()> {
+        let (rank, world, size) = (self.rank, self.world, call.dtype.size());
+        let place = bytes_of(&received.of(rank.index()), size);
+        if call.operation == Operation::AllGatherV {
+            output[place].copy_from_slice(input);
+            let plan = collective::all_gather_v(rank, world, received);
+            return self.execute(call, sequence, &plan, Space::One(output), deadline);
+        }
+        output[place].copy_from_slice(&input[bytes_of(&sent.of(rank.index()), size)]);
+        let plan = collective::all_to_all(rank, world, sent, received);
+        self.execute(call, sequence, &plan, Space::Two(input, output), deadline)
+    }
+
+    /// `output` is the root's alone.
+    pub(super) fn gather(
+        &mut self,
+        call: Call,
+        sequence: Sequence,
+        input: &[u8],
+        output: &mut [u8],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let (root, share) = (call.root.unwrap_or(Rank::MAIN), input.len());
+        if share > self.choice.row.tree_max {
+            if self.rank == root {
+                output[self.rank.index() * share..][..share].copy_from_slice(input);
+            }
+            let plan = collective::gather(self.rank, self.world, root, call.elements as usize);
+            return self.execute(call, sequence, &plan, Space::Two(input, output), deadline);
+        }
+        let plan = collective::gather_tree(self.rank, self.world, root, call.elements as usize);
+        self.through_tree(share, |engine, tree| {
+            let place = engine.place_from(root);
+            tree[place * share..][..share].copy_from_slice(input);
+            engine.execute(call, sequence, &plan, Space::One(tree), deadline)?;
+            if engine.rank == root {
+                turn(output, tree, root.index() * share);
+            }
+            Ok(())
+        })
+    }
+
+    /// `input` is the root's alone.
+    pub(super) fn scatter(
+        &mut self,
+        call: Call,
+        sequence: Sequence,
+        input: &[u8],
+        output: &mut [u8],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let (root, share) = (call.root.unwrap_or(Rank::MAIN), output.len());
+        if share > self.choice.row.tree_max {
+            if self.rank == root {
+                output.copy_from_slice(&input[self.rank.index() * share..][..share]);
+            }
+            let plan = collective::scatter(self.rank, self.world, root, call.elements as usize);
+            return self.execute(call, sequence, &plan, Space::Two(input, output), deadline);
+        }
+        let plan = collective::scatter_tree(self.rank, self.world, root, call.elements as usize);
+        self.through_tree(share, |engine, tree| {
+            if engine.rank == root {
+                turn(tree, input, tree.len() - root.index() * share);
+            }
+            engine.execute(call, sequence, &plan, Space::One(tree), deadline)?;
+            let place = engine.place_from(root);
+            output.copy_from_slice(&tree[place * share..][..share]);
+            Ok(())
+        })
+    }
+
+    /// This rank's place in a tree, in which the root stands first.
+    fn place_from(&self, root: Rank) -> usize {
+        (self.rank.index() + self.world.count() - root.index()) % self.world.count()
+    }
+
+    /// Lends `share` bytes for each rank: on the way through a tree a rank holds others' shares too.
+    fn through_tree(
+        &mut self,
+        share: usize,
+        work: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        let length = share * self.world.count();
+        let mut workspace: AlignedBytes = std::mem::take(&mut self.workspace);
+        workspace.reserve_len(length);
+        let outcome = work(self, &mut workspace.as_mut_slice()[..length]);
+        self.workspace = workspace;
+        outcome
+    }
+}
+
+/// Copies `from`, so that its first byte comes to stand at `start`, and what goes beyond the end at the front.
+fn turn(to: &mut [u8], from: &[u8], start: usize) {
+    let (front, back) = from.split_at(from.len() - start.min(from.len()));
+    let (head, tail) = to.split_at_mut(start.min(from.len()));
+    tail.copy_from_slice(front);
+    head.copy_from_slice(back);
+}

@@ -1,0 +1,79 @@
+//! A barrier that finds out who is missing.
+
+use super::Engine;
+use crate::collective::kernel::Kernel;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::{Rank, Sequence};
+use crate::transport::{Incoming, Outgoing};
+use crate::wire::frame::{Call, Header};
+
+impl Engine {
+    /// Every rank reports to rank 0, which waits for each until `deadline` and then lets all go on, or tells them who is
+    /// missing. The others wait for its word until `patience`.
+    pub(in crate::group) fn monitored_barrier(
+        &mut self,
+        call: Call,
+        deadline: Deadline,
+        patience: Deadline,
+    ) -> Result<()> {
+        let sequence = self.collectives.advance();
+        self.check_health()?;
+        let met = if self.rank.is_main() {
+            self.meet(call, sequence, deadline, patience)
+        } else {
+            self.token(call, sequence, Some(Rank::MAIN), None, patience)
+                .and_then(|()| self.token(call, sequence, None, Some(Rank::MAIN), patience))
+        };
+        met.map_err(|error| super::fail_operation(&self.health, error, call, sequence))
+    }
+
+    fn meet(&mut self, call: Call, sequence: Sequence, deadline: Deadline, patience: Deadline) -> Result<()> {
+        let others = || self.world.ranks().skip(1);
+        let (mut missing, others) = (Vec::new(), others());
+        for rank in others {
+            match self.token(call, sequence, None, Some(rank), deadline) {
+                // What has come by now still counts, of those after it too.
+                Err(error) if error.is_timeout() => missing.push(rank),
+                outcome => outcome?,
+            }
+        }
+        match missing.first() {
+            None => {}
+            Some(first) => return Err(absent(&missing, self.world.count()).with_peer(*first)),
+        }
+        for rank in self.world.ranks().skip(1) {
+            self.token(call, sequence, Some(rank), None, patience)?;
+        }
+        Ok(())
+    }
+
+    /// An empty message to a rank, or from one.
+    fn token(
+        &mut self,
+        call: Call,
+        sequence: Sequence,
+        to: Option<Rank>,
+        from: Option<Rank>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
+        let send = to.map(|to| Outgoing { to, header, payload: &[] });
+        let kernel = Kernel::replacing(call.dtype);
+        let recv = from.map(|from| Incoming { from, expect: header, into: &mut [], kernel });
+        self.transport.exchange(send, recv, deadline)
+    }
+}
+
+fn absent(missing: &[Rank], world: usize) -> Error {
+    const SHOWN: usize = 64;
+    let names: Vec<_> = missing.iter().take(SHOWN).map(Rank::to_string).collect();
+    let (ranks, have) = if missing.len() == 1 { ("rank", "has") } else { ("ranks", "have") };
+    let more = missing.len().saturating_sub(SHOWN);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    Error::timeout(format!(
+        "{ranks} {}{more} of {world} {have} not reached the barrier in time",
+        names.join(", ")
+    ))
+    .with_remedy("are they stuck, or far behind, or have they gone another way through the program?")
+}

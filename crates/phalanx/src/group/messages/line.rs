@@ -1,0 +1,86 @@
+//! One direction of one pair of ranks: whose turn it is.
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::transport::health::Health;
+use crate::transport::messages::End;
+
+/// An end of a line, and the order of those who want to use it.
+pub(super) struct Line<E> {
+    turns: Mutex<Turns>,
+    changed: Condvar,
+    /// Locked by whoever has the turn.
+    end: Mutex<E>,
+}
+
+#[derive(Default)]
+struct Turns {
+    next_ticket: u64,
+    serving: u64,
+}
+
+/// The line with `peer`.
+pub(super) fn line<E>(lines: &[Option<Line<E>>], peer: Rank) -> Result<&Line<E>> {
+    let line = lines.get(peer.index()).and_then(Option::as_ref);
+    line.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of this rank")))
+}
+
+impl<E: End> Line<E> {
+    pub(super) fn new(end: E) -> Self {
+        Self { turns: Mutex::default(), changed: Condvar::new(), end: Mutex::new(end) }
+    }
+
+    /// A place in the order; the number of the message.
+    pub(super) fn take_ticket(&self) -> u64 {
+        let mut turns = self.turns.lock();
+        let ticket = turns.next_ticket;
+        turns.next_ticket += 1;
+        ticket
+    }
+
+    pub(super) fn is_served(&self, ticket: u64) -> bool {
+        self.turns.lock().serving == ticket
+    }
+
+    /// Waits until the turn of `ticket`. Fails if the group does; if `deadline` passes first, so will the group.
+    pub(super) fn wait_for_turn(&self, ticket: u64, deadline: Deadline, health: &Health) -> Result<()> {
+        let mut turns = self.turns.lock();
+        while turns.serving < ticket {
+            if self.changed.wait_until(&mut turns, deadline.instant()).timed_out() && turns.serving < ticket {
+                return Err(Error::timeout("the messages called before this one have not ended in time")
+                    .with_remedy(
+                        "is the peer stuck, or far behind? A longer time-out can be set on the group",
+                    ));
+            }
+        }
+        drop(turns);
+        // Not before its turn, which may have come because of a failure.
+        health.cause().map_or(Ok(()), Err)
+    }
+
+    /// The turn of `ticket` is over. Does anybody wait for the next?
+    pub(super) fn leave(&self, ticket: u64) -> bool {
+        let mut turns = self.turns.lock();
+        turns.serving = turns.serving.max(ticket + 1);
+        let awaited = turns.next_ticket > turns.serving;
+        drop(turns);
+        if awaited {
+            self.changed.notify_all();
+        }
+        awaited
+    }
+
+    /// The end, for who has the turn.
+    pub(super) fn end(&self) -> MutexGuard<'_, E> {
+        self.end.lock()
+    }
+
+    /// The end, if nobody uses it or waits for it.
+    pub(super) fn idle_end(&self) -> Option<MutexGuard<'_, E>> {
+        let turns = self.turns.lock();
+        if turns.next_ticket == turns.serving { self.end.try_lock() } else { None }
+    }
+}

@@ -1,0 +1,328 @@
+//! Point-to-point messages: every line between two ranks has an order of its own, and no other.
+//!
+//! A blocking call drives its line on the caller's thread, with the caller's memory. Asynchronous ones are driven by a
+//! worker, all of them at the same time, which is started when the first one comes. Both take a ticket of their line,
+//! which is also the message's number.
+
+mod line;
+mod worker;
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{EventfdFlags, eventfd};
+
+use self::line::{Line, line};
+use self::worker::{Op, Worker};
+use super::affinity::{LocalPlace, keep_apart};
+use super::engine::fail_operation;
+use super::{P2pOp, Work};
+use crate::buffer::Buffer;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::{Epoch, Rank, Sequence};
+use crate::trace::Trace;
+use crate::transport::health::Health;
+use crate::transport::messages::{Bell, End, Inbound, Messages as Ends, Outbound, Receiving, Sending, Step};
+use crate::wire::frame::{Call, Header, Operation};
+
+/// Looks at memory before a rank goes to sleep, a few microseconds, if every rank can have a processor of its own.
+const SPINS: u32 = 200;
+/// Steps between looks at the clock, while there is something to move.
+const CLOCK: u64 = 256;
+
+/// A group's messages, as one rank sees them.
+pub(super) struct Messages {
+    shared: Arc<Shared>,
+    place: LocalPlace,
+    worker: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What callers and the worker share.
+struct Shared {
+    rank: Rank,
+    epoch: Epoch,
+    health: Arc<Health>,
+    trace: Trace,
+    outbound: Vec<Option<Line<Outbound>>>,
+    inbound: Vec<Option<Line<Inbound>>>,
+    bell: Arc<Bell>,
+    spins: u32,
+    queue: Mutex<Queue>,
+    arrived: Condvar,
+    /// Wakes the worker where it polls sockets; there is none before the worker.
+    poke: OnceLock<OwnedFd>,
+    /// Says goodbye when nobody holds it any more.
+    _farewell: Box<dyn Send + Sync>,
+}
+
+/// What the worker has not seen yet.
+#[derive(Default)]
+struct Queue {
+    outbound: Vec<(Rank, Op<Outbound>)>,
+    inbound: Vec<(Rank, Op<Inbound>)>,
+    /// The worker waits, or is about to, and must be poked.
+    asleep: bool,
+    closed: bool,
+}
+
+impl Messages {
+    pub(super) fn new(
+        rank: Rank,
+        epoch: Epoch,
+        ends: Ends,
+        health: Arc<Health>,
+        place: LocalPlace,
+        trace: Trace,
+    ) -> Self {
+        let Ends { outbound, inbound, bell, farewell } = ends;
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let spins = if outbound.len() <= processors { SPINS } else { 0 };
+        let shared = Shared {
+            rank,
+            epoch,
+            health,
+            trace,
+            outbound: outbound.into_iter().map(|end| end.map(Line::new)).collect(),
+            inbound: inbound.into_iter().map(|end| end.map(Line::new)).collect(),
+            bell,
+            spins,
+            queue: Mutex::default(),
+            arrived: Condvar::new(),
+            poke: OnceLock::new(),
+            _farewell: farewell,
+        };
+        Self { shared: Arc::new(shared), place, worker: Mutex::new(None) }
+    }
+
+    /// Sends from the caller's thread and memory; returns when all of `data` is on its way.
+    pub(super) fn send(&self, call: Call, to: Rank, data: &[u8], deadline: Deadline) -> Result<()> {
+        let line = line(&self.shared.outbound, to)?;
+        let ticket = line.take_ticket();
+        let mut frame = Sending::new(self.shared.header(call, ticket, data.len()));
+        self.shared.drive(line, (call, ticket), deadline, |end| end.push(&mut frame, data))
+    }
+
+    /// Receives on the caller's thread, into the caller's memory.
+    pub(super) fn recv(&self, call: Call, from: Rank, data: &mut [u8], deadline: Deadline) -> Result<()> {
+        let line = line(&self.shared.inbound, from)?;
+        let ticket = line.take_ticket();
+        let header = self.shared.header(call, ticket, data.len());
+        let mut frame = Receiving::new(self.shared.rank, header);
+        self.shared.drive(line, (call, ticket), deadline, |end| end.pull(&mut frame, data))
+    }
+
+    /// Leaves `ops`, whose ranks have been checked, to the worker.
+    pub(super) fn start(&self, ops: Vec<P2pOp>, deadline: Deadline) -> Result<Vec<Work>> {
+        self.employ()?;
+        let shared = &*self.shared;
+        // Tickets are taken under the queue's lock: the worker is to see them in their order.
+        let mut queue = shared.queue.lock();
+        let works = ops.into_iter().map(|op| match op {
+            P2pOp::Send { buffer, to } => {
+                let start = |header| Sending::new(header);
+                let (op, work) = shared.start(line(&shared.outbound, to)?, buffer, deadline, start);
+                queue.outbound.push((to, op));
+                Ok(work)
+            }
+            P2pOp::Recv { buffer, from } => {
+                let start = |header| Receiving::new(shared.rank, header);
+                let (op, work) = shared.start(line(&shared.inbound, from)?, buffer, deadline, start);
+                queue.inbound.push((from, op));
+                Ok(work)
+            }
+        });
+        let works = works.collect();
+        let asleep = std::mem::take(&mut queue.asleep);
+        drop(queue);
+        if asleep {
+            shared.wake_worker();
+        }
+        works
+    }
+
+    /// Starts the worker, unless there is one.
+    fn employ(&self) -> Result<()> {
+        let mut worker = self.worker.lock();
+        if worker.is_some() {
+            return Ok(());
+        }
+        let failed = |error: io::Error| Error::io("the worker for messages could not be started", error);
+        if self.shared.poke.get().is_none() {
+            let poke = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+            let _ = self.shared.poke.set(poke.map_err(|error| failed(error.into()))?);
+        }
+        let (shared, place) = (self.shared.clone(), self.place);
+        let thread = std::thread::Builder::new()
+            .name(format!("phalanx-p2p-{}", self.shared.rank))
+            .spawn(move || {
+                keep_apart(place);
+                Worker::new(shared).serve();
+            })
+            .map_err(failed)?;
+        *worker = Some(thread);
+        Ok(())
+    }
+}
+
+impl Drop for Messages {
+    /// Lets the worker finish what it has been given: the peers wait for it, and every message has a deadline.
+    fn drop(&mut self) {
+        self.shared.queue.lock().closed = true;
+        self.shared.wake_worker();
+        if let Some(worker) = self.worker.get_mut().take()
+            && worker.thread().id() != std::thread::current().id()
+        {
+            // It catches its panics; there is nothing to pass on.
+            let _ = worker.join();
+        }
+    }
+}
+
+impl Shared {
+    fn header(&self, call: Call, ticket: u64, payload: usize) -> Header {
+        Header { call, sequence: Sequence(ticket), epoch: self.epoch, payload: payload as u64 }
+    }
+
+    /// An operation for the worker, with the next ticket of `line`.
+    fn start<E: End>(
+        &self,
+        line: &Line<E>,
+        buffer: Buffer,
+        deadline: Deadline,
+        frame: impl FnOnce(Header) -> E::Frame,
+    ) -> (Op<E>, Work) {
+        let call = Call::new(Operation::PointToPoint, buffer.dtype(), buffer.len());
+        let ticket = line.take_ticket();
+        let frame = frame(self.header(call, ticket, buffer.as_bytes().len()));
+        let (work, completer) = Work::pending_in(self.health.clone());
+        let begin = self.trace.is_enabled().then(std::time::Instant::now);
+        (Op { ticket, call, frame, buffer, deadline, completer, begin }, work)
+    }
+
+    /// Takes the turn of `ticket` on `line` and steps until the frame is done.
+    fn drive<E: End>(
+        &self,
+        line: &Line<E>,
+        (call, ticket): (Call, u64),
+        deadline: Deadline,
+        step: impl FnMut(&mut E) -> Result<Step>,
+    ) -> Result<()> {
+        let turn = line.wait_for_turn(ticket, deadline, &self.health);
+        let outcome = turn.and_then(|()| self.step_through(&mut *line.end(), deadline, step));
+        let outcome = outcome.map_err(|error| self.fail(error, call, ticket));
+        if line.leave(ticket) {
+            self.poke_worker();
+        }
+        outcome
+    }
+
+    fn step_through<E: End>(
+        &self,
+        end: &mut E,
+        deadline: Deadline,
+        mut step: impl FnMut(&mut E) -> Result<Step>,
+    ) -> Result<()> {
+        let peer = end.peer();
+        let (mut idle, mut steps) = (0, 0u64);
+        loop {
+            match step(end)? {
+                Step::Done => return Ok(()),
+                Step::Moved => {
+                    (idle, steps) = (0, steps + 1);
+                    // Seldom, as the clock costs time; but a peer that trickles must not put the deadline off for ever.
+                    if steps % CLOCK == 0 && deadline.has_passed() {
+                        return Err(self.late::<E>(peer));
+                    }
+                    continue;
+                }
+                Step::Idle => {}
+            }
+            if let Some(socket) = end.socket() {
+                self.bell.wait(&[socket], false, deadline, || false)?;
+            } else if idle < self.spins {
+                idle += 1;
+                std::hint::spin_loop();
+                continue;
+            } else {
+                // Asked before the last look: what a peer published before it left, or died, still counts.
+                let is_over = self.is_over(peer);
+                let patience = if is_over { Deadline::now() } else { deadline };
+                let mut found = false;
+                self.bell.wait(&[], true, patience, || {
+                    found = end.is_ready();
+                    found
+                })?;
+                if is_over && !found {
+                    return Err(self.health.peer_failed(peer, "it takes no part any more"));
+                }
+            }
+            if deadline.has_passed() {
+                return Err(self.late::<E>(peer));
+            }
+        }
+    }
+
+    /// Will nothing more come from `peer`, nor be taken by it?
+    fn is_over(&self, peer: Rank) -> bool {
+        self.health.has_failed() || self.health.has_left(peer)
+    }
+
+    fn fail(&self, error: Error, call: Call, ticket: u64) -> Error {
+        fail_operation(&self.health, error, call, Sequence(ticket))
+    }
+
+    /// The error of a peer that was waited for until the deadline.
+    fn late<E: End>(&self, peer: Rank) -> Error {
+        let host = self.health.host(peer);
+        if E::RECEIVES {
+            return Error::timeout(format!("rank {peer} ({host}) has sent nothing in time"))
+                .with_peer(peer)
+                .with_remedy(
+                    "does that rank send to this one, and is it alive? A longer time-out can be set on the group",
+                );
+        }
+        let cause = format!("rank {peer} ({host}) has not received it in time");
+        match self.unasked(peer) {
+            Some(Header { call, sequence, .. }) => Error::timeout(format!(
+                "{cause}; it has itself sent {call} {sequence}, which this rank has not received"
+            ))
+            .with_remedy(
+                "two ranks that both send before they receive wait for each other: let one receive first, or use isend \
+                 or batch_isend_irecv",
+            ),
+            None => Error::timeout(cause).with_remedy(
+                "does that rank receive from this one, and is it alive? A longer time-out can be set on the group",
+            ),
+        }
+        .with_peer(peer)
+    }
+
+    /// The header of a message from `peer` that nobody here has asked for.
+    fn unasked(&self, peer: Rank) -> Option<Header> {
+        line(&self.inbound, peer).ok()?.idle_end()?.unasked()
+    }
+
+    /// Has the worker look at its lines again, if it waits.
+    fn poke_worker(&self) {
+        let asleep = std::mem::take(&mut self.queue.lock().asleep);
+        if asleep {
+            self.wake_worker();
+        }
+    }
+
+    fn wake_worker(&self) {
+        self.arrived.notify_all();
+        self.bell.ring();
+        if let Some(poke) = self.poke.get() {
+            // A counter that is full wakes the worker as well.
+            let _ = rustix::io::write(poke, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,153 @@
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::dtype::DType;
+use crate::group::{Ground, Identity, Origin, ProcessGroup};
+use crate::rank::WorldSize;
+use crate::store::MemoryStore;
+use crate::transport::{self, Place, TransportKind, Wishes};
+
+const LIMIT: Duration = Duration::from_secs(20);
+const HASTE: Duration = Duration::from_millis(200);
+const LENGTH: usize = 1 << 27;
+
+/// The groups of ranks that came with these wishes.
+fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
+    let store = MemoryStore::new();
+    let world = WorldSize::new(wishes.len() as u32).unwrap();
+    let join = |rank: Rank, wishes| {
+        let interface = Ipv4Addr::LOCALHOST.into();
+        let place = Place { store: &store, rank, world, epoch: Epoch(0), interface };
+        let connected = transport::connect(&place, wishes, Deadline::after(LIMIT)).unwrap();
+        let origin = Origin {
+            ground: Ground::process(),
+            local: LocalPlace { rank: rank.get(), world_size: 1 },
+            epoch: Epoch(0),
+            _keep_alive: Arc::new(()),
+            members: None,
+        };
+        ProcessGroup::new(Identity { rank, world, trace: Trace::default(), origin }, connected).unwrap()
+    };
+    std::thread::scope(|scope| {
+        let join = &join;
+        let ranks: Vec<_> = world
+            .ranks()
+            .zip(wishes)
+            .map(|(rank, wishes)| scope.spawn(move || join(rank, *wishes)))
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn on(host: &str) -> Wishes<'_> {
+    Wishes { kind: None, host: Some(host) }
+}
+
+#[test]
+fn each_pair_has_its_own_transport_and_all_of_them_move_at_once() {
+    let groups = groups(&[on("a"), on("b"), on("a")]);
+    std::thread::scope(|scope| {
+        for group in &groups {
+            let group = group.with_timeout(LIMIT);
+            scope.spawn(move || {
+                let rank = group.rank();
+                let others = || group.world_size().ranks().filter(|peer| *peer != rank);
+                for peer in others() {
+                    let end = line(&group.inner.messages.shared.inbound, peer).unwrap().end();
+                    assert_eq!(end.socket().is_none(), rank.get() != 1 && peer.get() != 1);
+                }
+                for length in [1, 1000, 5 << 20] {
+                    let own = || Buffer::from_slice(&vec![rank.get() as u8; length]);
+                    let sent = others().map(|to| P2pOp::send(own(), to));
+                    let received = others().map(|from| P2pOp::recv(Buffer::zeroed(DType::U8, length), from));
+                    let works = group.batch_isend_irecv(sent.chain(received).collect()).unwrap();
+                    for (from, work) in others().zip(works.into_iter().skip(2)) {
+                        let got = work.wait().unwrap();
+                        assert!(got.as_bytes().iter().all(|byte| u32::from(*byte) == from.get()));
+                    }
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn ranks_that_were_told_different_things_agree_on_tcp() {
+    let told = Wishes { kind: Some(TransportKind::Tcp), host: None };
+    for group in groups(&[told, Wishes::default()]) {
+        assert_eq!(group.transport(), Some(TransportKind::Tcp));
+        let peer = Rank::new(1 - group.rank().get());
+        assert!(line(&group.inner.messages.shared.inbound, peer).unwrap().end().socket().is_some());
+    }
+}
+
+/// What rank 0 gets from a peer that, after a header, does as it likes until the rank has given up, whether the rank
+/// blocks or not.
+fn received_from(timeout: Duration, peer: impl Fn(&mut Outbound, &AtomicBool) + Sync) -> [Error; 2] {
+    [false, true].map(|blocks| {
+        let over = AtomicBool::new(false);
+        let mut groups = groups(&[Wishes::default(); 2]);
+        let (one, main) = (groups.pop().unwrap(), groups.pop().unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let call = Call::new(Operation::PointToPoint, DType::U8, LENGTH);
+                let mut head = [0; 64];
+                head[..48].copy_from_slice(&one.inner.messages.shared.header(call, 0, LENGTH).encode());
+                let mut end = line(&one.inner.messages.shared.outbound, Rank::MAIN).unwrap().end();
+                end.push_raw(&head);
+                peer(&mut end, &over);
+                drop(end);
+                drop(one);
+            });
+            let main = main.with_timeout(timeout);
+            let start = Instant::now();
+            let error = match blocks {
+                true => main.recv(&mut vec![0u8; LENGTH], Rank::new(1)).unwrap_err(),
+                false => {
+                    let work = main.irecv(Buffer::zeroed(DType::U8, LENGTH), Rank::new(1)).unwrap();
+                    work.wait().unwrap_err()
+                }
+            };
+            over.store(true, Ordering::Relaxed);
+            assert!(start.elapsed() < LIMIT / 4, "it took {:?}", start.elapsed());
+            error
+        })
+    })
+}
+
+#[test]
+fn a_peer_that_stops_within_a_line_is_late() {
+    let errors = received_from(HASTE, |line, over| {
+        line.push_raw(&[1; 100]);
+        while !over.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
+    for error in errors {
+        assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{error}");
+    }
+}
+
+#[test]
+fn a_peer_that_leaves_within_a_line_is_noticed() {
+    for error in received_from(LIMIT, |line, _| line.push_raw(&[1; 100])) {
+        assert!(error.is_peer_left() && error.peer() == Some(Rank::new(1)), "{error}");
+    }
+}
+
+#[test]
+fn a_peer_that_trickles_does_not_put_the_deadline_off() {
+    let errors = received_from(HASTE, |line, over| {
+        // Without a pause the whole payload would be there in time; with a sleep the rank would run idle.
+        while !over.load(Ordering::Relaxed) {
+            line.push_raw(&[1; 64]);
+            let pause = Instant::now();
+            while pause.elapsed() < Duration::from_micros(2) {}
+        }
+    });
+    for error in errors {
+        assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{error}");
+    }
+}

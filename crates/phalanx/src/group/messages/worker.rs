@@ -1,0 +1,332 @@
+//! Drives all messages in flight of one rank at the same time.
+
+use std::collections::VecDeque;
+use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::MutexGuard;
+use rustix::event::PollFlags;
+
+use super::line::{Line, line};
+use super::{CLOCK, Shared};
+use crate::buffer::Buffer;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::group::work::Completer;
+use crate::rank::Rank;
+use crate::transport::messages::{End, Inbound, Outbound, Step};
+use crate::wire::frame::Call;
+
+/// Messages of one line that may end in a row before the other lines have their turn.
+const ROW: usize = 64;
+
+/// A message in flight, which owns its buffer.
+pub(super) struct Op<E: End> {
+    pub ticket: u64,
+    pub call: Call,
+    pub frame: E::Frame,
+    pub buffer: Buffer,
+    pub deadline: Deadline,
+    pub completer: Completer,
+    /// When it was called, if that is to be noted.
+    pub begin: Option<Instant>,
+}
+
+pub(super) struct Worker {
+    shared: Arc<Shared>,
+    outbound: Pending<Outbound>,
+    inbound: Pending<Inbound>,
+    /// Before this no deadline passes.
+    patience: Option<Deadline>,
+}
+
+/// The messages in flight in one direction.
+struct Pending<E: End> {
+    /// By peer.
+    lines: Vec<VecDeque<Op<E>>>,
+    /// The peers of lines that are not empty.
+    active: Vec<Rank>,
+}
+
+/// What a round over all lines has come to.
+#[derive(Clone, Copy, Default)]
+struct Round {
+    moved: bool,
+    /// Does a line wait for a socket?
+    polls: bool,
+}
+
+/// A message that failed, and with it the group.
+struct Failed {
+    error: Error,
+    call: Call,
+    ticket: u64,
+}
+
+impl Worker {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        let world = shared.outbound.len();
+        Self { shared, outbound: Pending::new(world), inbound: Pending::new(world), patience: None }
+    }
+
+    /// Works until the group is closed and nothing is in flight.
+    pub(super) fn serve(mut self) {
+        let shared = self.shared.clone();
+        if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
+            shared.health.fail(Error::aborted("the worker for messages panicked on this rank"));
+        }
+        // What it held has been dropped, which its `Work`s notice; blocking calls may wait behind it.
+        let mut queue = shared.queue.lock();
+        queue.outbound.clear();
+        queue.inbound.clear();
+    }
+
+    fn run(&mut self) {
+        let (mut idle, mut rounds) = (0, 0u64);
+        while self.take_news() {
+            rounds += 1;
+            let outcome = self.round().and_then(|round| match round {
+                Round { moved: true, .. } => {
+                    idle = 0;
+                    if rounds % CLOCK == 0 { self.check_deadlines() } else { Ok(()) }
+                }
+                // Asking the system costs more than a look at memory.
+                Round { polls: false, .. } if idle < self.shared.spins => {
+                    idle += 1;
+                    std::hint::spin_loop();
+                    Ok(())
+                }
+                _ => self.wait().and_then(|()| self.check_deadlines()),
+            });
+            if let Err(failed) = outcome {
+                self.shared.fail(failed.error, failed.call, failed.ticket);
+            }
+            if self.shared.health.has_failed() {
+                self.give_up();
+            }
+        }
+    }
+
+    /// Takes over what has been called meanwhile; waits for it if nothing is in flight. False at the end.
+    fn take_news(&mut self) -> bool {
+        let mut queue = self.shared.queue.lock();
+        queue.asleep = false;
+        while self.is_idle() && queue.outbound.is_empty() && queue.inbound.is_empty() {
+            if queue.closed {
+                return false;
+            }
+            self.patience = None;
+            queue.asleep = true;
+            self.shared.arrived.wait(&mut queue);
+            queue.asleep = false;
+        }
+        for (to, op) in queue.outbound.drain(..) {
+            self.patience = Some(self.patience.map_or(op.deadline, |patience| patience.min(op.deadline)));
+            self.outbound.push(to, op);
+        }
+        for (from, op) in queue.inbound.drain(..) {
+            self.patience = Some(self.patience.map_or(op.deadline, |patience| patience.min(op.deadline)));
+            self.inbound.push(from, op);
+        }
+        true
+    }
+
+    fn is_idle(&self) -> bool {
+        self.outbound.active.is_empty() && self.inbound.active.is_empty()
+    }
+
+    /// One step on each line.
+    fn round(&mut self) -> Result<Round, Failed> {
+        let Self { shared, outbound, inbound, .. } = self;
+        let sent = outbound.round(&shared.outbound, shared)?;
+        let received = inbound.round(&shared.inbound, shared)?;
+        Ok(Round { moved: sent.moved || received.moved, polls: sent.polls || received.polls })
+    }
+
+    /// Waits until a line can be used, or somebody calls.
+    fn wait(&mut self) -> Result<(), Failed> {
+        let Self { shared, outbound, inbound, patience } = self;
+        let out = outbound.ends(&shared.outbound);
+        let into = inbound.ends(&shared.inbound);
+        // Asked before the last look: what a peer published before it left, or died, still counts.
+        let over = out.over(shared).or_else(|| into.over(shared));
+        {
+            let mut queue = shared.queue.lock();
+            if !queue.outbound.is_empty() || !queue.inbound.is_empty() {
+                return Ok(());
+            }
+            queue.asleep = true;
+        }
+        let Ends { by_socket: out, by_memory: mut out_memory, absent: out_absent } = out;
+        let Ends { by_socket: into, by_memory: mut into_memory, absent: into_absent } = into;
+        let mut sockets: Vec<_> = out.iter().filter_map(|(_, end)| end.socket()).collect();
+        sockets.extend(into.iter().filter_map(|(_, end)| end.socket()));
+        if let Some(poke) = shared.poke.get()
+            && !sockets.is_empty()
+        {
+            sockets.push((poke.as_fd(), PollFlags::IN));
+        }
+        let listens = !out_memory.is_empty() || !into_memory.is_empty();
+        let deadline = match (over.is_some(), *patience) {
+            (true, _) | (_, None) => Deadline::now(),
+            (_, Some(patience)) => patience,
+        };
+        let mut found = false;
+        let waited = shared.bell.wait(&sockets, listens, deadline, || {
+            found = out_memory.iter_mut().any(|(_, end)| end.is_ready())
+                || into_memory.iter_mut().any(|(_, end)| end.is_ready())
+                || out_absent.iter().any(|(line, ticket)| line.is_served(*ticket))
+                || into_absent.iter().any(|(line, ticket)| line.is_served(*ticket));
+            found
+        });
+        drop(sockets);
+        // Who took the flag has poked, or is about to: then there will be one wake-up for nothing.
+        if !std::mem::take(&mut shared.queue.lock().asleep)
+            && let Some(poke) = shared.poke.get()
+        {
+            let _ = rustix::io::read(poke, &mut [0; 8]);
+        }
+        match over {
+            Some((peer, call, ticket)) if !found => {
+                let error = shared.health.peer_failed(peer, "it takes no part any more");
+                Err(Failed { error, call, ticket })
+            }
+            // Nobody's message is at fault; the first in flight stands for all.
+            _ => match (waited, outbound.first().or_else(|| inbound.first())) {
+                (Err(error), Some((call, ticket))) => Err(Failed { error, call, ticket }),
+                _ => Ok(()),
+            },
+        }
+    }
+
+    fn check_deadlines(&mut self) -> Result<(), Failed> {
+        if self.patience.is_none_or(|patience| !patience.has_passed()) {
+            return Ok(());
+        }
+        let deadlines = (self.outbound.deadlines()).chain(self.inbound.deadlines());
+        self.patience = deadlines.min();
+        self.outbound.expired(&self.shared)?;
+        self.inbound.expired(&self.shared)
+    }
+
+    /// The group has failed: so has everything in flight.
+    fn give_up(&mut self) {
+        let Some(cause) = self.shared.health.cause() else { return };
+        self.outbound.give_up(&self.shared.outbound, &cause);
+        self.inbound.give_up(&self.shared.inbound, &cause);
+    }
+}
+
+/// The ends of one direction that somebody waits for.
+struct Ends<'a, E: End> {
+    by_socket: Vec<(&'a Op<E>, MutexGuard<'a, E>)>,
+    by_memory: Vec<(&'a Op<E>, MutexGuard<'a, E>)>,
+    /// Lines on which it is another's turn.
+    absent: Vec<(&'a Line<E>, u64)>,
+}
+
+impl<E: End> Ends<'_, E> {
+    /// A message to or from a rank that takes no part any more, where only memory could say so.
+    fn over(&self, shared: &Shared) -> Option<(Rank, Call, u64)> {
+        let over = self.by_memory.iter().find(|(_, end)| shared.is_over(end.peer()));
+        over.map(|(op, end)| (end.peer(), op.call, op.ticket))
+    }
+}
+
+impl<E: End> Pending<E> {
+    fn new(world: usize) -> Self {
+        Self { lines: std::iter::repeat_with(VecDeque::new).take(world).collect(), active: Vec::new() }
+    }
+
+    fn push(&mut self, peer: Rank, op: Op<E>) {
+        let Some(line) = self.lines.get_mut(peer.index()) else { return };
+        if line.is_empty() {
+            self.active.push(peer);
+        }
+        line.push_back(op);
+    }
+
+    fn first(&self) -> Option<(Call, u64)> {
+        let op = self.lines.get(self.active.first()?.index())?.front()?;
+        Some((op.call, op.ticket))
+    }
+
+    fn round(&mut self, lines: &[Option<Line<E>>], shared: &Shared) -> Result<Round, Failed> {
+        let mut round = Round::default();
+        for peer in &self.active {
+            let Ok(line) = line(lines, *peer) else { continue };
+            let ops = &mut self.lines[peer.index()];
+            for _ in 0..ROW {
+                let Some(op) = ops.front_mut().filter(|op| line.is_served(op.ticket)) else { break };
+                let mut end = line.end();
+                let step = end.advance(&mut op.frame, &mut op.buffer);
+                let step = step.map_err(|error| Failed { error, call: op.call, ticket: op.ticket })?;
+                round.moved |= step != Step::Idle;
+                if step != Step::Done {
+                    round.polls |= end.socket().is_some();
+                    break;
+                }
+                drop(end);
+                if let Some(op) = ops.pop_front() {
+                    line.leave(op.ticket);
+                    op.complete(shared);
+                }
+            }
+        }
+        self.active.retain(|peer| !self.lines[peer.index()].is_empty());
+        Ok(round)
+    }
+
+    fn ends<'a>(&'a self, lines: &'a [Option<Line<E>>]) -> Ends<'a, E> {
+        let mut ends = Ends { by_socket: Vec::new(), by_memory: Vec::new(), absent: Vec::new() };
+        for peer in &self.active {
+            let (Some(op), Ok(line)) = (self.lines[peer.index()].front(), line(lines, *peer)) else {
+                continue;
+            };
+            if !line.is_served(op.ticket) {
+                ends.absent.push((line, op.ticket));
+                continue;
+            }
+            let end = line.end();
+            let kind = if end.socket().is_some() { &mut ends.by_socket } else { &mut ends.by_memory };
+            kind.push((op, end));
+        }
+        ends
+    }
+
+    fn deadlines(&self) -> impl Iterator<Item = Deadline> {
+        self.active.iter().flat_map(|peer| self.lines[peer.index()].iter().map(|op| op.deadline))
+    }
+
+    fn expired(&self, shared: &Shared) -> Result<(), Failed> {
+        for peer in &self.active {
+            if let Some(op) = self.lines[peer.index()].iter().find(|op| op.deadline.has_passed()) {
+                let (call, ticket) = (op.call, op.ticket);
+                return Err(Failed { error: shared.late::<E>(*peer), call, ticket });
+            }
+        }
+        Ok(())
+    }
+
+    fn give_up(&mut self, lines: &[Option<Line<E>>], cause: &Error) {
+        for peer in self.active.drain(..) {
+            for op in self.lines[peer.index()].drain(..) {
+                if let Ok(line) = line(lines, peer) {
+                    line.leave(op.ticket);
+                }
+                op.completer.complete(Err(cause.clone()));
+            }
+        }
+    }
+}
+
+impl<E: End> Op<E> {
+    fn complete(self, shared: &Shared) {
+        if let Some(begin) = self.begin {
+            shared.trace.complete("communication", self.call.to_string(), begin, Instant::now(), &[]);
+        }
+        self.completer.complete(Ok(self.buffer));
+    }
+}

@@ -1,0 +1,227 @@
+//! Collectives on values that can be serialised, as postcard writes them. For settings, metrics and the like; tensors
+//! have collectives of their own.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::ProcessGroup;
+use super::engine::{Engine, Memory};
+use crate::collective::Shares;
+use crate::deadline::Patience;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::wire::frame::{Call, Operation};
+
+/// The most bytes that the objects of one call may take, of all ranks together, as they are written. What a peer
+/// announces is checked against it before memory is taken.
+pub const MAX_OBJECT_BYTES: usize = 256 << 20;
+
+/// Stands for the length of an object that its rank could not write: the others need an answer all the same.
+const UNWRITTEN: i64 = -1;
+
+impl ProcessGroup {
+    /// Gives every rank the root's `value`. The other ranks' is not read, and may be `None`.
+    ///
+    /// ```
+    /// use phalanx::{ProcessGroup, Rank};
+    /// let group = ProcessGroup::alone()?;
+    /// let path = group.rank().is_main().then(|| "run-7".to_owned());
+    /// assert_eq!(group.broadcast_object(path.as_ref(), Rank::MAIN)?, "run-7");
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`broadcast`](Self::broadcast); if the root has no value, or cannot write it, or it is longer than
+    /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read it.
+    pub fn broadcast_object<T: Serialize + DeserializeOwned>(
+        &self,
+        value: Option<&T>,
+        root: Rank,
+    ) -> Result<T> {
+        let root = self.member(root)?;
+        let own = if self.rank() == root { written(value) } else { Ok(Vec::new()) };
+        let bytes = self.on_lane(|engine, patience| {
+            let mut length = [announced(&own)];
+            let call = Call::new(Operation::Broadcast, DType::I64, 1).rooted_at(root);
+            engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut length)), patience)?;
+            let length = checked(&length, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?[0];
+            let mut bytes = own.clone().unwrap_or_default();
+            bytes.resize(length, 0);
+            let call = Call::new(Operation::Broadcast, DType::U8, length).rooted_at(root);
+            engine.collective(call, Memory::InPlace(&mut bytes), patience)?;
+            Ok(bytes)
+        })?;
+        read(&bytes, root)
+    }
+
+    /// Gives every rank all ranks' values, by rank.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather); if a rank cannot write its value, or all together are longer than
+    /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read them.
+    pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
+        let own = written(Some(value));
+        let (bytes, shares) = self.on_lane(|engine, patience| {
+            let shares = self.lengths(engine, &own, patience)?;
+            let mut bytes = vec![0; shares.total()];
+            let input = own.as_deref().unwrap_or_default();
+            let call = Call::new(Operation::AllGatherV, DType::U8, shares.total());
+            let memory = Memory::Shared { input, output: &mut bytes, sent: &shares, received: &shares };
+            engine.collective(call, memory, patience)?;
+            Ok((bytes, shares))
+        })?;
+        self.read_all(&bytes, &shares)
+    }
+
+    /// Gives the root all ranks' values, by rank, and the others `None`.
+    ///
+    /// # Errors
+    /// As [`all_gather_object`](Self::all_gather_object), and if `root` is no rank of this group.
+    pub fn gather_object<T: Serialize + DeserializeOwned>(
+        &self,
+        value: &T,
+        root: Rank,
+    ) -> Result<Option<Vec<T>>> {
+        let root = self.member(root)?;
+        let own = written(Some(value));
+        let (bytes, shares) = self.on_lane(|engine, patience| {
+            // All learn the lengths, so that all refuse what is too long.
+            let shares = self.lengths(engine, &own, patience)?;
+            let received = if self.rank() == root { shares.clone() } else { self.nothing() };
+            let sent = self.only(root, shares.of(self.rank().index()).len())?;
+            let mut bytes = vec![0; received.total()];
+            let input = own.as_deref().unwrap_or_default();
+            let call = Call::new(Operation::AllToAllV, DType::U8, 0);
+            let memory = Memory::Shared { input, output: &mut bytes, sent: &sent, received: &received };
+            engine.collective(call, memory, patience)?;
+            Ok((bytes, shares))
+        })?;
+        if self.rank() == root { self.read_all(&bytes, &shares).map(Some) } else { Ok(None) }
+    }
+
+    /// Gives rank r the r-th of the root's `values`. The other ranks' are not read, and may be `None`.
+    ///
+    /// # Errors
+    /// As [`broadcast_object`](Self::broadcast_object), and if the root has not one value for each rank.
+    pub fn scatter_object<T: Serialize + DeserializeOwned>(
+        &self,
+        values: Option<&[T]>,
+        root: Rank,
+    ) -> Result<T> {
+        let (root, world) = (self.member(root)?, self.world_size());
+        let own = match values {
+            _ if self.rank() != root => Ok(Vec::new()),
+            Some(values) if values.len() == world.count() => {
+                values.iter().map(|value| written(Some(value))).collect()
+            }
+            _ => Err(Error::invalid_argument(format!(
+                "scatter_object: the root must bring one value for each of {world} ranks"
+            ))),
+        };
+        let bytes = self.on_lane(|engine, patience| {
+            let mut lengths = vec![UNWRITTEN; world.count()];
+            if let Ok(own) = &own {
+                lengths.iter_mut().zip(own).for_each(|(length, bytes)| *length = bytes.len() as i64);
+            }
+            let call = Call::new(Operation::Broadcast, DType::I64, lengths.len()).rooted_at(root);
+            engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut lengths)), patience)?;
+            let lengths = checked(&lengths, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?;
+            let sent = if self.rank() == root { Shares::new(&lengths, world)? } else { self.nothing() };
+            let received = self.only(root, lengths[self.rank().index()])?;
+            let (input, mut bytes) = (own.clone().unwrap_or_default().concat(), vec![0; received.total()]);
+            let call = Call::new(Operation::AllToAllV, DType::U8, 0);
+            let memory =
+                Memory::Shared { input: &input, output: &mut bytes, sent: &sent, received: &received };
+            engine.collective(call, memory, patience)?;
+            Ok(bytes)
+        })?;
+        read(&bytes, root)
+    }
+
+    /// Runs the collectives of one call, between which no other may come.
+    fn on_lane<R>(&self, work: impl FnOnce(&mut Engine, &Patience) -> Result<R>) -> Result<R> {
+        self.check_health()?;
+        let patience = self.patience();
+        self.inner.lane.run(&patience, |engine| work(engine, &patience))?
+    }
+
+    /// The lengths of all ranks' objects.
+    fn lengths(&self, engine: &mut Engine, own: &Result<Vec<u8>>, patience: &Patience) -> Result<Shares> {
+        let mut lengths = vec![0i64; self.world_size().count()];
+        let memory = Memory::Apart {
+            input: &announced(own).to_ne_bytes(),
+            output: bytemuck::cast_slice_mut(&mut lengths),
+        };
+        engine.collective(Call::new(Operation::AllGather, DType::I64, 1), memory, patience)?;
+        let lengths = checked(&lengths, |index| Rank::new(index as u32))
+            .map_err(|error| own.clone().err().unwrap_or(error))?;
+        Shares::new(&lengths, self.world_size())
+    }
+
+    fn read_all<T: DeserializeOwned>(&self, bytes: &[u8], shares: &Shares) -> Result<Vec<T>> {
+        self.world_size().ranks().map(|rank| read(&bytes[shares.of(rank.index())], rank)).collect()
+    }
+
+    /// No bytes for anybody.
+    fn nothing(&self) -> Shares {
+        Shares::even(0, self.world_size())
+    }
+
+    /// `length` bytes for `rank` alone.
+    fn only(&self, rank: Rank, length: usize) -> Result<Shares> {
+        let mut counts = vec![0; self.world_size().count()];
+        counts[rank.index()] = length;
+        Shares::new(&counts, self.world_size())
+    }
+}
+
+fn written<T: Serialize>(value: Option<&T>) -> Result<Vec<u8>> {
+    let Some(value) = value else {
+        return Err(Error::invalid_argument("broadcast_object: the root must bring a value"));
+    };
+    postcard::to_stdvec(value)
+        .map_err(|error| Error::invalid_argument("the object could not be written").with_source(error))
+}
+
+fn announced(object: &Result<Vec<u8>>) -> i64 {
+    object.as_ref().map_or(UNWRITTEN, |bytes| bytes.len() as i64)
+}
+
+/// The lengths, if the objects of all ranks were written and may be received.
+fn checked(lengths: &[i64], origin: impl Fn(usize) -> Rank) -> Result<Vec<usize>> {
+    let mut total = 0usize;
+    lengths
+        .iter()
+        .enumerate()
+        .map(|(index, length)| {
+            let rank = origin(index);
+            let length = usize::try_from(*length).map_err(|_| {
+                Error::invalid_argument(format!("rank {rank} could not write its object")).with_peer(rank)
+            })?;
+            total = total.saturating_add(length);
+            if total > MAX_OBJECT_BYTES {
+                return Err(Error::invalid_argument(format!(
+                    "the object of rank {rank} takes {length} bytes, and with those before it {total}; a call may move \
+                     {MAX_OBJECT_BYTES} (MAX_OBJECT_BYTES)"
+                ))
+                .with_peer(rank)
+                .with_remedy("send large data as buffers"));
+            }
+            Ok(length)
+        })
+        .collect()
+}
+
+fn read<T: DeserializeOwned>(bytes: &[u8], origin: Rank) -> Result<T> {
+    let unreadable = |cause: &str| {
+        Error::mismatch(format!("the object of rank {origin} is not what this rank expects: {cause}"))
+            .with_peer(origin)
+            .with_remedy("every rank must call with the same type")
+    };
+    match postcard::take_from_bytes(bytes) {
+        Ok((value, [])) => Ok(value),
+        Ok((_, rest)) => Err(unreadable(&format!("{} bytes are left over", rest.len()))),
+        Err(error) => Err(unreadable(&error.to_string())),
+    }
+}

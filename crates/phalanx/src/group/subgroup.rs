@@ -1,0 +1,220 @@
+//! Groups of some of a group's ranks.
+
+use super::{Identity, ProcessGroup};
+use crate::error::{Error, Kind, Result};
+use crate::rank::{Rank, WorldSize};
+
+/// Which call it is that all ranks of a group make together.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Making {
+    NewGroup = 1,
+    Split = 2,
+}
+
+/// What a rank tells the others of its call: which it is, its number, and two words of its own.
+const RECORD: usize = 4;
+/// The color of a rank that joins no group.
+const NO_COLOR: i64 = -1;
+/// Ranks of a list that an error shows.
+const SHOWN: usize = 16;
+
+/// # Groups of some ranks
+///
+/// A sub-group is a group like any other: it has connections, memory, threads and a failure of its own, and may be used
+/// from another thread at the same time as the group that it comes from, and after that is dropped. Its ranks count from
+/// 0; [`global_rank`](Self::global_rank) translates. Each one costs a rank three open files for every other member, two
+/// threads, and a third from the first asynchronous message on.
+///
+/// A sub-group meets in the store through which the first group met: as long as sub-groups are made, the process that
+/// serves it (the launcher, or rank 0) must run.
+impl ProcessGroup {
+    /// A group of these `ranks` of this one, in ascending order whatever the order of the list; none on a rank that is
+    /// not among them.
+    ///
+    /// Every rank of this group must call it, member or not, with the same ranks, and in the same order as its
+    /// collectives: that all ask for the same is compared first.
+    ///
+    /// ```
+    /// use phalanx::{ProcessGroup, Rank, ReduceOp, WorldSize};
+    /// let groups = ProcessGroup::in_process(WorldSize::new(4)?)?;
+    /// std::thread::scope(|scope| {
+    ///     for group in groups {
+    ///         scope.spawn(move || {
+    ///             let Some(odd) = group.new_group(&[Rank::new(1), Rank::new(3)])? else { return Ok(()) };
+    ///             let mut ranks = [group.rank().get() as i64];
+    ///             odd.all_reduce(&mut ranks, ReduceOp::Sum)?;
+    ///             assert_eq!(ranks, [4]);
+    ///             assert_eq!(odd.global_rank(Rank::new(1))?, Rank::new(3));
+    ///             Ok::<(), phalanx::Error>(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// At once, on this rank alone, if the list is empty, or has a rank twice or one that is not in this group. On every
+    /// rank alike if the lists differ; the error shows two of them, and this group remains sound. On members, if they
+    /// cannot be connected. If this group fails.
+    pub fn new_group(&self, ranks: &[Rank]) -> Result<Option<Self>> {
+        let ranks = self.checked(ranks)?;
+        let mut number = self.inner.children.lock();
+        self.check_health()?;
+        let records = self.tell(Making::NewGroup, *number, [ranks.len() as i64, digest(&ranks)])?;
+        *number += 1;
+        let name = format!("group/{}", *number - 1);
+        if let Some(other) = records.iter().position(|record| *record != records[0]) {
+            return Err(self.differing_lists(&ranks, &records, other)?);
+        }
+        drop(number);
+        self.join_part(&name, &ranks)
+    }
+
+    /// Splits this group: the ranks that give the same `color` form a group, ordered by `key`, and by rank where keys are
+    /// equal. None on a rank that gives no color. As `MPI_Comm_split`.
+    ///
+    /// Every rank of this group must call it, in the same order as its collectives.
+    ///
+    /// ```
+    /// use phalanx::{ProcessGroup, ReduceOp, WorldSize};
+    /// let groups = ProcessGroup::in_process(WorldSize::new(4)?)?;
+    /// std::thread::scope(|scope| {
+    ///     for group in groups {
+    ///         scope.spawn(move || {
+    ///             // Two groups of two neighbours, as for two hosts with two ranks each.
+    ///             let Some(host) = group.split(Some(group.rank().get() / 2), 0)? else { unreachable!() };
+    ///             assert_eq!(host.world_size(), WorldSize::new(2)?);
+    ///             assert_eq!(host.rank().get(), group.rank().get() % 2);
+    ///             host.barrier()
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// On members, if they cannot be connected. If this group fails.
+    pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>> {
+        let own = color.map_or(NO_COLOR, i64::from);
+        let mut number = self.inner.children.lock();
+        self.check_health()?;
+        let records = self.tell(Making::Split, *number, [own, key])?;
+        *number += 1;
+        let name = format!("group/{}/{own}", *number - 1);
+        drop(number);
+        if color.is_none() {
+            return Ok(None);
+        }
+        let mut members: Vec<(i64, Rank)> = self
+            .world_size()
+            .ranks()
+            .zip(&records)
+            .filter(|(_, [_, _, color, _])| *color == own)
+            .map(|(rank, [.., key])| (*key, rank))
+            .collect();
+        members.sort_unstable();
+        let members: Vec<Rank> = members.into_iter().map(|(_, rank)| rank).collect();
+        self.join_part(&name, &members)
+    }
+
+    /// The rank in the first group, the one that was not made of another, of this group's `rank`.
+    ///
+    /// # Errors
+    /// If `rank` is no rank of this group.
+    pub fn global_rank(&self, rank: Rank) -> Result<Rank> {
+        self.member(rank).map(|rank| self.inner.origin.global(rank))
+    }
+
+    /// The rank in this group of the rank `global` of the first one; none if it is no member.
+    pub fn group_rank(&self, global: Rank) -> Option<Rank> {
+        self.world_size().ranks().find(|rank| self.inner.origin.global(*rank) == global)
+    }
+
+    /// The list of members, sorted, if it is one.
+    fn checked(&self, ranks: &[Rank]) -> Result<Vec<Rank>> {
+        let mut sorted = ranks.to_vec();
+        sorted.sort_unstable();
+        if sorted.is_empty() {
+            return Err(Error::invalid_argument("a group has at least one rank"));
+        }
+        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::invalid_argument(format!("rank {} is in the list twice", pair[0])));
+        }
+        sorted.iter().try_for_each(|rank| self.member(*rank).map(drop))?;
+        Ok(sorted)
+    }
+
+    /// Tells every rank of this call, and gives what each has told, by rank. An error on every rank if not all make the
+    /// same.
+    fn tell(&self, making: Making, number: u64, words: [i64; 2]) -> Result<Vec<[i64; RECORD]>> {
+        let own = [making as i64, number as i64, words[0], words[1]];
+        let mut all = vec![0i64; RECORD * self.world_size().count()];
+        self.all_gather(&own, &mut all)?;
+        let records: Vec<[i64; RECORD]> = all.as_chunks().0.to_vec();
+        let first = records.first().copied().unwrap_or(own);
+        match records.iter().position(|record| record[..2] != first[..2]) {
+            None => Ok(records),
+            Some(other) => {
+                let call = |record: &[i64; RECORD]| {
+                    let name = if record[0] == Making::Split as i64 { "split" } else { "new_group" };
+                    format!("{name} for the {}. time", record[1] + 1)
+                };
+                Err(Error::mismatch(format!(
+                    "the ranks disagree: rank 0 calls {}, rank {other} calls {}",
+                    call(&first),
+                    call(&records[other])
+                ))
+                .with_remedy("every rank of a group must make the same sub-groups, in the same order"))
+            }
+        }
+    }
+
+    /// The error of lists that differ, on every rank the same: that of rank 0 and that of `other`.
+    fn differing_lists(&self, ranks: &[Rank], records: &[[i64; RECORD]], other: usize) -> Result<Error> {
+        let longest = records.iter().map(|record| record[2]).max().unwrap_or(0).max(0) as usize;
+        let longest = longest.min(self.world_size().count());
+        let mut own = vec![i64::MAX; longest];
+        own.iter_mut().zip(ranks).for_each(|(place, rank)| *place = i64::from(rank.get()));
+        let mut all = vec![0i64; longest * records.len()];
+        self.all_gather(&own, &mut all)?;
+        let list = |rank: usize| {
+            let list = all.iter().skip(rank * longest).take(longest).filter(|rank| **rank != i64::MAX);
+            let names: Vec<String> = list.clone().take(SHOWN).map(i64::to_string).collect();
+            let more = if list.count() > SHOWN { ", .." } else { "" };
+            format!("[{}{more}]", names.join(", "))
+        };
+        Ok(Error::mismatch(format!(
+            "the ranks disagree on the new group: rank 0 asks for {}, rank {other} for {}",
+            list(0),
+            list(other)
+        ))
+        .with_peer(Rank::new(other as u32))
+        .with_remedy(
+            "every rank must call new_group with the same ranks, also those that are not among them",
+        ))
+    }
+
+    /// Connects the sub-group `name`, if this rank is a member.
+    fn join_part(&self, name: &str, members: &[Rank]) -> Result<Option<Self>> {
+        let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
+        let rank = Rank::new(rank as u32);
+        let world = WorldSize::new(members.len() as u32)?;
+        let origin = self.inner.origin.part(name, members);
+        let connected = origin.connect(rank, world, self.patience().deadline()).map_err(|error| match error.kind() {
+            Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy(
+                "a sub-group meets in the store of the first group: does the process that serves it still run?",
+            ),
+            _ => error,
+        })?;
+        let identity = Identity { rank, world, trace: self.trace(), origin };
+        Ok(Some(Self::new(identity, connected)?.with_timeout(self.timeout)))
+    }
+}
+
+/// FNV-1a of a list, by which ranks compare theirs.
+fn digest(ranks: &[Rank]) -> i64 {
+    let bytes = ranks.iter().flat_map(|rank| rank.get().to_le_bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    }) as i64
+}

@@ -1,0 +1,124 @@
+//! What ranks that still have data tell those that have none, before each collective.
+//!
+//! It is an all_reduce (max) of [`FIELDS`] numbers and one flag for each rank. A rank without data gives zeros, so that
+//! everybody learns what is called next and who calls it.
+
+use crate::collective::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::rank::{Rank, WorldSize};
+
+/// Kind, operation, type, length, root.
+const FIELDS: usize = 5;
+
+const STEP: i64 = 1;
+const ALL_REDUCE: i64 = 2;
+const BROADCAST: i64 = 3;
+
+/// The largest buffer that ranks with data may make one without take, in bytes.
+const MAX_BYTES: i64 = 1 << 38;
+
+/// What comes next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Announced {
+    /// Another step begins.
+    Step,
+    AllReduce {
+        op: ReduceOp,
+        dtype: DType,
+        elements: usize,
+    },
+    Broadcast {
+        dtype: DType,
+        elements: usize,
+        root: Rank,
+    },
+}
+
+impl Announced {
+    /// The numbers that `rank` gives.
+    pub(super) fn encode(self, rank: Rank, world: WorldSize) -> Vec<i64> {
+        let mut numbers = silence(world);
+        let fields = match self {
+            Self::Step => [STEP, 0, 0, 0, 0],
+            Self::AllReduce { op, dtype, elements } => {
+                [ALL_REDUCE, i64::from(op.code()), dtype as i64, elements as i64, 0]
+            }
+            Self::Broadcast { dtype, elements, root } => {
+                [BROADCAST, 0, dtype as i64, elements as i64, i64::from(root.get())]
+            }
+        };
+        numbers[..FIELDS].copy_from_slice(&fields);
+        numbers[FIELDS + rank.index()] = 1;
+        numbers
+    }
+
+    /// What was announced, and who did; nothing once no rank has data.
+    pub(super) fn decode(numbers: &[i64], world: WorldSize) -> Result<(Option<Self>, Vec<bool>)> {
+        let (fields, flags) = numbers
+            .split_at_checked(FIELDS)
+            .filter(|(_, flags)| flags.len() == world.count())
+            .ok_or_else(|| Error::protocol(format!("an announcement of {} numbers", numbers.len())))?;
+        let active: Vec<bool> = flags.iter().map(|&flag| flag != 0).collect();
+        if !active.contains(&true) {
+            return Ok((None, active));
+        }
+        let malformed = || Error::protocol(format!("the announcement {fields:?} has no meaning"));
+        let code = |number: i64| u8::try_from(number).ok();
+        let dtype = || code(fields[2]).and_then(DType::from_wire).ok_or_else(malformed);
+        let elements = |dtype: DType| {
+            let most = MAX_BYTES / dtype.size() as i64;
+            usize::try_from(fields[3]).ok().filter(|_| fields[3] <= most).ok_or_else(malformed)
+        };
+        let announced = match fields[0] {
+            STEP => Self::Step,
+            ALL_REDUCE => {
+                let dtype = dtype()?;
+                let op = code(fields[1]).and_then(ReduceOp::from_wire).ok_or_else(malformed)?;
+                Self::AllReduce { op, dtype, elements: elements(dtype)? }
+            }
+            BROADCAST => {
+                let dtype = dtype()?;
+                let root = u32::try_from(fields[4]).map_err(|_| malformed())?;
+                Self::Broadcast { dtype, elements: elements(dtype)?, root: world.rank(root)? }
+            }
+            _ => return Err(malformed()),
+        };
+        Ok((Some(announced), active))
+    }
+}
+
+/// What a rank without data gives.
+pub(super) fn silence(world: WorldSize) -> Vec<i64> {
+    vec![0; FIELDS + world.count()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn announcements_survive_the_way_and_nonsense_is_refused() {
+        let world = WorldSize::new(3).unwrap();
+        let rank = Rank::new(1);
+        let announcements = [
+            Announced::Step,
+            Announced::AllReduce { op: ReduceOp::Avg, dtype: DType::BF16, elements: 7 },
+            Announced::Broadcast { dtype: DType::U8, elements: 0, root: Rank::new(2) },
+        ];
+        for announced in announcements {
+            let (read, active) = Announced::decode(&announced.encode(rank, world), world).unwrap();
+            assert_eq!((read, active), (Some(announced), vec![false, true, false]));
+        }
+        assert_eq!(Announced::decode(&silence(world), world).unwrap().0, None);
+        let mut huge = announcements[1].encode(rank, world);
+        huge[3] = i64::MAX;
+        let mut strange = announcements[1].encode(rank, world);
+        strange[1] = 99;
+        let mut nowhere = announcements[2].encode(rank, world);
+        nowhere[4] = 3;
+        for numbers in [huge, strange, nowhere, vec![1; 2]] {
+            assert!(Announced::decode(&numbers, world).is_err());
+        }
+    }
+}

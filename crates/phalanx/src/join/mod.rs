@@ -1,0 +1,358 @@
+//! Ranks with unequal amounts of data: whoever has none left answers the others' collectives until all are done.
+//!
+//! A collective hangs, or fails, when one rank has stopped calling it. Inside [`JoinGroup::join`] each collective is
+//! announced before it is called. A rank whose part is over listens to the announcements and calls the same collective
+//! with neutral elements (zeros for a sum or an average), so nobody waits for it. This is Horovod's `join` and
+//! PyTorch's `Join`, except that what takes part in it need not know: whatever calls collectives through the
+//! [`JoinGroup`], be it a gradient reducer or a synchronised batch norm, is answered.
+//!
+//! ```
+//! use phalanx::join::{JoinGroup, JoinOptions};
+//! use phalanx::{Buffer, Communicator, ProcessGroup, ReduceOp, WorldSize};
+//!
+//! let groups = ProcessGroup::in_process(WorldSize::new(2)?)?;
+//! let sums = std::thread::scope(|scope| {
+//!     let ranks = groups.into_iter().map(|group| scope.spawn(move || {
+//!         let group = JoinGroup::new(group);
+//!         let batches = 1 + group.rank().get(); // rank 1 has one batch more
+//!         let outcome = group.join(JoinOptions::default(), || {
+//!             let mut last = 0.0;
+//!             for _ in 0..batches {
+//!                 group.step()?;
+//!                 let sum = group.all_reduce_async(Buffer::from_slice(&[1.0f32]), ReduceOp::Sum)?.wait()?;
+//!                 last = sum.as_slice::<f32>()?[0];
+//!             }
+//!             Ok(last)
+//!         })?;
+//!         Ok(outcome.value)
+//!     }));
+//!     ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect::<phalanx::Result<Vec<_>>>()
+//! })?;
+//! assert_eq!(sums, [2.0, 1.0]);
+//! # Ok::<(), phalanx::Error>(())
+//! ```
+//!
+//! # Cost
+//!
+//! A small all_reduce goes before each collective, and each [`step`](JoinGroup::step) waits for one. Outside `join` the
+//! group is as it was.
+
+mod announcement;
+
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use self::announcement::{Announced, silence};
+use crate::buffer::Buffer;
+use crate::collective::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::group::{Communicator, Work};
+use crate::rank::{Rank, WorldSize};
+use crate::trace::Trace;
+
+/// What [`JoinGroup::join`] may be told. Names and defaults are PyTorch's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct JoinOptions {
+    /// Are gradients divided by the number of all ranks, so that each sample weighs the same in every step, or by the
+    /// number of those that still have data? The group itself always divides by all ranks: an adapter that divides by
+    /// fewer corrects that with [`JoinGroup::active_ranks`].
+    pub divide_by_initial_world_size: bool,
+    /// Does the first rank without data end `join` on every rank, with an error? Otherwise it goes on until the last
+    /// rank has none.
+    pub throw_on_early_termination: bool,
+}
+
+impl Default for JoinOptions {
+    fn default() -> Self {
+        Self { divide_by_initial_world_size: true, throw_on_early_termination: false }
+    }
+}
+
+/// What [`JoinGroup::join`] leaves behind.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Joined<T> {
+    /// What the body returned.
+    pub value: T,
+    /// A rank that took part to the end; the same on every rank. Where `uneven` is set, its state is the valid one.
+    pub last: Rank,
+    /// Did some rank end before another?
+    pub uneven: bool,
+}
+
+/// A handle to a group whose ranks may end at different times. See the [module](self). Clones share their state.
+#[derive(Clone)]
+pub struct JoinGroup {
+    group: Arc<dyn Communicator>,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Set while this rank is inside the body of `join`.
+    running: Option<JoinOptions>,
+    /// How many announcements this rank has made in this `join`.
+    announced: i64,
+    /// Who had data at the last announcement that was waited for; empty before.
+    active: Vec<bool>,
+    /// The end that `throw_on_early_termination` asked for.
+    terminated: Option<Error>,
+}
+
+impl JoinGroup {
+    /// Makes the collectives of `group` ones that can be joined. All ranks must call them through such a handle.
+    pub fn new<C: Communicator + 'static>(group: C) -> Self {
+        Self { group: Arc::new(group), state: Arc::default() }
+    }
+
+    /// Runs `body`, and then answers the collectives of the ranks whose `body` still runs. All ranks call it together,
+    /// and return together.
+    ///
+    /// # Errors
+    /// If `body` fails, which ends the group; if a collective fails; if it is called inside itself. With
+    /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination), on every rank as soon as one has no
+    /// data: the error names that rank, and the group remains usable.
+    pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
+        {
+            let mut state = self.state.lock();
+            if state.running.is_some() {
+                return Err(Error::invalid_argument("`join` was called inside `join`"));
+            }
+            *state = State { running: Some(options), ..State::default() };
+        }
+        let value = {
+            let _end = End(&self.state);
+            body()
+        };
+        let terminated = self.state.lock().terminated.take();
+        if let Some(error) = terminated {
+            return Err(error);
+        }
+        match value {
+            Ok(value) => self.shadow(options).map(|(last, uneven)| Joined { value, last, uneven }),
+            Err(error) => {
+                self.group.abort(error.clone()); // The others must not wait for what this rank will not do.
+                Err(error)
+            }
+        }
+    }
+
+    /// A step begins, in which collectives will be called. Returns how many ranks have data for it.
+    ///
+    /// Outside `join` it does nothing, and all ranks have.
+    ///
+    /// # Errors
+    /// If a rank has no data and that was to be an error, or the group has failed.
+    pub fn step(&self) -> Result<usize> {
+        let Some(options) = self.running() else { return Ok(self.group.world_size().count()) };
+        self.announce(Announced::Step)?.wait().and_then(|numbers| self.heard(&numbers))?;
+        let mut state = self.state.lock();
+        if options.throw_on_early_termination
+            && let Some(error) = early(&state.active)
+        {
+            state.terminated = Some(error.clone());
+            state.running = None;
+            return Err(error);
+        }
+        Ok(count(&state.active, self.group.world_size()))
+    }
+
+    /// How many ranks had data at the last [`step`](Self::step); all, outside `join`.
+    pub fn active_ranks(&self) -> usize {
+        let state = self.state.lock();
+        if state.running.is_some() {
+            count(&state.active, self.group.world_size())
+        } else {
+            self.group.world_size().count()
+        }
+    }
+
+    /// The options of the `join` that is under way.
+    pub fn running(&self) -> Option<JoinOptions> {
+        let alone = self.group.world_size() == WorldSize::ONE;
+        self.state.lock().running.filter(|_| !alone)
+    }
+
+    fn announce(&self, announced: Announced) -> Result<Work> {
+        self.state.lock().announced += 1;
+        self.exchange(announced.encode(self.group.rank(), self.group.world_size()))
+    }
+
+    fn exchange(&self, numbers: Vec<i64>) -> Result<Work> {
+        self.group.all_reduce_async(Buffer::from_slice(&numbers), ReduceOp::Max)
+    }
+
+    /// Keeps what an announcement says of the ranks.
+    fn heard(&self, numbers: &Buffer) -> Result<()> {
+        let (_, active) = Announced::decode(numbers.as_slice()?, self.group.world_size())?;
+        self.state.lock().active = active;
+        Ok(())
+    }
+
+    /// Answers the others until none has data. Gives a rank that took part to the end, and whether some did not.
+    fn shadow(&self, options: JoinOptions) -> Result<(Rank, bool)> {
+        let world = self.group.world_size();
+        if world == WorldSize::ONE {
+            return Ok((Rank::MAIN, false));
+        }
+        loop {
+            let numbers = self.exchange(silence(world))?.wait()?;
+            let (announced, active) = Announced::decode(numbers.as_slice()?, world)?;
+            match announced {
+                None => break,
+                Some(Announced::Step) => {
+                    if options.throw_on_early_termination
+                        && let Some(error) = early(&active)
+                    {
+                        return Err(error);
+                    }
+                }
+                // Their results are nobody's: a work that is dropped still runs.
+                Some(Announced::AllReduce { op, dtype, elements }) => {
+                    drop(self.group.all_reduce_async(neutral(&*self.group, op, dtype, elements)?, op)?);
+                }
+                Some(Announced::Broadcast { dtype, elements, root }) => {
+                    let root = speaker(root, &active);
+                    drop(self.group.broadcast_async(self.group.alloc(dtype, elements)?, root)?);
+                }
+            }
+        }
+        // Whoever has announced the most was there to the end.
+        let mut counts = vec![0i64; world.count()];
+        counts[self.group.rank().index()] = self.state.lock().announced;
+        let counts = self.exchange(counts)?.wait()?;
+        let counts = counts.as_slice::<i64>()?;
+        let most = counts.iter().max();
+        let last = world.ranks().find(|rank| counts.get(rank.index()) == most).unwrap_or(Rank::MAIN);
+        Ok((last, counts.iter().any(|count| Some(count) != most)))
+    }
+}
+
+impl Communicator for JoinGroup {
+    fn rank(&self) -> Rank {
+        self.group.rank()
+    }
+
+    fn world_size(&self) -> WorldSize {
+        self.group.world_size()
+    }
+
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
+        self.group.alloc(dtype, elements)
+    }
+
+    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+        if self.running().is_some() {
+            // Not waited for: it would hold up backward, and who has data changes nothing here.
+            drop(self.announce(Announced::AllReduce {
+                op,
+                dtype: buffer.dtype(),
+                elements: buffer.len(),
+            })?);
+        }
+        self.group.all_reduce_async(buffer, op)
+    }
+
+    /// If `root` has no data any more, the first rank that has speaks for it.
+    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        if self.running().is_none() {
+            return self.group.broadcast_async(buffer, root);
+        }
+        let announced = Announced::Broadcast { dtype: buffer.dtype(), elements: buffer.len(), root };
+        self.announce(announced)?.wait().and_then(|numbers| self.heard(&numbers))?;
+        let root = speaker(root, &self.state.lock().active);
+        self.group.broadcast_async(buffer, root)
+    }
+
+    fn abort(&self, cause: Error) {
+        self.group.abort(cause);
+    }
+
+    fn trace(&self) -> Trace {
+        self.group.trace()
+    }
+}
+
+impl fmt::Debug for JoinGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "JoinGroup(rank {} of {})", self.group.rank(), self.group.world_size())
+    }
+}
+
+/// The body of a `join` is over, also if it panicked.
+struct End<'a>(&'a Mutex<State>);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.lock().running = None;
+    }
+}
+
+fn count(active: &[bool], world: WorldSize) -> usize {
+    if active.is_empty() { world.count() } else { active.iter().filter(|&&active| active).count() }
+}
+
+/// The error that names the first rank without data.
+fn early(active: &[bool]) -> Option<Error> {
+    let rank = active.iter().position(|&active| !active)?;
+    Some(
+        Error::aborted(format!("rank {rank} has no data left, and others have"))
+            .with_remedy("give every rank as many batches, or unset throw_on_early_termination"),
+    )
+}
+
+/// The rank whose data a broadcast carries.
+fn speaker(root: Rank, active: &[bool]) -> Rank {
+    if active.get(root.index()) == Some(&true) {
+        return root;
+    }
+    let first = active.iter().position(|&active| active).and_then(|first| u32::try_from(first).ok());
+    first.map_or(root, Rank::new)
+}
+
+/// Elements that change nothing in the others' result.
+fn neutral(group: &dyn Communicator, op: ReduceOp, dtype: DType, elements: usize) -> Result<Buffer> {
+    let mut buffer = group.alloc(dtype, elements)?;
+    if let Some(pattern) = neutral_element(op, dtype) {
+        for element in buffer.as_bytes_mut().chunks_exact_mut(pattern.len()) {
+            element.copy_from_slice(&pattern);
+        }
+    }
+    Ok(buffer)
+}
+
+/// The bytes of the neutral element, unless it is zero.
+fn neutral_element(op: ReduceOp, dtype: DType) -> Option<Vec<u8>> {
+    use half::{bf16, f16};
+    let pick = |one: &[u8], least: &[u8], most: &[u8]| match op {
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) | ReduceOp::BOr | ReduceOp::BXor => None,
+        ReduceOp::BAnd => Some(vec![0xff; one.len()]),
+        ReduceOp::Product => Some(one.to_vec()),
+        ReduceOp::Max => Some(least.to_vec()),
+        ReduceOp::Min => Some(most.to_vec()),
+    };
+    macro_rules! of {
+        ($one:expr, $least:expr, $most:expr) => {
+            pick(&$one.to_le_bytes(), &$least.to_le_bytes(), &$most.to_le_bytes())
+        };
+    }
+    match dtype {
+        // All bits but the lowest are zero in a truth value, whatever the operation.
+        DType::Bool => match op {
+            ReduceOp::Product | ReduceOp::Min | ReduceOp::BAnd => Some(vec![1]),
+            _ => None,
+        },
+        DType::F32 => of!(1f32, f32::NEG_INFINITY, f32::INFINITY),
+        DType::F64 => of!(1f64, f64::NEG_INFINITY, f64::INFINITY),
+        DType::F16 => of!(f16::ONE, f16::NEG_INFINITY, f16::INFINITY),
+        DType::BF16 => of!(bf16::ONE, bf16::NEG_INFINITY, bf16::INFINITY),
+        DType::I32 => of!(1i32, i32::MIN, i32::MAX),
+        DType::I64 => of!(1i64, i64::MIN, i64::MAX),
+        DType::I8 => of!(1i8, i8::MIN, i8::MAX),
+        DType::U8 => of!(1u8, u8::MIN, u8::MAX),
+    }
+}

@@ -1,0 +1,94 @@
+//! A job is a row of attempts: workers are started, and after a failure, as long as restarts are left, started again.
+
+use std::time::{Duration, Instant};
+
+use phalanx_sys::signal::{Catcher, keep_exit_status_of_children};
+use rustix::process::Signal as Raw;
+
+use super::event::{Event, Observer};
+use super::exit::{Outcome, Report};
+use super::job::Job;
+use super::nodes::{Alone, Gathered, Nodes, Settled, Several};
+use super::supervisor;
+use crate::error::{Error, Result};
+
+pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
+    let started = Instant::now();
+    keep_exit_status_of_children()
+        .map_err(|error| Error::io("SIGCHLD cannot be set to its default", error))?;
+    let mut control = Control::new(observer)?;
+    let run_id = job.name_of_run()?;
+    let logs = job.log_files().map(|logs| logs.open(&run_id)).transpose()?;
+    if let Some(logs) = &logs {
+        control.tell(Event::Logging { folder: logs.folder() });
+    }
+    let mut nodes: Box<dyn Nodes + '_> = match job.other_nodes() {
+        Some(cluster) => Box::new(Several::new(job, cluster, run_id)?),
+        None => Box::new(Alone::new(job, run_id)),
+    };
+    let mut report = Report {
+        outcome: Outcome::Stopped,
+        exits: Vec::new(),
+        world_size: None,
+        nodes: 1,
+        restarts: 0,
+        elapsed: Duration::ZERO,
+    };
+    report.outcome = loop {
+        let gathered = nodes.gather(&mut control).inspect_err(|error| nodes.give_up(error));
+        let placement = match gathered? {
+            Gathered::Placed(placement) => placement,
+            Gathered::Over(outcome) => break outcome,
+        };
+        control.tell(Event::Starting {
+            restarts: placement.restarts,
+            max_restarts: job.restarts_allowed(),
+            world_size: placement.world_size,
+            node: placement.node,
+            nodes: placement.nodes,
+        });
+        let attempt = supervisor::run(job, &placement, logs.as_ref(), &mut *nodes, &mut control)
+            .inspect_err(|error| nodes.give_up(error))?;
+        report.exits = attempt.exits;
+        report.world_size = Some(placement.world_size);
+        report.nodes = placement.nodes;
+        report.restarts = placement.restarts;
+        match nodes.settle(attempt.end, &mut control)? {
+            Settled::Again => {}
+            Settled::Over(outcome) => break outcome,
+        }
+    };
+    // The other nodes hear all that this one has to say.
+    drop(nodes);
+    if let Some(logs) = logs {
+        logs.finish();
+    }
+    report.elapsed = started.elapsed();
+    Ok(report)
+}
+
+/// What outlives an attempt: the signals of this process, and who is told what happens.
+pub(super) struct Control<'a> {
+    // None if a job in another thread catches the signals.
+    pub(super) signals: Option<Catcher>,
+    pub(super) observer: &'a mut dyn Observer,
+    /// Has the observer had enough?
+    pub(super) stops: bool,
+}
+
+impl<'a> Control<'a> {
+    fn new(observer: &'a mut dyn Observer) -> Result<Self> {
+        let caught = [Raw::INT, Raw::TERM, Raw::HUP, Raw::QUIT, Raw::TSTP, Raw::CONT, Raw::USR1, Raw::USR2];
+        let signals = Catcher::install(&caught.map(Raw::as_raw))
+            .map_err(|error| Error::io("cannot catch signals", error))?;
+        Ok(Self { signals, observer, stops: false })
+    }
+
+    pub(super) fn tell(&mut self, event: Event<'_>) {
+        self.stops |= self.observer.observe(event).is_break();
+    }
+
+    pub(super) fn read_signal(&mut self) -> Option<i32> {
+        self.signals.as_mut().and_then(Catcher::read)
+    }
+}

@@ -1,0 +1,113 @@
+//! A job on several nodes: which, and where their launchers meet.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::store::host_port;
+
+/// Who serves the store at which the launchers meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Hosting {
+    /// This node.
+    Serve,
+    /// Another one.
+    Connect,
+    /// The one whose address it is; of several launchers there, the first.
+    WhoeverCan,
+}
+
+/// The nodes of a job, as one node's launcher is told about them.
+///
+/// The launchers meet at a store that one of them serves; each round of the job has a store of its own, which the first
+/// node serves for the workers. A launcher that is not heard of, or whose node is gone, ends the round for all.
+#[derive(Clone, Debug)]
+pub struct Cluster {
+    pub(super) min_nodes: u32,
+    pub(super) max_nodes: u32,
+    pub(super) place: Option<u32>,
+    pub(super) host: String,
+    pub(super) port: u16,
+    pub(super) hosting: Hosting,
+    pub(super) bind: Option<IpAddr>,
+    pub(super) keep_alive: (Duration, u32),
+    pub(super) join_timeout: Duration,
+    pub(super) last_call: Duration,
+}
+
+impl Cluster {
+    /// At least `min_nodes` and at most `max_nodes`, whose launchers meet at `host:port`.
+    pub fn new(min_nodes: u32, max_nodes: u32, host: impl Into<String>, port: u16) -> Result<Self> {
+        if min_nodes == 0 || min_nodes > max_nodes {
+            let cause = format!("{min_nodes} to {max_nodes} nodes");
+            return Err(Error::invalid_argument(cause).with_remedy("give one number, or MIN:MAX"));
+        }
+        if port == 0 {
+            return Err(Error::invalid_argument(
+                "port 0: the other nodes cannot know which port that becomes",
+            )
+            .with_remedy("give every node the same free port"));
+        }
+        Ok(Self {
+            min_nodes,
+            max_nodes,
+            place: None,
+            host: host.into().trim_matches(['[', ']']).to_owned(),
+            port,
+            hosting: Hosting::WhoeverCan,
+            bind: None,
+            keep_alive: (Duration::from_secs(1), 5),
+            join_timeout: Duration::from_secs(600),
+            last_call: Duration::from_secs(30),
+        })
+    }
+
+    /// This node's place among the nodes (`GROUP_RANK`). If not given, nodes are in the order in which they come, behind
+    /// the one that serves the store.
+    pub fn place(mut self, place: u32) -> Self {
+        self.place = Some(place);
+        self
+    }
+
+    /// Who serves the store; whoever can, if not given.
+    pub fn hosting(mut self, hosting: Hosting) -> Self {
+        self.hosting = hosting;
+        self
+    }
+
+    /// The address at which stores listen, if not the one at which others find them. The protocol knows no
+    /// authentication: an unspecified address (0.0.0.0) opens them to every network that this host is in.
+    pub fn bind(mut self, address: IpAddr) -> Self {
+        self.bind = Some(address);
+        self
+    }
+
+    /// How often a launcher says that it is there, and after how many times of silence it is given up: 1 s and 5 times.
+    pub fn keep_alive(mut self, interval: Duration, attempts: u32) -> Self {
+        self.keep_alive = (interval.max(Duration::from_millis(10)), attempts.max(1));
+        self
+    }
+
+    /// How long to wait for enough nodes: 600 s.
+    pub fn join_timeout(mut self, timeout: Duration) -> Self {
+        self.join_timeout = timeout;
+        self
+    }
+
+    /// How long to wait for more nodes when there are enough: 30 s.
+    pub fn last_call(mut self, timeout: Duration) -> Self {
+        self.last_call = timeout;
+        self
+    }
+
+    /// Where the launchers meet.
+    pub(super) fn endpoint(&self) -> String {
+        host_port(&self.host, self.port)
+    }
+
+    /// How long a silence may last.
+    pub(super) fn silence(&self) -> Duration {
+        self.keep_alive.0.saturating_mul(self.keep_alive.1)
+    }
+}

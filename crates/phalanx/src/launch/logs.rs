@@ -1,0 +1,358 @@
+//! Files that keep what workers write, in torchrun's layout:
+//! `<folder>/<run id>_<random>/attempt_<n>/<local rank>/{stdout.log,stderr.log,error.json}`.
+//!
+//! A thread writes them, so that a slow or full disk holds up neither signals nor the news of a failure.
+
+use std::fs::{self, DirBuilder, File};
+use std::io::Write;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::event::Stream;
+use crate::error::{Error, Result};
+
+/// How much may wait to be written before the workers' output is left in their pipes.
+const ENOUGH: usize = 8 << 20;
+/// How long the last bytes may take to be written when the job is over.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Some of a worker's two output streams; torchrun's `Std`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Streams {
+    stdout: bool,
+    stderr: bool,
+}
+
+impl Streams {
+    fn has(self, stream: Stream) -> bool {
+        match stream {
+            Stream::Stdout => self.stdout,
+            Stream::Stderr => self.stderr,
+        }
+    }
+}
+
+impl FromStr for Streams {
+    type Err = String;
+
+    /// `0` none, `1` standard output, `2` standard error, `3` both.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (stdout, stderr) = match text {
+            "0" => (false, false),
+            "1" => (true, false),
+            "2" => (false, true),
+            "3" => (true, true),
+            _ => return Err(format!("{text:?} is none of 0 (none), 1 (stdout), 2 (stderr) and 3 (both)")),
+        };
+        Ok(Self { stdout, stderr })
+    }
+}
+
+/// Which streams of which workers: `3` for all, or `0:3,1:1` by local rank, where those not named have none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Selection {
+    /// The same of every worker.
+    Every(Streams),
+    /// By local rank.
+    Each(Vec<(u32, Streams)>),
+}
+
+impl Default for Selection {
+    fn default() -> Self {
+        Self::Every(Streams::default())
+    }
+}
+
+impl FromStr for Selection {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if !text.contains(':') {
+            return text.parse().map(Self::Every);
+        }
+        let each = text.split(',').map(|entry| {
+            let (rank, streams) = entry.split_once(':').ok_or_else(|| format!("{entry:?} has no colon"))?;
+            let rank = rank.trim().parse().map_err(|_| format!("{rank:?} is no local rank"))?;
+            Ok((rank, streams.trim().parse()?))
+        });
+        each.collect::<Result<_, String>>().map(Self::Each)
+    }
+}
+
+impl Selection {
+    fn has(&self, local_rank: u32, stream: Stream) -> bool {
+        match self {
+            Self::Every(streams) => streams.has(stream),
+            Self::Each(each) => each.iter().any(|(rank, streams)| *rank == local_rank && streams.has(stream)),
+        }
+    }
+
+    /// Is nothing selected?
+    pub fn is_empty(&self) -> bool {
+        let none = Streams::default();
+        match self {
+            Self::Every(streams) => *streams == none,
+            Self::Each(each) => each.iter().all(|(_, streams)| *streams == none),
+        }
+    }
+}
+
+/// Where the workers' output and errors are kept, and which of it.
+#[derive(Clone, Debug)]
+pub struct Logs {
+    folder: PathBuf,
+    redirects: Selection,
+    tee: Selection,
+}
+
+impl Logs {
+    /// Below `folder`, which is made if need be. Without more, it keeps the workers' error files alone.
+    pub fn new(folder: impl Into<PathBuf>) -> Self {
+        Self { folder: folder.into(), redirects: Selection::default(), tee: Selection::default() }
+    }
+
+    /// Streams that go to files instead of coming as [events](super::Event::Line).
+    pub fn redirects(mut self, selection: Selection) -> Self {
+        self.redirects = selection;
+        self
+    }
+
+    /// Streams that go to files and come as events too.
+    pub fn tee(mut self, selection: Selection) -> Self {
+        self.tee = selection;
+        self
+    }
+
+    /// Makes this job's folder.
+    pub(super) fn open(&self, run_id: &str) -> Result<JobLogs> {
+        let mut bytes = [0; 4];
+        getrandom::fill(&mut bytes)
+            .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
+        let name = format!("{}_{:08x}", run_id.replace('/', "_"), u32::from_le_bytes(bytes));
+        // Workers may have another working directory.
+        let folder =
+            std::path::absolute(&self.folder).map_err(|error| cannot_make(&self.folder, error))?.join(name);
+        make(&self.folder)?;
+        // Not one that somebody else has put there: the folder above may be everybody's.
+        DirBuilder::new().mode(0o700).create(&folder).map_err(|error| cannot_make(&folder, error))?;
+        Ok(JobLogs { logs: self.clone(), folder, writer: Writer::start()? })
+    }
+}
+
+/// One job's logs.
+#[derive(Debug)]
+pub(super) struct JobLogs {
+    logs: Logs,
+    folder: PathBuf,
+    writer: Writer,
+}
+
+/// What is kept of one worker in one attempt.
+#[derive(Debug)]
+pub(super) struct WorkerLogs {
+    pub(super) error_file: PathBuf,
+    pub(super) stdout: Sink,
+    pub(super) stderr: Sink,
+}
+
+/// What becomes of one stream.
+#[derive(Debug)]
+pub(super) struct Sink {
+    /// The file that keeps it.
+    pub(super) log: Option<Log>,
+    /// Does it come as events?
+    pub(super) shown: bool,
+}
+
+impl Sink {
+    /// It is not kept.
+    pub(super) fn shown() -> Self {
+        Self { log: None, shown: true }
+    }
+}
+
+impl JobLogs {
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Makes the files of one worker.
+    pub(super) fn worker(&self, attempt: u32, local_rank: u32) -> Result<WorkerLogs> {
+        let folder = self.folder.join(format!("attempt_{attempt}")).join(local_rank.to_string());
+        make(&folder)?;
+        let sink = |stream, name: &str| -> Result<Sink> {
+            let tee = self.logs.tee.has(local_rank, stream);
+            let redirected = self.logs.redirects.has(local_rank, stream);
+            let log = match tee || redirected {
+                true => Some(self.writer.open(&folder.join(name))?),
+                false => None,
+            };
+            Ok(Sink { log, shown: tee || !redirected })
+        };
+        Ok(WorkerLogs {
+            error_file: folder.join("error.json"),
+            stdout: sink(Stream::Stdout, "stdout.log")?,
+            stderr: sink(Stream::Stderr, "stderr.log")?,
+        })
+    }
+
+    /// Does the disk keep up?
+    pub(super) fn is_ready(&self) -> bool {
+        self.writer.state.lock().waiting < ENOUGH
+    }
+
+    /// What has gone wrong since the last time this was asked.
+    pub(super) fn take_failure(&self) -> Option<String> {
+        self.writer.state.lock().failure.take()
+    }
+
+    /// Waits until everything is written, or the disk has had its time.
+    pub(super) fn finish(self) {
+        drop(self.writer.queue);
+        let _ = self.writer.done.recv_timeout(PATIENCE);
+    }
+}
+
+/// One log file, as the supervisor sees it.
+#[derive(Debug)]
+pub(super) struct Log {
+    file: Arc<File>,
+    queue: Sender<(Arc<File>, Vec<u8>)>,
+    state: Arc<Mutex<State>>,
+}
+
+impl Log {
+    pub(super) fn push(&self, bytes: &[u8]) {
+        self.state.lock().waiting += bytes.len();
+        // The thread ends only after the last sender.
+        let _ = self.queue.send((Arc::clone(&self.file), bytes.to_vec()));
+    }
+}
+
+#[derive(Debug)]
+struct Writer {
+    queue: Sender<(Arc<File>, Vec<u8>)>,
+    state: Arc<Mutex<State>>,
+    /// Closed when the thread has written everything.
+    done: Receiver<()>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    waiting: usize,
+    has_failed: bool,
+    failure: Option<String>,
+}
+
+impl Writer {
+    fn start() -> Result<Self> {
+        let (queue, chunks) = channel();
+        let (still_writing, done) = channel();
+        let state = Arc::<Mutex<State>>::default();
+        let shared = Arc::clone(&state);
+        std::thread::Builder::new()
+            .name("phalanx-logs".into())
+            .spawn(move || {
+                write_all(&chunks, &shared);
+                drop::<Sender<()>>(still_writing);
+            })
+            .map_err(|error| Error::io("cannot start a thread for the logs", error))?;
+        Ok(Self { queue, state, done })
+    }
+
+    fn open(&self, path: &Path) -> Result<Log> {
+        let file = File::create(path).map_err(|error| cannot_make(path, error))?;
+        Ok(Log { file: Arc::new(file), queue: self.queue.clone(), state: Arc::clone(&self.state) })
+    }
+}
+
+fn write_all(chunks: &Receiver<(Arc<File>, Vec<u8>)>, state: &Mutex<State>) {
+    for (file, bytes) in chunks {
+        let written = (&*file).write_all(&bytes);
+        let mut state = state.lock();
+        state.waiting = state.waiting.saturating_sub(bytes.len());
+        // A full disk must not cost the training.
+        if let Err(error) = written
+            && !state.has_failed
+        {
+            state.has_failed = true;
+            state.failure = Some(format!("the workers' logs cannot be written and are incomplete: {error}"));
+        }
+    }
+}
+
+fn make(folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder).map_err(|error| cannot_make(folder, error))
+}
+
+fn cannot_make(path: &Path, error: std::io::Error) -> Error {
+    Error::io(format!("cannot make {}", path.display()), error)
+        .with_remedy("give --log-dir a folder on a disk that can be written")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn selections_are_torchruns() {
+        let every: Selection = "1".parse().unwrap();
+        assert!(every.has(7, Stream::Stdout) && !every.has(7, Stream::Stderr));
+        let each: Selection = "0:3,1:2".parse().unwrap();
+        assert!(each.has(0, Stream::Stdout) && each.has(1, Stream::Stderr));
+        assert!(!each.has(1, Stream::Stdout) && !each.has(2, Stream::Stderr));
+        assert!(
+            "0".parse::<Selection>().unwrap().is_empty() && "0:0".parse::<Selection>().unwrap().is_empty()
+        );
+        for bad in ["", "4", "-1", "0:4", "x:1", "0:1,2", "0:1,", ":"] {
+            assert!(bad.parse::<Selection>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn files_are_where_torchrun_puts_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let logs = Logs::new(folder.path().join("new")).redirects("1".parse().unwrap());
+        let logs = logs.tee("1:2".parse().unwrap()).open("a/b").unwrap();
+        let worker = logs.worker(2, 1).unwrap();
+        assert!(worker.stdout.log.is_some() && !worker.stdout.shown);
+        assert!(worker.stderr.log.is_some() && worker.stderr.shown);
+        worker.stdout.log.as_ref().unwrap().push(b"one\n");
+        let path = logs.folder().join("attempt_2/1");
+        assert_eq!(worker.error_file, path.join("error.json"));
+        drop(worker);
+        logs.finish();
+        assert_eq!(fs::read(path.join("stdout.log")).unwrap(), b"one\n");
+        assert!(
+            path.parent()
+                .unwrap()
+                .parent()
+                .unwrap()
+                .file_name()
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .starts_with("a_b_")
+        );
+    }
+
+    #[test]
+    fn a_full_disk_is_reported_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let logs = Logs::new(folder.path()).open("x").unwrap();
+        let full = logs.writer.open(Path::new("/dev/full")).unwrap();
+        full.push(b"lost");
+        full.push(b"lost");
+        while logs.writer.state.lock().waiting > 0 {
+            std::thread::yield_now();
+        }
+        assert!(logs.take_failure().unwrap().contains("incomplete"));
+        assert!(logs.take_failure().is_none());
+    }
+}

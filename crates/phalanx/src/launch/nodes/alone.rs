@@ -1,0 +1,72 @@
+//! A job on one node.
+
+use std::os::fd::BorrowedFd;
+
+use super::{AttemptEnd, Gathered, Nodes, Settled};
+use crate::error::{Error, Result};
+use crate::launch::attempts::Control;
+use crate::launch::event::Event;
+use crate::launch::exit::Outcome;
+use crate::launch::job::Job;
+use crate::launch::placement::Placement;
+use crate::store::TcpStoreServer;
+
+/// The only node: it serves the store, a new one for each attempt.
+#[derive(Debug)]
+pub(in crate::launch) struct Alone<'a> {
+    job: &'a Job,
+    run_id: String,
+    restarts: u32,
+    store: Option<TcpStoreServer>,
+}
+
+impl<'a> Alone<'a> {
+    pub(in crate::launch) fn new(job: &'a Job, run_id: String) -> Self {
+        Self { job, run_id, restarts: 0, store: None }
+    }
+}
+
+impl Nodes for Alone<'_> {
+    fn gather(&mut self, _control: &mut Control<'_>) -> Result<Gathered> {
+        // The one before lets its port go first: the next may need it.
+        self.store = None;
+        let store = self.store.insert(self.job.serve_store()?);
+        let address = store.local_addr();
+        Ok(Gathered::Placed(Placement {
+            restarts: self.restarts,
+            first_rank: 0,
+            world_size: self.job.workers(),
+            node: 0,
+            nodes: 1,
+            master_addr: self.job.master_name(address),
+            master_port: address.port(),
+            run_id: self.run_id.clone(),
+        }))
+    }
+
+    fn notice(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn ask_for_end(&mut self) -> bool {
+        false
+    }
+
+    fn tell(&mut self, _cause: &AttemptEnd) {}
+
+    fn give_up(&mut self, _error: &Error) {}
+
+    fn settle(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<Settled> {
+        Ok(match end {
+            AttemptEnd::Failed(failure, _) if self.restarts < self.job.restarts_allowed() => {
+                self.restarts += 1;
+                control.tell(Event::Restarting { failure: &failure });
+                Settled::Again
+            }
+            AttemptEnd::Failed(failure, _) => Settled::Over(Outcome::Failed(failure)),
+            AttemptEnd::Interrupted(signal) => Settled::Over(Outcome::Interrupted(signal)),
+            AttemptEnd::Stopped | AttemptEnd::Elsewhere => Settled::Over(Outcome::Stopped),
+            AttemptEnd::Succeeded => Settled::Over(Outcome::Succeeded),
+        })
+    }
+}

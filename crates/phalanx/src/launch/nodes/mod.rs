@@ -1,0 +1,62 @@
+//! What this node's launcher agrees on with those of the others: who takes part in an attempt, and how it ended.
+
+mod alone;
+mod link;
+mod several;
+
+use std::os::fd::BorrowedFd;
+
+use super::attempts::Control;
+use super::exit::{Failure, Outcome, Signal};
+use super::placement::Placement;
+use crate::error::{Error, Result};
+
+pub(super) use alone::Alone;
+pub(super) use several::Several;
+
+/// The nodes of a job.
+pub(super) trait Nodes {
+    /// Waits until the nodes of the next attempt are there.
+    fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered>;
+
+    /// Readable when there is news from other nodes.
+    fn notice(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Must the workers end, because of another node?
+    fn ask_for_end(&mut self) -> bool;
+
+    /// What has happened here, as soon as it is known: that a worker has failed, and then why all are ended.
+    fn tell(&mut self, cause: &AttemptEnd);
+
+    /// The workers of this node cannot be started, or watched.
+    fn give_up(&mut self, error: &Error);
+
+    /// No worker of this node is left: what now?
+    fn settle(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<Settled>;
+}
+
+/// What becomes of a job whose nodes were to gather.
+#[derive(Debug)]
+pub(super) enum Gathered {
+    Placed(Placement),
+    Over(Outcome),
+}
+
+/// What becomes of a job after an attempt.
+#[derive(Debug)]
+pub(super) enum Settled {
+    Again,
+    Over(Outcome),
+}
+
+/// How an attempt ended on this node.
+#[derive(Clone, Debug)]
+pub(super) enum AttemptEnd {
+    Succeeded,
+    /// The first failure here, and the rank that it is blamed on.
+    Failed(Failure, Option<u32>),
+    Interrupted(Signal),
+    Stopped,
+    /// Because of another node.
+    Elsewhere,
+}

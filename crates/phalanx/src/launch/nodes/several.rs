@@ -1,0 +1,364 @@
+//! A job on several nodes: what this one does in each state of the membership.
+
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::Signal as Raw;
+
+use super::link::{Link, News, serve_beside};
+use super::{AttemptEnd, Gathered, Nodes, Settled};
+use crate::error::{Error, Kind, Result};
+use crate::launch::attempts::Control;
+use crate::launch::cluster::Cluster;
+use crate::launch::event::Event;
+use crate::launch::exit::{Failure, NodeFailure, Outcome, Signal};
+use crate::launch::job::Job;
+use crate::launch::placement::Placement;
+use crate::launch::worker::host_name;
+use crate::rank::WorldSize;
+use crate::rendezvous::membership::{Cause, Departure, Entry, Fault, Node, NodeId, Settings, State, Verdict};
+use crate::store::TcpStoreServer;
+
+/// This node among the others.
+#[derive(Debug)]
+pub(in crate::launch) struct Several<'a> {
+    cluster: &'a Cluster,
+    run_id: String,
+    me: NodeId,
+    link: Link,
+    state: State,
+    /// Where the launchers' store listens, if here.
+    served_at: Option<SocketAddr>,
+    /// The round whose workers were started last.
+    round: Option<u64>,
+    /// This round's store, if it is served here.
+    store: Option<(u64, TcpStoreServer)>,
+    has_joined: bool,
+    refusal: Option<String>,
+    lost: Option<Error>,
+    /// The nodes that were shown to wait.
+    shown: Option<usize>,
+}
+
+impl<'a> Several<'a> {
+    pub(in crate::launch) fn new(job: &Job, cluster: &'a Cluster, run_id: String) -> Result<Self> {
+        let mut bytes = [0; 8];
+        getrandom::fill(&mut bytes)
+            .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
+        let me = NodeId(u64::from_le_bytes(bytes));
+        let (workers, place) = (job.workers().get(), cluster.place);
+        let node = move |serves_store| Node { id: me, host: host_name(), workers, place, serves_store };
+        let settings = Settings {
+            min_nodes: cluster.min_nodes,
+            max_nodes: cluster.max_nodes,
+            max_restarts: job.restarts_allowed(),
+        };
+        let link = Link::start(cluster, format!("phalanx/launch/{run_id}"), node, settings)?;
+        Ok(Self {
+            cluster,
+            run_id,
+            me,
+            link,
+            state: State::default(),
+            served_at: None,
+            round: None,
+            store: None,
+            has_joined: false,
+            refusal: None,
+            lost: None,
+            shown: None,
+        })
+    }
+
+    fn take_news(&mut self) {
+        while let Some(news) = self.link.read() {
+            match news {
+                News::Connected { served_at } => self.served_at = served_at,
+                News::Entry(entry) => {
+                    let mine = matches!(&entry, Entry::Join { node, .. } if node.id == self.me);
+                    let refused = self.state.apply(entry);
+                    if mine {
+                        self.has_joined = refused.is_ok();
+                        self.refusal = refused.err();
+                    }
+                    self.link.watch(self.state.present().map(|node| node.id).collect());
+                }
+                // Who serves the store goes when all is said.
+                News::Lost(_) if self.state.verdict().is_some() => {}
+                News::Lost(error) => self.lost = Some(self.store_is_lost(error)),
+            }
+        }
+    }
+
+    fn store_is_lost(&self, error: Error) -> Error {
+        let server = self.state.present().find(|node| node.serves_store && node.id != self.me);
+        match server {
+            Some(node) => {
+                let cause = format!(
+                    "node 0 ({}) is gone, and with it the store at which the launchers meet: {}",
+                    node.host,
+                    error.cause()
+                );
+                Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
+            }
+            None => error,
+        }
+    }
+
+    /// Why this launcher cannot go on, if so.
+    fn check(&mut self) -> Result<()> {
+        if let Some(error) = &self.lost {
+            return Err(error.clone());
+        }
+        if let Some(why) = &self.refusal {
+            return Err(Error::mismatch(format!("this node cannot join the job: {why}")).with_remedy(
+                "start all nodes of a job with the same options, and each with its own --node-rank",
+            ));
+        }
+        let gone = self.has_joined
+            && self.state.verdict().is_none()
+            && self.state.present().all(|node| node.id != self.me);
+        if gone {
+            let silence = self.cluster.silence().as_secs_f64();
+            let cause =
+                format!("the other nodes have not heard of this one for {silence} s and go on without it");
+            return Err(Error::new(Kind::PeerLeft, cause).with_remedy(
+                "was this host, or its network, stopped for a while? --rdzv-conf keep_alive_max_attempt=.. allows more",
+            ));
+        }
+        Ok(())
+    }
+
+    /// The next round, if it has begun, takes this node in, and its store is there.
+    fn placement(&mut self) -> Result<Option<Placement>> {
+        let round = self.state.round();
+        let Some(running) = self.state.running().filter(|_| self.round.is_none_or(|last| last < round))
+        else {
+            return Ok(None);
+        };
+        let Some(place) = running.place(self.me) else { return Ok(None) };
+        if running.ending {
+            // Over before it has begun: nothing to start, but the others wait for the word.
+            self.round = Some(round);
+            self.link.propose(Entry::Ended { round, node: self.me, succeeded: false });
+            return Ok(None);
+        }
+        let Some(master_port) = running.store_port else {
+            let is_mine = self.store.as_ref().is_some_and(|(of, _)| *of == round);
+            if let (0, false, Some(meeting)) = (place, is_mine, self.served_at) {
+                self.store = None;
+                let store = serve_beside(self.cluster, meeting)?;
+                self.link.propose(Entry::Store { round, port: store.local_addr().port() });
+                self.store = Some((round, store));
+            }
+            return Ok(None);
+        };
+        let placement = Placement {
+            restarts: self.state.restarts(),
+            first_rank: running.members[place].first_rank,
+            world_size: WorldSize::new(running.world_size())?,
+            node: place as u32,
+            nodes: running.members.len() as u32,
+            master_addr: self.cluster.host.clone(),
+            master_port,
+            run_id: self.run_id.clone(),
+        };
+        self.round = Some(round);
+        Ok(Some(placement))
+    }
+
+    /// Waits for news, a signal, or `timeout`; gives a signal that ends this launcher.
+    fn wait(&mut self, control: &mut Control<'_>, timeout: Duration) -> Result<Option<Signal>> {
+        let mut descriptors: Vec<PollFd<'_>> = control
+            .signals
+            .iter()
+            .map(AsFd::as_fd)
+            .chain([self.link.notice()])
+            .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
+            .collect();
+        match poll(&mut descriptors, Timespec::try_from(timeout).ok().as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(Error::io("cannot wait for the other nodes", error.into())),
+        }
+        while let Some(number) = control.read_signal() {
+            match Raw::from_named_raw(number) {
+                Some(Raw::TSTP) => {
+                    let _ = rustix::process::kill_process(rustix::process::getpid(), Raw::STOP);
+                }
+                Some(Raw::CONT | Raw::USR1 | Raw::USR2) => {}
+                _ => return Ok(Some(Signal::new(number))),
+            }
+        }
+        Ok(None)
+    }
+
+    fn leave(&self, why: Departure) {
+        self.link.propose(Entry::Left { node: self.me, why });
+    }
+
+    fn outcome(&self, verdict: &Verdict) -> Outcome {
+        match verdict {
+            Verdict::Succeeded => Outcome::Succeeded,
+            Verdict::Failed(cause) => match describe(cause) {
+                Described::Worker(failure) => Outcome::Failed(failure),
+                Described::Node(failure) => Outcome::NodeFailed(failure),
+            },
+        }
+    }
+
+    fn show_waiting(&mut self, control: &mut Control<'_>) {
+        let waiting = self.state.waiting().len();
+        if self.state.is_gathering() && self.shown != Some(waiting) {
+            self.shown = Some(waiting);
+            let (min, max) = (self.cluster.min_nodes, self.cluster.max_nodes);
+            control.tell(Event::Gathering { nodes: waiting as u32, min_nodes: min, max_nodes: max });
+        }
+    }
+
+    fn too_few(&self, since: Instant) -> Error {
+        let waited = since.elapsed().as_secs_f64();
+        let hosts: Vec<&str> = self.state.waiting().iter().map(|node| node.host.as_str()).collect();
+        let mut cause = format!(
+            "{} of at least {} nodes have come within {waited:.0} s: {}",
+            hosts.len(),
+            self.cluster.min_nodes,
+            hosts.join(", ")
+        );
+        match self.state.last_cause().map(describe) {
+            Some(Described::Worker(failure)) => cause.push_str(&format!("; before, {failure}")),
+            Some(Described::Node(failure)) => cause.push_str(&format!("; before, {failure}")),
+            None => {}
+        }
+        Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(
+            "start `phalanx run` on every node, with the same --master-addr, --master-port and --rdzv-id; \
+             --rdzv-conf join_timeout=.. waits longer",
+        )
+    }
+}
+
+impl Nodes for Several<'_> {
+    fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
+        let since = Instant::now();
+        let mut enough_since = None;
+        self.shown = None;
+        loop {
+            self.take_news();
+            if let Some(verdict) = self.state.verdict() {
+                return Ok(Gathered::Over(self.outcome(verdict)));
+            }
+            self.check()?;
+            if let Some(placement) = self.placement()? {
+                return Ok(Gathered::Placed(placement));
+            }
+            self.show_waiting(control);
+            let now = Instant::now();
+            let mut timeout = self.cluster.join_timeout.saturating_sub(now - since);
+            if timeout.is_zero() && !self.state.has_enough() {
+                return Err(self.too_few(since));
+            }
+            enough_since = if self.state.has_enough() { enough_since.or(Some(now)) } else { None };
+            if let Some(at) = enough_since {
+                timeout = self.cluster.last_call.saturating_sub(now - at);
+                if timeout.is_zero() {
+                    self.link.propose(Entry::LastCall { round: self.state.round() });
+                    timeout = Duration::from_secs(1);
+                }
+            }
+            if let Some(signal) = self.wait(control, timeout)? {
+                self.leave(Departure::Signal(signal.number()));
+                return Ok(Gathered::Over(Outcome::Interrupted(signal)));
+            }
+        }
+    }
+
+    fn notice(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.link.notice())
+    }
+
+    fn ask_for_end(&mut self) -> bool {
+        self.take_news();
+        let goes_on = self.state.running().is_some_and(|running| {
+            self.round == Some(self.state.round()) && !running.ending && running.place(self.me).is_some()
+        });
+        !goes_on || self.lost.is_some()
+    }
+
+    fn tell(&mut self, cause: &AttemptEnd) {
+        let Some(round) = self.round else { return };
+        match cause {
+            AttemptEnd::Failed(failure, blames) => {
+                // One that cannot be written down is a failure all the same.
+                let detail = postcard::to_stdvec(failure).unwrap_or_default();
+                let fault = Fault { rank: failure.rank.get(), blames: *blames, detail };
+                self.link.propose(Entry::Failed { round, node: self.me, fault });
+            }
+            AttemptEnd::Interrupted(signal) => self.leave(Departure::Signal(signal.number())),
+            AttemptEnd::Stopped => {
+                self.leave(Departure::GaveUp("nobody reads its output any more".to_owned()));
+            }
+            AttemptEnd::Succeeded | AttemptEnd::Elsewhere => {}
+        }
+    }
+
+    fn give_up(&mut self, error: &Error) {
+        self.leave(Departure::GaveUp(error.to_string()));
+    }
+
+    fn settle(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<Settled> {
+        let Some(round) = self.round else { return Ok(Settled::Again) };
+        let succeeded = match end {
+            AttemptEnd::Interrupted(signal) => return Ok(Settled::Over(Outcome::Interrupted(signal))),
+            AttemptEnd::Stopped => return Ok(Settled::Over(Outcome::Stopped)),
+            AttemptEnd::Succeeded => true,
+            AttemptEnd::Failed(..) | AttemptEnd::Elsewhere => false,
+        };
+        self.link.propose(Entry::Ended { round, node: self.me, succeeded });
+        loop {
+            self.take_news();
+            if let Some(verdict) = self.state.verdict() {
+                return Ok(Settled::Over(self.outcome(verdict)));
+            }
+            self.check()?;
+            if self.state.round() > round {
+                match self.state.last_cause().map(describe) {
+                    Some(Described::Worker(failure)) => control.tell(Event::Restarting { failure: &failure }),
+                    Some(Described::Node(failure)) => {
+                        control.tell(Event::Regrouping { left: Some(&failure) })
+                    }
+                    None => control.tell(Event::Regrouping { left: None }),
+                }
+                return Ok(Settled::Again);
+            }
+            if let Some(signal) = self.wait(control, Duration::from_secs(3600))? {
+                self.leave(Departure::Signal(signal.number()));
+                return Ok(Settled::Over(Outcome::Interrupted(signal)));
+            }
+        }
+    }
+}
+
+/// A cause as people are told it.
+enum Described {
+    Worker(Failure),
+    Node(NodeFailure),
+}
+
+fn describe(cause: &Cause) -> Described {
+    match cause {
+        Cause::Worker(fault) => Described::Worker(
+            postcard::from_bytes(&fault.detail).unwrap_or_else(|_| Failure::unknown(fault.rank)),
+        ),
+        Cause::Node { node, place, why } => {
+            let why = match why {
+                Departure::Silent(since) => {
+                    format!("its launcher has not been heard of for {:.1} s", since.as_secs_f64())
+                }
+                Departure::Signal(signal) => format!("its launcher was ended by {}", Signal::new(*signal)),
+                Departure::GaveUp(why) => format!("its launcher gave up: {why}"),
+            };
+            Described::Node(NodeFailure { node: place.or(node.place), host: node.host.clone(), why })
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Counts what a hook sends.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::buffer::Buffer;
+use crate::collective::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::group::{Communicator, Work};
+use crate::rank::{Rank, WorldSize};
+use crate::trace::Trace;
+
+/// A group that notes the bytes of all buffers it is given.
+pub(in super::super) struct Metered {
+    group: Arc<dyn Communicator>,
+    bytes: AtomicU64,
+}
+
+impl Metered {
+    pub(in super::super) fn new(group: Arc<dyn Communicator>) -> Self {
+        Self { group, bytes: AtomicU64::new(0) }
+    }
+
+    pub(in super::super) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    fn count(&self, buffer: &Buffer) {
+        self.bytes.fetch_add(buffer.as_bytes().len() as u64, Ordering::Relaxed);
+    }
+}
+
+impl Communicator for Metered {
+    fn rank(&self) -> Rank {
+        self.group.rank()
+    }
+
+    fn world_size(&self) -> WorldSize {
+        self.group.world_size()
+    }
+
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
+        self.group.alloc(dtype, elements)
+    }
+
+    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+        self.count(&buffer);
+        self.group.all_reduce_async(buffer, op)
+    }
+
+    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        self.count(&buffer);
+        self.group.broadcast_async(buffer, root)
+    }
+
+    fn abort(&self, cause: Error) {
+        self.group.abort(cause);
+    }
+
+    fn trace(&self) -> Trace {
+        self.group.trace()
+    }
+}

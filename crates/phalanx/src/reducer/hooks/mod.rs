@@ -1,0 +1,175 @@
+//! Communication hooks: how a bucket of gradients becomes the average over all ranks.
+//!
+//! | hook | bytes of a bucket of n floats | what it costs |
+//! |---|---|---|
+//! | [`AllReduce`], the default | 4n | |
+//! | [`Compressed::f16`], [`Compressed::bf16`] | 2n | rounding to 11 or 8 significant bits |
+//! | [`PowerSgd`] | 4·rank·(rows + columns) for each matrix | an approximation whose error is made up for in later steps |
+//! | [`PostLocalSgd`] | 0 once it has begun | replicas that drift apart between averages of the model |
+//!
+//! A [`CommHook`] of one's own takes a bucket, starts its communication, and gives it back averaged:
+//!
+//! ```
+//! use phalanx::reducer::hooks::{CommHook, GradBucket, Pending};
+//! use phalanx::{Communicator, Rank, ReduceOp, Result};
+//!
+//! /// The sum over the ranks in place of the average.
+//! struct Sum;
+//!
+//! impl CommHook for Sum {
+//!     fn describe(&self) -> String {
+//!         "sum".into()
+//!     }
+//!
+//!     fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+//!         group.all_reduce_async(bucket.buffer, ReduceOp::Sum).map(Pending::new)
+//!     }
+//!
+//!     fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+//!         Ok(()) // It has no state.
+//!     }
+//! }
+//! ```
+
+mod compressed;
+mod linear;
+mod local_sgd;
+mod metered;
+mod power_sgd;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+pub use self::compressed::Compressed;
+pub use self::local_sgd::PostLocalSgd;
+pub(super) use self::metered::Metered;
+pub use self::power_sgd::{PowerSgd, PowerSgdOptions};
+use crate::buffer::Buffer;
+use crate::collective::ReduceOp;
+use crate::error::Result;
+use crate::group::{Communicator, Work};
+use crate::rank::Rank;
+
+/// Averages buckets over the ranks. All ranks have the same hook, with the same settings.
+pub trait CommHook: Send {
+    /// Its name and settings, which are compared with rank 0's.
+    fn describe(&self) -> String;
+
+    /// Starts to average `bucket`. Buckets come in the same order on every rank, while backward still runs.
+    ///
+    /// What it calls on `group` must be the same on every rank, and must not be waited for here but in
+    /// [`Pending::then`].
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending>;
+
+    /// Makes its state one that ranks can go on with together: that of `root`, or a fresh one. Called on every rank
+    /// when some have missed steps.
+    fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()>;
+}
+
+/// A bucket whose gradients are all there.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct GradBucket {
+    /// Its number in this step, in the order of launching.
+    pub index: usize,
+    /// Is it the step's last?
+    pub is_last: bool,
+    /// The gradients, one after another. [`Pending`] gives it back, averaged.
+    pub buffer: Buffer,
+    /// Where in it each gradient lies.
+    pub gradients: Arc<[GradientPlace]>,
+}
+
+/// Where a gradient lies in its bucket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GradientPlace {
+    /// The index of its parameter in the model.
+    pub parameter: usize,
+    /// The parameter's shape.
+    pub shape: Vec<usize>,
+    /// Its elements in the bucket.
+    pub elements: Range<usize>,
+}
+
+/// A bucket on its way: an operation in flight, and what is to be done when it ends.
+#[derive(Debug)]
+pub struct Pending(Stage);
+
+type Then = Box<dyn FnOnce(Buffer, &dyn Communicator) -> Result<Pending> + Send>;
+
+enum Stage {
+    InFlight { work: Work, then: Option<Then> },
+    Done(Buffer),
+}
+
+impl Pending {
+    /// Done when `work` is; its buffer is the averaged bucket.
+    pub fn new(work: Work) -> Self {
+        Self(Stage::InFlight { work, then: None })
+    }
+
+    /// When `work` is done, `then` goes on with its buffer: it ends with [`Pending::ready`], or starts another
+    /// operation. It runs after backward, on the thread that waits for the gradients; the buckets take turns, in the
+    /// same order on every rank.
+    pub fn then(
+        work: Work,
+        then: impl FnOnce(Buffer, &dyn Communicator) -> Result<Self> + Send + 'static,
+    ) -> Self {
+        Self(Stage::InFlight { work, then: Some(Box::new(then)) })
+    }
+
+    /// Done: `bucket` is averaged.
+    pub fn ready(bucket: Buffer) -> Self {
+        Self(Stage::Done(bucket))
+    }
+
+    /// Is the operation in flight done, or was there none?
+    pub fn is_completed(&self) -> bool {
+        match &self.0 {
+            Stage::InFlight { work, .. } => work.is_completed(),
+            Stage::Done(_) => true,
+        }
+    }
+
+    /// Waits for the operation in flight and takes one step more: the bucket if it was the last, else what is left.
+    pub(super) fn advance(self, group: &dyn Communicator) -> Result<std::result::Result<Buffer, Self>> {
+        match self.0 {
+            Stage::Done(bucket) => Ok(Ok(bucket)),
+            Stage::InFlight { work, then: None } => work.wait().map(Ok),
+            Stage::InFlight { work, then: Some(then) } => Ok(match then(work.wait()?, group)?.0 {
+                Stage::Done(bucket) => Ok(bucket),
+                more => Err(Self(more)),
+            }),
+        }
+    }
+}
+
+impl std::fmt::Debug for Stage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::InFlight { work, .. } => work.fmt(f),
+            Self::Done(buffer) => buffer.fmt(f),
+        }
+    }
+}
+
+/// The average as it is, in the gradients' own type.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AllReduce;
+
+impl CommHook for AllReduce {
+    fn describe(&self) -> String {
+        "all_reduce".into()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        group.all_reduce_async(bucket.buffer, ReduceOp::Avg).map(Pending::new)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,301 @@
+//! Gradients as products of two thin matrices.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rand_mt::Mt;
+
+use super::linear::{orthogonalize, outer, times, transposed_times};
+use super::{AllReduce, CommHook, GradBucket, GradientPlace, Pending};
+use crate::buffer::Buffer;
+use crate::collective::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::group::Communicator;
+use crate::rank::Rank;
+
+/// Settings of [`PowerSgd`]. Names and defaults are PyTorch's.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PowerSgdOptions {
+    rank: usize,
+    start_iter: u64,
+    min_compression_rate: f32,
+    error_feedback: bool,
+    warm_start: bool,
+    orthogonalization_epsilon: f32,
+    seed: u32,
+}
+
+impl Default for PowerSgdOptions {
+    fn default() -> Self {
+        Self {
+            rank: 1,
+            start_iter: 1000,
+            min_compression_rate: 2.0,
+            error_feedback: true,
+            warm_start: true,
+            orthogonalization_epsilon: 0.0,
+            seed: 0,
+        }
+    }
+}
+
+impl PowerSgdOptions {
+    /// The columns of the thin matrices: 1 by default. More send more and lose less.
+    pub fn rank(mut self, rank: usize) -> Self {
+        self.rank = rank;
+        self
+    }
+
+    /// The steps that are averaged uncompressed before: 1000 by default, because early gradients change fast.
+    pub fn start_iter(mut self, steps: u64) -> Self {
+        self.start_iter = steps;
+        self
+    }
+
+    /// A matrix is compressed if that makes it smaller by more than this factor: 2 by default.
+    pub fn min_compression_rate(mut self, rate: f32) -> Self {
+        self.min_compression_rate = rate;
+        self
+    }
+
+    /// Is what compression lost added to the next step's gradient? Yes by default.
+    pub fn error_feedback(mut self, feedback: bool) -> Self {
+        self.error_feedback = feedback;
+        self
+    }
+
+    /// Does a step begin with the factors of the last one, in place of random ones? Yes by default.
+    pub fn warm_start(mut self, warm: bool) -> Self {
+        self.warm_start = warm;
+        self
+    }
+
+    /// Added to the norms that orthogonalisation divides by: 0 by default.
+    pub fn orthogonalization_epsilon(mut self, epsilon: f32) -> Self {
+        self.orthogonalization_epsilon = epsilon;
+        self
+    }
+
+    /// Where the random factors come from; the same on every rank.
+    pub fn seed(mut self, seed: u32) -> Self {
+        self.seed = seed;
+        self
+    }
+}
+
+/// PowerSGD (Vogels et al., *PowerSGD: Practical Low-Rank Gradient Compression*, 2019).
+///
+/// A gradient of at least two dimensions is seen as a matrix `M` of `shape[0]` rows. One step of the power method
+/// approximates the average over the ranks by `P·Qᵀ`: the ranks average `P = M·Q`, make its columns orthonormal, and
+/// average `Q = Mᵀ·P`. What is lost on this rank, `M − P·Qᵀ`, is added to its next gradient. Vectors, small
+/// matrices and other types than f32 travel uncompressed.
+///
+/// It takes memory for the losses (as much as the gradients) and for the factors.
+pub struct PowerSgd {
+    options: PowerSgdOptions,
+    step: u64,
+    memory: Arc<Mutex<Memory>>,
+}
+
+/// What is kept from step to step, by parameter, because buckets may be rebuilt.
+#[derive(Default)]
+struct Memory {
+    factors: HashMap<usize, Vec<f32>>,
+    losses: HashMap<usize, Vec<f32>>,
+}
+
+impl PowerSgd {
+    /// A hook with these settings.
+    ///
+    /// # Errors
+    /// If the rank is 0.
+    pub fn new(options: PowerSgdOptions) -> Result<Self> {
+        if options.rank == 0 {
+            return Err(Error::invalid_argument("PowerSGD needs a rank of at least 1"));
+        }
+        Ok(Self { options, step: 0, memory: Arc::default() })
+    }
+}
+
+impl CommHook for PowerSgd {
+    fn describe(&self) -> String {
+        format!("{:?}", self.options)
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        let step = self.step;
+        self.step += u64::from(bucket.is_last);
+        if step < self.options.start_iter || bucket.buffer.dtype() != DType::F32 {
+            return AllReduce.start(group, bucket);
+        }
+        let layout = Layout::new(&bucket.gradients, &self.options);
+        let GradBucket { mut buffer, .. } = bucket;
+        let (options, memory) = (self.options, self.memory.clone());
+        let mut first = group.alloc(DType::F32, layout.left + layout.whole)?;
+        {
+            let mut memory = memory.lock();
+            let gradients = buffer.as_mut_slice::<f32>()?;
+            let (left, whole) = first.as_mut_slice::<f32>()?.split_at_mut(layout.left);
+            for matrix in &layout.matrices {
+                let m = &mut gradients[matrix.elements.clone()];
+                if let Some(loss) = memory.losses.get(&matrix.parameter) {
+                    m.iter_mut().zip(loss).for_each(|(m, loss)| *m += loss);
+                }
+                let length = matrix.columns * matrix.rank;
+                let known = memory.factors.remove(&matrix.parameter);
+                let mut q = match known.filter(|q| options.warm_start && q.len() == length) {
+                    Some(q) => q,
+                    None => random(length, options.seed, step, matrix.parameter),
+                };
+                orthogonalize(&mut q, matrix.columns, options.orthogonalization_epsilon);
+                times(m, matrix.columns, &q, &mut left[matrix.left()]);
+            }
+            layout.gather(gradients, whole);
+        }
+        let work = group.all_reduce_async(first, ReduceOp::Avg)?;
+        Ok(Pending::then(work, move |mut first, group| {
+            let (left, whole) = first.as_mut_slice::<f32>()?.split_at_mut(layout.left);
+            let mut second = group.alloc(DType::F32, layout.right)?;
+            let right = second.as_mut_slice::<f32>()?;
+            let gradients = buffer.as_mut_slice::<f32>()?;
+            layout.scatter(whole, gradients);
+            for matrix in &layout.matrices {
+                let p = &mut left[matrix.left()];
+                orthogonalize(p, matrix.rows, options.orthogonalization_epsilon);
+                let m = &gradients[matrix.elements.clone()];
+                transposed_times(m, matrix.columns, p, &mut right[matrix.right()]);
+            }
+            if layout.matrices.is_empty() {
+                return Ok(Pending::ready(buffer));
+            }
+            let work = group.all_reduce_async(second, ReduceOp::Avg)?;
+            Ok(Pending::then(work, move |second, _| {
+                layout.finish(&first, &second, &mut buffer, &options, &mut memory.lock())?;
+                Ok(Pending::ready(buffer))
+            }))
+        }))
+    }
+
+    /// Factors and losses begin anew, and the step is the root's.
+    fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
+        self.step = super::super::verify::share(group, root, &self.step)?;
+        *self.memory.lock() = Memory::default();
+        Ok(())
+    }
+}
+
+/// Which gradients of a bucket are compressed, and where their factors lie in the messages.
+struct Layout {
+    matrices: Vec<Matrix>,
+    /// What travels as it is.
+    others: Vec<std::ops::Range<usize>>,
+    /// Elements of all `P`, of all `Q`, and of what travels as it is.
+    left: usize,
+    right: usize,
+    whole: usize,
+}
+
+struct Matrix {
+    parameter: usize,
+    elements: std::ops::Range<usize>,
+    rows: usize,
+    columns: usize,
+    rank: usize,
+    left: usize,
+    right: usize,
+}
+
+impl Matrix {
+    fn left(&self) -> std::ops::Range<usize> {
+        self.left..self.left + self.rows * self.rank
+    }
+
+    fn right(&self) -> std::ops::Range<usize> {
+        self.right..self.right + self.columns * self.rank
+    }
+}
+
+impl Layout {
+    fn new(gradients: &[GradientPlace], options: &PowerSgdOptions) -> Self {
+        let mut layout = Self { matrices: Vec::new(), others: Vec::new(), left: 0, right: 0, whole: 0 };
+        for GradientPlace { parameter, shape, elements } in gradients {
+            let rows = shape.first().copied().unwrap_or(1);
+            let columns = elements.len().checked_div(rows).unwrap_or(0);
+            let rank = options.rank.min(rows).min(columns);
+            let compressed = (rows + columns) as f32 * rank as f32;
+            let pays = compressed * options.min_compression_rate < elements.len() as f32;
+            if shape.len() < 2 || !pays {
+                layout.others.push(elements.clone());
+                layout.whole += elements.len();
+                continue;
+            }
+            let (left, right) = (layout.left, layout.right);
+            layout.left += rows * rank;
+            layout.right += columns * rank;
+            let (parameter, elements) = (*parameter, elements.clone());
+            layout.matrices.push(Matrix { parameter, elements, rows, columns, rank, left, right });
+        }
+        layout
+    }
+
+    /// Packs what travels as it is.
+    fn gather(&self, gradients: &[f32], mut whole: &mut [f32]) {
+        for elements in &self.others {
+            let (piece, rest) = whole.split_at_mut(elements.len());
+            piece.copy_from_slice(&gradients[elements.clone()]);
+            whole = rest;
+        }
+    }
+
+    fn scatter(&self, mut whole: &[f32], gradients: &mut [f32]) {
+        for elements in &self.others {
+            let (piece, rest) = whole.split_at(elements.len());
+            gradients[elements.clone()].copy_from_slice(piece);
+            whole = rest;
+        }
+    }
+
+    /// Puts the products of the averaged factors in the place of the gradients, and keeps what was lost.
+    fn finish(
+        &self,
+        first: &Buffer,
+        second: &Buffer,
+        buffer: &mut Buffer,
+        options: &PowerSgdOptions,
+        memory: &mut Memory,
+    ) -> Result<()> {
+        let (first, second) = (first.as_slice::<f32>()?, second.as_slice::<f32>()?);
+        let gradients = buffer.as_mut_slice::<f32>()?;
+        for matrix in &self.matrices {
+            let m = &mut gradients[matrix.elements.clone()];
+            let (p, q) = (&first[matrix.left()], &second[matrix.right()]);
+            if options.error_feedback {
+                let loss = memory.losses.entry(matrix.parameter).or_default();
+                loss.clear();
+                loss.extend_from_slice(m);
+                outer(p, q, matrix.columns, m);
+                loss.iter_mut().zip(&*m).for_each(|(loss, m)| *loss -= m);
+            } else {
+                outer(p, q, matrix.columns, m);
+            }
+            if options.warm_start {
+                memory.factors.insert(matrix.parameter, q.to_vec());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Numbers from the normal distribution, the same on every rank.
+fn random(count: usize, seed: u32, step: u64, parameter: usize) -> Vec<f32> {
+    let step = (step as u32).wrapping_mul(0x9e37_79b9);
+    let parameter = (parameter as u32).wrapping_mul(0x85eb_ca6b);
+    let mut source = Mt::new(seed ^ step ^ parameter.rotate_left(16));
+    let mut uniform = || (f64::from(source.next_u32()) + 0.5) / 4_294_967_296.0;
+    // Box and Muller's pairs, of which one is used.
+    (0..count)
+        .map(|_| ((-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()) as f32)
+        .collect()
+}

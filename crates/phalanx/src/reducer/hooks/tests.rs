@@ -1,0 +1,198 @@
+//! Hooks on several ranks, over a group of threads.
+
+use super::super::fake::{FakeGroup, run};
+use super::super::{ParameterSpec, Reducer, ReducerOptions};
+use super::*;
+use crate::dtype::DType;
+
+const ROWS: usize = 12;
+const COLUMNS: usize = 40;
+
+/// A matrix, a vector, and a tensor of a type that hooks leave alone.
+fn reducer(group: Arc<FakeGroup>, hook: impl CommHook + 'static) -> Reducer {
+    let parameters = vec![
+        ParameterSpec::new("matrix", [ROWS, 5, COLUMNS / 5], DType::F32),
+        ParameterSpec::new("vector", [9], DType::F32),
+        ParameterSpec::new("double", [ROWS, COLUMNS], DType::F64),
+    ];
+    let mut reducer = Reducer::new(group, parameters, ReducerOptions::default()).unwrap();
+    reducer.register_hook(Box::new(hook)).unwrap();
+    reducer
+}
+
+/// A gradient of rank 1: the outer product of two vectors, which every rank scales by its own factor.
+fn rank_one(factor: f32, step: usize) -> Vec<f32> {
+    let wave = |i: usize, scale: f32| ((i + 1) as f32 * scale + step as f32).sin();
+    (0..ROWS * COLUMNS).map(|i| factor * wave(i / COLUMNS, 0.7) * wave(i % COLUMNS, 0.3)).collect()
+}
+
+fn full_rank(rank: Rank) -> Vec<f32> {
+    (0..ROWS * COLUMNS).map(|i| ((i * i + 31 * rank.index()) as f32 * 0.011).sin()).collect()
+}
+
+fn step(reducer: &mut Reducer, matrix: &[f32]) -> Vec<f32> {
+    reducer.start().unwrap();
+    let double: Vec<f64> = matrix.iter().copied().map(f64::from).collect();
+    reducer.ready(2, bytemuck::cast_slice(&double)).unwrap();
+    reducer.ready(1, bytemuck::cast_slice(&matrix[..9])).unwrap();
+    reducer.ready(0, bytemuck::cast_slice(matrix)).unwrap();
+    reducer.finish().unwrap();
+    numbers(reducer, 0)
+}
+
+fn numbers<T: bytemuck::Pod>(reducer: &Reducer, index: usize) -> Vec<T> {
+    let bytes = reducer.gradient(index).unwrap().unwrap();
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+}
+
+fn average(world: u32, of: impl Fn(Rank) -> Vec<f32>) -> Vec<f32> {
+    let mut sum = vec![0.0; ROWS * COLUMNS];
+    for rank in 0..world {
+        sum.iter_mut().zip(of(Rank::new(rank))).for_each(|(sum, x)| *sum += x / world as f32);
+    }
+    sum
+}
+
+fn farthest(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn half_precision_rounds_the_average_and_sends_half() {
+    for (hook, most) in [(Compressed::f16(), 2e-3), (Compressed::bf16(), 2e-2)] {
+        for world in [2, 3, 4] {
+            let expected = average(world, full_rank);
+            let results = run(world, |group| {
+                let mut reducer = reducer(group.clone(), hook);
+                let matrix = step(&mut reducer, &full_rank(group.rank()));
+                let floats = ROWS * COLUMNS + 9;
+                assert_eq!(reducer.communicated_bytes() as usize, floats * 2 + ROWS * COLUMNS * 8);
+                let double: Vec<f64> = numbers(&reducer, 2);
+                assert!(farthest(&double.iter().map(|&x| x as f32).collect::<Vec<_>>(), &expected) < 1e-6);
+                matrix
+            });
+            for ours in &results {
+                assert_eq!(ours, &results[0], "the same bits on every rank");
+                let distance = farthest(ours, &expected);
+                assert!(distance > 0.0 && distance < most, "{world} ranks: {distance:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn power_sgd_is_exact_where_the_rank_suffices_and_sends_thin_matrices() {
+    for world in [2, 3, 4] {
+        run(world, |group| {
+            let hook = PowerSgd::new(PowerSgdOptions::default().start_iter(2)).unwrap();
+            let mut reducer = reducer(group.clone(), hook);
+            let factor = |rank: Rank| rank.index() as f32 + 1.0;
+            for number in 0..6 {
+                let before = reducer.communicated_bytes();
+                let ours = step(&mut reducer, &rank_one(factor(group.rank()), number));
+                let expected = average(world, |rank| rank_one(factor(rank), number));
+                assert!(farthest(&ours, &expected) < 1e-5, "step {number}: {:e}", farthest(&ours, &expected));
+                let floats = if number < 2 { ROWS * COLUMNS } else { ROWS + COLUMNS };
+                let sent = (reducer.communicated_bytes() - before) as usize;
+                assert_eq!(sent, 4 * (floats + 9) + 8 * ROWS * COLUMNS, "step {number}");
+            }
+        });
+    }
+}
+
+#[test]
+fn power_sgd_makes_up_for_what_it_loses() {
+    let remaining = |feedback: bool, warm: bool, rank: usize| {
+        let sums = run(3, |group| {
+            let options = PowerSgdOptions::default().start_iter(1).rank(rank);
+            let hook = PowerSgd::new(options.error_feedback(feedback).warm_start(warm)).unwrap();
+            let mut reducer = reducer(group.clone(), hook);
+            let mut sum = vec![0.0; ROWS * COLUMNS];
+            for _ in 0..400 {
+                let ours = step(&mut reducer, &full_rank(group.rank()));
+                sum.iter_mut().zip(ours).for_each(|(sum, x)| *sum += x / 400.0);
+            }
+            sum
+        });
+        assert!(sums.iter().all(|sum| *sum == sums[0]), "the same bits on every rank");
+        farthest(&sums[0], &average(3, full_rank))
+    };
+    // The same gradient again and again: with feedback, the average over time is the average over ranks.
+    assert!(remaining(true, true, 1) < 0.1, "{}", remaining(true, true, 1));
+    assert!(remaining(true, false, 2) < 0.1);
+    assert!(remaining(false, true, 1) > 0.3);
+}
+
+#[test]
+fn local_sgd_stops_averaging_and_may_go_on_in_a_subgroup() {
+    run(2, |group| {
+        let alone = FakeGroup::world(1).swap_remove(0);
+        for hook in [PostLocalSgd::new(1), PostLocalSgd::new(1).subgroup(Alone(alone))] {
+            let mut reducer = reducer(group.clone(), hook);
+            let mine = full_rank(group.rank());
+            assert!(farthest(&step(&mut reducer, &mine), &average(2, full_rank)) < 1e-6);
+            assert_eq!(step(&mut reducer, &mine), mine);
+        }
+    });
+}
+
+/// A handle to a group of one.
+struct Alone(Arc<FakeGroup>);
+
+impl Communicator for Alone {
+    fn rank(&self) -> Rank {
+        self.0.rank()
+    }
+    fn world_size(&self) -> crate::rank::WorldSize {
+        self.0.world_size()
+    }
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
+        self.0.alloc(dtype, elements)
+    }
+    fn all_reduce_async(&self, buffer: Buffer, _: ReduceOp) -> Result<Work> {
+        Ok(Work::ready(Ok(buffer)))
+    }
+    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        self.0.broadcast_async(buffer, root)
+    }
+    fn abort(&self, cause: crate::error::Error) {
+        self.0.abort(cause);
+    }
+    fn trace(&self) -> crate::trace::Trace {
+        self.0.trace()
+    }
+}
+
+#[test]
+fn hooks_that_differ_or_give_back_something_else_are_errors() {
+    let parameters = || vec![ParameterSpec::new("p", [3], DType::F32)];
+    let errors = run(2, |group| {
+        let hook = if group.rank().is_main() { Compressed::f16() } else { Compressed::bf16() };
+        let mut reducer = Reducer::new(group, parameters(), ReducerOptions::default()).unwrap();
+        reducer.register_hook(Box::new(hook)).unwrap_err().to_string()
+    });
+    for text in errors {
+        assert!(text.contains("communication hook is compressed to f16 on rank 0"), "{text}");
+        assert!(text.contains("compressed to bf16 on rank 1"), "{text}");
+    }
+    struct Cut;
+    impl CommHook for Cut {
+        fn describe(&self) -> String {
+            "cut".into()
+        }
+        fn start(&mut self, _: &dyn Communicator, _: GradBucket) -> Result<Pending> {
+            Ok(Pending::ready(Buffer::zeroed(DType::F32, 1)))
+        }
+        fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+            Ok(())
+        }
+    }
+    run(2, |group| {
+        let mut reducer = Reducer::new(group, parameters(), ReducerOptions::default()).unwrap();
+        reducer.register_hook(Box::new(Cut)).unwrap();
+        reducer.start().unwrap();
+        reducer.ready(0, &[0; 12]).unwrap();
+        assert!(reducer.finish().unwrap_err().to_string().contains("gave back"));
+    });
+    assert!(PowerSgd::new(PowerSgdOptions::default().rank(0)).is_err());
+}

@@ -1,0 +1,126 @@
+//! What nodes tell each other.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// Before each entry, so that a node of another version is told so instead of being misread.
+const VERSION: u8 = 1;
+
+/// One launcher's number, which no other has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub(crate) struct NodeId(pub(crate) u64);
+
+impl fmt::Display for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+/// A launcher and its workers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Node {
+    pub(crate) id: NodeId,
+    pub(crate) host: String,
+    /// How many workers it starts.
+    pub(crate) workers: u32,
+    /// The place it was told to take.
+    pub(crate) place: Option<u32>,
+    /// Is it the one that serves the store? It comes first, and nothing goes on without it.
+    pub(crate) serves_store: bool,
+}
+
+/// What all nodes must have been told alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Settings {
+    pub(crate) min_nodes: u32,
+    pub(crate) max_nodes: u32,
+    pub(crate) max_restarts: u32,
+}
+
+/// A worker's failure.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Fault {
+    pub(crate) rank: u32,
+    /// The rank that it blames.
+    pub(crate) blames: Option<u32>,
+    /// What else is known, for whoever shows it.
+    pub(crate) detail: Vec<u8>,
+}
+
+/// Why a node is no longer there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Departure {
+    /// Nobody has heard of it for so long.
+    Silent(Duration),
+    /// Its launcher got this signal.
+    Signal(i32),
+    /// Its launcher cannot go on.
+    GaveUp(String),
+}
+
+/// An entry of the log.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Entry {
+    /// A node is there.
+    Join { node: Node, settings: Settings },
+    /// Enough nodes have come to this round, and have waited long enough for others.
+    LastCall { round: u64 },
+    /// The store of this round's workers listens at this port of the first node.
+    Store { round: u64, port: u16 },
+    /// A worker has failed.
+    Failed { round: u64, node: NodeId, fault: Fault },
+    /// No worker is left on this node.
+    Ended { round: u64, node: NodeId, succeeded: bool },
+    /// A node is gone.
+    Left { node: NodeId, why: Departure },
+}
+
+impl Entry {
+    pub(crate) fn to_bytes(&self) -> Result<Vec<u8>> {
+        postcard::to_extend(self, vec![VERSION])
+            .map_err(|error| Error::protocol(format!("what a node has to say cannot be written: {error}")))
+    }
+
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let unreadable = |why: String| {
+            Error::protocol(format!("what another node's launcher says cannot be read: {why}"))
+                .with_remedy("do all nodes have the same version of Phalanx?")
+        };
+        match bytes.split_first() {
+            Some((&VERSION, rest)) => {
+                postcard::from_bytes(rest).map_err(|error| unreadable(error.to_string()))
+            }
+            Some((version, _)) => Err(unreadable(format!("it is version {version}, not {VERSION}"))),
+            None => Err(unreadable("it is empty".to_owned())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn no_bytes_make_the_decoder_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            let _ = Entry::from_bytes(&bytes);
+            let _ = Entry::from_bytes(&[&[VERSION], &bytes[..]].concat());
+        }
+    }
+
+    #[test]
+    fn entries_come_back_and_nonsense_does_not() {
+        let entry = Entry::Left { node: NodeId(7), why: Departure::Silent(Duration::from_millis(5100)) };
+        let bytes = entry.to_bytes().unwrap();
+        assert_eq!(Entry::from_bytes(&bytes).unwrap(), entry);
+        for bad in [&b""[..], &[VERSION], &[VERSION + 1, 0], &bytes[..bytes.len() - 1]] {
+            assert!(Entry::from_bytes(bad).unwrap_err().to_string().contains("cannot be read"));
+        }
+    }
+}

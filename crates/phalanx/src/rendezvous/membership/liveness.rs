@@ -1,0 +1,74 @@
+//! Who has fallen silent: pure.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::entry::NodeId;
+
+/// The heartbeats of other nodes, as one of them sees them. Only this node's own clock counts.
+#[derive(Debug)]
+pub(crate) struct Liveness {
+    timeout: Duration,
+    last: BTreeMap<NodeId, (Vec<u8>, Instant)>,
+    looked_at: Option<Instant>,
+}
+
+impl Liveness {
+    pub(crate) fn new(timeout: Duration) -> Self {
+        Self { timeout, last: BTreeMap::new(), looked_at: None }
+    }
+
+    /// Takes the nodes' counters, and gives those that have not moved for longer than the time-out, with how long.
+    pub(crate) fn observe<'a>(
+        &mut self,
+        beats: impl IntoIterator<Item = (NodeId, &'a [u8])>,
+        now: Instant,
+    ) -> Vec<(NodeId, Duration)> {
+        // Whoever has slept itself, or was stopped, knows nothing of the others.
+        let slept = self.looked_at.is_some_and(|at| now.saturating_duration_since(at) > self.timeout / 2);
+        self.looked_at = Some(now);
+        let mut last = BTreeMap::new();
+        let mut silent = Vec::new();
+        for (id, beat) in beats {
+            let entry = match self.last.remove(&id) {
+                Some((earlier, at)) if earlier == beat && !slept => (earlier, at),
+                _ => (beat.to_vec(), now),
+            };
+            let since = now.saturating_duration_since(entry.1);
+            if since > self.timeout {
+                silent.push((id, since));
+            }
+            last.insert(id, entry);
+        }
+        self.last = last;
+        silent
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: NodeId = NodeId(1);
+    const B: NodeId = NodeId(2);
+
+    #[test]
+    fn only_a_counter_that_stands_still_is_silence() {
+        let mut liveness = Liveness::new(Duration::from_secs(5));
+        let start = Instant::now();
+        let mut at = |second: u64, a: &[u8], b: &[u8]| {
+            liveness.observe([(A, a), (B, b)], start + Duration::from_secs(second))
+        };
+        assert!((0..=5).all(|second| at(second, b"7", &[second as u8]).is_empty()));
+        assert_eq!(at(6, b"7", b"x"), [(A, Duration::from_secs(6))]);
+        assert!(at(7, b"8", b"y").is_empty());
+    }
+
+    #[test]
+    fn who_has_slept_accuses_nobody() {
+        let mut liveness = Liveness::new(Duration::from_secs(5));
+        let start = Instant::now();
+        assert!(liveness.observe([(A, &b"7"[..])], start).is_empty());
+        assert!(liveness.observe([(A, &b"7"[..])], start + Duration::from_secs(60)).is_empty());
+    }
+}

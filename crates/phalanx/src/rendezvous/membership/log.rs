@@ -1,0 +1,71 @@
+//! A list in a store, to which many append and which all read in one order.
+
+use crate::deadline::Deadline;
+use crate::error::Result;
+use crate::store::{SharedStore, Store};
+
+/// Entry `n` is the value of `log/<n>`. Whoever writes it first, has written it: [`Store::compare_set`] on a key that is
+/// not there.
+pub(crate) struct Log {
+    store: SharedStore,
+    /// Entries before this one are there.
+    end: u64,
+}
+
+impl Log {
+    pub(crate) fn new(store: SharedStore) -> Self {
+        Self { store, end: 0 }
+    }
+
+    /// Appends `entry`, which must differ from every other one and not be empty.
+    pub(crate) fn append(&mut self, entry: &[u8], deadline: Deadline) -> Result<()> {
+        loop {
+            let there = self.store.compare_set(&key(self.end), b"", entry, deadline)?;
+            self.end += 1;
+            if there == entry {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Entry `index`; waits until it is there.
+pub(crate) fn read(store: &dyn Store, index: u64, deadline: Deadline) -> Result<Vec<u8>> {
+    store.get(&key(index), deadline)
+}
+
+fn key(index: u64) -> String {
+    format!("log/{index}")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::store::MemoryStore;
+
+    #[test]
+    fn those_who_append_at_once_get_one_order() {
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        let deadline = Deadline::after(Duration::from_secs(20));
+        std::thread::scope(|scope| {
+            for writer in 0..4_u8 {
+                let mut log = Log::new(Arc::clone(&store));
+                scope.spawn(move || {
+                    for number in 0..25_u8 {
+                        log.append(&[1, writer, number], deadline).unwrap();
+                    }
+                });
+            }
+        });
+        let mut next = [0; 4];
+        for index in 0..100 {
+            let entry = read(&*store, index, deadline).unwrap();
+            assert_eq!(entry[2], next[entry[1] as usize]);
+            next[entry[1] as usize] += 1;
+        }
+        assert!(!store.check(&["log/100"], deadline).unwrap());
+    }
+}

@@ -1,0 +1,376 @@
+//! The state that all nodes agree on.
+
+use super::entry::{Departure, Entry, Fault, Node, NodeId, Settings};
+use crate::rank::MAX_WORLD_SIZE;
+
+/// What has become of the job so far.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct State {
+    settings: Option<Settings>,
+    /// Counts the times that workers were started.
+    round: u64,
+    /// How many of these a failure has cost.
+    restarts: u32,
+    phase: Phase,
+    /// Who has come to the next round, in order.
+    waiting: Vec<Node>,
+    last_cause: Option<Cause>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+enum Phase {
+    #[default]
+    Gathering,
+    Running(Running),
+    Over(Verdict),
+}
+
+/// A round whose workers may run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Running {
+    /// In the order of their places.
+    pub(crate) members: Vec<Member>,
+    /// Where the first node serves this round's store.
+    pub(crate) store_port: Option<u16>,
+    causes: Vec<Cause>,
+    /// Must the workers end?
+    pub(crate) ending: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Member {
+    pub(crate) node: Node,
+    pub(crate) first_rank: u32,
+    progress: Progress,
+    /// Will it take no part in the next round, if there is one?
+    gone: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    Working,
+    Succeeded,
+    Ended,
+}
+
+/// How the job ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Succeeded,
+    Failed(Cause),
+}
+
+/// What was wrong first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Cause {
+    Worker(Fault),
+    /// `place` and `ranks` if it took part.
+    Node {
+        node: Node,
+        place: Option<u32>,
+        why: Departure,
+    },
+}
+
+impl State {
+    /// Takes the next entry of the log. A refusal concerns the node that wants to join.
+    pub(crate) fn apply(&mut self, entry: Entry) -> Result<(), String> {
+        match entry {
+            Entry::Join { node, settings } => return self.join(node, settings),
+            Entry::LastCall { round } => {
+                if round == self.round && self.has_enough() {
+                    self.start_round();
+                }
+            }
+            Entry::Store { round, port } => {
+                if let Some(running) = self.running_in(round) {
+                    running.store_port.get_or_insert(port);
+                }
+            }
+            Entry::Failed { round, node, fault } => {
+                if let Some(running) = self.running_in(round)
+                    && running.is_working(node)
+                {
+                    running.note(fault);
+                    running.ending = true;
+                }
+            }
+            Entry::Ended { round, node, succeeded } => {
+                if let Some(running) = self.running_in(round) {
+                    running.set(node, if succeeded { Progress::Succeeded } else { Progress::Ended });
+                    // Ended without a reason is ended all the same: nobody may wait for it.
+                    running.ending |= !succeeded;
+                }
+                self.conclude();
+            }
+            Entry::Left { node, why } => self.leave(node, why),
+        }
+        Ok(())
+    }
+
+    fn join(&mut self, node: Node, settings: Settings) -> Result<(), String> {
+        if matches!(self.phase, Phase::Over(_)) {
+            return Err("the job is over".to_owned());
+        }
+        let agreed = *self.settings.get_or_insert(settings);
+        if agreed != settings {
+            return Err(format!(
+                "the first node has --nnodes {}:{} --max-restarts {}, this one --nnodes {}:{} --max-restarts {}",
+                agreed.min_nodes,
+                agreed.max_nodes,
+                agreed.max_restarts,
+                settings.min_nodes,
+                settings.max_nodes,
+                settings.max_restarts
+            ));
+        }
+        if let Some(place) = node.place {
+            if place >= agreed.max_nodes {
+                return Err(format!(
+                    "--node-rank {place} is not below the number of nodes, {}",
+                    agreed.max_nodes
+                ));
+            }
+            if let Some(other) = self.present().find(|other| other.place == Some(place)) {
+                return Err(format!("two nodes have --node-rank {place}: {} and {}", other.host, node.host));
+            }
+        }
+        let workers: u64 = self.present().map(|other| u64::from(other.workers)).sum();
+        if node.workers == 0 || workers + u64::from(node.workers) > MAX_WORLD_SIZE.into() {
+            return Err(format!("a job has at least one and at most {MAX_WORLD_SIZE} workers"));
+        }
+        if self.present().any(|other| other.id == node.id) {
+            return Ok(());
+        }
+        self.waiting.push(node);
+        match &mut self.phase {
+            // What has been finished somewhere is not done again for a newcomer's sake.
+            Phase::Running(running) if running.has_room(agreed) => running.ending = true,
+            Phase::Running(_) | Phase::Over(_) => {}
+            Phase::Gathering => self.start_if_full(),
+        }
+        Ok(())
+    }
+
+    fn leave(&mut self, id: NodeId, why: Departure) {
+        let place = self.waiting.iter().position(|node| node.id == id);
+        let cause = if let Some(index) = place {
+            let node = self.waiting.remove(index);
+            Cause::Node { node, place: None, why }
+        } else {
+            let Phase::Running(running) = &mut self.phase else { return };
+            let Some(index) = running.members.iter().position(|member| member.node.id == id) else { return };
+            let member = &mut running.members[index];
+            if std::mem::replace(&mut member.gone, true) {
+                return;
+            }
+            let node = member.node.clone();
+            // Its work is done; that the launcher of the others' store goes is another matter.
+            if member.progress == Progress::Succeeded && !node.serves_store {
+                return;
+            }
+            member.progress = Progress::Ended;
+            running.ending = true;
+            let cause = Cause::Node { node, place: u32::try_from(index).ok(), why };
+            running.causes.push(cause.clone());
+            cause
+        };
+        if matches!(&cause, Cause::Node { node, .. } if node.serves_store) {
+            let cause = match &self.phase {
+                Phase::Running(running) => running.root_cause().unwrap_or(cause),
+                _ => cause,
+            };
+            self.phase = Phase::Over(Verdict::Failed(cause));
+        }
+        self.conclude();
+    }
+
+    /// If nobody works any more, the round is over.
+    fn conclude(&mut self) {
+        let Phase::Running(running) = &self.phase else { return };
+        let done = |member: &Member| member.progress == Progress::Succeeded;
+        if running.members.iter().all(done) && running.causes.is_empty() {
+            self.phase = Phase::Over(Verdict::Succeeded);
+            return;
+        }
+        let works = |member: &Member| member.progress == Progress::Working;
+        if !running.ending || running.members.iter().any(works) {
+            return;
+        }
+        let cause = running.root_cause();
+        let staying = running.members.iter().filter(|member| !member.gone);
+        let mut waiting: Vec<Node> = staying.map(|member| member.node.clone()).collect();
+        waiting.append(&mut self.waiting);
+        self.waiting = waiting;
+        let (least, most) =
+            self.settings.map_or((1, 0), |settings| (settings.min_nodes, settings.max_restarts));
+        if let Some(cause) = cause {
+            let on_purpose =
+                matches!(&cause, Cause::Node { why: Departure::Signal(_) | Departure::GaveUp(_), .. });
+            let enough = self.waiting.len() >= least as usize;
+            if (on_purpose && !enough) || (!on_purpose && self.restarts == most) {
+                self.phase = Phase::Over(Verdict::Failed(cause));
+                return;
+            }
+            // Nodes that come and go cost no restart.
+            self.restarts += u32::from(!on_purpose);
+            self.last_cause = Some(cause);
+        } else {
+            self.last_cause = None;
+        }
+        self.round += 1;
+        self.phase = Phase::Gathering;
+        self.start_if_full();
+    }
+
+    fn start_if_full(&mut self) {
+        if self.settings.is_some_and(|settings| self.waiting.len() >= settings.max_nodes as usize) {
+            self.start_round();
+        }
+    }
+
+    /// The nodes that have come get their places.
+    fn start_round(&mut self) {
+        let most = self.settings.map_or(0, |settings| settings.max_nodes as usize);
+        let mut nodes = std::mem::take(&mut self.waiting);
+        // In the order of their coming, unless they were told their places.
+        nodes.sort_by_key(|node| (!node.serves_store, node.place.unwrap_or(u32::MAX)));
+        self.waiting = nodes.split_off(nodes.len().min(most));
+        let mut first_rank = 0;
+        let members = nodes.into_iter().map(|node| {
+            let member = Member { first_rank, progress: Progress::Working, gone: false, node };
+            first_rank += member.node.workers;
+            member
+        });
+        let members = members.collect();
+        self.phase = Phase::Running(Running { members, store_port: None, causes: Vec::new(), ending: false });
+    }
+
+    /// May this round begin, if nobody else is waited for?
+    pub(crate) fn has_enough(&self) -> bool {
+        matches!(self.phase, Phase::Gathering)
+            && self.settings.is_some_and(|settings| self.waiting.len() >= settings.min_nodes as usize)
+    }
+
+    fn running_in(&mut self, round: u64) -> Option<&mut Running> {
+        match &mut self.phase {
+            Phase::Running(running) if round == self.round => Some(running),
+            _ => None,
+        }
+    }
+
+    /// All nodes that are there.
+    pub(crate) fn present(&self) -> impl Iterator<Item = &Node> {
+        let members = self.running().map_or(&[][..], |running| &running.members);
+        let members = members.iter().filter(|member| !member.gone);
+        members.map(|member| &member.node).chain(&self.waiting)
+    }
+
+    pub(crate) fn round(&self) -> u64 {
+        self.round
+    }
+
+    pub(crate) fn restarts(&self) -> u32 {
+        self.restarts
+    }
+
+    /// Why the round before ended; none if only because nodes came.
+    pub(crate) fn last_cause(&self) -> Option<&Cause> {
+        self.last_cause.as_ref()
+    }
+
+    /// The nodes that wait for a round to begin.
+    pub(crate) fn waiting(&self) -> &[Node] {
+        &self.waiting
+    }
+
+    pub(crate) fn is_gathering(&self) -> bool {
+        matches!(self.phase, Phase::Gathering)
+    }
+
+    pub(crate) fn running(&self) -> Option<&Running> {
+        match &self.phase {
+            Phase::Running(running) => Some(running),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn verdict(&self) -> Option<&Verdict> {
+        match &self.phase {
+            Phase::Over(verdict) => Some(verdict),
+            _ => None,
+        }
+    }
+}
+
+impl Running {
+    fn set(&mut self, id: NodeId, progress: Progress) {
+        let working = |member: &&mut Member| member.node.id == id && member.progress == Progress::Working;
+        if let Some(member) = self.members.iter_mut().find(working) {
+            member.progress = progress;
+        }
+    }
+
+    /// More may become known of a failure; its turn is that of the first news.
+    fn note(&mut self, fault: Fault) {
+        let same = |cause: &&mut Cause| matches!(cause, Cause::Worker(known) if known.rank == fault.rank);
+        match self.causes.iter_mut().find(same) {
+            Some(known) => *known = Cause::Worker(fault),
+            None => self.causes.push(Cause::Worker(fault)),
+        }
+    }
+
+    fn is_working(&self, id: NodeId) -> bool {
+        self.members.iter().any(|member| member.node.id == id && member.progress == Progress::Working)
+    }
+
+    /// Could a newcomer take part, if all began again?
+    fn has_room(&self, settings: Settings) -> bool {
+        let finished = self.members.iter().any(|member| member.progress == Progress::Succeeded);
+        !finished && self.members.len() < settings.max_nodes as usize
+    }
+
+    /// This node's place, if it takes part.
+    pub(crate) fn place(&self, id: NodeId) -> Option<usize> {
+        self.members.iter().position(|member| member.node.id == id && !member.gone)
+    }
+
+    /// The number of workers on all nodes.
+    pub(crate) fn world_size(&self) -> u32 {
+        self.members.last().map_or(0, |member| member.first_rank + member.node.workers)
+    }
+
+    /// From the first that went wrong, along the blame, to one that blames nobody who has failed.
+    fn root_cause(&self) -> Option<Cause> {
+        // The workers of a node that has fallen silent were dead before anybody could notice the silence, and not
+        // every program says whom it blames.
+        let silent = |cause: &&Cause| matches!(cause, Cause::Node { why: Departure::Silent(_), .. });
+        if let Some(silent) = self.causes.iter().find(silent) {
+            return Some(silent.clone());
+        }
+        let first = self.causes.first()?;
+        let mut current = first;
+        // Two that blame each other would lead in circles.
+        for _ in &self.causes {
+            let Cause::Worker(Fault { blames: Some(blamed), .. }) = current else {
+                return Some(current.clone());
+            };
+            match self.causes.iter().find(|cause| self.concerns(cause, *blamed)) {
+                Some(blamed) => current = blamed,
+                None => return Some(current.clone()),
+            }
+        }
+        Some(first.clone())
+    }
+
+    /// Is it about `rank`?
+    fn concerns(&self, cause: &Cause, rank: u32) -> bool {
+        match cause {
+            Cause::Worker(fault) => fault.rank == rank,
+            Cause::Node { node, .. } => self.members.iter().any(|member| {
+                let ranks = member.first_rank..member.first_rank + member.node.workers;
+                member.node.id == node.id && ranks.contains(&rank)
+            }),
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! Nodes that read the log at different speeds, fail, fall silent and wake up again.
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::state::Running;
+use super::*;
+
+fn node(id: u64, workers: u32, place: Option<u32>) -> Node {
+    Node { id: NodeId(id), host: format!("host{id}"), workers, place, serves_store: id == 0 }
+}
+
+fn settings(min_nodes: u32, max_nodes: u32, max_restarts: u32) -> Settings {
+    Settings { min_nodes, max_nodes, max_restarts }
+}
+
+fn joined(settings: Settings, nodes: impl IntoIterator<Item = Node>) -> State {
+    let mut state = State::default();
+    for node in nodes {
+        state.apply(Entry::Join { node, settings }).unwrap();
+    }
+    state
+}
+
+fn fault(rank: u32, blames: Option<u32>) -> Fault {
+    Fault { rank, blames, detail: Vec::new() }
+}
+
+fn failed(state: &mut State, id: u64, rank: u32, blames: Option<u32>) {
+    let round = state.round();
+    state.apply(Entry::Failed { round, node: NodeId(id), fault: fault(rank, blames) }).unwrap();
+}
+
+fn ended(state: &mut State, id: u64, succeeded: bool) {
+    let round = state.round();
+    state.apply(Entry::Ended { round, node: NodeId(id), succeeded }).unwrap();
+}
+
+fn left(state: &mut State, id: u64, why: Departure) {
+    state.apply(Entry::Left { node: NodeId(id), why }).unwrap();
+}
+
+const SILENT: Departure = Departure::Silent(Duration::from_secs(5));
+
+#[test]
+fn places_are_those_asked_for_and_ranks_follow_the_workers() {
+    let state = joined(settings(3, 3, 0), [node(2, 1, Some(2)), node(0, 2, Some(0)), node(1, 3, Some(1))]);
+    let running = state.running().unwrap();
+    let places: Vec<_> = running.members.iter().map(|member| (member.node.id.0, member.first_rank)).collect();
+    assert_eq!((places, running.world_size()), (vec![(0, 0), (1, 2), (2, 5)], 6));
+}
+
+#[test]
+fn without_places_the_store_comes_first_and_then_who_came_first() {
+    let state = joined(settings(3, 3, 0), [node(2, 1, None), node(1, 1, None), node(0, 1, None)]);
+    let ids: Vec<_> = state.running().unwrap().members.iter().map(|member| member.node.id.0).collect();
+    assert_eq!(ids, [0, 2, 1]);
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_a_reason() {
+    let mut state = joined(settings(2, 2, 0), [node(0, 1, Some(0))]);
+    let mut refuse = |node, settings| state.apply(Entry::Join { node, settings }).unwrap_err();
+    assert!(refuse(node(1, 1, Some(0)), settings(2, 2, 0)).contains("host0 and host1"));
+    assert!(refuse(node(1, 1, Some(2)), settings(2, 2, 0)).contains("not below"));
+    assert!(refuse(node(1, 1, Some(1)), settings(2, 3, 0)).contains("--nnodes 2:2"));
+    assert!(refuse(node(1, 70_000, Some(1)), settings(2, 2, 0)).contains("65536"));
+}
+
+#[test]
+fn all_must_succeed() {
+    let mut state = joined(settings(2, 2, 0), [node(0, 1, None), node(1, 1, None)]);
+    ended(&mut state, 1, true);
+    assert!(!state.running().unwrap().ending);
+    ended(&mut state, 0, true);
+    assert_eq!(state.verdict(), Some(&Verdict::Succeeded));
+}
+
+#[test]
+fn a_failure_ends_the_round_everywhere_and_the_next_begins_when_nobody_is_left() {
+    let mut state = joined(settings(2, 2, 1), [node(0, 1, None), node(1, 1, None)]);
+    failed(&mut state, 1, 1, None);
+    ended(&mut state, 1, false);
+    assert!(state.running().unwrap().ending && state.round() == 0);
+    ended(&mut state, 0, false);
+    assert_eq!((state.round(), state.restarts(), state.running().is_some()), (1, 1, true));
+    assert_eq!(state.last_cause(), Some(&Cause::Worker(fault(1, None))));
+    // What the former round still has to say is nobody's business.
+    state.apply(Entry::Failed { round: 0, node: NodeId(0), fault: fault(0, None) }).unwrap();
+    assert!(!state.running().unwrap().ending);
+
+    failed(&mut state, 0, 0, None);
+    ended(&mut state, 0, false);
+    ended(&mut state, 1, false);
+    assert_eq!(state.verdict(), Some(&Verdict::Failed(Cause::Worker(fault(0, None)))));
+}
+
+#[test]
+fn the_cause_lies_where_the_blame_ends() {
+    let mut state = joined(settings(2, 2, 0), [node(0, 2, None), node(1, 2, None)]);
+    failed(&mut state, 0, 1, Some(3));
+    failed(&mut state, 1, 3, None);
+    ended(&mut state, 0, false);
+    ended(&mut state, 1, false);
+    assert_eq!(state.verdict(), Some(&Verdict::Failed(Cause::Worker(fault(3, None)))));
+}
+
+#[test]
+fn later_news_of_a_failure_keep_its_turn() {
+    let mut state = joined(settings(2, 2, 0), [node(0, 1, None), node(1, 1, None)]);
+    failed(&mut state, 1, 1, Some(7));
+    failed(&mut state, 0, 0, None);
+    failed(&mut state, 1, 1, None);
+    ended(&mut state, 0, false);
+    ended(&mut state, 1, false);
+    assert_eq!(state.verdict(), Some(&Verdict::Failed(Cause::Worker(fault(1, None)))));
+}
+
+#[test]
+fn a_silent_node_is_the_cause_of_what_others_saw() {
+    for blames in [None, Some(2)] {
+        let mut state = joined(settings(2, 2, 0), [node(0, 2, None), node(1, 2, None)]);
+        failed(&mut state, 0, 1, blames);
+        ended(&mut state, 0, false);
+        assert_eq!(state.verdict(), None);
+        left(&mut state, 1, SILENT);
+        let cause = Cause::Node { node: node(1, 2, None), place: Some(1), why: SILENT };
+        assert_eq!(state.verdict(), Some(&Verdict::Failed(cause)));
+    }
+}
+
+#[test]
+fn with_restarts_left_a_lost_node_is_replaced() {
+    let mut state = joined(settings(2, 2, 1), [node(0, 1, Some(0)), node(1, 1, Some(1))]);
+    left(&mut state, 1, SILENT);
+    ended(&mut state, 0, false);
+    assert!(state.is_gathering() && state.restarts() == 1);
+    state.apply(Entry::Join { node: node(5, 1, Some(1)), settings: settings(2, 2, 1) }).unwrap();
+    assert_eq!(state.running().and_then(|running| running.place(NodeId(5))), Some(1));
+}
+
+#[test]
+fn a_newcomer_costs_no_restart() {
+    let mut state = joined(settings(1, 2, 0), [node(0, 1, None)]);
+    assert!(state.has_enough() && state.is_gathering());
+    state.apply(Entry::LastCall { round: 0 }).unwrap();
+    state.apply(Entry::Join { node: node(1, 1, None), settings: settings(1, 2, 0) }).unwrap();
+    assert!(state.running().unwrap().ending);
+    ended(&mut state, 0, false);
+    assert_eq!((state.running().unwrap().members.len(), state.restarts()), (2, 0));
+    // Nor does one that is told to go.
+    left(&mut state, 1, Departure::Signal(15));
+    ended(&mut state, 0, false);
+    assert_eq!((state.is_gathering(), state.restarts(), state.waiting().len()), (true, 0, 1));
+}
+
+#[test]
+fn nothing_goes_on_without_the_store() {
+    let mut state = joined(settings(1, 2, 9), [node(0, 1, None), node(1, 1, None)]);
+    left(&mut state, 0, Departure::Signal(2));
+    assert!(matches!(state.verdict(), Some(Verdict::Failed(Cause::Node { .. }))));
+}
+
+/// What a node of the simulation does next.
+#[derive(Clone, Debug)]
+enum Act {
+    Read(u8),
+    Fail,
+    Finish(bool),
+    /// It stops reading, and the others are told that it is silent.
+    Freeze,
+    Leave,
+    LastCall,
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    prop_oneof![
+        8 => (1..6_u8).prop_map(Act::Read),
+        2 => Just(Act::Fail),
+        4 => any::<bool>().prop_map(Act::Finish),
+        1 => Just(Act::Freeze),
+        1 => Just(Act::Leave),
+        2 => Just(Act::LastCall),
+    ]
+}
+
+/// A node: what it has read, and the round whose workers it has.
+struct Sim {
+    id: NodeId,
+    state: State,
+    read: usize,
+    workers_of: Option<u64>,
+    done_with: Option<u64>,
+    is_there: bool,
+}
+
+impl Sim {
+    /// Reads, and starts its workers if a round that it has not had takes it in.
+    fn read(&mut self, log: &[Entry], count: usize) {
+        for entry in log.iter().skip(self.read).take(count) {
+            let _ = self.state.apply(entry.clone());
+            self.read += 1;
+        }
+        let round = self.state.round();
+        let takes_part = |running: &Running| running.place(self.id).is_some() && !running.ending;
+        if self.workers_of.is_none()
+            && self.done_with.is_none_or(|done| done < round)
+            && self.state.running().is_some_and(takes_part)
+        {
+            self.workers_of = Some(round);
+        }
+    }
+
+    fn end(&mut self, log: &mut Vec<Entry>, succeeded: bool) {
+        if let Some(round) = self.workers_of.take() {
+            self.done_with = Some(round);
+            log.push(Entry::Ended { round, node: self.id, succeeded });
+        } else if let Some(running) = self.state.running()
+            && running.ending
+            && running.place(self.id).is_some()
+            && self.done_with != Some(self.state.round())
+        {
+            self.done_with = Some(self.state.round());
+            log.push(Entry::Ended { round: self.state.round(), node: self.id, succeeded: false });
+        }
+    }
+}
+
+/// The log's whole state: whoever reads it to the end.
+fn all_of(log: &[Entry]) -> State {
+    let mut state = State::default();
+    for entry in log {
+        let _ = state.apply(entry.clone());
+    }
+    state
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    #[test]
+    fn no_two_rounds_at_once_and_always_an_end(
+        nodes in 1..5_u64,
+        min in 1..5_u32,
+        restarts in 0..3_u32,
+        acts in proptest::collection::vec((0..5_usize, act()), 0..120),
+    ) {
+        let max = nodes as u32;
+        let settings = settings(min.min(max), max, restarts);
+        let mut log = Vec::new();
+        let mut sims: Vec<Sim> = (0..nodes).map(|id| {
+            log.push(Entry::Join { node: node(id, 1 + id as u32 % 2, None), settings });
+            let id = NodeId(id);
+            Sim { id, state: State::default(), read: 0, workers_of: None, done_with: None, is_there: true }
+        }).collect();
+        for (who, act) in acts {
+            let Some(sim) = sims.get_mut(who) else { continue };
+            if !sim.is_there {
+                continue;
+            }
+            match act {
+                Act::Read(count) => sim.read(&log, count.into()),
+                Act::Fail => if let Some(round) = sim.workers_of {
+                    log.push(Entry::Failed { round, node: sim.id, fault: fault(who as u32, None) });
+                    sim.end(&mut log, false);
+                },
+                Act::Finish(succeeded) => sim.end(&mut log, succeeded),
+                Act::Freeze => {
+                    sim.is_there = false;
+                    log.push(Entry::Left { node: sim.id, why: SILENT });
+                }
+                Act::Leave => {
+                    sim.is_there = false;
+                    sim.workers_of = None;
+                    log.push(Entry::Left { node: sim.id, why: Departure::Signal(15) });
+                }
+                Act::LastCall => log.push(Entry::LastCall { round: sim.state.round() }),
+            }
+            // Whatever each has read: the workers of those that are not given up belong to one round.
+            let rounds: Vec<u64> = sims.iter().filter(|sim| sim.is_there).filter_map(|sim| sim.workers_of).collect();
+            prop_assert!(rounds.windows(2).all(|pair| pair[0] == pair[1]), "{rounds:?}");
+            let state = all_of(&log);
+            if let Some(running) = state.running() {
+                let ranks: Vec<u32> = running.members.iter().map(|member| member.first_rank).collect();
+                prop_assert!(ranks.windows(2).all(|pair| pair[0] < pair[1]) && ranks.first() == Some(&0));
+                prop_assert!(running.members.iter().filter(|member| member.node.serves_store).count() <= 1);
+            }
+            prop_assert!(state.restarts() <= restarts);
+        }
+        // The living go on fairly; whoever waits for more nodes than there are gives up.
+        for _ in 0..40 {
+            for sim in sims.iter_mut().filter(|sim| sim.is_there) {
+                sim.read(&log, usize::MAX);
+                log.push(Entry::LastCall { round: sim.state.round() });
+                let ending = sim.state.running().is_some_and(|running| running.ending);
+                sim.end(&mut log, !ending);
+            }
+        }
+        let state = all_of(&log);
+        let alive = sims.iter().filter(|sim| sim.is_there).count();
+        prop_assert!(
+            state.verdict().is_some() || (state.is_gathering() && alive < settings.min_nodes as usize) || alive == 0,
+            "{state:?}"
+        );
+    }
+}

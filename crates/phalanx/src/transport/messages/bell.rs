@@ -1,0 +1,104 @@
+//! Waiting for lines: sockets by `poll`, memory by an event count, both by turns.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+use phalanx_sys::shared::Segment;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+
+/// Whoever waits for memory sleeps this long at most before it asks whether its group is still well.
+pub(crate) const SLEEP: Duration = Duration::from_millis(10);
+/// Whoever waits for memory and for sockets looks at the memory this often: no call of the system waits for both.
+const GLANCE: Duration = Duration::from_micros(200);
+
+/// Wakes the threads of one rank that wait for messages.
+pub(crate) struct Bell(Way);
+
+enum Way {
+    /// Peers ring it through the memory that they share with this rank.
+    Shared(Arc<Segment>),
+    /// Rung from this process alone.
+    Local { rung: Mutex<u64>, changed: Condvar },
+}
+
+impl Bell {
+    /// The bell in this rank's memory, if it has lent any.
+    pub(super) fn new(own: Option<Arc<Segment>>) -> Self {
+        Self(match own {
+            Some(segment) => Way::Shared(segment),
+            None => Way::Local { rung: Mutex::new(0), changed: Condvar::new() },
+        })
+    }
+
+    /// Wakes all who wait.
+    pub(crate) fn ring(&self) {
+        match &self.0 {
+            Way::Shared(segment) => segment.doorbell().ring(),
+            Way::Local { rung, changed } => {
+                *rung.lock() += 1;
+                changed.notify_all();
+            }
+        }
+    }
+
+    /// Waits until the bell rings, one of `sockets` can be used or `deadline` passes, unless `ready` finds that there is
+    /// something to do. `listens`: does it matter that the bell rings? May return for no reason.
+    pub(crate) fn wait(
+        &self,
+        sockets: &[(BorrowedFd<'_>, PollFlags)],
+        listens: bool,
+        deadline: Deadline,
+        ready: impl FnOnce() -> bool,
+    ) -> Result<()> {
+        let remaining = deadline.remaining();
+        match (sockets, listens) {
+            ([], _) => self.sleep_unless(remaining.min(SLEEP), ready),
+            _ if ready() => {}
+            (_, false) => poll_all(sockets, remaining)?,
+            (_, true) => poll_all(sockets, remaining.min(GLANCE))?,
+        }
+        Ok(())
+    }
+
+    fn sleep_unless(&self, timeout: Duration, ready: impl FnOnce() -> bool) {
+        match &self.0 {
+            Way::Shared(segment) => segment.doorbell().sleep_unless(timeout, ready),
+            Way::Local { rung, changed } => {
+                let before = *rung.lock();
+                if ready() {
+                    return;
+                }
+                let mut rung = rung.lock();
+                if *rung == before {
+                    let _ = changed.wait_for(&mut rung, timeout);
+                }
+            }
+        }
+    }
+}
+
+fn poll_all(sockets: &[(BorrowedFd<'_>, PollFlags)], timeout: Duration) -> Result<()> {
+    let mut one;
+    let mut many;
+    let fds = match sockets {
+        [(fd, flags)] => {
+            one = [PollFd::from_borrowed_fd(*fd, *flags)];
+            &mut one[..]
+        }
+        _ => {
+            many =
+                sockets.iter().map(|(fd, flags)| PollFd::from_borrowed_fd(*fd, *flags)).collect::<Vec<_>>();
+            &mut many[..]
+        }
+    };
+    let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
+    match poll(fds, Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(Error::io("waiting for messages failed", error.into())),
+    }
+}

@@ -1,0 +1,179 @@
+//! The receiving end of a line.
+
+use std::io::IoSliceMut;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use phalanx_sys::shared::{ALIGNMENT, Consumer, Segment};
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, recvmsg};
+
+use super::{CHUNK, End, HEAD, Mailbox, Step, Stream, corrupt};
+use crate::buffer::Buffer;
+use crate::error::Result;
+use crate::rank::Rank;
+use crate::wire::frame::{HEADER, Header};
+
+/// The receiving end of the line from a peer.
+pub(crate) struct Inbound {
+    peer: Rank,
+    way: Way,
+}
+
+enum Way {
+    Stream(Stream),
+    Ring { ring: Consumer, peer: Arc<Segment> },
+    Mailbox(Arc<Mailbox>),
+}
+
+/// A frame on its way in. The place of its payload is passed at each step: it may be a caller's.
+pub(crate) struct Receiving {
+    rank: Rank,
+    expect: Header,
+    header: [u8; HEADER],
+    header_filled: usize,
+    /// Payload bytes that stand in their place.
+    received: usize,
+}
+
+impl Receiving {
+    /// The frame that `rank` expects by its own call.
+    pub(crate) fn new(rank: Rank, expect: Header) -> Self {
+        Self { rank, expect, header: [0; HEADER], header_filled: 0, received: 0 }
+    }
+
+    fn check(&self, peer: Rank) -> Result<()> {
+        self.expect.check(&Header::decode(&self.header)?, self.rank, peer)
+    }
+}
+
+impl Inbound {
+    pub(super) fn stream(stream: Stream) -> Self {
+        Self { peer: stream.peer, way: Way::Stream(stream) }
+    }
+
+    pub(super) fn ring(peer: Rank, ring: Consumer, segment: Arc<Segment>) -> Self {
+        Self { peer, way: Way::Ring { ring, peer: segment } }
+    }
+
+    pub(super) fn mailbox(peer: Rank, mailbox: Arc<Mailbox>) -> Self {
+        Self { peer, way: Way::Mailbox(mailbox) }
+    }
+
+    /// Receives into `into`, as long as the frame's payload, what has arrived.
+    pub(crate) fn pull(&mut self, frame: &mut Receiving, into: &mut [u8]) -> Result<Step> {
+        let before = frame.header_filled + frame.received;
+        match &mut self.way {
+            Way::Stream(stream) => pull_from_stream(stream, frame, into)?,
+            Way::Ring { ring, peer } => {
+                pull_from_ring(ring, frame, into, self.peer)?;
+                if frame.header_filled + frame.received > before {
+                    peer.doorbell().ring();
+                }
+            }
+            Way::Mailbox(mailbox) => {
+                let arrived = mailbox.lock().pop_front();
+                if let Some((header, payload)) = arrived {
+                    frame.expect.check(&header, frame.rank, self.peer)?;
+                    into.copy_from_slice(payload.as_slice());
+                    (frame.header_filled, frame.received) = (HEADER, into.len());
+                }
+            }
+        }
+        Ok(match (frame.header_filled, frame.received) {
+            (HEADER, received) if received == into.len() => Step::Done,
+            (header, received) if header + received > before => Step::Moved,
+            _ => Step::Idle,
+        })
+    }
+
+    /// The header of a message that has come though nobody has asked for it. To be called between frames only.
+    pub(crate) fn unasked(&mut self) -> Option<Header> {
+        let mut bytes = [0; HEADER];
+        match &mut self.way {
+            Way::Stream(stream) => {
+                let stream = stream.get().ok()?;
+                let count = stream.peek(&mut bytes).ok()?;
+                (count == HEADER).then_some(())?;
+            }
+            Way::Ring { ring, .. } => bytes = *ring.peek(HEAD).ok()?.first_chunk()?,
+            Way::Mailbox(mailbox) => return mailbox.lock().front().map(|(header, _)| *header),
+        }
+        Header::decode(&bytes).ok()
+    }
+}
+
+fn pull_from_stream(stream: &Stream, frame: &mut Receiving, into: &mut [u8]) -> Result<()> {
+    // The payload's place can be read into before its header is checked: its length is this rank's own.
+    let room = &mut into[frame.received..];
+    let missing = HEADER - frame.header_filled;
+    let mut parts = [IoSliceMut::new(&mut frame.header[frame.header_filled..]), IoSliceMut::new(room)];
+    let count =
+        match recvmsg(stream.get()?, &mut parts, &mut RecvAncillaryBuffer::default(), RecvFlags::empty()) {
+            Ok(message) if message.bytes == 0 => return Err(stream.broken("its connection closed")),
+            Ok(message) => message.bytes,
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
+            Err(error) => return Err(stream.broken(&std::io::Error::from(error).to_string())),
+        };
+    let to_header = count.min(missing);
+    frame.header_filled += to_header;
+    frame.received += count - to_header;
+    if to_header > 0 && frame.header_filled == HEADER {
+        frame.check(stream.peer)?;
+    }
+    Ok(())
+}
+
+/// At most a chunk, and whole lines only: the last one of a payload is taken together with its padding.
+fn pull_from_ring(ring: &mut Consumer, frame: &mut Receiving, into: &mut [u8], peer: Rank) -> Result<()> {
+    if frame.header_filled == 0 {
+        let head = ring.peek(HEAD).map_err(corrupt)?;
+        let Some(header) = head.first_chunk::<HEADER>().filter(|_| head.len() == HEAD) else {
+            return Ok(());
+        };
+        frame.header = *header;
+        frame.header_filled = HEADER;
+        frame.check(peer)?;
+        ring.consume(HEAD);
+    }
+    let rest = &mut into[frame.received..];
+    let waiting = ring.peek(rest.len().next_multiple_of(ALIGNMENT).min(CHUNK)).map_err(corrupt)?;
+    let lines = waiting.len() - waiting.len() % ALIGNMENT;
+    if lines > 0 {
+        let bytes = lines.min(rest.len());
+        rest[..bytes].copy_from_slice(&waiting[..bytes]);
+        ring.consume(lines);
+        frame.received += bytes;
+    }
+    Ok(())
+}
+
+impl End for Inbound {
+    type Frame = Receiving;
+    const RECEIVES: bool = true;
+
+    fn peer(&self) -> Rank {
+        self.peer
+    }
+
+    fn advance(&mut self, frame: &mut Receiving, buffer: &mut Buffer) -> Result<Step> {
+        self.pull(frame, buffer.as_bytes_mut())
+    }
+
+    fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
+        match &self.way {
+            Way::Stream(stream) => stream.socket(PollFlags::IN),
+            Way::Ring { .. } | Way::Mailbox(_) => None,
+        }
+    }
+
+    fn is_ready(&mut self) -> bool {
+        match &mut self.way {
+            Way::Stream(_) => false,
+            // A state that no peer may leave the ring in counts: the next step reports it.
+            Way::Ring { ring, .. } => ring.peek(ALIGNMENT).map_or(true, |line| line.len() == ALIGNMENT),
+            Way::Mailbox(mailbox) => !mailbox.lock().is_empty(),
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! Point-to-point messages: what carries them, apart from the collectives' data.
+//!
+//! Each pair of ranks has a line in each direction, and each line is one end here and one at the peer. Lines know nothing
+//! of each other: whoever has the turn on one drives it, from whatever thread. An end never waits; [`Bell`] does.
+
+mod bell;
+mod inbound;
+mod outbound;
+mod rings;
+
+use std::collections::VecDeque;
+use std::net::TcpStream;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use phalanx_sys::shared::ALIGNMENT;
+use rustix::event::PollFlags;
+
+pub(crate) use self::bell::Bell;
+pub(crate) use self::inbound::{Inbound, Receiving};
+pub(crate) use self::outbound::{Outbound, Sending};
+pub(super) use self::rings::{Rings, rings};
+use super::health::Health;
+use super::tcp::Connections;
+use crate::buffer::{AlignedBytes, Buffer};
+use crate::error::{Error, Result};
+use crate::rank::{Rank, WorldSize};
+use crate::wire::frame::{HEADER, Header};
+
+/// A header in a ring, with the padding that keeps the elements behind it aligned.
+const HEAD: usize = HEADER.next_multiple_of(ALIGNMENT);
+/// Bytes that enter or leave a ring at once: the other end works on them meanwhile.
+const CHUNK: usize = 64 * 1024;
+
+/// One rank's ends of all its lines, by peer; none for itself.
+pub(crate) struct Messages {
+    pub outbound: Vec<Option<Outbound>>,
+    pub inbound: Vec<Option<Inbound>>,
+    pub bell: Arc<Bell>,
+    /// Says goodbye once nobody uses the connections any more.
+    pub farewell: Box<dyn Send + Sync>,
+}
+
+/// What one try to move a frame has come to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Nothing could be moved.
+    Idle,
+    /// Something was moved, but not all.
+    Moved,
+    /// The frame has gone, or has come, whole.
+    Done,
+}
+
+/// An end of a line, in either direction.
+pub(crate) trait End: Send {
+    /// A frame of which a part may have been moved.
+    type Frame: Send;
+
+    /// Is it the receiving end?
+    const RECEIVES: bool;
+
+    /// The rank at the other end.
+    fn peer(&self) -> Rank;
+
+    /// Moves what can be moved of `frame` now, from or into `buffer`.
+    fn advance(&mut self, frame: &mut Self::Frame, buffer: &mut Buffer) -> Result<Step>;
+
+    /// What to poll for the next step; none if a bell announces it.
+    fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)>;
+
+    /// Can something be moved, as far as memory says?
+    fn is_ready(&mut self) -> bool;
+}
+
+impl Messages {
+    /// The lines of a mesh: a ring where a pair has one, else the pair's connection.
+    pub(super) fn over(
+        rank: Rank,
+        connections: &Arc<Connections>,
+        rings: Rings,
+        health: &Arc<Health>,
+        farewell: Box<dyn Send + Sync>,
+    ) -> Self {
+        let Rings { own, links } = rings;
+        let ends = links.into_iter().enumerate().map(|(index, link)| {
+            let peer = Rank::new(index as u32);
+            let stream = || Stream { connections: connections.clone(), peer, health: health.clone() };
+            if peer == rank {
+                return (None, None);
+            }
+            let (outbound, inbound) = match link {
+                Some(link) => (
+                    Outbound::ring(peer, link.outbound, link.peer.clone()),
+                    Inbound::ring(peer, link.inbound, link.peer),
+                ),
+                None => (Outbound::stream(stream()), Inbound::stream(stream())),
+            };
+            (Some(outbound), Some(inbound))
+        });
+        let (outbound, inbound) = ends.unzip();
+        Self { outbound, inbound, bell: Arc::new(Bell::new(own)), farewell }
+    }
+
+    /// The lines between the ranks of one process, by rank.
+    pub(super) fn in_process(world: WorldSize, farewells: Vec<Box<dyn Send + Sync>>) -> Vec<Self> {
+        let bells: Vec<_> = world.ranks().map(|_| Arc::new(Bell::new(None))).collect();
+        let boxes: Vec<Vec<_>> =
+            world.ranks().map(|_| world.ranks().map(|_| Arc::new(Mailbox::default())).collect()).collect();
+        let lines = world.ranks().zip(farewells).map(|(rank, farewell)| {
+            let others = || world.ranks().map(|peer| (peer != rank).then_some(peer));
+            let outbound = |peer: Rank| {
+                let mailbox = boxes[rank.index()][peer.index()].clone();
+                Outbound::mailbox(peer, mailbox, bells[peer.index()].clone())
+            };
+            let inbound = |peer: Rank| Inbound::mailbox(peer, boxes[peer.index()][rank.index()].clone());
+            Self {
+                outbound: others().map(|peer| peer.map(outbound)).collect(),
+                inbound: others().map(|peer| peer.map(inbound)).collect(),
+                bell: bells[rank.index()].clone(),
+                farewell,
+            }
+        });
+        lines.collect()
+    }
+}
+
+/// The frames that one rank of this process has sent another and that have not been received yet. It holds any number.
+type Mailbox = Mutex<VecDeque<(Header, AlignedBytes)>>;
+
+/// The connection for messages with a peer.
+struct Stream {
+    connections: Arc<Connections>,
+    peer: Rank,
+    health: Arc<Health>,
+}
+
+impl Stream {
+    fn get(&self) -> Result<&TcpStream> {
+        let stream = self.connections.messages.get(self.peer.index()).and_then(Option::as_ref);
+        stream
+            .ok_or_else(|| Error::invalid_argument(format!("there is no connection with rank {}", self.peer)))
+    }
+
+    fn socket(&self, flags: PollFlags) -> Option<(BorrowedFd<'_>, PollFlags)> {
+        use std::os::fd::AsFd;
+        self.get().ok().map(|stream| (stream.as_fd(), flags))
+    }
+
+    fn broken(&self, reason: &str) -> Error {
+        self.health.peer_failed(self.peer, reason)
+    }
+}
+
+fn corrupt(phalanx_sys::shared::Corrupt: phalanx_sys::shared::Corrupt) -> Error {
+    Error::protocol("a ring in shared memory is in a state that no peer may leave it in")
+}

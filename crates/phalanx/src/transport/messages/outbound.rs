@@ -1,0 +1,158 @@
+//! The sending end of a line.
+
+use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use phalanx_sys::shared::{ALIGNMENT, Producer, Segment};
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+
+use super::{Bell, CHUNK, End, HEAD, Mailbox, Step, Stream, corrupt};
+use crate::buffer::{AlignedBytes, Buffer};
+use crate::error::Result;
+use crate::rank::Rank;
+use crate::wire::frame::{HEADER, Header};
+
+/// The sending end of the line to a peer.
+pub(crate) struct Outbound {
+    peer: Rank,
+    way: Way,
+}
+
+enum Way {
+    Stream(Stream),
+    Ring { ring: Producer, peer: Arc<Segment> },
+    Mailbox { mailbox: Arc<Mailbox>, peer: Arc<Bell> },
+}
+
+/// A frame on its way out. Its payload is passed at each step: it may be a caller's.
+pub(crate) struct Sending {
+    header: Header,
+    head: [u8; HEAD],
+    /// Bytes sent, padding included.
+    sent: usize,
+}
+
+impl Sending {
+    pub(crate) fn new(header: Header) -> Self {
+        let mut head = [0; HEAD];
+        head[..HEADER].copy_from_slice(&header.encode());
+        Self { header, head, sent: 0 }
+    }
+}
+
+impl Outbound {
+    pub(super) fn stream(stream: Stream) -> Self {
+        Self { peer: stream.peer, way: Way::Stream(stream) }
+    }
+
+    pub(super) fn ring(peer: Rank, ring: Producer, segment: Arc<Segment>) -> Self {
+        Self { peer, way: Way::Ring { ring, peer: segment } }
+    }
+
+    pub(super) fn mailbox(peer: Rank, mailbox: Arc<Mailbox>, bell: Arc<Bell>) -> Self {
+        Self { peer, way: Way::Mailbox { mailbox, peer: bell } }
+    }
+
+    /// Sends `bytes` through the ring, which need not be a frame.
+    #[cfg(test)]
+    pub(crate) fn push_raw(&mut self, bytes: &[u8]) {
+        let Way::Ring { ring, peer } = &mut self.way else { panic!("this line is no ring") };
+        ring.push(bytes).unwrap();
+        ring.publish();
+        peer.doorbell().ring();
+    }
+
+    /// Sends what can be sent now of a frame with this `payload`.
+    pub(crate) fn push(&mut self, frame: &mut Sending, payload: &[u8]) -> Result<Step> {
+        let before = frame.sent;
+        let whole = match &mut self.way {
+            Way::Stream(stream) => {
+                push_to_stream(stream, frame, payload)?;
+                HEADER + payload.len()
+            }
+            Way::Ring { ring, peer } => {
+                push_to_ring(ring, frame, payload)?;
+                if frame.sent > before {
+                    ring.publish();
+                    peer.doorbell().ring();
+                }
+                HEAD + payload.len().next_multiple_of(ALIGNMENT)
+            }
+            Way::Mailbox { mailbox, peer } => {
+                let mut copy = AlignedBytes::zeroed(payload.len());
+                copy.as_mut_slice().copy_from_slice(payload);
+                mailbox.lock().push_back((frame.header, copy));
+                peer.ring();
+                frame.sent = HEADER + payload.len();
+                frame.sent
+            }
+        };
+        Ok(match frame.sent {
+            sent if sent == whole => Step::Done,
+            sent if sent > before => Step::Moved,
+            _ => Step::Idle,
+        })
+    }
+}
+
+fn push_to_stream(stream: &Stream, frame: &mut Sending, payload: &[u8]) -> Result<()> {
+    let header = &frame.head[frame.sent.min(HEADER)..HEADER];
+    let payload = &payload[frame.sent.saturating_sub(HEADER)..];
+    let parts = [IoSlice::new(header), IoSlice::new(payload)];
+    match sendmsg(stream.get()?, &parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL) {
+        Ok(count) => frame.sent += count,
+        Err(Errno::AGAIN | Errno::INTR) => {}
+        Err(error) => return Err(stream.broken(&std::io::Error::from(error).to_string())),
+    }
+    Ok(())
+}
+
+/// At most a chunk. Header and payload are each padded to whole lines, as only these are taken out.
+fn push_to_ring(ring: &mut Producer, frame: &mut Sending, payload: &[u8]) -> Result<()> {
+    const PADDING: [u8; ALIGNMENT] = [0; ALIGNMENT];
+    let end = HEAD + payload.len();
+    if frame.sent < HEAD {
+        frame.sent += ring.push(&frame.head[frame.sent..]).map_err(corrupt)?;
+    }
+    if (HEAD..end).contains(&frame.sent) {
+        let rest = &payload[frame.sent - HEAD..];
+        frame.sent += ring.push(&rest[..rest.len().min(CHUNK)]).map_err(corrupt)?;
+    }
+    if frame.sent >= end {
+        let missing = end.next_multiple_of(ALIGNMENT) - frame.sent;
+        frame.sent += ring.push(&PADDING[..missing]).map_err(corrupt)?;
+    }
+    Ok(())
+}
+
+impl End for Outbound {
+    type Frame = Sending;
+    const RECEIVES: bool = false;
+
+    fn peer(&self) -> Rank {
+        self.peer
+    }
+
+    fn advance(&mut self, frame: &mut Sending, buffer: &mut Buffer) -> Result<Step> {
+        self.push(frame, buffer.as_bytes())
+    }
+
+    fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
+        match &self.way {
+            Way::Stream(stream) => stream.socket(PollFlags::OUT),
+            Way::Ring { .. } | Way::Mailbox { .. } => None,
+        }
+    }
+
+    fn is_ready(&mut self) -> bool {
+        match &mut self.way {
+            Way::Stream(_) => false,
+            // A state that no peer may leave the ring in counts: the next step reports it.
+            Way::Ring { ring, .. } => ring.room() != Ok(0),
+            Way::Mailbox { .. } => true,
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! Finds out, pair by pair, which ranks of a domain can map each other's rings: these exchange messages through them.
+
+use std::io;
+use std::sync::Arc;
+
+use phalanx_sys::shared::{ALIGNMENT, Consumer, Invitation, Layout, Producer, Segment};
+use serde::{Deserialize, Serialize};
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::transport::health::Health;
+use crate::transport::tcp::Place;
+use crate::transport::words;
+
+/// Memory that the rings into one rank may take together.
+const INBOUND: usize = 16 << 20;
+/// A ring of this size stays in the second-level cache with what is taken out of it.
+const RING: usize = 512 << 10;
+const MIN_RING: usize = 64 << 10;
+/// What ranks tell each other in the store: where their rings are, and whose each could map.
+const MEMORY: &str = "rings";
+const MAPPED: &str = "mapped";
+
+/// The rings that join this rank with others, by rank; none where a pair shares no memory.
+pub(in crate::transport) struct Rings {
+    pub own: Option<Arc<Segment>>,
+    pub links: Vec<Option<Link>>,
+}
+
+/// What joins this rank with a peer.
+pub(in crate::transport) struct Link {
+    /// The peer's memory, for its doorbell.
+    pub peer: Arc<Segment>,
+    pub inbound: Consumer,
+    pub outbound: Producer,
+}
+
+impl Rings {
+    pub(in crate::transport) fn none(world: usize) -> Self {
+        Self { own: None, links: std::iter::repeat_with(|| None).take(world).collect() }
+    }
+}
+
+/// Where the rings into a rank are, as it stands in the store.
+#[derive(Serialize, Deserialize)]
+struct Address {
+    pid: u32,
+    descriptor: i32,
+    nonce: u64,
+}
+
+/// The rings into this rank, which others can map as long as this is kept.
+struct Lent {
+    own: Arc<Segment>,
+    invitation: Invitation,
+    nonce: u64,
+}
+
+/// Maps the rings of the other `members` of this rank's domain, where it can, and gives those of them who could map this
+/// rank's in turn. In a rank's memory, ring p is the one that the member at place p writes.
+pub(in crate::transport) fn rings(
+    place: &Place<'_>,
+    members: &[Rank],
+    health: &Health,
+    deadline: Deadline,
+) -> Result<Rings> {
+    let none = Rings::none(place.world.count());
+    let Some(me) = members.iter().position(|member| *member == place.rank) else { return Ok(none) };
+    // All members find this alike, so none needs to be told.
+    let Some(layout) = layout(members.len()) else { return Ok(none) };
+    let lent = lend(layout)?;
+    let address = lent.as_ref().map(Lent::address).map_err(Clone::clone);
+    let addresses: Vec<Result<Address, String>> =
+        words::exchange_among(place, members, health, MEMORY, &address, deadline)?;
+    let open = |(place, address): (usize, Result<Address, String>)| {
+        let address = address.ok().filter(|_| lent.is_ok() && place != me)?;
+        let peer = Segment::open(address.pid, address.descriptor, layout, address.nonce);
+        peer.map_err(|error| tracing::debug!(rank = %members[place], %error, "messages go over TCP")).ok()
+    };
+    let opened: Vec<Option<Arc<Segment>>> = addresses.into_iter().enumerate().map(open).collect();
+    let mapped: Vec<bool> = opened.iter().map(Option::is_some).collect();
+    let mapped: Vec<Vec<bool>> = words::exchange_among(place, members, health, MAPPED, &mapped, deadline)?;
+    // From here on the memory needs no descriptor: who has not mapped it will not use it.
+    let Ok(Lent { own, .. }) = lent else { return Ok(none) };
+
+    let mut rings = none;
+    for (index, (peer, mapped)) in opened.into_iter().zip(mapped).enumerate() {
+        let (Some(peer), Some(true)) = (peer, mapped.get(me)) else { continue };
+        let ends = own.consumer(index).zip(peer.producer(me));
+        let missing =
+            || Error::protocol(format!("an end of the rings with rank {} is missing", members[index]));
+        let (inbound, outbound) = ends.ok_or_else(missing)?;
+        if let Some(link) = rings.links.get_mut(members[index].index()) {
+            *link = Some(Link { peer, inbound, outbound });
+        }
+    }
+    Ok(Rings { own: Some(own), ..rings })
+}
+
+/// The sizes of each member's rings; none if there is nobody to share them with, or too many.
+fn layout(members: usize) -> Option<Layout> {
+    let share = INBOUND / members.max(1);
+    let ring_bytes = share.clamp(MIN_RING, RING).next_multiple_of(ALIGNMENT);
+    (members > 1 && share >= MIN_RING).then_some(Layout { rings: members, ring_bytes })
+}
+
+/// Rings for the others to map; or why there are none.
+fn lend(layout: Layout) -> Result<Result<Lent, String>> {
+    let nonce = getrandom::u64()
+        .map_err(|error| Error::io("no random numbers", io::Error::other(error.to_string())))?;
+    let created = Segment::create(layout, nonce);
+    Ok(created
+        .map(|(own, invitation)| Lent { own, invitation, nonce })
+        .map_err(|error| format!("{layout:?}: {error}")))
+}
+
+impl Lent {
+    fn address(&self) -> Address {
+        Address { pid: std::process::id(), descriptor: self.invitation.descriptor(), nonce: self.nonce }
+    }
+}

@@ -1,0 +1,225 @@
+//! Reductions to one rank, gathers, scatters and exchanges, on every transport and from every root.
+
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use phalanx::testing::{Fabric, run};
+use phalanx::{Buffer, DType, ProcessGroup, Rank, ReduceOp};
+use proptest::prelude::*;
+
+const WORLDS: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
+
+/// Around every boundary: nothing, beyond what goes along a tree, beyond what goes along a ring.
+const LENGTHS: [usize; 5] = [0, 1, 3, 1000, 70_001];
+
+fn everywhere(test: impl Fn(ProcessGroup) + Sync) {
+    for fabric in Fabric::ALL {
+        for world in WORLDS {
+            run(world, fabric, &test);
+        }
+    }
+}
+
+/// What rank `rank` brings: every element its own.
+fn input(rank: usize, length: usize) -> Vec<i32> {
+    (0..length).map(|index| (rank * 1_000_003 + index * 7) as i32).collect()
+}
+
+fn place(group: &ProcessGroup) -> (usize, usize) {
+    (group.rank().index(), group.world_size().count())
+}
+
+#[test]
+fn reduce_gives_the_root_the_combination() {
+    everywhere(|group| {
+        let (rank, world) = place(&group);
+        for root in group.world_size().ranks() {
+            for length in LENGTHS {
+                let mut data = input(rank, length);
+                group.reduce(&mut data, root, ReduceOp::Sum).unwrap();
+                let work = group.reduce_async(Buffer::from_slice(&input(rank, length)), root, ReduceOp::Sum);
+                let other = work.unwrap().wait().unwrap();
+                if group.rank() == root {
+                    let sum = |index: usize| {
+                        (0..world)
+                            .fold(0i32, |sum, rank| sum.wrapping_add((rank * 1_000_003 + index * 7) as i32))
+                    };
+                    assert!(data.iter().enumerate().all(|(index, value)| *value == sum(index)));
+                    assert_eq!(other.as_slice::<i32>().unwrap(), data);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn averages_arrive_divided_at_the_root() {
+    everywhere(|group| {
+        for length in [1, 600_000] {
+            let mut data = vec![f32::from(group.rank().get() as u8 + 1); length];
+            group.reduce(&mut data, Rank::MAIN, ReduceOp::Avg).unwrap();
+            let mean = (group.world_size().get() + 1) as f32 / 2.0;
+            assert!(!group.rank().is_main() || data.iter().all(|value| *value == mean));
+        }
+    });
+}
+
+#[test]
+fn gather_and_scatter_are_each_others_reverse() {
+    everywhere(|group| {
+        let (rank, world) = place(&group);
+        for root in group.world_size().ranks() {
+            for length in LENGTHS {
+                let own = input(rank, length);
+                let is_root = group.rank() == root;
+                let mut whole = vec![0; if is_root { length * world } else { 0 }];
+                group.gather(&own, &mut whole, root).unwrap();
+                let expected: Vec<i32> = (0..world).flat_map(|rank| input(rank, length)).collect();
+                assert!(!is_root || whole == expected);
+                let work = group.gather_async(Buffer::from_slice(&own), root).unwrap();
+                assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), whole);
+
+                let mut back = vec![0; length];
+                group.scatter(&whole, &mut back, root).unwrap();
+                assert_eq!(back, own);
+                let (whole, room) = (Buffer::from_slice(&whole), Buffer::zeroed(DType::I32, length));
+                let work = group.scatter_async(whole, room, root).unwrap();
+                assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), own);
+            }
+        }
+    });
+}
+
+#[test]
+fn all_to_all_transposes() {
+    everywhere(|group| {
+        let (rank, world) = place(&group);
+        for length in LENGTHS {
+            // Block t of rank f is the input of a rank f·world + t.
+            let own: Vec<i32> = (0..world).flat_map(|to| input(rank * world + to, length)).collect();
+            let expected: Vec<i32> = (0..world).flat_map(|from| input(from * world + rank, length)).collect();
+            let mut received = vec![0; length * world];
+            group.all_to_all(&own, &mut received).unwrap();
+            assert_eq!(received, expected);
+            let work = group.all_to_all_async(Buffer::from_slice(&own)).unwrap();
+            assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
+        }
+    });
+}
+
+/// Exchanges blocks of `table[from][to]` elements, and gathers what stands in the table's first column.
+fn exchange(group: &ProcessGroup, table: &[Vec<usize>]) {
+    let (rank, world) = place(group);
+    let sent = &table[rank];
+    let received: Vec<usize> = table.iter().map(|row| row[rank]).collect();
+    let own: Vec<i32> = (0..world).flat_map(|to| input(rank * world + to, sent[to])).collect();
+    let expected: Vec<i32> = (0..world).flat_map(|from| input(from * world + rank, received[from])).collect();
+    let mut output = vec![0; expected.len()];
+    group.all_to_all_v(&own, sent, &mut output, &received).unwrap();
+    assert_eq!(output, expected);
+    let work = group.all_to_all_v_async(Buffer::from_slice(&own), sent, &received).unwrap();
+    assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
+
+    let counts: Vec<usize> = table.iter().map(|row| row[0]).collect();
+    let expected: Vec<i32> = (0..world).flat_map(|rank| input(rank, counts[rank])).collect();
+    let mut output = vec![0; expected.len()];
+    group.all_gather_v(&input(rank, counts[rank]), &mut output, &counts).unwrap();
+    assert_eq!(output, expected);
+    let work = group.all_gather_v_async(Buffer::from_slice(&input(rank, counts[rank])), &counts).unwrap();
+    assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn shares_may_be_of_any_length(
+        table in (1usize..6).prop_flat_map(|world| {
+            let count = prop_oneof![Just(0usize), 1usize..5, 1000usize..30_000];
+            prop::collection::vec(prop::collection::vec(count, world), world)
+        }),
+        fabric in prop::sample::select(&Fabric::ALL[..]),
+    ) {
+        run(table.len() as u32, fabric, |group| exchange(&group, &table));
+    }
+}
+
+#[test]
+fn several_slices_are_reduced_as_one() {
+    everywhere(|group| {
+        let (rank, world) = place(&group);
+        let own = |index: usize| vec![(rank + index) as f64; [3, 0, 1000, 1, 40_000][index]];
+        let mut data: Vec<Vec<f64>> = (0..5).map(own).collect();
+        let mut lent: Vec<&mut [f64]> = data.iter_mut().map(Vec::as_mut_slice).collect();
+        group.all_reduce_coalesced(&mut lent, ReduceOp::Sum).unwrap();
+        for (index, slice) in data.iter().enumerate() {
+            let sum = (world * index + world * (world - 1) / 2) as f64;
+            assert!(slice.iter().all(|value| *value == sum));
+        }
+        let buffers: Vec<_> = (0..5).map(|index| Buffer::from_slice(&own(index))).collect();
+        let work = group.all_reduce_coalesced_async(&buffers, ReduceOp::Sum).unwrap();
+        assert_eq!(work.wait().unwrap().as_slice::<f64>().unwrap(), data.concat());
+        group.all_reduce_coalesced::<f32>(&mut [], ReduceOp::Sum).unwrap();
+    });
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_harms_nobody() {
+    run(2, Fabric::Tcp, |group| {
+        let (mut data, stranger) = ([0i32; 4], Rank::new(2));
+        let refused = |outcome: phalanx::Result<()>| assert!(outcome.unwrap_err().is_invalid_argument());
+        refused(group.reduce(&mut data, stranger, ReduceOp::Sum));
+        refused(group.reduce(&mut data, Rank::MAIN, ReduceOp::PreMulSum(2.0)));
+        refused(group.gather(&[0; 3], &mut data, group.rank()));
+        refused(group.scatter(&[0; 3], &mut data, group.rank()));
+        refused(group.all_to_all(&[0; 3], &mut data));
+        refused(group.all_to_all(&[0; 6], &mut data));
+        refused(group.all_gather_v(&[0; 3], &mut data, &[2, 2]));
+        refused(group.all_gather_v(&[0; 2], &mut data, &[2, 2, 2]));
+        refused(group.all_gather_v(&[0; 2], &mut data, &[2, usize::MAX]));
+        refused(group.all_to_all_v(&[0; 3], &[1, 1], &mut data, &[2, 2]));
+        refused(group.all_to_all_v(&[0; 3], &[1, 2], &mut data, &[3, 1]));
+        let mixed = [Buffer::zeroed(DType::F32, 1), Buffer::zeroed(DType::U8, 1)];
+        assert!(group.all_reduce_coalesced_async(&mixed, ReduceOp::Sum).unwrap_err().is_invalid_argument());
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn counts_that_differ_show_both_sides() {
+    for fabric in Fabric::ALL {
+        run(2, fabric, |group| {
+            let (rank, mut output) = (group.rank().index(), [0u8; 8]);
+            // Rank 0 sends three where rank 1 expects four.
+            let (sent, received) = ([[1, 3], [2, 2]][rank], [[1, 2], [4, 2]][rank]);
+            let total: usize = sent.iter().sum();
+            let room = received.iter().sum();
+            let outcome = group.all_to_all_v(&[0u8; 8][..total], &sent, &mut output[..room], &received);
+            // Rank 0 gets what it expects, and hears of it afterwards.
+            assert!(outcome.and_then(|()| group.barrier()).unwrap_err().is_mismatch());
+        });
+    }
+}
+
+#[test]
+fn a_monitored_barrier_names_everybody_who_is_missing() {
+    for fabric in Fabric::ALL {
+        run(5, fabric, |group| {
+            group.monitored_barrier(Duration::from_secs(20)).unwrap();
+            group.barrier().unwrap();
+            let present = ![2, 4].contains(&group.rank().get());
+            if present {
+                let error = group.monitored_barrier(Duration::from_millis(200)).unwrap_err();
+                assert!(error.is_timeout(), "{error}");
+                assert!(
+                    error.to_string().contains("ranks 2, 4 of 5 have not reached the barrier"),
+                    "{error}"
+                );
+            }
+            while group.failure().is_none() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+    }
+}

@@ -1,0 +1,114 @@
+//! Ranks with unequal amounts of data.
+
+use phalanx::join::{JoinGroup, JoinOptions};
+use phalanx::testing::{Fabric, run};
+use phalanx::{Buffer, Communicator, Element, Error, Rank, ReduceOp, Result};
+
+fn combine<T: Element>(group: &JoinGroup, mine: T, op: ReduceOp) -> Result<T> {
+    let combined = group.all_reduce_async(Buffer::from_slice(&[mine; 3]), op)?.wait()?;
+    Ok(combined.as_slice::<T>()?[2])
+}
+
+#[test]
+fn ranks_without_data_change_no_result_and_all_return_together() {
+    for (fabric, world) in Fabric::ALL.into_iter().flat_map(|fabric| [(fabric, 2), (fabric, 3), (fabric, 4)])
+    {
+        let outcomes = run(world, fabric, |group| {
+            let group = JoinGroup::new(group);
+            let rank = group.rank().get();
+            // Rank 0 has no batch at all, the last rank the most.
+            let joined = group.join(JoinOptions::default(), || {
+                for step in 0..rank * 2 {
+                    let active = group.step()?;
+                    let first = step / 2 + 1; // Ranks below have no data.
+                    assert_eq!(active, (world - first) as usize);
+                    let sum: u32 = (first..world).sum();
+                    assert_eq!(combine(&group, rank as f32, ReduceOp::Sum)?, sum as f32);
+                    assert_eq!(
+                        combine(&group, f64::from(rank), ReduceOp::Avg)?,
+                        f64::from(sum) / f64::from(world)
+                    );
+                    assert_eq!(combine(&group, -f64::from(rank), ReduceOp::Max)?, -f64::from(first));
+                    assert_eq!(combine(&group, i64::from(rank), ReduceOp::Min)?, i64::from(first));
+                    assert_eq!(combine(&group, -(rank as i32), ReduceOp::Max)?, -(first as i32));
+                    let product: u32 = (first..world).product();
+                    assert_eq!(combine(&group, rank as u8, ReduceOp::Product)?, product as u8);
+                    let told =
+                        group.broadcast_async(Buffer::from_slice(&[i64::from(rank)]), Rank::MAIN)?.wait()?;
+                    assert_eq!(told.as_slice::<i64>()?, [i64::from(first)], "the first with data speaks");
+                }
+                Ok(rank)
+            });
+            let joined = joined.unwrap();
+            assert_eq!(joined.value, rank);
+            assert_eq!(group.active_ranks(), world as usize);
+            // Afterwards the group is as it was.
+            assert_eq!(combine(&group, 1i64, ReduceOp::Sum).unwrap(), i64::from(world));
+            (joined.last, joined.uneven)
+        });
+        assert!(outcomes.iter().all(|outcome| *outcome == (Rank::new(world - 1), true)), "{outcomes:?}");
+    }
+}
+
+#[test]
+fn equal_amounts_are_told_apart_and_nesting_is_refused() {
+    run(3, Fabric::InProcess, |group| {
+        let group = JoinGroup::new(group);
+        for _ in 0..2 {
+            let joined = group.join(JoinOptions::default(), || {
+                group.step()?;
+                assert!(group.join(JoinOptions::default(), || Ok(())).is_err());
+                combine(&group, 1i32, ReduceOp::Sum)
+            });
+            let joined = joined.unwrap();
+            assert_eq!((joined.value, joined.uneven, joined.last), (3, false, Rank::MAIN));
+        }
+    });
+    let alone = JoinGroup::new(phalanx::ProcessGroup::alone().unwrap());
+    assert_eq!(alone.join(JoinOptions::default(), || alone.step()).unwrap().value, 1);
+}
+
+#[test]
+fn early_termination_is_an_error_on_every_rank_that_ends_nothing_else() {
+    for world in [2, 3, 4] {
+        run(world, Fabric::Tcp, |group| {
+            let group = JoinGroup::new(group);
+            let mut options = JoinOptions::default();
+            options.throw_on_early_termination = true;
+            let mut done = 0;
+            let error = group
+                .join(options, || {
+                    for _ in 0..if group.rank().get() == 1 { 2 } else { 5 } {
+                        group.step()?;
+                        combine(&group, 1i32, ReduceOp::Sum)?;
+                        done += 1;
+                    }
+                    Ok(())
+                })
+                .unwrap_err();
+            assert!(error.to_string().contains("rank 1 has no data left"), "{error}");
+            assert_eq!(done, 2, "the same step everywhere");
+            assert_eq!(combine(&group, 1i64, ReduceOp::Sum).unwrap(), i64::from(world));
+        });
+    }
+}
+
+#[test]
+fn a_failure_of_one_rank_s_body_reaches_all() {
+    let errors = run(3, Fabric::SharedMemory, |group| {
+        let group = JoinGroup::new(group);
+        group
+            .join(JoinOptions::default(), || {
+                if group.rank().get() == 2 {
+                    return Err(Error::aborted("the disk is full"));
+                }
+                for _ in 0..3 {
+                    group.step()?;
+                }
+                Ok(())
+            })
+            .unwrap_err()
+            .to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("the disk is full")), "{errors:?}");
+}
