@@ -399,8 +399,10 @@ fn check_tracked<const D: usize>(loss: &Tensor<D>) -> Result<()> {
 fn live(passes: &mut Vec<Weak<Pass>>) -> Result<usize> {
     passes.retain(|pass| pass.strong_count() > 0);
     if passes.is_empty() {
-        return Err(Error::invalid_argument("the loss was not computed in Ddp::forward").with_remedy(
-            "let loss = ddp.forward(|model| ...)?; the model that Ddp::model gives reports nothing",
+        let cause = "the loss was not computed in Ddp::forward, or its forward pass has run backward already";
+        return Err(Error::invalid_argument(cause).with_remedy(
+            "let loss = ddp.forward(|model| ...)?; the model that Ddp::model gives reports nothing; several losses \
+             of one forward pass: add up and run backward once",
         ));
     }
     Ok(passes.len())

@@ -89,12 +89,55 @@
 //! # }
 //! ```
 //!
+//! [`clip_grad_norm`] clips what [`Ddp::backward`] gave by the norm of the whole model.
+//!
+//! # Unused parameters
+//!
+//! A parameter that gets no gradient on some rank is an error that names it, unless
+//! [`find_unused_parameters`](phalanx::reducer::ReducerOptions::find_unused_parameters) or
+//! [`static_graph`](phalanx::reducer::ReducerOptions::static_graph) is set in [`DdpOptions`]: it then counts as zero where
+//! another rank has a gradient for it, and has none if no rank has. A warning names it once.
+//!
+//! Networks that train in turns, such as a generator and a discriminator, have a `Ddp` each: a backward pass gives the
+//! gradients of the one that it is called on, and drops those that the loss sends into the other.
+//!
+//! # Uneven inputs
+//!
+//! Ranks with unequal numbers of batches train inside [`Ddp::join`]:
+//!
+//! ```
+//! # use burn::{nn::Linear, optim::ModuleOptimizer, tensor::Tensor};
+//! # use phalanx::join::JoinOptions;
+//! # fn epoch(ddp: &mut phalanx_burn::Ddp<Linear>, optimizer: &mut ModuleOptimizer, batches: Vec<Tensor<2>>)
+//! # -> phalanx::Result<()> {
+//! ddp.join(optimizer, JoinOptions::default(), |ddp, optimizer| {
+//!     for batch in batches {
+//!         let loss = ddp.forward(|model| model.forward(batch).mean())?;
+//!         let gradients = ddp.backward(&loss)?;
+//!         ddp.step(optimizer, 1e-3, gradients);
+//!     }
+//!     Ok(())
+//! })?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Fewer bytes, less memory
+//!
+//! | | |
+//! |---|---|
+//! | [`Ddp::register_comm_hook`] | f16, bf16, PowerSGD, local SGD, or [one of your own](phalanx::reducer::hooks) |
+//! | [`PeriodicModelAverager`] | the other half of local SGD |
+//! | [`ZeroRedundancyOptimizer`] | the optimizer's state spread over the ranks |
+//! | [`DdpOptions::gradient_as_bucket_view`] | gradients without a copy |
+//! | [`ScaledLrScheduler`] | the learning rate for a batch as large as all ranks' together |
+//!
 //! # Limits
 //!
-//! - The Flex backend, with or without gradient checkpointing.
-//! - A parameter that gets no gradient on some rank is an error that names it, unless
-//!   [`find_unused_parameters`](phalanx::reducer::ReducerOptions::find_unused_parameters) is set in [`DdpOptions`].
+//! - The Flex backend, with or without gradient checkpointing. Burn 0.22 has no mixed precision: a model is f32, f64, f16
+//!   or bf16 throughout, and is averaged in that type.
 //! - What is frozen or unfrozen after [`Ddp::new`] is not noticed: make a new `Ddp` from [`Ddp::into_model`].
+//! - Two losses of one forward pass must be added up: Burn's tape is consumed by the first backward pass.
 #![forbid(unsafe_code)]
 
 mod averager;
@@ -122,7 +165,17 @@ pub use lr::{LrScaling, ScaledLrScheduler};
 pub use sync_batch_norm::SyncBatchNorm;
 pub use zero::ZeroRedundancyOptimizer;
 
-/// The README's programs compile.
+/// The programs of the README and of the guide compile.
 #[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-struct Readme;
+mod guide {
+    #[doc = include_str!("../../../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../../docs/guide/from-one-process-to-many.md")]
+    struct FromOneProcessToMany;
+    #[doc = include_str!("../../../docs/guide/unused-parameters.md")]
+    struct UnusedParameters;
+    #[doc = include_str!("../../../docs/guide/uneven-inputs.md")]
+    struct UnevenInputs;
+    #[doc = include_str!("../../../docs/guide/large-batches.md")]
+    struct LargeBatches;
+}

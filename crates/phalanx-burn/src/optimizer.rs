@@ -46,6 +46,11 @@ pub(crate) fn restricted(optimizer: ModuleOptimizer, keep: &HashSet<ParamId>) ->
     Ok(optimizer.load_record(OptimizerRecord::from_bytes(state).map_err(unreadable)?))
 }
 
+/// How large the state is when it is saved.
+pub(crate) fn bytes(optimizer: &ModuleOptimizer) -> Result<usize> {
+    optimizer.to_record().into_bytes().map(|bytes| bytes.len()).map_err(unreadable)
+}
+
 /// The states of all ranks, on rank `to`, keyed by its own ids; elsewhere nothing.
 pub(crate) fn gather(
     optimizer: &ModuleOptimizer,

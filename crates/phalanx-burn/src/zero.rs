@@ -84,6 +84,14 @@ impl ZeroRedundancyOptimizer {
         optimizer::merged(&self.inner, states).map(Some)
     }
 
+    /// The bytes of this rank's state, as it would be saved.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn state_bytes(&self) -> Result<usize> {
+        optimizer::bytes(&self.inner)
+    }
+
     /// The number of elements of the parameters whose state this rank keeps.
     pub fn own_elements<M: Module>(&self, ddp: &Ddp<M>) -> usize {
         let own = &self.parts[self.rank.index()];

@@ -316,3 +316,22 @@ fn a_frozen_backbone_and_a_network_for_the_loss_stay_as_they_are() {
         }
     }
 }
+
+#[test]
+fn a_second_backward_pass_through_one_forward_pass_is_refused() {
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 6, 3]), &group).unwrap();
+        let mut losses = || {
+            let two = |model: &Mlp| {
+                let y = model.forward(samples(0, 4).0);
+                (y.clone().mean(), y.powi_scalar(2).mean())
+            };
+            ddp.forward(two).unwrap()
+        };
+        let ((first, second), (third, fourth)) = (losses(), losses());
+        drop((third, fourth));
+        ddp.backward_no_sync(&first).unwrap();
+        let error = ddp.backward(&second).unwrap_err().to_string();
+        assert!(error.contains("has run backward already") && error.contains("add up"), "{error}");
+    });
+}

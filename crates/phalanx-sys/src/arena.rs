@@ -60,9 +60,10 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Arena {
-    /// An arena of this process with room for `bytes`, or for as many as the limits of this process allow.
-    pub fn create(bytes: usize, nonce: u64) -> io::Result<Arc<Self>> {
-        let allowed = memory::allowed(bytes).max(RESERVED + PAGE) / PAGE * PAGE;
+    /// An arena of this process with room for `bytes`, or for as many as the limits of this process allow, which will map
+    /// so many `arenas`.
+    pub fn create(bytes: usize, arenas: usize, nonce: u64) -> io::Result<Arc<Self>> {
+        let allowed = memory::allowed(bytes, arenas).max(RESERVED + PAGE) / PAGE * PAGE;
         let file = memfd::create(NAME, allowed as u64)?;
         memfd::allocate(&file, 0, RESERVED as u64)?;
         let mapping = Mapping::new(&file, allowed)?;

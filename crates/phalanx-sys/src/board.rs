@@ -28,7 +28,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-pub use self::meeting::{Meeting, Stream, Way};
+pub use self::meeting::{Meeting, Stream, Way, share};
 use self::wait::Waits;
 use crate::arena::{Arena, Mapping, PAGE};
 use crate::shared::Doorbell;

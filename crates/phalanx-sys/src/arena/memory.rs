@@ -8,17 +8,20 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::memfd;
 
-/// Of `bytes` of addresses, what the limits of this process let one arena take: a quarter of all addresses, and no file
-/// beyond the largest.
-pub(super) fn allowed(bytes: usize) -> usize {
-    let addresses = getrlimit(Resource::As).current.map(|limit| limit / 4);
+/// Allocations below this are not asked about: they come often, and asking takes longer than a small one does.
+const LARGE: usize = 1 << 20;
+
+/// Of `bytes` of addresses, what the limits of this process let each of `arenas` take: half of all addresses together,
+/// and no file beyond the largest.
+pub(super) fn allowed(bytes: usize, arenas: usize) -> usize {
+    let addresses = getrlimit(Resource::As).current.map(|limit| limit / 2 / arenas.max(1) as u64);
     let limits = addresses.into_iter().chain(memfd::size_limit());
     limits.fold(bytes, |least, limit| least.min(usize::try_from(limit).unwrap_or(usize::MAX)))
 }
 
 /// An error if `bytes` are more than the host, or this process's control group, has left.
 pub(super) fn check(bytes: usize) -> io::Result<()> {
-    match available() {
+    match available().filter(|_| bytes >= LARGE) {
         Some(available) if available < bytes as u64 => Err(io::Error::other(format!(
             "{bytes} bytes are needed, and {available} bytes of memory are left"
         ))),

@@ -8,7 +8,7 @@ fn peer(arena: &Arena, nonce: u64) -> io::Result<Arc<Mapping>> {
 
 #[test]
 fn a_region_is_zero_and_peers_see_what_is_written_to_it() {
-    let arena = Arena::create(BYTES, 7).unwrap();
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
     let mut region = arena.alloc(5000).unwrap();
     assert_eq!(region.as_slice(), [0; 5000]);
     region.as_mut_slice()[4999] = 9;
@@ -20,7 +20,7 @@ fn a_region_is_zero_and_peers_see_what_is_written_to_it() {
 
 #[test]
 fn only_whole_regions_are_found() {
-    let arena = Arena::create(BYTES, 7).unwrap();
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
     let (one, two) = (arena.alloc(5000).unwrap(), arena.alloc(PAGE).unwrap());
     assert!(arena.find(one.as_slice()).is_some() && arena.find(two.as_slice()).is_some());
     assert_eq!(arena.find(&one.as_slice()[..4999]), None);
@@ -31,7 +31,7 @@ fn only_whole_regions_are_found() {
 
 #[test]
 fn memory_that_comes_again_is_zero_again() {
-    let arena = Arena::create(BYTES, 7).unwrap();
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
     for _ in 0..3 {
         let mut region = arena.alloc(3 * PAGE).unwrap();
         assert!(region.as_slice().iter().all(|byte| *byte == 0));
@@ -42,7 +42,7 @@ fn memory_that_comes_again_is_zero_again() {
 
 #[test]
 fn too_little_memory_is_an_error() {
-    let arena = Arena::create(BYTES, 7).unwrap();
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
     let error = arena.alloc(BYTES).unwrap_err();
     assert!(error.to_string().contains("do not fit"), "{error}");
     assert!(arena.alloc(0).is_err() && arena.alloc(usize::MAX).is_err());
@@ -52,7 +52,7 @@ fn too_little_memory_is_an_error() {
 
 #[test]
 fn only_the_right_arena_is_opened() {
-    let arena = Arena::create(BYTES, 7).unwrap();
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
     assert!(peer(&arena, 8).is_err());
     let open = |bytes| Arena::open(std::process::id(), arena.descriptor(), bytes, 7);
     assert!(open(BYTES).is_ok());
@@ -62,7 +62,7 @@ fn only_the_right_arena_is_opened() {
 
 #[test]
 fn what_a_late_peer_writes_does_not_reach_a_region_that_is_cut_off() {
-    let arena = Arena::create(BYTES, 7).unwrap();
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
     let mut region = arena.alloc(2 * PAGE).unwrap();
     region.as_mut_slice().fill(3);
     let offset = arena.find(region.as_slice()).unwrap();

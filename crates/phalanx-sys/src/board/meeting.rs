@@ -137,18 +137,19 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
         }
     }
 
-    /// Lends this rank's share of every member's memory, in the order of the members. The memory is dealt out evenly in
-    /// multiples of `unit`, on which all must agree; what is over goes to the last.
+    /// Lends this rank's [`share`] of every member's memory, in the order of the members. The memory is dealt out to the
+    /// first `owners` members in multiples of `unit`, on both of which all must agree: a process that does not keeps to
+    /// no protocol; see [`shared`](crate::shared) on trust.
     ///
     /// # Panics
     /// If the memory is not direct, or not lent for writing.
-    pub fn combine<R>(&mut self, unit: usize, work: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
+    pub fn combine<R>(&mut self, owners: usize, unit: usize, work: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
         assert!(self.way == Way::Direct && matches!(self.memory, Memory::InPlace(_)), "it is not lent");
         let board = &*self.board;
         let mut shares: Vec<&mut [u8]> = (0..board.members())
             .map(|member| {
                 let region = board.region(member, Brings::Lent).unwrap_or(0..0);
-                let share = share(region.len(), unit, board.members(), board.me);
+                let share = share(region.len(), unit, owners, board.me);
                 let place = board.members[member].at(region.start + share.start, share.len());
                 // SAFETY: inside the member's arena, as `at` checks. Every member has lent this region and waits until
                 // this one is done; each touches the share of its own number, and shares of one length do not overlap.
@@ -329,13 +330,13 @@ impl Board {
     }
 }
 
-/// The share of number `index` when `bytes` are dealt out to `ranks` in multiples of `unit`.
-pub(super) fn share(bytes: usize, unit: usize, ranks: usize, index: usize) -> Range<usize> {
+/// The share of number `index` when `bytes` are dealt out to `owners` in multiples of `unit`; what is over goes to the
+/// last of them, and nothing to whoever comes after.
+pub fn share(bytes: usize, unit: usize, owners: usize, index: usize) -> Range<usize> {
     let units = bytes / unit;
-    let bound = |index: usize| {
-        let (share, extra) = (units / ranks, units % ranks);
-        (index * share + index.min(extra)) * unit
+    let bound = |index: usize| match index {
+        index if index >= owners => bytes,
+        index => (index * (units / owners) + index.min(units % owners)) * unit,
     };
-    let end = if index + 1 == ranks { bytes } else { bound(index + 1) };
-    bound(index)..end
+    bound(index)..bound(index + 1)
 }

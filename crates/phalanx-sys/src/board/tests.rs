@@ -10,7 +10,7 @@ const CALL: Call = *b"sixteen letters.";
 
 /// The boards of all ranks, each with mappings of its own as processes would have.
 fn boards(ranks: usize) -> Vec<(Board, Arc<Arena>)> {
-    let arenas: Vec<_> = (0..ranks).map(|_| Arena::create(ARENA, 7).unwrap()).collect();
+    let arenas: Vec<_> = (0..ranks).map(|_| Arena::create(ARENA, ranks, 7).unwrap()).collect();
     let open = |arena: &Arena| Arena::open(std::process::id(), arena.descriptor(), arena.bytes(), 7).unwrap();
     let board = |(me, own): (usize, &Arc<Arena>)| {
         let members = arenas.iter().enumerate();
@@ -78,7 +78,7 @@ fn regions_are_combined_where_they_are() {
                 board
                     .in_place(CALL, region.as_mut_slice(), None, &mut go_on, |meeting| {
                         assert_eq!(meeting.way(), Way::Direct);
-                        meeting.combine(64, add);
+                        meeting.combine(3, 64, add);
                         Ok(())
                     })
                     .unwrap();
@@ -210,7 +210,7 @@ fn after_a_failed_call_late_peers_do_not_reach_the_region() {
     let mut watch = |_| Err("nobody is done any more");
     let outcome = late.in_place(CALL, own.as_mut_slice(), None, &mut watch, |meeting| {
         assert_eq!(meeting.way(), Way::Direct);
-        meeting.combine(64, |shares| shares.iter_mut().for_each(|share| share.fill(9)));
+        meeting.combine(2, 64, |shares| shares.iter_mut().for_each(|share| share.fill(9)));
         Ok(())
     });
     assert_eq!(outcome, Err("nobody is done any more"));
@@ -235,9 +235,12 @@ fn offsets_that_no_peer_can_have_are_no_region() {
 fn shares_cover_everything_once() {
     for bytes in [0, 1, 63, 64, 65, 1000, 4096] {
         for ranks in 1..9 {
-            let shares: Vec<_> = (0..ranks).map(|index| meeting::share(bytes, 64, ranks, index)).collect();
+            let shares: Vec<_> = (0..ranks).map(|index| share(bytes, 64, ranks, index)).collect();
             assert_eq!((shares[0].start, shares[ranks - 1].end), (0, bytes));
             assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert!(
+                share(bytes, 64, ranks, ranks).is_empty() && share(bytes, 64, ranks, ranks + 3).is_empty()
+            );
         }
     }
 }

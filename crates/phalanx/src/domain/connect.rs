@@ -117,7 +117,7 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
     let addresses = ADDRESSES / world as u64;
     let bytes = total_memory().unwrap_or(addresses).min(addresses);
     let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).min(isize::MAX as usize / world / 4);
-    let arena = Arena::create(bytes, nonce).map_err(|error| format!("no shared memory: {error}"))?;
+    let arena = Arena::create(bytes, world, nonce).map_err(|error| format!("no shared memory: {error}"))?;
     let host = match host {
         Some(host) => host.to_owned(),
         None => {

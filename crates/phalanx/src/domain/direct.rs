@@ -3,27 +3,24 @@
 
 use phalanx_sys::board::Meeting;
 
-use super::Job;
+use super::{Job, LINE};
 use crate::error::{Error, Result};
 use crate::wire::frame::Operation;
-
-/// Shares end where cache lines do, so that no two ranks write the same one.
-const LINE: usize = 64;
 
 pub(super) fn in_place(meeting: &mut Meeting<'_, '_, Error>, job: Job) -> Result<()> {
     let element = job.call.dtype.size();
     match job.call.operation {
         Operation::AllReduce | Operation::AllReduceCoalesced => {
-            meeting.combine(LINE, |shares| job.fold().apply(shares))
+            meeting.combine(job.ranks, LINE, |shares| job.fold().apply(shares))
         }
         // The shares are the chunks. That the others' memory gets the result too does no harm: it is the call's.
-        Operation::ReduceScatter => meeting.combine(element, |shares| job.fold().apply(shares)),
+        Operation::ReduceScatter => meeting.combine(job.ranks, element, |shares| job.fold().apply(shares)),
         Operation::Broadcast => {
-            meeting.combine(LINE, |shares| spread(shares, job.root));
+            meeting.combine(job.ranks, LINE, |shares| spread(shares, job.root));
             Ok(())
         }
         Operation::AllGather => {
-            meeting.combine(element, |shares| spread(shares, job.me));
+            meeting.combine(job.ranks, element, |shares| spread(shares, job.me));
             Ok(())
         }
         _ => Ok(()),
@@ -31,7 +28,7 @@ pub(super) fn in_place(meeting: &mut Meeting<'_, '_, Error>, job: Job) -> Result
 }
 
 /// Copies the share of one to all others.
-fn spread(shares: &mut [&mut [u8]], from: usize) {
+pub(super) fn spread(shares: &mut [&mut [u8]], from: usize) {
     let (before, rest) = shares.split_at_mut(from);
     let Some((source, after)) = rest.split_first_mut() else { return };
     before.iter_mut().chain(after).for_each(|share| share.copy_from_slice(source));

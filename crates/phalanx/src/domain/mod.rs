@@ -12,6 +12,7 @@
 mod connect;
 mod direct;
 mod partition;
+mod shares;
 mod small;
 mod staged;
 mod word;
@@ -37,6 +38,9 @@ use crate::rank::{Epoch, Rank, Sequence};
 use crate::transport::health::Health;
 use crate::transport::late;
 use crate::wire::frame::{Call, Header, Operation};
+
+/// Shares end where cache lines do, so that no two ranks write the same one.
+const LINE: usize = 64;
 
 /// A rank's place among the ranks with which it shares memory.
 pub(crate) struct Domain {
@@ -82,6 +86,14 @@ impl Domain {
             Operation::AllGather | Operation::ReduceScatter => !matches!(memory, Memory::Shared { .. }),
             _ => false,
         }
+    }
+
+    /// Finds out whether all ranks of the domain make the same call, before it goes another way.
+    pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, patience: &Patience) -> Result<()> {
+        let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
+        let words = self.board.small(word, &[], &mut |missing| watch(health, members[missing], patience))?;
+        (0..members.len())
+            .try_for_each(|index| compare(rank, call, sequence, members[index], &word, words.call(index)))
     }
 
     /// A collective of all ranks of the domain.
@@ -176,7 +188,8 @@ fn compare(
     }
     // The memory is of this job and epoch; the count of calls is what has brought both here.
     let header = |call| Header { call, sequence, epoch: Epoch::default(), payload: 0 };
-    header(call).check(&header(word::decode(&theirs)?), rank, peer)
+    // How plans are chosen is no part of the word; frames compare it.
+    header(Call { tuning: 0, ..call }).check(&header(word::decode(&theirs)?), rank, peer)
 }
 
 #[cfg(test)]

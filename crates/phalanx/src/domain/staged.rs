@@ -6,57 +6,61 @@
 
 use std::ops::Range;
 
-use phalanx_sys::board::{Meeting, Stream, WINDOW};
+use phalanx_sys::board::{Meeting, Stream, WINDOW, share};
 
-use super::Job;
+use super::{Job, LINE};
+use crate::collective::kernel::Fold;
 use crate::error::{Error, Result};
 use crate::wire::frame::Operation;
 
 /// What a rank copies or combines between two waits: enough to be worth them, and little enough that the next rank finds
 /// it in a cache.
 const PIECE: usize = 64 << 10;
-const LINE: usize = 64;
 
 type Staging<'a, 'w> = Meeting<'a, 'w, Error>;
 
 pub(super) fn in_place(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
     match job.call.operation {
         Operation::AllReduce | Operation::AllReduceCoalesced => all_reduce(meeting, job),
-        Operation::ReduceScatter => {
-            let deal = Deal::new(job.ranks, move |place| job.chunk(place));
-            deal.inputs(meeting, job.me, |windows, memory, number| {
-                let own = deal.piece(job.me, number);
-                let mut result = [0; PIECE];
-                let result = &mut result[..own.len()];
-                job.fold().apply_to(&deal.sources(job.me, &memory[own.clone()], windows), result)?;
-                memory[own].copy_from_slice(result);
-                Ok(())
-            })
-        }
+        Operation::ReduceScatter => reduce(meeting, job, job.fold(), |place| job.chunk(place)),
+        Operation::AllGather => collect(meeting, job, |place| job.chunk(place)),
         Operation::Broadcast => {
-            let length = |place| if place == job.root { job.bytes() } else { 0 };
-            pass(meeting, job, 0, length, |memory, place, from, bytes| {
-                if place != job.me {
-                    memory[from..from + bytes.len()].copy_from_slice(bytes);
-                }
-            })
-        }
-        Operation::AllGather => {
-            let start = job.chunk(job.me).start;
-            pass(
-                meeting,
-                job,
-                start,
-                |_| job.bytes(),
-                |memory, place, from, bytes| {
-                    if place != job.me {
-                        memory[job.chunk(place)][from..from + bytes.len()].copy_from_slice(bytes);
-                    }
-                },
-            )
+            collect(meeting, job, |place| if place == job.root { 0..job.bytes() } else { 0..0 })
         }
         _ => Ok(()),
     }
+}
+
+/// Combines everybody's memory, each rank its share of it, in place.
+pub(super) fn reduce(
+    meeting: &mut Staging<'_, '_>,
+    job: Job,
+    fold: Fold,
+    share: impl Fn(usize) -> Range<usize>,
+) -> Result<()> {
+    let deal = Deal::new(job.ranks, share);
+    deal.inputs(meeting, job.me, |windows, memory, number| {
+        let own = deal.piece(job.me, number);
+        let mut result = [0; PIECE];
+        let result = &mut result[..own.len()];
+        fold.apply_to(&deal.sources(job.me, &memory[own.clone()], windows), result)?;
+        memory[own].copy_from_slice(result);
+        Ok(())
+    })
+}
+
+/// Copies each rank's share of its memory to all others.
+pub(super) fn collect(
+    meeting: &mut Staging<'_, '_>,
+    job: Job,
+    share: impl Fn(usize) -> Range<usize>,
+) -> Result<()> {
+    let (start, length) = (share(job.me).start, |place| share(place).len());
+    pass(meeting, job, start, length, |memory, place, from, bytes| {
+        if place != job.me {
+            memory[share(place)][from..from + bytes.len()].copy_from_slice(bytes);
+        }
+    })
 }
 
 pub(super) fn apart(meeting: &mut Staging<'_, '_>, job: Job, input: &[u8], output: &mut [u8]) -> Result<()> {
@@ -91,12 +95,8 @@ pub(super) fn apart(meeting: &mut Staging<'_, '_>, job: Job, input: &[u8], outpu
 /// Each rank combines its share: it takes the others' parts of it from their windows, and stages the result. The results
 /// are taken one window late, so that nobody waits for them.
 fn all_reduce(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
-    let (me, lines) = (job.me, job.bytes() / LINE);
-    let bound = move |place: usize| match place {
-        place if place == job.ranks => job.bytes(),
-        place => lines * place / job.ranks * LINE,
-    };
-    let deal = Deal::new(job.ranks, move |place| bound(place)..bound(place + 1));
+    let me = job.me;
+    let deal = Deal::new(job.ranks, move |place| share(job.bytes(), LINE, job.ranks, place));
     let take = |meeting: &mut Staging<'_, '_>, number| {
         meeting.take(Stream::Results, |windows, memory| {
             for (place, window) in windows.iter().enumerate().filter(|(place, _)| *place != me) {

@@ -92,3 +92,62 @@ fn what_failed_in_registered_memory_leaves_it_usable_and_ordinary() {
         }
     });
 }
+
+#[test]
+fn a_domain_reduces_into_shares_and_collects_them() {
+    const LENGTH: usize = 100_001;
+    let ranks = connected(&["a", "a", "a", "b", "b"], None);
+    let call = Call {
+        operation: Operation::AllReduce,
+        dtype: crate::DType::I32,
+        elements: LENGTH as u64,
+        reduce: Some(ReduceOp::Sum),
+        root: None,
+        tuning: 0,
+    };
+    let fold = Fold::of_all(crate::DType::I32, ReduceOp::Sum, 1);
+    thread::scope(|scope| {
+        for connected in ranks.into_iter().map(Result::unwrap) {
+            scope.spawn(move || {
+                let Connected { domain, transport: _transport, .. } = connected;
+                let mut domain = domain.unwrap();
+                let (count, me) = (domain.members().len(), domain.board.me());
+                let bytes = LENGTH * size_of::<i32>();
+                let mut region = domain.arena().alloc(bytes).unwrap();
+                let mut ordinary = vec![0i32; LENGTH];
+                for (number, owners) in [(0, count), (2, 2), (4, 1)] {
+                    for registered in [true, false] {
+                        let data = match registered {
+                            true => region.as_mut_slice(),
+                            false => bytemuck::cast_slice_mut(&mut ordinary),
+                        };
+                        let values: &mut [i32] = bytemuck::cast_slice_mut(data);
+                        values
+                            .iter_mut()
+                            .enumerate()
+                            .for_each(|(index, value)| *value = (index * (me + 1)) as i32);
+                        let patience = Patience::new(LIMIT);
+                        let reduce = (call, Sequence(number));
+                        domain.reduce_shares(reduce, data, owners, fold, &patience).unwrap();
+                        let own = Domain::share(bytes, owners, me);
+                        let sum = (1..=count).sum::<usize>();
+                        let start = own.start / 4;
+                        let values: &mut [i32] = bytemuck::cast_slice_mut(&mut data[own]);
+                        for (index, value) in values.iter_mut().enumerate() {
+                            assert_eq!(*value, ((start + index) * sum) as i32);
+                            *value += 1; // What other hosts bring.
+                        }
+                        domain.collect_shares((call, Sequence(number + 1)), data, owners, &patience).unwrap();
+                        let values: &[i32] = bytemuck::cast_slice(data);
+                        assert!(
+                            values
+                                .iter()
+                                .enumerate()
+                                .all(|(index, value)| *value == (index * sum + 1) as i32)
+                        );
+                    }
+                }
+            });
+        }
+    });
+}

@@ -1,0 +1,83 @@
+//! The two halves of an `all_reduce` that goes on beyond the domain: before ranks of other hosts take part, the domain's
+//! elements become shares, one on each of some owners; afterwards the owners' shares go to all members.
+
+#![allow(dead_code, reason = "plans across hosts are made of them")]
+
+use std::ops::Range;
+
+use phalanx_sys::board::{Meeting, Way, share};
+
+use super::{Domain, Job, LINE, compare, direct, staged, watch, word};
+use crate::collective::kernel::Fold;
+use crate::deadline::Patience;
+use crate::error::{Error, Result};
+use crate::rank::{Rank, Sequence};
+use crate::wire::frame::Call;
+
+impl Domain {
+    /// The ranks of this domain, in order.
+    pub(crate) fn members(&self) -> &[Rank] {
+        &self.members
+    }
+
+    /// What of `bytes` the member at `place` owns, if the first `owners` members do.
+    pub(crate) fn share(bytes: usize, owners: usize, place: usize) -> Range<usize> {
+        share(bytes, LINE, owners, place)
+    }
+
+    /// Combines the members' `data`; afterwards each of the first `owners` members has the result in its
+    /// [`share`](Self::share), and what stands elsewhere is unspecified.
+    ///
+    /// All members make the same call, with the same owners. `fold` is given by whoever knows what follows: an average is
+    /// divided once, where all ranks' elements are in.
+    pub(crate) fn reduce_shares(
+        &mut self,
+        (call, sequence): (Call, Sequence),
+        data: &mut [u8],
+        owners: usize,
+        fold: Fold,
+        patience: &Patience,
+    ) -> Result<()> {
+        let bytes = data.len();
+        self.on_shares((call, sequence), data, patience, |meeting, job| match meeting.way() {
+            Way::Direct => meeting.combine(owners, LINE, |shares| fold.apply(shares)),
+            _ => staged::reduce(meeting, job, fold, |place| Self::share(bytes, owners, place)),
+        })
+    }
+
+    /// Copies the share of each of the first `owners` members to all others.
+    pub(crate) fn collect_shares(
+        &mut self,
+        (call, sequence): (Call, Sequence),
+        data: &mut [u8],
+        owners: usize,
+        patience: &Patience,
+    ) -> Result<()> {
+        let bytes = data.len();
+        self.on_shares((call, sequence), data, patience, |meeting, job| match meeting.way() {
+            Way::Direct => {
+                meeting.combine(owners, LINE, |shares| direct::spread(shares, job.me));
+                Ok(())
+            }
+            _ => staged::collect(meeting, job, |place| Self::share(bytes, owners, place)),
+        })
+    }
+
+    fn on_shares(
+        &mut self,
+        (call, sequence): (Call, Sequence),
+        data: &mut [u8],
+        patience: &Patience,
+        work: impl FnOnce(&mut Meeting<'_, '_, Error>, Job) -> Result<()>,
+    ) -> Result<()> {
+        let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
+        let job = Job { call, me: self.board.me(), ranks: members.len(), root: 0 };
+        let mut watch = |missing: usize| watch(health, members[missing], patience);
+        self.board.in_place(word, data, None, &mut watch, |meeting| {
+            (0..job.ranks).try_for_each(|index| {
+                compare(rank, call, sequence, members[index], &word, meeting.call(index))
+            })?;
+            work(meeting, job)
+        })
+    }
+}
