@@ -5,12 +5,12 @@
 //! end of the region gives the memory back. A peer reaches a region by its offset alone, so that nothing needs to be
 //! mapped or exchanged again when memory comes and goes.
 //!
-//! The arena begins with a page of its own and the owner's part of the [`board`](crate::board); regions lie behind.
+//! The arena begins with a page of its own and the owner's part of the [`board`]; regions lie behind.
 //!
 //! # Trust
 //!
 //! The owner holds a region as Rust memory, while peers could write into it at any time. They do so only within an
-//! operation to which the owner has lent the region, which the [`board`](crate::board) sees to on either side; see
+//! operation to which the owner has lent the region, which the [`board`] sees to on either side; see
 //! [`shared`](crate::shared) on who is let in. A peer that is late, because it was stopped while the operation failed
 //! for the others, would still write: the owner then cuts the region off, so that what the peer reaches is no longer
 //! what the owner holds.
@@ -23,7 +23,6 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::slice;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap, mmap_anonymous, mremap_fixed, munmap};
@@ -32,6 +31,7 @@ pub use self::memory::total as total_memory;
 use self::table::Table;
 use crate::board;
 use crate::memfd;
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 const NAME: &str = "phalanx-arena";
 const MAGIC: u64 = u64::from_le_bytes(*b"PHXARN01");
@@ -177,6 +177,27 @@ impl Mapping {
         unsafe { self.base.add(offset) }
     }
 
+    /// The `bytes` from `offset` on.
+    ///
+    /// # Safety
+    ///
+    /// As long as they are borrowed, nobody writes to these bytes, through whatever mapping.
+    pub(crate) unsafe fn lend(&self, offset: usize, bytes: usize) -> &[u8] {
+        // SAFETY: inside the mapping, as `at` checks; the caller vouches that nobody writes.
+        unsafe { slice::from_raw_parts(self.at(offset, bytes).as_ptr(), bytes) }
+    }
+
+    /// The `bytes` from `offset` on, to be changed.
+    ///
+    /// # Safety
+    ///
+    /// As long as they are borrowed, nobody else reads or writes these bytes, through whatever mapping.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn lend_mut(&self, offset: usize, bytes: usize) -> &mut [u8] {
+        // SAFETY: inside the mapping, as `at` checks; the caller vouches that these bytes are its own.
+        unsafe { slice::from_raw_parts_mut(self.at(offset, bytes).as_ptr(), bytes) }
+    }
+
     /// Do `bytes` from `offset` on lie behind what is reserved, and before the end?
     pub(crate) fn holds(&self, offset: usize, bytes: usize) -> bool {
         offset >= RESERVED && self.has(offset, bytes)
@@ -225,16 +246,14 @@ pub struct Region {
 impl Region {
     /// Its bytes.
     pub fn as_slice(&self) -> &[u8] {
-        let place = self.arena.mapping.at(self.offset, self.bytes);
-        // SAFETY: mapped, and this region's alone; peers write only while an operation borrows it exclusively.
-        unsafe { slice::from_raw_parts(place.as_ptr(), self.bytes) }
+        // SAFETY: this region's alone; peers write only while an operation borrows it exclusively.
+        unsafe { self.arena.mapping.lend(self.offset, self.bytes) }
     }
 
     /// Its bytes, to be changed.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        let place = self.arena.mapping.at(self.offset, self.bytes);
         // SAFETY: as above; and this borrow is exclusive.
-        unsafe { slice::from_raw_parts_mut(place.as_ptr(), self.bytes) }
+        unsafe { self.arena.mapping.lend_mut(self.offset, self.bytes) }
     }
 }
 
@@ -249,5 +268,7 @@ impl Drop for Region {
     }
 }
 
+// Miri has no such files.
+#[cfg(not(miri))]
 #[cfg(test)]
 mod tests;

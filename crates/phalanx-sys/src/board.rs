@@ -26,12 +26,12 @@ mod wait;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 pub use self::meeting::{Meeting, Stream, Way, share};
 use self::wait::Waits;
 use crate::arena::{Arena, Mapping, PAGE};
 use crate::shared::Doorbell;
+use crate::sync::Ordering;
 
 /// Two cache lines: processors fetch them in pairs.
 const LINE: usize = 128;
@@ -41,7 +41,7 @@ const HEAD: usize = 40;
 /// The most bytes that travel in a slot.
 pub const SMALL: usize = 16 << 10;
 /// Bytes of each staging buffer: all of them stay in a second-level cache.
-pub const WINDOW: usize = 256 << 10;
+pub const WINDOW: usize = if cfg!(loom) { 64 } else { 256 << 10 };
 /// Streams of staged windows that a call can have.
 const STREAMS: usize = 2;
 /// Staging buffers of each stream: while the others take from one, the next is filled.
@@ -184,9 +184,8 @@ impl Board {
     /// Copies `bytes` into the slot of a call that is not published yet.
     fn put(&mut self, bytes: &[u8]) {
         assert!(bytes.len() <= SMALL, "too many bytes for a slot");
-        let place = self.own.mapping().at(self.slot() + HEAD, bytes.len());
-        // SAFETY: inside the own slot, which no peer reads: whoever could has seen a later call; see the module.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.as_ptr(), bytes.len()) };
+        // SAFETY: in the own slot, which no peer reads: whoever could has seen a later call; see the module.
+        unsafe { self.own.mapping().lend_mut(self.slot() + HEAD, bytes.len()) }.copy_from_slice(bytes);
     }
 
     /// Where this call's slot lies in each part of the board.
@@ -264,10 +263,9 @@ impl<'a> Words<'a> {
         if board.brings(member) != Brings::Small as u64 || bytes > SMALL {
             return &[];
         }
-        let place = board.members[member].at(board.slot() + HEAD, bytes);
-        // SAFETY: inside the member's slot, whose bytes were published with the sequence number that this rank has seen,
-        // and stay until this rank has given its word on the next call, which needs this borrow of the board to end.
-        unsafe { std::slice::from_raw_parts(place.as_ptr(), bytes) }
+        // SAFETY: in the member's slot, whose bytes were published with the sequence number that this rank has seen, and
+        // stay until this rank has given its word on the next call, which needs this borrow of the board to end.
+        unsafe { board.members[member].lend(board.slot() + HEAD, bytes) }
     }
 }
 
@@ -279,5 +277,10 @@ fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
+#[cfg(loom)]
+#[cfg(test)]
+mod models;
+// Miri has no files for the arenas.
+#[cfg(not(any(loom, miri)))]
 #[cfg(test)]
 mod tests;

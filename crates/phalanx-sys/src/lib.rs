@@ -8,6 +8,10 @@
 // Models use only what they are about.
 #![cfg_attr(loom, allow(dead_code))]
 
+#[cfg(not(loom))]
+pub mod arena;
+#[cfg(loom)]
+#[path = "arena/modelled.rs"]
 pub mod arena;
 pub mod board;
 #[cfg(not(loom))]
@@ -15,6 +19,7 @@ pub mod board;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod guard;
+#[cfg(not(loom))]
 mod memfd;
 pub mod shared;
 pub mod signal;

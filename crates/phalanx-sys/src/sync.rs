@@ -60,22 +60,48 @@ mod chosen {
 mod chosen {
     use std::ops::Deref;
 
-    use loom::sync::atomic::AtomicU32 as Word;
-    pub(crate) use loom::sync::atomic::{AtomicU64, fence};
+    use loom::sync::atomic::AtomicU32 as HalfWord;
+    use loom::sync::atomic::AtomicU64 as Word;
+    pub(crate) use loom::sync::atomic::fence;
     use loom::sync::{Condvar, Mutex};
+
+    use crate::sync::Ordering;
+
+    /// A word whose sequentially consistent exchanges are in one order with all fences, as the language has it. Loom
+    /// knows that order of fences alone.
+    #[derive(Debug, Default)]
+    pub(crate) struct AtomicU64(Word);
+
+    impl AtomicU64 {
+        pub(crate) fn swap(&self, value: u64, order: Ordering) -> u64 {
+            let before = self.0.swap(value, order);
+            if order == Ordering::SeqCst {
+                fence(Ordering::SeqCst);
+            }
+            before
+        }
+    }
+
+    impl Deref for AtomicU64 {
+        type Target = Word;
+
+        fn deref(&self) -> &Word {
+            &self.0
+        }
+    }
 
     /// A word with the kernel's queue of those that sleep on it.
     #[derive(Debug, Default)]
     pub(crate) struct AtomicU32 {
-        word: Word,
+        word: HalfWord,
         queue: Mutex<()>,
         woken: Condvar,
     }
 
     impl Deref for AtomicU32 {
-        type Target = Word;
+        type Target = HalfWord;
 
-        fn deref(&self) -> &Word {
+        fn deref(&self) -> &HalfWord {
             &self.word
         }
     }

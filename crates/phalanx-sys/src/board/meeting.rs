@@ -150,12 +150,11 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
             .map(|member| {
                 let region = board.region(member, Brings::Lent).unwrap_or(0..0);
                 let share = share(region.len(), unit, owners, board.me);
-                let place = board.members[member].at(region.start + share.start, share.len());
-                // SAFETY: inside the member's arena, as `at` checks. Every member has lent this region and waits until
-                // this one is done; each touches the share of its own number, and shares of one length do not overlap.
-                // The regions of different members lie in different arenas. If this is the own region: it is borrowed
-                // exclusively by this meeting, which lends it only here, once at a time.
-                unsafe { std::slice::from_raw_parts_mut(place.as_ptr(), share.len()) }
+                // SAFETY: every member has lent this region and waits until this one is done; each touches the share of
+                // its own number, and shares of one length do not overlap. The regions of different members lie in
+                // different arenas. If this is the own region: it is borrowed exclusively by this meeting, which lends
+                // it only here, once at a time.
+                unsafe { board.members[member].lend_mut(region.start + share.start, share.len()) }
             })
             .collect();
         work(&mut shares)
@@ -170,10 +169,9 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
         let regions: Vec<&[u8]> = (0..self.members())
             .map(|member| {
                 let region = self.board.region(member, Brings::Shown).unwrap_or(0..0);
-                let place = self.board.members[member].at(region.start, region.len());
-                // SAFETY: inside the member's arena, as `at` checks. Its owner lends it for reading, and waits until this
-                // rank is done. (One whose call failed does not wait; then this call fails too.)
-                unsafe { std::slice::from_raw_parts(place.as_ptr(), region.len()) }
+                // SAFETY: its owner lends it for reading, and waits until this rank is done. (One whose call failed does
+                // not wait; then this call fails too.)
+                unsafe { self.board.members[member].lend(region.start, region.len()) }
             })
             .collect();
         work(&regions)
@@ -313,19 +311,17 @@ impl Board {
     /// Everybody has taken what was in it, and it is borrowed once.
     #[allow(clippy::mut_from_ref)]
     unsafe fn own_window(&self, stream: Stream) -> &mut [u8] {
-        let place = self.own.mapping().at(stream.window(self.staged[stream as usize]), WINDOW);
-        // SAFETY: inside the own part of the board, as `at` checks; the rest is this function's contract.
-        unsafe { std::slice::from_raw_parts_mut(place.as_ptr(), WINDOW) }
+        // SAFETY: in the own part of the board; the rest is this function's contract.
+        unsafe { self.own.mapping().lend_mut(stream.window(self.staged[stream as usize]), WINDOW) }
     }
 
     /// Everybody's window that this rank takes next from `stream`, which all have staged.
     fn windows(&self, stream: Stream) -> impl Iterator<Item = &[u8]> {
         let offset = stream.window(self.taken[stream as usize]);
         self.members.iter().map(move |member| {
-            let place = member.at(offset, WINDOW);
-            // SAFETY: inside the member's part of the board, as `at` checks. It was shown as staged, and is filled again
-            // only when this rank has shown it as taken, which needs this borrow of the board to end.
-            unsafe { std::slice::from_raw_parts(place.as_ptr(), WINDOW) }
+            // SAFETY: in the member's part of the board. It was shown as staged, and is filled again only when this rank
+            // has shown it as taken, which needs this borrow of the board to end.
+            unsafe { member.lend(offset, WINDOW) }
         })
     }
 }

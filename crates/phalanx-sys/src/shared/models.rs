@@ -163,6 +163,28 @@ fn loom_no_ring_is_missed_whoever_rings() {
     gather(2, Some(3));
 }
 
+/// Two threads of a process sleep until something has come.
+#[test]
+fn loom_all_sleepers_are_woken() {
+    model(Some(2), || {
+        let segment = segment(ALIGNMENT);
+        let come = [(); 2].map(|()| Arc::new(AtomicUsize::new(0)));
+        let sleep = |segment: Arc<Segment>, come: Arc<AtomicUsize>| {
+            move || {
+                while come.load(Ordering::Relaxed) == 0 {
+                    segment.doorbell().sleep_unless(Duration::MAX, || come.load(Ordering::Relaxed) != 0);
+                }
+            }
+        };
+        let sleepers = come.clone().map(|come| thread::spawn(sleep(segment.clone(), come)));
+        for come in come {
+            come.store(1, Ordering::Relaxed);
+            segment.doorbell().ring();
+        }
+        sleepers.into_iter().for_each(|sleeper| sleeper.join().unwrap());
+    });
+}
+
 #[test]
 fn loom_an_end_is_given_out_once() {
     model(None, || {

@@ -1,0 +1,107 @@
+//! An arena as loom sees it: it knows who has read and written which parts of it, and objects when two who did are not
+//! ordered. What is lent stands in the list of what is watched.
+
+use std::cell::UnsafeCell;
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::slice;
+use std::sync::Arc;
+
+use crate::sync::{AtomicU32, AtomicU64};
+
+pub(crate) const PAGE: usize = 4096;
+
+/// The memory of a rank.
+pub struct Arena {
+    mapping: Arc<Mapping>,
+    region: Range<usize>,
+}
+
+/// An arena as every rank maps it.
+pub struct Mapping {
+    words: BTreeMap<usize, AtomicU64>,
+    half_words: BTreeMap<usize, AtomicU32>,
+    bytes: Box<[UnsafeCell<u8>]>,
+    watch: Vec<(Range<usize>, loom::cell::UnsafeCell<()>)>,
+}
+
+// SAFETY: loom runs one thread at a time; that threads would not touch the same bytes at the same time, is what it
+// checks.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Arena {
+    /// An arena with these words, half words and parts, and one region behind them.
+    pub(crate) fn modelled(
+        words: impl IntoIterator<Item = usize>,
+        half_words: impl IntoIterator<Item = usize>,
+        parts: impl IntoIterator<Item = Range<usize>>,
+        region: Range<usize>,
+    ) -> Arc<Self> {
+        let mapping = Mapping {
+            words: words.into_iter().map(|at| (at, AtomicU64::default())).collect(),
+            half_words: half_words.into_iter().map(|at| (at, AtomicU32::default())).collect(),
+            bytes: (0..region.end).map(|_| UnsafeCell::new(0)).collect(),
+            watch: parts.into_iter().map(|part| (part, loom::cell::UnsafeCell::new(()))).collect(),
+        };
+        Arc::new(Self { mapping: Arc::new(mapping), region })
+    }
+
+    /// How everybody maps it.
+    pub fn mapping(&self) -> &Arc<Mapping> {
+        &self.mapping
+    }
+
+    pub(crate) fn find(&self, memory: &[u8]) -> Option<usize> {
+        let offset = (memory.as_ptr() as usize).checked_sub(self.mapping.bytes.as_ptr() as usize)?;
+        (offset == self.region.start && memory.len() == self.region.len()).then_some(offset)
+    }
+
+    pub(crate) unsafe fn cut_off(&self, _: usize) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Mapping {
+    /// # Safety
+    ///
+    /// None is needed here: loom panics where a real loan would not be sound.
+    pub(crate) unsafe fn lend(&self, offset: usize, bytes: usize) -> &[u8] {
+        self.watched(offset, bytes).for_each(|cell| cell.with(|_| ()));
+        // SAFETY: a cell of a byte is laid out as the byte, and loom has checked the rest.
+        unsafe { slice::from_raw_parts(self.bytes[offset..offset + bytes].as_ptr().cast(), bytes) }
+    }
+
+    /// # Safety
+    ///
+    /// None is needed here: loom panics where a real loan would not be sound.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn lend_mut(&self, offset: usize, bytes: usize) -> &mut [u8] {
+        self.watched(offset, bytes).for_each(|cell| cell.with_mut(|_| ()));
+        // SAFETY: as above.
+        unsafe {
+            slice::from_raw_parts_mut(self.bytes[offset..offset + bytes].as_ptr().cast_mut().cast(), bytes)
+        }
+    }
+
+    fn watched(&self, offset: usize, bytes: usize) -> impl Iterator<Item = &loom::cell::UnsafeCell<()>> {
+        let touched =
+            self.watch.iter().filter(move |(part, _)| part.start < offset + bytes && offset < part.end);
+        assert!(touched.clone().map(|(part, _)| part.len()).sum::<usize>() >= bytes, "it is not watched");
+        touched.map(|(_, cell)| cell)
+    }
+
+    pub(crate) fn holds(&self, offset: usize, bytes: usize) -> bool {
+        offset + bytes <= self.bytes.len()
+    }
+
+    pub(crate) fn word(&self, offset: usize) -> &AtomicU64 {
+        &self.words[&offset]
+    }
+
+    pub(crate) fn half_word(&self, offset: usize) -> &AtomicU32 {
+        &self.half_words[&offset]
+    }
+}
