@@ -43,6 +43,9 @@ pub struct TuningRow {
     pub reduce_ring_min: usize,
     /// `gather` and `scatter` of at most this for each rank use a binomial tree; beyond, each rank meets the root.
     pub tree_max: usize,
+    /// Between hosts whose ranks share memory, `all_reduce` of at least this crosses in as many streams as each host has
+    /// ranks for; below, one rank of each host speaks for all.
+    pub stripes_min: usize,
 }
 
 impl Default for TuningRow {
@@ -54,6 +57,7 @@ impl Default for TuningRow {
             broadcast_ring_min: 512 * 1024,
             reduce_ring_min: 2 * 1024 * 1024,
             tree_max: 256,
+            stripes_min: 64 * 1024,
         }
     }
 }
@@ -121,9 +125,16 @@ pub(crate) struct Choice {
 
 /// FNV-1a.
 fn fingerprint(row: &TuningRow) -> u32 {
-    let TuningRow { world_max: _, doubling_max, halving_max, broadcast_ring_min, reduce_ring_min, tree_max } =
-        row;
-    let sizes = [doubling_max, halving_max, broadcast_ring_min, reduce_ring_min, tree_max];
+    let TuningRow {
+        world_max: _,
+        doubling_max,
+        halving_max,
+        broadcast_ring_min,
+        reduce_ring_min,
+        tree_max,
+        stripes_min,
+    } = row;
+    let sizes = [doubling_max, halving_max, broadcast_ring_min, reduce_ring_min, tree_max, stripes_min];
     let bytes = sizes.into_iter().flat_map(|size| (*size as u64).to_le_bytes());
     bytes.fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)).max(1)
 }

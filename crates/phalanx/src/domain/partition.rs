@@ -37,7 +37,6 @@ impl Partition {
     }
 
     /// All domains, in the order of their first ranks.
-    #[allow(dead_code, reason = "what plans across hosts are made of")]
     pub(crate) fn domains(&self) -> &[Vec<Rank>] {
         &self.domains
     }

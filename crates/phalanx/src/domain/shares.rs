@@ -1,8 +1,6 @@
 //! The two halves of an `all_reduce` that goes on beyond the domain: before ranks of other hosts take part, the domain's
 //! elements become shares, one on each of some owners; afterwards the owners' shares go to all members.
 
-#![allow(dead_code, reason = "plans across hosts are made of them")]
-
 use std::ops::Range;
 
 use phalanx_sys::board::{Meeting, Way, share};
@@ -11,15 +9,10 @@ use super::{Domain, Job, LINE, compare, direct, staged, watch, word};
 use crate::collective::kernel::Fold;
 use crate::deadline::Patience;
 use crate::error::{Error, Result};
-use crate::rank::{Rank, Sequence};
+use crate::rank::Sequence;
 use crate::wire::frame::Call;
 
 impl Domain {
-    /// The ranks of this domain, in order.
-    pub(crate) fn members(&self) -> &[Rank] {
-        &self.members
-    }
-
     /// What of `bytes` the member at `place` owns, if the first `owners` members do.
     pub(crate) fn share(bytes: usize, owners: usize, place: usize) -> Range<usize> {
         share(bytes, LINE, owners, place)

@@ -1,6 +1,7 @@
 //! Carries out plans: takes each step of a collective to the transport, on the memory of the operation.
 
 mod dealing;
+mod hosts;
 mod monitored;
 
 use std::ops::Range;
@@ -8,7 +9,7 @@ use std::sync::Arc;
 
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
-use crate::collective::{self, Choice, Plan, Shares, Step, Tuning};
+use crate::collective::{self, Choice, Hierarchy, Plan, ReduceOp, Shares, Step, Tuning};
 use crate::deadline::{Deadline, Patience};
 use crate::domain::{Domain, Partition};
 use crate::dtype::DType;
@@ -44,9 +45,8 @@ pub(super) struct Engine {
     epoch: Epoch,
     choice: Choice,
     transport: Box<dyn Transport>,
-    /// Which ranks share memory with which: plans across hosts are made of it.
-    #[allow(dead_code, reason = "there are no such plans yet")]
-    partition: Partition,
+    /// If there are several hosts of which some have several ranks.
+    hierarchy: Option<Arc<Hierarchy>>,
     /// The ranks that share memory with this one.
     domain: Option<Domain>,
     health: Arc<Health>,
@@ -74,7 +74,7 @@ impl Engine {
             epoch,
             choice: Tuning::default().choice(world),
             transport,
-            partition,
+            hierarchy: Hierarchy::new(partition.domains(), rank).map(Arc::new),
             domain,
             health,
             snapshot: AlignedBytes::default(),
@@ -109,6 +109,13 @@ impl Engine {
             }
             // Else ranks of which one waits on the board, and another for a message, would learn nothing of each other.
             domain.agree(call, sequence, patience).map_err(failed)?;
+        } else if let Some(hierarchy) = self.hierarchy.clone() {
+            match memory {
+                Memory::InPlace(data) if hosts::goes_by_hosts(call.operation) => {
+                    return self.by_hosts(&hierarchy, call, sequence, data, patience);
+                }
+                _ => self.agree_on_host(call, sequence, patience)?,
+            }
         }
         let deadline = patience.deadline();
         match memory {
@@ -201,13 +208,26 @@ impl Engine {
         call: Call,
         sequence: Sequence,
         plan: &Plan,
+        space: Space<'_>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        self.execute_as(call.reduce, call, sequence, plan, space, deadline)
+    }
+
+    /// As [`execute`](Self::execute), where elements are combined by another operation than the call names.
+    fn execute_as(
+        &mut self,
+        reduce: Option<ReduceOp>,
+        call: Call,
+        sequence: Sequence,
+        plan: &Plan,
         mut space: Space<'_>,
         deadline: Deadline,
     ) -> Result<()> {
         self.check_health()?;
         let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
         for step in plan {
-            let done = self.step(header, step, &mut space, deadline);
+            let done = self.step(header, reduce, step, &mut space, deadline);
             let done = done.map_err(|error| self.last_heard(error, sequence));
             done.map_err(|error| fail_operation(&self.health, error, call, sequence))?;
         }
@@ -231,8 +251,15 @@ impl Engine {
         self.health.cause().map_or(Ok(()), Err)
     }
 
-    fn step(&mut self, header: Header, step: &Step, space: &mut Space<'_>, deadline: Deadline) -> Result<()> {
-        let Call { dtype, reduce, .. } = header.call;
+    fn step(
+        &mut self,
+        header: Header,
+        reduce: Option<ReduceOp>,
+        step: &Step,
+        space: &mut Space<'_>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let dtype = header.call.dtype;
         let bytes = |range: &Range<usize>| bytes_of(range, dtype.size());
         let send = step.send.as_ref().map(|send| (send.to, bytes(&send.range)));
         let recv = step.recv.as_ref().map(|recv| (recv, bytes(&recv.range)));

@@ -142,6 +142,10 @@ pub(crate) fn connect_among(
         }
         tracing::debug!(reason, "not all ranks share memory; data goes over TCP");
     }
+    if domain.is_none() && partition.domain_of(place.rank).len() > 1 {
+        // The others of its host would wait for it there.
+        return Err(health.fail(domain::refused("this rank has no memory for it")));
+    }
     let rings = messages::rings(place, partition.domain_of(place.rank), &health, deadline);
     let rings = rings.map_err(|error| health.fail(error))?;
     let messages = Messages::over(place.rank, &connections, rings, &health, Box::new(monitor.clone()));

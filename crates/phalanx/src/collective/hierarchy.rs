@@ -1,0 +1,132 @@
+//! Several hosts whose ranks each share memory: inside a host everybody reaches everybody's elements, so that only what
+//! must cross crosses from host to host, in as many streams as each host has ranks for.
+//!
+//! The elements are dealt in *stripes*. Of each host one rank owns stripe s, and the owners of a stripe exchange it as if
+//! they were a world of their own. With one stripe, one rank of each host speaks for all.
+
+use std::ops::Range;
+
+use super::{Plan, Recv, Send, Step};
+use crate::rank::{Rank, WorldSize};
+
+/// A rank's place in a group of several hosts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hierarchy {
+    /// The ranks of each host, in the same order on every rank.
+    hosts: Vec<Vec<Rank>>,
+    /// This rank's host, and its place there.
+    host: usize,
+    place: usize,
+}
+
+/// Those who exchange something between hosts, one of each, and the place of this rank's host among them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Bridge {
+    pub ends: Vec<Rank>,
+    pub host: Rank,
+    pub hosts: WorldSize,
+}
+
+impl Hierarchy {
+    /// None if there is nothing to be gained: one host, or hosts of one rank each.
+    pub(crate) fn new(hosts: &[Vec<Rank>], rank: Rank) -> Option<Self> {
+        let host = hosts.iter().position(|ranks| ranks.contains(&rank))?;
+        let place = hosts[host].iter().position(|member| *member == rank)?;
+        let shares = hosts.iter().any(|ranks| ranks.len() > 1);
+        (hosts.len() > 1 && shares).then(|| Self { hosts: hosts.to_vec(), host, place })
+    }
+
+    /// The most stripes for which every host has a rank each.
+    pub(crate) fn most_stripes(&self) -> usize {
+        self.hosts.iter().map(Vec::len).min().unwrap_or(1)
+    }
+
+    /// The stripe that this rank owns, and with whom it exchanges it.
+    pub(crate) fn owned(&self, stripes: usize) -> Option<(usize, Bridge)> {
+        (self.place < stripes).then(|| (self.place, self.bridge(|ranks| ranks.get(self.place).copied())))
+    }
+
+    /// One rank of each host, which speaks for it: `root` for its own, and of every other host the first.
+    pub(crate) fn speakers(&self, root: Rank) -> Bridge {
+        self.bridge(|ranks| if ranks.contains(&root) { Some(root) } else { ranks.first().copied() })
+    }
+
+    /// The host of `rank`, as a rank of the world of hosts.
+    pub(crate) fn host_of(&self, rank: Rank) -> Rank {
+        Rank::new(self.hosts.iter().position(|ranks| ranks.contains(&rank)).unwrap_or(0) as u32)
+    }
+
+    fn bridge(&self, end: impl Fn(&[Rank]) -> Option<Rank>) -> Bridge {
+        let ends: Vec<Rank> = self.hosts.iter().filter_map(|ranks| end(ranks)).collect();
+        // There are two hosts at least, and no more than ranks.
+        let hosts = WorldSize::new(ends.len() as u32).unwrap_or(WorldSize::ONE);
+        Bridge { ends, host: Rank::new(self.host as u32), hosts }
+    }
+}
+
+impl Bridge {
+    /// Does `rank` take part?
+    pub(crate) fn has(&self, rank: Rank) -> bool {
+        self.ends.contains(&rank)
+    }
+
+    /// A plan of a world of hosts, as the steps of those who speak for them, for elements that begin at `start`.
+    pub(crate) fn carry(&self, plan: Plan, start: usize) -> Plan {
+        let end = |host: Rank| self.ends.get(host.index()).copied().unwrap_or(host);
+        let moved = |range: Range<usize>| start + range.start..start + range.end;
+        plan.into_iter()
+            .map(|Step { send, recv }| Step {
+                send: send.map(|Send { to, range }| Send { to: end(to), range: moved(range) }),
+                recv: recv.map(|recv| Recv { from: end(recv.from), range: moved(recv.range), ..recv }),
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::{Combine, dissemination};
+
+    fn ranks(ranks: &[u32]) -> Vec<Rank> {
+        ranks.iter().copied().map(Rank::new).collect()
+    }
+
+    fn hosts() -> Vec<Vec<Rank>> {
+        vec![ranks(&[0, 2, 4]), ranks(&[1, 3])]
+    }
+
+    #[test]
+    fn every_stripe_has_one_owner_on_each_host() {
+        let of = |rank| Hierarchy::new(&hosts(), Rank::new(rank)).unwrap();
+        assert_eq!(of(0).most_stripes(), 2);
+        let (stripe, bridge) = of(3).owned(2).unwrap();
+        assert_eq!((stripe, bridge.ends, bridge.host), (1, ranks(&[2, 3]), Rank::new(1)));
+        assert!(of(4).owned(2).is_none() && of(2).owned(1).is_none());
+    }
+
+    #[test]
+    fn the_root_speaks_for_its_host() {
+        let hierarchy = Hierarchy::new(&hosts(), Rank::new(4)).unwrap();
+        let bridge = hierarchy.speakers(Rank::new(3));
+        assert_eq!(bridge.ends, ranks(&[0, 3]));
+        assert!(bridge.has(Rank::new(3)) && !bridge.has(Rank::new(4)));
+        assert_eq!(hierarchy.host_of(Rank::new(3)), Rank::new(1));
+    }
+
+    #[test]
+    fn without_neighbours_nothing_is_gained() {
+        assert!(Hierarchy::new(&[ranks(&[0, 1])], Rank::new(0)).is_none());
+        assert!(Hierarchy::new(&[ranks(&[0]), ranks(&[1])], Rank::new(1)).is_none());
+    }
+
+    #[test]
+    fn a_plan_of_hosts_is_carried_out_by_those_who_speak_for_them() {
+        let (_, bridge) = Hierarchy::new(&hosts(), Rank::new(2)).unwrap().owned(2).unwrap();
+        let plan = vec![Step::send(Rank::new(1), 0..3).and_recv(Rank::new(1), 3..5, Combine::Replace)];
+        let expected =
+            vec![Step::send(Rank::new(3), 10..13).and_recv(Rank::new(3), 13..15, Combine::Replace)];
+        assert_eq!(bridge.carry(plan, 10), expected);
+        assert_eq!(bridge.carry(dissemination(bridge.host, bridge.hosts), 0).len(), 1);
+    }
+}

@@ -1,0 +1,203 @@
+//! Collectives of several hosts whose ranks share memory: within each host through memory, and between hosts only what
+//! must cross.
+
+use super::{Engine, Space, fail_operation};
+use crate::collective::kernel::Fold;
+use crate::collective::{self, Bridge, Hierarchy, Plan, ReduceOp};
+use crate::deadline::Patience;
+use crate::domain::Domain;
+use crate::error::Result;
+use crate::group::Memory;
+use crate::rank::{Rank, Sequence};
+use crate::wire::frame::{Call, Operation};
+
+/// Does this collective go by way of the hosts? The others go from rank to rank.
+pub(super) fn goes_by_hosts(operation: Operation) -> bool {
+    use Operation::{AllReduce, AllReduceCoalesced, Barrier, Broadcast, Reduce};
+    matches!(operation, AllReduce | AllReduceCoalesced | Broadcast | Reduce | Barrier)
+}
+
+impl Engine {
+    pub(super) fn by_hosts(
+        &mut self,
+        hierarchy: &Hierarchy,
+        call: Call,
+        sequence: Sequence,
+        data: &mut [u8],
+        patience: &Patience,
+    ) -> Result<()> {
+        let call = (call, sequence);
+        let root = call.0.root.unwrap_or(Rank::MAIN);
+        match call.0.operation {
+            Operation::AllReduce | Operation::AllReduceCoalesced => {
+                self.all_reduce_by_hosts(hierarchy, call, data, patience)
+            }
+            Operation::Broadcast => {
+                let (bridge, elements) = (hierarchy.speakers(root), data.len() / call.0.dtype.size());
+                let (row, from) = (&self.choice.row, hierarchy.host_of(root));
+                let plan =
+                    collective::broadcast(row, bridge.host, bridge.hosts, from, call.0.dtype, elements);
+                self.across(&bridge, call, plan, (data, 0), patience)?;
+                // On the root's host it is the root that speaks; on the others the first rank, as `across` left it.
+                self.within(call, data, patience, |domain, data| {
+                    domain.collective(call.0, call.1, Memory::InPlace(data), patience)
+                })
+            }
+            Operation::Reduce => self.reduce_by_hosts(hierarchy, call, root, data, patience),
+            // A barrier: nobody's host may go on before all hosts have come.
+            _ => {
+                let meet = |engine: &mut Self| {
+                    engine.within(call, &mut [], patience, |domain, none| {
+                        domain.collective(call.0, call.1, Memory::InPlace(none), patience)
+                    })
+                };
+                meet(self)?;
+                let bridge = hierarchy.speakers(Rank::MAIN);
+                let plan = collective::dissemination(bridge.host, bridge.hosts);
+                self.across(&bridge, call, plan, (&mut [], 0), patience)?;
+                meet(self)
+            }
+        }
+    }
+
+    /// Reduces each stripe to its owner on every host, then among its owners, and hands the stripes out on every host.
+    fn all_reduce_by_hosts(
+        &mut self,
+        hierarchy: &Hierarchy,
+        call: (Call, Sequence),
+        data: &mut [u8],
+        patience: &Patience,
+    ) -> Result<()> {
+        let size = call.0.dtype.size();
+        let stripes = if data.len() >= self.choice.row.stripes_min { hierarchy.most_stripes() } else { 1 };
+        self.reduce_on_host(call, data, stripes, patience)?;
+        if let Some((index, bridge)) = hierarchy.owned(stripes) {
+            let stripe = Domain::share(data.len(), stripes, index);
+            let (start, elements) = (stripe.start / size, stripe.len() / size);
+            let row = &self.choice.row;
+            let plan = collective::all_reduce(row, bridge.host, bridge.hosts, call.0.dtype, elements);
+            self.across(&bridge, call, plan, (data, start), patience)?;
+            self.finish(call.0, &mut data[stripe])?;
+        }
+        self.within(call, data, patience, |domain, data| domain.collect_shares(call, data, stripes, patience))
+    }
+
+    /// As an all-reduce in one stripe; the first rank of the root's host gets all of it and hands it to the root.
+    fn reduce_by_hosts(
+        &mut self,
+        hierarchy: &Hierarchy,
+        call: (Call, Sequence),
+        root: Rank,
+        data: &mut [u8],
+        patience: &Patience,
+    ) -> Result<()> {
+        self.reduce_on_host(call, data, 1, patience)?;
+        let home = hierarchy.host_of(root);
+        let Some(bridge) = hierarchy.owned(1).map(|(_, bridge)| bridge) else {
+            return self.hand_out_at_home(hierarchy, home, call, data, patience);
+        };
+        let elements = data.len() / call.0.dtype.size();
+        let row = &self.choice.row;
+        let plan = collective::reduce(row, bridge.host, bridge.hosts, home, call.0.dtype, elements);
+        self.across(&bridge, call, plan, (data, 0), patience)?;
+        if bridge.host == home {
+            self.finish(call.0, data)?;
+        }
+        self.hand_out_at_home(hierarchy, home, call, data, patience)
+    }
+
+    fn hand_out_at_home(
+        &mut self,
+        hierarchy: &Hierarchy,
+        home: Rank,
+        call: (Call, Sequence),
+        data: &mut [u8],
+        patience: &Patience,
+    ) -> Result<()> {
+        if hierarchy.host_of(self.rank) != home {
+            return Ok(());
+        }
+        self.within(call, data, patience, |domain, data| domain.collect_shares(call, data, 1, patience))
+    }
+
+    /// Combines the elements of this host's ranks. An average of floats is divided here, over all ranks of all hosts, so
+    /// that no sum of half-precision numbers overflows between hosts; one of integers when all have been added.
+    fn reduce_on_host(
+        &mut self,
+        call: (Call, Sequence),
+        data: &mut [u8],
+        owners: usize,
+        patience: &Patience,
+    ) -> Result<()> {
+        let Call { dtype, reduce, .. } = call.0;
+        let op = reduce.unwrap_or(ReduceOp::Sum);
+        let fold = match op {
+            ReduceOp::Avg if dtype.is_float() => Fold::of_all(dtype, op, self.world.get()),
+            _ => Fold { dtype, op: sums(op), divide_by: None },
+        };
+        if self.domain.is_none() {
+            return fold.apply(&mut [data]);
+        }
+        self.within(call, data, patience, |domain, data| {
+            domain.reduce_shares(call, data, owners, fold, patience)
+        })
+    }
+
+    /// All ranks' elements are in: an average of integers is divided.
+    fn finish(&self, call: Call, data: &mut [u8]) -> Result<()> {
+        match call.reduce {
+            Some(ReduceOp::Avg) if !call.dtype.is_float() => {
+                Fold::of_all(call.dtype, ReduceOp::Avg, self.world.get()).apply(&mut [data])
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Before a collective goes from rank to rank: ranks of which one waits for its host's, and another for a message, would
+    /// learn nothing of each other.
+    pub(super) fn agree_on_host(
+        &mut self,
+        call: Call,
+        sequence: Sequence,
+        patience: &Patience,
+    ) -> Result<()> {
+        self.within((call, sequence), &mut [], patience, |domain, _| domain.agree(call, sequence, patience))
+    }
+
+    /// What this rank has to do within its host, if it has company there.
+    fn within(
+        &mut self,
+        (call, sequence): (Call, Sequence),
+        data: &mut [u8],
+        patience: &Patience,
+        work: impl FnOnce(&mut Domain, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.check_health()?;
+        let Some(domain) = &mut self.domain else { return Ok(()) };
+        // From the first wait on, the clock runs for all parts of the call.
+        patience.deadline();
+        work(domain, data).map_err(|error| fail_operation(&self.health, error, call, sequence))
+    }
+
+    /// What this rank has to do between the hosts, if it speaks for its own: `plan`, on elements from `start` on.
+    fn across(
+        &mut self,
+        bridge: &Bridge,
+        (call, sequence): (Call, Sequence),
+        plan: Plan,
+        (data, start): (&mut [u8], usize),
+        patience: &Patience,
+    ) -> Result<()> {
+        if !bridge.has(self.rank) {
+            return Ok(());
+        }
+        let plan = bridge.carry(plan, start);
+        let op = call.reduce.map(sums);
+        self.execute_as(op, call, sequence, &plan, Space::One(data), patience.deadline())
+    }
+}
+
+/// What an average is until it is divided.
+fn sums(op: ReduceOp) -> ReduceOp {
+    if op == ReduceOp::Avg { ReduceOp::Sum } else { op }
+}
