@@ -7,15 +7,15 @@
 //!   done       the last call in whose memory this rank is done
 //!   stream 0   staged, taken                windows that this rank has filled, and is done with
 //!   stream 1   staged, taken
-//!   slot 0     sequence, call (16 bytes), what memory, its length, then bytes that travel in the slot
+//!   slot 0     sequence, call (16 bytes), what memory, its length, a note, then bytes that travel in the slot
 //!   slot 1     the same: calls with even numbers have the one, calls with odd numbers the other
 //!   staging    two buffers for each stream
 //! ```
 //!
 //! All ranks of the board make the same calls. A call begins with each rank's word in its slot, published by the
 //! sequence number, and with the wait for everybody's: then all know what all call, and what memory they bring. That is
-//! all for few bytes, which travel in the slot ([`Board::small`], [`Meeting::words`]). Two slots are enough: a rank that writes call n+2 has
-//! seen everybody's word on call n+1, which nobody gives before it is done with call n.
+//! all for few bytes, which travel in the slot ([`Board::small`], [`Meeting::words`]). Two slots are enough: a rank that
+//! writes call n+2 has seen everybody's word on call n+1, which nobody gives before it is done with call n.
 //!
 //! Many bytes are reached where they are, if every rank brings a whole region of its arena ([`Meeting::combine`],
 //! [`Meeting::read`]), and the call ends when everybody is done. Else they pass through the staging buffers
@@ -38,7 +38,7 @@ const LINE: usize = 128;
 /// Bytes of a word on a call, before those that travel with it in the slot: so few that the smallest calls need one
 /// line.
 const HEAD: usize = 40;
-/// The most bytes that travel in a slot.
+/// The most bytes that travel in a slot, with the note before them.
 pub const SMALL: usize = 16 << 10;
 /// Bytes of each staging buffer: all of them stay in a second-level cache.
 pub const WINDOW: usize = if cfg!(loom) { 64 } else { 256 << 10 };
@@ -82,6 +82,8 @@ pub struct Board {
     members: Vec<Arc<Mapping>>,
     waits: Waits,
     sequence: u64,
+    /// Bytes of this call's note, which all ranks that make the same call have.
+    note: usize,
     /// Windows staged and taken so far, by stream.
     staged: [u64; STREAMS],
     taken: [u64; STREAMS],
@@ -101,6 +103,7 @@ impl Board {
             waits: Waits::new(members.len()),
             members,
             sequence: 0,
+            note: 0,
             staged: [0; STREAMS],
             taken: [0; STREAMS],
         })
@@ -118,11 +121,15 @@ impl Board {
 
     /// A call with `bytes` in the slot, at most [`SMALL`]; gives every member's word when all have come.
     pub fn small<E>(&mut self, call: Call, bytes: &[u8], watch: Watch<'_, E>) -> Result<Words<'_>, E> {
-        self.sequence += 1;
-        self.put(bytes);
-        self.publish(call, Brings::Small, 0, bytes.len());
+        self.bring(call, &[], bytes, None, Some(0..bytes.len()));
         self.meet(watch)?;
         Ok(Words { board: self })
+    }
+
+    /// The members that have not given their word on this rank's latest call.
+    pub fn missing(&self) -> impl Iterator<Item = usize> {
+        let late = |member: &Mapping| member.word(self.slot()).load(Ordering::Acquire) < self.sequence;
+        self.members.iter().enumerate().filter_map(move |(index, member)| late(member).then_some(index))
     }
 
     /// A call in which others may write into `memory`, if it is a whole region and everybody brings one of the same
@@ -139,7 +146,7 @@ impl Board {
     ) -> Result<R, E> {
         let region = self.own.find(memory);
         let lent = region.map(|offset| meeting::Lent::new(self.own.clone(), offset));
-        self.bring(call, memory, region.map(|offset| (Brings::Lent, offset)), small);
+        self.bring(call, &[], memory, region.map(|offset| (Brings::Lent, offset)), small);
         let outcome = Meeting::hold(self, meeting::Memory::InPlace(memory), watch, work)?;
         if let Some(lent) = lent {
             lent.end();
@@ -148,17 +155,20 @@ impl Board {
     }
 
     /// A call in which others may read `memory`, if it and everybody's is a whole region. Otherwise as
-    /// [`in_place`](Self::in_place).
+    /// [`in_place`](Self::in_place). Who brings no bytes goes along with what the others bring.
+    ///
+    /// The `note` reaches everybody, whichever way the bytes take; that of a call is equally long on every rank.
     pub fn apart<R, E>(
         &mut self,
         call: Call,
+        note: &[u8],
         memory: &[u8],
         small: Option<Range<usize>>,
         watch: Watch<'_, E>,
         work: impl FnOnce(&mut Meeting<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
         let region = self.own.find(memory);
-        self.bring(call, memory, region.map(|offset| (Brings::Shown, offset)), small);
+        self.bring(call, note, memory, region.map(|offset| (Brings::Shown, offset)), small);
         Meeting::hold(self, meeting::Memory::Apart(memory), watch, work)
     }
 
@@ -166,15 +176,18 @@ impl Board {
     fn bring(
         &mut self,
         call: Call,
+        note: &[u8],
         memory: &[u8],
         region: Option<(Brings, usize)>,
         small: Option<Range<usize>>,
     ) {
         self.sequence += 1;
+        self.note = note.len();
+        self.put(0, note);
         match (region, small) {
             (Some((brings, offset)), _) => self.publish(call, brings, offset, memory.len()),
             (None, Some(part)) => {
-                self.put(&memory[part.clone()]);
+                self.put(note.len(), &memory[part.clone()]);
                 self.publish(call, Brings::Small, 0, part.len());
             }
             (None, None) => self.publish(call, Brings::Ordinary, 0, memory.len()),
@@ -182,10 +195,11 @@ impl Board {
     }
 
     /// Copies `bytes` into the slot of a call that is not published yet.
-    fn put(&mut self, bytes: &[u8]) {
-        assert!(bytes.len() <= SMALL, "too many bytes for a slot");
+    fn put(&mut self, start: usize, bytes: &[u8]) {
+        assert!(start + bytes.len() <= SMALL, "too many bytes for a slot");
+        let place = self.slot() + HEAD + start;
         // SAFETY: in the own slot, which no peer reads: whoever could has seen a later call; see the module.
-        unsafe { self.own.mapping().lend_mut(self.slot() + HEAD, bytes.len()) }.copy_from_slice(bytes);
+        unsafe { self.own.mapping().lend_mut(place, bytes.len()) }.copy_from_slice(bytes);
     }
 
     /// Where this call's slot lies in each part of the board.
@@ -237,6 +251,17 @@ impl Board {
         self.members[member].word(self.slot() + 8 + 8 * index).load(Ordering::Relaxed)
     }
 
+    /// Bytes of a member's slot on this call; none if there is no room for so many.
+    fn in_slot(&self, member: usize, start: usize, bytes: usize) -> &[u8] {
+        if start.checked_add(bytes).is_none_or(|end| end > SMALL) {
+            return &[];
+        }
+        let place = self.members[member].at(self.slot() + HEAD + start, bytes);
+        // SAFETY: inside the member's slot, whose bytes were published with the sequence number that this rank has seen,
+        // and stay until this rank has given its word on the next call, which needs this borrow of the board to end.
+        unsafe { std::slice::from_raw_parts(place.as_ptr(), bytes) }
+    }
+
     fn call_of(&self, member: usize) -> Call {
         let mut call = [0; 16];
         call[..8].copy_from_slice(&self.field(member, 0).to_le_bytes());
@@ -258,14 +283,10 @@ impl<'a> Words<'a> {
 
     /// The bytes that `member` sent with it; none if it sent them otherwise, which only another call does.
     pub fn bytes(&self, member: usize) -> &'a [u8] {
-        let board = self.board;
-        let bytes = usize::try_from(board.field(member, 3)).unwrap_or(usize::MAX);
-        if board.brings(member) != Brings::Small as u64 || bytes > SMALL {
-            return &[];
+        match self.board.brings(member) == Brings::Small as u64 {
+            true => self.board.in_slot(member, self.board.note, self.board.length(member)),
+            false => &[],
         }
-        // SAFETY: in the member's slot, whose bytes were published with the sequence number that this rank has seen, and
-        // stay until this rank has given its word on the next call, which needs this borrow of the board to end.
-        unsafe { board.members[member].lend(board.slot() + HEAD, bytes) }
     }
 }
 

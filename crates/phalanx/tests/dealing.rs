@@ -26,6 +26,22 @@ fn input(rank: usize, length: usize) -> Vec<i32> {
     (0..length).map(|index| (rank * 1_000_003 + index * 7) as i32).collect()
 }
 
+/// The same elements in a program's own memory, in the group's, and in the group's on every other rank.
+fn memories(group: &ProcessGroup, elements: &[i32]) -> [Buffer; 3] {
+    [[false, false], [true, true], [true, false]].map(|registered| match registered[place(group).0 % 2] {
+        true => {
+            let mut buffer = group.alloc(DType::I32, elements.len()).unwrap();
+            buffer.as_mut_slice().unwrap().copy_from_slice(elements);
+            buffer
+        }
+        false => Buffer::from_slice(elements),
+    })
+}
+
+fn values(buffer: &Buffer) -> &[i32] {
+    buffer.as_slice().unwrap()
+}
+
 fn place(group: &ProcessGroup) -> (usize, usize) {
     (group.rank().index(), group.world_size().count())
 }
@@ -36,18 +52,19 @@ fn reduce_gives_the_root_the_combination() {
         let (rank, world) = place(&group);
         for root in group.world_size().ranks() {
             for length in LENGTHS {
-                let mut data = input(rank, length);
-                group.reduce(&mut data, root, ReduceOp::Sum).unwrap();
-                let work = group.reduce_async(Buffer::from_slice(&input(rank, length)), root, ReduceOp::Sum);
-                let other = work.unwrap().wait().unwrap();
-                if group.rank() == root {
-                    let sum = |index: usize| {
-                        (0..world)
-                            .fold(0i32, |sum, rank| sum.wrapping_add((rank * 1_000_003 + index * 7) as i32))
-                    };
-                    assert!(data.iter().enumerate().all(|(index, value)| *value == sum(index)));
-                    assert_eq!(other.as_slice::<i32>().unwrap(), data);
+                let sum = |index: usize| {
+                    (0..world).fold(0i32, |sum, rank| sum.wrapping_add((rank * 1_000_003 + index * 7) as i32))
+                };
+                let check = |data: Buffer| {
+                    let mut sums = values(&data).iter().enumerate();
+                    assert!(group.rank() != root || sums.all(|(index, value)| *value == sum(index)));
+                };
+                for mut data in memories(&group, &input(rank, length)) {
+                    group.reduce(data.as_mut_slice::<i32>().unwrap(), root, ReduceOp::Sum).unwrap();
+                    check(data);
                 }
+                let own = Buffer::from_slice(&input(rank, length));
+                check(group.reduce_async(own, root, ReduceOp::Sum).unwrap().wait().unwrap());
             }
         }
     });
@@ -74,15 +91,21 @@ fn gather_and_scatter_are_each_others_reverse() {
                 let own = input(rank, length);
                 let is_root = group.rank() == root;
                 let mut whole = vec![0; if is_root { length * world } else { 0 }];
-                group.gather(&own, &mut whole, root).unwrap();
                 let expected: Vec<i32> = (0..world).flat_map(|rank| input(rank, length)).collect();
-                assert!(!is_root || whole == expected);
+                for own in memories(&group, &own) {
+                    whole.fill(0);
+                    group.gather(values(&own), &mut whole, root).unwrap();
+                    assert!(!is_root || whole == expected);
+                }
                 let work = group.gather_async(Buffer::from_slice(&own), root).unwrap();
                 assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), whole);
 
                 let mut back = vec![0; length];
-                group.scatter(&whole, &mut back, root).unwrap();
-                assert_eq!(back, own);
+                for whole in memories(&group, &whole) {
+                    back.fill(0);
+                    group.scatter(values(&whole), &mut back, root).unwrap();
+                    assert_eq!(back, own);
+                }
                 let (whole, room) = (Buffer::from_slice(&whole), Buffer::zeroed(DType::I32, length));
                 let work = group.scatter_async(whole, room, root).unwrap();
                 assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), own);
@@ -100,8 +123,11 @@ fn all_to_all_transposes() {
             let own: Vec<i32> = (0..world).flat_map(|to| input(rank * world + to, length)).collect();
             let expected: Vec<i32> = (0..world).flat_map(|from| input(from * world + rank, length)).collect();
             let mut received = vec![0; length * world];
-            group.all_to_all(&own, &mut received).unwrap();
-            assert_eq!(received, expected);
+            for own in memories(&group, &own) {
+                received.fill(0);
+                group.all_to_all(values(&own), &mut received).unwrap();
+                assert_eq!(received, expected);
+            }
             let work = group.all_to_all_async(Buffer::from_slice(&own)).unwrap();
             assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
         }
@@ -116,16 +142,22 @@ fn exchange(group: &ProcessGroup, table: &[Vec<usize>]) {
     let own: Vec<i32> = (0..world).flat_map(|to| input(rank * world + to, sent[to])).collect();
     let expected: Vec<i32> = (0..world).flat_map(|from| input(from * world + rank, received[from])).collect();
     let mut output = vec![0; expected.len()];
-    group.all_to_all_v(&own, sent, &mut output, &received).unwrap();
-    assert_eq!(output, expected);
+    for own in memories(group, &own) {
+        output.fill(0);
+        group.all_to_all_v(values(&own), sent, &mut output, &received).unwrap();
+        assert_eq!(output, expected);
+    }
     let work = group.all_to_all_v_async(Buffer::from_slice(&own), sent, &received).unwrap();
     assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
 
     let counts: Vec<usize> = table.iter().map(|row| row[0]).collect();
     let expected: Vec<i32> = (0..world).flat_map(|rank| input(rank, counts[rank])).collect();
     let mut output = vec![0; expected.len()];
-    group.all_gather_v(&input(rank, counts[rank]), &mut output, &counts).unwrap();
-    assert_eq!(output, expected);
+    for own in memories(group, &input(rank, counts[rank])) {
+        output.fill(0);
+        group.all_gather_v(values(&own), &mut output, &counts).unwrap();
+        assert_eq!(output, expected);
+    }
     let work = group.all_gather_v_async(Buffer::from_slice(&input(rank, counts[rank])), &counts).unwrap();
     assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
 }
@@ -198,6 +230,32 @@ fn counts_that_differ_show_both_sides() {
             let outcome = group.all_to_all_v(&[0u8; 8][..total], &sent, &mut output[..room], &received);
             // Rank 0 gets what it expects, and hears of it afterwards.
             assert!(outcome.and_then(|()| group.barrier()).unwrap_err().is_mismatch());
+        });
+    }
+}
+
+#[test]
+fn where_ranks_share_memory_all_see_whose_counts_differ_at_once() {
+    for long in [1, 100_000] {
+        run(3, Fabric::SharedMemory, |group| {
+            let (rank, mut sent, received) = (group.rank().index(), [long; 3], [long; 3]);
+            if rank == 0 {
+                sent[2] += 1;
+            }
+            let total = |counts: &[usize]| counts.iter().sum::<usize>();
+            let (own, mut output) = (vec![0u8; total(&sent)], vec![0u8; total(&received)]);
+            let error = group.all_to_all_v(&own, &sent, &mut output, &received).unwrap_err();
+            let expected = format!("rank 0 sends {} elements where rank 2 expects {long}", long + 1);
+            assert!(error.is_mismatch() && error.to_string().contains(&expected), "{error}");
+        });
+        run(3, Fabric::SharedMemory, |group| {
+            let rank = group.rank().index();
+            // As many for all, but dealt out in another way.
+            let counts = if rank == 1 { [long, long + 2, long] } else { [long, long + 1, long + 1] };
+            let (own, mut output) = (vec![0u8; counts[rank]], vec![0u8; 3 * long + 2]);
+            let error = group.all_gather_v(&own, &mut output, &counts).unwrap_err();
+            let expected = format!("rank 1 sends {} elements where rank 0 expects {}", long + 2, long + 1);
+            assert!(error.is_mismatch() && error.to_string().contains(&expected), "{error}");
         });
     }
 }

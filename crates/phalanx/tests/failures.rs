@@ -52,7 +52,6 @@ fn every_kind_of_difference_is_found() {
             |g| g.all_reduce(&mut vec![0f32; 1 << 20], ReduceOp::Sum),
             |g| g.all_reduce(&mut vec![0f32; (1 << 20) + 1], ReduceOp::Sum),
         ),
-        // The one needs no message where ranks share memory, the other does.
         (|g| g.barrier(), |g| g.all_to_all(&[0f32; 2], &mut [0f32; 2])),
         (|g| g.barrier(), |g| g.all_reduce(&mut vec![0f32; 1 << 20], ReduceOp::Sum)),
     ];

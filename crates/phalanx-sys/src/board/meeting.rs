@@ -70,19 +70,20 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
         work: impl FnOnce(&mut Meeting<'a, 'w, E>) -> Result<R, E>,
     ) -> Result<R, E> {
         board.meet(&mut *watch)?;
-        let wanted = match &memory {
-            Memory::InPlace(memory) => (Brings::Lent, Some(memory.len())),
-            Memory::Apart(_) => (Brings::Shown, None),
+        let apart = matches!(memory, Memory::Apart(_));
+        let small = |member| board.brings(member) == Brings::Small as u64;
+        let direct = |member| match &memory {
+            Memory::InPlace(memory) => {
+                board.region(member, Brings::Lent).is_some_and(|region| region.len() == memory.len())
+            }
+            Memory::Apart(_) => board.region(member, Brings::Shown).is_some(),
         };
-        let direct = (0..board.members()).all(|member| {
-            board
-                .region(member, wanted.0)
-                .is_some_and(|region| wanted.1.is_none_or(|len| len == region.len()))
-        });
-        let small = || (0..board.members()).all(|member| board.brings(member) == Brings::Small as u64);
-        let way = match direct {
-            true => Way::Direct,
-            false if small() => Way::Small,
+        let all = |goes: &dyn Fn(usize) -> bool| {
+            (0..board.members()).all(|member| apart && board.length(member) == 0 || goes(member))
+        };
+        let way = match all(&small) {
+            true => Way::Small,
+            false if all(&direct) => Way::Direct,
             false => Way::Staged,
         };
         let mut meeting = Meeting { board, memory, way, watch };
@@ -113,6 +114,11 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
     /// What `member` calls.
     pub fn call(&self, member: usize) -> Call {
         self.board.call_of(member)
+    }
+
+    /// The note that `member` sent with its call.
+    pub fn note(&self, member: usize) -> &[u8] {
+        self.board.in_slot(member, 0, self.board.note)
     }
 
     /// What all said in their slots, and what this rank brought, to be changed.
@@ -297,9 +303,14 @@ impl Board {
         self.field(member, 2) & 3
     }
 
+    /// The bytes of what `member` brings, as it says.
+    pub(super) fn length(&self, member: usize) -> usize {
+        usize::try_from(self.field(member, 3)).unwrap_or(usize::MAX)
+    }
+
     /// Where the memory is that `member` brings as `wanted`. None if it brings none, or none that it can have.
     pub(super) fn region(&self, member: usize, wanted: Brings) -> Option<Range<usize>> {
-        let (word, bytes) = (self.field(member, 2), usize::try_from(self.field(member, 3)).ok()?);
+        let (word, bytes) = (self.field(member, 2), self.length(member));
         let offset = usize::try_from(word & !3).ok()?;
         (self.brings(member) == wanted as u64 && self.members[member].holds(offset, bytes))
             .then(|| offset..offset + bytes)

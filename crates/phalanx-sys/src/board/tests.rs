@@ -94,7 +94,7 @@ fn regions_are_read_where_they_are() {
         let region = filled(arena, 10_000, board.me() as u8);
         let mut sum = 0;
         board
-            .apart(CALL, region.as_slice(), None, &mut go_on, |meeting| {
+            .apart(CALL, &[], region.as_slice(), None, &mut go_on, |meeting| {
                 sum = meeting.read(|regions| regions.iter().map(|region| u32::from(region[9_999])).sum());
                 Ok(())
             })
@@ -119,7 +119,7 @@ fn what_is_no_whole_region_on_every_rank_is_staged() {
         let lent =
             board.in_place(CALL, filled(arena, length, 1).as_mut_slice(), None, &mut go_on, |m| Ok(m.way()));
         assert_eq!(lent, Ok(Way::Staged), "they differ in length");
-        let shown = board.apart(CALL, shorter.as_slice(), None, &mut go_on, |meeting| Ok(meeting.way()));
+        let shown = board.apart(CALL, &[], shorter.as_slice(), None, &mut go_on, |meeting| Ok(meeting.way()));
         assert_eq!(shown, Ok(Way::Direct));
     });
 }
@@ -139,6 +139,43 @@ fn few_bytes_of_ordinary_memory_travel_in_the_slots_if_nobody_lends() {
         let way = board.in_place(CALL, memory, Some(0..100), &mut go_on, |meeting| Ok(meeting.way()));
         assert_eq!(way, Ok(Way::Staged));
     });
+}
+
+#[test]
+fn who_brings_nothing_goes_along_and_notes_reach_everybody() {
+    run(3, |board, arena| {
+        let (me, few, many) = (board.me(), [7; 10], vec![7; 100_000]);
+        let region = filled(arena, 100_000, 7);
+        for (memory, small, way) in [
+            (&few[..], Some(0..10), Way::Small),
+            (region.as_slice(), None, Way::Direct),
+            (&many, None, Way::Staged),
+            (&[], None, Way::Small),
+        ] {
+            let (memory, small) = if me == 1 { (memory, small) } else { (&[][..], None) };
+            let outcome = board.apart(CALL, &[me as u8; 24], memory, small, &mut go_on, |meeting| {
+                assert!((0..3).all(|member| meeting.note(member) == [member as u8; 24]));
+                match meeting.way() {
+                    Way::Small => meeting.words(|words, _| assert!([0, 10].contains(&words.bytes(1).len()))),
+                    Way::Direct => meeting.read(|all| assert_eq!((all[0], all[1]), (&[][..], &many[..]))),
+                    Way::Staged => {}
+                }
+                Ok(meeting.way())
+            });
+            assert_eq!(outcome, Ok(way));
+        }
+    });
+}
+
+#[test]
+fn who_has_not_come_is_known() {
+    let mut boards = boards(4);
+    let (mut board, _) = boards.swap_remove(2);
+    assert_eq!(board.small(CALL, &[], &mut |_| Err("enough")).map(|_| ()), Err("enough"));
+    assert_eq!(board.missing().collect::<Vec<_>>(), [0, 1, 3]);
+    let (mut other, _) = boards.swap_remove(1);
+    assert_eq!(other.small(CALL, &[], &mut |_| Err("enough")).map(|_| ()), Err("enough"));
+    assert_eq!(board.missing().collect::<Vec<_>>(), [0, 3]);
 }
 
 #[test]

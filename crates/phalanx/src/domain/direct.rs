@@ -3,7 +3,7 @@
 
 use phalanx_sys::board::Meeting;
 
-use super::{Job, LINE};
+use super::{Block, Job, LINE, short};
 use crate::error::{Error, Result};
 use crate::wire::frame::Operation;
 
@@ -15,6 +15,7 @@ pub(super) fn in_place(meeting: &mut Meeting<'_, '_, Error>, job: Job) -> Result
         }
         // The shares are the chunks. That the others' memory gets the result too does no harm: it is the call's.
         Operation::ReduceScatter => meeting.combine(job.ranks, element, |shares| job.fold().apply(shares)),
+        Operation::Reduce => meeting.combine(job.ranks, LINE, |shares| reduce(job, shares)),
         Operation::Broadcast => {
             meeting.combine(job.ranks, LINE, |shares| spread(shares, job.root));
             Ok(())
@@ -34,18 +35,24 @@ pub(super) fn spread(shares: &mut [&mut [u8]], from: usize) {
     before.iter_mut().chain(after).for_each(|share| share.copy_from_slice(source));
 }
 
-pub(super) fn apart(meeting: &mut Meeting<'_, '_, Error>, job: Job, output: &mut [u8]) -> Result<()> {
-    let short = || Error::protocol("a rank of this host brings another length than its call says");
-    meeting.read(|inputs| match job.call.operation {
-        Operation::AllGather => inputs.iter().enumerate().try_for_each(|(index, input)| {
-            let place = &mut output[job.chunk(index)];
-            place.copy_from_slice(input.get(..place.len()).ok_or_else(short)?);
-            Ok(())
-        }),
-        Operation::ReduceScatter => {
-            let chunks = inputs.iter().map(|input| input.get(job.chunk(job.me)).ok_or_else(short));
-            job.fold().apply_to(&chunks.collect::<Result<Vec<_>>>()?, output)
-        }
-        _ => Ok(()),
+/// Combines the shares into that of one of them, and leaves the others as they are.
+fn reduce(job: Job, shares: &mut [&mut [u8]]) -> Result<()> {
+    let mut block = Block::default();
+    let length = shares[job.root].len();
+    for start in (0..length).step_by(block.0.len()) {
+        let part = start..length.min(start + block.0.len());
+        let result = &mut block.0[..part.len()];
+        let sources: Vec<_> = shares.iter().map(|share| &share[part.clone()]).collect();
+        job.fold().apply_to(&sources, result)?;
+        shares[job.root][part].copy_from_slice(result);
+    }
+    Ok(())
+}
+
+/// Combines this rank's chunk of everybody's input.
+pub(super) fn reduce_apart(meeting: &mut Meeting<'_, '_, Error>, job: Job, output: &mut [u8]) -> Result<()> {
+    meeting.read(|inputs| {
+        let chunks = inputs.iter().map(|input| input.get(job.chunk(job.me)).ok_or_else(short));
+        job.fold().apply_to(&chunks.collect::<Result<Vec<_>>>()?, output)
     })
 }

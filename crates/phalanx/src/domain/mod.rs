@@ -11,7 +11,9 @@
 
 mod connect;
 mod direct;
+mod monitored;
 mod partition;
+mod routes;
 mod shares;
 mod small;
 mod staged;
@@ -26,13 +28,15 @@ use phalanx_sys::board::{Board, Way};
 #[cfg(any(test, fuzzing))]
 pub(crate) use self::connect::fuzz;
 pub(crate) use self::connect::{Joined, decline, join, refused};
+pub(crate) use self::monitored::absent;
 pub(crate) use self::partition::Partition;
+use self::routes::{Routes, Uneven};
 #[cfg(any(test, fuzzing))]
 pub use self::word::fuzz as fuzz_word;
 use crate::collective::ReduceOp;
 use crate::collective::kernel::Fold;
 use crate::deadline::Patience;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::group::Memory;
 use crate::rank::{Epoch, Rank, Sequence};
 use crate::transport::health::Health;
@@ -74,28 +78,6 @@ impl Domain {
         self.is_world
     }
 
-    /// Does shared memory carry this collective, on such memory?
-    pub(crate) fn takes(operation: Operation, memory: &Memory<'_>) -> bool {
-        match operation {
-            Operation::AllReduce
-            | Operation::AllReduceCoalesced
-            | Operation::Broadcast
-            | Operation::Barrier => {
-                matches!(memory, Memory::InPlace(_))
-            }
-            Operation::AllGather | Operation::ReduceScatter => !matches!(memory, Memory::Shared { .. }),
-            _ => false,
-        }
-    }
-
-    /// Finds out whether all ranks of the domain make the same call, before it goes another way.
-    pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, patience: &Patience) -> Result<()> {
-        let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
-        let words = self.board.small(word, &[], &mut |missing| watch(health, members[missing], patience))?;
-        (0..members.len())
-            .try_for_each(|index| compare(rank, call, sequence, members[index], &word, words.call(index)))
-    }
-
     /// A collective of all ranks of the domain.
     pub(crate) fn collective(
         &mut self,
@@ -107,37 +89,92 @@ impl Domain {
         let members = &*self.members;
         let root = call.root.and_then(|root| members.iter().position(|member| *member == root));
         let job = Job { call, me: self.board.me(), ranks: members.len(), root: root.unwrap_or(0) };
-        let (rank, health, word) = (self.rank, &*self.health, word::encode(&call));
-        let mut watch = |missing: usize| watch(health, members[missing], patience);
-        let check = |index: usize, theirs| compare(rank, call, sequence, members[index], &word, theirs);
-
-        if job.bytes() <= small::ALWAYS {
-            return small::run(&mut self.board, job, memory, word, &mut watch, check);
-        }
         match memory {
-            Memory::InPlace(data) => {
-                let small = small::part(job, data.len());
-                self.board.in_place(word, data, small, &mut watch, |meeting| {
-                    (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
-                    match meeting.way() {
-                        Way::Direct => direct::in_place(meeting, job),
-                        Way::Small => meeting.words(|words, data| small::finish(job, words, data)),
-                        Way::Staged => staged::in_place(meeting, job),
-                    }
-                })
-            }
-            Memory::Apart { input, output } | Memory::Shared { input, output, .. } => {
-                let small = small::part(job, input.len()).map(|_| 0..input.len());
-                self.board.apart(word, input, small, &mut watch, |meeting| {
-                    (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
-                    match meeting.way() {
-                        Way::Direct => direct::apart(meeting, job, output),
-                        Way::Small => meeting.words(|words, _| small::finish(job, words, output)),
-                        Way::Staged => staged::apart(meeting, job, input, output),
-                    }
-                })
+            Memory::InPlace(data) => self.in_place(job, sequence, data, patience),
+            Memory::Apart { input, output } => self.apart(job, sequence, (input, output), None, patience),
+            Memory::Shared { input, output, sent, received } => {
+                self.apart(job, sequence, (input, output), Some((sent, received)), patience)
             }
         }
+    }
+
+    fn in_place(&mut self, job: Job, sequence: Sequence, data: &mut [u8], patience: &Patience) -> Result<()> {
+        let (members, rank, health, word) =
+            (&*self.members, self.rank, &*self.health, word::encode(&job.call));
+        let mut watch = |missing: usize| watch(health, members[missing], patience);
+        let check = |index: usize, theirs| compare(rank, job.call, sequence, members[index], &word, theirs);
+        let small = small::part(job, data.len(), 0);
+        if let Some(own) = small.clone().filter(|_| small::always(job)) {
+            let words = self.board.small(word, &data[own], &mut watch)?;
+            (0..job.ranks).try_for_each(|index| check(index, words.call(index)))?;
+            return small::in_place(job, &words, data);
+        }
+        self.board.in_place(word, data, small, &mut watch, |meeting| {
+            (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
+            match meeting.way() {
+                Way::Direct => direct::in_place(meeting, job),
+                Way::Small => meeting.words(|words, data| small::in_place(job, words, data)),
+                Way::Staged => staged::in_place(meeting, job),
+            }
+        })
+    }
+
+    fn apart(
+        &mut self,
+        job: Job,
+        sequence: Sequence,
+        (input, output): (&[u8], &mut [u8]),
+        uneven: Uneven<'_>,
+        patience: &Patience,
+    ) -> Result<()> {
+        let (members, rank, health, word) =
+            (&*self.members, self.rank, &*self.health, word::encode(&job.call));
+        let mut watch = |missing: usize| watch(health, members[missing], patience);
+        let check = |index: usize, theirs| compare(rank, job.call, sequence, members[index], &word, theirs);
+        // What nobody else takes is not brought.
+        let brought = match job.call.operation {
+            Operation::Scatter if job.me != job.root => &[],
+            Operation::Gather if job.me == job.root => &[],
+            _ => input,
+        };
+        let note = routes::note(job, uneven);
+        let small = small::part(job, brought.len(), note.len());
+        if small::always(job) {
+            let words = self.board.small(word, brought, &mut watch)?;
+            (0..job.ranks).try_for_each(|index| check(index, words.call(index)))?;
+            if job.call.operation == Operation::ReduceScatter {
+                return small::fold(job, &words, job.chunk(job.me), input.len(), output);
+            }
+            let routes = Routes::new(job, None, members, |_| &[])?;
+            return routes.copy(input, |from| words.bytes(from), output);
+        }
+        self.board.apart(word, &note, brought, small, &mut watch, |meeting| {
+            (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
+            if job.call.operation == Operation::ReduceScatter {
+                return match meeting.way() {
+                    Way::Direct => direct::reduce_apart(meeting, job, output),
+                    Way::Small => meeting
+                        .words(|words, _| small::fold(job, words, job.chunk(job.me), input.len(), output)),
+                    Way::Staged => staged::reduce_apart(meeting, job, input, output),
+                };
+            }
+            let routes = Routes::new(job, uneven, members, |index| meeting.note(index))?;
+            match meeting.way() {
+                Way::Direct => meeting.read(|inputs| routes.copy(input, |from| inputs[from], output)),
+                Way::Small => meeting.words(|words, _| routes.copy(input, |from| words.bytes(from), output)),
+                Way::Staged => staged::copy(meeting, job, &routes, input, output),
+            }
+        })
+    }
+}
+
+/// Memory for a result on the way to where one of its operands lies; it stays in the nearest cache.
+#[repr(align(64))]
+struct Block([u8; 8 << 10]);
+
+impl Default for Block {
+    fn default() -> Self {
+        Self([0; 8 << 10])
     }
 }
 
@@ -172,6 +209,10 @@ fn watch(health: &Health, peer: Rank, patience: &Patience) -> Result<()> {
         return Err(late(peer, health.host(peer)));
     }
     Ok(())
+}
+
+fn short() -> Error {
+    Error::protocol("a rank of this host brings another length than its call says")
 }
 
 /// An error with both calls, if `peer` makes another one.

@@ -13,6 +13,14 @@ use crate::rank::Sequence;
 use crate::wire::frame::Call;
 
 impl Domain {
+    /// Finds out whether all members make the same call, before it goes from rank to rank.
+    pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, patience: &Patience) -> Result<()> {
+        let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
+        let words = self.board.small(word, &[], &mut |missing| watch(health, members[missing], patience))?;
+        (0..members.len())
+            .try_for_each(|index| compare(rank, call, sequence, members[index], &word, words.call(index)))
+    }
+
     /// What of `bytes` the member at `place` owns, if the first `owners` members do.
     pub(crate) fn share(bytes: usize, owners: usize, place: usize) -> Range<usize> {
         share(bytes, LINE, owners, place)

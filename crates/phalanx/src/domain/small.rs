@@ -2,78 +2,80 @@
 
 use std::ops::Range;
 
-use phalanx_sys::board::{Board, SMALL, Watch, Words};
+use phalanx_sys::board::{SMALL, Words};
 
-use super::Job;
-use super::word::Word;
-use crate::error::{Error, Result};
-use crate::group::Memory;
+use super::{Job, short};
+use crate::error::Result;
 use crate::wire::frame::Operation;
 
 /// Up to this many bytes no other way is faster, whatever the memory.
-pub(super) const ALWAYS: usize = 512;
-/// Every rank reads what all ranks bring: with more ranks it pays for fewer bytes.
+const ALWAYS: usize = 512;
+/// The most bytes that a rank reads, where another way would spare it some of them.
 const ALTOGETHER: usize = 2 * SMALL;
 
-/// What of a rank's memory of `length` bytes goes this way, if it is ordinary memory; none if it is too much.
-pub(super) fn part(job: Job, length: usize) -> Option<Range<usize>> {
-    let most = (ALTOGETHER / job.ranks).min(SMALL);
-    (job.bytes() <= most).then(|| match job.call.operation {
+/// What of a rank's memory of `length` bytes goes this way, if it is ordinary memory; none if it is too much, with a note
+/// of so many bytes.
+pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>> {
+    let own = match job.call.operation {
         Operation::Broadcast if job.me != job.root => 0..0,
-        Operation::AllGather => job.chunk(job.me),
+        Operation::AllGather if length > job.bytes() => job.chunk(job.me),
         _ => 0..length,
-    })
+    };
+    let read = match job.call.operation {
+        Operation::Gather | Operation::Scatter | Operation::AllToAllV => 0,
+        Operation::AllGatherV | Operation::AllToAll => job.bytes(),
+        _ => job.bytes().saturating_mul(job.ranks),
+    };
+    (always(job) || read <= ALTOGETHER && own.len() <= SMALL - note).then_some(own)
 }
 
-pub(super) fn run(
-    board: &mut Board,
-    job: Job,
-    memory: Memory<'_>,
-    word: Word,
-    watch: Watch<'_, Error>,
-    check: impl Fn(usize, Word) -> Result<()>,
-) -> Result<()> {
-    let own = match &memory {
-        Memory::InPlace(data) => &data[part(job, data.len()).unwrap_or(0..data.len())],
-        Memory::Apart { input, .. } | Memory::Shared { input, .. } => input,
-    };
-    let words = board.small(word, own, watch)?;
-    (0..job.ranks).try_for_each(|index| check(index, words.call(index)))?;
-    let output = match memory {
-        Memory::InPlace(data) => data,
-        Memory::Apart { output, .. } | Memory::Shared { output, .. } => output,
-    };
-    finish(job, &words, output)
-}
-
-pub(super) fn finish(job: Job, words: &Words<'_>, output: &mut [u8]) -> Result<()> {
-    let bytes = |index: usize, expected: usize| match words.bytes(index) {
-        bytes if bytes.len() == expected => Ok(bytes),
-        _ => Err(Error::protocol("a rank of this host brings another length than its call says")),
-    };
+/// Is it a call of so few bytes that no other way is looked for?
+pub(super) fn always(job: Job) -> bool {
     match job.call.operation {
-        Operation::AllReduce | Operation::AllReduceCoalesced => {
-            let length = output.len();
-            with_all(job.ranks, |index| bytes(index, length), |sources| job.fold().apply_to(sources, output))
-        }
+        Operation::AllGatherV | Operation::AllToAllV => false,
+        Operation::Scatter => job.bytes().saturating_mul(job.ranks) <= ALWAYS,
+        _ => job.bytes() <= ALWAYS,
+    }
+}
+
+pub(super) fn in_place(job: Job, words: &Words<'_>, data: &mut [u8]) -> Result<()> {
+    let length = data.len();
+    match job.call.operation {
+        Operation::AllReduce | Operation::AllReduceCoalesced => fold(job, words, 0..length, length, data),
+        Operation::Reduce if job.me == job.root => fold(job, words, 0..length, length, data),
         Operation::ReduceScatter => {
             let own = job.chunk(job.me);
-            let output = if output.len() == own.len() { output } else { &mut output[own.clone()] };
-            let part = |index| Ok(&bytes(index, job.bytes())?[own.clone()]);
-            with_all(job.ranks, part, |sources| job.fold().apply_to(sources, output))
+            fold(job, words, own.clone(), length, &mut data[own])
         }
-        Operation::Broadcast => {
-            if job.me != job.root {
-                output.copy_from_slice(bytes(job.root, output.len())?);
-            }
+        Operation::Broadcast if job.me != job.root => {
+            data.copy_from_slice(whole(words, job.root, length)?);
             Ok(())
         }
         Operation::AllGather => (0..job.ranks).try_for_each(|index| {
             let chunk = job.chunk(index);
-            output[chunk.clone()].copy_from_slice(bytes(index, chunk.len())?);
+            data[chunk.clone()].copy_from_slice(whole(words, index, chunk.len())?);
             Ok(())
         }),
         _ => Ok(()),
+    }
+}
+
+/// Combines a part of what everybody brought, which is `length` bytes.
+pub(super) fn fold(
+    job: Job,
+    words: &Words<'_>,
+    part: Range<usize>,
+    length: usize,
+    output: &mut [u8],
+) -> Result<()> {
+    let part = |index| Ok(&whole(words, index, length)?[part.clone()]);
+    with_all(job.ranks, part, |sources| job.fold().apply_to(sources, output))
+}
+
+fn whole<'a>(words: &Words<'a>, index: usize, length: usize) -> Result<&'a [u8]> {
+    match words.bytes(index) {
+        bytes if bytes.len() == length => Ok(bytes),
+        _ => Err(short()),
     }
 }
 

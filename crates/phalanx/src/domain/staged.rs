@@ -8,7 +8,8 @@ use std::ops::Range;
 
 use phalanx_sys::board::{Meeting, Stream, WINDOW, share};
 
-use super::{Job, LINE};
+use super::routes::Routes;
+use super::{Block, Job, LINE};
 use crate::collective::kernel::Fold;
 use crate::error::{Error, Result};
 use crate::wire::frame::Operation;
@@ -16,12 +17,20 @@ use crate::wire::frame::Operation;
 /// What a rank copies or combines between two waits: enough to be worth them, and little enough that the next rank finds
 /// it in a cache.
 const PIECE: usize = 64 << 10;
+/// With more ranks, a result for one of them is made by all.
+const FEW: usize = 3;
 
 type Staging<'a, 'w> = Meeting<'a, 'w, Error>;
 
 pub(super) fn in_place(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
     match job.call.operation {
-        Operation::AllReduce | Operation::AllReduceCoalesced => all_reduce(meeting, job),
+        Operation::AllReduce | Operation::AllReduceCoalesced => combine(meeting, job, true),
+        // The root alone combines as fast as few ranks do together, and is spared the others' results.
+        Operation::Reduce if job.ranks <= FEW => {
+            let share = |place| if place == job.root { 0..job.bytes() } else { 0..0 };
+            reduce(meeting, job, job.fold(), share)
+        }
+        Operation::Reduce => combine(meeting, job, job.me == job.root),
         Operation::ReduceScatter => reduce(meeting, job, job.fold(), |place| job.chunk(place)),
         Operation::AllGather => collect(meeting, job, |place| job.chunk(place)),
         Operation::Broadcast => {
@@ -39,12 +48,19 @@ pub(super) fn reduce(
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
     let deal = Deal::new(job.ranks, share);
+    let mut block = Block::default();
     deal.inputs(meeting, job.me, |windows, memory, number| {
         let own = deal.piece(job.me, number);
-        let mut result = [0; PIECE];
-        let result = &mut result[..own.len()];
-        fold.apply_to(&deal.sources(job.me, &memory[own.clone()], windows), result)?;
-        memory[own].copy_from_slice(result);
+        let sources = deal.sources(job.me, own.len(), windows);
+        for start in (0..own.len()).step_by(block.0.len()) {
+            let part = start..own.len().min(start + block.0.len());
+            let place = own.start + part.start..own.start + part.end;
+            let result = &mut block.0[..part.len()];
+            let mut sources: Vec<_> = sources.iter().map(|source| &source[part.clone()]).collect();
+            sources[job.me] = &memory[place.clone()];
+            fold.apply_to(&sources, result)?;
+            memory[place].copy_from_slice(result);
+        }
         Ok(())
     })
 }
@@ -55,51 +71,51 @@ pub(super) fn collect(
     job: Job,
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
-    let (start, length) = (share(job.me).start, |place| share(place).len());
-    pass(meeting, job, start, length, |memory, place, from, bytes| {
-        if place != job.me {
-            memory[share(place)][from..from + bytes.len()].copy_from_slice(bytes);
-        }
+    let longest = (0..job.ranks).map(|place| share(place).len()).max().unwrap_or(0);
+    let deal = Deal::of_blocks((job.ranks, 1), longest, |_| share(job.me));
+    deal.copy(meeting, job.me, &share, |memory, place, bytes| memory[place].copy_from_slice(bytes))
+}
+
+/// Combines this rank's chunk of everybody's input.
+pub(super) fn reduce_apart(
+    meeting: &mut Staging<'_, '_>,
+    job: Job,
+    input: &[u8],
+    output: &mut [u8],
+) -> Result<()> {
+    let deal = Deal::new(job.ranks, move |place| job.chunk(place));
+    let start = job.chunk(job.me).start;
+    deal.inputs(meeting, job.me, |windows, _, number| {
+        let own = deal.piece(job.me, number);
+        let result = &mut output[own.start - start..own.end - start];
+        let mut sources = deal.sources(job.me, own.len(), windows);
+        sources[job.me] = &input[own];
+        job.fold().apply_to(&sources, result)
     })
 }
 
-pub(super) fn apart(meeting: &mut Staging<'_, '_>, job: Job, input: &[u8], output: &mut [u8]) -> Result<()> {
-    match job.call.operation {
-        Operation::ReduceScatter => {
-            let deal = Deal::new(job.ranks, move |place| job.chunk(place));
-            let start = job.chunk(job.me).start;
-            deal.inputs(meeting, job.me, |windows, _, number| {
-                let own = deal.piece(job.me, number);
-                let result = &mut output[own.start - start..own.end - start];
-                job.fold().apply_to(&deal.sources(job.me, &input[own], windows), result)
-            })
-        }
-        Operation::AllGather => {
-            output[job.chunk(job.me)].copy_from_slice(input);
-            pass(
-                meeting,
-                job,
-                0,
-                |_| job.bytes(),
-                |_, place, from, bytes| {
-                    if place != job.me {
-                        output[job.chunk(place)][from..from + bytes.len()].copy_from_slice(bytes);
-                    }
-                },
-            )
-        }
-        _ => Ok(()),
-    }
+/// Copies each rank's blocks to whom they are for.
+pub(super) fn copy(
+    meeting: &mut Staging<'_, '_>,
+    job: Job,
+    routes: &Routes<'_>,
+    input: &[u8],
+    output: &mut [u8],
+) -> Result<()> {
+    output[routes.place(job.me)].copy_from_slice(&input[routes.given(job.me)]);
+    let deal = Deal::of_blocks((job.ranks, routes.blocks()), routes.longest(), |to| routes.given(to));
+    let place = |from| routes.place(from);
+    deal.copy(meeting, job.me, place, |_, place, bytes| output[place].copy_from_slice(bytes))
 }
 
 /// Each rank combines its share: it takes the others' parts of it from their windows, and stages the result. The results
-/// are taken one window late, so that nobody waits for them.
-fn all_reduce(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
+/// are taken one window late, so that nobody waits for them, and kept where they are `wanted`.
+fn combine(meeting: &mut Staging<'_, '_>, job: Job, wanted: bool) -> Result<()> {
     let me = job.me;
     let deal = Deal::new(job.ranks, move |place| share(job.bytes(), LINE, job.ranks, place));
     let take = |meeting: &mut Staging<'_, '_>, number| {
         meeting.take(Stream::Results, |windows, memory| {
-            for (place, window) in windows.iter().enumerate().filter(|(place, _)| *place != me) {
+            for (place, window) in windows.iter().enumerate().filter(|(place, _)| wanted && *place != me) {
                 let piece = deal.piece(place, number);
                 let length = piece.len();
                 memory[piece].copy_from_slice(&window[..length]);
@@ -115,8 +131,12 @@ fn all_reduce(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
         meeting.pass_on(Stream::Inputs, Stream::Results, |windows, memory, result| {
             let own = deal.piece(me, number);
             let result = &mut result[..own.len()];
-            job.fold().apply_to(&deal.sources(me, &memory[own.clone()], windows), result)?;
-            memory[own].copy_from_slice(result);
+            let mut sources = deal.sources(me, own.len(), windows);
+            sources[me] = &memory[own.clone()];
+            job.fold().apply_to(&sources, result)?;
+            if wanted {
+                memory[own].copy_from_slice(result);
+            }
             Ok(())
         })?;
         if number > 0 {
@@ -126,36 +146,54 @@ fn all_reduce(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
     take(meeting, deal.count - 1)
 }
 
-/// A buffer dealt out to all ranks, share by share and window by window.
+/// What a rank's input holds for each, dealt out block by block and window by window.
 struct Deal<F> {
-    share: F,
+    /// What of the input is for a rank.
+    given: F,
     ranks: usize,
-    /// Bytes of a share in each window.
+    /// Different blocks in a window: one for each rank, or one for all.
+    blocks: usize,
+    /// Bytes of a block in each window.
     bytes: usize,
     /// Windows of the whole.
     count: usize,
 }
 
 impl<F: Fn(usize) -> Range<usize>> Deal<F> {
+    /// A buffer of which each rank has its share.
     fn new(ranks: usize, share: F) -> Self {
-        let bytes = (WINDOW / ranks).min(PIECE) / LINE * LINE;
         let longest = (0..ranks).map(|place| share(place).len()).max().unwrap_or(0);
-        Self { share, ranks, bytes, count: longest.div_ceil(bytes).max(1) }
+        Self::of_blocks((ranks, ranks), longest, share)
     }
 
-    /// What of the share of `place` is in window `number`.
+    /// The longest block must be as long on every rank, so that all have the same number of windows.
+    fn of_blocks((ranks, blocks): (usize, usize), longest: usize, given: F) -> Self {
+        let bytes = (WINDOW / blocks).min(PIECE) / LINE * LINE;
+        Self { given, ranks, blocks, bytes, count: longest.div_ceil(bytes).max(1) }
+    }
+
+    /// What of the block for `place` is in window `number`.
     fn piece(&self, place: usize, number: usize) -> Range<usize> {
-        let share = (self.share)(place);
-        let at = |number: usize| (share.start + number * self.bytes).min(share.end);
+        self.cut((self.given)(place), number)
+    }
+
+    fn cut(&self, block: Range<usize>, number: usize) -> Range<usize> {
+        let at = |number: usize| (block.start + number * self.bytes).min(block.end);
         at(number)..at(number + 1)
     }
 
-    /// Stages this rank's elements of the others' shares.
+    /// Where a window holds what is for `place`.
+    fn start(&self, place: usize) -> usize {
+        place % self.blocks * self.bytes
+    }
+
+    /// Stages what this rank's input holds for the others.
     fn stage(&self, meeting: &mut Staging<'_, '_>, me: usize, number: usize) -> Result<()> {
         meeting.stage(Stream::Inputs, |memory, window| {
-            for place in (0..self.ranks).filter(|place| *place != me) {
-                let piece = &memory[self.piece(place, number)];
-                window[place * self.bytes..][..piece.len()].copy_from_slice(piece);
+            let others = (0..self.ranks).filter(|place| *place != me);
+            let pieces = others.map(|place| (place, self.piece(place, number)));
+            for (place, piece) in pieces.filter(|(_, piece)| !piece.is_empty()).take(self.blocks) {
+                window[self.start(place)..][..piece.len()].copy_from_slice(&memory[piece]);
             }
             Ok(())
         })
@@ -178,49 +216,27 @@ impl<F: Fn(usize) -> Range<usize>> Deal<F> {
         Ok(())
     }
 
-    /// What all ranks bring to a piece of the share of `me`, this rank's part of which is `own`.
-    fn sources<'a>(&self, me: usize, own: &'a [u8], windows: &[&'a [u8]]) -> Vec<&'a [u8]> {
-        let source = |(place, window): (usize, &&'a [u8])| match place {
-            place if place == me => own,
-            _ => &window[me * self.bytes..][..own.len()],
-        };
-        windows.iter().enumerate().map(source).collect()
-    }
-}
-
-/// Passes each rank's bytes, from `start` in its memory on, to all others: `length` says how many of each place. `put`
-/// gets this rank's memory, the place, and the bytes from which on.
-fn pass(
-    meeting: &mut Staging<'_, '_>,
-    job: Job,
-    start: usize,
-    length: impl Fn(usize) -> usize,
-    mut put: impl FnMut(&mut [u8], usize, usize, &[u8]),
-) -> Result<()> {
-    let longest = (0..job.ranks).map(&length).max().unwrap_or(0);
-    let count = longest.div_ceil(PIECE).max(1);
-    let piece = |place: usize, number: usize| {
-        (number * PIECE).min(length(place))..((number + 1) * PIECE).min(length(place))
-    };
-    let stage = |meeting: &mut Staging<'_, '_>, number| {
-        meeting.stage(Stream::Inputs, |memory, window| {
-            let piece = piece(job.me, number);
-            window[..piece.len()].copy_from_slice(&memory[start + piece.start..start + piece.end]);
-            Ok(())
-        })
-    };
-    stage(meeting, 0)?;
-    for number in 0..count {
-        if number + 1 < count {
-            stage(meeting, number + 1)?;
-        }
-        meeting.take(Stream::Inputs, |windows, memory| {
-            for (place, window) in windows.iter().enumerate() {
-                let piece = piece(place, number);
-                put(memory, place, piece.start, &window[..piece.len()]);
+    /// Stages all, and calls `put` with each piece that is for this rank, and where it belongs: `place` says where the
+    /// whole block of a rank does.
+    fn copy(
+        &self,
+        meeting: &mut Staging<'_, '_>,
+        me: usize,
+        place: impl Fn(usize) -> Range<usize>,
+        mut put: impl FnMut(&mut [u8], Range<usize>, &[u8]),
+    ) -> Result<()> {
+        self.inputs(meeting, me, |windows, memory, number| {
+            for (from, window) in windows.iter().enumerate().filter(|(from, _)| *from != me) {
+                let place = self.cut(place(from), number);
+                let bytes = &window[self.start(me)..][..place.len()];
+                put(memory, place, bytes);
             }
             Ok(())
-        })?;
+        })
     }
-    Ok(())
+
+    /// What the others' windows hold for `me`; its own part is not staged, and must take its place.
+    fn sources<'a>(&self, me: usize, length: usize, windows: &[&'a [u8]]) -> Vec<&'a [u8]> {
+        windows.iter().map(|window| &window[self.start(me)..][..length]).collect()
+    }
 }

@@ -143,7 +143,8 @@ impl ProcessGroup {
     }
 
     /// A [`barrier`](Self::barrier) that finds out who is missing: if not every rank has called it `timeout` after rank 0
-    /// has, all get an error that names every missing rank. Slower than a barrier: 2(w-1) messages at rank 0.
+    /// has, all get an error that names every missing rank. Slower than a barrier: on one host twice as slow, else 2(w-1)
+    /// messages at rank 0.
     ///
     /// If rank 0 itself is missing, the others say so after twice the time.
     ///

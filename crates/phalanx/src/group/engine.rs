@@ -103,13 +103,10 @@ impl Engine {
         let call = Call { tuning: self.choice.fingerprint, ..call };
         if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             self.health.cause().map_or(Ok(()), Err)?;
-            let failed = |error| fail_operation(&self.health, error, call, sequence);
-            if Domain::takes(call.operation, &memory) {
-                return domain.collective(call, sequence, memory, patience).map_err(failed);
-            }
-            // Else ranks of which one waits on the board, and another for a message, would learn nothing of each other.
-            domain.agree(call, sequence, patience).map_err(failed)?;
-        } else if let Some(hierarchy) = self.hierarchy.clone() {
+            let done = domain.collective(call, sequence, memory, patience);
+            return done.map_err(|error| fail_operation(&self.health, error, call, sequence));
+        }
+        if let Some(hierarchy) = self.hierarchy.clone() {
             match memory {
                 Memory::InPlace(data) if hosts::goes_by_hosts(call.operation) => {
                     return self.by_hosts(&hierarchy, call, sequence, data, patience);

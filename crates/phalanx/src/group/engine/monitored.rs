@@ -3,14 +3,15 @@
 use super::Engine;
 use crate::collective::kernel::Kernel;
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::domain::absent;
+use crate::error::Result;
 use crate::rank::{Rank, Sequence};
 use crate::transport::{Incoming, Outgoing};
 use crate::wire::frame::{Call, Header};
 
 impl Engine {
     /// Every rank reports to rank 0, which waits for each until `deadline` and then lets all go on, or tells them who is
-    /// missing. The others wait for its word until `patience`.
+    /// missing. The others wait for its word until `patience`. Who shares memory with all looks for itself.
     pub(in crate::group) fn monitored_barrier(
         &mut self,
         call: Call,
@@ -19,7 +20,9 @@ impl Engine {
     ) -> Result<()> {
         let sequence = self.collectives.advance();
         self.check_health()?;
-        let met = if self.rank.is_main() {
+        let met = if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
+            domain.monitored_barrier(call, sequence, deadline, patience)
+        } else if self.rank.is_main() {
             self.meet(call, sequence, deadline, patience)
         } else {
             self.token(call, sequence, Some(Rank::MAIN), None, patience)
@@ -38,10 +41,7 @@ impl Engine {
                 outcome => outcome?,
             }
         }
-        match missing.first() {
-            None => {}
-            Some(first) => return Err(absent(&missing, self.world.count()).with_peer(*first)),
-        }
+        absent(&missing, self.world.count()).map_or(Ok(()), Err)?;
         for rank in self.world.ranks().skip(1) {
             self.token(call, sequence, Some(rank), None, patience)?;
         }
@@ -63,17 +63,4 @@ impl Engine {
         let recv = from.map(|from| Incoming { from, expect: header, into: &mut [], kernel });
         self.transport.exchange(send, recv, deadline)
     }
-}
-
-fn absent(missing: &[Rank], world: usize) -> Error {
-    const SHOWN: usize = 64;
-    let names: Vec<_> = missing.iter().take(SHOWN).map(Rank::to_string).collect();
-    let (ranks, have) = if missing.len() == 1 { ("rank", "has") } else { ("ranks", "have") };
-    let more = missing.len().saturating_sub(SHOWN);
-    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    Error::timeout(format!(
-        "{ranks} {}{more} of {world} {have} not reached the barrier in time",
-        names.join(", ")
-    ))
-    .with_remedy("are they stuck, or far behind, or have they gone another way through the program?")
 }

@@ -1,0 +1,51 @@
+//! A barrier that finds out who is missing.
+
+use super::{Domain, compare, watch, word};
+use crate::deadline::{Deadline, Patience};
+use crate::error::{Error, Result};
+use crate::rank::{Rank, Sequence};
+use crate::wire::frame::Call;
+
+impl Domain {
+    /// All ranks meet, for which rank 0 waits until `deadline`, and then meet again: if rank 0 does not come to that, all
+    /// hear from it who is missing. The others wait until `patience`.
+    pub(crate) fn monitored_barrier(
+        &mut self,
+        call: Call,
+        sequence: Sequence,
+        deadline: Deadline,
+        patience: Deadline,
+    ) -> Result<()> {
+        let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
+        for deadline in [if rank.is_main() { deadline } else { patience }, patience] {
+            let patience = Patience::from(deadline);
+            let mut watch = |missing: usize| watch(health, members[missing], &patience);
+            let met = self.board.small(word, &[], &mut watch).and_then(|words| {
+                let check = |index| compare(rank, call, sequence, members[index], &word, words.call(index));
+                (0..members.len()).try_for_each(check)
+            });
+            if met.as_ref().is_err_and(|error| error.is_timeout() && !health.has_failed()) {
+                let missing: Vec<_> = self.board.missing().map(|index| members[index]).collect();
+                return absent(&missing, members.len()).map_or(met, Err);
+            }
+            met?;
+        }
+        Ok(())
+    }
+}
+
+/// The error for ranks that are missing; none if they have come by now.
+pub(crate) fn absent(missing: &[Rank], world: usize) -> Option<Error> {
+    const SHOWN: usize = 64;
+    let first = *missing.first()?;
+    let names: Vec<_> = missing.iter().take(SHOWN).map(Rank::to_string).collect();
+    let (ranks, have) = if missing.len() == 1 { ("rank", "has") } else { ("ranks", "have") };
+    let more = missing.len().saturating_sub(SHOWN);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let error = Error::timeout(format!(
+        "{ranks} {}{more} of {world} {have} not reached the barrier in time",
+        names.join(", ")
+    ));
+    let remedy = "are they stuck, or far behind, or have they gone another way through the program?";
+    Some(error.with_peer(first).with_remedy(remedy))
+}

@@ -1,0 +1,166 @@
+//! Where bytes come from and where they go in collectives that copy: each rank brings an input, of which every rank
+//! takes a block, and puts it in a place of its own in its output.
+
+use std::ops::Range;
+
+use super::{Job, short};
+use crate::collective::Shares;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::wire::frame::Operation;
+
+/// A rank's shares where they differ: of its input, by whom they are for, and of its output, by whom they are from.
+pub(super) type Uneven<'a> = Option<(&'a Shares, &'a Shares)>;
+
+/// The copies of a call, as one rank sees them.
+pub(super) struct Routes<'a> {
+    job: Job,
+    uneven: Uneven<'a>,
+    /// Where this rank's block begins in the input of each, if their shares say so.
+    starts: Vec<usize>,
+    /// The bytes of the longest block of all ranks.
+    longest: usize,
+}
+
+/// What a rank tells the others of uneven shares: how many elements it sends to each, and how many it expects of each.
+pub(super) fn note(job: Job, uneven: Uneven<'_>) -> Vec<u8> {
+    let Some((sent, received)) = uneven else { return Vec::new() };
+    let sent = |to| match job.call.operation {
+        Operation::AllGatherV => sent.of(job.me).len(),
+        _ => sent.of(to).len(),
+    };
+    let expected = |from| received.of(from).len();
+    let counts = (0..job.ranks).map(sent).chain((0..job.ranks).map(expected));
+    counts.flat_map(|count| (count as u64).to_le_bytes()).collect()
+}
+
+impl<'a> Routes<'a> {
+    /// # Errors
+    /// If the ranks' notes do not fit together; every rank finds that out.
+    pub(super) fn new<'n>(
+        job: Job,
+        uneven: Uneven<'a>,
+        members: &[Rank],
+        note: impl Fn(usize) -> &'n [u8],
+    ) -> Result<Self> {
+        let longest = match job.call.operation {
+            Operation::AllToAll => job.bytes() / job.ranks,
+            _ => job.bytes(),
+        };
+        let mut routes = Self { job, uneven, starts: Vec::new(), longest };
+        if uneven.is_some() {
+            routes.longest = 0;
+            for from in 0..job.ranks {
+                let mut end = 0usize;
+                for to in 0..job.ranks {
+                    let (sent, expected) = (count(note(from), to), count(note(to), job.ranks + from));
+                    if sent != expected {
+                        let peer = members[if from == job.me { to } else { from }];
+                        let (from, to) = (members[from], members[to]);
+                        return Err(differ(from, to, sent, expected).with_peer(peer));
+                    }
+                    if to == job.me {
+                        routes.starts.push(end);
+                    }
+                    // A peer's numbers need not make sense; whoever takes its bytes looks how many there are.
+                    let bytes = sent.saturating_mul(job.call.dtype.size());
+                    routes.longest = routes.longest.max(bytes);
+                    end = end.saturating_add(bytes);
+                }
+            }
+        }
+        Ok(routes)
+    }
+
+    /// How many different blocks an input can have.
+    pub(super) fn blocks(&self) -> usize {
+        match self.job.call.operation {
+            Operation::Scatter | Operation::AllToAll | Operation::AllToAllV => self.job.ranks,
+            _ => 1,
+        }
+    }
+
+    pub(super) fn longest(&self) -> usize {
+        self.longest
+    }
+
+    /// The block for `to` in this rank's own input.
+    pub(super) fn given(&self, to: usize) -> Range<usize> {
+        match (self.job.call.operation, self.uneven) {
+            (Operation::AllToAllV, Some((sent, _))) => self.bytes(sent.of(to)),
+            (Operation::AllGatherV, Some((sent, _))) => 0..self.bytes(sent.of(self.job.me)).len(),
+            _ => self.even(self.job.me, to),
+        }
+    }
+
+    /// Where the block from `from` comes to stand in this rank's output.
+    pub(super) fn place(&self, from: usize) -> Range<usize> {
+        if let Some((_, received)) = self.uneven {
+            return self.bytes(received.of(from));
+        }
+        let length = self.even(from, self.job.me).len();
+        match self.job.call.operation {
+            Operation::Scatter => 0..length,
+            _ => from * length..(from + 1) * length,
+        }
+    }
+
+    /// Copies this rank's blocks from its own input and those of the others.
+    ///
+    /// # Errors
+    /// If an input is too short.
+    pub(super) fn copy<'i>(
+        &self,
+        own: &'i [u8],
+        others: impl Fn(usize) -> &'i [u8],
+        output: &mut [u8],
+    ) -> Result<()> {
+        for from in 0..self.job.ranks {
+            let place = &mut output[self.place(from)];
+            if place.is_empty() {
+                continue;
+            }
+            let (start, input) = (self.taken(from), if from == self.job.me { own } else { others(from) });
+            let block = start.checked_add(place.len()).and_then(|end| input.get(start..end));
+            place.copy_from_slice(block.ok_or_else(short)?);
+        }
+        Ok(())
+    }
+
+    /// Where this rank's block begins in the input of `from`.
+    fn taken(&self, from: usize) -> usize {
+        match (self.job.call.operation, self.uneven) {
+            (Operation::AllGatherV, _) => 0,
+            (_, Some(_)) => self.starts[from],
+            _ => self.even(from, self.job.me).start,
+        }
+    }
+
+    /// The block for `to` in the input of `from`, where the call says all.
+    fn even(&self, from: usize, to: usize) -> Range<usize> {
+        let root = self.job.root;
+        let number = match self.job.call.operation {
+            Operation::Gather if to != root => return 0..0,
+            Operation::Scatter if from != root => return 0..0,
+            Operation::Scatter | Operation::AllToAll => to,
+            _ => 0,
+        };
+        number * self.longest..(number + 1) * self.longest
+    }
+
+    fn bytes(&self, elements: Range<usize>) -> Range<usize> {
+        let size = self.job.call.dtype.size();
+        elements.start * size..elements.end * size
+    }
+}
+
+/// A number of elements in a note.
+fn count(note: &[u8], index: usize) -> usize {
+    let bytes = note.chunks_exact(size_of::<u64>()).nth(index).and_then(|bytes| bytes.try_into().ok());
+    usize::try_from(bytes.map_or(0, u64::from_le_bytes)).unwrap_or(usize::MAX)
+}
+
+fn differ(from: Rank, to: Rank, sent: usize, expected: usize) -> Error {
+    Error::mismatch(format!("rank {from} sends {sent} elements where rank {to} expects {expected}"))
+        .with_remedy("every rank must expect of each other as many elements as that one sends to it")
+}
