@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   doorbell   rung, sleeping               on lines of their own, as all that follows
-//!   done       the last call in whose memory this rank is done
+//!   done       the last call in whose memory this rank is done; 0 again once a call has failed
 //!   stream 0   staged, taken                windows that this rank has filled, and is done with
 //!   stream 1   staged, taken
 //!   slot 0     sequence, call (16 bytes), what memory, its length, then bytes that travel in the slot
@@ -26,7 +26,7 @@ mod wait;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 pub use self::meeting::{Meeting, Stream, Way, share};
 use self::wait::Waits;
@@ -219,6 +219,13 @@ impl Board {
                 doorbell(member).wake();
             }
         }
+    }
+
+    /// Takes back that this rank is done: its call has failed.
+    fn withdraw(&self) {
+        self.own.mapping().word(DONE).swap(0, Ordering::SeqCst);
+        // Before whatever is written into the memory from now on: who reads that, and looks here after it, sees this.
+        fence(Ordering::SeqCst);
     }
 
     /// Waits until the others' `counter` has reached `value`.
