@@ -18,11 +18,16 @@ const ALTOGETHER: usize = 2 * SMALL;
 /// What of a rank's memory of `length` bytes goes this way, if it is ordinary memory; none if it is too much.
 pub(super) fn part(job: Job, length: usize) -> Option<Range<usize>> {
     let most = (ALTOGETHER / job.ranks).min(SMALL);
-    (job.bytes() <= most).then(|| match job.call.operation {
+    (job.bytes() <= most).then(|| brought(job, length))
+}
+
+/// What of its memory of `length` bytes a rank brings, where the call goes this way.
+pub(super) fn brought(job: Job, length: usize) -> Range<usize> {
+    match job.call.operation {
         Operation::Broadcast if job.me != job.root => 0..0,
         Operation::AllGather => job.chunk(job.me),
         _ => 0..length,
-    })
+    }
 }
 
 pub(super) fn run(
@@ -34,7 +39,7 @@ pub(super) fn run(
     check: impl Fn(usize, Word) -> Result<()>,
 ) -> Result<()> {
     let own = match &memory {
-        Memory::InPlace(data) => &data[part(job, data.len()).unwrap_or(0..data.len())],
+        Memory::InPlace(data) => &data[brought(job, data.len())],
         Memory::Apart { input, .. } | Memory::Shared { input, .. } => input,
     };
     let words = board.small(word, own, watch)?;

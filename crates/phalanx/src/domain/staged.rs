@@ -9,6 +9,7 @@ use std::ops::Range;
 use phalanx_sys::board::{Meeting, Stream, WINDOW, share};
 
 use super::{Job, LINE};
+use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Fold;
 use crate::error::{Error, Result};
 use crate::wire::frame::Operation;
@@ -39,10 +40,11 @@ pub(super) fn reduce(
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
     let deal = Deal::new(job.ranks, share);
+    // Aligned for elements of any type.
+    let mut result = AlignedBytes::zeroed(deal.bytes);
     deal.inputs(meeting, job.me, |windows, memory, number| {
         let own = deal.piece(job.me, number);
-        let mut result = [0; PIECE];
-        let result = &mut result[..own.len()];
+        let result = &mut result.as_mut_slice()[..own.len()];
         fold.apply_to(&deal.sources(job.me, &memory[own.clone()], windows), result)?;
         memory[own].copy_from_slice(result);
         Ok(())
