@@ -25,7 +25,7 @@ use std::ptr::NonNull;
 use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap, mmap_anonymous, mremap_fixed, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 pub use self::memory::total as total_memory;
 use self::table::Table;
@@ -37,6 +37,8 @@ const NAME: &str = "phalanx-arena";
 const MAGIC: u64 = u64::from_le_bytes(*b"PHXARN01");
 /// What regions are multiples of.
 pub(crate) const PAGE: usize = 4096;
+/// What is copied at once when a region is cut off: its memory is not needed twice.
+const PIECE: usize = 1 << 20;
 /// What comes before the regions.
 const RESERVED: usize = PAGE + board::BYTES;
 
@@ -60,9 +62,12 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Arena {
-    /// An arena of this process with room for `bytes`, or for as many as the limits of this process allow, which will map
-    /// so many `arenas`.
+    /// An arena of this process with room for `bytes`, or for as many as the addresses and limits of this process allow,
+    /// which will map so many `arenas` now, and perhaps others later.
     pub fn create(bytes: usize, arenas: usize, nonce: u64) -> io::Result<Arc<Self>> {
+        if !PAGE.is_multiple_of(memory::page()) {
+            return Err(io::Error::other(format!("memory has pages of {} bytes", memory::page())));
+        }
         let allowed = memory::allowed(bytes, arenas).max(RESERVED + PAGE) / PAGE * PAGE;
         let file = memfd::create(NAME, allowed as u64)?;
         memfd::allocate(&file, 0, RESERVED as u64)?;
@@ -134,17 +139,21 @@ impl Arena {
     pub(crate) unsafe fn cut_off(&self, offset: usize) -> io::Result<()> {
         let Some(bytes) = self.table().cut_off(offset) else { return Ok(()) };
         let pages = bytes.next_multiple_of(PAGE);
-        let place = self.mapping.at(offset, pages);
-        // SAFETY: new memory at an address of the kernel's choice.
-        let copy = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), pages, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
-        }?;
-        // SAFETY: both are mapped in this size and do not overlap. That a peer writes into the old one at this moment
-        // makes the copy's bytes unspecified, which they are after a failed operation in any case.
-        unsafe { std::ptr::copy_nonoverlapping(place.as_ptr(), copy.cast(), pages) };
-        // SAFETY: the new pages take the place of the old ones at once, at the same addresses and with the same access.
-        // Nobody writes between the copy and this, by this function's contract.
-        unsafe { mremap_fixed(copy, pages, pages, MremapFlags::MAYMOVE, place.as_ptr().cast()) }?;
+        let mut copy = vec![0; PIECE.min(pages)];
+        for start in (offset..offset + pages).step_by(PIECE) {
+            let copy = &mut copy[..PIECE.min(offset + pages - start)];
+            let place = self.mapping.at(start, copy.len()).as_ptr();
+            // SAFETY: the region's own memory and this function's, equally long. That a peer writes into the former at
+            // this moment makes the bytes unspecified, which they are after a failed operation in any case.
+            unsafe { std::ptr::copy_nonoverlapping(place, copy.as_mut_ptr(), copy.len()) };
+            let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
+            // SAFETY: new pages take the place of the region's, at the same addresses and with the same access. Nobody
+            // in this process looks at them meanwhile, by this function's contract.
+            unsafe { mmap_anonymous(place.cast(), copy.len(), access, flags) }?;
+            // SAFETY: as above; peers do not reach the new pages.
+            unsafe { std::ptr::copy_nonoverlapping(copy.as_ptr(), place, copy.len()) };
+            memfd::release(&self.file, start as u64, copy.len() as u64)?;
+        }
         Ok(())
     }
 

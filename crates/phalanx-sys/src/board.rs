@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   doorbell   rung, sleeping               on lines of their own, as all that follows
-//!   done       the last call in whose memory this rank is done
+//!   done       the last call in whose memory this rank is done; 0 again once a call has failed
 //!   stream 0   staged, taken                windows that this rank has filled, and is done with
 //!   stream 1   staged, taken
 //!   slot 0     sequence, call (16 bytes), what memory, its length, a note, then bytes that travel in the slot
@@ -31,7 +31,7 @@ pub use self::meeting::{Meeting, Stream, Way, share};
 use self::wait::Waits;
 use crate::arena::{Arena, Mapping, PAGE};
 use crate::shared::Doorbell;
-use crate::sync::Ordering;
+use crate::sync::{Ordering, fence};
 
 /// Two cache lines: processors fetch them in pairs.
 const LINE: usize = 128;
@@ -232,6 +232,13 @@ impl Board {
                 doorbell(member).wake();
             }
         }
+    }
+
+    /// Takes back that this rank is done: its call has failed.
+    fn withdraw(&self) {
+        self.own.mapping().word(DONE).swap(0, Ordering::SeqCst);
+        // Before whatever is written into the memory from now on: who reads that, and looks here after it, sees this.
+        fence(Ordering::SeqCst);
     }
 
     /// Waits until the others' `counter` has reached `value`.

@@ -11,12 +11,30 @@ use crate::memfd;
 /// Allocations below this are not asked about: they come often, and asking takes longer than a small one does.
 const LARGE: usize = 1 << 20;
 
-/// Of `bytes` of addresses, what the limits of this process let each of `arenas` take: half of all addresses together,
-/// and no file beyond the largest.
+/// The addresses of a process where no limit leaves it fewer.
+const ADDRESSES: u64 = 1 << 47;
+
+/// Of `bytes` of addresses, what each of `arenas` may take: no more than this process can spare for all of them, and no
+/// file beyond the largest.
 pub(super) fn allowed(bytes: usize, arenas: usize) -> usize {
-    let addresses = getrlimit(Resource::As).current.map(|limit| limit / 2 / arenas.max(1) as u64);
-    let limits = addresses.into_iter().chain(memfd::size_limit());
+    let limit = getrlimit(Resource::As).current.unwrap_or(ADDRESSES).min(ADDRESSES);
+    let taken = field("/proc/self/status", "VmSize:").unwrap_or(0);
+    let addresses = spare(limit, taken) / arenas.max(1) as u64;
+    let limits = [addresses].into_iter().chain(memfd::size_limit());
     limits.fold(bytes, |least, limit| least.min(usize::try_from(limit).unwrap_or(usize::MAX)))
+}
+
+/// What may be taken at once where so much is `taken`. One half of all addresses is left to the program; of the other,
+/// each takes a quarter of what those before it have left, so that there is some for all.
+fn spare(limit: u64, taken: u64) -> u64 {
+    (limit / 2).saturating_sub(taken) / 4
+}
+
+/// The size of this system's pages.
+pub(super) fn page() -> usize {
+    // SAFETY: it reads no memory of ours.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
 /// An error if `bytes` are more than the host, or this process's control group, has left.
@@ -33,19 +51,56 @@ pub(super) fn check(bytes: usize) -> io::Result<()> {
 fn available() -> Option<u64> {
     let number = |path: &str| read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let limit = number("/sys/fs/cgroup/memory.max");
-    let group = limit.zip(number("/sys/fs/cgroup/memory.current"));
-    let group = group.map(|(limit, current)| limit.saturating_sub(current));
-    [group, of_host("MemAvailable:")].into_iter().flatten().min()
+    let group = limit.zip(number("/sys/fs/cgroup/memory.current")).map(|(limit, current)| {
+        left(limit, current, &read_to_string("/sys/fs/cgroup/memory.stat").unwrap_or_default())
+    });
+    [group, field("/proc/meminfo", "MemAvailable:")].into_iter().flatten().min()
+}
+
+/// What a control group has left. Files that were read stay in memory as long as nobody needs it: they are counted as
+/// used, and are as good as free.
+fn left(limit: u64, current: u64, stat: &str) -> u64 {
+    let cached = ["active_file ", "inactive_file "].map(|name| {
+        let value = stat.lines().find_map(|line| line.strip_prefix(name));
+        value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
+    });
+    limit.saturating_sub(current.saturating_sub(cached.iter().sum()))
 }
 
 /// The memory of this host, in bytes, if the system says.
 pub fn total() -> Option<u64> {
-    of_host("MemTotal:")
+    field("/proc/meminfo", "MemTotal:")
 }
 
-fn of_host(name: &str) -> Option<u64> {
-    let table = read_to_string("/proc/meminfo").ok()?;
+/// A size in a table of the system's, in bytes.
+fn field(path: &str, name: &str) -> Option<u64> {
+    let table = read_to_string(path).ok()?;
     let line = table.lines().find_map(|line| line.strip_prefix(name))?;
     let kibibytes: u64 = line.trim().trim_end_matches("kB").trim_end().parse().ok()?;
     kibibytes.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_number_of_groups_leaves_addresses_to_the_program_and_to_the_next_group() {
+        let mut taken = 0;
+        for _ in 0..40 {
+            let next = spare(ADDRESSES, taken);
+            assert!(next > 1 << 20);
+            taken += next;
+            assert!(taken <= ADDRESSES / 2);
+        }
+        assert_eq!(spare(1 << 30, 1 << 30), 0);
+    }
+
+    #[test]
+    fn cached_files_are_no_memory_in_use() {
+        let stat = "anon 100\nfile 900\ninactive_anon 50\ninactive_file 600\nactive_file 200\n";
+        assert_eq!(left(1000, 1000, stat), 800);
+        assert_eq!(left(1000, 1000, ""), 0);
+        assert_eq!(left(1000, 10, stat), 1000);
+    }
 }

@@ -78,3 +78,19 @@ fn what_a_late_peer_writes_does_not_reach_a_region_that_is_cut_off() {
     let next = arena.alloc(2 * PAGE).unwrap();
     assert_ne!(arena.find(next.as_slice()), Some(offset));
 }
+
+#[test]
+fn a_region_that_is_cut_off_needs_its_memory_once() {
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
+    let mut region = arena.alloc(2 * PIECE + 5).unwrap();
+    for (index, byte) in region.as_mut_slice().iter_mut().enumerate() {
+        *byte = (index % 251) as u8;
+    }
+    let blocks = || rustix::fs::fstat(&arena.file).unwrap().st_blocks * 512;
+    let before = blocks();
+    let offset = arena.find(region.as_slice()).unwrap();
+    // SAFETY: this thread holds the region.
+    unsafe { arena.cut_off(offset) }.unwrap();
+    assert!(region.as_slice().iter().enumerate().all(|(index, byte)| *byte == (index % 251) as u8));
+    assert!(before - blocks() >= 2 * PIECE as i64, "{before}, {}", blocks());
+}

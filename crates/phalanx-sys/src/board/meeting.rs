@@ -12,6 +12,16 @@ pub(super) enum Memory<'a> {
     Apart(&'a [u8]),
 }
 
+impl Memory<'_> {
+    /// What the call may change.
+    fn as_mut_slice(&mut self) -> Option<&mut [u8]> {
+        match self {
+            Self::InPlace(memory) => Some(memory),
+            Self::Apart(_) => None,
+        }
+    }
+}
+
 /// How the bytes of a call get from rank to rank; the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
@@ -91,7 +101,13 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
         let Meeting { board, way, watch, .. } = meeting;
         if way == Way::Direct {
             board.show(DONE, board.sequence);
-            board.await_all(DONE, board.sequence, watch)?;
+            let done = board.await_all(DONE, board.sequence, watch);
+            if done.is_err() {
+                // From now on this rank's memory may hold anything. Whoever has not seen it done has not read it to the end
+                // either, and must not take what it reads for the call's.
+                board.withdraw();
+            }
+            done?;
         }
         Ok(outcome)
     }
@@ -127,10 +143,7 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
     /// If the memory is direct.
     pub fn words<R>(&mut self, work: impl FnOnce(&Words<'_>, &mut [u8]) -> R) -> R {
         assert_ne!(self.way, Way::Direct, "the others may be writing into it");
-        let memory = match &mut self.memory {
-            Memory::InPlace(memory) => &mut **memory,
-            Memory::Apart(_) => &mut [],
-        };
+        let memory = self.memory.as_mut_slice().unwrap_or_default();
         work(&Words { board: self.board }, memory)
     }
 
@@ -150,17 +163,22 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
     /// # Panics
     /// If the memory is not direct, or not lent for writing.
     pub fn combine<R>(&mut self, owners: usize, unit: usize, work: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
-        assert!(self.way == Way::Direct && matches!(self.memory, Memory::InPlace(_)), "it is not lent");
-        let board = &*self.board;
+        let (board, own) = (&*self.board, self.memory.as_mut_slice());
+        assert!(self.way == Way::Direct && own.is_some(), "it is not lent");
+        let own = own.unwrap_or_default();
+        // All regions have this length, or the way would be another.
+        let share = share(own.len(), unit, owners, board.me);
+        let mut own = Some(&mut own[share.clone()]);
         let mut shares: Vec<&mut [u8]> = (0..board.members())
-            .map(|member| {
+            .filter_map(|member| {
+                if member == board.me {
+                    return own.take();
+                }
                 let region = board.region(member, Brings::Lent).unwrap_or(0..0);
-                let share = share(region.len(), unit, owners, board.me);
                 // SAFETY: every member has lent this region and waits until this one is done; each touches the share of
                 // its own number, and shares of one length do not overlap. The regions of different members lie in
-                // different arenas. If this is the own region: it is borrowed exclusively by this meeting, which lends
-                // it only here, once at a time.
-                unsafe { board.members[member].lend_mut(region.start + share.start, share.len()) }
+                // different arenas.
+                Some(unsafe { board.members[member].lend_mut(region.start + share.start, share.len()) })
             })
             .collect();
         work(&mut shares)
@@ -176,7 +194,8 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
             .map(|member| {
                 let region = self.board.region(member, Brings::Shown).unwrap_or(0..0);
                 // SAFETY: its owner lends it for reading, and waits until this rank is done. (One whose call failed does
-                // not wait; then this call fails too.)
+                // not wait. Then what is read is of no use, and this call ends with an error too: that member is not done,
+                // or has withdrawn.)
                 unsafe { self.board.members[member].lend(region.start, region.len()) }
             })
             .collect();
@@ -207,10 +226,7 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
         let windows = self.board.windows(stream);
         // The windows are no part of what this rank brought.
         let windows: Vec<&[u8]> = windows.collect();
-        let memory = match &mut self.memory {
-            Memory::InPlace(memory) => &mut **memory,
-            Memory::Apart(_) => &mut [],
-        };
+        let memory = self.memory.as_mut_slice().unwrap_or_default();
         assert_eq!(self.way, Way::Staged, "the others may be writing into it");
         work(&windows, memory)?;
         self.show_taken(stream);
@@ -232,10 +248,7 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
         // SAFETY: `await_room` has found that everybody has taken what was in the window; the windows above are another
         // stream's.
         let window = unsafe { self.board.own_window(into) };
-        let memory = match &mut self.memory {
-            Memory::InPlace(memory) => &mut **memory,
-            Memory::Apart(_) => &mut [],
-        };
+        let memory = self.memory.as_mut_slice().unwrap_or_default();
         work(&windows, memory, window)?;
         // Shown first: the others wait for it.
         self.show_staged(into);

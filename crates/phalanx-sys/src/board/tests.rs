@@ -1,4 +1,5 @@
-use std::sync::OnceLock;
+use std::cell::Cell;
+use std::sync::{OnceLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -253,6 +254,36 @@ fn after_a_failed_call_late_peers_do_not_reach_the_region() {
     assert_eq!(outcome, Err("nobody is done any more"));
     assert!(region.as_slice().iter().all(|byte| *byte == 1));
     assert_eq!(board.own.find(region.as_slice()), None);
+}
+
+#[test]
+fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
+    let mut boards = boards(2);
+    let ((mut late, other), (mut board, arena)) = (boards.swap_remove(1), boards.swap_remove(0));
+    let (working, worked) = mpsc::channel();
+    let (failed, failure) = mpsc::channel();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let own = filled(&other, 10_000, 1);
+            let read = Cell::new(false);
+            let mut watch = |_| if read.get() { Err("somebody is not done") } else { Ok(()) };
+            let late = late.apart(CALL, own.as_slice(), None, &mut watch, |meeting| {
+                assert_eq!(meeting.way(), Way::Direct);
+                working.send(()).unwrap();
+                failure.recv().unwrap();
+                read.set(true);
+                Ok(meeting.read(|inputs| inputs[0][0]))
+            });
+            assert_eq!(late, Err("somebody is not done"));
+        });
+        // This rank has done its part, and gives up on the other's.
+        let region = filled(&arena, 10_000, 1);
+        let mut watch = |_| if worked.try_recv().is_ok() { Err("enough") } else { Ok(()) };
+        let outcome = board.apart(CALL, region.as_slice(), None, &mut watch, |_| Ok(()));
+        assert_eq!(outcome, Err("enough"));
+        drop(region);
+        failed.send(()).unwrap();
+    });
 }
 
 #[test]

@@ -2,17 +2,21 @@
 
 use std::hint::spin_loop;
 use std::thread::yield_now;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::shared::Doorbell;
 
 /// Looks without a pause, then with one: what the peers do next is often done within a microsecond.
 const LOOKS: u32 = 64;
 const SPINS: u32 = 100;
-/// Looks with a turn for others in between. A peer that shares this processor comes on with its part meanwhile; where
-/// every rank has one, what may be waiting is this rank's own computation.
-const YIELDS: u32 = 50;
-const CROWDED_YIELDS: u32 = 1000;
+/// Rounds of looks with a turn for others in between. A peer that shares this processor comes on with its part meanwhile;
+/// where every rank has one, what may be waiting is this rank's own computation.
+const ROUNDS: u32 = 2;
+const CROWDED_ROUNDS: u32 = 40;
+/// Turns in a round. Each may take others some milliseconds, and between two rounds the rank asks whether to go on.
+const TURNS: u32 = 25;
+/// A turn that takes others so long is no peer's quick answer: from there on, a rank that sleeps is back sooner.
+const LONG: Duration = Duration::from_micros(100);
 /// A rank sleeps this long at most before it asks whether to go on.
 const SLEEP: Duration = Duration::from_millis(10);
 
@@ -20,7 +24,7 @@ const SLEEP: Duration = Duration::from_millis(10);
 pub(super) struct Waits {
     looks: u32,
     spins: u32,
-    yields: u32,
+    rounds: u32,
 }
 
 impl Waits {
@@ -28,11 +32,11 @@ impl Waits {
     pub(super) fn new(ranks: usize) -> Self {
         if cfg!(loom) {
             // In a model one look says as much as many.
-            Self { looks: 0, spins: 0, yields: 0 }
+            Self { looks: 0, spins: 0, rounds: 0 }
         } else if ranks <= processors() {
-            Self { looks: LOOKS, spins: SPINS, yields: YIELDS }
+            Self { looks: LOOKS, spins: SPINS, rounds: ROUNDS }
         } else {
-            Self { looks: LOOKS, spins: 0, yields: CROWDED_YIELDS }
+            Self { looks: LOOKS, spins: 0, rounds: CROWDED_ROUNDS }
         }
     }
 
@@ -51,12 +55,7 @@ impl Waits {
                 spin_loop();
             }
         }
-        for _ in 0..self.yields {
-            yield_now();
-            if ready() {
-                return Ok(());
-            }
-        }
+        let mut rounds = 0..self.rounds;
         loop {
             // Asked before the last look: what a peer did before it left, or died, still counts.
             let verdict = watch();
@@ -64,7 +63,23 @@ impl Waits {
                 return Ok(());
             }
             verdict?;
-            doorbell.sleep_unless(SLEEP, &ready);
+            if rounds.next().is_none() {
+                doorbell.sleep_unless(SLEEP, &ready);
+                continue;
+            }
+            let mut before = Instant::now();
+            for _ in 0..TURNS {
+                yield_now();
+                if ready() {
+                    return Ok(());
+                }
+                let now = Instant::now();
+                if now - before > LONG {
+                    rounds = 0..0;
+                    break;
+                }
+                before = now;
+            }
         }
     }
 }
@@ -74,4 +89,35 @@ fn processors() -> usize {
     // SAFETY: it reads no memory of ours.
     let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
     usize::try_from(online).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+
+    #[test]
+    fn a_rank_asks_whether_to_go_on_before_it_lets_others_go_first_and_every_few_turns() {
+        let (rung, sleeping) = (AtomicU32::new(0), AtomicU32::new(0));
+        let doorbell = Doorbell { rung: &rung, sleeping: &sleeping };
+        for ranks in [1, 100_000] {
+            let (looks, asked) = (Cell::new(0), Cell::new(0));
+            let outcome = Waits::new(ranks).until(
+                || {
+                    looks.set(looks.get() + 1);
+                    false
+                },
+                doorbell,
+                || {
+                    let most = if asked.get() == 0 { LOOKS + SPINS } else { TURNS + 1 };
+                    assert!(looks.replace(0) <= most);
+                    asked.set(asked.get() + 1);
+                    if asked.get() > CROWDED_ROUNDS { Err("enough") } else { Ok(()) }
+                },
+            );
+            assert_eq!(outcome, Err("enough"));
+        }
+    }
 }

@@ -15,8 +15,6 @@ use crate::transport::Place;
 use crate::transport::health::Health;
 use crate::transport::words;
 
-/// Addresses that the arenas of all ranks may take together: a small part of what a process has.
-const ADDRESSES: u64 = 32 << 40;
 /// More ranks would have too little of a staging window each.
 const MOST: usize = 256;
 /// What ranks tell each other in the store: where their memory is, and whose they can map.
@@ -114,9 +112,8 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
         return Err(format!("{world} ranks are too many for one board"));
     }
     let nonce = getrandom::u64().map_err(|error| format!("no random numbers: {error}"))?;
-    let addresses = ADDRESSES / world as u64;
-    let bytes = total_memory().unwrap_or(addresses).min(addresses);
-    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).min(isize::MAX as usize / world / 4);
+    // All of the host's memory, as far as there are addresses for it.
+    let bytes = total_memory().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
     let arena = Arena::create(bytes, world, nonce).map_err(|error| format!("no shared memory: {error}"))?;
     let host = match host {
         Some(host) => host.to_owned(),

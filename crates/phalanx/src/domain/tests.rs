@@ -151,3 +151,19 @@ fn a_domain_reduces_into_shares_and_collects_them() {
         }
     });
 }
+
+#[test]
+fn among_many_ranks_each_brings_only_its_own_part_of_a_small_gather() {
+    let call = Call {
+        operation: Operation::AllGather,
+        dtype: crate::DType::U8,
+        elements: small::ALWAYS as u64,
+        reduce: None,
+        root: None,
+        tuning: 0,
+    };
+    let job = Job { call, me: 99, ranks: 100, root: 0 };
+    let all = small::ALWAYS * job.ranks;
+    assert_eq!(small::brought(job, all), all - small::ALWAYS..all);
+    assert_eq!(small::part(job, all), None);
+}

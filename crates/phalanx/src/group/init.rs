@@ -88,8 +88,8 @@ impl ProcessGroup {
     /// Connects the ranks that have met, pairwise.
     ///
     /// # Errors
-    /// If a rank cannot be reached or answers as somebody else, if the ranks' tuning tables differ, or if shared memory was asked for and some rank cannot
-    /// map another's; the error says which, and why.
+    /// If a rank cannot be reached or answers as somebody else, if the ranks' tuning tables differ, or if shared memory was
+    /// asked for and some rank cannot map another's; the error says which, and why.
     pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
         let GroupOptions { timeout, transport, tuning, host_id } = options;
         tuning.check()?;
@@ -114,6 +114,7 @@ impl ProcessGroup {
             ground: Ground::Mesh { store, interface, transport, host_id },
             local: LocalPlace { rank: local_rank, world_size: local_world_size },
             epoch,
+            tuning: tuning.clone(),
             _keep_alive: Arc::new(keep_alive),
             members: None,
         };
@@ -184,6 +185,36 @@ mod tests {
                     let error = outcome.unwrap_err();
                     assert!(error.to_string().contains("different tuning tables"), "{error}");
                 });
+            }
+        });
+    }
+
+    #[test]
+    fn sub_groups_choose_by_the_same_table_and_compare_their_own_row() {
+        let (store, world) = (Arc::new(crate::store::MemoryStore::new()), WorldSize::new(3).unwrap());
+        let rank = |rank: crate::Rank| {
+            let alone = rendezvous::from_url("env://", None, Some(WorldSize::ONE), Duration::ZERO).unwrap();
+            let (local_rank, local_world_size) = (rank.get(), world.get());
+            let store = store.clone();
+            let rendezvous =
+                Rendezvous { store, rank, world_size: world, local_rank, local_world_size, ..alone };
+            // What holds for all three is the same; what holds for two is not.
+            let mut tuning = Tuning::default();
+            tuning.rows[0].doubling_max += rank.index();
+            let (timeout, transport) = (Duration::from_secs(20), Some(TransportKind::Tcp));
+            let options = GroupOptions { timeout, transport, tuning, ..GroupOptions::default() };
+            let group = ProcessGroup::join(rendezvous, options).unwrap();
+            let pair = group.new_group(&[crate::Rank::MAIN, crate::Rank::new(2)]);
+            match rank.get() {
+                1 => assert!(pair.unwrap().is_none()),
+                _ => assert!(pair.unwrap_err().to_string().contains("different tuning tables")),
+            }
+            group.barrier().unwrap();
+        };
+        std::thread::scope(|scope| {
+            for number in world.ranks() {
+                let rank = &rank;
+                scope.spawn(move || rank(number));
             }
         });
     }

@@ -34,7 +34,7 @@ pub use self::work::Work;
 use parking_lot::Mutex;
 
 use crate::buffer::Buffer;
-use crate::collective::ReduceOp;
+use crate::collective::{ReduceOp, Tuning};
 use crate::deadline::Patience;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -160,6 +160,7 @@ impl ProcessGroup {
                     // Threads of one process, which may be tests: they stay where the system puts them.
                     local: LocalPlace { rank: rank.get(), world_size: 1 },
                     epoch: Epoch::default(),
+                    tuning: Tuning::default(),
                     _keep_alive: Arc::new(()),
                     members: None,
                 };

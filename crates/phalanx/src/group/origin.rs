@@ -7,6 +7,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::LocalPlace;
+use crate::collective::Tuning;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::{Epoch, Rank, WorldSize};
@@ -19,6 +20,8 @@ pub(crate) struct Origin {
     pub ground: Ground,
     pub local: LocalPlace,
     pub epoch: Epoch,
+    /// The table by which the group and its sub-groups choose algorithms.
+    pub tuning: Tuning,
     /// What must live as long as the group and its sub-groups, such as the store's server.
     pub _keep_alive: Arc<dyn Send + Sync>,
     /// The ranks of this group in the first one, by rank; none if this is the first.

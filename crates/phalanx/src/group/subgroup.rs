@@ -207,7 +207,9 @@ impl ProcessGroup {
             _ => error,
         })?;
         let identity = Identity { rank, world, trace: self.trace(), origin };
-        Ok(Some(Self::new(identity, connected)?.with_timeout(self.timeout)))
+        let group = Self::new(identity, connected)?.with_timeout(self.timeout);
+        // Its world may be another row of the table, which has not been compared yet.
+        group.tuned(&self.inner.origin.tuning).map(Some)
     }
 }
 

@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::collective::Tuning;
 use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::group::{Ground, Identity, LocalPlace, Origin, ProcessGroup};
@@ -95,6 +96,7 @@ fn processes(
         ground: Ground::Mesh { store, interface, transport: kind, host_id },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
         epoch: Epoch::default(),
+        tuning: Tuning::default(),
         _keep_alive: Arc::new(()),
         members: None,
     };

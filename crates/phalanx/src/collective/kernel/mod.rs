@@ -3,7 +3,6 @@
 //! Every loop is compiled for x86-64 as such, with AVX2 and with AVX-512, and picked at run time.
 
 // Memory that all ranks share is folded; plans combine pairwise.
-#[allow(dead_code)]
 mod fold;
 mod half;
 mod number;
@@ -13,7 +12,6 @@ mod tests;
 use ::half::{bf16, f16};
 use bytemuck::Pod;
 
-#[allow(unused_imports)]
 pub(crate) use self::fold::Fold;
 use self::fold::Onto;
 use self::half::Half;

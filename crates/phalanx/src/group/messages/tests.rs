@@ -25,6 +25,7 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
             ground: Ground::process(),
             local: LocalPlace { rank: rank.get(), world_size: 1 },
             epoch: Epoch(0),
+            tuning: crate::Tuning::default(),
             _keep_alive: Arc::new(()),
             members: None,
         };
