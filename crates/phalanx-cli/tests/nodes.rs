@@ -160,11 +160,26 @@ fn nodes_that_do_not_come_or_do_not_fit_are_named() {
     let (code, _, err) = end(node("0", &port, &options, "echo never").spawn().unwrap());
     assert!(code == Some(1) && err.contains("1 of at least 2 nodes"), "{err}");
 
-    let first = node("0", &port, &["--rdzv-conf", "join_timeout=3"], "echo never").spawn().unwrap();
-    let other = node("1", &port, &["--max-restarts", "3"], "echo never").spawn().unwrap();
-    let (code, _, err) = end(other);
-    assert!(code == Some(1) && err.contains("--max-restarts 0"), "{err}");
-    end(first);
+    // Whichever is first: all others must fit the one that serves the store.
+    for slow in ["0", "1"] {
+        let port = free_port();
+        let start = |rank: &str, options: &[&str]| {
+            if rank == slow {
+                std::thread::sleep(Duration::from_millis(300));
+            }
+            node(rank, &port, options, "echo never").spawn().unwrap()
+        };
+        let (first, other) = std::thread::scope(|scope| {
+            let first = scope.spawn(|| start("0", &[]));
+            let other = scope.spawn(|| start("1", &["--max-restarts", "3"]));
+            (first.join().unwrap(), other.join().unwrap())
+        });
+        let (code, _, err) = end(other);
+        assert!(code == Some(1) && err.contains("--max-restarts 0"), "{err}");
+        send(&first, Signal::TERM);
+        let (code, _, err) = end(first);
+        assert_eq!(code, Some(143), "{err}");
+    }
 }
 
 #[test]

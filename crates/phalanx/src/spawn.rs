@@ -59,8 +59,9 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 /// - A worker that is killed is named with the signal; the others get SIGTERM, and after 30 s SIGKILL. What workers have
 ///   started is ended too, also after success.
 /// - Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the workers first and then this program, as that signal would have. If the
-///   program handles the signal itself, its handler is called and `spawn` returns an error with
-///   [`is_aborted`](Error::is_aborted). SIGUSR1 and SIGUSR2 are passed on and end nothing here.
+///   program handles the signal itself, its handler is called, and if it ignores it, as a shell has programs in the
+///   background ignore Ctrl-C, nothing is: then `spawn` returns an error with [`is_aborted`](Error::is_aborted). SIGUSR1
+///   and SIGUSR2 are passed on and end nothing here.
 /// - If this process is killed, so are its workers and all that they have started.
 ///
 /// # Errors

@@ -5,7 +5,7 @@ mod support;
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, getpid, kill_process};
@@ -26,6 +26,7 @@ fn main() {
         ("grandchildren_are_ended", grandchildren_are_ended),
         ("the_parents_death_ends_all", the_parents_death_ends_all),
         ("ctrl_c_ends_all", ctrl_c_ends_all),
+        ("a_signal_that_the_program_ignores_ends_the_workers_alone", an_ignored_signal_ends_the_workers),
         ("calls_are_told_apart", calls_are_told_apart),
         ("misuse_is_refused", misuse_is_refused),
         ("under_a_launcher_the_worker_runs_in_place", under_a_launcher_the_worker_runs_in_place),
@@ -154,21 +155,53 @@ fn the_parents_death_ends_all() {
 }
 
 fn ctrl_c_ends_all() {
-    end_the_parent(Signal::INT);
+    // A shell without job control starts what it puts into the background with SIGINT ignored, also this test.
+    end_the_parent(if is_ignored(Signal::INT) { Signal::TERM } else { Signal::INT });
+}
+
+fn an_ignored_signal_ends_the_workers() {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "trap '' INT; exec \"$0\""]).arg(std::env::current_exe().unwrap());
+    prepare(&mut shell, "endless");
+    let (mut parent, mut out, pids) = start_endless(&mut shell);
+    kill_process(Pid::from_child(&parent), Signal::INT).unwrap();
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).unwrap();
+    assert!(rest.contains("SIGINT ended the workers"), "{rest}");
+    assert!(wait(&mut parent).success());
+    wait_until_gone(&pids);
 }
 
 fn end_the_parent(signal: Signal) {
-    let mut parent = program("endless").stdout(Stdio::piped()).spawn().unwrap();
-    let lines = BufReader::new(parent.stdout.take().unwrap()).lines();
-    let pids: Vec<String> = lines.take(4).map(Result::unwrap).collect();
-    assert!(pids.iter().all(|pid| !is_gone(pid)));
+    // What the program might still say must not meet a closed pipe, of which it would die first.
+    let (mut parent, _out, pids) = start_endless(&mut program("endless"));
     kill_process(Pid::from_child(&parent), signal).unwrap();
     assert_eq!(wait(&mut parent).signal(), Some(signal.as_raw()));
+    wait_until_gone(&pids);
+}
+
+/// Starts the program, and reads the numbers of the four processes that it starts.
+fn start_endless(program: &mut Command) -> (Child, BufReader<ChildStdout>, Vec<String>) {
+    let mut parent = program.stdout(Stdio::piped()).spawn().unwrap();
+    let mut out = BufReader::new(parent.stdout.take().unwrap());
+    let pids: Vec<String> = out.by_ref().lines().take(4).map(Result::unwrap).collect();
+    assert!(pids.iter().all(|pid| !is_gone(pid)), "{pids:?}");
+    (parent, out, pids)
+}
+
+fn wait_until_gone(pids: &[String]) {
     let deadline = Instant::now() + LIMIT;
     while let Some(pid) = pids.iter().find(|pid| !is_gone(pid)) {
         assert!(Instant::now() < deadline, "{pid} was left behind");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// Does this process, and what it starts, ignore `signal`?
+fn is_ignored(signal: Signal) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+    u64::from_str_radix(mask.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
 }
 
 fn calls_are_told_apart() {
@@ -228,11 +261,15 @@ fn a_deleted_program_still_spawns() {
 
 fn program(scenario: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
+    prepare(&mut command, scenario);
+    command
+}
+
+fn prepare(command: &mut Command, scenario: &str) {
     command.env(SCENARIO, scenario).stdin(Stdio::null());
     for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
         command.env_remove(name);
     }
-    command
 }
 
 /// Runs it to its end: exit status, standard output, standard error.

@@ -4,7 +4,7 @@
 //! A thread writes them, so that a slow or full disk holds up neither signals nor the news of a failure.
 
 use std::fs::{self, DirBuilder, File};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -182,10 +182,16 @@ impl JobLogs {
         &self.folder
     }
 
-    /// Makes the files of one worker.
+    /// Makes the files of one worker. Where nodes come and go, workers start again within one attempt: what they wrote
+    /// stays, but not the error with which they ended.
     pub(super) fn worker(&self, attempt: u32, local_rank: u32) -> Result<WorkerLogs> {
         let folder = self.folder.join(format!("attempt_{attempt}")).join(local_rank.to_string());
         make(&folder)?;
+        let error_file = folder.join("error.json");
+        match fs::remove_file(&error_file) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(cannot_make(&error_file, error)),
+            Ok(()) | Err(_) => {}
+        }
         let sink = |stream, name: &str| -> Result<Sink> {
             let tee = self.logs.tee.has(local_rank, stream);
             let redirected = self.logs.redirects.has(local_rank, stream);
@@ -196,7 +202,7 @@ impl JobLogs {
             Ok(Sink { log, shown: tee || !redirected })
         };
         Ok(WorkerLogs {
-            error_file: folder.join("error.json"),
+            error_file,
             stdout: sink(Stream::Stdout, "stdout.log")?,
             stderr: sink(Stream::Stderr, "stderr.log")?,
         })
@@ -267,7 +273,8 @@ impl Writer {
     }
 
     fn open(&self, path: &Path) -> Result<Log> {
-        let file = File::create(path).map_err(|error| cannot_make(path, error))?;
+        let file =
+            File::options().append(true).create(true).open(path).map_err(|error| cannot_make(path, error))?;
         Ok(Log { file: Arc::new(file), queue: self.queue.clone(), state: Arc::clone(&self.state) })
     }
 }
@@ -340,6 +347,21 @@ mod tests {
                 .unwrap()
                 .starts_with("a_b_")
         );
+    }
+
+    #[test]
+    fn workers_that_start_again_in_one_attempt_inherit_output_but_no_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let logs = Logs::new(folder.path()).tee("1".parse().unwrap()).open("x").unwrap();
+        for text in [&b"one\n"[..], b"two\n"] {
+            let worker = logs.worker(0, 0).unwrap();
+            assert!(!worker.error_file.exists());
+            fs::write(&worker.error_file, r#"{"message": "of this life"}"#).unwrap();
+            worker.stdout.log.as_ref().unwrap().push(text);
+        }
+        let path = logs.folder().join("attempt_0/0/stdout.log");
+        logs.finish();
+        assert_eq!(fs::read(path).unwrap(), b"one\ntwo\n");
     }
 
     #[test]

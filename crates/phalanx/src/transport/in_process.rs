@@ -7,7 +7,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::health::Health;
 use super::messages::Messages;
-use super::{Connected, Incoming, Outgoing, Transport};
+use super::{Connected, Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;
 use crate::deadline::Deadline;
 use crate::domain::Partition;
@@ -140,7 +140,7 @@ impl InProcess {
             if mailbox.arrived.wait_until(&mut frames, deadline.instant()).timed_out()
                 && frames[from.index()].is_empty()
             {
-                return Err(Error::timeout(format!("rank {from} sent nothing in time")).with_peer(from));
+                return Err(late(from, health.host(from)));
             }
         }
     }

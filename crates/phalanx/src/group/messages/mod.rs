@@ -121,6 +121,11 @@ impl Messages {
         let shared = &*self.shared;
         // Tickets are taken under the queue's lock: the worker is to see them in their order.
         let mut queue = shared.queue.lock();
+        if shared.health.has_failed() {
+            // A worker that has panicked looks here no more.
+            drop(queue);
+            return Err(shared.health.cause().unwrap_or_else(|| Error::aborted("the group has failed")));
+        }
         let works = ops.into_iter().map(|op| match op {
             P2pOp::Send { buffer, to } => {
                 let start = |header| Sending::new(header);

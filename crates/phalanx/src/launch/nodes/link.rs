@@ -31,6 +31,11 @@ const DRAIN: Duration = Duration::from_secs(5);
 /// How long the system may take to look up an address.
 const LOOK_UP: Duration = Duration::from_secs(30);
 
+/// How long one try to connect may take while nobody listens: then it looks whether the store is still wanted.
+const TRY: Duration = Duration::from_secs(1);
+/// How long what listens may take to answer as a store does.
+const SURE: Duration = Duration::from_secs(15);
+
 /// What the threads tell the supervisor.
 #[derive(Debug)]
 pub(super) enum News {
@@ -92,6 +97,9 @@ impl Link {
                     .name("phalanx-nodes-in".into())
                     .spawn(move || read(&*reader.0, &reader.1, &reader.2))
                     .map_err(no_thread)?;
+                if server.is_none() {
+                    wait_for_host(&*store, &cluster, &thread, deadline)?;
+                }
                 let join = Entry::Join { node: node(server.is_some()), settings };
                 let result = write(&store, &cluster, join, &inbox, &thread);
                 if result.is_ok() {
@@ -194,14 +202,36 @@ fn connect(
     deadline: Deadline,
 ) -> Result<TcpStore> {
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
+    let mut patience = TRY;
     loop {
-        match TcpStore::connect(&address, deadline.at_most(Duration::from_secs(1))) {
+        match TcpStore::connect(&address, deadline.at_most(patience)) {
             Err(error) if error.is_timeout() && !deadline.has_passed() => {
                 if shared.closing.load(Ordering::Relaxed) {
                     return Err(error);
                 }
+                patience = TRY;
             }
+            // It listens, but has no more answered than a stranger would: it may not have had the time.
+            Err(error) if !error.is_timeout() && patience == TRY => patience = SURE,
             result => return result,
+        }
+    }
+}
+
+/// Waits until the launcher that serves the store has joined. Everybody must fit the first of the log: if that were
+/// another one, with wrong options, it would turn away the one without which nothing goes on.
+fn wait_for_host(store: &dyn Store, cluster: &Cluster, shared: &Shared, deadline: Deadline) -> Result<()> {
+    loop {
+        match log::read(store, 0, deadline.at_most(LOOK)) {
+            Ok(_) => return Ok(()),
+            Err(error) if !error.is_timeout() || shared.closing.load(Ordering::Relaxed) => return Err(error),
+            Err(_) if deadline.has_passed() => {
+                let cause = format!("nobody has begun this job at the store at {}", cluster.endpoint());
+                return Err(Error::timeout(cause)
+                    .in_operation("rendezvous of the launchers", None)
+                    .with_remedy("start all nodes of a job with the same --rdzv-id"));
+            }
+            Err(_) => {}
         }
     }
 }
@@ -298,4 +328,76 @@ fn beat(node: NodeId) -> String {
 
 fn no_thread(error: io::Error) -> Error {
     Error::io("cannot start a thread for the news from other nodes", error)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn whoever_serves_the_store_joins_first() {
+        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let address = server.local_addr();
+        let cluster = Cluster::new(2, 2, "127.0.0.1", address.port()).unwrap().hosting(Hosting::Connect);
+        let settings = Settings { min_nodes: 2, max_nodes: 2, max_restarts: 0 };
+        let node = |id, serves_store| Node {
+            id: NodeId(id),
+            host: "here".to_owned(),
+            workers: 1,
+            place: None,
+            serves_store,
+        };
+        let mut link =
+            Link::start(&cluster, "job".to_owned(), move |serves| node(7, serves), settings).unwrap();
+        let limit = Deadline::after(Duration::from_secs(20));
+        while !matches!(link.read(), Some(News::Connected { .. })) {
+            assert!(!limit.has_passed());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_millis(300));
+        let store = TcpStore::connect(address, limit).unwrap();
+        let store: SharedStore = Arc::new(PrefixStore::new("job", Arc::new(store)));
+        assert!(!store.check(&["log/0"], limit).unwrap(), "it did not wait");
+
+        let host = Entry::Join { node: node(1, true), settings };
+        Log::new(Arc::clone(&store)).append(&host.to_bytes().unwrap(), limit).unwrap();
+        let next = Entry::from_bytes(&log::read(&*store, 1, limit).unwrap()).unwrap();
+        assert_eq!(next, Entry::Join { node: node(7, false), settings });
+    }
+
+    #[test]
+    fn a_store_that_is_slow_to_answer_is_waited_for() {
+        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let (behind, slow) = (server.local_addr(), TcpListener::bind("127.0.0.1:0").unwrap());
+        let cluster = Cluster::new(2, 2, "127.0.0.1", slow.local_addr().unwrap().port()).unwrap();
+        std::thread::spawn(move || {
+            for client in slow.incoming() {
+                let (client, store) = (client.unwrap(), TcpStream::connect(behind).unwrap());
+                for (mut from, mut to) in
+                    [(client.try_clone().unwrap(), store.try_clone().unwrap()), (store, client)]
+                {
+                    std::thread::spawn(move || {
+                        std::thread::sleep(TRY);
+                        io::copy(&mut from, &mut to)
+                    });
+                }
+            }
+        });
+        let deadline = Deadline::after(Duration::from_secs(20));
+        let store = connect(&cluster, None, &Shared::default(), deadline).unwrap();
+        assert_eq!(store.add("key", 1, deadline).unwrap(), 1);
+    }
+
+    #[test]
+    fn a_job_that_nobody_has_begun_is_named() {
+        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let cluster = Cluster::new(2, 2, "127.0.0.1", server.local_addr().port()).unwrap();
+        let store = TcpStore::connect(server.local_addr(), Deadline::after(Duration::from_secs(20))).unwrap();
+        let deadline = Deadline::after(Duration::from_millis(20));
+        let error = wait_for_host(&store, &cluster, &Shared::default(), deadline).unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("nobody has begun this job"), "{error}");
+        assert!(error.remedy().unwrap().contains("--rdzv-id"));
+    }
 }

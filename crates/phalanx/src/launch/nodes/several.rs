@@ -87,7 +87,10 @@ impl<'a> Several<'a> {
                 }
                 // Who serves the store goes when all is said.
                 News::Lost(_) if self.state.verdict().is_some() => {}
-                News::Lost(error) => self.lost = Some(self.store_is_lost(error)),
+                News::Lost(error) => {
+                    let error = self.store_is_lost(error);
+                    self.lost.get_or_insert(error);
+                }
             }
         }
     }
@@ -103,19 +106,24 @@ impl<'a> Several<'a> {
                 );
                 Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
             }
+            // It has gone before it joined, or was never heard of.
+            None if self.served_at.is_none() => error.with_remedy(
+                "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
+            ),
             None => error,
         }
     }
 
     /// Why this launcher cannot go on, if so.
     fn check(&mut self) -> Result<()> {
-        if let Some(error) = &self.lost {
-            return Err(error.clone());
-        }
+        // Whoever turned this node away may have gone since.
         if let Some(why) = &self.refusal {
             return Err(Error::mismatch(format!("this node cannot join the job: {why}")).with_remedy(
                 "start all nodes of a job with the same options, and each with its own --node-rank",
             ));
+        }
+        if let Some(error) = &self.lost {
+            return Err(error.clone());
         }
         let gone = self.has_joined
             && self.state.verdict().is_none()
@@ -221,11 +229,13 @@ impl<'a> Several<'a> {
         let waited = since.elapsed().as_secs_f64();
         let hosts: Vec<&str> = self.state.waiting().iter().map(|node| node.host.as_str()).collect();
         let mut cause = format!(
-            "{} of at least {} nodes have come within {waited:.0} s: {}",
+            "{} of at least {} nodes have come within {waited:.0} s",
             hosts.len(),
-            self.cluster.min_nodes,
-            hosts.join(", ")
+            self.cluster.min_nodes
         );
+        if !hosts.is_empty() {
+            cause.push_str(&format!(": {}", hosts.join(", ")));
+        }
         match self.state.last_cause().map(describe) {
             Some(Described::Worker(failure)) => cause.push_str(&format!("; before, {failure}")),
             Some(Described::Node(failure)) => cause.push_str(&format!("; before, {failure}")),
