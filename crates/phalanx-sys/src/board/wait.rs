@@ -91,17 +91,17 @@ fn processors() -> usize {
     usize::try_from(online).unwrap_or(1)
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
+    use crate::sync::AtomicU32;
     use std::cell::Cell;
-    use std::sync::atomic::AtomicU32;
 
     use super::*;
 
     #[test]
     fn a_rank_asks_whether_to_go_on_before_it_lets_others_go_first_and_every_few_turns() {
         let (rung, sleeping) = (AtomicU32::new(0), AtomicU32::new(0));
-        let doorbell = Doorbell { rung: &rung, sleeping: &sleeping };
+        let doorbell = Doorbell::new(&rung, &sleeping);
         for ranks in [1, 100_000] {
             let (looks, asked) = (Cell::new(0), Cell::new(0));
             let outcome = Waits::new(ranks).until(

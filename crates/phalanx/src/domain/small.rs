@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::wire::frame::Operation;
 
 /// Up to this many bytes no other way is faster, whatever the memory.
-const ALWAYS: usize = 512;
+pub(super) const ALWAYS: usize = 512;
 /// The most bytes that a rank reads, where another way would spare it some of them.
 const ALTOGETHER: usize = 2 * SMALL;
 
