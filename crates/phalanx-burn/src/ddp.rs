@@ -293,19 +293,26 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// Makes the parameters of all replicas their average. All ranks call it together.
+    /// Makes the parameters of all replicas their average. All ranks call it together; inside [`join`](Self::join), all
+    /// that still have data, and the average is theirs.
     ///
     /// # Errors
     /// If an averaging fails.
     pub fn average_parameters(&mut self) -> Result<()> {
         let model = self.model().clone();
-        self.model = Some(replicas::averaged(model, &self.group, Select::Weights(&self.inventory.buffers))?);
+        let (ranks, weights) = (self.group.active_ranks(), Select::Weights(&self.inventory.buffers));
+        self.model = Some(replicas::averaged(model, &self.group, ranks, weights)?);
         Ok(())
     }
 
     /// The parameters that need a gradient.
     pub(crate) fn parameters(&self) -> &[Parameter] {
         &self.inventory.parameters
+    }
+
+    /// Inside [`join`](Self::join), the number of ranks that still have data.
+    pub(crate) fn active_ranks(&self) -> usize {
+        self.group.active_ranks()
     }
 
     pub(crate) fn communicator(&self) -> &dyn Communicator {

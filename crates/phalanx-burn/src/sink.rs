@@ -42,16 +42,26 @@ pub(crate) struct Sink {
 struct State {
     reducer: Reducer,
     delivery: Delivery,
-    /// For each parameter, its type and length, and the sum of the gradients that have not gone to the reducer yet.
-    held: Vec<(DType, usize, Option<Buffer>)>,
+    held: Vec<Held>,
     /// The first failure. Backward cannot return it, so it waits here for [`Sink::check`].
     failure: Option<Error>,
+}
+
+/// What is held of one parameter.
+struct Held {
+    dtype: DType,
+    elements: usize,
+    /// The sum of the gradients that have not gone to the reducer yet. Its memory is taken once.
+    sum: Option<Buffer>,
+    /// Has any come since the last one went?
+    any: bool,
 }
 
 impl Sink {
     pub fn new(reducer: Reducer, group: Arc<dyn Communicator>, parameters: &[Parameter]) -> Result<Self> {
         let slot = |parameter: &Parameter| {
-            Ok((bridge::dtype(parameter.dtype)?, parameter.shape.iter().product(), None))
+            let (dtype, elements) = (bridge::dtype(parameter.dtype)?, parameter.shape.iter().product());
+            Ok(Held { dtype, elements, sum: None, any: false })
         };
         let held = parameters.iter().map(slot).collect::<Result<_>>()?;
         Ok(Self {
@@ -93,9 +103,9 @@ impl Sink {
     pub fn finish<T>(&self, look: impl FnOnce(&Reducer) -> Result<T>) -> Result<T> {
         self.attempt(|state| {
             state.delivery = Delivery::Ignore;
-            for index in 0..state.held.len() {
-                if let Some(held) = state.held[index].2.take() {
-                    state.reducer.ready(index, held.as_bytes())?;
+            for (index, held) in state.held.iter_mut().enumerate() {
+                if let Some(sum) = held.take() {
+                    state.reducer.ready(index, sum.as_bytes())?;
                 }
             }
             state.reducer.finish()?;
@@ -114,7 +124,7 @@ impl Sink {
     /// Takes over where rank `root`'s reducer stands. What was held is gone: it belonged to no finished step.
     pub fn adopt(&self, root: Rank) -> Result<()> {
         self.attempt(|state| {
-            state.held.iter_mut().for_each(|(.., held)| *held = None);
+            state.held.iter_mut().for_each(|held| held.any = false);
             state.reducer.adopt(root)
         })
     }
@@ -146,32 +156,45 @@ impl State {
             return Ok(());
         }
         let Self { reducer, delivery, held, .. } = self;
-        let Some((dtype, elements, held)) = held.get_mut(index) else {
+        let Some(held) = held.get_mut(index) else {
             return Err(Error::invalid_argument(format!(
                 "a gradient came for the unknown parameter {index}"
             )));
         };
-        let arrived = bridge::dtype(gradient.dtype)?;
-        if arrived != *dtype || gradient.bytes.len() != *elements * dtype.size() {
+        let (arrived, dtype, elements) = (bridge::dtype(gradient.dtype)?, held.dtype, held.elements);
+        if arrived != dtype || gradient.bytes.len() != elements * dtype.size() {
             return Err(Error::invalid_argument(format!(
                 "the gradient of parameter {index} has {} bytes of {arrived}, the parameter {elements} x {dtype}",
                 gradient.bytes.len()
             )));
         }
-        match (delivery, held.take()) {
-            (Delivery::Now, None) => reducer.ready(index, gradient.bytes),
-            (Delivery::Now, Some(mut sum)) => {
-                add(&mut sum, gradient.bytes)?;
-                reducer.ready(index, sum.as_bytes())
+        match delivery {
+            Delivery::Now if !held.any => reducer.ready(index, gradient.bytes),
+            Delivery::Now => {
+                held.add(gradient.bytes)?;
+                held.take().map_or(Ok(()), |sum| reducer.ready(index, sum.as_bytes()))
             }
-            (Delivery::Hold, sum) => {
-                let mut sum = sum.unwrap_or_else(|| Buffer::zeroed(*dtype, *elements));
-                add(&mut sum, gradient.bytes)?;
-                *held = Some(sum);
-                Ok(())
-            }
-            (Delivery::Ignore, _) => Ok(()),
+            Delivery::Hold => held.add(gradient.bytes),
+            Delivery::Ignore => Ok(()),
         }
+    }
+}
+
+impl Held {
+    fn add(&mut self, gradient: &[u8]) -> Result<()> {
+        let (dtype, elements) = (self.dtype, self.elements);
+        let sum = self.sum.get_or_insert_with(|| Buffer::zeroed(dtype, elements));
+        if std::mem::replace(&mut self.any, true) {
+            add(sum, gradient)
+        } else {
+            sum.as_bytes_mut().copy_from_slice(gradient);
+            Ok(())
+        }
+    }
+
+    /// The sum, if there is any; the next gradient begins another.
+    fn take(&mut self) -> Option<&Buffer> {
+        self.sum.as_ref().filter(|_| std::mem::take(&mut self.any))
     }
 }
 

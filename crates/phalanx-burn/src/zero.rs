@@ -6,7 +6,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
-use phalanx::{Rank, Result, WorldSize};
+use phalanx::{Error, Rank, Result, WorldSize};
 
 use crate::Ddp;
 use crate::optimizer;
@@ -58,13 +58,21 @@ impl ZeroRedundancyOptimizer {
     /// their ranks. All ranks call it together.
     ///
     /// # Errors
-    /// If the exchange fails.
+    /// If the exchange fails; inside [`Ddp::join`], if a rank has no data left, because nobody else could update its part.
     pub fn step<M: Module>(
         &mut self,
         ddp: &mut Ddp<M>,
         learning_rate: impl Into<ModuleLearningRate>,
         mut gradients: GradientsParams,
     ) -> Result<()> {
+        let (active, world) = (ddp.active_ranks(), ddp.world_size().count());
+        if active < world {
+            return Err(Error::invalid_argument(format!(
+                "{} of {world} ranks have no data left, and they alone can update their part of the parameters",
+                world - active
+            ))
+            .with_remedy("give every rank as many batches, or train with an optimizer that is not spread"));
+        }
         let own = &self.parts[self.rank.index()];
         ddp.model().visit(&mut Discard { keep: own, gradients: &mut gradients });
         ddp.step(&mut self.inner, learning_rate, gradients);

@@ -11,6 +11,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Shape, Tensor, TensorData};
 use common::{device, distance, floats, run};
 use parking_lot::Mutex;
+use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
 use phalanx::{Error, ProcessGroup, WorldSize};
 use phalanx_burn::{Ddp, DdpOptions, SyncBatchNorm};
@@ -349,6 +350,49 @@ fn the_layers_may_have_a_group_of_their_own() {
     };
     for ours in trained(ranks, &net, &DdpOptions::default(), sync) {
         assert!(distance(&ours, &expected) < TOLERANCE);
+    }
+}
+
+#[test]
+fn uneven_inputs_normalise_with_the_ranks_that_still_have_data() {
+    let batches = |rank: usize| 2 + (rank * 2) % 3;
+    let part = |step: usize, rank: usize| images((step * 3 + rank) * BATCH, (step * 3 + rank + 1) * BATCH);
+    for ranks in [2, 3] {
+        let net = Net::new(|norm| norm);
+        let expected = {
+            let (mut net, mut optimizer) = (net.twin(), sgd());
+            for step in 0..(0..ranks).map(batches).max().unwrap() {
+                let active = (0..ranks).filter(|&rank| step < batches(rank));
+                let x = Tensor::cat(active.map(|rank| part(step, rank)).collect(), 0);
+                let gradients = GradientsParams::from_grads(net.loss(x).backward(), &net);
+                net = optimizer.step(0.05, net, gradients);
+            }
+            floats(&net.valid())
+        };
+        let trained = run(ranks as u32, |group| {
+            let group = JoinGroup::new(group);
+            let rank = phalanx::Communicator::rank(&group).index();
+            let net = net.twin().renormed(|norm| SyncBatchNorm::new(norm, &group));
+            let mut ddp = Ddp::new(net, &group).unwrap();
+            let mut optimizer = sgd();
+            let mut join = JoinOptions::default();
+            join.divide_by_initial_world_size = false;
+            ddp.join(&mut optimizer, join, |ddp, optimizer| {
+                for step in 0..batches(rank) {
+                    let loss = ddp.forward(|net| net.loss(part(step, rank)))?;
+                    let gradients = ddp.backward(&loss)?;
+                    ddp.step(optimizer, 0.05, gradients);
+                }
+                Ok(())
+            })
+            .unwrap();
+            assert!(ddp.replicas_identical().unwrap());
+            floats(&ddp.model().valid())
+        });
+        for ours in &trained {
+            let distance = distance(ours, &expected);
+            assert!(distance < TOLERANCE, "{ranks} ranks: {distance:e} away");
+        }
     }
 }
 

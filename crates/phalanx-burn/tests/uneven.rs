@@ -11,8 +11,9 @@ use burn::tensor::Tensor;
 use common::{Mlp, device, distance, floats, run, samples};
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
+use phalanx::reducer::hooks::PostLocalSgd;
 use phalanx::{Buffer, Communicator, ProcessGroup, ReduceOp, Result};
-use phalanx_burn::{Ddp, DdpOptions};
+use phalanx_burn::{Ddp, DdpOptions, PeriodicModelAverager, ZeroRedundancyOptimizer};
 
 const BATCH: usize = 4;
 const LEARNING_RATE: f64 = 0.05;
@@ -183,4 +184,71 @@ fn early_termination_ends_every_rank_on_the_same_step() {
         });
         assert!(ends.iter().all(|&steps| steps == 2), "{ends:?}");
     }
+}
+
+#[test]
+fn an_average_of_the_model_is_that_of_the_ranks_that_still_train() {
+    let start = Mlp::new(&[8, 16, 3]);
+    for ranks in [2, 3] {
+        // Every rank takes a step, the last rank takes two more.
+        let step = |model: &Mlp, number: usize, rank: usize| {
+            let gradients = GradientsParams::from_grads(model.loss(batch(0, number, rank)).backward(), model);
+            SgdConfig::new().init().step(LEARNING_RATE, model.clone(), gradients)
+        };
+        let firsts: Vec<_> = (0..ranks).map(|rank| floats(&step(&start, 0, rank))).collect();
+        let trained = run(ranks as u32, |group| {
+            let rank = group.rank().index();
+            let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+            ddp.register_comm_hook(PostLocalSgd::new(0)).unwrap();
+            let mut averager = PeriodicModelAverager::new(1).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            let mut reached = Vec::new();
+            let steps = if rank + 1 == ranks { 3 } else { 1 };
+            ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+                for number in 0..steps {
+                    let expected = step(ddp.model(), number, rank);
+                    let loss = ddp.forward(|model| model.loss(batch(0, number, rank)))?;
+                    let gradients = ddp.backward(&loss)?;
+                    ddp.step(optimizer, LEARNING_RATE, gradients);
+                    assert!(averager.step(ddp)?);
+                    reached.push((floats(ddp.model()), floats(&expected)));
+                }
+                Ok(())
+            })
+            .unwrap();
+            assert!(ddp.replicas_identical().unwrap());
+            reached
+        });
+        for (index, values) in trained[0][0].0.iter().enumerate() {
+            for (place, value) in values.iter().enumerate() {
+                let mean = firsts.iter().map(|model| model[index][place]).sum::<f32>() / ranks as f32;
+                assert!((value - mean).abs() < 1e-6, "{value} is not {mean}");
+            }
+        }
+        for (ours, alone) in &trained[ranks - 1][1..] {
+            let distance = distance(ours, alone);
+            assert!(distance < 1e-6, "{ranks} ranks: {distance:e} from a rank that trains by itself");
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_that_is_spread_says_that_it_needs_every_rank() {
+    let start = Mlp::new(&[8, 16, 3]);
+    let errors = run(2, |group| {
+        let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+        let mut zero = ZeroRedundancyOptimizer::new(sgd(), &ddp).unwrap();
+        let steps = 1 + group.rank().index();
+        ddp.join(&mut sgd(), JoinOptions::default(), |ddp, _| {
+            for number in 0..steps {
+                let loss = ddp.forward(|model| model.loss(batch(0, number, 0)))?;
+                let gradients = ddp.backward(&loss)?;
+                zero.step(ddp, LEARNING_RATE, gradients)?;
+            }
+            Ok(())
+        })
+        .unwrap_err()
+        .to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("1 of 2 ranks have no data left")), "{errors:?}");
 }

@@ -7,7 +7,7 @@ use burn::backend::Dispatch;
 use burn::module::{Content, DisplaySettings, Flag, Module, ModuleDisplay, Param, RunningState};
 use burn::nn::BatchNorm;
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use phalanx::{Error, ProcessGroup};
+use phalanx::{Communicator, Error};
 
 use self::op::{Layer, SyncBatchNormOp};
 use self::statistics::{Exchange, Moments};
@@ -61,9 +61,9 @@ use self::statistics::{Exchange, Moments};
 /// # What is exchanged
 ///
 /// One all_reduce in forward (per channel the sum and the sum of squares, and the number of values) and one in
-/// backward (per channel the sums of the gradient and of its product with the normalised input), both of `2·channels`
-/// f64 values, whatever the size of the batch. Each rank's part enters as its mean and its variance about that mean, times its count: the
-/// sums are exact to f64 whatever the precision of the tensors. Evaluation (`model.valid()`) uses the running
+/// backward (per channel the sums of the gradient and of its product with the normalised input): `2·channels` f64
+/// values, and one more in forward, whatever the size of the batch. Each rank's part is its mean and its variance about
+/// that mean, in the precision of the tensors; merging the parts is exact to f64. Evaluation (`model.valid()`) uses the running
 /// statistics and exchanges nothing, and so does a world of one.
 ///
 /// # Together with [`Ddp`](crate::Ddp)
@@ -73,9 +73,12 @@ use self::statistics::{Exchange, Moments};
 /// every rank as long as every rank's graph is the same, and the two can share a group. Ranks that come to disagree get
 /// an error that shows both calls.
 ///
-/// Where graphs differ between ranks (`find_unused_parameters` is set because they do), and where a large bucket that is
+/// Where graphs differ between ranks (`find_unused_parameters` or `static_graph` is set because they do), and where a large bucket that is
 /// under way should not hold up an exchange that backward waits for, give the layers [a group of their
 /// own](Self::with_statistics_group).
+///
+/// Inside [`Ddp::join`](crate::Ddp::join) give the same `JoinGroup` to both: the statistics then are those of the ranks
+/// that still have data. A group of the layers' own is not joined.
 ///
 /// With this layer the running statistics are the same on every rank anyway:
 /// [`DdpOptions::broadcast_buffers`](crate::DdpOptions::broadcast_buffers) may be switched off if nothing else needs it.
@@ -112,10 +115,12 @@ pub struct SyncBatchNorm {
 }
 
 impl SyncBatchNorm {
-    /// The layer that `norm` becomes when its statistics are those of all ranks of `group`.
-    pub fn new(norm: BatchNorm, group: &ProcessGroup) -> Self {
+    /// The layer that `norm` becomes when its statistics are those of all ranks of `group`: a
+    /// [`ProcessGroup`](phalanx::ProcessGroup), or, for ranks with unequal numbers of batches, the
+    /// [`JoinGroup`](phalanx::join::JoinGroup) that [`Ddp`](crate::Ddp) is made with, too.
+    pub fn new<C: Communicator + Clone + 'static>(norm: BatchNorm, group: &C) -> Self {
         let BatchNorm { gamma, beta, training, running_mean, running_var, momentum, epsilon } = norm;
-        let exchange = Exchange::new(group.clone());
+        let exchange = Exchange::new(group);
         Self { gamma, beta, training, running_mean, running_var, momentum, epsilon, exchange }
     }
 
@@ -124,8 +129,8 @@ impl SyncBatchNorm {
     ///
     /// All layers of a model may share one such group.
     #[must_use]
-    pub fn with_statistics_group(mut self, statistics: &ProcessGroup) -> Self {
-        self.exchange = self.exchange.over(statistics.clone());
+    pub fn with_statistics_group<C: Communicator + Clone + 'static>(mut self, statistics: &C) -> Self {
+        self.exchange = self.exchange.over(statistics);
         self
     }
 

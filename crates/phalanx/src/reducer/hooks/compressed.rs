@@ -1,8 +1,11 @@
 //! Gradients that travel with half the bits.
 
+use std::fmt;
+
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::spares::Spares;
 use super::{AllReduce, CommHook, GradBucket, Pending};
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
@@ -18,20 +21,22 @@ const BLOCK: usize = 2048;
 ///
 /// Each rank divides by the world size before it rounds, so the sum is no larger than a gradient. f16 has 11
 /// significant bits but ends at 65,504: a larger gradient becomes infinite. bf16 has the range of f32 and 8 bits.
-#[derive(Clone, Copy, Debug)]
+///
+/// It takes memory for what it sends: half as much as the gradients.
 pub struct Compressed {
     dtype: DType,
+    halves: Spares,
 }
 
 impl Compressed {
     /// IEEE half precision: PyTorch's `fp16_compress_hook`.
     pub fn f16() -> Self {
-        Self { dtype: DType::F16 }
+        Self { dtype: DType::F16, halves: Spares::default() }
     }
 
     /// The upper half of an f32: PyTorch's `bf16_compress_hook`.
     pub fn bf16() -> Self {
-        Self { dtype: DType::BF16 }
+        Self { dtype: DType::BF16, halves: Spares::default() }
     }
 }
 
@@ -45,7 +50,9 @@ impl CommHook for Compressed {
             return AllReduce.start(group, bucket);
         }
         let mut whole = bucket.buffer;
-        let mut half = group.alloc(self.dtype, whole.len())?;
+        let message = (bucket.index, 0);
+        let halves = self.halves.share();
+        let mut half = halves.take(group, message, self.dtype, whole.len())?;
         let factor = 1.0 / group.world_size().get() as f32;
         match self.dtype {
             DType::F16 => {
@@ -65,12 +72,27 @@ impl CommHook for Compressed {
                 DType::F16 => half.as_slice::<f16>()?.convert_to_f32_slice(to),
                 _ => half.as_slice::<bf16>()?.convert_to_f32_slice(to),
             }
+            halves.keep(message, half);
             Ok(Pending::ready(whole))
         }))
     }
 
     fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        self.halves.clear(); // The buckets may become others.
         Ok(())
+    }
+}
+
+impl Clone for Compressed {
+    /// The same setting, with memory of its own.
+    fn clone(&self) -> Self {
+        Self { dtype: self.dtype, halves: Spares::default() }
+    }
+}
+
+impl fmt::Debug for Compressed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Compressed({})", self.dtype)
     }
 }
 

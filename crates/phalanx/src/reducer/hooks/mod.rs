@@ -36,6 +36,7 @@ mod linear;
 mod local_sgd;
 mod metered;
 mod power_sgd;
+mod spares;
 #[cfg(test)]
 mod tests;
 

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rand_mt::Mt;
 
-use super::linear::{orthogonalize, outer, times, transposed_times};
+use super::linear::{dot, orthogonalize, outer, times, transposed_times};
+use super::spares::Spares;
 use super::{AllReduce, CommHook, GradBucket, GradientPlace, Pending};
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
@@ -90,13 +91,18 @@ impl PowerSgdOptions {
 /// A gradient of at least two dimensions is seen as a matrix `M` of `shape[0]` rows. One step of the power method
 /// approximates the average over the ranks by `P·Qᵀ`: the ranks average `P = M·Q`, make its columns orthonormal, and
 /// average `Q = Mᵀ·P`. What is lost on this rank, `M − P·Qᵀ`, is added to its next gradient. Vectors, small
-/// matrices and other types than f32 travel uncompressed.
+/// matrices and other types than f32 travel uncompressed. A direction of `Q` in which there was nothing is replaced by a
+/// random one, so that a gradient that was zero for a step is not lost for ever.
 ///
-/// It takes memory for the losses (as much as the gradients) and for the factors.
+/// After a step whose average is not finite, the losses and factors of that gradient begin anew, on every rank: a program
+/// that leaves out such a step goes on as if it had not been.
+///
+/// It takes memory for the losses (as much as the gradients), for the factors, and for what it sends.
 pub struct PowerSgd {
     options: PowerSgdOptions,
     step: u64,
     memory: Arc<Mutex<Memory>>,
+    messages: Spares,
 }
 
 /// What is kept from step to step, by parameter, because buckets may be rebuilt.
@@ -115,7 +121,7 @@ impl PowerSgd {
         if options.rank == 0 {
             return Err(Error::invalid_argument("PowerSGD needs a rank of at least 1"));
         }
-        Ok(Self { options, step: 0, memory: Arc::default() })
+        Ok(Self { options, step: 0, memory: Arc::default(), messages: Spares::default() })
     }
 }
 
@@ -131,9 +137,12 @@ impl CommHook for PowerSgd {
             return AllReduce.start(group, bucket);
         }
         let layout = Layout::new(&bucket.gradients, &self.options);
-        let GradBucket { mut buffer, .. } = bucket;
-        let (options, memory) = (self.options, self.memory.clone());
-        let mut first = group.alloc(DType::F32, layout.left + layout.whole)?;
+        if layout.matrices.is_empty() {
+            return AllReduce.start(group, bucket);
+        }
+        let GradBucket { index, mut buffer, .. } = bucket;
+        let (options, memory, messages) = (self.options, self.memory.clone(), self.messages.share());
+        let mut first = messages.take(group, (index, 0), DType::F32, layout.left + layout.whole)?;
         {
             let mut memory = memory.lock();
             let gradients = buffer.as_mut_slice::<f32>()?;
@@ -143,13 +152,8 @@ impl CommHook for PowerSgd {
                 if let Some(loss) = memory.losses.get(&matrix.parameter) {
                     m.iter_mut().zip(loss).for_each(|(m, loss)| *m += loss);
                 }
-                let length = matrix.columns * matrix.rank;
                 let known = memory.factors.remove(&matrix.parameter);
-                let mut q = match known.filter(|q| options.warm_start && q.len() == length) {
-                    Some(q) => q,
-                    None => random(length, options.seed, step, matrix.parameter),
-                };
-                orthogonalize(&mut q, matrix.columns, options.orthogonalization_epsilon);
+                let q = matrix.begin(known.filter(|_| options.warm_start), &options, step);
                 times(m, matrix.columns, &q, &mut left[matrix.left()]);
             }
             layout.gather(gradients, whole);
@@ -157,7 +161,7 @@ impl CommHook for PowerSgd {
         let work = group.all_reduce_async(first, ReduceOp::Avg)?;
         Ok(Pending::then(work, move |mut first, group| {
             let (left, whole) = first.as_mut_slice::<f32>()?.split_at_mut(layout.left);
-            let mut second = group.alloc(DType::F32, layout.right)?;
+            let mut second = messages.take(group, (index, 1), DType::F32, layout.right)?;
             let right = second.as_mut_slice::<f32>()?;
             let gradients = buffer.as_mut_slice::<f32>()?;
             layout.scatter(whole, gradients);
@@ -167,12 +171,11 @@ impl CommHook for PowerSgd {
                 let m = &gradients[matrix.elements.clone()];
                 transposed_times(m, matrix.columns, p, &mut right[matrix.right()]);
             }
-            if layout.matrices.is_empty() {
-                return Ok(Pending::ready(buffer));
-            }
             let work = group.all_reduce_async(second, ReduceOp::Avg)?;
             Ok(Pending::then(work, move |second, _| {
                 layout.finish(&first, &second, &mut buffer, &options, &mut memory.lock())?;
+                messages.keep((index, 0), first);
+                messages.keep((index, 1), second);
                 Ok(Pending::ready(buffer))
             }))
         }))
@@ -182,6 +185,7 @@ impl CommHook for PowerSgd {
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
         self.step = super::super::verify::share(group, root, &self.step)?;
         *self.memory.lock() = Memory::default();
+        self.messages.clear(); // The buckets may become others.
         Ok(())
     }
 }
@@ -214,6 +218,25 @@ impl Matrix {
 
     fn right(&self) -> std::ops::Range<usize> {
         self.right..self.right + self.columns * self.rank
+    }
+
+    /// The orthonormal columns that a step begins with, from those that the last one left; the same on every rank.
+    fn begin(&self, last: Option<Vec<f32>>, options: &PowerSgdOptions, step: u64) -> Vec<f32> {
+        let length = self.columns * self.rank;
+        let random = || random(length, options.seed, step, self.parameter);
+        let mut q = last.filter(|q| q.len() == length).unwrap_or_else(random);
+        orthogonalize(&mut q, self.columns, options.orthogonalization_epsilon);
+        let nothing = |column: &[f32]| dot(column, column) == 0.0;
+        if q.chunks_exact(self.columns).any(nothing) {
+            // The power method never leaves zero: nothing would be sent in this direction any more.
+            for (column, fresh) in q.chunks_exact_mut(self.columns).zip(random().chunks_exact(self.columns)) {
+                if nothing(column) {
+                    column.copy_from_slice(fresh);
+                }
+            }
+            orthogonalize(&mut q, self.columns, options.orthogonalization_epsilon);
+        }
+        q
     }
 }
 
@@ -271,6 +294,12 @@ impl Layout {
         for matrix in &self.matrices {
             let m = &mut gradients[matrix.elements.clone()];
             let (p, q) = (&first[matrix.left()], &second[matrix.right()]);
+            if !p.iter().chain(q).all(|x| x.is_finite()) {
+                // Every rank sees this. What is no number would stay so in every later step.
+                outer(p, q, matrix.columns, m);
+                memory.losses.remove(&matrix.parameter);
+                continue;
+            }
             if options.error_feedback {
                 let loss = memory.losses.entry(matrix.parameter).or_default();
                 loss.clear();

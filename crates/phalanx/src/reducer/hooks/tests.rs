@@ -63,7 +63,7 @@ fn half_precision_rounds_the_average_and_sends_half() {
         for world in [2, 3, 4] {
             let expected = average(world, full_rank);
             let results = run(world, |group| {
-                let mut reducer = reducer(group.clone(), hook);
+                let mut reducer = reducer(group.clone(), hook.clone());
                 let matrix = step(&mut reducer, &full_rank(group.rank()));
                 let floats = ROWS * COLUMNS + 9;
                 assert_eq!(reducer.communicated_bytes() as usize, floats * 2 + ROWS * COLUMNS * 8);
@@ -121,6 +121,52 @@ fn power_sgd_makes_up_for_what_it_loses() {
     assert!(remaining(true, true, 1) < 0.1, "{}", remaining(true, true, 1));
     assert!(remaining(true, false, 2) < 0.1);
     assert!(remaining(false, true, 1) > 0.3);
+}
+
+#[test]
+fn power_sgd_recovers_from_gradients_that_were_zero_or_no_numbers() {
+    for (bad, feedback) in [(0.0, true), (0.0, false), (f32::NAN, true), (f32::INFINITY, false)] {
+        run(2, |group| {
+            let options = PowerSgdOptions::default().start_iter(0).rank(2).error_feedback(feedback);
+            let mut reducer = reducer(group.clone(), PowerSgd::new(options).unwrap());
+            let factor = |rank: Rank| rank.index() as f32 + 1.0;
+            for number in 0..6 {
+                let mut mine = rank_one(factor(group.rank()), number);
+                let is_bad = matches!(number, 0 | 3);
+                if is_bad && (bad == 0.0 || group.rank().is_main()) {
+                    mine.fill(bad);
+                }
+                let ours = step(&mut reducer, &mine);
+                if is_bad {
+                    assert!(ours.iter().all(|x| x.abs() < 1e-5 || !x.is_finite()), "{bad}: {ours:?}");
+                    continue;
+                }
+                let expected = average(2, |rank| rank_one(factor(rank), number));
+                let distance = farthest(&ours, &expected);
+                assert!(distance < 1e-5, "{bad}, step {number}: {distance:e}");
+            }
+        });
+    }
+}
+
+#[test]
+fn hooks_take_the_group_s_memory_once() {
+    let hooks: [fn() -> Box<dyn CommHook>; 3] = [
+        || Box::new(Compressed::f16()),
+        || Box::new(Compressed::bf16()),
+        || Box::new(PowerSgd::new(PowerSgdOptions::default().start_iter(1)).unwrap()),
+    ];
+    for hook in hooks {
+        run(2, |group| {
+            let mut reducer = reducer(group.clone(), AllReduce);
+            reducer.register_hook(hook()).unwrap();
+            // Buckets are rebuilt after the first step.
+            (0..3).for_each(|_| drop(step(&mut reducer, &full_rank(group.rank()))));
+            let taken = group.allocations();
+            (0..5).for_each(|_| drop(step(&mut reducer, &full_rank(group.rank()))));
+            assert_eq!(group.allocations(), taken);
+        });
+    }
 }
 
 #[test]
