@@ -89,6 +89,15 @@
 //! # }
 //! ```
 //!
+//! # Besides
+//!
+//! | | |
+//! |---|---|
+//! | [`SyncBatchNorm`] | batch norm whose statistics are those of all ranks' batches |
+//! | [`FusedAdamW`], [`FusedSgd`] | Burn's optimizers in one pass over memory |
+//! | [`DataParallel`], [`TowerGradients`] | several devices in one process, for comparison and where there is no other way |
+//! | `train::DdpStrategy` | Burn's own trainer in several processes; needs the feature `train` |
+//!
 //! # Limits
 //!
 //! - The Flex backend, with or without gradient checkpointing.
@@ -106,6 +115,8 @@ mod parameters;
 mod replicas;
 mod sink;
 mod sync_batch_norm;
+#[cfg(feature = "train")]
+pub mod train;
 
 pub use data_parallel::{DataParallel, Scatter, TowerGradients, Transfer, Transfers};
 pub use ddp::{Ddp, DdpOptions};
