@@ -132,6 +132,15 @@
 //! | [`DdpOptions::gradient_as_bucket_view`] | gradients without a copy |
 //! | [`ScaledLrScheduler`] | the learning rate for a batch as large as all ranks' together |
 //!
+//! # Besides
+//!
+//! | | |
+//! |---|---|
+//! | [`SyncBatchNorm`] | batch norm whose statistics are those of all ranks' batches |
+//! | [`FusedAdamW`], [`FusedSgd`] | Burn's optimizers in one pass over memory |
+//! | [`DataParallel`], [`TowerGradients`] | several devices in one process, for comparison and where there is no other way |
+//! | `train::DdpStrategy` | Burn's own trainer in several processes; needs the feature `train` |
+//!
 //! # Limits
 //!
 //! - The Flex backend, with or without gradient checkpointing. Burn 0.22 has no mixed precision: a model is f32, f64, f16
@@ -154,6 +163,8 @@ mod parameters;
 mod replicas;
 mod sink;
 mod sync_batch_norm;
+#[cfg(feature = "train")]
+pub mod train;
 mod zero;
 
 pub use averager::PeriodicModelAverager;

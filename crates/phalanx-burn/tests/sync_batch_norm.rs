@@ -3,7 +3,7 @@
 
 mod common;
 
-use burn::module::{Module, ModuleDisplay};
+use burn::module::{Module, ModuleDisplay, ModuleMapper, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, PaddingConfig2d, Relu};
 use burn::optim::momentum::MomentumConfig;
@@ -57,8 +57,8 @@ fn layer() -> BatchNorm {
     norm
 }
 
-/// Two training passes over `x`, the second of them backward too. The loss is a sum over samples, so that the gradients of
-/// ranks add up to those of the whole batch.
+/// Two training passes over `x`, the second of them backward too. The loss is a sum over samples, so that the gradients
+/// of ranks add up to those of the whole batch.
 fn pass<const D: usize>(norm: &impl Norm, x: Tensor<D>) -> Outcome {
     let x = x.require_grad();
     drop(norm.apply(x.clone() * 0.5));
@@ -240,7 +240,8 @@ impl<N: Norm> Net<N> {
         let norm = |channels| norm(BatchNormConfig::new(channels).init(&device));
         let (norm1, norm2) = (norm(4), norm(6));
         let head = LinearConfig::new(6, 3).init(&device);
-        Self { conv1: conv(2, 4), norm1, conv2: conv(4, 6), norm2, head, relu: Relu::new() }
+        let net = Self { conv1: conv(2, 4), norm1, conv2: conv(4, 6), norm2, head, relu: Relu::new() };
+        net.map(&mut Waves(0))
     }
 
     fn loss(&self, x: Tensor<4>) -> Tensor<1> {
@@ -264,6 +265,24 @@ impl Net<BatchNorm> {
     /// A copy with running statistics of its own, which clones would share.
     fn twin(&self) -> Self {
         Self::new(|norm| norm).load_record(self.clone().into_record())
+    }
+}
+
+/// The same parameters in every run: how far rounding errors grow in training depends on them.
+struct Waves(usize);
+
+impl ModuleMapper for Waves {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if !param.is_require_grad() {
+            return param;
+        }
+        self.0 += 1;
+        let phase = self.0 as f32;
+        param.map(|old| {
+            let wave: Vec<f32> =
+                (0..old.shape().num_elements()).map(|i| 0.4 * (1.7 * i as f32 + phase).sin() + 0.2).collect();
+            Tensor::from_data(TensorData::new(wave, old.shape()), &device()).require_grad()
+        })
     }
 }
 

@@ -15,6 +15,7 @@ pub struct Digits {
 }
 
 /// Some of them as tensors.
+#[derive(Clone, Debug)]
 pub struct Batch {
     pub images: Tensor<3>,
     pub labels: Tensor<1, Int>,

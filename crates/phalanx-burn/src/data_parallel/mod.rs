@@ -21,9 +21,10 @@ pub use self::transfers::{Transfer, Transfers};
 /// PyTorch's `DataParallel`: in each step the batch is scattered over devices, the model is copied to each, and the
 /// outputs are gathered on the main device, where the loss is computed and the optimizer runs.
 ///
-/// It needs no launcher and no group, and is here for programs that cannot become several processes, and to compare with:
-/// [`Ddp`](crate::Ddp) trains the same model faster, because it moves gradients alone, hides that behind backward, and
-/// has no device that does more than the others. In each step `DataParallel` moves, from or to the main device,
+/// It needs no launcher and no group, and is here for programs that cannot become several processes, and to compare
+/// with: [`Ddp`](crate::Ddp) trains the same model faster, because it moves gradients alone, hides that behind
+/// backward, and has no device that does more than the others. In each step `DataParallel` moves, from or to the main
+/// device,
 ///
 /// | | bytes, with n devices |
 /// |---|---|
@@ -90,7 +91,8 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         self
     }
 
-    /// Runs `pass` on each replica with its part of `input`, in parallel, and gives the outputs of all samples, in order.
+    /// Runs `pass` on each replica with its part of `input`, in parallel, and gives the outputs of all samples, in
+    /// order.
     ///
     /// # Errors
     /// If `input` has no samples.
@@ -109,8 +111,8 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         Ok(gathered)
     }
 
-    /// Runs backward from `loss`, which was computed from what [`forward`](Self::forward) gave, on all replicas, and gives
-    /// the sum of their gradients, on the main device.
+    /// Runs backward from `loss`, which was computed from what [`forward`](Self::forward) gave, on all replicas, and
+    /// gives the sum of their gradients, on the main device.
     ///
     /// # Errors
     /// If there was no forward pass before, or `loss` does not depend on its output.

@@ -40,7 +40,9 @@ impl<M: Module> Replicas<M> {
             return Err(Error::invalid_argument(format!("{plain:?} is a device without autodiff"))
                 .with_remedy("give device.autodiff()"));
         }
-        let model = Some(model.fork(main));
+        let model = model.fork(main);
+        model.visit(&mut Initialiser);
+        let model = Some(model);
         let scope: Scope = Box::new(|_, work| work());
         Ok(Self { model, devices, scope, transfers: Transfers::default() })
     }
@@ -226,6 +228,15 @@ fn within<T>(scope: &Scope, number: usize, work: impl FnOnce() -> T) -> T {
         // A scope that does not do the work leaves it to us.
         (None, Some(work)) => work(),
         (None, None) => unreachable!("work that was taken has an outcome"),
+    }
+}
+
+/// Makes the parameters that wait for their first use, which would otherwise be a replica's.
+struct Initialiser;
+
+impl ModuleVisitor for Initialiser {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        drop(param.base());
     }
 }
 

@@ -14,7 +14,8 @@ pub trait Scatter: Send + Sized {
     #[must_use]
     fn part(&self, samples: Range<usize>) -> Self;
 
-    /// A copy on `device`; adds its bytes to `moved`.
+    /// A copy on `device`, also if it is there already: no other device's memory could be handed over. Adds its bytes
+    /// to `moved`.
     #[must_use]
     fn copy_to(self, device: &Device, moved: &mut usize) -> Self;
 }
@@ -29,7 +30,7 @@ impl<const D: usize> Scatter for Tensor<D> {
     }
 
     fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
-        let (dtype, data) = (self.dtype(), self.into_data());
+        let (dtype, data) = (self.dtype(), self.to_data());
         *moved += data.as_bytes().len();
         Self::from_data(data, (device, dtype))
     }
@@ -45,7 +46,7 @@ impl<const D: usize> Scatter for Tensor<D, Int> {
     }
 
     fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
-        let (dtype, data) = (self.dtype(), self.into_data());
+        let (dtype, data) = (self.dtype(), self.to_data());
         *moved += data.as_bytes().len();
         Self::from_data(data, (device, dtype))
     }
@@ -61,7 +62,7 @@ impl<const D: usize> Scatter for Tensor<D, Bool> {
     }
 
     fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
-        let data = self.into_data();
+        let data = self.to_data();
         *moved += data.as_bytes().len();
         Self::from_data(data, device)
     }
@@ -81,8 +82,8 @@ impl<A: Scatter, B: Scatter> Scatter for (A, B) {
     }
 }
 
-/// How `samples` are divided between at most `replicas`, as evenly as PyTorch's `chunk` does: all parts but the last are
-/// equally large.
+/// How `samples` are divided between at most `replicas`, as evenly as PyTorch's `chunk` does: all parts but the last
+/// are equally large.
 pub(super) fn parts(samples: usize, replicas: usize) -> Vec<Range<usize>> {
     let size = samples.div_ceil(replicas).max(1);
     (0..samples).step_by(size).map(|start| start..samples.min(start + size)).collect()

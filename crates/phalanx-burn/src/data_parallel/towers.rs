@@ -14,8 +14,8 @@ use super::{Scatter, Transfers};
 /// Towers: each replica computes the loss of its part of the batch and runs backward from it, and the gradients are
 /// averaged on the main device.
 ///
-/// Against [`DataParallel`](crate::DataParallel) there is nothing to gather, and each replica does all of its work in one
-/// go; the parameters and the gradients still travel through the main device in every step.
+/// Against [`DataParallel`](crate::DataParallel) there is nothing to gather, and each replica does all of its work in
+/// one go; the parameters and the gradients still travel through the main device in every step.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -57,8 +57,8 @@ impl<M: Module> TowerGradients<M> {
         self
     }
 
-    /// Runs `loss`, a mean over samples, forward and backward on each replica with its part of `input`. Gives the mean over
-    /// all samples, and its gradients, also if the parts are of different sizes.
+    /// Runs `loss`, a mean over samples, forward and backward on each replica with its part of `input`. Gives the mean
+    /// over all samples, and its gradients, also if the parts are of different sizes.
     ///
     /// # Errors
     /// If `input` has no samples, or a loss does not depend on any parameter that needs a gradient.

@@ -68,8 +68,8 @@ pub struct FusedSgdState<const D: usize> {
 }
 
 impl FusedSgd {
-    /// Takes a step on flat memory. `velocity` is what the last step left; on the first step with momentum, where `first`
-    /// is set, it is only written. Without momentum it may be empty.
+    /// Takes a step on flat memory. `velocity` is what the last step left; on the first step with momentum, where
+    /// `first` is set, it is only written. Without momentum it may be empty.
     ///
     /// # Panics
     /// If the slices are not equally long.

@@ -41,7 +41,7 @@ use self::statistics::{Exchange, Moments};
 ///     fn new(device: &Device, group: &ProcessGroup) -> Self {
 ///         Self {
 ///             conv: Conv2dConfig::new([3, 8], [3, 3]).init(device),
-///             norm: SyncBatchNorm::new(BatchNormConfig::new(8).init(device), group), // was: without the new(.., group)
+///             norm: SyncBatchNorm::new(BatchNormConfig::new(8).init(device), group), // was: the inner part
 ///         }
 ///     }
 ///
@@ -73,21 +73,22 @@ use self::statistics::{Exchange, Moments};
 /// every rank as long as every rank's graph is the same, and the two can share a group. Ranks that come to disagree get
 /// an error that shows both calls.
 ///
-/// Where graphs differ between ranks (`find_unused_parameters` or `static_graph` is set because they do), and where a large bucket that is
-/// under way should not hold up an exchange that backward waits for, give the layers [a group of their
+/// Where graphs differ between ranks (`find_unused_parameters` or `static_graph` is set because they do), and where a large
+/// bucket that is under way should not hold up an exchange that backward waits for, give the layers [a group of their
 /// own](Self::with_statistics_group).
 ///
 /// Inside [`Ddp::join`](crate::Ddp::join) give the same `JoinGroup` to both: the statistics then are those of the ranks
 /// that still have data. A group of the layers' own is not joined.
 ///
 /// With this layer the running statistics are the same on every rank anyway:
-/// [`DdpOptions::broadcast_buffers`](crate::DdpOptions::broadcast_buffers) may be switched off if nothing else needs it.
+/// [`DdpOptions::broadcast_buffers`](crate::DdpOptions::broadcast_buffers) may be switched off if nothing else needs
+/// it.
 ///
 /// # Errors
 ///
-/// Neither `forward` nor backward can return an error. If an exchange fails, the group is ended with the cause, and what
-/// was to be computed is not a number: no step is taken with wrong statistics, and the next call on the group, such
-/// as [`Ddp::backward`](crate::Ddp::backward), returns the cause. [`failure`](Self::failure) gives it too.
+/// Neither `forward` nor backward can return an error. If an exchange fails, the group is ended with the cause, and
+/// what was to be computed is not a number: no step is taken with wrong statistics, and the next call on the group,
+/// such as [`Ddp::backward`](crate::Ddp::backward), returns the cause. [`failure`](Self::failure) gives it too.
 ///
 /// Source: S. Ioffe and C. Szegedy, *Batch Normalization*, 2015; the merge of parts is T. Chan's, G. Golub's and
 /// R. LeVeque's, 1979.
@@ -125,7 +126,8 @@ impl SyncBatchNorm {
     }
 
     /// Exchanges statistics over `statistics`, a group of the same ranks, and nothing over the group of
-    /// [`new`](Self::new). If an exchange fails, that group is ended too, so that [`Ddp`](crate::Ddp) returns the cause.
+    /// [`new`](Self::new). If an exchange fails, that group is ended too, so that [`Ddp`](crate::Ddp) returns the
+    /// cause.
     ///
     /// All layers of a model may share one such group.
     #[must_use]
@@ -148,8 +150,8 @@ impl SyncBatchNorm {
     /// Normalises `input`, of shape `[batch, channels, ...]`, and gives that shape back.
     ///
     /// On a device with autodiff this is a training pass, which all ranks must make together; the number of samples
-    /// may differ between ranks, and may be zero on some. Elsewhere, or when the layer is frozen, the running statistics
-    /// are used.
+    /// may differ between ranks, and may be zero on some. Elsewhere, or when the layer is frozen, the running
+    /// statistics are used.
     ///
     /// # Panics
     /// As [`BatchNorm`]: if `input` has fewer than two dimensions, or another number of channels.

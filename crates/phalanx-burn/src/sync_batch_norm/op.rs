@@ -25,8 +25,8 @@ pub struct Layer {
 /// is private.
 #[backend_extension(Autodiff, Flex)]
 pub trait SyncBatchNormOp: Backend {
-    /// `gamma · (x - mean) / sqrt(variance + epsilon) + beta` for `x` of shape `[samples, channels, length]`, where `mean`
-    /// and `variance`, of shape `[channels]`, are those of all ranks' `x`.
+    /// `gamma · (x - mean) / sqrt(variance + epsilon) + beta` for `x` of shape `[samples, channels, length]`, where
+    /// `mean` and `variance`, of shape `[channels]`, are those of all ranks' `x`.
     fn sync_batch_norm(
         x: FloatTensor<Self>,
         gamma: FloatTensor<Self>,

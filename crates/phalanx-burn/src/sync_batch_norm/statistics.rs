@@ -36,7 +36,8 @@ impl Moments {
         let (values, sums) = (sums[0], &sums[1..]);
         let (sums, squares) = sums.split_at(sums.len() / 2);
         let mean: Vec<f64> = sums.iter().map(|sum| sum / values).collect();
-        // Where all values are the same, rounding may leave a little less than nothing. `max` would hide what is no number.
+        // Where all values are the same, rounding may leave a little less than nothing. `max` would hide what is no
+        // number.
         let variance = |(square, mean): (&f64, &f64)| {
             let variance = square / values - mean * mean;
             if variance < 0.0 { 0.0 } else { variance }

@@ -1,0 +1,169 @@
+//! Outputs of steps, put together from those of all ranks.
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::train::{ClassificationOutput, MultiLabelClassificationOutput, RegressionOutput, SequenceOutput};
+use phalanx::{Error, Result};
+
+/// What a step gives, so that metrics can be computed from that of all ranks.
+///
+/// ```
+/// # use burn::tensor::{Device, Tensor, TensorData};
+/// use phalanx_burn::train::{Outputs, concatenated, mean_of};
+///
+/// struct Embeddings {
+///     loss: Tensor<1>,
+///     vectors: Tensor<2>,
+/// }
+///
+/// impl Outputs for Embeddings {
+///     fn into_tensors(self) -> Vec<TensorData> {
+///         vec![self.loss.into_data(), self.vectors.into_data()]
+///     }
+///
+///     fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> phalanx::Result<Self> {
+///         Ok(Self { loss: mean_of(&ranks, 0, 1, device)?, vectors: concatenated(&ranks, 1, device)? })
+///     }
+/// }
+/// ```
+pub trait Outputs: Sized {
+    /// Its tensors, always as many, in the same order.
+    fn into_tensors(self) -> Vec<TensorData>;
+
+    /// One output from those of several ranks, each as [`into_tensors`](Self::into_tensors) gave it.
+    ///
+    /// # Errors
+    /// If tensors are missing or do not fit together.
+    fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self>;
+}
+
+/// All ranks' tensors number `index`, one after the other along the first dimension.
+///
+/// # Errors
+/// If a rank has no such tensor, or one of another rank or shape.
+pub fn concatenated<const D: usize>(
+    ranks: &[Vec<TensorData>],
+    index: usize,
+    device: &Device,
+) -> Result<Tensor<D>> {
+    let parts = each::<D>(ranks, index)?;
+    let tensor = |data: &TensorData| Tensor::from_data(data.clone(), (device, data.dtype()));
+    Ok(Tensor::cat(parts.into_iter().map(tensor).collect(), 0))
+}
+
+fn concatenated_ints<const D: usize>(
+    ranks: &[Vec<TensorData>],
+    index: usize,
+    device: &Device,
+) -> Result<Tensor<D, Int>> {
+    let parts = each::<D>(ranks, index)?;
+    let tensor = |data: &TensorData| Tensor::from_data(data.clone(), (device, data.dtype()));
+    Ok(Tensor::cat(parts.into_iter().map(tensor).collect(), 0))
+}
+
+/// The mean of all ranks' tensors number `index`, such as losses: each counts as often as the rank's tensor number
+/// `samples` has rows.
+///
+/// # Errors
+/// If a rank has no such tensors, or `index` is not one number on each.
+pub fn mean_of(
+    ranks: &[Vec<TensorData>],
+    index: usize,
+    samples: usize,
+    device: &Device,
+) -> Result<Tensor<1>> {
+    let (mut sum, mut count) = (0.0, 0.0);
+    for tensors in ranks {
+        let (Some(value), Some(rows)) = (tensors.get(index), tensors.get(samples)) else {
+            return Err(missing(index));
+        };
+        let rows = rows.shape().first().copied().unwrap_or(0) as f64;
+        let (1, Some(value)) = (value.num_elements(), value.iter::<f64>().next()) else {
+            return Err(Error::mismatch("a rank's loss is not one number"));
+        };
+        sum += rows * value;
+        count += rows;
+    }
+    Ok(Tensor::from_data([sum / count], device))
+}
+
+fn each<const D: usize>(ranks: &[Vec<TensorData>], index: usize) -> Result<Vec<&TensorData>> {
+    let parts: Vec<_> = ranks
+        .iter()
+        .map(|tensors| tensors.get(index).ok_or_else(|| missing(index)))
+        .collect::<Result<_>>()?;
+    let like = |other: &&TensorData| {
+        other.rank() == D
+            && other.dtype() == parts[0].dtype()
+            && other.shape().as_slice()[1..] == parts[0].shape().as_slice()[1..]
+    };
+    if parts.is_empty() || !parts.iter().all(|part| part.rank() == D && like(part)) {
+        return Err(Error::mismatch(format!("the ranks' output tensors number {index} do not fit together"))
+            .with_remedy("outputs may differ between ranks in the number of samples alone"));
+    }
+    Ok(parts)
+}
+
+fn missing(index: usize) -> Error {
+    Error::mismatch(format!("a rank's output has no tensor number {index}"))
+}
+
+impl Outputs for ClassificationOutput {
+    fn into_tensors(self) -> Vec<TensorData> {
+        vec![self.loss.into_data(), self.output.into_data(), self.targets.into_data()]
+    }
+
+    fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self> {
+        Ok(Self {
+            loss: mean_of(&ranks, 0, 1, device)?,
+            output: concatenated(&ranks, 1, device)?,
+            targets: concatenated_ints(&ranks, 2, device)?,
+        })
+    }
+}
+
+impl Outputs for MultiLabelClassificationOutput {
+    fn into_tensors(self) -> Vec<TensorData> {
+        vec![self.loss.into_data(), self.output.into_data(), self.targets.into_data()]
+    }
+
+    fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self> {
+        Ok(Self {
+            loss: mean_of(&ranks, 0, 1, device)?,
+            output: concatenated(&ranks, 1, device)?,
+            targets: concatenated_ints(&ranks, 2, device)?,
+        })
+    }
+}
+
+impl Outputs for RegressionOutput {
+    fn into_tensors(self) -> Vec<TensorData> {
+        vec![self.loss.into_data(), self.output.into_data(), self.targets.into_data()]
+    }
+
+    fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self> {
+        Ok(Self {
+            loss: mean_of(&ranks, 0, 1, device)?,
+            output: concatenated(&ranks, 1, device)?,
+            targets: concatenated(&ranks, 2, device)?,
+        })
+    }
+}
+
+impl Outputs for SequenceOutput {
+    fn into_tensors(self) -> Vec<TensorData> {
+        let mut tensors = vec![self.loss.into_data(), self.logits.into_data(), self.targets.into_data()];
+        tensors.extend(self.predictions.map(Tensor::into_data));
+        tensors
+    }
+
+    /// Sequences of all ranks must be padded to the same length.
+    fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self> {
+        let predicted = ranks.iter().any(|tensors| tensors.len() > 3);
+        Ok(Self {
+            loss: mean_of(&ranks, 0, 1, device)?,
+            logits: concatenated(&ranks, 1, device)?,
+            targets: concatenated_ints(&ranks, 2, device)?,
+            predictions: predicted.then(|| concatenated_ints(&ranks, 3, device)).transpose()?,
+        })
+    }
+}

@@ -1,0 +1,229 @@
+//! One training, as each rank runs it.
+
+use burn::data::dataloader::Progress;
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::Device;
+use burn::train::train::WorkerFailure;
+use burn::train::{
+    EventProcessorTraining, InferenceStep, Learner, LearnerEvent, LearnerModel,
+    SupervisedTrainingEventProcessor, TrainLoader, TrainStep, TrainingComponents, TrainingError,
+    TrainingItem, ValidLoader,
+};
+use phalanx::{ProcessGroup, Rank, Result};
+
+use super::average::Average;
+use super::exchange;
+use super::outputs::Outputs;
+use crate::parameters::Select;
+use crate::replicas;
+
+pub(super) struct Session<'a, M: LearnerModel> {
+    group: &'a ProcessGroup,
+    device: &'a Device,
+    learner: Learner<M>,
+    components: TrainingComponents<M>,
+}
+
+impl<'a, M: LearnerModel> Session<'a, M>
+where
+    <M as TrainStep>::Output: Outputs,
+    <M as InferenceStep>::Output: Outputs,
+{
+    pub fn new(
+        group: &'a ProcessGroup,
+        device: &'a Device,
+        learner: Learner<M>,
+        components: TrainingComponents<M>,
+    ) -> Self {
+        Self { group, device, learner, components }
+    }
+
+    /// Trains to the end; a failure is left with the interrupter.
+    pub fn run(
+        mut self,
+        train: TrainLoader<M>,
+        valid: ValidLoader<M>,
+        starting_epoch: usize,
+    ) -> (M, SupervisedTrainingEventProcessor<M>) {
+        if let Err(error) = self.epochs(&train, &valid, starting_epoch) {
+            self.group.abort(error.clone());
+            let failure = WorkerFailure { device_id: self.group.rank().index(), message: error.to_string() };
+            self.components.interrupter.fail(TrainingError::Workers(vec![failure]));
+        }
+        (self.learner.model(), self.components.event_processor)
+    }
+
+    fn epochs(
+        &mut self,
+        train: &TrainLoader<M>,
+        valid: &ValidLoader<M>,
+        starting_epoch: usize,
+    ) -> Result<()> {
+        let average = Average::new(&self.learner.model(), self.device, self.group)?;
+        let model = replicas::from_rank(self.learner.model(), self.group, Rank::MAIN, Select::All)?;
+        self.learner.load_model(model.into_record());
+
+        let (total, valid_total) = (train.num_items(), valid.num_items());
+        let (rank, ranks) = (self.group.rank().index(), self.group.world_size().count());
+        // Equal stretches, because every rank must take as many steps.
+        let share = total / ranks;
+        let train = train.slice(rank * share, (rank + 1) * share).to_device(self.device);
+        let bound = |rank: usize| rank * valid_total / ranks;
+        let valid = valid.slice(bound(rank), bound(rank + 1)).to_device(&self.device.clone().inner());
+
+        for epoch in starting_epoch..=self.components.num_epochs {
+            self.train_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items: share * ranks });
+            self.train_epoch(&train, &average)?;
+            self.train_event(|| LearnerEvent::EndSplit(epoch));
+            if self.should_stop()? {
+                return Ok(());
+            }
+            self.share_buffers(&average)?;
+            self.valid_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items: valid_total });
+            self.valid_epoch(&valid, valid_total)?;
+            self.valid_event(|| LearnerEvent::EndSplit(epoch));
+            self.train_event(|| LearnerEvent::EndEpoch(epoch));
+            if self.should_stop()? || self.end_epoch(epoch)? {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    fn train_epoch(&mut self, loader: &TrainLoader<M>, average: &Average) -> Result<()> {
+        let mut items = loader.iter();
+        let mut accumulator = GradientsAccumulator::new();
+        let (mut iteration, mut accumulated) = (0, 0);
+        let ranks = self.group.world_size().count();
+        loop {
+            let item = match items.next().transpose() {
+                Ok(item) => item,
+                Err(error) => {
+                    self.components.interrupter.fail(error);
+                    None
+                }
+            };
+            let go = item.is_some() && !self.components.interrupter.should_stop();
+            let (true, Some(item)) = (exchange::all(self.group, go)?, item) else { return Ok(()) };
+            iteration += 1;
+            let progress = items.progress();
+            let (last, progress) = (progress.is_completed(), of_all(&progress, ranks));
+
+            let model = self.learner.model();
+            let output = match self.components.grad_accumulation {
+                None => {
+                    let output = average.step(&model, item)?;
+                    drop(model);
+                    self.step(output.grads);
+                    output.item
+                }
+                Some(parts) => {
+                    let output = TrainStep::step(&model, item);
+                    accumulator.accumulate(&model, output.grads);
+                    accumulated += 1;
+                    // The last batches may come at different times: then nobody takes that step early.
+                    if accumulated >= parts || exchange::all(self.group, last)? {
+                        accumulated = 0;
+                        let gradients = average.of(&model, accumulator.grads())?;
+                        drop(model);
+                        self.step(gradients);
+                    }
+                    output.item
+                }
+            };
+            if let Some(output) = exchange::gather(self.group, Some(output), &self.device.clone().inner())? {
+                let rates = Some(self.learner.lr_current());
+                let item = TrainingItem::new(output, progress, Some(iteration), rates);
+                self.train_event(|| LearnerEvent::ProcessedItem(item));
+            }
+        }
+    }
+
+    fn step(&mut self, gradients: GradientsParams) {
+        self.learner.lr_step();
+        self.learner.optimizer_step(gradients);
+    }
+
+    fn valid_epoch(&mut self, loader: &ValidLoader<M>, total: usize) -> Result<()> {
+        let model = self.learner.model().valid();
+        let mut items = loader.iter();
+        let (mut iteration, ranks) = (0, self.group.world_size().count());
+        loop {
+            let item = match items.next().transpose() {
+                Ok(item) => item,
+                Err(error) => {
+                    self.components.interrupter.fail(error);
+                    None
+                }
+            };
+            let item = item.filter(|_| !self.components.interrupter.should_stop());
+            if !exchange::any(self.group, item.is_some())? {
+                return Ok(());
+            }
+            iteration += 1;
+            let output = item.map(|item| InferenceStep::step(&model, item));
+            if let Some(output) = exchange::gather(self.group, output, &self.device.clone().inner())? {
+                let mut progress = of_all(&items.progress(), ranks);
+                progress.items_processed = progress.items_processed.min(total);
+                progress.items_total = total;
+                let item = TrainingItem::new(output, progress, Some(iteration), None);
+                self.valid_event(|| LearnerEvent::ProcessedItem(item));
+            }
+        }
+    }
+
+    /// Saves and decides, on rank 0; does training stop here?
+    fn end_epoch(&mut self, epoch: usize) -> Result<bool> {
+        let mut stop = false;
+        let components = &mut self.components;
+        if self.group.rank().is_main() {
+            components.interrupter.fail_on_error(components.event_processor.flush());
+            if let Some(checkpointer) = &mut components.checkpointer {
+                checkpointer.checkpoint(&self.learner, epoch, &components.event_store);
+            }
+            if let Some(early) = &mut components.early_stopping {
+                stop = early.should_stop(epoch, &components.event_store);
+            }
+        }
+        exchange::main_s(self.group, stop)
+    }
+
+    /// Has any rank been interrupted?
+    fn should_stop(&self) -> Result<bool> {
+        let stop = exchange::any(self.group, self.components.interrupter.should_stop())?;
+        if stop && !self.components.interrupter.should_stop() {
+            self.components.interrupter.stop(Some("another rank was interrupted"));
+        }
+        Ok(stop)
+    }
+
+    /// Gives every rank rank 0's running statistics.
+    fn share_buffers(&self, average: &Average) -> Result<()> {
+        let buffers = &average.inventory().buffers;
+        if buffers.is_empty() {
+            return Ok(());
+        }
+        // Running state applies the last forward pass's update late; this does it now. Clones share the state.
+        drop(self.learner.model().valid());
+        replicas::from_rank(self.learner.model(), self.group, Rank::MAIN, Select::Only(buffers)).map(drop)
+    }
+
+    fn train_event(&mut self, event: impl FnOnce() -> LearnerEvent<<M as TrainStep>::Output>) {
+        if self.group.rank().is_main() {
+            let outcome = self.components.event_processor.process_train(event());
+            self.components.interrupter.fail_on_error(outcome);
+        }
+    }
+
+    fn valid_event(&mut self, event: impl FnOnce() -> LearnerEvent<<M as InferenceStep>::Output>) {
+        if self.group.rank().is_main() {
+            let outcome = self.components.event_processor.process_valid(event());
+            self.components.interrupter.fail_on_error(outcome);
+        }
+    }
+}
+
+/// What all ranks have processed, if they are as far as this one.
+fn of_all(own: &Progress, ranks: usize) -> Progress {
+    Progress::new(own.items_processed * ranks, own.items_total * ranks, own.unit.clone())
+}
