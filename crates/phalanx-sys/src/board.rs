@@ -263,10 +263,9 @@ impl Board {
         if start.checked_add(bytes).is_none_or(|end| end > SMALL) {
             return &[];
         }
-        let place = self.members[member].at(self.slot() + HEAD + start, bytes);
-        // SAFETY: inside the member's slot, whose bytes were published with the sequence number that this rank has seen,
-        // and stay until this rank has given its word on the next call, which needs this borrow of the board to end.
-        unsafe { std::slice::from_raw_parts(place.as_ptr(), bytes) }
+        // SAFETY: in the member's slot, whose bytes were published with the sequence number that this rank has seen, and
+        // stay until this rank has given its word on the next call, which needs this borrow of the board to end.
+        unsafe { self.members[member].lend(self.slot() + HEAD + start, bytes) }
     }
 
     fn call_of(&self, member: usize) -> Call {

@@ -106,7 +106,7 @@ fn read(mut board: Board) {
     // SAFETY: the region is the rank's own before the call.
     let region = unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) };
     region.fill(1 + board.me() as u8);
-    let sum = board.apart(CALL, region, None, &mut go_on, |meeting| {
+    let sum = board.apart(CALL, &[], region, None, &mut go_on, |meeting| {
         Ok(meeting.read(|regions| regions.iter().map(|region| region[SHARE]).sum::<u8>()))
     });
     assert_eq!(sum, Ok((1..=ranks as u8).sum()));
