@@ -77,7 +77,7 @@ impl<M: Module> Replicas<M> {
 
     /// A replica for each part of `input`, on its device.
     pub fn scatter<I: Scatter>(&mut self, input: I) -> Result<Vec<(Replica<M>, I)>> {
-        let ranges = scatter::parts(input.samples(), self.devices.len());
+        let ranges = scatter::parts(input.samples()?, self.devices.len());
         if ranges.is_empty() {
             return Err(Error::invalid_argument("a batch without samples cannot be divided"));
         }
@@ -160,7 +160,7 @@ impl<M: Module> Replicas<M> {
         let mut start = 0;
         transfers.gather.measure(|moved| {
             let give = |(replica, output): (Replica<M>, Tensor<D>)| {
-                let range = start..start + output.samples();
+                let range = start..start + output.dims()[0];
                 start = range.end;
                 let part = gradient.part(range);
                 let part = match replica.number {

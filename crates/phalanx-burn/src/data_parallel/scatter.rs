@@ -2,13 +2,17 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Bool, Device, Int, Tensor};
+use burn::tensor::{Bool, Device, Float, Int, Tensor};
+use phalanx::{Error, Result};
 
 /// A batch that can be divided between replicas: a tensor whose first dimension counts samples, or several with equally
 /// many samples.
 pub trait Scatter: Send + Sized {
     /// How many samples there are.
-    fn samples(&self) -> usize;
+    ///
+    /// # Errors
+    /// If its tensors do not have equally many.
+    fn samples(&self) -> Result<usize>;
 
     /// Some of them, where they are.
     #[must_use]
@@ -20,57 +24,36 @@ pub trait Scatter: Send + Sized {
     fn copy_to(self, device: &Device, moved: &mut usize) -> Self;
 }
 
-impl<const D: usize> Scatter for Tensor<D> {
-    fn samples(&self) -> usize {
-        self.dims()[0]
-    }
+macro_rules! scatter {
+    ($($kind:ty),*) => {$(
+        impl<const D: usize> Scatter for Tensor<D, $kind> {
+            fn samples(&self) -> Result<usize> {
+                Ok(self.dims()[0])
+            }
 
-    fn part(&self, samples: Range<usize>) -> Self {
-        self.clone().narrow(0, samples.start, samples.len())
-    }
+            fn part(&self, samples: Range<usize>) -> Self {
+                self.clone().narrow(0, samples.start, samples.len())
+            }
 
-    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
-        let (dtype, data) = (self.dtype(), self.to_data());
-        *moved += data.as_bytes().len();
-        Self::from_data(data, (device, dtype))
-    }
+            fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
+                let (dtype, data) = (self.dtype(), self.to_data());
+                *moved += data.as_bytes().len();
+                Self::from_data(data, (device, dtype))
+            }
+        }
+    )*};
 }
-
-impl<const D: usize> Scatter for Tensor<D, Int> {
-    fn samples(&self) -> usize {
-        self.dims()[0]
-    }
-
-    fn part(&self, samples: Range<usize>) -> Self {
-        self.clone().narrow(0, samples.start, samples.len())
-    }
-
-    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
-        let (dtype, data) = (self.dtype(), self.to_data());
-        *moved += data.as_bytes().len();
-        Self::from_data(data, (device, dtype))
-    }
-}
-
-impl<const D: usize> Scatter for Tensor<D, Bool> {
-    fn samples(&self) -> usize {
-        self.dims()[0]
-    }
-
-    fn part(&self, samples: Range<usize>) -> Self {
-        self.clone().narrow(0, samples.start, samples.len())
-    }
-
-    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
-        let data = self.to_data();
-        *moved += data.as_bytes().len();
-        Self::from_data(data, device)
-    }
-}
+scatter!(Float, Int, Bool);
 
 impl<A: Scatter, B: Scatter> Scatter for (A, B) {
-    fn samples(&self) -> usize {
-        self.0.samples()
+    fn samples(&self) -> Result<usize> {
+        let (one, other) = (self.0.samples()?, self.1.samples()?);
+        if one == other {
+            return Ok(one);
+        }
+        Err(Error::invalid_argument(format!(
+            "a batch has {one} samples in one tensor and {other} in the next"
+        )))
     }
 
     fn part(&self, samples: Range<usize>) -> Self {
@@ -98,5 +81,13 @@ mod tests {
         assert_eq!(parts(10, 3), [0..4, 4..8, 8..10]);
         assert_eq!(parts(2, 4), [0..1, 1..2]);
         assert!(parts(0, 2).is_empty());
+    }
+
+    #[test]
+    fn tensors_of_a_batch_have_equally_many_samples() {
+        let of = |samples| Tensor::<2>::zeros([samples, 3], &Device::flex());
+        assert_eq!((of(4), (of(4), of(4))).samples().unwrap(), 4);
+        let error = (of(4), of(5)).samples().unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("4 samples"), "{error}");
     }
 }

@@ -67,10 +67,13 @@ impl<M: Module> TowerGradients<M> {
         input: I,
         loss: impl Fn(&M, I) -> Tensor<1> + Sync,
     ) -> Result<(f64, GradientsParams)> {
-        let samples = input.samples() as f64;
-        let parts = self.replicas.scatter(input)?;
-        let parts = self.replicas.run(parts, |replica, input| {
-            let share = input.samples() as f64 / samples;
+        let samples = input.samples()? as f64;
+        let parts = self.replicas.scatter(input)?.into_iter().map(|(replica, input)| {
+            let share = input.samples()? as f64 / samples;
+            Ok((replica, (input, share)))
+        });
+        let parts = parts.collect::<Result<Vec<_>>>()?;
+        let parts = self.replicas.run(parts, |replica, (input, share)| {
             let loss = loss(replica, input) * share;
             let gradients = loss.is_tracked().then(|| GradientsParams::from_grads(loss.backward(), replica));
             (loss.into_scalar::<f64>(), gradients)

@@ -107,47 +107,28 @@ fn missing(index: usize) -> Error {
     Error::mismatch(format!("a rank's output has no tensor number {index}"))
 }
 
-impl Outputs for ClassificationOutput {
-    fn into_tensors(self) -> Vec<TensorData> {
-        vec![self.loss.into_data(), self.output.into_data(), self.targets.into_data()]
-    }
+macro_rules! outputs {
+    ($($output:ty => $targets:ident),*) => {$(
+        impl Outputs for $output {
+            fn into_tensors(self) -> Vec<TensorData> {
+                vec![self.loss.into_data(), self.output.into_data(), self.targets.into_data()]
+            }
 
-    fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self> {
-        Ok(Self {
-            loss: mean_of(&ranks, 0, 1, device)?,
-            output: concatenated(&ranks, 1, device)?,
-            targets: concatenated_ints(&ranks, 2, device)?,
-        })
-    }
+            fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self> {
+                Ok(Self {
+                    loss: mean_of(&ranks, 0, 1, device)?,
+                    output: concatenated(&ranks, 1, device)?,
+                    targets: $targets(&ranks, 2, device)?,
+                })
+            }
+        }
+    )*};
 }
-
-impl Outputs for MultiLabelClassificationOutput {
-    fn into_tensors(self) -> Vec<TensorData> {
-        vec![self.loss.into_data(), self.output.into_data(), self.targets.into_data()]
-    }
-
-    fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self> {
-        Ok(Self {
-            loss: mean_of(&ranks, 0, 1, device)?,
-            output: concatenated(&ranks, 1, device)?,
-            targets: concatenated_ints(&ranks, 2, device)?,
-        })
-    }
-}
-
-impl Outputs for RegressionOutput {
-    fn into_tensors(self) -> Vec<TensorData> {
-        vec![self.loss.into_data(), self.output.into_data(), self.targets.into_data()]
-    }
-
-    fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self> {
-        Ok(Self {
-            loss: mean_of(&ranks, 0, 1, device)?,
-            output: concatenated(&ranks, 1, device)?,
-            targets: concatenated(&ranks, 2, device)?,
-        })
-    }
-}
+outputs!(
+    ClassificationOutput => concatenated_ints,
+    MultiLabelClassificationOutput => concatenated_ints,
+    RegressionOutput => concatenated
+);
 
 impl Outputs for SequenceOutput {
     fn into_tensors(self) -> Vec<TensorData> {

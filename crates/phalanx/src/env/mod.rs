@@ -441,11 +441,11 @@ mod tests {
                 ("OMPI_COMM_WORLD_RANK", "0"),
                 ("OMPI_COMM_WORLD_SIZE", "2"),
                 ("OMPI_COMM_WORLD_LOCAL_SIZE", local_size),
-                ("PMIX_SERVER_TMPDIR", "/tmp/ompi.7"),
+                ("PMIX_SERVER_TMPDIR", "/run/ompi.7"),
             ]
         };
         let env = parse(&job("2")).unwrap().unwrap();
-        assert_eq!(env.meeting, Meeting::Url("file:///tmp/ompi.7/phalanx".into()));
+        assert_eq!(env.meeting, Meeting::Url("file:///run/ompi.7/phalanx".into()));
         assert!(parse(&job("1")).is_err());
     }
 
