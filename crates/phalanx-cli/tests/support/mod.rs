@@ -3,10 +3,10 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
 pub const LIMIT: Duration = Duration::from_secs(20);
 
@@ -17,9 +17,11 @@ pub fn phalanx(options: &[&str], script: &str) -> Command {
     command
 }
 
-/// `phalanx run` in an environment without variables that would change it.
+/// `phalanx run` in an environment without variables that would change it, and with the signals as a terminal has them:
+/// the tests may themselves run in the background or behind `nohup`, where some are ignored.
 pub fn bare() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+    let mut command = Command::new("env");
+    command.args(["--default-signal=INT,TERM,HUP", env!("CARGO_BIN_EXE_phalanx")]);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if ["PET_", "PHALANX_", "OMP_", "RAYON_"].iter().any(|prefix| text.starts_with(prefix)) {
@@ -33,21 +35,25 @@ pub fn bare() -> Command {
 /// Runs it to its end, or kills it when it takes too long.
 pub fn output(mut command: Command) -> Output {
     let child = command.spawn().unwrap();
-    let pid = Pid::from_child(&child);
-    let (done, timer) = channel::<()>();
+    limit(&child);
+    child.wait_with_output().unwrap()
+}
+
+/// Kills it when it takes too long, so that nobody waits for ever for its output.
+fn limit(child: &Child) {
+    let pidfd = pidfd_open(Pid::from_child(child), PidfdFlags::empty()).unwrap();
     std::thread::spawn(move || {
-        if timer.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
-            let _ = kill_process(pid, Signal::KILL);
+        let limit = Timespec::try_from(LIMIT).unwrap();
+        if poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)) == Ok(0) {
+            let _ = pidfd_send_signal(&pidfd, Signal::KILL);
         }
     });
-    let output = child.wait_with_output().unwrap();
-    drop(done);
-    output
 }
 
 /// Starts a job whose workers print process numbers, and waits for `count` of them.
 pub fn start(mut command: Command, count: usize) -> (Child, BufReader<ChildStdout>, Vec<String>) {
     let mut child = command.spawn().unwrap();
+    limit(&child);
     let mut out = BufReader::new(child.stdout.take().unwrap());
     let mut pids = Vec::new();
     for _ in 0..count {
