@@ -66,4 +66,4 @@ pub use error::{Error, Result};
 pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};
 pub use spawn::spawn;
-pub use transport::TransportKind;
+pub use transport::{Heartbeat, TransportKind};

@@ -3,17 +3,14 @@
 
 mod support;
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use phalanx::store::TcpStoreServer;
 use phalanx::{Buffer, DType, P2pOp, Rank, ReduceOp};
 
-const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
+use support::world::{LIMIT, SCENARIO, World};
+
 /// The promise: survivors know within this time that somebody died.
 const KNOWN: Duration = Duration::from_secs(1);
-const LIMIT: Duration = Duration::from_secs(20);
 
 fn main() {
     if let Ok(scenario) = std::env::var(SCENARIO) {
@@ -154,71 +151,6 @@ fn poor() -> phalanx::Result<()> {
     let mut options = phalanx::GroupOptions::from_env()?;
     options.timeout = LIMIT * 10;
     phalanx::ProcessGroup::join(met, options)?.barrier()
-}
-
-/// Ranks that are ended with the test, however it ends.
-struct World {
-    ranks: Vec<Child>,
-    port: u16,
-    server: Option<TcpStoreServer>,
-}
-
-impl World {
-    fn start(scenario: &str, world: u32, served_by_rank_0: bool, variables: &[(&str, &str)]) -> Self {
-        let server =
-            (!served_by_rank_0).then(|| TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap());
-        let port = match &server {
-            Some(server) => server.local_addr().port(),
-            None => std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port(),
-        };
-        let ranks = (0..world).map(|rank| {
-            let mut command = Command::new(std::env::current_exe().unwrap());
-            command.env(SCENARIO, scenario).envs(variables.iter().copied());
-            command.env("RANK", rank.to_string()).env("WORLD_SIZE", world.to_string());
-            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
-            command.env("TORCHELASTIC_USE_AGENT_STORE", if served_by_rank_0 { "False" } else { "True" });
-            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-        });
-        Self { ranks: ranks.collect(), port, server }
-    }
-
-    /// Waits until every rank has said that it trains.
-    fn training(&mut self) {
-        for rank in &mut self.ranks {
-            let mut line = String::new();
-            BufReader::new(rank.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-            assert_eq!(line, "training\n");
-        }
-    }
-
-    fn kill(&mut self, rank: usize) -> Instant {
-        self.ranks[rank].kill().unwrap();
-        Instant::now()
-    }
-
-    /// Waits for each rank; gives exit codes, what they wrote to standard error, and when the last one ended.
-    fn end(mut self) -> (Vec<(Option<i32>, String)>, Instant) {
-        let deadline = Instant::now() + LIMIT;
-        while self.ranks.iter_mut().any(|rank| rank.try_wait().unwrap().is_none()) {
-            assert!(Instant::now() < deadline, "a rank hangs");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let ended = Instant::now();
-        let outcomes = std::mem::take(&mut self.ranks).into_iter().map(|rank| {
-            let output = rank.wait_with_output().unwrap();
-            (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
-        });
-        (outcomes.collect(), ended)
-    }
-}
-
-impl Drop for World {
-    fn drop(&mut self) {
-        for rank in &mut self.ranks {
-            let _ = rank.kill();
-            let _ = rank.wait();
-        }
-    }
 }
 
 /// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time, whatever carries the data.

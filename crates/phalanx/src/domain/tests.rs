@@ -23,7 +23,7 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                 scope.spawn(move || {
                     let interface = Ipv4Addr::LOCALHOST.into();
                     let place = Place { store, rank, world, epoch: Epoch::default(), interface };
-                    connect(&place, Wishes { kind, host }, Deadline::after(LIMIT))
+                    connect(&place, Wishes { kind, host, ..Wishes::default() }, Deadline::after(LIMIT))
                 })
             })
             .collect();

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
-use crate::transport::{self, Place, TransportKind, Wishes};
+use crate::transport::{self, Heartbeat, Place, TransportKind, Wishes};
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
@@ -44,20 +44,29 @@ pub struct GroupOptions {
     /// Ranks that give the same name share memory, if they can. If it is left open, the kernel's name for the host since
     /// its start.
     pub host_id: Option<String>,
+    /// How often the ranks let each other know that they are alive.
+    pub heartbeat: Heartbeat,
 }
 
 impl Default for GroupOptions {
     fn default() -> Self {
-        Self { timeout: DEFAULT_TIMEOUT, transport: None, tuning: Tuning::default(), host_id: None }
+        Self {
+            timeout: DEFAULT_TIMEOUT,
+            transport: None,
+            tuning: Tuning::default(),
+            host_id: None,
+            heartbeat: Heartbeat::default(),
+        }
     }
 }
 
 impl GroupOptions {
     /// The defaults, with the transport that `PHALANX_TRANSPORT` names (`tcp`, `shm`, or `auto`), the host's identity from
-    /// `PHALANX_HOST_ID`, and the [`Tuning`] in the file that `PHALANX_TUNING` names.
+    /// `PHALANX_HOST_ID`, the [`Tuning`] in the file that `PHALANX_TUNING` names, and the [`Heartbeat`] of
+    /// `PHALANX_HEARTBEAT_INTERVAL` and `PHALANX_HEARTBEAT_TIMEOUT`, in seconds.
     ///
     /// # Errors
-    /// If there is no such transport, or no such table in the file.
+    /// If there is no such transport, no such table in the file, or no such time.
     pub fn from_env() -> Result<Self> {
         let transport = match std::env::var("PHALANX_TRANSPORT").unwrap_or_default().as_str() {
             "" | "auto" => None,
@@ -71,7 +80,8 @@ impl GroupOptions {
             _ => Tuning::default(),
         };
         let host_id = std::env::var("PHALANX_HOST_ID").ok().filter(|host| !host.is_empty());
-        Ok(Self { transport, tuning, host_id, ..Self::default() })
+        let heartbeat = Heartbeat::from_env()?;
+        Ok(Self { transport, tuning, host_id, heartbeat, ..Self::default() })
     }
 }
 
@@ -91,8 +101,9 @@ impl ProcessGroup {
     /// If a rank cannot be reached or answers as somebody else, if the ranks' tuning tables differ, or if shared memory was
     /// asked for and some rank cannot map another's; the error says which, and why.
     pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
-        let GroupOptions { timeout, transport, tuning, host_id } = options;
+        let GroupOptions { timeout, transport, tuning, host_id, heartbeat } = options;
         tuning.check()?;
+        heartbeat.check()?;
         let Rendezvous {
             store,
             rank,
@@ -108,10 +119,10 @@ impl ProcessGroup {
             return Ok(Self::alone_tracing(trace)?.with_timeout(timeout));
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface };
-        let wishes = Wishes { kind: transport, host: host_id.as_deref() };
+        let wishes = Wishes { kind: transport, host: host_id.as_deref(), heartbeat };
         let connected = transport::connect(&place, wishes, Deadline::after(timeout))?;
         let origin = Origin {
-            ground: Ground::Mesh { store, interface, transport, host_id },
+            ground: Ground::Mesh { store, interface, transport, host_id, heartbeat },
             local: LocalPlace { rank: local_rank, world_size: local_world_size },
             epoch,
             tuning: tuning.clone(),

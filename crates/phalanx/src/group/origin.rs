@@ -12,7 +12,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{PrefixStore, SharedStore};
-use crate::transport::{self, Connected, Place, TransportKind, Wishes, in_process};
+use crate::transport::{self, Connected, Heartbeat, Place, TransportKind, Wishes, in_process};
 
 /// Where a group comes from, and how its sub-groups come to be.
 #[derive(Clone)]
@@ -41,6 +41,7 @@ pub(crate) enum Ground {
         /// What was asked for.
         transport: Option<TransportKind>,
         host_id: Option<String>,
+        heartbeat: Heartbeat,
     },
 }
 
@@ -74,11 +75,12 @@ impl Ground {
             Self::Process { nursery, scope } => {
                 Self::Process { nursery: nursery.clone(), scope: format!("{scope}/{name}") }
             }
-            Self::Mesh { store, interface, transport, host_id } => Self::Mesh {
+            Self::Mesh { store, interface, transport, host_id, heartbeat } => Self::Mesh {
                 store: Arc::new(PrefixStore::new(name, store.clone())),
                 interface: *interface,
                 transport: *transport,
                 host_id: host_id.clone(),
+                heartbeat: *heartbeat,
             },
         }
     }
@@ -104,8 +106,9 @@ impl Origin {
         match &self.ground {
             Ground::Process { nursery, scope } => nursery.take(scope, world, rank),
             Ground::Mesh { .. } if world == WorldSize::ONE => Nursery::default().take("alone", world, rank),
-            Ground::Mesh { store, interface, transport, host_id } => {
-                let wishes = Wishes { kind: *transport, host: host_id.as_deref() };
+            Ground::Mesh { store, interface, transport, host_id, heartbeat } => {
+                let (host, heartbeat) = (host_id.as_deref(), *heartbeat);
+                let wishes = Wishes { kind: *transport, host, heartbeat };
                 let place = Place { store: &**store, rank, world, epoch: self.epoch, interface: *interface };
                 transport::connect_among(&place, self.members.clone(), wishes, deadline)
             }

@@ -11,7 +11,7 @@ use crate::group::{Ground, Identity, LocalPlace, Origin, ProcessGroup};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{MemoryStore, SharedStore};
 use crate::trace::Trace;
-use crate::transport::{self, Place, TransportKind, Wishes};
+use crate::transport::{self, Heartbeat, Place, TransportKind, Wishes};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,10 +90,11 @@ fn processes(
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
     let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface };
     let deadline = Deadline::after(Duration::from_secs(20));
-    let wishes = Wishes { kind, host: host_id.as_deref() };
+    let heartbeat = Heartbeat::default();
+    let wishes = Wishes { kind, host: host_id.as_deref(), heartbeat };
     let connected = transport::connect(&place, wishes, deadline)?;
     let origin = Origin {
-        ground: Ground::Mesh { store, interface, transport: kind, host_id },
+        ground: Ground::Mesh { store, interface, transport: kind, host_id, heartbeat },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
         epoch: Epoch::default(),
         tuning: Tuning::default(),

@@ -143,6 +143,25 @@ impl Health {
         self.fail(self.peer_failed(peer, reason))
     }
 
+    /// `peer` has not been heard of for so long, and neither have so many `others`.
+    pub(crate) fn silent(&self, peer: Rank, lasted: Duration, stopped: bool, others: usize) -> Error {
+        let seconds = lasted.as_secs_f64();
+        let why = if stopped { ": its process is stopped" } else { "" };
+        let others = if others > 0 { format!(", nor have {others} others") } else { String::new() };
+        let cause = format!(
+            "rank {peer} ({}) has not been heard of for {seconds:.1} s{why}{others}",
+            self.host(peer)
+        );
+        let remedy = match stopped {
+            true => "if a debugger stops it, set PHALANX_HEARTBEAT_TIMEOUT=0 for every rank",
+            false => {
+                "do its host and the network between still work? If it is only slow, raise \
+                      PHALANX_HEARTBEAT_TIMEOUT"
+            }
+        };
+        self.fail(Error::new(Kind::PeerFailed, cause).with_peer(peer).with_remedy(remedy))
+    }
+
     /// The error for a peer that is gone.
     pub(crate) fn peer_failed(&self, peer: Rank, reason: &str) -> Error {
         Error::new(Kind::PeerFailed, format!("rank {peer} ({}) died: {reason}", self.host(peer)))

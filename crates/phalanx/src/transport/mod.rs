@@ -1,8 +1,11 @@
 //! Moves the bytes of plans between ranks. What to move, `collective` says; who is alive, `health` says.
 
 pub(crate) mod health;
+pub(crate) mod heartbeat;
 pub(crate) mod in_process;
+mod liveness;
 pub(crate) mod messages;
+mod process;
 mod tcp;
 pub(crate) mod words;
 
@@ -11,6 +14,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use self::health::Health;
+pub use self::heartbeat::Heartbeat;
 use self::messages::Messages;
 pub(crate) use self::tcp::Place;
 use self::tcp::{Monitor, Tcp};
@@ -90,6 +94,7 @@ pub(crate) struct Wishes<'a> {
     pub kind: Option<TransportKind>,
     /// The identity of this host, if it is not to be found out.
     pub host: Option<&'a str>,
+    pub heartbeat: Heartbeat,
 }
 
 /// What joins a rank with the others of its group.
@@ -117,7 +122,7 @@ pub(crate) fn connect_among(
     wishes: Wishes<'_>,
     deadline: Deadline,
 ) -> Result<Connected> {
-    let Wishes { kind, host } = wishes;
+    let Wishes { kind, host, heartbeat } = wishes;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that is done already.
         domain::decline(place, deadline)?;
@@ -125,7 +130,8 @@ pub(crate) fn connect_among(
     let mesh = tcp::mesh(place, deadline)?;
     let health = Health::among(place.rank, mesh.hosts, members);
     let connections = Arc::new(mesh.connections);
-    let monitor = Arc::new(Monitor::start(place.rank, connections.clone(), health.clone())?);
+    let identity = (place.rank, place.world);
+    let monitor = Arc::new(Monitor::start(identity, connections.clone(), health.clone(), heartbeat)?);
     let mut joined = Joined { partition: Partition::alone(place.world.count()), domain: None, reason: None };
     if kind != Some(TransportKind::Tcp) {
         // A rank that gives up here says so: the others may be waiting for its word.

@@ -1,16 +1,24 @@
-//! What ranks tell each other beside their data: that they leave, or why the group has failed.
+//! What ranks tell each other beside their data: that they are alive, that they leave, or why the group has failed.
+
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, Sequence};
 
-/// Bytes before a message's body: its length.
-pub(crate) const PREFIX: usize = 4;
+/// Bytes before a message's body: [`MESSAGE`] and its length.
+pub(crate) const PREFIX: usize = 5;
 /// The longest body.
 pub(crate) const MAX_BODY: usize = 4 * 1024;
 /// The longest text inside a notice; each of its four texts is cut to a share of the body.
 const MAX_TEXT: usize = 1000;
+
+/// A heartbeat. It is one byte: the kernel takes that whole or not at all, also where a peer that is frozen has filled
+/// the connection, and so no message behind it is torn.
+const BEAT: u8 = 0;
+/// A length and a body follow.
+const MESSAGE: u8 = 1;
 
 /// A message on a control connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,6 +27,44 @@ pub(crate) enum Control {
     Goodbye,
     /// The sender's group has failed.
     Failure(Notice),
+    /// The sender reads this connection from now on, and is ready for heartbeats.
+    Watching(Introduction),
+    /// The sender is alive.
+    #[serde(skip)]
+    Beat,
+}
+
+/// What a rank says of itself before its heartbeats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Introduction {
+    /// Milliseconds between its heartbeats; none will come if it is 0.
+    interval: u32,
+    /// Where ranks of the same host can look whether it runs.
+    pub process: Option<ProcessId>,
+}
+
+/// What tells a process from all others, for those that see the same processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ProcessId {
+    /// The kernel's name for its host since its start.
+    pub boot: u128,
+    /// The namespace in which `pid` counts.
+    pub namespace: u64,
+    pub pid: u32,
+    /// When it started, in the kernel's ticks: another process may have its number by now.
+    pub started: u64,
+}
+
+impl Introduction {
+    pub(crate) fn new(interval: Duration, process: Option<ProcessId>) -> Self {
+        // Less than a millisecond is said as one.
+        let milliseconds = interval.as_nanos().div_ceil(1_000_000);
+        Self { interval: u32::try_from(milliseconds).unwrap_or(u32::MAX), process }
+    }
+
+    pub(crate) fn interval(&self) -> Duration {
+        Duration::from_millis(self.interval.into())
+    }
 }
 
 /// A failure as one rank reports it to the others.
@@ -69,19 +115,33 @@ fn cut(text: &str) -> String {
     text[..end].to_owned()
 }
 
-/// The message with its length in front.
+/// The message as it is sent.
 pub(crate) fn encode(message: &Control) -> Result<Vec<u8>> {
+    if *message == Control::Beat {
+        return Ok(vec![BEAT]);
+    }
     let body = postcard::to_stdvec(message)
         .map_err(|error| Error::protocol("a control message could not be written").with_source(error))?;
-    let mut bytes = (body.len() as u32).to_le_bytes().to_vec();
+    let mut bytes = vec![MESSAGE];
+    bytes.extend_from_slice(&(body.len() as u32).to_le_bytes());
     bytes.extend_from_slice(&body);
     Ok(bytes)
 }
 
 /// The first message in `bytes`, if it is whole, and the bytes that it took.
 pub(crate) fn decode(bytes: &[u8]) -> Result<Option<(Control, usize)>> {
-    let Some((prefix, rest)) = bytes.split_first_chunk::<PREFIX>() else { return Ok(None) };
-    let length = u32::from_le_bytes(*prefix) as usize;
+    match bytes.first() {
+        None => return Ok(None),
+        Some(&BEAT) => return Ok(Some((Control::Beat, 1))),
+        Some(&MESSAGE) => {}
+        Some(other) => {
+            return Err(Error::protocol(format!(
+                "a control message begins with {other:#04x}, which means nothing"
+            )));
+        }
+    }
+    let Some((&[_, a, b, c, d], rest)) = bytes.split_first_chunk::<PREFIX>() else { return Ok(None) };
+    let length = u32::from_le_bytes([a, b, c, d]) as usize;
     if length > MAX_BODY {
         return Err(Error::protocol(format!(
             "a control message claims {length} bytes; at most {MAX_BODY} are allowed"
@@ -119,15 +179,35 @@ mod tests {
     }
 
     #[test]
+    fn a_heartbeat_is_a_byte_between_messages() {
+        let process = ProcessId { boot: u128::MAX, namespace: u64::MAX, pid: 1, started: 7 };
+        let introduction = Introduction::new(Duration::from_micros(1), Some(process));
+        assert_eq!(introduction.interval(), Duration::from_millis(1));
+        let messages = [Control::Beat, Control::Watching(introduction), Control::Beat, Control::Goodbye];
+        let bytes: Vec<u8> = messages.iter().flat_map(|message| encode(message).unwrap()).collect();
+        let mut rest = &bytes[..];
+        for expected in messages {
+            let (message, used) = decode(rest).unwrap().unwrap();
+            assert_eq!(message, expected);
+            assert_eq!(used == 1, expected == Control::Beat);
+            rest = &rest[used..];
+        }
+        assert!(rest.is_empty());
+    }
+
+    #[test]
     fn a_long_claim_is_refused_before_memory_is_taken() {
-        assert!(decode(&u32::MAX.to_le_bytes()).unwrap_err().to_string().contains("at most 4096"));
+        let claim = [&[MESSAGE][..], &u32::MAX.to_le_bytes()].concat();
+        assert!(decode(&claim).unwrap_err().to_string().contains("at most 4096"));
+        assert!(decode(&[2]).unwrap_err().to_string().contains("means nothing"));
     }
 
     proptest! {
         #[test]
         fn garbage_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
             let _ = decode(&bytes);
-            let mut framed = (bytes.len() as u32).to_le_bytes().to_vec();
+            let mut framed = vec![MESSAGE];
+            framed.extend((bytes.len() as u32).to_le_bytes());
             framed.extend(&bytes);
             let _ = decode(&framed);
         }

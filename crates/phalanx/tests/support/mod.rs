@@ -1,5 +1,7 @@
 //! The harness of tests whose program must be able to start itself as something else.
 
+pub mod world;
+
 use libtest_mimic::{Arguments, Trial};
 
 /// Runs `tests` one after the other, as `cargo test` would: they start several processes each, and some promise how soon

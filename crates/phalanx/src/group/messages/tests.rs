@@ -43,7 +43,7 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
 }
 
 fn on(host: &str) -> Wishes<'_> {
-    Wishes { kind: None, host: Some(host) }
+    Wishes { host: Some(host), ..Wishes::default() }
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn each_pair_has_its_own_transport_and_all_of_them_move_at_once() {
 
 #[test]
 fn ranks_that_were_told_different_things_agree_on_tcp() {
-    let told = Wishes { kind: Some(TransportKind::Tcp), host: None };
+    let told = Wishes { kind: Some(TransportKind::Tcp), ..Wishes::default() };
     for group in groups(&[told, Wishes::default()]) {
         assert_eq!(group.transport(), Some(TransportKind::Tcp));
         let peer = Rank::new(1 - group.rank().get());

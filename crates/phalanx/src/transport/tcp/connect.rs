@@ -62,7 +62,7 @@ pub(in crate::transport) fn mesh(place: &Place<'_>, deadline: Deadline) -> Resul
         Err(error) => {
             let error = start::report(place, &host, error);
             // Who has all its connections no longer looks into the store.
-            connections.tell(&Control::Failure(Notice::of(&error)));
+            connections.tell(&Control::Failure(Notice::of(&error)), |_| true);
             Err(error)
         }
     }

@@ -1,11 +1,12 @@
 //! Ranks as processes, joined pairwise by three TCP connections: for the data of collectives, for messages, and for
-//! goodbyes and failures.
+//! heartbeats, goodbyes and failures.
 
 mod accept;
 mod connect;
 mod control;
 mod start;
 mod stream;
+mod watch;
 
 use std::net::{IpAddr, TcpStream};
 use std::os::fd::AsFd;

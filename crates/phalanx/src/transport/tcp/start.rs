@@ -92,12 +92,14 @@ pub(super) fn wait_for(
 
 /// An error if `peer` has said on its control connection why its group has failed, or has died.
 pub(super) fn overhear(peer: Rank, host: &str, control: &TcpStream) -> Result<()> {
-    let mut bytes = [0; PREFIX + MAX_BODY];
+    // The peer's first word, that it is ready for heartbeats, may stand before its reason. Heartbeats do not: none comes
+    // before this rank has said so too.
+    let mut bytes = [0; 2 * (PREFIX + MAX_BODY)];
     // Only looked at: if it is something else, the watching thread is to read it.
     match control.peek(&mut bytes) {
-        Ok(count) if count > 0 => match control::decode(&bytes[..count]) {
-            Ok(Some((Control::Failure(notice), _))) => Err(notice.into_error(peer, host)),
-            _ => Ok(()),
+        Ok(count) if count > 0 => match failure(&bytes[..count]) {
+            Some(notice) => Err(notice.into_error(peer, host)),
+            None => Ok(()),
         },
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(()),
         Ok(_) | Err(_) => {
@@ -106,6 +108,17 @@ pub(super) fn overhear(peer: Rank, host: &str, control: &TcpStream) -> Result<()
                 .with_remedy(format!("see rank {peer}'s own output for its reason")))
         }
     }
+}
+
+/// The first notice of a failure among these messages.
+fn failure(mut bytes: &[u8]) -> Option<Notice> {
+    while let Ok(Some((message, used))) = control::decode(bytes) {
+        if let Control::Failure(notice) = message {
+            return Some(notice);
+        }
+        bytes = &bytes[used..];
+    }
+    None
 }
 
 /// Waits while this rank accepts those above it, until `finished` is closed at its other end. Fails if another rank has

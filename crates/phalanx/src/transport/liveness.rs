@@ -1,0 +1,245 @@
+//! Who has fallen silent: pure. Times and events go in, verdicts come out.
+
+use std::time::{Duration, Instant};
+
+use super::heartbeat::Heartbeat;
+use crate::rank::{Rank, WorldSize};
+
+/// A process that is seen to run is waited for so many times as long.
+const PATIENCE: u32 = 10;
+/// So many of a peer's own intervals must pass in silence, whatever the time-out.
+const BEATS: u32 = 3;
+/// Up to this many ranks, all listen to all.
+const ALL: u32 = 32;
+
+/// The heartbeats of the other ranks, as one rank hears them. Only its own clock counts.
+#[derive(Debug)]
+pub(crate) struct Liveness {
+    timeout: Duration,
+    /// What counts at most of the time between two looks: who has slept itself knows nothing of the others.
+    step: Duration,
+    looked: Option<Instant>,
+    peers: Vec<Option<Peer>>,
+}
+
+#[derive(Debug)]
+struct Peer {
+    limit: Duration,
+    /// How long this rank has listened in vain.
+    silent: Duration,
+    heard: Instant,
+}
+
+/// A peer that has been silent for longer than it may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Silence {
+    pub peer: Rank,
+    /// By the clock.
+    pub lasted: Duration,
+    /// So much longer than it may that it does not matter what it does.
+    pub hopeless: bool,
+}
+
+/// What the kernel shows of a silent process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sight {
+    /// It is stopped, by a signal or a debugger.
+    Stopped,
+    /// It runs, or waits for something.
+    Alive,
+    /// Nothing: it is on another host, in another container, or gone.
+    Nothing,
+}
+
+impl Silence {
+    /// Has the peer failed? One that is seen to be alive is only slow.
+    pub(crate) fn is_failure(&self, sight: Sight) -> bool {
+        self.hopeless || sight != Sight::Alive
+    }
+}
+
+impl Liveness {
+    /// `step` is the time that passes between two looks as a rule.
+    pub(crate) fn new(world: WorldSize, timeout: Duration, step: Duration) -> Self {
+        let peers = world.ranks().map(|_| None).collect();
+        Self { timeout, step: step * 2, looked: None, peers }
+    }
+
+    /// From now on `peer` is heard every `interval`, as it says; zero: it is not.
+    pub(crate) fn begin(&mut self, peer: Rank, interval: Duration, now: Instant) {
+        if self.timeout.is_zero() || interval.is_zero() {
+            return;
+        }
+        // Its silence begins when it is not heard where it should have been.
+        let limit = self.timeout.max(interval.saturating_mul(BEATS)).saturating_add(interval);
+        if let Some(place) = self.peers.get_mut(peer.index()) {
+            *place = Some(Peer { limit, silent: Duration::ZERO, heard: now });
+        }
+    }
+
+    /// `peer` has been heard.
+    pub(crate) fn heard(&mut self, peer: Rank, now: Instant) {
+        if let Some(Some(peer)) = self.peers.get_mut(peer.index()) {
+            (peer.silent, peer.heard) = (Duration::ZERO, now);
+        }
+    }
+
+    /// `peer` has left, or is known to be gone.
+    pub(crate) fn end(&mut self, peer: Rank) {
+        if let Some(peer) = self.peers.get_mut(peer.index()) {
+            *peer = None;
+        }
+    }
+
+    /// Time has passed, in which all that was heard has been told. Gives who has been silent for too long.
+    pub(crate) fn pass(&mut self, now: Instant) -> Vec<Silence> {
+        let passed = self.looked.map_or(Duration::ZERO, |looked| now.saturating_duration_since(looked));
+        self.looked = Some(now);
+        let listened = passed.min(self.step);
+        let mut silences = Vec::new();
+        for (index, peer) in self.peers.iter_mut().enumerate() {
+            let Some(Peer { limit, silent, heard }) = peer else { continue };
+            *silent = silent.saturating_add(listened);
+            if *silent > *limit {
+                let hopeless = *silent > limit.saturating_mul(PATIENCE);
+                let lasted = now.saturating_duration_since(*heard);
+                silences.push(Silence { peer: Rank::new(index as u32), lasted, hopeless });
+            }
+        }
+        silences
+    }
+}
+
+impl Heartbeat {
+    /// How often a rank has something to do; none if it neither beats nor listens.
+    pub(crate) fn step(self) -> Option<Duration> {
+        let listening = self.timeout / 5;
+        let steps = [self.interval, listening].into_iter().filter(|step| !step.is_zero());
+        steps.min()
+    }
+}
+
+/// Do these two ranks listen to each other? In a large world that would be too many packets for a host, so each rank
+/// listens to those whose distance, around the ring of all ranks, is a power of two: some of them are on other hosts,
+/// however many of one host are lost together, and whoever hears nothing tells all.
+pub(crate) fn listens(one: Rank, other: Rank, world: WorldSize) -> bool {
+    let distance = one.get().abs_diff(other.get());
+    let around = world.get().saturating_sub(distance);
+    distance != 0 && (world.get() <= ALL || distance.is_power_of_two() || around.is_power_of_two())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const STEP: Duration = Duration::from_millis(100);
+    const TIMEOUT: Duration = Duration::from_secs(1);
+    const A: Rank = Rank::new(1);
+    const B: Rank = Rank::new(2);
+
+    fn liveness(now: Instant) -> Liveness {
+        let mut liveness = Liveness::new(WorldSize::new(3).unwrap(), TIMEOUT, STEP);
+        liveness.begin(A, STEP, now);
+        liveness.begin(B, STEP, now);
+        assert!(liveness.pass(now).is_empty());
+        liveness
+    }
+
+    #[test]
+    fn silence_is_found_soon_after_the_time_out_and_not_before() {
+        let start = Instant::now();
+        let mut liveness = liveness(start);
+        for step in 1..=11 {
+            liveness.heard(B, start + STEP * step);
+            assert!(liveness.pass(start + STEP * step).is_empty(), "{step}");
+        }
+        let late = liveness.pass(start + STEP * 12);
+        let expected = Silence { peer: A, lasted: STEP * 12, hopeless: false };
+        assert_eq!(late, [expected]);
+        assert!(expected.is_failure(Sight::Stopped) && expected.is_failure(Sight::Nothing));
+        assert!(!expected.is_failure(Sight::Alive));
+        liveness.heard(A, start + STEP * 13);
+        assert!(liveness.pass(start + STEP * 13).is_empty());
+    }
+
+    #[test]
+    fn who_is_alive_but_silent_for_ever_is_given_up_in_the_end() {
+        let start = Instant::now();
+        let mut liveness = liveness(start);
+        liveness.end(B);
+        let hopeless =
+            (1..).find(|step| liveness.pass(start + STEP * *step).iter().any(|silence| silence.hopeless));
+        assert_eq!(hopeless, Some(111));
+    }
+
+    #[test]
+    fn who_has_slept_accuses_nobody() {
+        let start = Instant::now();
+        let mut liveness = liveness(start);
+        assert!(liveness.pass(start + TIMEOUT * 3600).is_empty());
+        // Late each time: it takes longer, but not for ever.
+        let found = (1..).find(|look| !liveness.pass(start + TIMEOUT * (3600 + look)).is_empty());
+        assert_eq!(found, Some(5));
+    }
+
+    #[test]
+    fn who_has_left_or_never_beats_is_not_missed() {
+        let start = Instant::now();
+        let mut liveness = liveness(start);
+        liveness.end(A);
+        liveness.begin(B, Duration::ZERO, start);
+        liveness.end(B);
+        assert!((1..1000).all(|step| liveness.pass(start + STEP * step).is_empty()));
+    }
+
+    #[test]
+    fn a_peer_is_judged_by_its_own_interval_too() {
+        let start = Instant::now();
+        let mut liveness = liveness(start);
+        liveness.end(B);
+        liveness.begin(A, TIMEOUT, start);
+        let found = (1..).find(|step| !liveness.pass(start + STEP * *step).is_empty());
+        assert_eq!(found, Some(41));
+    }
+
+    #[test]
+    fn in_every_world_each_rank_is_listened_to_from_another_host() {
+        for world in [2, 3, 32, 33, 64, 100, 1024, 1000] {
+            let world = WorldSize::new(world).unwrap();
+            for rank in world.ranks() {
+                let listeners: Vec<Rank> = world.ranks().filter(|peer| listens(*peer, rank, world)).collect();
+                assert!(
+                    !listeners.contains(&rank) && listeners.iter().all(|peer| listens(rank, *peer, world))
+                );
+                // At most twice as many as the world has binary digits, once it is large.
+                assert!(listeners.len() <= 31.max(2 * world.get().ilog2() as usize + 2));
+                for of_a_host in [1, 2, 4, 8, 16] {
+                    let elsewhere = |peer: &Rank| peer.get() / of_a_host != rank.get() / of_a_host;
+                    assert!(world.get() <= of_a_host || listeners.iter().any(elsewhere), "{rank} of {world}");
+                }
+            }
+        }
+    }
+
+    proptest! {
+        /// Whatever delays this rank: a peer whose beats lie waiting whenever it looks is never accused, and one that has
+        /// fallen silent is, after as much time awake as it may be silent.
+        #[test]
+        fn only_silence_is_silence(pauses in prop::collection::vec(0u64..5000, 1..200)) {
+            let mut now = Instant::now();
+            let mut liveness = liveness(now);
+            let mut awake = Duration::ZERO;
+            for pause in pauses {
+                let pause = Duration::from_millis(pause);
+                now += pause;
+                awake += pause.min(STEP * 2);
+                liveness.heard(B, now);
+                let accused: Vec<Rank> = liveness.pass(now).iter().map(|silence| silence.peer).collect();
+                let expected: &[Rank] = if awake > TIMEOUT + STEP { &[A] } else { &[] };
+                prop_assert_eq!(accused, expected);
+            }
+        }
+    }
+}

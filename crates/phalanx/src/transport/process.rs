@@ -1,0 +1,102 @@
+//! What the kernel shows of the processes of this host.
+
+use std::fs;
+
+use super::liveness::Sight;
+use crate::wire::control::ProcessId;
+
+/// This process, as others of its host can find it; none where there is no `/proc` that counts as this process does.
+pub(super) fn own() -> Option<ProcessId> {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let boot = u128::from_str_radix(&boot.trim().replace('-', ""), 16).ok()?;
+    let namespace = fs::read_link("/proc/self/ns/pid").ok()?;
+    let namespace = namespace.to_str()?.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok()?;
+    let stat = Stat::parse(&fs::read("/proc/self/stat").ok()?)?;
+    // A `/proc` of another namespace may be mounted here.
+    let pid = std::process::id();
+    (stat.pid == pid).then_some(ProcessId { boot, namespace, pid, started: stat.started })
+}
+
+/// What can be seen of `peer` from `own`, this process.
+pub(super) fn look(own: Option<ProcessId>, peer: Option<ProcessId>) -> Sight {
+    let (Some(own), Some(peer)) = (own, peer) else { return Sight::Nothing };
+    if (own.boot, own.namespace) != (peer.boot, peer.namespace) {
+        return Sight::Nothing;
+    }
+    let stat = fs::read(format!("/proc/{}/stat", peer.pid)).ok().and_then(|line| Stat::parse(&line));
+    stat.map_or(Sight::Nothing, |stat| stat.sight(peer))
+}
+
+/// What is of use in a line of `/proc/*/stat`: `pid (name) state ..`, with the time of the start as the 22nd field. The
+/// name may hold anything, also brackets.
+#[derive(Debug, PartialEq, Eq)]
+struct Stat {
+    pid: u32,
+    state: u8,
+    started: u64,
+}
+
+impl Stat {
+    fn parse(line: &[u8]) -> Option<Self> {
+        let name = line.iter().position(|byte| *byte == b'(')?;
+        let after_name = line.iter().rposition(|byte| *byte == b')')? + 1;
+        let pid = str::from_utf8(&line[..name]).ok()?.trim().parse().ok()?;
+        let mut fields = str::from_utf8(&line[after_name..]).ok()?.split_whitespace();
+        let state = *fields.next()?.as_bytes().first()?;
+        Some(Self { pid, state, started: fields.nth(18)?.parse().ok()? })
+    }
+
+    fn sight(&self, peer: ProcessId) -> Sight {
+        match self.state {
+            // The number has gone to another process.
+            _ if (self.pid, self.started) != (peer.pid, peer.started) => Sight::Nothing,
+            b'T' | b't' => Sight::Stopped,
+            b'R' | b'S' | b'D' => Sight::Alive,
+            _ => Sight::Nothing,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const PEER: ProcessId = ProcessId { boot: 1, namespace: 2, pid: 12, started: 99 };
+
+    fn sight(line: &str) -> Option<Sight> {
+        Stat::parse(line.as_bytes()).map(|stat| stat.sight(PEER))
+    }
+
+    #[test]
+    fn a_state_is_found_behind_any_name() {
+        let line = |state: &str, started: u64| {
+            format!("12 (a) b (c)) {state} 1 77 12 0 -1 4194304 96 0 0 0 0 0 0 0 20 0 1 0 {started} 3133440")
+        };
+        for (state, expected) in
+            [("T", Sight::Stopped), ("t", Sight::Stopped), ("D", Sight::Alive), ("Z", Sight::Nothing)]
+        {
+            assert_eq!(sight(&line(state, 99)), Some(expected), "{state}");
+        }
+        assert_eq!(sight(&line("R", 98)), Some(Sight::Nothing));
+        assert_eq!(sight("12 (sh) R 1 2 3"), None);
+    }
+
+    #[test]
+    fn this_process_sees_that_it_is_alive() {
+        let own = own();
+        assert!(own.is_some());
+        assert_eq!(look(own, own), Sight::Alive);
+        let elsewhere = own.map(|own| ProcessId { namespace: 0, ..own });
+        assert_eq!(look(own, elsewhere), Sight::Nothing);
+        assert_eq!(look(own, None), Sight::Nothing);
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics(line in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Stat::parse(&line);
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! The thread that watches the control connections: it hears the others, lets them hear this rank, and judges silence.
+
+use std::io::{self, Read};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::control::Connections;
+use crate::error::{Error, Result};
+use crate::rank::{Rank, WorldSize};
+use crate::transport::health::Health;
+use crate::transport::heartbeat::Heartbeat;
+use crate::transport::liveness::{Liveness, Sight, Silence, listens};
+use crate::transport::process;
+use crate::wire::control::{self, Control, Introduction, MAX_BODY, PREFIX, ProcessId};
+
+/// What the thread knows.
+pub(super) struct Watch<'a> {
+    rank: Rank,
+    world: WorldSize,
+    connections: &'a Connections,
+    health: &'a Health,
+    heartbeat: Heartbeat,
+    process: Option<ProcessId>,
+    liveness: Liveness,
+    /// By rank.
+    peers: Vec<Peer>,
+    /// When it last beat.
+    beat: Instant,
+}
+
+/// One peer, as it is heard on its control connection.
+#[derive(Default)]
+struct Peer {
+    /// What has arrived and is not a whole message yet.
+    bytes: Vec<u8>,
+    /// Its first word, after which it is ready for heartbeats.
+    introduction: Option<Introduction>,
+    said_goodbye: bool,
+    closed: bool,
+}
+
+impl<'a> Watch<'a> {
+    pub(super) fn new(
+        rank: Rank,
+        world: WorldSize,
+        connections: &'a Connections,
+        health: &'a Health,
+        heartbeat: Heartbeat,
+    ) -> Self {
+        let liveness = Liveness::new(world, heartbeat.timeout, heartbeat.step().unwrap_or_default());
+        let peers = world.ranks().map(|_| Peer::default()).collect();
+        let process = process::own();
+        Self { rank, world, connections, health, heartbeat, process, liveness, peers, beat: Instant::now() }
+    }
+
+    /// Watches until `stopped` is closed at its other end.
+    pub(super) fn run(mut self, stopped: &UnixStream) -> Result<()> {
+        let introduction = Introduction::new(self.heartbeat.interval, self.process);
+        self.connections.tell(&Control::Watching(introduction), |peer| listens(self.rank, peer, self.world));
+        let mut next = self.heartbeat.step().map(|step| Instant::now() + step);
+        loop {
+            let ready = match self.poll(stopped, next)? {
+                Woken::Stopped => return Ok(()),
+                Woken::By(ready) => ready,
+            };
+            self.read(ready);
+            if self.health.has_failed() {
+                // The peers know. One that could not be told is to miss this rank.
+                next = None;
+            }
+            if let (Some(due), Some(step)) = (next, self.heartbeat.step())
+                && Instant::now() >= due
+            {
+                self.let_hear();
+                self.judge();
+                next = Some(Instant::now() + step);
+            }
+        }
+    }
+
+    /// Waits until there is something to read, or until `next`.
+    fn poll(&self, stopped: &UnixStream, next: Option<Instant>) -> Result<Woken> {
+        let open: Vec<(Rank, &TcpStream)> = self.open().collect();
+        let mut fds = vec![PollFd::new(stopped, PollFlags::IN)];
+        fds.extend(open.iter().map(|(_, stream)| PollFd::new(*stream, PollFlags::IN)));
+        let remaining = next.map(|next| next.saturating_duration_since(Instant::now()));
+        let remaining = remaining
+            .map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) });
+        match poll(&mut fds, remaining.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => {
+                return Err(Error::io("the control connections could not be watched", error.into()));
+            }
+        }
+        if !fds[0].revents().is_empty() {
+            return Ok(Woken::Stopped);
+        }
+        let ready = open.iter().zip(&fds[1..]).filter(|(_, fd)| !fd.revents().is_empty());
+        Ok(Woken::By(ready.map(|((peer, _), _)| *peer).collect()))
+    }
+
+    fn open(&self) -> impl Iterator<Item = (Rank, &'a TcpStream)> {
+        let streams = self.world.ranks().zip(&self.connections.control).zip(&self.peers);
+        streams.filter_map(|((peer, stream), state)| {
+            stream.as_ref().filter(|_| !state.closed).map(|stream| (peer, stream))
+        })
+    }
+
+    /// Takes what these peers have said. A peer's reason is worth more than another peer's silence: first all is read, then
+    /// it is said who is gone.
+    fn read(&mut self, ready: Vec<Rank>) {
+        let now = Instant::now();
+        let mut gone = Vec::new();
+        for rank in ready {
+            let Some(Some(stream)) = self.connections.control.get(rank.index()) else { continue };
+            let Some(peer) = self.peers.get_mut(rank.index()) else { continue };
+            self.liveness.heard(rank, now);
+            if let Err(reason) = peer.fill(stream) {
+                peer.closed = true;
+                gone.push((rank, reason));
+            }
+            while let Some(message) = peer.next(rank, self.health) {
+                match message {
+                    Control::Beat => {}
+                    Control::Goodbye => {
+                        peer.said_goodbye = true;
+                        self.health.left(rank);
+                    }
+                    Control::Failure(notice) => {
+                        self.health.fail(notice.into_error(rank, self.health.host(rank)));
+                    }
+                    Control::Watching(introduction) => {
+                        peer.introduction = Some(introduction);
+                        self.liveness.begin(rank, introduction.interval(), now);
+                    }
+                }
+            }
+            if peer.closed || peer.said_goodbye {
+                self.liveness.end(rank);
+            }
+        }
+        for (rank, reason) in gone {
+            if !self.peers[rank.index()].said_goodbye {
+                self.health.lost(rank, &reason);
+            }
+        }
+    }
+
+    /// Beats, if it is time, for those who listen.
+    fn let_hear(&mut self) {
+        let now = Instant::now();
+        if self.heartbeat.interval.is_zero() || now.duration_since(self.beat) < self.heartbeat.interval {
+            return;
+        }
+        self.beat = now;
+        let peers = &self.peers;
+        self.connections.tell(&Control::Beat, |peer| {
+            peers
+                .get(peer.index())
+                .is_some_and(|peer| peer.introduction.is_some() && !peer.said_goodbye && !peer.closed)
+        });
+    }
+
+    /// Fails the group if somebody has been silent for too long.
+    fn judge(&mut self) {
+        let mut silences = self.liveness.pass(Instant::now());
+        if silences.is_empty() {
+            return;
+        }
+        // What came in while this thread waited for a processor counts.
+        self.read(
+            silences.iter().map(|silence| silence.peer).filter(|peer| self.is_readable(*peer)).collect(),
+        );
+        let again = self.liveness.pass(Instant::now());
+        silences.retain(|silence| again.iter().any(|other| other.peer == silence.peer));
+        let seen: Vec<(Silence, Sight)> =
+            silences.into_iter().map(|silence| (silence, self.sight(silence.peer))).collect();
+        let failed: Vec<(Silence, Sight)> =
+            seen.into_iter().filter(|(silence, sight)| silence.is_failure(*sight)).collect();
+        let Some((silence, sight)) = failed.first() else { return };
+        self.health.silent(silence.peer, silence.lasted, *sight == Sight::Stopped, failed.len() - 1);
+    }
+
+    fn is_readable(&self, peer: Rank) -> bool {
+        let Some(Some(stream)) = self.connections.control.get(peer.index()) else { return false };
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+    }
+
+    fn sight(&self, peer: Rank) -> Sight {
+        let introduction = self.peers.get(peer.index()).and_then(|peer| peer.introduction);
+        process::look(self.process, introduction.and_then(|introduction| introduction.process))
+    }
+}
+
+enum Woken {
+    Stopped,
+    /// By those who have said something.
+    By(Vec<Rank>),
+}
+
+impl Peer {
+    /// Reads what has arrived; an error says how the connection ended.
+    fn fill(&mut self, mut stream: &TcpStream) -> Result<(), String> {
+        let mut chunk = [0; 1024];
+        // A message and a half at most wait to be taken out.
+        while self.bytes.len() <= PREFIX + MAX_BODY {
+            match stream.read(&mut chunk) {
+                Ok(0) => return Err("its connection closed".to_owned()),
+                Ok(count) => self.bytes.extend_from_slice(&chunk[..count]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+        Ok(())
+    }
+
+    fn next(&mut self, peer: Rank, health: &Health) -> Option<Control> {
+        match control::decode(&self.bytes) {
+            Ok(Some((message, used))) => {
+                self.bytes.drain(..used);
+                Some(message)
+            }
+            Ok(None) => None,
+            Err(error) => {
+                self.bytes.clear();
+                health.fail(error.with_peer(peer));
+                None
+            }
+        }
+    }
+}

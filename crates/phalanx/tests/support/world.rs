@@ -1,0 +1,84 @@
+//! Ranks as processes, started by hand as a launcher would, without anybody who watches over them.
+#![allow(dead_code, reason = "not every test needs everything")]
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use phalanx::store::TcpStoreServer;
+use rustix::process::{Pid, Signal, kill_process};
+
+/// The variable that makes the test's own program a rank.
+pub const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
+/// Nothing takes longer, or it hangs.
+pub const LIMIT: Duration = Duration::from_secs(20);
+
+/// Ranks that are ended with the test, however it ends.
+pub struct World {
+    pub ranks: Vec<Child>,
+    pub port: u16,
+    pub server: Option<TcpStoreServer>,
+}
+
+impl World {
+    pub fn start(scenario: &str, world: u32, served_by_rank_0: bool, variables: &[(&str, &str)]) -> Self {
+        let server =
+            (!served_by_rank_0).then(|| TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap());
+        let port = match &server {
+            Some(server) => server.local_addr().port(),
+            None => std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port(),
+        };
+        let ranks = (0..world).map(|rank| {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.env(SCENARIO, scenario).envs(variables.iter().copied());
+            command.env("RANK", rank.to_string()).env("WORLD_SIZE", world.to_string());
+            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+            command.env("TORCHELASTIC_USE_AGENT_STORE", if served_by_rank_0 { "False" } else { "True" });
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        });
+        Self { ranks: ranks.collect(), port, server }
+    }
+
+    /// Waits until every rank has said that it trains.
+    pub fn training(&mut self) {
+        for rank in &mut self.ranks {
+            let mut line = String::new();
+            BufReader::new(rank.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+            assert_eq!(line, "training\n");
+        }
+    }
+
+    pub fn kill(&mut self, rank: usize) -> Instant {
+        self.send(rank, Signal::KILL)
+    }
+
+    /// Sends a signal to a rank; gives the moment.
+    pub fn send(&mut self, rank: usize, signal: Signal) -> Instant {
+        kill_process(Pid::from_child(&self.ranks[rank]), signal).unwrap();
+        Instant::now()
+    }
+
+    /// Waits for each rank; gives exit codes, what they wrote to standard error, and when the last one ended.
+    pub fn end(mut self) -> (Vec<(Option<i32>, String)>, Instant) {
+        let deadline = Instant::now() + LIMIT;
+        while self.ranks.iter_mut().any(|rank| rank.try_wait().unwrap().is_none()) {
+            assert!(Instant::now() < deadline, "a rank hangs");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let ended = Instant::now();
+        let outcomes = std::mem::take(&mut self.ranks).into_iter().map(|rank| {
+            let output = rank.wait_with_output().unwrap();
+            (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+        });
+        (outcomes.collect(), ended)
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        for rank in &mut self.ranks {
+            let _ = rank.kill();
+            let _ = rank.wait();
+        }
+    }
+}
