@@ -69,3 +69,10 @@ pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};
 pub use spawn::spawn;
 pub use transport::TransportKind;
+
+/// The guide's programs must compile.
+#[cfg(doctest)]
+mod guide {
+    #[doc = include_str!("../../../docs/guide/checkpoints.md")]
+    struct Checkpoints;
+}

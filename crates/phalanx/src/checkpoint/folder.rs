@@ -16,6 +16,7 @@
 //! checkpoints of it. A folder gets its name when everything in it is on the disk, and only then is an old one renamed
 //! and removed.
 
+use std::cmp::Reverse;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
@@ -164,7 +165,7 @@ pub(super) fn list(folder: &Path) -> io::Result<Vec<Entry>> {
             entries.push(Entry { number, path: entry.path() });
         }
     }
-    entries.sort_by(|left, right| right.number.cmp(&left.number));
+    entries.sort_by_key(|entry| Reverse(entry.number));
     Ok(entries)
 }
 
