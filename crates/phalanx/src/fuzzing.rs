@@ -13,6 +13,7 @@ use crate::wire::frame::{HEADER, Header};
 use crate::wire::hello::{Channel, HELLO, Hello};
 use crate::wire::store::{Decoder, MAX_COUNT, MAX_REQUEST};
 
+pub use crate::checkpoint::{fuzz_manifest as checkpoint_manifest, fuzz_tensors as checkpoint_tensors};
 pub use crate::domain::fuzz_word as board_word;
 pub use crate::launch::{fuzz_error_file as error_file, fuzz_lines as lines};
 pub use crate::rendezvous::{fuzz as rendezvous, fuzz_nodes as nodes};
@@ -23,9 +24,11 @@ pub use crate::transport::fuzz as address;
 pub type Target = fn(&[u8]) -> bool;
 
 /// All targets, by the names of their folders and programs.
-pub const TARGETS: [(&str, Target); 13] = [
+pub const TARGETS: [(&str, Target); 15] = [
     ("address", address),
     ("board_word", board_word),
+    ("checkpoint_manifest", checkpoint_manifest),
+    ("checkpoint_tensors", checkpoint_tensors),
     ("control", control),
     ("error_file", error_file),
     ("frame", frame),

@@ -25,6 +25,7 @@
 //! | average gradients of a framework of your own | [`reducer`] |
 //! | let ranks end at different times | [`join`] |
 //! | give each rank its part of the data | [`sampler`] |
+//! | go on after a crash | [`checkpoint`] |
 //! | let processes find each other | [`store`] |
 //! | see where the time goes | [`trace`] |
 //!
@@ -38,6 +39,7 @@ mod dtype;
 mod error;
 mod rank;
 
+pub mod checkpoint;
 mod collective;
 mod domain;
 pub mod env;
@@ -67,3 +69,10 @@ pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};
 pub use spawn::spawn;
 pub use transport::{Heartbeat, TransportKind};
+
+/// The guide's programs must compile.
+#[cfg(doctest)]
+mod guide {
+    #[doc = include_str!("../../../docs/guide/checkpoints.md")]
+    struct Checkpoints;
+}

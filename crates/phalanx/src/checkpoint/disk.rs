@@ -1,0 +1,71 @@
+//! The few things that writing a checkpoint asks of a file system, one call each, so that tests can stop after any.
+
+use std::fmt::Debug;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+
+/// A file system.
+pub(super) trait Disk: Debug + Send + Sync + 'static {
+    /// Makes a folder that must not be there yet.
+    fn create_folder(&self, path: &Path) -> io::Result<()>;
+
+    /// Makes a file that must not be there yet.
+    fn create_file(&self, path: &Path) -> io::Result<File>;
+
+    /// Appends `bytes` to a file that was made before.
+    fn write(&self, file: &mut File, bytes: &[u8]) -> io::Result<()>;
+
+    /// Returns when what was written to `file` survives a loss of power.
+    fn sync_file(&self, file: &File) -> io::Result<()>;
+
+    /// Returns when the names in a folder survive a loss of power.
+    fn sync_folder(&self, path: &Path) -> io::Result<()>;
+
+    /// Gives what is called `from` the name `to`, at once.
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+
+    /// Removes a file.
+    fn remove_file(&self, path: &Path) -> io::Result<()>;
+
+    /// Removes a folder that is empty.
+    fn remove_folder(&self, path: &Path) -> io::Result<()>;
+}
+
+/// The system's.
+#[derive(Debug)]
+pub(super) struct SystemDisk;
+
+impl Disk for SystemDisk {
+    fn create_folder(&self, path: &Path) -> io::Result<()> {
+        fs::create_dir(path)
+    }
+
+    fn create_file(&self, path: &Path) -> io::Result<File> {
+        File::create_new(path)
+    }
+
+    fn write(&self, file: &mut File, bytes: &[u8]) -> io::Result<()> {
+        file.write_all(bytes)
+    }
+
+    fn sync_file(&self, file: &File) -> io::Result<()> {
+        file.sync_all()
+    }
+
+    fn sync_folder(&self, path: &Path) -> io::Result<()> {
+        File::open(path)?.sync_all()
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::rename(from, to)
+    }
+
+    fn remove_file(&self, path: &Path) -> io::Result<()> {
+        fs::remove_file(path)
+    }
+
+    fn remove_folder(&self, path: &Path) -> io::Result<()> {
+        fs::remove_dir(path)
+    }
+}

@@ -1,0 +1,294 @@
+//! The folder of checkpoints: names, writing one, removing old ones.
+//!
+//! ```text
+//! runs/digits/
+//!   00000011-step-1100/      a checkpoint
+//!   00000012-step-1200/      a later one
+//!     tensors.safetensors
+//!     optimizer.part
+//!     manifest.json          written last
+//!   .writing-00000013/       not there yet
+//!   .removing-00000010/      on its way out
+//!   .lock                    held by the one process that writes here
+//! ```
+//!
+//! The number in front counts what was ever written here: a job that goes back to an earlier step makes later
+//! checkpoints of it. A folder gets its name when everything in it is on the disk, and only then is an old one renamed
+//! and removed.
+
+use std::cmp::Reverse;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+
+use super::disk::Disk;
+use super::manifest::{
+    Checksum, FileEntry, MANIFEST, MAX_MANIFEST, Manifest, PART, TENSORS, Unreadable, checksum,
+};
+use super::snapshot::Snapshot;
+use super::tensors;
+
+/// In front of the number of a checkpoint that is being written.
+const WRITING: &str = ".writing-";
+/// In front of the number of one that is being removed.
+const REMOVING: &str = ".removing-";
+/// Between number and step.
+const STEP: &str = "-step-";
+
+/// No job writes so many; a higher number would leave none for those to come.
+const MAX_NUMBER: u64 = u64::MAX / 2;
+
+/// Elements are written in pieces of this size, each read once for disk and checksum.
+const PIECE: usize = 1 << 20;
+
+/// The folder of checkpoints, seen from the process that writes.
+#[derive(Debug)]
+pub(super) struct Folder {
+    pub path: PathBuf,
+    pub disk: Box<dyn Disk>,
+}
+
+impl Folder {
+    /// Writes `snapshot` as number `number`. When it returns `Ok`, the checkpoint survives a loss of power.
+    pub fn write(&self, number: u64, step: u64, world_size: u32, snapshot: &Snapshot) -> io::Result<()> {
+        let temporary = self.path.join(format!("{WRITING}{number:08}"));
+        let written = self
+            .write_files(&temporary, step, world_size, snapshot)
+            .and_then(|()| self.disk.rename(&temporary, &self.path.join(format!("{number:08}{STEP}{step}"))));
+        if let Err(error) = written {
+            // On a full disk its room is needed; what cannot be removed now is when the folder is opened next.
+            let _ = self.remove_tree(&temporary);
+            return Err(error);
+        }
+        self.disk.sync_folder(&self.path)
+    }
+
+    fn write_files(&self, folder: &Path, step: u64, world_size: u32, snapshot: &Snapshot) -> io::Result<()> {
+        self.disk.create_folder(folder)?;
+        let mut sorted: Vec<_> = snapshot.tensors.iter().collect();
+        sorted.sort_by_key(|(name, tensor)| tensors::order(tensor.dtype, name));
+        let layouts = sorted.iter().map(|(name, tensor)| {
+            (name.as_str(), tensor.dtype, tensor.shape.as_slice(), (*tensor.bytes).as_ref().len())
+        });
+        let header = tensors::header(layouts).map_err(io::Error::other)?;
+        let elements = sorted.iter().map(|(_, tensor)| (*tensor.bytes).as_ref());
+        let tensors =
+            self.write_file(folder, TENSORS.to_owned(), std::iter::once(&*header).chain(elements))?;
+        let parts = snapshot.parts.iter().map(|(name, bytes)| {
+            self.write_file(folder, format!("{name}{PART}"), std::iter::once(bytes.as_slice()))
+        });
+        // Behind its suffix a name may stand elsewhere in the order.
+        let mut parts = parts.collect::<io::Result<Vec<_>>>()?;
+        parts.sort_by(|left, right| left.name.cmp(&right.name));
+        let files = std::iter::once(tensors).chain(parts).collect();
+        let manifest = Manifest::new(step, world_size, files).encode()?;
+        self.write_file(folder, MANIFEST.to_owned(), std::iter::once(manifest.as_slice()))?;
+        self.disk.sync_folder(folder)
+    }
+
+    fn write_file<'a>(
+        &self,
+        folder: &Path,
+        name: String,
+        contents: impl Iterator<Item = &'a [u8]>,
+    ) -> io::Result<FileEntry> {
+        let mut file = self.disk.create_file(&folder.join(&name))?;
+        let (mut length, mut checksum) = (0, Checksum::default());
+        for piece in contents.flat_map(|bytes| bytes.chunks(PIECE)) {
+            self.disk.write(&mut file, piece)?;
+            checksum.update(piece);
+            length += piece.len() as u64;
+        }
+        self.disk.sync_file(&file)?;
+        Ok(FileEntry { name, length, checksum: checksum.finish() })
+    }
+
+    /// Removes what is older than the newest `keep` checkpoints that have all their files.
+    pub fn rotate(&self, keep: usize) -> io::Result<()> {
+        let (mut whole, mut outcome) = (0, Ok(()));
+        for entry in list(&self.path)? {
+            if whole == keep {
+                outcome = outcome.and(self.remove(&entry));
+            } else {
+                whole += usize::from(looks_whole(&entry.path));
+            }
+        }
+        outcome
+    }
+
+    fn remove(&self, entry: &Entry) -> io::Result<()> {
+        // Under another name at once, so that nobody meets half of it.
+        let removing = self.path.join(format!("{REMOVING}{:08}", entry.number));
+        self.disk.rename(&entry.path, &removing)?;
+        self.remove_tree(&removing)
+    }
+
+    /// Removes what a writer has left that died.
+    pub fn sweep(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.path)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let name = name.to_string_lossy();
+            let number = name.strip_prefix(WRITING).or_else(|| name.strip_prefix(REMOVING));
+            if number.is_some_and(|number| number.parse::<u64>().is_ok()) {
+                self.remove_tree(&entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes a folder of files.
+    fn remove_tree(&self, folder: &Path) -> io::Result<()> {
+        for entry in fs::read_dir(folder)? {
+            self.disk.remove_file(&entry?.path())?;
+        }
+        self.disk.remove_folder(folder)
+    }
+}
+
+/// A folder that has the name of a checkpoint.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub number: u64,
+    pub path: PathBuf,
+}
+
+/// All that have the name of a checkpoint, the newest first.
+pub(super) fn list(folder: &Path) -> io::Result<Vec<Entry>> {
+    let mut entries = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if let Some(number) = entry.file_name().to_str().and_then(number) {
+            entries.push(Entry { number, path: entry.path() });
+        }
+    }
+    entries.sort_by_key(|entry| Reverse(entry.number));
+    Ok(entries)
+}
+
+/// The number of the next checkpoint.
+pub(super) fn next_number(folder: &Path) -> io::Result<u64> {
+    Ok(list(folder)?.first().map_or(1, |newest| newest.number + 1))
+}
+
+fn number(name: &str) -> Option<u64> {
+    let (number, step) = name.split_once(STEP)?;
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    if !is_number(number) || !is_number(step) {
+        return None;
+    }
+    number.parse().ok().filter(|number| *number <= MAX_NUMBER)
+}
+
+/// Why a checkpoint cannot be read.
+#[derive(Debug)]
+pub(super) enum Unfit {
+    /// It is not whole, so an older one has to do.
+    Torn(String),
+    /// It may be whole: whoever takes an older one instead would lose it.
+    Unread(String, Option<io::Error>),
+}
+
+impl Unfit {
+    /// What an error of the system says about `file`.
+    fn of(file: &str, error: io::Error) -> Self {
+        /// What a damaged disk says.
+        const EIO: i32 = rustix::io::Errno::IO.raw_os_error();
+        match error.kind() {
+            io::ErrorKind::NotFound => Self::Torn(format!("{file} is missing")),
+            io::ErrorKind::UnexpectedEof => Self::Torn(format!("{file} is too short")),
+            _ if error.raw_os_error() == Some(EIO) => Self::Torn(format!("{file} cannot be read: {error}")),
+            _ => Self::Unread(format!("{file} cannot be read"), Some(error)),
+        }
+    }
+}
+
+/// The manifest of the checkpoint in `folder`.
+pub(super) fn read_manifest(folder: &Path) -> Result<Manifest, Unfit> {
+    let (file, length) = open(folder, MANIFEST)?;
+    if length > MAX_MANIFEST {
+        return Err(Unfit::Torn(format!("a manifest of {length} bytes is none")));
+    }
+    let bytes = read(file, MANIFEST, length)?;
+    Manifest::decode(&bytes).map_err(|error| match error {
+        Unreadable::Torn(_) => Unfit::Torn(error.to_string()),
+        Unreadable::Later(_) => Unfit::Unread(error.to_string(), None),
+    })
+}
+
+/// What `entry` says is in `folder`.
+pub(super) fn read_entry(folder: &Path, entry: &FileEntry) -> Result<Vec<u8>, Unfit> {
+    let bytes = read(open_entry(folder, entry)?, &entry.name, entry.length)?;
+    if checksum(&bytes) != entry.checksum {
+        return Err(Unfit::Torn(format!("the checksum of {} is wrong", entry.name)));
+    }
+    Ok(bytes)
+}
+
+/// Has the checkpoint all files, as long as they should be? The newest is only trusted when all was read; to remove old
+/// ones this will do.
+fn looks_whole(folder: &Path) -> bool {
+    let manifest = read_manifest(folder);
+    manifest.is_ok_and(|manifest| manifest.files.iter().all(|entry| open_entry(folder, entry).is_ok()))
+}
+
+/// The file of `entry`, if it is as long as it should be: no memory is taken for what is not there.
+fn open_entry(folder: &Path, entry: &FileEntry) -> Result<File, Unfit> {
+    let (file, length) = open(folder, &entry.name)?;
+    if length == entry.length {
+        return Ok(file);
+    }
+    let cause = format!("{} has {length} bytes of {}", entry.name, entry.length);
+    Err(Unfit::Torn(cause))
+}
+
+/// Opens a file and says how long it is. Only a real file will do: a link leads elsewhere, and a pipe never ends.
+fn open(folder: &Path, name: &str) -> Result<(File, u64), Unfit> {
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let opened = File::options().read(true).custom_flags(flags.bits() as i32).open(folder.join(name));
+    let file = opened.map_err(|error| Unfit::of(name, error))?;
+    let metadata = file.metadata().map_err(|error| Unfit::of(name, error))?;
+    if !metadata.is_file() {
+        return Err(Unfit::Torn(format!("{name} is no file")));
+    }
+    Ok((file, metadata.len()))
+}
+
+/// The `length` bytes of a file that has as many.
+fn read(mut file: File, name: &str, length: u64) -> Result<Vec<u8>, Unfit> {
+    let mut bytes = Vec::new();
+    let room = usize::try_from(length).is_ok_and(|length| bytes.try_reserve_exact(length).is_ok());
+    if !room {
+        return Err(Unfit::Unread(format!("there is no memory for the {length} bytes of {name}"), None));
+    }
+    file.by_ref().take(length).read_to_end(&mut bytes).map_err(|error| Unfit::of(name, error))?;
+    match bytes.len() as u64 == length {
+        true => Ok(bytes),
+        false => Err(Unfit::Torn(format!("{name} is too short"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_checkpoints_are_known_from_others() {
+        assert_eq!(number("00000012-step-1200"), Some(12));
+        assert_eq!(number("123456789-step-0"), Some(123_456_789));
+        for name in [
+            ".writing-00000012",
+            "12",
+            "-step-1",
+            "12-step-",
+            "+1-step-1",
+            "1-step-1x",
+            "99999999999999999999-step-1",
+        ] {
+            assert_eq!(number(name), None, "{name}");
+        }
+    }
+}

@@ -1,0 +1,405 @@
+//! What is left on the disk when a save is cut off: after each operation, with whatever part of it survived.
+//!
+//! A real save is recorded, operation by operation. Each test then plays a part of the record onto a copy of what was
+//! there before, as a crash would leave it, and looks for the newest checkpoint there with the real code.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tempfile::TempDir;
+
+use super::disk::{Disk, SystemDisk};
+use super::folder::{self, Folder};
+use super::newest::{self, Found};
+use super::saved::Contents;
+use super::snapshot::Snapshot;
+
+/// What was done, to paths below the folder of checkpoints.
+#[derive(Clone, Debug)]
+enum Op {
+    CreateFolder(PathBuf),
+    CreateFile(PathBuf),
+    Write(PathBuf, Vec<u8>),
+    SyncFile(PathBuf),
+    SyncFolder(PathBuf),
+    Rename(PathBuf, PathBuf),
+    RemoveFile(PathBuf),
+    RemoveFolder(PathBuf),
+}
+
+/// Notes what is done; lets one operation fail, and from then on all that need room.
+#[derive(Clone, Debug, Default)]
+struct TestDisk {
+    root: PathBuf,
+    log: Arc<Mutex<Vec<Op>>>,
+    /// The file that was made last: files are written one after the other.
+    open: Arc<Mutex<PathBuf>>,
+    full_from: Option<usize>,
+}
+
+impl TestDisk {
+    fn note(&self, op: Op) -> io::Result<()> {
+        let mut log = self.log.lock();
+        let frees = matches!(op, Op::RemoveFile(_) | Op::RemoveFolder(_));
+        let full = self.full_from.is_some_and(|from| log.len() >= from) && !frees;
+        log.push(op);
+        if full { Err(ErrorKind::StorageFull.into()) } else { Ok(()) }
+    }
+
+    fn below(&self, path: &Path) -> PathBuf {
+        path.strip_prefix(&self.root).unwrap().to_owned()
+    }
+}
+
+impl Disk for TestDisk {
+    fn create_folder(&self, path: &Path) -> io::Result<()> {
+        self.note(Op::CreateFolder(self.below(path)))?;
+        SystemDisk.create_folder(path)
+    }
+
+    fn create_file(&self, path: &Path) -> io::Result<File> {
+        *self.open.lock() = self.below(path);
+        self.note(Op::CreateFile(self.below(path)))?;
+        SystemDisk.create_file(path)
+    }
+
+    fn write(&self, file: &mut File, bytes: &[u8]) -> io::Result<()> {
+        let noted = self.note(Op::Write(self.open.lock().clone(), bytes.to_vec()));
+        // A full disk takes what it has room for.
+        let room = if noted.is_ok() { bytes.len() } else { bytes.len() / 2 };
+        file.write_all(&bytes[..room])?;
+        noted
+    }
+
+    fn sync_file(&self, _: &File) -> io::Result<()> {
+        self.note(Op::SyncFile(self.open.lock().clone()))
+    }
+
+    fn sync_folder(&self, path: &Path) -> io::Result<()> {
+        self.note(Op::SyncFolder(self.below(path)))
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.note(Op::Rename(self.below(from), self.below(to)))?;
+        SystemDisk.rename(from, to)
+    }
+
+    fn remove_file(&self, path: &Path) -> io::Result<()> {
+        self.note(Op::RemoveFile(self.below(path)))?;
+        SystemDisk.remove_file(path)
+    }
+
+    fn remove_folder(&self, path: &Path) -> io::Result<()> {
+        self.note(Op::RemoveFolder(self.below(path)))?;
+        SystemDisk.remove_folder(path)
+    }
+}
+
+/// The state after `step`.
+fn snapshot(step: u64) -> Snapshot {
+    let mut snapshot = Snapshot::default();
+    snapshot.tensor("weights", &[2, 50], &[step as f32; 100]).unwrap();
+    snapshot.tensor("steps", &[], &[step as i64]).unwrap();
+    snapshot.value("optimizer", &vec![step; 20]).unwrap();
+    snapshot.part("empty", []).unwrap();
+    snapshot
+}
+
+/// A folder with checkpoints of the steps 1 and 2, made by nobody's crash.
+fn before() -> TempDir {
+    let root = tempfile::tempdir().unwrap();
+    for step in [1, 2] {
+        system(root.path()).write(step, step, 4, &snapshot(step)).unwrap();
+    }
+    root
+}
+
+/// The folder at `path`, on a disk that syncs nothing: that would take most of the time of these tests.
+fn system(path: &Path) -> Folder {
+    let disk = TestDisk { root: path.to_owned(), ..TestDisk::default() };
+    Folder { path: path.to_owned(), disk: Box::new(disk) }
+}
+
+/// Saves step 3 over [`before`], keeping one checkpoint; gives what was done.
+fn record() -> Vec<Op> {
+    let root = before();
+    let disk = TestDisk { root: root.path().to_owned(), ..TestDisk::default() };
+    let folder = Folder { path: root.path().to_owned(), disk: Box::new(disk.clone()) };
+    folder.write(3, 3, 4, &snapshot(3)).unwrap();
+    folder.rotate(1).unwrap();
+    let log = disk.log.lock().clone();
+    log
+}
+
+/// The newest checkpoint in `root`: of one of `steps`, and in every byte what was written.
+fn assert_found(root: &Path, steps: &[u64], what: &dyn std::fmt::Debug) -> (u64, usize) {
+    let (found, skipped) = newest::find(root).unwrap();
+    let found = found.unwrap_or_else(|| panic!("nothing is left: {what:?}, {skipped:?}"));
+    assert!(steps.contains(&found.step), "step {} at {what:?}, {skipped:?}", found.step);
+    assert_eq!(found.contents, saved(found.step), "{what:?}");
+    (found.step, skipped.len())
+}
+
+/// The files of a checkpoint of `step`.
+fn saved(step: u64) -> Contents {
+    let root = tempfile::tempdir().unwrap();
+    system(root.path()).write(1, step, 4, &snapshot(step)).unwrap();
+    let Found { contents, .. } = newest::find(root.path()).unwrap().0.unwrap();
+    contents
+}
+
+/// A crash must not stand in the way of the next run.
+fn assert_goes_on(root: &Path, what: &dyn std::fmt::Debug) {
+    let folder = system(root);
+    folder.sweep().unwrap();
+    let number = folder::next_number(root).unwrap();
+    folder.write(number, 9, 4, &snapshot(9)).unwrap();
+    folder.rotate(1).unwrap();
+    assert_found(root, &[9], what);
+    let left: Vec<_> = fs::read_dir(root).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left.len(), 1, "{left:?} after {what:?}");
+}
+
+/// How much of what was written to a file, but not synced, is on the disk.
+#[derive(Clone, Copy, Debug)]
+enum Data {
+    All,
+    Half,
+    None,
+    /// Its length is, its contents are not.
+    Zeros,
+}
+
+/// Plays `op` onto `root`. What depends on something that did not survive has no effect.
+fn play(root: &Path, op: &Op, data: Data) {
+    let _ = match op {
+        Op::CreateFolder(path) => fs::create_dir(root.join(path)),
+        Op::CreateFile(path) => File::create(root.join(path)).map(drop),
+        Op::Write(path, bytes) => append(&root.join(path), bytes, data),
+        Op::Rename(from, to) => fs::rename(root.join(from), root.join(to)),
+        Op::RemoveFile(path) => fs::remove_file(root.join(path)),
+        Op::RemoveFolder(path) => fs::remove_dir(root.join(path)),
+        Op::SyncFile(_) | Op::SyncFolder(_) => Ok(()),
+    };
+}
+
+fn append(path: &Path, bytes: &[u8], data: Data) -> io::Result<()> {
+    let mut file = File::options().append(true).open(path)?;
+    match data {
+        Data::All => file.write_all(bytes),
+        Data::Half => file.write_all(&bytes[..bytes.len() / 2]),
+        Data::None => Ok(()),
+        Data::Zeros => file.write_all(&vec![0; bytes.len()]),
+    }
+}
+
+/// The folder in which `op` changes a name.
+fn named_in(op: &Op) -> Option<&Path> {
+    match op {
+        Op::CreateFolder(path) | Op::CreateFile(path) | Op::RemoveFile(path) | Op::RemoveFolder(path) => {
+            path.parent()
+        }
+        Op::Rename(_, to) => to.parent(),
+        Op::Write(..) | Op::SyncFile(_) | Op::SyncFolder(_) => None,
+    }
+}
+
+/// Is `ops[index]` sure to survive a loss of power after all of `ops`?
+fn is_durable(ops: &[Op], index: usize) -> bool {
+    ops[index..].iter().any(|later| match (&ops[index], later) {
+        (Op::Write(path, _), Op::SyncFile(synced)) => path == synced,
+        (op, Op::SyncFolder(synced)) => named_in(op) == Some(synced.as_path()),
+        _ => false,
+    })
+}
+
+/// The steps that may be found after `ops`: once the new name is on the disk, only the new one.
+fn allowed(ops: &[Op]) -> &'static [u64] {
+    let named = ops.iter().position(|op| matches!(op, Op::Rename(..)));
+    match named {
+        None => &[2],
+        Some(rename) if is_durable(ops, rename) => &[3],
+        Some(_) => &[2, 3],
+    }
+}
+
+#[test]
+fn a_killed_writer_leaves_a_whole_checkpoint_wherever_it_is() {
+    let ops = record();
+    assert!(ops.len() > 25, "{ops:?}");
+    let mut found = BTreeSet::new();
+    for end in 0..=ops.len() {
+        let root = before();
+        ops[..end].iter().for_each(|op| play(root.path(), op, Data::All));
+        let (step, skipped) = assert_found(root.path(), allowed(&ops[..end]), &ops.get(end));
+        // Nothing half done has the name of a checkpoint.
+        assert_eq!(skipped, 0, "{:?}", ops.get(end));
+        found.insert(step);
+        assert_goes_on(root.path(), &ops.get(end));
+    }
+    assert_eq!(found, BTreeSet::from([2, 3]));
+}
+
+#[test]
+fn a_write_that_is_cut_off_anywhere_is_no_checkpoint() {
+    let ops = record();
+    for (end, op) in ops.iter().enumerate() {
+        let Op::Write(path, bytes) = op else { continue };
+        for length in 0..bytes.len() {
+            // Were it renamed all the same, as by a disk that lies about what it has synced, it is passed over.
+            for renamed in [false, true] {
+                let root = before();
+                ops[..end].iter().for_each(|op| play(root.path(), op, Data::All));
+                play(root.path(), &Op::Write(path.clone(), bytes[..length].to_vec()), Data::All);
+                if renamed {
+                    let named = ops.iter().find(|op| matches!(op, Op::Rename(..))).unwrap();
+                    play(root.path(), named, Data::All);
+                }
+                let (_, skipped) = assert_found(root.path(), &[2], &(path, length));
+                assert_eq!(skipped, usize::from(renamed), "{path:?} cut at {length}");
+            }
+        }
+    }
+}
+
+/// Loses power after each of `ops`, in every way; how often that was, or what was lost.
+fn lose_power(ops: &[Op]) -> Result<usize, String> {
+    let mut crashes = 0;
+    for end in 0..=ops.len() {
+        let ops = &ops[..end];
+        let pending: Vec<usize> =
+            (0..end).filter(|index| named_in(&ops[*index]).is_some() && !is_durable(ops, *index)).collect();
+        let unsynced = (0..end).any(|index| matches!(ops[index], Op::Write(..)) && !is_durable(ops, index));
+        let data: &[Data] =
+            if unsynced { &[Data::All, Data::Half, Data::None, Data::Zeros] } else { &[Data::All] };
+        for kept in subsets(pending.len()) {
+            for data in data {
+                let root = before();
+                for (index, op) in ops.iter().enumerate() {
+                    let lost = pending.iter().position(|pending| *pending == index);
+                    if lost.is_none_or(|place| kept & (1 << place) != 0) {
+                        let data = if is_durable(ops, index) { Data::All } else { *data };
+                        play(root.path(), op, data);
+                    }
+                }
+                let (found, skipped) = newest::find(root.path()).map_err(|error| error.to_string())?;
+                let found = found.ok_or_else(|| format!("nothing is left after {end}: {skipped:?}"))?;
+                if !allowed(ops).contains(&found.step) || found.contents != saved(found.step) {
+                    return Err(format!("step {} is found after {end}: {skipped:?}", found.step));
+                }
+                crashes += 1;
+            }
+        }
+    }
+    Ok(crashes)
+}
+
+#[test]
+fn a_loss_of_power_leaves_a_whole_checkpoint_whatever_the_disk_had_not_written() {
+    let crashes = lose_power(&record()).unwrap();
+    println!("{crashes} crashes");
+    assert!(crashes > 500, "{crashes}");
+}
+
+#[test]
+fn every_sync_is_needed() {
+    let ops = record();
+    let is_written = |file: &PathBuf| ops.iter().any(|op| matches!(op, Op::Write(path, _) if path == file));
+    let syncs = (0..ops.len()).filter(|index| match &ops[*index] {
+        Op::SyncFile(file) => is_written(file),
+        op => matches!(op, Op::SyncFolder(_)),
+    });
+    let mut left_out = 0;
+    for index in syncs {
+        let mut fewer = ops.clone();
+        let sync = fewer.remove(index);
+        assert!(lose_power(&fewer).is_err(), "nothing is lost without {sync:?}");
+        left_out += 1;
+    }
+    // Tensors, one part with contents, the manifest; the folder, and the one above it.
+    assert_eq!(left_out, 5);
+}
+
+/// Every choice among `count` operations; of many, those that keep or lose at most two.
+fn subsets(count: usize) -> impl Iterator<Item = u32> {
+    let few = move |kept: &u32| kept.count_ones() <= 2 || kept.count_ones() as usize + 2 >= count;
+    (0..1u32 << count).filter(move |kept| count <= 6 || few(kept))
+}
+
+#[test]
+fn a_full_disk_costs_the_new_checkpoint_at_most() {
+    for full_from in 0..record().len() {
+        let root = before();
+        let disk =
+            TestDisk { root: root.path().to_owned(), full_from: Some(full_from), ..TestDisk::default() };
+        let folder = Folder { path: root.path().to_owned(), disk: Box::new(disk.clone()) };
+        let outcome = folder.write(3, 3, 4, &snapshot(3));
+        let steps: &[u64] = if outcome.is_ok() { &[3] } else { &[2, 3] };
+        let _ = folder.rotate(1);
+        assert_found(root.path(), steps, &disk.log.lock().last());
+        if let Err(error) = outcome {
+            assert_eq!(error.kind(), ErrorKind::StorageFull);
+            // The room that it took is free again.
+            let names = fs::read_dir(root.path()).unwrap().map(|entry| entry.unwrap().file_name());
+            assert!(names.into_iter().all(|name| !name.to_string_lossy().starts_with(".writing")));
+        }
+        assert_goes_on(root.path(), &full_from);
+    }
+}
+
+#[test]
+fn any_damaged_bit_is_noticed_and_the_one_before_is_taken() {
+    let root = before();
+    let folder = root.path().join("00000002-step-2");
+    let mut noticed = 0;
+    for entry in fs::read_dir(&folder).unwrap() {
+        let path = entry.unwrap().path();
+        let whole = fs::read(&path).unwrap();
+        for place in 0..whole.len() {
+            let mut damaged = whole.clone();
+            damaged[place] ^= 1 << (place % 8);
+            fs::write(&path, &damaged).unwrap();
+            match newest::find(root.path()) {
+                Ok((found, skipped)) => {
+                    assert_eq!((found.unwrap().step, skipped.len()), (1, 1), "byte {place} of {path:?}");
+                }
+                // The version alone cannot be told from a later one's.
+                Err(error) => assert!(error.to_string().contains("version"), "{error}"),
+            }
+            noticed += 1;
+        }
+        fs::write(&path, &whole).unwrap();
+    }
+    assert!(noticed > 1000);
+    assert_found(root.path(), &[2], &"repaired");
+}
+
+#[test]
+fn links_and_missing_files_are_no_part_of_a_checkpoint() {
+    let root = before();
+    let file = root.path().join("00000002-step-2/optimizer.part");
+    fs::remove_file(&file).unwrap();
+    let (found, skipped) = newest::find(root.path()).unwrap();
+    assert_eq!(found.unwrap().step, 1);
+    assert!(skipped[0].cause.contains("optimizer.part is missing"), "{skipped:?}");
+    // The right bytes, but elsewhere.
+    std::os::unix::fs::symlink(root.path().join("00000001-step-1/optimizer.part"), &file).unwrap();
+    let error = newest::find(root.path()).unwrap_err();
+    assert!(error.to_string().contains("optimizer.part") && error.remedy().is_some(), "{error}");
+}
+
+#[test]
+fn the_newest_whole_one_is_never_removed() {
+    let root = before();
+    let folder = system(root.path());
+    // The newest by number is torn: the one before must stay.
+    folder.write(3, 3, 4, &snapshot(3)).unwrap();
+    fs::remove_file(root.path().join("00000003-step-3/manifest.json")).unwrap();
+    folder.rotate(1).unwrap();
+    assert_found(root.path(), &[2], &"after rotation");
+    assert!(!root.path().join("00000001-step-1").exists());
+}
