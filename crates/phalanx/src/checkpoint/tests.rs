@@ -131,8 +131,7 @@ fn record() -> Vec<Op> {
     let folder = Folder { path: root.path().to_owned(), disk: Box::new(disk.clone()) };
     folder.write(3, 3, 4, &snapshot(3)).unwrap();
     folder.rotate(1).unwrap();
-    let log = disk.log.lock().clone();
-    log
+    disk.log.lock().clone()
 }
 
 /// The newest checkpoint in `root`: of one of `steps`, and in every byte what was written.
