@@ -131,6 +131,14 @@ impl Communicator for Watched {
         self.group.broadcast_async(buffer, root)
     }
 
+    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
+        self.group.reduce_scatter_v_async(buffer, counts, op)
+    }
+
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        self.group.all_gather_v_in_place_async(buffer, counts)
+    }
+
     fn abort(&self, cause: Error) {
         self.group.abort(cause);
     }
