@@ -160,7 +160,7 @@ impl std::fmt::Debug for Stage {
     }
 }
 
-/// The average as it is, in the gradients' own type.
+/// The average as it is, in the gradients' own type; where it is dealt out, each rank gets no more than its own.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AllReduce;
 
