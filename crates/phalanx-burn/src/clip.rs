@@ -2,14 +2,13 @@
 
 use std::collections::HashSet;
 
-use burn::backend::Flex;
-use burn::backend::tensor::FloatTensor;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, bf16, f16};
 use phalanx::{Error, Result};
 
-use crate::bridge::{Lend, Lent};
+use crate::bridge::Lent;
+use crate::memory;
 
 /// Added to the norm, so that a gradient of zero divides by something.
 const EPSILON: f64 = 1e-6;
@@ -17,47 +16,56 @@ const EPSILON: f64 = 1e-6;
 /// Scales `gradients` of `model` so that their norm, taken over all elements of all of them as one vector, is at most
 /// `max_norm`; gives the 2-norm from before, summed in f64. This is `torch.nn.utils.clip_grad_norm_`.
 ///
-/// Call it between [`Ddp::backward`](crate::Ddp::backward) and [`Ddp::step`](crate::Ddp::step). It needs no
-/// communication: averaged gradients are the same bits on every rank, and so are their norm and what is left of them.
-/// Burn's own `GradientClipping` clips each parameter by itself, which changes the direction of the step.
+/// `gradients` must be those of the whole model, as in one process. [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm)
+/// also knows gradients that are dealt out to the ranks. Burn's own `GradientClipping` clips each parameter by itself,
+/// which changes the direction of the step.
 ///
-/// ```
-/// # use burn::{nn::Linear, optim::ModuleOptimizer, tensor::Tensor};
-/// # fn step(ddp: &mut phalanx_burn::Ddp<Linear>, optimizer: &mut ModuleOptimizer, loss: Tensor<1>)
-/// # -> phalanx::Result<()> {
-/// let mut gradients = ddp.backward(&loss)?;
-/// let norm = phalanx_burn::clip_grad_norm(ddp.model(), &mut gradients, 1.0)?;
-/// if norm.is_finite() {
-///     ddp.step(optimizer, 1e-3, gradients);
-/// }
-/// # Ok(())
-/// # }
-/// ```
-///
-/// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
+/// If an element is infinite or not a number, so is the norm; the gradients are then left alone.
 ///
 /// # Errors
 /// If `max_norm` is not a positive number, or a gradient is no float.
 pub fn clip_grad_norm<M: Module>(model: &M, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
+    check(max_norm)?;
+    let squares = squares_of(model, gradients)?;
+    Ok(scale(model, gradients, max_norm, squares.into_iter().map(|(_, squares)| squares)))
+}
+
+/// The error of a norm that nothing can be scaled to.
+pub(crate) fn check(max_norm: f64) -> Result<()> {
     if max_norm.is_nan() || max_norm <= 0.0 {
         return Err(Error::invalid_argument(format!("max_norm is {max_norm}: it must be greater than 0")));
     }
-    let mut squares = Squares { gradients, seen: HashSet::new(), sum: Ok(0.0) };
+    Ok(())
+}
+
+/// For each gradient, in module order, the sum of its elements' squares.
+pub(crate) fn squares_of<M: Module>(model: &M, gradients: &GradientsParams) -> Result<Vec<(ParamId, f64)>> {
+    let mut squares = Squares { gradients, seen: HashSet::new(), sums: Ok(Vec::new()) };
     model.visit(&mut squares);
-    let norm = squares.sum?.sqrt();
+    squares.sums
+}
+
+/// Scales `gradients` to a norm of at most `max_norm`; gives the norm that the `squares`, added in their order, make.
+pub(crate) fn scale<M: Module>(
+    model: &M,
+    gradients: &mut GradientsParams,
+    max_norm: f64,
+    squares: impl Iterator<Item = f64>,
+) -> f64 {
+    let norm = squares.fold(0.0, |sum, squares| sum + squares).sqrt();
     let factor = max_norm / (norm + EPSILON);
     if factor < 1.0 && norm.is_finite() {
         model.visit(&mut Scale { gradients, seen: HashSet::new(), factor });
     }
-    Ok(norm)
+    norm
 }
 
-/// Adds up the squares of all elements.
+/// Adds up the squares of each gradient's elements.
 struct Squares<'a> {
     gradients: &'a GradientsParams,
     /// A parameter that stands in several places has one gradient.
     seen: HashSet<ParamId>,
-    sum: Result<f64>,
+    sums: Result<Vec<(ParamId, f64)>>,
 }
 
 impl ModuleVisitor for Squares<'_> {
@@ -65,10 +73,10 @@ impl ModuleVisitor for Squares<'_> {
         if !self.seen.insert(param.id) {
             return;
         }
-        let (Some(gradient), Ok(sum)) = (self.gradients.get::<D>(param.id), &mut self.sum) else { return };
-        match flex(gradient).and_then(|gradient| squares(&gradient)) {
-            Ok(squares) => *sum += squares,
-            Err(error) => self.sum = Err(error),
+        let (Some(gradient), Ok(sums)) = (self.gradients.get::<D>(param.id), &mut self.sums) else { return };
+        match memory::lend(gradient, squares).and_then(|squares| squares) {
+            Ok(squares) => sums.push((param.id, squares)),
+            Err(error) => self.sums = Err(error),
         }
     }
 }
@@ -89,24 +97,14 @@ impl ModuleVisitor for Scale<'_> {
     }
 }
 
-fn flex<const D: usize>(tensor: Tensor<D>) -> Result<FloatTensor<Flex>> {
-    tensor
-        .try_into_primitive::<Flex>()
-        .map_err(|_| Error::invalid_argument("a gradient is on no Flex device"))
-}
-
-fn squares(tensor: &FloatTensor<Flex>) -> Result<f64> {
-    let mut sum = Ok(0.0);
-    Flex::lend(tensor, |Lent { dtype, bytes }| {
-        sum = match dtype {
-            DType::F64 => Ok(sum_of_squares::<f64>(bytes, |x| x)),
-            DType::F32 | DType::Flex32 => Ok(sum_of_squares::<f32>(bytes, f64::from)),
-            DType::F16 => Ok(sum_of_squares::<f16>(bytes, f16::to_f64)),
-            DType::BF16 => Ok(sum_of_squares::<bf16>(bytes, bf16::to_f64)),
-            other => Err(Error::invalid_argument(format!("a gradient of type {other:?} has no norm"))),
-        };
-    });
-    sum
+fn squares(Lent { dtype, bytes }: Lent<'_>) -> Result<f64> {
+    match dtype {
+        DType::F64 => Ok(sum_of_squares::<f64>(bytes, |x| x)),
+        DType::F32 | DType::Flex32 => Ok(sum_of_squares::<f32>(bytes, f64::from)),
+        DType::F16 => Ok(sum_of_squares::<f16>(bytes, f16::to_f64)),
+        DType::BF16 => Ok(sum_of_squares::<bf16>(bytes, bf16::to_f64)),
+        other => Err(Error::invalid_argument(format!("a gradient of type {other:?} has no norm"))),
+    }
 }
 
 /// Eight sums side by side: one alone would wait for each addition to end.

@@ -1,7 +1,7 @@
 //! DistributedDataParallel: every rank has the whole model and its own part of the data.
 
 use std::any::Any;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -13,12 +13,15 @@ use burn::tensor::{Gradients, Tensor};
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::hooks::CommHook;
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, verify_state};
-use phalanx::{Communicator, Error, Rank, Result, WorldSize};
+use phalanx::{Buffer, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
 use crate::bridge;
+use crate::clip;
 use crate::gradients::{Handover, averages};
 use crate::hook;
+use crate::memory;
 use crate::optimizer;
+use crate::packed::Packed;
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::{Delivery, Pass, Sink};
@@ -63,6 +66,11 @@ pub struct Ddp<M> {
     buffers_stale: bool,
     broadcast_buffers: bool,
     gradient_as_bucket_view: bool,
+    /// Does each rank get the averages of its own parameters only?
+    dealt: bool,
+    /// Memory for the buffers, and for averages of the model.
+    packed_buffers: Packed,
+    packed_weights: Packed,
 }
 
 /// A world of one needs neither hooks nor a reducer.
@@ -124,6 +132,9 @@ impl<M: Module> Ddp<M> {
             buffers_stale: false,
             broadcast_buffers: options.broadcast_buffers,
             gradient_as_bucket_view: options.gradient_as_bucket_view,
+            dealt: false,
+            packed_buffers: Packed::default(),
+            packed_weights: Packed::default(),
         })
     }
 
@@ -209,8 +220,72 @@ impl<M: Module> Ddp<M> {
         }
     }
 
+    /// Scales `gradients`, which [`backward`](Self::backward) gave, so that their norm, taken over all elements of all of
+    /// them as one vector, is at most `max_norm`; gives the 2-norm from before, summed in f64. This is
+    /// `torch.nn.utils.clip_grad_norm_`. All ranks call it together.
+    ///
+    /// ```
+    /// # use burn::{nn::Linear, optim::ModuleOptimizer, tensor::Tensor};
+    /// # fn step(ddp: &mut phalanx_burn::Ddp<Linear>, optimizer: &mut ModuleOptimizer, loss: Tensor<1>)
+    /// # -> phalanx::Result<()> {
+    /// let mut gradients = ddp.backward(&loss)?;
+    /// let norm = ddp.clip_grad_norm(&mut gradients, 1.0)?;
+    /// if norm.is_finite() {
+    ///     ddp.step(optimizer, 1e-3, gradients);
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// It needs no communication where every rank has all averages. Where a
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) has dealt them out, the ranks exchange one number for
+    /// each parameter; the norm has the same bits either way.
+    ///
+    /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
+    ///
+    /// # Errors
+    /// If `max_norm` is not a positive number, a gradient is no float, or the exchange fails.
+    pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
+        if !self.dealt {
+            return clip::clip_grad_norm(self.model(), gradients, max_norm);
+        }
+        clip::check(max_norm)?;
+        let mut squares = vec![0.0; self.places.len()];
+        for (id, sum) in clip::squares_of(self.model(), gradients)? {
+            if let Some(square) = self.places.get(&id).and_then(|&place| squares.get_mut(place)) {
+                *square = sum;
+            }
+        }
+        // All but one rank bring a zero for each: the sums are exact, and are added up in the same order everywhere.
+        let squares = self.group.all_reduce_async(Buffer::from_slice(&squares), ReduceOp::Sum)?.wait()?;
+        let squares = squares.as_slice::<f64>()?.iter().copied();
+        Ok(clip::scale(self.model(), gradients, max_norm, squares))
+    }
+
     /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave.
+    ///
+    /// After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this `Ddp`, only that may step: no
+    /// rank has all gradients any more. Another step ends the group, and the next call says so.
     pub fn step(
+        &mut self,
+        optimizer: &mut ModuleOptimizer,
+        learning_rate: impl Into<ModuleLearningRate>,
+        gradients: GradientsParams,
+    ) {
+        if let Engine::Together { sink, .. } = &self.engine
+            && self.dealt
+        {
+            let cause =
+                "Ddp::step was called where gradients are dealt out to the ranks: replicas would drift apart";
+            sink.fail(Error::invalid_argument(cause).with_remedy(
+                "step with the ZeroRedundancyOptimizer, or make a new Ddp from Ddp::into_model",
+            ));
+            return;
+        }
+        self.apply(optimizer, learning_rate, gradients);
+    }
+
+    pub(crate) fn apply(
         &mut self,
         optimizer: &mut ModuleOptimizer,
         learning_rate: impl Into<ModuleLearningRate>,
@@ -299,9 +374,13 @@ impl<M: Module> Ddp<M> {
     /// # Errors
     /// If an averaging fails.
     pub fn average_parameters(&mut self) -> Result<()> {
-        let model = self.model().clone();
+        if self.group.world_size() == WorldSize::ONE {
+            return Ok(());
+        }
         let (ranks, weights) = (self.group.active_ranks(), Select::Weights(&self.inventory.buffers));
-        self.model = Some(replicas::averaged(model, &self.group, ranks, weights)?);
+        self.packed_weights.average(held(&self.model), &self.group, ranks, weights)?;
+        // Moved and not cloned, so that parameters are written where they are.
+        self.model = self.model.take().map(|model| self.packed_weights.unpack(model, weights));
         Ok(())
     }
 
@@ -319,15 +398,27 @@ impl<M: Module> Ddp<M> {
         &self.group
     }
 
-    /// Takes each rank's part of the parameters from it.
-    pub(crate) fn share_parts(&mut self, parts: &[HashSet<ParamId>]) -> Result<()> {
-        if self.group.world_size() == WorldSize::ONE {
-            return Ok(());
+    /// From now on each rank gets the averages of the parameters that it owns; `owners` are in the order of
+    /// [`parameters`](Self::parameters).
+    pub(crate) fn deal_out(&mut self, owners: Vec<Rank>) -> Result<()> {
+        if let Engine::Together { sink, .. } = &self.engine {
+            sink.deal_out(owners)?;
+            self.dealt = true;
         }
-        for (rank, part) in self.group.world_size().ranks().zip(parts) {
-            let Some(model) = self.model.take() else { missing() };
-            self.model = Some(replicas::from_rank(model, &self.group, rank, Select::Only(part))?);
-        }
+        Ok(())
+    }
+
+    /// Takes each rank's own parameters from it.
+    pub(crate) fn gather_parameters(&mut self) -> Result<()> {
+        let Engine::Together { sink, .. } = &self.engine else { return Ok(()) };
+        let places = &self.places;
+        sink.gather(|give| memory::each(held(&self.model), places, |place, lent| give(place, lent.bytes)))?;
+        // Moved and not cloned, so that parameters are written where they are.
+        let model = self.model.take();
+        self.model = sink.with_reducer(|reducer| {
+            let others = |place| reducer.parameter(place).ok().filter(|_| !reducer.owns(place));
+            model.map(|model| memory::replaced(model, places, others))
+        });
         Ok(())
     }
 
@@ -356,8 +447,10 @@ impl<M: Module> Ddp<M> {
         let select = Select::Only(&self.inventory.buffers);
         // Running state applies the last forward pass's update late; this does it now, for all clones of the state.
         drop(self.model().valid());
-        let model = self.model().clone();
-        self.model = Some(replicas::from_rank(model, &self.group, Rank::MAIN, select)?);
+        self.packed_buffers.receive(held(&self.model), &self.group, Rank::MAIN, select)?;
+        if self.group.rank() != Rank::MAIN {
+            self.model = self.model.take().map(|model| self.packed_buffers.unpack(model, select));
+        }
         Ok(())
     }
 }

@@ -89,7 +89,7 @@
 //! # }
 //! ```
 //!
-//! [`clip_grad_norm`] clips what [`Ddp::backward`] gave by the norm of the whole model.
+//! [`Ddp::clip_grad_norm`] clips what [`Ddp::backward`] gave by the norm of the whole model.
 //!
 //! # Unused parameters
 //!
@@ -158,7 +158,9 @@ mod fused;
 mod gradients;
 mod hook;
 mod lr;
+mod memory;
 mod optimizer;
+mod packed;
 mod parameters;
 mod replicas;
 mod sink;
@@ -189,4 +191,6 @@ mod guide {
     struct UnevenInputs;
     #[doc = include_str!("../../../docs/guide/large-batches.md")]
     struct LargeBatches;
+    #[doc = include_str!("../../../docs/guide/batch-norm.md")]
+    struct BatchNorm;
 }

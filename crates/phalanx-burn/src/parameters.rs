@@ -64,12 +64,12 @@ pub(crate) enum Select<'a> {
     All,
     /// Floats that only an optimizer changes.
     Weights(&'a HashSet<ParamId>),
-    /// These floats: buffers, or one rank's part of the parameters.
+    /// These floats: buffers.
     Only(&'a HashSet<ParamId>),
 }
 
 impl Select<'_> {
-    fn float(self, id: ParamId) -> bool {
+    pub(crate) fn float(self, id: ParamId) -> bool {
         match self {
             Self::All => true,
             Self::Weights(buffers) => !buffers.contains(&id),

@@ -27,31 +27,6 @@ pub(crate) fn from_rank<M: Module>(
     Ok(parameters::write(model, select, data.collect()))
 }
 
-/// `model` with the average of the selected floats of `count` ranks; those of others are zeros.
-pub(crate) fn averaged<M: Module>(
-    model: M,
-    group: &dyn Communicator,
-    count: usize,
-    select: Select<'_>,
-) -> Result<M> {
-    if group.world_size() == WorldSize::ONE {
-        return Ok(model);
-    }
-    let all = count == group.world_size().count();
-    let op = if all { ReduceOp::Avg } else { ReduceOp::PreMulSum(1.0 / count as f64) };
-    let mut in_flight = Vec::new();
-    for data in parameters::read(&model, select) {
-        let mut buffer = group.alloc(bridge::dtype(data.dtype())?, data.num_elements())?;
-        buffer.as_bytes_mut().copy_from_slice(data.as_bytes());
-        let (_, shape, dtype) = data.into_parts();
-        in_flight.push((group.all_reduce_async(buffer, op)?, shape, dtype));
-    }
-    let averages = in_flight.into_iter().map(|(work, shape, dtype)| {
-        work.wait().map(|buffer| bridge::tensor_data(buffer.as_bytes(), shape.as_slice(), dtype))
-    });
-    Ok(parameters::write(model, select, averages.collect::<Result<_>>()?))
-}
-
 /// Are the selected tensors the same bits on every rank?
 pub(crate) fn identical<M: Module>(model: &M, group: &dyn Communicator, select: Select<'_>) -> Result<bool> {
     if group.world_size() == WorldSize::ONE {

@@ -113,6 +113,29 @@ impl Sink {
         })
     }
 
+    /// From now on each parameter's average is its owner's alone.
+    pub fn deal_out(&self, owners: Vec<Rank>) -> Result<()> {
+        self.attempt(|state| state.reducer.deal_out(owners))
+    }
+
+    /// Gives the reducer all ranks' parameters; `give` has those of this one.
+    pub fn gather(
+        &self,
+        give: impl FnOnce(&mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>,
+    ) -> Result<()> {
+        self.attempt(|state| state.reducer.gather_parameters(give))
+    }
+
+    pub fn with_reducer<T>(&self, look: impl FnOnce(&Reducer) -> T) -> T {
+        look(&self.state.lock().reducer)
+    }
+
+    /// Ends the group with `failure`, unless something has failed before.
+    pub fn fail(&self, failure: Error) {
+        // A failure is kept, and surfaces from the next call that can return one.
+        let _kept = self.attempt(|_| Err::<(), _>(failure));
+    }
+
     pub fn register_hook(&self, hook: Box<dyn CommHook>) -> Result<()> {
         self.attempt(|state| state.reducer.register_hook(hook))
     }

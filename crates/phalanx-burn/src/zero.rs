@@ -3,9 +3,8 @@
 use std::collections::HashSet;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::Tensor;
 use phalanx::{Error, Rank, Result, WorldSize};
 
 use crate::Ddp;
@@ -13,7 +12,8 @@ use crate::optimizer;
 use crate::parameters::Parameter;
 
 /// The first stage of ZeRO (Rajbhandari et al., 2020): each rank keeps the optimizer's state of its own part of the
-/// parameters, updates that part, and gives it to the others. PyTorch's `ZeroRedundancyOptimizer`.
+/// parameters, gets the averages of their gradients, updates them, and gives them to the others. PyTorch's
+/// `ZeroRedundancyOptimizer`.
 ///
 /// AdamW's state is twice the model; with n ranks each holds about one n-th of that. Parameters stay whole, so any
 /// optimizer works, also one that looks at a whole matrix; the parts are as equal as whole parameters allow.
@@ -31,31 +31,42 @@ use crate::parameters::Parameter;
 /// # }
 /// ```
 ///
-/// Gradients are averaged on every rank, as in plain data parallelism; each step then moves the parameters once more,
-/// which costs half as many bytes again.
+/// # Communication
+///
+/// A step sends as many bytes as plain data parallelism does: gradients are reduced and scattered, still during backward,
+/// and updated parameters gathered; together that is an all_reduce with the optimizer in its middle. (PyTorch averages
+/// all gradients everywhere, and then broadcasts parameters, which is half as much again.) So [`Ddp::backward`] gives
+/// each rank only its own averages from then on: clip with [`Ddp::clip_grad_norm`], and step with nothing but this.
+///
+/// Steps are the same bits as without it wherever sums are added up in the same order: for two ranks, for ranks that
+/// share memory, and for buckets that travel by recursive doubling. Otherwise, with three ranks or more over TCP, they
+/// differ by rounding. Replicas are the same bits always.
+///
+/// Hooks of [`Ddp::register_comm_hook`] do not scatter: with one of them whole buckets are averaged on every rank, and the
+/// gathering comes on top. So it is between hosts on which several ranks share memory.
 #[derive(Clone)]
 pub struct ZeroRedundancyOptimizer {
     inner: ModuleOptimizer,
-    /// The parameters of each rank.
-    parts: Vec<HashSet<ParamId>>,
-    rank: Rank,
+    /// The parameters whose state this rank keeps.
+    own: HashSet<ParamId>,
 }
 
 impl ZeroRedundancyOptimizer {
-    /// Deals out the parameters of `ddp`'s model. Of the state that `optimizer` has, for example from a checkpoint,
-    /// this rank's part stays.
+    /// Deals out the parameters of `ddp`'s model, whose gradients are each rank's own from the next step on. Of the state
+    /// that `optimizer` has, for example from a checkpoint, this rank's part stays. All ranks call it together.
     ///
     /// # Errors
-    /// If the state cannot be read.
-    pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &Ddp<M>) -> Result<Self> {
-        let parts = deal(ddp.parameters(), ddp.world_size());
-        let rank = ddp.rank();
-        let inner = optimizer::restricted(optimizer, &parts[rank.index()])?;
-        Ok(Self { inner, parts, rank })
+    /// If the state cannot be read, or the ranks do not agree.
+    pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &mut Ddp<M>) -> Result<Self> {
+        let owners = deal(ddp.parameters(), ddp.world_size());
+        let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
+        let own = mine.map(|(parameter, _)| parameter.id).collect();
+        ddp.deal_out(owners)?;
+        Ok(Self { inner: optimizer::restricted(optimizer, &own)?, own })
     }
 
-    /// Lets the optimizer change this rank's part of `ddp`'s model by `gradients`, and takes the other parts from
-    /// their ranks. All ranks call it together.
+    /// Lets the optimizer change this rank's part of `ddp`'s model by `gradients`, which [`Ddp::backward`] gave, and takes
+    /// the other parts from their ranks. All ranks call it together.
     ///
     /// # Errors
     /// If the exchange fails; inside [`Ddp::join`], if a rank has no data left, because nobody else could update its part.
@@ -63,7 +74,7 @@ impl ZeroRedundancyOptimizer {
         &mut self,
         ddp: &mut Ddp<M>,
         learning_rate: impl Into<ModuleLearningRate>,
-        mut gradients: GradientsParams,
+        gradients: GradientsParams,
     ) -> Result<()> {
         let (active, world) = (ddp.active_ranks(), ddp.world_size().count());
         if active < world {
@@ -73,10 +84,8 @@ impl ZeroRedundancyOptimizer {
             ))
             .with_remedy("give every rank as many batches, or train with an optimizer that is not spread"));
         }
-        let own = &self.parts[self.rank.index()];
-        ddp.model().visit(&mut Discard { keep: own, gradients: &mut gradients });
-        ddp.step(&mut self.inner, learning_rate, gradients);
-        ddp.share_parts(&self.parts)
+        ddp.apply(&mut self.inner, learning_rate, gradients);
+        ddp.gather_parameters()
     }
 
     /// The whole state, on rank `to` only, in an optimizer that can be saved, or go on without this wrapper. All ranks
@@ -86,7 +95,7 @@ impl ZeroRedundancyOptimizer {
     /// If the exchange fails, or a state cannot be read.
     pub fn consolidate<M: Module>(&self, ddp: &Ddp<M>, to: Rank) -> Result<Option<ModuleOptimizer>> {
         let states = optimizer::gather(&self.inner, ddp.communicator(), to, ddp.parameters())?;
-        if self.rank != to {
+        if ddp.rank() != to {
             return Ok(None);
         }
         optimizer::merged(&self.inner, states).map(Some)
@@ -102,8 +111,7 @@ impl ZeroRedundancyOptimizer {
 
     /// The number of elements of the parameters whose state this rank keeps.
     pub fn own_elements<M: Module>(&self, ddp: &Ddp<M>) -> usize {
-        let own = &self.parts[self.rank.index()];
-        ddp.parameters().iter().filter(|parameter| own.contains(&parameter.id)).map(elements).sum()
+        ddp.parameters().iter().filter(|parameter| self.own.contains(&parameter.id)).map(elements).sum()
     }
 }
 
@@ -111,32 +119,18 @@ fn elements(parameter: &Parameter) -> usize {
     parameter.shape.iter().product()
 }
 
-/// The largest parameter first, each to the rank that has least; the same on every rank.
-fn deal(parameters: &[Parameter], world: WorldSize) -> Vec<HashSet<ParamId>> {
-    let mut order: Vec<&Parameter> = parameters.iter().collect();
-    order.sort_by_key(|parameter| std::cmp::Reverse(elements(parameter)));
-    let mut parts = vec![HashSet::new(); world.count()];
+/// The owner of each parameter. The largest goes first, each to the rank that has least; the same on every rank.
+fn deal(parameters: &[Parameter], world: WorldSize) -> Vec<Rank> {
+    let mut order: Vec<usize> = (0..parameters.len()).collect();
+    order.sort_by_key(|&index| std::cmp::Reverse(elements(&parameters[index])));
+    let mut owners = vec![Rank::MAIN; parameters.len()];
     let mut loads = vec![0; world.count()];
-    for parameter in order {
-        let least = (0..loads.len()).min_by_key(|&rank| loads[rank]).unwrap_or(0);
-        loads[least] += elements(parameter);
-        parts[least].insert(parameter.id);
+    for index in order {
+        let least = world.ranks().min_by_key(|rank| loads[rank.index()]).unwrap_or(Rank::MAIN);
+        loads[least.index()] += elements(&parameters[index]);
+        owners[index] = least;
     }
-    parts
-}
-
-/// Drops the gradients of other ranks' parameters, so that no state arises for them.
-struct Discard<'a> {
-    keep: &'a HashSet<ParamId>,
-    gradients: &'a mut GradientsParams,
-}
-
-impl ModuleVisitor for Discard<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if !self.keep.contains(&param.id) {
-            drop(self.gradients.remove::<D>(param.id));
-        }
-    }
+    owners
 }
 
 #[cfg(test)]
@@ -154,12 +148,14 @@ mod tests {
             dtype: DType::F32,
         };
         let parameters: Vec<_> = [50, 3, 20, 20, 10, 7, 1, 40].into_iter().map(parameter).collect();
-        let parts = deal(&parameters, WorldSize::new(3).unwrap());
-        let load = |part: &HashSet<ParamId>| {
-            parameters.iter().filter(|parameter| part.contains(&parameter.id)).map(elements).sum::<usize>()
+        let world = WorldSize::new(3).unwrap();
+        let owners = deal(&parameters, world);
+        assert_eq!(owners.len(), parameters.len());
+        let load = |rank: Rank| {
+            let owned = parameters.iter().zip(&owners).filter(|(_, owner)| **owner == rank);
+            owned.map(|(parameter, _)| elements(parameter)).sum::<usize>()
         };
-        assert_eq!(parts.iter().map(HashSet::len).sum::<usize>(), parameters.len());
-        assert_eq!(parts.iter().map(load).sum::<usize>(), 151);
-        assert!(parts.iter().all(|part| (50..=51).contains(&load(part))));
+        assert_eq!(world.ranks().map(load).sum::<usize>(), 151);
+        assert!(world.ranks().all(|rank| (50..=51).contains(&load(rank))));
     }
 }

@@ -13,7 +13,7 @@ use phalanx::join::JoinOptions;
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::{Compressed, PowerSgd, PowerSgdOptions};
 use phalanx::{ProcessGroup, Result};
-use phalanx_burn::{Ddp, DdpOptions, ZeroRedundancyOptimizer, clip_grad_norm};
+use phalanx_burn::{Ddp, DdpOptions, ZeroRedundancyOptimizer};
 
 const STEPS: usize = 200;
 
@@ -110,7 +110,10 @@ impl Configuration {
         let mut ddp = Ddp::with_options(start.clone(), group, self.options())?;
         self.register(&mut ddp)?;
         let mut optimizer = self.optimizer();
-        let mut zero = ZeroRedundancyOptimizer::new(self.optimizer(), &ddp)?;
+        let mut zero = match self.zero {
+            true => Some(ZeroRedundancyOptimizer::new(self.optimizer(), &mut ddp)?),
+            false => None,
+        };
         let rank = group.rank().index();
         let steps = if self.uneven { STEPS - 7 * rank } else { STEPS };
         ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
@@ -125,12 +128,11 @@ impl Configuration {
                     }
                     let mut gradients = ddp.backward(&loss)?;
                     if self.clip {
-                        clip_grad_norm(ddp.model(), &mut gradients, 0.1)?;
+                        ddp.clip_grad_norm(&mut gradients, 0.1)?;
                     }
-                    if self.zero {
-                        zero.step(ddp, 0.01, gradients)?;
-                    } else {
-                        ddp.step(optimizer, 0.01, gradients);
+                    match &mut zero {
+                        Some(zero) => zero.step(ddp, 0.01, gradients)?,
+                        None => ddp.step(optimizer, 0.01, gradients),
                     }
                 }
             }
@@ -166,6 +168,8 @@ fn replicas_are_the_same_bits_after_200_steps_of_every_configuration() {
         Configuration { uneven: true, hook: Some(Hook::PowerSgd), ..plain },
         Configuration { zero: true, adamw: true, ..plain },
         Configuration { zero: true, find_unused: true, clip: true, view: true, ..plain },
+        Configuration { zero: true, micro: 2, static_graph: true, ..plain },
+        Configuration { zero: true, hook: Some(Hook::PowerSgd), clip: true, ..plain },
         Configuration { hook: Some(Hook::F16), ..plain },
         Configuration { hook: Some(Hook::Bf16), micro: 2, adamw: true, ..plain },
         Configuration { hook: Some(Hook::PowerSgd), view: true, ..plain },

@@ -80,6 +80,35 @@ fn buffers_are_rank_0s_at_construction_and_before_each_forward_pass() {
 }
 
 #[test]
+fn buffers_and_the_model_s_average_are_one_operation_each_in_memory_that_is_taken_once() {
+    let start = Normed::new();
+    run(2, |group| {
+        let watched = Watched::new(group);
+        let mut ddp = Ddp::new(start.clone(), &watched).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let mut allocated = 0;
+        for step in 0..5 {
+            let x = Tensor::random([3, 8], Distribution::Default, &device());
+            let before = watched.state.lock().broadcast;
+            let loss = ddp.forward(|model| model.loss(x)).unwrap();
+            // The mean and the variance.
+            assert_eq!(watched.state.lock().broadcast - before, usize::from(step > 0));
+            let gradients = ddp.backward(&loss).unwrap();
+            ddp.step(&mut optimizer, 0.01 * (1.0 + ddp.rank().index() as f64), gradients);
+            let before = watched.state.lock().averaged;
+            ddp.average_parameters().unwrap();
+            assert_eq!(watched.state.lock().averaged - before, 1);
+            assert!(ddp.replicas_identical().unwrap());
+            if step == 2 {
+                allocated = watched.state.lock().allocated;
+            }
+        }
+        // Each `replicas_identical` takes two numbers' memory.
+        assert_eq!(watched.state.lock().allocated - allocated, 2);
+    });
+}
+
+#[test]
 fn a_model_without_trainable_parameters_is_refused_on_every_rank() {
     for error in run(2, |group| Ddp::new(Mlp::new(&[8, 4, 3]).freeze(), &group).unwrap_err()) {
         assert!(error.is_invalid_argument());

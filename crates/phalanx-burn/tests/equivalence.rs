@@ -64,7 +64,7 @@ fn distributed(model: Mlp, group: &ProcessGroup, micro: usize, clip: bool) -> Re
             } else {
                 let mut gradients = ddp.backward(&loss)?;
                 if clip {
-                    clip_grad_norm(ddp.model(), &mut gradients, MAX_NORM)?;
+                    ddp.clip_grad_norm(&mut gradients, MAX_NORM)?;
                 }
                 ddp.step(&mut optimizer, 0.05, gradients);
             }

@@ -13,6 +13,7 @@ use common::{device, distance, floats, run};
 use parking_lot::Mutex;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
+use phalanx::testing::{self, Fabric};
 use phalanx::{Error, ProcessGroup, WorldSize};
 use phalanx_burn::{Ddp, DdpOptions, SyncBatchNorm};
 
@@ -130,12 +131,16 @@ fn apart(ours: &Outcome, expected: &Outcome) -> [f64; 6] {
 
 /// Ranks with `batches[rank]` samples each.
 fn check<const D: usize>(batches: &[usize], shape: [usize; D]) {
+    check_over(Fabric::InProcess, batches, shape);
+}
+
+fn check_over<const D: usize>(fabric: Fabric, batches: &[usize], shape: [usize; D]) {
     let total: usize = batches.iter().sum();
     let expected = pass(&layer(), samples(0, total, shape));
     let from = |rank: usize| batches[..rank].iter().sum::<usize>();
     let part = |rank: usize| samples(from(rank), from(rank) + batches[rank], shape);
 
-    let ours = run(batches.len() as u32, |group| {
+    let ours = testing::run(batches.len() as u32, fabric, |group| {
         pass(&SyncBatchNorm::new(layer(), &group), part(group.rank().index()))
     });
     let distances = apart(&together(&ours), &expected);
@@ -168,6 +173,13 @@ fn two_three_and_four_ranks_are_one_with_the_whole_batch() {
         check(&vec![4; ranks], [0, CHANNELS]);
         check(&vec![3; ranks], [0, CHANNELS, 3, 2]);
         check(&vec![2; ranks], [0, CHANNELS, 7]);
+    }
+}
+
+#[test]
+fn so_they_are_whatever_carries_the_statistics() {
+    for fabric in [Fabric::Tcp, Fabric::SharedMemory] {
+        check_over(fabric, &[4, 1, 3], [0, CHANNELS, 3, 2]);
     }
 }
 

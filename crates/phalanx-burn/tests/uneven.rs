@@ -237,7 +237,7 @@ fn an_optimizer_that_is_spread_says_that_it_needs_every_rank() {
     let start = Mlp::new(&[8, 16, 3]);
     let errors = run(2, |group| {
         let mut ddp = Ddp::new(start.clone(), &group).unwrap();
-        let mut zero = ZeroRedundancyOptimizer::new(sgd(), &ddp).unwrap();
+        let mut zero = ZeroRedundancyOptimizer::new(sgd(), &mut ddp).unwrap();
         let steps = 1 + group.rank().index();
         ddp.join(&mut sgd(), JoinOptions::default(), |ddp, _| {
             for number in 0..steps {

@@ -3,15 +3,22 @@
 
 mod common;
 
-use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
-use common::{Mlp, floats, run, samples};
-use phalanx::Rank;
-use phalanx_burn::{Ddp, ZeroRedundancyOptimizer};
+use burn::optim::{
+    AdafactorConfig, AdamWConfig, GradientsParams, ModuleOptimizer, OptimizerRecord, SgdConfig,
+};
+use burn::tensor::Bytes;
+use common::{Mlp, distance, floats, run, samples};
+use parking_lot::Mutex;
+use phalanx::reducer::ReducerOptions;
+use phalanx::reducer::hooks::Compressed;
+use phalanx::testing::{self, Fabric};
+use phalanx::{ProcessGroup, Rank, Result};
+use phalanx_burn::{Ddp, DdpOptions, ZeroRedundancyOptimizer};
 
 const STEPS: usize = 12;
 const WIDTHS: [usize; 5] = [8, 24, 16, 24, 3];
 
-fn gradients(ddp: &mut Ddp<Mlp>, step: usize) -> burn::optim::GradientsParams {
+fn gradients(ddp: &mut Ddp<Mlp>, step: usize) -> GradientsParams {
     let from = (step * 4 + ddp.rank().index()) * 4;
     let loss = ddp.forward(|model| model.loss(samples(from, from + 4))).unwrap();
     ddp.backward(&loss).unwrap()
@@ -20,11 +27,12 @@ fn gradients(ddp: &mut Ddp<Mlp>, step: usize) -> burn::optim::GradientsParams {
 fn check(optimizer: ModuleOptimizer) {
     let start = Mlp::new(&WIDTHS);
     for ranks in [1, 2, 3, 4] {
+        let checkpoint = Mutex::new(Vec::new());
         let sizes = run(ranks, |group| {
             let mut plain = Ddp::new(start.clone(), &group).unwrap();
             let mut whole = optimizer.clone();
             let mut zero = Ddp::new(start.clone(), &group).unwrap();
-            let mut sharded = ZeroRedundancyOptimizer::new(optimizer.clone(), &zero).unwrap();
+            let mut sharded = ZeroRedundancyOptimizer::new(optimizer.clone(), &mut zero).unwrap();
             for step in 0..STEPS {
                 let averages = gradients(&mut plain, step);
                 plain.step(&mut whole, 0.01, averages);
@@ -38,21 +46,29 @@ fn check(optimizer: ModuleOptimizer) {
                     assert_eq!(consolidated.is_some(), zero.rank() == last);
                     if let Some(consolidated) = consolidated {
                         assert_eq!(consolidated.to_record().len(), whole.to_record().len());
-                        if ranks == 1 {
-                            sharded = ZeroRedundancyOptimizer::new(consolidated, &zero).unwrap();
-                        }
                     }
                 }
             }
             assert!(zero.replicas_identical().unwrap());
-            // Anyone may go on with the whole state, and drop what is not theirs.
-            let mut optimizer = sharded.consolidate(&zero, zero.world_size().rank(0).unwrap()).unwrap();
-            if let Some(optimizer) = &mut optimizer {
-                assert_eq!(content(optimizer), content(&whole));
-                let dealt = ZeroRedundancyOptimizer::new(optimizer.clone(), &zero).unwrap();
-                assert_eq!(dealt.own_elements(&zero), sharded.own_elements(&zero));
+            let elements = sharded.own_elements(&zero);
+            if let Some(consolidated) = sharded.consolidate(&zero, Rank::MAIN).unwrap() {
+                assert_eq!(content(&consolidated), content(&whole));
+                *checkpoint.lock() = consolidated.into_bytes().unwrap().to_vec();
             }
-            sharded.own_elements(&zero)
+            group.barrier().unwrap();
+            // Another run goes on with the whole state, of which each rank drops what is not its own.
+            let record =
+                OptimizerRecord::from_bytes(Bytes::from_bytes_vec(checkpoint.lock().clone())).unwrap();
+            let mut resumed = Ddp::new(zero.into_model(), &group).unwrap();
+            let whole_again = optimizer.clone().load_record(record);
+            let mut sharded = ZeroRedundancyOptimizer::new(whole_again, &mut resumed).unwrap();
+            assert_eq!(sharded.own_elements(&resumed), elements);
+            let averages = gradients(&mut plain, STEPS);
+            plain.step(&mut whole, 0.01, averages);
+            let averages = gradients(&mut resumed, STEPS);
+            sharded.step(&mut resumed, 0.01, averages).unwrap();
+            assert_eq!(floats(plain.model()), floats(resumed.model()));
+            elements
         });
         let total: usize = floats(&start).iter().map(Vec::len).sum();
         assert_eq!(sizes.iter().sum::<usize>(), total);
@@ -84,4 +100,90 @@ fn a_sharded_adamw_takes_the_same_steps_to_the_last_bit() {
 fn so_do_optimizers_without_state_and_those_that_look_at_whole_matrices() {
     check(SgdConfig::new().init());
     check(AdafactorConfig::new().init());
+}
+
+/// Large enough for rings: one parameter of 256 KiB, in a bucket with small ones.
+const WIDE: [usize; 4] = [8, 256, 256, 3];
+
+/// Trains with clipped gradients, plain and dealt out; gives both models, the norms, and what was sent for gradients.
+fn both(group: &ProcessGroup, start: &Mlp, view: bool) -> Result<[(Vec<Vec<f32>>, Vec<f64>, u64); 2]> {
+    let mut options = DdpOptions::default();
+    options.reducer = ReducerOptions::default().bucket_cap_mb(0.27);
+    options.gradient_as_bucket_view = view;
+    let mut outcome = [false, true].map(|_| (Vec::new(), Vec::new(), 0));
+    for (spread, (weights, norms, bytes)) in [false, true].into_iter().zip(&mut outcome) {
+        let mut ddp = Ddp::with_options(start.clone(), group, options.clone())?;
+        let mut whole = AdamWConfig::new().init();
+        let mut zero = match spread {
+            true => Some(ZeroRedundancyOptimizer::new(whole.clone(), &mut ddp)?),
+            false => None,
+        };
+        for step in 0..4 {
+            let mut averages = gradients(&mut ddp, step);
+            norms.push(ddp.clip_grad_norm(&mut averages, 0.05)?);
+            match &mut zero {
+                Some(zero) => zero.step(&mut ddp, 0.01, averages)?,
+                None => ddp.step(&mut whole, 0.01, averages),
+            }
+        }
+        assert!(ddp.replicas_identical()?);
+        *bytes = ddp.communicated_bytes();
+        *weights = floats(ddp.model());
+    }
+    Ok(outcome)
+}
+
+#[test]
+fn large_buckets_too_give_the_same_bits_where_sums_are_added_up_alike() {
+    let start = Mlp::new(&WIDE);
+    for (fabric, ranks) in [(Fabric::SharedMemory, 2), (Fabric::SharedMemory, 4), (Fabric::Tcp, 2)] {
+        for view in [false, true] {
+            testing::run(ranks, fabric, |group| {
+                let [plain, zero] = both(&group, &start, view).unwrap();
+                assert!(plain == zero, "{ranks} ranks over {fabric:?}: {:?} {:?}", plain.1, zero.1);
+            });
+        }
+    }
+    // A ring of three and more adds up in another order.
+    for (fabric, ranks) in [(Fabric::SharedMemory, 3), (Fabric::Tcp, 3), (Fabric::TwoHosts, 4)] {
+        testing::run(ranks, fabric, |group| {
+            let [plain, zero] = both(&group, &start, false).unwrap();
+            assert!(distance(&plain.0, &zero.0) < 1e-4, "{:e}", distance(&plain.0, &zero.0));
+            assert_eq!(plain.2, zero.2, "as many bytes");
+            for (ours, theirs) in zero.1.iter().zip(&plain.1) {
+                assert!((ours / theirs - 1.0).abs() < 1e-6, "{ours} {theirs}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_hook_averages_whole_buckets_and_the_parameters_come_on_top() {
+    let start = Mlp::new(&WIDTHS);
+    let bytes: usize = floats(&start).iter().map(|values| 4 * values.len()).sum();
+    run(3, |group| {
+        let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+        ddp.register_comm_hook(Compressed::bf16()).unwrap();
+        let mut zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+        for step in 0..3 {
+            let averages = gradients(&mut ddp, step);
+            zero.step(&mut ddp, 0.01, averages).unwrap();
+        }
+        assert!(ddp.replicas_identical().unwrap());
+        assert_eq!(ddp.communicated_bytes(), 3 * (bytes / 2 + bytes / 2) as u64);
+    });
+}
+
+#[test]
+fn a_plain_step_with_gradients_that_are_dealt_out_is_an_error_on_every_rank() {
+    let start = Mlp::new(&WIDTHS);
+    let errors = run(2, |group| {
+        let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let _zero = ZeroRedundancyOptimizer::new(optimizer.clone(), &mut ddp).unwrap();
+        let averages = gradients(&mut ddp, 0);
+        ddp.step(&mut optimizer, 0.01, averages);
+        ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("ZeroRedundancyOptimizer")), "{errors:?}");
 }

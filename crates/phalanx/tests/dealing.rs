@@ -162,8 +162,43 @@ fn exchange(group: &ProcessGroup, table: &[Vec<usize>]) {
     assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
 }
 
+/// Combines in place and deals out `counts` elements, and gathers them again.
+fn parts(group: &ProcessGroup, counts: &[usize]) {
+    let (rank, world) = place(group);
+    let total: usize = counts.iter().sum();
+    let sums: Vec<i32> = (0..total)
+        .map(|index| {
+            (0..world).fold(0i32, |sum, rank| sum.wrapping_add((rank * 1_000_003 + index * 7) as i32))
+        })
+        .collect();
+    let start: usize = counts[..rank].iter().sum();
+    let own = start..start + counts[rank];
+    for buffer in memories(group, &input(rank, total)) {
+        let scattered = group.reduce_scatter_v_async(buffer, counts, ReduceOp::Sum).unwrap().wait().unwrap();
+        assert_eq!(values(&scattered)[own.clone()], sums[own.clone()], "{counts:?}");
+        let gathered = group.all_gather_v_in_place_async(scattered, counts).unwrap().wait().unwrap();
+        assert_eq!(values(&gathered), sums, "{counts:?}");
+    }
+    let mut halves = Buffer::zeroed(DType::F32, total);
+    halves.as_mut_slice::<f32>().unwrap().fill(rank as f32);
+    let averages = group.reduce_scatter_v_async(halves, counts, ReduceOp::Avg).unwrap().wait().unwrap();
+    let average = (world - 1) as f32 / 2.0;
+    assert!(averages.as_slice::<f32>().unwrap()[own].iter().all(|value| (value - average).abs() < 1e-6));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn parts_may_be_of_any_length(
+        counts in (1usize..6).prop_flat_map(|world| {
+            let count = prop_oneof![Just(0usize), 1usize..5, 1000usize..30_000];
+            prop::collection::vec(count, world)
+        }),
+        fabric in prop::sample::select(&Fabric::ALL[..]),
+    ) {
+        run(counts.len() as u32, fabric, |group| parts(&group, &counts));
+    }
 
     #[test]
     fn shares_may_be_of_any_length(
@@ -174,6 +209,22 @@ proptest! {
         fabric in prop::sample::select(&Fabric::ALL[..]),
     ) {
         run(table.len() as u32, fabric, |group| exchange(&group, &table));
+    }
+}
+
+#[test]
+fn parts_that_differ_are_an_error_and_no_wrong_result() {
+    for fabric in [Fabric::SharedMemory, Fabric::Tcp, Fabric::InProcess] {
+        let errors = run(3, fabric, |group| {
+            let most = if group.rank().get() == 2 { 50_001 } else { 50_000 };
+            let counts = [100_000 - most, most, 0];
+            let buffer = Buffer::zeroed(DType::F32, 100_000);
+            let error =
+                group.reduce_scatter_v_async(buffer, &counts, ReduceOp::Sum).unwrap().wait().unwrap_err();
+            assert!(group.all_gather_v_in_place_async(Buffer::zeroed(DType::F32, 2), &[1, 2, 3]).is_err());
+            error
+        });
+        assert!(errors.iter().any(phalanx::Error::is_mismatch), "{fabric:?}: {errors:?}");
     }
 }
 

@@ -51,6 +51,34 @@ fn ranks_without_data_change_no_result_and_all_return_together() {
 }
 
 #[test]
+fn dealt_out_sums_are_answered_too_and_a_gather_needs_every_rank() {
+    for fabric in [Fabric::InProcess, Fabric::SharedMemory] {
+        run(3, fabric, |group| {
+            let group = JoinGroup::new(group);
+            let rank = group.rank().index();
+            let counts = [2, 0, 3];
+            let own = [0..2, 2..2, 2..5][rank].clone();
+            let joined = group.join(JoinOptions::default(), || {
+                for _ in 0..=rank {
+                    let active = group.step()?;
+                    let ones = Buffer::from_slice(&[1.0f32; 5]);
+                    let sums = group.reduce_scatter_v_async(ones, &counts, ReduceOp::Sum)?.wait()?;
+                    assert_eq!(sums.as_slice::<f32>()?[own.clone()], [active as f32; 5][own.clone()]);
+                    let gathered = group.all_gather_v_in_place_async(sums, &counts);
+                    if active == 3 {
+                        assert_eq!(gathered?.wait()?.as_slice::<f32>()?, [3.0; 5]);
+                    } else {
+                        assert!(gathered.unwrap_err().is_invalid_argument());
+                    }
+                }
+                Ok(())
+            });
+            assert_eq!(joined.unwrap().last, Rank::new(2));
+        });
+    }
+}
+
+#[test]
 fn equal_amounts_are_told_apart_and_nesting_is_refused() {
     run(3, Fabric::InProcess, |group| {
         let group = JoinGroup::new(group);

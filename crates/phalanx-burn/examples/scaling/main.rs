@@ -6,10 +6,16 @@
 //! cargo run --release --example scaling                          # a table
 //! cargo run --release --example scaling -- --json --models mlp   # a line for each model
 //! PHALANX_TRACE=trace.json cargo run --release --example scaling # also: how much of the communication is hidden
+//! cargo run --release --example scaling -- --memory              # the most memory that a rank takes
 //! ```
+//!
+//! Where `python3`, or the `PYTHON` that is set, finds PyTorch, its DistributedDataParallel over gloo follows, with the same
+//! models, batches and turns.
 
+mod memory;
 mod models;
 mod overlap;
+mod pytorch;
 
 use std::time::Instant;
 
@@ -18,8 +24,8 @@ use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::Device;
 use clap::{Parser, ValueEnum};
 use phalanx::ProcessGroup;
-use phalanx_burn::Ddp;
-use serde::Serialize;
+use phalanx_burn::{Ddp, DdpOptions};
+use serde::{Deserialize, Serialize};
 
 use models::{Encoder, Mlp, ResNet, Subject};
 use overlap::Overlap;
@@ -44,9 +50,18 @@ struct Options {
     /// One line of JSON for each model
     #[arg(long)]
     json: bool,
+    /// The most memory that a rank takes, beyond a process that trains alone
+    #[arg(long)]
+    memory: bool,
+    /// Do without PyTorch, even if it is there
+    #[arg(long)]
+    without_pytorch: bool,
+    /// Measure the memory of one kind, as a process of its own
+    #[arg(long, hide = true)]
+    kind: Option<memory::Kind>,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 enum Name {
     Mlp,
     Encoder,
@@ -54,12 +69,21 @@ enum Name {
     ResNet,
 }
 
+impl Name {
+    fn text(self) -> &'static str {
+        match self {
+            Self::Mlp => "mlp",
+            Self::Encoder => "encoder",
+            Self::ResNet => "resnet",
+        }
+    }
+}
+
 /// What was measured of one model. Times are of one step.
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 struct Figures {
-    model: &'static str,
+    model: String,
     parameters: usize,
-    ranks: u32,
     /// One process, while the other waits.
     alone_ms: f64,
     /// Two processes side by side that never speak.
@@ -71,25 +95,37 @@ struct Figures {
     /// Over both ranks.
     samples_per_s: f64,
     /// Only if a trace was asked for.
-    #[serde(flatten)]
+    #[serde(flatten, default, skip_deserializing)]
     overlap: Option<Overlap>,
 }
 
 fn main() -> Result<()> {
     let options = Options::parse();
-    Ok(phalanx::spawn(RANKS, || measure_all(&options))?)
+    if let Some(kind) = options.kind {
+        return Ok(phalanx::spawn(RANKS, || memory::measure_all(kind, &options.models))?);
+    }
+    if options.memory {
+        return memory::compare(&options.models);
+    }
+    // In a worker, `spawn` returns when the worker is done; what follows is for the program that started the workers.
+    let is_worker = std::env::var_os("RANK").is_some();
+    phalanx::spawn(RANKS, || measure_all(&options))?;
+    if is_worker || options.without_pytorch {
+        return Ok(());
+    }
+    pytorch::measure_all(&options)
 }
 
 fn measure_all(options: &Options) -> Result<()> {
     let group = phalanx::init()?;
     for (number, name) in options.models.iter().enumerate() {
         let figures = match name {
-            Name::Mlp => measure::<Mlp>("mlp", options.steps, &group),
-            Name::Encoder => measure::<Encoder>("encoder", options.steps, &group),
-            Name::ResNet => measure::<ResNet>("resnet", options.steps, &group),
+            Name::Mlp => measure::<Mlp>(*name, options.steps, &group),
+            Name::Encoder => measure::<Encoder>(*name, options.steps, &group),
+            Name::ResNet => measure::<ResNet>(*name, options.steps, &group),
         }?;
         if group.rank().is_main() {
-            show(&figures, number == 0, options.json)?;
+            show("", &figures, number == 0, options.json)?;
         }
     }
     Ok(())
@@ -103,9 +139,13 @@ struct Trainer<M> {
 }
 
 impl<M: Subject> Trainer<M> {
-    fn new(group: &ProcessGroup) -> Result<Self> {
+    fn new(group: &ProcessGroup, options: DdpOptions) -> Result<Self> {
         let device = Device::flex().autodiff();
-        Ok(Self { ddp: Ddp::new(M::new(&device), group)?, optimizer: AdamWConfig::new().init(), device })
+        Ok(Self {
+            ddp: Ddp::with_options(M::new(&device), group, options)?,
+            optimizer: AdamWConfig::new().init(),
+            device,
+        })
     }
 
     /// Trains one step; gives its milliseconds.
@@ -119,9 +159,9 @@ impl<M: Subject> Trainer<M> {
     }
 }
 
-fn measure<M: Subject>(model: &'static str, steps: usize, group: &ProcessGroup) -> Result<Figures> {
-    let mut together = Trainer::<M>::new(group)?;
-    let mut apart = Trainer::<M>::new(&ProcessGroup::alone()?)?;
+fn measure<M: Subject>(model: Name, steps: usize, group: &ProcessGroup) -> Result<Figures> {
+    let mut together = Trainer::<M>::new(group, DdpOptions::default())?;
+    let mut apart = Trainer::<M>::new(&ProcessGroup::alone()?, DdpOptions::default())?;
     let began = overlap::now();
     let [mut step, mut independent, mut alone] = [const { Vec::new() }; 3];
     for _ in 0..WARM_UP + steps {
@@ -143,9 +183,8 @@ fn measure<M: Subject>(model: &'static str, steps: usize, group: &ProcessGroup) 
     };
     let (step_ms, independent_ms) = (mean(step.split_off(WARM_UP))?, mean(independent.split_off(WARM_UP))?);
     Ok(Figures {
-        model,
+        model: model.text().to_owned(),
         parameters: together.ddp.model().num_params(),
-        ranks: RANKS,
         alone_ms: if alone.is_empty() { 0.0 } else { median(alone.split_off(WARM_UP)) },
         independent_ms,
         step_ms,
@@ -160,7 +199,8 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-fn show(figures: &Figures, first: bool, json: bool) -> Result<()> {
+/// One line; `whose` if it is not ours.
+fn show(whose: &str, figures: &Figures, first: bool, json: bool) -> Result<()> {
     if json {
         println!("{}", serde_json::to_string(figures)?);
         return Ok(());
@@ -170,10 +210,10 @@ fn show(figures: &Figures, first: bool, json: bool) -> Result<()> {
             "one step          parameters     alone   2 apart   2 ranks   ratio   samples/s   launch   hidden"
         );
     }
-    let Figures {
-        model, parameters, alone_ms, independent_ms, step_ms, ratio, samples_per_s, overlap, ..
-    } = figures;
+    let Figures { model, parameters, alone_ms, independent_ms, step_ms, ratio, samples_per_s, overlap } =
+        figures;
     let millions = *parameters as f64 / 1e6;
+    let model = format!("{model} {whose}");
     print!(
         "{model:16} {millions:>9.2} M {alone_ms:>6.0} ms {independent_ms:>6.0} ms {step_ms:>6.0} ms {ratio:>7.3} {samples_per_s:>11.0}"
     );

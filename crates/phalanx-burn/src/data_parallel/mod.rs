@@ -114,6 +114,8 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// Runs backward from `loss`, which was computed from what [`forward`](Self::forward) gave, on all replicas, and
     /// gives the sum of their gradients, on the main device.
     ///
+    /// A loss is one number here, of rank 1 as Burn's losses give it: reshape one of another rank.
+    ///
     /// # Errors
     /// If there was no forward pass before, or `loss` does not depend on its output.
     pub fn backward(&mut self, loss: &Tensor<1>) -> Result<GradientsParams> {

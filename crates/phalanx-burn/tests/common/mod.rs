@@ -93,6 +93,8 @@ pub struct Watched {
 #[derive(Default)]
 pub struct Watch {
     pub averaged: usize,
+    pub broadcast: usize,
+    pub allocated: usize,
     pub refuse: bool,
 }
 
@@ -112,6 +114,7 @@ impl Communicator for Watched {
     }
 
     fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
+        self.state.lock().allocated += 1;
         self.group.alloc(dtype, elements)
     }
 
@@ -128,7 +131,16 @@ impl Communicator for Watched {
     }
 
     fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        self.state.lock().broadcast += 1;
         self.group.broadcast_async(buffer, root)
+    }
+
+    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
+        self.group.reduce_scatter_v_async(buffer, counts, op)
+    }
+
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        self.group.all_gather_v_in_place_async(buffer, counts)
     }
 
     fn abort(&self, cause: Error) {

@@ -26,7 +26,7 @@ pub use choice::{Tuning, TuningRow};
 pub(crate) use deal::{all_to_all, gather, scatter};
 pub(crate) use hierarchy::{Bridge, Hierarchy};
 pub use op::ReduceOp;
-pub(crate) use ring::{all_gather, all_gather_v, reduce_scatter};
+pub(crate) use ring::{all_gather, all_gather_v, reduce_scatter, reduce_scatter_v};
 pub(crate) use shares::Shares;
 pub(crate) use tree::{gather as gather_tree, scatter as scatter_tree};
 

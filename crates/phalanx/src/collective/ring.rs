@@ -19,6 +19,11 @@ pub(crate) fn reduce_scatter(rank: Rank, world: WorldSize, elements: usize) -> P
     combine(rank, world, world.count() - 1, elements)
 }
 
+/// As [`reduce_scatter`], where the ranks' shares differ: w-1 steps; each rank sends all but its own share.
+pub(crate) fn reduce_scatter_v(rank: Rank, world: WorldSize, shares: &Shares) -> Plan {
+    joining(pass_chunks(rank, world, world.count() - 1, Combine::Prepend, |index| shares.of(index)), world)
+}
+
 /// w-1 steps; each rank sends n(w-1)/w elements. Chunk r starts on rank r and ends everywhere.
 pub(crate) fn all_gather(rank: Rank, world: WorldSize, elements: usize) -> Plan {
     pass(rank, world, 0, Combine::Replace, elements).collect()
@@ -31,10 +36,12 @@ pub(crate) fn all_gather_v(rank: Rank, world: WorldSize, shares: &Shares) -> Pla
 
 /// Combines every chunk on its way around the ring; rank r ends with chunk r+shift+1.
 fn combine(rank: Rank, world: WorldSize, shift: usize, elements: usize) -> Plan {
-    pass(rank, world, shift, Combine::Prepend, elements)
-        .enumerate()
-        .map(|(met, step)| step.joining(Parts::new(1, met + 1, world)))
-        .collect()
+    joining(pass(rank, world, shift, Combine::Prepend, elements), world)
+}
+
+/// On its way around the ring a chunk meets one more rank's part in each step.
+fn joining(steps: impl Iterator<Item = Step>, world: WorldSize) -> Plan {
+    steps.enumerate().map(|(met, step)| step.joining(Parts::new(1, met + 1, world))).collect()
 }
 
 /// Passes chunks around the ring, w-1 times; the first that rank r sends is chunk r+shift, the last that it receives

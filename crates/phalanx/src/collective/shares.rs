@@ -46,6 +46,14 @@ impl Shares {
         self.bounds[index]..self.bounds[index + 1]
     }
 
+    /// Differs, but for a freak of chance, where the shares do (FNV-1a).
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let bytes = self.bounds.iter().flat_map(|bound| (*bound as u64).to_le_bytes());
+        bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        })
+    }
+
     /// All elements.
     pub(crate) fn total(&self) -> usize {
         self.bounds[self.bounds.len() - 1]

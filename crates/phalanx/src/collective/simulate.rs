@@ -192,6 +192,21 @@ proptest! {
     }
 
     #[test]
+    fn reduce_scatter_v_leaves_each_rank_its_share_and_sends_the_rest_once(
+        counts in prop::collection::vec(0usize..300, 1..17),
+    ) {
+        let world = WorldSize::new(counts.len() as u32).unwrap();
+        let shares = Shares::new(&counts, world).unwrap();
+        let mut buffers = own(world, shares.total());
+        let sent = play(&plans(world, |rank| reduce_scatter_v(rank, world, &shares)), &mut buffers);
+        for rank in world.ranks() {
+            let part = &buffers[rank.index()][shares.of(rank.index())];
+            prop_assert!(part.iter().all(|value| *value == complete(world)));
+            prop_assert_eq!(sent[rank.index()], shares.total() - counts[rank.index()]);
+        }
+    }
+
+    #[test]
     fn each_pair_exchanges_its_own_in_an_all_to_all(
         table in (1usize..10).prop_flat_map(|world| prop::collection::vec(prop::collection::vec(0usize..50, world), world)),
     ) {

@@ -15,7 +15,7 @@ pub(super) fn in_place(meeting: &mut Meeting<'_, '_, Error>, job: Job) -> Result
         }
         // The shares are the chunks. That the others' memory gets the result too does no harm: it is the call's.
         Operation::ReduceScatter => meeting.combine(job.ranks, element, |shares| job.fold().apply(shares)),
-        Operation::Reduce => meeting.combine(job.ranks, LINE, |shares| reduce(job, shares)),
+        Operation::Reduce => meeting.combine(job.ranks, LINE, |shares| reduce(job, shares, job.root)),
         Operation::Broadcast => {
             meeting.combine(job.ranks, LINE, |shares| spread(shares, job.root));
             Ok(())
@@ -36,15 +36,15 @@ pub(super) fn spread(shares: &mut [&mut [u8]], from: usize) {
 }
 
 /// Combines the shares into that of one of them, and leaves the others as they are.
-fn reduce(job: Job, shares: &mut [&mut [u8]]) -> Result<()> {
+pub(super) fn reduce(job: Job, shares: &mut [&mut [u8]], into: usize) -> Result<()> {
     let mut block = Block::default();
-    let length = shares[job.root].len();
+    let length = shares[into].len();
     for start in (0..length).step_by(block.0.len()) {
         let part = start..length.min(start + block.0.len());
         let result = &mut block.0[..part.len()];
         let sources: Vec<_> = shares.iter().map(|share| &share[part.clone()]).collect();
         job.fold().apply_to(&sources, result)?;
-        shares[job.root][part].copy_from_slice(result);
+        shares[into][part].copy_from_slice(result);
     }
     Ok(())
 }

@@ -64,7 +64,7 @@ impl Domain {
         })
     }
 
-    fn on_shares(
+    pub(super) fn on_shares(
         &mut self,
         (call, sequence): (Call, Sequence),
         data: &mut [u8],

@@ -200,7 +200,13 @@ impl ProcessGroup {
     }
 }
 
-fn check_sum(operation: &str, memory: &str, length: usize, wanted: &str, sum: usize) -> Result<()> {
+pub(super) fn check_sum(
+    operation: &str,
+    memory: &str,
+    length: usize,
+    wanted: &str,
+    sum: usize,
+) -> Result<()> {
     if length == sum {
         return Ok(());
     }

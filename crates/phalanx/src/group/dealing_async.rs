@@ -1,5 +1,6 @@
 //! The asynchronous forms of collectives that gather, deal out and exchange, and of reductions to one rank.
 
+use super::dealing::check_sum;
 use super::engine::Memory;
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
@@ -70,6 +71,34 @@ impl ProcessGroup {
         })
     }
 
+    /// Combines `buffer` with the other ranks' buffers, and deals out the result in shares of different lengths: rank r's
+    /// `counts[r]` elements stand behind those of the ranks before it. [`Work::wait`] gives the buffer back, in which this
+    /// rank's share is combined; what stands elsewhere is unspecified.
+    ///
+    /// With [`all_gather_v_in_place_async`](Self::all_gather_v_in_place_async) after it, it sends what one all_reduce
+    /// does. Between hosts whose ranks share memory it is an all_reduce.
+    ///
+    /// # Errors
+    /// At once if the group has failed, the counts do not fit or `op` is not defined for the type; otherwise from
+    /// [`Work::wait`], also if the ranks' counts differ.
+    pub fn reduce_scatter_v_async(&self, mut buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
+        let shares = self.parts("reduce_scatter_v", &buffer, counts)?;
+        op.prepare(buffer.dtype(), buffer.as_bytes_mut())?;
+        let call = Call::new(Operation::ReduceScatterV, buffer.dtype(), buffer.len()).reducing(op);
+        self.start_parts(call, buffer, shares)
+    }
+
+    /// As [`all_gather_v_async`](Self::all_gather_v_async), where each rank's elements stand in their place already: in
+    /// `buffer`, behind those of the ranks before it. [`Work::wait`] gives the buffer back, with all ranks' elements.
+    ///
+    /// # Errors
+    /// As [`all_gather_v_async`](Self::all_gather_v_async).
+    pub fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        let shares = self.parts("all_gather_v", &buffer, counts)?;
+        let call = Call::new(Operation::AllGatherVInPlace, buffer.dtype(), buffer.len());
+        self.start_parts(call, buffer, shares)
+    }
+
     /// As [`all_to_all`](Self::all_to_all); [`Work::wait`] gives a buffer with a block from each rank.
     ///
     /// # Errors
@@ -124,6 +153,20 @@ impl ProcessGroup {
         self.start_with(call, move |engine, patience| {
             engine.collective(call, Memory::InPlace(packed.as_bytes_mut()), patience)?;
             Ok(packed)
+        })
+    }
+
+    fn parts(&self, operation: &str, buffer: &Buffer, counts: &[usize]) -> Result<Shares> {
+        let shares = Shares::new(counts, self.world_size())?;
+        check_sum(operation, "buffer", buffer.len(), "the counts add up to", shares.total())?;
+        Ok(shares)
+    }
+
+    fn start_parts(&self, call: Call, mut buffer: Buffer, shares: Shares) -> Result<Work> {
+        self.start_with(call, move |engine, patience| {
+            let memory = Memory::Parts { data: buffer.as_bytes_mut(), shares: &shares };
+            engine.collective(call, memory, patience)?;
+            Ok(buffer)
         })
     }
 

@@ -28,6 +28,8 @@ pub(crate) enum Memory<'a> {
     Apart { input: &'a [u8], output: &'a mut [u8] },
     /// It has, and the ranks' shares differ: of the input, by whom they are for, and of the output, by whom they are from.
     Shared { input: &'a [u8], output: &'a mut [u8], sent: &'a Shares, received: &'a Shares },
+    /// The result takes the place of the input, and the ranks' shares of it differ.
+    Parts { data: &'a mut [u8], shares: &'a Shares },
 }
 
 /// The memory that a plan's ranges count in.
@@ -111,12 +113,16 @@ impl Engine {
                 Memory::InPlace(data) if hosts::goes_by_hosts(call.operation) => {
                     return self.by_hosts(&hierarchy, call, sequence, data, patience);
                 }
+                Memory::Parts { data, shares } => {
+                    return self.parts_by_hosts(&hierarchy, (call, sequence), data, shares, patience);
+                }
                 _ => self.agree_on_host(call, sequence, patience)?,
             }
         }
         let deadline = patience.deadline();
         match memory {
             Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
+            Memory::Parts { data, shares } => self.parts(call, sequence, data, shares, deadline),
             Memory::Shared { input, output, sent, received } => {
                 self.deal(call, sequence, (input, sent), (output, received), deadline)
             }
@@ -196,6 +202,8 @@ impl Engine {
             | Operation::AllToAll
             | Operation::AllToAllV
             | Operation::MonitoredBarrier => Plan::new(),
+            // Their shares differ.
+            Operation::ReduceScatterV | Operation::AllGatherVInPlace => Plan::new(),
         }
     }
 

@@ -64,6 +64,14 @@ pub trait Communicator: Send + Sync {
     /// Starts to copy the root's `buffer` to every rank.
     fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work>;
 
+    /// Starts to combine `buffer` with the other ranks' buffers, of which rank r gets `counts[r]` elements, behind those
+    /// of the ranks before it: [`Work::wait`] gives the buffer back, in which only this rank's elements are specified.
+    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work>;
+
+    /// Starts to copy each rank's elements, which stand in `buffer` as after a
+    /// [`reduce_scatter_v_async`](Self::reduce_scatter_v_async), to every rank.
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work>;
+
     /// Ends the group on every rank with `cause`: pending and later operations fail with it.
     fn abort(&self, cause: Error);
 
@@ -310,6 +318,14 @@ impl Communicator for ProcessGroup {
 
     fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
         self.broadcast_async(buffer, root)
+    }
+
+    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
+        self.reduce_scatter_v_async(buffer, counts, op)
+    }
+
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        self.all_gather_v_in_place_async(buffer, counts)
     }
 
     fn abort(&self, cause: Error) {

@@ -177,6 +177,12 @@ impl JoinGroup {
         self.state.lock().running.filter(|_| !alone)
     }
 
+    /// Did every rank have data when the step began?
+    fn all_have_data(&self) -> bool {
+        let state = self.state.lock();
+        !state.active.is_empty() && state.active.iter().all(|&active| active)
+    }
+
     fn announce(&self, announced: Announced) -> Result<Work> {
         self.state.lock().announced += 1;
         self.exchange(announced.encode(self.group.rank(), self.group.world_size()))
@@ -266,6 +272,24 @@ impl Communicator for JoinGroup {
         self.announce(announced)?.wait().and_then(|numbers| self.heard(&numbers))?;
         let root = speaker(root, &self.state.lock().active);
         self.group.broadcast_async(buffer, root)
+    }
+
+    /// While every rank has data, it is not announced: nobody has begun to answer. Afterwards it is an all_reduce, which
+    /// ranks without data can answer.
+    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
+        if self.running().is_none() || self.all_have_data() {
+            return self.group.reduce_scatter_v_async(buffer, counts, op);
+        }
+        self.all_reduce_async(buffer, op)
+    }
+
+    /// Fails if a rank has no data any more: nobody else could bring its share.
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        if self.running().is_none() || self.all_have_data() {
+            return self.group.all_gather_v_in_place_async(buffer, counts);
+        }
+        Err(Error::invalid_argument("an all_gather needs every rank, and some have no data left")
+            .with_remedy("give every rank as many batches"))
     }
 
     fn abort(&self, cause: Error) {

@@ -15,6 +15,7 @@ use crate::trace::Trace;
 pub(crate) struct Bucket {
     memory: Memory,
     gradients: Arc<[GradientPlace]>,
+    counts: Option<Arc<[usize]>>,
     lane: String,
     ready: Option<Instant>,
     launched: Option<Instant>,
@@ -46,6 +47,7 @@ impl Bucket {
         Ok(Self {
             memory: Memory::Here(Arc::new(group.alloc(bucket.dtype, bucket.elements)?)),
             gradients: bucket.parameters.iter().map(place).collect(),
+            counts: bucket.counts.clone(),
             lane: format!("bucket {index}"),
             ready: None,
             launched: None,
@@ -104,13 +106,25 @@ impl Bucket {
         if group.trace().is_enabled() {
             self.launched = Some(Instant::now());
         }
+        let (gradients, counts) = (self.gradients.clone(), self.counts.clone());
+        self.send(|buffer| {
+            let is_last = index + 1 == count;
+            hook.start(group, GradBucket { index, is_last, buffer, gradients, counts })
+        })
+    }
+
+    /// Starts to copy each rank's part of it to all others, if it is dealt out.
+    pub(crate) fn gather(&mut self, group: &dyn Communicator) -> Result<()> {
+        let Some(counts) = self.counts.clone() else { return Ok(()) };
+        self.send(|buffer| group.all_gather_v_in_place_async(buffer, &counts).map(Pending::new))
+    }
+
+    fn send(&mut self, start: impl FnOnce(Buffer) -> Result<Pending>) -> Result<()> {
         match std::mem::replace(&mut self.memory, Memory::Lost) {
             Memory::Here(buffer) => {
                 let buffer = Arc::try_unwrap(buffer)
                     .map_err(|_| Error::aborted("the bucket's memory is still in use"))?;
-                let gradients = self.gradients.clone();
-                let bucket = GradBucket { index, is_last: index + 1 == count, buffer, gradients };
-                self.memory = Memory::InFlight(hook.start(group, bucket)?);
+                self.memory = Memory::InFlight(start(buffer)?);
             }
             other => self.memory = other,
         }
@@ -170,7 +184,7 @@ impl Bucket {
             trace.instant(self.lane.clone(), "launched", launched, &args);
             trace.complete(
                 self.lane.clone(),
-                "all_reduce",
+                if self.counts.is_some() { "reduce_scatter" } else { "all_reduce" },
                 launched,
                 done.unwrap_or_else(Instant::now),
                 &args,

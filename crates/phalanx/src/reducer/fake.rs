@@ -1,6 +1,7 @@
 //! A group of threads for the tests: whoever comes last to an operation does the work for all.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use half::{bf16, f16};
@@ -43,6 +44,17 @@ pub(super) struct Call {
 pub(super) enum Kind {
     AllReduce(ReduceOp),
     Broadcast(Rank),
+    ReduceScatter(ReduceOp),
+    AllGather,
+}
+
+/// One rank's part in an operation.
+struct Part {
+    call: Call,
+    buffer: Buffer,
+    /// The bytes that are this rank's, if the buffer is dealt out.
+    own: Range<usize>,
+    completer: Completer,
 }
 
 struct World {
@@ -52,7 +64,7 @@ struct World {
 
 #[derive(Default)]
 struct Shared {
-    open: BTreeMap<usize, BTreeMap<Rank, (Call, Buffer, Completer)>>,
+    open: BTreeMap<usize, BTreeMap<Rank, Part>>,
     failure: Option<Error>,
     /// The operation that fails.
     fault: Option<usize>,
@@ -94,7 +106,19 @@ impl FakeGroup {
         self.world.shared.lock().fault = Some(self.calls().len() + skip);
     }
 
+    /// This rank's bytes of `buffer`.
+    fn own(&self, buffer: &Buffer, counts: &[usize]) -> Range<usize> {
+        assert_eq!((counts.len(), counts.iter().sum()), (self.world.size.count(), buffer.len()));
+        let size = buffer.dtype().size();
+        let start = counts[..self.rank.index()].iter().sum::<usize>() * size;
+        start..start + counts[self.rank.index()] * size
+    }
+
     fn call(&self, kind: Kind, buffer: Buffer) -> Result<Work> {
+        self.call_on(kind, buffer, 0..0)
+    }
+
+    fn call_on(&self, kind: Kind, buffer: Buffer, own: Range<usize>) -> Result<Work> {
         let call = Call { kind, dtype: buffer.dtype(), elements: buffer.len() };
         let sequence = {
             let mut mine = self.mine.lock();
@@ -107,13 +131,14 @@ impl FakeGroup {
         }
         let (work, completer) = Work::pending();
         let parts = shared.open.entry(sequence).or_default();
-        parts.insert(self.rank, (call, buffer, Box::new(|outcome| completer.complete(outcome))));
+        let completer = Box::new(|outcome| completer.complete(outcome));
+        parts.insert(self.rank, Part { call, buffer, own, completer });
         if parts.len() == self.world.size.count() {
             let parts = shared.open.remove(&sequence).unwrap();
             if shared.fault == Some(sequence) {
                 let error = Error::timeout("the fault of the test");
                 shared.failure = Some(error.clone());
-                parts.into_values().for_each(|(.., completer)| completer(Err(error.clone())));
+                parts.into_values().for_each(|part| (part.completer)(Err(error.clone())));
             } else {
                 complete(parts);
             }
@@ -144,12 +169,21 @@ impl Communicator for FakeGroup {
         self.call(Kind::Broadcast(root), buffer)
     }
 
+    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
+        let own = self.own(&buffer, counts);
+        self.call_on(Kind::ReduceScatter(op), buffer, own)
+    }
+
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        let own = self.own(&buffer, counts);
+        self.call_on(Kind::AllGather, buffer, own)
+    }
+
     fn abort(&self, cause: Error) {
         let mut shared = self.world.shared.lock();
         let cause = shared.failure.get_or_insert(cause).clone();
-        for (.., completer) in std::mem::take(&mut shared.open).into_values().flat_map(BTreeMap::into_values)
-        {
-            completer(Err(cause.clone()));
+        for part in std::mem::take(&mut shared.open).into_values().flat_map(BTreeMap::into_values) {
+            (part.completer)(Err(cause.clone()));
         }
     }
 
@@ -158,21 +192,34 @@ impl Communicator for FakeGroup {
     }
 }
 
-fn complete(parts: BTreeMap<Rank, (Call, Buffer, Completer)>) {
-    let calls: Vec<Call> = parts.values().map(|(call, ..)| *call).collect();
+fn complete(parts: BTreeMap<Rank, Part>) {
+    let calls: Vec<Call> = parts.values().map(|part| part.call).collect();
     let call = calls[0];
     let outcome = if calls.iter().any(|other| *other != call) {
         Err(Error::mismatch(format!("{calls:?}")))
     } else {
-        let buffers = parts.values().map(|(_, buffer, _)| buffer);
+        let buffers = parts.values().map(|part| &part.buffer);
         Ok(match call.kind {
-            Kind::Broadcast(root) => parts[&root].1.clone(),
-            Kind::AllReduce(op) => reduce(buffers.collect(), op, call.dtype),
+            Kind::Broadcast(root) => parts[&root].buffer.clone(),
+            Kind::AllReduce(op) | Kind::ReduceScatter(op) => reduce(buffers.collect(), op, call.dtype),
+            Kind::AllGather => {
+                let mut gathered = parts[&Rank::MAIN].buffer.clone();
+                for Part { own, buffer, .. } in parts.values() {
+                    gathered.as_bytes_mut()[own.clone()].copy_from_slice(&buffer.as_bytes()[own.clone()]);
+                }
+                gathered
+            }
         })
     };
-    for (_, mut buffer, completer) in parts.into_values() {
+    for Part { mut buffer, own, completer, .. } in parts.into_values() {
         completer(outcome.clone().map(|result| {
-            buffer.as_bytes_mut().copy_from_slice(result.as_bytes());
+            if let Kind::ReduceScatter(_) = call.kind {
+                // What is the others' means nothing here.
+                buffer.as_bytes_mut().fill(0xff);
+                buffer.as_bytes_mut()[own.clone()].copy_from_slice(&result.as_bytes()[own]);
+            } else {
+                buffer.as_bytes_mut().copy_from_slice(result.as_bytes());
+            }
             buffer
         }));
     }

@@ -27,6 +27,7 @@
 //! ```
 
 mod bucket;
+mod dealt;
 pub mod hooks;
 mod options;
 mod plan;
@@ -71,6 +72,8 @@ pub struct Reducer {
     trace: Trace,
     parameters: Vec<ParameterSpec>,
     limits: Limits,
+    /// Whose averages each parameter's are, if not everybody's.
+    owners: Option<Vec<Rank>>,
     absentees: Absentees,
     hook: Box<dyn CommHook>,
     /// What the hook's communication goes through.
@@ -100,6 +103,8 @@ enum Phase {
         since: Instant,
     },
     Averaged,
+    /// The buckets hold parameters.
+    Gathered,
 }
 
 /// What becomes of parameters that get no gradient.
@@ -180,6 +185,7 @@ impl Reducer {
             group,
             parameters,
             limits,
+            owners: None,
             plan,
             order,
             arrival: Vec::new(),
@@ -226,8 +232,9 @@ impl Reducer {
         Ok(())
     }
 
-    /// The bytes of all buffers that gradients have travelled in since the beginning, once for each operation; a ring
-    /// moves nearly twice as many in each direction.
+    /// The bytes of all buffers that gradients, and gathered parameters, have travelled in since the beginning, once for
+    /// each all_reduce; a ring moves nearly twice as many in each direction. Operations that move half as many, such as a
+    /// reduce_scatter, count half.
     pub fn communicated_bytes(&self) -> u64 {
         self.meter.bytes()
     }
@@ -292,14 +299,14 @@ impl Reducer {
     }
 
     /// The averaged gradient of the parameter at `index`, from [`finish`](Self::finish) to the next
-    /// [`start`](Self::start); `None` if no rank had a gradient for it.
+    /// [`start`](Self::start); `None` if no rank had a gradient for it, or it is another rank's.
     pub fn gradient(&self, index: usize) -> Result<Option<&[u8]>> {
         self.check_failure()?;
         if self.phase != Phase::Averaged {
             return Err(Error::invalid_argument("there is no averaged gradient: call `finish` first"));
         }
         let Some(place) = self.plan.places.get(index) else { return Err(self.no_such_parameter(index)) };
-        if !self.used[index] {
+        if !self.used[index] || !self.owns(index) {
             return Ok(None);
         }
         let range = place.bytes(self.plan.buckets[place.bucket].dtype);
@@ -489,7 +496,10 @@ impl Reducer {
                 "a rank sent an order of gradients that is no order of the parameters",
             ));
         }
-        let plan = Plan::new(&self.parameters, &order, self.limits);
+        let mut plan = Plan::new(&self.parameters, &order, self.limits);
+        if let Some(owners) = &self.owners {
+            plan = plan.dealt(&self.parameters, owners, self.group.world_size());
+        }
         verify::verify_hash(&*self.group, "bucket plans", plan.hash())?;
         self.order = order;
         if plan != self.plan {

@@ -1,9 +1,11 @@
 //! Which parameter lies where in which bucket. Pure: the same specs, order and limits give the same plan anywhere.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::ParameterSpec;
 use crate::dtype::DType;
+use crate::rank::{Rank, WorldSize};
 
 /// Every parameter in exactly one bucket, buckets in the order in which they are launched.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,6 +22,8 @@ pub(crate) struct BucketPlan {
     pub(crate) elements: usize,
     /// In the order of their places.
     pub(crate) parameters: Vec<usize>,
+    /// How many elements are each rank's, if the bucket is dealt out: its parameters then stand by owner.
+    pub(crate) counts: Option<Arc<[usize]>>,
 }
 
 /// A parameter's elements within its bucket.
@@ -62,6 +66,19 @@ impl Plan {
         Self::of_buckets(filled.into_iter().map(|bucket| bucket.plan).collect(), parameters)
     }
 
+    /// The same buckets, dealt out to the ranks that own their parameters.
+    pub(crate) fn dealt(mut self, parameters: &[ParameterSpec], owners: &[Rank], world: WorldSize) -> Self {
+        for bucket in &mut self.buckets {
+            bucket.parameters.sort_by_key(|&index| owners[index]);
+            let mut counts = vec![0; world.count()];
+            for &index in &bucket.parameters {
+                counts[owners[index].index()] += parameters[index].elements();
+            }
+            bucket.counts = Some(counts.into());
+        }
+        Self::of_buckets(self.buckets, parameters)
+    }
+
     fn of_buckets(buckets: Vec<BucketPlan>, parameters: &[ParameterSpec]) -> Self {
         let mut places = vec![Place { bucket: 0, offset: 0, elements: 0 }; parameters.len()];
         for (bucket, plan) in buckets.iter().enumerate() {
@@ -85,6 +102,9 @@ impl Plan {
             for &index in &bucket.parameters {
                 hash.add(index as u64);
                 hash.add(self.places[index].offset as u64);
+            }
+            for &count in bucket.counts.iter().flat_map(|counts| counts.iter()) {
+                hash.add(count as u64);
             }
         }
         hash.0
@@ -115,7 +135,7 @@ struct Open {
 
 impl Open {
     fn new(dtype: DType, limit: usize) -> Self {
-        Self { plan: BucketPlan { dtype, elements: 0, parameters: Vec::new() }, limit, last: 0 }
+        Self { plan: BucketPlan { dtype, elements: 0, parameters: Vec::new(), counts: None }, limit, last: 0 }
     }
 
     fn has_room(&self, elements: usize) -> bool {
@@ -192,6 +212,36 @@ mod tests {
             prop_assert!(last.is_sorted());
             for bucket in &plan.buckets {
                 prop_assert!(bucket.parameters.iter().map(position).is_sorted());
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_dealt_bucket_holds_the_same_parameters_each_rank_s_in_one_piece(
+            (parameters, order) in parameters(), ranks in 1u32..5, seed in any::<u32>(),
+        ) {
+            let world = WorldSize::new(ranks).unwrap();
+            let owner = |index: usize| Rank::new((index as u32).wrapping_mul(seed) % ranks);
+            let owners: Vec<_> = (0..parameters.len()).map(owner).collect();
+            let plain = Plan::new(&parameters, &order, Limits { first: 300, others: 900 });
+            let dealt = plain.clone().dealt(&parameters, &owners, world);
+            prop_assert_eq!(plain.buckets.len(), dealt.buckets.len());
+            for (plain, bucket) in plain.buckets.iter().zip(&dealt.buckets) {
+                let sorted = |bucket: &BucketPlan| {
+                    let mut members = bucket.parameters.clone();
+                    members.sort_unstable();
+                    members
+                };
+                prop_assert_eq!(sorted(plain), sorted(bucket));
+                let counts = bucket.counts.as_ref().unwrap();
+                prop_assert_eq!(counts.iter().sum::<usize>(), bucket.elements);
+                for &index in &bucket.parameters {
+                    let (place, owner) = (dealt.places[index], owners[index].index());
+                    let start: usize = counts[..owner].iter().sum();
+                    prop_assert!(place.offset >= start);
+                    prop_assert!(place.offset + place.elements <= start + counts[owner]);
+                }
             }
         }
     }

@@ -33,10 +33,12 @@ pub(crate) enum Operation {
     AllToAllV = 12,
     AllReduceCoalesced = 13,
     MonitoredBarrier = 14,
+    ReduceScatterV = 15,
+    AllGatherVInPlace = 16,
 }
 
 impl Operation {
-    pub(crate) const ALL: [Self; 14] = [
+    pub(crate) const ALL: [Self; 16] = [
         Self::AllReduce,
         Self::Broadcast,
         Self::AllGather,
@@ -51,6 +53,8 @@ impl Operation {
         Self::AllToAllV,
         Self::AllReduceCoalesced,
         Self::MonitoredBarrier,
+        Self::ReduceScatterV,
+        Self::AllGatherVInPlace,
     ];
 
     fn name(self) -> &'static str {
@@ -69,6 +73,8 @@ impl Operation {
             Self::AllToAllV => "all_to_all_v",
             Self::AllReduceCoalesced => "all_reduce_coalesced",
             Self::MonitoredBarrier => "monitored_barrier",
+            Self::ReduceScatterV => "reduce_scatter_v",
+            Self::AllGatherVInPlace => "all_gather_v in place",
         }
     }
 }

@@ -30,6 +30,27 @@ impl Engine {
         self.execute(call, sequence, &plan, Space::Two(input, output), deadline)
     }
 
+    /// A `reduce_scatter_v`, or an `all_gather_v` in place.
+    pub(super) fn parts(
+        &mut self,
+        call: Call,
+        sequence: Sequence,
+        data: &mut [u8],
+        shares: &Shares,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let (rank, world, row) = (self.rank, self.world, &self.choice.row);
+        let plan = match call.operation {
+            // Where rounds are what takes time: each rank gets more than its share, in fewer of them.
+            Operation::ReduceScatterV if data.len() <= row.doubling_max.max(row.halving_max) => {
+                collective::all_reduce(row, rank, world, call.dtype, shares.total())
+            }
+            Operation::ReduceScatterV => collective::reduce_scatter_v(rank, world, shares),
+            _ => collective::all_gather_v(rank, world, shares),
+        };
+        self.execute(call, sequence, &plan, Space::One(data), deadline)
+    }
+
     /// `output` is the root's alone.
     pub(super) fn gather(
         &mut self,

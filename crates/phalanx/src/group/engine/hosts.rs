@@ -3,7 +3,7 @@
 
 use super::{Engine, Space, fail_operation};
 use crate::collective::kernel::Fold;
-use crate::collective::{self, Bridge, Hierarchy, Plan, ReduceOp};
+use crate::collective::{self, Bridge, Hierarchy, Plan, ReduceOp, Shares};
 use crate::deadline::Patience;
 use crate::domain::Domain;
 use crate::error::Result;
@@ -32,17 +32,7 @@ impl Engine {
             Operation::AllReduce | Operation::AllReduceCoalesced => {
                 self.all_reduce_by_hosts(hierarchy, call, data, patience)
             }
-            Operation::Broadcast => {
-                let (bridge, elements) = (hierarchy.speakers(root), data.len() / call.0.dtype.size());
-                let (row, from) = (&self.choice.row, hierarchy.host_of(root));
-                let plan =
-                    collective::broadcast(row, bridge.host, bridge.hosts, from, call.0.dtype, elements);
-                self.across(&bridge, call, plan, (data, 0), patience)?;
-                // On the root's host it is the root that speaks; on the others the first rank, as `across` left it.
-                self.within(call, data, patience, |domain, data| {
-                    domain.collective(call.0, call.1, Memory::InPlace(data), patience)
-                })
-            }
+            Operation::Broadcast => self.broadcast_by_hosts(hierarchy, call, root, data, patience),
             Operation::Reduce => self.reduce_by_hosts(hierarchy, call, root, data, patience),
             // A barrier: nobody's host may go on before all hosts have come.
             _ => {
@@ -58,6 +48,50 @@ impl Engine {
                 meet(self)
             }
         }
+    }
+
+    /// A `reduce_scatter_v`, or an `all_gather_v` in place. What is dealt out to ranks would cross between hosts once for
+    /// each of them; combined on each host first, and sent to hosts and not to ranks, it crosses once.
+    pub(super) fn parts_by_hosts(
+        &mut self,
+        hierarchy: &Hierarchy,
+        call: (Call, Sequence),
+        data: &mut [u8],
+        shares: &Shares,
+        patience: &Patience,
+    ) -> Result<()> {
+        if call.0.operation == Operation::ReduceScatterV {
+            return self.all_reduce_by_hosts(hierarchy, call, data, patience);
+        }
+        for root in self.world.ranks() {
+            let share = shares.of(root.index());
+            if share.is_empty() {
+                continue;
+            }
+            let part = &mut data[super::bytes_of(&share, call.0.dtype.size())];
+            let elements = share.len() as u64;
+            let of_root = Call { operation: Operation::Broadcast, elements, root: Some(root), ..call.0 };
+            self.broadcast_by_hosts(hierarchy, (of_root, call.1), root, part, patience)?;
+        }
+        Ok(())
+    }
+
+    fn broadcast_by_hosts(
+        &mut self,
+        hierarchy: &Hierarchy,
+        call: (Call, Sequence),
+        root: Rank,
+        data: &mut [u8],
+        patience: &Patience,
+    ) -> Result<()> {
+        let (bridge, elements) = (hierarchy.speakers(root), data.len() / call.0.dtype.size());
+        let (row, from) = (&self.choice.row, hierarchy.host_of(root));
+        let plan = collective::broadcast(row, bridge.host, bridge.hosts, from, call.0.dtype, elements);
+        self.across(&bridge, call, plan, (data, 0), patience)?;
+        // On the root's host it is the root that speaks; on the others the first rank, as `across` left it.
+        self.within(call, data, patience, |domain, data| {
+            domain.collective(call.0, call.1, Memory::InPlace(data), patience)
+        })
     }
 
     /// Reduces each stripe to its owner on every host, then among its owners, and hands the stripes out on every host.

@@ -11,7 +11,8 @@ use crate::group::{Communicator, Work};
 use crate::rank::{Rank, WorldSize};
 use crate::trace::Trace;
 
-/// A group that notes the bytes of all buffers it is given.
+/// A group that notes the bytes of all buffers it is given; of operations that move half of what an all_reduce of the
+/// same buffer does, half.
 pub(in super::super) struct Metered {
     group: Arc<dyn Communicator>,
     bytes: AtomicU64,
@@ -26,8 +27,8 @@ impl Metered {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    fn count(&self, buffer: &Buffer) {
-        self.bytes.fetch_add(buffer.as_bytes().len() as u64, Ordering::Relaxed);
+    fn count(&self, bytes: usize) {
+        self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 }
 
@@ -45,13 +46,23 @@ impl Communicator for Metered {
     }
 
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
-        self.count(&buffer);
+        self.count(buffer.as_bytes().len());
         self.group.all_reduce_async(buffer, op)
     }
 
     fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
-        self.count(&buffer);
+        self.count(buffer.as_bytes().len() / 2);
         self.group.broadcast_async(buffer, root)
+    }
+
+    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
+        self.count(buffer.as_bytes().len() / 2);
+        self.group.reduce_scatter_v_async(buffer, counts, op)
+    }
+
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        self.count(buffer.as_bytes().len() / 2);
+        self.group.all_gather_v_in_place_async(buffer, counts)
     }
 
     fn abort(&self, cause: Error) {

@@ -81,6 +81,9 @@ pub struct GradBucket {
     pub buffer: Buffer,
     /// Where in it each gradient lies.
     pub gradients: Arc<[GradientPlace]>,
+    /// How many elements are each rank's, one rank's behind the other's, if a rank needs no more than its own averages;
+    /// see [`Reducer::deal_out`](super::Reducer::deal_out). A hook may average the others' too.
+    pub counts: Option<Arc<[usize]>>,
 }
 
 /// Where a gradient lies in its bucket.
@@ -157,7 +160,7 @@ impl std::fmt::Debug for Stage {
     }
 }
 
-/// The average as it is, in the gradients' own type.
+/// The average as it is, in the gradients' own type; where it is dealt out, each rank gets no more than its own.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AllReduce;
 
@@ -167,7 +170,11 @@ impl CommHook for AllReduce {
     }
 
     fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
-        group.all_reduce_async(bucket.buffer, ReduceOp::Avg).map(Pending::new)
+        let work = match &bucket.counts {
+            Some(counts) => group.reduce_scatter_v_async(bucket.buffer, counts, ReduceOp::Avg),
+            None => group.all_reduce_async(bucket.buffer, ReduceOp::Avg),
+        };
+        work.map(Pending::new)
     }
 
     fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {

@@ -201,6 +201,12 @@ impl Communicator for Alone {
     fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
         self.0.broadcast_async(buffer, root)
     }
+    fn reduce_scatter_v_async(&self, buffer: Buffer, _: &[usize], _: ReduceOp) -> Result<Work> {
+        Ok(Work::ready(Ok(buffer)))
+    }
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, _: &[usize]) -> Result<Work> {
+        Ok(Work::ready(Ok(buffer)))
+    }
     fn abort(&self, cause: crate::error::Error) {
         self.0.abort(cause);
     }

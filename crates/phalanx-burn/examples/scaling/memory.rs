@@ -1,0 +1,111 @@
+//! The most memory that a rank takes. A process's peak never falls, so each kind of training has processes of its own.
+
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use clap::ValueEnum;
+use phalanx::ProcessGroup;
+use phalanx_burn::DdpOptions;
+use serde::{Deserialize, Serialize};
+
+use crate::models::{Encoder, Mlp, ResNet, Subject};
+use crate::{Name, Trainer};
+
+/// Steps after which nothing new is taken: buckets have been rebuilt by then.
+const STEPS: usize = 4;
+
+/// How a rank trains.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Kind {
+    Local,
+    Ddp,
+    View,
+}
+
+impl Kind {
+    const ALL: [Self; 3] = [Self::Local, Self::Ddp, Self::View];
+
+    fn text(self) -> &'static str {
+        match self {
+            Self::Local => "local",
+            Self::Ddp => "ddp",
+            Self::View => "view",
+        }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct Peak {
+    /// The most memory that rank 0 had at one time, in bytes, with what it has mapped of the other rank's.
+    bytes: u64,
+    /// One copy of the gradients.
+    gradients: u64,
+}
+
+/// Prints, for each model, what data parallelism adds to local training.
+pub fn compare(models: &[Name]) -> Result<()> {
+    println!(
+        "peak of a rank      local       2 ranks        as views   (beyond local, in copies of the gradients)"
+    );
+    for model in models {
+        let peaks = Kind::ALL.map(|kind| peak(kind, *model));
+        let [local, ddp, view] =
+            peaks.map(|peak| peak.map(|peak| (peak.bytes as f64, peak.gradients as f64)));
+        let (local, ddp, view) = (local?, ddp?, view?);
+        let mib = |bytes: f64| bytes / f64::from(1 << 20);
+        let beyond =
+            |peak: (f64, f64)| format!("{:>6.0} MiB {:>+5.2}", mib(peak.0), (peak.0 - local.0) / peak.1);
+        println!("{:12} {:>8.0} MiB {} {}", model.text(), mib(local.0), beyond(ddp), beyond(view));
+    }
+    Ok(())
+}
+
+fn peak(kind: Kind, model: Name) -> Result<Peak> {
+    let output = Command::new(std::env::current_exe()?)
+        .args(["--kind", kind.text(), "--models", model.text()])
+        .stderr(Stdio::inherit())
+        .output()?;
+    ensure!(output.status.success(), "the ranks of {} {} failed", model.text(), kind.text());
+    let text = String::from_utf8(output.stdout)?;
+    let line = text.lines().find(|line| line.contains("\"gradients\"")).context("no figures came")?;
+    let start = line.find('{').unwrap_or(0);
+    Ok(serde_json::from_str(&line[start..])?)
+}
+
+/// Trains some steps; rank 0 prints its peak.
+pub fn measure_all(kind: Kind, models: &[Name]) -> Result<()> {
+    let group = phalanx::init()?;
+    for model in models {
+        let gradients = match model {
+            Name::Mlp => train::<Mlp>(kind, &group),
+            Name::Encoder => train::<Encoder>(kind, &group),
+            Name::ResNet => train::<ResNet>(kind, &group),
+        }?;
+        group.barrier()?;
+        if group.rank().is_main() {
+            println!("{}", serde_json::to_string(&Peak { bytes: high_water_mark()?, gradients })?);
+        }
+    }
+    Ok(())
+}
+
+/// Gives the bytes of the gradients.
+fn train<M: Subject>(kind: Kind, group: &ProcessGroup) -> Result<u64> {
+    let mut options = DdpOptions::default();
+    options.gradient_as_bucket_view = matches!(kind, Kind::View);
+    let alone = ProcessGroup::alone()?;
+    let group = if matches!(kind, Kind::Local) { &alone } else { group };
+    let mut trainer = Trainer::<M>::new(group, options)?;
+    for _ in 0..STEPS {
+        trainer.step()?;
+    }
+    Ok(trainer.ddp.model().num_params() as u64 * 4)
+}
+
+/// The most memory that this process has had at one time, as Linux counts it.
+fn high_water_mark() -> Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM")?;
+    let kib: u64 = line.trim().trim_end_matches(" kB").parse()?;
+    Ok(kib << 10)
+}

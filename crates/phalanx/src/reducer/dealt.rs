@@ -1,0 +1,119 @@
+//! Averages of which each rank gets only its own, and the way of what it makes of them to the others: the two halves of
+//! an all_reduce, with the optimizer between them.
+
+use std::time::Instant;
+
+use super::{Phase, Reducer};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+
+impl Reducer {
+    /// From the next step on each parameter's average is only its owner's: buckets are reduced and scattered, which moves
+    /// half of what an all_reduce does. All ranks call it together, between steps; the averages of the last are gone.
+    ///
+    /// Within a bucket the gradients then stand by owner. A [hook](Self::register_hook) other than the plain average
+    /// averages whole buckets as before. Ranks that share memory get the same bits as without it, and so do two ranks;
+    /// otherwise a large bucket's elements may be added up in another order.
+    ///
+    /// # Errors
+    /// On every rank, if the ranks' owners differ, or there is not one for each parameter.
+    pub fn deal_out(&mut self, owners: Vec<Rank>) -> Result<()> {
+        self.check_failure()?;
+        if self.group.world_size().get() == 1 {
+            return Ok(());
+        }
+        self.lay_out_for(owners).map_err(|error| self.fail(error))
+    }
+
+    fn lay_out_for(&mut self, owners: Vec<Rank>) -> Result<()> {
+        if matches!(self.phase, Phase::Backward { .. }) {
+            return Err(Error::invalid_argument("parameters cannot be dealt out during a backward pass"));
+        }
+        let (count, world) = (self.parameters.len(), self.group.world_size());
+        if owners.len() != count || owners.iter().any(|owner| owner.index() >= world.count()) {
+            return Err(Error::invalid_argument(format!(
+                "there are {} owners for {count} parameters, of which each needs one of {world} ranks",
+                owners.len()
+            )));
+        }
+        self.owners = Some(owners);
+        self.phase = Phase::New;
+        self.lay_out(self.order.clone())
+    }
+
+    /// Is the average of the parameter at `index` this rank's?
+    pub fn owns(&self, index: usize) -> bool {
+        let owner = self.owners.as_ref().and_then(|owners| owners.get(index));
+        owner.is_none_or(|owner| *owner == self.group.rank())
+    }
+
+    /// Exchanges parameters that each rank has updated for the parameters that it owns: [`parameter`](Self::parameter)
+    /// then gives all. `give` calls what it gets with the elements of each parameter; of those that other ranks own none
+    /// are looked at. All ranks call it together, after [`finish`](Self::finish); the averages are gone.
+    ///
+    /// They travel in the memory of the buckets.
+    ///
+    /// # Errors
+    /// If nothing is dealt out, a length is wrong, or the exchange fails.
+    pub fn gather_parameters(
+        &mut self,
+        give: impl FnOnce(&mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>,
+    ) -> Result<()> {
+        self.check_failure()?;
+        if self.owners.is_none() || matches!(self.phase, Phase::Backward { .. }) {
+            return Err(Error::invalid_argument(
+                "parameters are gathered between steps, once they have been dealt out",
+            ));
+        }
+        self.gather(give).map_err(|error| self.fail(error))
+    }
+
+    fn gather(
+        &mut self,
+        give: impl FnOnce(&mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>,
+    ) -> Result<()> {
+        let begin = Instant::now();
+        self.phase = Phase::New;
+        self.buckets.iter_mut().try_for_each(|bucket| bucket.reclaim(&*self.group))?;
+        give(&mut |index, bytes| self.put(index, bytes))?;
+        self.buckets.iter_mut().try_for_each(|bucket| bucket.gather(&self.meter))?;
+        for (bucket, plan) in self.buckets.iter_mut().zip(&self.plan.buckets) {
+            while !bucket.advance(&self.meter, plan)? {}
+        }
+        self.phase = Phase::Gathered;
+        self.trace.complete("parameters", "all_gather", begin, Instant::now(), &[]);
+        Ok(())
+    }
+
+    fn put(&mut self, index: usize, bytes: &[u8]) -> Result<()> {
+        let Some(&place) = self.plan.places.get(index) else { return Err(self.no_such_parameter(index)) };
+        if !self.owns(index) {
+            return Ok(());
+        }
+        let range = place.bytes(self.plan.buckets[place.bucket].dtype);
+        let memory = self.buckets[place.bucket].bytes_mut().and_then(|memory| memory.get_mut(range));
+        match memory {
+            Some(memory) if memory.len() == bytes.len() => memory.copy_from_slice(bytes),
+            _ => {
+                let parameter = &self.parameters[index];
+                return Err(Error::invalid_argument(format!(
+                    "parameter {index}, {parameter}, came with {} B",
+                    bytes.len()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// The elements of the parameter at `index`, from [`gather_parameters`](Self::gather_parameters) to the next
+    /// [`start`](Self::start).
+    pub fn parameter(&self, index: usize) -> Result<&[u8]> {
+        self.check_failure()?;
+        let place = self.plan.places.get(index).filter(|_| self.phase == Phase::Gathered);
+        let bytes = place.and_then(|place| {
+            let bucket = self.buckets.get(place.bucket)?;
+            bucket.bytes()?.get(place.bytes(self.plan.buckets[place.bucket].dtype))
+        });
+        bytes.ok_or_else(|| Error::invalid_argument(format!("parameter {index} has not been gathered")))
+    }
+}
