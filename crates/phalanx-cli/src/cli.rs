@@ -11,6 +11,7 @@ use clap::{Args, Parser, Subcommand};
 use phalanx::launch::Selection;
 
 use crate::bench::{Bench, Plot};
+use crate::doctor::Doctor;
 use crate::nodes::NodeOptions;
 use crate::processes::Processes;
 use crate::render::Format;
@@ -35,6 +36,7 @@ pub(crate) enum Command {
     Run(Box<Run>),
     Bench(Bench),
     Plot(Plot),
+    Doctor(Doctor),
 }
 
 const RUN: &str = "\

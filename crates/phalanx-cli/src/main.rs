@@ -3,6 +3,7 @@
 
 mod bench;
 mod cli;
+mod doctor;
 mod json;
 mod nodes;
 mod output;
@@ -21,5 +22,6 @@ fn main() -> ExitCode {
         cli::Command::Run(options) => run::run(*options),
         cli::Command::Bench(options) => bench::run(options),
         cli::Command::Plot(options) => bench::plot(&options),
+        cli::Command::Doctor(options) => doctor::run(&options),
     }
 }

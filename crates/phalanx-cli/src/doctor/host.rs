@@ -1,0 +1,139 @@
+//! The machine: kernel, processors, memory, limits.
+
+use std::fs;
+use std::num::NonZero;
+use std::thread::available_parallelism;
+
+use rustix::process::{Resource, getrlimit};
+
+use super::finding::Report;
+
+/// Descriptors that each other rank takes.
+const PER_RANK: u64 = 3;
+/// Those of the program itself, the listeners and the threads.
+const OWN: u64 = 32;
+/// The smallest world that a machine should allow when nobody has said how large it will be.
+const SMALL: u64 = 16;
+
+/// This host's name.
+pub(super) fn name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// Looks at the machine, for a job of `world` ranks, or one that is not known.
+pub(super) fn look(report: &mut Report, world: u32) {
+    let system = rustix::system::uname();
+    report.good("phalanx", env!("CARGO_PKG_VERSION"));
+    report.good("host", name());
+    let text = |text: &std::ffi::CStr| text.to_string_lossy().into_owned();
+    report.good("kernel", [system.sysname(), system.release(), system.machine()].map(text).join(" "));
+    cores(report);
+    memory(report);
+    address_space(report);
+    cross_memory(report);
+    descriptors(report, world);
+}
+
+fn cores(report: &mut Report) {
+    let online = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let online = online.lines().filter(|line| line.starts_with("processor")).count();
+    match available_parallelism().map(NonZero::get) {
+        Ok(usable) if usable < online => report.advise(
+            "cores",
+            format!("{usable} of {online} usable"),
+            "the rest are kept from this process by its affinity (`taskset -p $$`) or its cgroup (cpu.max)",
+        ),
+        Ok(usable) => report.good("cores", format!("{usable}, all usable")),
+        Err(error) => report.note("cores", format!("their number is not known: {error}")),
+    }
+}
+
+fn memory(report: &mut Report) {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let (Some(total), Some(free)) = (meminfo(&text, "MemTotal"), meminfo(&text, "MemAvailable")) else {
+        return report.note("memory", "/proc/meminfo does not say");
+    };
+    let text = format!("{} of {} available", gib(free), gib(total));
+    match cgroup_limit().filter(|limit| *limit < total) {
+        Some(limit) => report.advise(
+            "memory",
+            format!("{text}; the cgroup may have {}", gib(limit)),
+            "buffers that ranks share count towards it: raise memory.max if a job is killed for memory",
+        ),
+        None => report.good("memory", text),
+    }
+}
+
+/// The bytes that a line of /proc/meminfo says, in KiB.
+fn meminfo(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// What the cgroup of this process may take, in the second version's tree.
+fn cgroup_limit() -> Option<u64> {
+    let text = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let group = text.lines().find_map(|line| line.strip_prefix("0::"))?;
+    let limit = fs::read_to_string(format!("/sys/fs/cgroup{group}/memory.max")).ok()?;
+    limit.trim().parse().ok()
+}
+
+fn address_space(report: &mut Report) {
+    match getrlimit(Resource::As).current {
+        None => report.good("address space", "not limited"),
+        Some(limit) => report.advise(
+            "address space",
+            format!("limited to {}", gib(limit)),
+            "memory that ranks share is mapped sparsely, in large pieces, by each: `ulimit -v unlimited`",
+        ),
+    }
+}
+
+fn cross_memory(report: &mut Report) {
+    let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
+    let text = match scope.trim() {
+        "" | "0" => "allowed between processes of one user",
+        "1" => "allowed to a process's own children (ptrace_scope 1); shared memory does not need it",
+        "2" => "allowed to CAP_SYS_PTRACE (ptrace_scope 2); shared memory does not need it",
+        _ => "forbidden (ptrace_scope 3); shared memory does not need it",
+    };
+    report.note("cross-memory copy", text);
+}
+
+fn descriptors(report: &mut Report, world: u32) {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let largest = largest_world(limit);
+    let text = format!("{limit}, for worlds of up to {largest} ranks ({PER_RANK} for each other rank)");
+    match largest < if world > 1 { u64::from(world) } else { SMALL } {
+        true => report.bad("descriptors", text, "raise it: `ulimit -n 65536`, or LimitNOFILE of the service"),
+        false => report.good("descriptors", text),
+    }
+}
+
+/// How many ranks there can be with so many descriptors in each.
+fn largest_world(limit: u64) -> u64 {
+    (limit.saturating_sub(OWN) / PER_RANK).saturating_add(1).min(phalanx::MAX_WORLD_SIZE.into())
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn worlds_are_as_large_as_descriptors_allow() {
+        assert_eq!([0, 32, 35, 1024].map(largest_world), [1, 1, 2, 331]);
+        assert_eq!(largest_world(u64::MAX), 65_536);
+    }
+
+    #[test]
+    fn meminfo_is_in_kibibytes() {
+        let text = "MemTotal:        2048 kB\nMemFree: 3 kB\nMemTotalX: 1 kB\nOdd: x kB\n";
+        assert_eq!(meminfo(text, "MemTotal"), Some(2 << 20));
+        assert_eq!(meminfo(text, "MemAvailable"), None);
+        assert_eq!(meminfo(text, "Odd"), None);
+    }
+}

@@ -1,0 +1,148 @@
+//! Interfaces and addresses, and the one that the ranks would use.
+
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
+
+use super::finding::Report;
+
+/// An address of documentation: no packet goes there, but the kernel says by which way it would.
+const OUTSIDE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
+
+/// Looks at the interfaces; ranks use that which leads to `store`, or to other machines if no store is known.
+pub(super) fn look(report: &mut Report, store: Option<&str>) {
+    let read = |path| fs::read_to_string(path).unwrap_or_default();
+    let mut addresses = v4(&read("/proc/net/fib_trie"), &read("/proc/net/route"));
+    addresses.extend(v6(&read("/proc/net/if_inet6")));
+    let shown: Vec<String> =
+        addresses.iter().map(|(address, interface)| format!("{address} ({interface})")).collect();
+    report.note("addresses", shown.join(", "));
+    let (used, why) = match store {
+        Some(store) => (way_to(store), format!("it leads to the store at {store}")),
+        None => (way_to(OUTSIDE), "it leads to other machines".to_owned()),
+    };
+    let Some(used) = used else {
+        return match store {
+            Some(store) => report.bad(
+                "interface",
+                format!("none leads to {store}"),
+                "is the host's name right, and known here?",
+            ),
+            None => report.advise(
+                "interface",
+                "none leads to other machines",
+                "for one machine the loopback will do; for several, set up a route",
+            ),
+        };
+    };
+    let interface = addresses.iter().find(|(address, _)| *address == used).map_or("?", |(_, name)| name);
+    let text = format!("{used} ({interface}): {why}");
+    if used.is_loopback() {
+        report.advise(
+            "interface",
+            text,
+            "other machines cannot reach it: give the store an address that they can",
+        );
+    } else if is_bridge(interface) {
+        report.advise(
+            "interface",
+            text,
+            "a bridge of containers does not lead to other machines: set MASTER_ADDR to an address on the network",
+        );
+    } else {
+        report.good("interface", text);
+    }
+}
+
+/// The own address from which packets to `target` would go.
+fn way_to(target: impl ToSocketAddrs) -> Option<IpAddr> {
+    let target = target.to_socket_addrs().ok()?.next()?;
+    let own: IpAddr =
+        if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let socket = UdpSocket::bind((own, 0)).ok()?;
+    socket.connect(target).ok()?;
+    Some(socket.local_addr().ok()?.ip())
+}
+
+/// Is it one of the interfaces that engines of containers make?
+fn is_bridge(interface: &str) -> bool {
+    ["docker", "br-", "virbr", "cni", "lxcbr", "podman"].iter().any(|prefix| interface.starts_with(prefix))
+}
+
+/// The host's own addresses in the kernel's tables of routes, with the interface of their network.
+fn v4(fib_trie: &str, routes: &str) -> Vec<(IpAddr, String)> {
+    let mut found: Vec<(IpAddr, String)> = Vec::new();
+    let mut last = None;
+    for line in fib_trie.lines().map(str::trim) {
+        if let Some(address) = line.strip_prefix("|-- ") {
+            last = address.parse::<Ipv4Addr>().ok();
+        } else if line.starts_with("/32 host LOCAL")
+            && let Some(address) = last
+            && found.iter().all(|(known, _)| *known != address)
+        {
+            found.push((address.into(), v4_interface(address, routes)));
+        }
+    }
+    found
+}
+
+/// The interface of the narrowest network around `address` in /proc/net/route.
+fn v4_interface(address: Ipv4Addr, routes: &str) -> String {
+    if address.is_loopback() {
+        return "lo".to_owned();
+    }
+    // Numbers are in the host's order of the network's bytes.
+    let number = |text: &str| {
+        u32::from_str_radix(text, 16).ok().map(|number| u32::from_be_bytes(number.to_ne_bytes()))
+    };
+    let network = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let (target, mask) = (number(fields.get(1)?)?, number(fields.get(7)?)?);
+        (mask != 0 && u32::from(address) & mask == target).then(|| (mask, fields[0].to_owned()))
+    };
+    routes.lines().skip(1).filter_map(network).max().map_or_else(|| "?".to_owned(), |(_, name)| name)
+}
+
+/// The addresses of /proc/net/if_inet6, without those that hold on one link only.
+fn v6(text: &str) -> Vec<(IpAddr, String)> {
+    let address = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let address = Ipv6Addr::from(u128::from_str_radix(fields.first()?, 16).ok()?);
+        (!address.is_unicast_link_local()).then_some((address.into(), (*fields.get(5)?).to_owned()))
+    };
+    text.lines().filter_map(address).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_endian = "little")]
+    fn the_kernels_tables_are_read() {
+        let trie = "Main:\n  +-- 0.0.0.0/0 3 0 5\n     |-- 10.0.0.0\n        /24 link UNICAST\n     |-- 10.0.0.5\n        \
+                    /32 host LOCAL\n     |-- 10.0.0.255\n        /32 link BROADCAST\n     |-- 127.0.0.1\n        /32 host \
+                    LOCAL\nLocal:\n     |-- 10.0.0.5\n        /32 host LOCAL\n";
+        let routes = "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\n\
+                      eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\neth1\t0000000A\t0\t1\t0\t0\t0\t0000FFFF\n\
+                      eth0\t0000000A\t0\t1\t0\t0\t0\t00FFFFFF\n";
+        let expected = [("10.0.0.5", "eth0"), ("127.0.0.1", "lo")];
+        assert_eq!(
+            v4(trie, routes),
+            expected.map(|(address, name)| (address.parse().unwrap(), name.to_owned()))
+        );
+        let inet6 = "00000000000000000000000000000001 01 80 10 80       lo\n\
+                     fe800000000000000000000000000001 02 40 20 80     eth0\nx\n";
+        assert_eq!(v6(inet6), [(IpAddr::from(Ipv6Addr::LOCALHOST), "lo".to_owned())]);
+        assert_eq!(v4("", ""), []);
+    }
+
+    #[test]
+    fn bridges_of_containers_are_known() {
+        assert!(is_bridge("docker0") && is_bridge("br-1f2e") && !is_bridge("eth0") && !is_bridge("bond0"));
+    }
+
+    #[test]
+    fn the_way_to_oneself_is_the_loopback() {
+        assert_eq!(way_to(("127.0.0.1", 9)), Some(Ipv4Addr::LOCALHOST.into()));
+    }
+}

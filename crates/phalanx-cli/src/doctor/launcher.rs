@@ -1,0 +1,119 @@
+//! What a launcher has said, what `phalanx::init` would make of it, and whether its store can be reached.
+
+use std::env;
+use std::time::{Duration, Instant};
+
+use phalanx::env::{LaunchEnv, Meeting};
+use phalanx::store::{Store, TcpStore};
+use phalanx::{Deadline, Result};
+
+use super::finding::Report;
+
+/// Each launcher, and what its variables begin with, or are.
+const LAUNCHERS: [(&str, &[&str]); 7] = [
+    ("env://", &["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]),
+    ("torchrun", &["TORCHELASTIC_"]),
+    ("Phalanx", &["PHALANX_"]),
+    ("Open MPI", &["OMPI_COMM_WORLD_"]),
+    ("PMI", &["PMI_RANK", "PMI_SIZE"]),
+    ("Slurm", &["SLURM_"]),
+    ("Horovod", &["HOROVOD_"]),
+];
+/// How long a store may take to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// This process's place, as far as the variables say.
+pub(super) struct Place(Result<Option<LaunchEnv>>);
+
+impl Place {
+    pub fn of_process() -> Self {
+        Self(LaunchEnv::from_process())
+    }
+
+    fn env(&self) -> Option<&LaunchEnv> {
+        self.0.as_ref().ok()?.as_ref()
+    }
+
+    pub fn world_size(&self) -> u32 {
+        self.env().map_or(1, |env| env.world_size.get())
+    }
+
+    pub fn is_main(&self) -> bool {
+        self.env().is_none_or(|env| env.rank.is_main())
+    }
+
+    /// Where the launcher serves a store, if it does.
+    pub fn store(&self) -> Option<String> {
+        let env = self.env().filter(|env| env.agent_store)?;
+        match &env.meeting {
+            Meeting::Master { address, port } if address.contains(':') => Some(format!("[{address}]:{port}")),
+            Meeting::Master { address, port } => Some(format!("{address}:{port}")),
+            _ => None,
+        }
+    }
+}
+
+pub(super) fn look(report: &mut Report, place: &Place) {
+    let names: Vec<String> = env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
+    let seen = seen(&names);
+    report.note("variables", if seen.is_empty() { "no launcher's".to_owned() } else { seen.join(", ") });
+    match &place.0 {
+        Ok(None) => report.good("init", "a world of one"),
+        Ok(Some(env)) => {
+            let meeting = match &env.meeting {
+                Meeting::Master { address, port } => format!("at {address}, port {port}"),
+                Meeting::Url(url) => format!("at {url}"),
+                _ => "with nobody".to_owned(),
+            };
+            report.good("init", format!("rank {} of {}, who meet {meeting}", env.rank, env.world_size));
+        }
+        Err(error) => {
+            report.bad("init", error.to_string(), "set what is missing, or unset what is left over")
+        }
+    }
+}
+
+/// The launchers of which there are variables, with their number.
+fn seen(names: &[String]) -> Vec<String> {
+    let is_of =
+        |known: &str, name: &str| if known.ends_with('_') { name.starts_with(known) } else { name == known };
+    let count =
+        |known: &[&str]| names.iter().filter(|name| known.iter().any(|known| is_of(known, name))).count();
+    let counts = LAUNCHERS.iter().map(|(launcher, known)| (launcher, count(known)));
+    counts.filter(|(_, count)| *count > 0).map(|(launcher, count)| format!("{launcher} ({count})")).collect()
+}
+
+/// Connects to a store and times its answers.
+pub(super) fn reach(report: &mut Report, address: &str) {
+    match round_trip(address) {
+        Ok(time) => report.good("store", format!("{address} answers in {} µs", time.as_micros())),
+        Err(error) => {
+            report.bad("store", error.to_string(), "is it there, and does a firewall let this host through?")
+        }
+    }
+}
+
+/// The shortest of some.
+fn round_trip(address: &str) -> Result<Duration> {
+    let deadline = Deadline::after(PATIENCE);
+    let store = TcpStore::connect(address, deadline)?;
+    let mut shortest = Duration::MAX;
+    for _ in 0..10 {
+        let start = Instant::now();
+        store.num_keys(deadline)?;
+        shortest = shortest.min(start.elapsed());
+    }
+    Ok(shortest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn launchers_are_known_by_their_variables() {
+        let names = ["RANK", "RANKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PATH"];
+        assert_eq!(seen(&names.map(str::to_owned)), ["env:// (1)", "Open MPI (2)", "PMI (1)"]);
+        assert!(seen(&[]).is_empty());
+    }
+}

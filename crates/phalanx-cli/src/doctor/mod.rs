@@ -1,0 +1,87 @@
+//! `phalanx doctor`: what this machine and environment give to a job.
+
+mod finding;
+mod host;
+mod interfaces;
+mod launcher;
+mod libraries;
+mod trial;
+mod world;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+
+pub(crate) use self::finding::Report;
+use crate::cli::seconds;
+use crate::render::wants_colour;
+
+const ABOUT: &str = "\
+Says what this machine and environment give to a job, each thing with the remedy if it is bad.
+
+Two processes are started for a moment, to see what shared memory and TCP between them really do. Under a launcher \
+(`phalanx run -- phalanx doctor`) all ranks look, and rank 0 tells of them all: of its own host, of what differs on \
+the others, and of their clocks. The exit code is 1 if something is bad.";
+
+/// Say what this machine and environment give to a job
+#[derive(Args, Debug)]
+#[command(long_about = ABOUT)]
+pub(crate) struct Doctor {
+    /// A store to be reached, as host:port [default: the launcher's, if it serves one]
+    #[arg(long, value_name = "HOST:PORT")]
+    store: Option<String>,
+
+    /// How long ranks under a launcher wait for each other
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    timeout: Duration,
+
+    /// Print one JSON object instead of lines
+    #[arg(long)]
+    json: bool,
+}
+
+/// Looks, and tells.
+pub(crate) fn run(options: &Doctor) -> ExitCode {
+    match look(options) {
+        Some(report) => tell(options, &report),
+        // Rank 0 tells.
+        None => ExitCode::SUCCESS,
+    }
+}
+
+/// What there is to tell on this rank.
+fn look(options: &Doctor) -> Option<Report> {
+    let place = launcher::Place::of_process();
+    let mut report = Report::new(host::name());
+    host::look(&mut report, place.world_size());
+    let target = options.store.clone().or_else(|| place.store());
+    interfaces::look(&mut report, target.as_deref());
+    libraries::look(&mut report);
+    launcher::look(&mut report, &place);
+    if let Some(target) = target {
+        launcher::reach(&mut report, &target);
+    }
+    if place.is_main() {
+        trial::look(&mut report);
+    }
+    if place.world_size() == 1 {
+        return Some(report);
+    }
+    world::gather(&report, options.timeout).unwrap_or_else(|error| {
+        // Each rank tells of itself: nobody else can.
+        report.bad("group", error.to_string(), "compare what the ranks say of interface and store");
+        Some(report)
+    })
+}
+
+fn tell(options: &Doctor, report: &Report) -> ExitCode {
+    let text = match options.json {
+        true => report.json(),
+        false => report.text(wants_colour(&io::stdout())),
+    };
+    // Who has closed the pipe has seen enough.
+    let _ = io::stdout().write_all(text.as_bytes());
+    if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

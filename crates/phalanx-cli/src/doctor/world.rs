@@ -1,0 +1,101 @@
+//! All ranks of a job: their reports made one, and their clocks compared.
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use phalanx::{Error, GroupOptions, ProcessGroup, Rank, Result, rendezvous};
+
+use super::finding::Report;
+
+/// How often two clocks are compared; the fastest answer counts.
+const ROUNDS: usize = 8;
+/// Clocks that differ by more make logs of several hosts hard to read.
+const APART: f64 = 0.1;
+
+/// Gives rank 0 one report for all; no wait is longer than `timeout`.
+pub(super) fn gather(own: &Report, timeout: Duration) -> Result<Option<Report>> {
+    let mut options = GroupOptions::from_env()?;
+    options.timeout = timeout;
+    let group = ProcessGroup::join(rendezvous::from_env(timeout)?, options)?;
+    let reports = group.gather_object(own, Rank::MAIN)?;
+    let offsets = clocks(&group)?;
+    group.barrier()?;
+    let Some(reports) = reports else { return Ok(None) };
+    let mut report = own.clone();
+    report.good("group", format!("{} ranks have met", reports.len()));
+    clock_line(&mut report, &offsets, &reports);
+    let mut told = vec![report.host.clone()];
+    for other in &reports {
+        if !told.contains(&other.host) {
+            told.push(other.host.clone());
+            report.compare(other);
+        }
+    }
+    Ok(Some(report))
+}
+
+/// On rank 0, by how many seconds each other rank's clock is ahead, with the time of the answer, which bounds the error.
+fn clocks(group: &ProcessGroup) -> Result<Vec<(f64, Duration)>> {
+    if !group.rank().is_main() {
+        for _ in 0..ROUNDS {
+            group.recv(&mut [0f64], Rank::MAIN)?;
+            group.send(&[now()?], Rank::MAIN)?;
+        }
+        return Ok(Vec::new());
+    }
+    let others = group.world_size().ranks().skip(1);
+    others.map(|peer| (0..ROUNDS).map(|_| compare(group, peer)).try_fold(WORST, fastest)).collect()
+}
+
+const WORST: (f64, Duration) = (0.0, Duration::MAX);
+
+fn fastest(best: (f64, Duration), next: Result<(f64, Duration)>) -> Result<(f64, Duration)> {
+    next.map(|next| if next.1 < best.1 { next } else { best })
+}
+
+/// One question to `peer`, whose clock is read in the middle between question and answer.
+fn compare(group: &ProcessGroup, peer: Rank) -> Result<(f64, Duration)> {
+    let (start, mut theirs) = (Instant::now(), [0f64]);
+    group.send(&[0f64], peer)?;
+    group.recv(&mut theirs, peer)?;
+    let taken = start.elapsed();
+    Ok((theirs[0] - (now()? - taken.as_secs_f64() / 2.0), taken))
+}
+
+fn now() -> Result<f64> {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map(|time| time.as_secs_f64()).map_err(|_| Error::aborted("this host's clock is before 1970"))
+}
+
+/// One line on the clock that is furthest from rank 0's.
+fn clock_line(report: &mut Report, offsets: &[(f64, Duration)], reports: &[Report]) {
+    let furthest = offsets
+        .iter()
+        .zip(reports.iter().skip(1))
+        .max_by(|left, right| left.0.0.abs().total_cmp(&right.0.0.abs()));
+    let Some(((offset, taken), other)) = furthest else { return };
+    let text = format!(
+        "at most {:.1} ms apart ({}; asked in {} µs)",
+        offset.abs() * 1e3,
+        other.host,
+        taken.as_micros()
+    );
+    match offset.abs() > APART {
+        true => report.advise("clocks", text, "times in logs do not match: run chrony or ntpd on every host"),
+        false => report.good("clocks", text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_clock_that_is_furthest_is_named() {
+        let reports = ["a", "b", "c"].map(|host| Report::new(host.to_owned()));
+        let mut report = reports[0].clone();
+        let time = Duration::from_micros(80);
+        clock_line(&mut report, &[(-0.5, time), (0.001, time)], &reports);
+        assert!(report.findings[0].text.starts_with("at most 500.0 ms apart (b;"), "{report:?}");
+        assert!(report.findings[0].remedy.is_some() && report.is_good());
+    }
+}
