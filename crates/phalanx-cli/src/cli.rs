@@ -12,6 +12,8 @@ use phalanx::launch::Selection;
 
 use crate::bench::{Bench, Plot};
 use crate::doctor::Doctor;
+use crate::hosts::HostOptions;
+use crate::node::Node;
 use crate::nodes::NodeOptions;
 use crate::processes::Processes;
 use crate::render::Format;
@@ -34,6 +36,8 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Run(Box<Run>),
+    #[command(hide = true)]
+    Node(Node),
     Bench(Bench),
     Plot(Plot),
     Doctor(Doctor),
@@ -65,6 +69,13 @@ at once. SIGUSR1 and SIGUSR2 are passed on and end nothing here. If this command
 too. Workers may end with 0 at different times. If no worker can be \
 started, the exit code is 127 (the program is not found), 126 (it cannot be executed), 2 (wrong options) or 1.
 
+Several hosts:
+  With -H or --hostfile this command starts a launcher on each host, over ssh without a password (`ssh -o BatchMode=yes \
+HOST true` must work), and on this machine directly. The same version of phalanx must be there, at the same path or in \
+PATH, and the folder in which this command is started. The hosts get this command's environment, but for what belongs to a \
+login, through ssh's standard input. PHALANX_RSH names another program that is called as ssh is. All output comes here; \
+signals to this command, and its end, whatever the reason, end all hosts.
+
 Several nodes:
   The same command is started on every node, with the same --nnodes, --master-addr and --master-port and its own \
 --node-rank; the number of workers may differ. Node 0 serves the store at which the launchers meet, on that address \
@@ -86,6 +97,7 @@ Environment of a worker:
 Examples:
   phalanx run --nproc-per-node 4 -- ./target/release/train --epochs 6
   phalanx run --nproc-per-node gpu -- python train.py
+  phalanx run -np 8 -H node0:4,node1:4 ./target/release/train
   phalanx run --nnodes 2 --node-rank 1 --master-addr node0 --nproc-per-node 4 -- ./target/release/train
   phalanx run --nproc-per-node 2 -- sh -c 'echo I am rank $RANK of $WORLD_SIZE'";
 
@@ -173,6 +185,9 @@ pub(crate) struct Run {
     // Behind all other options: its heading would stand over those that follow.
     #[command(flatten)]
     pub(crate) nodes: NodeOptions,
+
+    #[command(flatten)]
+    pub(crate) hosts: HostOptions,
 
     /// The program, looked for in PATH unless it contains a slash, and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]

@@ -4,7 +4,9 @@
 mod bench;
 mod cli;
 mod doctor;
+mod hosts;
 mod json;
+mod node;
 mod nodes;
 mod output;
 mod processes;
@@ -20,6 +22,7 @@ use clap::Parser;
 fn main() -> ExitCode {
     match cli::Cli::parse().command {
         cli::Command::Run(options) => run::run(*options),
+        cli::Command::Node(options) => node::run(&options),
         cli::Command::Bench(options) => bench::run(options),
         cli::Command::Plot(options) => bench::plot(&options),
         cli::Command::Doctor(options) => doctor::run(&options),

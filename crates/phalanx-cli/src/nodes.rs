@@ -182,6 +182,11 @@ impl NodeOptions {
                 None => Hosting::WhoeverCan,
             }),
         };
+        Ok(Some(self.shape(cluster)))
+    }
+
+    /// `cluster` with what was said about time-outs and addresses.
+    pub(crate) fn shape(&self, cluster: Cluster) -> Cluster {
         let conf = &self.rdzv_conf;
         let keep_alive = (
             conf.keep_alive_interval.unwrap_or(Duration::from_secs(1)),
@@ -190,7 +195,7 @@ impl NodeOptions {
         let cluster = cluster.keep_alive(keep_alive.0, keep_alive.1);
         let cluster = conf.join_timeout.into_iter().fold(cluster, Cluster::join_timeout);
         let cluster = conf.last_call.into_iter().fold(cluster, Cluster::last_call);
-        Ok(Some(self.bind.into_iter().fold(cluster, Cluster::bind)))
+        self.bind.into_iter().fold(cluster, Cluster::bind)
     }
 }
 

@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use phalanx::launch::{Job, Logs, Outcome, Report, Signal};
+use phalanx::launch::{Cluster, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal};
 use phalanx::{Error, WorldSize};
 
 use crate::cli::Run;
@@ -17,23 +17,55 @@ const AFTER_A_SIGNAL: Duration = Duration::from_secs(1);
 
 /// Runs the job; what comes back is the command's exit code.
 pub(crate) fn run(options: Run) -> ExitCode {
-    let workers = match count(&options) {
-        Ok(workers) => workers,
+    let started = match Started::new(&options) {
+        Ok(started) => started,
         Err(message) => return refuse(&message, 2),
     };
-    let mut renderer = match Renderer::start(options.log_format) {
+    let format = options.log_format;
+    let mut renderer = match Renderer::start(format) {
         Ok(renderer) => renderer,
         Err(error) => return refuse(&format!("cannot start a thread for the output: {error}"), 1),
     };
-    let format = options.log_format;
-    let job = match job(options, workers) {
-        Ok(job) => job,
-        Err(message) => return refuse(&message, 2),
+    let result = match started {
+        Started::Here(workers) => match here(options, workers) {
+            Ok(job) => job.run(&mut renderer),
+            Err(message) => return refuse(&message, 2),
+        },
+        Started::Hosts(hosts) => match across(&options, hosts) {
+            Ok(job) => job.run(&mut renderer),
+            Err(message) => return refuse(&message, 2),
+        },
     };
-    let report = match job.run(&mut renderer) {
-        Ok(report) => report,
-        Err(error) => return refuse(&error.to_string(), code_of(&error)),
-    };
+    match result {
+        Ok(report) => conclude(&report, renderer, format),
+        Err(error) => {
+            renderer.finish(Vec::new(), Duration::MAX);
+            refuse(&error.to_string(), code_of(&error))
+        }
+    }
+}
+
+/// Where the workers are started by this command.
+enum Started {
+    Here(WorldSize),
+    Hosts(HostList),
+}
+
+impl Started {
+    fn new(options: &Run) -> Result<Self, String> {
+        if let Some(hosts) = options.hosts.placed()? {
+            return Ok(Self::Hosts(hosts));
+        }
+        Ok(Self::Here(match (options.hosts.here()?, options.nproc_per_node) {
+            (Some(workers), _) => workers,
+            (None, Some(processes)) => processes.count()?,
+            (None, None) => Processes::from_other_variable()?.map_or(Ok(WorldSize::ONE), Processes::count)?,
+        }))
+    }
+}
+
+/// The last that is said, and the exit code.
+fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
     let code = match &report.outcome {
         Outcome::Succeeded => 0,
         Outcome::Failed(failure) => failure.exit.code(),
@@ -48,25 +80,36 @@ pub(crate) fn run(options: Run) -> ExitCode {
         _ => Duration::MAX,
     };
     let last_words = match format {
-        Format::Text => last_words(&report),
-        Format::Json => json::ended(&report, code),
+        Format::Text => last_words(report),
+        Format::Json => json::ended(report, code),
     };
     renderer.finish(last_words, patience);
     exit_code(code)
 }
 
-fn count(options: &Run) -> Result<WorldSize, String> {
-    match options.nproc_per_node {
-        Some(processes) => processes.count(),
-        None => Processes::from_other_variable()?.map_or(Ok(WorldSize::ONE), Processes::count),
-    }
+/// The job on `hosts`, which are told this command's own command line.
+fn across(options: &Run, hosts: HostList) -> Result<RemoteJob, String> {
+    let launcher =
+        std::env::current_exe().map_err(|error| format!("cannot find this command's own file: {error}"))?;
+    let job = RemoteJob::new(hosts, launcher, std::env::args_os())
+        .shell(options.hosts.shell())
+        .master_port(options.nodes.master_port.unwrap_or(0))
+        .start_timeout(options.hosts.start_timeout)
+        .grace(options.grace_period);
+    Ok(options.nodes.master_addr.iter().fold(job, RemoteJob::master_addr))
 }
 
-fn job(options: Run, workers: WorldSize) -> Result<Job, String> {
+/// The job, or this node's part of it.
+fn here(options: Run, workers: WorldSize) -> Result<Job, String> {
     let cluster = options.nodes.cluster()?;
     if options.standalone && cluster.is_some() {
         return Err("--standalone is one machine, --nnodes several".to_owned());
     }
+    job(options, workers, cluster)
+}
+
+/// The job that `options` describe, with what was settled about this machine's place in it.
+pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) -> Result<Job, String> {
     let (address, port) = options.nodes.endpoint()?;
     let mut program = options.program.into_iter();
     let job = Job::new(program.next().unwrap_or_default(), workers)

@@ -161,6 +161,11 @@ impl Error {
         self.0.source.as_ref()?.downcast_ref::<std::io::Error>().map(std::io::Error::kind)
     }
 
+    /// The system's number for it, if it was the system.
+    pub(crate) fn errno(&self) -> Option<i32> {
+        self.0.source.as_ref()?.downcast_ref::<std::io::Error>()?.raw_os_error()
+    }
+
     pub(crate) fn cause(&self) -> &str {
         &self.0.cause
     }

@@ -14,8 +14,6 @@ use crate::error::{Error, Result};
 
 pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     let started = Instant::now();
-    keep_exit_status_of_children()
-        .map_err(|error| Error::io("SIGCHLD cannot be set to its default", error))?;
     let mut control = Control::new(observer)?;
     let run_id = job.name_of_run()?;
     let logs = job.log_files().map(|logs| logs.open(&run_id)).transpose()?;
@@ -77,7 +75,9 @@ pub(super) struct Control<'a> {
 }
 
 impl<'a> Control<'a> {
-    fn new(observer: &'a mut dyn Observer) -> Result<Self> {
+    pub(super) fn new(observer: &'a mut dyn Observer) -> Result<Self> {
+        keep_exit_status_of_children()
+            .map_err(|error| Error::io("SIGCHLD cannot be set to its default", error))?;
         let caught = [Raw::INT, Raw::TERM, Raw::HUP, Raw::QUIT, Raw::TSTP, Raw::CONT, Raw::USR1, Raw::USR2];
         let signals = Catcher::install(&caught.map(Raw::as_raw))
             .map_err(|error| Error::io("cannot catch signals", error))?;

@@ -49,18 +49,27 @@ impl Cluster {
             )
             .with_remedy("give every node the same free port"));
         }
-        Ok(Self {
+        Ok(Self::at(min_nodes, max_nodes, host.into(), port))
+    }
+
+    /// The node that serves the store, as [`Event::Serving`](super::Event::Serving) says at which port: any that is free.
+    pub(super) fn at_any_port(nodes: u32, host: impl Into<String>) -> Self {
+        Self::at(nodes, nodes, host.into(), 0).hosting(Hosting::Serve)
+    }
+
+    fn at(min_nodes: u32, max_nodes: u32, host: String, port: u16) -> Self {
+        Self {
             min_nodes,
             max_nodes,
             place: None,
-            host: host.into().trim_matches(['[', ']']).to_owned(),
+            host: host.trim_matches(['[', ']']).to_owned(),
             port,
             hosting: Hosting::WhoeverCan,
             bind: None,
             keep_alive: (Duration::from_secs(1), 5),
             join_timeout: Duration::from_secs(600),
             last_call: Duration::from_secs(30),
-        })
+        }
     }
 
     /// This node's place among the nodes (`GROUP_RANK`). If not given, nodes are in the order in which they come, behind

@@ -1,5 +1,6 @@
 //! What happens while a job runs, as it is told to whoever shows or records it.
 
+use std::net::SocketAddr;
 use std::ops::ControlFlow;
 use std::path::Path;
 
@@ -88,6 +89,11 @@ pub enum Event<'a> {
     Regrouping {
         /// The node that is gone, if that is why.
         left: Option<&'a NodeFailure>,
+    },
+    /// The store at which the launchers meet is served here.
+    Serving {
+        /// Where it listens.
+        address: SocketAddr,
     },
     /// Something that ends nothing, but that a person should know.
     Warning {

@@ -168,7 +168,7 @@ impl Failure {
 }
 
 /// A node that was lost, or whose launcher could not go on.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct NodeFailure {
     /// Its place among the nodes, if it had one.
@@ -196,7 +196,7 @@ impl fmt::Display for Failure {
 }
 
 /// How a job ended.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Outcome {
     /// Every worker ended with exit code 0.

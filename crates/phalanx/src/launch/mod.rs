@@ -42,6 +42,7 @@ mod members;
 mod nodes;
 mod placement;
 mod policy;
+mod remote;
 mod supervisor;
 mod worker;
 
@@ -56,3 +57,6 @@ pub use job::{Job, Output};
 #[cfg(any(test, fuzzing))]
 pub use lines::fuzz as fuzz_lines;
 pub use logs::{Logs, Selection, Streams};
+#[cfg(any(test, fuzzing))]
+pub use remote::fuzz as fuzz_remote;
+pub use remote::{Host, HostList, RemoteJob, RemoteNode, RemoteShell};

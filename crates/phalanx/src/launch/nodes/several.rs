@@ -31,6 +31,7 @@ pub(in crate::launch) struct Several<'a> {
     state: State,
     /// Where the launchers' store listens, if here.
     served_at: Option<SocketAddr>,
+    has_told_where: bool,
     /// The round whose workers were started last.
     round: Option<u64>,
     /// This round's store, if it is served here.
@@ -63,6 +64,7 @@ impl<'a> Several<'a> {
             link,
             state: State::default(),
             served_at: None,
+            has_told_where: false,
             round: None,
             store: None,
             has_joined: false,
@@ -217,6 +219,10 @@ impl<'a> Several<'a> {
     }
 
     fn show_waiting(&mut self, control: &mut Control<'_>) {
+        if let Some(address) = self.served_at.filter(|_| !self.has_told_where) {
+            self.has_told_where = true;
+            control.tell(Event::Serving { address });
+        }
         let waiting = self.state.waiting().len();
         if self.state.is_gathering() && self.shown != Some(waiting) {
             self.shown = Some(waiting);

@@ -1,0 +1,111 @@
+//! The options of a job on several hosts that are reached over ssh, which are horovodrun's.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{ArgAction, Args};
+use phalanx::WorldSize;
+use phalanx::launch::{HostList, RemoteShell};
+
+use crate::cli::seconds;
+
+/// What says where to run.
+const ELSEWHERE: [&str; 6] =
+    ["nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "standalone", "nproc_per_node"];
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Several hosts, from here")]
+pub(crate) struct HostOptions {
+    /// The hosts, and how many workers each takes: a launcher is started on each, over ssh. Ranks fill them in order
+    #[arg(short = 'H', long, value_name = "HOST:SLOTS,..", conflicts_with_all = ELSEWHERE)]
+    pub(crate) hosts: Option<HostList>,
+
+    /// The same from a file: `host slots=4` or `host:4` a line
+    #[arg(long, value_name = "FILE", conflicts_with_all = ELSEWHERE, conflicts_with = "hosts")]
+    pub(crate) hostfile: Option<PathBuf>,
+
+    /// The number of workers, written -np; all slots of the hosts if not given
+    #[arg(short = 'p', long = "num-proc", visible_alias = "np", value_name = "N", conflicts_with_all = ["nproc_per_node", "nnodes"])]
+    pub(crate) num_proc: Option<u32>,
+
+    // The first letter of -np.
+    #[arg(short = 'n', hide = true, action = ArgAction::SetTrue, requires = "num_proc")]
+    np: bool,
+
+    /// The port of the hosts' ssh servers [default: ssh's own]
+    #[arg(long, value_name = "PORT")]
+    ssh_port: Option<u16>,
+
+    /// The file of ssh's private key [default: ssh's own]
+    #[arg(long, value_name = "FILE")]
+    ssh_identity_file: Option<PathBuf>,
+
+    /// How long the hosts may take to answer, and then to come together
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub(crate) start_timeout: Duration,
+}
+
+impl HostOptions {
+    /// The hosts that are to run the job, each with its number of workers, if any were named.
+    pub(crate) fn placed(&self) -> Result<Option<HostList>, String> {
+        let list = match (&self.hosts, &self.hostfile) {
+            (Some(hosts), _) => hosts.clone(),
+            (None, Some(file)) => {
+                let named = |error: &dyn std::fmt::Display| format!("--hostfile {}: {error}", file.display());
+                let text = std::fs::read_to_string(file).map_err(|error| named(&error))?;
+                HostList::from_file(&text).map_err(|error| named(&error))?
+            }
+            (None, None) => return Ok(None),
+        };
+        list.place(self.num_proc).map(Some).map_err(|error| error.to_string())
+    }
+
+    /// The number of workers on this machine alone, if it was given.
+    pub(crate) fn here(&self) -> Result<Option<WorldSize>, String> {
+        self.num_proc.map(WorldSize::new).transpose().map_err(|error| error.to_string())
+    }
+
+    pub(crate) fn shell(&self) -> RemoteShell {
+        let shell = match std::env::var_os("PHALANX_RSH") {
+            Some(program) => RemoteShell::default().program(&program),
+            None => RemoteShell::default(),
+        };
+        let shell = self.ssh_port.into_iter().fold(shell, RemoteShell::port);
+        self.ssh_identity_file.iter().fold(shell, RemoteShell::identity)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use crate::cli::{Cli, Command};
+
+    fn parse(words: &[&str]) -> Result<super::HostOptions, String> {
+        let words = ["phalanx", "run"].iter().chain(words);
+        match Cli::try_parse_from(words).map_err(|error| error.to_string())?.command {
+            Command::Run(run) => Ok(run.hosts),
+            _ => Err("not run".to_owned()),
+        }
+    }
+
+    #[test]
+    fn horovods_options_are_understood() {
+        let options =
+            parse(&["-np", "3", "-H", "a:2,b:2", "--ssh-port", "7", "./train", "-np", "9"]).unwrap();
+        let placed = options.placed().unwrap().unwrap();
+        let pairs: Vec<_> = placed.hosts().iter().map(|host| (host.name(), host.slots())).collect();
+        assert_eq!(pairs, [("a", 2), ("b", 1)]);
+        assert_eq!(parse(&["-np", "3", "./train"]).unwrap().here().unwrap().unwrap().get(), 3);
+        assert!(parse(&["--np", "9", "-H", "a:2", "./train"]).unwrap().placed().is_err());
+        for bad in [
+            &["-H", "a:x", "./train"][..],
+            &["-H", "a:2", "--nnodes", "2", "./train"],
+            &["-H", "a:2", "--hostfile", "f", "./train"],
+            &["-n", "3", "./train"],
+        ] {
+            assert!(parse(bad).is_err(), "{bad:?}");
+        }
+        assert!(parse(&["--hostfile", "/does/not/exist", "./train"]).unwrap().placed().is_err());
+    }
+}

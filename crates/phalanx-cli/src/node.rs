@@ -1,0 +1,64 @@
+//! `phalanx node`: what `phalanx run -H` starts on each host. It speaks with that command, not with people.
+
+use std::ops::ControlFlow;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, Parser};
+use phalanx::launch::{Event, Observer, RemoteNode, Report, Stream};
+use phalanx::{Error, Result};
+
+use crate::cli::{Cli, Command};
+use crate::output::Output;
+use crate::run::job;
+
+/// How long the last words may take to be heard.
+const LAST_WORDS: Duration = Duration::from_secs(10);
+
+/// Started by `phalanx run -H`
+#[derive(Args, Debug)]
+pub(crate) struct Node {
+    /// It stands where it is to work
+    #[arg(long, hide = true)]
+    ready: bool,
+}
+
+pub(crate) fn run(options: &Node) -> ExitCode {
+    if !options.ready {
+        RemoteNode::arrive();
+        return ExitCode::FAILURE;
+    }
+    let Ok(output) = Output::start() else { return ExitCode::FAILURE };
+    let mut teller = Teller(output);
+    if let Some(result) = run_part(&mut teller).transpose() {
+        teller.0.push(Stream::Stdout, RemoteNode::last_words(&result));
+    }
+    teller.0.finish(LAST_WORDS);
+    ExitCode::SUCCESS
+}
+
+/// This host's part of the job; nothing if nobody wants it any more.
+fn run_part(teller: &mut Teller) -> Result<Option<Report>> {
+    let Some(node) = RemoteNode::start()? else { return Ok(None) };
+    let parsed = Cli::try_parse_from(node.arguments());
+    let command = parsed.map_err(|error| Error::invalid_argument(error.to_string()))?.command;
+    let Command::Run(options) = command else { return Err(Error::invalid_argument("this is not `run`")) };
+    let cluster = node.cluster()?.map(|cluster| options.nodes.shape(cluster));
+    let job = job(*options, node.workers()?, cluster).map_err(Error::invalid_argument)?;
+    job.run(teller).map(Some)
+}
+
+/// Tells the command that a person has started.
+#[derive(Debug)]
+struct Teller(Output);
+
+impl Observer for Teller {
+    fn observe(&mut self, event: Event<'_>) -> ControlFlow<()> {
+        self.0.push(Stream::Stdout, RemoteNode::tell(&event));
+        if self.0.reader_is_gone() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
+    fn is_ready(&mut self) -> bool {
+        !self.0.is_full()
+    }
+}

@@ -1,0 +1,81 @@
+//! The address at which node 0 is reached by the others: pure.
+//!
+//! A host has many, and most lead nowhere from elsewhere: those of containers, of a second network, 127.0.1.1 under its
+//! own name. The one address of a host that is known to be reached from another host is that of the ssh connection.
+
+use std::net::IpAddr;
+
+use super::words::Route;
+
+/// What is known of a node.
+#[derive(Clone, Debug)]
+pub(super) struct Known<'a> {
+    /// The name under which ssh knows it.
+    pub(super) name: &'a str,
+    /// Is it this machine?
+    pub(super) is_here: bool,
+    pub(super) route: Option<Route>,
+}
+
+/// Where the nodes find node 0, the first of `nodes`. `is_ours` says whether this machine has an address.
+pub(super) fn of_node_0(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bool) -> String {
+    if nodes.iter().all(|node| node.is_here) {
+        return "127.0.0.1".to_owned();
+    }
+    let Some(first) = nodes.first() else { return String::new() };
+    let address = if first.is_here {
+        // Where the others see us come from, unless that is a router's address.
+        let seen =
+            nodes.iter().filter(|node| !node.is_here).filter_map(|node| node.route.map(|route| route.from));
+        seen.map(plain).find(|address| is_usable(*address) && is_ours(*address))
+    } else {
+        // Where it sees us arrive, which is its own address also behind a router.
+        first.route.map(|route| plain(route.to)).filter(|address| is_usable(*address))
+    };
+    address.map_or_else(|| first.name.to_owned(), |address| address.to_string())
+}
+
+/// An IPv4 address that a server for both kinds shows as an IPv6 address.
+fn plain(address: IpAddr) -> IpAddr {
+    address.to_canonical()
+}
+
+/// Does it mean the same to other hosts?
+fn is_usable(address: IpAddr) -> bool {
+    let is_local = match address {
+        IpAddr::V4(address) => address.is_link_local(),
+        IpAddr::V6(address) => address.is_unicast_link_local(),
+    };
+    !address.is_loopback() && !address.is_unspecified() && !is_local
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node<'a>(name: &'a str, is_here: bool, route: Option<(&str, &str)>) -> Known<'a> {
+        let route = route.map(|(from, to)| Route { from: from.parse().unwrap(), to: to.parse().unwrap() });
+        Known { name, is_here, route }
+    }
+
+    #[test]
+    fn node_0_is_found_where_ssh_has_found_it() {
+        let ours = |address: IpAddr| address.to_string() == "10.0.0.1";
+        let cases = [
+            (vec![node("localhost", true, None), node("127.0.0.1", true, None)], "127.0.0.1"),
+            (
+                vec![node("far", false, Some(("10.0.0.1", "::ffff:10.0.0.2"))), node("b", false, None)],
+                "10.0.0.2",
+            ),
+            (vec![node("here", true, None), node("far", false, Some(("10.0.0.1", "10.0.0.2")))], "10.0.0.1"),
+            // Behind a router, nobody knows better than the names.
+            (vec![node("here", true, None), node("far", false, Some(("192.0.2.9", "10.0.0.2")))], "here"),
+            (vec![node("far", false, Some(("127.0.0.1", "127.0.0.1"))), node("here", true, None)], "far"),
+            (vec![node("far", false, Some(("fe80::1", "fe80::2"))), node("b", false, None)], "far"),
+            (vec![node("far", false, None), node("here", true, None)], "far"),
+        ];
+        for (nodes, expected) in cases {
+            assert_eq!(of_node_0(&nodes, ours), expected, "{nodes:?}");
+        }
+    }
+}

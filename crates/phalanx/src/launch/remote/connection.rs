@@ -1,0 +1,227 @@
+//! One launcher on one host, and the threads that speak with it.
+
+use std::io::{self, BufRead, BufReader, PipeWriter, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+
+use super::frame;
+use super::words::{Order, Said};
+use crate::error::{Error, Result};
+
+/// How often a launcher hears that somebody is still there.
+pub(super) const ALIVE: Duration = Duration::from_secs(5);
+/// The longest line of standard error that comes in one piece.
+const MAX_LINE: u64 = 4096;
+/// How long what it has written may take to be read when the process has ended. Others may hold its pipes open.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long a process may live on when its output is closed.
+const AFTER_CLOSING: Duration = Duration::from_secs(5);
+
+/// What is heard of a host.
+#[derive(Debug)]
+pub(super) enum Heard {
+    Said(Said),
+    /// A line of standard error: the remote shell's, or the launcher's.
+    Line(String),
+    /// Standard error is closed.
+    Quiet,
+    /// Standard output is closed, or cannot be understood.
+    Closed(Option<io::Error>),
+}
+
+/// How the threads tell: which host, and what.
+#[derive(Clone, Debug)]
+pub(super) struct Ears {
+    pub(super) host: usize,
+    pub(super) heard: SyncSender<(usize, Heard)>,
+    pub(super) wake: Arc<PipeWriter>,
+}
+
+impl Ears {
+    fn tell(&self, heard: Heard) -> bool {
+        let told = self.heard.send((self.host, heard)).is_ok();
+        if told {
+            let _ = (&*self.wake).write_all(&[0]);
+        }
+        told
+    }
+}
+
+/// A process that is, or leads to, a launcher.
+#[derive(Debug)]
+pub(super) struct Connection {
+    child: Child,
+    orders: Option<Sender<Order>>,
+    /// Readable when the process has ended; kernels before 5.3 have none.
+    pidfd: Option<OwnedFd>,
+    ended: Option<(ExitStatus, Instant)>,
+    is_closed: bool,
+    is_quiet: bool,
+    kill_at: Option<Instant>,
+}
+
+impl Connection {
+    pub(super) fn start(mut command: Command, ears: Ears) -> Result<Self> {
+        // Ctrl-C is for us alone: ssh would be gone before its launcher has ended the workers.
+        command.process_group(0);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().map_err(|error| {
+            let program = command.get_program().to_string_lossy().into_owned();
+            Error::io(format!("cannot start {program}"), error)
+                .with_remedy("install OpenSSH's client, or name another program with PHALANX_RSH")
+        })?;
+        let (orders, inbox) = channel();
+        let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let mut connection = Self {
+            pidfd: pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).ok(),
+            child,
+            orders: Some(orders),
+            ended: None,
+            is_closed: false,
+            is_quiet: false,
+            kill_at: None,
+        };
+        if let (Some(stdin), Some(stdout), Some(stderr)) = pipes {
+            let (out, err) = (ears.clone(), ears);
+            let started = thread("orders", move || write(stdin, &inbox))
+                .and_then(|()| thread("node-out", move || read(stdout, &out)))
+                .and_then(|()| thread("node-err", move || read_lines(stderr, &err)));
+            started.inspect_err(|_| connection.kill())?;
+        }
+        Ok(connection)
+    }
+
+    pub(super) fn order(&self, order: Order) {
+        if let Some(orders) = &self.orders {
+            // If the thread is gone, the connection is.
+            let _ = orders.send(order);
+        }
+    }
+
+    /// Closes its standard input: a launcher then ends what it has started, and itself.
+    pub(super) fn close(&mut self) {
+        self.orders = None;
+    }
+
+    /// It may live so long and no longer.
+    pub(super) fn must_end_by(&mut self, at: Instant) {
+        self.kill_at = Some(self.kill_at.map_or(at, |earlier| earlier.min(at)));
+    }
+
+    pub(super) fn has_closed(&mut self) {
+        self.is_closed = true;
+        self.must_end_by(Instant::now() + AFTER_CLOSING);
+    }
+
+    pub(super) fn is_quiet(&mut self) {
+        self.is_quiet = true;
+    }
+
+    /// Becomes readable when it ends.
+    pub(super) fn end_notice(&self) -> Option<BorrowedFd<'_>> {
+        self.pidfd.as_ref().filter(|_| self.ended.is_none()).map(AsFd::as_fd)
+    }
+
+    /// Is there something that only looking again and again can show?
+    pub(super) fn must_be_polled(&self) -> bool {
+        match self.ended {
+            None => self.pidfd.is_none() || self.kill_at.is_some(),
+            Some(_) => !self.is_over(),
+        }
+    }
+
+    /// Looks whether it has ended, and sees to it that it does.
+    pub(super) fn look(&mut self) {
+        if self.kill_at.is_some_and(|at| Instant::now() >= at) {
+            self.kill();
+        }
+        if self.ended.is_none()
+            && let Ok(Some(status)) = self.child.try_wait()
+        {
+            self.ended = Some((status, Instant::now()));
+        }
+    }
+
+    /// Has it ended, and is all known that will be?
+    pub(super) fn is_over(&self) -> bool {
+        let all_heard = self.is_closed && self.is_quiet;
+        self.ended.is_some_and(|(_, at)| all_heard || at.elapsed() > LAST_WORDS)
+    }
+
+    /// Its exit code; none if a signal has ended it.
+    pub(super) fn code(&self) -> Option<i32> {
+        self.ended.and_then(|(status, _)| status.code())
+    }
+
+    /// With all that it has started here.
+    pub(super) fn kill(&mut self) {
+        // Its number is its own as long as nobody has waited for it.
+        if self.ended.is_none() {
+            let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if self.ended.is_none() {
+            self.kill();
+            // It was killed, so that this does not last.
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+    let started = std::thread::Builder::new().name(format!("phalanx-{name}")).spawn(run);
+    started.map(drop).map_err(|error| Error::io("cannot start a thread for another host", error))
+}
+
+/// Until there are no more orders, or nobody takes them.
+fn write(mut to: ChildStdin, orders: &Receiver<Order>) {
+    loop {
+        let order = match orders.recv_timeout(ALIVE) {
+            Ok(order) => order,
+            Err(RecvTimeoutError::Timeout) => Order::Alive,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
+        if frame::write(&mut to, &order).is_err() {
+            return;
+        }
+    }
+}
+
+fn read(from: ChildStdout, ears: &Ears) {
+    let mut from = BufReader::new(from);
+    let mut hear = || -> io::Result<()> {
+        if frame::skip_to_greeting(&mut from)? {
+            while let Some(said) = frame::read(&mut from)? {
+                if !ears.tell(Heard::Said(said)) {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    };
+    let end = hear().err();
+    ears.tell(Heard::Closed(end));
+}
+
+fn read_lines(from: ChildStderr, ears: &Ears) {
+    let mut from = BufReader::new(from);
+    let mut line = Vec::new();
+    while let Ok(1..) = from.by_ref().take(MAX_LINE).read_until(b'\n', &mut line) {
+        let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+        line.clear();
+        if !text.is_empty() && !ears.tell(Heard::Line(text)) {
+            return;
+        }
+    }
+    ears.tell(Heard::Quiet);
+}

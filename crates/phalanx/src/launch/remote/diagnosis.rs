@@ -1,0 +1,152 @@
+//! Why ssh has not brought a launcher up, or has lost it: pure.
+
+use crate::error::{Error, Kind};
+
+/// How a connection ended.
+pub(super) struct Broken<'a> {
+    pub(super) host: &'a str,
+    /// The program that was to connect.
+    pub(super) shell: &'a str,
+    pub(super) is_here: bool,
+    /// Had the launcher said that it is there?
+    pub(super) was_up: bool,
+    /// Its exit code; none if a signal has ended it.
+    pub(super) code: Option<i32>,
+    /// What it has written to standard error.
+    pub(super) stderr: &'a str,
+    /// The launcher's place here.
+    pub(super) launcher: &'a str,
+}
+
+/// What ssh says, what that means, and what to do.
+const SAYINGS: [(&str, &str, &str); 11] = [
+    (
+        "could not resolve hostname",
+        "there is no host of this name",
+        "is it spelt right, in -H and in ~/.ssh/config?",
+    ),
+    (
+        "connection refused",
+        "no ssh server listens there",
+        "does sshd run on it, at this port? --ssh-port names another",
+    ),
+    ("no route to host", "it cannot be reached", "is it up, and in a network that this machine reaches?"),
+    ("network is unreachable", "it cannot be reached", "is it in a network that this machine reaches?"),
+    ("connection timed out", "it does not answer", "is it up? Does a firewall drop ssh's packets?"),
+    ("operation timed out", "it does not answer", "is it up? Does a firewall drop ssh's packets?"),
+    (
+        "remote host identification has changed",
+        "its host key is not the one that is known",
+        "if it was set up anew, remove the old key with `ssh-keygen -R HOST`; if not, somebody may stand between",
+    ),
+    (
+        "host key verification failed",
+        "its host key is not known",
+        "connect once by hand, `ssh HOST`, or put its key into ~/.ssh/known_hosts",
+    ),
+    (
+        "permission denied",
+        "it accepts none of the keys",
+        "`ssh -o BatchMode=yes HOST true` must work without a question: ssh-copy-id HOST, or --ssh-identity-file",
+    ),
+    (
+        "too many authentication failures",
+        "it accepts none of the first keys that were offered",
+        "name the right one with --ssh-identity-file",
+    ),
+    (
+        "is not accessible",
+        "the file with the private key cannot be read",
+        "is the path behind --ssh-identity-file right?",
+    ),
+];
+
+impl Broken<'_> {
+    /// The error for a person.
+    pub(super) fn error(&self) -> Error {
+        let Self { host, shell, .. } = self;
+        let how = match self.code {
+            Some(code) => format!("exit code {code}"),
+            None => "a signal".to_owned(),
+        };
+        if self.is_here {
+            return self.saying(format!("{host}: the launcher of this machine was ended by {how}"));
+        }
+        let said = self.stderr.to_lowercase();
+        let saying = SAYINGS.iter().find(|(text, ..)| said.contains(text)).filter(|_| !self.was_up);
+        if let Some((_, meaning, remedy)) = saying {
+            return self.saying(format!("{host}: {meaning}")).with_remedy(remedy.replace("HOST", host));
+        }
+        match self.code {
+            // The shell's codes for a program that is not there, or cannot be executed.
+            Some(code @ (126 | 127)) if !self.was_up => {
+                let what = if code == 127 { "there is no phalanx" } else { "phalanx cannot be executed" };
+                let launcher = self.launcher;
+                self.saying(format!("{host}: {what}, neither at {launcher} nor in its PATH")).with_remedy(
+                    "install the same version there; a PATH that is set for terminals alone does not count",
+                )
+            }
+            _ if self.was_up => self
+                .saying(format!("{host}: the connection to its launcher is lost ({shell} ended with {how})"))
+                .with_remedy("is the host up, and its network? Was the launcher killed there?"),
+            _ => self
+                .saying(format!("{host}: {shell} ended with {how} before phalanx answered"))
+                .with_remedy(format!("does `{shell} {host} phalanx --version` work?")),
+        }
+    }
+
+    /// With what ssh itself has said.
+    fn saying(&self, cause: String) -> Error {
+        let error = Error::new(Kind::Environment, cause);
+        let said: Vec<&str> = self.stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        match said.last() {
+            Some(last) => error.adding(format!(": {last}")),
+            None => error,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn broken<'a>(code: i32, stderr: &'a str, was_up: bool) -> Broken<'a> {
+        let (host, shell, launcher) = ("node7", "ssh", "/opt/phalanx");
+        Broken { host, shell, is_here: false, was_up, code: Some(code), stderr, launcher }
+    }
+
+    #[test]
+    fn each_way_to_fail_has_its_remedy() {
+        let cases = [
+            (255, "ssh: Could not resolve hostname node7: Name or service not known", "spelt right"),
+            (255, "ssh: connect to host node7 port 22: Connection refused", "sshd"),
+            (255, "ssh: connect to host node7 port 22: No route to host", "is it up"),
+            (255, "ssh: connect to host node7 port 22: Connection timed out", "firewall"),
+            (255, "me@node7: Permission denied (publickey).", "ssh-copy-id node7"),
+            (255, "Host key verification failed.", "known_hosts"),
+            (
+                255,
+                "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+                "ssh-keygen -R node7",
+            ),
+            (127, "sh: 1: exec: phalanx: not found", "neither at /opt/phalanx nor in its PATH"),
+            (126, "sh: 1: phalanx: Exec format error", "cannot be executed"),
+            (1, "This account is currently not available.", "phalanx --version"),
+        ];
+        for (code, stderr, remedy) in cases {
+            let error = broken(code, stderr, false).error().to_string();
+            assert!(error.starts_with("node7: ") && error.contains(remedy), "{error}");
+            assert!(error.contains(stderr.lines().last().unwrap()), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_was_up_is_lost_whatever_was_said() {
+        // A worker's words are not ssh's.
+        let error = broken(255, "open x: Permission denied", true).error().to_string();
+        assert!(
+            error.contains("the connection to its launcher is lost (ssh ended with exit code 255)"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,68 @@
+//! Which variables go to other hosts: pure.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+/// What belongs to a machine, a login or a terminal.
+const STAYS: [&str; 27] = [
+    "_",
+    "COLUMNS",
+    "DBUS_SESSION_BUS_ADDRESS",
+    "DISPLAY",
+    "GPG_TTY",
+    "HOME",
+    "HOST",
+    "HOSTNAME",
+    "INVOCATION_ID",
+    "JOURNAL_STREAM",
+    "KRB5CCNAME",
+    "LINES",
+    "LOGNAME",
+    "MAIL",
+    "NOTIFY_SOCKET",
+    "OLDPWD",
+    "PHALANX_RSH",
+    "PWD",
+    "SHELL",
+    "SHLVL",
+    "STY",
+    "TERM",
+    "USER",
+    "WAYLAND_DISPLAY",
+    "WINDOWID",
+    "XAUTHORITY",
+    "XPC_SERVICE_NAME",
+];
+const STAY_PREFIXES: [&str; 7] = ["BASH_FUNC_", "LISTEN_", "SSH_", "SUDO_", "SYSTEMD_", "TMUX", "XDG_"];
+
+/// Those of `all` that go to other hosts.
+pub(super) fn forwarded(all: impl Iterator<Item = (OsString, OsString)>) -> Vec<(Vec<u8>, Vec<u8>)> {
+    all.filter(|(name, _)| goes(name)).map(|(name, value)| (name.into_vec(), value.into_vec())).collect()
+}
+
+fn goes(name: &OsStr) -> bool {
+    let name = name.as_bytes();
+    !STAYS.iter().any(|stays| stays.as_bytes() == name)
+        && !STAY_PREFIXES.iter().any(|prefix| name.starts_with(prefix.as_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_jobs_variables_go_and_a_logins_stay() {
+        let all = [
+            "PATH",
+            "CUDA_VISIBLE_DEVICES",
+            "PET_MAX_RESTARTS",
+            "HOME",
+            "SSH_AUTH_SOCK",
+            "XDG_RUNTIME_DIR",
+            "PWD",
+        ]
+        .map(|name| (OsString::from(name), OsString::from("x")));
+        let names: Vec<_> = forwarded(all.into_iter()).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, [&b"PATH"[..], b"CUDA_VISIBLE_DEVICES", b"PET_MAX_RESTARTS"]);
+    }
+}

@@ -1,0 +1,119 @@
+//! A job on several hosts, started by one command: horovodrun's way.
+//!
+//! [`RemoteJob`] starts a launcher on each host, over ssh or, on this machine, directly. It tells each over its
+//! standard input where to work, what to start and which place to take, and hears over its standard output what
+//! happens: [`words`] has who says what when. The launchers meet as those of [several nodes](super::Cluster) do; this
+//! command is none of them.
+//!
+//! What has to end, ends by itself: a launcher whose standard input is closed, or silent for
+//! [`SILENCE`](node::SILENCE), ends its workers; whose launcher is gone, is lost to the others.
+
+mod address;
+mod conductor;
+mod connection;
+mod diagnosis;
+mod environment;
+mod frame;
+mod hosts;
+mod node;
+mod quote;
+mod shell;
+mod words;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::event::Observer;
+use super::exit::Report;
+use crate::error::Result;
+
+pub use hosts::{Host, HostList};
+pub use node::RemoteNode;
+pub use shell::RemoteShell;
+
+use conductor::Conductor;
+
+/// A job on several hosts that are reached over ssh.
+///
+/// The program that starts it must be on every host, and answer there as [`RemoteNode`] says.
+#[derive(Clone, Debug)]
+pub struct RemoteJob {
+    hosts: HostList,
+    launcher: PathBuf,
+    arguments: Vec<OsString>,
+    shell: RemoteShell,
+    master_addr: Option<String>,
+    master_port: u16,
+    start_timeout: Duration,
+    grace: Duration,
+}
+
+impl RemoteJob {
+    /// As many workers as `hosts` have slots. `launcher` is this program, and `arguments` are what its part on each host
+    /// is to be [given](RemoteNode::arguments).
+    pub fn new(
+        hosts: HostList,
+        launcher: impl Into<PathBuf>,
+        arguments: impl IntoIterator<Item = OsString>,
+    ) -> Self {
+        Self {
+            hosts,
+            launcher: launcher.into(),
+            arguments: arguments.into_iter().collect(),
+            shell: RemoteShell::default(),
+            master_addr: None,
+            master_port: 0,
+            start_timeout: Duration::from_secs(30),
+            grace: super::Job::GRACE,
+        }
+    }
+
+    /// How the hosts are reached; over OpenSSH if not given.
+    pub fn shell(mut self, shell: RemoteShell) -> Self {
+        self.shell = shell;
+        self
+    }
+
+    /// The address at which the hosts reach the first one. If not given, it is where ssh reaches it.
+    pub fn master_addr(mut self, address: impl Into<String>) -> Self {
+        self.master_addr = Some(address.into());
+        self
+    }
+
+    /// The port at which the launchers meet there; 0, which is the default, takes a free one.
+    pub fn master_port(mut self, port: u16) -> Self {
+        self.master_port = port;
+        self
+    }
+
+    /// How long the hosts may take to answer, and then to come together: 30 s each.
+    pub fn start_timeout(mut self, timeout: Duration) -> Self {
+        self.start_timeout = timeout;
+        self
+    }
+
+    /// How long workers may take to end after they were asked to: as the launchers were told.
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.grace = grace;
+        self
+    }
+
+    /// Runs the job to its end, as [`Job::run`](super::Job::run) does: signals included.
+    ///
+    /// An error means that it could not be started, or that the connection to a host was lost.
+    pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
+        Conductor::start(self, observer)?.run()
+    }
+}
+
+/// For [`fuzzing`](crate::fuzzing): what comes over a pipe from another host, in either direction.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let mut from = bytes;
+    let orders = frame::read::<words::Order>(&mut from).is_ok_and(|order| order.is_some());
+    let mut from = bytes;
+    let greeted = frame::skip_to_greeting(&mut from).unwrap_or(false);
+    orders || (greeted && frame::read::<words::Said>(&mut from).is_ok_and(|said| said.is_some()))
+}

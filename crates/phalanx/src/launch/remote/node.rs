@@ -1,0 +1,186 @@
+//! The launcher on one host of a [remote job](super::RemoteJob).
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Signal, getpid, kill_process};
+
+use super::frame;
+use super::words::{Complaint, Ending, News, Order, Place, Route, Said};
+use crate::error::{Error, Result};
+use crate::launch::cluster::{Cluster, Hosting};
+use crate::launch::event::Event;
+use crate::launch::exit::Report;
+use crate::rank::WorldSize;
+
+/// How long nothing may come from the command that a person has started; it speaks every 5 s.
+pub(super) const SILENCE: Duration = Duration::from_secs(60);
+
+/// The part of a [`RemoteJob`](super::RemoteJob) on one host.
+///
+/// The program starts twice: called with `node`, it [arrives](Self::arrive), goes to its folder, and becomes what it is
+/// in the environment that it was told of, called with `node --ready`; there it [starts](Self::start) the job.
+#[derive(Debug)]
+pub struct RemoteNode {
+    arguments: Vec<OsString>,
+    place: Place,
+}
+
+impl RemoteNode {
+    /// Says that it is there, and starts this program again where it is to work. It returns only if that is not
+    /// possible, and has said why, or if nobody wants it.
+    pub fn arrive() {
+        let mut out = io::stdout();
+        let route = std::env::var("SSH_CONNECTION").ok().and_then(|variable| Route::parse(&variable));
+        let hello = Said::Hello { version: version(), route };
+        let greeted = out.write_all(frame::GREETING).and_then(|()| frame::write(&mut out, &hello));
+        if greeted.is_err() {
+            return;
+        }
+        if let Err(error) = move_in() {
+            let _ = frame::write(&mut out, &Said::Failed(Complaint::of(&error)));
+        }
+    }
+
+    /// Hears what to start; nothing if nobody wants it any more. From now on the orders of the command that a person
+    /// has started are obeyed: its signals become this process's, its end a SIGTERM.
+    pub fn start() -> Result<Option<Self>> {
+        let mut orders = Orders::open()?;
+        let (arguments, place) = loop {
+            match orders.next().map_err(unheard)? {
+                Some(Order::Start { arguments, place }) => break (arguments, place),
+                Some(_) => {}
+                None => return Ok(None),
+            }
+        };
+        std::thread::Builder::new()
+            .name("phalanx-orders".into())
+            .spawn(move || obey(orders))
+            .map_err(|error| Error::io("cannot start a thread for the signals of another host", error))?;
+        let arguments = arguments.into_iter().map(OsString::from_vec).collect();
+        Ok(Some(Self { arguments, place }))
+    }
+
+    /// What [`RemoteJob::new`](super::RemoteJob::new) was given.
+    pub fn arguments(&self) -> &[OsString] {
+        &self.arguments
+    }
+
+    /// How many workers this host takes.
+    pub fn workers(&self) -> Result<WorldSize> {
+        WorldSize::new(self.place.workers)
+    }
+
+    /// The hosts of the job, if there are several.
+    pub fn cluster(&self) -> Result<Option<Cluster>> {
+        let Place { node, nodes, ref host, port, patience, .. } = self.place;
+        if nodes == 1 {
+            return Ok(None);
+        }
+        let cluster = match (node, port) {
+            (0, 0) => Cluster::at_any_port(nodes, host.as_str()),
+            (0, _) => Cluster::new(nodes, nodes, host.as_str(), port)?.hosting(Hosting::Serve),
+            _ => Cluster::new(nodes, nodes, host.as_str(), port)?.hosting(Hosting::Connect),
+        };
+        Ok(Some(cluster.place(node).join_timeout(patience)))
+    }
+
+    /// `event` as the command that a person has started is to be told it, on standard output.
+    pub fn tell(event: &Event<'_>) -> Vec<u8> {
+        let said = match event {
+            Event::Serving { address } => Some(Said::Serving { port: address.port() }),
+            event => News::of(event).map(Said::Event),
+        };
+        said.map_or_else(Vec::new, |said| encode(&said))
+    }
+
+    /// In the same way, how all ended.
+    pub fn last_words(result: &Result<Report>) -> Vec<u8> {
+        encode(&match result {
+            Ok(report) => Said::Ended(Ending::of(report)),
+            Err(error) => Said::Failed(Complaint::of(error)),
+        })
+    }
+}
+
+/// What is too long to be said is left out.
+fn encode(said: &Said) -> Vec<u8> {
+    frame::encode(said).unwrap_or_default()
+}
+
+/// Of what is said here, which changes with the version of this crate.
+pub(super) fn version() -> String {
+    env!("CARGO_PKG_VERSION").to_owned()
+}
+
+fn move_in() -> Result<()> {
+    let (folder, variables) = match Orders::open()?.next().map_err(unheard)? {
+        Some(Order::Surroundings { folder, variables }) => (folder, variables),
+        Some(_) => return Err(Error::protocol("what is to be done comes before where to do it")),
+        None => return Ok(()),
+    };
+    std::env::set_current_dir(&folder).map_err(|error| {
+        Error::io(format!("cannot work in {}", folder.display()), error).with_remedy(
+            "all hosts need the folder in which you start the job, by a shared disk for instance",
+        )
+    })?;
+    let program =
+        std::env::current_exe().map_err(|error| Error::io("cannot find the launcher's own file", error))?;
+    let mut command = Command::new(&program);
+    command.args(["node", "--ready"]);
+    command.envs(variables.iter().map(|(name, value)| (OsStr::from_bytes(name), OsStr::from_bytes(value))));
+    Err(Error::io(format!("cannot start {} again", program.display()), command.exec()))
+}
+
+fn unheard(error: io::Error) -> Error {
+    Error::io("what the job's command says cannot be read", error)
+}
+
+/// Until the end of the orders, which is the end of the job.
+fn obey(mut orders: Orders) {
+    loop {
+        let signal = match orders.next() {
+            Ok(Some(Order::Signal(signal))) => Signal::from_named_raw(signal),
+            Ok(Some(_)) => None,
+            Ok(None) | Err(_) => {
+                let _ = kill_process(getpid(), Signal::TERM);
+                return;
+            }
+        };
+        if let Some(signal) = signal {
+            let _ = kill_process(getpid(), signal);
+        }
+    }
+}
+
+/// Standard input, of which nothing is read ahead: who is started next in this process reads on.
+struct Orders(File);
+
+impl Orders {
+    fn open() -> Result<Self> {
+        let stdin = io::stdin().as_fd().try_clone_to_owned();
+        stdin.map(|stdin| Self(stdin.into())).map_err(unheard)
+    }
+
+    fn next(&mut self) -> io::Result<Option<Order>> {
+        frame::read(self)
+    }
+}
+
+impl Read for Orders {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let silence = Timespec::try_from(SILENCE).ok();
+        let mut descriptors = [PollFd::new(&self.0, PollFlags::IN)];
+        if poll(&mut descriptors, silence.as_ref())? == 0 {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        self.0.read(buffer)
+    }
+}

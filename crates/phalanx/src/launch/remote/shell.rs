@@ -1,0 +1,105 @@
+//! The remote shell's command line.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use super::quote::quote;
+
+/// Starts the launcher of this version where it is found: at the place that it has here, or in `PATH`. The shell that
+/// ssh starts may be any; it has to understand single quotes alone.
+const START: &str = r#"[ -x "$1" ] && exec "$1" node; exec phalanx node"#;
+
+/// The program that runs a command on another host: OpenSSH's, or one that is called as it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RemoteShell {
+    program: Vec<OsString>,
+    port: Option<u16>,
+    identity: Option<PathBuf>,
+}
+
+impl Default for RemoteShell {
+    fn default() -> Self {
+        Self { program: vec!["ssh".into()], port: None, identity: None }
+    }
+}
+
+impl RemoteShell {
+    /// Another program, with the arguments that come before ours, all separated by blanks.
+    pub fn program(mut self, words: &OsStr) -> Self {
+        let words = words.as_bytes().split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
+        let words: Vec<OsString> = words.map(|word| OsStr::from_bytes(word).to_owned()).collect();
+        if !words.is_empty() {
+            self.program = words;
+        }
+        self
+    }
+
+    /// The port at which the hosts' ssh servers listen, if it is not what ssh's configuration says.
+    pub fn port(mut self, port: u16) -> Self {
+        self.port = Some(port);
+        self
+    }
+
+    /// The file of the private key.
+    pub fn identity(mut self, file: impl Into<PathBuf>) -> Self {
+        self.identity = Some(file.into());
+        self
+    }
+
+    pub(super) fn name(&self) -> String {
+        self.program.first().map_or_else(String::new, |program| program.to_string_lossy().into_owned())
+    }
+
+    /// Starts the launcher on `host`. Nothing that is secret, and nothing that is long, is on this command line.
+    pub(super) fn command(&self, host: &str, launcher: &Path, patience: Duration) -> Command {
+        let mut program = self.program.iter();
+        let mut command = Command::new(program.next().map_or(OsStr::new("ssh"), OsString::as_os_str));
+        command.args(program);
+        // It must not ask: its standard input is ours. A connection that is cut is noticed within 15 s.
+        let patience = format!("ConnectTimeout={}", patience.as_secs().max(1));
+        for option in ["BatchMode=yes", &patience, "ServerAliveInterval=5", "ServerAliveCountMax=3"] {
+            command.args(["-o", option]);
+        }
+        if let Some(port) = self.port {
+            command.args(["-p", &port.to_string()]);
+        }
+        if let Some(identity) = &self.identity {
+            command.arg("-i").arg(identity);
+        }
+        let mut line = format!("exec sh -c '{START}' sh ").into_bytes();
+        line.extend_from_slice(&quote(launcher.as_os_str().as_bytes()));
+        command.arg(host).arg(OsStr::from_bytes(&line));
+        command
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_launcher_starts_behind_any_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let launcher = folder.path().join("it's a $(strange) `place`");
+        std::os::unix::fs::symlink("/bin/echo", &launcher).unwrap();
+        let command = RemoteShell::default()
+            .program(OsStr::new(" rsh  -v "))
+            .port(7)
+            .identity("a key")
+            .command("node1", &launcher, Duration::from_secs(9));
+        let words: Vec<&OsStr> = command.get_args().collect();
+        let (line, options) = words.split_last().unwrap();
+        assert_eq!(command.get_program(), "rsh");
+        assert_eq!(options.first().unwrap(), &"-v");
+        assert_eq!(options[options.len() - 5..], ["-p", "7", "-i", "a key", "node1"]);
+        // A PATH with a shell and no launcher.
+        std::os::unix::fs::symlink("/bin/sh", folder.path().join("sh")).unwrap();
+        let run = || Command::new("/bin/sh").arg("-c").arg(line).env("PATH", folder.path()).output().unwrap();
+        assert_eq!(run().stdout, b"node\n");
+        std::fs::remove_file(&launcher).unwrap();
+        assert_eq!(run().status.code(), Some(127));
+    }
+}

@@ -1,0 +1,225 @@
+//! What the command that a person has started and the launchers on the hosts say to each other.
+//!
+//! ```text
+//! command -> launcher, on its standard input      launcher -> command, on its standard output
+//!                                                 Hello
+//! Surroundings
+//! Start                                           Serving (node 0 of several)
+//! Signal, Alive ..                                Event ..
+//!                                                 Ended, or Failed
+//! ```
+
+use std::io;
+use std::net::IpAddr;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Kind};
+use crate::launch::event::{Event, Observer, Stream};
+use crate::launch::exit::{Exit, Failure, NodeFailure, Outcome, Report, Signal};
+use crate::rank::{Rank, WorldSize};
+
+/// To a launcher.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Order {
+    /// Where it is to work. It goes there, and starts itself again.
+    Surroundings { folder: PathBuf, variables: Vec<(Vec<u8>, Vec<u8>)> },
+    /// The command line that a person has written, and this launcher's part in it.
+    Start { arguments: Vec<Vec<u8>>, place: Place },
+    /// The person's command has got this signal.
+    Signal(i32),
+    /// Somebody is still there.
+    Alive,
+}
+
+/// A launcher's part.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Place {
+    pub(super) workers: u32,
+    pub(super) node: u32,
+    pub(super) nodes: u32,
+    /// Where the launchers meet; node 0 takes a free port for a 0.
+    pub(super) host: String,
+    pub(super) port: u16,
+    /// How long they may take to come together.
+    pub(super) patience: Duration,
+}
+
+/// From a launcher.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Said {
+    Hello {
+        version: String,
+        route: Option<Route>,
+    },
+    /// The store at which the launchers meet listens at this port.
+    Serving {
+        port: u16,
+    },
+    Event(News),
+    Ended(Ending),
+    Failed(Complaint),
+}
+
+/// The two ends of ssh's connection, as the host sees them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Route {
+    pub(super) from: IpAddr,
+    pub(super) to: IpAddr,
+}
+
+impl Route {
+    /// Of ssh's variable `SSH_CONNECTION`: address and port of the client, address and port of the server.
+    pub(super) fn parse(variable: &str) -> Option<Self> {
+        let mut words = variable.split_whitespace();
+        let (from, _, to) = (words.next()?, words.next()?, words.next()?);
+        Some(Self { from: from.parse().ok()?, to: to.parse().ok()? })
+    }
+}
+
+/// An [`Event`] that has left its process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum News {
+    Line { rank: Rank, is_stderr: bool, text: Vec<u8> },
+    Logging { folder: PathBuf },
+    Starting { restarts: u32, max_restarts: u32, world_size: u32, node: u32, nodes: u32 },
+    Started { rank: Rank, pid: u32 },
+    Exited { rank: Rank, pid: u32, exit: Exit },
+    Ending { signal: Signal },
+    Killing,
+    Restarting { failure: Failure },
+    Gathering { nodes: u32, min_nodes: u32, max_nodes: u32 },
+    Regrouping { left: Option<NodeFailure> },
+    Warning { text: String },
+}
+
+impl News {
+    /// Where the store listens goes a way of its own.
+    pub(super) fn of(event: &Event<'_>) -> Option<Self> {
+        Some(match *event {
+            Event::Line { rank, stream, text } => {
+                Self::Line { rank, is_stderr: stream == Stream::Stderr, text: text.to_vec() }
+            }
+            Event::Logging { folder } => Self::Logging { folder: folder.to_owned() },
+            Event::Starting { restarts, max_restarts, world_size, node, nodes } => {
+                Self::Starting { restarts, max_restarts, world_size: world_size.get(), node, nodes }
+            }
+            Event::Started { rank, pid } => Self::Started { rank, pid },
+            Event::Exited { rank, pid, exit } => Self::Exited { rank, pid, exit },
+            Event::Ending { signal } => Self::Ending { signal },
+            Event::Killing => Self::Killing,
+            Event::Restarting { failure } => Self::Restarting { failure: failure.clone() },
+            Event::Gathering { nodes, min_nodes, max_nodes } => {
+                Self::Gathering { nodes, min_nodes, max_nodes }
+            }
+            Event::Regrouping { left } => Self::Regrouping { left: left.cloned() },
+            Event::Warning { text } => Self::Warning { text: text.to_owned() },
+            Event::Serving { .. } => return None,
+        })
+    }
+
+    /// Tells `observer`.
+    pub(super) fn tell(&self, observer: &mut dyn Observer) -> ControlFlow<()> {
+        observer.observe(match self {
+            Self::Line { rank, is_stderr, text } => {
+                let stream = if *is_stderr { Stream::Stderr } else { Stream::Stdout };
+                Event::Line { rank: *rank, stream, text }
+            }
+            Self::Logging { folder } => Event::Logging { folder },
+            &Self::Starting { restarts, max_restarts, world_size, node, nodes } => {
+                let Ok(world_size) = WorldSize::new(world_size) else { return ControlFlow::Continue(()) };
+                Event::Starting { restarts, max_restarts, world_size, node, nodes }
+            }
+            &Self::Started { rank, pid } => Event::Started { rank, pid },
+            &Self::Exited { rank, pid, exit } => Event::Exited { rank, pid, exit },
+            &Self::Ending { signal } => Event::Ending { signal },
+            Self::Killing => Event::Killing,
+            Self::Restarting { failure } => Event::Restarting { failure },
+            &Self::Gathering { nodes, min_nodes, max_nodes } => {
+                Event::Gathering { nodes, min_nodes, max_nodes }
+            }
+            Self::Regrouping { left } => Event::Regrouping { left: left.as_ref() },
+            Self::Warning { text } => Event::Warning { text },
+        })
+    }
+}
+
+/// A [`Report`] that has left its process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Ending {
+    pub(super) outcome: Outcome,
+    pub(super) exits: Vec<Exit>,
+    pub(super) world_size: Option<u32>,
+    pub(super) nodes: u32,
+    pub(super) restarts: u32,
+}
+
+impl Ending {
+    pub(super) fn of(report: &Report) -> Self {
+        Self {
+            outcome: report.outcome.clone(),
+            exits: report.exits.clone(),
+            world_size: report.world_size.map(WorldSize::get),
+            nodes: report.nodes,
+            restarts: report.restarts,
+        }
+    }
+}
+
+/// An [`Error`] that has left its process: what a person, and an exit code, need of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Complaint {
+    cause: String,
+    remedy: Option<String>,
+    /// A worker that could not be started.
+    rank: Option<Rank>,
+    /// What the system said.
+    errno: Option<i32>,
+}
+
+impl Complaint {
+    pub(super) fn of(error: &Error) -> Self {
+        let errno = error.errno();
+        let cause = if errno.is_some() { error.cause().to_owned() } else { error.full_cause() };
+        Self {
+            cause: error.operation().map_or_else(String::new, |operation| format!("{operation}: ")) + &cause,
+            remedy: error.remedy().map(str::to_owned),
+            rank: error.peer(),
+            errno,
+        }
+    }
+
+    /// The error again, with the host where it happened.
+    pub(super) fn at(self, host: &str) -> Error {
+        let error = Error::new(Kind::Environment, format!("{host}: {}", self.cause));
+        let error = self.remedy.into_iter().fold(error, Error::with_remedy);
+        let error = self.rank.into_iter().fold(error, Error::with_peer);
+        self.errno.map(io::Error::from_raw_os_error).into_iter().fold(error, Error::with_source)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_keeps_what_an_exit_code_needs() {
+        let missing = io::Error::from_raw_os_error(2);
+        let error =
+            Error::io("cannot start ./x as rank 3", missing).with_peer(Rank::new(3)).with_remedy("why?");
+        let again = Complaint::of(&error).at("node1");
+        assert_eq!(again.to_string(), format!("node1: {error}"));
+        assert_eq!((again.peer(), again.io_kind()), (error.peer(), error.io_kind()));
+    }
+
+    #[test]
+    fn ssh_says_where_it_comes_from() {
+        let route = Route::parse("10.0.0.1 55012 10.0.0.2 22").unwrap();
+        assert_eq!((route.from.to_string(), route.to.to_string()), ("10.0.0.1".into(), "10.0.0.2".into()));
+        assert!(Route::parse("fe80::1%eth0 1 ::1 22").is_none());
+        assert!(Route::parse("10.0.0.1 55012").is_none() && Route::parse("").is_none());
+    }
+}
