@@ -30,7 +30,8 @@ pub(crate) struct NodeOptions {
     #[arg(long, alias = "master_port", value_name = "PORT", env = "PET_MASTER_PORT", hide_env_values = true)]
     pub(crate) master_port: Option<u16>,
 
-    /// How nodes meet. `static`: node 0 serves the store. `c10d`: the node whose address the end point is
+    /// How nodes meet. `static`: node 0 serves the store. `c10d`: the node whose address the end point is. `etcd`: in an
+    /// etcd cluster, `file`: in a file on a shared disk; then any node may be lost
     #[arg(
         long,
         alias = "rdzv_backend",
@@ -41,7 +42,7 @@ pub(crate) struct NodeOptions {
     )]
     pub(crate) rdzv_backend: Backend,
 
-    /// Where nodes meet, HOST[:PORT], instead of --master-addr and --master-port
+    /// Where nodes meet, HOST[:PORT], instead of --master-addr and --master-port; for etcd HOST[:PORT],.., or a file's path
     #[arg(
         long,
         alias = "rdzv_endpoint",
@@ -63,6 +64,11 @@ pub(crate) struct NodeOptions {
         hide_default_value = true
     )]
     pub(crate) rdzv_conf: Conf,
+
+    /// The address at which the others reach this node, with `etcd` and `file` [default: the one that leads to etcd, or
+    /// this host's name]
+    #[arg(long, alias = "local_addr", value_name = "HOST", env = "PET_LOCAL_ADDR", hide_env_values = true)]
+    pub(crate) local_addr: Option<String>,
 
     /// The address at which this node's stores listen, if it is not the one at which others find it. 0.0.0.0 opens them,
     /// without authentication, to every network of this machine
@@ -97,6 +103,10 @@ impl FromStr for Nnodes {
 pub(crate) enum Backend {
     Static,
     C10d,
+    #[cfg(feature = "etcd")]
+    #[value(alias = "etcd-v2")]
+    Etcd,
+    File,
 }
 
 /// `--rdzv-conf`, as far as it has a meaning here; keys that only PyTorch's store has a use for are taken and forgotten.
@@ -142,8 +152,13 @@ impl FromStr for Conf {
 impl NodeOptions {
     /// The address and the port that were given, by whichever option.
     pub(crate) fn endpoint(&self) -> Result<(Option<String>, Option<u16>), String> {
-        let Some(endpoint) = self.rdzv_endpoint.as_deref().map(str::trim).filter(|text| !text.is_empty())
-        else {
+        let endpoint = match self.rdzv_backend {
+            Backend::Static | Backend::C10d => self.place_to_meet(),
+            #[cfg(feature = "etcd")]
+            Backend::Etcd => None,
+            Backend::File => None,
+        };
+        let Some(endpoint) = endpoint else {
             return Ok((self.master_addr.clone(), self.master_port));
         };
         // A bare IPv6 address has colons, but no port.
@@ -157,31 +172,41 @@ impl NodeOptions {
         }
     }
 
+    fn place_to_meet(&self) -> Option<&str> {
+        self.rdzv_endpoint.as_deref().map(str::trim).filter(|text| !text.is_empty())
+    }
+
     /// The nodes of the job, if there may be several.
     pub(crate) fn cluster(&self) -> Result<Option<Cluster>, String> {
         if self.nnodes.max == 1 {
             return Ok(None);
         }
+        let Nnodes { min, max } = self.nnodes;
         let (host, port) = self.endpoint()?;
-        let host = match (host, self.rdzv_backend) {
-            (Some(host), _) => host,
-            (None, Backend::Static) => "127.0.0.1".to_owned(),
-            (None, Backend::C10d) => return Err("--rdzv-backend c10d needs --rdzv-endpoint".to_owned()),
-        };
-        let default = if self.rdzv_backend == Backend::C10d { C10D_PORT } else { STATIC_PORT };
-        let cluster = Cluster::new(self.nnodes.min, self.nnodes.max, host, port.unwrap_or(default))
-            .map_err(|error| error.to_string())?;
+        let needed = || self.place_to_meet().ok_or("this --rdzv-backend needs --rdzv-endpoint");
         let cluster = match self.rdzv_backend {
             Backend::Static => {
                 let place = self.node_rank.unwrap_or(0);
-                cluster.place(place).hosting(if place == 0 { Hosting::Serve } else { Hosting::Connect })
+                let host = host.unwrap_or_else(|| "127.0.0.1".to_owned());
+                let hosting = if place == 0 { Hosting::Serve } else { Hosting::Connect };
+                Cluster::new(min, max, host, port.unwrap_or(STATIC_PORT))
+                    .map(|cluster| cluster.place(place).hosting(hosting))
             }
-            Backend::C10d => cluster.hosting(match self.rdzv_conf.is_host {
-                Some(true) => Hosting::Serve,
-                Some(false) => Hosting::Connect,
-                None => Hosting::WhoeverCan,
-            }),
+            Backend::C10d => {
+                let host = host.ok_or("--rdzv-backend c10d needs --rdzv-endpoint")?;
+                let hosting = match self.rdzv_conf.is_host {
+                    Some(true) => Hosting::Serve,
+                    Some(false) => Hosting::Connect,
+                    None => Hosting::WhoeverCan,
+                };
+                Cluster::new(min, max, host, port.unwrap_or(C10D_PORT))
+                    .map(|cluster| cluster.hosting(hosting))
+            }
+            #[cfg(feature = "etcd")]
+            Backend::Etcd => Cluster::etcd(min, max, needed()?),
+            Backend::File => Cluster::file(min, max, needed()?),
         };
+        let cluster = cluster.map_err(|error| error.to_string())?;
         Ok(Some(self.shape(cluster)))
     }
 
@@ -195,6 +220,7 @@ impl NodeOptions {
         let cluster = cluster.keep_alive(keep_alive.0, keep_alive.1);
         let cluster = conf.join_timeout.into_iter().fold(cluster, Cluster::join_timeout);
         let cluster = conf.last_call.into_iter().fold(cluster, Cluster::last_call);
+        let cluster = self.local_addr.iter().fold(cluster, Cluster::local_addr);
         self.bind.into_iter().fold(cluster, Cluster::bind)
     }
 }
@@ -233,6 +259,7 @@ mod tests {
                 rdzv_backend: Backend::C10d,
                 rdzv_endpoint: Some(text.to_owned()),
                 rdzv_conf: Conf::default(),
+                local_addr: None,
                 bind: None,
             };
             options.endpoint()

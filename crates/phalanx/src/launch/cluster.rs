@@ -1,6 +1,7 @@
 //! A job on several nodes: which, and where their launchers meet.
 
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -18,18 +19,29 @@ pub enum Hosting {
     WhoeverCan,
 }
 
+/// Where the launchers meet.
+#[derive(Clone, Debug)]
+pub(super) enum Meeting {
+    /// At a store that one of them serves. Nothing goes on without that one.
+    Served { host: String, port: u16, hosting: Hosting },
+    /// In an etcd cluster.
+    #[cfg(feature = "etcd")]
+    Etcd(String),
+    /// In a file on a disk that all share.
+    File(PathBuf),
+}
+
 /// The nodes of a job, as one node's launcher is told about them.
 ///
-/// The launchers meet at a store that one of them serves; each round of the job has a store of its own, which the first
-/// node serves for the workers. A launcher that is not heard of, or whose node is gone, ends the round for all.
+/// The launchers meet at a store; each round of the job has a store of its own, which the first node serves for the
+/// workers. A launcher that is not heard of, or whose node is gone, ends the round for all.
 #[derive(Clone, Debug)]
 pub struct Cluster {
     pub(super) min_nodes: u32,
     pub(super) max_nodes: u32,
     pub(super) place: Option<u32>,
-    pub(super) host: String,
-    pub(super) port: u16,
-    pub(super) hosting: Hosting,
+    pub(super) meeting: Meeting,
+    pub(super) local_addr: Option<String>,
     pub(super) bind: Option<IpAddr>,
     pub(super) keep_alive: (Duration, u32),
     pub(super) join_timeout: Duration,
@@ -39,37 +51,50 @@ pub struct Cluster {
 impl Cluster {
     /// At least `min_nodes` and at most `max_nodes`, whose launchers meet at `host:port`.
     pub fn new(min_nodes: u32, max_nodes: u32, host: impl Into<String>, port: u16) -> Result<Self> {
-        if min_nodes == 0 || min_nodes > max_nodes {
-            let cause = format!("{min_nodes} to {max_nodes} nodes");
-            return Err(Error::invalid_argument(cause).with_remedy("give one number, or MIN:MAX"));
-        }
         if port == 0 {
             return Err(Error::invalid_argument(
                 "port 0: the other nodes cannot know which port that becomes",
             )
             .with_remedy("give every node the same free port"));
         }
-        Ok(Self::at(min_nodes, max_nodes, host.into(), port))
+        let host = host.into().trim_matches(['[', ']']).to_owned();
+        Self::meeting(min_nodes, max_nodes, Meeting::Served { host, port, hosting: Hosting::WhoeverCan })
+    }
+
+    /// The same, but the launchers meet in the etcd cluster whose members are `endpoints`, `host:port,host:port`: any of
+    /// them may be lost, also the first.
+    #[cfg(feature = "etcd")]
+    pub fn etcd(min_nodes: u32, max_nodes: u32, endpoints: impl Into<String>) -> Result<Self> {
+        Self::meeting(min_nodes, max_nodes, Meeting::Etcd(endpoints.into()))
+    }
+
+    /// The same, in a file at `path`, on a disk that all nodes share and whose locks hold for all.
+    pub fn file(min_nodes: u32, max_nodes: u32, path: impl Into<PathBuf>) -> Result<Self> {
+        Self::meeting(min_nodes, max_nodes, Meeting::File(path.into()))
     }
 
     /// The node that serves the store, as [`Event::Serving`](super::Event::Serving) says at which port: any that is free.
-    pub(super) fn at_any_port(nodes: u32, host: impl Into<String>) -> Self {
-        Self::at(nodes, nodes, host.into(), 0).hosting(Hosting::Serve)
+    pub(super) fn at_any_port(nodes: u32, host: impl Into<String>) -> Result<Self> {
+        let meeting = Meeting::Served { host: host.into(), port: 0, hosting: Hosting::Serve };
+        Self::meeting(nodes, nodes, meeting)
     }
 
-    fn at(min_nodes: u32, max_nodes: u32, host: String, port: u16) -> Self {
-        Self {
+    fn meeting(min_nodes: u32, max_nodes: u32, meeting: Meeting) -> Result<Self> {
+        if min_nodes == 0 || min_nodes > max_nodes {
+            let cause = format!("{min_nodes} to {max_nodes} nodes");
+            return Err(Error::invalid_argument(cause).with_remedy("give one number, or MIN:MAX"));
+        }
+        Ok(Self {
             min_nodes,
             max_nodes,
             place: None,
-            host: host.trim_matches(['[', ']']).to_owned(),
-            port,
-            hosting: Hosting::WhoeverCan,
+            meeting,
+            local_addr: None,
             bind: None,
             keep_alive: (Duration::from_secs(1), 5),
             join_timeout: Duration::from_secs(600),
             last_call: Duration::from_secs(30),
-        }
+        })
     }
 
     /// This node's place among the nodes (`GROUP_RANK`). If not given, nodes are in the order in which they come, behind
@@ -79,9 +104,18 @@ impl Cluster {
         self
     }
 
-    /// Who serves the store; whoever can, if not given.
-    pub fn hosting(mut self, hosting: Hosting) -> Self {
-        self.hosting = hosting;
+    /// Who serves the store at which the launchers meet, if one of them does; whoever can, if not given.
+    pub fn hosting(mut self, serving: Hosting) -> Self {
+        if let Meeting::Served { hosting, .. } = &mut self.meeting {
+            *hosting = serving;
+        }
+        self
+    }
+
+    /// The address at which the other nodes reach this one, where the launchers meet elsewhere. If not given, it is that
+    /// of the network which leads to etcd, or this host's name.
+    pub fn local_addr(mut self, address: impl Into<String>) -> Self {
+        self.local_addr = Some(address.into().trim_matches(['[', ']']).to_owned());
         self
     }
 
@@ -110,9 +144,14 @@ impl Cluster {
         self
     }
 
-    /// Where the launchers meet.
+    /// Where the launchers meet, as errors name it.
     pub(super) fn endpoint(&self) -> String {
-        host_port(&self.host, self.port)
+        match &self.meeting {
+            Meeting::Served { host, port, .. } => host_port(host, *port),
+            #[cfg(feature = "etcd")]
+            Meeting::Etcd(endpoints) => endpoints.clone(),
+            Meeting::File(path) => path.display().to_string(),
+        }
     }
 
     /// How long a silence may last.

@@ -223,6 +223,15 @@ fn file() {
     drop(owner);
 }
 
+#[cfg(feature = "etcd")]
+#[test]
+fn etcd() {
+    let Some(server) = super::etcd::tests::Etcd::start() else { return };
+    // It takes no values as long as the others do.
+    let another: Another = Box::new(move || Arc::new(server.store("job")));
+    behaves(&another);
+}
+
 #[test]
 fn tcp() {
     for address in ["127.0.0.1:0", "[::1]:0"] {

@@ -78,12 +78,56 @@ impl FileStore {
         }
     }
 
+    /// Opens the store at `path` if it is in use, which shows within `silence`: whoever has it open writes more often than
+    /// that. If nobody does, or there is none, this is a new one. It stays when it is dropped, for others may need it.
+    pub(crate) fn meet(path: impl Into<PathBuf>, silence: Duration, deadline: Deadline) -> Result<Self> {
+        let path = path.into();
+        loop {
+            if let Some(file) = create_beside(&path).map_err(|error| unusable(&path, "create", error))? {
+                return Ok(Self { name: Name(path), log: Mutex::new(Log::new(file)), remove: false });
+            }
+            let store = Self::open(&path, deadline)?;
+            if store.grows(silence, deadline)? {
+                return Ok(store);
+            }
+            let keys = [];
+            let call = Call::new(&store.name, "open", &keys, deadline)?;
+            let mut pauses = Pauses::new(deadline);
+            let log = store.log.lock();
+            // Of those who find that nobody uses it, one puts another in its place; for the others it has then moved.
+            while !log.try_lock().map_err(|error| call.failed(error))? {
+                if !pauses.rest() {
+                    return Err(call.locked_out());
+                }
+            }
+            let file = if is_named(&log.file, &path) { Some(create_in_place(&path)) } else { None };
+            log.unlock();
+            if let Some(file) = file {
+                let file = file.map_err(|error| unusable(&path, "create", error))?;
+                return Ok(Self { name: Name(path), log: Mutex::new(Log::new(file)), remove: false });
+            }
+        }
+    }
+
+    /// Does anybody write to it within `patience`?
+    fn grows(&self, patience: Duration, deadline: Deadline) -> Result<bool> {
+        let length = || {
+            let metadata = self.log.lock().file.metadata();
+            metadata.map(|metadata| metadata.len()).map_err(|error| unusable(&self.name.0, "read", error))
+        };
+        let first = length()?;
+        let mut pauses = Pauses::new(deadline.at_most(patience));
+        while pauses.rest() {
+            if length()? != first {
+                return Ok(true);
+            }
+        }
+        Ok(length()? != first)
+    }
+
     /// Is this store still the one that its path names?
     pub(crate) fn is_current(&self) -> bool {
-        let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
-        let ours = self.log.lock().file.metadata().map(identity);
-        let named = std::fs::metadata(&self.name.0).map(identity);
-        matches!((ours, named), (Ok(ours), Ok(named)) if ours == named)
+        is_named(&self.log.lock().file, &self.name.0)
     }
 
     /// Changes `keys` under the file's lock: `change` gives its result, and whether it wrote or removed them.
@@ -239,20 +283,46 @@ impl Pauses {
     }
 }
 
-/// Writes an empty store beside `path`, then gives it that name.
+/// Puts an empty store at `path`, whatever was there.
 fn create_in_place(path: &Path) -> io::Result<File> {
+    create_by(path, |temporary| std::fs::rename(temporary, path))
+}
+
+/// Puts an empty store at `path`, unless something is there.
+fn create_beside(path: &Path) -> io::Result<Option<File>> {
+    // Unlike a file that is created under its own name, a link is never seen half written.
+    let created = create_by(path, |temporary| {
+        let linked = std::fs::hard_link(temporary, path);
+        std::fs::remove_file(temporary).and(linked)
+    });
+    match created {
+        Ok(file) => Ok(Some(file)),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Writes an empty store beside `path`, which `place` then gives its name.
+fn create_by(path: &Path, place: impl Fn(&Path) -> io::Result<()>) -> io::Result<File> {
     let mut nonce = [0; 8];
     getrandom::fill(&mut nonce).map_err(|error| io::Error::other(error.to_string()))?;
     let mut name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_os_string();
     name.push(format!(".{:016x}.new", u64::from_ne_bytes(nonce)));
     let temporary = path.with_file_name(name);
     let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary)?;
-    let placed = log::write_header(&file).and_then(|()| std::fs::rename(&temporary, path));
+    let placed = log::write_header(&file).and_then(|()| place(&temporary));
     if let Err(error) = placed {
         let _ = std::fs::remove_file(&temporary);
         return Err(error);
     }
     Ok(file)
+}
+
+/// Is `file` the one that `path` names?
+fn is_named(file: &File, path: &Path) -> bool {
+    let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+    let (ours, named) = (file.metadata().map(identity), std::fs::metadata(path).map(identity));
+    matches!((ours, named), (Ok(ours), Ok(named)) if ours == named)
 }
 
 fn unusable(path: &Path, verb: &str, error: io::Error) -> Error {
@@ -262,10 +332,45 @@ fn unusable(path: &Path, verb: &str, error: io::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use super::*;
 
     fn soon() -> Deadline {
         Deadline::after(Duration::from_secs(10))
+    }
+
+    #[test]
+    fn who_meets_in_a_file_finds_those_who_use_it_and_nobody_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let silence = Duration::from_secs(1);
+        let meet = || FileStore::meet(&path, silence, soon()).unwrap();
+        meet().set("left", b"behind", soon()).unwrap();
+        // Nobody uses it any more: those who come get the same new one, as long as one of them writes.
+        let there = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            let come = || {
+                let (store, limit) = (meet(), soon());
+                there.fetch_add(1, Ordering::Relaxed);
+                let mut beat = 0;
+                while there.load(Ordering::Relaxed) < 4 && !limit.has_passed() {
+                    beat += 1;
+                    store.add("beats", 1, soon()).unwrap();
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                (store, beat)
+            };
+            let met: Vec<_> = (0..4).map(|_| scope.spawn(come)).collect();
+            let mut beats = 0;
+            for thread in met {
+                let (store, beat) = thread.join().unwrap();
+                assert!(store.is_current() && !store.check(&["left"], soon()).unwrap());
+                beats += beat;
+            }
+            let all = FileStore::open(&path, soon()).unwrap();
+            assert_eq!(all.add("beats", 0, soon()).unwrap(), beats);
+        });
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //! [`MAX_VALUE`]. Every operation obeys its deadline.
 
 mod call;
+#[cfg(feature = "etcd")]
+mod etcd;
 mod file;
 mod memory;
 mod prefix;
@@ -18,6 +20,8 @@ use std::sync::Arc;
 use crate::deadline::Deadline;
 use crate::error::Result;
 
+#[cfg(feature = "etcd")]
+pub(crate) use etcd::EtcdStore;
 pub use file::FileStore;
 #[cfg(any(test, fuzzing))]
 pub use file::fuzz as fuzz_log;

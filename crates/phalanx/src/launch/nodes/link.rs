@@ -4,7 +4,7 @@
 //! appends what the supervisor has to say, says that this launcher is there, and looks who is not.
 
 use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read, Write};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,10 +17,13 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::launch::cluster::{Cluster, Hosting};
+use crate::launch::cluster::{Cluster, Hosting, Meeting};
+use crate::launch::worker::host_name;
 use crate::rendezvous::membership::liveness::Liveness;
 use crate::rendezvous::membership::{Departure, Entry, Log, Node, NodeId, Settings, log};
-use crate::store::{PrefixStore, SharedStore, Store, TcpStore, TcpStoreServer, host_port};
+#[cfg(feature = "etcd")]
+use crate::store::EtcdStore;
+use crate::store::{FileStore, PrefixStore, SharedStore, Store, TcpStore, TcpStoreServer, host_port};
 
 /// How long the reader waits at a time: then it looks whether it is still wanted.
 const LOOK: Duration = Duration::from_millis(200);
@@ -42,9 +45,29 @@ pub(super) enum News {
     /// The store is reached; it is served here, at this address, or elsewhere.
     Connected {
         served_at: Option<SocketAddr>,
+        spot: Option<Spot>,
     },
     Entry(Entry),
     Lost(Error),
+}
+
+/// Where this node can serve a store for the workers of all.
+#[derive(Clone, Debug)]
+pub(super) struct Spot {
+    /// The name, or the address, under which the others find it.
+    pub(super) name: String,
+    /// Its address, or its name.
+    listens_at: String,
+}
+
+/// The store at which the launchers meet.
+struct Met {
+    store: SharedStore,
+    /// If it is served here.
+    server: Option<TcpStoreServer>,
+    spot: Option<Spot>,
+    /// Does another launcher serve it?
+    has_host: bool,
 }
 
 /// The supervisor's end.
@@ -86,18 +109,17 @@ impl Link {
             let mut server = None;
             let work = || -> Result<()> {
                 let deadline = Deadline::after(cluster.join_timeout);
-                server = serve(&cluster, deadline)?;
+                let met = meet(&cluster, &scope, &thread, deadline)?;
+                server = met.server;
                 let served_at = server.as_ref().map(TcpStoreServer::local_addr);
-                let here = server.as_ref().map(TcpStoreServer::reachable_addr);
-                let store = connect(&cluster, here, &thread, deadline)?;
-                let store: SharedStore = Arc::new(PrefixStore::new(scope, Arc::new(store)));
-                told.tell(News::Connected { served_at });
+                let store: SharedStore = Arc::new(PrefixStore::new(scope, met.store));
+                told.tell(News::Connected { served_at, spot: met.spot });
                 let reader = (Arc::clone(&store), told.clone(), Arc::clone(&thread));
                 let reader = std::thread::Builder::new()
                     .name("phalanx-nodes-in".into())
                     .spawn(move || read(&*reader.0, &reader.1, &reader.2))
                     .map_err(no_thread)?;
-                if server.is_none() {
+                if met.has_host {
                     wait_for_host(&*store, &cluster, &thread, deadline)?;
                 }
                 let join = Entry::Join { node: node(server.is_some()), settings };
@@ -175,13 +197,44 @@ impl Told {
     }
 }
 
+/// Opens the store at which the launchers meet.
+#[cfg_attr(not(feature = "etcd"), expect(unused_variables, reason = "a file is one job's"))]
+fn meet(cluster: &Cluster, job: &str, shared: &Shared, deadline: Deadline) -> Result<Met> {
+    let (store, address): (SharedStore, Option<IpAddr>) = match &cluster.meeting {
+        Meeting::Served { host, port, hosting } => {
+            let server = serve(cluster, *port, *hosting, deadline)?;
+            let here = server.as_ref().map(TcpStoreServer::reachable_addr);
+            let store = Arc::new(connect(cluster, here, shared, deadline)?);
+            let listens_at = server.as_ref().map(|server| server.local_addr().ip().to_string());
+            let spot = listens_at.map(|listens_at| Spot { name: host.clone(), listens_at });
+            return Ok(Met { store, has_host: server.is_none(), server, spot });
+        }
+        #[cfg(feature = "etcd")]
+        Meeting::Etcd(endpoints) => {
+            let store = EtcdStore::open(endpoints, job, deadline)?;
+            let address = store.local_address();
+            (Arc::new(store), address)
+        }
+        Meeting::File(path) => (Arc::new(FileStore::meet(path, cluster.silence(), deadline)?), None),
+    };
+    let name = cluster.local_addr.clone().or_else(|| address.map(|address| address.to_string()));
+    let name = name.unwrap_or_else(host_name);
+    let spot = Some(Spot { listens_at: name.clone(), name });
+    Ok(Met { store, server: None, spot, has_host: false })
+}
+
 /// Serves the store, if this node does.
-fn serve(cluster: &Cluster, deadline: Deadline) -> Result<Option<TcpStoreServer>> {
+fn serve(
+    cluster: &Cluster,
+    port: u16,
+    hosting: Hosting,
+    deadline: Deadline,
+) -> Result<Option<TcpStoreServer>> {
     let bind = || match cluster.bind {
-        Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, cluster.port)),
+        Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, port)),
         None => TcpStoreServer::bind_to(&cluster.endpoint(), deadline.at_most(LOOK_UP)),
     };
-    match cluster.hosting {
+    match hosting {
         Hosting::Connect => Ok(None),
         Hosting::Serve => bind().map(Some),
         Hosting::WhoeverCan => match bind() {
@@ -236,11 +289,11 @@ fn wait_for_host(store: &dyn Store, cluster: &Cluster, shared: &Shared, deadline
     }
 }
 
-/// Another store beside the one at `meeting`, at a port of its own.
-pub(super) fn serve_beside(cluster: &Cluster, meeting: SocketAddr) -> Result<TcpStoreServer> {
+/// The store of a round, at a port of its own.
+pub(super) fn serve_round(cluster: &Cluster, spot: &Spot) -> Result<TcpStoreServer> {
     match cluster.bind {
         Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, 0)),
-        None => TcpStoreServer::bind_to(&host_port(&meeting.ip().to_string(), 0), Deadline::after(LOOK_UP)),
+        None => TcpStoreServer::bind_to(&host_port(&spot.listens_at, 0), Deadline::after(LOOK_UP)),
     }
 }
 

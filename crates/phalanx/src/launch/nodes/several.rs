@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal as Raw;
 
-use super::link::{Link, News, serve_beside};
+use super::link::{Link, News, Spot, serve_round};
 use super::{AttemptEnd, Gathered, Nodes, Settled};
 use crate::error::{Error, Kind, Result};
 use crate::launch::attempts::Control;
-use crate::launch::cluster::Cluster;
+use crate::launch::cluster::{Cluster, Meeting};
 use crate::launch::event::Event;
 use crate::launch::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::launch::job::Job;
@@ -32,6 +32,10 @@ pub(in crate::launch) struct Several<'a> {
     /// Where the launchers' store listens, if here.
     served_at: Option<SocketAddr>,
     has_told_where: bool,
+    /// Has the store answered?
+    is_connected: bool,
+    /// Where this node can serve a round's store.
+    spot: Option<Spot>,
     /// The round whose workers were started last.
     round: Option<u64>,
     /// This round's store, if it is served here.
@@ -65,6 +69,8 @@ impl<'a> Several<'a> {
             state: State::default(),
             served_at: None,
             has_told_where: false,
+            is_connected: false,
+            spot: None,
             round: None,
             store: None,
             has_joined: false,
@@ -77,7 +83,11 @@ impl<'a> Several<'a> {
     fn take_news(&mut self) {
         while let Some(news) = self.link.read() {
             match news {
-                News::Connected { served_at } => self.served_at = served_at,
+                News::Connected { served_at, spot } => {
+                    self.is_connected = true;
+                    self.served_at = served_at;
+                    self.spot = spot;
+                }
                 News::Entry(entry) => {
                     let mine = matches!(&entry, Entry::Join { node, .. } if node.id == self.me);
                     let refused = self.state.apply(entry);
@@ -107,6 +117,9 @@ impl<'a> Several<'a> {
                     error.cause()
                 );
                 Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
+            }
+            None if !matches!(self.cluster.meeting, Meeting::Served { .. }) => {
+                error.with_remedy("is the store at which the launchers meet up, and does this host reach it?")
             }
             // It has gone before it joined, or was never heard of.
             None if self.served_at.is_none() => error.with_remedy(
@@ -155,12 +168,13 @@ impl<'a> Several<'a> {
             self.link.propose(Entry::Ended { round, node: self.me, succeeded: false });
             return Ok(None);
         }
-        let Some(master_port) = running.store_port else {
+        let Some((master_addr, master_port)) = running.store.clone() else {
             let is_mine = self.store.as_ref().is_some_and(|(of, _)| *of == round);
-            if let (0, false, Some(meeting)) = (place, is_mine, self.served_at) {
+            if let (0, false, Some(spot)) = (place, is_mine, &self.spot) {
                 self.store = None;
-                let store = serve_beside(self.cluster, meeting)?;
-                self.link.propose(Entry::Store { round, port: store.local_addr().port() });
+                let store = serve_round(self.cluster, spot)?;
+                let (host, port) = (spot.name.clone(), store.local_addr().port());
+                self.link.propose(Entry::Store { round, host, port });
                 self.store = Some((round, store));
             }
             return Ok(None);
@@ -171,7 +185,7 @@ impl<'a> Several<'a> {
             world_size: WorldSize::new(running.world_size())?,
             node: place as u32,
             nodes: running.members.len() as u32,
-            master_addr: self.cluster.host.clone(),
+            master_addr,
             master_port,
             run_id: self.run_id.clone(),
         };
@@ -233,6 +247,14 @@ impl<'a> Several<'a> {
 
     fn too_few(&self, since: Instant) -> Error {
         let waited = since.elapsed().as_secs_f64();
+        if !self.is_connected {
+            let remedy = match &self.cluster.meeting {
+                Meeting::Served { .. } => "has the launcher that serves it started, and does this host reach it?",
+                _ => "is it up, and does this host reach it?",
+            };
+            let cause = format!("no store has answered at {} within {waited:.0} s", self.cluster.endpoint());
+            return Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(remedy);
+        }
         let hosts: Vec<&str> = self.state.waiting().iter().map(|node| node.host.as_str()).collect();
         let mut cause = format!(
             "{} of at least {} nodes have come within {waited:.0} s",
@@ -248,7 +270,7 @@ impl<'a> Several<'a> {
             None => {}
         }
         Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(
-            "start `phalanx run` on every node, with the same --master-addr, --master-port and --rdzv-id; \
+            "start `phalanx run` on every node, with the same address to meet at and the same --rdzv-id; \
              --rdzv-conf join_timeout=.. waits longer",
         )
     }

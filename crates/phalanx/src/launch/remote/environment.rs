@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
 /// What belongs to a machine, a login or a terminal.
-const STAYS: [&str; 27] = [
+const STAYS: [&str; 29] = [
     "_",
     "COLUMNS",
     "DBUS_SESSION_BUS_ADDRESS",
@@ -21,6 +21,8 @@ const STAYS: [&str; 27] = [
     "MAIL",
     "NOTIFY_SOCKET",
     "OLDPWD",
+    "PET_LOCAL_ADDR",
+    "PHALANX_BIND",
     "PHALANX_RSH",
     "PWD",
     "SHELL",

@@ -85,7 +85,7 @@ impl RemoteNode {
             return Ok(None);
         }
         let cluster = match (node, port) {
-            (0, 0) => Cluster::at_any_port(nodes, host.as_str()),
+            (0, 0) => Cluster::at_any_port(nodes, host.as_str())?,
             (0, _) => Cluster::new(nodes, nodes, host.as_str(), port)?.hosting(Hosting::Serve),
             _ => Cluster::new(nodes, nodes, host.as_str(), port)?.hosting(Hosting::Connect),
         };

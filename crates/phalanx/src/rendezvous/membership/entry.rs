@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 
 /// Before each entry, so that a node of another version is told so instead of being misread.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// One launcher's number, which no other has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -29,7 +29,8 @@ pub(crate) struct Node {
     pub(crate) workers: u32,
     /// The place it was told to take.
     pub(crate) place: Option<u32>,
-    /// Is it the one that serves the store? It comes first, and nothing goes on without it.
+    /// Is it the one that serves the store in which the log is? It comes first, and nothing goes on without it. There is
+    /// none if the log is elsewhere.
     pub(crate) serves_store: bool,
 }
 
@@ -69,8 +70,8 @@ pub(crate) enum Entry {
     Join { node: Node, settings: Settings },
     /// Enough nodes have come to this round, and have waited long enough for others.
     LastCall { round: u64 },
-    /// The store of this round's workers listens at this port of the first node.
-    Store { round: u64, port: u16 },
+    /// The store of this round's workers, which the first node serves.
+    Store { round: u64, host: String, port: u16 },
     /// A worker has failed.
     Failed { round: u64, node: NodeId, fault: Fault },
     /// No worker is left on this node.

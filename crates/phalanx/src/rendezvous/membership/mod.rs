@@ -3,7 +3,8 @@
 //! The nodes share a log, one list of [entries](Entry) in one order that is the same for all. Each applies every entry
 //! to its own [`State`], and so all agree: two nodes that have read equally far are in the same state, and there is
 //! nobody who leads. What a node wants, it appends; what makes no sense any more when its turn comes has no effect. Only
-//! the first entry is reserved: it is the `Join` of whoever serves the store, whose settings all others must have.
+//! the first entry is reserved: it is the `Join` of whoever serves the store, if a launcher does, and all others must have
+//! the first one's settings.
 //!
 //! ```text
 //!              Join            enough, or LastCall             all have Ended, or Left

@@ -31,7 +31,7 @@ pub(crate) struct Running {
     /// In the order of their places.
     pub(crate) members: Vec<Member>,
     /// Where the first node serves this round's store.
-    pub(crate) store_port: Option<u16>,
+    pub(crate) store: Option<(String, u16)>,
     causes: Vec<Cause>,
     /// Must the workers end?
     pub(crate) ending: bool,
@@ -82,9 +82,9 @@ impl State {
                     self.start_round();
                 }
             }
-            Entry::Store { round, port } => {
+            Entry::Store { round, host, port } => {
                 if let Some(running) = self.running_in(round) {
-                    running.store_port.get_or_insert(port);
+                    running.store.get_or_insert((host, port));
                 }
             }
             Entry::Failed { round, node, fault } => {
@@ -110,7 +110,7 @@ impl State {
 
     fn join(&mut self, node: Node, settings: Settings) -> Result<(), String> {
         if matches!(self.phase, Phase::Over(_)) {
-            return Err("the job is over".to_owned());
+            return Err("the job is over; give each job its own --rdzv-id".to_owned());
         }
         let agreed = *self.settings.get_or_insert(settings);
         if agreed != settings {
@@ -243,7 +243,7 @@ impl State {
             member
         });
         let members = members.collect();
-        self.phase = Phase::Running(Running { members, store_port: None, causes: Vec::new(), ending: false });
+        self.phase = Phase::Running(Running { members, store: None, causes: Vec::new(), ending: false });
     }
 
     /// May this round begin, if nobody else is waited for?

@@ -162,6 +162,29 @@ fn nothing_goes_on_without_the_store() {
     assert!(matches!(state.verdict(), Some(Verdict::Failed(Cause::Node { .. }))));
 }
 
+/// The same node in a log that no launcher serves.
+fn guest(id: u64) -> Node {
+    Node { serves_store: false, ..node(id, 1, None) }
+}
+
+#[test]
+fn where_no_launcher_serves_the_log_the_first_node_may_go() {
+    for why in [SILENT, Departure::Signal(15)] {
+        let mut state = joined(settings(1, 2, 1), [guest(0), guest(1)]);
+        let store = |round| Entry::Store { round, host: "host0".to_owned(), port: 1 };
+        state.apply(store(0)).unwrap();
+        left(&mut state, 0, why);
+        assert!(state.running().unwrap().ending);
+        ended(&mut state, 1, false);
+        assert!(state.has_enough() && state.verdict().is_none());
+        state.apply(Entry::LastCall { round: 1 }).unwrap();
+        // Its store has gone with it, and what it still says about one is of the round before.
+        state.apply(store(0)).unwrap();
+        let running = state.running().unwrap();
+        assert_eq!((running.place(NodeId(1)), running.members.len(), &running.store), (Some(0), 1, &None));
+    }
+}
+
 /// What a node of the simulation does next.
 #[derive(Clone, Debug)]
 enum Act {
@@ -244,13 +267,16 @@ proptest! {
         nodes in 1..5_u64,
         min in 1..5_u32,
         restarts in 0..3_u32,
+        is_served in any::<bool>(),
         acts in proptest::collection::vec((0..5_usize, act()), 0..120),
     ) {
         let max = nodes as u32;
         let settings = settings(min.min(max), max, restarts);
         let mut log = Vec::new();
         let mut sims: Vec<Sim> = (0..nodes).map(|id| {
-            log.push(Entry::Join { node: node(id, 1 + id as u32 % 2, None), settings });
+            let mut node = node(id, 1 + id as u32 % 2, None);
+            node.serves_store &= is_served;
+            log.push(Entry::Join { node, settings });
             let id = NodeId(id);
             Sim { id, state: State::default(), read: 0, workers_of: None, done_with: None, is_there: true }
         }).collect();
@@ -287,6 +313,11 @@ proptest! {
                 prop_assert!(running.members.iter().filter(|member| member.node.serves_store).count() <= 1);
             }
             prop_assert!(state.restarts() <= restarts);
+            // Who is left goes on, whoever was lost, unless what is lost holds the log, or no restart is left.
+            let is_lost = |cause: &Cause| matches!(cause, Cause::Node { why: Departure::Silent(_), .. });
+            if let Some(Verdict::Failed(cause)) = state.verdict() {
+                prop_assert!(is_served || !is_lost(cause) || state.restarts() == restarts);
+            }
         }
         // The living go on fairly; whoever waits for more nodes than there are gives up.
         for _ in 0..40 {

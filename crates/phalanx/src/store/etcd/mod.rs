@@ -1,0 +1,289 @@
+//! A store in an etcd cluster.
+
+mod gateway;
+mod lease;
+
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use self::gateway::{Gateway, Refused, decode, encode, number};
+use self::lease::Lease;
+use super::Store;
+use super::call::Call;
+use super::table::Refusal;
+use crate::deadline::Deadline;
+use crate::error::Result;
+
+/// The pauses between looks at a key that is waited for grow from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
+/// etcd takes 128 operations in one transaction.
+const MAX_OPERATIONS: usize = 128;
+
+/// A store in an etcd cluster, for launchers of which each may fail.
+///
+/// All keys are below the job's name, and hang on one lease, which all who have the store open keep alive: some time
+/// after the last of them has gone, they vanish by themselves. Values are at most as long as etcd is configured to take,
+/// 1.5 MiB if it is not.
+#[derive(Debug)]
+pub(crate) struct EtcdStore {
+    gateway: Arc<Gateway>,
+    name: Name,
+    prefix: Vec<u8>,
+    lease: Lease,
+}
+
+#[derive(Debug)]
+struct Name(String);
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "etcd at {}", self.0)
+    }
+}
+
+/// What a key holds, and since when.
+struct Found {
+    value: Vec<u8>,
+    revision: i64,
+}
+
+impl EtcdStore {
+    /// The store of `job` at `endpoints`, which is a list, `host:port,host:port`.
+    pub(crate) fn open(endpoints: &str, job: &str, deadline: Deadline) -> Result<Self> {
+        let gateway = Arc::new(Gateway::new(endpoints)?);
+        let name = Name(gateway.names());
+        let keys = [job];
+        let call = Call::new(&name, "open", &keys, deadline)?;
+        // The job's name may contain slashes, and its keys may not be those of another.
+        let scope = format!("phalanx/{}:{job}/", job.len());
+        let lease = Lease::open(&gateway, &format!("{scope}lease"), &call)?;
+        Ok(Self { gateway, name, prefix: format!("{scope}key/").into_bytes(), lease })
+    }
+
+    /// The address of this host in the network that leads to etcd.
+    pub(crate) fn local_address(&self) -> Option<IpAddr> {
+        self.gateway.local_address()
+    }
+
+    fn key(&self, key: &str) -> String {
+        encode(&[&self.prefix, key.as_bytes()].concat())
+    }
+
+    fn put(&self, key: &str, value: &[u8]) -> Value {
+        json!({ "key": self.key(key), "value": encode(value), "lease": self.lease.id() })
+    }
+
+    fn ask(&self, call: &Call<'_>, path: &str, request: &Value, may_repeat: bool) -> Result<Value> {
+        answer(call, self.gateway.ask(path, request, may_repeat, call.deadline))
+    }
+
+    /// What `key` holds, if it is there.
+    fn look(&self, call: &Call<'_>, key: &str) -> Result<Option<Found>> {
+        let answer = self.ask(call, "kv/range", &json!({ "key": self.key(key) }), true)?;
+        found(call, &answer)
+    }
+
+    /// Writes `value` if nothing has changed since `seen`; if not, gives what is there now.
+    fn swap(
+        &self,
+        call: &Call<'_>,
+        key: &str,
+        seen: Option<&Found>,
+        value: &[u8],
+        may_repeat: bool,
+    ) -> Result<Option<Option<Found>>> {
+        let revision = seen.map_or(0, |found| found.revision).to_string();
+        let request = json!({
+            "compare": [{ "key": self.key(key), "target": "MOD", "result": "EQUAL", "mod_revision": revision }],
+            "success": [{ "request_put": self.put(key, value) }],
+            "failure": [{ "request_range": { "key": self.key(key) } }],
+        });
+        let answer = self.ask(call, "kv/txn", &request, may_repeat)?;
+        if answer["succeeded"] == true {
+            return Ok(None);
+        }
+        found(call, &answer["responses"][0]["response_range"]).map(Some)
+    }
+
+    /// Changes `key` by `change`, again and again until nobody has come between.
+    fn change<T>(
+        &self,
+        call: &Call<'_>,
+        key: &str,
+        change: impl Fn(&[u8]) -> Result<(T, Vec<u8>), Refusal>,
+    ) -> Result<T> {
+        let mut seen = self.look(call, key)?;
+        loop {
+            let old = seen.as_ref().map_or(&b""[..], |found| &found.value);
+            let (result, new) = change(old).map_err(|refusal| call.refused(&refusal))?;
+            call.value(&new)?;
+            match self.swap(call, key, seen.as_ref(), &new, false)? {
+                None => return Ok(result),
+                Some(_) if call.deadline.has_passed() => return Err(call.timed_out()),
+                Some(now) => seen = now,
+            }
+        }
+    }
+
+    /// Looks again and again until `look` finds what it waits for.
+    fn wait_for<T>(&self, call: &Call<'_>, look: impl Fn() -> Result<Option<T>>) -> Result<T> {
+        let mut pause = PAUSES.0;
+        loop {
+            if let Some(found) = look()? {
+                return Ok(found);
+            }
+            let left = call.deadline.remaining();
+            if left.is_zero() {
+                return Err(call.timed_out());
+            }
+            std::thread::sleep(pause.min(left));
+            pause = (pause * 2).min(PAUSES.1);
+        }
+    }
+
+    /// The values of `keys`, if all are there.
+    fn look_at_all(&self, call: &Call<'_>, keys: &[&str]) -> Result<Option<Vec<Vec<u8>>>> {
+        let mut values = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(MAX_OPERATIONS) {
+            let ranges: Vec<Value> =
+                keys.iter().map(|key| json!({ "request_range": { "key": self.key(key) } })).collect();
+            let answer = self.ask(call, "kv/txn", &json!({ "success": ranges }), true)?;
+            for index in 0..keys.len() {
+                match found(call, &answer["responses"][index]["response_range"])? {
+                    Some(found) => values.push(found.value),
+                    None => return Ok(None),
+                }
+            }
+        }
+        Ok(Some(values))
+    }
+}
+
+impl Store for EtcdStore {
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        let keys = [key];
+        let call = Call::new(&self.name, "set", &keys, deadline)?;
+        call.value(value)?;
+        self.ask(&call, "kv/put", &self.put(key, value), true).map(drop)
+    }
+
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        let keys = [key];
+        let call = Call::new(&self.name, "get", &keys, deadline)?;
+        self.wait_for(&call, || Ok(self.look(&call, key)?.map(|found| found.value)))
+    }
+
+    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        let call = Call::new(&self.name, "wait", keys, deadline)?;
+        self.wait_for(&call, || self.look_at_all(&call, keys)).map(drop)
+    }
+
+    fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
+        let call = Call::new(&self.name, "check", keys, deadline)?;
+        Ok(self.look_at_all(&call, keys)?.is_some())
+    }
+
+    /// If etcd's answer is lost, nobody knows whether it was added, and that is an error.
+    fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
+        let keys = [key];
+        let call = Call::new(&self.name, "add", &keys, deadline)?;
+        self.change(&call, key, |old| {
+            let text = String::from_utf8_lossy(old);
+            let old: i64 = match &*text {
+                "" => 0,
+                text => text.parse().map_err(|_| Refusal::NotANumber(text.to_owned()))?,
+            };
+            let sum = old.checked_add(amount).ok_or(Refusal::Overflow(old, amount))?;
+            Ok((sum, sum.to_string().into_bytes()))
+        })
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
+        let keys = [key];
+        let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
+        call.value(desired)?;
+        let mut seen = self.look(&call, key)?;
+        loop {
+            match &seen {
+                Some(found) if found.value != expected => return Ok(found.value.clone()),
+                None if !expected.is_empty() => return Ok(expected.to_vec()),
+                _ => {}
+            }
+            // Asked twice, it finds its own value: what the caller wanted to see there.
+            match self.swap(&call, key, seen.as_ref(), desired, true)? {
+                None => return Ok(desired.to_vec()),
+                Some(_) if call.deadline.has_passed() => return Err(call.timed_out()),
+                Some(now) => seen = now,
+            }
+        }
+    }
+
+    fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
+        let keys = [key];
+        let call = Call::new(&self.name, "delete_key", &keys, deadline)?;
+        let answer = self.ask(&call, "kv/deleterange", &json!({ "key": self.key(key) }), false)?;
+        Ok(number(&answer["deleted"]).is_some_and(|deleted| deleted > 0))
+    }
+
+    fn num_keys(&self, deadline: Deadline) -> Result<usize> {
+        let call = Call::new(&self.name, "num_keys", &[], deadline)?;
+        let mut end = self.prefix.clone();
+        // The prefix ends in a slash: what follows all of its keys ends in the next byte.
+        if let Some(last) = end.last_mut() {
+            *last += 1;
+        }
+        let request = json!({ "key": encode(&self.prefix), "range_end": encode(&end), "count_only": true });
+        let answer = self.ask(&call, "kv/range", &request, true)?;
+        let count = number(&answer["count"]).and_then(|count| usize::try_from(count).ok());
+        count.ok_or_else(|| call.broken("it gives no number of keys"))
+    }
+
+    /// As with [`add`](Self::add), a lost answer is an error.
+    fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        let keys = [key];
+        let call = Call::new(&self.name, "append", &keys, deadline)?;
+        self.change(&call, key, |old| Ok(((), [old, value].concat())))
+    }
+
+    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let call = Call::new(&self.name, "multi_get", keys, deadline)?;
+        self.wait_for(&call, || self.look_at_all(&call, keys))
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
+        let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
+        let call = Call::new(&self.name, "multi_set", &keys, deadline)?;
+        // One by one: a key may be there twice, which a transaction does not take.
+        for (key, value) in pairs {
+            call.value(value)?;
+            self.ask(&call, "kv/put", &self.put(key, value), true)?;
+        }
+        Ok(())
+    }
+}
+
+/// The error of a request, as this store's callers know it.
+fn answer(call: &Call<'_>, answer: Result<Value, Refused>) -> Result<Value> {
+    match answer {
+        Ok(value) => Ok(value),
+        Err(Refused::Silent { .. }) if call.deadline.has_passed() => Err(call.timed_out()),
+        Err(Refused::Silent { cause, .. }) => Err(call.failed(cause)),
+        Err(Refused::Said(why)) => Err(call.broken(why)),
+    }
+}
+
+/// The first key of a range's answer.
+fn found(call: &Call<'_>, answer: &Value) -> Result<Option<Found>> {
+    let Some(pair) = answer["kvs"].get(0) else { return Ok(None) };
+    match (decode(&pair["value"]), number(&pair["mod_revision"])) {
+        (Some(value), Some(revision)) => Ok(Some(Found { value, revision })),
+        _ => Err(call.broken("its answer cannot be understood")),
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests;
