@@ -30,6 +30,7 @@ case $host in
   bad-key) echo "me@bad-key: Permission denied (publickey)." >&2; exit 255 ;;
   bad-path) echo "sh: 1: exec: phalanx: not found" >&2; exit 127 ;;
   bad-silence) exec sleep 60 ;;
+  bad-version) printf '\nphalanx node 1\n\010\000\000\000\000\0050.0.9\000'; exec cat > /dev/null ;;
   bad-folder) mv "$FOLDER/work" "$FOLDER/elsewhere" ;;
 esac
 echo $$ > "$FOLDER/$host.pid"
@@ -225,6 +226,7 @@ fn what_is_wrong_with_a_host_is_said_with_its_name() {
     refused("localhost,bad-name", &[], &["bad-name: there is no host of this name"]);
     refused("far1,bad-key", &[], &["bad-key: it accepts none of the keys", "ssh-copy-id bad-key"]);
     refused("bad-path", &[], &["bad-path: there is no phalanx", "install the same version"]);
+    refused("bad-version", &[], &["bad-version has Phalanx 0.0.9", "install the same version"]);
     refused(
         "localhost,bad-silence",
         &["--start-timeout", "0.5"],

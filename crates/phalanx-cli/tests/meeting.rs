@@ -90,14 +90,14 @@ impl Node {
 }
 
 /// The rank, the world and the round; then it ends if there is a file of this name, and waits if there is none.
-const WORKER: &str =
-    "echo $RANK of $WORLD_SIZE at $MASTER_ADDR, $TORCHELASTIC_RESTART_COUNT; until [ -e go ]; do sleep 0.05; done";
+const WORKER: &str = "echo $RANK of $WORLD_SIZE at $MASTER_ADDR, $TORCHELASTIC_RESTART_COUNT; until [ -e go ]; do sleep 0.05; done";
 
 /// The launchers of two nodes, of which either is lost; the other goes on alone, with a store of its own.
 fn either_node_may_be_lost(options: &[&str], jobs: [&str; 2]) {
     for (first_is_lost, job) in [true, false].into_iter().zip(jobs) {
         let folder = tempfile::tempdir().unwrap();
-        let common = ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-id", job, "--local-addr", "127.0.0.1"];
+        let common =
+            ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-id", job, "--local-addr", "127.0.0.1"];
         let conf = "last_call_timeout=5,join_timeout=30";
         let start = || {
             let mut command = phalanx(&[&common[..], &["--rdzv-conf", conf], options].concat(), WORKER);
@@ -132,15 +132,20 @@ fn in_a_file_either_node_may_be_lost() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meeting");
     // What the first of the two jobs leaves behind does not keep the second from beginning.
-    either_node_may_be_lost(&["--rdzv-backend", "file", "--rdzv-endpoint", path.to_str().unwrap()], ["job", "job"]);
+    either_node_may_be_lost(
+        &["--rdzv-backend", "file", "--rdzv-endpoint", path.to_str().unwrap()],
+        ["job", "job"],
+    );
 }
 
 #[test]
 fn a_group_spans_nodes_that_meet_in_etcd() {
     let Some(etcd) = Etcd::start() else { return };
     let options = ["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", &etcd.address];
-    let bench =
-        format!("{} bench all_reduce -e 64 -n 8 --json > /dev/null && echo up", env!("CARGO_BIN_EXE_phalanx"));
+    let bench = format!(
+        "{} bench all_reduce -e 64 -n 8 --json > /dev/null && echo up",
+        env!("CARGO_BIN_EXE_phalanx")
+    );
     for node in [(); 2].map(|()| Node::start(phalanx(&options, &bench))) {
         let (code, err) = node.end();
         assert_eq!(code, Some(0), "{err}");
@@ -152,7 +157,10 @@ fn where_nothing_answers_the_end_point_is_named() {
     let options = ["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "127.0.0.1:1"];
     let conf = ["--rdzv-conf", "join_timeout=1"];
     let (code, err) = Node::start(phalanx(&[&options[..], &conf].concat(), "echo never")).end();
-    assert!(code == Some(1) && err.contains("127.0.0.1:1") && err.contains("does this host reach it?"), "{err}");
+    assert!(
+        code == Some(1) && err.contains("127.0.0.1:1") && err.contains("does this host reach it?"),
+        "{err}"
+    );
     let (code, err) = Node::start(phalanx(&["--nnodes", "2", "--rdzv-backend", "file"], "echo never")).end();
     assert!(code == Some(2) && err.contains("needs --rdzv-endpoint"), "{err}");
 }

@@ -249,11 +249,15 @@ impl<'a> Several<'a> {
         let waited = since.elapsed().as_secs_f64();
         if !self.is_connected {
             let remedy = match &self.cluster.meeting {
-                Meeting::Served { .. } => "has the launcher that serves it started, and does this host reach it?",
+                Meeting::Served { .. } => {
+                    "has the launcher that serves it started, and does this host reach it?"
+                }
                 _ => "is it up, and does this host reach it?",
             };
             let cause = format!("no store has answered at {} within {waited:.0} s", self.cluster.endpoint());
-            return Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(remedy);
+            return Error::timeout(cause)
+                .in_operation("rendezvous of the launchers", None)
+                .with_remedy(remedy);
         }
         let hosts: Vec<&str> = self.state.waiting().iter().map(|node| node.host.as_str()).collect();
         let mut cause = format!(

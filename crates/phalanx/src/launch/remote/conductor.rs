@@ -214,10 +214,13 @@ impl<'a> Conductor<'a> {
     /// to start, the job ends.
     fn listen(&mut self, deadline: Option<Deadline>, is_enough: impl Fn(&[Peer]) -> bool) -> bool {
         loop {
+            if deadline.is_some() && self.is_ending() {
+                return false;
+            }
             if is_enough(&self.peers) {
                 return true;
             }
-            if deadline.is_some_and(|deadline| deadline.has_passed() || self.is_ending()) {
+            if deadline.is_some_and(Deadline::has_passed) {
                 return false;
             }
             let is_ready = self.control.observer.is_ready();

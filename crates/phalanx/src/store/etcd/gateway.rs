@@ -45,8 +45,9 @@ impl Gateway {
             let member = endpoint.strip_prefix("http://").unwrap_or(endpoint).trim_end_matches('/');
             if member.contains("://") || member.contains('/') {
                 let cause = format!("{endpoint:?} is not an end point of etcd");
-                return Err(Error::invalid_argument(cause)
-                    .with_remedy("write host:port[,host:port]; TLS is not spoken: let a proxy on this host do it"));
+                return Err(Error::invalid_argument(cause).with_remedy(
+                    "write host:port[,host:port]; TLS is not spoken: let a proxy on this host do it",
+                ));
             }
             let has_port = member.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
             members.push(if has_port { member.to_owned() } else { format!("{member}:2379") });
@@ -71,7 +72,8 @@ impl Gateway {
 
     /// The address of this host in the network that leads to etcd.
     pub(super) fn local_address(&self) -> Option<IpAddr> {
-        let target: SocketAddr = self.members.iter().find_map(|member| member.to_socket_addrs().ok()?.next())?;
+        let target: SocketAddr =
+            self.members.iter().find_map(|member| member.to_socket_addrs().ok()?.next())?;
         let any: IpAddr = if target.is_ipv4() { [0; 4].into() } else { [0_u16; 8].into() };
         // Nothing is sent: the kernel only looks up the way.
         let socket = UdpSocket::bind((any, 0)).ok()?;
@@ -95,7 +97,9 @@ impl Gateway {
             for turn in 0..self.members.len() {
                 let member = (first + turn) % self.members.len();
                 match self.ask_one(&self.members[member], path, &body, deadline.remaining().min(PATIENCE)) {
-                    Err(Refused::Silent { cause, was_heard }) if may_repeat || !was_heard => last = Some(cause),
+                    Err(Refused::Silent { cause, was_heard }) if may_repeat || !was_heard => {
+                        last = Some(cause)
+                    }
                     answer => {
                         self.current.store(member, Ordering::Relaxed);
                         return answer;
@@ -125,7 +129,9 @@ impl Gateway {
         let status = answer.status();
         let text = answer.body_mut().with_config().limit(MAX_ANSWER).read_to_string().map_err(silent)?;
         let value: Value = serde_json::from_str(&text).map_err(|_| {
-            Refused::Said(format!("{status}, and no answer of etcd's; is {member} an etcd of version 3.4 or later?"))
+            Refused::Said(format!(
+                "{status}, and no answer of etcd's; is {member} an etcd of version 3.4 or later?"
+            ))
         })?;
         if status.is_success() {
             return Ok(value);
