@@ -17,10 +17,11 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::key::JobKey;
 use crate::launch::cluster::{Cluster, Hosting};
 use crate::rendezvous::membership::liveness::Liveness;
 use crate::rendezvous::membership::{Departure, Entry, Log, Node, NodeId, Settings, log};
-use crate::store::{PrefixStore, SharedStore, Store, TcpStore, TcpStoreServer, host_port};
+use crate::store::{Access, PrefixStore, SharedStore, Store, TcpStore, TcpStoreServer, host_port};
 
 /// How long the reader waits at a time: then it looks whether it is still wanted.
 const LOOK: Duration = Duration::from_millis(200);
@@ -68,6 +69,7 @@ impl Link {
     /// Starts to connect, and to join.
     pub(super) fn start(
         cluster: &Cluster,
+        access: Access,
         scope: String,
         node: impl FnOnce(bool) -> Node + Send + 'static,
         settings: Settings,
@@ -86,10 +88,10 @@ impl Link {
             let mut server = None;
             let work = || -> Result<()> {
                 let deadline = Deadline::after(cluster.join_timeout);
-                server = serve(&cluster, deadline)?;
+                server = serve(&cluster, &access, deadline)?;
                 let served_at = server.as_ref().map(TcpStoreServer::local_addr);
                 let here = server.as_ref().map(TcpStoreServer::reachable_addr);
-                let store = connect(&cluster, here, &thread, deadline)?;
+                let store = connect(&cluster, access.key(), here, &thread, deadline)?;
                 let store: SharedStore = Arc::new(PrefixStore::new(scope, Arc::new(store)));
                 told.tell(News::Connected { served_at });
                 let reader = (Arc::clone(&store), told.clone(), Arc::clone(&thread));
@@ -176,10 +178,12 @@ impl Told {
 }
 
 /// Serves the store, if this node does.
-fn serve(cluster: &Cluster, deadline: Deadline) -> Result<Option<TcpStoreServer>> {
+fn serve(cluster: &Cluster, access: &Access, deadline: Deadline) -> Result<Option<TcpStoreServer>> {
     let bind = || match cluster.bind {
-        Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, cluster.port)),
-        None => TcpStoreServer::bind_to(&cluster.endpoint(), deadline.at_most(LOOK_UP)),
+        Some(address) => {
+            TcpStoreServer::bind_anywhere(SocketAddr::new(address, cluster.port), access.clone())
+        }
+        None => TcpStoreServer::bind_to(&cluster.endpoint(), access.clone(), deadline.at_most(LOOK_UP)),
     };
     match cluster.hosting {
         Hosting::Connect => Ok(None),
@@ -197,6 +201,7 @@ fn serve(cluster: &Cluster, deadline: Deadline) -> Result<Option<TcpStoreServer>
 
 fn connect(
     cluster: &Cluster,
+    key: Option<&JobKey>,
     here: Option<SocketAddr>,
     shared: &Shared,
     deadline: Deadline,
@@ -204,7 +209,7 @@ fn connect(
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
     let mut patience = TRY;
     loop {
-        match TcpStore::connect(&address, deadline.at_most(patience)) {
+        match TcpStore::join(&address, key, deadline.at_most(patience)) {
             Err(error) if error.is_timeout() && !deadline.has_passed() => {
                 if shared.closing.load(Ordering::Relaxed) {
                     return Err(error);
@@ -237,10 +242,13 @@ fn wait_for_host(store: &dyn Store, cluster: &Cluster, shared: &Shared, deadline
 }
 
 /// Another store beside the one at `meeting`, at a port of its own.
-pub(super) fn serve_beside(cluster: &Cluster, meeting: SocketAddr) -> Result<TcpStoreServer> {
+pub(super) fn serve_beside(cluster: &Cluster, access: Access, meeting: SocketAddr) -> Result<TcpStoreServer> {
     match cluster.bind {
-        Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, 0)),
-        None => TcpStoreServer::bind_to(&host_port(&meeting.ip().to_string(), 0), Deadline::after(LOOK_UP)),
+        Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, 0), access),
+        None => {
+            let beside = host_port(&meeting.ip().to_string(), 0);
+            TcpStoreServer::bind_to(&beside, access, Deadline::after(LOOK_UP))
+        }
     }
 }
 
@@ -349,8 +357,14 @@ mod tests {
             place: None,
             serves_store,
         };
-        let mut link =
-            Link::start(&cluster, "job".to_owned(), move |serves| node(7, serves), settings).unwrap();
+        let mut link = Link::start(
+            &cluster,
+            Access::default(),
+            "job".to_owned(),
+            move |serves| node(7, serves),
+            settings,
+        )
+        .unwrap();
         let limit = Deadline::after(Duration::from_secs(20));
         while !matches!(link.read(), Some(News::Connected { .. })) {
             assert!(!limit.has_passed());
@@ -386,7 +400,7 @@ mod tests {
             }
         });
         let deadline = Deadline::after(Duration::from_secs(20));
-        let store = connect(&cluster, None, &Shared::default(), deadline).unwrap();
+        let store = connect(&cluster, None, None, &Shared::default(), deadline).unwrap();
         assert_eq!(store.add("key", 1, deadline).unwrap(), 1);
     }
 
