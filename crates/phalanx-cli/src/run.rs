@@ -5,9 +5,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use phalanx::launch::{Job, Logs, Outcome, Report, Signal};
-use phalanx::{Error, WorldSize};
+use phalanx::{Error, JobKey, WorldSize};
 
-use crate::cli::Run;
+use crate::cli::{Keygen, Run};
 use crate::processes::Processes;
 use crate::render::{Format, Renderer, wants_colour};
 use crate::{json, report};
@@ -55,6 +55,14 @@ pub(crate) fn run(options: Run) -> ExitCode {
     exit_code(code)
 }
 
+/// `phalanx keygen`.
+pub(crate) fn keygen(options: &Keygen) -> ExitCode {
+    match JobKey::generate().and_then(|key| key.write_new(&options.file)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => refuse(&error.to_string(), 1),
+    }
+}
+
 fn count(options: &Run) -> Result<WorldSize, String> {
     match options.nproc_per_node {
         Some(processes) => processes.count(),
@@ -68,13 +76,17 @@ fn job(options: Run, workers: WorldSize) -> Result<Job, String> {
         return Err("--standalone is one machine, --nnodes several".to_owned());
     }
     let (address, port) = options.nodes.endpoint()?;
+    let key_file = options.job_key_file.filter(|file| !file.as_os_str().is_empty());
+    let key = key_file.map(JobKey::read).transpose().map_err(|error| error.to_string())?;
     let mut program = options.program.into_iter();
     let job = Job::new(program.next().unwrap_or_default(), workers)
         .arguments(program)
         .role(options.role)
         .grace(options.grace_period)
         .max_restarts(options.max_restarts)
+        .open_store(options.open_store)
         .master_port(port.unwrap_or(0));
+    let job = key.into_iter().fold(job, Job::key);
     let job = address.into_iter().fold(job, Job::master_addr);
     let job = cluster.into_iter().fold(job, Job::cluster);
     let job = options.rdzv_id.into_iter().fold(job, Job::run_id);
