@@ -38,6 +38,7 @@ pub(crate) enum Command {
     Run(Box<Run>),
     #[command(hide = true)]
     Node(Node),
+    Keygen(Keygen),
     Bench(Bench),
     Plot(Plot),
     Doctor(Doctor),
@@ -83,6 +84,12 @@ alone. A failure, a launcher that is ended and a node that falls silent (5 s) en
 again on all; each of them says what failed first, and on which host. With --nnodes MIN:MAX a job goes on without the \
 nodes that it loses as long as there are MIN, and takes in those that come up to MAX: all workers are then started again.
 
+Who may take part:
+  The processes of a job recognise each other by a key. On one machine it is made for the job. For several, make one with \
+`phalanx keygen FILE`, copy it to each and give --job-key-file FILE; without it whoever reaches the job's ports can take \
+part. Connections are authenticated, and not encrypted. Programs that do not know the key, such as PyTorch's, may use the \
+store if this user runs them on the store's own machine, or with --open-store.
+
 Environment of a worker:
   RANK, LOCAL_RANK             its place in the job and on this machine, from 0
   WORLD_SIZE, LOCAL_WORLD_SIZE the number of workers
@@ -91,6 +98,7 @@ Environment of a worker:
   MASTER_ADDR, MASTER_PORT     where the store is
   TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE,
   TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
+  PHALANX_JOB_KEY_FILE         the job's key, lent by this command: by it workers recognise each other and the store
   OMP_NUM_THREADS, RAYON_NUM_THREADS
                                1 if there are several workers and it is not set already
 
@@ -182,6 +190,16 @@ pub(crate) struct Run {
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) no_python: bool,
 
+    /// The file with the key by which the processes of this job recognise each other; needed on every node of a job on
+    /// several, the same there. A job on one makes its own
+    #[arg(long, value_name = "FILE", env = "PHALANX_JOB_KEY_FILE", hide_env_values = true)]
+    pub(crate) job_key_file: Option<PathBuf>,
+
+    /// Lets programs use the workers' store that do not know the job's key, from wherever they reach it: PyTorch's on
+    /// several nodes. Those of this user on the store's own machine may without
+    #[arg(long, env = "PHALANX_OPEN_STORE", hide_env_values = true, value_parser = FalseyValueParser::new())]
+    pub(crate) open_store: bool,
+
     // Behind all other options: its heading would stand over those that follow.
     #[command(flatten)]
     pub(crate) nodes: NodeOptions,
@@ -192,6 +210,16 @@ pub(crate) struct Run {
     /// The program, looked for in PATH unless it contains a slash, and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     pub(crate) program: Vec<OsString>,
+}
+
+/// Make a key for jobs on several machines
+///
+/// Copy it to each of them and start their launchers with `--job-key-file`. Whoever can read it can take part in the job.
+#[derive(Args, Debug)]
+pub(crate) struct Keygen {
+    /// The file to make; it must not be there yet. Only this user may read it
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
 }
 
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {

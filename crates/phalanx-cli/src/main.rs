@@ -23,6 +23,7 @@ fn main() -> ExitCode {
     match cli::Cli::parse().command {
         cli::Command::Run(options) => run::run(*options),
         cli::Command::Node(options) => node::run(&options),
+        cli::Command::Keygen(options) => run::keygen(&options),
         cli::Command::Bench(options) => bench::run(options),
         cli::Command::Plot(options) => bench::plot(&options),
         cli::Command::Doctor(options) => doctor::run(&options),

@@ -70,8 +70,8 @@ pub(crate) struct NodeOptions {
     #[arg(long, alias = "local_addr", value_name = "HOST", env = "PET_LOCAL_ADDR", hide_env_values = true)]
     pub(crate) local_addr: Option<String>,
 
-    /// The address at which this node's stores listen, if it is not the one at which others find it. 0.0.0.0 opens them,
-    /// without authentication, to every network of this machine
+    /// The address at which this node's stores listen, if it is not the one at which others find it. 0.0.0.0 opens them to
+    /// every network of this machine: give the job a key then (--job-key-file)
     #[arg(long, value_name = "ADDRESS", env = "PHALANX_BIND", hide_env_values = true)]
     pub(crate) bind: Option<IpAddr>,
 }

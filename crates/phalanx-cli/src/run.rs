@@ -5,9 +5,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use phalanx::launch::{Cluster, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal};
-use phalanx::{Error, WorldSize};
+use phalanx::{Error, JobKey, WorldSize};
 
-use crate::cli::Run;
+use crate::cli::{Keygen, Run};
 use crate::processes::Processes;
 use crate::render::{Format, Renderer, wants_colour};
 use crate::{json, report};
@@ -96,7 +96,16 @@ fn across(options: &Run, hosts: HostList) -> Result<RemoteJob, String> {
         .master_port(options.nodes.master_port.unwrap_or(0))
         .start_timeout(options.hosts.start_timeout)
         .grace(options.grace_period);
+    let job = key(options)?.into_iter().fold(job, RemoteJob::key);
     Ok(options.nodes.master_addr.iter().fold(job, RemoteJob::master_addr))
+}
+
+/// `phalanx keygen`.
+pub(crate) fn keygen(options: &Keygen) -> ExitCode {
+    match JobKey::generate().and_then(|key| key.write_new(&options.file)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => refuse(&error.to_string(), 1),
+    }
 }
 
 /// The job, or this node's part of it.
@@ -111,13 +120,16 @@ fn here(options: Run, workers: WorldSize) -> Result<Job, String> {
 /// The job that `options` describe, with what was settled about this machine's place in it.
 pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) -> Result<Job, String> {
     let (address, port) = options.nodes.endpoint()?;
+    let key = key(&options)?;
     let mut program = options.program.into_iter();
     let job = Job::new(program.next().unwrap_or_default(), workers)
         .arguments(program)
         .role(options.role)
         .grace(options.grace_period)
         .max_restarts(options.max_restarts)
+        .open_store(options.open_store)
         .master_port(port.unwrap_or(0));
+    let job = key.into_iter().fold(job, Job::key);
     let job = address.into_iter().fold(job, Job::master_addr);
     let job = cluster.into_iter().fold(job, Job::cluster);
     let job = options.rdzv_id.into_iter().fold(job, Job::run_id);
@@ -126,6 +138,12 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
     let folder = options.log_dir.or_else(|| wanted.then(std::env::temp_dir));
     let logs = folder.map(|folder| Logs::new(folder).redirects(options.redirects).tee(options.tee));
     Ok(logs.into_iter().fold(job, Job::logs))
+}
+
+/// The key that was given.
+fn key(options: &Run) -> Result<Option<JobKey>, String> {
+    let file = options.job_key_file.as_ref().filter(|file| !file.as_os_str().is_empty());
+    file.map(JobKey::read).transpose().map_err(|error| error.to_string())
 }
 
 fn last_words(report: &Report) -> Vec<u8> {

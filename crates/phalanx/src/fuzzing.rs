@@ -8,13 +8,17 @@ use std::collections::HashMap;
 use crate::env::LaunchEnv;
 use crate::rank::{Epoch, Rank};
 use crate::store::MAX_VALUE;
+use crate::wire::auth::NONCE;
 use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
 use crate::wire::frame::{HEADER, Header};
+use crate::wire::greeting::{self, StoreSecret};
+use crate::wire::handshake::{ANSWER, Answerer, Caller, GroupSecret};
 use crate::wire::hello::{Channel, HELLO, Hello};
 use crate::wire::store::{Decoder, MAX_COUNT, MAX_REQUEST};
 
 pub use crate::checkpoint::{fuzz_manifest as checkpoint_manifest, fuzz_tensors as checkpoint_tensors};
 pub use crate::domain::fuzz_word as board_word;
+pub use crate::key::fuzz as job_key;
 pub use crate::launch::{fuzz_error_file as error_file, fuzz_lines as lines, fuzz_remote as remote};
 pub use crate::rendezvous::{fuzz as rendezvous, fuzz_nodes as nodes};
 pub use crate::store::{fuzz_log as store_log, fuzz_reply as store_reply};
@@ -24,7 +28,7 @@ pub use crate::transport::fuzz as address;
 pub type Target = fn(&[u8]) -> bool;
 
 /// All targets, by the names of their folders and programs.
-pub const TARGETS: [(&str, Target); 16] = [
+pub const TARGETS: [(&str, Target); 19] = [
     ("address", address),
     ("board_word", board_word),
     ("checkpoint_manifest", checkpoint_manifest),
@@ -32,7 +36,10 @@ pub const TARGETS: [(&str, Target); 16] = [
     ("control", control),
     ("error_file", error_file),
     ("frame", frame),
+    ("greeting", greeting),
+    ("handshake", handshake),
     ("hello", hello),
+    ("job_key", job_key),
     ("launch_env", launch_env),
     ("lines", lines),
     ("nodes", nodes),
@@ -59,11 +66,78 @@ pub fn hello(bytes: &[u8]) -> bool {
     let Some(hello) = bytes.first_chunk::<HELLO>() else { return false };
     let Ok(hello) = Hello::decode(hello) else { return false };
     assert_eq!(Hello::decode(&hello.encode()).ok(), Some(hello));
-    let own = Hello { job: [0; 16], epoch: Epoch(0), rank: Rank::MAIN, world: 2, channel: Channel::Data };
+    let own = rank_saying_hello(0, 1);
     if own.accept(&hello).is_ok() {
-        assert_eq!(hello, Hello { rank: Rank::new(1), ..own });
+        assert_eq!(hello, Hello { group: own.group, nonce: hello.nonce, ..rank_saying_hello(1, 0) });
     }
     true
+}
+
+/// One of two ranks, to the other.
+fn rank_saying_hello(rank: u32, to: u32) -> Hello {
+    Hello {
+        group: group_secret().name(),
+        epoch: Epoch(0),
+        rank: Rank::new(rank),
+        to: Rank::new(to),
+        world: 2,
+        channel: Channel::Data,
+        nonce: [rank as u8; NONCE],
+    }
+}
+
+fn group_secret() -> GroupSecret {
+    GroupSecret::new(None, &[0; 16])
+}
+
+/// What a rank hears in a handshake: after a 0 who connects, a hello and a proof; after a 1 who accepts, an answer and a
+/// welcome.
+pub fn handshake(bytes: &[u8]) -> bool {
+    let secret = group_secret();
+    match bytes.split_first() {
+        Some((0, bytes)) => {
+            let Some((said, proof)) = bytes.split_first_chunk::<HELLO>() else { return false };
+            let (Ok(hello), Some(proof)) = (Hello::decode(said), proof.first_chunk()) else { return false };
+            let answerer = Answerer::new(&secret, &rank_saying_hello(0, 1), hello, *said);
+            let Ok((peer, _)) = answerer.and_then(|answerer| answerer.proven(&secret, proof)) else {
+                return false;
+            };
+            assert_eq!(peer, Hello { nonce: peer.nonce, ..rank_saying_hello(1, 0) });
+        }
+        Some((1, bytes)) => {
+            let Some((answer, welcome)) = bytes.split_first_chunk::<ANSWER>() else { return false };
+            let (caller, Some(welcome)) = (Caller::new(rank_saying_hello(1, 0)), welcome.first_chunk())
+            else {
+                return false;
+            };
+            let answered = caller.answered(&secret, *answer);
+            let Ok(peer) = answered.and_then(|answered| answered.welcomed(&secret, welcome)) else {
+                return false;
+            };
+            assert_eq!(peer, Hello { nonce: peer.nonce, ..rank_saying_hello(0, 1) });
+        }
+        _ => return false,
+    }
+    true
+}
+
+/// What a store and its clients hear before they trust each other: after a 0 a client's call and its proof, after a 1 a
+/// server's answer.
+pub fn greeting(bytes: &[u8]) -> bool {
+    let secret = StoreSecret::of_zeros();
+    match bytes.split_first() {
+        Some((0, bytes)) => {
+            let Some((call, proof)) = bytes.split_first_chunk() else { return false };
+            let answerer = greeting::Answerer::new(&secret, *call, [2; NONCE]);
+            let (Some(answerer), Some(proof)) = (answerer, proof.first_chunk()) else { return false };
+            answerer.proven(&secret, proof)
+        }
+        Some((1, bytes)) => {
+            let Some(answer) = bytes.first_chunk() else { return false };
+            greeting::Caller::new([1; NONCE]).answered(&secret, answer).is_some()
+        }
+        _ => false,
+    }
 }
 
 /// The messages on a control connection.

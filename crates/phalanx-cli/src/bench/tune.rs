@@ -63,6 +63,7 @@ pub(super) fn groups(
         }
         let place = Rendezvous {
             store: Arc::new(PrefixStore::new(algorithm.name, world.store.clone())),
+            key: world.key.clone(),
             keep_alive: rendezvous::alone().keep_alive,
             ..world
         };

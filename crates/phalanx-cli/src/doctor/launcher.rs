@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::env::{LaunchEnv, Meeting};
 use phalanx::store::{Store, TcpStore};
-use phalanx::{Deadline, Result};
+use phalanx::{Deadline, JobKey, Result};
 
 use super::finding::Report;
 
@@ -96,7 +96,10 @@ pub(super) fn reach(report: &mut Report, address: &str) {
 /// The shortest of some.
 fn round_trip(address: &str) -> Result<Duration> {
     let deadline = Deadline::after(PATIENCE);
-    let store = TcpStore::connect(address, deadline)?;
+    let store = match JobKey::from_env()? {
+        Some(key) => TcpStore::connect_with_key(address, &key, deadline)?,
+        None => TcpStore::connect(address, deadline)?,
+    };
     let mut shortest = Duration::MAX;
     for _ in 0..10 {
         let start = Instant::now();

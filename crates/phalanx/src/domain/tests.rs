@@ -22,7 +22,7 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                 let (store, host) = (&store, Some(hosts[rank.index()]));
                 scope.spawn(move || {
                     let interface = Ipv4Addr::LOCALHOST.into();
-                    let place = Place { store, rank, world, epoch: Epoch::default(), interface };
+                    let place = Place { store, rank, world, epoch: Epoch::default(), interface, key: None };
                     connect(&place, Wishes { kind, host, ..Wishes::default() }, Deadline::after(LIMIT))
                 })
             })

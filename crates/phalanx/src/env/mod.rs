@@ -15,6 +15,8 @@
 //!
 //! These do not say where ranks meet: set `MASTER_ADDR` and `MASTER_PORT`, or `PHALANX_RENDEZVOUS` to
 //! `file:///a/shared/path` or `tcp://host:port`. All ranks of Open MPI's on one host need neither.
+//!
+//! The job's key, if there is one, is in the file that `PHALANX_JOB_KEY_FILE` names: see [`JobKey`](crate::JobKey).
 
 mod foreign;
 
@@ -50,7 +52,7 @@ pub struct LaunchEnv {
     /// Where the ranks meet.
     pub meeting: Meeting,
     /// `PHALANX_BIND`: where rank 0, if it serves the store, listens, instead of at `MASTER_ADDR`. An unspecified address
-    /// (`0.0.0.0`) opens the store, which knows no authentication, to every network of the host.
+    /// (`0.0.0.0`) opens the store to every network of the host: give the ranks a [key](crate::JobKey) then.
     pub bind: Option<IpAddr>,
     /// `TORCHELASTIC_RESTART_COUNT`: which life of the job this is; 0 if unset.
     pub restart_count: Epoch,

@@ -10,6 +10,7 @@ use super::LocalPlace;
 use crate::collective::Tuning;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::key::JobKey;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{PrefixStore, SharedStore};
 use crate::transport::{self, Connected, Heartbeat, Place, TransportKind, Wishes, in_process};
@@ -42,6 +43,7 @@ pub(crate) enum Ground {
         transport: Option<TransportKind>,
         host_id: Option<String>,
         heartbeat: Heartbeat,
+        key: Option<JobKey>,
     },
 }
 
@@ -75,12 +77,13 @@ impl Ground {
             Self::Process { nursery, scope } => {
                 Self::Process { nursery: nursery.clone(), scope: format!("{scope}/{name}") }
             }
-            Self::Mesh { store, interface, transport, host_id, heartbeat } => Self::Mesh {
+            Self::Mesh { store, interface, transport, host_id, heartbeat, key } => Self::Mesh {
                 store: Arc::new(PrefixStore::new(name, store.clone())),
                 interface: *interface,
                 transport: *transport,
                 host_id: host_id.clone(),
                 heartbeat: *heartbeat,
+                key: key.clone(),
             },
         }
     }
@@ -106,10 +109,17 @@ impl Origin {
         match &self.ground {
             Ground::Process { nursery, scope } => nursery.take(scope, world, rank),
             Ground::Mesh { .. } if world == WorldSize::ONE => Nursery::default().take("alone", world, rank),
-            Ground::Mesh { store, interface, transport, host_id, heartbeat } => {
+            Ground::Mesh { store, interface, transport, host_id, heartbeat, key } => {
                 let (host, heartbeat) = (host_id.as_deref(), *heartbeat);
                 let wishes = Wishes { kind: *transport, host, heartbeat };
-                let place = Place { store: &**store, rank, world, epoch: self.epoch, interface: *interface };
+                let place = Place {
+                    store: &**store,
+                    rank,
+                    world,
+                    epoch: self.epoch,
+                    interface: *interface,
+                    key: key.as_ref(),
+                };
                 transport::connect_among(&place, self.members.clone(), wishes, deadline)
             }
         }

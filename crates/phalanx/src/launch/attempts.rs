@@ -8,20 +8,31 @@ use rustix::process::Signal as Raw;
 use super::event::{Event, Observer};
 use super::exit::{Outcome, Report};
 use super::job::Job;
+use super::lent_key::LentKey;
 use super::nodes::{Alone, Gathered, Nodes, Settled, Several};
+use super::refusals::Refused;
 use super::supervisor;
 use crate::error::{Error, Result};
+
+const NO_KEY: &str = "this job has no key: whoever reaches its ports can take part in it. Make one with `phalanx keygen \
+                      FILE`, copy it to every node, and start each launcher with --job-key-file FILE";
 
 pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     let started = Instant::now();
     let mut control = Control::new(observer)?;
+    let key = job.key_of_run()?;
+    let lent = key.as_ref().map(LentKey::new).transpose()?;
+    let job = &job.with_key(key, lent.as_ref());
+    if lent.is_none() {
+        control.tell(Event::Warning { text: NO_KEY });
+    }
     let run_id = job.name_of_run()?;
     let logs = job.log_files().map(|logs| logs.open(&run_id)).transpose()?;
     if let Some(logs) = &logs {
         control.tell(Event::Logging { folder: logs.folder() });
     }
     let mut nodes: Box<dyn Nodes + '_> = match job.other_nodes() {
-        Some(cluster) => Box::new(Several::new(job, cluster, run_id)?),
+        Some(cluster) => Box::new(Several::new(job, cluster, run_id, control.refused.refusals())?),
         None => Box::new(Alone::new(job, run_id)),
     };
     let mut report = Report {
@@ -70,6 +81,7 @@ pub(super) struct Control<'a> {
     // None if a job in another thread catches the signals.
     pub(super) signals: Option<Catcher>,
     pub(super) observer: &'a mut dyn Observer,
+    pub(super) refused: Refused,
     /// Has the observer had enough?
     pub(super) stops: bool,
 }
@@ -81,11 +93,18 @@ impl<'a> Control<'a> {
         let caught = [Raw::INT, Raw::TERM, Raw::HUP, Raw::QUIT, Raw::TSTP, Raw::CONT, Raw::USR1, Raw::USR2];
         let signals = Catcher::install(&caught.map(Raw::as_raw))
             .map_err(|error| Error::io("cannot catch signals", error))?;
-        Ok(Self { signals, observer, stops: false })
+        Ok(Self { signals, observer, refused: Refused::new()?, stops: false })
     }
 
     pub(super) fn tell(&mut self, event: Event<'_>) {
         self.stops |= self.observer.observe(event).is_break();
+    }
+
+    /// Tells of a client that a store has not let in.
+    pub(super) fn tell_refusal(&mut self) {
+        if let Some(text) = self.refused.read() {
+            self.tell(Event::Warning { text: &text });
+        }
     }
 
     pub(super) fn read_signal(&mut self) -> Option<i32> {

@@ -119,8 +119,8 @@ impl Cluster {
         self
     }
 
-    /// The address at which stores listen, if not the one at which others find them. The protocol knows no
-    /// authentication: an unspecified address (0.0.0.0) opens them to every network that this host is in.
+    /// The address at which stores listen, if not the one at which others find them. An unspecified
+    /// address (0.0.0.0) opens them to every network that this host is in: give the job a [key](super::Job::key) then.
     pub fn bind(mut self, address: IpAddr) -> Self {
         self.bind = Some(address);
         self

@@ -8,12 +8,14 @@ use super::attempts;
 use super::cluster::Cluster;
 use super::event::Observer;
 use super::exit::Report;
+use super::lent_key::LentKey;
 use super::logs::Logs;
 use super::placement::Placement;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::key::{self, JobKey};
 use crate::rank::WorldSize;
-use crate::store::{TcpStoreServer, host_port};
+use crate::store::{Access, Refusals, Strangers, TcpStoreServer, host_port};
 
 /// How long the system may take to look up the master address, which is one of this machine.
 const LOOK_UP: Duration = Duration::from_secs(30);
@@ -48,6 +50,8 @@ pub struct Job {
     run_id: Option<String>,
     logs: Option<Logs>,
     cluster: Option<Cluster>,
+    key: Option<JobKey>,
+    open_store: bool,
 }
 
 impl Job {
@@ -73,6 +77,8 @@ impl Job {
             run_id: None,
             logs: None,
             cluster: None,
+            key: None,
+            open_store: false,
         }
     }
 
@@ -153,6 +159,20 @@ impl Job {
         self
     }
 
+    /// With which the job's processes recognise each other. If not given, a job on one node makes one for itself, and a
+    /// job on several, whose launchers could not know each other's, has none.
+    pub fn key(mut self, key: JobKey) -> Self {
+        self.key = Some(key);
+        self
+    }
+
+    /// Lets programs use the workers' store that do not know the job's key, from wherever they reach it. Without this only
+    /// those may that this user runs on the store's own host. PyTorch programs on several nodes need it.
+    pub fn open_store(mut self, open: bool) -> Self {
+        self.open_store = open;
+        self
+    }
+
     /// Runs the job to its end.
     ///
     /// An error means that it could not be started, or not be watched; a worker's failure is in the report. On return
@@ -190,12 +210,39 @@ impl Job {
         self.output == Output::Lines
     }
 
+    /// The job with its key, which `lent` holds for the workers.
+    pub(super) fn with_key(&self, key: Option<JobKey>, lent: Option<&LentKey>) -> Self {
+        // An empty one counts as none: a key that this process has got from its own launcher is not this job's.
+        let path = lent.map(LentKey::path).unwrap_or_default();
+        Self { key, ..self.clone() }.variable(key::VARIABLE, path)
+    }
+
+    /// The key that was given, or a new one, if nobody else has to know it.
+    pub(super) fn key_of_run(&self) -> Result<Option<JobKey>> {
+        match &self.key {
+            None if self.cluster.is_none() => JobKey::generate().map(Some),
+            given => Ok(given.clone()),
+        }
+    }
+
+    /// Who may use the store that is served for the workers.
+    pub(super) fn workers_access(&self, refusals: &Refusals) -> Access {
+        let strangers = if self.open_store { Strangers::All } else { Strangers::OfThisUser };
+        Access::to(self.key.clone(), strangers).telling(refusals)
+    }
+
+    /// Who may use the store at which launchers meet.
+    pub(super) fn launchers_access(&self, refusals: &Refusals) -> Access {
+        Access::to(self.key.clone(), Strangers::None).telling(refusals)
+    }
+
     /// Serves the store.
-    pub(super) fn serve_store(&self) -> Result<TcpStoreServer> {
+    pub(super) fn serve_store(&self, refusals: &Refusals) -> Result<TcpStoreServer> {
+        let access = self.workers_access(refusals);
         match &self.master_addr {
-            None => TcpStoreServer::bind((Ipv4Addr::LOCALHOST, self.master_port).into()),
+            None => TcpStoreServer::bind_for((Ipv4Addr::LOCALHOST, self.master_port).into(), access),
             Some(host) => {
-                TcpStoreServer::bind_to(&host_port(host, self.master_port), Deadline::after(LOOK_UP))
+                TcpStoreServer::bind_to(&host_port(host, self.master_port), access, Deadline::after(LOOK_UP))
             }
         }
     }

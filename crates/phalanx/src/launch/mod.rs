@@ -4,6 +4,8 @@
 //! whatever happened. `phalanx run` and [`spawn`](crate::spawn()) are two faces of it.
 //!
 //! - Each worker leads a process group of its own, with standard input closed.
+//! - Each job has a [key](crate::JobKey) by which its processes recognise each other; workers find it in the file that
+//!   `PHALANX_JOB_KEY_FILE` names.
 //! - The first failure ends the job, or starts all workers [again](Job::max_restarts). The others get half a second to notice it themselves and say what they saw; then
 //!   SIGTERM to each group, [a grace period](Job::grace), and SIGKILL.
 //! - A worker whose error file blames another rank is believed if that one has failed too: that is then the first
@@ -36,12 +38,14 @@ mod error_file;
 mod event;
 mod exit;
 mod job;
+mod lent_key;
 mod lines;
 mod logs;
 mod members;
 mod nodes;
 mod placement;
 mod policy;
+mod refusals;
 mod remote;
 mod supervisor;
 mod worker;

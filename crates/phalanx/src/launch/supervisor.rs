@@ -106,6 +106,7 @@ impl Supervisor<'_, '_> {
             self.handle_nodes();
             self.handle_time();
             self.handle_logs();
+            self.control.tell_refusal();
         }
         self.finish_output();
         Ok(())
@@ -123,6 +124,7 @@ impl Supervisor<'_, '_> {
         let output = self.workers.iter().filter(|_| reads).flat_map(Worker::open_output);
         let mut descriptors: Vec<PollFd<'_>> = signals
             .chain(self.nodes.notice())
+            .chain(self.control.refused.notice())
             .chain(self.workers.iter().filter_map(Worker::end_notice))
             .chain(output)
             .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))

@@ -5,9 +5,15 @@ use super::{Place, Rendezvous, Url, file, tcp};
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, Meeting};
 use crate::error::{Error, Result};
+use crate::key::JobKey;
 use crate::store::host_port;
 
-pub(super) fn join(env: &LaunchEnv, me: &Identity, deadline: Deadline) -> Result<Rendezvous> {
+pub(super) fn join(
+    env: &LaunchEnv,
+    key: Option<JobKey>,
+    me: &Identity,
+    deadline: Deadline,
+) -> Result<Rendezvous> {
     let place = Place {
         rank: env.rank,
         world_size: env.world_size,
@@ -15,6 +21,7 @@ pub(super) fn join(env: &LaunchEnv, me: &Identity, deadline: Deadline) -> Result
         epoch: env.restart_count,
         // A launcher that serves the store keeps it over restarts, and may keep it over jobs.
         scope: format!("phalanx/{}/{}", env.run_id.as_deref().unwrap_or("none"), env.restart_count.0),
+        key,
     };
     let host = match env.agent_store {
         true => tcp::Host::Elsewhere,

@@ -25,6 +25,7 @@ pub use self::membership::fuzz as fuzz_nodes;
 use crate::deadline::Deadline;
 use crate::env::LaunchEnv;
 use crate::error::{Error, Result};
+use crate::key::JobKey;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
 
@@ -47,6 +48,8 @@ pub struct Rendezvous {
     pub epoch: Epoch,
     /// The address of this host at which the other ranks reach it.
     pub interface: IpAddr,
+    /// With which its processes recognise each other, if the job has one.
+    pub key: Option<JobKey>,
     /// What serves the store, or keeps the connection to it. Keep it as long as the store is in use.
     pub keep_alive: KeepAlive,
 }
@@ -67,7 +70,7 @@ impl fmt::Debug for Rendezvous {
 /// Meets the other ranks as the launcher's variables say; a world of one if there are none.
 pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
     match LaunchEnv::from_process()? {
-        Some(env) => env::join(&env, &Identity::of_process(), Deadline::after(timeout)),
+        Some(env) => env::join(&env, JobKey::from_env()?, &Identity::of_process(), Deadline::after(timeout)),
         None => Ok(alone()),
     }
 }
@@ -76,7 +79,7 @@ pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
 /// system that all ranks share).
 ///
 /// `env://` takes rank and world size from the launcher's variables if they are not given here; the other two need
-/// them.
+/// them. The job's key is the one in the file that `PHALANX_JOB_KEY_FILE` names, if it does.
 ///
 /// ```
 /// use std::time::Duration;
@@ -95,6 +98,9 @@ pub fn from_url(
 ) -> Result<Rendezvous> {
     let deadline = Deadline::after(timeout);
     let me = Identity::of_process();
+    let given = |rank, world_size| {
+        Ok::<_, Error>(Place { key: JobKey::from_env()?, ..Place::given(url, rank, world_size)? })
+    };
     match Url::parse(url)? {
         Url::Env => match LaunchEnv::from_process()? {
             None if world_size.is_none_or(|size| size == WorldSize::ONE) => Ok(alone()),
@@ -103,14 +109,14 @@ pub fn from_url(
             Some(mut env) => {
                 env.world_size = world_size.unwrap_or(env.world_size);
                 env.rank = env.world_size.rank(rank.unwrap_or(env.rank).get())?;
-                env::join(&env, &me, deadline)
+                env::join(&env, JobKey::from_env()?, &me, deadline)
             }
         },
         Url::Tcp(address) => {
             let host = tcp::Host::Rank0 { bind: None };
-            tcp::join(&address, host, &Place::given(url, rank, world_size)?, &me, deadline)
+            tcp::join(&address, host, &given(rank, world_size)?, &me, deadline)
         }
-        Url::File(path) => file::join(&path, &Place::given(url, rank, world_size)?, &me, deadline),
+        Url::File(path) => file::join(&path, &given(rank, world_size)?, &me, deadline),
     }
 }
 
@@ -125,6 +131,7 @@ pub fn alone() -> Rendezvous {
         local_world_size: 1,
         epoch: Epoch(0),
         interface: Ipv4Addr::LOCALHOST.into(),
+        key: None,
         keep_alive: KeepAlive(Held::Nothing),
     }
 }
@@ -172,6 +179,7 @@ struct Place {
     epoch: Epoch,
     /// What sets this life of this job apart in a store that outlives it.
     scope: String,
+    key: Option<JobKey>,
 }
 
 impl Place {
@@ -181,7 +189,7 @@ impl Place {
                 .with_remedy("pass both, or use env:// under a launcher"));
         };
         let rank = world_size.rank(rank.get())?;
-        Ok(Self { rank, world_size, local: None, epoch: Epoch(0), scope: "phalanx".into() })
+        Ok(Self { rank, world_size, local: None, epoch: Epoch(0), scope: "phalanx".into(), key: None })
     }
 
     /// The world of one, at this place.

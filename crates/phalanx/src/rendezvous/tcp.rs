@@ -7,7 +7,7 @@ use super::arrival::{Identity, arrive};
 use super::{Held, KeepAlive, Place, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::store::{SharedStore, TcpStore, TcpStoreServer};
+use crate::store::{Access, SharedStore, Strangers, TcpStore, TcpStoreServer};
 
 /// Who serves the store.
 #[derive(Clone, Copy, Debug)]
@@ -29,18 +29,20 @@ pub(super) fn join(
     if place.world_size.get() == 1 {
         return Ok(place.alone());
     }
+    // A program beside the ranks' own, such as a monitor of this user's, need not know the key.
+    let access = Access::to(place.key.clone(), Strangers::OfThisUser);
     let server = match host {
         Host::Rank0 { bind: None } if place.rank.is_main() => {
-            Some(TcpStoreServer::bind_to(address, deadline)?)
+            Some(TcpStoreServer::bind_to(address, access, deadline)?)
         }
         Host::Rank0 { bind: Some(ip) } if place.rank.is_main() => {
-            Some(TcpStoreServer::bind_anywhere(SocketAddr::new(ip, port(address)))?)
+            Some(TcpStoreServer::bind_anywhere(SocketAddr::new(ip, port(address)), access)?)
         }
         _ => None,
     };
     let client = match &server {
-        Some(server) => TcpStore::connect(server.reachable_addr(), deadline),
-        None => TcpStore::connect(address, deadline),
+        Some(server) => TcpStore::join(server.reachable_addr(), place.key.as_ref(), deadline),
+        None => TcpStore::join(address, place.key.as_ref(), deadline),
     };
     let client = Arc::new(client?);
     let (interface, found) = (client.local_ip(), client.found_ip());
@@ -68,6 +70,7 @@ pub(super) fn join(
         local_world_size: local.1,
         epoch: place.epoch,
         interface,
+        key: place.key.clone(),
         keep_alive,
     })
 }

@@ -29,7 +29,7 @@ pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
 #[cfg(any(test, fuzzing))]
 pub use tcp::fuzz as fuzz_reply;
-pub(crate) use tcp::host_port;
+pub(crate) use tcp::{Access, Refusals, Strangers, host_port};
 pub use tcp::{TcpStore, TcpStoreServer};
 
 /// The longest key, in bytes.

@@ -88,13 +88,13 @@ fn processes(
     let host = if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
     let host_id = kind.is_none().then(|| host.to_owned());
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface };
+    let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface, key: None };
     let deadline = Deadline::after(Duration::from_secs(20));
     let heartbeat = Heartbeat::default();
     let wishes = Wishes { kind, host: host_id.as_deref(), heartbeat };
     let connected = transport::connect(&place, wishes, deadline)?;
     let origin = Origin {
-        ground: Ground::Mesh { store, interface, transport: kind, host_id, heartbeat },
+        ground: Ground::Mesh { store, interface, transport: kind, host_id, heartbeat, key: None },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
         epoch: Epoch::default(),
         tuning: Tuning::default(),

@@ -1,14 +1,15 @@
-//! The handshake with which two ranks of one job open a connection.
+//! What two ranks of one job say about themselves when they open a connection.
 
 use crate::error::{Error, Result};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::wire::Fields;
+use crate::wire::auth::{NONCE, Nonce};
 
 /// Bytes of a hello, in either direction.
-pub(crate) const HELLO: usize = 48;
+pub(crate) const HELLO: usize = 80;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"PHXH");
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 
 /// The answer to a rank that has no business here: magic and version, and no channel.
 pub(crate) const REFUSAL: [u8; HELLO] = {
@@ -18,9 +19,9 @@ pub(crate) const REFUSAL: [u8; HELLO] = {
     bytes
 };
 
-/// Does a hello begin so, of whatever version?
-pub(crate) fn is_hello(bytes: &[u8; HELLO]) -> bool {
-    bytes.starts_with(&MAGIC.to_le_bytes())
+/// Is this the beginning of a hello of another version, which may have another length?
+pub(crate) fn is_of_another_version(bytes: &[u8]) -> bool {
+    bytes.len() >= 6 && bytes.starts_with(&MAGIC.to_le_bytes()) && bytes[4..6] != VERSION.to_le_bytes()
 }
 
 /// What a connection between two ranks is for.
@@ -35,29 +36,48 @@ pub(crate) enum Channel {
     Messages = 3,
 }
 
-/// A random number that rank 0 draws for each group, so that strangers and former jobs are told apart.
+/// A random number that rank 0 draws for each group and leaves in the store, so that strangers and former jobs are told
+/// apart. It does not travel between ranks.
 pub(crate) type JobId = [u8; 16];
+
+/// What stands for a group's secret in a hello. It says nothing about the secret.
+pub(crate) type GroupName = [u8; 16];
 
 /// Who speaks. The connecting rank sends one, the accepting rank answers with its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
-    pub job: JobId,
+    pub group: GroupName,
     pub epoch: Epoch,
     pub rank: Rank,
+    /// To whom.
+    pub to: Rank,
     pub world: u32,
     pub channel: Channel,
+    pub nonce: Nonce,
 }
 
 impl Hello {
+    /// The same rank's, to another one.
+    pub(crate) fn on(self, channel: Channel, to: Rank) -> Self {
+        Self { channel, to, ..self }
+    }
+
+    /// With this number.
+    pub(crate) fn saying(self, nonce: Nonce) -> Self {
+        Self { nonce, ..self }
+    }
+
     pub(crate) fn encode(&self) -> [u8; HELLO] {
         let mut bytes = [0; HELLO];
         bytes[0..4].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
         bytes[6] = self.channel as u8;
-        bytes[8..24].copy_from_slice(&self.job);
+        bytes[8..24].copy_from_slice(&self.group);
         bytes[24..32].copy_from_slice(&self.epoch.0.to_le_bytes());
         bytes[32..36].copy_from_slice(&self.rank.get().to_le_bytes());
-        bytes[36..40].copy_from_slice(&self.world.to_le_bytes());
+        bytes[36..40].copy_from_slice(&self.to.get().to_le_bytes());
+        bytes[40..44].copy_from_slice(&self.world.to_le_bytes());
+        bytes[HELLO - NONCE..].copy_from_slice(&self.nonce);
         bytes
     }
 
@@ -74,7 +94,7 @@ impl Hello {
         let channel = match channel {
             0 => {
                 return Err(Error::protocol(
-                    "the peer says that this rank is not of its job, epoch or world",
+                    "the peer says that this rank is not of its job, epoch or world, or has another job key",
                 ));
             }
             1 => Channel::Data,
@@ -82,18 +102,20 @@ impl Hello {
             3 => Channel::Messages,
             other => return Err(Error::protocol(format!("a handshake names the unknown channel {other}"))),
         };
-        let job = fields.take();
+        let group = fields.take();
         let epoch = Epoch(fields.u64());
-        let rank = Rank::new(fields.u32());
+        let (rank, to) = (Rank::new(fields.u32()), Rank::new(fields.u32()));
         let world = fields.u32();
-        Ok(Self { job, epoch, rank, world, channel })
+        let _reserved = fields.u32();
+        Ok(Self { group, epoch, rank, to, world, channel, nonce: fields.take() })
     }
 
-    /// Is `other` a rank of the same job, epoch and world, on the same channel?
+    /// Does `other` come from a rank of the same job, epoch and world, on the same channel, and is it meant for this one?
+    /// Whether that is true is for a proof to show.
     pub(crate) fn accept(&self, other: &Self) -> Result<()> {
         let world = WorldSize::new(self.world)?;
-        let reason = if other.job != self.job {
-            "it belongs to another job".to_owned()
+        let reason = if other.group != self.group {
+            "it belongs to another job, or has another job key".to_owned()
         } else if other.epoch != self.epoch {
             format!("it belongs to epoch {}, this group to epoch {}", other.epoch.0, self.epoch.0)
         } else if other.world != self.world {
@@ -102,6 +124,8 @@ impl Hello {
             "it is on another channel".to_owned()
         } else if world.rank(other.rank.get()).is_err() || other.rank == self.rank {
             format!("it calls itself rank {}", other.rank)
+        } else if other.to != self.rank {
+            format!("it takes this rank, {}, for rank {}", self.rank, other.to)
         } else {
             return Ok(());
         };
@@ -116,20 +140,29 @@ mod tests {
     use super::*;
 
     fn hello() -> Hello {
-        Hello { job: [7; 16], epoch: Epoch(1), rank: Rank::new(1), world: 3, channel: Channel::Control }
+        Hello {
+            group: [7; 16],
+            epoch: Epoch(1),
+            rank: Rank::new(1),
+            to: Rank::MAIN,
+            world: 3,
+            channel: Channel::Control,
+            nonce: [9; NONCE],
+        }
     }
 
     #[test]
     fn strangers_are_turned_away() {
         assert_eq!(Hello::decode(&hello().encode()).unwrap(), hello());
-        let own = Hello { rank: Rank::MAIN, ..hello() };
+        let own = Hello { rank: Rank::MAIN, to: Rank::new(1), ..hello() };
         own.accept(&hello()).unwrap();
         for stranger in [
-            Hello { job: [8; 16], ..hello() },
+            Hello { group: [8; 16], ..hello() },
             Hello { epoch: Epoch(0), ..hello() },
             Hello { world: 4, ..hello() },
             Hello { rank: Rank::new(3), ..hello() },
             Hello { rank: Rank::MAIN, ..hello() },
+            Hello { to: Rank::new(2), ..hello() },
             Hello { channel: Channel::Data, ..hello() },
         ] {
             assert!(own.accept(&stranger).is_err(), "{stranger:?}");
@@ -138,11 +171,12 @@ mod tests {
 
     #[test]
     fn a_refusal_says_that_it_is_one_and_names_the_version() {
-        assert!(is_hello(&REFUSAL));
         assert!(Hello::decode(&REFUSAL).unwrap_err().to_string().contains("not of its job"));
         let mut other = REFUSAL;
         other[4] += 1;
-        assert!(Hello::decode(&other).unwrap_err().to_string().contains("speaks version 2, this one 1"));
+        assert!(Hello::decode(&other).unwrap_err().to_string().contains("speaks version 3, this one 2"));
+        assert!(is_of_another_version(&other[..6]) && !is_of_another_version(&other[..5]));
+        assert!(!is_of_another_version(&REFUSAL) && !is_of_another_version(b"GET / "));
     }
 
     proptest! {
@@ -151,7 +185,7 @@ mod tests {
             let mut hello = [0; HELLO];
             hello.copy_from_slice(&bytes);
             let _ = Hello::decode(&hello);
-            hello[..7].copy_from_slice(b"PHXH\x01\x00\x01");
+            hello[..7].copy_from_slice(b"PHXH\x02\x00\x01");
             prop_assert!(Hello::decode(&hello).is_ok());
         }
     }

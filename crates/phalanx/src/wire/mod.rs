@@ -1,7 +1,10 @@
 //! Bounded codecs for everything that crosses a connection. No I/O happens here; docs/wire.md draws each message.
 
+pub(crate) mod auth;
 pub(crate) mod control;
 pub(crate) mod frame;
+pub(crate) mod greeting;
+pub(crate) mod handshake;
 pub(crate) mod hello;
 pub(crate) mod store;
 

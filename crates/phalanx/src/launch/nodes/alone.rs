@@ -27,10 +27,10 @@ impl<'a> Alone<'a> {
 }
 
 impl Nodes for Alone<'_> {
-    fn gather(&mut self, _control: &mut Control<'_>) -> Result<Gathered> {
+    fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
         // The one before lets its port go first: the next may need it.
         self.store = None;
-        let store = self.store.insert(self.job.serve_store()?);
+        let store = self.store.insert(self.job.serve_store(control.refused.refusals())?);
         let address = store.local_addr();
         Ok(Gathered::Placed(Placement {
             restarts: self.restarts,

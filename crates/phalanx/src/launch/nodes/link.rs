@@ -17,13 +17,14 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::key::JobKey;
 use crate::launch::cluster::{Cluster, Hosting, Meeting};
 use crate::launch::worker::host_name;
 use crate::rendezvous::membership::liveness::Liveness;
 use crate::rendezvous::membership::{Departure, Entry, Log, Node, NodeId, Settings, log};
 #[cfg(feature = "etcd")]
 use crate::store::EtcdStore;
-use crate::store::{FileStore, PrefixStore, SharedStore, Store, TcpStore, TcpStoreServer, host_port};
+use crate::store::{Access, FileStore, PrefixStore, SharedStore, Store, TcpStore, TcpStoreServer, host_port};
 
 /// How long the reader waits at a time: then it looks whether it is still wanted.
 const LOOK: Duration = Duration::from_millis(200);
@@ -91,6 +92,7 @@ impl Link {
     /// Starts to connect, and to join.
     pub(super) fn start(
         cluster: &Cluster,
+        access: Access,
         scope: String,
         node: impl FnOnce(bool) -> Node + Send + 'static,
         settings: Settings,
@@ -109,7 +111,7 @@ impl Link {
             let mut server = None;
             let work = || -> Result<()> {
                 let deadline = Deadline::after(cluster.join_timeout);
-                let met = meet(&cluster, &scope, &thread, deadline)?;
+                let met = meet(&cluster, &access, &scope, &thread, deadline)?;
                 server = met.server;
                 let served_at = server.as_ref().map(TcpStoreServer::local_addr);
                 let store: SharedStore = Arc::new(PrefixStore::new(scope, met.store));
@@ -199,12 +201,12 @@ impl Told {
 
 /// Opens the store at which the launchers meet.
 #[cfg_attr(not(feature = "etcd"), expect(unused_variables, reason = "a file is one job's"))]
-fn meet(cluster: &Cluster, job: &str, shared: &Shared, deadline: Deadline) -> Result<Met> {
+fn meet(cluster: &Cluster, access: &Access, job: &str, shared: &Shared, deadline: Deadline) -> Result<Met> {
     let (store, address): (SharedStore, Option<IpAddr>) = match &cluster.meeting {
         Meeting::Served { host, port, hosting } => {
-            let server = serve(cluster, *port, *hosting, deadline)?;
+            let server = serve(cluster, access, *port, *hosting, deadline)?;
             let here = server.as_ref().map(TcpStoreServer::reachable_addr);
-            let store = Arc::new(connect(cluster, here, shared, deadline)?);
+            let store = Arc::new(connect(cluster, access.key(), here, shared, deadline)?);
             let listens_at = server.as_ref().map(|server| server.local_addr().ip().to_string());
             let spot = listens_at.map(|listens_at| Spot { name: host.clone(), listens_at });
             return Ok(Met { store, has_host: server.is_none(), server, spot });
@@ -226,13 +228,14 @@ fn meet(cluster: &Cluster, job: &str, shared: &Shared, deadline: Deadline) -> Re
 /// Serves the store, if this node does.
 fn serve(
     cluster: &Cluster,
+    access: &Access,
     port: u16,
     hosting: Hosting,
     deadline: Deadline,
 ) -> Result<Option<TcpStoreServer>> {
     let bind = || match cluster.bind {
-        Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, port)),
-        None => TcpStoreServer::bind_to(&cluster.endpoint(), deadline.at_most(LOOK_UP)),
+        Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, port), access.clone()),
+        None => TcpStoreServer::bind_to(&cluster.endpoint(), access.clone(), deadline.at_most(LOOK_UP)),
     };
     match hosting {
         Hosting::Connect => Ok(None),
@@ -250,6 +253,7 @@ fn serve(
 
 fn connect(
     cluster: &Cluster,
+    key: Option<&JobKey>,
     here: Option<SocketAddr>,
     shared: &Shared,
     deadline: Deadline,
@@ -257,7 +261,7 @@ fn connect(
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
     let mut patience = TRY;
     loop {
-        match TcpStore::connect(&address, deadline.at_most(patience)) {
+        match TcpStore::join(&address, key, deadline.at_most(patience)) {
             Err(error) if error.is_timeout() && !deadline.has_passed() => {
                 if shared.closing.load(Ordering::Relaxed) {
                     return Err(error);
@@ -290,10 +294,10 @@ fn wait_for_host(store: &dyn Store, cluster: &Cluster, shared: &Shared, deadline
 }
 
 /// The store of a round, at a port of its own.
-pub(super) fn serve_round(cluster: &Cluster, spot: &Spot) -> Result<TcpStoreServer> {
+pub(super) fn serve_round(cluster: &Cluster, access: Access, spot: &Spot) -> Result<TcpStoreServer> {
     match cluster.bind {
-        Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, 0)),
-        None => TcpStoreServer::bind_to(&host_port(&spot.listens_at, 0), Deadline::after(LOOK_UP)),
+        Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, 0), access),
+        None => TcpStoreServer::bind_to(&host_port(&spot.listens_at, 0), access, Deadline::after(LOOK_UP)),
     }
 }
 
@@ -402,8 +406,14 @@ mod tests {
             place: None,
             serves_store,
         };
-        let mut link =
-            Link::start(&cluster, "job".to_owned(), move |serves| node(7, serves), settings).unwrap();
+        let mut link = Link::start(
+            &cluster,
+            Access::default(),
+            "job".to_owned(),
+            move |serves| node(7, serves),
+            settings,
+        )
+        .unwrap();
         let limit = Deadline::after(Duration::from_secs(20));
         while !matches!(link.read(), Some(News::Connected { .. })) {
             assert!(!limit.has_passed());
@@ -439,7 +449,7 @@ mod tests {
             }
         });
         let deadline = Deadline::after(Duration::from_secs(20));
-        let store = connect(&cluster, None, &Shared::default(), deadline).unwrap();
+        let store = connect(&cluster, None, None, &Shared::default(), deadline).unwrap();
         assert_eq!(store.add("key", 1, deadline).unwrap(), 1);
     }
 

@@ -19,12 +19,14 @@ use crate::launch::placement::Placement;
 use crate::launch::worker::host_name;
 use crate::rank::WorldSize;
 use crate::rendezvous::membership::{Cause, Departure, Entry, Fault, Node, NodeId, Settings, State, Verdict};
-use crate::store::TcpStoreServer;
+use crate::store::{Access, Refusals, TcpStoreServer};
 
 /// This node among the others.
 #[derive(Debug)]
 pub(in crate::launch) struct Several<'a> {
     cluster: &'a Cluster,
+    /// Who may use a round's store.
+    access: Access,
     run_id: String,
     me: NodeId,
     link: Link,
@@ -48,7 +50,12 @@ pub(in crate::launch) struct Several<'a> {
 }
 
 impl<'a> Several<'a> {
-    pub(in crate::launch) fn new(job: &Job, cluster: &'a Cluster, run_id: String) -> Result<Self> {
+    pub(in crate::launch) fn new(
+        job: &Job,
+        cluster: &'a Cluster,
+        run_id: String,
+        refusals: &Refusals,
+    ) -> Result<Self> {
         let mut bytes = [0; 8];
         getrandom::fill(&mut bytes)
             .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
@@ -60,9 +67,16 @@ impl<'a> Several<'a> {
             max_nodes: cluster.max_nodes,
             max_restarts: job.restarts_allowed(),
         };
-        let link = Link::start(cluster, format!("phalanx/launch/{run_id}"), node, settings)?;
+        let link = Link::start(
+            cluster,
+            job.launchers_access(refusals),
+            format!("phalanx/launch/{run_id}"),
+            node,
+            settings,
+        )?;
         Ok(Self {
             cluster,
+            access: job.workers_access(refusals),
             run_id,
             me,
             link,
@@ -122,6 +136,8 @@ impl<'a> Several<'a> {
                 error.with_remedy("is the store at which the launchers meet up, and does this host reach it?")
             }
             // It has gone before it joined, or was never heard of.
+            // What answers there is another store, or none, and the error says what to do.
+            _ if error.kind() == Kind::Protocol => error,
             None if self.served_at.is_none() => error.with_remedy(
                 "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
             ),
@@ -172,7 +188,7 @@ impl<'a> Several<'a> {
             let is_mine = self.store.as_ref().is_some_and(|(of, _)| *of == round);
             if let (0, false, Some(spot)) = (place, is_mine, &self.spot) {
                 self.store = None;
-                let store = serve_round(self.cluster, spot)?;
+                let store = serve_round(self.cluster, self.access.clone(), spot)?;
                 let (host, port) = (spot.name.clone(), store.local_addr().port());
                 self.link.propose(Entry::Store { round, host, port });
                 self.store = Some((round, store));
@@ -200,12 +216,14 @@ impl<'a> Several<'a> {
             .iter()
             .map(AsFd::as_fd)
             .chain([self.link.notice()])
+            .chain(control.refused.notice())
             .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
             .collect();
         match poll(&mut descriptors, Timespec::try_from(timeout).ok().as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(Error::io("cannot wait for the other nodes", error.into())),
         }
+        control.tell_refusal();
         while let Some(number) = control.read_signal() {
             match Raw::from_named_raw(number) {
                 Some(Raw::TSTP) => {

@@ -22,9 +22,10 @@ use super::diagnosis::Broken;
 use super::environment::forwarded;
 use super::hosts::Host;
 use super::node::version;
-use super::words::{Complaint, Ending, News, Order, Place, Route, Said};
+use super::words::{Complaint, Ending, News, Order, Place, Route, Said, SentKey};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::key::JobKey;
 use crate::launch::attempts::Control;
 use crate::launch::event::{Event, Observer};
 use crate::launch::exit::{Outcome, Report, Signal};
@@ -66,6 +67,7 @@ enum Ended {
 
 pub(super) struct Conductor<'a> {
     job: &'a RemoteJob,
+    key: JobKey,
     peers: Vec<Peer>,
     heard: Receiver<(usize, Heard)>,
     notice: PipeReader,
@@ -84,6 +86,7 @@ impl<'a> Conductor<'a> {
     /// Starts a launcher on each host.
     pub(super) fn start(job: &'a RemoteJob, observer: &'a mut dyn Observer) -> Result<Self> {
         let started = Instant::now();
+        let key = job.key.clone().map_or_else(JobKey::generate, Ok)?;
         let control = Control::new(observer)?;
         let no_pipe = |error| Error::io("no pipe for the news from other hosts", error);
         let (notice, wake) = io::pipe().map_err(no_pipe)?;
@@ -119,6 +122,7 @@ impl<'a> Conductor<'a> {
         }
         Ok(Self {
             job,
+            key,
             peers,
             heard,
             notice,
@@ -204,6 +208,7 @@ impl<'a> Conductor<'a> {
             host: host.to_owned(),
             port,
             patience: self.job.start_timeout,
+            key: SentKey::new(&self.key),
         };
         let arguments = self.job.arguments.iter().map(|word| word.as_bytes().to_vec()).collect();
         self.peers[node].was_told_to_start = true;

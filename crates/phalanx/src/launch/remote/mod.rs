@@ -27,6 +27,7 @@ use std::time::Duration;
 use super::event::Observer;
 use super::exit::Report;
 use crate::error::Result;
+use crate::key::JobKey;
 
 pub use hosts::{Host, HostList};
 pub use node::RemoteNode;
@@ -47,6 +48,7 @@ pub struct RemoteJob {
     master_port: u16,
     start_timeout: Duration,
     grace: Duration,
+    key: Option<JobKey>,
 }
 
 impl RemoteJob {
@@ -66,6 +68,7 @@ impl RemoteJob {
             master_port: 0,
             start_timeout: Duration::from_secs(30),
             grace: super::Job::GRACE,
+            key: None,
         }
     }
 
@@ -96,6 +99,12 @@ impl RemoteJob {
     /// How long workers may take to end after they were asked to: as the launchers were told.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
+        self
+    }
+
+    /// With which the job's processes recognise each other; a new one if not given.
+    pub fn key(mut self, key: JobKey) -> Self {
+        self.key = Some(key);
         self
     }
 

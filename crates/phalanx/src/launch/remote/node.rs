@@ -15,6 +15,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use super::frame;
 use super::words::{Complaint, Ending, News, Order, Place, Route, Said};
 use crate::error::{Error, Result};
+use crate::key::JobKey;
 use crate::launch::cluster::{Cluster, Hosting};
 use crate::launch::event::Event;
 use crate::launch::exit::Report;
@@ -76,6 +77,11 @@ impl RemoteNode {
     /// How many workers this host takes.
     pub fn workers(&self) -> Result<WorldSize> {
         WorldSize::new(self.place.workers)
+    }
+
+    /// With which the job's processes recognise each other.
+    pub fn key(&self) -> JobKey {
+        self.place.key.key()
     }
 
     /// The hosts of the job, if there are several.

@@ -9,6 +9,7 @@
 //!                                                 Ended, or Failed
 //! ```
 
+use std::fmt;
 use std::io;
 use std::net::IpAddr;
 use std::ops::ControlFlow;
@@ -18,6 +19,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind};
+use crate::key::JobKey;
 use crate::launch::event::{Event, Observer, Stream};
 use crate::launch::exit::{Exit, Failure, NodeFailure, Outcome, Report, Signal};
 use crate::rank::{Rank, WorldSize};
@@ -46,6 +48,28 @@ pub(super) struct Place {
     pub(super) port: u16,
     /// How long they may take to come together.
     pub(super) patience: Duration,
+    pub(super) key: SentKey,
+}
+
+/// A job's key under way.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct SentKey([u8; 32]);
+
+impl SentKey {
+    pub(super) fn new(key: &JobKey) -> Self {
+        Self(*key.bytes())
+    }
+
+    pub(super) fn key(&self) -> JobKey {
+        JobKey::from_bytes(self.0)
+    }
+}
+
+/// Without the key.
+impl fmt::Debug for SentKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SentKey(..)")
+    }
 }
 
 /// From a launcher.

@@ -12,14 +12,11 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
+use super::access::Gate;
 use super::waiters::Waiters;
 use crate::store::table::{MAX_BYTES, Refusal, Table};
-use crate::wire::store::{
-    CHECK_NOT_READY, CHECK_READY, Decoder, MAGIC, Op, Request, WAIT_CANCELLED, WAIT_DONE,
-};
+use crate::wire::store::{CHECK_NOT_READY, CHECK_READY, Decoder, Op, Request, WAIT_CANCELLED, WAIT_DONE};
 
-/// How long a stranger may take to say that it is a client.
-const HANDSHAKE: Duration = Duration::from_secs(2);
 /// How long a client may leave a part of its answer unread.
 const UNREAD: Duration = Duration::from_secs(60);
 /// The buffer of a validated client.
@@ -36,15 +33,13 @@ pub(super) struct Shared {
 }
 
 /// Serves `stream` until its client closes it, or breaks the protocol, which is the error.
-pub(super) async fn serve(mut stream: TcpStream, shared: Rc<RefCell<Shared>>) -> io::Result<()> {
-    // A stranger gets these five bytes and no more.
-    let mut hello = [0; 5];
-    timeout(HANDSHAKE, stream.read_exact(&mut hello)).await??;
-    let mut expected = [Op::Validate as u8; 5];
-    expected[1..].copy_from_slice(&MAGIC.to_le_bytes());
-    if hello != expected {
-        return Err(invalid(format!("its first bytes are {hello:02x?}, not a store client's")));
-    }
+pub(super) async fn serve(
+    mut stream: TcpStream,
+    gate: Rc<Gate>,
+    shared: Rc<RefCell<Shared>>,
+) -> io::Result<()> {
+    // Until it is in, it has no buffer.
+    gate.admit(&mut stream).await?;
     Box::pin(Connection { stream: BufReader::with_capacity(BUFFER, stream), shared }.run()).await
 }
 
@@ -287,6 +282,6 @@ fn count(number: usize) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
 
-fn invalid(why: String) -> io::Error {
+pub(super) fn invalid(why: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }

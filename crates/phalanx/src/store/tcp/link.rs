@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::MAX_VALUE;
+use crate::wire::auth::{Tag, nonce};
+use crate::wire::greeting::{self, ANSWER, Caller, StoreSecret};
 use crate::wire::store::{Frame, MAGIC, Op, WAIT_CANCELLED, WAIT_DONE};
 
 /// How long one address may take to accept.
@@ -41,25 +43,28 @@ enum Attempt {
     Silent,
     /// It is something else than a store.
     Foreign(String),
+    /// It is a store, but does not know the key.
+    Unproven,
 }
 
 impl Link {
     /// Connects to `address`, `host:port`, until it works or `deadline` has passed.
-    pub fn connect(address: &str, deadline: Deadline) -> Result<Self> {
+    pub fn connect(address: &str, secret: Option<&StoreSecret>, deadline: Deadline) -> Result<Self> {
         let started = Instant::now();
         let mut pause = PAUSES.0;
         let mut hung_up: Option<Instant> = None;
         loop {
-            let last = match Self::attempt(address, deadline) {
+            let last = match Self::attempt(address, secret, deadline) {
                 Ok(link) => return Ok(link),
                 Err(Attempt::Foreign(what)) => return Err(foreign(address, &what)),
+                Err(Attempt::Unproven) => return Err(unproven(address)),
                 Err(Attempt::Silent) => {
                     return Err(foreign(address, "it accepts connections but does not answer"));
                 }
                 Err(Attempt::HungUp) => {
                     let since = *hung_up.get_or_insert_with(Instant::now);
                     if since.elapsed() >= HANGING_UP || deadline.remaining() <= pause {
-                        return Err(foreign(address, "it closes the connection when it is greeted"));
+                        return Err(hangs_up(address, secret.is_some()));
                     }
                     None
                 }
@@ -76,12 +81,15 @@ impl Link {
     }
 
     /// Connects to a store that has been there before: one that refuses now is gone, one that is slow is slow.
-    pub fn again(address: &str, deadline: Deadline) -> io::Result<Self> {
+    pub fn again(address: &str, secret: Option<&StoreSecret>, deadline: Deadline) -> io::Result<Self> {
         use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
         loop {
-            match Self::attempt(address, deadline) {
+            match Self::attempt(address, secret, deadline) {
                 Ok(link) => return Ok(link),
                 Err(Attempt::Foreign(what)) => return Err(io::Error::new(InvalidData, what)),
+                Err(Attempt::Unproven) => {
+                    return Err(io::Error::new(InvalidData, "it does not know the job's key"));
+                }
                 Err(Attempt::HungUp) => return Err(ConnectionReset.into()),
                 Err(Attempt::Silent | Attempt::Absent(_)) if deadline.has_passed() => {
                     return Err(TimedOut.into());
@@ -106,32 +114,51 @@ impl Link {
         self.stream.peer_addr()
     }
 
-    fn attempt(address: &str, deadline: Deadline) -> Result<Self, Attempt> {
+    fn attempt(address: &str, secret: Option<&StoreSecret>, deadline: Deadline) -> Result<Self, Attempt> {
         let mut failure = Attempt::Absent(io::ErrorKind::AddrNotAvailable.into());
         for target in resolve(address, deadline).map_err(Attempt::Absent)? {
             let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
             match TcpStream::connect_timeout(&target, limit) {
                 // A connection to a free port of this host may by chance be one to itself.
                 Ok(stream) if stream.local_addr().ok() == Some(target) => {}
-                Ok(stream) => return Self::greet(stream, deadline),
+                Ok(stream) => return Self::greet(stream, secret, deadline),
                 Err(error) => failure = Attempt::Absent(error),
             }
         }
         Err(failure)
     }
 
-    fn greet(stream: TcpStream, deadline: Deadline) -> Result<Self, Attempt> {
+    fn greet(stream: TcpStream, secret: Option<&StoreSecret>, deadline: Deadline) -> Result<Self, Attempt> {
         stream.set_nodelay(true).map_err(Attempt::Absent)?;
         let mut link = Self { stream, buffer: Vec::new(), start: 0, deadline: deadline.at_most(GREETING) };
-        let nonce = std::process::id();
-        let hello = Frame::new(Op::Validate).u32(MAGIC).then(Op::Ping).u32(nonce).into_bytes();
-        let answer = link.send(&hello).and_then(|()| link.take::<4>());
-        match answer {
-            Ok(echo) if echo == nonce.to_le_bytes() => Ok(link),
-            Ok(other) => Err(Attempt::Foreign(format!("it answers {:?}", other.escape_ascii().to_string()))),
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => Err(Attempt::Silent),
-            Err(_) => Err(Attempt::HungUp),
+        let number = std::process::id();
+        // What lets this client in goes out in one packet with the ping, whose answer says that it is in.
+        let mut hello = match secret {
+            Some(secret) => link.authenticate(secret)?.to_vec(),
+            None => Frame::new(Op::Validate).u32(MAGIC).into_bytes(),
+        };
+        hello.extend(Frame::new(Op::Ping).u32(number).into_bytes());
+        match link.send(&hello).and_then(|()| link.take::<4>()) {
+            Ok(echo) if echo == number.to_le_bytes() => Ok(link),
+            Ok(other) => Err(strange(&other)),
+            Err(error) => Err(unanswered(&error)),
         }
+    }
+
+    /// Makes sure that the server knows the secret; gives the proof that this client does.
+    fn authenticate(&mut self, secret: &StoreSecret) -> Result<Tag, Attempt> {
+        let own = nonce().map_err(|error| Attempt::Absent(io::Error::other(error)))?;
+        let caller = Caller::new(own);
+        let sent = self.send(caller.call());
+        let first: [u8; 4] = sent.and_then(|()| self.take()).map_err(|error| unanswered(&error))?;
+        if !greeting::is_greeting(&first) {
+            return Err(strange(&first));
+        }
+        let mut answer = [0; ANSWER];
+        let (start, rest) = answer.split_at_mut(first.len());
+        start.copy_from_slice(&first);
+        self.fill(rest).map_err(|error| unanswered(&error))?;
+        caller.answered(secret, &answer).ok_or(Attempt::Unproven)
     }
 
     /// Writes all of `bytes`.
@@ -233,6 +260,18 @@ impl Link {
     }
 }
 
+/// It answers a greeting otherwise than a store does.
+fn strange(answer: &[u8]) -> Attempt {
+    Attempt::Foreign(format!("it answers {:?}", answer.escape_ascii().to_string()))
+}
+
+fn unanswered(error: &io::Error) -> Attempt {
+    match error.kind() {
+        io::ErrorKind::TimedOut => Attempt::Silent,
+        _ => Attempt::HungUp,
+    }
+}
+
 /// Errors after which the deadline is looked at once more.
 fn retry(error: io::Error) -> io::Result<()> {
     match error.kind() {
@@ -286,6 +325,30 @@ fn foreign(address: &str, what: &str) -> Error {
     Error::protocol(format!("what listens on {address} is not a store: {what}"))
         .in_operation("store connect", None)
         .with_remedy("another program has this port: set MASTER_PORT to a free one for every rank")
+}
+
+fn hangs_up(address: &str, has_key: bool) -> Error {
+    let error = foreign(address, "it closes the connection when it is greeted");
+    error.with_remedy(match has_key {
+        true => {
+            "if it is a store, it has no job key: give its launcher the same one (--job-key-file), or unset \
+             PHALANX_JOB_KEY_FILE under torchrun. Otherwise another program has this port"
+        }
+        false => {
+            "if it is the store of a job with a key, name the key's file with PHALANX_JOB_KEY_FILE or --job-key-file, or \
+             let its launcher admit everybody with --open-store. Otherwise another program has this port: set \
+             MASTER_PORT to a free one for every rank"
+        }
+    })
+}
+
+fn unproven(address: &str) -> Error {
+    Error::protocol(format!("the store at {address} does not know this job's key"))
+        .in_operation("store connect", None)
+        .with_remedy(
+            "give every launcher the same --job-key-file, or every rank the same PHALANX_JOB_KEY_FILE; if they have, \
+             this is the store of another job",
+        )
 }
 
 /// For [`fuzzing`](crate::fuzzing): what a store answers, to calls that the first bytes name.

@@ -1,17 +1,22 @@
 //! A store served over TCP, in PyTorch's TCPStore protocol: either side's clients work with either side's server.
 
+mod access;
 mod client;
 mod connection;
 mod link;
+mod neighbour;
 mod server;
 mod waiters;
 
+pub(crate) use access::{Access, Refusals, Strangers};
 pub use client::TcpStore;
 #[cfg(any(test, fuzzing))]
 pub use link::fuzz;
 pub(crate) use link::host_port;
 pub use server::TcpStoreServer;
 
+#[cfg(test)]
+mod access_tests;
 #[cfg(test)]
 mod pytorch;
 #[cfg(test)]

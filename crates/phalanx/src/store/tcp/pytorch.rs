@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
 use super::TcpStoreServer;
+use crate::key::JobKey;
 use crate::store::conformance;
 
 const CLIENT: &str = include_str!("pytorch_client.py");
@@ -27,10 +28,14 @@ fn python(script: &str) -> Command {
 #[test]
 #[ignore = "needs PHALANX_TEST_PYTHON"]
 fn pytorch_clients_work_with_our_server() {
-    let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-    let port = server.local_addr().port().to_string();
-    let output = python(CLIENT).args(["127.0.0.1", &port]).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let address = "127.0.0.1:0".parse().unwrap();
+    // A store with a key lets them in because they are this user's.
+    let keyed = TcpStoreServer::bind_with_key(address, JobKey::generate().unwrap()).unwrap();
+    for server in [TcpStoreServer::bind(address).unwrap(), keyed] {
+        let port = server.local_addr().port().to_string();
+        let output = python(CLIENT).args(["127.0.0.1", &port]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
 }
 
 #[test]

@@ -14,10 +14,12 @@ use tokio::sync::mpsc;
 use tokio::task::{JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
+use super::access::{Access, Gate, Strangers};
 use super::connection::{Shared, serve};
 use super::link::resolve;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::key::JobKey;
 
 /// The most connections at a time; further ones are closed as they come.
 const MAX_CONNECTIONS: usize = 16_384;
@@ -62,9 +64,19 @@ impl TcpStoreServer {
     /// Binds to `address`, port 0 for any, and starts to serve.
     ///
     /// # Errors
-    /// If the port is taken, if `address` is none of this host, or if it stands for all of the host's addresses: the
-    /// protocol knows no authentication, so the store must not be open to every network.
+    /// If the port is taken, if `address` is none of this host, or if it stands for all of the host's addresses: whoever
+    /// reaches this store may use it, so it must not be open to every network.
     pub fn bind(address: SocketAddr) -> Result<Self> {
+        Self::bind_for(address, Access::default())
+    }
+
+    /// [`bind`](Self::bind) for a job with this key. Clients must know it, except programs of this user's on this host:
+    /// they could read the key, and PyTorch's clients cannot use it.
+    pub fn bind_with_key(address: SocketAddr, key: JobKey) -> Result<Self> {
+        Self::bind_for(address, Access::to(Some(key), Strangers::OfThisUser))
+    }
+
+    pub(crate) fn bind_for(address: SocketAddr, access: Access) -> Result<Self> {
         if address.ip().is_unspecified() {
             return Err(Error::environment(format!("{address} would open the store to every network"))
                 .with_remedy(
@@ -72,35 +84,37 @@ impl TcpStoreServer {
                      with PHALANX_BIND",
                 ));
         }
-        Self::bind_anywhere(address)
+        Self::bind_anywhere(address, access)
     }
 
-    /// [`bind`](Self::bind), also to all of the host's addresses at once, for somebody who has asked for that.
-    pub(crate) fn bind_anywhere(address: SocketAddr) -> Result<Self> {
+    /// [`bind_for`](Self::bind_for), also to all of the host's addresses at once, for somebody who has asked for that.
+    pub(crate) fn bind_anywhere(address: SocketAddr, access: Access) -> Result<Self> {
         let socket = listen(address).map_err(|error| bind_error(address, error))?;
         let address = socket.local_addr().map_err(|error| bind_error(address, error))?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
+            // Looks up whose a connection is, now and then.
+            .max_blocking_threads(1)
             .build()
             .map_err(|error| Error::io("cannot start the store's runtime", error))?;
         let (orders, inbox) = mpsc::unbounded_channel();
         let thread = std::thread::Builder::new()
             .name("phalanx-store".into())
-            .spawn(move || LocalSet::new().block_on(&runtime, run(socket, inbox)))
+            .spawn(move || LocalSet::new().block_on(&runtime, run(socket, access, inbox)))
             .map_err(|error| Error::io("cannot start the store's thread", error))?;
         Ok(Self { address, orders, thread: Some(thread) })
     }
 
     /// Binds to the first of the meanings of `address`, `host:port`, that is an address of this host.
-    pub(crate) fn bind_to(address: &str, deadline: Deadline) -> Result<Self> {
+    pub(crate) fn bind_to(address: &str, access: Access, deadline: Deadline) -> Result<Self> {
         let targets = resolve(address, deadline).map_err(|error| {
             Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
                 .with_remedy("is MASTER_ADDR right? It may be a name or an IP address")
         })?;
         let mut failure = None;
         for target in targets {
-            match Self::bind(target) {
+            match Self::bind_for(target, access.clone()) {
                 Err(error) if error.io_kind() == Some(ErrorKind::AddrNotAvailable) => failure = Some(error),
                 result => return result,
             }
@@ -172,12 +186,13 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
     Error::io(format!("cannot serve the store on {address}"), error).with_remedy(remedy)
 }
 
-async fn run(socket: std::net::TcpListener, mut orders: mpsc::UnboundedReceiver<Order>) {
+async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::UnboundedReceiver<Order>) {
     let listener = match TcpListener::from_std(socket) {
         Ok(listener) => listener,
         Err(error) => return tracing::error!("the store cannot serve: {error}"),
     };
     let shared = Rc::new(RefCell::new(Shared::default()));
+    let gate = Rc::new(Gate::new(access));
     let mut clients = JoinSet::new();
     let mut draining: Option<Instant> = None;
     while draining.is_none() || !clients.is_empty() {
@@ -190,10 +205,10 @@ async fn run(socket: std::net::TcpListener, mut orders: mpsc::UnboundedReceiver<
             Some(_) = clients.join_next() => {}
             accepted = listener.accept() => match accepted {
                 Ok((stream, peer)) if clients.len() < MAX_CONNECTIONS => {
-                    let shared = Rc::clone(&shared);
+                    let (gate, shared) = (Rc::clone(&gate), Rc::clone(&shared));
                     clients.spawn_local(async move {
                         tune(&stream);
-                        if let Err(error) = serve(stream, shared).await {
+                        if let Err(error) = serve(stream, gate, shared).await {
                             tracing::debug!("the store dropped {peer}: {error}");
                         }
                     });

@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use super::{TcpStore, TcpStoreServer};
+use super::{Access, Strangers, TcpStore, TcpStoreServer};
 use crate::deadline::Deadline;
+use crate::key::JobKey;
 use crate::store::Store;
 use crate::wire::store::{Frame, MAGIC, MAX_COUNT, Op};
 
@@ -347,7 +348,9 @@ fn a_stranger_takes_little_memory() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let _stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (stream, _) = listener.accept().await.unwrap();
-        let task = super::connection::serve(stream, Default::default());
+        let gate =
+            super::access::Gate::new(Access::to(Some(JobKey::generate().unwrap()), Strangers::OfThisUser));
+        let task = super::connection::serve(stream, gate.into(), Default::default());
         assert!(size_of_val(&task) <= 2048, "{} bytes", size_of_val(&task));
     });
 }

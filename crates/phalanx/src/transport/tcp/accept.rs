@@ -14,19 +14,34 @@ use super::start::{self, LOOK};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::wire::auth::{TAG, Tag, nonce};
+use crate::wire::handshake::{Answerer, GroupSecret};
 use crate::wire::hello::{self, Channel, HELLO, Hello};
 
-/// A stranger gets this long to introduce itself.
+/// A stranger gets this long to introduce itself, and to prove it.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(2);
-/// Connections that may be introducing themselves at once; the oldest gives way.
+/// Connections that may be introducing themselves at once; the oldest gives way, first of those that have said nothing
+/// sensible yet.
 const MAX_PENDING: usize = 256;
 
 /// A connection that has not introduced itself yet.
 struct Pending {
     stream: TcpStream,
+    stage: Stage,
+    /// Of the message that comes next.
     bytes: [u8; HELLO],
     filled: usize,
     deadline: Deadline,
+}
+
+/// All that a stranger takes.
+const _: () = assert!(size_of::<Pending>() + size_of::<Answerer>() <= 1024);
+
+/// What is waited for.
+enum Stage {
+    Hello,
+    /// What proves the hello, which was sensible.
+    Proof(Box<Answerer>),
 }
 
 /// The connections that join this rank with another.
@@ -57,7 +72,7 @@ pub(super) fn accept(
     listener: &TcpListener,
     stopped: &UnixStream,
     place: &Place<'_>,
-    own: Hello,
+    (own, secret): (Hello, &GroupSecret),
     pairs: &mut [Pair],
     waits_for: &AtomicUsize,
     deadline: Deadline,
@@ -90,14 +105,19 @@ pub(super) fn accept(
         let before = pending.len();
         let mut still_pending = Vec::with_capacity(pending.len());
         for mut connection in pending {
-            match connection.advance() {
+            match connection.advance(own, secret, first) {
                 Progress::Waiting => still_pending.push(connection),
                 Progress::Dropped => {}
-                Progress::TurnedAway => {
-                    tracing::warn!("a connection that speaks another version was turned away");
+                Progress::TurnedAway(error) => {
+                    tracing::warn!(%error, "a connection was turned away");
                     refuse(&connection.stream);
                 }
-                Progress::Said(hello) => welcome(connection.stream, own, hello, first, pairs),
+                Progress::Proven(hello, welcome) => {
+                    let index = hello.rank.index().checked_sub(first);
+                    if let Some(pair) = index.and_then(|index| pairs.get_mut(index)) {
+                        keep(connection.stream, &welcome, pair.place(hello.channel));
+                    }
+                }
             }
         }
         pending = still_pending;
@@ -113,10 +133,11 @@ fn take_arrivals(listener: &TcpListener, pending: &mut Vec<Pending>) -> Result<b
         match listener.accept() {
             Ok((stream, _)) if stream.set_nonblocking(true).is_ok() => {
                 if pending.len() == MAX_PENDING {
-                    pending.remove(0);
+                    let silent = pending.iter().position(|other| matches!(other.stage, Stage::Hello));
+                    pending.remove(silent.unwrap_or(0));
                 }
                 let deadline = Deadline::after(HANDSHAKE);
-                pending.push(Pending { stream, bytes: [0; HELLO], filled: 0, deadline });
+                pending.push(Pending { stream, stage: Stage::Hello, bytes: [0; HELLO], filled: 0, deadline });
             }
             Ok(_) => {}
             Err(error) if out_of_descriptors(&error) => {
@@ -170,47 +191,76 @@ fn wait_for_arrivals(
 enum Progress {
     Waiting,
     Dropped,
-    /// It speaks our language, but another version of it.
-    TurnedAway,
-    Said(Hello),
+    /// It speaks our language, but is not one of us.
+    TurnedAway(Error),
+    /// It is who it says, and expects this answer.
+    Proven(Hello, Tag),
 }
 
 impl Pending {
-    fn advance(&mut self) -> Progress {
-        match (&self.stream).read(&mut self.bytes[self.filled..]) {
-            Ok(0) => Progress::Dropped,
-            Ok(count) => {
-                self.filled += count;
-                if self.filled < HELLO {
+    /// Takes what has come. `own` is this rank's hello, but for what depends on who calls; the ranks from `first` on may.
+    fn advance(&mut self, own: Hello, secret: &GroupSecret, first: usize) -> Progress {
+        loop {
+            let length = match self.stage {
+                Stage::Hello => HELLO,
+                Stage::Proof(_) => TAG,
+            };
+            // Nothing beyond this message: what follows the last one is not this thread's.
+            match (&self.stream).read(&mut self.bytes[self.filled..length]) {
+                Ok(0) => return Progress::Dropped,
+                Ok(count) => self.filled += count,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && !self.deadline.has_passed() => {
                     return Progress::Waiting;
                 }
-                match Hello::decode(&self.bytes) {
-                    Ok(hello) => Progress::Said(hello),
-                    Err(_) if hello::is_hello(&self.bytes) => Progress::TurnedAway,
-                    Err(_) => Progress::Dropped,
+                Err(_) => return Progress::Dropped,
+            }
+            if matches!(self.stage, Stage::Hello) && hello::is_of_another_version(&self.bytes[..self.filled])
+            {
+                return Progress::TurnedAway(Error::protocol("it speaks another version"));
+            }
+            if self.filled < length {
+                continue;
+            }
+            self.filled = 0;
+            match &self.stage {
+                Stage::Hello => match self.answer(own, secret, first) {
+                    Ok(answerer) => self.stage = Stage::Proof(Box::new(answerer)),
+                    Err(progress) => return progress,
+                },
+                Stage::Proof(answerer) => {
+                    let proof = self.bytes.first_chunk().unwrap_or(&[0; TAG]);
+                    return match answerer.proven(secret, proof) {
+                        Ok((hello, welcome)) => Progress::Proven(hello, welcome),
+                        Err(error) => Progress::TurnedAway(error),
+                    };
                 }
             }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock && !self.deadline.has_passed() => {
-                Progress::Waiting
-            }
-            Err(_) => Progress::Dropped,
         }
+    }
+
+    /// Answers the hello that has come.
+    fn answer(&self, own: Hello, secret: &GroupSecret, first: usize) -> Result<Answerer, Progress> {
+        let hello = Hello::decode(&self.bytes).map_err(|_| Progress::Dropped)?;
+        if hello.rank.index() < first {
+            return Err(Progress::TurnedAway(Error::protocol(format!(
+                "rank {} does not connect here",
+                hello.rank
+            ))));
+        }
+        // Without random numbers nobody can be let in.
+        let nonce = nonce().map_err(Progress::TurnedAway)?;
+        let own = own.on(hello.channel, hello.rank).saying(nonce);
+        let answerer = Answerer::new(secret, &own, hello, self.bytes).map_err(Progress::TurnedAway)?;
+        // Few bytes into an empty connection: they go out whole or the connection is broken.
+        (&self.stream).write_all(answerer.answer()).map_err(|_| Progress::Dropped)?;
+        Ok(answerer)
     }
 }
 
-/// Answers a rank above and keeps its connection. A rank that tries again replaces its earlier try.
-fn welcome(stream: TcpStream, own: Hello, hello: Hello, first: usize, pairs: &mut [Pair]) {
-    let own = Hello { channel: hello.channel, ..own };
-    if let Err(error) = own.accept(&hello) {
-        tracing::warn!(%error, "a connection was turned away");
-        return refuse(&stream);
-    }
-    let Some(pair) = hello.rank.index().checked_sub(first).and_then(|index| pairs.get_mut(index)) else {
-        return refuse(&stream);
-    };
-    // 48 bytes into an empty connection: they go out whole or the connection is broken.
-    if (&stream).write_all(&own.encode()).and_then(|()| settle(&stream)).is_ok() {
-        *pair.place(hello.channel) = Some(stream);
+/// Tells a rank above that it is expected, and keeps its connection. A rank that tries again replaces its earlier try.
+fn keep(stream: TcpStream, welcome: &Tag, place: &mut Option<TcpStream>) {
+    if (&stream).write_all(welcome).and_then(|()| settle(&stream)).is_ok() {
+        *place = Some(stream);
     }
 }
 

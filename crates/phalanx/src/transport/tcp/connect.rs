@@ -18,7 +18,9 @@ use super::{Place, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::wire::auth::{NONCE, TAG, nonce};
 use crate::wire::control::{Control, Notice};
+use crate::wire::handshake::{ANSWER, Caller, GroupSecret};
 use crate::wire::hello::{Channel, HELLO, Hello, JobId};
 
 /// How long one try to connect may take before the next one: its packets may have met a host that was not up yet.
@@ -77,8 +79,17 @@ fn build(
     deadline: Deadline,
 ) -> Result<Vec<String>> {
     let job = agree_on_job(place, host, deadline)?;
-    let own =
-        |channel| Hello { job, epoch: place.epoch, rank: place.rank, world: place.world.get(), channel };
+    let secret = GroupSecret::new(place.key, &job);
+    let own = Hello {
+        group: secret.name(),
+        epoch: place.epoch,
+        rank: place.rank,
+        world: place.world.get(),
+        // These differ from connection to connection.
+        to: place.rank,
+        channel: Channel::Data,
+        nonce: [0; NONCE],
+    };
     let listener = listen(place.interface)?;
     let (stop, stopped) =
         UnixStream::pair().map_err(|error| Error::io("the accepting thread has no signal", error))?;
@@ -87,15 +98,17 @@ fn build(
 
     thread::scope(|scope| {
         // Accepting begins before the address is known to anybody, so that strangers cannot fill the listener's queue.
-        let (listener, own, missing) = (&listener, &own, &missing);
+        let (listener, secret, missing) = (&listener, &secret, &missing);
         let accepting = scope.spawn(move || {
-            let outcome = accept(listener, &stopped, place, own(Channel::Data), above, missing, deadline);
+            let outcome = accept(listener, &stopped, place, (own, secret), above, missing, deadline);
             drop(finish);
             outcome
         });
         let connecting = exchange_addresses(place, host, listener, deadline).and_then(|addresses| {
             for (peer, address) in place.world.ranks().zip(&addresses).take(place.rank.index()) {
-                let to = |channel| connect(place, host, (peer, address), own(channel), deadline).map(Some);
+                let to = |channel| {
+                    connect(place, host, address, (own.on(channel, peer), secret), deadline).map(Some)
+                };
                 let (data, control) = (to(Channel::Data)?, to(Channel::Control)?);
                 below.push(Pair { data, control, messages: to(Channel::Messages)? });
             }
@@ -169,20 +182,19 @@ fn key(rank: Rank) -> String {
 fn connect(
     place: &Place<'_>,
     host: &str,
-    (peer, address): (Rank, &Address),
-    own: Hello,
+    address: &Address,
+    (own, secret): (Hello, &GroupSecret),
     deadline: Deadline,
 ) -> Result<TcpStream> {
+    let peer = own.to;
     let unreachable = format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket);
     let mut pause = Duration::from_millis(1);
     let mut refusing: Option<Instant> = None;
     loop {
-        let error = match introduce(address.socket, own, deadline) {
-            Ok((stream, hello)) => {
-                own.accept(&hello).map_err(|error| error.with_peer(peer))?;
-                if hello.rank == peer {
-                    return Ok(stream);
-                }
+        let own = own.saying(nonce()?);
+        let error = match introduce(address.socket, own, secret, deadline) {
+            Ok((stream, hello)) if hello.rank == peer => return Ok(stream),
+            Ok((_, hello)) => {
                 return Err(Error::protocol(format!("{unreachable}: rank {} answered", hello.rank))
                     .with_peer(peer)
                     .with_remedy("do all hosts have addresses of their own?"));
@@ -190,7 +202,12 @@ fn connect(
             Err(error) => error,
         };
         match error.kind() {
-            io::ErrorKind::InvalidData => return Err(Error::io(unreachable, error).with_peer(peer)),
+            io::ErrorKind::InvalidData => {
+                return Err(Error::io(unreachable, error).with_peer(peer).with_remedy(
+                    "start every rank with the same build, the same job key (PHALANX_JOB_KEY_FILE) and the same \
+                     world size",
+                ));
+            }
             _ if out_of_descriptors(&error) => return Err(no_descriptors(&unreachable, error)),
             io::ErrorKind::ConnectionRefused => {
                 if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
@@ -216,18 +233,36 @@ fn connect(
     }
 }
 
-/// Once it has said who it is, a rank waits for the answer as long as it may: the peer drops the connection if it wants
-/// no more of it. Who gave up on its own could be counted as connected by a peer that answers late and listens no more.
-fn introduce(address: SocketAddr, own: Hello, deadline: Deadline) -> io::Result<(TcpStream, Hello)> {
+/// Once it has said who it is, a rank waits for each answer as long as it may: the peer drops the connection if it wants
+/// no more of it. Who gave up on its own could be counted as connected by a peer that answers late and listens no more;
+/// and who did not wait for the last answer could count on a peer that has dropped it.
+fn introduce(
+    address: SocketAddr,
+    own: Hello,
+    secret: &GroupSecret,
+    deadline: Deadline,
+) -> io::Result<(TcpStream, Hello)> {
+    let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
     let patience = || deadline.remaining().max(Duration::from_millis(1));
     let mut stream = TcpStream::connect_timeout(&address, patience().min(CONNECTING))?;
+    stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(patience()))?;
     stream.set_write_timeout(Some(patience()))?;
-    stream.write_all(&own.encode())?;
-    let mut answer = [0; HELLO];
-    stream.read_exact(&mut answer)?;
-    let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
-    let hello = Hello::decode(&answer).map_err(invalid)?;
+    let caller = Caller::new(own);
+    stream.write_all(caller.hello())?;
+    let mut answer = [0; ANSWER];
+    let (hello, proof) = answer.split_at_mut(HELLO);
+    stream.read_exact(hello)?;
+    // A refusal is no longer than this.
+    if let Some(hello) = hello.first_chunk() {
+        Hello::decode(hello).map_err(invalid)?;
+    }
+    stream.read_exact(proof)?;
+    let answered = caller.answered(secret, answer).map_err(invalid)?;
+    stream.write_all(answered.proof())?;
+    let mut welcome = [0; TAG];
+    stream.read_exact(&mut welcome)?;
+    let hello = answered.welcomed(secret, &welcome).map_err(invalid)?;
     settle(&stream)?;
     Ok((stream, hello))
 }
@@ -262,9 +297,11 @@ pub(in crate::transport) fn fuzz(bytes: &[u8]) -> bool {
 mod tests {
     use super::super::accept::HANDSHAKE;
     use super::*;
+    use crate::key::JobKey;
     use crate::rank::{Epoch, WorldSize};
     use crate::store::{MemoryStore, Store};
     use std::net::Ipv4Addr;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     fn place(store: &MemoryStore, rank: u32) -> Place<'_> {
         place_in(store, rank, 2)
@@ -273,7 +310,7 @@ mod tests {
     fn place_in(store: &MemoryStore, rank: u32, world: u32) -> Place<'_> {
         let interface = Ipv4Addr::LOCALHOST.into();
         let world = WorldSize::new(world).unwrap();
-        Place { store, rank: Rank::new(rank), world, epoch: Epoch(0), interface }
+        Place { store, rank: Rank::new(rank), world, epoch: Epoch(0), interface, key: None }
     }
 
     /// Leaves the address of a rank that has died since.
@@ -293,15 +330,18 @@ mod tests {
             let address = store.get(&key(Rank::MAIN), deadline).unwrap();
             let address: Address = postcard::from_bytes(&address).unwrap();
             let job = store.get("mesh/job", deadline).unwrap().try_into().unwrap();
+            let group = GroupSecret::new(None, &job).name();
             let mut strangers = Vec::new();
             for number in 0..200u8 {
                 let mut stranger = TcpStream::connect(address.socket).unwrap();
                 let hello = Hello {
-                    job: if number % 3 == 0 { job } else { [number; 16] },
+                    group: if number % 3 == 0 { group } else { [number; 16] },
                     epoch: Epoch(u64::from(number % 2)),
                     rank: Rank::new(u32::from(number)),
+                    to: Rank::MAIN,
                     world: 3,
                     channel: Channel::Data,
+                    nonce: [number; NONCE],
                 };
                 // Silence, half a handshake, a wrong one.
                 let _ = stranger.write_all(&hello.encode()[..usize::from(number) * HELLO / 199]);
@@ -312,6 +352,105 @@ mod tests {
             assert_eq!(main.join().unwrap().unwrap(), 2);
             assert!(started.elapsed() < HANDSHAKE, "the ranks waited for strangers");
         });
+    }
+
+    /// A peer that knows everything but the key, and says all that it can think of.
+    fn noise(own: Hello, number: usize) -> Vec<u8> {
+        let mut bytes = [&own.saying([number as u8; NONCE]).encode()[..], &[number as u8; TAG]].concat();
+        match number % 4 {
+            0 => bytes.truncate(number % HELLO),
+            1 => bytes.truncate(HELLO),
+            2 => {
+                let place = number * 7 % (8 * bytes.len());
+                bytes[place / 8] ^= 1 << (place % 8);
+            }
+            _ => {}
+        }
+        bytes
+    }
+
+    #[test]
+    fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
+        let (store, key) = (MemoryStore::new(), JobKey::generate().unwrap());
+        let deadline = Deadline::after(Duration::from_secs(60));
+        let place = |rank| Place { key: Some(&key), ..place_in(&store, rank, 3) };
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let early = [0, 1].map(|rank| {
+                let place = place(rank);
+                scope.spawn(move || mesh(&place, deadline).map(|mesh| mesh.connections))
+            });
+            let address: Address =
+                postcard::from_bytes(&store.get(&self::key(Rank::MAIN), deadline).unwrap()).unwrap();
+            let job = store.get("mesh/job", deadline).unwrap().try_into().unwrap();
+            let own = Hello {
+                group: GroupSecret::new(Some(&key), &job).name(),
+                epoch: Epoch(0),
+                rank: Rank::new(2),
+                to: Rank::MAIN,
+                world: 3,
+                channel: Channel::Data,
+                nonce: [0; NONCE],
+            };
+            let stranger = move |number| {
+                let mut stranger = TcpStream::connect(address.socket).ok()?;
+                let _ = stranger.write_all(&noise(own, number));
+                Some(stranger)
+            };
+            let done = &done;
+            scope.spawn(move || {
+                // A hundred at a time stay, and the others hang up in the middle.
+                let mut held = std::collections::VecDeque::new();
+                for number in 0.. {
+                    held.extend(stranger(number));
+                    if held.len() > 100 {
+                        held.pop_front();
+                    }
+                    if done.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    // The system has only so many ports, and keeps those of ended connections for a while.
+                    thread::sleep(Duration::from_millis(1));
+                }
+            });
+            let strangers: Vec<_> = (0..1000).filter_map(|number| stranger(number * 3)).collect();
+            assert!(strangers.len() > 900, "{}", strangers.len());
+            let late = mesh(&place(2), deadline);
+            done.store(true, Ordering::Relaxed);
+            let late = late.unwrap().connections;
+            let [zero, one] = early.map(|rank| rank.join().unwrap().unwrap());
+            // What stands is what it should be: each end is the other's.
+            for (rank, (below, above)) in [(0, (&zero, &late)), (1, (&one, &late))] {
+                let pairs = [
+                    (&below.data, &above.data),
+                    (&below.control, &above.control),
+                    (&below.messages, &above.messages),
+                ];
+                for (below, above) in pairs {
+                    let (below, above) = (below[2].as_ref().unwrap(), above[rank].as_ref().unwrap());
+                    assert_eq!(below.peer_addr().unwrap(), above.local_addr().unwrap());
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn ranks_with_different_keys_are_told_at_once() {
+        let (store, keys) = (MemoryStore::new(), [JobKey::generate().unwrap(), JobKey::generate().unwrap()]);
+        let deadline = Deadline::after(Duration::from_secs(60));
+        let started = Instant::now();
+        thread::scope(|scope| {
+            let ranks = [0, 1].map(|rank| {
+                let place = Place { key: Some(&keys[rank as usize]), ..place(&store, rank) };
+                scope.spawn(move || mesh(&place, deadline).err().unwrap())
+            });
+            for rank in ranks {
+                let error = rank.join().unwrap();
+                assert!(error.to_string().contains("another job key"), "{error}");
+                assert!(error.remedy().unwrap().contains("PHALANX_JOB_KEY_FILE"));
+            }
+        });
+        assert!(started.elapsed() < Duration::from_secs(20));
     }
 
     #[test]
@@ -371,10 +510,18 @@ mod tests {
             let address = store.get(&key(Rank::MAIN), deadline).unwrap();
             let address: Address = postcard::from_bytes(&address).unwrap();
             let stale = place(&store, 1);
-            let own =
-                Hello { job: [1; 16], epoch: Epoch(0), rank: Rank::new(1), world: 2, channel: Channel::Data };
+            let secret = GroupSecret::new(None, &[1; 16]);
+            let own = Hello {
+                group: secret.name(),
+                epoch: Epoch(0),
+                rank: Rank::new(1),
+                to: Rank::MAIN,
+                world: 2,
+                channel: Channel::Data,
+                nonce: [0; NONCE],
+            };
             let started = Instant::now();
-            let error = connect(&stale, "here", (Rank::MAIN, &address), own, deadline).unwrap_err();
+            let error = connect(&stale, "here", &address, (own, &secret), deadline).unwrap_err();
             assert!(error.to_string().contains("not of its job"), "{error}");
             assert!(started.elapsed() < Duration::from_secs(20));
             mesh(&stale, deadline).unwrap();

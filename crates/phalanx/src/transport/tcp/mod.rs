@@ -24,6 +24,7 @@ use super::{Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::key::JobKey;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::Store;
 
@@ -38,6 +39,8 @@ pub(crate) struct Place<'a> {
     pub epoch: Epoch,
     /// The local address on which peers reach this rank.
     pub interface: IpAddr,
+    /// With which they recognise each other.
+    pub key: Option<&'a JobKey>,
 }
 
 /// One rank's connections to all others.

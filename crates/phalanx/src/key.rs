@@ -1,0 +1,230 @@
+//! The secret that the processes of one job share.
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+use rustix::fs::OFlags;
+
+use crate::error::{Error, Result};
+
+/// Where a process finds the file with its job's key.
+pub(crate) const VARIABLE: &str = "PHALANX_JOB_KEY_FILE";
+
+const BYTES: usize = 32;
+const DIGITS: usize = 2 * BYTES;
+/// What a file may hold: the digits, and a line's end of either kind.
+const LONGEST: usize = DIGITS + 2;
+
+/// 32 random bytes with which processes of one job recognise each other.
+///
+/// Launchers make one for each job and lend it to their workers; for a job on several nodes, or without a launcher, give
+/// every process a file with the same one:
+///
+/// ```
+/// use phalanx::JobKey;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("job.key");
+/// JobKey::generate()?.write_new(&path)?; // readable by this user alone
+/// let key = JobKey::read(&path)?;
+/// assert_eq!(format!("{key:?}"), "JobKey(..)");
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct JobKey([u8; BYTES]);
+
+impl JobKey {
+    /// A new key.
+    ///
+    /// # Errors
+    /// If the system gives no random numbers.
+    pub fn generate() -> Result<Self> {
+        let mut bytes = [0; BYTES];
+        getrandom::fill(&mut bytes)
+            .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
+        Ok(Self(bytes))
+    }
+
+    /// Reads a key: 64 hexadecimal digits, and perhaps a line's end.
+    ///
+    /// # Errors
+    /// If `path` is no regular file, belongs to somebody else, may be read or written by others, or holds anything else.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let refuse = |why: String| {
+            Error::environment(format!("the job's key cannot be taken from {}: {why}", path.display()))
+                .in_operation("reading the job's key", None)
+        };
+        // A pipe that nobody writes to would be waited for.
+        let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits().cast_signed();
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(|error| {
+            refuse(error.to_string()).with_remedy(
+                "is it the file that `phalanx keygen` made, and readable by this user? A worker reads the one that its \
+                 launcher lends it, which is gone with the launcher",
+            )
+        })?;
+        let about = file.metadata().map_err(|error| refuse(error.to_string()))?;
+        let user = rustix::process::geteuid().as_raw();
+        let (why, remedy) = if !about.is_file() {
+            ("it is not a regular file".to_owned(), "make one with `phalanx keygen FILE`".to_owned())
+        } else if about.uid() != user {
+            let why = format!("it belongs to user {}, and this process to user {user}", about.uid());
+            (why, "give each user a copy that only that user can read".to_owned())
+        } else if about.mode() & 0o077 != 0 {
+            let why = format!("others may use it (mode {:o})", about.mode() & 0o777);
+            (why, format!("chmod 600 {}, and make a new key if others may have read it", path.display()))
+        } else {
+            let mut bytes = Vec::with_capacity(LONGEST + 1);
+            let read = (&file).take(LONGEST as u64 + 1).read_to_end(&mut bytes);
+            read.map_err(|error| refuse(error.to_string()))?;
+            match parse(&bytes) {
+                Some(key) => return Ok(Self(key)),
+                None => (
+                    format!("it does not hold {DIGITS} hexadecimal digits and nothing else"),
+                    "make one with `phalanx keygen FILE` or `openssl rand -hex 32`".to_owned(),
+                ),
+            }
+        };
+        Err(refuse(why).with_remedy(remedy))
+    }
+
+    /// Writes the key to a new file that this user alone may read.
+    ///
+    /// # Errors
+    /// If there is something at `path` already, or it cannot be written.
+    pub fn write_new(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+        file.and_then(|mut file| self.write_to(&mut file)).map_err(|error| {
+            let remedy = match error.kind() {
+                io::ErrorKind::AlreadyExists => "name a file that is not there yet",
+                _ => "name a file in a folder of this user's",
+            };
+            Error::io(format!("the job's key cannot be written to {}", path.display()), error)
+                .with_remedy(remedy)
+        })
+    }
+
+    pub(crate) fn write_to(&self, file: &mut File) -> io::Result<()> {
+        let digits: String = self.0.iter().map(|byte| format!("{byte:02x}")).collect();
+        writeln!(file, "{digits}")
+    }
+
+    /// The key of this process's job, if `PHALANX_JOB_KEY_FILE` names a file.
+    ///
+    /// # Errors
+    /// As those of [`read`](Self::read).
+    pub fn from_env() -> Result<Option<Self>> {
+        match std::env::var_os(VARIABLE) {
+            Some(path) if !path.is_empty() => {
+                Self::read(path).map(Some).map_err(|error| error.in_operation(VARIABLE, None))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    pub(crate) fn from_bytes(bytes: [u8; BYTES]) -> Self {
+        Self(bytes)
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8; BYTES] {
+        &self.0
+    }
+}
+
+/// Without the key.
+impl fmt::Debug for JobKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JobKey(..)")
+    }
+}
+
+fn parse(bytes: &[u8]) -> Option<[u8; BYTES]> {
+    let line = bytes.strip_suffix(b"\n").map_or(bytes, |line| line.strip_suffix(b"\r").unwrap_or(line));
+    let digits: &[u8; DIGITS] = line.try_into().ok()?;
+    let mut key = [0; BYTES];
+    for (byte, digits) in key.iter_mut().zip(digits.chunks_exact(2)) {
+        let digit = |place: usize| char::from(digits[place]).to_digit(16);
+        *byte = (digit(0)? << 4 | digit(1)?) as u8;
+    }
+    Some(key)
+}
+
+/// For [`fuzzing`](crate::fuzzing): what a file holds that is said to be a key.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let Some(key) = parse(bytes) else { return false };
+    let digits: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
+    assert!(bytes.len() <= LONGEST && bytes.to_ascii_lowercase().starts_with(digits.as_bytes()));
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn file(text: &str, mode: u32) -> (tempfile::TempDir, std::path::PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("key");
+        fs::write(&path, text).unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        (folder, path)
+    }
+
+    #[test]
+    fn what_is_written_is_read_and_nobody_else_may() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("key");
+        let key = JobKey::generate().unwrap();
+        key.write_new(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(JobKey::read(&path).unwrap().0, key.0);
+        assert!(JobKey::generate().unwrap().0 != key.0);
+        // What is there stays.
+        let error = key.write_new(&path).unwrap_err();
+        assert!(error.to_string().contains("key") && error.remedy().is_some(), "{error}");
+    }
+
+    #[test]
+    fn a_lines_end_and_capitals_are_forgiven() {
+        for text in ["aB".repeat(32), "aB".repeat(32) + "\n", "aB".repeat(32) + "\r\n"] {
+            let (_folder, path) = file(&text, 0o400);
+            assert_eq!(JobKey::read(&path).unwrap().0, [0xab; 32]);
+        }
+    }
+
+    #[test]
+    fn files_that_are_no_secret_are_refused_with_a_remedy() {
+        let good = "ab".repeat(32);
+        let long = "ab".repeat(33);
+        for (text, mode, why) in [
+            (good.as_str(), 0o640, "others may use it (mode 640)"),
+            (&good, 0o604, "others may use it"),
+            (&good, 0o620, "others may use it"),
+            ("", 0o600, "64 hexadecimal digits"),
+            (&good[1..], 0o600, "64 hexadecimal digits"),
+            (&long, 0o600, "64 hexadecimal digits"),
+            (&good.replace('b', "g"), 0o600, "64 hexadecimal digits"),
+            (&format!("{good}\n\n"), 0o600, "64 hexadecimal digits"),
+            (&format!(" {good}"), 0o600, "64 hexadecimal digits"),
+        ] {
+            let (_folder, path) = file(text, mode);
+            let error = JobKey::read(&path).unwrap_err();
+            assert!(error.is_environment() && error.to_string().contains(why), "{error}");
+            assert!(error.to_string().contains(path.to_str().unwrap()) && error.remedy().is_some());
+            assert!(!error.to_string().contains("abab"), "{error}");
+        }
+        for (path, why) in
+            [("/", "not a regular file"), ("/dev/null", "not a regular file"), ("/none", "No such")]
+        {
+            let error = JobKey::read(path).unwrap_err();
+            assert!(error.to_string().contains(why) && error.remedy().is_some(), "{error}");
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! The job's key, as the launcher lends it to its workers.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+
+use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_create};
+
+use crate::error::{Error, Result};
+use crate::key::JobKey;
+
+/// A file that only this user can open, and nobody can change. It is memory of the launcher, lent through `/proc`: it is
+/// on no disk, wrappers that close descriptors do it no harm, and it is gone with the launcher, however that one ends.
+#[derive(Debug)]
+pub(super) struct LentKey(File);
+
+impl LentKey {
+    pub(super) fn new(key: &JobKey) -> Result<Self> {
+        Self::write(key).map_err(|error| Error::io("the job's key cannot be lent to workers", error))
+    }
+
+    fn write(key: &JobKey) -> io::Result<Self> {
+        let mut file: File =
+            memfd_create("phalanx-job-key", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?.into();
+        fchmod(&file, Mode::RUSR | Mode::WUSR)?;
+        key.write_to(&mut file)?;
+        fcntl_add_seals(&file, SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)?;
+        Ok(Self(file))
+    }
+
+    /// Where a worker finds it.
+    pub(super) fn path(&self) -> PathBuf {
+        format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd()).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn a_worker_reads_it_and_cannot_change_it() {
+        let key = JobKey::generate().unwrap();
+        let lent = LentKey::new(&key).unwrap();
+        assert_eq!(JobKey::read(lent.path()).unwrap().bytes(), key.bytes());
+        assert!(fs::write(lent.path(), "0".repeat(64)).is_err());
+        assert_eq!(JobKey::read(lent.path()).unwrap().bytes(), key.bytes());
+        let path = lent.path();
+        drop(lent);
+        assert!(JobKey::read(path).is_err());
+    }
+}

@@ -1,0 +1,77 @@
+//! Clients that the job's stores have not let in, as the launcher hears of them.
+
+use std::io::{self, PipeReader, Read};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+use crate::error::{Error, Result};
+use crate::store::Refusals;
+
+/// The launcher's end.
+pub(super) struct Refused {
+    pipe: PipeReader,
+    /// The first is told, and stands for all.
+    told: bool,
+    refusals: Refusals,
+}
+
+impl Refused {
+    pub(super) fn new() -> Result<Self> {
+        let open = || {
+            let (reader, writer) = io::pipe()?;
+            // Neither the launcher nor a store waits for the other.
+            fcntl_setfl(&reader, fcntl_getfl(&reader)? | OFlags::NONBLOCK)?;
+            fcntl_setfl(&writer, fcntl_getfl(&writer)? | OFlags::NONBLOCK)?;
+            Ok(Self { pipe: reader, told: false, refusals: Refusals(Arc::new(writer)) })
+        };
+        open().map_err(|error: io::Error| Error::io("no pipe for what the store says", error))
+    }
+
+    /// The stores' end.
+    pub(super) fn refusals(&self) -> &Refusals {
+        &self.refusals
+    }
+
+    /// Readable when there is one to be told of.
+    pub(super) fn notice(&self) -> Option<BorrowedFd<'_>> {
+        (!self.told).then(|| self.pipe.as_fd())
+    }
+
+    /// What to tell of the first one.
+    pub(super) fn read(&mut self) -> Option<String> {
+        if self.told {
+            return None;
+        }
+        let mut bytes = [0; 64];
+        let count = self.pipe.read(&mut bytes).ok()?;
+        self.told = true;
+        let text = String::from_utf8_lossy(&bytes[..count]).into_owned();
+        let address = text.lines().next().unwrap_or_default();
+        Some(format!(
+            "a client at {address} was not let into the store, because it does not know this job's key. Another launcher \
+             needs the same --job-key-file; programs that cannot know the key, such as PyTorch's on other hosts, need \
+             --open-store"
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn the_first_is_told_once() {
+        let mut refused = Refused::new().unwrap();
+        assert!(refused.read().is_none() && refused.notice().is_some());
+        let mut pipe = &*refused.refusals().0.clone();
+        pipe.write_all(b"10.0.0.7\n10.0.0.8\n").unwrap();
+        let text = refused.read().unwrap();
+        assert!(text.contains("at 10.0.0.7 was") && text.contains("--open-store"), "{text}");
+        pipe.write_all(b"10.0.0.9\n").unwrap();
+        assert!(refused.read().is_none() && refused.notice().is_none());
+    }
+}

@@ -1,0 +1,106 @@
+//! Proofs that both ends of a connection know the same secret: HMAC-SHA256 over what they have said.
+
+use getrandom::fill;
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
+use crate::error::{Error, Result};
+use crate::key::JobKey;
+
+/// Bytes of the random number with which each side makes sure that the other speaks now.
+pub(crate) const NONCE: usize = 32;
+/// Bytes of a proof.
+pub(crate) const TAG: usize = 32;
+
+pub(crate) type Nonce = [u8; NONCE];
+pub(crate) type Tag = [u8; TAG];
+
+/// The block of SHA-256, to which HMAC pads its key.
+const BLOCK: usize = 64;
+
+/// A number that nobody has seen before.
+pub(crate) fn nonce() -> Result<Nonce> {
+    let mut nonce = [0; NONCE];
+    fill(&mut nonce)
+        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
+    Ok(nonce)
+}
+
+/// What both ends of one kind of connection know. What is proven with one secret says nothing of another.
+#[derive(Clone)]
+pub(crate) struct Secret([u8; BLOCK]);
+
+impl Secret {
+    /// The secret of one purpose, and of what else both must know. Without a job key that is all that it is made of.
+    pub(crate) fn new(key: Option<&JobKey>, purpose: &str, known: &[u8]) -> Self {
+        let mut padded = [0; BLOCK];
+        if let Some(key) = key {
+            padded[..key.bytes().len()].copy_from_slice(key.bytes());
+        }
+        let tag = Self(padded).tag(purpose, &[known]);
+        let mut secret = [0; BLOCK];
+        secret[..TAG].copy_from_slice(&tag);
+        Self(secret)
+    }
+
+    /// Proves that whoever made it knows the secret, and has seen `said`. The label says who proves what: no proof can
+    /// pass for another.
+    pub(crate) fn tag(&self, label: &str, said: &[&[u8]]) -> Tag {
+        self.mac(label, said).finalize().into_bytes().into()
+    }
+
+    /// Is `tag` that proof? Takes as long whatever differs.
+    pub(crate) fn verify(&self, label: &str, said: &[&[u8]], tag: &Tag) -> bool {
+        self.mac(label, said).verify(tag.into()).is_ok()
+    }
+
+    fn mac(&self, label: &str, said: &[&[u8]]) -> Hmac<Sha256> {
+        let mut mac = <Hmac<Sha256> as hmac::digest::KeyInit>::new((&self.0).into());
+        mac.update(label.as_bytes());
+        // Labels have no zero byte, so that each ends where it ends.
+        mac.update(&[0]);
+        // Each label goes with messages of fixed lengths: nothing can move from one to the next.
+        said.iter().for_each(|part| mac.update(part));
+        mac
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hex(bytes: &[u8]) -> String {
+        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    #[test]
+    fn a_tag_is_the_standards_hmac() {
+        // python3 -c 'import hmac; print(hmac.new(bytes(range(32)), b"label\0said", "sha256").hexdigest())'
+        let mut padded = [0; BLOCK];
+        (0..32).for_each(|i| padded[i] = i as u8);
+        let tag = Secret(padded).tag("label", &[b"sa", b"id"]);
+        assert_eq!(hex(&tag), "da391754e32790f7752a305463861d6a3879439cb7ab11822e139ef63c8bc1a0");
+    }
+
+    #[test]
+    fn secrets_differ_by_key_purpose_and_what_is_known() {
+        let keys = [JobKey::generate().unwrap(), JobKey::generate().unwrap()];
+        let mut tags = Vec::new();
+        for key in [None, Some(&keys[0]), Some(&keys[1])] {
+            for purpose in ["one", "two"] {
+                for known in [&b"a"[..], b"b"] {
+                    let secret = Secret::new(key, purpose, known);
+                    let tag = secret.tag("label", &[b"said"]);
+                    assert!(secret.verify("label", &[b"said"], &tag));
+                    assert!(!secret.verify("labels", &[b"said"], &tag));
+                    assert!(!secret.verify("label", &[b"sad"], &tag));
+                    tags.push(tag);
+                }
+            }
+        }
+        let count = tags.len();
+        tags.sort_unstable();
+        tags.dedup();
+        assert_eq!(tags.len(), count);
+    }
+}

@@ -1,0 +1,312 @@
+//! The handshake between two ranks: each proves to the other that it knows the group's secret, in four messages.
+//!
+//! Pure: it takes and gives bytes. docs/wire.md draws it, and says why no message of it can be replayed, sent back or
+//! moved to another connection.
+
+use super::auth::{Secret, TAG, Tag};
+use super::hello::{GroupName, HELLO, Hello, JobId};
+use crate::error::{Error, Result};
+use crate::key::JobKey;
+
+/// Bytes of the accepting rank's answer: its hello, and its proof.
+pub(crate) const ANSWER: usize = HELLO + TAG;
+
+const PURPOSE: &str = "phalanx mesh 2";
+// What each proof says.
+const ANSWERS: &str = "answers";
+const CALLS: &str = "calls";
+const WELCOMES: &str = "welcomes";
+
+/// What the ranks of one group know.
+#[derive(Clone)]
+pub(crate) struct GroupSecret(Secret);
+
+impl GroupSecret {
+    /// Of the group that drew this number. Without a job key, whoever can read the store knows it too.
+    pub(crate) fn new(key: Option<&JobKey>, job: &JobId) -> Self {
+        Self(Secret::new(key, PURPOSE, job))
+    }
+
+    pub(crate) fn name(&self) -> GroupName {
+        let mut name = GroupName::default();
+        let length = name.len();
+        name.copy_from_slice(&self.0.tag("name", &[])[..length]);
+        name
+    }
+}
+
+/// The connecting rank, which has said hello.
+pub(crate) struct Caller {
+    own: Hello,
+    hello: [u8; HELLO],
+}
+
+impl Caller {
+    pub(crate) fn new(own: Hello) -> Self {
+        Self { own, hello: own.encode() }
+    }
+
+    /// The first message.
+    pub(crate) fn hello(&self) -> &[u8; HELLO] {
+        &self.hello
+    }
+
+    /// Takes the second message, the peer's answer: its own hello, and a proof.
+    pub(crate) fn answered(self, secret: &GroupSecret, answer: [u8; ANSWER]) -> Result<Answered> {
+        let (hello, proof) = split(&answer);
+        let peer = Hello::decode(hello)?;
+        self.own.accept(&peer)?;
+        if !secret.0.verify(ANSWERS, &[&self.hello, hello], proof) {
+            return Err(unproven());
+        }
+        let proof = secret.0.tag(CALLS, &[&self.hello, &answer]);
+        Ok(Answered { hello: self.hello, answer, proof, peer })
+    }
+}
+
+/// The connecting rank, which knows whom it has reached.
+pub(crate) struct Answered {
+    hello: [u8; HELLO],
+    answer: [u8; ANSWER],
+    proof: Tag,
+    peer: Hello,
+}
+
+impl Answered {
+    /// The third message.
+    pub(crate) fn proof(&self) -> &Tag {
+        &self.proof
+    }
+
+    /// Takes the last message: the peer keeps the connection. Gives its hello.
+    pub(crate) fn welcomed(self, secret: &GroupSecret, welcome: &Tag) -> Result<Hello> {
+        match secret.0.verify(WELCOMES, &[&self.hello, &self.answer, &self.proof], welcome) {
+            true => Ok(self.peer),
+            false => Err(unproven()),
+        }
+    }
+}
+
+/// The accepting rank, which has answered.
+pub(crate) struct Answerer {
+    hello: [u8; HELLO],
+    answer: [u8; ANSWER],
+    peer: Hello,
+}
+
+impl Answerer {
+    /// Takes the first message. `own` is this rank's hello to whoever it is from.
+    pub(crate) fn new(secret: &GroupSecret, own: &Hello, peer: Hello, hello: [u8; HELLO]) -> Result<Self> {
+        own.accept(&peer)?;
+        let mut answer = [0; ANSWER];
+        let (said, proof) = answer.split_at_mut(HELLO);
+        said.copy_from_slice(&own.encode());
+        proof.copy_from_slice(&secret.0.tag(ANSWERS, &[&hello, said]));
+        Ok(Self { hello, answer, peer })
+    }
+
+    /// The second message.
+    pub(crate) fn answer(&self) -> &[u8; ANSWER] {
+        &self.answer
+    }
+
+    /// Takes the third message, the peer's proof. Gives its hello, and the last message.
+    pub(crate) fn proven(&self, secret: &GroupSecret, proof: &Tag) -> Result<(Hello, Tag)> {
+        match secret.0.verify(CALLS, &[&self.hello, &self.answer], proof) {
+            true => Ok((self.peer, secret.0.tag(WELCOMES, &[&self.hello, &self.answer, proof]))),
+            false => Err(unproven()),
+        }
+    }
+}
+
+fn split(answer: &[u8; ANSWER]) -> (&[u8; HELLO], &Tag) {
+    // Both parts have these lengths.
+    let (hello, proof) = (answer.first_chunk(), answer.last_chunk());
+    (hello.unwrap_or(&[0; HELLO]), proof.unwrap_or(&[0; TAG]))
+}
+
+fn unproven() -> Error {
+    Error::protocol("a peer does not know this job's key, or what it said was changed on its way")
+        .with_remedy("start every rank with the same key; is something else between the hosts?")
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::rank::{Epoch, Rank};
+    use crate::wire::auth::NONCE;
+    use crate::wire::hello::Channel;
+
+    fn secret(key: Option<&JobKey>) -> GroupSecret {
+        GroupSecret::new(key, &[3; 16])
+    }
+
+    fn hello(secret: &GroupSecret, rank: u32, to: u32, channel: Channel, nonce: u8) -> Hello {
+        Hello {
+            group: secret.name(),
+            epoch: Epoch(4),
+            rank: Rank::new(rank),
+            to: Rank::new(to),
+            world: 3,
+            channel,
+            nonce: [nonce; NONCE],
+        }
+    }
+
+    /// All four messages of rank 1's connection to rank 0, if nobody interferes.
+    struct Said {
+        hello: [u8; HELLO],
+        answer: [u8; ANSWER],
+        proof: Tag,
+        welcome: Tag,
+    }
+
+    fn said(secret: &GroupSecret, channel: Channel, nonces: (u8, u8)) -> Said {
+        play(secret, channel, nonces, |_, _| {}).unwrap()
+    }
+
+    /// Plays the handshake; `tamper` may change message number 0 to 3 before it arrives.
+    fn play(
+        secret: &GroupSecret,
+        channel: Channel,
+        nonces: (u8, u8),
+        mut tamper: impl FnMut(usize, &mut [u8]),
+    ) -> Result<Said> {
+        let caller = Caller::new(hello(secret, 1, 0, channel, nonces.0));
+        let mut first = *caller.hello();
+        tamper(0, &mut first);
+        let peer = Hello::decode(&first)?;
+        let own = Hello { to: peer.rank, channel: peer.channel, ..hello(secret, 0, 1, channel, nonces.1) };
+        let answerer = Answerer::new(secret, &own, peer, first)?;
+        let mut answer = *answerer.answer();
+        tamper(1, &mut answer);
+        let answered = caller.answered(secret, answer)?;
+        let mut proof = *answered.proof();
+        tamper(2, &mut proof);
+        let (peer, mut welcome) = answerer.proven(secret, &proof)?;
+        assert_eq!(peer.rank, Rank::new(1));
+        tamper(3, &mut welcome);
+        assert_eq!(answered.welcomed(secret, &welcome)?.rank, Rank::MAIN);
+        Ok(Said { hello: first, answer, proof, welcome })
+    }
+
+    #[test]
+    fn every_flipped_bit_of_every_message_is_refused() {
+        for key in [None, Some(&JobKey::generate().unwrap())] {
+            let secret = secret(key);
+            for (message, length) in [HELLO, ANSWER, TAG, TAG].into_iter().enumerate() {
+                for bit in 0..8 * length {
+                    let flip = |number: usize, bytes: &mut [u8]| {
+                        if number == message {
+                            bytes[bit / 8] ^= 1 << (bit % 8);
+                        }
+                    };
+                    assert!(
+                        play(&secret, Channel::Data, (1, 2), flip).is_err(),
+                        "bit {bit} of message {message}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn messages_are_few_bytes() {
+        const { assert!(HELLO + TAG <= 256 && ANSWER + TAG <= 256) }
+    }
+
+    #[test]
+    fn who_has_another_key_or_none_is_told_apart() {
+        let keys = [JobKey::generate().unwrap(), JobKey::generate().unwrap()];
+        let secrets = [secret(None), secret(Some(&keys[0])), secret(Some(&keys[1]))];
+        let other_job = GroupSecret::new(Some(&keys[0]), &[4; 16]);
+        for (i, one) in secrets.iter().chain([&other_job]).enumerate() {
+            for (j, other) in secrets.iter().chain([&other_job]).enumerate() {
+                assert_eq!(one.name() == other.name(), i == j);
+                // Also if it lies about the group's name.
+                let caller = Caller::new(hello(other, 1, 0, Channel::Data, 1));
+                let own = hello(other, 0, 1, Channel::Data, 2);
+                let peer = Hello::decode(caller.hello()).unwrap();
+                let answerer = Answerer::new(one, &own, peer, *caller.hello()).unwrap();
+                assert_eq!(caller.answered(other, *answerer.answer()).is_ok(), i == j);
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_that_was_heard_is_of_use_again() {
+        let secret = secret(Some(&JobKey::generate().unwrap()));
+        let old = said(&secret, Channel::Data, (1, 2));
+        // To the accepting rank: it has drawn another number.
+        let own = hello(&secret, 0, 1, Channel::Data, 3);
+        let peer = Hello::decode(&old.hello).unwrap();
+        let answerer = Answerer::new(&secret, &own, peer, old.hello).unwrap();
+        assert!(answerer.proven(&secret, &old.proof).is_err());
+        // To the connecting rank: it has drawn another number.
+        let caller = Caller::new(hello(&secret, 1, 0, Channel::Data, 5));
+        assert!(caller.answered(&secret, old.answer).is_err());
+        // The welcome of another connection.
+        let caller = Caller::new(hello(&secret, 1, 0, Channel::Data, 1));
+        let own = hello(&secret, 0, 1, Channel::Data, 7);
+        let answerer = Answerer::new(&secret, &own, peer, *caller.hello()).unwrap();
+        let answered = caller.answered(&secret, *answerer.answer()).unwrap();
+        assert!(answered.welcomed(&secret, &old.welcome).is_err());
+    }
+
+    #[test]
+    fn a_channel_is_not_spliced_into_another_nor_a_rank_led_to_another() {
+        let secret = secret(Some(&JobKey::generate().unwrap()));
+        let control = said(&secret, Channel::Control, (1, 2));
+        let caller = Caller::new(hello(&secret, 1, 0, Channel::Data, 1));
+        assert!(caller.answered(&secret, control.answer).is_err());
+        let own = hello(&secret, 0, 1, Channel::Data, 2);
+        let peer = hello(&secret, 1, 0, Channel::Data, 1);
+        let answerer = Answerer::new(&secret, &own, peer, peer.encode()).unwrap();
+        assert!(answerer.proven(&secret, &control.proof).is_err());
+        // Rank 2's call to rank 0, relayed to rank 1.
+        let misled = hello(&secret, 2, 0, Channel::Data, 1);
+        let own = hello(&secret, 1, 2, Channel::Data, 2);
+        assert!(Answerer::new(&secret, &own, misled, misled.encode()).is_err());
+    }
+
+    #[test]
+    fn nothing_passes_for_a_message_in_the_other_direction() {
+        let secret = secret(Some(&JobKey::generate().unwrap()));
+        let old = said(&secret, Channel::Data, (1, 2));
+        // A rank that is answered with its own words.
+        let caller = Caller::new(hello(&secret, 1, 0, Channel::Data, 1));
+        let mut echo = [0; ANSWER];
+        echo[..HELLO].copy_from_slice(caller.hello());
+        echo[HELLO..].copy_from_slice(&old.proof);
+        assert!(caller.answered(&secret, echo).is_err());
+        // The accepting rank's own proof as that of who connects.
+        let own = hello(&secret, 0, 1, Channel::Data, 2);
+        let peer = hello(&secret, 1, 0, Channel::Data, 1);
+        let answerer = Answerer::new(&secret, &own, peer, peer.encode()).unwrap();
+        let proof = *answerer.answer().last_chunk().unwrap();
+        assert!(answerer.proven(&secret, &proof).is_err());
+        assert!(answerer.proven(&secret, &old.welcome).is_err());
+        // The proof that it asks for is another one.
+        assert!(answerer.proven(&secret, &old.proof).is_ok());
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_is_refused(answer in any::<[[u8; 28]; 4]>(), proof in any::<[u8; TAG]>()) {
+            let secret = secret(None);
+            let mut bytes = [0; ANSWER];
+            bytes.copy_from_slice(answer.as_flattened());
+            let caller = || Caller::new(hello(&secret, 1, 0, Channel::Data, 1));
+            prop_assert!(caller().answered(&secret, bytes).is_err());
+            // Also behind a hello that is right.
+            bytes[..HELLO].copy_from_slice(&hello(&secret, 0, 1, Channel::Data, 2).encode());
+            prop_assert!(caller().answered(&secret, bytes).is_err());
+            let peer = hello(&secret, 1, 0, Channel::Data, 1);
+            let own = hello(&secret, 0, 1, Channel::Data, 2);
+            let answerer = Answerer::new(&secret, &own, peer, peer.encode()).unwrap();
+            prop_assert!(answerer.proven(&secret, &proof).is_err());
+        }
+    }
+}
