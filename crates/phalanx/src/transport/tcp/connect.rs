@@ -16,7 +16,7 @@ use super::accept::{Pair, accept};
 use super::control::Connections;
 use super::{Place, start};
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
 use crate::wire::control::{Control, Notice};
 use crate::wire::hello::{Channel, HELLO, Hello, JobId};
@@ -25,6 +25,8 @@ use crate::wire::hello::{Channel, HELLO, Hello, JobId};
 const CONNECTING: Duration = Duration::from_secs(10);
 /// A rank listens before its address is known. Whoever refuses for this long has gone.
 const REFUSED: Duration = Duration::from_secs(1);
+/// A rank that listens answers at once, from a thread that does nothing else. Who has not for this long is frozen.
+const ANSWER: Duration = Duration::from_secs(10);
 /// The longest pause between tries.
 const PAUSE: Duration = Duration::from_millis(200);
 /// The longest host name that is shown.
@@ -191,6 +193,8 @@ fn connect(
         };
         match error.kind() {
             io::ErrorKind::InvalidData => return Err(Error::io(unreachable, error).with_peer(peer)),
+            // The end of the patience with which the answer is read.
+            io::ErrorKind::WouldBlock if !deadline.has_passed() => return Err(mute(peer, address)),
             _ if out_of_descriptors(&error) => return Err(no_descriptors(&unreachable, error)),
             io::ErrorKind::ConnectionRefused => {
                 if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
@@ -216,12 +220,22 @@ fn connect(
     }
 }
 
-/// Once it has said who it is, a rank waits for the answer as long as it may: the peer drops the connection if it wants
-/// no more of it. Who gave up on its own could be counted as connected by a peer that answers late and listens no more.
+/// The error for a rank whose host takes connections for it, while it says nothing itself.
+fn mute(peer: Rank, address: &Address) -> Error {
+    let Address { host, socket } = address;
+    let cause = format!("rank {peer} ({host}) has not answered at {socket} for {} s", ANSWER.as_secs());
+    Error::new(Kind::PeerFailed, cause)
+        .with_peer(peer)
+        .with_remedy("is its process stopped, or its host out of memory?")
+}
+
+/// Once it has said who it is, a rank waits for the answer, and then gives up the whole start: the peer drops the
+/// connection if it wants no more of it. Who only tried again could be counted as connected by a peer that answers late
+/// and listens no more.
 fn introduce(address: SocketAddr, own: Hello, deadline: Deadline) -> io::Result<(TcpStream, Hello)> {
     let patience = || deadline.remaining().max(Duration::from_millis(1));
     let mut stream = TcpStream::connect_timeout(&address, patience().min(CONNECTING))?;
-    stream.set_read_timeout(Some(patience()))?;
+    stream.set_read_timeout(Some(patience().min(ANSWER)))?;
     stream.set_write_timeout(Some(patience()))?;
     stream.write_all(&own.encode())?;
     let mut answer = [0; HELLO];
@@ -342,6 +356,30 @@ mod tests {
         for error in errors {
             assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
             assert!(error.rank().is_some() && error.operation() == Some("joining the group"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
+        let store = MemoryStore::new();
+        // Its kernel takes connections; nobody accepts them.
+        let frozen = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let address = Address { socket: frozen.local_addr().unwrap(), host: "node7".into() };
+        let within = Deadline::after(Duration::from_secs(1));
+        store.set(&key(Rank::new(1)), &postcard::to_stdvec(&address).unwrap(), within).unwrap();
+        let started = Instant::now();
+        let deadline = Deadline::after(ANSWER * 10);
+        let errors = thread::scope(|scope| {
+            let ranks = [0, 2].map(|rank| {
+                let place = place_in(&store, rank, 3);
+                scope.spawn(move || mesh(&place, deadline).err().unwrap())
+            });
+            ranks.map(|rank| rank.join().unwrap())
+        });
+        assert!(started.elapsed() < ANSWER * 2, "{:?}", started.elapsed());
+        for error in errors {
+            assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+            assert!(error.to_string().contains("rank 1 (node7) has not answered at"), "{error}");
         }
     }
 
