@@ -10,7 +10,7 @@ use clap::{Args, Parser, Subcommand};
 
 use phalanx::launch::Selection;
 
-use crate::bench::{Bench, Plot};
+use crate::bench::{BenchCommand, Plot};
 use crate::doctor::Doctor;
 use crate::nodes::NodeOptions;
 use crate::processes::Processes;
@@ -34,7 +34,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Run(Box<Run>),
-    Bench(Bench),
+    Bench(Box<BenchCommand>),
     Plot(Plot),
     Doctor(Doctor),
 }

@@ -20,7 +20,7 @@ use clap::Parser;
 fn main() -> ExitCode {
     match cli::Cli::parse().command {
         cli::Command::Run(options) => run::run(*options),
-        cli::Command::Bench(options) => bench::run(options),
+        cli::Command::Bench(options) => bench::run(*options),
         cli::Command::Plot(options) => bench::plot(&options),
         cli::Command::Doctor(options) => doctor::run(&options),
     }
