@@ -10,7 +10,7 @@ use clap::{Args, Parser, Subcommand};
 
 use phalanx::launch::Selection;
 
-use crate::bench::{Bench, Plot};
+use crate::bench::{BenchCommand, Plot};
 use crate::doctor::Doctor;
 use crate::hosts::HostOptions;
 use crate::node::Node;
@@ -39,7 +39,7 @@ pub(crate) enum Command {
     #[command(hide = true)]
     Node(Node),
     Keygen(Keygen),
-    Bench(Bench),
+    Bench(Box<BenchCommand>),
     Plot(Plot),
     Doctor(Doctor),
 }

@@ -24,7 +24,7 @@ fn main() -> ExitCode {
         cli::Command::Run(options) => run::run(*options),
         cli::Command::Node(options) => node::run(&options),
         cli::Command::Keygen(options) => run::keygen(&options),
-        cli::Command::Bench(options) => bench::run(options),
+        cli::Command::Bench(options) => bench::run(*options),
         cli::Command::Plot(options) => bench::plot(&options),
         cli::Command::Doctor(options) => doctor::run(&options),
     }

@@ -5,6 +5,7 @@ mod support;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use support::{output, phalanx, sorted_lines, text};
 
@@ -62,6 +63,21 @@ fn a_group_comes_together_in_each_life() {
     let output = output(phalanx(&["--nproc-per-node", "2", "--max-restarts", "1"], &script));
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("restart 1 of 1"));
+}
+
+#[test]
+fn a_rank_that_freezes_starts_all_again() {
+    let bench = format!("{} bench all_reduce -e 64 --json > /dev/null", env!("CARGO_BIN_EXE_phalanx"));
+    let script = format!(
+        "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exec {bench} -n 8; {bench} -n 1000000000 & \
+         [ $RANK = 1 ] && {{ sleep 0.5; kill -STOP $!; }}; wait $!"
+    );
+    let started = Instant::now();
+    let output = output(phalanx(&["--nproc-per-node", "4", "--max-restarts", "1"], &script));
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    assert!(err.contains("rank 1 (") && err.contains("its process is stopped"), "{err}");
+    assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
 }
 
 #[test]

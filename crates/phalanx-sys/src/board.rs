@@ -24,6 +24,7 @@
 mod meeting;
 mod wait;
 
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -87,6 +88,7 @@ pub struct Board {
     /// Windows staged and taken so far, by stream.
     staged: [u64; STREAMS],
     taken: [u64; STREAMS],
+    still_lent: Option<io::Error>,
 }
 
 impl Board {
@@ -106,6 +108,7 @@ impl Board {
             note: 0,
             staged: [0; STREAMS],
             taken: [0; STREAMS],
+            still_lent: None,
         })
     }
 
@@ -135,7 +138,8 @@ impl Board {
     /// A call in which others may write into `memory`, if it is a whole region and everybody brings one of the same
     /// length. Otherwise, if nobody does, the part of it that is `small` travels in the slots; else `work` stages it.
     ///
-    /// After an error the region is cut off, so that a peer that still works on the call does no harm.
+    /// After an error the region is cut off, so that a peer that still works on the call does no harm; should that not be
+    /// possible, [`still_lent`](Self::still_lent) says why.
     pub fn in_place<R, E>(
         &mut self,
         call: Call,
@@ -147,11 +151,18 @@ impl Board {
         let region = self.own.find(memory);
         let lent = region.map(|offset| meeting::Lent::new(self.own.clone(), offset));
         self.bring(call, &[], memory, region.map(|offset| (Brings::Lent, offset)), small);
-        let outcome = Meeting::hold(self, meeting::Memory::InPlace(memory), watch, work)?;
-        if let Some(lent) = lent {
-            lent.end();
+        let outcome = Meeting::hold(self, meeting::Memory::InPlace(memory), watch, work);
+        match (lent, &outcome) {
+            (Some(lent), Ok(_)) => lent.end(),
+            (Some(lent), Err(_)) => self.still_lent = lent.cut_off().err(),
+            (None, _) => {}
         }
-        Ok(outcome)
+        outcome
+    }
+
+    /// Why the memory of the last call, which failed, could not be cut off: a peer that is late may write into it yet.
+    pub fn still_lent(&mut self) -> Option<io::Error> {
+        self.still_lent.take()
     }
 
     /// A call in which others may read `memory`, if it and everybody's is a whole region. Otherwise as

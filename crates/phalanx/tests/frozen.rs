@@ -7,7 +7,7 @@ use std::fmt::Display;
 use std::io::{BufRead, BufReader};
 use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use phalanx::rendezvous::{self, Rendezvous};
 use phalanx::store::{PrefixStore, Store, TcpStore};
@@ -195,13 +195,7 @@ fn survivors_name(scenario: &str, world: u32, victim: usize) {
         let mut ranks = World::start(scenario, world, false, &[("PHALANX_TRANSPORT", transport)]);
         ranks.training();
         let frozen = ranks.send(victim, Signal::STOP);
-        let deadline = Instant::now() + LIMIT;
-        let survivors: Vec<usize> = (0..world as usize).filter(|rank| *rank != victim).collect();
-        while survivors.iter().any(|rank| ranks.ranks[*rank].try_wait().unwrap().is_none()) {
-            assert!(Instant::now() < deadline, "a survivor hangs");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let took = frozen.elapsed();
+        let took = ranks.await_all_but(&[victim]) - frozen;
         ranks.send(victim, Signal::CONT);
         let (outcomes, _) = ranks.end();
         for (rank, (code, error)) in outcomes.iter().enumerate() {
@@ -305,14 +299,9 @@ fn a_rank_that_thaws_disturbs_nobody() {
             survivors.push(out);
         }
         ranks.send(victim, Signal::CONT);
-        let deadline = Instant::now() + LIMIT;
-        let status = loop {
-            if let Some(status) = ranks.ranks[victim].try_wait().unwrap() {
-                break status;
-            }
-            assert!(Instant::now() < deadline, "the rank that has thawed hangs");
-            std::thread::sleep(Duration::from_millis(1));
-        };
+        let others: Vec<usize> = (0..world).filter(|rank| *rank != victim).collect();
+        ranks.await_all_but(&others);
+        let status = ranks.ranks[victim].try_wait().unwrap().unwrap();
         assert_eq!(status.code(), Some(3), "every call of the thawed rank ends with an error");
         // The others are at it for a while yet.
         std::thread::sleep(Duration::from_millis(300));

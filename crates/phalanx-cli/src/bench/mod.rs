@@ -1,6 +1,7 @@
-//! `phalanx bench`: times collectives, in the manner of nccl-tests, and checks their results.
+//! `phalanx bench`: times collectives, in the manner of nccl-tests, and checks their results; and what follows faults.
 
 mod collectives;
+mod faults;
 mod measure;
 mod options;
 mod plot;
@@ -16,8 +17,8 @@ use phalanx::{Bool, DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Re
 
 use self::collectives::Case;
 use self::measure::{Counts, Times};
-pub(crate) use self::options::Bench;
-use self::options::Memory;
+pub(crate) use self::options::BenchCommand;
+use self::options::{Bench, Memory, Other};
 use self::plot::Figure;
 pub(crate) use self::plot::Plot;
 use self::points::Point;
@@ -26,8 +27,15 @@ use self::tune::Algorithm;
 use self::values::{Value, Values};
 
 /// Runs the benchmark: under a launcher as one of its workers, otherwise with workers of its own.
-pub(crate) fn run(options: Bench) -> ExitCode {
-    let outcome = options.check().and_then(|()| phalanx::spawn(options.nproc_per_node, || work(&options)));
+pub(crate) fn run(command: BenchCommand) -> ExitCode {
+    let BenchCommand { other, collective } = command;
+    let outcome = match (other, collective) {
+        (Some(Other::Faults(faults)), _) => faults.run(),
+        (None, Some(options)) => {
+            options.check().and_then(|()| phalanx::spawn(options.nproc_per_node, || work(&options)))
+        }
+        (None, None) => Err(Error::invalid_argument("there is nothing to time").with_remedy("see `--help`")),
+    };
     exit("bench", outcome)
 }
 

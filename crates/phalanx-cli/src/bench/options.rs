@@ -2,15 +2,32 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use phalanx::{DType, ReduceOp, TransportKind};
 
 use super::collectives::Collective;
+use super::faults::Faults;
 use super::values::FACTOR;
 
-/// Time a collective, in the manner of nccl-tests
+/// Time a collective, in the manner of nccl-tests, or what follows a fault
 #[derive(Args, Debug)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 #[command(long_about = ABOUT, after_long_help = MANUAL, after_help = "`--help` says what the columns are.")]
+pub(crate) struct BenchCommand {
+    #[command(subcommand)]
+    pub(super) other: Option<Other>,
+    #[command(flatten)]
+    pub(super) collective: Option<Bench>,
+}
+
+/// What is timed that is no collective.
+#[derive(Debug, Subcommand)]
+pub(super) enum Other {
+    Faults(Faults),
+}
+
+// Its options stand beside the sub-commands: a comment for users would take the place of the command's own.
+#[derive(Args, Debug)]
 pub(crate) struct Bench {
     /// The collective
     #[arg(value_enum)]
@@ -109,7 +126,8 @@ Examples:
   phalanx bench all_reduce --transport tcp --json tcp.json
   phalanx bench all_reduce --plot all_reduce.png --peers tcp.json
   phalanx bench all_reduce --nproc-per-node 4 -b 1K -f 2 --transport tcp --tune tuning.json
-  PHALANX_TUNING=tuning.json ./train";
+  PHALANX_TUNING=tuning.json ./train
+  phalanx bench faults";
 
 /// Whose memory is sent from and received into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -1,5 +1,6 @@
 //! A call with many bytes, once every rank has given its word on it.
 
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -57,6 +58,13 @@ impl Lent {
     pub(super) fn end(mut self) {
         self.ended = true;
     }
+
+    /// The call has failed.
+    pub(super) fn cut_off(mut self) -> io::Result<()> {
+        self.ended = true;
+        // SAFETY: the call holds the region's memory exclusively as long as this lives.
+        unsafe { self.arena.cut_off(self.offset) }
+    }
 }
 
 impl Drop for Lent {
@@ -66,7 +74,7 @@ impl Drop for Lent {
         }
         // SAFETY: the call holds the region's memory exclusively as long as this lives.
         let cut = unsafe { self.arena.cut_off(self.offset) };
-        // It fails only where not a page and not an address is left, and then what is in the region is the least worry.
+        // The work has panicked, and there is nobody to tell.
         let _ = cut;
     }
 }

@@ -191,6 +191,13 @@ impl Health {
         if cause.operation().is_some() { cause } else { cause.in_operation(operation, Some(sequence)) }
     }
 
+    /// What went wrong beside the connections, such as in the store, may be the end of a rank, of which they hear too: the
+    /// group's failure, if it comes within a moment.
+    pub(crate) fn explain(&self, error: Error) -> Error {
+        self.await_explanation(&error);
+        self.cause().unwrap_or(error)
+    }
+
     fn await_explanation(&self, error: &Error) {
         let deadline = Deadline::after(EXPLANATION);
         let mut state = self.state.lock();
@@ -262,6 +269,15 @@ mod tests {
         let error = operation.join().unwrap();
         assert_eq!(error.peer(), Some(Rank::new(2)));
         assert_eq!((error.operation(), error.sequence()), (Some("barrier"), Some(Sequence(4))));
+    }
+
+    #[test]
+    fn a_store_that_is_gone_may_be_a_rank_that_died() {
+        let health = health();
+        let waiting = health.clone();
+        let store = std::thread::spawn(move || waiting.explain(Error::protocol("the store is gone")));
+        health.lost(Rank::MAIN, "its connection closed");
+        assert_eq!(store.join().unwrap().peer(), Some(Rank::MAIN));
     }
 
     #[test]

@@ -9,18 +9,24 @@ use crate::wire::control::ProcessId;
 pub(super) fn own() -> Option<ProcessId> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let boot = u128::from_str_radix(&boot.trim().replace('-', ""), 16).ok()?;
-    let namespace = fs::read_link("/proc/self/ns/pid").ok()?;
-    let namespace = namespace.to_str()?.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok()?;
+    let namespaces = (namespace("pid")?, namespace("net")?);
     let stat = Stat::parse(&fs::read("/proc/self/stat").ok()?)?;
     // A `/proc` of another namespace may be mounted here.
     let pid = std::process::id();
-    (stat.pid == pid).then_some(ProcessId { boot, namespace, pid, started: stat.started })
+    (stat.pid == pid).then_some(ProcessId { boot, namespaces, pid, started: stat.started })
 }
 
-/// What can be seen of `peer` from `own`, this process.
+/// The number of this process's namespace of a `kind`.
+fn namespace(kind: &str) -> Option<u64> {
+    let link = fs::read_link(format!("/proc/self/ns/{kind}")).ok()?;
+    link.to_str()?.strip_prefix(kind)?.strip_prefix(":[")?.strip_suffix(']')?.parse().ok()
+}
+
+/// What can be seen of `peer` from `own`, this process. Nothing if they have networks of their own: then what is silent
+/// may be the way between them.
 pub(super) fn look(own: Option<ProcessId>, peer: Option<ProcessId>) -> Sight {
     let (Some(own), Some(peer)) = (own, peer) else { return Sight::Nothing };
-    if (own.boot, own.namespace) != (peer.boot, peer.namespace) {
+    if (own.boot, own.namespaces) != (peer.boot, peer.namespaces) {
         return Sight::Nothing;
     }
     let stat = fs::read(format!("/proc/{}/stat", peer.pid)).ok().and_then(|line| Stat::parse(&line));
@@ -63,7 +69,7 @@ mod tests {
 
     use super::*;
 
-    const PEER: ProcessId = ProcessId { boot: 1, namespace: 2, pid: 12, started: 99 };
+    const PEER: ProcessId = ProcessId { boot: 1, namespaces: (2, 3), pid: 12, started: 99 };
 
     fn sight(line: &str) -> Option<Sight> {
         Stat::parse(line.as_bytes()).map(|stat| stat.sight(PEER))
@@ -88,7 +94,7 @@ mod tests {
         let own = own();
         assert!(own.is_some());
         assert_eq!(look(own, own), Sight::Alive);
-        let elsewhere = own.map(|own| ProcessId { namespace: 0, ..own });
+        let elsewhere = own.map(|own| ProcessId { namespaces: (own.namespaces.0, 0), ..own });
         assert_eq!(look(own, elsewhere), Sight::Nothing);
         assert_eq!(look(own, None), Sight::Nothing);
     }

@@ -45,7 +45,7 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
     word: &T,
     deadline: Deadline,
 ) -> Result<Vec<T>> {
-    leave(place, topic, word, deadline)?;
+    leave(place, topic, word, deadline).map_err(|error| health.explain(error))?;
     let keys: Vec<String> = ranks.iter().map(|rank| key(topic, *rank)).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let words = loop {
@@ -55,7 +55,9 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
                     return Err(cause);
                 }
             }
-            outcome => break outcome?,
+            Err(error) if error.is_timeout() => return Err(error),
+            // Rank 0 may have died, with the store that it serves.
+            outcome => break outcome.map_err(|error| health.explain(error))?,
         }
     };
     words.iter().map(|bytes| postcard::from_bytes(bytes).map_err(|error| malformed(topic, error))).collect()

@@ -48,8 +48,8 @@ pub(crate) struct Introduction {
 pub(crate) struct ProcessId {
     /// The kernel's name for its host since its start.
     pub boot: u128,
-    /// The namespace in which `pid` counts.
-    pub namespace: u64,
+    /// The namespaces in which `pid` counts, and in which it has its connections.
+    pub namespaces: (u64, u64),
     pub pid: u32,
     /// When it started, in the kernel's ticks: another process may have its number by now.
     pub started: u64,
@@ -180,7 +180,7 @@ mod tests {
 
     #[test]
     fn a_heartbeat_is_a_byte_between_messages() {
-        let process = ProcessId { boot: u128::MAX, namespace: u64::MAX, pid: 1, started: 7 };
+        let process = ProcessId { boot: u128::MAX, namespaces: (u64::MAX, 0), pid: 1, started: 7 };
         let introduction = Introduction::new(Duration::from_micros(1), Some(process));
         assert_eq!(introduction.interval(), Duration::from_millis(1));
         let messages = [Control::Beat, Control::Watching(introduction), Control::Beat, Control::Goodbye];

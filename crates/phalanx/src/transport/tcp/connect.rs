@@ -16,7 +16,7 @@ use super::accept::{Pair, accept};
 use super::control::Connections;
 use super::{Place, start};
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
 use crate::wire::auth::{NONCE, TAG, nonce};
 use crate::wire::control::{Control, Notice};
@@ -27,6 +27,8 @@ use crate::wire::hello::{Channel, HELLO, Hello, JobId};
 const CONNECTING: Duration = Duration::from_secs(10);
 /// A rank listens before its address is known. Whoever refuses for this long has gone.
 const REFUSED: Duration = Duration::from_secs(1);
+/// A rank that listens answers at once, from a thread that does nothing else. Who has not for this long is frozen.
+const ANSWERING: Duration = Duration::from_secs(10);
 /// The longest pause between tries.
 const PAUSE: Duration = Duration::from_millis(200);
 /// The longest host name that is shown.
@@ -208,6 +210,8 @@ fn connect(
                      world size",
                 ));
             }
+            // The end of the patience with which the answer is read.
+            io::ErrorKind::WouldBlock if !deadline.has_passed() => return Err(mute(peer, address)),
             _ if out_of_descriptors(&error) => return Err(no_descriptors(&unreachable, error)),
             io::ErrorKind::ConnectionRefused => {
                 if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
@@ -233,9 +237,18 @@ fn connect(
     }
 }
 
-/// Once it has said who it is, a rank waits for each answer as long as it may: the peer drops the connection if it wants
-/// no more of it. Who gave up on its own could be counted as connected by a peer that answers late and listens no more;
-/// and who did not wait for the last answer could count on a peer that has dropped it.
+/// The error for a rank whose host takes connections for it, while it says nothing itself.
+fn mute(peer: Rank, address: &Address) -> Error {
+    let Address { host, socket } = address;
+    let cause = format!("rank {peer} ({host}) has not answered at {socket} for {} s", ANSWERING.as_secs());
+    Error::new(Kind::PeerFailed, cause)
+        .with_peer(peer)
+        .with_remedy("is its process stopped, or its host out of memory?")
+}
+
+/// Once it has said who it is, a rank waits for each answer, and then gives up the whole start: the peer drops the
+/// connection if it wants no more of it. Who only tried again could be counted as connected by a peer that answers late
+/// and listens no more; and who did not wait for the last answer could count on a peer that has dropped it.
 fn introduce(
     address: SocketAddr,
     own: Hello,
@@ -246,7 +259,7 @@ fn introduce(
     let patience = || deadline.remaining().max(Duration::from_millis(1));
     let mut stream = TcpStream::connect_timeout(&address, patience().min(CONNECTING))?;
     stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(patience()))?;
+    stream.set_read_timeout(Some(patience().min(ANSWERING)))?;
     stream.set_write_timeout(Some(patience()))?;
     let caller = Caller::new(own);
     stream.write_all(caller.hello())?;
@@ -481,6 +494,30 @@ mod tests {
         for error in errors {
             assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
             assert!(error.rank().is_some() && error.operation() == Some("joining the group"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
+        let store = MemoryStore::new();
+        // Its kernel takes connections; nobody accepts them.
+        let frozen = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let address = Address { socket: frozen.local_addr().unwrap(), host: "node7".into() };
+        let within = Deadline::after(Duration::from_secs(1));
+        store.set(&key(Rank::new(1)), &postcard::to_stdvec(&address).unwrap(), within).unwrap();
+        let started = Instant::now();
+        let deadline = Deadline::after(ANSWERING * 10);
+        let errors = thread::scope(|scope| {
+            let ranks = [0, 2].map(|rank| {
+                let place = place_in(&store, rank, 3);
+                scope.spawn(move || mesh(&place, deadline).err().unwrap())
+            });
+            ranks.map(|rank| rank.join().unwrap())
+        });
+        assert!(started.elapsed() < ANSWERING * 2, "{:?}", started.elapsed());
+        for error in errors {
+            assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+            assert!(error.to_string().contains("rank 1 (node7) has not answered at"), "{error}");
         }
     }
 

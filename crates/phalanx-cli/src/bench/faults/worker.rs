@@ -1,0 +1,68 @@
+//! A rank that trains until something goes wrong, and says when that was.
+
+use std::io::{self, Read, Write};
+use std::thread;
+use std::time::Duration;
+
+use phalanx::{Error, ReduceOp, Result};
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+
+/// Elements of each step's gradients: 1 MiB.
+const ELEMENTS: usize = 1 << 18;
+/// After so many steps the world is said to train.
+const WARM_UP: usize = 10;
+
+/// What a rank says, a line each.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Word {
+    Trains,
+    /// A call has returned an error, by [`now`] on its clock.
+    Failed {
+        at: Duration,
+        blames: Option<u32>,
+        text: String,
+    },
+}
+
+/// The time on the clock that all processes of a host share.
+pub(super) fn now() -> Duration {
+    let now = clock_gettime(ClockId::Monotonic);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
+/// Trains for as long as whoever has started it lives.
+pub(super) fn run() -> Result<()> {
+    thread::spawn(|| {
+        // It ends with the other end of the pipe.
+        let _ = io::stdin().read(&mut [0]);
+        std::process::exit(1);
+    });
+    let group = phalanx::init()?;
+    let mut gradients = vec![1f32; ELEMENTS];
+    let mut steps = 0;
+    let error = loop {
+        let step = group.barrier().and_then(|()| group.all_reduce(&mut gradients, ReduceOp::Avg));
+        if let Err(error) = step {
+            break error;
+        }
+        thread::sleep(Duration::from_millis(1));
+        steps += 1;
+        if steps == WARM_UP {
+            say(&Word::Trains)?;
+        }
+    };
+    let at = now();
+    let blames = error.peer().filter(|_| error.is_peer_failure()).map(phalanx::Rank::get);
+    say(&Word::Failed { at, blames, text: error.to_string() })?;
+    // Its end would be another fault.
+    thread::sleep(Duration::from_secs(60));
+    Ok(())
+}
+
+fn say(word: &Word) -> Result<()> {
+    let unsaid = |error: io::Error| Error::aborted(format!("nobody listens: {error}"));
+    let line = serde_json::to_string(word).map_err(|error| unsaid(error.into()))?;
+    let mut out = io::stdout().lock();
+    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(unsaid)
+}
