@@ -78,6 +78,7 @@ fn job(options: Run, workers: WorldSize) -> Result<Job, String> {
     let job = address.into_iter().fold(job, Job::master_addr);
     let job = cluster.into_iter().fold(job, Job::cluster);
     let job = options.rdzv_id.into_iter().fold(job, Job::run_id);
+    let job = options.elastic.apply(job)?;
     // As torchrun does, what is to be kept is kept somewhere, also if nobody says where.
     let wanted = !options.redirects.is_empty() || !options.tee.is_empty();
     let folder = options.log_dir.or_else(|| wanted.then(std::env::temp_dir));
@@ -99,6 +100,7 @@ fn code_of(error: &Error) -> i32 {
     match (error.peer(), error.io_kind()) {
         (Some(_), Some(ErrorKind::NotFound)) => 127,
         (Some(_), Some(ErrorKind::PermissionDenied)) => 126,
+        _ if error.is_invalid_argument() => 2,
         _ => 1,
     }
 }
