@@ -169,3 +169,117 @@ fn drifted(summaries: Vec<Vec<Summary>>, commit: u64) -> Error {
          what most ranks have",
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Parts, State};
+    use super::*;
+    use crate::rank::WorldSize;
+
+    /// Parts by name.
+    #[derive(Clone, Debug, PartialEq)]
+    struct Named(Vec<(&'static str, Vec<u8>)>);
+
+    impl State for Named {
+        fn save(&self, parts: &mut Parts) -> Result<()> {
+            self.0.iter().try_for_each(|(name, bytes)| parts.put(name, bytes))
+        }
+
+        fn load(&mut self, parts: &Parts) -> Result<()> {
+            for (name, bytes) in &mut self.0 {
+                *bytes = parts.bytes(name)?.to_vec();
+            }
+            Ok(())
+        }
+    }
+
+    /// `act` on each rank's state and commits, by rank.
+    fn on_ranks<T: Send>(
+        states: &[(u64, Named)],
+        act: impl Fn(&ProcessGroup, &mut Snapshot, &mut Named) -> T + Sync,
+    ) -> Vec<(T, u64, Named)> {
+        let world = WorldSize::new(u32::try_from(states.len()).unwrap()).unwrap();
+        std::thread::scope(|scope| {
+            let ranks =
+                ProcessGroup::in_process(world).unwrap().into_iter().zip(states).map(|(group, state)| {
+                    let act = &act;
+                    scope.spawn(move || {
+                        let (commits, mut state) = state.clone();
+                        let mut snapshot = Snapshot::of(&state).unwrap();
+                        snapshot.commits = commits;
+                        let outcome = act(&group, &mut snapshot, &mut state);
+                        state.load(&snapshot.parts).unwrap();
+                        (outcome, snapshot.commits, state)
+                    })
+                });
+            ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    fn named(weights: &[u8], step: u8) -> Named {
+        Named(vec![("weights", weights.to_vec()), ("step", vec![step])])
+    }
+
+    #[test]
+    fn all_get_what_the_one_with_most_commits_has() {
+        let states =
+            [(3, named(b"old", 3)), (4, named(b"newer", 4)), (4, named(b"newer", 4)), (0, named(b"", 0))];
+        let outcomes = on_ranks(&states, |group, snapshot, _| sync(group, snapshot).unwrap());
+        assert_eq!(outcomes.iter().map(|outcome| outcome.0).collect::<Vec<_>>(), [true, false, false, true]);
+        assert!(outcomes.iter().all(|(_, commits, state)| (*commits, state) == (4, &named(b"newer", 4))));
+        // The lowest rank, if nobody has made a commit.
+        let states = [(0, named(b"a", 1)), (0, named(b"b", 1))];
+        let outcomes = on_ranks(&states, |group, snapshot, _| sync(group, snapshot).unwrap());
+        assert_eq!(outcomes.iter().map(|outcome| outcome.0).collect::<Vec<_>>(), [false, true]);
+        assert!(outcomes.iter().all(|outcome| outcome.2 == states[0].1));
+    }
+
+    #[test]
+    fn drift_is_named_on_every_rank() {
+        let states = [(1, named(b"x", 1)), (1, named(b"y", 1)), (1, named(b"x", 1))];
+        let outcomes =
+            on_ranks(&states, |group, snapshot, _| commit(group, snapshot, false, Drift::Fail).unwrap_err());
+        for (error, ..) in outcomes {
+            assert!(error.is_mismatch(), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("\"weights\" differs on rank 1") && !text.contains("step"), "{text}");
+        }
+    }
+
+    #[test]
+    fn drift_is_repaired_from_most_or_ignored() {
+        let states = [(1, named(b"y", 1)), (1, named(b"x", 1)), (1, named(b"x", 1))];
+        let with = |drift| {
+            on_ranks(&states, move |group, snapshot, _| {
+                commit(group, snapshot, false, drift).unwrap().repaired
+            })
+        };
+        let outcomes = with(Drift::Repair);
+        assert_eq!(outcomes.iter().map(|outcome| outcome.0).collect::<Vec<_>>(), [true, false, false]);
+        assert!(outcomes.iter().all(|outcome| outcome.2 == states[1].1));
+        assert!(
+            with(Drift::Ignore)
+                .iter()
+                .zip(&states)
+                .all(|(outcome, state)| !outcome.0 && outcome.2 == state.1)
+        );
+    }
+
+    #[test]
+    fn all_hear_at_the_same_commit_that_somebody_waits() {
+        let states = [(1, named(b"x", 1)), (1, named(b"x", 1))];
+        let outcomes = on_ranks(&states, |group, snapshot, _| {
+            let knows = group.rank().get() == 1;
+            commit(group, snapshot, knows, Drift::Fail).unwrap().awaited
+        });
+        assert!(outcomes.iter().all(|outcome| outcome.0));
+    }
+
+    #[test]
+    fn commits_that_are_not_the_same_are_told_apart() {
+        let states = [(1, named(b"x", 1)), (2, named(b"x", 1))];
+        let outcomes =
+            on_ranks(&states, |group, snapshot, _| commit(group, snapshot, false, Drift::Fail).unwrap_err());
+        assert!(outcomes.iter().all(|outcome| outcome.0.to_string().contains("[1, 2]")));
+    }
+}

@@ -8,12 +8,17 @@
 //! Kill a worker while it runs (`kill -9` and one of the process numbers it shows): the others keep theirs, go back to the
 //! last commit, and go on; another takes the empty place. Alone (`cargo run -p phalanx --example elastic`) it is a world of
 //! one. At the end every rank prints a hash of the model, which is the same on all.
+//!
+//! `target/release/examples/elastic kills 4 100` does the killing by itself, on 4 workers 100 times, and measures how long it
+//! takes until the next commit.
+
+mod kills;
 
 use std::time::Duration;
 
 use phalanx::elastic::{self, Context, Parts, State};
 use phalanx::sampler::ElasticSampler;
-use phalanx::{ProcessGroup, ReduceOp, Result};
+use phalanx::{ProcessGroup, ReduceOp, Result, WorldSize};
 
 const FEATURES: usize = 32;
 const SAMPLES: usize = 4096;
@@ -129,6 +134,15 @@ impl Settings {
 }
 
 fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let [command, workers, kills] = arguments.as_slice()
+        && command == "kills"
+    {
+        let number = |text: &str| {
+            text.parse().map_err(|_| phalanx::Error::invalid_argument(format!("{text:?} is no number")))
+        };
+        return kills::Kills { workers: WorldSize::new(number(workers)?)?, kills: number(kills)? }.measure();
+    }
     let mut training = Training {
         weights: vec![0.0; FEATURES],
         momentum: vec![0.0; FEATURES],
