@@ -61,7 +61,7 @@ fn work(scenario: &str) -> phalanx::Result<()> {
     }
     let mut training: Training = Plain((0, vec![0.0; FEATURES], ElasticSampler::new(1000).seed(3)));
     if let Ok(state) = std::env::var(RESUME) {
-        let bytes: Vec<u8> = state.as_bytes().chunks(2).map(|digits| hex(digits)).collect();
+        let bytes: Vec<u8> = state.as_bytes().chunks(2).map(hex).collect();
         training.0 = postcard::from_bytes(&bytes).unwrap();
     }
     let unlucky = scenario == "unlucky" && place == "1";
@@ -269,7 +269,7 @@ fn all_but_one_may_die_at_once() {
     let (report, seen) = watch(&elastic("train", 3, 1, 2), |seen| {
         if !killed && seen.progress() >= 50 {
             killed = true;
-            [0, 2].map(|place| send(seen.pids[&place][0], Signal::KILL));
+            [0, 2].iter().for_each(|place| send(seen.pids[place][0], Signal::KILL));
         }
     });
     succeeded(&report, &seen);

@@ -91,10 +91,15 @@ impl Parts {
     /// # Errors
     /// As [`bytes`](Self::bytes), and if the bytes are no such value.
     pub fn deserialize<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
-        postcard::from_bytes(self.bytes(name)?).map_err(|error| {
-            Error::mismatch(format!("the part {name:?} of the state cannot be read: {error}"))
+        let unreadable = |why: String| {
+            Error::mismatch(format!("the part {name:?} of the state cannot be read: {why}"))
                 .with_remedy("all ranks must save the same types")
-        })
+        };
+        match postcard::take_from_bytes(self.bytes(name)?) {
+            Ok((value, [])) => Ok(value),
+            Ok((_, rest)) => Err(unreadable(format!("{} bytes are left", rest.len()))),
+            Err(error) => Err(unreadable(error.to_string())),
+        }
     }
 
     /// The number of bytes of all parts.
@@ -219,7 +224,12 @@ mod tests {
         parts.serialize("place", &(3_u64, "epoch")).unwrap();
         parts.finish();
         assert_eq!(parts.deserialize::<(u64, String)>("place").unwrap(), (3, "epoch".to_owned()));
-        assert!(parts.deserialize::<(u64, u64, u64, u64)>("place").unwrap_err().is_mismatch());
+        for error in [
+            parts.deserialize::<u64>("place").unwrap_err(),
+            parts.deserialize::<(u64, String, u64)>("place").unwrap_err(),
+        ] {
+            assert!(error.is_mismatch() && error.to_string().contains("cannot be read"), "{error}");
+        }
         assert!(parts.copy_to("place", &mut [0; 3]).unwrap_err().to_string().contains("room for 3"));
         assert!(saved(&mut parts, &[("a", &[]), ("a", &[])]).unwrap_err().is_invalid_argument());
     }

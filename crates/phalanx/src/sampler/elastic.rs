@@ -182,8 +182,7 @@ mod tests {
             let mut sampler = ElasticSampler::new(samples).seed(seed).tail(tail);
             let mut seen = vec![0; samples];
             let mut committed = (sampler.clone(), seen.clone());
-            let mut steps = steps.into_iter().cycle();
-            while let Some((world, fate)) = steps.next() {
+            for (world, fate) in steps.into_iter().cycle() {
                 let Some(batches) = step(&mut sampler, batch, world) else { break };
                 let lengths = batches.iter().map(Vec::len);
                 let (least, most) = (lengths.clone().min().unwrap(), lengths.max().unwrap());
