@@ -43,7 +43,7 @@ impl<S: State> Context<'_, S> {
     ///
     /// # Errors
     /// As every collective. If replicas have drifted apart, with [`is_mismatch`](Error::is_mismatch). And if workers wait
-    /// to take part, with [`is_regrouping`](Error::is_regrouping): the commit is made, and [`run`](super::run) calls the
+    /// to take part, with [`is_regrouping`](Error::is_regrouping): the commit is made, and [`run`](super::run()) calls the
     /// loop again with a larger group as soon as the loop returns, best by `?`.
     pub fn commit(&mut self) -> Result<()> {
         self.snapshot.save(&*self.state)?;

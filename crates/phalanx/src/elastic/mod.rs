@@ -39,6 +39,7 @@
 mod agreement;
 mod context;
 pub(crate) mod members;
+mod obituary;
 mod options;
 mod parts;
 mod run;
@@ -49,6 +50,7 @@ mod state;
 pub use context::Context;
 #[cfg(any(test, fuzzing))]
 pub use members::fuzz as fuzz_members;
+pub(crate) use obituary::announce;
 pub use options::{Drift, Options};
 pub(crate) use options::{RESET_LIMIT, WORKERS, refuse_fixed_world};
 pub use parts::Parts;

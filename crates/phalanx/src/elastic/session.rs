@@ -92,11 +92,12 @@ impl Session {
         };
         let client = TcpStore::connect(host_port(address, *port), Deadline::after(options.connect_timeout))?;
         let interface = client.local_ip();
-        let scope = format!("phalanx/{}/elastic", env.run_id.as_deref().unwrap_or("none"));
+        let scope = scope(env.run_id.as_deref().unwrap_or("none"));
         let store: SharedStore = Arc::new(PrefixStore::new(scope, Arc::new(client)));
         let place = env.local_rank.unwrap_or(env.rank.get());
+        let process = std::process::id();
         let session = Self {
-            shared: Shared::new(store, Worker { id: WorkerId(0), host: host_name(), place }),
+            shared: Shared::new(store, Worker { id: WorkerId(0), host: host_name(), place, process }),
             interface,
             settings: *settings,
             local: (place, env.local_world_size.unwrap_or(env.world_size.get()).max(place + 1)),
@@ -349,6 +350,11 @@ impl Shared {
             _ => {}
         }
     }
+}
+
+/// The part of the store in which the workers of a job meet.
+pub(super) fn scope(run_id: &str) -> String {
+    format!("phalanx/{run_id}/elastic")
 }
 
 /// The reader's thread.

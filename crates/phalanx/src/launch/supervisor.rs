@@ -231,7 +231,9 @@ impl Supervisor<'_, '_> {
                     None
                 }
             };
-            let failure = self.workers[end.worker].failure(self.placement.node);
+            let worker = &self.workers[end.worker];
+            self.nodes.outlived(u32::try_from(end.worker).unwrap_or(u32::MAX), worker.id());
+            let failure = worker.failure(self.placement.node);
             let (replacements, max_replacements) = replacements.count();
             self.tell(Event::Lost { failure: &failure, replaced_in, replacements, max_replacements });
             false

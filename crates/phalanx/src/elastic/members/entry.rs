@@ -27,6 +27,8 @@ pub(crate) struct Worker {
     pub(crate) host: String,
     /// The place in which its launcher started it, which it keeps whatever its rank becomes.
     pub(crate) place: u32,
+    /// Its process there.
+    pub(crate) process: u32,
 }
 
 /// What all workers must have been told alike.
@@ -50,6 +52,8 @@ pub(crate) enum Departure {
     Late(Duration),
     /// It has ended by itself.
     Ended,
+    /// Its launcher says so.
+    Exited,
 }
 
 impl fmt::Display for Departure {
@@ -61,6 +65,7 @@ impl fmt::Display for Departure {
                 write!(f, "it has not left its group {:.0} s after the others", since.as_secs_f64())
             }
             Self::Ended => f.write_str("it has ended"),
+            Self::Exited => f.write_str("its process has ended"),
         }
     }
 }
@@ -78,6 +83,8 @@ pub(crate) enum Entry {
     Gone { worker: WorkerId, by: WorkerId, why: Departure },
     /// All members of this round have done what there was to do: one of them knows.
     Done { round: u64, worker: WorkerId },
+    /// A process has ended, as its launcher says.
+    Exited { place: u32, process: u32 },
 }
 
 impl Entry {

@@ -58,6 +58,7 @@ impl State {
             Entry::Done { round, worker } if round == self.round && self.rank(worker).is_some() => {
                 self.verdict = Some(Verdict::Done);
             }
+            Entry::Exited { place, process } => self.exited(place, process),
             Entry::Ready { .. } | Entry::LastCall { .. } | Entry::Done { .. } => {}
         }
         if self.verdict.is_none() && self.is_full() {
@@ -102,6 +103,15 @@ impl State {
         if let Some(member) = self.members.iter_mut().find(there) {
             member.standing = Standing::Gone(why);
         }
+    }
+
+    /// All that this process is, or was to become.
+    fn exited(&mut self, place: u32, process: u32) {
+        let members = self.members.iter().map(|member| &member.worker);
+        let same = |worker: &&Worker| (worker.place, worker.process) == (place, process);
+        let gone: Vec<WorkerId> =
+            members.chain(&self.newcomers).filter(same).map(|worker| worker.id).collect();
+        gone.into_iter().for_each(|id| self.leave(id, Departure::Exited));
     }
 
     /// Those who wait become the members, the survivors first, in their old order.

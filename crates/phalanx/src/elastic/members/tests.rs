@@ -12,7 +12,7 @@ const LAST_CALL: Duration = Duration::from_secs(1);
 const TIMEOUT: Duration = Duration::from_secs(600);
 
 fn worker(id: u64) -> Worker {
-    Worker { id: WorkerId(id), host: "here".to_owned(), place: id as u32 }
+    Worker { id: WorkerId(id), host: "here".to_owned(), place: id as u32, process: 100 + id as u32 }
 }
 
 fn settings(min: u32, max: u32) -> Settings {
@@ -100,6 +100,19 @@ fn who_was_given_up_stays_so_under_its_number() {
     state.apply(Entry::Done { round: 2, worker: WorkerId(1) }).unwrap();
     assert_eq!(state.verdict(), Some(Verdict::Done));
     assert!(state.apply(join(3, all)).unwrap_err().contains("over"));
+}
+
+#[test]
+fn a_process_that_has_ended_is_gone_wherever_it_waited() {
+    let all = settings(2, 3);
+    let mut state = after([join(1, all), join(2, all), join(3, all), join(4, all), ready(1, 1), ready(1, 2)]);
+    // That of another process of the place says nothing of this one.
+    for (place, process) in [(3, 99), (4, 104), (3, 103)] {
+        state.apply(Entry::Exited { place, process }).unwrap();
+        assert_eq!(state.round(), 1);
+    }
+    state.apply(Entry::LastCall { round: 2 }).unwrap();
+    assert_eq!(members(&state), [1, 2]);
 }
 
 #[test]
@@ -231,7 +244,7 @@ impl Job {
             }
         }
         let id = WorkerId(worker.id);
-        let fenced = worker.read > 0 && !worker.state.is_present(id) && worker.state.round() > 0;
+        let fenced = !worker.state.is_present(id);
         match worker.inside {
             // The group has failed, or a commit says that others wait.
             Some(inside) if worker.state.is_gathering() || worker.state.is_awaited() || round > inside => {
