@@ -37,8 +37,8 @@ impl<S: State> Context<'_, S> {
     /// Keeps the state in memory: if a worker dies, the others go on from here. Every rank calls it equally often, at the
     /// same point.
     ///
-    /// Costs a copy of the state; a hash of it (xxh3, some 10 GB/s), unless drift is [ignored](Drift::Ignore); and a
-    /// collective of 24 bytes a rank. Once it has returned on any rank, every rank has the commit: it is lost only if all
+    /// Costs a copy of the state; a hash of it (XXH3, as much time again), unless drift is [ignored](Drift::Ignore);
+    /// and a collective of 24 bytes a rank. Once it has returned on any rank, every rank has the commit: it is lost only if all
     /// die.
     ///
     /// # Errors

@@ -273,8 +273,13 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.shared.closing.store(true, Ordering::Relaxed);
+        let (me, group) = {
+            let mut seen = self.shared.seen.lock();
+            (seen.me.id, std::mem::replace(&mut seen.place, At::Waiting))
+        };
+        // The group ends with the loop, and not when the threads have noticed that they may end.
+        drop(group);
         if !self.ended {
-            let me = self.shared.seen.lock().me.id;
             let gone = Entry::Gone { worker: me, by: me, why: Departure::Ended };
             // If the others do not hear it, they see it.
             let _ = self.shared.append_until(&gone, Deadline::after(LAST_WORD));

@@ -68,15 +68,15 @@ impl State {
     }
 
     fn join(&mut self, worker: Worker, settings: Settings) -> Result<(), String> {
+        if settings.min == 0 || settings.min > settings.max || settings.max > MAX_WORLD_SIZE {
+            return Err(format!("{} to {} workers are no world", settings.min, settings.max));
+        }
         let agreed = *self.settings.get_or_insert(settings);
         if agreed != settings {
             return Err(format!(
                 "the first worker came with {} to {} workers and a reset limit of {:?}, this one with {} to {} and {:?}",
                 agreed.min, agreed.max, agreed.reset_limit, settings.min, settings.max, settings.reset_limit
             ));
-        }
-        if agreed.min == 0 || agreed.min > agreed.max || agreed.max > MAX_WORLD_SIZE {
-            return Err(format!("{} to {} workers are no world", agreed.min, agreed.max));
         }
         if self.newcomers.len() >= MAX_WORLD_SIZE as usize {
             return Err(format!("{MAX_WORLD_SIZE} workers wait already"));

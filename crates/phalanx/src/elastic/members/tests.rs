@@ -118,7 +118,9 @@ fn a_process_that_has_ended_is_gone_wherever_it_waited() {
 #[test]
 fn other_settings_are_refused_and_too_many_rounds_end_the_job() {
     let limited = Settings { min: 1, max: 1, reset_limit: Some(1) };
-    let mut state = after([join(1, limited)]);
+    let mut state = State::default();
+    assert!(state.apply(join(9, settings(3, 2))).unwrap_err().contains("no world"));
+    state.apply(join(1, limited)).unwrap();
     assert!(state.apply(join(2, settings(1, 1))).unwrap_err().contains("reset limit"));
     for (dead, next) in [(1, 2), (2, 3)] {
         state.apply(gone(dead)).unwrap();
