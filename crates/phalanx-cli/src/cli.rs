@@ -12,6 +12,7 @@ use phalanx::launch::Selection;
 
 use crate::bench::{BenchCommand, Plot};
 use crate::doctor::Doctor;
+use crate::elastic::ElasticOptions;
 use crate::hosts::HostOptions;
 use crate::node::Node;
 use crate::nodes::NodeOptions;
@@ -70,6 +71,13 @@ at once. SIGUSR1 and SIGUSR2 are passed on and end nothing here. If this command
 too. Workers may end with 0 at different times. If no worker can be \
 started, the exit code is 127 (the program is not found), 126 (it cannot be executed), 2 (wrong options) or 1.
 
+Elastic jobs:
+  With --min-np a worker that fails ends only itself, as long as so many are left. Another takes its place, as often as \
+--max-restarts says for all together; one that fails at once, again and again, is replaced after a pause and given up \
+the fourth time. The others keep their processes and go on without it from their last commit, and take its successor in. \
+The prefix of a line is then the worker's place, not its rank, which changes. The job has succeeded when all that are \
+left have ended with 0, and are enough.
+
 Several hosts:
   With -H or --hostfile this command starts a launcher on each host, over ssh without a password (`ssh -o BatchMode=yes \
 HOST true` must work), and on this machine directly. The same version of phalanx must be there, at the same path or in \
@@ -97,6 +105,8 @@ Environment of a worker:
   ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE
   MASTER_ADDR, MASTER_PORT     where the store is
   TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE,
+  PHALANX_ELASTIC, PHALANX_RESET_LIMIT
+                               of an elastic job: MIN:MAX workers, and how many new groups
   TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
   PHALANX_JOB_KEY_FILE         the job's key, lent by this command: by it workers recognise each other and the store
   OMP_NUM_THREADS, RAYON_NUM_THREADS
@@ -107,6 +117,7 @@ Examples:
   phalanx run --nproc-per-node gpu -- python train.py
   phalanx run -np 8 -H node0:4,node1:4 ./target/release/train
   phalanx run --nnodes 2 --node-rank 1 --master-addr node0 --nproc-per-node 4 -- ./target/release/train
+  phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- ./target/release/train
   phalanx run --nproc-per-node 2 -- sh -c 'echo I am rank $RANK of $WORLD_SIZE'";
 
 /// Start a program several times, on one machine or several, as the ranks of one job
@@ -200,7 +211,10 @@ pub(crate) struct Run {
     #[arg(long, env = "PHALANX_OPEN_STORE", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) open_store: bool,
 
-    // Behind all other options: its heading would stand over those that follow.
+    // Behind all other options: their headings would stand over those that follow.
+    #[command(flatten)]
+    pub(crate) elastic: ElasticOptions,
+
     #[command(flatten)]
     pub(crate) nodes: NodeOptions,
 

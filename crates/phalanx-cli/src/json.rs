@@ -28,6 +28,12 @@ pub(crate) fn event(event: &Event<'_>) -> Option<(Stream, Vec<u8>)> {
         Event::Exited { rank, pid, exit } => {
             ("exited", with(exit_fields(exit), json!({ "rank": rank.get(), "pid": pid })))
         }
+        Event::Lost { failure, replaced_in, replacements, max_replacements } => {
+            let fields = json!({ "failure": failure_fields(failure),
+                                 "replaced_in": replaced_in.map(|wait| wait.as_secs_f64()),
+                                 "replacements": replacements, "max_replacements": max_replacements });
+            ("lost", fields)
+        }
         Event::Ending { signal } => ("ending", json!({ "signal": signal.to_string() })),
         Event::Killing => ("killing", json!({})),
         Event::Restarting { failure } => ("restarting", json!({ "failure": failure_fields(failure) })),
@@ -51,7 +57,7 @@ pub(crate) fn ended(report: &Report, code: i32) -> Vec<u8> {
         _ => ("stopped", Value::Null),
     };
     let fields = json!({ "outcome": outcome, "exit_code": code, "restarts": report.restarts,
-                         "seconds": report.elapsed.as_secs_f64(), "failure": failure });
+                         "replacements": report.replacements, "seconds": report.elapsed.as_secs_f64(), "failure": failure });
     object("ended", fields)
 }
 

@@ -4,6 +4,7 @@
 mod bench;
 mod cli;
 mod doctor;
+mod elastic;
 mod hosts;
 mod json;
 mod node;

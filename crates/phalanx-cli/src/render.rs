@@ -104,6 +104,21 @@ impl Renderer {
                 self.ending = true;
                 self.note(&format!("rank {rank} (pid {pid}): {exit}"));
             }
+            Event::Lost { failure, replaced_in, replacements, max_replacements } => {
+                // The others go on.
+                self.ending = false;
+                let rank = failure.rank;
+                match replaced_in {
+                    Some(wait) if wait.is_zero() => {
+                        self.note(&format!("rank {rank} is replaced ({replacements} of {max_replacements})"));
+                    }
+                    Some(wait) => self.note(&format!(
+                        "rank {rank} is replaced in {:.0} s ({replacements} of {max_replacements})",
+                        wait.as_secs_f64()
+                    )),
+                    None => self.note(&format!("rank {rank} is not replaced; the others go on")),
+                }
+            }
             // Whoever closed the pipe has seen enough.
             Event::Ending { .. } if self.reader_is_gone() => {}
             Event::Ending { signal } => {

@@ -33,6 +33,10 @@ pub(crate) fn failure(failure: &Failure, report: &Report, colour: bool) -> Vec<u
         let s = if report.restarts == 1 { "" } else { "s" };
         row("after", format!("{} restart{s}", report.restarts).as_bytes());
     }
+    if report.replacements > 0 {
+        let s = if report.replacements == 1 { "" } else { "s" };
+        row("after", format!("{} replacement{s}", report.replacements).as_bytes());
+    }
     let skipped = failure.stderr.len().saturating_sub(LINES);
     for (number, line) in failure.stderr.iter().skip(skipped).enumerate() {
         row(if number == 0 { "stderr" } else { "" }, line);

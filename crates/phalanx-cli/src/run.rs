@@ -89,6 +89,9 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
 
 /// The job on `hosts`, which are told this command's own command line.
 fn across(options: &Run, hosts: HostList) -> Result<RemoteJob, String> {
+    if hosts.hosts().len() > 1 && options.elastic.min_np.is_some() {
+        return Err("an elastic job runs on one machine: leave out the other hosts, or --min-np".to_owned());
+    }
     let launcher =
         std::env::current_exe().map_err(|error| format!("cannot find this command's own file: {error}"))?;
     let job = RemoteJob::new(hosts, launcher, std::env::args_os())
@@ -133,6 +136,7 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
     let job = address.into_iter().fold(job, Job::master_addr);
     let job = cluster.into_iter().fold(job, Job::cluster);
     let job = options.rdzv_id.into_iter().fold(job, Job::run_id);
+    let job = options.elastic.apply(job)?;
     // As torchrun does, what is to be kept is kept somewhere, also if nobody says where.
     let wanted = !options.redirects.is_empty() || !options.tee.is_empty();
     let folder = options.log_dir.or_else(|| wanted.then(std::env::temp_dir));
@@ -160,6 +164,7 @@ fn code_of(error: &Error) -> i32 {
     match (error.peer(), error.io_kind()) {
         (Some(_), Some(ErrorKind::NotFound)) => 127,
         (Some(_), Some(ErrorKind::PermissionDenied)) => 126,
+        _ if error.is_invalid_argument() => 2,
         _ => 1,
     }
 }

@@ -14,6 +14,8 @@ pub(crate) struct Status {
     running: u32,
     restarts: u32,
     max_restarts: u32,
+    replacements: u32,
+    max_replacements: u32,
     last_failure: Option<String>,
 }
 
@@ -27,6 +29,10 @@ impl Status {
             }
             Event::Started { .. } => self.running += 1,
             Event::Exited { .. } => self.running = self.running.saturating_sub(1),
+            Event::Lost { failure, replacements, max_replacements, .. } => {
+                (self.replacements, self.max_replacements) = (replacements, max_replacements);
+                self.last_failure = Some(brief(failure));
+            }
             Event::Regrouping { left: Some(failure) } => self.last_failure = Some(failure.to_string()),
             Event::Restarting { failure } => self.last_failure = Some(brief(failure)),
             _ => return false,
@@ -49,6 +55,9 @@ impl fmt::Display for Status {
         write!(f, "{} worker{s}, {} running here", self.workers, self.running)?;
         if self.max_restarts > 0 {
             write!(f, ", {} of {} restarts", self.restarts, self.max_restarts)?;
+        }
+        if self.max_replacements > 0 {
+            write!(f, ", {} of {} replacements", self.replacements, self.max_replacements)?;
         }
         self.last_failure.as_ref().map_or(Ok(()), |failure| write!(f, "; last failure: {failure}"))
     }

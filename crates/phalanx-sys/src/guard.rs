@@ -73,6 +73,15 @@ impl Guard {
         prepare(&mut command).spawn()
     }
 
+    /// Takes the group that `leader` leads off the list. Call it before the leader is reaped.
+    pub fn forget(&self, leader: u32) {
+        let order = i32::try_from(leader).ok().filter(|leader| *leader > 1);
+        if let (Some(mut orders), Some(leader)) = (self.orders.as_ref(), order) {
+            // A guard that is gone watches nobody.
+            let _ = orders.write_all(&(-leader).to_ne_bytes());
+        }
+    }
+
     /// Ends the guard, and nothing else. Call it before the leaders of the groups are reaped: afterwards their numbers
     /// may belong to somebody else.
     pub fn dismiss(&mut self) {
@@ -124,8 +133,10 @@ fn stand_guard(orders: RawFd, watched: &mut [i32]) -> ! {
                     KILL => break,
                     _ => {}
                 }
-                if let Some(slot) = watched.iter_mut().find(|slot| **slot == 0) {
-                    *slot = order;
+                // A negative number, below KILL, takes a group off the list.
+                let (looked_for, new) = if order < KILL { (-order, 0) } else { (0, order) };
+                if let Some(slot) = watched.iter_mut().find(|slot| **slot == looked_for) {
+                    *slot = new;
                 }
             }
             -1 if interrupted() => {}

@@ -91,6 +91,19 @@ fn the_guard_kills_whole_groups_of_workers_that_put_themselves_on_its_list() {
 }
 
 #[test]
+fn a_group_that_was_forgotten_makes_room_and_is_left_alone() {
+    let guard = Guard::start(1).unwrap();
+    let (mut old, grandchild) = watched(&guard);
+    guard.forget(old.id());
+    let (mut new, _) = watched(&guard);
+    drop(guard);
+    assert_eq!(new.wait().unwrap().signal(), Some(libc::SIGKILL));
+    assert!(old.try_wait().unwrap().is_none() && !is_dead(grandchild));
+    rustix::process::kill_process_group(pid(&old), Signal::KILL).unwrap();
+    old.wait().unwrap();
+}
+
+#[test]
 fn a_guard_that_was_dismissed_kills_nobody_and_starts_nobody() {
     let mut guard = Guard::start(1).unwrap();
     let (mut worker, grandchild) = watched(&guard);

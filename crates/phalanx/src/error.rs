@@ -57,6 +57,7 @@ pub(crate) enum Kind {
     Aborted,
     WorkerFailed,
     OutOfMemory,
+    Regrouping,
 }
 
 impl Error {
@@ -98,6 +99,11 @@ impl Error {
 
     pub(crate) fn out_of_memory(cause: impl Into<String>) -> Self {
         Self::new(Kind::OutOfMemory, cause)
+    }
+
+    pub(crate) fn regrouping() -> Self {
+        Self::new(Kind::Regrouping, "workers have come, and all form a new group")
+            .with_remedy("return this error to elastic::run, which goes on with the larger group")
     }
 
     pub(crate) fn protocol(cause: impl Into<String>) -> Self {
@@ -226,6 +232,11 @@ impl Error {
     /// Was there too little memory for what was asked?
     pub fn is_out_of_memory(&self) -> bool {
         self.0.kind == Kind::OutOfMemory
+    }
+
+    /// Do the workers of an [elastic](crate::elastic) job form a new group? Then nothing has failed.
+    pub fn is_regrouping(&self) -> bool {
+        self.0.kind == Kind::Regrouping
     }
 
     /// The rank to blame, if one is known.

@@ -18,6 +18,7 @@ use crate::wire::store::{Decoder, MAX_COUNT, MAX_REQUEST};
 
 pub use crate::checkpoint::{fuzz_manifest as checkpoint_manifest, fuzz_tensors as checkpoint_tensors};
 pub use crate::domain::fuzz_word as board_word;
+pub use crate::elastic::fuzz_members as workers;
 pub use crate::key::fuzz as job_key;
 pub use crate::launch::{fuzz_error_file as error_file, fuzz_lines as lines, fuzz_remote as remote};
 pub use crate::rendezvous::{fuzz as rendezvous, fuzz_nodes as nodes};
@@ -28,7 +29,7 @@ pub use crate::transport::fuzz as address;
 pub type Target = fn(&[u8]) -> bool;
 
 /// All targets, by the names of their folders and programs.
-pub const TARGETS: [(&str, Target); 19] = [
+pub const TARGETS: [(&str, Target); 20] = [
     ("address", address),
     ("board_word", board_word),
     ("checkpoint_manifest", checkpoint_manifest),
@@ -48,6 +49,7 @@ pub const TARGETS: [(&str, Target); 19] = [
     ("store_log", store_log),
     ("store_reply", store_reply),
     ("store_request", store_request),
+    ("workers", workers),
 ];
 
 /// The header of a payload.

@@ -24,6 +24,7 @@
 //! | do so among some of the ranks | [`ProcessGroup::new_group`], [`ProcessGroup::split`] |
 //! | average gradients of a framework of your own | [`reducer`] |
 //! | let ranks end at different times | [`join`] |
+//! | go on when workers die or come | [`elastic`] |
 //! | give each rank its part of the data | [`sampler`] |
 //! | go on after a crash | [`checkpoint`] |
 //! | let processes find each other | [`store`] |
@@ -42,6 +43,7 @@ mod rank;
 pub mod checkpoint;
 mod collective;
 mod domain;
+pub mod elastic;
 pub mod env;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]

@@ -41,6 +41,7 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
         world_size: None,
         nodes: 1,
         restarts: 0,
+        replacements: 0,
         elapsed: Duration::ZERO,
     };
     report.outcome = loop {
@@ -62,6 +63,7 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
         report.world_size = Some(placement.world_size);
         report.nodes = placement.nodes;
         report.restarts = placement.restarts;
+        report.replacements += attempt.replacements;
         match nodes.settle(attempt.end, &mut control)? {
             Settled::Again => {}
             Settled::Over(outcome) => break outcome,

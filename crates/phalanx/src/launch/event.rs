@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::time::Duration;
 
 use super::exit::{Exit, Failure, NodeFailure, Signal};
 use crate::rank::{Rank, WorldSize};
@@ -63,6 +64,17 @@ pub enum Event<'a> {
         pid: u32,
         /// How it ended.
         exit: Exit,
+    },
+    /// A worker of an elastic job has failed, and the others go on.
+    Lost {
+        /// Its failure.
+        failure: &'a Failure,
+        /// How long its place stays empty; for good, if none.
+        replaced_in: Option<Duration>,
+        /// How often a worker has been replaced, with this time.
+        replacements: u32,
+        /// How often one may be.
+        max_replacements: u32,
     },
     /// Processes that still run are asked to end.
     Ending {

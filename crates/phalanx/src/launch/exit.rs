@@ -225,6 +225,8 @@ pub struct Report {
     pub nodes: u32,
     /// How often a failure has started the workers again.
     pub restarts: u32,
+    /// How often a worker of an elastic job was replaced.
+    pub replacements: u32,
     /// How long the job took.
     pub elapsed: Duration,
 }

@@ -12,6 +12,7 @@ use super::lent_key::LentKey;
 use super::logs::Logs;
 use super::placement::Placement;
 use crate::deadline::Deadline;
+use crate::elastic;
 use crate::error::{Error, Result};
 use crate::key::{self, JobKey};
 use crate::rank::WorldSize;
@@ -28,6 +29,13 @@ pub enum Output {
     Lines,
     /// They are this process's own.
     Inherit,
+}
+
+/// What makes a job elastic.
+#[derive(Clone, Copy, Debug)]
+struct Elastic {
+    min: WorldSize,
+    reset_limit: Option<u32>,
 }
 
 /// A job on this machine: a program, and how many copies of it.
@@ -47,6 +55,7 @@ pub struct Job {
     grace: Duration,
     output: Output,
     max_restarts: u32,
+    elastic: Option<Elastic>,
     run_id: Option<String>,
     logs: Option<Logs>,
     cluster: Option<Cluster>,
@@ -74,6 +83,7 @@ impl Job {
             grace: Self::GRACE,
             output: Output::default(),
             max_restarts: 0,
+            elastic: None,
             run_id: None,
             logs: None,
             cluster: None,
@@ -140,6 +150,25 @@ impl Job {
         self
     }
 
+    /// Makes the job elastic: workers that fail do not end the others, as long as at least `min` are left. Their program
+    /// has to train inside [`elastic::run`](crate::elastic::run()).
+    ///
+    /// A worker that fails is replaced, with a pause if it fails again and again as soon as it has started, as often as
+    /// [`max_restarts`](Self::max_restarts) says for all workers together. The job has succeeded when at least `min` have
+    /// ended well and nobody is left.
+    pub fn min_workers(mut self, min: WorldSize) -> Self {
+        let reset_limit = self.elastic.and_then(|elastic| elastic.reset_limit);
+        self.elastic = Some(Elastic { min, reset_limit });
+        self
+    }
+
+    /// How often the workers of an elastic job may form a new group; without end if not given.
+    pub fn reset_limit(mut self, limit: u32) -> Self {
+        let min = self.elastic.map_or(self.workers, |elastic| elastic.min);
+        self.elastic = Some(Elastic { min, reset_limit: Some(limit) });
+        self
+    }
+
     /// The job's name (`TORCHELASTIC_RUN_ID`); if not given, one that no other job has.
     pub fn run_id(mut self, run_id: impl Into<String>) -> Self {
         self.run_id = Some(run_id.into());
@@ -183,6 +212,7 @@ impl Job {
     /// Afterwards it is as before; a signal that ended the job has then been taken from the program, which may
     /// raise it again: see [`Outcome::Interrupted`](super::Outcome::Interrupted).
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
+        self.check_elastic()?;
         attempts::run(self, observer)
     }
 
@@ -215,6 +245,10 @@ impl Job {
         // An empty one counts as none: a key that this process has got from its own launcher is not this job's.
         let path = lent.map(LentKey::path).unwrap_or_default();
         Self { key, ..self.clone() }.variable(key::VARIABLE, path)
+    }
+
+    pub(super) fn own_key(&self) -> Option<&JobKey> {
+        self.key.as_ref()
     }
 
     /// The key that was given, or a new one, if nobody else has to know it.
@@ -252,8 +286,30 @@ impl Job {
         self.master_addr.clone().unwrap_or_else(|| address.ip().to_string())
     }
 
+    /// How often all workers may be started again.
     pub(super) fn restarts_allowed(&self) -> u32 {
-        self.max_restarts
+        if self.elastic.is_some() { 0 } else { self.max_restarts }
+    }
+
+    /// Of an elastic job: the fewest workers, and how often one may be replaced.
+    pub(super) fn replacements_allowed(&self) -> Option<(WorldSize, u32)> {
+        self.elastic.map(|elastic| (elastic.min, self.max_restarts))
+    }
+
+    fn check_elastic(&self) -> Result<()> {
+        let Some(Elastic { min, .. }) = self.elastic else { return Ok(()) };
+        if self.cluster.is_some() {
+            return Err(Error::invalid_argument("an elastic job runs on one node")
+                .with_remedy("leave out --nnodes, or --min-np: several nodes start again after a failure"));
+        }
+        if min.get() > self.workers.get() {
+            return Err(Error::invalid_argument(format!(
+                "at least {min} workers are asked for, but only {} are started",
+                self.workers
+            ))
+            .with_remedy("--min-np may be at most --nproc-per-node"));
+        }
+        Ok(())
     }
 
     pub(super) fn other_nodes(&self) -> Option<&Cluster> {
@@ -278,7 +334,13 @@ impl Job {
     pub(super) fn environment(&self, local_rank: u32, placement: &Placement) -> Vec<(OsString, OsString)> {
         let worker = placement.worker(local_rank, self.workers, &self.role, self.max_restarts);
         let known = worker.variables().into_iter().map(|(name, value)| (name.into(), value.into()));
-        known.chain(self.variables.iter().cloned()).collect()
+        let elastic = self.elastic.into_iter().flat_map(|Elastic { min, reset_limit }| {
+            let workers = (elastic::WORKERS, format!("{min}:{}", self.workers));
+            let limit = reset_limit.map(|limit| (elastic::RESET_LIMIT, limit.to_string()));
+            std::iter::once(workers).chain(limit)
+        });
+        let elastic = elastic.map(|(name, value)| (name.into(), value.into()));
+        known.chain(elastic).chain(self.variables.iter().cloned()).collect()
     }
 }
 

@@ -8,6 +8,7 @@
 //!   `PHALANX_JOB_KEY_FILE` names.
 //! - The first failure ends the job, or starts all workers [again](Job::max_restarts). The others get half a second to notice it themselves and say what they saw; then
 //!   SIGTERM to each group, [a grace period](Job::grace), and SIGKILL.
+//! - In an [elastic](Job::min_workers) job a failure ends only the worker that fails; another may take its place.
 //! - A worker whose error file blames another rank is believed if that one has failed too: that is then the first
 //!   failure.
 //! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a further SIGINT
@@ -47,6 +48,7 @@ mod placement;
 mod policy;
 mod refusals;
 mod remote;
+mod replacements;
 mod supervisor;
 mod worker;
 

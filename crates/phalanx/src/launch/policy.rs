@@ -17,6 +17,8 @@ pub(super) struct Policy {
     grace: Duration,
     /// Those that ended by themselves, and badly, in order.
     failures: Vec<End>,
+    /// Of an elastic job: those whose failures the others have outlived, and whose places are empty.
+    lost: Vec<End>,
     exits: Vec<Option<Exit>>,
     phase: Phase,
     cause: Option<Cause>,
@@ -65,7 +67,15 @@ pub(super) enum Cause {
 impl Policy {
     pub(super) fn new(workers: usize, grace: Duration) -> Self {
         let exits = vec![None; workers];
-        Self { grace, failures: Vec::new(), exits, phase: Phase::Running, cause: None, elsewhere: false }
+        Self {
+            grace,
+            failures: Vec::new(),
+            lost: Vec::new(),
+            exits,
+            phase: Phase::Running,
+            cause: None,
+            elsewhere: false,
+        }
     }
 
     /// Workers that were seen to have ended at the same moment. Which of them came first cannot be known: one that a
@@ -96,6 +106,24 @@ impl Policy {
             }
             Phase::Ending { .. } | Phase::Killed { .. } => None,
         }
+    }
+
+    /// A worker has failed, and its place stays empty, but the others go on.
+    pub(super) fn lost(&mut self, end: End) {
+        self.lost.push(end);
+        if let Some(exit) = self.exits.get_mut(end.worker) {
+            *exit = Some(end.exit);
+        }
+    }
+
+    /// Those who are left are too few, because of all who were lost: the first of them is the first failure.
+    pub(super) fn too_few(&mut self) {
+        self.failures.append(&mut self.lost);
+    }
+
+    /// Is the end of the job not in sight?
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self.phase, Phase::Running)
     }
 
     /// All have ended, or have had their time: what is left is asked to end.
@@ -333,6 +361,28 @@ mod tests {
         policy.ended_elsewhere(now);
         assert_eq!(policy.exited(&[blaming(1, 7), end(0, OK)], now), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
+    }
+
+    #[test]
+    fn who_was_lost_ends_nobody_until_the_others_are_too_few() {
+        let (mut policy, now) = policy(3);
+        policy.lost(end(2, Exit::Signal(Signal::KILL)));
+        assert_eq!(policy.exited(&[], now), None);
+        assert!(policy.is_running() && policy.first_failure().is_none());
+        policy.too_few();
+        assert_eq!(policy.exited(&[end(0, Exit::Code(7))], now), None);
+        assert!(!policy.is_running());
+        assert_eq!(policy.tick(now + LAST_WORDS), Some(Signal::TERM));
+        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 2 }));
+    }
+
+    #[test]
+    fn a_job_that_has_lost_some_succeeds_with_the_others() {
+        let (mut policy, now) = policy(2);
+        policy.lost(end(0, Exit::Code(7)));
+        assert_eq!(policy.exited(&[end(1, OK)], now), Some(Signal::TERM));
+        assert!(policy.all_exited() && policy.cause().is_none());
+        assert_eq!(policy.exits(), [Exit::Code(7), OK]);
     }
 
     #[test]

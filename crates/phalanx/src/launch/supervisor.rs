@@ -20,6 +20,7 @@ use super::members;
 use super::nodes::{AttemptEnd, Nodes};
 use super::placement::Placement;
 use super::policy::{Cause, End, Policy};
+use super::replacements::{Replacements, Verdict};
 use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -34,6 +35,8 @@ pub(super) struct Attempt {
     pub(super) end: AttemptEnd,
     /// How each worker ended, by local rank.
     pub(super) exits: Vec<Exit>,
+    /// How often a worker was replaced.
+    pub(super) replacements: u32,
 }
 
 /// Starts the workers at `placement`, and watches them to their end.
@@ -48,16 +51,24 @@ pub(super) fn run(
     let guard = Guard::start(count).map_err(|error| Error::io("cannot start the workers' guard", error))?;
     let policy = Policy::new(count, job.grace_period());
     let workers = Vec::with_capacity(count);
+    let elastic = job.replacements_allowed();
+    let replacements =
+        elastic.map(|(min, allowed)| Replacements::new(count, min.count(), allowed, Instant::now()));
+    let told = Told::Nothing;
     let mut supervisor =
-        Supervisor { workers, policy, placement, logs, nodes, control, guard, told: Told::Nothing };
-    supervisor.start_workers(job)?;
+        Supervisor { job, workers, policy, replacements, placement, logs, nodes, control, guard, told };
+    supervisor.start_workers()?;
     supervisor.watch()?;
-    Ok(Attempt { end: supervisor.end(), exits: supervisor.policy.exits() })
+    let replacements = supervisor.replacements.as_ref().map_or(0, |replacements| replacements.count().0);
+    Ok(Attempt { end: supervisor.end(), exits: supervisor.policy.exits(), replacements })
 }
 
 struct Supervisor<'a, 'b> {
+    job: &'a Job,
     workers: Vec<Worker>,
     policy: Policy,
+    /// Of an elastic job.
+    replacements: Option<Replacements>,
     placement: &'a Placement,
     logs: Option<&'a JobLogs>,
     nodes: &'a mut dyn Nodes,
@@ -77,15 +88,19 @@ enum Told {
 }
 
 impl Supervisor<'_, '_> {
-    fn start_workers(&mut self, job: &Job) -> Result<()> {
-        for local in 0..job.workers().get() {
-            let logs = self.logs.map(|logs| logs.worker(self.placement.restarts, local)).transpose()?;
-            let worker = Worker::start(job, self.placement, local, logs, &self.guard)?;
+    fn start_workers(&mut self) -> Result<()> {
+        for local in 0..self.job.workers().get() {
+            let worker = self.start_worker(local)?;
             let (rank, pid) = (worker.rank(), worker.id());
             self.workers.push(worker);
             self.tell(Event::Started { rank, pid });
         }
         Ok(())
+    }
+
+    fn start_worker(&self, local: u32) -> Result<Worker> {
+        let logs = self.logs.map(|logs| logs.worker(self.placement.restarts, local)).transpose()?;
+        Worker::start(self.job, self.placement, local, logs, &self.guard)
     }
 
     /// Until nothing of the job is left.
@@ -105,6 +120,7 @@ impl Supervisor<'_, '_> {
             self.handle_ends();
             self.handle_nodes();
             self.handle_time();
+            self.handle_replacements();
             self.handle_logs();
             self.control.tell_refusal();
         }
@@ -114,7 +130,9 @@ impl Supervisor<'_, '_> {
 
     fn wait(&self, reads: bool) -> Result<()> {
         let now = Instant::now();
-        let mut timeout = self.policy.wake_at().map(|at| at.saturating_duration_since(now));
+        let due = self.replacements.as_ref().and_then(Replacements::wake_at);
+        let wake_at = self.policy.wake_at().into_iter().chain(due).min();
+        let mut timeout = wake_at.map(|at| at.saturating_duration_since(now));
         if !reads || self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
             timeout = Some(timeout.map_or(POLL, |timeout| timeout.min(POLL)));
         }
@@ -165,7 +183,9 @@ impl Supervisor<'_, '_> {
         let mut batch = Vec::new();
         for index in 0..self.workers.len() {
             if let Some(exit) = self.workers[index].poll_end() {
-                let blames = self.workers[index].blames().and_then(|rank| self.placement.local(rank));
+                // The ranks of an elastic job are no places.
+                let blames = self.workers[index].blames().filter(|_| self.replacements.is_none());
+                let blames = blames.and_then(|rank| self.placement.local(rank));
                 batch.push(End { worker: index, exit, blames });
                 // All that it has written is in the pipe by now, and comes before the news of its end.
                 self.read_output(index);
@@ -176,6 +196,7 @@ impl Supervisor<'_, '_> {
         if batch.is_empty() {
             return;
         }
+        self.outlive(&mut batch);
         let order = self.policy.exited(&batch, Instant::now());
         // At once: workers elsewhere will fail because of this one, and the other nodes go by the order of the news.
         if self.told == Told::Nothing
@@ -186,6 +207,76 @@ impl Supervisor<'_, '_> {
             self.nodes.tell(&failed);
         }
         self.obey(order);
+    }
+
+    /// Takes the failures that end only the worker that failed out of `batch`.
+    fn outlive(&mut self, batch: &mut Vec<End>) {
+        if !self.policy.is_running() {
+            return;
+        }
+        let Some(mut replacements) = self.replacements.take() else { return };
+        batch.retain(|end| {
+            if end.exit.is_success() {
+                replacements.ended_well(end.worker);
+                return true;
+            }
+            // What it has started would disturb its successor.
+            self.workers[end.worker].signal(Raw::KILL);
+            let replaced_in = match replacements.failed(end.worker, end.exit, Instant::now()) {
+                Verdict::TooFew => {
+                    self.policy.too_few();
+                    return true;
+                }
+                Verdict::Replaced { after } => Some(after),
+                Verdict::Empty => {
+                    self.policy.lost(*end);
+                    None
+                }
+            };
+            let worker = &self.workers[end.worker];
+            self.nodes.outlived(u32::try_from(end.worker).unwrap_or(u32::MAX), worker.id());
+            let failure = worker.failure(self.placement.node);
+            let (replacements, max_replacements) = replacements.count();
+            self.tell(Event::Lost { failure: &failure, replaced_in, replacements, max_replacements });
+            false
+        });
+        self.replacements = Some(replacements);
+    }
+
+    /// Starts those who are due; none, once the job ends.
+    fn handle_replacements(&mut self) {
+        let Some(mut replacements) = self.replacements.take() else { return };
+        if !self.policy.is_running() {
+            for (worker, exit) in replacements.cancel() {
+                self.policy.lost(End { worker, exit, blames: None });
+            }
+        }
+        let mut failed = Vec::new();
+        while let Some(place) = replacements.due(Instant::now()) {
+            if let Err(error) = self.replace(place) {
+                self.tell(Event::Warning { text: &error.to_string() });
+                failed.push(End { worker: place, exit: Exit::Lost, blames: None });
+            }
+        }
+        self.replacements = Some(replacements);
+        if !failed.is_empty() {
+            self.outlive(&mut failed);
+            let order = self.policy.exited(&failed, Instant::now());
+            self.obey(order);
+        }
+    }
+
+    fn replace(&mut self, place: usize) -> Result<()> {
+        self.finish_output_of(place);
+        let old = &mut self.workers[place];
+        // Before its number may become somebody else's.
+        self.guard.forget(old.id());
+        old.reap(Deadline::after(REAP));
+        let worker = self.start_worker(u32::try_from(place).unwrap_or(u32::MAX))?;
+        let (rank, pid) = (worker.rank(), worker.id());
+        self.workers[place] = worker;
+        self.tell(Event::Started { rank, pid });
+        Ok(())
     }
 
     fn handle_nodes(&mut self) {
@@ -238,13 +329,17 @@ impl Supervisor<'_, '_> {
 
     fn finish_output(&mut self) {
         for index in 0..self.workers.len() {
-            self.read_output(index);
-            let Self { workers, control, .. } = self;
-            let rank = workers[index].rank();
-            workers[index].finish_output(|stream, text| {
-                let _: ControlFlow<()> = control.observer.observe(Event::Line { rank, stream, text });
-            });
+            self.finish_output_of(index);
         }
+    }
+
+    fn finish_output_of(&mut self, worker: usize) {
+        self.read_output(worker);
+        let Self { workers, control, .. } = self;
+        let rank = workers[worker].rank();
+        workers[worker].finish_output(|stream, text| {
+            let _: ControlFlow<()> = control.observer.observe(Event::Line { rank, stream, text });
+        });
     }
 
     fn tell(&mut self, event: Event<'_>) {

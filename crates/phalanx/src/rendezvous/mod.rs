@@ -23,6 +23,7 @@ use self::arrival::Identity;
 #[cfg(any(test, fuzzing))]
 pub use self::membership::fuzz as fuzz_nodes;
 use crate::deadline::Deadline;
+use crate::elastic;
 use crate::env::LaunchEnv;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
@@ -69,6 +70,7 @@ impl fmt::Debug for Rendezvous {
 
 /// Meets the other ranks as the launcher's variables say; a world of one if there are none.
 pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
+    elastic::refuse_fixed_world()?;
     match LaunchEnv::from_process()? {
         Some(env) => env::join(&env, JobKey::from_env()?, &Identity::of_process(), Deadline::after(timeout)),
         None => Ok(alone()),
@@ -107,6 +109,7 @@ pub fn from_url(
             None => Err(Error::environment("env:// needs MASTER_ADDR and MASTER_PORT, which are not set")
                 .with_remedy("start the program with `phalanx run` or torchrun, or set them for every rank")),
             Some(mut env) => {
+                elastic::refuse_fixed_world()?;
                 env.world_size = world_size.unwrap_or(env.world_size);
                 env.rank = env.world_size.rank(rank.unwrap_or(env.rank).get())?;
                 env::join(&env, JobKey::from_env()?, &me, deadline)

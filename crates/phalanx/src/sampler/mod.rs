@@ -12,11 +12,15 @@
 //! - Rank r takes the places r, r + R, r + 2R, ... of it.
 //!
 //! So every rank makes equally many steps, and without `drop_last` every sample is seen, up to R - 1 of them twice.
+//!
+//! [`ElasticSampler`] deals out the same order step by step, to worlds whose size changes.
 
+mod elastic;
 mod permutation;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+pub use self::elastic::{ElasticSampler, Tail};
 use self::permutation::random_permutation;
 use crate::error::Result;
 use crate::rank::{Rank, WorldSize};

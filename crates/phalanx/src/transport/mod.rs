@@ -23,6 +23,7 @@ use crate::deadline::Deadline;
 use crate::domain::{self, Domain, Joined, Partition};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::store::Store;
 use crate::wire::frame::Header;
 
 /// Connections to all peers of a group.
@@ -158,6 +159,11 @@ pub(crate) fn connect_among(
     let transport = Box::new(Tcp::new(place.rank, connections, health.clone(), monitor));
     let kind = Some(if shares { TransportKind::SharedMemory } else { TransportKind::Tcp });
     Ok(Connected { transport, messages, kind, health, partition, domain })
+}
+
+/// Tells the ranks that are connecting with each other through `store` why they need not.
+pub(crate) fn fail_start(store: &dyn Store, error: &Error) {
+    tcp::fail_start(store, error);
 }
 
 /// The error of a peer that was waited for until the deadline.

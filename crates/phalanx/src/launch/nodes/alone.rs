@@ -3,6 +3,7 @@
 use std::os::fd::BorrowedFd;
 
 use super::{AttemptEnd, Gathered, Nodes, Settled};
+use crate::elastic;
 use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
 use crate::launch::event::Event;
@@ -53,6 +54,18 @@ impl Nodes for Alone<'_> {
     }
 
     fn tell(&mut self, _cause: &AttemptEnd) {}
+
+    fn outlived(&mut self, place: u32, process: u32) {
+        let Some(store) = self.store.as_ref().map(TcpStoreServer::reachable_addr) else { return };
+        let (run_id, key) = (self.run_id.clone(), self.job.own_key().cloned());
+        // Not here: the supervisor does not wait for a store.
+        let announce = move || {
+            if let Err(error) = elastic::announce(store, key.as_ref(), &run_id, place, process) {
+                tracing::debug!(%error, "the other workers have to notice a worker's end by themselves");
+            }
+        };
+        let _ = std::thread::Builder::new().name("phalanx-obituary".into()).spawn(announce);
+    }
 
     fn give_up(&mut self, _error: &Error) {}
 

@@ -365,7 +365,7 @@ fn listen(
     store: &dyn Store,
     me: NodeId,
     shared: &Shared,
-    liveness: &mut Liveness,
+    liveness: &mut Liveness<NodeId>,
     deadline: Deadline,
 ) -> Result<Vec<(NodeId, Duration)>> {
     let others: Vec<NodeId> = shared.watched.lock().iter().copied().filter(|node| *node != me).collect();

@@ -28,6 +28,9 @@ pub(super) trait Nodes {
     /// What has happened here, as soon as it is known: that a worker has failed, and then why all are ended.
     fn tell(&mut self, cause: &AttemptEnd);
 
+    /// A worker of an elastic job has failed, and the others go on.
+    fn outlived(&mut self, place: u32, process: u32);
+
     /// The workers of this node cannot be started, or watched.
     fn give_up(&mut self, error: &Error);
 

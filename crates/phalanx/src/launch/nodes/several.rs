@@ -362,6 +362,9 @@ impl Nodes for Several<'_> {
         }
     }
 
+    // An elastic job runs on one node.
+    fn outlived(&mut self, _place: u32, _process: u32) {}
+
     fn give_up(&mut self, error: &Error) {
         self.leave(Departure::GaveUp(error.to_string()));
     }

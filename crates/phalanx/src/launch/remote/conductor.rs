@@ -409,6 +409,7 @@ impl<'a> Conductor<'a> {
             world_size: None,
             nodes: self.peers.len() as u32,
             restarts: 0,
+            replacements: 0,
             elapsed: self.started.elapsed(),
         };
         let mut worst = 0;
@@ -418,6 +419,7 @@ impl<'a> Conductor<'a> {
                 Some(Ended::Reported(ending)) => {
                     report.exits.extend(ending.exits);
                     report.restarts = report.restarts.max(ending.restarts);
+                    report.replacements += ending.replacements;
                     report.world_size = ending.world_size.and_then(|size| WorldSize::new(size).ok());
                     if severity(&ending.outcome) > worst {
                         worst = severity(&ending.outcome);

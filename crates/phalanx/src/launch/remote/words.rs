@@ -114,6 +114,7 @@ pub(super) enum News {
     Exited { rank: Rank, pid: u32, exit: Exit },
     Ending { signal: Signal },
     Killing,
+    Lost { failure: Failure, replaced_in: Option<Duration>, replacements: u32, max_replacements: u32 },
     Restarting { failure: Failure },
     Gathering { nodes: u32, min_nodes: u32, max_nodes: u32 },
     Regrouping { left: Option<NodeFailure> },
@@ -135,6 +136,9 @@ impl News {
             Event::Exited { rank, pid, exit } => Self::Exited { rank, pid, exit },
             Event::Ending { signal } => Self::Ending { signal },
             Event::Killing => Self::Killing,
+            Event::Lost { failure, replaced_in, replacements, max_replacements } => {
+                Self::Lost { failure: failure.clone(), replaced_in, replacements, max_replacements }
+            }
             Event::Restarting { failure } => Self::Restarting { failure: failure.clone() },
             Event::Gathering { nodes, min_nodes, max_nodes } => {
                 Self::Gathering { nodes, min_nodes, max_nodes }
@@ -161,6 +165,9 @@ impl News {
             &Self::Exited { rank, pid, exit } => Event::Exited { rank, pid, exit },
             &Self::Ending { signal } => Event::Ending { signal },
             Self::Killing => Event::Killing,
+            &Self::Lost { ref failure, replaced_in, replacements, max_replacements } => {
+                Event::Lost { failure, replaced_in, replacements, max_replacements }
+            }
             Self::Restarting { failure } => Event::Restarting { failure },
             &Self::Gathering { nodes, min_nodes, max_nodes } => {
                 Event::Gathering { nodes, min_nodes, max_nodes }
@@ -179,6 +186,7 @@ pub(super) struct Ending {
     pub(super) world_size: Option<u32>,
     pub(super) nodes: u32,
     pub(super) restarts: u32,
+    pub(super) replacements: u32,
 }
 
 impl Ending {
@@ -189,6 +197,7 @@ impl Ending {
             world_size: report.world_size.map(WorldSize::get),
             nodes: report.nodes,
             restarts: report.restarts,
+            replacements: report.replacements,
         }
     }
 }

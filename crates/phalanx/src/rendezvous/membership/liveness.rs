@@ -3,27 +3,25 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::entry::NodeId;
-
-/// The heartbeats of other nodes, as one of them sees them. Only this node's own clock counts.
+/// The heartbeats of others, nodes or workers, as one of them sees them. Only its own clock counts.
 #[derive(Debug)]
-pub(crate) struct Liveness {
+pub(crate) struct Liveness<Id> {
     timeout: Duration,
-    last: BTreeMap<NodeId, (Vec<u8>, Instant)>,
+    last: BTreeMap<Id, (Vec<u8>, Instant)>,
     looked_at: Option<Instant>,
 }
 
-impl Liveness {
+impl<Id: Copy + Ord> Liveness<Id> {
     pub(crate) fn new(timeout: Duration) -> Self {
         Self { timeout, last: BTreeMap::new(), looked_at: None }
     }
 
-    /// Takes the nodes' counters, and gives those that have not moved for longer than the time-out, with how long.
+    /// Takes the others' counters, and gives those that have not moved for longer than the time-out, with how long.
     pub(crate) fn observe<'a>(
         &mut self,
-        beats: impl IntoIterator<Item = (NodeId, &'a [u8])>,
+        beats: impl IntoIterator<Item = (Id, &'a [u8])>,
         now: Instant,
-    ) -> Vec<(NodeId, Duration)> {
+    ) -> Vec<(Id, Duration)> {
         // Whoever has slept itself, or was stopped, knows nothing of the others.
         let slept = self.looked_at.is_some_and(|at| now.saturating_duration_since(at) > self.timeout / 2);
         self.looked_at = Some(now);
@@ -48,6 +46,7 @@ impl Liveness {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::membership::NodeId;
 
     const A: NodeId = NodeId(1);
     const B: NodeId = NodeId(2);

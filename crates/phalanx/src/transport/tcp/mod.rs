@@ -18,6 +18,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 pub(super) use self::connect::fuzz;
 pub(super) use self::connect::mesh;
 pub(super) use self::control::{Connections, Monitor};
+pub(super) use self::start::fail as fail_start;
 use self::stream::{Receiving, Sending};
 use super::health::Health;
 use super::{Incoming, Outgoing, Transport, late};

@@ -12,6 +12,7 @@ use super::connect::Address;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
+use crate::store::Store;
 use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
 
 const KEY: &str = "mesh/failure";
@@ -53,6 +54,13 @@ pub(super) fn check(place: &Place<'_>, host: &str) -> Result<()> {
         Err(error) if !error.is_timeout() => Err(error),
         Ok(None) | Err(_) => Ok(()),
     }
+}
+
+/// Tells the ranks that wait for each other in `store` why this start has no use.
+pub(in crate::transport) fn fail(store: &dyn Store, error: &Error) {
+    let Ok(notice) = control::encode(&Control::Failure(Notice::of(error))) else { return };
+    // Without the store they find out by themselves.
+    let _ = store.compare_set(KEY, b"", &notice, Deadline::after(LAST_WORD));
 }
 
 fn told(notice: &[u8], host: &str) -> Option<Error> {

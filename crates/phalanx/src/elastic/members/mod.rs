@@ -1,0 +1,33 @@
+//! Which workers take part in which round of an elastic job: pure.
+//!
+//! As the launchers do (`rendezvous::membership`), the workers share a log, one list of [entries](Entry) in one order, and
+//! each applies it to its own [`State`]. The two differ in what a round is. A launcher's round ends for all, and all start
+//! again; here the members of a round go over into the next one, each when it has left its group, and keep what they have
+//! in memory.
+//!
+//! ```text
+//!                      all members are Ready or Gone, and
+//!              Join    the world is full, or LastCall       a member is Ready or Gone
+//!   Gathering -----> Gathering -------------------> Running --------------------------> Gathering
+//!                                                      |
+//!                                                      | Done
+//!                                                      v
+//!                                                     Over
+//! ```
+//!
+//! What has to hold: a round has the same members for everybody; nobody is a member before it has left the round before;
+//! who was given up is in no later round under the same number; and as long as enough workers do their part, there is a
+//! next round. [`Clock`] says what the time that passes asks for.
+
+mod clock;
+mod entry;
+mod state;
+
+pub(super) use clock::{Clock, Step};
+pub(super) use entry::{Departure, Entry, Settings, Worker, WorkerId};
+#[cfg(any(test, fuzzing))]
+pub use state::fuzz;
+pub(super) use state::{State, Verdict};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,243 @@
+//! The state that all workers agree on.
+
+use super::entry::{Departure, Entry, Settings, Worker, WorkerId};
+use crate::rank::MAX_WORLD_SIZE;
+
+/// Who takes part, and who wants to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct State {
+    settings: Option<Settings>,
+    /// The round that began last; 0 if none has.
+    round: u64,
+    /// Of that round, by rank.
+    members: Vec<Member>,
+    /// Who has come since, in order.
+    newcomers: Vec<Worker>,
+    verdict: Option<Verdict>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Member {
+    worker: Worker,
+    standing: Standing,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Standing {
+    /// It may be using the round's group.
+    Working,
+    /// It has left the group, and waits for the next.
+    Ready,
+    Gone(Departure),
+}
+
+/// How the job ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// All members of the last round have done what there was to do.
+    Done,
+    /// One more round would have been more than are allowed.
+    TooManyRounds,
+}
+
+impl State {
+    /// Takes the next entry of the log. A refusal concerns the worker that wants to join. What makes no sense any more has
+    /// no effect.
+    pub(crate) fn apply(&mut self, entry: Entry) -> Result<(), String> {
+        if self.verdict.is_some() {
+            return match entry {
+                Entry::Join { .. } => Err("the job is over".to_owned()),
+                _ => Ok(()),
+            };
+        }
+        match entry {
+            Entry::Join { worker, settings } => self.join(worker, settings)?,
+            Entry::Ready { round, worker } if round == self.round => self.ready(worker),
+            Entry::LastCall { round } if round == self.round + 1 && self.has_enough() => self.begin(),
+            Entry::Gone { worker, why, .. } => self.leave(worker, why),
+            Entry::Done { round, worker } if round == self.round && self.rank(worker).is_some() => {
+                self.verdict = Some(Verdict::Done);
+            }
+            Entry::Exited { place, process } => self.exited(place, process),
+            Entry::Ready { .. } | Entry::LastCall { .. } | Entry::Done { .. } => {}
+        }
+        if self.verdict.is_none() && self.is_full() {
+            self.begin();
+        }
+        Ok(())
+    }
+
+    fn join(&mut self, worker: Worker, settings: Settings) -> Result<(), String> {
+        if settings.min == 0 || settings.min > settings.max || settings.max > MAX_WORLD_SIZE {
+            return Err(format!("{} to {} workers are no world", settings.min, settings.max));
+        }
+        let agreed = *self.settings.get_or_insert(settings);
+        if agreed != settings {
+            return Err(format!(
+                "the first worker came with {} to {} workers and a reset limit of {:?}, this one with {} to {} and {:?}",
+                agreed.min, agreed.max, agreed.reset_limit, settings.min, settings.max, settings.reset_limit
+            ));
+        }
+        if self.newcomers.len() >= MAX_WORLD_SIZE as usize {
+            return Err(format!("{MAX_WORLD_SIZE} workers wait already"));
+        }
+        let known = self.members.iter().any(|member| member.worker.id == worker.id)
+            || self.newcomers.iter().any(|other| other.id == worker.id);
+        if !known {
+            self.newcomers.push(worker);
+        }
+        Ok(())
+    }
+
+    fn ready(&mut self, id: WorkerId) {
+        let working = |member: &&mut Member| member.worker.id == id && member.standing == Standing::Working;
+        if let Some(member) = self.members.iter_mut().find(working) {
+            member.standing = Standing::Ready;
+        }
+    }
+
+    fn leave(&mut self, id: WorkerId, why: Departure) {
+        self.newcomers.retain(|worker| worker.id != id);
+        let there =
+            |member: &&mut Member| member.worker.id == id && !matches!(member.standing, Standing::Gone(_));
+        if let Some(member) = self.members.iter_mut().find(there) {
+            member.standing = Standing::Gone(why);
+        }
+    }
+
+    /// All that this process is, or was to become.
+    fn exited(&mut self, place: u32, process: u32) {
+        let members = self.members.iter().map(|member| &member.worker);
+        let same = |worker: &&Worker| (worker.place, worker.process) == (place, process);
+        let gone: Vec<WorkerId> =
+            members.chain(&self.newcomers).filter(same).map(|worker| worker.id).collect();
+        gone.into_iter().for_each(|id| self.leave(id, Departure::Exited));
+    }
+
+    /// Those who wait become the members, the survivors first, in their old order.
+    fn begin(&mut self) {
+        let Some(settings) = self.settings else { return };
+        if settings.reset_limit.is_some_and(|limit| self.round > limit.into()) {
+            self.verdict = Some(Verdict::TooManyRounds);
+            return;
+        }
+        let members = std::mem::take(&mut self.members);
+        let survivors = members.into_iter().filter(|member| member.standing == Standing::Ready);
+        let mut workers: Vec<Worker> = survivors.map(|member| member.worker).collect();
+        workers.append(&mut self.newcomers);
+        self.newcomers = workers.split_off(workers.len().min(settings.max as usize));
+        self.members =
+            workers.into_iter().map(|worker| Member { worker, standing: Standing::Working }).collect();
+        self.round += 1;
+    }
+
+    /// Can the next round begin, and with as many as can ever take part?
+    fn is_full(&self) -> bool {
+        self.is_free()
+            && self.settings.is_some_and(|settings| self.waiting().count() >= settings.max as usize)
+    }
+
+    /// Can the next round begin, if nobody else is waited for?
+    pub(crate) fn has_enough(&self) -> bool {
+        self.is_free()
+            && self.settings.is_some_and(|settings| self.waiting().count() >= settings.min as usize)
+    }
+
+    /// Has the last round ended, for all its members?
+    fn is_free(&self) -> bool {
+        self.is_gathering() && self.outstanding().next().is_none()
+    }
+
+    /// Is there no round, or has somebody left it?
+    pub(crate) fn is_gathering(&self) -> bool {
+        self.round == 0 || self.members.iter().any(|member| member.standing != Standing::Working)
+    }
+
+    /// Members that have not left the last round yet.
+    pub(crate) fn outstanding(&self) -> impl Iterator<Item = WorkerId> {
+        let working = self.members.iter().filter(|member| member.standing == Standing::Working);
+        working.map(|member| member.worker.id)
+    }
+
+    /// Who waits for the next round, in the order of the ranks there.
+    pub(crate) fn waiting(&self) -> impl Iterator<Item = &Worker> {
+        let ready = self.members.iter().filter(|member| member.standing == Standing::Ready);
+        ready.map(|member| &member.worker).chain(&self.newcomers)
+    }
+
+    /// Does somebody wait for whom there is room beside the members?
+    pub(crate) fn is_awaited(&self) -> bool {
+        let most = self.settings.map_or(0, |settings| settings.max as usize);
+        !self.newcomers.is_empty() && self.members.len() < most
+    }
+
+    pub(crate) fn round(&self) -> u64 {
+        self.round
+    }
+
+    pub(crate) fn settings(&self) -> Option<Settings> {
+        self.settings
+    }
+
+    pub(crate) fn verdict(&self) -> Option<Verdict> {
+        self.verdict
+    }
+
+    /// The members of the last round, by rank.
+    pub(crate) fn members(&self) -> impl ExactSizeIterator<Item = &Worker> {
+        self.members.iter().map(|member| &member.worker)
+    }
+
+    /// The rank of a worker in the last round, if it is a member and still there.
+    pub(crate) fn rank(&self, id: WorkerId) -> Option<usize> {
+        let there = |member: &Member| member.worker.id == id && !matches!(member.standing, Standing::Gone(_));
+        self.members.iter().position(there)
+    }
+
+    /// The members of the last round that are gone, by rank.
+    pub(crate) fn gone(&self) -> impl Iterator<Item = (usize, &Worker, &Departure)> {
+        self.members.iter().enumerate().filter_map(|(rank, member)| match &member.standing {
+            Standing::Gone(why) => Some((rank, &member.worker, why)),
+            Standing::Working | Standing::Ready => None,
+        })
+    }
+
+    /// Whom a worker watches: while a round runs, each member the next one, and the first those who wait; else, whoever
+    /// waits all others.
+    pub(crate) fn watched_by(&self, id: WorkerId) -> Vec<WorkerId> {
+        let newcomers = self.newcomers.iter().map(|worker| worker.id);
+        let members = self.members.iter().filter(|member| !matches!(member.standing, Standing::Gone(_)));
+        let members: Vec<WorkerId> = members.map(|member| member.worker.id).collect();
+        let mut watched: Vec<WorkerId> = match self.rank(id) {
+            Some(rank) if !self.is_gathering() => {
+                let next = members[(rank + 1) % members.len()];
+                std::iter::once(next).chain(newcomers.filter(|_| rank == 0)).collect()
+            }
+            _ => members.into_iter().chain(newcomers).collect(),
+        };
+        watched.retain(|other| *other != id);
+        watched
+    }
+
+    /// Is it a member, or does it wait to become one?
+    pub(crate) fn is_present(&self, id: WorkerId) -> bool {
+        self.rank(id).is_some() || self.newcomers.iter().any(|worker| worker.id == id)
+    }
+}
+
+/// For [`fuzzing`](crate::fuzzing): what other workers say, one entry after the other.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(mut bytes: &[u8]) -> bool {
+    let (mut state, mut any) = (State::default(), false);
+    while let Ok((entry, rest)) = postcard::take_from_bytes::<Entry>(bytes) {
+        assert!(
+            entry.to_bytes().is_ok_and(|bytes| Entry::from_bytes(&bytes).is_ok_and(|again| again == entry))
+        );
+        bytes = rest;
+        let before = state.round();
+        any |= state.apply(entry).is_ok();
+        assert!(state.round() <= before + 1 && state.members().len() <= MAX_WORLD_SIZE as usize);
+    }
+    any
+}

@@ -1,0 +1,357 @@
+//! Many workers that die, come and are late, each with its own view of the log.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+
+use super::*;
+
+const FIRST_CALL: Duration = Duration::from_secs(30);
+const LAST_CALL: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(600);
+
+fn worker(id: u64) -> Worker {
+    Worker { id: WorkerId(id), host: "here".to_owned(), place: id as u32, process: 100 + id as u32 }
+}
+
+fn settings(min: u32, max: u32) -> Settings {
+    Settings { min, max, reset_limit: None }
+}
+
+fn join(id: u64, settings: Settings) -> Entry {
+    Entry::Join { worker: worker(id), settings }
+}
+
+fn gone(id: u64) -> Entry {
+    Entry::Gone { worker: WorkerId(id), by: WorkerId(99), why: Departure::Died }
+}
+
+fn ready(round: u64, id: u64) -> Entry {
+    Entry::Ready { round, worker: WorkerId(id) }
+}
+
+fn after(entries: impl IntoIterator<Item = Entry>) -> State {
+    let mut state = State::default();
+    entries.into_iter().for_each(|entry| state.apply(entry).unwrap());
+    state
+}
+
+fn members(state: &State) -> Vec<u64> {
+    state.members().map(|worker| worker.id.0).collect()
+}
+
+#[test]
+fn a_full_world_begins_at_once_and_survivors_come_first() {
+    let all = settings(2, 3);
+    let mut state = after([join(5, all), join(3, all)]);
+    assert_eq!(state.round(), 0);
+    state.apply(join(4, all)).unwrap();
+    assert_eq!((state.round(), members(&state)), (1, vec![5, 3, 4]));
+    // The replacement comes before the survivors have left.
+    for entry in [gone(3), join(9, all), ready(1, 4)] {
+        state.apply(entry).unwrap();
+        assert_eq!(state.round(), 1);
+    }
+    state.apply(ready(1, 5)).unwrap();
+    assert_eq!((state.round(), members(&state)), (2, vec![5, 4, 9]));
+}
+
+#[test]
+fn a_last_call_counts_only_when_all_have_left() {
+    let all = settings(1, 3);
+    let mut state = after([join(1, all), join(2, all), join(3, all), gone(2), ready(1, 1)]);
+    state.apply(Entry::LastCall { round: 2 }).unwrap();
+    assert_eq!(state.round(), 1, "3 still works");
+    state.apply(ready(1, 3)).unwrap();
+    state.apply(Entry::LastCall { round: 1 }).unwrap();
+    assert_eq!(state.round(), 1, "an old one");
+    state.apply(Entry::LastCall { round: 2 }).unwrap();
+    assert_eq!((state.round(), members(&state)), (2, vec![1, 3]));
+}
+
+#[test]
+fn who_waits_is_awaited_only_while_there_is_room() {
+    let all = settings(1, 2);
+    let mut state = after([join(1, all), Entry::LastCall { round: 1 }]);
+    assert!(!state.is_awaited());
+    state.apply(join(2, all)).unwrap();
+    assert!(state.is_awaited());
+    state.apply(ready(1, 1)).unwrap();
+    assert_eq!(members(&state), [1, 2]);
+    state.apply(join(3, all)).unwrap();
+    assert!(!state.is_awaited(), "it is a spare");
+    for entry in [gone(1), ready(2, 2)] {
+        state.apply(entry).unwrap();
+    }
+    assert_eq!((state.round(), members(&state)), (3, vec![2, 3]));
+}
+
+#[test]
+fn who_was_given_up_stays_so_under_its_number() {
+    let all = settings(1, 2);
+    let mut state = after([join(1, all), join(2, all), gone(2), ready(1, 2)]);
+    assert!(!state.is_present(WorkerId(2)));
+    state.apply(ready(1, 1)).unwrap();
+    state.apply(Entry::LastCall { round: 2 }).unwrap();
+    assert_eq!(members(&state), [1]);
+    state.apply(Entry::Done { round: 2, worker: WorkerId(2) }).unwrap();
+    assert_eq!(state.verdict(), None);
+    state.apply(Entry::Done { round: 2, worker: WorkerId(1) }).unwrap();
+    assert_eq!(state.verdict(), Some(Verdict::Done));
+    assert!(state.apply(join(3, all)).unwrap_err().contains("over"));
+}
+
+#[test]
+fn a_process_that_has_ended_is_gone_wherever_it_waited() {
+    let all = settings(2, 3);
+    let mut state = after([join(1, all), join(2, all), join(3, all), join(4, all), ready(1, 1), ready(1, 2)]);
+    // That of another process of the place says nothing of this one.
+    for (place, process) in [(3, 99), (4, 104), (3, 103)] {
+        state.apply(Entry::Exited { place, process }).unwrap();
+        assert_eq!(state.round(), 1);
+    }
+    state.apply(Entry::LastCall { round: 2 }).unwrap();
+    assert_eq!(members(&state), [1, 2]);
+}
+
+#[test]
+fn other_settings_are_refused_and_too_many_rounds_end_the_job() {
+    let limited = Settings { min: 1, max: 1, reset_limit: Some(1) };
+    let mut state = State::default();
+    assert!(state.apply(join(9, settings(3, 2))).unwrap_err().contains("no world"));
+    state.apply(join(1, limited)).unwrap();
+    assert!(state.apply(join(2, settings(1, 1))).unwrap_err().contains("reset limit"));
+    for (dead, next) in [(1, 2), (2, 3)] {
+        state.apply(gone(dead)).unwrap();
+        assert_eq!(state.verdict(), None);
+        state.apply(join(next, limited)).unwrap();
+    }
+    assert_eq!((state.round(), state.verdict()), (2, Some(Verdict::TooManyRounds)));
+}
+
+#[test]
+fn the_clock_waits_for_more_then_calls_and_gives_up_who_is_late() {
+    let mut clock = Clock::new(FIRST_CALL, LAST_CALL, TIMEOUT);
+    let (start, all) = (Instant::now(), settings(2, 3));
+    let mut state = after([join(1, all)]);
+    assert_eq!(clock.look(&state, start), Step::Wait(start + TIMEOUT));
+    state.apply(join(2, all)).unwrap();
+    let second = start + Duration::from_secs(1);
+    assert_eq!(clock.look(&state, second), Step::Wait(second + FIRST_CALL));
+    assert_eq!(clock.look(&state, second + FIRST_CALL), Step::LastCall);
+    state.apply(Entry::LastCall { round: 1 }).unwrap();
+    // A round that runs is nobody's delay.
+    assert_eq!(clock.look(&state, start + 5 * TIMEOUT), Step::Wait(start + 6 * TIMEOUT));
+    state.apply(ready(1, 1)).unwrap();
+    let now = start + 7 * TIMEOUT;
+    assert_eq!(clock.look(&state, now), Step::Wait(now + TIMEOUT));
+    assert_eq!(clock.look(&state, now + TIMEOUT), Step::GiveUp(vec![WorkerId(2)], TIMEOUT));
+    state.apply(gone(2)).unwrap();
+    let now = now + TIMEOUT;
+    assert_eq!(clock.look(&state, now), Step::Wait(now + TIMEOUT));
+    let few = Step::TooFew { there: 1, needed: 2, after: TIMEOUT };
+    assert_eq!(clock.look(&state, now + TIMEOUT), few);
+}
+
+#[test]
+fn each_member_is_watched_by_one_and_each_newcomer_by_the_first() {
+    let all = settings(1, 3);
+    let mut state = after([join(1, all), join(2, all), join(3, all), join(4, all)]);
+    let watched = |state: &State, id| -> Vec<u64> {
+        state.watched_by(WorkerId(id)).into_iter().map(|other| other.0).collect()
+    };
+    assert_eq!([1, 2, 3].map(|id| watched(&state, id)), [vec![2, 4], vec![3], vec![1]]);
+    // If all die, somebody must say so.
+    assert_eq!(watched(&state, 4), [1, 2, 3]);
+    state.apply(gone(2)).unwrap();
+    assert_eq!(watched(&state, 1), [3, 4]);
+}
+
+/// What a simulated worker does next.
+#[derive(Clone, Copy, Debug)]
+enum Move {
+    /// One of the workers reads on in the log, or does what it finds there.
+    Step(usize),
+    /// One dies; others may say so, now or later.
+    Die(usize),
+    /// A new one comes.
+    Come,
+    /// Somebody says of another that it is gone, rightly or not.
+    Accuse(usize, usize),
+    /// Time passes for one that waits.
+    Call(usize),
+}
+
+fn moves() -> impl Strategy<Value = Vec<Move>> {
+    let one = prop_oneof![
+        8 => (0..8usize).prop_map(Move::Step),
+        1 => (0..8usize).prop_map(Move::Die),
+        1 => Just(Move::Come),
+        1 => (0..8usize, 0..8usize).prop_map(|(by, whom)| Move::Accuse(by, whom)),
+        1 => (0..8usize).prop_map(Move::Call),
+    ];
+    proptest::collection::vec(one, 0..300)
+}
+
+/// A worker as it sees the log.
+struct Sim {
+    id: u64,
+    state: State,
+    read: usize,
+    /// The round whose group it uses.
+    inside: Option<u64>,
+    alive: bool,
+}
+
+struct Job {
+    log: Vec<Entry>,
+    workers: Vec<Sim>,
+    next_id: u64,
+    settings: Settings,
+    /// Who was in which round, as the first who saw it begin has seen it.
+    rounds: BTreeMap<u64, Vec<u64>>,
+    entered: BTreeMap<u64, BTreeSet<u64>>,
+}
+
+impl Job {
+    fn new(settings: Settings) -> Self {
+        let (rounds, entered) = Default::default();
+        Self { log: Vec::new(), workers: Vec::new(), next_id: 0, settings, rounds, entered }
+    }
+
+    fn come(&mut self) {
+        let id = self.next_id;
+        self.next_id += 1;
+        self.log.push(join(id, self.settings));
+        self.workers.push(Sim { id, state: State::default(), read: 0, inside: None, alive: true });
+    }
+
+    /// Worker `index` reads one entry and does what follows from it.
+    fn step(&mut self, index: usize) -> bool {
+        let Some(worker) = self.workers.get_mut(index).filter(|worker| worker.alive) else { return false };
+        let Some(entry) = self.log.get(worker.read) else { return false };
+        worker.read += 1;
+        let before = worker.state.round();
+        worker.state.apply(entry.clone()).unwrap();
+        let round = worker.state.round();
+        if round > before {
+            let seen = members(&worker.state);
+            // One round, one world, whoever looks.
+            assert_eq!(self.rounds.entry(round).or_insert_with(|| seen.clone()), &seen);
+            // Who goes over from the one before has said that it left it.
+            for id in &seen {
+                let left = self.log[..worker.read].contains(&ready(before, *id));
+                assert!(left || !self.rounds.get(&before).is_some_and(|old| old.contains(id)));
+            }
+        }
+        let id = WorkerId(worker.id);
+        let fenced = !worker.state.is_present(id);
+        match worker.inside {
+            // The group has failed, or a commit says that others wait.
+            Some(inside) if worker.state.is_gathering() || worker.state.is_awaited() || round > inside => {
+                worker.inside = None;
+                self.log.push(ready(inside, id.0));
+            }
+            Some(_) => {}
+            None if worker.state.rank(id).is_some() && !worker.state.is_gathering() => {
+                worker.inside = Some(round);
+                self.entered.entry(round).or_default().insert(id.0);
+            }
+            // It was given up before it came together with the others.
+            None if worker.state.rank(id).is_some() && !self.log.contains(&ready(round, id.0)) => {
+                self.log.push(ready(round, id.0));
+            }
+            None => {}
+        }
+        if fenced && self.log[..worker.read].iter().any(|entry| *entry == join(id.0, self.settings)) {
+            // It would come back under another number.
+            worker.alive = false;
+            worker.inside = None;
+        }
+        true
+    }
+
+    fn play(&mut self, next: Move) {
+        let count = self.workers.len().max(1);
+        match next {
+            Move::Step(index) => {
+                self.step(index % count);
+            }
+            Move::Come => self.come(),
+            Move::Die(index) => {
+                if let Some(worker) = self.workers.get_mut(index % count) {
+                    worker.alive = false;
+                    worker.inside = None;
+                }
+            }
+            Move::Accuse(by, whom) => {
+                if let (Some(by), Some(whom)) = (self.workers.get(by % count), self.workers.get(whom % count))
+                    && by.id != whom.id
+                {
+                    let (worker, by) = (WorkerId(whom.id), WorkerId(by.id));
+                    self.log.push(Entry::Gone { worker, by, why: Departure::Died });
+                }
+            }
+            Move::Call(index) => {
+                if let Some(worker) = self.workers.get(index % count).filter(|worker| worker.alive) {
+                    self.log.push(Entry::LastCall { round: worker.state.round() + 1 });
+                }
+            }
+        }
+        // Nobody is in two groups, and nobody is in a group to which it does not belong.
+        for worker in &self.workers {
+            if let Some(round) = worker.inside {
+                assert!(self.rounds[&round].contains(&worker.id));
+            }
+        }
+    }
+
+    /// Nobody dies any more, and silence is noticed: does everybody come together?
+    fn settle(&mut self) -> bool {
+        while self.workers.iter().filter(|worker| worker.alive).count() < self.settings.min as usize {
+            self.come();
+        }
+        for _ in 0..20 {
+            let dead: Vec<u64> = self.workers.iter().filter(|worker| !worker.alive).map(|w| w.id).collect();
+            self.log.extend(dead.into_iter().map(gone));
+            while (0..self.workers.len()).any(|index| self.step(index)) {}
+            let alive = || self.workers.iter().filter(|worker| worker.alive);
+            let round = alive().map(|worker| worker.state.round()).max().unwrap_or(0);
+            let inside = alive().filter(|worker| worker.inside == Some(round)).count();
+            let wanted = alive().count().min(self.settings.max as usize);
+            if inside == wanted && inside >= self.settings.min as usize {
+                return true;
+            }
+            while alive_count(&self.workers) < self.settings.min as usize {
+                self.come();
+            }
+            self.log.push(Entry::LastCall { round: round + 1 });
+        }
+        false
+    }
+}
+
+fn alive_count(workers: &[Sim]) -> usize {
+    workers.iter().filter(|worker| worker.alive).count()
+}
+
+proptest! {
+    #[test]
+    fn rounds_agree_nobody_is_in_two_and_there_is_always_a_next(
+        min in 1..4_u32, more in 0..3_u32, start in 0..6_usize, moves in moves(),
+    ) {
+        let mut job = Job::new(settings(min, min + more));
+        (0..start).for_each(|_| job.come());
+        moves.into_iter().for_each(|next| job.play(next));
+        prop_assert!(job.settle(), "{:?}", job.log);
+        for (round, entered) in &job.entered {
+            prop_assert!(entered.iter().all(|id| job.rounds[round].contains(id)));
+        }
+    }
+
+    #[test]
+    fn nonsense_from_others_is_survived(bytes in proptest::collection::vec(any::<u8>(), 0..256)) {
+        fuzz(&bytes);
+    }
+}

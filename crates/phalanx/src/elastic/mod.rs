@@ -1,0 +1,58 @@
+//! Training that outlives its workers.
+//!
+//! When a worker of an ordinary job dies, the launcher ends the others and starts all again. In an elastic job the others
+//! keep their processes and their memory: they form a new group, smaller, or as large as before once a replacement has
+//! come; each goes back to the last commit, which it holds in memory; newcomers get it from the others; and the loop goes on.
+//!
+//! ```no_run
+//! use phalanx::elastic::{self, Context, Plain};
+//! use phalanx::{ProcessGroup, ReduceOp};
+//!
+//! type Training = Plain<(u64, Vec<f32>)>; // the step, and the weights
+//!
+//! fn train(context: &mut Context<'_, Training>, group: &ProcessGroup) -> phalanx::Result<()> {
+//!     while context.state.0.0 < 1000 {
+//!         let (step, weights) = &mut context.state.0;
+//!         let mut gradients = vec![0.1; weights.len()]; // backward
+//!         group.all_reduce(&mut gradients, ReduceOp::Avg)?;
+//!         weights.iter_mut().zip(&gradients).for_each(|(weight, gradient)| *weight -= 0.01 * gradient);
+//!         *step += 1;
+//!         context.commit()?;
+//!     }
+//!     Ok(())
+//! }
+//!
+//! let mut state = Plain((0, vec![0.0; 1 << 20]));
+//! elastic::run(&mut state, train)?;
+//! # Ok::<(), phalanx::Error>(())
+//! ```
+//!
+//! Start it with `phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- ./train`. Started in any other way, it is
+//! a world that does not change, and any failure is an error; alone, a world of one.
+//!
+//! What is bound to a group, such as a [`Reducer`](crate::reducer::Reducer) or a sampler that knows its rank, is made inside
+//! the loop: each time the loop is called, rank and world size may be others. Survivors have the first ranks, in their old
+//! order, so rank 0 always has the state.
+//!
+//! The guide `docs/guide/elastic.md` says more.
+
+mod agreement;
+mod context;
+pub(crate) mod members;
+mod obituary;
+mod options;
+mod parts;
+mod run;
+mod session;
+mod snapshot;
+mod state;
+
+pub use context::Context;
+#[cfg(any(test, fuzzing))]
+pub use members::fuzz as fuzz_members;
+pub(crate) use obituary::announce;
+pub use options::{Drift, Options};
+pub(crate) use options::{RESET_LIMIT, WORKERS, refuse_fixed_world};
+pub use parts::Parts;
+pub use run::{run, run_with};
+pub use state::{Plain, State};

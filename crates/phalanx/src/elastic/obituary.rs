@@ -1,0 +1,31 @@
+//! What a launcher tells the workers of its elastic job.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::members::Entry;
+use super::session::scope;
+use crate::deadline::Deadline;
+use crate::error::Result;
+use crate::key::JobKey;
+use crate::rendezvous::membership::Log;
+use crate::store::{PrefixStore, TcpStore};
+
+/// How long the launcher's own store may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Tells the workers that meet at `store` that a process has ended, so that nobody has to wait for its silence. Who is in a
+/// group with it knows already; who waits for the next one does not.
+pub(crate) fn announce(
+    store: SocketAddr,
+    key: Option<&JobKey>,
+    run_id: &str,
+    place: u32,
+    process: u32,
+) -> Result<()> {
+    let deadline = Deadline::after(PATIENCE);
+    let client = TcpStore::join(store, key, deadline)?;
+    let store = PrefixStore::new(scope(run_id), Arc::new(client));
+    Log::new(Arc::new(store)).append(&Entry::Exited { place, process }.to_bytes()?, deadline)
+}

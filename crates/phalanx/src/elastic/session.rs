@@ -1,0 +1,453 @@
+//! This process's part in the membership: the I/O around [`State`] and [`Clock`].
+//!
+//! Two threads beside the one that trains. One reads the log: what it finds ends the waiting of the third, and the group, if
+//! somebody of it is gone. The other says that this worker is there, and looks who is not.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::members::{Clock, Departure, Entry, Settings, State, Step, Verdict, Worker, WorkerId};
+use super::options::{Launched, Options};
+use crate::deadline::Deadline;
+use crate::env::Meeting;
+use crate::error::{Error, Kind, Result};
+use crate::group::ProcessGroup;
+use crate::key::JobKey;
+use crate::rank::{Epoch, Rank, WorldSize};
+use crate::rendezvous::membership::liveness::Liveness;
+use crate::rendezvous::membership::{Log, log};
+use crate::rendezvous::{self, Rendezvous};
+use crate::store::{PrefixStore, SharedStore, TcpStore, host_port};
+use crate::transport;
+
+/// How long the reader waits at a time: then it looks whether it is still wanted.
+const LOOK: Duration = Duration::from_millis(200);
+/// How long the store may take to answer what does not wait for other workers.
+const ANSWER: Duration = Duration::from_secs(30);
+/// How long the last word of this worker may take.
+const LAST_WORD: Duration = Duration::from_secs(1);
+
+/// What comes of waiting for a round.
+pub(super) enum Met {
+    Round(Round),
+    Over(Verdict),
+}
+
+/// A round that this worker is a member of.
+pub(super) struct Round {
+    pub(super) number: u64,
+    pub(super) rendezvous: Rendezvous,
+    pub(super) members: Vec<WorkerId>,
+}
+
+pub(super) struct Session {
+    shared: Arc<Shared>,
+    interface: IpAddr,
+    key: Option<JobKey>,
+    settings: Settings,
+    /// The place and the number of places on this host.
+    local: (u32, u32),
+    options: Options,
+    ended: bool,
+}
+
+struct Shared {
+    store: SharedStore,
+    log: Mutex<Log>,
+    seen: Mutex<Seen>,
+    changed: Condvar,
+    closing: AtomicBool,
+}
+
+/// What is known of the others.
+struct Seen {
+    state: State,
+    me: Worker,
+    /// Has this worker's `Join` been read?
+    heard: bool,
+    /// Why it was refused.
+    refused: Option<String>,
+    /// The store can no longer be reached.
+    lost: Option<Error>,
+    place: At,
+}
+
+/// Where the training thread is.
+enum At {
+    Waiting,
+    Joining { round: u64, rank: Rank },
+    Inside { round: u64, group: ProcessGroup },
+}
+
+impl Session {
+    /// Connects to the job's store, and wants to take part.
+    pub(super) fn start(launched: &Launched, options: &Options) -> Result<Self> {
+        let Launched { env, settings } = launched;
+        let Meeting::Master { address, port } = &env.meeting else {
+            return Err(Error::environment("an elastic job needs MASTER_ADDR and MASTER_PORT")
+                .with_remedy("start it with `phalanx run --min-np`"));
+        };
+        let (key, deadline) = (JobKey::from_env()?, Deadline::after(options.connect_timeout));
+        let client = TcpStore::join(host_port(address, *port), key.as_ref(), deadline)?;
+        let interface = client.local_ip();
+        let scope = scope(env.run_id.as_deref().unwrap_or("none"));
+        let store: SharedStore = Arc::new(PrefixStore::new(scope, Arc::new(client)));
+        let place = env.local_rank.unwrap_or(env.rank.get());
+        let process = std::process::id();
+        let session = Self {
+            shared: Shared::new(store, Worker { id: WorkerId(0), host: host_name(), place, process }),
+            interface,
+            key,
+            settings: *settings,
+            local: (place, env.local_world_size.unwrap_or(env.world_size.get()).max(place + 1)),
+            options: options.clone(),
+            ended: false,
+        };
+        session.join()?;
+        let (shared, keep_alive) = (Arc::clone(&session.shared), options.keep_alive);
+        let reader = Arc::clone(&session.shared);
+        start_thread("phalanx-elastic-in", move || read(&reader))?;
+        start_thread("phalanx-elastic-out", move || keep_watch(&shared, keep_alive))?;
+        Ok(session)
+    }
+
+    /// Does somebody wait for whom a new group is to be made?
+    pub(super) fn is_awaited(&self) -> bool {
+        self.shared.seen.lock().state.is_awaited()
+    }
+
+    /// Waits for the next round, which begins when all members of this one have left it.
+    pub(super) fn meet(&self, left: u64) -> Result<Met> {
+        let mut clock =
+            Clock::new(self.options.first_call, self.options.last_call, self.options.join_timeout);
+        let mut left = left;
+        self.ready(left)?;
+        let shared = &*self.shared;
+        loop {
+            let mut seen = shared.seen.lock();
+            if let Some(error) = &seen.lost {
+                return Err(error.clone());
+            }
+            if let Some(verdict) = seen.state.verdict() {
+                return Ok(Met::Over(verdict));
+            }
+            if let Some(why) = &seen.refused {
+                return Err(Error::mismatch(format!("this worker cannot take part: {why}"))
+                    .with_remedy("start all workers of a job with the same options"));
+            }
+            let (me, round) = (seen.me.id, seen.state.round());
+            if seen.heard && !seen.state.is_present(me) {
+                // It was given up, and comes back as another.
+                drop(seen);
+                tracing::warn!("the other workers have gone on without this one; it joins them again");
+                self.join()?;
+                continue;
+            }
+            if round > left
+                && let Some(rank) = seen.state.rank(me)
+            {
+                if !seen.state.is_gathering() {
+                    return self.round(&mut seen, rank).map(Met::Round);
+                }
+                // Somebody has left it before it came together.
+                left = round;
+                drop(seen);
+                self.ready(left)?;
+                continue;
+            }
+            let now = Instant::now();
+            match clock.look(&seen.state, now) {
+                Step::Wait(until) => {
+                    shared.changed.wait_until(&mut seen, until.min(now + Duration::from_secs(1)));
+                }
+                Step::LastCall => {
+                    drop(seen);
+                    shared.append(&Entry::LastCall { round: round + 1 })?;
+                    shared.wait_for_news();
+                }
+                Step::GiveUp(late, after) => {
+                    drop(seen);
+                    for worker in late {
+                        shared.append(&Entry::Gone { worker, by: me, why: Departure::Late(after) })?;
+                    }
+                    shared.wait_for_news();
+                }
+                Step::TooFew { there, needed, after } => {
+                    return Err(Error::timeout(format!(
+                        "{there} of at least {needed} workers have come within {:.1} s",
+                        after.as_secs_f64()
+                    ))
+                    .in_operation("rendezvous of the workers", None)
+                    .with_remedy(
+                        "see the launcher's output for what has become of the others; with --max-restarts it replaces \
+                         them, and --min-np says with how few to go on",
+                    ));
+                }
+            }
+        }
+    }
+
+    /// The group of the round stands.
+    pub(super) fn enter(&self, round: u64, group: &ProcessGroup) {
+        self.shared.seen.lock().place = At::Inside { round, group: group.clone() };
+        // Who has gone meanwhile.
+        self.shared.end_broken_round();
+    }
+
+    /// This worker has left its round, because of `cause`, if that was the failure of one of these members.
+    pub(super) fn leave(&self, members: &[WorkerId], cause: Option<&Error>) -> Result<()> {
+        let me = {
+            let mut seen = self.shared.seen.lock();
+            seen.place = At::Waiting;
+            seen.me.id
+        };
+        let dead = cause.filter(|cause| cause.is_peer_failure()).and_then(Error::peer);
+        match dead.and_then(|rank| members.get(rank.index())) {
+            Some(&worker) if worker != me => {
+                self.shared.append(&Entry::Gone { worker, by: me, why: Departure::Died })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// All members have done what there was to do.
+    pub(super) fn done(mut self, round: u64) {
+        self.ended = true;
+        let worker = self.shared.seen.lock().me.id;
+        // Every member knows it by itself, unless another dies at this moment.
+        let _ = self.shared.append_until(&Entry::Done { round, worker }, Deadline::after(LAST_WORD));
+    }
+
+    /// The job is over; nothing is left to say.
+    pub(super) fn over(mut self) {
+        self.ended = true;
+    }
+
+    /// Says that the group of round `left` has been left, if it was this worker's.
+    fn ready(&self, left: u64) -> Result<()> {
+        let worker = {
+            let seen = self.shared.seen.lock();
+            if seen.state.round() != left || seen.state.rank(seen.me.id).is_none() {
+                return Ok(());
+            }
+            seen.me.id
+        };
+        self.shared.append(&Entry::Ready { round: left, worker })
+    }
+
+    /// Wants to take part, under a new number.
+    fn join(&self) -> Result<()> {
+        let id = WorkerId(random()?);
+        // Who watches this worker expects to find its beat.
+        self.shared.store.add(&beat(id), 1, Deadline::after(ANSWER))?;
+        let worker = {
+            let mut seen = self.shared.seen.lock();
+            seen.me.id = id;
+            seen.heard = false;
+            seen.me.clone()
+        };
+        self.shared.append(&Entry::Join { worker, settings: self.settings })
+    }
+
+    fn round(&self, seen: &mut Seen, rank: usize) -> Result<Round> {
+        let number = seen.state.round();
+        let members: Vec<WorkerId> = seen.state.members().map(|worker| worker.id).collect();
+        let world_size = WorldSize::new(u32::try_from(members.len()).unwrap_or(u32::MAX))?;
+        let rank = world_size.rank(u32::try_from(rank).unwrap_or(u32::MAX))?;
+        seen.place = At::Joining { round: number, rank };
+        let rendezvous = Rendezvous {
+            store: self.shared.store_of(number),
+            rank,
+            world_size,
+            local_rank: self.local.0,
+            local_world_size: self.local.1,
+            epoch: Epoch(number),
+            interface: self.interface,
+            key: self.key.clone(),
+            ..rendezvous::alone()
+        };
+        Ok(Round { number, rendezvous, members })
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.shared.closing.store(true, Ordering::Relaxed);
+        let (me, group) = {
+            let mut seen = self.shared.seen.lock();
+            (seen.me.id, std::mem::replace(&mut seen.place, At::Waiting))
+        };
+        // The group ends with the loop, and not when the threads have noticed that they may end.
+        drop(group);
+        if !self.ended {
+            let gone = Entry::Gone { worker: me, by: me, why: Departure::Ended };
+            // If the others do not hear it, they see it.
+            let _ = self.shared.append_until(&gone, Deadline::after(LAST_WORD));
+        }
+    }
+}
+
+impl Shared {
+    fn new(store: SharedStore, me: Worker) -> Arc<Self> {
+        let seen =
+            Seen { state: State::default(), me, heard: false, refused: None, lost: None, place: At::Waiting };
+        Arc::new(Self {
+            log: Mutex::new(Log::new(Arc::clone(&store))),
+            store,
+            seen: Mutex::new(seen),
+            changed: Condvar::new(),
+            closing: AtomicBool::new(false),
+        })
+    }
+
+    fn append(&self, entry: &Entry) -> Result<()> {
+        self.append_until(entry, Deadline::after(ANSWER))
+    }
+
+    fn append_until(&self, entry: &Entry, deadline: Deadline) -> Result<()> {
+        self.log.lock().append(&entry.to_bytes()?, deadline)
+    }
+
+    /// The part of the store in which the members of a round connect.
+    fn store_of(&self, round: u64) -> SharedStore {
+        Arc::new(PrefixStore::new(format!("round/{round}"), Arc::clone(&self.store)))
+    }
+
+    fn wait_for_news(&self) {
+        let mut seen = self.seen.lock();
+        self.changed.wait_for(&mut seen, LOOK);
+    }
+
+    /// Takes the next entry of the log.
+    fn take(&self, entry: Entry) {
+        let mut seen = self.seen.lock();
+        let own = matches!(&entry, Entry::Join { worker, .. } if worker.id == seen.me.id);
+        seen.heard |= own;
+        if let Err(why) = seen.state.apply(entry)
+            && own
+        {
+            seen.refused = Some(why);
+        }
+        drop(seen);
+        self.changed.notify_all();
+        self.end_broken_round();
+    }
+
+    /// If a member of this worker's round is gone, the round has no use: whoever waits in its group, or for it, is told.
+    fn end_broken_round(&self) {
+        let seen = self.seen.lock();
+        let Some((rank, worker, why)) = seen.state.gone().next() else { return };
+        let what = if worker.id == seen.me.id { "was given up by the others" } else { "died" };
+        let error = Error::new(Kind::PeerFailed, format!("rank {rank} ({}) {what}: {why}", worker.host))
+            .with_peer(Rank::new(u32::try_from(rank).unwrap_or(u32::MAX)));
+        let (at, now) = (&seen.place, seen.state.round());
+        match at {
+            At::Inside { round, group } if *round == now => {
+                let group = group.clone();
+                drop(seen);
+                group.abort(error);
+            }
+            At::Joining { round, rank } if *round == now => {
+                let (rank, host) = (*rank, seen.me.host.clone());
+                drop(seen);
+                transport::fail_start(&*self.store_of(now), &error.at(rank, host));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The part of the store in which the workers of a job meet.
+pub(super) fn scope(run_id: &str) -> String {
+    format!("phalanx/{run_id}/elastic")
+}
+
+/// The reader's thread.
+fn read(shared: &Shared) {
+    let mut index = 0;
+    while !shared.closing.load(Ordering::Relaxed) {
+        let entry = match log::read(&*shared.store, index, Deadline::after(LOOK)) {
+            Ok(bytes) => Entry::from_bytes(&bytes),
+            Err(error) if error.is_timeout() => continue,
+            Err(error) => Err(error),
+        };
+        match entry {
+            Ok(entry) => shared.take(entry),
+            Err(error) => {
+                shared.seen.lock().lost = Some(error);
+                shared.changed.notify_all();
+                return;
+            }
+        }
+        index += 1;
+    }
+}
+
+/// The thread that says that this worker is there, and looks who is not.
+fn keep_watch(shared: &Shared, (interval, attempts): (Duration, u32)) {
+    let (interval, attempts) = (interval.max(Duration::from_millis(10)), attempts.max(1));
+    let silence = interval.saturating_mul(attempts);
+    let mut liveness = Liveness::new(silence);
+    let mut next = Instant::now();
+    while !shared.closing.load(Ordering::Relaxed) {
+        let now = Instant::now();
+        if now < next {
+            thread::sleep((next - now).min(LOOK));
+            continue;
+        }
+        next = now + interval;
+        // A store that is lost is the reader's news; one that is slow may be faster the next time.
+        if let Err(error) = look(shared, &mut liveness, Deadline::after(silence)) {
+            tracing::debug!(%error, "the other workers could not be looked at");
+        }
+    }
+}
+
+fn look(shared: &Shared, liveness: &mut Liveness<WorkerId>, deadline: Deadline) -> Result<()> {
+    let (me, others) = {
+        let seen = shared.seen.lock();
+        (seen.me.id, seen.state.watched_by(seen.me.id))
+    };
+    shared.store.add(&beat(me), 1, deadline)?;
+    if others.is_empty() {
+        return Ok(());
+    }
+    let keys: Vec<String> = others.iter().map(|id| beat(*id)).collect();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    // They are there: a worker beats before it joins.
+    let beats = shared.store.multi_get(&keys, deadline)?;
+    let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
+    for (worker, since) in liveness.observe(beats, Instant::now()) {
+        shared.append_until(&Entry::Gone { worker, by: me, why: Departure::Silent(since) }, deadline)?;
+    }
+    Ok(())
+}
+
+fn beat(id: WorkerId) -> String {
+    format!("beat/{id}")
+}
+
+fn random() -> Result<u64> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+fn host_name() -> String {
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    name.chars().filter(|letter| !letter.is_whitespace()).take(255).collect()
+}
+
+fn start_thread(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
+    thread::Builder::new()
+        .name(name.to_owned())
+        .spawn(body)
+        .map(drop)
+        .map_err(|error| Error::io("cannot start a thread for the news from other workers", error))
+}

@@ -1,0 +1,186 @@
+//! Which workers of an elastic job are replaced, and when: pure.
+
+use std::time::{Duration, Instant};
+
+use super::exit::Exit;
+
+/// A worker that fails sooner after its start has failed at once: another start may well end in the same way.
+const QUICK: Duration = Duration::from_secs(2);
+/// How often in a row a worker may fail at once before its place is given up.
+const GIVEN_UP: u32 = 4;
+/// How long a place stays empty after the second quick failure in a row; after the third it is twice as long.
+const COOL_DOWN: Duration = Duration::from_secs(1);
+
+/// The places of an elastic job's workers on this node.
+#[derive(Debug)]
+pub(super) struct Replacements {
+    /// With fewer workers there is no job.
+    min: usize,
+    allowed: u32,
+    used: u32,
+    places: Vec<Place>,
+}
+
+#[derive(Debug)]
+struct Place {
+    holder: Holder,
+    quick_failures: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holder {
+    Running {
+        since: Instant,
+    },
+    /// Its worker has failed, and gets a successor.
+    Cooling {
+        until: Instant,
+        exit: Exit,
+    },
+    /// It has ended well.
+    Done,
+    /// It has failed, and gets no successor.
+    Nobody,
+}
+
+/// What becomes of a place whose worker has failed.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// It gets another, after this time.
+    Replaced { after: Duration },
+    /// The others go on alone.
+    Empty,
+    /// The others are too few.
+    TooFew,
+}
+
+impl Replacements {
+    /// `workers` start now; with fewer than `min` there is no job.
+    pub(super) fn new(workers: usize, min: usize, allowed: u32, now: Instant) -> Self {
+        let place = || Place { holder: Holder::Running { since: now }, quick_failures: 0 };
+        let places = std::iter::repeat_with(place).take(workers).collect();
+        Self { min, allowed, used: 0, places }
+    }
+
+    /// How often a worker has been replaced, or is about to be, and how often one may be.
+    pub(super) fn count(&self) -> (u32, u32) {
+        (self.used, self.allowed)
+    }
+
+    pub(super) fn ended_well(&mut self, worker: usize) {
+        self.places[worker].holder = Holder::Done;
+    }
+
+    pub(super) fn failed(&mut self, worker: usize, exit: Exit, now: Instant) -> Verdict {
+        // The first that ends well has seen all others do so: nobody begins any more.
+        let is_ending = self.places.iter().any(|place| place.holder == Holder::Done);
+        let place = &mut self.places[worker];
+        let lived = match place.holder {
+            Holder::Running { since } => now.saturating_duration_since(since),
+            _ => Duration::ZERO,
+        };
+        place.quick_failures = if lived < QUICK { place.quick_failures + 1 } else { 0 };
+        if !is_ending && self.used < self.allowed && place.quick_failures < GIVEN_UP {
+            self.used += 1;
+            let after = match place.quick_failures {
+                0 | 1 => Duration::ZERO,
+                failures => COOL_DOWN * (1 << (failures - 2)),
+            };
+            place.holder = Holder::Cooling { until: now + after, exit };
+            return Verdict::Replaced { after };
+        }
+        place.holder = Holder::Nobody;
+        let there = self.places.iter().filter(|place| place.holder != Holder::Nobody).count();
+        if there < self.min { Verdict::TooFew } else { Verdict::Empty }
+    }
+
+    /// A place whose next worker is to be started now; it counts as started.
+    pub(super) fn due(&mut self, now: Instant) -> Option<usize> {
+        let is_due = |place: &Place| matches!(place.holder, Holder::Cooling { until, .. } if until <= now);
+        let worker = self.places.iter().position(is_due)?;
+        self.places[worker].holder = Holder::Running { since: now };
+        Some(worker)
+    }
+
+    /// When the next worker is due.
+    pub(super) fn wake_at(&self) -> Option<Instant> {
+        let due = self.places.iter().filter_map(|place| match place.holder {
+            Holder::Cooling { until, .. } => Some(until),
+            _ => None,
+        });
+        due.min()
+    }
+
+    /// The job ends: those who were waited for will not be started. Gives them, with how the ones before them ended.
+    pub(super) fn cancel(&mut self) -> Vec<(usize, Exit)> {
+        let mut cancelled = Vec::new();
+        for (worker, place) in self.places.iter_mut().enumerate() {
+            if let Holder::Cooling { exit, .. } = place.holder {
+                place.holder = Holder::Nobody;
+                self.used -= 1;
+                cancelled.push((worker, exit));
+            }
+        }
+        cancelled
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BAD: Exit = Exit::Code(1);
+    const AT_ONCE: Verdict = Verdict::Replaced { after: Duration::ZERO };
+
+    fn later(now: Instant, seconds: u64) -> Instant {
+        now + Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn one_that_has_lived_is_replaced_at_once_as_often_as_allowed() {
+        let start = Instant::now();
+        let mut replacements = Replacements::new(3, 2, 2, start);
+        for seconds in [10, 20] {
+            let now = later(start, seconds);
+            assert_eq!(replacements.failed(1, BAD, now), AT_ONCE);
+            assert_eq!((replacements.wake_at(), replacements.due(now)), (Some(now), Some(1)));
+            assert_eq!((replacements.wake_at(), replacements.due(now)), (None, None));
+        }
+        assert_eq!(replacements.count(), (2, 2));
+        assert_eq!(replacements.failed(1, BAD, later(start, 30)), Verdict::Empty);
+        assert_eq!(replacements.failed(0, BAD, later(start, 31)), Verdict::TooFew);
+    }
+
+    #[test]
+    fn one_that_fails_at_once_again_and_again_is_given_up() {
+        let mut now = Instant::now();
+        let mut replacements = Replacements::new(2, 1, 100, now);
+        for seconds in [0, 1, 2] {
+            let after = Duration::from_secs(seconds);
+            assert_eq!(replacements.failed(0, BAD, now), Verdict::Replaced { after });
+            if seconds > 0 {
+                assert_eq!(replacements.due(now), None);
+            }
+            now += after;
+            assert_eq!(replacements.due(now), Some(0));
+        }
+        assert_eq!(replacements.failed(0, BAD, now), Verdict::Empty);
+        // One that lives for a while between two failures is another matter.
+        for _ in 0..10 {
+            now += QUICK;
+            assert_eq!(replacements.failed(1, BAD, now), AT_ONCE);
+            assert_eq!(replacements.due(now), Some(1));
+        }
+    }
+
+    #[test]
+    fn nobody_begins_when_one_has_ended_well_or_the_job_ends() {
+        let now = Instant::now();
+        let mut replacements = Replacements::new(3, 1, 5, now);
+        assert_eq!(replacements.failed(2, BAD, later(now, 9)), AT_ONCE);
+        assert_eq!(replacements.cancel(), [(2, BAD)]);
+        assert_eq!((replacements.wake_at(), replacements.count().0), (None, 0));
+        replacements.ended_well(0);
+        assert_eq!(replacements.failed(1, BAD, later(now, 9)), Verdict::Empty);
+    }
+}

@@ -1,0 +1,243 @@
+//! Indices for a world whose size changes in the middle of an epoch.
+
+use serde::{Deserialize, Serialize};
+
+use super::permutation::random_permutation;
+use crate::rank::{Rank, WorldSize};
+
+/// What becomes of the last samples of an epoch, when they do not fill a batch on every rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Tail {
+    /// They are dealt out as evenly as possible: the batches of that step differ by at most one sample, and some may be
+    /// empty. Every sample is seen exactly once. The default: whoever divides the sum of gradients by the number of samples
+    /// of all ranks loses nothing and counts nothing twice.
+    #[default]
+    Split,
+    /// They are left out: every batch of every step is full.
+    Drop,
+    /// As [`Split`](Self::Split), and ranks that got one less repeat a sample from the front of the epoch's order, so that
+    /// all batches of a step are equally long. For averages that count every rank alike.
+    Repeat,
+}
+
+/// Deals out an epoch's samples step by step, to as many ranks as there are at each step.
+///
+/// Its state is how far the epoch has come, and nothing that depends on rank or world size: the same on every rank, a part of
+/// an elastic [`State`](crate::elastic::State). A step of `w` ranks with batches of `b` takes the next `w·b` samples of the
+/// epoch's order; rank r has the places r, r + w, r + 2w, ... of them. The order is that of
+/// [`DistributedSampler`](super::DistributedSampler), and torch's.
+///
+/// ```
+/// use phalanx::sampler::ElasticSampler;
+/// use phalanx::{Rank, WorldSize};
+///
+/// let mut sampler = ElasticSampler::new(10).shuffle(false);
+/// let two = WorldSize::new(2)?;
+/// assert_eq!(sampler.next_batch(2, Rank::MAIN, two), Some(vec![0, 2])); // rank 1 has 1 and 3
+/// // From here on rank 0 is alone.
+/// assert_eq!(sampler.next_batch(4, Rank::MAIN, WorldSize::ONE), Some(vec![4, 5, 6, 7]));
+/// assert_eq!(sampler.next_batch(4, Rank::MAIN, WorldSize::ONE), Some(vec![8, 9]));
+/// assert_eq!(sampler.next_batch(4, Rank::MAIN, WorldSize::ONE), None);
+/// sampler.next_epoch();
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ElasticSampler {
+    samples: usize,
+    shuffle: bool,
+    seed: u64,
+    tail: Tail,
+    epoch: u64,
+    consumed: usize,
+    /// The order of an epoch, once it was needed.
+    #[serde(skip)]
+    order: Option<(u64, Vec<usize>)>,
+}
+
+impl PartialEq for ElasticSampler {
+    /// Do they stand at the same place of the same order?
+    fn eq(&self, other: &Self) -> bool {
+        let place = |it: &Self| (it.samples, it.shuffle, it.seed, it.tail, it.epoch, it.consumed);
+        place(self) == place(other)
+    }
+}
+
+impl ElasticSampler {
+    /// A sampler for a data set of `samples`: shuffled with seed 0, at the start of epoch 0.
+    pub fn new(samples: usize) -> Self {
+        let (shuffle, tail) = (true, Tail::default());
+        Self { samples, shuffle, seed: 0, tail, epoch: 0, consumed: 0, order: None }
+    }
+
+    /// Shuffle anew in every epoch? True by default.
+    pub fn shuffle(mut self, shuffle: bool) -> Self {
+        (self.shuffle, self.order) = (shuffle, None);
+        self
+    }
+
+    /// The seed of the order; 0 by default.
+    pub fn seed(mut self, seed: u64) -> Self {
+        (self.seed, self.order) = (seed, None);
+        self
+    }
+
+    /// What becomes of the last samples of an epoch.
+    pub fn tail(mut self, tail: Tail) -> Self {
+        self.tail = tail;
+        self
+    }
+
+    /// The epoch.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// How many samples of the epoch have been dealt out, to all ranks together.
+    pub fn consumed(&self) -> usize {
+        self.consumed
+    }
+
+    /// To the start of the next epoch, wherever this one has come to.
+    pub fn next_epoch(&mut self) {
+        (self.epoch, self.consumed) = (self.epoch.wrapping_add(1), 0);
+    }
+
+    /// How many steps are left in this epoch, if the world stays as it is.
+    pub fn steps_left(&self, batch: usize, world: WorldSize) -> usize {
+        let (left, step) =
+            (self.samples - self.consumed.min(self.samples), batch.saturating_mul(world.count()));
+        match self.tail {
+            _ if step == 0 => 0,
+            Tail::Drop => left / step,
+            Tail::Split | Tail::Repeat => left.div_ceil(step),
+        }
+    }
+
+    /// This rank's samples of the next step, at most `batch`; none at the end of the epoch. Every rank calls it equally
+    /// often, with the same batch and world.
+    pub fn next_batch(&mut self, batch: usize, rank: Rank, world: WorldSize) -> Option<Vec<usize>> {
+        if self.steps_left(batch, world) == 0 {
+            return None;
+        }
+        let ranks = world.count();
+        let from = self.consumed;
+        let until = self.samples.min(from + batch * ranks);
+        self.consumed = until;
+        let repeat = (self.tail == Tail::Repeat).then(|| (until - from).div_ceil(ranks));
+        let order = self.order();
+        let mut indices: Vec<usize> =
+            order[from..until].iter().skip(rank.index()).step_by(ranks).copied().collect();
+        if repeat.is_some_and(|length| indices.len() < length) {
+            indices.push(order[rank.index() % order.len()]);
+        }
+        Some(indices)
+    }
+
+    fn order(&mut self) -> &[usize] {
+        let Self { samples, shuffle, seed, epoch, .. } = *self;
+        if self.order.as_ref().is_some_and(|(of, _)| *of != epoch) {
+            self.order = None;
+        }
+        let order = self.order.get_or_insert_with(|| {
+            let order = match shuffle {
+                true => random_permutation(samples, seed.wrapping_add(epoch)),
+                false => (0..samples).collect(),
+            };
+            (epoch, order)
+        });
+        &order.1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::DistributedSampler;
+    use super::*;
+
+    /// What all ranks of a world get in the next step, each from its own copy, as their processes would.
+    fn step(sampler: &mut ElasticSampler, batch: usize, world: u32) -> Option<Vec<Vec<usize>>> {
+        let world = WorldSize::new(world).unwrap();
+        let mut copies: Vec<ElasticSampler> = world.ranks().map(|_| sampler.clone()).collect();
+        let batches = world.ranks().zip(&mut copies).map(|(rank, copy)| copy.next_batch(batch, rank, world));
+        let batches: Option<Vec<Vec<usize>>> = batches.collect();
+        assert!(copies.iter().all(|copy| *copy == copies[0]));
+        *sampler = copies.swap_remove(0);
+        batches
+    }
+
+    fn tail() -> impl Strategy<Value = Tail> {
+        prop_oneof![Just(Tail::Split), Just(Tail::Drop), Just(Tail::Repeat)]
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_the_worlds_each_sample_counts_once(
+            samples in 0..400_usize, batch in 1..9_usize, seed in any::<u64>(), tail in tail(),
+            // The world of each step, and whether the step is lost: all go back to the last commit.
+            steps in proptest::collection::vec((1..7_u32, 0..4_u8), 1..60),
+        ) {
+            let mut sampler = ElasticSampler::new(samples).seed(seed).tail(tail);
+            let mut seen = vec![0; samples];
+            let mut committed = (sampler.clone(), seen.clone());
+            for (world, fate) in steps.into_iter().cycle() {
+                let Some(batches) = step(&mut sampler, batch, world) else { break };
+                let lengths = batches.iter().map(Vec::len);
+                let (least, most) = (lengths.clone().min().unwrap(), lengths.max().unwrap());
+                prop_assert!(most <= batch && most - least <= usize::from(tail == Tail::Split));
+                batches.iter().flatten().for_each(|index| seen[*index] += 1);
+                if fate == 0 && committed.0.consumed() < sampler.consumed() && seed % 3 != 0 {
+                    // As it comes back from a commit: written and read.
+                    let bytes = postcard::to_stdvec(&committed.0).unwrap();
+                    sampler = postcard::from_bytes(&bytes).unwrap();
+                    seen.clone_from(&committed.1);
+                    // The next one must get further, or this would never end.
+                    let Some(batches) = step(&mut sampler, batch, world) else { break };
+                    batches.iter().flatten().for_each(|index| seen[*index] += 1);
+                    committed = (sampler.clone(), seen.clone());
+                } else if fate > 1 {
+                    committed = (sampler.clone(), seen.clone());
+                }
+            }
+            match tail {
+                Tail::Split => prop_assert!(seen.iter().all(|times| *times == 1)),
+                Tail::Repeat => prop_assert!(seen.iter().all(|times| *times >= 1)),
+                Tail::Drop => prop_assert!(seen.iter().all(|times| *times <= 1)),
+            }
+        }
+    }
+
+    #[test]
+    fn in_a_world_that_stays_it_is_the_distributed_sampler() {
+        let (world, samples, batch) = (3, 60, 4);
+        let size = WorldSize::new(world).unwrap();
+        for epoch in 0..3 {
+            let mut all = vec![Vec::new(); world as usize];
+            let mut sampler = ElasticSampler::new(samples).seed(42);
+            (0..epoch).for_each(|_| sampler.next_epoch());
+            assert_eq!(sampler.steps_left(batch, size), 5);
+            while let Some(batches) = step(&mut sampler, batch, world) {
+                all.iter_mut().zip(batches).for_each(|(all, batch)| all.extend(batch));
+            }
+            for (rank, all) in size.ranks().zip(all) {
+                let mut other = DistributedSampler::new(samples, rank, size).unwrap().seed(42);
+                other.set_epoch(epoch);
+                assert_eq!(all, other.indices());
+            }
+        }
+    }
+
+    #[test]
+    fn tails_are_as_they_say() {
+        let ends = |tail| {
+            let mut sampler = ElasticSampler::new(10).shuffle(false).tail(tail);
+            step(&mut sampler, 2, 3);
+            (step(&mut sampler, 2, 3), step(&mut sampler, 2, 3))
+        };
+        assert_eq!(ends(Tail::Split), (Some(vec![vec![6, 9], vec![7], vec![8]]), None));
+        assert_eq!(ends(Tail::Drop), (None, None));
+        assert_eq!(ends(Tail::Repeat), (Some(vec![vec![6, 9], vec![7, 1], vec![8, 2]]), None));
+    }
+}
