@@ -13,6 +13,7 @@ mod connect;
 mod direct;
 mod monitored;
 mod partition;
+mod parts;
 mod routes;
 mod shares;
 mod small;
@@ -91,6 +92,7 @@ impl Domain {
         let job = Job { call, me: self.board.me(), ranks: members.len(), root: root.unwrap_or(0) };
         let outcome = match memory {
             Memory::InPlace(data) => self.in_place(job, sequence, data, patience),
+            Memory::Parts { data, shares } => self.parts((call, sequence), data, shares, patience),
             Memory::Apart { input, output } => self.apart(job, sequence, (input, output), None, patience),
             Memory::Shared { input, output, sent, received } => {
                 self.apart(job, sequence, (input, output), Some((sent, received)), patience)
