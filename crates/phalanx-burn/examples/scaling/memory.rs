@@ -1,6 +1,9 @@
-//! The most memory that a rank takes. A process's peak never falls, so each kind of training has processes of its own.
+//! The most memory that a rank takes. What one kind of training has touched stays with the process for the next, so each kind
+//! has processes of its own.
 
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
@@ -36,7 +39,7 @@ impl Kind {
 
 #[derive(Serialize, Deserialize)]
 struct Peak {
-    /// The most memory that rank 0 had at one time, in bytes, with what it has mapped of the other rank's.
+    /// The most memory that rank 0 had at one time, in bytes. Of pages that both ranks have mapped, it has half.
     bytes: u64,
     /// One copy of the gradients.
     gradients: u64,
@@ -76,14 +79,14 @@ fn peak(kind: Kind, model: Name) -> Result<Peak> {
 pub fn measure_all(kind: Kind, models: &[Name]) -> Result<()> {
     let group = phalanx::init()?;
     for model in models {
-        let gradients = match model {
+        let (gradients, bytes) = watched(|| match model {
             Name::Mlp => train::<Mlp>(kind, &group),
             Name::Encoder => train::<Encoder>(kind, &group),
             Name::ResNet => train::<ResNet>(kind, &group),
-        }?;
+        })?;
         group.barrier()?;
         if group.rank().is_main() {
-            println!("{}", serde_json::to_string(&Peak { bytes: high_water_mark()?, gradients })?);
+            println!("{}", serde_json::to_string(&Peak { bytes, gradients })?);
         }
     }
     Ok(())
@@ -102,10 +105,29 @@ fn train<M: Subject>(kind: Kind, group: &ProcessGroup) -> Result<u64> {
     Ok(trainer.ddp.model().num_params() as u64 * 4)
 }
 
-/// The most memory that this process has had at one time, as Linux counts it.
-fn high_water_mark() -> Result<u64> {
-    let status = std::fs::read_to_string("/proc/self/status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM")?;
+/// Runs `work` and gives the most memory that this process had meanwhile, looked at every few milliseconds.
+fn watched<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, u64)> {
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let watcher = scope.spawn(|| {
+            let mut most = 0;
+            while !done.load(Ordering::Relaxed) {
+                most = most.max(proportional_set()?);
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            Ok(most)
+        });
+        let outcome = work();
+        done.store(true, Ordering::Relaxed);
+        let most = watcher.join().map_err(|_| anyhow::anyhow!("the watcher of the memory panicked"))?;
+        outcome.and_then(|outcome| most.map(|most| (outcome, most)))
+    })
+}
+
+/// The memory that this process has, as Linux counts it: pages that several processes have mapped count in parts.
+fn proportional_set() -> Result<u64> {
+    let rollup = std::fs::read_to_string("/proc/self/smaps_rollup")?;
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).context("no Pss")?;
     let kib: u64 = line.trim().trim_end_matches(" kB").parse()?;
     Ok(kib << 10)
 }
