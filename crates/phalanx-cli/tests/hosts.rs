@@ -73,7 +73,7 @@ impl Hosts {
 #[test]
 fn a_reader_that_pauses_gets_everything() {
     let hosts = Hosts::new();
-    let lines = 20_000;
+    let lines = 60_000;
     let flood = format!(
         "i=0; while [ $i -lt {lines} ]; do echo a line of a worker that has a lot to say, $i of them so far and more to come; i=$((i+1)); done"
     );
@@ -82,7 +82,7 @@ fn a_reader_that_pauses_gets_everything() {
     let mut out = BufReader::new(child.stdout.take().unwrap());
     let mut read = 0;
     let mut line = Vec::new();
-    for pause in [100, 300, 600] {
+    for pause in [100, 300, 2000] {
         for _ in 0..100 {
             line.clear();
             read += usize::from(out.read_until(b'\n', &mut line).unwrap() > 0);
