@@ -70,6 +70,32 @@ impl Hosts {
     }
 }
 
+#[test]
+fn a_reader_that_pauses_gets_everything() {
+    let hosts = Hosts::new();
+    let lines = 60_000;
+    let flood = format!(
+        "i=0; while [ $i -lt {lines} ]; do echo a line of a worker that has a lot to say, $i of them so far and more to come; i=$((i+1)); done"
+    );
+    let mut child = hosts.script("one:1,two:1", &[], &flood).spawn().unwrap();
+    support::limit(&child);
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut read = 0;
+    let mut line = Vec::new();
+    for pause in [100, 300, 2000] {
+        for _ in 0..100 {
+            line.clear();
+            read += usize::from(out.read_until(b'\n', &mut line).unwrap() > 0);
+        }
+        // Pipes and queues fill meanwhile.
+        std::thread::sleep(std::time::Duration::from_millis(pause));
+    }
+    let mut rest = Vec::new();
+    out.read_to_end(&mut rest).unwrap();
+    read += rest.iter().filter(|byte| **byte == b'\n').count();
+    assert_eq!((exit_code(&mut child), read), (Some(0), 2 * lines));
+}
+
 /// Starts it, and waits for a line of each of `ranks` workers with its process number at the end.
 fn start(mut command: Command, ranks: usize) -> (Child, BufReader<std::process::ChildStdout>, Vec<String>) {
     let mut child = command.spawn().unwrap();

@@ -40,7 +40,7 @@ pub fn output(mut command: Command) -> Output {
 }
 
 /// Kills it when it takes too long, so that nobody waits for ever for its output.
-fn limit(child: &Child) {
+pub fn limit(child: &Child) {
     let pidfd = pidfd_open(Pid::from_child(child), PidfdFlags::empty()).unwrap();
     std::thread::spawn(move || {
         let limit = Timespec::try_from(LIMIT).unwrap();

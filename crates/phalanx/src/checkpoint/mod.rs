@@ -48,13 +48,14 @@ mod tensors;
 mod tests;
 mod writer;
 
+use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use self::disk::SystemDisk;
+use self::disk::{Disk, SystemDisk};
 use self::folder::Folder;
 use self::lock::Lock;
 #[cfg(any(test, fuzzing))]
@@ -179,12 +180,23 @@ impl Checkpoints {
     }
 }
 
+/// Makes the folder and those above it, so that they survive a loss of power.
+fn make(path: &Path) -> io::Result<()> {
+    let made: Vec<&Path> = path.ancestors().take_while(|folder| !folder.exists()).collect();
+    std::fs::create_dir_all(path)?;
+    for folder in made {
+        let above = folder.parent().filter(|above| !above.as_os_str().is_empty());
+        SystemDisk.sync_folder(above.unwrap_or(Path::new(".")))?;
+    }
+    Ok(())
+}
+
 fn start(path: &Path) -> Result<Writer> {
     let unusable = |error| {
         Error::io(format!("cannot keep checkpoints in {}", path.display()), error)
             .with_remedy("may rank 0 make this folder, and write in it?")
     };
-    std::fs::create_dir_all(path).map_err(unusable)?;
+    make(path).map_err(unusable)?;
     let lock = Lock::take(path)?;
     let folder = Folder { path: path.to_owned(), disk: Box::new(SystemDisk) };
     folder.sweep().map_err(unusable)?;

@@ -392,7 +392,7 @@ fn read(shared: &Shared) {
 fn keep_watch(shared: &Shared, (interval, attempts): (Duration, u32)) {
     let (interval, attempts) = (interval.max(Duration::from_millis(10)), attempts.max(1));
     let silence = interval.saturating_mul(attempts);
-    let mut liveness = Liveness::new(silence);
+    let mut liveness = Liveness::new(interval, silence);
     let mut next = Instant::now();
     while !shared.closing.load(Ordering::Relaxed) {
         let now = Instant::now();

@@ -334,11 +334,15 @@ impl Job {
     pub(super) fn environment(&self, local_rank: u32, placement: &Placement) -> Vec<(OsString, OsString)> {
         let worker = placement.worker(local_rank, self.workers, &self.role, self.max_restarts);
         let known = worker.variables().into_iter().map(|(name, value)| (name.into(), value.into()));
-        let elastic = self.elastic.into_iter().flat_map(|Elastic { min, reset_limit }| {
-            let workers = (elastic::WORKERS, format!("{min}:{}", self.workers));
-            let limit = reset_limit.map(|limit| (elastic::RESET_LIMIT, limit.to_string()));
-            std::iter::once(workers).chain(limit)
-        });
+        // Empty ones count as none: what this process has got from its own launcher is not this job's.
+        let (workers, limit) = match self.elastic {
+            Some(Elastic { min, reset_limit }) => {
+                let limit = reset_limit.map_or_else(String::new, |limit| limit.to_string());
+                (format!("{min}:{}", self.workers), limit)
+            }
+            None => Default::default(),
+        };
+        let elastic = [(elastic::WORKERS, workers), (elastic::RESET_LIMIT, limit)];
         let elastic = elastic.map(|(name, value)| (name.into(), value.into()));
         known.chain(elastic).chain(self.variables.iter().cloned()).collect()
     }

@@ -347,7 +347,7 @@ impl Supervisor<'_, '_> {
     }
 
     fn groups(&self) -> Vec<Pid> {
-        self.workers.iter().map(Worker::pid).collect()
+        self.workers.iter().filter_map(Worker::group).collect()
     }
 
     fn end(&self) -> AttemptEnd {

@@ -37,6 +37,8 @@ pub(super) struct Worker {
     pidfd: Option<OwnedFd>,
     started: Instant,
     ended: Option<(Exit, Duration)>,
+    /// Its number, which is its group's, may be somebody else's by now.
+    reaped: bool,
     captures: Vec<Capture>,
     tail: VecDeque<Vec<u8>>,
     error_file: Option<ErrorFile>,
@@ -96,6 +98,7 @@ impl Worker {
             pidfd: pidfd_open(pid, PidfdFlags::empty()).ok(),
             started: Instant::now(),
             ended: None,
+            reaped: false,
             captures,
             tail: VecDeque::with_capacity(TAIL_LINES),
             error_file,
@@ -105,10 +108,6 @@ impl Worker {
 
     pub(super) fn rank(&self) -> Rank {
         self.rank
-    }
-
-    pub(super) fn pid(&self) -> Pid {
-        self.pid
     }
 
     pub(super) fn id(&self) -> u32 {
@@ -190,17 +189,29 @@ impl Worker {
     /// Sends `signal` to the worker's whole process group.
     pub(super) fn signal(&self, signal: rustix::process::Signal) {
         // Whose exit status was lost may be somebody else by now.
-        if !matches!(self.ended, Some((Exit::Lost, _))) {
-            let _ = kill_process_group(self.pid, signal);
+        if let Some(group) = self.group() {
+            let _ = kill_process_group(group, signal);
         }
+    }
+
+    /// Its process group, as long as its number is this worker's for sure.
+    pub(super) fn group(&self) -> Option<Pid> {
+        let lost = matches!(self.ended, Some((Exit::Lost, _)));
+        (!lost && !self.reaped).then_some(self.pid)
     }
 
     /// Kills whatever is left of the group, and lets its number go. A process that is stuck in the kernel is not waited
     /// for beyond `deadline`.
     pub(super) fn reap(&mut self, deadline: Deadline) {
         self.signal(rustix::process::Signal::KILL);
-        while matches!(self.child.try_wait(), Ok(None)) && !deadline.has_passed() {
-            std::thread::sleep(Duration::from_millis(1));
+        loop {
+            match self.child.try_wait() {
+                Ok(None) if !deadline.has_passed() => std::thread::sleep(Duration::from_millis(1)),
+                outcome => {
+                    self.reaped |= !matches!(outcome, Ok(None));
+                    return;
+                }
+            }
         }
     }
 

@@ -332,7 +332,7 @@ fn write(
     shared: &Shared,
 ) -> Result<()> {
     let (interval, silence) = (cluster.keep_alive.0, cluster.silence());
-    let mut liveness = Liveness::new(silence);
+    let mut liveness = Liveness::new(interval, silence);
     let mut log = Log::new(Arc::clone(store));
     let me = match &join {
         Entry::Join { node, .. } => node.id,

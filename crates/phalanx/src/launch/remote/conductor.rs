@@ -78,6 +78,8 @@ pub(super) struct Conductor<'a> {
     stopped: bool,
     lost: Option<Error>,
     has_ended_all: bool,
+    /// Is there perhaps news that nobody wakes this thread for any more?
+    left_over: bool,
     /// The last start of workers that was shown.
     shown: Option<u32>,
 }
@@ -98,7 +100,8 @@ impl<'a> Conductor<'a> {
         let surroundings = Order::Surroundings { folder, variables: forwarded(std::env::vars_os()) };
         let mut peers = Vec::new();
         for (index, host) in job.hosts.hosts().iter().enumerate() {
-            let is_here = is_here(host.address());
+            // Another user of this machine is reached as on any other.
+            let is_here = host.name() == host.address() && is_here(host.address());
             let command = if is_here {
                 let mut command = Command::new(&job.launcher);
                 command.arg("node");
@@ -132,6 +135,7 @@ impl<'a> Conductor<'a> {
             stopped: false,
             lost: None,
             has_ended_all: false,
+            left_over: false,
             shown: None,
         })
     }
@@ -231,12 +235,15 @@ impl<'a> Conductor<'a> {
             let is_ready = self.control.observer.is_ready();
             self.wait(deadline, is_ready);
             self.handle_signals();
-            while is_ready && let Ok((host, heard)) = self.heard.try_recv() {
-                self.handle(host, heard);
+            self.left_over = loop {
                 if !self.control.observer.is_ready() {
-                    break;
+                    break true;
                 }
-            }
+                match self.heard.try_recv() {
+                    Ok((host, heard)) => self.handle(host, heard),
+                    Err(_) => break false,
+                }
+            };
             if std::mem::take(&mut self.control.stops) && !self.stopped {
                 self.stopped = true;
                 self.end_all(Signal::TERM);
@@ -252,7 +259,9 @@ impl<'a> Conductor<'a> {
 
     fn wait(&mut self, deadline: Option<Deadline>, is_ready: bool) {
         let mut timeout = deadline.map_or(Duration::MAX, Deadline::remaining);
-        if !is_ready || self.peers.iter().any(|peer| peer.connection.must_be_polled()) {
+        if self.left_over && is_ready {
+            timeout = Duration::ZERO;
+        } else if !is_ready || self.peers.iter().any(|peer| peer.connection.must_be_polled()) {
             timeout = timeout.min(POLL);
         }
         let timeout = Timespec::try_from(timeout).ok();

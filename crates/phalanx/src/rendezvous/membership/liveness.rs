@@ -6,14 +6,16 @@ use std::time::{Duration, Instant};
 /// The heartbeats of others, nodes or workers, as one of them sees them. Only its own clock counts.
 #[derive(Debug)]
 pub(crate) struct Liveness<Id> {
+    interval: Duration,
     timeout: Duration,
     last: BTreeMap<Id, (Vec<u8>, Instant)>,
     looked_at: Option<Instant>,
 }
 
 impl<Id: Copy + Ord> Liveness<Id> {
-    pub(crate) fn new(timeout: Duration) -> Self {
-        Self { timeout, last: BTreeMap::new(), looked_at: None }
+    /// For who looks, and beats, each `interval`, and gives up after a number of them.
+    pub(crate) fn new(interval: Duration, timeout: Duration) -> Self {
+        Self { interval, timeout, last: BTreeMap::new(), looked_at: None }
     }
 
     /// Takes the others' counters, and gives those that have not moved for longer than the time-out, with how long.
@@ -23,7 +25,8 @@ impl<Id: Copy + Ord> Liveness<Id> {
         now: Instant,
     ) -> Vec<(Id, Duration)> {
         // Whoever has slept itself, or was stopped, knows nothing of the others.
-        let slept = self.looked_at.is_some_and(|at| now.saturating_duration_since(at) > self.timeout / 2);
+        let awake = self.interval + self.timeout / 2;
+        let slept = self.looked_at.is_some_and(|at| now.saturating_duration_since(at) > awake);
         self.looked_at = Some(now);
         let mut last = BTreeMap::new();
         let mut silent = Vec::new();
@@ -53,7 +56,7 @@ mod tests {
 
     #[test]
     fn only_a_counter_that_stands_still_is_silence() {
-        let mut liveness = Liveness::new(Duration::from_secs(5));
+        let mut liveness = Liveness::new(Duration::from_secs(1), Duration::from_secs(5));
         let start = Instant::now();
         let mut at = |second: u64, a: &[u8], b: &[u8]| {
             liveness.observe([(A, a), (B, b)], start + Duration::from_secs(second))
@@ -64,8 +67,20 @@ mod tests {
     }
 
     #[test]
+    fn silence_is_found_however_few_times_are_allowed() {
+        for attempts in 1..4 {
+            let (interval, start) = (Duration::from_secs(1), Instant::now());
+            let mut liveness = Liveness::new(interval, interval * attempts);
+            let late = Duration::from_millis(20);
+            let mut looks =
+                (0..10).map(|look| liveness.observe([(A, &b"7"[..])], start + (interval + late) * look));
+            assert!(looks.any(|silent| !silent.is_empty()), "{attempts}");
+        }
+    }
+
+    #[test]
     fn who_has_slept_accuses_nobody() {
-        let mut liveness = Liveness::new(Duration::from_secs(5));
+        let mut liveness = Liveness::new(Duration::from_secs(1), Duration::from_secs(5));
         let start = Instant::now();
         assert!(liveness.observe([(A, &b"7"[..])], start).is_empty());
         assert!(liveness.observe([(A, &b"7"[..])], start + Duration::from_secs(60)).is_empty());

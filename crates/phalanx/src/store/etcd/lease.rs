@@ -17,6 +17,9 @@ pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(15);
 /// How often it is kept alive.
 const INTERVAL: Duration = Duration::from_secs(4);
 
+/// Before a lease is looked for again.
+const AGAIN: Duration = Duration::from_millis(100);
+
 /// The job's lease, kept alive by a thread for as long as this lives. Its number is a key that hangs on it as well.
 #[derive(Debug)]
 pub(super) struct Lease {
@@ -36,6 +39,8 @@ impl Lease {
                 if keep(gateway, &id, call.deadline).is_ok_and(|lives| lives) {
                     break id;
                 }
+                // It has run out, and its key goes with it in a moment.
+                std::thread::sleep(AGAIN);
             } else {
                 let granted = ask("lease/grant", json!({ "TTL": TIME_TO_LIVE.as_secs().to_string() }))?;
                 let id = number(&granted["ID"]).filter(|id| *id != 0);

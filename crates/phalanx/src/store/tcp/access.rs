@@ -89,7 +89,7 @@ impl Gate {
         let mut plain = [Op::Validate as u8; HELLO];
         plain[1..].copy_from_slice(&MAGIC.to_le_bytes());
         if hello == plain {
-            return self.admit_stranger(stream).await;
+            return timeout_at(patience, self.admit_stranger(stream)).await?;
         }
         if !hello.first_chunk().is_some_and(greeting::is_greeting) {
             return Err(invalid(format!("its first bytes are {hello:02x?}, not a store client's")));

@@ -1,6 +1,6 @@
 //! One client of the server: its handshake, its requests one after the other, its wait.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::rc::Rc;
@@ -37,9 +37,11 @@ pub(super) async fn serve(
     mut stream: TcpStream,
     gate: Rc<Gate>,
     shared: Rc<RefCell<Shared>>,
+    admitted: Rc<Cell<bool>>,
 ) -> io::Result<()> {
     // Until it is in, it has no buffer.
     gate.admit(&mut stream).await?;
+    admitted.set(true);
     Box::pin(Connection { stream: BufReader::with_capacity(BUFFER, stream), shared }.run()).await
 }
 

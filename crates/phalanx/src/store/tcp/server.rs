@@ -1,6 +1,7 @@
 //! The serving side: one thread, one task a client, all of them on one runtime.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::future::pending;
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -8,10 +9,11 @@ use std::rc::Rc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rustix::process::{Resource, getrlimit};
 use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use tokio::task::{JoinSet, LocalSet};
+use tokio::task::{AbortHandle, JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Gate, Strangers};
@@ -23,6 +25,8 @@ use crate::key::JobKey;
 
 /// The most connections at a time; further ones are closed as they come.
 const MAX_CONNECTIONS: usize = 16_384;
+/// The most that have not shown yet who they are; the oldest gives way. A burst of a job's own ranks must fit.
+const MAX_AT_THE_GATE: usize = 2048;
 /// How long accepting rests when the process has run out of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// After how long a silence the kernel asks whether a client's host still lives.
@@ -186,6 +190,33 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
     Error::io(format!("cannot serve the store on {address}"), error).with_remedy(remedy)
 }
 
+/// The clients that have not shown yet who they are, the oldest first. Strangers that come without end must leave the
+/// process its descriptors.
+struct AtTheGate {
+    clients: VecDeque<(AbortHandle, Rc<Cell<bool>>)>,
+    most: usize,
+}
+
+impl AtTheGate {
+    fn new() -> Self {
+        let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let most = usize::try_from(descriptors / 4).unwrap_or(usize::MAX);
+        Self { clients: VecDeque::new(), most: most.clamp(1, MAX_AT_THE_GATE) }
+    }
+
+    fn push(&mut self, task: AbortHandle, admitted: Rc<Cell<bool>>) {
+        if self.clients.len() >= self.most {
+            self.clients.retain(|(task, admitted)| !admitted.get() && !task.is_finished());
+        }
+        if self.clients.len() >= self.most
+            && let Some((oldest, _)) = self.clients.pop_front()
+        {
+            oldest.abort();
+        }
+        self.clients.push_back((task, admitted));
+    }
+}
+
 async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::UnboundedReceiver<Order>) {
     let listener = match TcpListener::from_std(socket) {
         Ok(listener) => listener,
@@ -194,6 +225,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
     let shared = Rc::new(RefCell::new(Shared::default()));
     let gate = Rc::new(Gate::new(access));
     let mut clients = JoinSet::new();
+    let mut at_the_gate = AtTheGate::new();
     let mut draining: Option<Instant> = None;
     while draining.is_none() || !clients.is_empty() {
         tokio::select! {
@@ -206,12 +238,15 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
             accepted = listener.accept() => match accepted {
                 Ok((stream, peer)) if clients.len() < MAX_CONNECTIONS => {
                     let (gate, shared) = (Rc::clone(&gate), Rc::clone(&shared));
-                    clients.spawn_local(async move {
+                    let admitted = Rc::<Cell<bool>>::default();
+                    let told = Rc::clone(&admitted);
+                    let task = clients.spawn_local(async move {
                         tune(&stream);
-                        if let Err(error) = serve(stream, gate, shared).await {
+                        if let Err(error) = serve(stream, gate, shared, told).await {
                             tracing::debug!("the store dropped {peer}: {error}");
                         }
                     });
+                    at_the_gate.push(task, admitted);
                 }
                 Ok((_, peer)) => tracing::warn!("the store refused {peer}: {MAX_CONNECTIONS} clients are connected"),
                 Err(error) => {
@@ -235,4 +270,27 @@ fn tune(stream: &TcpStream) {
     let _ = stream.set_nodelay(true);
     let keep_alive = TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE);
     let _ = socket2::SockRef::from(stream).set_tcp_keepalive(&keep_alive);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_at_the_gate_gives_way_and_who_is_in_stays() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        LocalSet::new().block_on(&runtime, async {
+            let mut clients = JoinSet::new();
+            let mut gate = AtTheGate { clients: VecDeque::new(), most: 2 };
+            let mut come = |admitted: bool| {
+                let task = clients.spawn_local(pending::<()>());
+                gate.push(task.clone(), Rc::new(Cell::new(admitted)));
+                task
+            };
+            let (inside, first, second) = (come(true), come(false), come(false));
+            let _third = come(false);
+            tokio::task::yield_now().await;
+            assert_eq!([&inside, &first, &second].map(AbortHandle::is_finished), [false, true, false]);
+        });
+    }
 }

@@ -350,7 +350,7 @@ fn a_stranger_takes_little_memory() {
         let (stream, _) = listener.accept().await.unwrap();
         let gate =
             super::access::Gate::new(Access::to(Some(JobKey::generate().unwrap()), Strangers::OfThisUser));
-        let task = super::connection::serve(stream, gate.into(), Default::default());
+        let task = super::connection::serve(stream, gate.into(), Default::default(), Default::default());
         assert!(size_of_val(&task) <= 2048, "{} bytes", size_of_val(&task));
     });
 }
