@@ -92,6 +92,8 @@ pub fn run_with<S: State, T, E: From<Error>>(
             begin(&mut context, &mut dirty).map_err(E::from).and_then(|()| work(&mut context, &group));
         let interrupted = context.interrupted;
         drop(context);
+        // Before a peer's failure can hide it: the others would take these parts for a commit.
+        snapshot.whole()?;
         let cause = match outcome {
             _ if interrupted && group.failure().is_none() => None,
             Ok(value) => match group.barrier() {
