@@ -38,7 +38,7 @@ impl<S: State> Context<'_, S> {
     /// same point.
     ///
     /// Costs a copy of the state; a hash of it (XXH3, as much time again), unless drift is [ignored](Drift::Ignore);
-    /// and a collective of 24 bytes a rank. Once it has returned on any rank, every rank has the commit: it is lost only if all
+    /// and a collective of 32 bytes a rank. Once it has returned on any rank, every rank has the commit: it is lost only if all
     /// die.
     ///
     /// # Errors
@@ -52,7 +52,7 @@ impl<S: State> Context<'_, S> {
         }
         self.snapshot.save(&*self.state)?;
         // Counted at once: whoever gets through the collective may die with the news that all have it.
-        self.snapshot.commits += 1;
+        self.snapshot.count(self.round);
         let awaited = self.session.is_some_and(Session::is_awaited);
         let committed = agreement::commit(&self.group, self.snapshot, awaited, self.drift)?;
         if committed.repaired {

@@ -26,10 +26,12 @@ pub fn run<S: State, T, E: From<Error>>(
 
 /// Calls `work` with a group, and again with another whenever the workers change, until it succeeds on all ranks.
 ///
-/// Before each call all ranks get the same state: that of the rank with most commits, the lowest of several; only what
-/// differs is sent. When `work` ends with an error and a peer has failed (died, left, was not heard of, did not take part in
-/// time, gave up), this rank goes back to its last [commit](Context::commit) and meets the others anew; the error itself is
-/// dropped. An error without that is this rank's own: it is returned, and to the others this rank is one that died.
+/// Before each call all ranks get the same state: that of the rank with most commits, and of several that whose last one
+/// was made in the latest round; only what differs is sent. Ranks that made that commit together must have the same, or
+/// [`Drift`](super::Drift) says what is done; before the first commit the lowest rank's is taken. When `work` ends with
+/// an error and a peer has failed (died, left, was not heard of, did not take part in time, gave up), this rank goes back
+/// to its last [commit](Context::commit) and meets the others anew; the error itself is dropped. An error without that is
+/// this rank's own: it is returned, and to the others this rank is one that died.
 ///
 /// Without an elastic launcher (`PHALANX_ELASTIC`) the world is that of [`phalanx::init`](crate::init()), `work` is called
 /// once, and every error is returned.
@@ -149,7 +151,7 @@ fn connect(rendezvous: rendezvous::Rendezvous, options: &Options) -> Result<Proc
 
 /// Makes the state the same on every rank.
 fn begin<S: State>(context: &mut Context<'_, S>, dirty: &mut bool) -> Result<()> {
-    let changed = agreement::sync(&context.group, context.snapshot)?;
+    let changed = agreement::sync(&context.group, context.snapshot, context.drift)?;
     if changed || *dirty {
         context.state.load(&context.snapshot.parts)?;
     }

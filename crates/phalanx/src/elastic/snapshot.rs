@@ -10,6 +10,8 @@ pub(super) struct Snapshot {
     pub(super) parts: Parts,
     /// How many commits have led to it, on whatever ranks; 0 for the state with which a worker begins.
     pub(super) commits: u64,
+    /// The round in which the last of them was made, or 0.
+    pub(super) round: u64,
     /// Why the parts are not one commit: some are of a save that did not come to its end.
     broken: Option<Error>,
     summaries: Option<Vec<Summary>>,
@@ -38,6 +40,12 @@ impl Snapshot {
     /// Nobody may take it, here or elsewhere, if a save has failed halfway: it overwrites the only one there is.
     pub(super) fn whole(&self) -> Result<()> {
         self.broken.clone().map_or(Ok(()), Err)
+    }
+
+    /// What has been saved is one more commit, made in `round`.
+    pub(super) fn count(&mut self, round: u64) {
+        self.commits += 1;
+        self.round = round;
     }
 
     /// The names, lengths and hashes of its parts.
