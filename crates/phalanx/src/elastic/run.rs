@@ -61,7 +61,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
             Met::Round(round) => round,
             Met::Over(verdict) => {
                 session.over();
-                return finished.ok_or_else(|| E::from(over(verdict, launched.settings.reset_limit)));
+                return Ok(over(verdict, finished, launched.settings.reset_limit)?);
             }
         };
         (left, finished) = (number, None);
@@ -176,15 +176,31 @@ fn is_a_peers(cause: &Error, me: Rank) -> bool {
     lost || !(own || cause.is_mismatch() || cause.is_invalid_argument())
 }
 
-fn over(verdict: Verdict, reset_limit: Option<u32>) -> Error {
+/// What the end of the job is to this worker: what it would have returned counts only if the others have succeeded too.
+fn over<T>(verdict: Verdict, finished: Option<T>, reset_limit: Option<u32>) -> Result<T> {
     match verdict {
-        Verdict::Done => Error::aborted("the job was over before this worker could take part"),
+        Verdict::Done => {
+            finished.ok_or_else(|| Error::aborted("the job was over before this worker could take part"))
+        }
         Verdict::TooManyRounds => {
             let limit = reset_limit.unwrap_or(0);
-            Error::aborted(format!(
+            Err(Error::aborted(format!(
                 "the workers have changed more often than the reset limit, {limit}, allows"
             ))
-            .with_remedy("see why workers die, or raise --reset-limit")
+            .with_remedy("see why workers die, or raise --reset-limit"))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_counts_only_if_the_job_is_done() {
+        assert_eq!(over(Verdict::Done, Some(1), None).unwrap(), 1);
+        assert!(over(Verdict::Done, None::<u8>, None).unwrap_err().to_string().contains("was over"));
+        let error = over(Verdict::TooManyRounds, Some(1), Some(3)).unwrap_err();
+        assert!(error.to_string().contains("the reset limit, 3"), "{error}");
     }
 }
