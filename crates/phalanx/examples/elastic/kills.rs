@@ -24,17 +24,28 @@ struct Killer {
     workers: BTreeMap<u32, (u32, Instant)>,
     /// The newest group.
     round: u64,
-    /// When somebody was killed, and in which round.
-    killed: Option<(Instant, u64)>,
+    killed: Option<Killed>,
     times: Vec<Duration>,
     /// The places to kill, each in its turn.
     next: VecDeque<u32>,
     random: u64,
 }
 
+/// Who was killed, and is to be made good.
+struct Killed {
+    pid: u32,
+    since: Instant,
+    /// The newest group when the launcher had seen it end. A commit in a later one is the first after it; what is read before
+    /// may have been in the pipe, even from a later group than that of the kill.
+    lost_in: Option<u64>,
+}
+
 impl Kills {
     /// Runs this program as the workers of an elastic job.
     pub fn measure(&self) -> Result<()> {
+        if self.kills == 0 {
+            return Err(Error::invalid_argument("at least one kill is needed to measure anything"));
+        }
         let program = std::env::current_exe().map_err(|error| Error::aborted(error.to_string()))?;
         let job = Job::new(program, self.workers)
             .min_workers(WorldSize::ONE)
@@ -75,6 +86,11 @@ impl Killer {
                 self.workers.insert(rank.get(), (pid, now));
                 self.next.push_back(rank.get());
             }
+            Event::Lost { failure, .. } => {
+                if let Some(killed) = self.killed.as_mut().filter(|killed| killed.pid == failure.pid) {
+                    killed.lost_in = Some(self.round);
+                }
+            }
             Event::Line { text, .. } => {
                 if let Some(round) = std::str::from_utf8(text).ok().and_then(committed_in) {
                     self.commit(round, now);
@@ -87,8 +103,8 @@ impl Killer {
     /// A commit has returned on some rank, in `round`.
     fn commit(&mut self, round: u64, now: Instant) {
         self.round = self.round.max(round);
-        if let Some((since, before)) = self.killed {
-            if round > before {
+        if let Some(Killed { since, lost_in, .. }) = self.killed {
+            if lost_in.is_some_and(|before| round > before) {
                 self.times.push(now - since);
                 self.killed = None;
             }
@@ -105,9 +121,9 @@ impl Killer {
         self.random ^= self.random << 17;
         std::thread::sleep(Duration::from_micros(self.random % 15_000));
         self.next.pop_front();
-        if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
-            self.killed = Some((Instant::now(), self.round));
-            let _ = kill_process(pid, Signal::KILL);
+        if let Some(process) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+            self.killed = Some(Killed { pid, since: Instant::now(), lost_in: None });
+            let _ = kill_process(process, Signal::KILL);
         }
     }
 }

@@ -126,7 +126,7 @@ impl Settings {
         };
         Self {
             steps: number("STEPS", 2000),
-            batch: usize::try_from(number("BATCH", 16)).unwrap_or(16),
+            batch: usize::try_from(number("BATCH", 16)).unwrap_or(16).max(1),
             commit_every: number("COMMIT_EVERY", 10).max(1),
             pause: Duration::from_millis(number("PAUSE_MS", 5)),
         }

@@ -11,15 +11,30 @@ use crate::rank::Rank;
 /// How many parts and ranks an error names.
 const NAMED: usize = 8;
 
-/// What a rank brings to a meeting: is a worker waiting, its number of commits, and the digest of its snapshot.
+/// What a rank brings to a meeting: is a worker waiting, its number of commits, the round in which the last one was made, and
+/// the digest of its snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Word {
     awaited: bool,
     commits: u64,
+    round: u64,
     digest: u64,
 }
 
-const WORD: usize = 3;
+const WORD: usize = 4;
+
+impl Word {
+    fn of(snapshot: &mut Snapshot, awaited: bool, drift: Drift) -> Self {
+        let (commits, round) = (snapshot.commits, snapshot.round);
+        Self { awaited, commits, round, digest: snapshot.digest(drift) }
+    }
+
+    /// Which commit this is: the later one is greater. Of two that are equally many the later round's is the one that may
+    /// have returned: the other's group failed before all had it, or they would have begun the later round with it.
+    fn commit(&self) -> (u64, u64) {
+        (self.commits, self.round)
+    }
+}
 
 /// What a commit has shown.
 #[derive(Debug)]
@@ -30,14 +45,14 @@ pub(super) struct Committed {
     pub(super) repaired: bool,
 }
 
-/// All ranks have made their snapshots: are they equal? One collective of 24 bytes a rank, if they are.
+/// All ranks have made their snapshots: are they equal? One collective of 32 bytes a rank, if they are.
 pub(super) fn commit(
     group: &ProcessGroup,
     snapshot: &mut Snapshot,
     awaited: bool,
     drift: Drift,
 ) -> Result<Committed> {
-    let own = Word { awaited, commits: snapshot.commits, digest: snapshot.digest(drift) };
+    let own = Word::of(snapshot, awaited, drift);
     let words = exchange(group, own)?;
     let awaited = words.iter().any(|word| word.awaited);
     if words.iter().any(|word| word.commits != own.commits) {
@@ -49,7 +64,8 @@ pub(super) fn commit(
         return Ok(Committed { awaited, repaired: false });
     }
     if drift == Drift::Repair {
-        let root = most_common(&words);
+        let all: Vec<usize> = (0..words.len()).collect();
+        let root = most_common(&words, &all);
         tracing::warn!(
             commit = own.commits,
             root,
@@ -58,20 +74,34 @@ pub(super) fn commit(
         let repaired = take_from(group, snapshot, rank(root))?;
         return Ok(Committed { awaited, repaired });
     }
-    Err(drifted(group.all_gather_object(&snapshot.summaries().to_vec())?, own.commits))
+    let summaries = group.all_gather_object(&snapshot.summaries().to_vec())?;
+    Err(drifted(summaries.into_iter().enumerate().collect(), own.commits))
 }
 
-/// Gives every rank the snapshot of the one with most commits, the lowest of several. True if this rank's has changed.
-pub(super) fn sync(group: &ProcessGroup, snapshot: &mut Snapshot) -> Result<bool> {
-    let own = Word { awaited: false, commits: snapshot.commits, digest: snapshot.digest(Drift::Fail) };
+/// Gives every rank the snapshot of the latest commit. True if this rank's has changed.
+pub(super) fn sync(group: &ProcessGroup, snapshot: &mut Snapshot, drift: Drift) -> Result<bool> {
+    // Whatever is done about drift: the hashes say what is to be sent.
+    let own = Word::of(snapshot, false, Drift::Fail);
     let words = exchange(group, own)?;
-    let root = furthest(&words);
+    let holders = furthest(&words);
+    let lowest = holders.first().copied().unwrap_or(0);
     // Equal on all ranks: then nothing is sent.
-    if words.iter().all(|word| *word == words[root]) {
+    if words.iter().all(|word| *word == words[lowest]) {
         return Ok(false);
     }
+    // A failure may have come before the ranks could compare this commit. With none there is nothing to compare: workers
+    // may begin with different states.
+    let drifted_apart = words[lowest].commits > 0
+        && drift != Drift::Ignore
+        && holders.iter().any(|holder| words[*holder].digest != words[lowest].digest);
+    if drifted_apart && drift == Drift::Fail {
+        let summaries = group.all_gather_object(&snapshot.summaries().to_vec())?;
+        let held = summaries.into_iter().enumerate().filter(|(rank, _)| holders.contains(rank));
+        return Err(drifted(held.collect(), words[lowest].commits));
+    }
+    let root = if drifted_apart { most_common(&words, &holders) } else { lowest };
     let changed = take_from(group, snapshot, rank(root))?;
-    snapshot.commits = words[root].commits;
+    (snapshot.commits, snapshot.round) = words[root].commit();
     Ok(changed)
 }
 
@@ -96,20 +126,22 @@ pub(super) fn take_from(group: &ProcessGroup, snapshot: &mut Snapshot, root: Ran
             }
         }
     }
-    let changed = !received.is_empty();
-    snapshot.parts.replace(received);
+    // Parts that the root no longer has are no longer part of the state, and their order is part of its digest.
+    snapshot.parts.rebuild(&wanted, received);
     snapshot.changed();
-    Ok(changed)
+    Ok(own != wanted)
 }
 
 fn exchange(group: &ProcessGroup, word: Word) -> Result<Vec<Word>> {
-    let sent = [i64::from(word.awaited), word.commits.cast_signed(), word.digest.cast_signed()];
+    let numbers = [word.commits, word.round, word.digest].map(u64::cast_signed);
+    let sent = [i64::from(word.awaited), numbers[0], numbers[1], numbers[2]];
     let mut received = vec![0_i64; WORD * group.world_size().count()];
     group.all_gather(&sent, &mut received)?;
     let word = |word: &[i64]| Word {
         awaited: word[0] != 0,
         commits: word[1].cast_unsigned(),
-        digest: word[2].cast_unsigned(),
+        round: word[2].cast_unsigned(),
+        digest: word[3].cast_unsigned(),
     };
     Ok(received.chunks_exact(WORD).map(word).collect())
 }
@@ -118,19 +150,22 @@ fn rank(index: usize) -> Rank {
     Rank::new(u32::try_from(index).unwrap_or(u32::MAX))
 }
 
-fn furthest(words: &[Word]) -> usize {
-    let most = words.iter().map(|word| word.commits).max();
-    words.iter().position(|word| Some(word.commits) == most).unwrap_or(0)
+/// The ranks that have the latest commit.
+fn furthest(words: &[Word]) -> Vec<usize> {
+    let latest = words.iter().map(Word::commit).max();
+    (0..words.len()).filter(|rank| Some(words[*rank].commit()) == latest).collect()
 }
 
-fn most_common(words: &[Word]) -> usize {
-    let count = |digest| words.iter().filter(|word| word.digest == digest).count();
-    let most = words.iter().map(|word| count(word.digest)).max();
-    words.iter().position(|word| Some(count(word.digest)) == most).unwrap_or(0)
+/// The lowest of those `ranks` that have what most of them have.
+fn most_common(words: &[Word], ranks: &[usize]) -> usize {
+    let count = |of: usize| ranks.iter().filter(|rank| words[**rank].digest == words[of].digest).count();
+    let most = ranks.iter().map(|rank| count(*rank)).max();
+    ranks.iter().copied().find(|rank| Some(count(*rank)) == most).unwrap_or(0)
 }
 
-/// The error that names what differs, and on which ranks. Each rank is compared with what most ranks have.
-fn drifted(summaries: Vec<Vec<Summary>>, commit: u64) -> Error {
+/// The error that names what differs, and on which of the ranks. Each is compared with what most of them have.
+fn drifted(held: Vec<(usize, Vec<Summary>)>, commit: u64) -> Error {
+    let (ranks, summaries): (Vec<usize>, Vec<Vec<Summary>>) = held.into_iter().unzip();
     let mut parts: Vec<String> = Vec::new();
     let mut names: Vec<&str> = Vec::new();
     for part in summaries.iter().flatten() {
@@ -144,10 +179,11 @@ fn drifted(summaries: Vec<Vec<Summary>>, commit: u64) -> Error {
         let count = |version: &Option<Summary>| versions.iter().filter(|other| *other == version).count();
         let most = versions.iter().map(count).max();
         let usual = versions.iter().find(|version| Some(count(version)) == most);
-        let others: Vec<String> = (0..)
+        let others: Vec<String> = ranks
+            .iter()
             .zip(&versions)
             .filter(|(_, version)| Some(*version) != usual)
-            .map(|(rank, _): (usize, _)| rank.to_string())
+            .map(|(rank, _)| rank.to_string())
             .collect();
         if !others.is_empty() {
             let more = if others.len() > NAMED { " and more" } else { "" };
@@ -224,14 +260,33 @@ mod tests {
     fn all_get_what_the_one_with_most_commits_has() {
         let states =
             [(3, named(b"old", 3)), (4, named(b"newer", 4)), (4, named(b"newer", 4)), (0, named(b"", 0))];
-        let outcomes = on_ranks(&states, |group, snapshot, _| sync(group, snapshot).unwrap());
+        let outcomes = on_ranks(&states, |group, snapshot, _| sync(group, snapshot, Drift::Fail).unwrap());
         assert_eq!(outcomes.iter().map(|outcome| outcome.0).collect::<Vec<_>>(), [true, false, false, true]);
         assert!(outcomes.iter().all(|(_, commits, state)| (*commits, state) == (4, &named(b"newer", 4))));
         // The lowest rank, if nobody has made a commit.
         let states = [(0, named(b"a", 1)), (0, named(b"b", 1))];
-        let outcomes = on_ranks(&states, |group, snapshot, _| sync(group, snapshot).unwrap());
+        let outcomes = on_ranks(&states, |group, snapshot, _| sync(group, snapshot, Drift::Fail).unwrap());
         assert_eq!(outcomes.iter().map(|outcome| outcome.0).collect::<Vec<_>>(), [false, true]);
         assert!(outcomes.iter().all(|outcome| outcome.2 == states[0].1));
+    }
+
+    #[test]
+    fn parts_that_the_root_no_longer_has_are_gone() {
+        let (root, old) = (
+            Named(vec![("weights", b"new".to_vec()), ("step", vec![2])]),
+            Named(vec![("warm-up", vec![7]), ("step", vec![2]), ("weights", b"new".to_vec())]),
+        );
+        let outcomes = on_ranks(&[(2, root), (1, old)], |group, snapshot, state| {
+            let changed = sync(group, snapshot, Drift::Fail).unwrap();
+            // Not loaded again: it is no state that asks for other parts.
+            state.0.clear();
+            (changed, snapshot.summaries().to_vec())
+        });
+        let [((root_changed, root), ..), ((changed, other), ..)] = outcomes.as_slice() else {
+            panic!("two ranks")
+        };
+        assert!(!root_changed && *changed);
+        assert_eq!(root, other);
     }
 
     #[test]
@@ -263,6 +318,39 @@ mod tests {
                 .zip(&states)
                 .all(|(outcome, state)| !outcome.0 && outcome.2 == state.1)
         );
+    }
+
+    #[test]
+    fn drift_that_no_commit_could_see_is_seen_by_the_next_group() {
+        // Rank 0 has come anew; of the others, who made commit 2 together, rank 1 has drifted.
+        let states = [(0, named(b"", 0)), (2, named(b"y", 2)), (2, named(b"x", 2)), (2, named(b"x", 2))];
+        let with = |drift| on_ranks(&states, move |group, snapshot, _| sync(group, snapshot, drift));
+        for (outcome, ..) in with(Drift::Fail) {
+            let error = outcome.unwrap_err();
+            assert!(error.is_mismatch(), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("\"weights\" differs on rank 1") && !text.contains("\"step\""), "{text}");
+        }
+        for (drift, holder) in [(Drift::Repair, 2), (Drift::Ignore, 1)] {
+            let outcomes = with(drift);
+            assert!(outcomes.iter().all(|(outcome, ..)| outcome.is_ok()));
+            assert!(outcomes.iter().all(|(_, commits, state)| (*commits, state) == (2, &states[holder].1)));
+        }
+    }
+
+    #[test]
+    fn of_equally_many_commits_the_later_round_has_the_one_that_returned() {
+        // Rank 0 froze with a commit of round 1 that the others never got; they made their own in round 2.
+        let states = [(4, named(b"frozen", 4)), (4, named(b"went on", 4)), (4, named(b"went on", 4))];
+        let outcomes = on_ranks(&states, |group, snapshot, _| {
+            snapshot.round = if group.rank().get() == 0 { 1 } else { 2 };
+            (sync(group, snapshot, Drift::Fail).unwrap(), snapshot.round)
+        });
+        assert_eq!(
+            outcomes.iter().map(|outcome| outcome.0).collect::<Vec<_>>(),
+            [(true, 2), (false, 2), (false, 2)]
+        );
+        assert!(outcomes.iter().all(|outcome| outcome.2 == states[1].1));
     }
 
     #[test]

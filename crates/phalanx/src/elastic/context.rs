@@ -38,7 +38,7 @@ impl<S: State> Context<'_, S> {
     /// same point.
     ///
     /// Costs a copy of the state; a hash of it (XXH3, as much time again), unless drift is [ignored](Drift::Ignore);
-    /// and a collective of 24 bytes a rank. Once it has returned on any rank, every rank has the commit: it is lost only if all
+    /// and a collective of 32 bytes a rank. Once it has returned on any rank, every rank has the commit: it is lost only if all
     /// die.
     ///
     /// # Errors
@@ -46,9 +46,13 @@ impl<S: State> Context<'_, S> {
     /// to take part, with [`is_regrouping`](Error::is_regrouping): the commit is made, and [`run`](super::run()) calls the
     /// loop again with a larger group as soon as the loop returns, best by `?`.
     pub fn commit(&mut self) -> Result<()> {
+        // The last commit is the one to go back to: it is not overwritten where the new one cannot be made.
+        if let Some(cause) = self.group.failure() {
+            return Err(cause);
+        }
         self.snapshot.save(&*self.state)?;
         // Counted at once: whoever gets through the collective may die with the news that all have it.
-        self.snapshot.commits += 1;
+        self.snapshot.count(self.round);
         let awaited = self.session.is_some_and(Session::is_awaited);
         let committed = agreement::commit(&self.group, self.snapshot, awaited, self.drift)?;
         if committed.repaired {
@@ -64,8 +68,9 @@ impl<S: State> Context<'_, S> {
     /// Goes back to the last commit, on this rank alone; if there is none, to the state with which the job began.
     ///
     /// # Errors
-    /// Those of [`State::load`].
+    /// Those of [`State::load`]; and that of a commit that failed while it saved the state, which leaves none to go back to.
     pub fn restore(&mut self) -> Result<()> {
+        self.snapshot.whole()?;
         self.state.load(&self.snapshot.parts)
     }
 

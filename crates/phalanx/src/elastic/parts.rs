@@ -154,14 +154,11 @@ impl Parts {
         self.parts.iter_mut().find(|part| part.name == name)
     }
 
-    /// Puts `parts` in the place of those of the same names, or behind them.
-    pub(super) fn replace(&mut self, parts: Vec<Part>) {
-        for part in parts {
-            match self.parts.iter_mut().find(|old| old.name == part.name) {
-                Some(old) => *old = part,
-                None => self.parts.push(part),
-            }
-        }
+    /// Keeps the parts of `wanted` alone, in its order: those `received`, or else those that are there.
+    pub(super) fn rebuild(&mut self, wanted: &[Summary], received: Vec<Part>) {
+        let mut parts: Vec<Part> = received.into_iter().chain(self.parts.drain(..)).collect();
+        let mut take = |name: &str| Some(parts.remove(parts.iter().position(|part| part.name == name)?));
+        self.parts = wanted.iter().filter_map(|part| take(&part.name)).collect();
     }
 }
 

@@ -26,10 +26,12 @@ pub fn run<S: State, T, E: From<Error>>(
 
 /// Calls `work` with a group, and again with another whenever the workers change, until it succeeds on all ranks.
 ///
-/// Before each call all ranks get the same state: that of the rank with most commits, the lowest of several; only what
-/// differs is sent. When `work` ends with an error and a peer has failed (died, left, was not heard of, did not take part in
-/// time, gave up), this rank goes back to its last [commit](Context::commit) and meets the others anew; the error itself is
-/// dropped. An error without that is this rank's own: it is returned, and to the others this rank is one that died.
+/// Before each call all ranks get the same state: that of the rank with most commits, and of several that whose last one
+/// was made in the latest round; only what differs is sent. Ranks that made that commit together must have the same, or
+/// [`Drift`](super::Drift) says what is done; before the first commit the lowest rank's is taken. When `work` ends with
+/// an error and a peer has failed (died, left, was not heard of, did not take part in time, gave up), this rank goes back
+/// to its last [commit](Context::commit) and meets the others anew; the error itself is dropped. An error without that is
+/// this rank's own: it is returned, and to the others this rank is one that died.
 ///
 /// Without an elastic launcher (`PHALANX_ELASTIC`) the world is that of [`phalanx::init`](crate::init()), `work` is called
 /// once, and every error is returned.
@@ -59,7 +61,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
             Met::Round(round) => round,
             Met::Over(verdict) => {
                 session.over();
-                return finished.ok_or_else(|| E::from(over(verdict, launched.settings.reset_limit)));
+                return Ok(over(verdict, finished, launched.settings.reset_limit)?);
             }
         };
         (left, finished) = (number, None);
@@ -92,6 +94,8 @@ pub fn run_with<S: State, T, E: From<Error>>(
             begin(&mut context, &mut dirty).map_err(E::from).and_then(|()| work(&mut context, &group));
         let interrupted = context.interrupted;
         drop(context);
+        // Before a peer's failure can hide it: the others would take these parts for a commit.
+        snapshot.whole()?;
         let cause = match outcome {
             _ if interrupted && group.failure().is_none() => None,
             Ok(value) => match group.barrier() {
@@ -147,7 +151,7 @@ fn connect(rendezvous: rendezvous::Rendezvous, options: &Options) -> Result<Proc
 
 /// Makes the state the same on every rank.
 fn begin<S: State>(context: &mut Context<'_, S>, dirty: &mut bool) -> Result<()> {
-    let changed = agreement::sync(&context.group, context.snapshot)?;
+    let changed = agreement::sync(&context.group, context.snapshot, context.drift)?;
     if changed || *dirty {
         context.state.load(&context.snapshot.parts)?;
     }
@@ -172,15 +176,31 @@ fn is_a_peers(cause: &Error, me: Rank) -> bool {
     lost || !(own || cause.is_mismatch() || cause.is_invalid_argument())
 }
 
-fn over(verdict: Verdict, reset_limit: Option<u32>) -> Error {
+/// What the end of the job is to this worker: what it would have returned counts only if the others have succeeded too.
+fn over<T>(verdict: Verdict, finished: Option<T>, reset_limit: Option<u32>) -> Result<T> {
     match verdict {
-        Verdict::Done => Error::aborted("the job was over before this worker could take part"),
+        Verdict::Done => {
+            finished.ok_or_else(|| Error::aborted("the job was over before this worker could take part"))
+        }
         Verdict::TooManyRounds => {
             let limit = reset_limit.unwrap_or(0);
-            Error::aborted(format!(
+            Err(Error::aborted(format!(
                 "the workers have changed more often than the reset limit, {limit}, allows"
             ))
-            .with_remedy("see why workers die, or raise --reset-limit")
+            .with_remedy("see why workers die, or raise --reset-limit"))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_counts_only_if_the_job_is_done() {
+        assert_eq!(over(Verdict::Done, Some(1), None).unwrap(), 1);
+        assert!(over(Verdict::Done, None::<u8>, None).unwrap_err().to_string().contains("was over"));
+        let error = over(Verdict::TooManyRounds, Some(1), Some(3)).unwrap_err();
+        assert!(error.to_string().contains("the reset limit, 3"), "{error}");
     }
 }

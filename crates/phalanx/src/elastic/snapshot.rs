@@ -2,7 +2,7 @@
 
 use super::parts::{Parts, Summary, digest};
 use super::{Drift, State};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A state as it was at a commit.
 #[derive(Debug, Default)]
@@ -10,6 +10,10 @@ pub(super) struct Snapshot {
     pub(super) parts: Parts,
     /// How many commits have led to it, on whatever ranks; 0 for the state with which a worker begins.
     pub(super) commits: u64,
+    /// The round in which the last of them was made, or 0.
+    pub(super) round: u64,
+    /// Why the parts are not one commit: some are of a save that did not come to its end.
+    broken: Option<Error>,
     summaries: Option<Vec<Summary>>,
 }
 
@@ -23,10 +27,25 @@ impl Snapshot {
     /// Takes the state as it is now, as the same commit.
     pub(super) fn save(&mut self, state: &impl State) -> Result<()> {
         self.summaries = None;
+        // Also if it panics, and the training loop catches that.
+        self.broken = Some(Error::aborted("a save of the state did not come to its end"));
         self.parts.begin();
-        state.save(&mut self.parts)?;
+        let saved = state.save(&mut self.parts);
+        self.broken = saved.as_ref().err().cloned();
+        saved?;
         self.parts.finish();
         Ok(())
+    }
+
+    /// Nobody may take it, here or elsewhere, if a save has failed halfway: it overwrites the only one there is.
+    pub(super) fn whole(&self) -> Result<()> {
+        self.broken.clone().map_or(Ok(()), Err)
+    }
+
+    /// What has been saved is one more commit, made in `round`.
+    pub(super) fn count(&mut self, round: u64) {
+        self.commits += 1;
+        self.round = round;
     }
 
     /// The names, lengths and hashes of its parts.
@@ -42,5 +61,53 @@ impl Snapshot {
     /// What it has been told by another rank has changed it.
     pub(super) fn changed(&mut self) {
         self.summaries = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Parts;
+    use super::*;
+
+    /// Its second part fails, or is this number.
+    struct Fails(Option<u8>);
+
+    impl State for Fails {
+        fn save(&self, parts: &mut Parts) -> Result<()> {
+            parts.put("first", &[self.0.unwrap_or(9)])?;
+            parts.put("second", &[self.0.ok_or_else(|| Error::aborted("no second part"))?])
+        }
+
+        fn load(&mut self, _: &Parts) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_save_that_failed_halfway_is_no_commit() {
+        let mut snapshot = Snapshot::of(&Fails(Some(1))).unwrap();
+        snapshot.whole().unwrap();
+        snapshot.save(&Fails(None)).unwrap_err();
+        assert!(snapshot.whole().unwrap_err().to_string().contains("no second part"));
+        snapshot.save(&Fails(Some(2))).unwrap();
+        snapshot.whole().unwrap();
+    }
+
+    #[test]
+    fn a_save_that_panicked_is_no_commit() {
+        struct Panics;
+        impl State for Panics {
+            fn save(&self, _: &mut Parts) -> Result<()> {
+                std::panic::resume_unwind(Box::new(()))
+            }
+
+            fn load(&mut self, _: &Parts) -> Result<()> {
+                Ok(())
+            }
+        }
+        let mut snapshot = Snapshot::default();
+        let save = std::panic::AssertUnwindSafe(|| snapshot.save(&Panics));
+        std::panic::catch_unwind(save).unwrap_err();
+        assert!(snapshot.whole().unwrap_err().is_aborted());
     }
 }

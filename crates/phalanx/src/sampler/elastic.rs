@@ -122,7 +122,7 @@ impl ElasticSampler {
         }
         let ranks = world.count();
         let from = self.consumed;
-        let until = self.samples.min(from + batch * ranks);
+        let until = self.samples.min(from.saturating_add(batch.saturating_mul(ranks)));
         self.consumed = until;
         let repeat = (self.tail == Tail::Repeat).then(|| (until - from).div_ceil(ranks));
         let order = self.order();
@@ -156,6 +156,17 @@ mod tests {
 
     use super::super::DistributedSampler;
     use super::*;
+
+    #[test]
+    fn a_batch_may_be_larger_than_any_epoch() {
+        for batch in [usize::MAX, usize::MAX / 2] {
+            let mut sampler = ElasticSampler::new(10).shuffle(false);
+            let world = WorldSize::new(2).unwrap();
+            sampler.next_batch(1, Rank::MAIN, world).unwrap();
+            assert_eq!(sampler.next_batch(batch, Rank::MAIN, world).unwrap(), [2, 4, 6, 8]);
+            assert_eq!(sampler.next_batch(batch, Rank::MAIN, world), None);
+        }
+    }
 
     /// What all ranks of a world get in the next step, each from its own copy, as their processes would.
     fn step(sampler: &mut ElasticSampler, batch: usize, world: u32) -> Option<Vec<Vec<usize>>> {
