@@ -105,8 +105,11 @@ fn so_do_optimizers_without_state_and_those_that_look_at_whole_matrices() {
 /// Large enough for rings: one parameter of 256 KiB, in a bucket with small ones.
 const WIDE: [usize; 4] = [8, 256, 256, 3];
 
+/// The parameters after some steps, the norms that were clipped, and the bytes that were sent.
+type Trained = (Vec<Vec<f32>>, Vec<f64>, u64);
+
 /// Trains with clipped gradients, plain and dealt out; gives both models, the norms, and what was sent for gradients.
-fn both(group: &ProcessGroup, start: &Mlp, view: bool) -> Result<[(Vec<Vec<f32>>, Vec<f64>, u64); 2]> {
+fn both(group: &ProcessGroup, start: &Mlp, view: bool) -> Result<[Trained; 2]> {
     let mut options = DdpOptions::default();
     options.reducer = ReducerOptions::default().bucket_cap_mb(0.27);
     options.gradient_as_bucket_view = view;
