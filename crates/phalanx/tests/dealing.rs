@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use phalanx::testing::{Fabric, run};
-use phalanx::{Buffer, DType, ProcessGroup, Rank, ReduceOp};
+use phalanx::{Buffer, DType, ProcessGroup, Rank, ReduceOp, Work};
 use proptest::prelude::*;
 
 const WORLDS: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
@@ -219,8 +219,10 @@ fn parts_that_differ_are_an_error_and_no_wrong_result() {
             let most = if group.rank().get() == 2 { 50_001 } else { 50_000 };
             let counts = [100_000 - most, most, 0];
             let buffer = Buffer::zeroed(DType::F32, 100_000);
-            let error =
-                group.reduce_scatter_v_async(buffer, &counts, ReduceOp::Sum).unwrap().wait().unwrap_err();
+            let error = group
+                .reduce_scatter_v_async(buffer, &counts, ReduceOp::Sum)
+                .and_then(Work::wait)
+                .unwrap_err();
             assert!(group.all_gather_v_in_place_async(Buffer::zeroed(DType::F32, 2), &[1, 2, 3]).is_err());
             error
         });
