@@ -1,6 +1,7 @@
 //! One training, as each rank runs it.
 
 use burn::data::dataloader::Progress;
+use burn::data::dataset::DatasetError;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Device;
 use burn::train::train::WorkerFailure;
@@ -96,15 +97,10 @@ where
         let (mut iteration, mut accumulated) = (0, 0);
         let ranks = self.group.world_size().count();
         loop {
-            let item = match items.next().transpose() {
-                Ok(item) => item,
-                Err(error) => {
-                    self.components.interrupter.fail(error);
-                    None
-                }
+            let item = self.wanted(items.next());
+            let (true, Some(item)) = (exchange::all(self.group, item.is_some())?, item) else {
+                return Ok(());
             };
-            let go = item.is_some() && !self.components.interrupter.should_stop();
-            let (true, Some(item)) = (exchange::all(self.group, go)?, item) else { return Ok(()) };
             iteration += 1;
             let progress = items.progress();
             let (last, progress) = (progress.is_completed(), of_all(&progress, ranks));
@@ -149,14 +145,7 @@ where
         let mut items = loader.iter();
         let (mut iteration, ranks) = (0, self.group.world_size().count());
         loop {
-            let item = match items.next().transpose() {
-                Ok(item) => item,
-                Err(error) => {
-                    self.components.interrupter.fail(error);
-                    None
-                }
-            };
-            let item = item.filter(|_| !self.components.interrupter.should_stop());
+            let item = self.wanted(items.next());
             if !exchange::any(self.group, item.is_some())? {
                 return Ok(());
             }
@@ -170,6 +159,16 @@ where
                 self.valid_event(|| LearnerEvent::ProcessedItem(item));
             }
         }
+    }
+
+    /// What the loader gave, unless training is to stop, as it is if there was an error.
+    fn wanted<T>(&self, item: Option<std::result::Result<T, DatasetError>>) -> Option<T> {
+        let interrupter = &self.components.interrupter;
+        let item = item.transpose().unwrap_or_else(|error| {
+            interrupter.fail(error);
+            None
+        });
+        item.filter(|_| !interrupter.should_stop())
     }
 
     /// Saves and decides, on rank 0; does training stop here?

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use super::log;
+use crate::error::Result;
 
 /// Before each entry, so that a node of another version is told so instead of being misread.
 const VERSION: u8 = 2;
@@ -82,22 +83,11 @@ pub(crate) enum Entry {
 
 impl Entry {
     pub(crate) fn to_bytes(&self) -> Result<Vec<u8>> {
-        postcard::to_extend(self, vec![VERSION])
-            .map_err(|error| Error::protocol(format!("what a node has to say cannot be written: {error}")))
+        log::encode(VERSION, self)
     }
 
     pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let unreadable = |why: String| {
-            Error::protocol(format!("what another node's launcher says cannot be read: {why}"))
-                .with_remedy("do all nodes have the same version of Phalanx?")
-        };
-        match bytes.split_first() {
-            Some((&VERSION, rest)) => {
-                postcard::from_bytes(rest).map_err(|error| unreadable(error.to_string()))
-            }
-            Some((version, _)) => Err(unreadable(format!("it is version {version}, not {VERSION}"))),
-            None => Err(unreadable("it is empty".to_owned())),
-        }
+        log::decode(VERSION, bytes, "another node's launcher")
     }
 }
 

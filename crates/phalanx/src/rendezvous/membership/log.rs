@@ -1,7 +1,10 @@
 //! A list in a store, to which many append and which all read in one order.
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
 use crate::deadline::Deadline;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::store::{SharedStore, Store};
 
 /// Entry `n` is the value of `log/<n>`. Whoever writes it first, has written it: [`Store::compare_set`] on a key that is
@@ -32,6 +35,27 @@ impl Log {
 /// Entry `index`; waits until it is there.
 pub(crate) fn read(store: &dyn Store, index: u64, deadline: Deadline) -> Result<Vec<u8>> {
     store.get(&key(index), deadline)
+}
+
+/// An entry as bytes, behind its version: a reader of another one is told so instead of misreading it.
+pub(crate) fn encode(version: u8, entry: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_extend(entry, vec![version])
+        .map_err(|error| Error::protocol(format!("an entry of the log cannot be written: {error}")))
+}
+
+/// What `author` has encoded.
+pub(crate) fn decode<T: DeserializeOwned>(version: u8, bytes: &[u8], author: &str) -> Result<T> {
+    let unreadable = |why: String| {
+        Error::protocol(format!("what {author} says cannot be read: {why}"))
+            .with_remedy("start everything in a job with the same version of Phalanx")
+    };
+    match bytes.split_first() {
+        Some((found, rest)) if *found == version => {
+            postcard::from_bytes(rest).map_err(|error| unreadable(error.to_string()))
+        }
+        Some((found, _)) => Err(unreadable(format!("it is version {found}, not {version}"))),
+        None => Err(unreadable("it is empty".to_owned())),
+    }
 }
 
 fn key(index: u64) -> String {
