@@ -109,9 +109,9 @@ MODELS = {"mlp": Mlp, "encoder": Encoder, "resnet": ResNet}
 class Trainer:
     """A replica, and what trains it."""
 
-    def __init__(self, model: nn.Module, together: bool) -> None:
+    def __init__(self, model: nn.Module, together: bool, view: bool = False) -> None:
         self.bare = model
-        self.model = DistributedDataParallel(model) if together else model
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=view) if together else model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(self) -> float:
@@ -136,13 +136,13 @@ def mean(value: float) -> float:
     return total.item() / dist.get_world_size()
 
 
-def worker(rank: int, ranks: int, port: int, models: list[str], steps: int) -> None:
+def worker(rank: int, ranks: int, port: int, models: list[str], steps: int, view: bool) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     for name in models:
-        together, apart = Trainer(MODELS[name](), True), Trainer(MODELS[name](), False)
+        together, apart = Trainer(MODELS[name](), True, view), Trainer(MODELS[name](), False)
         step, independent, alone = [], [], []
         # They take turns, so that what slows the machine for a while slows all.
         for _ in range(WARM_UP + steps):
@@ -173,9 +173,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--view", action="store_true", help="gradient_as_bucket_view")
     parser.add_argument("models", nargs="+", choices=MODELS)
     arguments = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(worker, (arguments.ranks, port, arguments.models, arguments.steps), nprocs=arguments.ranks)
+    work = (arguments.ranks, port, arguments.models, arguments.steps, arguments.view)
+    mp.spawn(worker, work, nprocs=arguments.ranks)

@@ -34,8 +34,10 @@ pub struct DdpOptions {
     pub reducer: ReducerOptions,
     /// Before a forward pass, do all ranks take over rank 0's buffers, such as the running statistics of batch norm?
     pub broadcast_buffers: bool,
-    /// Are the gradients that [`Ddp::backward`] gives views of the buckets in which they were averaged, without a copy?
-    /// Burn copies a view before it would change it. One that outlives the step keeps its whole bucket in memory.
+    /// Do the gradients that [`Ddp::backward`] gives stay in the buckets in which they were averaged, and free their memory
+    /// when they are dropped? Buckets then take memory only between the first gradient of a step and the optimizer's
+    /// step: a rank's peak is about that of training alone. Taking it anew in each step costs some time. Without this,
+    /// gradients are copied out of buckets that stay.
     pub gradient_as_bucket_view: bool,
 }
 
@@ -417,7 +419,11 @@ impl<M: Module> Ddp<M> {
         let model = self.model.take();
         self.model = sink.with_reducer(|reducer| {
             let others = |place| reducer.parameter(place).ok().filter(|_| !reducer.owns(place));
-            model.map(|model| memory::replaced(model, places, others))
+            let model = model.map(|model| memory::replaced(model, places, others));
+            if self.gradient_as_bucket_view {
+                reducer.release();
+            }
+            model
         });
         Ok(())
     }

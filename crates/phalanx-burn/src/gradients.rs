@@ -1,16 +1,15 @@
 //! The reducer's averages as gradients of the model.
 
 use std::collections::HashMap;
-use std::ops::Range;
-use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{AllocationProperty, Bytes, DType, Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 use phalanx::reducer::Reducer;
-use phalanx::{Buffer, Result};
+use phalanx::{BufferPart, Result};
 
 use crate::bridge;
+use crate::view;
 
 /// How averages become tensors.
 #[derive(Clone, Copy)]
@@ -24,29 +23,43 @@ pub(crate) struct Handover {
 /// Collects the averages under the ids of `model`'s parameters, whose places in the reducer `places` knows.
 pub(crate) fn averages<M: Module>(
     model: &M,
-    reducer: &Reducer,
+    reducer: &mut Reducer,
     places: &HashMap<ParamId, usize>,
     handover: Handover,
 ) -> Result<GradientsParams> {
-    let mut averages = Averages { reducer, places, handover, gradients: Ok(GradientsParams::new()) };
+    let source = match handover.view {
+        true => Source::Taken(reducer.take_gradients()?),
+        false => Source::Reducer(reducer),
+    };
+    let mut averages =
+        Averages { source, places, scale: handover.scale, gradients: Ok(GradientsParams::new()) };
     model.visit(&mut averages);
     averages.gradients
 }
 
+enum Source<'a> {
+    Reducer(&'a Reducer),
+    Taken(Vec<Option<BufferPart>>),
+}
+
 struct Averages<'a> {
-    reducer: &'a Reducer,
+    source: Source<'a>,
     places: &'a HashMap<ParamId, usize>,
-    handover: Handover,
+    scale: f64,
     gradients: Result<GradientsParams>,
 }
 
 impl Averages<'_> {
-    fn data(&self, index: usize, shape: &[usize], dtype: DType) -> Result<Option<TensorData>> {
-        if self.handover.view {
-            let view = self.reducer.gradient_view(index)?;
-            return Ok(view.map(|(bucket, range)| viewed(bucket, range, shape, dtype)));
-        }
-        Ok(self.reducer.gradient(index)?.map(|average| bridge::tensor_data(average, shape, dtype)))
+    fn data(&mut self, index: usize, shape: &[usize], dtype: DType) -> Result<Option<TensorData>> {
+        Ok(match &mut self.source {
+            Source::Reducer(reducer) => {
+                reducer.gradient(index)?.map(|average| bridge::tensor_data(average, shape, dtype))
+            }
+            Source::Taken(parts) => {
+                let part = parts.get_mut(index).and_then(Option::take);
+                part.map(|part| view::tensor_data(part, shape, dtype))
+            }
+        })
     }
 }
 
@@ -58,23 +71,11 @@ impl ModuleVisitor for Averages<'_> {
         match (data, &mut self.gradients) {
             (Ok(Some(data)), Ok(gradients)) => {
                 let average = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
-                let scale = self.handover.scale;
+                let scale = self.scale;
                 gradients.register(param.id, if scale == 1.0 { average } else { average * scale });
             }
             (Err(failure), Ok(_)) => self.gradients = Err(failure),
             _ => {}
         }
     }
-}
-
-/// Tensor data that stands on a bucket's memory. Burn copies it before it would write to it.
-fn viewed(bucket: Arc<Buffer>, range: Range<usize>, shape: &[usize], dtype: DType) -> TensorData {
-    struct Owner(Arc<Buffer>);
-    impl AsRef<[u8]> for Owner {
-        fn as_ref(&self) -> &[u8] {
-            self.0.as_bytes()
-        }
-    }
-    let bytes = bytes::Bytes::from_owner(Owner(bucket)).slice(range);
-    TensorData::from_bytes(Bytes::from_shared(bytes, AllocationProperty::Native), shape.to_vec(), dtype)
 }

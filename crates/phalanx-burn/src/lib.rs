@@ -129,7 +129,7 @@
 //! | [`Ddp::register_comm_hook`] | f16, bf16, PowerSGD, local SGD, or [one of your own](phalanx::reducer::hooks) |
 //! | [`PeriodicModelAverager`] | the other half of local SGD |
 //! | [`ZeroRedundancyOptimizer`] | the optimizer's state spread over the ranks |
-//! | [`DdpOptions::gradient_as_bucket_view`] | gradients without a copy |
+//! | [`DdpOptions::gradient_as_bucket_view`] | gradients in the memory of the buckets, which is freed with them |
 //! | [`ScaledLrScheduler`] | the learning rate for a batch as large as all ranks' together |
 //!
 //! # Besides
@@ -147,7 +147,7 @@
 //!   or bf16 throughout, and is averaged in that type.
 //! - What is frozen or unfrozen after [`Ddp::new`] is not noticed: make a new `Ddp` from [`Ddp::into_model`].
 //! - Two losses of one forward pass must be added up: Burn's tape is consumed by the first backward pass.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod averager;
 mod bridge;
@@ -167,6 +167,7 @@ mod sink;
 mod sync_batch_norm;
 #[cfg(feature = "train")]
 pub mod train;
+mod view;
 mod zero;
 
 pub use averager::PeriodicModelAverager;

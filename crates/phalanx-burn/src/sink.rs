@@ -100,7 +100,7 @@ impl Sink {
     }
 
     /// Hands over what is still held, waits for all ranks, and shows the reducer with its averages.
-    pub fn finish<T>(&self, look: impl FnOnce(&Reducer) -> Result<T>) -> Result<T> {
+    pub fn finish<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
         self.attempt(|state| {
             state.delivery = Delivery::Ignore;
             for (index, held) in state.held.iter_mut().enumerate() {
@@ -109,7 +109,7 @@ impl Sink {
                 }
             }
             state.reducer.finish()?;
-            look(&state.reducer)
+            look(&mut state.reducer)
         })
     }
 
@@ -126,8 +126,8 @@ impl Sink {
         self.attempt(|state| state.reducer.gather_parameters(give))
     }
 
-    pub fn with_reducer<T>(&self, look: impl FnOnce(&Reducer) -> T) -> T {
-        look(&self.state.lock().reducer)
+    pub fn with_reducer<T>(&self, look: impl FnOnce(&mut Reducer) -> T) -> T {
+        look(&mut self.state.lock().reducer)
     }
 
     /// Ends the group with `failure`, unless something has failed before.

@@ -20,6 +20,7 @@ mod table;
 
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::slice;
@@ -39,6 +40,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"PHXARN01");
 pub(crate) const PAGE: usize = 4096;
 /// What is copied at once when a region is cut off: its memory is not needed twice.
 const PIECE: usize = 1 << 20;
+/// Parts of a region are given back by themselves if they have so many bytes of whole pages: each costs a system call.
+const WORTH_A_CALL: usize = 64 << 10;
 /// What comes before the regions.
 const RESERVED: usize = PAGE + board::BYTES;
 
@@ -263,6 +266,18 @@ impl Region {
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as above; and this borrow is exclusive.
         unsafe { self.arena.mapping.lend_mut(self.offset, self.bytes) }
+    }
+
+    /// Gives the memory of those pages back that lie in `range` with all their bytes, if they are many.
+    ///
+    /// # Safety
+    /// Nobody reads or writes the bytes in `range` any more.
+    pub(crate) unsafe fn release(&self, range: Range<usize>) {
+        let pages = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
+        if pages.end.saturating_sub(pages.start) >= WORTH_A_CALL {
+            // If this fails, they go with the region.
+            let _ = memfd::release(&self.arena.file, (self.offset + pages.start) as u64, pages.len() as u64);
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! - [`arena`]: memory that a rank allocates, and that the other ranks of its host map.
 //! - [`board`]: what the ranks of one host meet on for a collective, and how they reach each other's memory there.
 //! - [`guard`]: child processes that cannot outlive the one that started them, nor can what they have started.
+//! - [`parts`]: memory with several owners, each of a part.
 //! - [`shared`]: rings in memory that several processes map, and a doorbell for whoever sleeps.
 //! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions put back afterwards.
 // Models use only what they are about.
@@ -21,6 +22,8 @@ pub mod fuzzing;
 pub mod guard;
 #[cfg(not(loom))]
 mod memfd;
+#[cfg(not(loom))]
+pub mod parts;
 pub mod shared;
 pub mod signal;
 mod sync;

@@ -1,9 +1,11 @@
 //! Memory that an operation in flight owns.
 
 use std::fmt;
+use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use phalanx_sys::arena::Region;
+use phalanx_sys::parts::Part;
 
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
@@ -137,12 +139,51 @@ impl Buffer {
         }
     }
 
+    /// Takes it apart: the parts at `places`, counted in bytes. What lies in none is gone.
+    ///
+    /// # Panics
+    /// If places overlap, do not ascend, or lie beyond the end.
+    pub fn split(self, places: impl IntoIterator<Item = Range<usize>>) -> Vec<BufferPart> {
+        let parts = match self.storage {
+            Storage::Ordinary(bytes) => Part::of_vec(bytes.lines, places),
+            Storage::Registered(region) => Part::of_region(region, places),
+        };
+        parts.into_iter().map(BufferPart).collect()
+    }
+
     fn check<T: Element>(&self) -> Result<()> {
         if T::DTYPE == self.dtype {
             Ok(())
         } else {
             Err(Error::invalid_argument(format!("a buffer of {} was read as {}", self.dtype, T::DTYPE)))
         }
+    }
+}
+
+/// A part of what was a [`Buffer`], in the buffer's memory and with an owner of its own.
+///
+/// ```
+/// use phalanx::{Buffer, BufferPart};
+/// let parts: Vec<BufferPart> = Buffer::from_slice(&[1u8, 2, 3]).split([0..1, 1..3]);
+/// let [_, mut rest] = parts.try_into().map_err(|_| "two parts")?;
+/// rest.as_bytes_mut()[0] = 5;
+/// assert_eq!(rest.as_bytes(), [5, 3]);
+/// # Ok::<(), &str>(())
+/// ```
+///
+/// Registered memory of many pages goes back to the system with its part; all other memory with the last part.
+#[derive(Debug)]
+pub struct BufferPart(Part);
+
+impl BufferPart {
+    /// Its memory.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.0.as_slice()
+    }
+
+    /// Its memory, to be changed.
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.0.as_mut_slice()
     }
 }
 

@@ -63,7 +63,7 @@ pub mod trace;
 mod transport;
 mod wire;
 
-pub use buffer::Buffer;
+pub use buffer::{Buffer, BufferPart};
 pub use collective::{ReduceOp, Tuning, TuningRow};
 pub use deadline::Deadline;
 pub use dtype::{Bool, DType, Element};

@@ -6,6 +6,7 @@
 //! cargo run --release --example scaling                          # a table
 //! cargo run --release --example scaling -- --json --models mlp   # a line for each model
 //! PHALANX_TRACE=trace.json cargo run --release --example scaling # also: how much of the communication is hidden
+//! cargo run --release --example scaling -- --view                # gradients stay in their buckets
 //! cargo run --release --example scaling -- --memory              # the most memory that a rank takes
 //! ```
 //!
@@ -53,6 +54,9 @@ struct Options {
     /// The most memory that a rank takes, beyond a process that trains alone
     #[arg(long)]
     memory: bool,
+    /// Let the gradients stay in the buckets (`gradient_as_bucket_view`), PyTorch's too
+    #[arg(long)]
+    view: bool,
     /// Do without PyTorch, even if it is there
     #[arg(long)]
     without_pytorch: bool,
@@ -120,9 +124,9 @@ fn measure_all(options: &Options) -> Result<()> {
     let group = phalanx::init()?;
     for (number, name) in options.models.iter().enumerate() {
         let figures = match name {
-            Name::Mlp => measure::<Mlp>(*name, options.steps, &group),
-            Name::Encoder => measure::<Encoder>(*name, options.steps, &group),
-            Name::ResNet => measure::<ResNet>(*name, options.steps, &group),
+            Name::Mlp => measure::<Mlp>(*name, options, &group),
+            Name::Encoder => measure::<Encoder>(*name, options, &group),
+            Name::ResNet => measure::<ResNet>(*name, options, &group),
         }?;
         if group.rank().is_main() {
             show("", &figures, number == 0, options.json)?;
@@ -159,12 +163,14 @@ impl<M: Subject> Trainer<M> {
     }
 }
 
-fn measure<M: Subject>(model: Name, steps: usize, group: &ProcessGroup) -> Result<Figures> {
-    let mut together = Trainer::<M>::new(group, DdpOptions::default())?;
+fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> Result<Figures> {
+    let mut ddp = DdpOptions::default();
+    ddp.gradient_as_bucket_view = options.view;
+    let mut together = Trainer::<M>::new(group, ddp)?;
     let mut apart = Trainer::<M>::new(&ProcessGroup::alone()?, DdpOptions::default())?;
     let began = overlap::now();
     let [mut step, mut independent, mut alone] = [const { Vec::new() }; 3];
-    for _ in 0..WARM_UP + steps {
+    for _ in 0..WARM_UP + options.steps {
         group.barrier()?;
         step.push(together.step()?);
         group.barrier()?;

@@ -66,6 +66,8 @@ pub fn compare(models: &[Name]) -> Result<()> {
 fn peak(kind: Kind, model: Name) -> Result<Peak> {
     let output = Command::new(std::env::current_exe()?)
         .args(["--kind", kind.text(), "--models", model.text()])
+        // What has been freed is to be seen as freed: glibc would keep some of it, and how much is chance.
+        .env("MALLOC_MMAP_THRESHOLD_", "131072")
         .stderr(Stdio::inherit())
         .output()?;
     ensure!(output.status.success(), "the ranks of {} {} failed", model.text(), kind.text());

@@ -24,6 +24,7 @@ pub fn measure_all(options: &Options) -> Result<()> {
     let mut peer = Command::new(&python)
         .arg(&script)
         .args(["--ranks", &RANKS.to_string(), "--steps", &options.steps.to_string()])
+        .args(options.view.then_some("--view"))
         .args(options.models.iter().map(|model| model.text()))
         .envs(["OMP_NUM_THREADS", "MKL_NUM_THREADS"].map(|threads| (threads, "1")))
         .stdout(Stdio::piped())

@@ -1,4 +1,5 @@
 use super::*;
+use crate::parts::Part;
 
 const BYTES: usize = 64 << 20;
 
@@ -93,4 +94,24 @@ fn a_region_that_is_cut_off_needs_its_memory_once() {
     unsafe { arena.cut_off(offset) }.unwrap();
     assert!(region.as_slice().iter().enumerate().all(|(index, byte)| *byte == (index % 251) as u8));
     assert!(before - blocks() >= 2 * PIECE as i64, "{before}, {}", blocks());
+}
+
+#[test]
+fn a_part_takes_its_pages_with_it_and_the_others_keep_theirs() {
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
+    let blocks = || rustix::fs::fstat(&arena.file).unwrap().st_blocks * 512;
+    let empty = blocks();
+    let region = arena.alloc(4 * PIECE).unwrap();
+    let offset = arena.find(region.as_slice()).unwrap();
+    let middle = PIECE + 5..3 * PIECE + 7;
+    let mut parts = Part::of_region(region, [0..middle.start, middle.clone(), middle.end..4 * PIECE]);
+    parts.iter_mut().for_each(|part| part.as_mut_slice().fill(3));
+    drop(parts.remove(1));
+    assert_eq!(blocks() - empty, 2 * PIECE as i64 + PAGE as i64);
+    assert!(parts.iter().all(|part| part.as_slice().iter().all(|byte| *byte == 3)));
+    drop(parts);
+    assert_eq!(blocks(), empty);
+    let next = arena.alloc(4 * PIECE).unwrap();
+    assert_eq!(arena.find(next.as_slice()), Some(offset));
+    assert!(next.as_slice().iter().all(|byte| *byte == 0));
 }

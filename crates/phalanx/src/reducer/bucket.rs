@@ -7,13 +7,17 @@ use super::ParameterSpec;
 use super::hooks::{CommHook, GradBucket, GradientPlace, Pending};
 use super::plan::{BucketPlan, Plan};
 use crate::buffer::Buffer;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::Communicator;
 use crate::trace::Trace;
 
-/// The memory of one bucket, which is taken once and used in every step.
+/// One bucket. Its memory is taken when it is first filled; from then on it is used in every step, unless it is
+/// [taken out](Self::take).
 pub(crate) struct Bucket {
     memory: Memory,
+    dtype: DType,
+    elements: usize,
     gradients: Arc<[GradientPlace]>,
     counts: Option<Arc<[usize]>>,
     lane: String,
@@ -23,8 +27,8 @@ pub(crate) struct Bucket {
 }
 
 enum Memory {
-    /// Shared with whoever looks at the averages in place.
-    Here(Arc<Buffer>),
+    None,
+    Here(Buffer),
     InFlight(Pending),
     /// The operation that had the buffer failed.
     Lost,
@@ -32,30 +36,27 @@ enum Memory {
 
 impl Bucket {
     /// The bucket number `index` of `plan`.
-    pub(crate) fn new(
-        group: &dyn Communicator,
-        index: usize,
-        plan: &Plan,
-        parameters: &[ParameterSpec],
-    ) -> Result<Self> {
+    pub(crate) fn new(index: usize, plan: &Plan, parameters: &[ParameterSpec]) -> Self {
         let bucket = &plan.buckets[index];
         let place = |&parameter: &usize| {
             let place = plan.places[parameter];
             let elements = place.offset..place.offset + place.elements;
             GradientPlace { parameter, shape: parameters[parameter].shape.clone(), elements }
         };
-        Ok(Self {
-            memory: Memory::Here(Arc::new(group.alloc(bucket.dtype, bucket.elements)?)),
+        Self {
+            memory: Memory::None,
+            dtype: bucket.dtype,
+            elements: bucket.elements,
             gradients: bucket.parameters.iter().map(place).collect(),
             counts: bucket.counts.clone(),
             lane: format!("bucket {index}"),
             ready: None,
             launched: None,
             done: None,
-        })
+        }
     }
 
-    /// Its bytes; `None` while the group has them.
+    /// Its bytes; `None` while the group has them, and before it is filled.
     pub(crate) fn bytes(&self) -> Option<&[u8]> {
         match &self.memory {
             Memory::Here(buffer) => Some(buffer.as_bytes()),
@@ -63,30 +64,26 @@ impl Bucket {
         }
     }
 
-    /// Its memory, to be looked at for as long as one likes; `None` while the group has it.
-    pub(crate) fn shared(&self) -> Option<&Arc<Buffer>> {
-        match &self.memory {
-            Memory::Here(buffer) => Some(buffer),
-            _ => None,
+    /// Its bytes, to be filled. The memory is taken from `group`, if there is none.
+    pub(crate) fn bytes_mut(&mut self, group: &dyn Communicator) -> Result<&mut [u8]> {
+        if let Memory::None = self.memory {
+            self.memory = Memory::Here(group.alloc(self.dtype, self.elements)?);
         }
-    }
-
-    /// Its bytes, to be filled; `None` while the group has them, or somebody looks at them.
-    pub(crate) fn bytes_mut(&mut self) -> Option<&mut [u8]> {
         match &mut self.memory {
-            Memory::Here(buffer) => Arc::get_mut(buffer).map(Buffer::as_bytes_mut),
-            _ => None,
+            Memory::Here(buffer) => Ok(buffer.as_bytes_mut()),
+            _ => Err(Error::aborted("the bucket's memory is still in use")),
         }
     }
 
-    /// A new step begins: memory at which somebody still looks stays theirs.
-    pub(crate) fn reclaim(&mut self, group: &dyn Communicator) -> Result<()> {
-        if let Memory::Here(buffer) = &mut self.memory
-            && Arc::get_mut(buffer).is_none()
-        {
-            *buffer = Arc::new(group.alloc(buffer.dtype(), buffer.len())?);
+    /// Takes the memory out: the next step takes other.
+    pub(crate) fn take(&mut self) -> Option<Buffer> {
+        match std::mem::replace(&mut self.memory, Memory::None) {
+            Memory::Here(buffer) => Some(buffer),
+            other => {
+                self.memory = other;
+                None
+            }
         }
-        Ok(())
     }
 
     /// All its gradients are there.
@@ -116,16 +113,14 @@ impl Bucket {
     /// Starts to copy each rank's part of it to all others, if it is dealt out.
     pub(crate) fn gather(&mut self, group: &dyn Communicator) -> Result<()> {
         let Some(counts) = self.counts.clone() else { return Ok(()) };
+        // A rank that has no part in it has not filled it.
+        self.bytes_mut(group)?;
         self.send(|buffer| group.all_gather_v_in_place_async(buffer, &counts).map(Pending::new))
     }
 
     fn send(&mut self, start: impl FnOnce(Buffer) -> Result<Pending>) -> Result<()> {
         match std::mem::replace(&mut self.memory, Memory::Lost) {
-            Memory::Here(buffer) => {
-                let buffer = Arc::try_unwrap(buffer)
-                    .map_err(|_| Error::aborted("the bucket's memory is still in use"))?;
-                self.memory = Memory::InFlight(start(buffer)?);
-            }
+            Memory::Here(buffer) => self.memory = Memory::InFlight(start(buffer)?),
             other => self.memory = other,
         }
         Ok(())
@@ -148,7 +143,7 @@ impl Bucket {
         match std::mem::replace(&mut self.memory, Memory::Lost) {
             Memory::InFlight(pending) => match pending.advance(group)? {
                 Ok(buffer) if buffer.dtype() == plan.dtype && buffer.len() == plan.elements => {
-                    self.memory = Memory::Here(Arc::new(buffer));
+                    self.memory = Memory::Here(buffer);
                 }
                 Ok(buffer) => {
                     return Err(Error::invalid_argument(format!(

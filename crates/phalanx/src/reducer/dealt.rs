@@ -74,7 +74,6 @@ impl Reducer {
     ) -> Result<()> {
         let begin = Instant::now();
         self.phase = Phase::New;
-        self.buckets.iter_mut().try_for_each(|bucket| bucket.reclaim(&*self.group))?;
         give(&mut |index, bytes| self.put(index, bytes))?;
         self.buckets.iter_mut().try_for_each(|bucket| bucket.gather(&self.meter))?;
         for (bucket, plan) in self.buckets.iter_mut().zip(&self.plan.buckets) {
@@ -91,17 +90,12 @@ impl Reducer {
             return Ok(());
         }
         let range = place.bytes(self.plan.buckets[place.bucket].dtype);
-        let memory = self.buckets[place.bucket].bytes_mut().and_then(|memory| memory.get_mut(range));
-        match memory {
-            Some(memory) if memory.len() == bytes.len() => memory.copy_from_slice(bytes),
-            _ => {
-                let parameter = &self.parameters[index];
-                return Err(Error::invalid_argument(format!(
-                    "parameter {index}, {parameter}, came with {} B",
-                    bytes.len()
-                )));
-            }
+        let memory = &mut self.buckets[place.bucket].bytes_mut(&*self.group)?[range];
+        if memory.len() != bytes.len() {
+            let cause = format!("parameter {index}, {}, came with {} B", self.parameters[index], bytes.len());
+            return Err(Error::invalid_argument(cause));
         }
+        memory.copy_from_slice(bytes);
         Ok(())
     }
 

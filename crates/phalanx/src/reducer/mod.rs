@@ -41,7 +41,6 @@ mod fake;
 #[cfg(test)]
 mod tests;
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -56,7 +55,7 @@ use self::hooks::{AllReduce, CommHook, Metered};
 use self::plan::{Limits, Plan};
 use self::state::State;
 use self::verify::Contract;
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, BufferPart};
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -171,7 +170,7 @@ impl Reducer {
         let alone = group.world_size().get() == 1;
         Ok(Self {
             trace: group.trace(),
-            buckets: allocate(&*group, &plan, &parameters)?,
+            buckets: buckets(&plan, &parameters),
             state: State::new(&plan),
             used: vec![true; parameters.len()],
             absent: Vec::new(),
@@ -209,8 +208,6 @@ impl Reducer {
             return Err(self.fail(error));
         }
         self.state.reset(&self.plan);
-        let reclaimed = self.buckets.iter_mut().try_for_each(|bucket| bucket.reclaim(&*self.group));
-        reclaimed.map_err(|error| self.fail(error))?;
         self.phase = Phase::Backward { since: Instant::now() };
         if let Absentees::Known(absent) = &self.absentees {
             let absent = absent.clone();
@@ -313,15 +310,31 @@ impl Reducer {
         Ok(self.buckets[place.bucket].bytes().and_then(|bytes| bytes.get(range)))
     }
 
-    /// As [`gradient`](Self::gradient), without a copy: the bucket and the gradient's bytes in it. A bucket that is
-    /// still held when the next step begins stays as it is, and new memory takes its place.
-    pub fn gradient_view(&self, index: usize) -> Result<Option<(Arc<Buffer>, Range<usize>)>> {
-        if self.gradient(index)?.is_none() {
-            return Ok(None);
+    /// Takes the averaged gradients out of the buckets, without a copy: for each parameter what
+    /// [`gradient`](Self::gradient) gives, in the bucket's own memory, for whoever gets it to write to and to free. The
+    /// next step takes new memory when it needs it.
+    pub fn take_gradients(&mut self) -> Result<Vec<Option<BufferPart>>> {
+        let present = (0..self.parameters.len()).map(|index| Ok(self.gradient(index)?.is_some()));
+        let present = present.collect::<Result<Vec<_>>>()?;
+        self.phase = Phase::New;
+        let mut gradients: Vec<Option<BufferPart>> = present.iter().map(|_| None).collect();
+        for (bucket, plan) in self.buckets.iter_mut().zip(&self.plan.buckets) {
+            let Some(memory) = bucket.take() else { continue };
+            let members = || plan.parameters.iter().copied().filter(|&member| present[member]);
+            let parts = memory.split(members().map(|member| self.plan.places[member].bytes(plan.dtype)));
+            for (member, part) in members().zip(parts) {
+                gradients[member] = Some(part);
+            }
         }
-        let place = self.plan.places[index];
-        let bucket = self.buckets[place.bucket].shared();
-        Ok(bucket.map(|bucket| (bucket.clone(), place.bytes(bucket.dtype()))))
+        Ok(gradients)
+    }
+
+    /// Gives the buckets' memory back, with what is in it: the next step takes new memory when it needs it.
+    pub fn release(&mut self) {
+        self.buckets.iter_mut().for_each(|bucket| drop(bucket.take()));
+        if !matches!(self.phase, Phase::Backward { .. }) {
+            self.phase = Phase::New;
+        }
     }
 
     /// The parameters, in the order of the model.
@@ -369,10 +382,8 @@ impl Reducer {
     fn fill(&mut self, index: usize, write: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         let place = self.plan.places[index];
         let range = place.bytes(self.plan.buckets[place.bucket].dtype);
-        let filled = match self.buckets[place.bucket].bytes_mut().and_then(|bytes| bytes.get_mut(range)) {
-            Some(memory) => write(memory),
-            None => Err(Error::aborted("the bucket's memory is still in use")),
-        };
+        let filled =
+            self.buckets[place.bucket].bytes_mut(&*self.group).and_then(|bytes| write(&mut bytes[range]));
         filled.and_then(|()| self.advance(index)).map_err(|error| self.fail(error))
     }
 
@@ -504,8 +515,7 @@ impl Reducer {
         self.order = order;
         if plan != self.plan {
             tracing::debug!(buckets = plan.buckets.len(), "buckets rebuilt in the order of the gradients");
-            self.buckets.clear(); // Before the new memory is taken.
-            self.buckets = allocate(&*self.group, &plan, &self.parameters)?;
+            self.buckets = buckets(&plan, &self.parameters);
             self.plan = plan;
         }
         Ok(())
@@ -552,8 +562,8 @@ fn check(parameters: &[ParameterSpec]) -> Result<()> {
     Ok(())
 }
 
-fn allocate(group: &dyn Communicator, plan: &Plan, parameters: &[ParameterSpec]) -> Result<Vec<Bucket>> {
-    (0..plan.buckets.len()).map(|index| Bucket::new(group, index, plan, parameters)).collect()
+fn buckets(plan: &Plan, parameters: &[ParameterSpec]) -> Vec<Bucket> {
+    (0..plan.buckets.len()).map(|index| Bucket::new(index, plan, parameters)).collect()
 }
 
 fn is_permutation(order: &[usize], count: usize) -> bool {

@@ -216,22 +216,27 @@ fn a_static_graph_learns_in_the_first_step_and_holds_the_program_to_it() {
 }
 
 #[test]
-fn averages_that_are_still_looked_at_stay_as_they_are() {
+fn averages_that_are_taken_out_are_their_owners() {
     run(2, |group| {
         let rank = group.rank();
         let mut reducer = Reducer::new(group.clone(), parameters(&[4, 4]), buckets_of(8)).unwrap();
         one_step(&mut reducer, rank, 0, &[1, 0]).unwrap();
         one_step(&mut reducer, rank, 1, &[1, 0]).unwrap();
         let allocations = group.allocations();
-        let (bucket, bytes) = reducer.gradient_view(1).unwrap().unwrap();
+        let mut gradients = reducer.take_gradients().unwrap();
+        assert!(reducer.gradient(1).is_err() && reducer.take_gradients().is_err());
+        let gradient = gradients[1].as_mut().unwrap();
         one_step(&mut reducer, rank, 2, &[1, 0]).unwrap();
-        assert_eq!(group.allocations(), allocations + 1);
-        let floats: Vec<f32> =
-            bucket.as_bytes()[bytes].chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
-        assert_eq!(floats, expected(2, 1, 1, 4));
-        drop(bucket);
+        assert_eq!(group.allocations(), allocations + 1, "memory is taken anew");
+        let floats =
+            |bytes: &[u8]| bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect::<Vec<f32>>();
+        assert_eq!(floats(gradient.as_bytes()), expected(2, 1, 1, 4));
+        gradient.as_bytes_mut().fill(0);
+        assert_eq!(floats(reducer.gradient(1).unwrap().unwrap()), expected(2, 1, 2, 4));
+        reducer.release();
+        assert!(reducer.gradient(1).is_err());
         one_step(&mut reducer, rank, 3, &[1, 0]).unwrap();
-        assert_eq!(group.allocations(), allocations + 1, "memory that is given back is used again");
+        assert_eq!(group.allocations(), allocations + 2);
     });
 }
 

@@ -1,0 +1,106 @@
+//! Tensors that stand in the memory of buckets.
+//!
+//! Burn takes foreign memory as [`Bytes::from_shared`] too, but copies all of it before it writes, and keeps both: an
+//! optimizer that works in place would need more memory with views than without.
+#![allow(unsafe_code)] // Burn's interface for memory that is not its own has nothing else.
+
+use std::fmt;
+use std::mem::MaybeUninit;
+
+use burn::tensor::{DType, TensorData};
+use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
+use phalanx::BufferPart;
+
+/// Tensor data in `part`, which is the tensor's from here on and is freed with it.
+pub(crate) fn tensor_data(part: BufferPart, shape: &[usize], dtype: DType) -> TensorData {
+    let bytes = part.as_bytes().len();
+    // SAFETY: the controller has exactly so many bytes, all of them initialised.
+    let bytes = unsafe { Bytes::from_controller(Box::new(InBucket { part, dtype }), bytes) };
+    TensorData::from_bytes(bytes, shape.to_vec(), dtype)
+}
+
+struct InBucket {
+    part: BufferPart,
+    dtype: DType,
+}
+
+impl AllocationController for InBucket {
+    fn alloc_align(&self) -> usize {
+        // A bucket starts on a cache line, and its elements are all of one type.
+        self.dtype.size()
+    }
+
+    fn property(&self) -> AllocationProperty {
+        AllocationProperty::Other
+    }
+
+    // SAFETY: whoever calls this writes initialised bytes only, as the trait demands; the bytes are this part's alone.
+    unsafe fn memory_mut(&mut self, _: AccessPolicy) -> Result<&mut [MaybeUninit<u8>], AccessError> {
+        let bytes = self.part.as_bytes_mut();
+        let (first, count) = (bytes.as_mut_ptr().cast(), bytes.len());
+        // SAFETY: the same bytes, borrowed as long; `MaybeUninit<u8>` has the layout of `u8`.
+        Ok(unsafe { std::slice::from_raw_parts_mut(first, count) })
+    }
+
+    fn memory(&self, _: AccessPolicy) -> Result<&[MaybeUninit<u8>], AccessError> {
+        let bytes = self.part.as_bytes();
+        // SAFETY: as above, and only read.
+        Ok(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) })
+    }
+}
+
+impl fmt::Debug for InBucket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "InBucket({} bytes)", self.part.as_bytes().len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::{Device, Tensor};
+    use phalanx::Buffer;
+
+    use super::*;
+
+    fn part(values: &[f32]) -> BufferPart {
+        let mut buffer = Buffer::from_slice(&vec![0.0f32; values.len() + 1]);
+        buffer.as_mut_slice::<f32>().unwrap()[1..].copy_from_slice(values);
+        buffer.split([0..4, 4..4 * values.len() + 4]).remove(1)
+    }
+
+    fn tensor(part: BufferPart) -> Tensor<1> {
+        let elements = part.as_bytes().len() / 4;
+        Tensor::from_data(tensor_data(part, &[elements], DType::F32), (&Device::flex(), DType::F32))
+    }
+
+    fn address(tensor: &Tensor<1>) -> usize {
+        crate::memory::lend(tensor.clone(), |lent| lent.bytes.as_ptr() as usize).unwrap()
+    }
+
+    #[test]
+    fn a_tensor_stands_in_its_part_and_is_changed_there() {
+        let part = part(&[1.0, 2.0, 3.0]);
+        let place = part.as_bytes().as_ptr() as usize;
+        let tensor = tensor(part);
+        assert_eq!(address(&tensor), place);
+        let tensor = tensor * 2.0;
+        assert_eq!(address(&tensor), place);
+        assert_eq!(tensor.into_data().try_to_vec::<f32>().unwrap(), [2.0, 4.0, 6.0]);
+    }
+
+    #[test]
+    fn a_tensor_that_another_shares_is_copied_before_it_is_changed() {
+        let tensor = tensor(part(&[1.0, 2.0]));
+        let other = tensor.clone();
+        let changed = tensor + 1.0;
+        assert_eq!(other.into_data().try_to_vec::<f32>().unwrap(), [1.0, 2.0]);
+        assert_eq!(changed.into_data().try_to_vec::<f32>().unwrap(), [2.0, 3.0]);
+    }
+
+    #[test]
+    fn data_leaves_its_part_by_a_copy() {
+        let data = tensor_data(part(&[1.0, 2.0]), &[2], DType::F32);
+        assert_eq!(data.clone().try_into_vec::<f32>().unwrap(), [1.0, 2.0]);
+        assert_eq!(data.as_bytes(), bytemuck::cast_slice::<f32, u8>(&[1.0, 2.0]));
+    }
+}

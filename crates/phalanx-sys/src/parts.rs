@@ -1,0 +1,128 @@
+//! Memory that is taken apart: each part has an owner of its own, who may write to it.
+
+use std::fmt;
+use std::mem::size_of_val;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::slice;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+
+use crate::arena::Region;
+
+/// A part of memory that was taken apart. The whole is given back with the last of its parts; of a region the pages that
+/// lie within one part go with that part.
+pub struct Part {
+    whole: Arc<Whole>,
+    place: Range<usize>,
+    memory: NonNull<u8>,
+}
+
+enum Whole {
+    Region(Region),
+    /// Kept to be dropped.
+    Ordinary(#[expect(dead_code)] Box<dyn Send + Sync>),
+}
+
+// SAFETY: a part is the only way to its bytes, as a `Box<[u8]>` is; the whole can be sent and shared.
+unsafe impl Send for Part {}
+// SAFETY: as above; a shared part is only read.
+unsafe impl Sync for Part {}
+
+impl Part {
+    /// Takes `region` apart: the parts at `places`, counted in bytes. What lies in none is out of reach.
+    ///
+    /// # Panics
+    /// If places overlap, do not ascend, or lie beyond the end.
+    pub fn of_region(mut region: Region, places: impl IntoIterator<Item = Range<usize>>) -> Vec<Self> {
+        let memory = region.as_mut_slice();
+        let (base, bytes) = (memory.as_mut_ptr(), memory.len());
+        Self::split(Whole::Region(region), base, bytes, places)
+    }
+
+    /// Takes `elements` apart, as [`of_region`](Self::of_region) does a region.
+    pub fn of_vec<T: Pod + Send + Sync>(
+        elements: Vec<T>,
+        places: impl IntoIterator<Item = Range<usize>>,
+    ) -> Vec<Self> {
+        let mut elements = Box::new(elements);
+        let (base, bytes) = (elements.as_mut_ptr().cast(), size_of_val(elements.as_slice()));
+        Self::split(Whole::Ordinary(elements), base, bytes, places)
+    }
+
+    /// `base` are the `bytes` of `whole`, any bits are a value of them, and nobody but these parts uses them any more.
+    fn split(
+        whole: Whole,
+        base: *mut u8,
+        bytes: usize,
+        places: impl IntoIterator<Item = Range<usize>>,
+    ) -> Vec<Self> {
+        let whole = Arc::new(whole);
+        let mut end = 0;
+        let part = |place: Range<usize>| {
+            assert!(end <= place.start && place.start <= place.end && place.end <= bytes, "parts overlap");
+            end = place.end;
+            // SAFETY: inside the whole, as just checked.
+            let memory = unsafe { NonNull::new_unchecked(base.add(place.start)) };
+            Self { whole: whole.clone(), place, memory }
+        };
+        places.into_iter().map(part).collect()
+    }
+
+    /// Its bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: initialised, alive as long as the whole is, and no other part's: places do not overlap.
+        unsafe { slice::from_raw_parts(self.memory.as_ptr(), self.place.len()) }
+    }
+
+    /// Its bytes, to be changed.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as above; and this borrow is exclusive.
+        unsafe { slice::from_raw_parts_mut(self.memory.as_ptr(), self.place.len()) }
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        if let Whole::Region(region) = &*self.whole {
+            // SAFETY: these bytes were this part's alone, and nobody can reach them any more.
+            unsafe { region.release(self.place.clone()) };
+        }
+    }
+}
+
+impl fmt::Debug for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Part({:?} bytes)", self.place)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_apart_and_the_whole_lives_as_long_as_any() {
+        let mut parts = Part::of_vec(vec![0u32; 8], [0..4, 4..12, 16..32]);
+        for (value, part) in (1..).zip(&mut parts) {
+            part.as_mut_slice().fill(value);
+        }
+        assert_eq!(parts[1].as_slice(), [2; 8]);
+        let last = parts.pop().unwrap();
+        drop(parts);
+        std::thread::spawn(move || assert_eq!(last.as_slice(), [3; 16])).join().unwrap();
+    }
+
+    #[test]
+    #[should_panic(expected = "parts overlap")]
+    fn parts_that_overlap_are_refused() {
+        Part::of_vec(vec![0u32; 8], [0..4, 3..12]);
+    }
+
+    #[test]
+    #[should_panic(expected = "parts overlap")]
+    fn a_part_beyond_the_end_is_refused() {
+        Part::of_vec(vec![0u32; 8], [0..33]);
+    }
+}
