@@ -164,6 +164,7 @@ mod packed;
 mod parameters;
 mod replicas;
 mod sink;
+mod state;
 mod sync_batch_norm;
 #[cfg(feature = "train")]
 pub mod train;
@@ -176,6 +177,7 @@ pub use data_parallel::{DataParallel, Scatter, TowerGradients, Transfer, Transfe
 pub use ddp::{Ddp, DdpOptions};
 pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
 pub use lr::{LrScaling, ScaledLrScheduler};
+pub use state::TrainState;
 pub use sync_batch_norm::SyncBatchNorm;
 pub use zero::ZeroRedundancyOptimizer;
 
