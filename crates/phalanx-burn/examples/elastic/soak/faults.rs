@@ -190,7 +190,7 @@ impl Injector {
     /// The steps that the groups after `before` had to take again. Notes who was left out besides the victim.
     fn judge(&mut self, before: u64, whole: u64, victim: u32) -> u64 {
         let seen = self.seen.lock();
-        let complete = seen.rounds.range(before..=whole).filter(|(_, round)| round.is_complete());
+        let complete = seen.rounds.range(before..whole + 1).filter(|(_, round)| round.is_complete());
         let complete: Vec<(u64, &BTreeSet<u32>)> =
             complete.map(|(number, round)| (*number, &round.members)).collect();
         for pair in complete.windows(2) {
@@ -201,7 +201,7 @@ impl Injector {
                 ));
             }
         }
-        seen.rounds.range(before + 1..=whole).map(|(_, round)| round.lost).sum()
+        seen.rounds.range(before + 1..whole + 1).map(|(_, round)| round.lost).sum()
     }
 
     /// The number of the newest group, if everybody trains in it.

@@ -89,9 +89,9 @@ fn trial(options: &Options, orders: &Path, time: Duration) -> Result<Trial> {
     let with_faults = start.checked_add(time);
     let faults = if with_faults.is_some() { (time.as_secs_f64() / options.every) as u32 } else { 0 };
     let program = std::env::current_exe().context("this program's own path is not known")?;
+    let data = options.data.to_str().context("the path of the digits is not UTF-8")?;
     let mut job = Job::new(program, WorldSize::new(options.workers)?)
-        .arguments(["--epochs", &options.epochs.to_string(), "--commit-every", "5", "--data"])
-        .arguments([&options.data])
+        .arguments(["--commit-every", "5", "--epochs", &options.epochs.to_string(), "--data", data])
         .min_workers(WorldSize::new(2.min(options.workers))?)
         .max_restarts(2 * faults)
         .variable(worker::ORDERS, orders)

@@ -37,18 +37,13 @@ impl Report {
         };
         ensure!(
             matches!(self.quiet.report.outcome, Outcome::Succeeded),
-            "without faults: {:?}",
-            self.quiet.report.outcome
+            "without faults: {}",
+            ended(&self.quiet.report.outcome)
         );
         if let Some(hang) = &outcome.hang {
             anyhow::bail!("{hang}\n{}", said());
         }
-        ensure!(
-            matches!(report.outcome, Outcome::Succeeded),
-            "the job has failed: {:?}\n{}",
-            report.outcome,
-            said()
-        );
+        ensure!(matches!(report.outcome, Outcome::Succeeded), "{}\n{}", ended(&report.outcome), said());
         ensure!(!outcome.faults.is_empty(), "no fault was made");
         ensure!(seen.given_up.is_empty(), "places were given up: {:?}", seen.given_up);
         ensure!(
@@ -166,6 +161,13 @@ impl fmt::Display for Report {
             writeln!(f, "the oldest worker: {first}; {:.1} minutes later {last}", time.as_secs_f64() / 60.0)?;
         }
         Ok(())
+    }
+}
+
+fn ended(outcome: &Outcome) -> String {
+    match outcome {
+        Outcome::Failed(failure) => failure.to_string(),
+        other => format!("{other:?}"),
     }
 }
 
