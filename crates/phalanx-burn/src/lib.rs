@@ -138,6 +138,7 @@
 //! |---|---|
 //! | [`SyncBatchNorm`] | batch norm whose statistics are those of all ranks' batches |
 //! | [`FusedAdamW`], [`FusedSgd`] | Burn's optimizers in one pass over memory |
+//! | [`TrainState`] | model, optimizer and progress as one value: for elastic jobs and for checkpoints |
 //! | [`DataParallel`], [`TowerGradients`] | several devices in one process, for comparison and where there is no other way |
 //! | `train::DdpStrategy` | Burn's own trainer in several processes; needs the feature `train` |
 //!
@@ -196,4 +197,6 @@ mod guide {
     struct LargeBatches;
     #[doc = include_str!("../../../docs/guide/batch-norm.md")]
     struct BatchNorm;
+    #[doc = include_str!("../../../docs/guide/elastic.md")]
+    struct Elastic;
 }
