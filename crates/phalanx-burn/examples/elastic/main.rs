@@ -141,7 +141,7 @@ impl Job {
 /// Called anew whenever the workers change, with another group.
 fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, job: &Job) -> phalanx::Result<f64> {
     println!("rank {} of {}, process {}", group.rank(), group.world_size(), std::process::id());
-    let mut checkpoints = open(group, job)?;
+    let checkpoints = open(group, job)?;
     // What has been committed is newer than what is on the disk.
     if context.commits() == 0
         && let Some(checkpoints) = &checkpoints
@@ -164,9 +164,6 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, job: &Job) -
             let epoch = context.state.progress.sampler.epoch();
             println!("epoch {epoch:>2}  {:.2} % of unseen digits recognised", 100.0 * accuracy);
         }
-        if checkpoints.is_none() {
-            checkpoints = open(group, job)?;
-        }
         if let Some(checkpoints) = &checkpoints {
             let saved =
                 checkpoints.save(context.state.progress.step, |snapshot| context.state.save_to(snapshot));
@@ -177,8 +174,8 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, job: &Job) -
     job.evaluate(context.state, group)
 }
 
-/// The folder of checkpoints; none if another process has it, such as a rank 0 that is frozen and may wake. All ranks know
-/// it alike.
+/// The folder of checkpoints; none if another process has it, such as a rank 0 that is frozen: when that one wakes, there is
+/// another group, and it is tried again. All ranks know it alike.
 fn open(group: &ProcessGroup, job: &Job) -> phalanx::Result<Option<Checkpoints>> {
     let Some(folder) = &job.options.checkpoints else { return Ok(None) };
     match Checkpoints::open(folder, group) {
