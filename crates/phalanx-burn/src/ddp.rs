@@ -1,5 +1,7 @@
 //! DistributedDataParallel: every rank has the whole model and its own part of the data.
 
+mod regroup;
+
 use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
@@ -113,18 +115,12 @@ impl<M: Module> Ddp<M> {
 
     fn build(model: M, group: JoinGroup, options: DdpOptions) -> Result<Self> {
         let inventory = Inventory::of(&model)?;
-        let (model, engine) = if group.world_size() == WorldSize::ONE {
-            (model, Engine::Alone { held: None })
-        } else {
-            verify_state(&group, inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
-            let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
-            let reducer = Reducer::new(Arc::new(group.clone()), specs, options.reducer)?;
-            let sink = Arc::new(Sink::new(reducer, Arc::new(group.clone()), &inventory.parameters)?);
-            let model = replicas::from_rank(model, &group, Rank::MAIN, Select::All)?;
-            (model, Engine::Together { sink, passes: Vec::new() })
+        let engine = engine(&inventory, &group, &options)?;
+        let model = match engine {
+            Engine::Alone { .. } => model,
+            Engine::Together { .. } => replicas::from_rank(model, &group, Rank::MAIN, Select::All)?,
         };
-        let places =
-            inventory.parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect();
+        let places = places(&inventory);
         Ok(Self {
             model: Some(model),
             inventory,
@@ -450,6 +446,11 @@ impl<M: Module> Ddp<M> {
         if !std::mem::take(&mut self.buffers_stale) || !wanted || alone {
             return Ok(());
         }
+        self.take_buffers()
+    }
+
+    /// Takes over rank 0's buffers.
+    fn take_buffers(&mut self) -> Result<()> {
         let select = Select::Only(&self.inventory.buffers);
         // Running state applies the last forward pass's update late; this does it now, for all clones of the state.
         drop(self.model().valid());
@@ -470,6 +471,22 @@ impl<M> fmt::Debug for Ddp<M> {
             .field("buffers", &self.inventory.buffers.len())
             .finish_non_exhaustive()
     }
+}
+
+/// What averages the gradients of a model in `group`, whose ranks have compared it.
+fn engine<M>(inventory: &Inventory, group: &JoinGroup, options: &DdpOptions) -> Result<Engine<M>> {
+    if group.world_size() == WorldSize::ONE {
+        return Ok(Engine::Alone { held: None });
+    }
+    verify_state(group, inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
+    let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
+    let reducer = Reducer::new(Arc::new(group.clone()), specs, options.reducer.clone())?;
+    let sink = Arc::new(Sink::new(reducer, Arc::new(group.clone()), &inventory.parameters)?);
+    Ok(Engine::Together { sink, passes: Vec::new() })
+}
+
+fn places(inventory: &Inventory) -> HashMap<ParamId, usize> {
+    inventory.parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect()
 }
 
 fn spec(parameter: &Parameter) -> Result<ParameterSpec> {

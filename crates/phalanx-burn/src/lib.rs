@@ -138,6 +138,7 @@
 //! |---|---|
 //! | [`SyncBatchNorm`] | batch norm whose statistics are those of all ranks' batches |
 //! | [`FusedAdamW`], [`FusedSgd`] | Burn's optimizers in one pass over memory |
+//! | [`TrainState`] | model, optimizer and progress as one value: for elastic jobs and for checkpoints |
 //! | [`DataParallel`], [`TowerGradients`] | several devices in one process, for comparison and where there is no other way |
 //! | `train::DdpStrategy` | Burn's own trainer in several processes; needs the feature `train` |
 //!
@@ -164,6 +165,7 @@ mod packed;
 mod parameters;
 mod replicas;
 mod sink;
+mod state;
 mod sync_batch_norm;
 #[cfg(feature = "train")]
 pub mod train;
@@ -176,6 +178,7 @@ pub use data_parallel::{DataParallel, Scatter, TowerGradients, Transfer, Transfe
 pub use ddp::{Ddp, DdpOptions};
 pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
 pub use lr::{LrScaling, ScaledLrScheduler};
+pub use state::TrainState;
 pub use sync_batch_norm::SyncBatchNorm;
 pub use zero::ZeroRedundancyOptimizer;
 
@@ -194,4 +197,6 @@ mod guide {
     struct LargeBatches;
     #[doc = include_str!("../../../docs/guide/batch-norm.md")]
     struct BatchNorm;
+    #[doc = include_str!("../../../docs/guide/elastic.md")]
+    struct Elastic;
 }

@@ -26,12 +26,17 @@ pub(crate) fn lend<const D: usize, T>(tensor: Tensor<D>, look: impl FnOnce(Lent<
 pub(crate) fn overwritten<const D: usize>(old: Tensor<D>, elements: &[u8]) -> Tensor<D> {
     let (shape, dtype, device) = (old.shape(), old.dtype(), old.device());
     let (tracked, needs_gradient) = (old.is_autodiff(), old.is_require_grad());
+    let checkpointing = old.gradient_checkpointing_strategy();
     let bare = if tracked { old.inner() } else { old };
     let written = bare.try_into_primitive::<Flex>().ok().and_then(|tensor| in_place(tensor, elements));
     let tensor = match written {
         Some(tensor) => {
             let tensor = Tensor::<D>::from_primitive::<Flex>(tensor);
-            if tracked { Tensor::from_inner(tensor) } else { tensor }
+            let tensor = if tracked { Tensor::from_inner(tensor) } else { tensor };
+            match checkpointing {
+                Some(strategy) => tensor.with_gradient_checkpointing_strategy(strategy),
+                None => tensor,
+            }
         }
         None => Tensor::from_data(bridge::tensor_data(elements, shape.as_slice(), dtype), (&device, dtype)),
     };

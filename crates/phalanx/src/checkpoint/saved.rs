@@ -64,9 +64,11 @@ impl Saved {
     ///
     /// # Errors
     /// If there is none.
-    pub fn tensor<'a>(&'a self, name: &'a str) -> Result<SavedTensor<'a>> {
-        let layout =
-            self.tensors.get(name).ok_or_else(|| self.missing("tensor", name, self.tensors.keys()))?;
+    pub fn tensor(&self, name: &str) -> Result<SavedTensor<'_>> {
+        let (name, layout) = self
+            .tensors
+            .get_key_value(name)
+            .ok_or_else(|| self.missing("tensor", name, self.tensors.keys()))?;
         Ok(self.lend(name, layout))
     }
 

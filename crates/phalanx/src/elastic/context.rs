@@ -42,7 +42,8 @@ impl<S: State> Context<'_, S> {
     /// die.
     ///
     /// # Errors
-    /// As every collective. If replicas have drifted apart, with [`is_mismatch`](Error::is_mismatch). And if workers wait
+    /// As every collective, and those of [`State`]. If replicas have drifted apart, with
+    /// [`is_mismatch`](Error::is_mismatch). And if workers wait
     /// to take part, with [`is_regrouping`](Error::is_regrouping): the commit is made, and [`run`](super::run()) calls the
     /// loop again with a larger group as soon as the loop returns, best by `?`.
     pub fn commit(&mut self) -> Result<()> {
@@ -50,6 +51,7 @@ impl<S: State> Context<'_, S> {
         if let Some(cause) = self.group.failure() {
             return Err(cause);
         }
+        self.state.agree()?;
         self.snapshot.save(&*self.state)?;
         // Counted at once: whoever gets through the collective may die with the news that all have it.
         self.snapshot.count(self.round);

@@ -90,8 +90,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
             round: number,
             interrupted: false,
         };
-        let outcome =
-            begin(&mut context, &mut dirty).map_err(E::from).and_then(|()| work(&mut context, &group));
+        let outcome = round_of(&mut context, &group, &mut dirty, &mut work);
         let interrupted = context.interrupted;
         drop(context);
         // Before a peer's failure can hide it: the others would take these parts for a commit.
@@ -139,8 +138,21 @@ fn once<S: State, T, E: From<Error>>(
     let drift = options.drift;
     let mut context =
         Context { state, snapshot, group: group.clone(), drift, session: None, round: 1, interrupted: false };
-    begin(&mut context, &mut false)?;
-    work(&mut context, &group)
+    round_of(&mut context, &group, &mut false, &mut work)
+}
+
+/// What there is to do with one group.
+fn round_of<S: State, T, E: From<Error>>(
+    context: &mut Context<'_, S>,
+    group: &ProcessGroup,
+    dirty: &mut bool,
+    work: &mut impl FnMut(&mut Context<'_, S>, &ProcessGroup) -> Result<T, E>,
+) -> Result<T, E> {
+    begin(context, dirty)?;
+    let entered = context.state.enter(group).map_err(E::from);
+    let outcome = entered.and_then(|()| work(context, group));
+    context.state.leave();
+    outcome
 }
 
 fn connect(rendezvous: rendezvous::Rendezvous, options: &Options) -> Result<ProcessGroup> {
@@ -195,6 +207,46 @@ fn over<T>(verdict: Verdict, finished: Option<T>, reset_limit: Option<u32>) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Notes what is asked of it.
+    #[derive(Default)]
+    struct Noted(std::cell::RefCell<Vec<&'static str>>);
+
+    impl State for Noted {
+        fn save(&self, _: &mut super::super::Parts) -> Result<()> {
+            self.0.borrow_mut().push("save");
+            Ok(())
+        }
+
+        fn load(&mut self, _: &super::super::Parts) -> Result<()> {
+            Ok(())
+        }
+
+        fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
+            self.0.get_mut().push("enter");
+            group.barrier()
+        }
+
+        fn leave(&mut self) {
+            self.0.get_mut().push("leave");
+        }
+
+        fn agree(&mut self) -> Result<()> {
+            self.0.get_mut().push("agree");
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_state_is_in_the_group_while_the_loop_runs() {
+        let mut state = Noted::default();
+        let outcome: Result<()> = run_with(&Options::default(), &mut state, |context, _| {
+            context.commit()?;
+            Err(Error::aborted("it failed"))
+        });
+        assert!(outcome.unwrap_err().is_aborted());
+        assert_eq!(*state.0.get_mut(), ["save", "enter", "agree", "save", "leave"]);
+    }
 
     #[test]
     fn a_value_counts_only_if_the_job_is_done() {

@@ -5,6 +5,7 @@ use serde::de::DeserializeOwned;
 
 use super::Parts;
 use crate::error::Result;
+use crate::group::ProcessGroup;
 
 /// What all ranks have alike, and a new rank needs to take part: parameters, the optimizer's state, the place in the data.
 ///
@@ -42,6 +43,29 @@ pub trait State {
     /// # Errors
     /// Its own, such as parts that do not fit; they end the job on this rank.
     fn load(&mut self, parts: &Parts) -> Result<()>;
+
+    /// Takes part in `group`, on all of whose ranks the state is the same by now: makes what is bound to a group and must be
+    /// part of the state, such as a model that averages its gradients. Called before each call of the loop. By default
+    /// nothing.
+    ///
+    /// # Errors
+    /// As those of the loop.
+    fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
+        let _ = group;
+        Ok(())
+    }
+
+    /// Lets go of the group: the loop has ended. Called also if [`enter`](Self::enter) has failed. By default nothing.
+    fn leave(&mut self) {}
+
+    /// Makes alike what each rank has for itself until then, such as running statistics. Called on all ranks, before each
+    /// commit: unlike [`save`](Self::save) it may call collectives of the group that it has entered. By default nothing.
+    ///
+    /// # Errors
+    /// As those of the loop.
+    fn agree(&mut self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Makes a state of whatever serde can write and read; it is one part, as postcard writes it.

@@ -1,0 +1,111 @@
+//! What a state is saved to and loaded from: the memory of an elastic job, or a checkpoint.
+
+use burn::tensor::{Bytes, DType};
+use phalanx::checkpoint::{Saved, Snapshot};
+use phalanx::elastic::Parts;
+use phalanx::{Error, Result};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::bridge;
+
+/// What a tensor is, apart from its elements.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Layout {
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+}
+
+impl Layout {
+    /// How long its elements are; nothing for types that do not travel, or lengths that are none.
+    pub fn bytes(&self) -> Option<usize> {
+        let size = bridge::dtype(self.dtype).ok()?.size();
+        self.shape.iter().try_fold(size, |bytes, side| bytes.checked_mul(*side))
+    }
+}
+
+pub(super) trait Target {
+    /// Saves a copy of a tensor's elements.
+    fn tensor(&mut self, name: &str, layout: &Layout, elements: &[u8]) -> Result<()>;
+
+    /// Saves elements that can be given away.
+    fn owned(&mut self, name: &str, layout: &Layout, elements: Bytes) -> Result<()>;
+
+    fn value<T: Serialize>(&mut self, name: &str, value: &T) -> Result<()>;
+}
+
+pub(super) trait Source {
+    /// The elements of a tensor, of any alignment.
+    fn elements(&self, name: &str) -> Result<&[u8]>;
+
+    fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T>;
+
+    /// The elements of a tensor with this layout, which may have come from anywhere.
+    fn tensor(&self, name: &str, layout: &Layout) -> Result<&[u8]> {
+        let elements = self.elements(name)?;
+        if layout.bytes() == Some(elements.len()) {
+            return Ok(elements);
+        }
+        let Layout { dtype, shape } = layout;
+        Err(Error::mismatch(format!(
+            "{name:?} has {} B, which is not what {dtype:?} {shape:?} takes",
+            elements.len()
+        )))
+    }
+}
+
+impl Target for Parts {
+    fn tensor(&mut self, name: &str, _: &Layout, elements: &[u8]) -> Result<()> {
+        self.put(name, elements)
+    }
+
+    fn owned(&mut self, name: &str, _: &Layout, elements: Bytes) -> Result<()> {
+        self.put(name, &elements)
+    }
+
+    fn value<T: Serialize>(&mut self, name: &str, value: &T) -> Result<()> {
+        self.serialize(name, value)
+    }
+}
+
+impl Source for Parts {
+    fn elements(&self, name: &str) -> Result<&[u8]> {
+        self.bytes(name)
+    }
+
+    fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
+        self.deserialize(name)
+    }
+}
+
+impl Target for Snapshot {
+    fn tensor(&mut self, name: &str, layout: &Layout, elements: &[u8]) -> Result<()> {
+        self.tensor_bytes(name, bridge::dtype(layout.dtype)?, &layout.shape, elements.to_vec())
+    }
+
+    fn owned(&mut self, name: &str, layout: &Layout, elements: Bytes) -> Result<()> {
+        self.tensor_bytes(name, bridge::dtype(layout.dtype)?, &layout.shape, Owned(elements))
+    }
+
+    fn value<T: Serialize>(&mut self, name: &str, value: &T) -> Result<()> {
+        Self::value(self, name, value)
+    }
+}
+
+struct Owned(Bytes);
+
+impl AsRef<[u8]> for Owned {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Source for Saved {
+    fn elements(&self, name: &str) -> Result<&[u8]> {
+        Ok(self.tensor(name)?.bytes())
+    }
+
+    fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
+        Self::value(self, name)
+    }
+}
