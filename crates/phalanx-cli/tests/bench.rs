@@ -136,6 +136,18 @@ fn algorithms_are_timed_apart_and_the_table_is_one_that_groups_take() {
     assert!(command.output().unwrap().status.success());
 }
 
+#[test]
+fn a_start_is_timed() {
+    let output = phalanx(&["bench", "startup", "-n", "2", "--nproc-per-node", "3"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8_lossy(&output.stdout);
+    let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+    let names: Vec<&str> = lines.iter().skip(1).map(|line| line[0]).collect();
+    assert_eq!(names, ["program", "job", "beyond"], "{text}");
+    let times: Vec<f64> = lines.iter().skip(1).map(|line| line[1].parse().unwrap()).collect();
+    assert!(times[0] > 0.0 && times[1] > 0.0 && (times[1] - times[0] - times[2]).abs() < 0.2, "{text}");
+}
+
 fn bench(options: &[&str]) -> Output {
     // What is given twice is refused.
     let quick = if options.contains(&"-b") { &QUICK[6..] } else { &QUICK[..] };

@@ -40,6 +40,7 @@ fn main() {
         ("old_ones_go_and_torn_ones_are_named", old_ones_go_and_torn_ones_are_named),
         ("going_back_makes_newer_ones", going_back_makes_newer_ones),
         ("two_jobs_do_not_share_a_folder", two_jobs_do_not_share_a_folder),
+        ("opening_anew_hands_over_what_is_in_flight", opening_anew_hands_over_what_is_in_flight),
         ("what_fails_while_filling_writes_nothing", what_fails_while_filling_writes_nothing),
         ("a_panic_in_lent_memory_is_an_error", a_panic_in_lent_memory_is_an_error),
     ];
@@ -230,7 +231,7 @@ fn all_ranks_hear_why_rank_0_cannot() {
     std::fs::write(&path, "not a folder").unwrap();
     let errors = run(3, Fabric::Tcp, |group| Checkpoints::open(&path, &group).unwrap_err());
     assert!(errors.iter().all(|error| error.to_string().contains("a file")), "{errors:?}");
-    assert!(errors[1].to_string().contains("on rank 0"), "{errors:?}");
+    assert!(errors[1].to_string().starts_with("rank 0 ("), "{errors:?}");
     // A later version's checkpoint is not silently replaced by an older one.
     let path = folder.path().join("later");
     save(&alone(&path), 1).unwrap();
@@ -289,11 +290,36 @@ fn going_back_makes_newer_ones() {
 
 fn two_jobs_do_not_share_a_folder() {
     let folder = tempfile::tempdir().unwrap();
-    let first = alone(folder.path());
+    let mut other = start("save", folder.path(), None);
+    let mut lines = BufReader::new(other.stdout.take().unwrap());
+    lines.read_line(&mut String::new()).unwrap();
     let error = Checkpoints::open(folder.path(), &ProcessGroup::alone().unwrap()).unwrap_err();
-    assert!(error.is_environment() && error.to_string().contains("another process"), "{error}");
-    drop(first);
+    let named =
+        format!("another process writes checkpoints to {}: process {}", folder.path().display(), other.id());
+    assert!(error.is_environment() && error.to_string().contains(&named), "{error}");
+    other.kill().unwrap();
+    other.wait().unwrap();
     alone(folder.path());
+}
+
+fn opening_anew_hands_over_what_is_in_flight() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = alone(folder.path());
+    save(&first, 1).unwrap();
+    // Under another name of the same folder, while that is written.
+    let second = alone(&folder.path().join("."));
+    assert_eq!(check(&second.newest().unwrap().unwrap()), 1);
+    let error = save(&first, 2).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains("opened anew"), "{error}");
+    save(&second, 3).unwrap();
+    drop(first);
+    save(&second, 4).unwrap();
+    drop(second);
+    // Its thread has ended, or is about to.
+    let third = alone(folder.path());
+    save(&third, 5).unwrap();
+    third.finish().unwrap();
+    assert_eq!(names(folder.path()), ["00000002-step-3", "00000003-step-4", "00000004-step-5"]);
 }
 
 fn what_fails_while_filling_writes_nothing() {

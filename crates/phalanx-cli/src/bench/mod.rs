@@ -1,4 +1,5 @@
-//! `phalanx bench`: times collectives, in the manner of nccl-tests, and checks their results; and what follows faults.
+//! `phalanx bench`: times collectives, in the manner of nccl-tests, and checks their results; what follows faults, and how
+//! long a start takes.
 
 mod collectives;
 mod faults;
@@ -7,6 +8,7 @@ mod options;
 mod plot;
 mod points;
 mod report;
+mod startup;
 mod tune;
 mod values;
 
@@ -31,6 +33,7 @@ pub(crate) fn run(command: BenchCommand) -> ExitCode {
     let BenchCommand { other, collective } = command;
     let outcome = match (other, collective) {
         (Some(Other::Faults(faults)), _) => faults.run(),
+        (Some(Other::Startup(startup)), _) => startup.run(),
         (None, Some(options)) => {
             options.check().and_then(|()| phalanx::spawn(options.nproc_per_node, || work(&options)))
         }

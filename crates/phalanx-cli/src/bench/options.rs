@@ -7,6 +7,7 @@ use phalanx::{DType, ReduceOp, TransportKind};
 
 use super::collectives::Collective;
 use super::faults::Faults;
+use super::startup::Startup;
 use super::values::FACTOR;
 
 /// Time a collective, in the manner of nccl-tests, or what follows a fault
@@ -24,6 +25,7 @@ pub(crate) struct BenchCommand {
 #[derive(Debug, Subcommand)]
 pub(super) enum Other {
     Faults(Faults),
+    Startup(Startup),
 }
 
 // Its options stand beside the sub-commands: a comment for users would take the place of the command's own.
@@ -127,7 +129,8 @@ Examples:
   phalanx bench all_reduce --plot all_reduce.png --peers tcp.json
   phalanx bench all_reduce --nproc-per-node 4 -b 1K -f 2 --transport tcp --tune tuning.json
   PHALANX_TUNING=tuning.json ./train
-  phalanx bench faults";
+  phalanx bench faults
+  phalanx bench startup";
 
 /// Whose memory is sent from and received into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -7,14 +7,20 @@
 //!     tensors.safetensors
 //!     optimizer.part
 //!     manifest.json          written last
-//!   .writing-00000013/       not there yet
-//!   .removing-00000010/      on its way out
-//!   .lock                    held by the one process that writes here
+//!   .writing-00000013-by-00000002/     not there yet
+//!   .removing-00000010-by-00000002/    on its way out
+//!   .owner-00000002          the claim of the one process that writes here
 //! ```
 //!
 //! The number in front counts what was ever written here: a job that goes back to an earlier step makes later
 //! checkpoints of it. A folder gets its name when everything in it is on the disk, and only then is an old one renamed
 //! and removed.
+//!
+//! A process may be frozen anywhere, lose its claim to another (see [`owner`](super::owner)), and go on with the very next
+//! operation. What is not there yet, or no more, has the number of a claim in its name, so two never write to one place.
+//! Who claims first moves aside what others have begun, and then looks which checkpoints there are. So a late rename either
+//! came before, and is seen: that checkpoint is whole, like any other; or it has nothing to rename any more. And what one late
+//! removal takes away is older than what was whole already.
 
 use std::cmp::Reverse;
 use std::fs::{self, File};
@@ -22,12 +28,14 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use parking_lot::Mutex;
 use rustix::fs::OFlags;
 
 use super::disk::Disk;
 use super::manifest::{
     Checksum, FileEntry, MANIFEST, MAX_MANIFEST, Manifest, PART, TENSORS, Unreadable, checksum,
 };
+use super::owner::Owner;
 use super::snapshot::Snapshot;
 use super::tensors;
 
@@ -35,6 +43,8 @@ use super::tensors;
 const WRITING: &str = ".writing-";
 /// In front of the number of one that is being removed.
 const REMOVING: &str = ".removing-";
+/// Between the number of what it is, and that of the claim by which it is done.
+const BY: &str = "-by-";
 /// Between number and step.
 const STEP: &str = "-step-";
 
@@ -49,21 +59,31 @@ const PIECE: usize = 1 << 20;
 pub(super) struct Folder {
     pub path: PathBuf,
     pub disk: Box<dyn Disk>,
+    /// This process's claim, of which there may be a newer one while a checkpoint is written.
+    pub owner: Mutex<Owner>,
 }
 
 impl Folder {
     /// Writes `snapshot` as number `number`. When it returns `Ok`, the checkpoint survives a loss of power.
     pub fn write(&self, number: u64, step: u64, world_size: u32, snapshot: &Snapshot) -> io::Result<()> {
-        let temporary = self.path.join(format!("{WRITING}{number:08}"));
-        let written = self
-            .write_files(&temporary, step, world_size, snapshot)
-            .and_then(|()| self.disk.rename(&temporary, &self.path.join(format!("{number:08}{STEP}{step}"))));
+        let temporary = self.path.join(format!("{WRITING}{number:08}{BY}{:08}", self.check()?));
+        let named = self.path.join(format!("{number:08}{STEP}{step}"));
+        let written = self.write_files(&temporary, step, world_size, snapshot).and_then(|()| {
+            self.check()?;
+            self.disk.rename(&temporary, &named)
+        });
         if let Err(error) = written {
             // On a full disk its room is needed; what cannot be removed now is when the folder is opened next.
             let _ = self.remove_tree(&temporary);
             return Err(error);
         }
         self.disk.sync_folder(&self.path)
+    }
+
+    /// The number of this process's claim, if no other process has made a later one.
+    fn check(&self) -> io::Result<u64> {
+        let owner = self.owner.lock();
+        owner.check().map(|()| owner.number())
     }
 
     fn write_files(&self, folder: &Path, step: u64, world_size: u32, snapshot: &Snapshot) -> io::Result<()> {
@@ -95,6 +115,7 @@ impl Folder {
         name: String,
         contents: impl Iterator<Item = &'a [u8]>,
     ) -> io::Result<FileEntry> {
+        self.check()?;
         let mut file = self.disk.create_file(&folder.join(&name))?;
         let (mut length, mut checksum) = (0, Checksum::default());
         for piece in contents.flat_map(|bytes| bytes.chunks(PIECE)) {
@@ -120,33 +141,59 @@ impl Folder {
     }
 
     fn remove(&self, entry: &Entry) -> io::Result<()> {
+        let by = self.check()?;
         // Under another name at once, so that nobody meets half of it.
-        let removing = self.path.join(format!("{REMOVING}{:08}", entry.number));
+        let removing = self.path.join(format!("{REMOVING}{:08}{BY}{by:08}", entry.number));
         self.disk.rename(&entry.path, &removing)?;
         self.remove_tree(&removing)
     }
 
-    /// Removes what a writer has left that died.
+    /// Removes what writers have left that died, or were frozen and have lost their claim.
     pub fn sweep(&self) -> io::Result<()> {
+        let by = self.check()?;
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
             let name = name.to_string_lossy();
-            let number = name.strip_prefix(WRITING).or_else(|| name.strip_prefix(REMOVING));
-            if number.is_some_and(|number| number.parse::<u64>().is_ok()) {
-                self.remove_tree(&entry.path())?;
-            }
+            let left = match (name.strip_prefix(WRITING), name.strip_prefix(REMOVING)) {
+                // Moved away first: its writer, if it goes on, finds no place in which to put another file.
+                (Some(what), _) if is_claimed(what) => {
+                    let aside = self.path.join(format!("{REMOVING}{what}{BY}{by:08}"));
+                    gone(self.disk.rename(&entry.path(), &aside))?;
+                    aside
+                }
+                (_, Some(what)) if is_claimed(what) => entry.path(),
+                _ => continue,
+            };
+            self.remove_tree(&left)?;
         }
         Ok(())
     }
 
-    /// Removes a folder of files.
+    /// Removes a folder of files. Another may do so at the same time.
     fn remove_tree(&self, folder: &Path) -> io::Result<()> {
-        for entry in fs::read_dir(folder)? {
-            self.disk.remove_file(&entry?.path())?;
+        let entries = match fs::read_dir(folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            entries => entries?,
+        };
+        for entry in entries {
+            gone(self.disk.remove_file(&entry?.path()))?;
         }
-        self.disk.remove_folder(folder)
+        gone(self.disk.remove_folder(folder))
     }
+}
+
+/// What has gone already need not be removed, or moved.
+fn gone(outcome: io::Result<()>) -> io::Result<()> {
+    match outcome {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        outcome => outcome,
+    }
+}
+
+/// Is it what stands behind the prefix in a name of ours: a number, and by whom?
+fn is_claimed(what: &str) -> bool {
+    what.split(BY).count() >= 2 && what.split(BY).all(|number| number.parse::<u64>().is_ok())
 }
 
 /// A folder that has the name of a checkpoint.

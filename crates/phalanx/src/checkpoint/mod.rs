@@ -38,9 +38,11 @@
 
 mod disk;
 mod folder;
-mod lock;
+#[cfg(test)]
+mod frozen;
 mod manifest;
 mod newest;
+mod owner;
 mod saved;
 mod snapshot;
 mod tensors;
@@ -56,18 +58,18 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use self::disk::{Disk, SystemDisk};
-use self::folder::Folder;
-use self::lock::Lock;
 #[cfg(any(test, fuzzing))]
 pub use self::manifest::fuzz as fuzz_manifest;
 pub use self::newest::Skipped;
+use self::owner::Claimant;
 pub use self::saved::{Saved, SavedTensor};
 pub use self::snapshot::Snapshot;
 #[cfg(any(test, fuzzing))]
 pub use self::tensors::fuzz as fuzz_tensors;
 use self::writer::{Job, Writer};
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::elastic;
+use crate::error::Result;
 use crate::group::ProcessGroup;
 
 /// How long a call waits for the write before it, unless [`Checkpoints::with_timeout`] says otherwise.
@@ -91,11 +93,16 @@ impl Checkpoints {
     /// Opens the folder at `path`, and makes it if need be; all ranks call this together. Only rank 0's folder counts, and
     /// what a writer that died has left half done there is removed.
     ///
+    /// Opened again, by this process, it is the later one that saves, behind what was handed over before. In an
+    /// [elastic](crate::elastic) job a later round takes the folder over from an earlier one, whose rank 0 may be frozen: when
+    /// that one wakes, it finds out, and changes nothing.
+    ///
     /// # Errors
-    /// On every rank, if rank 0 cannot write there, or another process writes there.
+    /// On every rank, if rank 0 cannot write there, or a process of another job writes there. In an elastic job it ends rank 0
+    /// alone: to the others it is that rank's failure.
     pub fn open(path: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
         let path = path.as_ref().to_owned();
-        let writer = group.rank().is_main().then(|| start(&path));
+        let writer = group.rank().is_main().then(|| start(&path, group));
         let (writer, outcome) = match writer {
             Some(Ok(writer)) => (Some(writer), Some(Ok(()))),
             Some(Err(error)) => (None, Some(Err(error))),
@@ -180,6 +187,18 @@ impl Checkpoints {
     }
 }
 
+impl Drop for Checkpoints {
+    fn drop(&mut self) {
+        // The other workers wait for this one to form the next group, in which it goes on writing.
+        if self.group.failure().is_some()
+            && elastic::is_elastic()
+            && let Some(writer) = &self.writer
+        {
+            writer.leave();
+        }
+    }
+}
+
 /// Makes the folder and those above it, so that they survive a loss of power.
 fn make(path: &Path) -> io::Result<()> {
     let made: Vec<&Path> = path.ancestors().take_while(|folder| !folder.exists()).collect();
@@ -191,15 +210,11 @@ fn make(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn start(path: &Path) -> Result<Writer> {
-    let unusable = |error| {
-        Error::io(format!("cannot keep checkpoints in {}", path.display()), error)
-            .with_remedy("may rank 0 make this folder, and write in it?")
-    };
-    make(path).map_err(unusable)?;
-    let lock = Lock::take(path)?;
-    let folder = Folder { path: path.to_owned(), disk: Box::new(SystemDisk) };
-    folder.sweep().map_err(unusable)?;
-    let number = folder::next_number(path).map_err(unusable)?;
-    Writer::start(folder, number, lock).map_err(unusable)
+fn start(path: &Path, group: &ProcessGroup) -> Result<Writer> {
+    make(path).map_err(|error| writer::unusable(path, error))?;
+    Writer::open(path, &Claimant { job: elastic::job_name()?, round: group.epoch().0 })
+}
+
+fn host() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }

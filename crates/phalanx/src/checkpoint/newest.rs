@@ -135,22 +135,27 @@ where
     T: Serialize + serde::de::DeserializeOwned,
 {
     let own = outcome.as_ref().and_then(|outcome| outcome.as_ref().err().cloned());
-    let told = outcome.map(|outcome| outcome.map_err(|error| error.full_cause()));
-    let told: Result<T, String> = group.broadcast_object(told.as_ref(), Rank::MAIN)?;
-    told.map_err(|cause| {
-        own.unwrap_or_else(|| Error::aborted(format!("on rank 0: {cause}")).with_peer(Rank::MAIN))
+    let told = outcome.map(|outcome| outcome.map_err(|error| (super::host(), error.full_cause())));
+    let told: Result<T, (String, String)> = group.broadcast_object(told.as_ref(), Rank::MAIN)?;
+    told.map_err(|(host, cause)| match own {
+        Some(own) => own,
+        None => group.told(Error::aborted(cause).at(Rank::MAIN, host).with_peer(Rank::MAIN)),
     })
 }
 
 /// Memory for the files: rank 0's, which are there, and the others', if all have enough.
 fn receive(group: &ProcessGroup, own: Option<Contents>, files: &[(String, u64)]) -> Result<Contents> {
     let memory = own.map_or_else(|| files.iter().map(reserve).collect(), Ok);
-    let mut enough = [i64::from(memory.is_ok())];
-    group.all_reduce(&mut enough, ReduceOp::Min)?;
+    let (rank, none) = (i64::from(group.rank().get()), i64::from(group.world_size().get()));
+    let mut lacks = [if memory.is_ok() { none } else { rank }];
+    group.all_reduce(&mut lacks, ReduceOp::Min)?;
     let memory = memory?;
-    match enough {
-        [1] => Ok(memory),
-        _ => Err(Error::out_of_memory("another rank has no memory for the checkpoint")),
+    match u32::try_from(lacks[0]).ok().filter(|lacks| *lacks < group.world_size().get()) {
+        None => Ok(memory),
+        Some(rank) => {
+            let cause = format!("rank {rank} has no memory for the checkpoint");
+            Err(group.told(Error::out_of_memory(cause).with_peer(Rank::new(rank))))
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use tempfile::TempDir;
 use super::disk::{Disk, SystemDisk};
 use super::folder::{self, Folder};
 use super::newest::{self, Found};
+use super::owner::{Claimant, Owner};
 use super::saved::Contents;
 use super::snapshot::Snapshot;
 
@@ -33,7 +34,7 @@ enum Op {
 
 /// Notes what is done; lets one operation fail, and from then on all that need room.
 #[derive(Clone, Debug, Default)]
-struct TestDisk {
+pub(super) struct TestDisk {
     root: PathBuf,
     log: Arc<Mutex<Vec<Op>>>,
     /// The file that was made last: files are written one after the other.
@@ -42,6 +43,10 @@ struct TestDisk {
 }
 
 impl TestDisk {
+    pub(super) fn at(root: &Path) -> Self {
+        Self { root: root.to_owned(), ..Self::default() }
+    }
+
     fn note(&self, op: Op) -> io::Result<()> {
         let mut log = self.log.lock();
         let frees = matches!(op, Op::RemoveFile(_) | Op::RemoveFolder(_));
@@ -100,7 +105,7 @@ impl Disk for TestDisk {
 }
 
 /// The state after `step`.
-fn snapshot(step: u64) -> Snapshot {
+pub(super) fn snapshot(step: u64) -> Snapshot {
     let mut snapshot = Snapshot::default();
     snapshot.tensor("weights", &[2, 50], &[step as f32; 100]).unwrap();
     snapshot.tensor("steps", &[], &[step as i64]).unwrap();
@@ -110,32 +115,38 @@ fn snapshot(step: u64) -> Snapshot {
 }
 
 /// A folder with checkpoints of the steps 1 and 2, made by nobody's crash.
-fn before() -> TempDir {
+pub(super) fn before() -> TempDir {
     let root = tempfile::tempdir().unwrap();
+    let folder = system(root.path());
     for step in [1, 2] {
-        system(root.path()).write(step, step, 4, &snapshot(step)).unwrap();
+        folder.write(step, step, 4, &snapshot(step)).unwrap();
     }
     root
 }
 
 /// The folder at `path`, on a disk that syncs nothing: that would take most of the time of these tests.
 fn system(path: &Path) -> Folder {
-    let disk = TestDisk { root: path.to_owned(), ..TestDisk::default() };
-    Folder { path: path.to_owned(), disk: Box::new(disk) }
+    on(path, TestDisk::at(path))
+}
+
+/// The folder at `path`, claimed, on `disk`.
+fn on(path: &Path, disk: impl Disk) -> Folder {
+    let owner = Owner::claim(path, &Claimant::default(), None).unwrap();
+    Folder { path: path.to_owned(), disk: Box::new(disk), owner: Mutex::new(owner) }
 }
 
 /// Saves step 3 over [`before`], keeping one checkpoint; gives what was done.
 fn record() -> Vec<Op> {
     let root = before();
-    let disk = TestDisk { root: root.path().to_owned(), ..TestDisk::default() };
-    let folder = Folder { path: root.path().to_owned(), disk: Box::new(disk.clone()) };
+    let disk = TestDisk::at(root.path());
+    let folder = on(root.path(), disk.clone());
     folder.write(3, 3, 4, &snapshot(3)).unwrap();
     folder.rotate(1).unwrap();
     disk.log.lock().clone()
 }
 
 /// The newest checkpoint in `root`: of one of `steps`, and in every byte what was written.
-fn assert_found(root: &Path, steps: &[u64], what: &dyn std::fmt::Debug) -> (u64, usize) {
+pub(super) fn assert_found(root: &Path, steps: &[u64], what: &dyn std::fmt::Debug) -> (u64, usize) {
     let (found, skipped) = newest::find(root).unwrap();
     let found = found.unwrap_or_else(|| panic!("nothing is left: {what:?}, {skipped:?}"));
     assert!(steps.contains(&found.step), "step {} at {what:?}, {skipped:?}", found.step);
@@ -160,7 +171,8 @@ fn assert_goes_on(root: &Path, what: &dyn std::fmt::Debug) {
     folder.rotate(1).unwrap();
     assert_found(root, &[9], what);
     let left: Vec<_> = fs::read_dir(root).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(left.len(), 1, "{left:?} after {what:?}");
+    // The checkpoint and the claim.
+    assert_eq!(left.len(), 2, "{left:?} after {what:?}");
 }
 
 /// How much of what was written to a file, but not synced, is on the disk.
@@ -333,9 +345,8 @@ fn subsets(count: usize) -> impl Iterator<Item = u32> {
 fn a_full_disk_costs_the_new_checkpoint_at_most() {
     for full_from in 0..record().len() {
         let root = before();
-        let disk =
-            TestDisk { root: root.path().to_owned(), full_from: Some(full_from), ..TestDisk::default() };
-        let folder = Folder { path: root.path().to_owned(), disk: Box::new(disk.clone()) };
+        let disk = TestDisk { full_from: Some(full_from), ..TestDisk::at(root.path()) };
+        let folder = on(root.path(), disk.clone());
         let outcome = folder.write(3, 3, 4, &snapshot(3));
         let steps: &[u64] = if outcome.is_ok() { &[3] } else { &[2, 3] };
         let _ = folder.rotate(1);
@@ -346,6 +357,7 @@ fn a_full_disk_costs_the_new_checkpoint_at_most() {
             let names = fs::read_dir(root.path()).unwrap().map(|entry| entry.unwrap().file_name());
             assert!(names.into_iter().all(|name| !name.to_string_lossy().starts_with(".writing")));
         }
+        drop(folder);
         assert_goes_on(root.path(), &full_from);
     }
 }

@@ -1,14 +1,22 @@
 //! The thread that writes, on rank 0.
+//!
+//! A process has one for each folder, whoever has opened it how often: in an elastic job each round opens its checkpoints
+//! anew, while what the round before has handed over may still be in flight. That is why the writers of a process are in a
+//! table of the process: two of them would be in each other's way as two processes are.
 
+use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::{Arc, Weak};
 use std::thread::Builder;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::folder::Folder;
-use super::lock::Lock;
+use super::disk::SystemDisk;
+use super::folder::{self, Folder};
+use super::owner::{Claimant, Owner};
 use super::snapshot::Snapshot;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -26,21 +34,31 @@ pub(super) struct Job {
     pub snapshot: Snapshot,
 }
 
+/// The writers of this process, by device and inode of their folders.
+static WRITERS: Mutex<BTreeMap<(u64, u64), Weak<Shared>>> = Mutex::new(BTreeMap::new());
+
 /// Hands snapshots to a thread, one at a time.
 #[derive(Debug)]
-pub(super) struct Writer(Arc<Shared>);
+pub(super) struct Writer {
+    shared: Arc<Shared>,
+    /// The how many-th this is of the same thread's.
+    handle: u64,
+}
 
 #[derive(Debug)]
 struct Shared {
+    /// Its claim is given back when the thread has ended, even if nobody waited for that.
     folder: Folder,
     state: Mutex<State>,
     changed: Condvar,
-    /// Is given back when the thread has ended, even if nobody waited for that.
-    _lock: Lock,
 }
 
 #[derive(Debug, Default)]
 struct State {
+    /// The number of the next checkpoint.
+    number: u64,
+    /// The writer that may hand something over: the last one.
+    handle: u64,
     /// Handed over, not begun.
     next: Option<Job>,
     /// The step whose write is in flight, from when it is handed over.
@@ -49,28 +67,60 @@ struct State {
     failure: Option<Error>,
     /// The thread takes nothing more.
     closed: bool,
+    /// There is no thread.
+    ended: bool,
 }
 
 impl Writer {
-    /// Starts the thread; checkpoints get numbers from `number` on.
-    pub fn start(folder: Folder, number: u64, lock: Lock) -> io::Result<Self> {
-        let shared =
-            Arc::new(Shared { folder, state: Mutex::default(), changed: Condvar::new(), _lock: lock });
-        let worker = shared.clone();
-        Builder::new().name("phalanx-checkpoint".into()).spawn(move || worker.work(number))?;
-        Ok(Self(shared))
+    /// The writer of the folder at `path`, for whom `by` stands; of this process's, if it has one, what was handed over before
+    /// is written first.
+    pub fn open(path: &Path, by: &Claimant) -> Result<Self> {
+        let unusable = |error| unusable(path, error);
+        let about = path.metadata().map_err(unusable)?;
+        let place = (about.dev(), about.ino());
+        let mut writers = WRITERS.lock();
+        let running = writers.get(&place).and_then(Weak::upgrade);
+        let mut own = None;
+        if let Some(shared) = running {
+            let mut owner = shared.folder.owner.lock();
+            let before = owner.number();
+            let claimed = Owner::claim(path, by, Some(before))?;
+            if claimed.follows(before) {
+                *owner = claimed;
+                drop(owner);
+                return shared.hand_over().map_err(unusable);
+            }
+            // The thread has lost its claim to another process since, and gives up by itself.
+            own = Some(claimed);
+        }
+        let owner = match own {
+            Some(owner) => owner,
+            None => Owner::claim(path, by, None)?,
+        };
+        let folder = Folder { path: path.to_owned(), disk: Box::new(SystemDisk), owner: Mutex::new(owner) };
+        folder.sweep().map_err(unusable)?;
+        let state =
+            State { number: folder::next_number(path).map_err(unusable)?, ended: true, ..State::default() };
+        let shared = Arc::new(Shared { folder, state: Mutex::new(state), changed: Condvar::new() });
+        writers.retain(|_, writer| writer.strong_count() > 0);
+        writers.insert(place, Arc::downgrade(&shared));
+        shared.hand_over().map_err(unusable)
     }
 
     /// Hands a snapshot over once the write before has ended, and gives that one's failure.
     pub fn write(&self, job: Job, deadline: Deadline) -> Result<()> {
         let mut state = self.idle(deadline)?;
+        if state.handle != self.handle {
+            return Err(Error::invalid_argument("these checkpoints have been opened anew since")
+                .with_remedy("save through what the last `Checkpoints::open` has returned"));
+        }
         let before = state.failure.take();
         if state.closed {
             return Err(before.unwrap_or_else(panicked));
         }
         state.step = Some(job.step);
         state.next = Some(job);
-        self.0.changed.notify_all();
+        self.shared.changed.notify_all();
         before.map_or(Ok(()), Err)
     }
 
@@ -85,14 +135,15 @@ impl Writer {
     }
 
     fn idle(&self, deadline: Deadline) -> Result<MutexGuard<'_, State>> {
-        let mut state = self.0.state.lock();
+        let Shared { folder, state, changed } = &*self.shared;
+        let mut state = state.lock();
         while let Some(step) = state.step {
-            if self.0.changed.wait_until(&mut state, deadline.instant()).timed_out() && state.step.is_some() {
-                let folder = self.0.folder.path.display();
+            if changed.wait_until(&mut state, deadline.instant()).timed_out() && state.step.is_some() {
+                let folder = folder.path.display();
                 return Err(Error::timeout(format!(
                     "the checkpoint of step {step} is still being written to {folder}"
                 ))
-                .at(Rank::MAIN, host())
+                .at(Rank::MAIN, super::host())
                 .with_remedy(
                     "save less often, write to a faster disk, or allow more time with `with_timeout`",
                 ));
@@ -102,33 +153,59 @@ impl Writer {
     }
 }
 
+impl Writer {
+    /// Lets the thread end what was handed over, and waits for nothing.
+    pub fn leave(&self) {
+        let mut state = self.shared.state.lock();
+        state.closed |= state.handle == self.handle;
+        self.shared.changed.notify_all();
+    }
+}
+
 impl Drop for Writer {
     fn drop(&mut self) {
-        let outcome = self.finish(Deadline::after(LAST));
-        if let Err(error) = outcome {
+        let is_last = |state: &State| state.handle == self.handle && (!state.closed || state.ended);
+        if is_last(&self.shared.state.lock())
+            && let Err(error) = self.finish(Deadline::after(LAST))
+        {
             tracing::warn!(%error, "the last checkpoint was not written");
         }
-        self.0.state.lock().closed = true;
-        self.0.changed.notify_all();
+        self.leave();
     }
 }
 
 impl Shared {
-    fn work(&self, first: u64) {
-        for number in first.. {
-            let Some(job) = self.next() else { return };
+    /// A writer that takes the place of those before it, and a thread, if there is none.
+    fn hand_over(self: Arc<Self>) -> io::Result<Writer> {
+        let mut state = self.state.lock();
+        state.handle += 1;
+        state.closed = false;
+        let handle = state.handle;
+        if state.ended {
+            let worker = self.clone();
+            Builder::new().name("phalanx-checkpoint".into()).spawn(move || worker.work())?;
+            state.ended = false;
+        }
+        drop(state);
+        Ok(Writer { shared: self, handle })
+    }
+
+    fn work(&self) {
+        while let Some((number, job)) = self.next() {
             let mut end = End { shared: self, failure: Some(panicked()) };
             end.failure = self.write(number, &job).err();
         }
     }
 
-    fn next(&self) -> Option<Job> {
+    fn next(&self) -> Option<(u64, Job)> {
         let mut state = self.state.lock();
         loop {
             if let Some(job) = state.next.take() {
-                return Some(job);
+                state.number += 1;
+                return Some((state.number - 1, job));
             }
             if state.closed {
+                state.ended = true;
                 return None;
             }
             self.changed.wait(&mut state);
@@ -141,7 +218,7 @@ impl Shared {
             let cause =
                 format!("cannot write the checkpoint of step {} to {}", job.step, folder.path.display());
             let remedy = remedy(&error);
-            Error::io(cause, error).at(Rank::MAIN, host()).with_remedy(remedy)
+            Error::io(cause, error).at(Rank::MAIN, super::host()).with_remedy(remedy)
         })?;
         if let Err(error) = folder.rotate(job.keep) {
             // What was to be saved is.
@@ -162,19 +239,21 @@ impl Drop for End<'_> {
         let mut state = self.shared.state.lock();
         state.step = None;
         state.failure = self.failure.take();
-        state.closed |= std::thread::panicking();
+        state.ended = std::thread::panicking();
+        state.closed |= state.ended;
         self.shared.changed.notify_all();
     }
 }
 
-fn panicked() -> Error {
-    Error::aborted("the thread that writes checkpoints has panicked")
-        .at(Rank::MAIN, host())
-        .with_remedy("standard error says where; open the checkpoints anew")
+pub(super) fn unusable(path: &Path, error: io::Error) -> Error {
+    Error::io(format!("cannot keep checkpoints in {}", path.display()), error)
+        .with_remedy("may rank 0 make this folder, and write in it?")
 }
 
-fn host() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
+fn panicked() -> Error {
+    Error::aborted("the thread that writes checkpoints has panicked")
+        .at(Rank::MAIN, super::host())
+        .with_remedy("standard error says where; open the checkpoints anew")
 }
 
 fn remedy(error: &io::Error) -> &'static str {

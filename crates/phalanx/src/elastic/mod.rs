@@ -52,7 +52,7 @@ pub use context::Context;
 pub use members::fuzz as fuzz_members;
 pub(crate) use obituary::announce;
 pub use options::{Drift, Options};
-pub(crate) use options::{RESET_LIMIT, WORKERS, refuse_fixed_world};
+pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name, refuse_fixed_world};
 pub use parts::Parts;
 pub use run::{run, run_with};
 pub use state::{Plain, State};

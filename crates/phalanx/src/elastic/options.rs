@@ -6,6 +6,8 @@ use super::members::Settings;
 use crate::env::LaunchEnv;
 use crate::error::{Error, Result};
 use crate::group::GroupOptions;
+use crate::key::JobKey;
+use crate::wire::auth::Secret;
 
 /// The fewest and the most workers of an elastic job, as `MIN:MAX`.
 pub(crate) const WORKERS: &str = "PHALANX_ELASTIC";
@@ -96,13 +98,27 @@ impl Launched {
 /// An error in a worker of an elastic job, whose ranks and world are not in its environment: workers that waited for those
 /// would wait in vain for the one that has died.
 pub(crate) fn refuse_fixed_world() -> Result<()> {
-    match std::env::var_os(WORKERS) {
-        Some(value) if !value.is_empty() => Err(Error::environment(
-            "this job is elastic: its workers come and go, so there is no fixed world to join",
-        )
-        .with_remedy("train inside phalanx::elastic::run, or start the program without --min-np")),
-        _ => Ok(()),
+    if !is_elastic() {
+        return Ok(());
     }
+    Err(Error::environment(
+        "this job is elastic: its workers come and go, so there is no fixed world to join",
+    )
+    .with_remedy("train inside phalanx::elastic::run, or start the program without --min-np"))
+}
+
+/// Is this process a worker of an elastic job?
+pub(crate) fn is_elastic() -> bool {
+    std::env::var_os(WORKERS).is_some_and(|workers| !workers.is_empty())
+}
+
+/// What all workers of this elastic job, and of no other, call it; none in a job of another kind. It may be written
+/// down: it says nothing of the key.
+pub(crate) fn job_name() -> Result<Option<String>> {
+    let Some(Launched { env, .. }) = Launched::from_process()? else { return Ok(None) };
+    let known = format!("{:?} {:?}", env.run_id, env.meeting);
+    let secret = Secret::new(JobKey::from_env()?.as_ref(), "phalanx job name", known.as_bytes());
+    Ok(Some(secret.tag("name", &[])[..16].iter().map(|byte| format!("{byte:02x}")).collect()))
 }
 
 fn settings(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Settings>> {

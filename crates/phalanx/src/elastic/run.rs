@@ -29,7 +29,8 @@ pub fn run<S: State, T, E: From<Error>>(
 /// Before each call all ranks get the same state: that of the rank with most commits, and of several that whose last one
 /// was made in the latest round; only what differs is sent. Ranks that made that commit together must have the same, or
 /// [`Drift`](super::Drift) says what is done; before the first commit the lowest rank's is taken. When `work` ends with
-/// an error and a peer has failed (died, left, was not heard of, did not take part in time, gave up), this rank goes back
+/// an error and a peer has failed (died, left, was not heard of, did not take part in time, gave up, or could not do
+/// what a call like [`Checkpoints::open`](crate::checkpoint::Checkpoints::open) lets one rank do for all), this rank goes back
 /// to its last [commit](Context::commit) and meets the others anew; the error itself is dropped. An error without that is
 /// this rank's own: it is returned, and to the others this rank is one that died.
 ///
@@ -108,9 +109,11 @@ pub fn run_with<S: State, T, E: From<Error>>(
                 }
                 Err(error) => return Err(error.into()),
             },
-            Err(error) => match failure_of(&group).filter(|cause| is_a_peers(cause, rank)) {
-                Some(cause) => Some(cause),
-                None => return Err(error),
+            Err(error) => match failure_of(&group) {
+                Some(cause) if is_a_peers(&cause, rank) => Some(cause),
+                Some(_) => return Err(error),
+                // The group is sound; has a call handed out what another rank has met with?
+                None => Some(group.was_told().ok_or(error)?),
             },
         };
         // After a commit that has interrupted it, too, the loop may have gone on.

@@ -117,7 +117,7 @@ impl ProcessGroup {
         } = rendezvous;
         let trace = Trace::from_env(rank, world_size);
         if world_size == WorldSize::ONE {
-            return Ok(Self::alone_tracing(trace)?.with_timeout(timeout));
+            return Ok(Self::alone_in(epoch, trace)?.with_timeout(timeout));
         }
         let place = Place { store: &*store, rank, world: world_size, epoch, interface, key: key.as_ref() };
         let wishes = Wishes { kind: transport, host: host_id.as_deref(), heartbeat };

@@ -115,6 +115,8 @@ struct Inner {
     messages: Messages,
     /// How many sub-groups have been made of this group.
     children: Mutex<u64>,
+    /// Another rank's error that a call has given this one.
+    told: Mutex<Option<Error>>,
     /// Goes last: it keeps the store.
     origin: Origin,
 }
@@ -130,11 +132,11 @@ pub(crate) struct Identity {
 impl ProcessGroup {
     /// A world of one.
     pub fn alone() -> Result<Self> {
-        Self::alone_tracing(Trace::disabled())
+        Self::alone_in(Epoch::default(), Trace::disabled())
     }
 
-    fn alone_tracing(trace: Trace) -> Result<Self> {
-        let mut groups = Self::in_process_tracing(WorldSize::ONE, &trace)?;
+    fn alone_in(epoch: Epoch, trace: Trace) -> Result<Self> {
+        let mut groups = Self::in_process_in(epoch, WorldSize::ONE, &trace)?;
         groups.pop().ok_or_else(|| Error::invalid_argument("a world of one has one rank"))
     }
 
@@ -154,10 +156,10 @@ impl ProcessGroup {
     /// # Ok::<(), phalanx::Error>(())
     /// ```
     pub fn in_process(world: WorldSize) -> Result<Vec<Self>> {
-        Self::in_process_tracing(world, &Trace::disabled())
+        Self::in_process_in(Epoch::default(), world, &Trace::disabled())
     }
 
-    fn in_process_tracing(world: WorldSize, trace: &Trace) -> Result<Vec<Self>> {
+    fn in_process_in(epoch: Epoch, world: WorldSize, trace: &Trace) -> Result<Vec<Self>> {
         let ground = Ground::process();
         world
             .ranks()
@@ -167,7 +169,7 @@ impl ProcessGroup {
                     ground: ground.clone(),
                     // Threads of one process, which may be tests: they stay where the system puts them.
                     local: LocalPlace { rank: rank.get(), world_size: 1 },
-                    epoch: Epoch::default(),
+                    epoch,
                     tuning: Tuning::default(),
                     _keep_alive: Arc::new(()),
                     members: None,
@@ -195,6 +197,7 @@ impl ProcessGroup {
             lane,
             messages,
             children: Mutex::new(0),
+            told: Mutex::default(),
             origin,
         };
         Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT })
@@ -234,6 +237,22 @@ impl ProcessGroup {
     /// Ends the group on every rank: pending and later operations fail with `cause`.
     pub fn abort(&self, cause: Error) {
         self.inner.health.fail(cause);
+    }
+
+    /// Which life of the job, or round of an elastic one, this group is of.
+    pub(crate) fn epoch(&self) -> Epoch {
+        self.inner.origin.epoch
+    }
+
+    /// Notes that a call has given this rank `cause`, the error of another rank, though the group is sound; gives it back.
+    pub(crate) fn told(&self, cause: Error) -> Error {
+        *self.inner.told.lock() = Some(cause.clone());
+        cause
+    }
+
+    /// The error of another rank that a call has given this one last, if one has.
+    pub(crate) fn was_told(&self) -> Option<Error> {
+        self.inner.told.lock().clone()
     }
 
     /// Zeroed memory that the other ranks of this host reach, so that collectives combine it where it is. Where ranks

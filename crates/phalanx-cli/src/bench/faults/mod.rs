@@ -1,18 +1,24 @@
 //! `phalanx bench faults`: how soon survivors know that a rank was killed, or is frozen.
 
+mod traces;
 mod trial;
 mod worker;
 
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use phalanx::{Error, Result, TransportKind, WorldSize};
 use serde::Serialize;
 
+use self::traces::Traces;
 use self::trial::{Fault, Trial, Verdict};
+pub(super) use self::worker::now;
+
+/// How often a long run says how far it is.
+const PROGRESS: Duration = Duration::from_secs(10);
 
 /// Time from a fault to the survivors' errors
 #[derive(Args, Debug)]
@@ -61,7 +67,9 @@ Columns:
 all survivors of all worlds
   hangs    survivors that had no error after 20 s
   unnamed  survivors whose error is no peer's failure, or names another rank; the exit code is 1 if there are any, or \
-hangs
+hangs, or if this command holds more descriptors or threads in the end than before
+
+Every ten seconds a line on standard error says how far it is, and what this command holds.
 
 Examples:
   phalanx bench faults
@@ -87,7 +95,8 @@ impl Faults {
             return worker::run();
         }
         let mut report = Report::start(self)?;
-        let (mut moments, mut bad) = (Moments(self.seed), 0);
+        let (mut moments, mut bad, mut told) = (Moments(self.seed), 0, Instant::now());
+        let before = Traces::now();
         for ranks in &self.worlds {
             let world = WorldSize::new(*ranks)?;
             for (fault, count) in [(Fault::Kill, self.kills), (Fault::Freeze, self.freezes)] {
@@ -98,6 +107,13 @@ impl Faults {
                 for number in 0..count {
                     let trial = Trial { fault, world, victim: number % ranks, transport: self.transport };
                     verdicts.extend(trial.run(moments.next())?);
+                    if told.elapsed() >= PROGRESS {
+                        told = Instant::now();
+                        let (now, memory, done) = (Traces::now(), traces::resident(), number + 1);
+                        eprintln!(
+                            "phalanx bench faults: {fault}, {ranks} ranks: {done} of {count}; {memory:.1} MiB, {now}"
+                        );
+                    }
                 }
                 let row = self.row(fault, *ranks, count, &verdicts);
                 bad += row.hangs + row.unnamed;
@@ -106,6 +122,9 @@ impl Faults {
                     eprintln!("phalanx bench faults: {text}");
                 }
             }
+        }
+        if let Some(left) = before.left() {
+            return Err(Error::aborted(left));
         }
         match bad {
             0 => Ok(()),

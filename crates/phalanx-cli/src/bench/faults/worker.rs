@@ -26,7 +26,7 @@ pub(super) enum Word {
 }
 
 /// The time on the clock that all processes of a host share.
-pub(super) fn now() -> Duration {
+pub(in crate::bench) fn now() -> Duration {
     let now = clock_gettime(ClockId::Monotonic);
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }

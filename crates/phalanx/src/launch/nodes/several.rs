@@ -45,6 +45,9 @@ pub(in crate::launch) struct Several<'a> {
     has_joined: bool,
     refusal: Option<String>,
     lost: Option<Error>,
+    /// To be told; the first stands for all.
+    warning: Option<String>,
+    warned: bool,
     /// The nodes that were shown to wait.
     shown: Option<usize>,
 }
@@ -90,6 +93,8 @@ impl<'a> Several<'a> {
             has_joined: false,
             refusal: None,
             lost: None,
+            warning: None,
+            warned: false,
             shown: None,
         })
     }
@@ -111,6 +116,9 @@ impl<'a> Several<'a> {
                     }
                     self.link.watch(self.state.present().map(|node| node.id).collect());
                 }
+                News::Warning(text) => {
+                    self.warning.get_or_insert(text);
+                }
                 // Who serves the store goes when all is said.
                 News::Lost(_) if self.state.verdict().is_some() => {}
                 News::Lost(error) => {
@@ -118,6 +126,13 @@ impl<'a> Several<'a> {
                     self.lost.get_or_insert(error);
                 }
             }
+        }
+    }
+
+    fn warn(&mut self, control: &mut Control<'_>) {
+        if let Some(text) = self.warning.as_ref().filter(|_| !self.warned) {
+            control.tell(Event::Warning { text });
+            self.warned = true;
         }
     }
 
@@ -305,6 +320,7 @@ impl Nodes for Several<'_> {
         self.shown = None;
         loop {
             self.take_news();
+            self.warn(control);
             if let Some(verdict) = self.state.verdict() {
                 return Ok(Gathered::Over(self.outcome(verdict)));
             }
@@ -380,6 +396,7 @@ impl Nodes for Several<'_> {
         self.link.propose(Entry::Ended { round, node: self.me, succeeded });
         loop {
             self.take_news();
+            self.warn(control);
             if let Some(verdict) = self.state.verdict() {
                 return Ok(Settled::Over(self.outcome(verdict)));
             }

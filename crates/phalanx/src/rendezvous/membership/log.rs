@@ -3,6 +3,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::seal::Seal;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::{SharedStore, Store};
@@ -22,10 +23,16 @@ impl Log {
 
     /// Appends `entry`, which must differ from every other one and not be empty.
     pub(crate) fn append(&mut self, entry: &[u8], deadline: Deadline) -> Result<()> {
+        self.append_sealed(entry, &Seal::none(), deadline)
+    }
+
+    /// The same, under a seal.
+    pub(crate) fn append_sealed(&mut self, entry: &[u8], seal: &Seal, deadline: Deadline) -> Result<()> {
         loop {
-            let there = self.store.compare_set(&key(self.end), b"", entry, deadline)?;
+            let sealed = seal.close(self.end, entry);
+            let there = self.store.compare_set(&key(self.end), b"", &sealed, deadline)?;
             self.end += 1;
-            if there == entry {
+            if there == sealed {
                 return Ok(());
             }
         }

@@ -58,8 +58,16 @@ impl Link {
                 Ok(link) => return Ok(link),
                 Err(Attempt::Foreign(what)) => return Err(foreign(address, &what)),
                 Err(Attempt::Unproven) => return Err(unproven(address)),
-                Err(Attempt::Silent) => {
+                // It may be a store that is frozen, or whose machine is busy: that passes, and a foreign server does not.
+                Err(Attempt::Silent) if deadline.remaining() <= pause => {
                     return Err(foreign(address, "it accepts connections but does not answer"));
+                }
+                Err(Attempt::Silent) => {
+                    tracing::warn!(
+                        address,
+                        "what listens there accepts connections but does not answer; it is tried again"
+                    );
+                    None
                 }
                 Err(Attempt::HungUp) => {
                     let since = *hung_up.get_or_insert_with(Instant::now);

@@ -225,6 +225,26 @@ fn a_foreign_server_is_named_and_its_lengths_are_not_believed() {
 }
 
 #[test]
+fn a_store_that_is_silent_at_first_is_asked_again() {
+    let server = serve();
+    let behind = server.local_addr();
+    let mut frozen = None;
+    let address = foreign(move |client| {
+        if frozen.is_none() {
+            // It takes the first connection, and says nothing.
+            frozen = Some(client);
+            return;
+        }
+        let store = TcpStream::connect(behind).unwrap();
+        for (mut from, mut to) in [(client.try_clone().unwrap(), store.try_clone().unwrap()), (store, client)]
+        {
+            thread::spawn(move || std::io::copy(&mut from, &mut to));
+        }
+    });
+    works(&TcpStore::connect(address, soon()).unwrap());
+}
+
+#[test]
 fn a_client_waits_for_a_server_that_is_not_up_yet_but_not_past_its_deadline() {
     let address = serve().local_addr();
     let started = Instant::now();

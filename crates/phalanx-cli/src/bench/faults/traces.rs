@@ -1,0 +1,51 @@
+//! What this process holds, so that a run of many faults shows whether it leaves something behind.
+
+use std::fmt;
+use std::fs;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// A thread that has lost its process's output may take a moment to end.
+const MOMENT: Duration = Duration::from_secs(5);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Traces {
+    descriptors: usize,
+    threads: usize,
+}
+
+impl Traces {
+    pub(super) fn now() -> Self {
+        let count = |folder| fs::read_dir(folder).map_or(0, Iterator::count);
+        Self { descriptors: count("/proc/self/fd"), threads: count("/proc/self/task") }
+    }
+
+    /// What there is now and was not then, if it stays.
+    pub(super) fn left(self) -> Option<String> {
+        let deadline = Instant::now() + MOMENT;
+        loop {
+            let now = Self::now();
+            if now.descriptors <= self.descriptors && now.threads <= self.threads {
+                return None;
+            }
+            if Instant::now() >= deadline {
+                return Some(format!("left behind: {now}; before: {self}"));
+            }
+            sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl fmt::Display for Traces {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} descriptors, {} threads", self.descriptors, self.threads)
+    }
+}
+
+/// The memory of this process, in MiB.
+pub(super) fn resident() -> f64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok());
+    kib.unwrap_or(f64::NAN) / 1024.0
+}
