@@ -86,6 +86,8 @@ pub struct Injector {
     pub orders: PathBuf,
     pub random: u64,
     pub outcome: Outcome,
+    /// Is nothing going on? A worker between two groups holds less than one in a group.
+    pub calm: bool,
     pub measured: Option<Instant>,
     pub met: BTreeMap<u32, Instant>,
 }
@@ -97,7 +99,9 @@ impl Injector {
         let mut next = start + self.every;
         let mut round = self.wait(PATIENCE, Self::whole);
         while let Some(before) = round.filter(|_| next < self.until) {
+            self.calm = true;
             self.wait(next.saturating_duration_since(Instant::now()), |_| None::<()>);
+            self.calm = false;
             if self.ended.load(Ordering::Relaxed) {
                 return self.outcome;
             }
@@ -113,6 +117,7 @@ impl Injector {
             let pids: Vec<u32> = self.seen.lock().workers.values().copied().collect();
             pids.into_iter().for_each(|pid| send(pid, Signal::KILL));
         }
+        self.calm = true;
         while !self.ended.load(Ordering::Relaxed) {
             self.wait(Duration::from_secs(1), |_| None::<()>);
         }
@@ -219,7 +224,7 @@ impl Injector {
             if found.is_some() || now >= until || self.ended.load(Ordering::Relaxed) {
                 return found;
             }
-            if self.measured.is_none_or(|at| now - at > MEASURE) {
+            if self.calm && self.measured.is_none_or(|at| now - at > MEASURE) {
                 self.measure(now);
             }
             thread::sleep(LOOK.min(until - now));

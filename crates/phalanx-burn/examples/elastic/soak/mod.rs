@@ -112,6 +112,7 @@ fn trial(options: &Options, orders: &Path, time: Duration) -> Result<Trial> {
         orders: orders.to_owned(),
         random: options.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1,
         outcome: Outcome::default(),
+        calm: false,
         measured: None,
         met: Default::default(),
     };
