@@ -38,8 +38,8 @@
 
 mod agreement;
 mod context;
+mod herald;
 pub(crate) mod members;
-mod obituary;
 mod options;
 mod parts;
 mod run;
@@ -48,11 +48,12 @@ mod snapshot;
 mod state;
 
 pub use context::Context;
+pub(crate) use herald::Herald;
 #[cfg(any(test, fuzzing))]
 pub use members::fuzz as fuzz_members;
-pub(crate) use obituary::announce;
 pub use options::{Drift, Options};
 pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name, refuse_fixed_world};
 pub use parts::Parts;
 pub use run::{run, run_with};
+pub(crate) use session::host_name;
 pub use state::{Plain, State};

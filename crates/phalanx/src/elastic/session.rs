@@ -439,7 +439,8 @@ fn random() -> Result<u64> {
     Ok(u64::from_ne_bytes(bytes))
 }
 
-fn host_name() -> String {
+/// This host's name, as workers and their launchers say it in the log.
+pub(crate) fn host_name() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     name.chars().filter(|letter| !letter.is_whitespace()).take(255).collect()
 }

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::rendezvous::membership::log;
 
 /// Before each entry, so that a worker of another version is told so instead of being misread.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// The number of one worker, in one stay: who was given up and comes back has another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -84,8 +84,11 @@ pub(crate) enum Entry {
     Gone { worker: WorkerId, by: WorkerId, why: Departure },
     /// All members of this round have done what there was to do: one of them knows.
     Done { round: u64, worker: WorkerId },
-    /// A process has ended, as its launcher says.
-    Exited { place: u32, process: u32 },
+    /// A process of this host has ended, as its launcher says.
+    Exited { host: String, place: u32, process: u32 },
+    /// So many workers run, or are being started, after so many changes of that number: as long as fewer wait, it is
+    /// worth waiting for the others.
+    Expected { change: u64, workers: u32 },
 }
 
 impl Entry {

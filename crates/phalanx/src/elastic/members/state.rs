@@ -7,6 +7,8 @@ use crate::rank::MAX_WORLD_SIZE;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct State {
     settings: Option<Settings>,
+    /// How many workers there are, if whoever starts them says so.
+    expected: Option<u32>,
     /// The round that began last; 0 if none has.
     round: u64,
     /// Of that round, by rank.
@@ -58,7 +60,8 @@ impl State {
             Entry::Done { round, worker } if round == self.round && self.rank(worker).is_some() => {
                 self.verdict = Some(Verdict::Done);
             }
-            Entry::Exited { place, process } => self.exited(place, process),
+            Entry::Exited { host, place, process } => self.exited(&host, place, process),
+            Entry::Expected { workers, .. } => self.expected = Some(workers),
             Entry::Ready { .. } | Entry::LastCall { .. } | Entry::Done { .. } => {}
         }
         if self.verdict.is_none() && self.is_full() {
@@ -106,9 +109,9 @@ impl State {
     }
 
     /// All that this process is, or was to become.
-    fn exited(&mut self, place: u32, process: u32) {
+    fn exited(&mut self, host: &str, place: u32, process: u32) {
         let members = self.members.iter().map(|member| &member.worker);
-        let same = |worker: &&Worker| (worker.place, worker.process) == (place, process);
+        let same = |worker: &&Worker| (&*worker.host, worker.place, worker.process) == (host, place, process);
         let gone: Vec<WorkerId> =
             members.chain(&self.newcomers).filter(same).map(|worker| worker.id).collect();
         gone.into_iter().for_each(|id| self.leave(id, Departure::Exited));
@@ -131,10 +134,12 @@ impl State {
         self.round += 1;
     }
 
-    /// Can the next round begin, and with as many as can ever take part?
+    /// Can the next round begin, and with as many as can take part for now?
     fn is_full(&self) -> bool {
-        self.is_free()
-            && self.settings.is_some_and(|settings| self.waiting().count() >= settings.max as usize)
+        let most = |settings: Settings| {
+            self.expected.unwrap_or(settings.max).clamp(settings.min, settings.max) as usize
+        };
+        self.is_free() && self.settings.is_some_and(|settings| self.waiting().count() >= most(settings))
     }
 
     /// Can the next round begin, if nobody else is waited for?

@@ -107,12 +107,39 @@ fn a_process_that_has_ended_is_gone_wherever_it_waited() {
     let all = settings(2, 3);
     let mut state = after([join(1, all), join(2, all), join(3, all), join(4, all), ready(1, 1), ready(1, 2)]);
     // That of another process of the place says nothing of this one.
-    for (place, process) in [(3, 99), (4, 104), (3, 103)] {
-        state.apply(Entry::Exited { place, process }).unwrap();
+    // Nor does that of another host.
+    for (host, place, process) in [("here", 3, 99), ("there", 3, 103), ("here", 4, 104), ("here", 3, 103)] {
+        state.apply(Entry::Exited { host: host.to_owned(), place, process }).unwrap();
         assert_eq!(state.round(), 1);
     }
     state.apply(Entry::LastCall { round: 2 }).unwrap();
     assert_eq!(members(&state), [1, 2]);
+}
+
+#[test]
+fn a_round_begins_when_all_have_come_who_can() {
+    let all = settings(2, 9);
+    let expected = |workers| Entry::Expected { change: 0, workers };
+    let mut state = after([expected(3), join(1, all), join(2, all)]);
+    assert_eq!(state.round(), 0);
+    state.apply(join(3, all)).unwrap();
+    assert_eq!((state.round(), members(&state)), (1, vec![1, 2, 3]));
+    // One is lost for good, and the launchers say so after the others have left: with those who are left, at once.
+    for entry in [gone(2), ready(1, 1), ready(1, 3)] {
+        state.apply(entry).unwrap();
+        assert_eq!(state.round(), 1);
+    }
+    state.apply(expected(2)).unwrap();
+    assert_eq!((state.round(), members(&state)), (2, vec![1, 3]));
+    // Fewer than the least, or more than the most, are expected in vain.
+    for entry in [expected(1), gone(3), ready(2, 1)] {
+        state.apply(entry).unwrap();
+    }
+    assert_eq!(state.round(), 2);
+    let mut state = after([expected(4), join(1, settings(1, 2)), join(2, settings(1, 2))]);
+    assert_eq!(state.round(), 1);
+    state.apply(expected(1)).unwrap();
+    assert_eq!(state.round(), 1, "a round that runs goes on");
 }
 
 #[test]
@@ -181,6 +208,8 @@ enum Move {
     Accuse(usize, usize),
     /// Time passes for one that waits.
     Call(usize),
+    /// The launchers say how many there are, rightly or not.
+    Expect(u32),
 }
 
 fn moves() -> impl Strategy<Value = Vec<Move>> {
@@ -190,6 +219,7 @@ fn moves() -> impl Strategy<Value = Vec<Move>> {
         1 => Just(Move::Come),
         1 => (0..8usize, 0..8usize).prop_map(|(by, whom)| Move::Accuse(by, whom)),
         1 => (0..8usize).prop_map(Move::Call),
+        1 => (0..8u32).prop_map(Move::Expect),
     ];
     proptest::collection::vec(one, 0..300)
 }
@@ -292,6 +322,9 @@ impl Job {
                     let (worker, by) = (WorkerId(whom.id), WorkerId(by.id));
                     self.log.push(Entry::Gone { worker, by, why: Departure::Died });
                 }
+            }
+            Move::Expect(workers) => {
+                self.log.push(Entry::Expected { change: self.log.len() as u64, workers });
             }
             Move::Call(index) => {
                 if let Some(worker) = self.workers.get(index % count).filter(|worker| worker.alive) {
