@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
+use super::journal::Journal;
 use super::members::Entry;
 use super::session::scope;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
-use crate::rendezvous::membership::Log;
 use crate::store::{PrefixStore, TcpStore};
 
 /// How long the launcher's own store may take.
@@ -35,10 +35,10 @@ impl Herald {
         Ok(Self { news, changes: 0 })
     }
 
-    /// A process of this host has ended, so that nobody has to wait for its silence. Who is in a group with it knows
+    /// The process in this place has ended, so that nobody has to wait for its silence. Who is in a group with it knows
     /// already; who waits for the next one does not.
-    pub(crate) fn exited(&self, host: &str, place: u32, process: u32) {
-        self.tell(Entry::Exited { host: host.to_owned(), place, process });
+    pub(crate) fn exited(&self, place: u32, process: u32) {
+        self.tell(Entry::Exited { place, process });
     }
 
     /// So many workers run, or are being started.
@@ -53,12 +53,12 @@ impl Herald {
     }
 }
 
-fn connect(store: SocketAddr, key: Option<&JobKey>, run_id: &str) -> Result<Log> {
+fn connect(store: SocketAddr, key: Option<&JobKey>, run_id: &str) -> Result<Journal> {
     let client = TcpStore::join(store, key, Deadline::after(PATIENCE))?;
-    Ok(Log::new(Arc::new(PrefixStore::new(scope(run_id), Arc::new(client)))))
+    Ok(Journal::new(Arc::new(PrefixStore::new(scope(run_id), Arc::new(client)))))
 }
 
-fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<Log>) {
+fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<Journal>) {
     let mut log = None;
     while let Ok(entry) = inbox.recv() {
         let mut append = || {
@@ -66,7 +66,7 @@ fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<Log>) {
                 Some(log) => log,
                 none => none.insert(connect()?),
             };
-            log.append(&entry.to_bytes()?, Deadline::after(PATIENCE))
+            log.append(&entry, Deadline::after(PATIENCE))
         };
         if let Err(error) = append() {
             tracing::debug!(%error, "the workers have to notice by themselves what their launcher has seen");

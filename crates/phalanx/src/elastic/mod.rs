@@ -39,9 +39,11 @@
 mod agreement;
 mod context;
 mod herald;
+mod journal;
 pub(crate) mod members;
 mod options;
 mod parts;
+mod rounds;
 mod run;
 mod session;
 mod snapshot;
@@ -55,5 +57,4 @@ pub use options::{Drift, Options};
 pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name, refuse_fixed_world};
 pub use parts::Parts;
 pub use run::{run, run_with};
-pub(crate) use session::host_name;
 pub use state::{Plain, State};

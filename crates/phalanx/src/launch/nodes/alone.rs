@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 
 use super::{AttemptEnd, Gathered, Nodes, Settled};
-use crate::elastic::{self, Herald};
+use crate::elastic::Herald;
 use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
 use crate::launch::event::Event;
@@ -64,7 +64,7 @@ impl Nodes for Alone<'_> {
         }
         // Without it the other workers have to notice the end by themselves.
         if let Some(herald) = &self.herald {
-            herald.exited(&elastic::host_name(), place, process);
+            herald.exited(place, process);
         }
     }
 

@@ -290,7 +290,6 @@ impl<'a> Conductor<'a> {
                 }
                 self.peers[index].hello = Some(route);
             }
-            Said::Host(_) => {}
             Said::Serving { port } => self.peers[index].serves_at = Some(port),
             Said::Event(news) => self.show(index, &news),
             Said::Ended(ending) => self.peers[index].ended = Some(Ended::Reported(ending)),

@@ -14,7 +14,6 @@ use rustix::process::{Signal, getpid, kill_process};
 
 use super::frame;
 use super::words::{Complaint, Ending, News, Order, Place, Route, Said};
-use crate::elastic;
 use crate::error::{Error, Result};
 use crate::launch::cluster::{Cluster, Hosting};
 use crate::launch::event::Event;
@@ -47,11 +46,7 @@ impl RemoteNode {
         let mut out = io::stdout();
         let route = std::env::var("SSH_CONNECTION").ok().and_then(|variable| Route::parse(&variable));
         let hello = Said::Hello { version: version(), route };
-        let host = Said::Host(elastic::host_name());
-        let greeted = out
-            .write_all(frame::GREETING)
-            .and_then(|()| frame::write(&mut out, &hello))
-            .and_then(|()| frame::write(&mut out, &host));
+        let greeted = out.write_all(frame::GREETING).and_then(|()| frame::write(&mut out, &hello));
         if greeted.is_err() {
             return;
         }

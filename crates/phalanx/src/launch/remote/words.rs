@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! command -> launcher, on its standard input      launcher -> command, on its standard output
-//!                                                 Hello, Host
+//!                                                 Hello
 //! Surroundings
 //! Start                                           Serving (node 0 of several)
 //! Signal, Place, Alive ..                         Event ..
@@ -91,8 +91,6 @@ pub(super) enum Said {
     Event(News),
     Ended(Ending),
     Failed(Complaint),
-    /// The host's own name for itself.
-    Host(String),
 }
 
 /// The two ends of ssh's connection, as the host sees them.

@@ -206,7 +206,6 @@ impl<'a> Conductor<'a> {
             connection,
             answer_by: Deadline::after(self.job.start_timeout).instant(),
             hello: None,
-            name: String::new(),
             first,
             slots,
             was_told_to_start: false,
@@ -408,17 +407,16 @@ impl<'a> Conductor<'a> {
     fn handle_said(&mut self, index: usize, said: Said) {
         let peer = &mut self.peers[index];
         match said {
-            Said::Hello { version: theirs, route } if theirs == version() => peer.hello = Some(route),
+            Said::Hello { version: theirs, route } if theirs == version() => {
+                peer.hello = Some(route);
+                self.start_those_who_wait();
+            }
             Said::Hello { version: theirs, .. } => {
                 let cause = format!("{} has Phalanx {theirs}, this machine {}", peer.host, version());
                 let error = Error::mismatch(cause).with_remedy("install the same version on all hosts");
                 peer.end = Some(End::Failed(error));
                 peer.connection.close();
                 peer.connection.must_end_by(Instant::now() + UNWANTED);
-            }
-            Said::Host(name) => {
-                peer.name = name;
-                self.start_those_who_wait();
             }
             Said::Event(news) => self.handle_news(index, &news),
             Said::Ended(ending) => peer.end = Some(End::Reported(ending)),
@@ -433,15 +431,16 @@ impl<'a> Conductor<'a> {
         let host = peer.index;
         match news {
             News::Started { rank, pid } => {
-                if let Some(place) = peer.place(*rank) {
-                    peer.processes.insert(place, *pid);
+                if peer.place(*rank).is_none() {
+                    return;
                 }
+                peer.processes.insert(*rank, *pid);
                 self.roster.up(host, Instant::now());
             }
             News::Exited { rank, exit, .. } => {
                 let Some(place) = peer.place(*rank) else { return };
-                if let (Some(process), Some(store)) = (peer.processes.remove(&place), &self.store) {
-                    store.herald.exited(&peer.name, place, process);
+                if let (Some(process), Some(store)) = (peer.processes.remove(rank), &self.store) {
+                    store.herald.exited(rank.get(), process);
                 }
                 if exit.is_success() {
                     self.roster.done(host, place);
@@ -511,8 +510,8 @@ impl<'a> Conductor<'a> {
     /// A launcher is gone.
     fn part(&mut self, peer: Peer) {
         if let Some(store) = &self.store {
-            for (place, process) in &peer.processes {
-                store.herald.exited(&peer.name, *place, *process);
+            for (number, process) in &peer.processes {
+                store.herald.exited(number.get(), *process);
             }
         }
         let error = match peer.end {

@@ -24,16 +24,14 @@ pub(super) struct Peer {
     pub(super) answer_by: Instant,
     /// It has answered, and how ssh has reached it.
     pub(super) hello: Option<Option<Route>>,
-    /// The host's own name for itself.
-    pub(super) name: String,
     pub(super) first: u32,
     pub(super) slots: u32,
     pub(super) was_told_to_start: bool,
     /// It was told to end.
     pub(super) leaves: bool,
     pub(super) end: Option<End>,
-    /// Its workers' processes, by place.
-    pub(super) processes: BTreeMap<u32, u32>,
+    /// Its workers' processes, by their numbers.
+    pub(super) processes: BTreeMap<Rank, u32>,
     pub(super) stderr: VecDeque<String>,
 }
 
