@@ -16,6 +16,7 @@ use phalanx::elastic::{self, Context, Plain};
 use phalanx::{ProcessGroup, ReduceOp};
 use rustix::process::{Pid, Signal, kill_process};
 
+use support::network::{Network, THERE};
 use support::stand_in::Hosts;
 use support::{exit_code, is_gone};
 
@@ -35,14 +36,17 @@ fn main() {
         ("too_few_end_the_job_at_once_if_nobody_can_come", too_few_end_the_job_at_once),
         ("a_signal_ends_all_hosts", a_signal_ends_all_hosts),
     ];
-    let arguments = Arguments::from_args();
     let trial = |&(name, test): &(&'static str, fn())| {
         Trial::test(name, move || {
             test();
             Ok(())
         })
     };
-    libtest_mimic::run(&arguments, tests.iter().map(trial).collect()).exit();
+    let mut trials: Vec<Trial> = tests.iter().map(trial).collect();
+    // It needs root, openssh-server and iproute2.
+    let networks: (&str, fn()) = ("two_hosts_a_cut_cable_and_a_healed_one", a_cut_cable_and_a_healed_one);
+    trials.push(trial(&networks).with_ignored_flag(true));
+    libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
 /// Trains until there is a file `end`.
@@ -80,6 +84,8 @@ struct Job {
     child: Child,
     lines: Receiver<String>,
     seen: Vec<String>,
+    errors: Receiver<String>,
+    err: String,
 }
 
 impl Job {
@@ -92,14 +98,9 @@ impl Job {
 
     fn spawn(hosts: Hosts, mut command: Command) -> Self {
         let mut child = command.spawn().unwrap();
-        let out = child.stdout.take().unwrap();
-        let (sender, lines) = channel();
-        std::thread::spawn(move || {
-            for line in BufReader::new(out).lines().map_while(Result::ok) {
-                let _ = sender.send(line);
-            }
-        });
-        Self { hosts, child, lines, seen: Vec::new() }
+        let lines = lines_of(child.stdout.take().unwrap());
+        let errors = lines_of(child.stderr.take().unwrap());
+        Self { hosts, child, lines, seen: Vec::new(), errors, err: String::new() }
     }
 
     /// Reads on until so many lines have come since `mark` that contain `words`; gives them.
@@ -134,10 +135,22 @@ impl Job {
         line.rsplit(' ').next().unwrap().to_owned()
     }
 
+    /// All that was said on standard error, when the command has ended.
     fn err(&mut self) -> String {
-        let mut text = String::new();
-        self.child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
-        text
+        for line in self.errors.iter() {
+            self.err += &(line + "\n");
+        }
+        self.err.clone()
+    }
+
+    fn wait_for_err(&mut self, words: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        while !self.err.contains(words) {
+            match self.errors.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(line) => self.err += &(line + "\n"),
+                Err(why) => panic!("no {words:?}: {why}; {}", self.err),
+            }
+        }
     }
 
     /// Lets the training end: `workers` have the same model. Gives what was said on standard error.
@@ -151,6 +164,24 @@ impl Job {
         assert_eq!((models.len(), done.len()), (1, workers), "{done:#?} {err}");
         err
     }
+}
+
+/// Also if the test fails.
+impl Drop for Job {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn lines_of(stream: impl Read + Send + 'static) -> Receiver<String> {
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(stream).lines().map_while(Result::ok) {
+            let _ = sender.send(line);
+        }
+    });
+    lines
 }
 
 fn pids(lines: &[String]) -> BTreeSet<String> {
@@ -262,4 +293,31 @@ fn a_signal_ends_all_hosts() {
         assert!(Instant::now() < deadline, "{pids:?} are still there");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+fn a_cut_cable_and_a_healed_one() {
+    let network = Network::new();
+    let hosts = Hosts::new();
+    let options = ["--min-np", "1", "--max-restarts", "2", "--blacklist-cooldown-range", "1", "4"];
+    let program = format!("exec {}", std::env::current_exe().unwrap().display());
+    let mut command = network.run(&format!("localhost:2,{THERE}:2"), &options, &program);
+    command.env(FOLDER, hosts.path());
+    let mut job = Job::spawn(hosts, command);
+    let all = pids(&job.wait_for(0, 4, "world 4"));
+    let mark = job.mark();
+    let cut = Instant::now();
+    network.set_cable("down");
+    let left = pids(&job.wait_for(mark, 2, "world 2"));
+    let took = cut.elapsed();
+    println!("from the cut to the smaller group: {:.1} s", took.as_secs_f64());
+    assert!(took < Duration::from_secs(15), "{took:?}");
+    // The far side has been given up, and nothing of it comes back by itself.
+    job.wait_for_err("the connection to its launcher is lost");
+    let healed = Instant::now();
+    network.set_cable("up");
+    let again = pids(&job.wait_for(mark, 4, "world 4"));
+    println!("from the healing to the larger group: {:.1} s", healed.elapsed().as_secs_f64());
+    assert!(left.is_subset(&all) && left.is_subset(&again), "{all:?} {left:?} {again:?}");
+    assert_eq!(again.intersection(&all).count(), 2, "{all:?} {again:?}");
+    job.finish(4);
 }
