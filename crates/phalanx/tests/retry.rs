@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use phalanx::elastic::{self, Context, Options, Plain};
+use phalanx::elastic::{self, Context, Options, Parts, State};
 use phalanx::launch::{Event, Job, Outcome, Stream};
 use phalanx::sampler::ElasticSampler;
 use phalanx::{ProcessGroup, Rank, ReduceOp, Result, WorldSize};
@@ -40,10 +40,36 @@ fn main() {
 }
 
 /// The step, the weights, and the place in the data. All is whole numbers, so that sums are the same in any order.
-type Training = Plain<(u64, Vec<i64>, ElasticSampler)>;
+/// It is bound to its group, which a commit uses.
+struct Training((u64, Vec<i64>, ElasticSampler), Option<ProcessGroup>);
+
+impl State for Training {
+    fn save(&self, parts: &mut Parts) -> Result<()> {
+        parts.serialize("state", &self.0)
+    }
+
+    fn load(&mut self, parts: &Parts) -> Result<()> {
+        self.0 = parts.deserialize("state")?;
+        Ok(())
+    }
+
+    fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
+        assert!(self.1.is_none(), "it has not left the last one");
+        self.1 = Some(group.clone());
+        group.barrier()
+    }
+
+    fn leave(&mut self) {
+        self.1 = None;
+    }
+
+    fn agree(&mut self) -> Result<()> {
+        self.1.as_ref().unwrap().barrier()
+    }
+}
 
 fn training() -> Training {
-    Plain((0, vec![1; FEATURES], ElasticSampler::new(SAMPLES).seed(3)))
+    Training((0, vec![1; FEATURES], ElasticSampler::new(SAMPLES).seed(3)), None)
 }
 
 fn gradient(weights: &[i64], batch: &[usize]) -> Vec<i64> {
@@ -185,7 +211,7 @@ impl Seen {
 
     /// All have come to what a computation comes to in which each step counts the parts that the ranks say, and no other.
     fn check(&self) {
-        let Plain((_, mut weights, mut sampler)) = training();
+        let Training((_, mut weights, mut sampler), _) = training();
         let mut seen = vec![0; SAMPLES];
         for reduced in self.last() {
             let world = WorldSize::new(reduced.world).unwrap();

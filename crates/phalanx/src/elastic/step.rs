@@ -35,7 +35,7 @@ impl<S: State> Context<'_, S> {
     ///
     /// What the survivors do:
     ///
-    /// - If one of them is through with the step, all others have its result too, and it counts, with the part of the dead.
+    /// - If all of them have the step's result, it counts, with the part of the dead. So it is if one is through with the step.
     /// - Else they reduce anew what they have; the dead rank's part is [missing](Step::missing).
     /// - If some cannot (they were not in a step, or have been replaced, or too few are left), all go back to the last commit:
     ///   this returns an error with [`is_regrouping`](Error::is_regrouping), which leads `?` to [`run`](super::run()), and the
@@ -132,6 +132,11 @@ impl<S: State> Context<'_, S> {
             }
             None => Vec::new(),
         };
+        if changed {
+            // Here all survivors have the same state again, and may make what is bound to a group anew.
+            self.state.leave();
+            self.state.enter(&self.group)?;
+        }
         Ok(Step { value, missing, regrouped: self.round != round, changed })
     }
 }
