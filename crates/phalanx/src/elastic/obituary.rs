@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::members::Entry;
-use super::session::scope;
+use super::session::{random, scope};
 use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::key::JobKey;
@@ -27,5 +27,6 @@ pub(crate) fn announce(
     let deadline = Deadline::after(PATIENCE);
     let client = TcpStore::join(store, key, deadline)?;
     let store = PrefixStore::new(scope(run_id), Arc::new(client));
-    Log::new(Arc::new(store)).append(&Entry::Exited { place, process }.to_bytes()?, deadline)
+    let exited = Entry::Exited { place, process, nonce: random()? };
+    Log::new(Arc::new(store)).append(&exited.to_bytes()?, deadline)
 }

@@ -43,6 +43,8 @@ pub(super) struct Round {
     pub(super) number: u64,
     pub(super) rendezvous: Rendezvous,
     pub(super) members: Vec<WorkerId>,
+    /// Was this worker given up before, so that it has come as another?
+    pub(super) rejoined: bool,
 }
 
 pub(super) struct Session {
@@ -121,12 +123,19 @@ impl Session {
         self.shared.seen.lock().state.is_awaited()
     }
 
-    /// Waits for the next round, which begins when all members of this one have left it.
-    pub(super) fn meet(&self, left: u64) -> Result<Met> {
+    /// The number under which this worker takes part now.
+    pub(super) fn id(&self) -> WorkerId {
+        self.shared.seen.lock().me.id
+    }
+
+    /// Waits for the next round, which begins when all members of this one have left it; at once, if all survivors hold a
+    /// step that was cut off.
+    pub(super) fn meet(&self, left: u64, holds: bool) -> Result<Met> {
         let mut clock =
             Clock::new(self.options.first_call, self.options.last_call, self.options.join_timeout);
-        let mut left = left;
-        self.ready(left)?;
+        let (mut left, mut holds) = (left, holds);
+        let before = self.id();
+        self.ready(left, holds)?;
         let shared = &*self.shared;
         loop {
             let mut seen = shared.seen.lock();
@@ -145,6 +154,7 @@ impl Session {
                 // It was given up, and comes back as another.
                 drop(seen);
                 tracing::warn!("the other workers have gone on without this one; it joins them again");
+                holds = false;
                 self.join()?;
                 continue;
             }
@@ -152,12 +162,12 @@ impl Session {
                 && let Some(rank) = seen.state.rank(me)
             {
                 if !seen.state.is_gathering() {
-                    return self.round(&mut seen, rank).map(Met::Round);
+                    return self.round(&mut seen, rank, me != before).map(Met::Round);
                 }
                 // Somebody has left it before it came together.
                 left = round;
                 drop(seen);
-                self.ready(left)?;
+                self.ready(left, holds)?;
                 continue;
             }
             let now = Instant::now();
@@ -167,7 +177,7 @@ impl Session {
                 }
                 Step::LastCall => {
                     drop(seen);
-                    shared.append(&Entry::LastCall { round: round + 1 })?;
+                    shared.append(&Entry::LastCall { round: round + 1, nonce: random()? })?;
                     shared.wait_for_news();
                 }
                 Step::GiveUp(late, after) => {
@@ -229,7 +239,7 @@ impl Session {
     }
 
     /// Says that the group of round `left` has been left, if it was this worker's.
-    fn ready(&self, left: u64) -> Result<()> {
+    fn ready(&self, left: u64, holds: bool) -> Result<()> {
         let worker = {
             let seen = self.shared.seen.lock();
             if seen.state.round() != left || seen.state.rank(seen.me.id).is_none() {
@@ -237,7 +247,7 @@ impl Session {
             }
             seen.me.id
         };
-        self.shared.append(&Entry::Ready { round: left, worker })
+        self.shared.append(&Entry::Ready { round: left, worker, holds })
     }
 
     /// Wants to take part, under a new number.
@@ -254,7 +264,7 @@ impl Session {
         self.shared.append(&Entry::Join { worker, settings: self.settings })
     }
 
-    fn round(&self, seen: &mut Seen, rank: usize) -> Result<Round> {
+    fn round(&self, seen: &mut Seen, rank: usize, rejoined: bool) -> Result<Round> {
         let number = seen.state.round();
         let members: Vec<WorkerId> = seen.state.members().map(|worker| worker.id).collect();
         let world_size = WorldSize::new(u32::try_from(members.len()).unwrap_or(u32::MAX))?;
@@ -271,7 +281,7 @@ impl Session {
             key: self.key.clone(),
             ..rendezvous::alone()
         };
-        Ok(Round { number, rendezvous, members })
+        Ok(Round { number, rendezvous, members, rejoined })
     }
 }
 
@@ -432,7 +442,7 @@ fn beat(id: WorkerId) -> String {
     format!("beat/{id}")
 }
 
-fn random() -> Result<u64> {
+pub(super) fn random() -> Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)
         .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;

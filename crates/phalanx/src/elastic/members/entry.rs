@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::rendezvous::membership::log;
 
 /// Before each entry, so that a worker of another version is told so instead of being misread.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// The number of one worker, in one stay: who was given up and comes back has another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -71,21 +71,23 @@ impl fmt::Display for Departure {
     }
 }
 
-/// An entry of the log. Each differs from all others, or says what is true however often it is said.
+/// An entry of the log. Who appends one takes an equal one, wherever it finds it, for its own. So what is true of a moment
+/// carries a random number; all else is true however often it is said.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Entry {
     /// A worker wants to take part from the next round on.
     Join { worker: Worker, settings: Settings },
-    /// A member has left the group of this round, and waits for the next.
-    Ready { round: u64, worker: WorkerId },
+    /// A member has left the group of this round, and waits for the next. Does it hold a step that was cut off, and that the
+    /// survivors can do again?
+    Ready { round: u64, worker: WorkerId, holds: bool },
     /// Enough workers wait for this round, and have waited long enough for more.
-    LastCall { round: u64 },
+    LastCall { round: u64, nonce: u64 },
     /// A worker is gone, as `by` says.
     Gone { worker: WorkerId, by: WorkerId, why: Departure },
     /// All members of this round have done what there was to do: one of them knows.
     Done { round: u64, worker: WorkerId },
-    /// A process has ended, as its launcher says.
-    Exited { place: u32, process: u32 },
+    /// A process has ended, as its launcher says. Its number may come again.
+    Exited { place: u32, process: u32, nonce: u64 },
 }
 
 impl Entry {
