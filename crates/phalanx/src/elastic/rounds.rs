@@ -67,7 +67,7 @@ impl Rounds {
                 Met::Round(round) => round,
                 Met::Over(verdict) => return Ok(Next::Over(verdict)),
             };
-            let Round { number, rendezvous, members, rejoined } = round;
+            let Round { number, rendezvous, members, rejoined } = *round;
             self.left = number;
             if rejoined {
                 // Who was given up is another worker now, and has nothing to go on with.

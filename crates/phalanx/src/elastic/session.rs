@@ -34,7 +34,7 @@ const LAST_WORD: Duration = Duration::from_secs(1);
 
 /// What comes of waiting for a round.
 pub(super) enum Met {
-    Round(Round),
+    Round(Box<Round>),
     Over(Verdict),
 }
 
@@ -162,7 +162,7 @@ impl Session {
                 && let Some(rank) = seen.state.rank(me)
             {
                 if !seen.state.is_gathering() {
-                    return self.round(&mut seen, rank, me != before).map(Met::Round);
+                    return self.round(&mut seen, rank, me != before).map(|round| Met::Round(Box::new(round)));
                 }
                 // Somebody has left it before it came together.
                 left = round;
