@@ -101,9 +101,9 @@ impl Error {
         Self::new(Kind::OutOfMemory, cause)
     }
 
-    pub(crate) fn regrouping() -> Self {
-        Self::new(Kind::Regrouping, "workers have come, and all form a new group")
-            .with_remedy("return this error to elastic::run, which goes on with the larger group")
+    pub(crate) fn regrouping(cause: &str) -> Self {
+        Self::new(Kind::Regrouping, cause)
+            .with_remedy("return this error to elastic::run, which goes on with the new group")
     }
 
     pub(crate) fn protocol(cause: impl Into<String>) -> Self {

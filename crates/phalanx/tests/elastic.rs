@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use phalanx::elastic::{self, Context, Options, Plain};
+use phalanx::elastic::{self, Context, Options, Parts, State};
 use phalanx::launch::{Event, Job, Outcome, Report};
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, ProcessGroup, ReduceOp, WorldSize};
@@ -35,6 +35,7 @@ fn main() {
         ("a_late_replacement_is_taken_in_at_a_commit", a_late_replacement_is_taken_in_at_a_commit),
         ("a_frozen_worker_is_left_behind_and_comes_back", a_frozen_worker_is_left_behind),
         ("an_error_of_its_own_ends_one_worker", an_error_of_its_own_ends_one_worker),
+        ("a_save_that_failed_is_never_taken_for_a_commit", a_save_that_failed_is_never_taken_for_a_commit),
         ("too_few_workers_end_the_job_with_the_first_failure", too_few_workers_end_the_job),
         ("the_reset_limit_ends_the_job", the_reset_limit_ends_the_job),
         ("one_that_fails_at_once_is_given_up", one_that_fails_at_once_is_given_up),
@@ -43,8 +44,20 @@ fn main() {
     support::run(tests);
 }
 
-/// The step, the weights, and the place in the data.
-type Training = Plain<(u64, Vec<f32>, ElasticSampler)>;
+/// The step, the weights, and the place in the data; and does a save fail in the middle?
+struct Training((u64, Vec<f32>, ElasticSampler), bool);
+
+impl State for Training {
+    fn save(&self, parts: &mut Parts) -> phalanx::Result<()> {
+        parts.serialize("state", &self.0)?;
+        if self.1 { Err(Error::aborted("the state cannot be written")) } else { Ok(()) }
+    }
+
+    fn load(&mut self, parts: &Parts) -> phalanx::Result<()> {
+        self.0 = parts.deserialize("state")?;
+        Ok(())
+    }
+}
 
 /// What a worker does.
 fn work(scenario: &str) -> phalanx::Result<()> {
@@ -59,14 +72,14 @@ fn work(scenario: &str) -> phalanx::Result<()> {
     if let Ok(milliseconds) = std::env::var(LAST_CALL) {
         options.last_call = Duration::from_millis(milliseconds.parse().unwrap());
     }
-    let mut training: Training = Plain((0, vec![0.0; FEATURES], ElasticSampler::new(1000).seed(3)));
+    let mut training = Training((0, vec![0.0; FEATURES], ElasticSampler::new(1000).seed(3)), false);
     if let Ok(state) = std::env::var(RESUME) {
         let bytes: Vec<u8> = state.as_bytes().chunks(2).map(hex).collect();
         training.0 = postcard::from_bytes(&bytes).unwrap();
     }
-    let unlucky = scenario == "unlucky" && place == "1";
+    let mishap = if place == "1" { scenario } else { "" };
     let steps = elastic::run_with(&options, &mut training, |context: &mut Context<'_, Training>, group| {
-        train(context, group, unlucky)
+        train(context, group, mishap)
     })?;
     println!("done {steps} {:?}", hash(&training.0.1));
     Ok(())
@@ -82,7 +95,7 @@ fn hash(weights: &[f32]) -> u64 {
 }
 
 /// Each rank's gradient depends on its samples, so the weights show who took part in which step.
-fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, unlucky: bool) -> phalanx::Result<u64> {
+fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, mishap: &str) -> phalanx::Result<u64> {
     let (rank, world) = (group.rank(), group.world_size());
     let state: String =
         postcard::to_stdvec(&context.state.0).unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
@@ -103,8 +116,12 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, unlucky: boo
         weights.iter_mut().zip(&gradients).for_each(|(weight, gradient)| *weight -= 0.1 * gradient);
         *step += 1;
         std::thread::sleep(Duration::from_millis(2));
-        if unlucky && *step == 50 && round == 1 {
-            return Err(Error::invalid_argument("a sample that cannot be read"));
+        if *step == 50 && round == 1 {
+            match mishap {
+                "unlucky" => return Err(Error::invalid_argument("a sample that cannot be read")),
+                "torn" => return Err(torn(context, group)),
+                _ => {}
+            }
         }
         if step.is_multiple_of(5) || *step == STEPS {
             let step = *step;
@@ -113,6 +130,19 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, unlucky: boo
         }
     }
     Ok(context.state.0.0)
+}
+
+/// A commit that fails while it saves the state, and a loop that makes nothing of it: it ends with the next failure of another.
+fn torn(context: &mut Context<'_, Training>, group: &ProcessGroup) -> Error {
+    context.state.1 = true;
+    context.commit().unwrap_err();
+    println!("torn");
+    loop {
+        match group.failure() {
+            Some(error) => return error,
+            None => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
 }
 
 /// What the workers have said.
@@ -125,6 +155,7 @@ struct Seen {
     /// The furthest step that a commit has returned with in each round.
     committed: BTreeMap<u64, u64>,
     done: BTreeSet<String>,
+    torn: bool,
     stderr: String,
     lost: Vec<(u32, Option<Duration>)>,
 }
@@ -161,6 +192,7 @@ impl Seen {
             "done" => {
                 self.done.insert(line.to_owned());
             }
+            "torn" => self.torn = true,
             _ => panic!("{line}"),
         }
     }
@@ -336,6 +368,22 @@ fn an_error_of_its_own_ends_one_worker() {
     assert_eq!(seen.lost.len(), 1);
     assert!(seen.stderr.contains("a sample that cannot be read"), "{}", seen.stderr);
     assert!(seen.pids[&1].len() == 2 && seen.pids[&0].len() == 1, "{:?}", seen.pids);
+    seen.check();
+}
+
+fn a_save_that_failed_is_never_taken_for_a_commit() {
+    let mut killed = false;
+    let (report, seen) = watch(&elastic("torn", 3, 1, 2), |seen| {
+        if seen.torn && !killed {
+            killed = true;
+            send(seen.pids[&2][0], Signal::KILL);
+        }
+    });
+    succeeded(&report, &seen);
+    // The failure of the other has not hidden that this one has no commit to go back to.
+    assert!(seen.stderr.contains("the state cannot be written"), "{}", seen.stderr);
+    let lives: Vec<usize> = seen.pids.values().map(Vec::len).collect();
+    assert_eq!(lives, [1, 2, 2]);
     seen.check();
 }
 

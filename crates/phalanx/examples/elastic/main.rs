@@ -5,8 +5,8 @@
 //! phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- target/release/examples/elastic
 //! ```
 //!
-//! Kill a worker while it runs (`kill -9` and one of the process numbers it shows): the others keep theirs, go back to the
-//! last commit, and go on; another takes the empty place. Alone (`cargo run -p phalanx --example elastic`) it is a world of
+//! Kill a worker while it runs (`kill -9` and one of the process numbers it shows): the others keep theirs and do the step
+//! again that it cut off; another takes the empty place at the next commit. Alone (`cargo run -p phalanx --example elastic`) it is a world of
 //! one. At the end every rank prints a hash of the model, which is the same on all.
 //!
 //! `target/release/examples/elastic kills 4 100` does the killing by itself, on 4 workers 100 times, and measures how long it
@@ -54,8 +54,10 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup) -> Result<()
     let settings = Settings::from_env();
     let (rank, world) = (group.rank(), group.world_size());
     println!("round {} rank {rank} of {world} pid {}", context.round(), std::process::id());
-    let mut gradients = vec![0.0; FEATURES];
+    let (mut gradients, mut sums) = (vec![0.0; FEATURES], vec![0.0; FEATURES]);
     while context.state.step < settings.steps {
+        // Not those of `group`: a step that was cut off may have changed them.
+        let (rank, world) = (context.rank(), context.world_size());
         let state = &mut *context.state;
         // This rank's samples of a global batch, which is as large as there are ranks.
         let Some(batch) = state.sampler.next_batch(settings.batch, rank, world) else {
@@ -64,18 +66,26 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup) -> Result<()
         };
         gradient(&state.weights, &batch, &mut gradients);
         // The sum over all ranks, divided by the number of samples of all: ranks may have unequal shares at the end.
-        let mut samples = [batch.len() as f32];
-        group.all_reduce(&mut gradients, ReduceOp::Sum)?;
-        group.all_reduce(&mut samples, ReduceOp::Sum)?;
+        // If a worker dies meanwhile, the others do it again, without its samples: so it begins with a copy.
+        let step = context.step(|group| {
+            sums.copy_from_slice(&gradients);
+            let mut samples = [batch.len() as f32];
+            group.all_reduce(&mut sums, ReduceOp::Sum)?;
+            group.all_reduce(&mut samples, ReduceOp::Sum)?;
+            Ok(samples[0])
+        })?;
+        let state = &mut *context.state;
+        // Those samples come again.
+        state.sampler.put_back(&step.missing);
         let momentum = state.momentum.iter_mut().zip(&mut state.weights);
-        for ((momentum, weight), gradient) in momentum.zip(&gradients) {
-            *momentum = 0.9 * *momentum + gradient / samples[0];
+        for ((momentum, weight), sum) in momentum.zip(&sums) {
+            *momentum = 0.9 * *momentum + sum / step.value;
             *weight -= 0.01 * *momentum;
         }
         state.step += 1;
         std::thread::sleep(settings.pause);
-        // From here on, a failure leads back to this step and no further. `?` is all that elastic jobs ask for: the loop
-        // ends, and is called again with the new group.
+        // From here on, no failure leads back further than to this step. `?` is all that elastic jobs ask for: where the loop
+        // ends, it is called again with the new group.
         if state.step.is_multiple_of(settings.commit_every) || state.step == settings.steps {
             let step = state.step;
             context.commit()?;

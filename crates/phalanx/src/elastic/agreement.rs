@@ -72,6 +72,9 @@ pub(super) fn commit(
             "replicas have drifted apart, and all take the state of one rank"
         );
         let repaired = take_from(group, snapshot, rank(root))?;
+        // A commit that has returned is every rank's: nobody returns before all are repaired. Else a failure now could leave
+        // those that were not in the majority.
+        group.barrier()?;
         return Ok(Committed { awaited, repaired });
     }
     let summaries = group.all_gather_object(&snapshot.summaries().to_vec())?;
@@ -351,6 +354,26 @@ mod tests {
             [(true, 2), (false, 2), (false, 2)]
         );
         assert!(outcomes.iter().all(|outcome| outcome.2 == states[1].1));
+    }
+
+    #[test]
+    fn a_repair_that_is_not_whole_on_every_rank_is_no_commit() {
+        let states = [(1, named(b"y", 1)), (1, named(b"x", 1)), (1, named(b"x", 1))];
+        let outcomes = on_ranks(&states, |group, snapshot, _| {
+            if group.rank() != Rank::MAIN {
+                return commit(group, snapshot, false, Drift::Repair).map(|committed| committed.repaired);
+            }
+            // It dies when the others have sent all that it lacks.
+            let own = Word::of(snapshot, false, Drift::Repair);
+            exchange(group, own)?;
+            take_from(group, snapshot, Rank::new(1))?;
+            group.abort(Error::aborted("it died"));
+            Ok(true)
+        });
+        assert!(
+            outcomes[0].0.is_ok() && outcomes[1..].iter().all(|outcome| outcome.0.is_err()),
+            "{outcomes:?}"
+        );
     }
 
     #[test]

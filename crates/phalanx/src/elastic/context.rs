@@ -2,12 +2,13 @@
 
 use std::fmt;
 
-use super::session::Session;
+use super::retry::Course;
+use super::rounds::Rounds;
 use super::snapshot::Snapshot;
 use super::{Drift, State, agreement};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::rank::Rank;
+use crate::rank::{Rank, WorldSize};
 
 /// The state, and the commits by which it outlives a change of the workers.
 pub struct Context<'a, S: State> {
@@ -17,10 +18,33 @@ pub struct Context<'a, S: State> {
     pub(super) group: ProcessGroup,
     pub(super) drift: Drift,
     /// None where workers do not change.
-    pub(super) session: Option<&'a Session>,
+    pub(super) rounds: Option<&'a mut Rounds>,
+    /// That of the group.
     pub(super) round: u64,
-    /// Has a commit said that a new group is to be made?
-    pub(super) interrupted: bool,
+    pub(super) course: Course,
+    /// By which the data of the step in hand are dealt out.
+    pub(super) place: (Rank, WorldSize),
+    pub(super) ended: Option<Ended>,
+    /// What a reduction begins with, while it is not certain to be the last.
+    pub(super) kept: Vec<u8>,
+}
+
+/// Why the loop is to end, though nothing has failed for good.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ended {
+    /// A commit has said that a new group is to be made.
+    Awaited,
+    /// There is a new group already, and all go back to the last commit.
+    GoneBack,
+}
+
+impl Ended {
+    pub(super) fn error(self) -> Error {
+        Error::regrouping(match self {
+            Self::Awaited => "workers have come, and all form a new group",
+            Self::GoneBack => "a step was cut off, and all go back to the last commit",
+        })
+    }
 }
 
 impl<S: State> fmt::Debug for Context<'_, S> {
@@ -47,6 +71,7 @@ impl<S: State> Context<'_, S> {
     /// to take part, with [`is_regrouping`](Error::is_regrouping): the commit is made, and [`run`](super::run()) calls the
     /// loop again with a larger group as soon as the loop returns, best by `?`.
     pub fn commit(&mut self) -> Result<()> {
+        self.check_ended()?;
         // The last commit is the one to go back to: it is not overwritten where the new one cannot be made.
         if let Some(cause) = self.group.failure() {
             return Err(cause);
@@ -55,14 +80,14 @@ impl<S: State> Context<'_, S> {
         self.snapshot.save(&*self.state)?;
         // Counted at once: whoever gets through the collective may die with the news that all have it.
         self.snapshot.count(self.round);
-        let awaited = self.session.is_some_and(Session::is_awaited);
+        let awaited = self.rounds.as_ref().is_some_and(|rounds| rounds.is_awaited());
         let committed = agreement::commit(&self.group, self.snapshot, awaited, self.drift)?;
         if committed.repaired {
             self.state.load(&self.snapshot.parts)?;
         }
         if committed.awaited {
-            self.interrupted = true;
-            return Err(Error::regrouping());
+            self.ended = Some(Ended::Awaited);
+            return Err(Ended::Awaited.error());
         }
         Ok(())
     }
@@ -89,6 +114,22 @@ impl<S: State> Context<'_, S> {
         Ok(())
     }
 
+    /// The group of now. [`step`](Self::step) may have changed it since the loop was called.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// This worker's rank among those to whom the data of the next step are dealt out; that of the group, but for the step
+    /// after a failure: see [`step`](Self::step).
+    pub fn rank(&self) -> Rank {
+        self.place.0
+    }
+
+    /// The number of those to whom the data of the next step are dealt out.
+    pub fn world_size(&self) -> WorldSize {
+        self.place.1
+    }
+
     /// How many commits have led to this state, on whatever workers.
     pub fn commits(&self) -> u64 {
         self.snapshot.commits
@@ -97,5 +138,81 @@ impl<S: State> Context<'_, S> {
     /// The how many-th group of the job this is, from 1.
     pub fn round(&self) -> u64 {
         self.round
+    }
+
+    /// An error if the loop has gone on with what has ended.
+    pub(super) fn check_ended(&self) -> Result<()> {
+        match self.ended {
+            Some(ended) => Err(ended.error()),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Plain;
+    use super::*;
+
+    /// A loop of a world that does not change.
+    fn context<'a>(
+        state: &'a mut Plain<u32>,
+        snapshot: &'a mut Snapshot,
+        group: &ProcessGroup,
+    ) -> Context<'a, Plain<u32>> {
+        let place = (group.rank(), group.world_size());
+        let (group, course) = (group.clone(), Course::new(1));
+        let drift = Drift::Fail;
+        Context {
+            state,
+            snapshot,
+            group,
+            drift,
+            rounds: None,
+            round: 1,
+            course,
+            place,
+            ended: None,
+            kept: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_commit_in_a_group_that_has_failed_leaves_the_last_one() {
+        let group = ProcessGroup::alone().unwrap();
+        let (mut state, mut snapshot) = (Plain(1), Snapshot::default());
+        let mut context = context(&mut state, &mut snapshot, &group);
+        context.commit().unwrap();
+        context.state.0 = 2;
+        group.abort(Error::aborted("somebody died"));
+        assert!(context.commit().unwrap_err().to_string().contains("somebody died"));
+        assert_eq!(context.commits(), 1);
+        context.restore().unwrap();
+        assert_eq!(context.state.0, 1);
+    }
+
+    #[test]
+    fn a_loop_that_is_to_end_makes_no_commit_and_no_step() {
+        let group = ProcessGroup::alone().unwrap();
+        let (mut state, mut snapshot) = (Plain(1), Snapshot::default());
+        let mut context = context(&mut state, &mut snapshot, &group);
+        for ended in [Ended::Awaited, Ended::GoneBack] {
+            context.ended = Some(ended);
+            assert!(context.commit().unwrap_err().is_regrouping());
+            assert!(context.step(|_| Ok(())).unwrap_err().is_regrouping());
+        }
+        assert_eq!(context.commits(), 0);
+    }
+
+    #[test]
+    fn where_workers_do_not_change_a_step_is_what_it_reduces() {
+        let group = ProcessGroup::alone().unwrap();
+        let (mut state, mut snapshot) = (Plain(1), Snapshot::default());
+        let mut context = context(&mut state, &mut snapshot, &group);
+        let mut data = [3.0_f32, 4.0];
+        let step = context.all_reduce(&mut data, crate::collective::ReduceOp::Sum).unwrap();
+        assert_eq!((data, step.missing.len(), step.changed), ([3.0, 4.0], 0, false));
+        assert!(context.step::<()>(|_| Err(Error::aborted("its own"))).unwrap_err().is_aborted());
+        assert_eq!((context.rank(), context.world_size()), (Rank::MAIN, WorldSize::ONE));
     }
 }

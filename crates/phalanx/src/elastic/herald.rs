@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::journal::Journal;
 use super::members::Entry;
-use super::session::scope;
+use super::session::{random, scope};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
@@ -38,7 +38,12 @@ impl Herald {
     /// The process in this place has ended, so that nobody has to wait for its silence. Who is in a group with it knows
     /// already; who waits for the next one does not.
     pub(crate) fn exited(&self, place: u32, process: u32) {
-        self.tell(Entry::Exited { place, process });
+        match random() {
+            Ok(nonce) => self.tell(Entry::Exited { place, process, nonce }),
+            Err(error) => {
+                tracing::debug!(%error, "the workers have to notice by themselves that one has ended")
+            }
+        }
     }
 
     /// So many workers run, or are being started.

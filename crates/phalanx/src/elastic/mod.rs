@@ -34,6 +34,8 @@
 //! the loop: each time the loop is called, rank and world size may be others. Survivors have the first ranks, in their old
 //! order, so rank 0 always has the state.
 //!
+//! With [`Context::step`] not even the step is lost that a death cuts off: the survivors do it again.
+//!
 //! The guide `docs/guide/elastic.md` says more.
 
 mod agreement;
@@ -43,11 +45,14 @@ mod journal;
 pub(crate) mod members;
 mod options;
 mod parts;
+mod retry;
+mod round_store;
 mod rounds;
 mod run;
 mod session;
 mod snapshot;
 mod state;
+mod step;
 
 pub use context::Context;
 pub(crate) use herald::Herald;
@@ -58,3 +63,4 @@ pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name, refuse_fixe
 pub use parts::Parts;
 pub use run::{run, run_with};
 pub use state::{Plain, State};
+pub use step::Step;

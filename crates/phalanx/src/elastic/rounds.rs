@@ -1,168 +1,205 @@
-//! The stores of rounds, which are removed when the rounds are over.
-//!
-//! ```text
-//! keys/<n>     the keys of round n's store, a line each
-//! round/<n>/   that store
-//! swept        rounds up to this one have been removed
-//! ```
+//! The groups of an elastic job, one after the other.
 
-use std::collections::BTreeSet;
-use std::fmt;
-use std::sync::Arc;
+use std::time::Duration;
 
-use parking_lot::Mutex;
-
+use super::members::{Verdict, WorkerId};
+use super::options::{Launched, Options};
+use super::retry::{Decision, NUMBERS, Plan, Position, decide};
+use super::session::{Met, Round, Session};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::store::{PrefixStore, SharedStore, Store};
+use crate::group::{GroupOptions, ProcessGroup};
+use crate::rank::{Rank, WorldSize};
+use crate::rendezvous::Rendezvous;
 
-const SWEPT: &str = "swept";
-/// How many rounds before those that have been removed are looked at again: who was stopped in one of them may have written
-/// something afterwards.
-const AGAIN: u64 = 8;
+/// How long a group may take to hear of a failure that its sub-group has seen.
+const HEARSAY: Duration = Duration::from_millis(200);
 
-/// The store of one round. It writes down what it is about to write.
-pub(super) struct RoundStore {
-    round: PrefixStore,
-    all: SharedStore,
-    list: String,
-    known: Mutex<BTreeSet<String>>,
+/// How the job goes on.
+pub(super) enum Next {
+    /// In a new group, from the last commit.
+    Anew,
+    /// In a new group, with the step that was cut off.
+    GoOn(Plan),
+    Over(Verdict),
 }
 
-impl RoundStore {
-    pub(super) fn new(all: &SharedStore, round: u64) -> Self {
-        Self {
-            round: PrefixStore::new(prefix(round), Arc::clone(all)),
-            all: Arc::clone(all),
-            list: list(round),
-            known: Mutex::default(),
+pub(super) struct Rounds {
+    session: Session,
+    options: Options,
+    reset_limit: Option<u32>,
+    current: Option<Current>,
+    /// The last round that this worker has left.
+    left: u64,
+    /// The members of the rounds since all began anew, by rank.
+    worlds: Vec<(u64, Vec<WorkerId>)>,
+    /// Why there will be no other round.
+    lost: Option<Error>,
+}
+
+/// The round whose group stands.
+struct Current {
+    number: u64,
+    group: ProcessGroup,
+    members: Vec<WorkerId>,
+}
+
+impl Rounds {
+    pub(super) fn start(launched: &Launched, options: &Options) -> Result<Self> {
+        let session = Session::start(launched, options)?;
+        let reset_limit = launched.settings.reset_limit;
+        let (options, worlds) = (options.clone(), Vec::new());
+        Ok(Self { session, options, reset_limit, current: None, left: 0, worlds, lost: None })
+    }
+
+    /// Meets the others for the next round, until one stands; `position`: where this rank was cut off in a step that it can
+    /// do again.
+    pub(super) fn next(&mut self, position: Option<Position>) -> Result<Next> {
+        match &self.lost {
+            Some(error) => Err(error.clone()),
+            None => self.find(position).inspect_err(|error| self.lost = Some(error.clone())),
         }
     }
 
-    fn note(&self, key: &str, deadline: Deadline) -> Result<()> {
-        if self.known.lock().insert(key.to_owned()) {
-            self.all.append(&self.list, format!("{key}\n").as_bytes(), deadline)?;
+    fn find(&mut self, mut position: Option<Position>) -> Result<Next> {
+        loop {
+            let round = match self.session.meet(self.left, position.is_some())? {
+                Met::Round(round) => round,
+                Met::Over(verdict) => return Ok(Next::Over(verdict)),
+            };
+            let Round { number, rendezvous, members, rejoined } = *round;
+            self.left = number;
+            if rejoined {
+                // Who was given up is another worker now, and has nothing to go on with.
+                position = None;
+            }
+            let rank = rendezvous.rank;
+            let world = rendezvous.world_size.get();
+            tracing::debug!(round = number, rank = rank.get(), world, "a new group");
+            let group = match connect(rendezvous, &self.options) {
+                Ok(group) => group,
+                Err(cause) if is_a_peers(&cause, rank) => {
+                    self.session.leave(&members, Some(&cause))?;
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            self.session.enter(number, &group);
+            self.current = Some(Current { number, group: group.clone(), members: members.clone() });
+            match exchange(&group, position) {
+                Ok(positions) => {
+                    let decision = decide(&positions);
+                    // Of earlier worlds nobody has anything left.
+                    let oldest = match (decision, position) {
+                        (Decision::GoOn(_), Some(position)) => position.dealt,
+                        _ => number,
+                    };
+                    self.worlds.retain(|(round, _)| *round >= oldest);
+                    self.worlds.push((number, members));
+                    return Ok(match decision {
+                        Decision::GoBack => Next::Anew,
+                        Decision::GoOn(plan) => Next::GoOn(plan),
+                    });
+                }
+                Err(error) => match failure_of(&group).filter(|cause| is_a_peers(cause, rank)) {
+                    Some(cause) => {
+                        tracing::warn!(round = number, %cause, "the new group has failed; all meet anew");
+                        // It was a member of the round, should others have come further.
+                        self.worlds.push((number, members));
+                        self.leave(Some(&cause))?;
+                    }
+                    None => return Err(error),
+                },
+            }
         }
-        Ok(())
-    }
-}
-
-impl fmt::Debug for RoundStore {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RoundStore").field("list", &self.list).finish_non_exhaustive()
-    }
-}
-
-impl Store for RoundStore {
-    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        self.note(key, deadline)?;
-        self.round.set(key, value, deadline)
     }
 
-    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
-        self.round.get(key, deadline)
+    /// The number and the group of the round that stands, if it does.
+    pub(super) fn current(&self) -> Option<(u64, ProcessGroup)> {
+        self.current.as_ref().map(|current| (current.number, current.group.clone()))
     }
 
-    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
-        self.round.wait(keys, deadline)
+    /// Does somebody wait for whom a new group is to be made?
+    pub(super) fn is_awaited(&self) -> bool {
+        self.session.is_awaited()
     }
 
-    fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
-        self.round.check(keys, deadline)
+    pub(super) fn reset_limit(&self) -> Option<u32> {
+        self.reset_limit
     }
 
-    fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
-        self.note(key, deadline)?;
-        self.round.add(key, amount, deadline)
-    }
-
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
-        self.note(key, deadline)?;
-        self.round.compare_set(key, expected, desired, deadline)
-    }
-
-    fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
-        self.round.delete_key(key, deadline)
-    }
-
-    fn num_keys(&self, deadline: Deadline) -> Result<usize> {
-        self.round.num_keys(deadline)
-    }
-
-    fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        self.note(key, deadline)?;
-        self.round.append(key, value, deadline)
-    }
-
-    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
-        self.round.multi_get(keys, deadline)
-    }
-
-    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
-        pairs.iter().try_for_each(|(key, _)| self.note(key, deadline))?;
-        self.round.multi_set(pairs, deadline)
-    }
-}
-
-/// Removes what the rounds before `now` have left: nobody is in them any more.
-pub(super) fn sweep(store: &dyn Store, now: u64, deadline: Deadline) -> Result<()> {
-    let swept = u64::try_from(store.add(SWEPT, 0, deadline)?).unwrap_or(0);
-    let over = now.saturating_sub(1);
-    if over <= swept {
-        return Ok(());
-    }
-    for round in swept.saturating_sub(AGAIN) + 1..=over {
-        let list = list(round);
-        if !store.check(&[&list], deadline)? {
-            continue;
+    /// This worker has left its round, because of `cause` if it has failed.
+    pub(super) fn leave(&mut self, cause: Option<&Error>) -> Result<()> {
+        match self.current.take() {
+            Some(current) => self.session.leave(&current.members, cause),
+            None => Ok(()),
         }
-        let keys = store.get(&list, deadline)?;
-        let keys = str::from_utf8(&keys).map_err(|_| Error::protocol("a round's keys are not text"))?;
-        for key in keys.lines() {
-            store.delete_key(&format!("{}/{key}", prefix(round)), deadline)?;
-        }
-        // Last: who dies before has left the next one to find them.
-        store.delete_key(&list, deadline)?;
     }
-    store.compare_set(SWEPT, swept.to_string().as_bytes(), over.to_string().as_bytes(), deadline)?;
-    Ok(())
-}
 
-fn prefix(round: u64) -> String {
-    format!("round/{round}")
-}
-
-fn list(round: u64) -> String {
-    format!("keys/{round}")
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-    use crate::store::MemoryStore;
-
-    #[test]
-    fn what_rounds_leave_is_removed_also_what_comes_late() {
-        let limit = Deadline::after(Duration::from_secs(20));
-        let all: SharedStore = Arc::new(MemoryStore::new());
-        let rounds: Vec<RoundStore> = (1..=4).map(|round| RoundStore::new(&all, round)).collect();
-        for round in &rounds {
-            round.set("a", b"1", limit).unwrap();
-            round.add("b", 1, limit).unwrap();
-            round.compare_set("c", b"", b"1", limit).unwrap();
-            // Of a sub-group.
-            round.multi_set(&[("d/e", b"1"), ("d/f", b"1")], limit).unwrap();
-            round.append("g", b"1", limit).unwrap();
-        }
-        sweep(&*all, 4, limit).unwrap();
-        assert_eq!(rounds[3].get("d/f", limit).unwrap(), b"1");
-        assert!(!all.check(&["round/3/a"], limit).unwrap());
-        // One round, its list, and how far it went.
-        assert_eq!(all.num_keys(limit).unwrap(), 6 + 1 + 1);
-        rounds[1].set("late", b"1", limit).unwrap();
-        sweep(&*all, 5, limit).unwrap();
-        assert_eq!(all.num_keys(limit).unwrap(), 1);
+    /// All members have done what there was to do.
+    pub(super) fn done(self) {
+        self.session.done(self.left);
     }
+
+    /// The job is over; nothing is left to say.
+    pub(super) fn over(self) {
+        self.session.over();
+    }
+
+    /// This worker's place in the world of `round`.
+    pub(super) fn place(&self, round: u64) -> Result<(Rank, WorldSize)> {
+        let members = self.members(round)?;
+        let me = self.session.id();
+        let rank = members.iter().position(|member| *member == me).ok_or_else(|| unknown(round))?;
+        let world = WorldSize::new(u32::try_from(members.len()).unwrap_or(u32::MAX))?;
+        Ok((world.rank(u32::try_from(rank).unwrap_or(u32::MAX))?, world))
+    }
+
+    /// The ranks of the world of `round` that are no members of `group`, a later round.
+    pub(super) fn missing(&self, round: u64, group: u64) -> Result<Vec<Rank>> {
+        let (members, there) = (self.members(round)?, self.members(group)?);
+        let missing = members.iter().zip(0..).filter(|(member, _)| !there.contains(member));
+        Ok(missing.map(|(_, rank)| Rank::new(rank)).collect())
+    }
+
+    fn members(&self, round: u64) -> Result<&[WorkerId]> {
+        let world = self.worlds.iter().find(|(number, _)| *number == round);
+        world.map(|(_, members)| members.as_slice()).ok_or_else(|| unknown(round))
+    }
+}
+
+fn unknown(round: u64) -> Error {
+    Error::protocol(format!(
+        "other workers are in the middle of a step of round {round}, which this one does not know"
+    ))
+}
+
+fn connect(rendezvous: Rendezvous, options: &Options) -> Result<ProcessGroup> {
+    let timeout = options.group.timeout;
+    let connecting = GroupOptions { timeout: timeout.min(options.connect_timeout), ..options.group.clone() };
+    Ok(ProcessGroup::join(rendezvous, connecting)?.with_timeout(timeout))
+}
+
+/// Where each rank of the new group was cut off: the first collective of every round, of 40 bytes a rank.
+fn exchange(group: &ProcessGroup, position: Option<Position>) -> Result<Vec<Option<Position>>> {
+    let mut received = vec![0_i64; NUMBERS * group.world_size().count()];
+    group.all_gather(&Position::encode(position), &mut received)?;
+    Ok(received.as_chunks::<NUMBERS>().0.iter().map(|numbers| Position::decode(*numbers)).collect())
+}
+
+/// Why the group has failed, if it has.
+pub(super) fn failure_of(group: &ProcessGroup) -> Option<Error> {
+    let deadline = Deadline::after(HEARSAY);
+    while group.failure().is_none() && !deadline.has_passed() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    group.failure()
+}
+
+/// Is another rank to blame, so that the others can go on without it? Where calls or states differ, going on would only
+/// repeat it.
+pub(super) fn is_a_peers(cause: &Error, me: Rank) -> bool {
+    let lost = cause.is_peer_failure() || cause.is_peer_left() || cause.is_timeout();
+    let own = cause.rank().is_none_or(|rank| rank == me);
+    lost || !(own || cause.is_mismatch() || cause.is_invalid_argument())
 }

@@ -1,20 +1,15 @@
 //! The loop around a training loop.
 
-use std::time::Duration;
-
+use super::context::Ended;
 use super::members::Verdict;
 use super::options::Launched;
-use super::session::{Met, Round, Session};
+use super::retry::Course;
+use super::rounds::{Next, Rounds, failure_of, is_a_peers};
 use super::snapshot::Snapshot;
 use super::{Context, Options, State, agreement};
-use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::group::{GroupOptions, ProcessGroup};
-use crate::rank::Rank;
+use crate::group::ProcessGroup;
 use crate::rendezvous;
-
-/// How long a group may take to hear of a failure that its sub-group has seen.
-const HEARSAY: Duration = Duration::from_millis(200);
 
 /// [`run_with`], with [`Options::from_env`].
 pub fn run<S: State, T, E: From<Error>>(
@@ -51,56 +46,50 @@ pub fn run_with<S: State, T, E: From<Error>>(
     let Some(launched) = Launched::from_process()? else {
         return once(options, state, &mut snapshot, work);
     };
-    let session = Session::start(&launched, options)?;
+    let mut rounds = Rounds::start(&launched, options)?;
     // What a group that failed at the very end would have returned.
     let mut finished = None;
-    let mut left = 0;
     // Does the state differ from the snapshot?
     let mut dirty = false;
     loop {
-        let Round { number, rendezvous, members } = match session.meet(left)? {
-            Met::Round(round) => round,
-            Met::Over(verdict) => {
-                session.over();
-                return Ok(over(verdict, finished, launched.settings.reset_limit)?);
-            }
-        };
-        (left, finished) = (number, None);
-        let rank = rendezvous.rank;
-        tracing::debug!(
-            round = number,
-            rank = rank.get(),
-            world = rendezvous.world_size.get(),
-            "a new group"
-        );
-        let group = match connect(rendezvous, options) {
-            Ok(group) => group,
-            Err(cause) if is_a_peers(&cause, rank) => {
-                session.leave(&members, Some(&cause))?;
-                continue;
-            }
-            Err(error) => return Err(error.into()),
-        };
-        session.enter(number, &group);
+        if rounds.current().is_none()
+            && let Next::Over(verdict) = rounds.next(None)?
+        {
+            let limit = rounds.reset_limit();
+            rounds.over();
+            return Ok(over(verdict, finished, limit)?);
+        }
+        let Some((round, group)) = rounds.current() else { continue };
+        finished = None;
+        let place = (group.rank(), group.world_size());
         let mut context = Context {
             state: &mut *state,
             snapshot: &mut snapshot,
             group: group.clone(),
             drift: options.drift,
-            session: Some(&session),
-            round: number,
-            interrupted: false,
+            rounds: Some(&mut rounds),
+            round,
+            course: Course::new(round),
+            place,
+            ended: None,
+            kept: Vec::new(),
         };
         let outcome = round_of(&mut context, &group, &mut dirty, &mut work);
-        let interrupted = context.interrupted;
+        // A step may have led to another.
+        let (ended, number, group) = (context.ended, context.round, context.group.clone());
         drop(context);
         // Before a peer's failure can hide it: the others would take these parts for a commit.
         snapshot.whole()?;
+        let rank = group.rank();
         let cause = match outcome {
-            _ if interrupted && group.failure().is_none() => None,
+            // What a loop that has swallowed that news returns does not count.
+            _ if ended.is_some() => match group.failure() {
+                Some(cause) if !is_a_peers(&cause, rank) => return Err(cause.into()),
+                cause => cause,
+            },
             Ok(value) => match group.barrier() {
                 Ok(()) => {
-                    session.done(number);
+                    rounds.done();
                     return Ok(value);
                 }
                 Err(cause) if is_a_peers(&cause, rank) => {
@@ -109,22 +98,33 @@ pub fn run_with<S: State, T, E: From<Error>>(
                 }
                 Err(error) => return Err(error.into()),
             },
-            Err(error) => match failure_of(&group) {
-                Some(cause) if is_a_peers(&cause, rank) => Some(cause),
-                Some(_) => return Err(error),
-                // The group is sound; has a call handed out what another rank has met with?
-                None => Some(group.was_told().ok_or(error)?),
+            Err(error) => match (failure_of(&group), group.was_told()) {
+                (Some(cause), _) if is_a_peers(&cause, rank) => Some(cause),
+                // The group is sound; a call has handed out what another rank has met with.
+                (None, Some(told)) => Some(told),
+                (failure, _) => {
+                    if failure.is_none() && number != round {
+                        tracing::warn!(
+                            round = number,
+                            "the loop has failed in a group that stands; has it used the one with which it was called, and \
+                             not Context::group()?"
+                        );
+                    }
+                    return Err(error);
+                }
             },
         };
         // After a commit that has interrupted it, too, the loop may have gone on.
         dirty = true;
-        match &cause {
-            Some(cause) => {
+        match (&cause, ended) {
+            (Some(cause), _) => {
                 tracing::warn!(round = number, %cause, "the group has failed; this worker meets the others anew")
             }
-            None => tracing::info!(round = number, "workers have come; all meet anew"),
+            // The new group stands already.
+            (None, Some(Ended::GoneBack)) => continue,
+            (None, _) => tracing::info!(round = number, "workers have come; all meet anew"),
         }
-        session.leave(&members, cause.as_ref())?;
+        rounds.leave(cause.as_ref())?;
         // Before the others hear that this worker is ready for the next.
         drop(group);
     }
@@ -139,12 +139,23 @@ fn once<S: State, T, E: From<Error>>(
 ) -> Result<T, E> {
     let group = ProcessGroup::join(rendezvous::from_env(options.group.timeout)?, options.group.clone())?;
     let drift = options.drift;
-    let mut context =
-        Context { state, snapshot, group: group.clone(), drift, session: None, round: 1, interrupted: false };
+    let place = (group.rank(), group.world_size());
+    let mut context = Context {
+        state,
+        snapshot,
+        group: group.clone(),
+        drift,
+        rounds: None,
+        round: 1,
+        course: Course::new(1),
+        place,
+        ended: None,
+        kept: Vec::new(),
+    };
     round_of(&mut context, &group, &mut false, &mut work)
 }
 
-/// What there is to do with one group.
+/// What there is to do with one group, and those to which steps lead from it.
 fn round_of<S: State, T, E: From<Error>>(
     context: &mut Context<'_, S>,
     group: &ProcessGroup,
@@ -158,12 +169,6 @@ fn round_of<S: State, T, E: From<Error>>(
     outcome
 }
 
-fn connect(rendezvous: rendezvous::Rendezvous, options: &Options) -> Result<ProcessGroup> {
-    let timeout = options.group.timeout;
-    let connecting = GroupOptions { timeout: timeout.min(options.connect_timeout), ..options.group.clone() };
-    Ok(ProcessGroup::join(rendezvous, connecting)?.with_timeout(timeout))
-}
-
 /// Makes the state the same on every rank.
 fn begin<S: State>(context: &mut Context<'_, S>, dirty: &mut bool) -> Result<()> {
     let changed = agreement::sync(&context.group, context.snapshot, context.drift)?;
@@ -172,23 +177,6 @@ fn begin<S: State>(context: &mut Context<'_, S>, dirty: &mut bool) -> Result<()>
     }
     *dirty = false;
     Ok(())
-}
-
-/// Why the group has failed, if it has.
-fn failure_of(group: &ProcessGroup) -> Option<Error> {
-    let deadline = Deadline::after(HEARSAY);
-    while group.failure().is_none() && !deadline.has_passed() {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    group.failure()
-}
-
-/// Is another rank to blame, so that the others can go on without it? Where calls or states differ, going on would only
-/// repeat it.
-fn is_a_peers(cause: &Error, me: Rank) -> bool {
-    let lost = cause.is_peer_failure() || cause.is_peer_left() || cause.is_timeout();
-    let own = cause.rank().is_none_or(|rank| rank == me);
-    lost || !(own || cause.is_mismatch() || cause.is_invalid_argument())
 }
 
 /// What the end of the job is to this worker: what it would have returned counts only if the others have succeeded too.

@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 use super::journal::{self, Journal, Read, STRIDE};
 use super::members::{Clock, Departure, Entry, Settings, State, Step, Verdict, Worker, WorkerId};
 use super::options::{Launched, Options};
-use super::rounds::{self, RoundStore};
+use super::round_store::{self, RoundStore};
 use crate::deadline::Deadline;
 use crate::env::Meeting;
 use crate::error::{Error, Kind, Result};
@@ -35,7 +35,7 @@ const LAST_WORD: Duration = Duration::from_secs(1);
 
 /// What comes of waiting for a round.
 pub(super) enum Met {
-    Round(Round),
+    Round(Box<Round>),
     Over(Verdict),
 }
 
@@ -44,6 +44,8 @@ pub(super) struct Round {
     pub(super) number: u64,
     pub(super) rendezvous: Rendezvous,
     pub(super) members: Vec<WorkerId>,
+    /// Was this worker given up before, so that it has come as another?
+    pub(super) rejoined: bool,
 }
 
 pub(super) struct Session {
@@ -128,12 +130,19 @@ impl Session {
         self.shared.seen.lock().state.is_awaited()
     }
 
-    /// Waits for the next round, which begins when all members of this one have left it.
-    pub(super) fn meet(&self, left: u64) -> Result<Met> {
+    /// The number under which this worker takes part now.
+    pub(super) fn id(&self) -> WorkerId {
+        self.shared.seen.lock().me.id
+    }
+
+    /// Waits for the next round, which begins when all members of this one have left it; at once, if all survivors hold a
+    /// step that was cut off.
+    pub(super) fn meet(&self, left: u64, holds: bool) -> Result<Met> {
         let mut clock =
             Clock::new(self.options.first_call, self.options.last_call, self.options.join_timeout);
-        let mut left = left;
-        self.ready(left)?;
+        let (mut left, mut holds) = (left, holds);
+        let before = self.id();
+        self.ready(left, holds)?;
         let shared = &*self.shared;
         loop {
             let mut seen = shared.seen.lock();
@@ -152,6 +161,7 @@ impl Session {
                 // It was given up, and comes back as another.
                 drop(seen);
                 tracing::warn!("the other workers have gone on without this one; it joins them again");
+                holds = false;
                 self.join()?;
                 continue;
             }
@@ -159,12 +169,14 @@ impl Session {
                 && let Some(rank) = seen.state.rank(me)
             {
                 if !seen.state.is_gathering() {
-                    return self.round(&mut seen, rank).map(Met::Round);
+                    return self
+                        .round(&mut seen, rank, me != before)
+                        .map(|round| Met::Round(Box::new(round)));
                 }
                 // Somebody has left it before it came together.
                 left = round;
                 drop(seen);
-                self.ready(left)?;
+                self.ready(left, holds)?;
                 continue;
             }
             let now = Instant::now();
@@ -174,7 +186,7 @@ impl Session {
                 }
                 Step::LastCall => {
                     drop(seen);
-                    shared.append(&Entry::LastCall { round: round + 1 })?;
+                    shared.append(&Entry::LastCall { round: round + 1, nonce: random()? })?;
                     shared.wait_for_news();
                 }
                 Step::GiveUp(late, after) => {
@@ -236,7 +248,7 @@ impl Session {
     }
 
     /// Says that the group of round `left` has been left, if it was this worker's.
-    fn ready(&self, left: u64) -> Result<()> {
+    fn ready(&self, left: u64, holds: bool) -> Result<()> {
         let worker = {
             let seen = self.shared.seen.lock();
             if seen.state.round() != left || seen.state.rank(seen.me.id).is_none() {
@@ -244,7 +256,7 @@ impl Session {
             }
             seen.me.id
         };
-        self.shared.append(&Entry::Ready { round: left, worker })
+        self.shared.append(&Entry::Ready { round: left, worker, holds })
     }
 
     /// Wants to take part, under a new number.
@@ -274,7 +286,7 @@ impl Session {
         }
     }
 
-    fn round(&self, seen: &mut Seen, rank: usize) -> Result<Round> {
+    fn round(&self, seen: &mut Seen, rank: usize, rejoined: bool) -> Result<Round> {
         let number = seen.state.round();
         let members: Vec<WorkerId> = seen.state.members().map(|worker| worker.id).collect();
         let world_size = WorldSize::new(u32::try_from(members.len()).unwrap_or(u32::MAX))?;
@@ -291,7 +303,7 @@ impl Session {
             key: self.key.clone(),
             ..rendezvous::alone()
         };
-        Ok(Round { number, rendezvous, members })
+        Ok(Round { number, rendezvous, members, rejoined })
     }
 }
 
@@ -502,7 +514,7 @@ fn tidy(shared: &Shared, deadline: Deadline) -> Result<()> {
     if let Some((state, index)) = stop {
         journal::trim(&*shared.store, index, &state, deadline)?;
     }
-    rounds::sweep(&*shared.store, round, deadline)
+    round_store::sweep(&*shared.store, round, deadline)
 }
 
 /// The counter of a place: whoever comes next there goes on with it, so there are never more than places.
@@ -510,7 +522,7 @@ fn beat(worker: &Worker) -> String {
     format!("beat/{}", worker.place)
 }
 
-fn random() -> Result<u64> {
+pub(super) fn random() -> Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)
         .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;

@@ -45,7 +45,8 @@ pub trait State {
     fn load(&mut self, parts: &Parts) -> Result<()>;
 
     /// Takes part in `group`, on all of whose ranks the state is the same by now: makes what is bound to a group and must be
-    /// part of the state, such as a model that averages its gradients. Called before each call of the loop. By default
+    /// part of the state, such as a model that averages its gradients. Called before each call of the loop, and in it when a
+    /// [step](super::Context::step) has [changed](super::Step::changed) the world, after [`leave`](Self::leave). By default
     /// nothing.
     ///
     /// # Errors

@@ -19,6 +19,9 @@ impl Reducer {
     /// On every rank, if the ranks' owners differ, or there is not one for each parameter.
     pub fn deal_out(&mut self, owners: Vec<Rank>) -> Result<()> {
         self.check_failure()?;
+        if self.kept.is_some() {
+            self.check_repeatable(true, true)?;
+        }
         if self.group.world_size().get() == 1 {
             return Ok(());
         }

@@ -26,6 +26,7 @@
 //! # }
 //! ```
 
+mod again;
 mod bucket;
 mod dealt;
 pub mod hooks;
@@ -50,6 +51,7 @@ pub use options::{ParameterSpec, ReducerOptions};
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::verify_state;
 
+use self::again::Kept;
 use self::bucket::Bucket;
 use self::hooks::{AllReduce, CommHook, Metered};
 use self::plan::{Limits, Plan};
@@ -65,7 +67,8 @@ use crate::trace::Trace;
 
 /// Averages the gradients of one model over the ranks of a group. See the [module](self).
 ///
-/// A failure is final: the group is aborted, so that every rank gets the cause, and every later call returns it.
+/// A failure is final: the group is aborted, so that every rank gets the cause, and every later call returns it. Only if it
+/// [keeps gradients](Self::keep_gradients) can a reducer go on in another group.
 pub struct Reducer {
     group: Arc<dyn Communicator>,
     trace: Trace,
@@ -91,6 +94,8 @@ pub struct Reducer {
     /// What this rank had no gradient for in the last step.
     absent: Vec<usize>,
     warnings: unused::Warnings,
+    /// If a step can be averaged again.
+    kept: Option<Kept>,
     failure: Option<Error>,
 }
 
@@ -180,6 +185,7 @@ impl Reducer {
             meter: Metered::new(group.clone()),
             absentees,
             phase: Phase::New,
+            kept: None,
             failure: None,
             group,
             parameters,
@@ -207,6 +213,7 @@ impl Reducer {
         {
             return Err(self.fail(error));
         }
+        self.begin_keeping();
         self.state.reset(&self.plan);
         self.phase = Phase::Backward { since: Instant::now() };
         if let Absentees::Known(absent) = &self.absentees {
@@ -222,6 +229,9 @@ impl Reducer {
     /// On every rank, if the ranks' hooks or their settings differ.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.check_failure()?;
+        if self.kept.is_some() {
+            self.check_repeatable(false, hook.is_stateless())?;
+        }
         let description = vec![("communication hook".to_owned(), hook.describe())];
         let contract = Contract { parameters: Vec::new(), options: description, plan_hash: 0 };
         verify::verify(&*self.group, &contract).map_err(|error| self.fail(error))?;
@@ -271,7 +281,8 @@ impl Reducer {
     /// On every rank, if a parameter got no gradient on any of them; the error names it. With
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) such a parameter counts as zero, and so it does
     /// with [`static_graph`](ReducerOptions::static_graph) if it got none in the first step. On every rank also if an
-    /// averaging failed.
+    /// averaging failed; then, if gradients are [kept](Self::keep_gradients), they can be averaged again in
+    /// [another group](Self::finish_in).
     pub fn finish(&mut self) -> Result<()> {
         self.check_failure()?;
         let Phase::Backward { since } = self.phase else {
@@ -279,7 +290,10 @@ impl Reducer {
         };
         let backward_end = Instant::now();
         if let Err(error) = self.close().and_then(|used| self.wait(used)) {
-            return Err(self.fail(error));
+            return match self.suspend(error.clone()) {
+                Ok(()) => Err(error),
+                Err(error) => Err(self.fail(error)),
+            };
         }
         self.phase = Phase::Averaged;
         self.arrival.clear();
@@ -400,27 +414,34 @@ impl Reducer {
             self.buckets[..advance.launch.start].iter_mut().for_each(Bucket::observe);
         }
         for bucket in advance.launch {
-            let place = (bucket, self.plan.buckets.len());
-            self.buckets[bucket].launch(&mut *self.hook, &self.meter, place)?;
+            self.launch(bucket)?;
         }
         Ok(())
     }
 
     /// Deals with the parameters that got no gradient; gives the exchange of who used what, if there is one.
     fn close(&mut self) -> Result<Option<Work>> {
-        let absent = self.state.absent();
+        // When it is called again for another group, all gradients are there.
+        let again = self.kept.as_ref().is_some_and(|kept| kept.closed);
+        let absent = if again { self.absent.clone() } else { self.state.absent() };
         if matches!(self.absentees, Absentees::Refused | Absentees::Known(_)) {
-            return match absent.is_empty() {
-                true => Ok(None),
-                false => Err(unused::error(self.group.rank(), &self.parameters, &absent)),
-            };
+            if !absent.is_empty() {
+                return Err(unused::error(self.group.rank(), &self.parameters, &absent));
+            }
+            return self.launch_suspended().map(|()| None);
         }
         let mut used = Buffer::from_slice(&vec![1u8; self.parameters.len()]);
         for &index in &absent {
             used.as_bytes_mut()[index] = 0;
         }
-        self.fill_absent(&absent)?;
+        if !again {
+            self.fill_absent(&absent)?;
+        }
         self.absent = absent;
+        if let Some(kept) = &mut self.kept {
+            kept.closed = true;
+        }
+        self.launch_suspended()?;
         if self.group.world_size().get() == 1 {
             return Ok(Some(Work::ready(Ok(used))));
         }
@@ -456,6 +477,9 @@ impl Reducer {
             self.warnings.step(self.group.rank(), &self.parameters, &self.absent, &self.used);
             if self.absentees == Absentees::Learned {
                 self.absentees = Absentees::Known(std::mem::take(&mut self.absent));
+                if let Some(kept) = &mut self.kept {
+                    kept.learned = true;
+                }
             }
         }
         Ok(())

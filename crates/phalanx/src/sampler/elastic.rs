@@ -1,5 +1,7 @@
 //! Indices for a world whose size changes in the middle of an epoch.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use super::permutation::random_permutation;
@@ -50,16 +52,35 @@ pub struct ElasticSampler {
     tail: Tail,
     epoch: u64,
     consumed: usize,
+    /// Places before `consumed` that have been put back, and come next.
+    again: Vec<usize>,
+    /// What was dealt out last: to be put back before the next deal or never.
+    #[serde(skip)]
+    last: Option<Deal>,
     /// The order of an epoch, once it was needed.
     #[serde(skip)]
     order: Option<(u64, Vec<usize>)>,
+}
+
+/// The places of one step: those that came again, and then a part of the order.
+#[derive(Clone, Debug)]
+struct Deal {
+    again: Vec<usize>,
+    range: Range<usize>,
+    ranks: usize,
+}
+
+impl Deal {
+    fn places(&self, rank: usize) -> impl Iterator<Item = usize> {
+        self.again.iter().copied().chain(self.range.clone()).skip(rank).step_by(self.ranks)
+    }
 }
 
 impl PartialEq for ElasticSampler {
     /// Do they stand at the same place of the same order?
     fn eq(&self, other: &Self) -> bool {
         let place = |it: &Self| (it.samples, it.shuffle, it.seed, it.tail, it.epoch, it.consumed);
-        place(self) == place(other)
+        place(self) == place(other) && self.again == other.again
     }
 }
 
@@ -67,7 +88,8 @@ impl ElasticSampler {
     /// A sampler for a data set of `samples`: shuffled with seed 0, at the start of epoch 0.
     pub fn new(samples: usize) -> Self {
         let (shuffle, tail) = (true, Tail::default());
-        Self { samples, shuffle, seed: 0, tail, epoch: 0, consumed: 0, order: None }
+        let (again, last, order) = (Vec::new(), None, None);
+        Self { samples, shuffle, seed: 0, tail, epoch: 0, consumed: 0, again, last, order }
     }
 
     /// Shuffle anew in every epoch? True by default.
@@ -93,20 +115,22 @@ impl ElasticSampler {
         self.epoch
     }
 
-    /// How many samples of the epoch have been dealt out, to all ranks together.
+    /// How many samples of the epoch have been dealt out, to all ranks together, and not [put back](Self::put_back).
     pub fn consumed(&self) -> usize {
-        self.consumed
+        self.consumed.saturating_sub(self.again.len())
     }
 
     /// To the start of the next epoch, wherever this one has come to.
     pub fn next_epoch(&mut self) {
         (self.epoch, self.consumed) = (self.epoch.wrapping_add(1), 0);
+        self.again.clear();
+        self.last = None;
     }
 
     /// How many steps are left in this epoch, if the world stays as it is.
     pub fn steps_left(&self, batch: usize, world: WorldSize) -> usize {
         let (left, step) =
-            (self.samples - self.consumed.min(self.samples), batch.saturating_mul(world.count()));
+            (self.samples - self.consumed().min(self.samples), batch.saturating_mul(world.count()));
         match self.tail {
             _ if step == 0 => 0,
             Tail::Drop => left / step,
@@ -121,17 +145,42 @@ impl ElasticSampler {
             return None;
         }
         let ranks = world.count();
-        let from = self.consumed;
-        let until = self.samples.min(from.saturating_add(batch.saturating_mul(ranks)));
+        let all = batch.saturating_mul(ranks);
+        let again: Vec<usize> = self.again.drain(..all.min(self.again.len())).collect();
+        let until = self.samples.min(self.consumed.saturating_add(all - again.len()));
+        let deal = Deal { again, range: self.consumed.min(until)..until, ranks };
         self.consumed = until;
-        let repeat = (self.tail == Tail::Repeat).then(|| (until - from).div_ceil(ranks));
+        let repeat = self.tail == Tail::Repeat;
         let order = self.order();
         let mut indices: Vec<usize> =
-            order[from..until].iter().skip(rank.index()).step_by(ranks).copied().collect();
-        if repeat.is_some_and(|length| indices.len() < length) {
+            deal.places(rank.index()).filter_map(|place| order.get(place)).copied().collect();
+        let longest = (deal.again.len() + deal.range.len()).div_ceil(ranks);
+        if repeat && indices.len() < longest {
             indices.push(order[rank.index() % order.len()]);
         }
+        self.last = Some(deal);
         Some(indices)
+    }
+
+    /// The samples that the last [`next_batch`](Self::next_batch) dealt out to the ranks `missing` have not counted: they are
+    /// dealt out again, first. Every rank calls it alike, after the step and before the next batch, as
+    /// [`Step::missing`](crate::elastic::Step::missing) says; with none it does nothing.
+    ///
+    /// ```
+    /// # use phalanx::sampler::ElasticSampler;
+    /// # use phalanx::{Rank, WorldSize};
+    /// let mut sampler = ElasticSampler::new(10).shuffle(false);
+    /// let two = WorldSize::new(2)?;
+    /// assert_eq!(sampler.next_batch(2, Rank::MAIN, two), Some(vec![0, 2])); // rank 1 has 1 and 3, and dies
+    /// sampler.put_back(&[Rank::new(1)]);
+    /// assert_eq!(sampler.next_batch(4, Rank::MAIN, WorldSize::ONE), Some(vec![1, 3, 4, 5]));
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    pub fn put_back(&mut self, missing: &[Rank]) {
+        let Some(deal) = self.last.take() else { return };
+        for rank in missing.iter().filter(|rank| rank.index() < deal.ranks) {
+            self.again.extend(deal.places(rank.index()));
+        }
     }
 
     fn order(&mut self) -> &[usize] {
@@ -187,18 +236,28 @@ mod tests {
         #[test]
         fn whatever_the_worlds_each_sample_counts_once(
             samples in 0..400_usize, batch in 1..9_usize, seed in any::<u64>(), tail in tail(),
-            // The world of each step, and whether the step is lost: all go back to the last commit.
-            steps in proptest::collection::vec((1..7_u32, 0..4_u8), 1..60),
+            // The world of each step, whether the step is lost, so that all go back to the last commit, and whose part of it
+            // is missing.
+            steps in proptest::collection::vec((1..7_u32, 0..4_u8, 0..256_u32), 1..60),
         ) {
             let mut sampler = ElasticSampler::new(samples).seed(seed).tail(tail);
             let mut seen = vec![0; samples];
             let mut committed = (sampler.clone(), seen.clone());
-            for (world, fate) in steps.into_iter().cycle() {
+            for (world, fate, lost) in steps.into_iter().cycle() {
                 let Some(batches) = step(&mut sampler, batch, world) else { break };
                 let lengths = batches.iter().map(Vec::len);
                 let (least, most) = (lengths.clone().min().unwrap(), lengths.max().unwrap());
                 prop_assert!(most <= batch && most - least <= usize::from(tail == Tail::Split));
-                batches.iter().flatten().for_each(|index| seen[*index] += 1);
+                // Somebody lives on; and it has a sample that nobody has had, or this would never end.
+                let survivor = (lost % world) as usize;
+                let gets_on = batches[survivor].iter().any(|index| seen[*index] == 0);
+                let dies = |rank: &u32| gets_on && lost & (1 << rank) != 0 && *rank as usize != survivor;
+                let missing: Vec<Rank> = (0..world).filter(dies).map(Rank::new).collect();
+                let (before, counted) = (sampler.consumed(), batches.iter().zip((0..world).map(Rank::new)));
+                let counted = counted.filter(|(_, rank)| !missing.contains(rank)).flat_map(|(batch, _)| batch);
+                counted.for_each(|index| seen[*index] += 1);
+                sampler.put_back(&missing);
+                prop_assert!(sampler.consumed() <= before && (!missing.is_empty() || sampler.consumed() == before));
                 if fate == 0 && committed.0.consumed() < sampler.consumed() && seed % 3 != 0 {
                     // As it comes back from a commit: written and read.
                     let bytes = postcard::to_stdvec(&committed.0).unwrap();
@@ -238,6 +297,24 @@ mod tests {
                 assert_eq!(all, other.indices());
             }
         }
+    }
+
+    #[test]
+    fn what_was_put_back_comes_first_and_only_once() {
+        let mut sampler = ElasticSampler::new(12).shuffle(false);
+        assert_eq!(step(&mut sampler, 2, 3), Some(vec![vec![0, 3], vec![1, 4], vec![2, 5]]));
+        sampler.put_back(&[Rank::new(2), Rank::new(7)]);
+        sampler.put_back(&[Rank::new(1)]);
+        assert_eq!((sampler.consumed(), sampler.steps_left(2, WorldSize::new(2).unwrap())), (4, 2));
+        assert_eq!(step(&mut sampler, 2, 2), Some(vec![vec![2, 6], vec![5, 7]]));
+        // What comes again may be lost again.
+        sampler.put_back(&[Rank::new(1)]);
+        assert_eq!(step(&mut sampler, 1, 1), Some(vec![vec![5]]));
+        sampler.put_back(&[]);
+        assert_eq!(step(&mut sampler, 2, 3), Some(vec![vec![7, 10], vec![8, 11], vec![9]]));
+        sampler.next_epoch();
+        sampler.put_back(&[Rank::MAIN]);
+        assert_eq!((sampler.consumed(), step(&mut sampler, 1, 1)), (0, Some(vec![vec![0]])));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::super::members::{Departure, Settings, Worker, WorkerId};
-use super::super::rounds::{RoundStore, sweep};
+use super::super::round_store::{RoundStore, sweep};
 use super::*;
 use crate::store::MemoryStore;
 
@@ -106,7 +106,7 @@ fn who_was_stopped_while_he_wrote_writes_again_and_nobody_reads_what_is_in_a_hol
     let mut other = Reader::new(&store);
     other.read_up_to(STRIDE + 3);
     other.trim();
-    let entry = Entry::LastCall { round: 9 };
+    let entry = Entry::LastCall { round: 9, nonce: 1 };
     let index = late.log.append(&entry.to_bytes().unwrap(), limit()).unwrap();
     assert_eq!(index, 5);
     // Before he knows it, another one reads.
@@ -164,10 +164,10 @@ fn the_store_of_a_job_with_ten_thousand_kills_stays_small() {
             }
             group.add("arrived", 1, limit()).unwrap();
         }
-        append(Entry::Exited { place: victim as u32, process: dead as u32 });
+        append(Entry::Exited { place: victim as u32, process: dead as u32, nonce: kill });
         for id in places.iter().filter(|id| **id != dead) {
             append(Entry::Gone { worker: WorkerId(dead), by: WorkerId(*id), why: Departure::Died });
-            append(Entry::Ready { round, worker: WorkerId(*id) });
+            append(Entry::Ready { round, worker: WorkerId(*id), holds: false });
         }
         let end = append(Entry::Join { worker: worker(successor, victim as u32), settings: SETTINGS });
         places[victim] = successor;

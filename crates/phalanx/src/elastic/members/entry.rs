@@ -78,21 +78,23 @@ impl fmt::Display for Departure {
     }
 }
 
-/// An entry of the log. Each differs from all others, or says what is true however often it is said.
+/// An entry of the log. Who appends one takes an equal one, wherever it finds it, for its own. So what is true of a moment
+/// carries a random number; all else is true however often it is said.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Entry {
     /// A worker wants to take part from the next round on.
     Join { worker: Worker, settings: Settings },
-    /// A member has left the group of this round, and waits for the next.
-    Ready { round: u64, worker: WorkerId },
+    /// A member has left the group of this round, and waits for the next. Does it hold a step that was cut off, and that the
+    /// survivors can do again?
+    Ready { round: u64, worker: WorkerId, holds: bool },
     /// Enough workers wait for this round, and have waited long enough for more.
-    LastCall { round: u64 },
+    LastCall { round: u64, nonce: u64 },
     /// A worker is gone, as `by` says.
     Gone { worker: WorkerId, by: WorkerId, why: Departure },
     /// All members of this round have done what there was to do: one of them knows.
     Done { round: u64, worker: WorkerId },
-    /// A process has ended, as its launcher says.
-    Exited { place: u32, process: u32 },
+    /// A process has ended, as its launcher says. Its number may come again.
+    Exited { place: u32, process: u32, nonce: u64 },
     /// So many workers run, or are being started, after so many changes of that number: as long as fewer wait, it is
     /// worth waiting for the others.
     Expected { change: u64, workers: u32 },

@@ -30,9 +30,17 @@ struct Member {
 enum Standing {
     /// It may be using the round's group.
     Working,
-    /// It has left the group, and waits for the next.
-    Ready,
+    /// It has left the group, and waits for the next, with or without a step in its hands.
+    Ready {
+        holds: bool,
+    },
     Gone(Departure),
+}
+
+impl Member {
+    fn is_ready(&self) -> bool {
+        matches!(self.standing, Standing::Ready { .. })
+    }
 }
 
 /// How the job ended.
@@ -56,18 +64,24 @@ impl State {
         }
         match entry {
             Entry::Join { worker, settings } => self.join(worker, settings)?,
-            Entry::Ready { round, worker } if round == self.round => self.ready(worker),
-            Entry::LastCall { round } if round == self.round + 1 && self.has_enough() => self.begin(),
+            Entry::Ready { round, worker, holds } if round == self.round => self.ready(worker, holds),
+            Entry::LastCall { round, .. } if round == self.round + 1 && self.has_enough() => {
+                self.begin_with(false)
+            }
             Entry::Gone { worker, why, .. } => self.leave(worker, why),
             Entry::Done { round, worker } if round == self.round && self.rank(worker).is_some() => {
                 self.verdict = Some(Verdict::Done);
             }
-            Entry::Exited { place, process } => self.exited(place, process),
+            Entry::Exited { place, process, .. } => self.exited(place, process),
             Entry::Expected { workers, .. } => self.expected = Some(workers),
             Entry::Ready { .. } | Entry::LastCall { .. } | Entry::Done { .. } => {}
         }
-        if self.verdict.is_none() && self.is_full() {
-            self.begin();
+        if self.verdict.is_none() {
+            if self.can_resume() {
+                self.begin_with(true);
+            } else if self.is_full() {
+                self.begin_with(false);
+            }
         }
         Ok(())
     }
@@ -94,10 +108,10 @@ impl State {
         Ok(())
     }
 
-    fn ready(&mut self, id: WorkerId) {
+    fn ready(&mut self, id: WorkerId, holds: bool) {
         let working = |member: &&mut Member| member.worker.id == id && member.standing == Standing::Working;
         if let Some(member) = self.members.iter_mut().find(working) {
-            member.standing = Standing::Ready;
+            member.standing = Standing::Ready { holds };
         }
     }
 
@@ -119,21 +133,32 @@ impl State {
         gone.into_iter().for_each(|id| self.leave(id, Departure::Exited));
     }
 
-    /// Those who wait become the members, the survivors first, in their old order.
-    fn begin(&mut self) {
+    /// Those who wait become the members, the survivors first, in their old order; or the survivors alone.
+    fn begin_with(&mut self, alone: bool) {
         let Some(settings) = self.settings else { return };
         if settings.reset_limit.is_some_and(|limit| self.round > limit.into()) {
             self.verdict = Some(Verdict::TooManyRounds);
             return;
         }
         let members = std::mem::take(&mut self.members);
-        let survivors = members.into_iter().filter(|member| member.standing == Standing::Ready);
+        let survivors = members.into_iter().filter(Member::is_ready);
         let mut workers: Vec<Worker> = survivors.map(|member| member.worker).collect();
-        workers.append(&mut self.newcomers);
-        self.newcomers = workers.split_off(workers.len().min(settings.max as usize));
+        if !alone {
+            workers.append(&mut self.newcomers);
+            self.newcomers = workers.split_off(workers.len().min(settings.max as usize));
+        }
         self.members =
             workers.into_iter().map(|worker| Member { worker, standing: Standing::Working }).collect();
         self.round += 1;
+    }
+
+    /// Can the survivors do the step again that was cut off? Then they wait for nobody: a newcomer could not take part in
+    /// it, and is taken in at the next commit.
+    fn can_resume(&self) -> bool {
+        let holds = |member: &Member| member.standing == Standing::Ready { holds: true };
+        let survivors = self.members.iter().filter(|member| member.is_ready());
+        let enough = self.settings.is_some_and(|settings| survivors.clone().count() >= settings.min as usize);
+        enough && self.is_free() && survivors.clone().all(holds)
     }
 
     /// Can the next round begin, and with as many as can take part for now?
@@ -168,7 +193,7 @@ impl State {
 
     /// Who waits for the next round, in the order of the ranks there.
     pub(crate) fn waiting(&self) -> impl Iterator<Item = &Worker> {
-        let ready = self.members.iter().filter(|member| member.standing == Standing::Ready);
+        let ready = self.members.iter().filter(|member| member.is_ready());
         ready.map(|member| &member.worker).chain(&self.newcomers)
     }
 
@@ -205,7 +230,7 @@ impl State {
     pub(crate) fn gone(&self) -> impl Iterator<Item = (usize, &Worker, &Departure)> {
         self.members.iter().enumerate().filter_map(|(rank, member)| match &member.standing {
             Standing::Gone(why) => Some((rank, &member.worker, why)),
-            Standing::Working | Standing::Ready => None,
+            Standing::Working | Standing::Ready { .. } => None,
         })
     }
 
@@ -262,7 +287,7 @@ pub fn fuzz(mut bytes: &[u8]) -> bool {
     if let Some(mut state) = snapshot {
         let ids: Vec<WorkerId> = state.members().chain(state.waiting()).map(|worker| worker.id).collect();
         ids.into_iter().for_each(|id| drop(state.watched_by(id)));
-        let _ = state.apply(Entry::LastCall { round: state.round().saturating_add(1) });
+        let _ = state.apply(Entry::LastCall { round: state.round().saturating_add(1), nonce: 0 });
     }
     let (mut state, mut any) = (State::default(), false);
     while let Ok((entry, rest)) = postcard::take_from_bytes::<Entry>(bytes) {

@@ -28,7 +28,15 @@ fn gone(id: u64) -> Entry {
 }
 
 fn ready(round: u64, id: u64) -> Entry {
-    Entry::Ready { round, worker: WorkerId(id) }
+    Entry::Ready { round, worker: WorkerId(id), holds: false }
+}
+
+fn holding(round: u64, id: u64) -> Entry {
+    Entry::Ready { round, worker: WorkerId(id), holds: true }
+}
+
+fn last_call(round: u64) -> Entry {
+    Entry::LastCall { round, nonce: 0 }
 }
 
 fn after(entries: impl IntoIterator<Item = Entry>) -> State {
@@ -61,19 +69,59 @@ fn a_full_world_begins_at_once_and_survivors_come_first() {
 fn a_last_call_counts_only_when_all_have_left() {
     let all = settings(1, 3);
     let mut state = after([join(1, all), join(2, all), join(3, all), gone(2), ready(1, 1)]);
-    state.apply(Entry::LastCall { round: 2 }).unwrap();
+    state.apply(last_call(2)).unwrap();
     assert_eq!(state.round(), 1, "3 still works");
     state.apply(ready(1, 3)).unwrap();
-    state.apply(Entry::LastCall { round: 1 }).unwrap();
+    state.apply(last_call(1)).unwrap();
     assert_eq!(state.round(), 1, "an old one");
-    state.apply(Entry::LastCall { round: 2 }).unwrap();
+    state.apply(last_call(2)).unwrap();
     assert_eq!((state.round(), members(&state)), (2, vec![1, 3]));
+}
+
+#[test]
+fn what_is_said_of_another_moment_is_another_entry() {
+    use std::sync::Arc;
+
+    use crate::deadline::Deadline;
+    use crate::rendezvous::membership::{Log, log};
+    use crate::store::{MemoryStore, SharedStore};
+
+    // Each author looks for the end of the log from its start; the process's number comes again.
+    let store: SharedStore = Arc::new(MemoryStore::new());
+    let deadline = Deadline::after(Duration::from_secs(10));
+    for nonce in [1, 2] {
+        let exited = Entry::Exited { place: 1, process: 4, nonce }.to_bytes().unwrap();
+        Log::new(Arc::clone(&store)).append(&exited, deadline).unwrap();
+    }
+    let second = log::read(&*store, 1, deadline).unwrap();
+    assert_eq!(Entry::from_bytes(&second).unwrap(), Entry::Exited { place: 1, process: 4, nonce: 2 });
+}
+
+#[test]
+fn survivors_who_hold_a_step_wait_for_nobody() {
+    let all = settings(2, 3);
+    let start = [join(1, all), join(2, all), join(3, all), gone(2), join(9, all), holding(1, 3)];
+    let mut state = after(start.clone());
+    assert_eq!(state.round(), 1, "1 still works");
+    state.apply(holding(1, 1)).unwrap();
+    assert_eq!((state.round(), members(&state)), (2, vec![1, 3]));
+    assert!(state.is_awaited(), "9 comes in at the next commit");
+    // One that has nothing in its hands: all begin anew, and so may the newcomer.
+    let mut state = after(start);
+    state.apply(ready(1, 1)).unwrap();
+    assert_eq!((state.round(), members(&state)), (2, vec![1, 3, 9]));
+    // Too few wait for others.
+    let all = settings(3, 3);
+    let mut state = after([join(1, all), join(2, all), join(3, all), gone(2), holding(1, 1), holding(1, 3)]);
+    assert_eq!(state.round(), 1);
+    state.apply(join(9, all)).unwrap();
+    assert_eq!(members(&state), [1, 3, 9]);
 }
 
 #[test]
 fn who_waits_is_awaited_only_while_there_is_room() {
     let all = settings(1, 2);
-    let mut state = after([join(1, all), Entry::LastCall { round: 1 }]);
+    let mut state = after([join(1, all), last_call(1)]);
     assert!(!state.is_awaited());
     state.apply(join(2, all)).unwrap();
     assert!(state.is_awaited());
@@ -93,7 +141,7 @@ fn who_was_given_up_stays_so_under_its_number() {
     let mut state = after([join(1, all), join(2, all), gone(2), ready(1, 2)]);
     assert!(!state.is_present(WorkerId(2)));
     state.apply(ready(1, 1)).unwrap();
-    state.apply(Entry::LastCall { round: 2 }).unwrap();
+    state.apply(last_call(2)).unwrap();
     assert_eq!(members(&state), [1]);
     state.apply(Entry::Done { round: 2, worker: WorkerId(2) }).unwrap();
     assert_eq!(state.verdict(), None);
@@ -108,10 +156,10 @@ fn a_process_that_has_ended_is_gone_wherever_it_waited() {
     let mut state = after([join(1, all), join(2, all), join(3, all), join(4, all), ready(1, 1), ready(1, 2)]);
     // That of another process of the place says nothing of this one.
     for (place, process) in [(3, 99), (4, 104), (3, 103)] {
-        state.apply(Entry::Exited { place, process }).unwrap();
+        state.apply(Entry::Exited { place, process, nonce: 0 }).unwrap();
         assert_eq!(state.round(), 1);
     }
-    state.apply(Entry::LastCall { round: 2 }).unwrap();
+    state.apply(last_call(2)).unwrap();
     assert_eq!(members(&state), [1, 2]);
 }
 
@@ -166,7 +214,7 @@ fn the_clock_waits_for_more_then_calls_and_gives_up_who_is_late() {
     let second = start + Duration::from_secs(1);
     assert_eq!(clock.look(&state, second), Step::Wait(second + FIRST_CALL));
     assert_eq!(clock.look(&state, second + FIRST_CALL), Step::LastCall);
-    state.apply(Entry::LastCall { round: 1 }).unwrap();
+    state.apply(last_call(1)).unwrap();
     // A round that runs is nobody's delay.
     assert_eq!(clock.look(&state, start + 5 * TIMEOUT), Step::Wait(start + 6 * TIMEOUT));
     state.apply(ready(1, 1)).unwrap();
@@ -238,15 +286,17 @@ struct Job {
     workers: Vec<Sim>,
     next_id: u64,
     settings: Settings,
+    /// Do those whose group fails hold a step? One of three does not in any case.
+    holds: bool,
     /// Who was in which round, as the first who saw it begin has seen it.
     rounds: BTreeMap<u64, Vec<u64>>,
     entered: BTreeMap<u64, BTreeSet<u64>>,
 }
 
 impl Job {
-    fn new(settings: Settings) -> Self {
+    fn new(settings: Settings, holds: bool) -> Self {
         let (rounds, entered) = Default::default();
-        Self { log: Vec::new(), workers: Vec::new(), next_id: 0, settings, rounds, entered }
+        Self { log: Vec::new(), workers: Vec::new(), next_id: 0, settings, holds, rounds, entered }
     }
 
     fn come(&mut self) {
@@ -270,7 +320,8 @@ impl Job {
             assert_eq!(self.rounds.entry(round).or_insert_with(|| seen.clone()), &seen);
             // Who goes over from the one before has said that it left it.
             for id in &seen {
-                let left = self.log[..worker.read].contains(&ready(before, *id));
+                let log = &self.log[..worker.read];
+                let left = log.contains(&ready(before, *id)) || log.contains(&holding(before, *id));
                 assert!(left || !self.rounds.get(&before).is_some_and(|old| old.contains(id)));
             }
         }
@@ -280,7 +331,9 @@ impl Job {
             // The group has failed, or a commit says that others wait.
             Some(inside) if worker.state.is_gathering() || worker.state.is_awaited() || round > inside => {
                 worker.inside = None;
-                self.log.push(ready(inside, id.0));
+                // Newcomers alone end a round at a commit.
+                let holds = self.holds && worker.state.is_gathering() && !(id.0 + inside).is_multiple_of(3);
+                self.log.push(if holds { holding(inside, id.0) } else { ready(inside, id.0) });
             }
             Some(_) => {}
             None if worker.state.rank(id).is_some() && !worker.state.is_gathering() => {
@@ -288,7 +341,10 @@ impl Job {
                 self.entered.entry(round).or_default().insert(id.0);
             }
             // It was given up before it came together with the others.
-            None if worker.state.rank(id).is_some() && !self.log.contains(&ready(round, id.0)) => {
+            None if worker.state.rank(id).is_some()
+                && !self.log.contains(&ready(round, id.0))
+                && !self.log.contains(&holding(round, id.0)) =>
+            {
                 self.log.push(ready(round, id.0));
             }
             None => {}
@@ -327,7 +383,7 @@ impl Job {
             }
             Move::Call(index) => {
                 if let Some(worker) = self.workers.get(index % count).filter(|worker| worker.alive) {
-                    self.log.push(Entry::LastCall { round: worker.state.round() + 1 });
+                    self.log.push(last_call(worker.state.round() + 1));
                 }
             }
         }
@@ -358,7 +414,7 @@ impl Job {
             while alive_count(&self.workers) < self.settings.min as usize {
                 self.come();
             }
-            self.log.push(Entry::LastCall { round: round + 1 });
+            self.log.push(last_call(round + 1));
         }
         false
     }
@@ -371,9 +427,9 @@ fn alive_count(workers: &[Sim]) -> usize {
 proptest! {
     #[test]
     fn rounds_agree_nobody_is_in_two_and_there_is_always_a_next(
-        min in 1..4_u32, more in 0..3_u32, start in 0..6_usize, moves in moves(),
+        min in 1..4_u32, more in 0..3_u32, start in 0..6_usize, holds in any::<bool>(), moves in moves(),
     ) {
-        let mut job = Job::new(settings(min, min + more));
+        let mut job = Job::new(settings(min, min + more), holds);
         (0..start).for_each(|_| job.come());
         moves.into_iter().for_each(|next| job.play(next));
         prop_assert!(job.settle(), "{:?}", job.log);

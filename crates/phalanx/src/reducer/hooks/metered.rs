@@ -23,6 +23,10 @@ impl Metered {
         Self { group, bytes: AtomicU64::new(0) }
     }
 
+    pub(in super::super) fn rebind(&mut self, group: Arc<dyn Communicator>) {
+        self.group = group;
+    }
+
     pub(in super::super) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }

@@ -67,6 +67,12 @@ pub trait CommHook: Send {
     /// Makes its state one that ranks can go on with together: that of `root`, or a fresh one. Called on every rank
     /// when some have missed steps.
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()>;
+
+    /// Does it keep nothing, neither of a step nor of a group, so that a step that a failure has cut off can be averaged
+    /// [again](super::Reducer::keep_gradients)? No, unless it says so.
+    fn is_stateless(&self) -> bool {
+        false
+    }
 }
 
 /// A bucket whose gradients are all there.
@@ -179,5 +185,9 @@ impl CommHook for AllReduce {
 
     fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
         Ok(())
+    }
+
+    fn is_stateless(&self) -> bool {
+        true
     }
 }

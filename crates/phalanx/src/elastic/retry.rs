@@ -1,0 +1,167 @@
+//! What becomes of a step that a death has cut off: pure.
+//!
+//! A step ends with an agreement, a barrier behind its last collective: that it has succeeded on any rank means that every
+//! rank has entered it, and has all that the step has reduced. After a failure the survivors tell each other where they are
+//! ([`Position`]), and each comes to the same [`Decision`]. A rank is at most one step ahead of another, since both were needed
+//! for each agreement:
+//!
+//! ```text
+//!     somebody is ahead        those behind have entered the agreement: what they have counts, and they follow
+//!     nobody is, all have it   it counts
+//!     nobody is, some lack it  all reduce it again, in the new group
+//!     anything else            all go back to the last commit
+//! ```
+//!
+//! Data are dealt out to the ranks of a world, and a rank that is ahead has its part of the next step already. So the world
+//! by which data are dealt out, `dealt`, changes on all ranks behind the same step: the furthest that anybody has begun.
+
+/// Where a rank was cut off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Position {
+    /// The round in which its loop was called.
+    pub(super) origin: u64,
+    /// How many commits have led to its state.
+    pub(super) commits: u64,
+    /// How many steps it has done since its loop was called; the next one is in its hands.
+    pub(super) step: u64,
+    /// The round whose ranks have that step's data.
+    pub(super) dealt: u64,
+    /// The round in whose group all of that step was reduced; 0 if in none.
+    pub(super) reduced: u64,
+}
+
+/// How many numbers a position is.
+pub(super) const NUMBERS: usize = 5;
+
+impl Position {
+    /// As numbers; all 0 for a rank that cannot go on.
+    pub(super) fn encode(position: Option<Self>) -> [i64; NUMBERS] {
+        let number = |position: Self| {
+            [position.origin, position.commits, position.step, position.dealt, position.reduced]
+        };
+        position.map_or([0; NUMBERS], |position| number(position).map(u64::cast_signed))
+    }
+
+    pub(super) fn decode(numbers: [i64; NUMBERS]) -> Option<Self> {
+        let [origin, commits, step, dealt, reduced] = numbers.map(i64::cast_unsigned);
+        (origin > 0).then_some(Self { origin, commits, step, dealt, reduced })
+    }
+}
+
+/// What the ranks of a new group do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Decision {
+    /// All go back to the last commit.
+    GoBack,
+    GoOn(Plan),
+}
+
+/// How they go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Plan {
+    /// The step of those who are behind, or of all.
+    behind: u64,
+    /// Does what they have of it count?
+    counts: bool,
+    /// The furthest step that somebody has begun, and whose ranks have its data.
+    ahead: u64,
+    dealt: u64,
+}
+
+/// What the ranks of a new group do who were cut off there; `None` is who has no step in its hands.
+pub(super) fn decide(positions: &[Option<Position>]) -> Decision {
+    let Some(positions) = positions.iter().copied().collect::<Option<Vec<Position>>>() else {
+        return Decision::GoBack;
+    };
+    let Some(first) = positions.first() else { return Decision::GoBack };
+    let alike = |position: &Position| (position.origin, position.commits) == (first.origin, first.commits);
+    let behind = positions.iter().map(|position| position.step).min().unwrap_or(0);
+    let ahead = positions.iter().map(|position| position.step).max().unwrap_or(0);
+    let at = |step: u64| positions.iter().filter(move |position| position.step == step);
+    let (Some(slow), Some(fast)) = (at(behind).next(), at(ahead).next()) else { return Decision::GoBack };
+    let whole = slow.reduced != 0 && at(behind).all(|position| position.reduced == slow.reduced);
+    let fits = positions.iter().all(alike)
+        && at(behind).all(|position| position.dealt == slow.dealt)
+        && at(ahead).all(|position| position.dealt == fast.dealt)
+        && (ahead == behind || (ahead == behind + 1 && whole));
+    match fits {
+        true => Decision::GoOn(Plan { behind, counts: whole, ahead, dealt: fast.dealt }),
+        false => Decision::GoBack,
+    }
+}
+
+/// A rank's way through the steps since its loop was called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Course {
+    origin: u64,
+    step: u64,
+    dealt: u64,
+    reduced: u64,
+    /// Behind which step the world changes, and to that of which round.
+    turn: Option<(u64, u64)>,
+}
+
+/// What this rank does with the step in its hands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Resumed {
+    /// What it has of it counts: the step is done.
+    Done,
+    /// It reduces it anew.
+    Again,
+}
+
+impl Course {
+    /// The loop is called in `round`.
+    pub(super) fn new(round: u64) -> Self {
+        Self { origin: round, step: 0, dealt: round, reduced: 0, turn: None }
+    }
+
+    /// The round whose ranks have the data of the step in hand.
+    pub(super) fn dealt(&self) -> u64 {
+        self.dealt
+    }
+
+    /// The round in whose group the step was reduced.
+    pub(super) fn reduced_in(&self) -> u64 {
+        self.reduced
+    }
+
+    pub(super) fn position(&self, commits: u64) -> Position {
+        let Self { origin, step, dealt, reduced, .. } = *self;
+        Position { origin, commits, step, dealt, reduced }
+    }
+
+    /// All of the step is reduced, in the group of `round`; the others may lack it.
+    pub(super) fn reduced(&mut self, round: u64) {
+        self.reduced = round;
+    }
+
+    /// Every rank has it.
+    pub(super) fn done(&mut self) {
+        if let Some((step, round)) = self.turn
+            && step <= self.step
+        {
+            (self.dealt, self.turn) = (round, None);
+        }
+        self.step += 1;
+        self.reduced = 0;
+    }
+
+    /// The new group of `round` goes on by `plan`.
+    pub(super) fn resume(&mut self, plan: Plan, round: u64) -> Resumed {
+        self.turn = Some((plan.ahead, round));
+        if self.step == plan.behind && plan.counts {
+            self.done();
+            if plan.behind < plan.ahead {
+                // This rank may have missed that the world had changed.
+                self.dealt = plan.dealt;
+            }
+            return Resumed::Done;
+        }
+        self.reduced = 0;
+        Resumed::Again
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,251 @@
+//! Ranks that die at any moment of any step, the others at any moment of theirs.
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn at(step: u64, dealt: u64, reduced: u64) -> Option<Position> {
+    Some(Position { origin: 1, commits: 7, step, dealt, reduced })
+}
+
+#[test]
+fn positions_come_back() {
+    for position in [None, at(3, 2, 1), at(0, 1, 0)] {
+        assert_eq!(Position::decode(Position::encode(position)), position);
+    }
+}
+
+#[test]
+fn what_all_have_counts_and_what_some_lack_is_done_again() {
+    let plan = |positions: &[Option<Position>]| match decide(positions) {
+        Decision::GoOn(plan) => (plan.behind, plan.counts, plan.ahead, plan.dealt),
+        Decision::GoBack => panic!("{positions:?}"),
+    };
+    // One is ahead, in a world that the others have not heard of.
+    assert_eq!(plan(&[at(5, 1, 2), at(6, 2, 0)]), (5, true, 6, 2));
+    assert_eq!(plan(&[at(5, 1, 1), at(5, 1, 1)]), (5, true, 5, 1));
+    assert_eq!(plan(&[at(5, 1, 1), at(5, 1, 0)]), (5, false, 5, 1));
+    // They have it of different groups: the values may differ.
+    assert_eq!(plan(&[at(5, 1, 1), at(5, 1, 2)]), (5, false, 5, 1));
+}
+
+#[test]
+fn what_does_not_fit_leads_back() {
+    let other = |change: fn(&mut Position)| {
+        let mut position = at(5, 1, 0);
+        position.iter_mut().for_each(change);
+        position
+    };
+    let here = at(5, 1, 1);
+    for positions in [
+        vec![],
+        vec![here, None],
+        vec![here, at(7, 1, 0)],
+        vec![at(5, 1, 0), at(6, 1, 0)],
+        vec![here, at(6, 1, 0), at(6, 2, 0)],
+        vec![here, other(|position| position.origin = 2)],
+        vec![here, other(|position| position.commits = 8)],
+        vec![here, other(|position| position.dealt = 2)],
+    ] {
+        assert_eq!(decide(&positions), Decision::GoBack, "{positions:?}");
+    }
+}
+
+/// A collective that a rank has entered.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Call {
+    Exchange(Position),
+    Reduce { step: u64, dealt: u64 },
+    Agree { step: u64 },
+}
+
+impl Call {
+    fn fits(&self, other: &Self) -> bool {
+        matches!((self, other), (Self::Exchange(_), Self::Exchange(_))) || self == other
+    }
+}
+
+#[derive(Debug)]
+struct Sim {
+    alive: bool,
+    course: Course,
+    /// What it has called in the group of now, and how many of those have ended.
+    calls: Vec<Call>,
+    ended: usize,
+    /// Its group has failed, and it waits for the next.
+    cut: bool,
+    met: bool,
+    /// Those whose gradients are in what it has of the step in hand.
+    held: Option<Vec<usize>>,
+    /// Those whose gradients have made up each step.
+    history: Vec<Vec<usize>>,
+}
+
+struct Job {
+    ranks: Vec<Sim>,
+    /// The members of each round.
+    worlds: Vec<Vec<usize>>,
+}
+
+impl Job {
+    fn new(count: usize) -> Self {
+        let sim = || Sim {
+            alive: true,
+            course: Course::new(1),
+            calls: Vec::new(),
+            ended: 0,
+            cut: false,
+            met: true,
+            held: None,
+            history: Vec::new(),
+        };
+        let ranks = std::iter::repeat_with(sim).take(count).collect();
+        // Round 0 is none.
+        Self { ranks, worlds: vec![Vec::new(), (0..count).collect()] }
+    }
+
+    fn round(&self) -> u64 {
+        self.worlds.len() as u64 - 1
+    }
+
+    fn members(&self) -> Vec<usize> {
+        self.worlds[self.worlds.len() - 1].clone()
+    }
+
+    /// One rank does what it can do next, or finds that its group has failed: as early as it may, if it is `wary`.
+    fn advance(&mut self, rank: usize, wary: bool) {
+        let members = self.members();
+        let broken = members.iter().any(|member| !self.ranks[*member].alive || self.ranks[*member].cut);
+        let sim = &self.ranks[rank];
+        if !sim.alive || sim.cut {
+            return;
+        }
+        let next = sim.ended;
+        if sim.calls.len() == next {
+            let call = match (sim.met, &sim.held) {
+                (false, _) => Call::Exchange(sim.course.position(0)),
+                (true, None) => Call::Reduce { step: sim.course.step, dealt: sim.course.dealt() },
+                (true, Some(_)) => Call::Agree { step: sim.course.step },
+            };
+            match broken && wary {
+                true => self.ranks[rank].cut = true,
+                false => self.ranks[rank].calls.push(call),
+            }
+            return;
+        }
+        let calls: Vec<Call> =
+            members.iter().filter_map(|member| self.ranks[*member].calls.get(next)).copied().collect();
+        if calls.len() < members.len() || (broken && wary) {
+            self.ranks[rank].cut = broken;
+            return;
+        }
+        assert!(calls.iter().all(|call| call.fits(&calls[0])), "{calls:?}");
+        self.end(rank, &calls, &members);
+    }
+
+    /// A call of all members has ended on one of them.
+    fn end(&mut self, rank: usize, calls: &[Call], members: &[usize]) {
+        let round = self.round();
+        let sim = &mut self.ranks[rank];
+        sim.ended += 1;
+        match calls[0] {
+            Call::Reduce { .. } => {
+                sim.course.reduced(round);
+                sim.held = Some(members.to_vec());
+            }
+            Call::Agree { .. } => {
+                let before = sim.course;
+                sim.course.done();
+                self.conclude(rank, before);
+            }
+            Call::Exchange(_) => {
+                sim.met = true;
+                let position = |call: &Call| match call {
+                    Call::Exchange(position) => Some(*position),
+                    _ => None,
+                };
+                let positions: Vec<Option<Position>> = calls.iter().map(position).collect();
+                // All survivors are in a step: it is never lost.
+                let Decision::GoOn(plan) = decide(&positions) else { panic!("{positions:?}") };
+                let before = sim.course;
+                match sim.course.resume(plan, round) {
+                    Resumed::Done => self.conclude(rank, before),
+                    Resumed::Again => sim.held = None,
+                }
+            }
+        }
+    }
+
+    fn conclude(&mut self, rank: usize, before: Course) {
+        let (dealt, reduced) = (before.dealt() as usize, before.reduced_in() as usize);
+        let value = self.ranks[rank].held.take().unwrap();
+        // Whose part is said to be missing is missing, and all others' is there.
+        let there: Vec<usize> =
+            self.worlds[dealt].iter().copied().filter(|id| self.worlds[reduced].contains(id)).collect();
+        assert_eq!(value, there);
+        let sim = &mut self.ranks[rank];
+        sim.history.push(value);
+        assert_eq!(sim.history.len() as u64, sim.course.step);
+    }
+
+    /// If all survivors wait for it, the next round begins.
+    fn meet(&mut self) {
+        let survivors: Vec<usize> =
+            self.members().into_iter().filter(|member| self.ranks[*member].alive).collect();
+        if survivors.is_empty() || !survivors.iter().all(|member| self.ranks[*member].cut) {
+            return;
+        }
+        for member in &survivors {
+            let sim = &mut self.ranks[*member];
+            (sim.cut, sim.met, sim.ended) = (false, false, 0);
+            sim.calls.clear();
+        }
+        self.worlds.push(survivors);
+    }
+
+    /// Nowhere are two different results of one step, and no two ranks are more than a step apart.
+    fn check(&self) {
+        for (one, other) in self.ranks.iter().zip(self.ranks.iter().skip(1)) {
+            assert!(
+                one.history.iter().zip(&other.history).all(|(one, other)| one == other),
+                "{:?}",
+                self.ranks
+            );
+        }
+        let steps = self.ranks.iter().filter(|sim| sim.alive).map(|sim| sim.history.len());
+        assert!(steps.clone().max().unwrap_or(0) <= steps.min().unwrap_or(0) + 1);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #[test]
+    fn no_step_is_lost_and_no_two_ranks_have_different_results(
+        count in 2..6_usize,
+        // Who moves; 0 of 40: it dies; whether it looks at its group first.
+        moves in proptest::collection::vec((0..6_usize, 0..40_u8, any::<bool>()), 1..400),
+    ) {
+        let mut job = Job::new(count);
+        for (who, fate, wary) in moves {
+            let who = who % count;
+            let alive = job.ranks.iter().filter(|sim| sim.alive).count();
+            match fate {
+                0 if alive > 1 => job.ranks[who].alive = false,
+                _ => job.advance(who, wary),
+            }
+            job.meet();
+            job.check();
+        }
+        // Nobody dies any more: all get on, and come to the same.
+        let before = job.ranks.iter().map(|sim| sim.history.len()).max().unwrap_or(0);
+        for _ in 0..200 {
+            (0..count).for_each(|rank| job.advance(rank, false));
+            job.meet();
+            job.check();
+        }
+        let mut alive = job.ranks.iter().filter(|sim| sim.alive);
+        prop_assert!(alive.clone().all(|sim| sim.history.len() > before + 2));
+        // The world of the data has come to be that of the survivors.
+        prop_assert!(alive.all(|sim| sim.course.dealt() == job.round()));
+    }
+}

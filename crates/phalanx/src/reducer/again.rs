@@ -1,0 +1,222 @@
+//! Averages of a step that a failure has cut off, made again in another group.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::bucket::Bucket;
+use super::{Absentees, Phase, Reducer};
+use crate::error::{Error, Result};
+use crate::group::Communicator;
+
+/// What it takes to average a step's gradients again.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    /// This rank's gradients in each bucket that was launched in this step: averages take their place in the bucket.
+    gradients: Vec<Vec<u8>>,
+    launched: usize,
+    /// Do buckets wait for the end of backward, because the group they would have gone to has failed?
+    suspended: bool,
+    /// Why, until there is another group.
+    cut_off: Option<Error>,
+    /// Has it been tried in this step to average all buckets?
+    finished: bool,
+    /// Are the parameters without a gradient known?
+    pub(super) closed: bool,
+    /// Has this step shown which parameters never have one?
+    pub(super) learned: bool,
+    /// Is the buckets' memory another group's?
+    stale: bool,
+}
+
+impl Kept {
+    /// Keeps the gradients of the bucket that is launched next.
+    fn keep(&mut self, gradients: &[u8]) -> Result<()> {
+        if self.gradients.len() <= self.launched {
+            self.gradients.push(Vec::new());
+        }
+        let kept = &mut self.gradients[self.launched];
+        kept.clear();
+        kept.try_reserve_exact(gradients.len()).map_err(|error| {
+            Error::out_of_memory(format!("no memory to keep {} bytes of gradients", gradients.len()))
+                .with_source(error)
+        })?;
+        kept.extend_from_slice(gradients);
+        self.launched += 1;
+        Ok(())
+    }
+
+    /// A new step begins.
+    fn begin(&mut self) {
+        let (gradients, stale) = (std::mem::take(&mut self.gradients), self.stale);
+        *self = Self { gradients, stale, ..Self::default() };
+    }
+}
+
+impl Reducer {
+    /// From the next step on, the gradients of a step whose averaging a failure has cut off can be averaged again, in another
+    /// group: see [`finish_in`](Self::finish_in). For [elastic](crate::elastic::Context::step) jobs.
+    ///
+    /// It takes memory for another copy of all gradients, and the time to make it. Each rank decides for itself.
+    ///
+    /// # Errors
+    /// If the averages are [dealt out](Self::deal_out), or the hook keeps something
+    /// ([`CommHook::is_stateless`](super::hooks::CommHook::is_stateless)): they could not be made again.
+    pub fn keep_gradients(&mut self) -> Result<()> {
+        self.check_failure()?;
+        if matches!(self.phase, Phase::Backward { .. }) {
+            return Err(Error::invalid_argument(
+                "gradients are kept from the beginning of a backward pass on",
+            ));
+        }
+        self.check_repeatable(self.owners.is_some(), self.hook.is_stateless())?;
+        self.kept.get_or_insert_default();
+        Ok(())
+    }
+
+    pub(super) fn check_repeatable(&self, dealt: bool, stateless: bool) -> Result<()> {
+        match (dealt, stateless) {
+            (false, true) => Ok(()),
+            (true, _) => Err(Error::invalid_argument("averages that are dealt out cannot be made again")
+                .with_remedy("either keep gradients for another group, or deal the averages out")),
+            (false, false) => Err(Error::invalid_argument(
+                "the communication hook keeps something of each step, which cannot be averaged again",
+            )
+            .with_remedy("use the plain average where gradients are kept for another group")),
+        }
+    }
+
+    /// As [`finish`](Self::finish), the first time in a step. After that it averages the same gradients again in `group`,
+    /// whether the first time has succeeded or not: all of its ranks have been in the group before.
+    ///
+    /// If that group fails during backward, gradients are still taken, and this returns the failure.
+    ///
+    /// ```no_run
+    /// # use std::sync::Arc;
+    /// # use phalanx::{elastic::{Context, Plain}, reducer::Reducer, Result};
+    /// # fn step(context: &mut Context<'_, Plain<u64>>, reducer: &mut Reducer) -> Result<()> {
+    /// // start, backward, and then, in place of `finish`:
+    /// let step = context.step(|group| reducer.finish_in(Arc::new(group.clone())))?;
+    /// // The averages are there; others may have been cut off where this rank was not.
+    /// if step.regrouped {
+    ///     reducer.rebind(Arc::new(context.group().clone()))?;
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`finish`](Self::finish); and if gradients are not [kept](Self::keep_gradients).
+    pub fn finish_in(&mut self, group: Arc<dyn Communicator>) -> Result<()> {
+        self.check_failure()?;
+        let kept = self.kept.as_mut().ok_or_else(keeps_none)?;
+        if std::mem::replace(&mut kept.finished, true) {
+            self.restore(&*group)?;
+            self.bind(group);
+        }
+        self.finish()
+    }
+
+    /// Goes on in another group, of ranks that have been in this one all along. Averages stay until the next
+    /// [`start`](Self::start). All ranks of `group` call it between the same steps; it calls no collective.
+    ///
+    /// # Errors
+    /// If gradients are not [kept](Self::keep_gradients), or during a backward pass.
+    pub fn rebind(&mut self, group: Arc<dyn Communicator>) -> Result<()> {
+        self.check_failure()?;
+        if matches!(self.phase, Phase::Backward { .. }) {
+            return Err(Error::invalid_argument(
+                "a reducer goes to another group between steps, or with finish_in",
+            ));
+        }
+        self.kept.as_mut().ok_or_else(keeps_none)?.stale = true;
+        self.bind(group);
+        Ok(())
+    }
+
+    fn bind(&mut self, group: Arc<dyn Communicator>) {
+        self.trace = group.trace();
+        self.meter.rebind(group.clone());
+        self.group = group;
+    }
+
+    /// To the end of backward, in memory of `group`: all gradients of this rank are there, and no averages.
+    fn restore(&mut self, group: &dyn Communicator) -> Result<()> {
+        let Some(kept) = &mut self.kept else { return Ok(()) };
+        let mut buckets = Vec::with_capacity(self.buckets.len());
+        for (index, old) in self.buckets.iter().enumerate() {
+            let mut bucket = Bucket::new(index, &self.plan, &self.parameters);
+            let launched = kept.gradients.get(index).filter(|_| index < kept.launched);
+            let memory = bucket.bytes_mut(group)?;
+            match launched.map(Vec::as_slice).or_else(|| old.bytes()) {
+                Some(gradients) if memory.len() == gradients.len() => memory.copy_from_slice(gradients),
+                _ => return Err(Error::aborted(format!("the gradients of bucket {index} are lost"))),
+            }
+            buckets.push(bucket);
+        }
+        self.buckets = buckets;
+        (kept.launched, kept.suspended, kept.cut_off) = (0, true, None);
+        if std::mem::take(&mut kept.learned)
+            && let Absentees::Known(absent) = std::mem::replace(&mut self.absentees, Absentees::Learned)
+        {
+            // The other ranks may not have come so far.
+            self.absent = absent;
+        }
+        self.phase = Phase::Backward { since: Instant::now() };
+        Ok(())
+    }
+
+    /// A new step begins, in memory of its own group.
+    pub(super) fn begin_keeping(&mut self) {
+        let Some(kept) = &mut self.kept else { return };
+        kept.begin();
+        if std::mem::take(&mut kept.stale) {
+            self.buckets = super::buckets(&self.plan, &self.parameters);
+        }
+    }
+
+    /// Launches `bucket`, if it does not have to wait for another group.
+    pub(super) fn launch(&mut self, bucket: usize) -> Result<()> {
+        if self.kept.as_ref().is_some_and(|kept| kept.suspended) {
+            return Ok(());
+        }
+        self.launch_now(bucket).or_else(|error| self.suspend(error))
+    }
+
+    fn launch_now(&mut self, bucket: usize) -> Result<()> {
+        if let (Some(kept), Some(gradients)) = (&mut self.kept, self.buckets[bucket].bytes()) {
+            kept.keep(gradients)?;
+        }
+        let place = (bucket, self.plan.buckets.len());
+        self.buckets[bucket].launch(&mut *self.hook, &self.meter, place)
+    }
+
+    /// At the end of backward: launches what has waited for another group, or says why there is none.
+    pub(super) fn launch_suspended(&mut self) -> Result<()> {
+        match &self.kept {
+            Some(Kept { cut_off: Some(error), .. }) => return Err(error.clone()),
+            Some(kept) if kept.suspended && self.group.world_size().get() > 1 => {}
+            _ => return Ok(()),
+        }
+        (0..self.buckets.len()).try_for_each(|bucket| self.launch_now(bucket))
+    }
+
+    /// Lets buckets wait for another group, if gradients are kept and `error` may be that of the group.
+    pub(super) fn suspend(&mut self, error: Error) -> Result<()> {
+        match &mut self.kept {
+            Some(kept) if !(error.is_invalid_argument() || error.is_mismatch()) => {
+                kept.suspended = true;
+                kept.cut_off = Some(error);
+                Ok(())
+            }
+            _ => Err(error),
+        }
+    }
+}
+
+fn keeps_none() -> Error {
+    Error::invalid_argument("a reducer that keeps no gradients belongs to one group")
+        .with_remedy("call keep_gradients first, or make a new reducer")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,137 @@
+//! A world of three in which any operation fails, and what two of them make of it.
+
+use proptest::prelude::*;
+
+use super::super::fake::FakeGroup;
+use super::super::hooks::{PowerSgd, PowerSgdOptions};
+use super::super::{ParameterSpec, ReducerOptions};
+use super::*;
+use crate::dtype::DType;
+use crate::rank::Rank;
+
+const SIZES: [usize; 4] = [3, 5, 2, 7];
+
+fn reducer(group: Arc<FakeGroup>, options: ReducerOptions) -> Reducer {
+    let spec = |(index, size): (usize, &usize)| ParameterSpec::new(format!("p{index}"), [*size], DType::F32);
+    let parameters = SIZES.iter().enumerate().map(spec).collect();
+    let mut reducer =
+        Reducer::new(group, parameters, options.bucket_cap_mb(24.0 / (1 << 20) as f64)).unwrap();
+    reducer.keep_gradients().unwrap();
+    reducer
+}
+
+fn gradient(rank: Rank, index: usize, step: usize) -> Vec<f32> {
+    (0..SIZES[index]).map(|element| ((rank.index() + 2) * (index + 3 + 5 * step) + element) as f32).collect()
+}
+
+fn average(ranks: u32, index: usize, step: usize) -> Vec<f32> {
+    let mut sum = vec![0.0; SIZES[index]];
+    for rank in 0..ranks {
+        sum.iter_mut().zip(gradient(Rank::new(rank), index, step)).for_each(|(sum, part)| *sum += part);
+    }
+    sum.into_iter().map(|sum| sum / ranks as f32).collect()
+}
+
+/// Backward, with gradients of the parameters in `order`, whatever becomes of the group.
+fn backward(reducer: &mut Reducer, rank: Rank, step: usize, order: &[usize]) {
+    reducer.start().unwrap();
+    for index in order {
+        reducer.ready(*index, bytemuck::cast_slice(&gradient(rank, *index, step))).unwrap();
+    }
+}
+
+fn averages(reducer: &Reducer) -> Vec<Option<Vec<f32>>> {
+    let floats = |bytes: &[u8]| bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+    (0..SIZES.len()).map(|index| reducer.gradient(index).unwrap().map(floats)).collect()
+}
+
+fn expected(ranks: u32, step: usize, unused: &[usize]) -> Vec<Option<Vec<f32>>> {
+    (0..SIZES.len()).map(|index| (!unused.contains(&index)).then(|| average(ranks, index, step))).collect()
+}
+
+/// The rank's body, on a thread of its own for each group of `worlds`.
+fn on_ranks(worlds: [u32; 2], body: impl Fn(Arc<FakeGroup>, Option<Arc<FakeGroup>>) + Sync) {
+    let [first, second] = worlds.map(FakeGroup::world);
+    std::thread::scope(|scope| {
+        for (index, group) in first.into_iter().enumerate() {
+            let (next, body) = (second.get(index).cloned(), &body);
+            scope.spawn(move || body(group, next));
+        }
+    });
+}
+
+fn options(kind: u8) -> ReducerOptions {
+    match kind {
+        0 => ReducerOptions::default(),
+        1 => ReducerOptions::default().find_unused_parameters(true),
+        _ => ReducerOptions::default().static_graph(true),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn whatever_operation_fails_the_others_average_what_they_have(
+        fails_in in 0..2_usize, skip in 0..6_usize, kind in 0..3_u8, survivors in 1..3_u32,
+    ) {
+        let used: &[usize] = if kind == 0 { &[3, 2, 1, 0] } else { &[3, 1, 0] };
+        let unused: &[usize] = if kind == 0 { &[] } else { &[2] };
+        on_ranks([3, survivors], |group, next| {
+            let rank = group.rank();
+            let mut reducer = reducer(group.clone(), options(kind));
+            for step in 0..fails_in {
+                backward(&mut reducer, rank, step, used);
+                reducer.finish_in(group.clone()).unwrap();
+                assert_eq!(averages(&reducer), expected(3, step, unused));
+            }
+            // Rebuilds may come first, as the second step begins: their failure is no step's.
+            reducer.start().unwrap();
+            group.fail_after(skip);
+            for index in used {
+                reducer.ready(*index, bytemuck::cast_slice(&gradient(rank, *index, fails_in))).unwrap();
+            }
+            // It fails, or succeeds before what comes behind it fails.
+            let first = reducer.finish_in(group.clone());
+            assert!(first.as_ref().is_err_and(Error::is_timeout) || averages(&reducer) == expected(3, fails_in, unused));
+            let Some(next) = next else { return };
+            reducer.finish_in(next.clone()).unwrap();
+            assert_eq!(averages(&reducer), expected(survivors, fails_in, unused));
+            for step in fails_in + 1..fails_in + 3 {
+                backward(&mut reducer, rank, step, used);
+                reducer.finish_in(next.clone()).unwrap();
+                assert_eq!(averages(&reducer), expected(survivors, step, unused));
+            }
+        });
+    }
+}
+
+#[test]
+fn averages_outlive_a_change_of_the_group_between_steps() {
+    on_ranks([3, 2], |group, next| {
+        let rank = group.rank();
+        let mut reducer = reducer(group.clone(), ReducerOptions::default());
+        backward(&mut reducer, rank, 0, &[3, 2, 1, 0]);
+        assert!(reducer.rebind(group.clone()).unwrap_err().is_invalid_argument());
+        reducer.finish_in(group).unwrap();
+        let Some(next) = next else { return };
+        reducer.rebind(next.clone()).unwrap();
+        assert_eq!(averages(&reducer), expected(3, 0, &[]));
+        backward(&mut reducer, rank, 1, &[0, 1, 2, 3]);
+        reducer.finish_in(next).unwrap();
+        assert_eq!(averages(&reducer), expected(2, 1, &[]));
+    });
+}
+
+#[test]
+fn what_could_not_be_averaged_again_is_refused() {
+    let group = FakeGroup::world(1).remove(0);
+    let mut reducer = reducer(group.clone(), ReducerOptions::default());
+    assert!(reducer.deal_out(vec![Rank::MAIN; 4]).unwrap_err().is_invalid_argument());
+    let hook = Box::new(PowerSgd::new(PowerSgdOptions::default()).unwrap());
+    assert!(reducer.register_hook(hook).unwrap_err().to_string().contains("keeps something"));
+    let spec = vec![ParameterSpec::new("p", [1], DType::F32)];
+    let mut other = Reducer::new(group.clone(), spec, ReducerOptions::default()).unwrap();
+    assert!(other.finish_in(group.clone()).unwrap_err().to_string().contains("keeps no gradients"));
+    assert!(other.rebind(group).unwrap_err().remedy().is_some());
+}
