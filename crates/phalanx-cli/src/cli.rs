@@ -77,6 +77,7 @@ Elastic jobs:
 the fourth time. The others keep their processes and go on without it from their last commit, and take its successor in. \
 The prefix of a line is then the worker's place, not its rank, which changes. The job has succeeded when all that are \
 left have ended with 0, and are enough.
+  On several hosts (-H, --hostfile or --host-discovery-script) this command serves the store, and must not be lost; the loss of a host ends its workers only. It is left out for --blacklist-cooldown-range, and then started again, which counts as a replacement. Hosts that --host-discovery-script names later are taken in, up to --max-np workers. The job ends when fewer than --min-np are left and nobody can come, or nobody has for --elastic-timeout.
 
 Several hosts:
   With -H or --hostfile this command starts a launcher on each host, over ssh without a password (`ssh -o BatchMode=yes \

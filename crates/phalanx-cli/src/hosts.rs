@@ -48,6 +48,12 @@ pub(crate) struct HostOptions {
 impl HostOptions {
     /// The hosts that are to run the job, each with its number of workers, if any were named.
     pub(crate) fn placed(&self) -> Result<Option<HostList>, String> {
+        let list = self.named()?;
+        list.map(|list| list.place(self.num_proc).map_err(|error| error.to_string())).transpose()
+    }
+
+    /// The hosts that were named, with all their slots.
+    pub(crate) fn named(&self) -> Result<Option<HostList>, String> {
         let list = match (&self.hosts, &self.hostfile) {
             (Some(hosts), _) => hosts.clone(),
             (None, Some(file)) => {
@@ -57,7 +63,7 @@ impl HostOptions {
             }
             (None, None) => return Ok(None),
         };
-        list.place(self.num_proc).map(Some).map_err(|error| error.to_string())
+        Ok(Some(list))
     }
 
     /// The number of workers on this machine alone, if it was given.

@@ -47,7 +47,7 @@ fn run_part(teller: &mut Teller) -> Result<Option<Report>> {
     // Its path is one of the host where the command was given.
     options.job_key_file = None;
     let job = job(*options, node.workers()?, cluster).map_err(Error::invalid_argument)?;
-    job.key(node.key()).run(teller).map(Some)
+    node.part(job).run(teller).map(Some)
 }
 
 /// Tells the command that a person has started.

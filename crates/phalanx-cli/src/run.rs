@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use phalanx::launch::{Cluster, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal};
+use phalanx::launch::{Cluster, ElasticHosts, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal};
 use phalanx::{Error, JobKey, WorldSize};
 
 use crate::cli::{Keygen, Run};
@@ -53,9 +53,16 @@ enum Started {
 
 impl Started {
     fn new(options: &Run) -> Result<Self, String> {
-        if let Some(hosts) = options.hosts.placed()? {
+        // In an elastic job workers move to where there is room.
+        let hosts = match options.elastic.min_np {
+            Some(_) if options.elastic.host_discovery_script.is_some() => Some(HostList::default()),
+            Some(_) => options.hosts.named()?,
+            None => options.hosts.placed()?,
+        };
+        if let Some(hosts) = hosts {
             return Ok(Self::Hosts(hosts));
         }
+        options.elastic.needs_no_hosts()?;
         Ok(Self::Here(match (options.hosts.here()?, options.nproc_per_node) {
             (Some(workers), _) => workers,
             (None, Some(processes)) => processes.count()?,
@@ -89,17 +96,19 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
 
 /// The job on `hosts`, which are told this command's own command line.
 fn across(options: &Run, hosts: HostList) -> Result<RemoteJob, String> {
-    if hosts.hosts().len() > 1 && options.elastic.min_np.is_some() {
-        return Err("an elastic job runs on one machine: leave out the other hosts, or --min-np".to_owned());
-    }
     let launcher =
         std::env::current_exe().map_err(|error| format!("cannot find this command's own file: {error}"))?;
     let job = RemoteJob::new(hosts, launcher, std::env::args_os())
         .shell(options.hosts.shell())
         .master_port(options.nodes.master_port.unwrap_or(0))
         .start_timeout(options.hosts.start_timeout)
-        .grace(options.grace_period);
+        .grace(options.grace_period)
+        .open_store(options.open_store);
     let job = key(options)?.into_iter().fold(job, RemoteJob::key);
+    let job = options.nodes.bind.into_iter().fold(job, RemoteJob::bind);
+    let elastic = options.elastic.hosts(options.hosts.num_proc, options.max_restarts)?;
+    let elastic = elastic.map(|elastic| options.rdzv_id.iter().fold(elastic, ElasticHosts::run_id));
+    let job = elastic.into_iter().fold(job, RemoteJob::elastic);
     Ok(options.nodes.master_addr.iter().fold(job, RemoteJob::master_addr))
 }
 

@@ -67,5 +67,10 @@ fn what_makes_no_sense_is_refused() {
     refused(&["--min-np", "0"], "--min-np 0");
     refused(&["--reset-limit", "3"], "--min-np");
     let nodes = ["--min-np", "1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"];
-    refused(&nodes, "runs on one node");
+    refused(&nodes, "-H host:slots");
+    refused(&["--min-np", "1", "--max-np", "4"], "-H");
+    refused(&["--min-np", "3", "-H", "localhost:2"], "at most 2");
+    refused(&["--min-np", "2", "--max-np", "1", "-H", "localhost:4"], "at most 1");
+    refused(&["--min-np", "2", "--max-np", "3", "-np", "4", "-H", "localhost:4"], "-np 4 is not between");
+    refused(&["--host-discovery-script", "x"], "--min-np");
 }

@@ -7,68 +7,13 @@ mod support;
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 use std::process::{Child, Command, Output};
 use std::time::Instant;
 
 use rustix::process::{Pid, Signal};
-use tempfile::TempDir;
 
+use support::stand_in::Hosts;
 use support::{LIMIT, bare, exit_code, is_gone, output, send, sorted_lines, text};
-
-/// Called as ssh is. Its arguments are kept, and hosts whose names begin with `bad` are what OpenSSH says of such ones.
-const STAND_IN: &str = r#"#!/bin/sh
-echo "$@" >> "$FOLDER/calls"
-while :; do case $1 in
-  -o|-p|-i) shift 2 ;;
-  *) break ;;
-esac; done
-host=$1; shift
-case $host in
-  bad-name) echo "ssh: Could not resolve hostname bad-name: Name or service not known" >&2; exit 255 ;;
-  bad-key) echo "me@bad-key: Permission denied (publickey)." >&2; exit 255 ;;
-  bad-path) echo "sh: 1: exec: phalanx: not found" >&2; exit 127 ;;
-  bad-silence) exec sleep 60 ;;
-  bad-version) printf '\nphalanx node 1\n\010\000\000\000\000\0050.0.9\000'; exec cat > /dev/null ;;
-  bad-folder) mv "$FOLDER/work" "$FOLDER/elsewhere" ;;
-esac
-echo $$ > "$FOLDER/$host.pid"
-cd /
-echo "Welcome to $host"
-exec env -i PATH=/usr/bin:/bin HOST_OF_TEST=$host setsid -w sh -c "$*"
-"#;
-
-/// The stand-in, and what it leaves behind.
-struct Hosts(TempDir);
-
-impl Hosts {
-    fn new() -> Self {
-        let hosts = Self(tempfile::tempdir().unwrap());
-        let script = hosts.path().join("rsh");
-        std::fs::write(&script, STAND_IN.replace("$FOLDER", hosts.path().to_str().unwrap())).unwrap();
-        std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
-        hosts
-    }
-
-    fn path(&self) -> &Path {
-        self.0.path()
-    }
-
-    /// `phalanx run` on these hosts, which meet on the loopback.
-    fn run(&self, hosts: &str, options: &[&str]) -> Command {
-        let mut command = bare();
-        command.env("PHALANX_RSH", self.path().join("rsh")).args(["-H", hosts, "--master-addr", "127.0.0.1"]);
-        command.args(options).current_dir(self.path());
-        command
-    }
-
-    fn script(&self, hosts: &str, options: &[&str], script: &str) -> Command {
-        let mut command = self.run(hosts, options);
-        command.args(["--", "sh", "-c", script]);
-        command
-    }
-}
 
 #[test]
 fn a_reader_that_pauses_gets_everything() {

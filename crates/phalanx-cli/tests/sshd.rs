@@ -6,137 +6,11 @@ mod support;
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use tempfile::TempDir;
-
-use support::{bare, exit_code, is_gone, output, text};
-
-const HERE: &str = "10.98.0.1";
-const THERE: &str = "10.98.0.2";
-
-/// Two namespaces that a cable joins, and an ssh server in the second.
-struct Network {
-    name: String,
-    folder: TempDir,
-    server: Option<Child>,
-}
-
-fn done(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output();
-    let output = output.unwrap_or_else(|error| panic!("{program} is missing: {error}"));
-    assert!(output.status.success(), "{program} {arguments:?}: {}", text(&output.stderr));
-    text(&output.stdout)
-}
-
-fn words(line: &str) -> Vec<&str> {
-    line.split(' ').collect()
-}
-
-impl Network {
-    fn new() -> Self {
-        let name = format!("phs{}", std::process::id());
-        let (a, b) = (format!("{name}a"), format!("{name}b"));
-        let mut network = Self { name, folder: tempfile::tempdir().unwrap(), server: None };
-        for line in [
-            format!("netns add {a}"),
-            format!("netns add {b}"),
-            format!("link add {a} netns {a} type veth peer name {b} netns {b}"),
-            format!("-n {a} addr add {HERE}/24 dev {a}"),
-            format!("-n {b} addr add {THERE}/24 dev {b}"),
-            format!("-n {a} link set {a} up"),
-            format!("-n {b} link set {b} up"),
-            format!("-n {a} link set lo up"),
-            format!("-n {b} link set lo up"),
-        ] {
-            done("ip", &words(&line));
-        }
-        network.serve(&b);
-        network
-    }
-
-    fn path(&self, name: &str) -> String {
-        self.folder.path().join(name).to_str().unwrap().to_owned()
-    }
-
-    fn serve(&mut self, namespace: &str) {
-        for key in ["host", "user", "stranger"] {
-            done("ssh-keygen", &["-q", "-t", "ed25519", "-N", "", "-f", &self.path(key)]);
-        }
-        let read = |name: &str| std::fs::read_to_string(self.path(name)).unwrap();
-        std::fs::write(self.path("known"), format!("[{THERE}]:2222 {}", read("host.pub"))).unwrap();
-        std::fs::write(self.path("nobody"), "").unwrap();
-        let settings = format!(
-            "Port 2222\nListenAddress {THERE}\nHostKey {}\nAuthorizedKeysFile {}\nStrictModes no\nUsePAM no\n\
-             PidFile none\nPermitRootLogin yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n",
-            self.path("host"),
-            self.path("user.pub")
-        );
-        std::fs::write(self.path("sshd_config"), settings).unwrap();
-        // Where the server wants to lock itself in; a system that has started one has it.
-        std::fs::create_dir_all("/run/sshd").unwrap();
-        let mut server = Command::new("ip")
-            .args(["netns", "exec", namespace, "/usr/sbin/sshd", "-D", "-e", "-f", &self.path("sshd_config")])
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut said = String::new();
-        let mut err = BufReader::new(server.stderr.take().unwrap());
-        while !said.contains("listening") {
-            assert_ne!(err.read_line(&mut said).unwrap(), 0, "the ssh server has ended: {said}");
-        }
-        std::thread::spawn(move || std::io::copy(&mut err, &mut std::io::sink()));
-        self.server = Some(server);
-    }
-
-    /// `phalanx run` in the first namespace, with an ssh that knows one key and one host.
-    fn run(&self, hosts: &str, options: &[&str], script: &str) -> Command {
-        self.run_as("user", "known", hosts, options, script)
-    }
-
-    fn run_as(&self, key: &str, known: &str, hosts: &str, options: &[&str], script: &str) -> Command {
-        let settings = format!(
-            "IdentityFile {}\nIdentitiesOnly yes\nIdentityAgent none\nUserKnownHostsFile {}\n\
-             GlobalKnownHostsFile /dev/null\nStrictHostKeyChecking yes\n",
-            self.path(key),
-            self.path(known)
-        );
-        let config = self.path(&format!("config-{key}-{known}"));
-        std::fs::write(&config, settings).unwrap();
-        let run = bare();
-        let mut command = Command::new("ip");
-        command
-            .args(["netns", "exec", &format!("{}a", self.name)])
-            .arg(run.get_program())
-            .args(run.get_args());
-        for (name, value) in run.get_envs() {
-            match value {
-                Some(value) => command.env(name, value),
-                None => command.env_remove(name),
-            };
-        }
-        command.env("PHALANX_RSH", format!("ssh -F {config}"));
-        if !options.contains(&"--ssh-port") {
-            command.args(["--ssh-port", "2222"]);
-        }
-        command.args(["-H", hosts]).args(options).args(["--", "sh", "-c", script]);
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        command
-    }
-}
-
-impl Drop for Network {
-    fn drop(&mut self) {
-        if let Some(mut server) = self.server.take() {
-            let _ = server.kill();
-            let _ = server.wait();
-        }
-        for side in ["a", "b"] {
-            let _ = Command::new("ip").args(["netns", "del", &format!("{}{side}", self.name)]).output();
-        }
-    }
-}
+use support::network::{HERE, Network, THERE};
+use support::{exit_code, is_gone, output, text};
 
 fn assert_refused(output: &Output, expected: &str) {
     let err = text(&output.stderr);
@@ -205,8 +79,7 @@ fn hosts_are_reached_over_ssh() {
 
     // The cable is cut: both sides notice.
     let (mut child, _out, pids) = start();
-    let cable = format!("{}a", network.name);
-    done("ip", &["-n", &cable, "link", "set", &cable, "down"]);
+    network.set_cable("down");
     gone(&pids);
     let limit = Instant::now() + Duration::from_secs(20);
     while Instant::now() < limit && child.try_wait().unwrap().is_none() {

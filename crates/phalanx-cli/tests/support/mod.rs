@@ -1,6 +1,9 @@
 //! Starts the command, and waits for it no longer than it may take.
 #![allow(dead_code, reason = "not every test needs everything")]
 
+pub mod network;
+pub mod stand_in;
+
 use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};

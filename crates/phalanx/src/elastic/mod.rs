@@ -40,11 +40,13 @@
 
 mod agreement;
 mod context;
+mod herald;
+mod journal;
 pub(crate) mod members;
-mod obituary;
 mod options;
 mod parts;
 mod retry;
+mod round_store;
 mod rounds;
 mod run;
 mod session;
@@ -53,9 +55,9 @@ mod state;
 mod step;
 
 pub use context::Context;
+pub(crate) use herald::Herald;
 #[cfg(any(test, fuzzing))]
 pub use members::fuzz as fuzz_members;
-pub(crate) use obituary::announce;
 pub use options::{Drift, Options};
 pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name, refuse_fixed_world};
 pub use parts::Parts;

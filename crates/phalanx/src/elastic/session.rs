@@ -11,8 +11,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::journal::{self, Journal, Read, STRIDE};
 use super::members::{Clock, Departure, Entry, Settings, State, Step, Verdict, Worker, WorkerId};
 use super::options::{Launched, Options};
+use super::round_store::{self, RoundStore};
 use crate::deadline::Deadline;
 use crate::env::Meeting;
 use crate::error::{Error, Kind, Result};
@@ -20,7 +22,6 @@ use crate::group::ProcessGroup;
 use crate::key::JobKey;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::rendezvous::membership::liveness::Liveness;
-use crate::rendezvous::membership::{Log, log};
 use crate::rendezvous::{self, Rendezvous};
 use crate::store::{PrefixStore, SharedStore, TcpStore, host_port};
 use crate::transport;
@@ -60,7 +61,7 @@ pub(super) struct Session {
 
 struct Shared {
     store: SharedStore,
-    log: Mutex<Log>,
+    journal: Mutex<Journal>,
     seen: Mutex<Seen>,
     changed: Condvar,
     closing: AtomicBool,
@@ -69,9 +70,15 @@ struct Shared {
 /// What is known of the others.
 struct Seen {
     state: State,
+    /// The next entry to be read.
+    next: u64,
+    /// The state where the log may be cut off, and where that is.
+    stop: Option<(State, u64)>,
     me: Worker,
-    /// Has this worker's `Join` been read?
+    /// Has this worker's `Join` been read, or passed?
     heard: bool,
+    /// Where in the log it is, once that is known.
+    joined_at: Option<u64>,
     /// Why it was refused.
     refused: Option<String>,
     /// The store can no longer be reached.
@@ -99,14 +106,14 @@ impl Session {
         let interface = client.local_ip();
         let scope = scope(env.run_id.as_deref().unwrap_or("none"));
         let store: SharedStore = Arc::new(PrefixStore::new(scope, Arc::new(client)));
-        let place = env.local_rank.unwrap_or(env.rank.get());
+        let (place, local) = (env.rank.get(), env.local_rank.unwrap_or(env.rank.get()));
         let process = std::process::id();
         let session = Self {
-            shared: Shared::new(store, Worker { id: WorkerId(0), host: host_name(), place, process }),
+            shared: Shared::new(store, Worker { id: WorkerId(0), host: host_name(), place, process })?,
             interface,
             key,
             settings: *settings,
-            local: (place, env.local_world_size.unwrap_or(env.world_size.get()).max(place + 1)),
+            local: (local, env.local_world_size.unwrap_or(env.world_size.get()).max(local + 1)),
             options: options.clone(),
             ended: false,
         };
@@ -162,7 +169,9 @@ impl Session {
                 && let Some(rank) = seen.state.rank(me)
             {
                 if !seen.state.is_gathering() {
-                    return self.round(&mut seen, rank, me != before).map(|round| Met::Round(Box::new(round)));
+                    return self
+                        .round(&mut seen, rank, me != before)
+                        .map(|round| Met::Round(Box::new(round)));
                 }
                 // Somebody has left it before it came together.
                 left = round;
@@ -252,16 +261,29 @@ impl Session {
 
     /// Wants to take part, under a new number.
     fn join(&self) -> Result<()> {
-        let id = WorkerId(random()?);
-        // Who watches this worker expects to find its beat.
-        self.shared.store.add(&beat(id), 1, Deadline::after(ANSWER))?;
-        let worker = {
-            let mut seen = self.shared.seen.lock();
-            seen.me.id = id;
-            seen.heard = false;
-            seen.me.clone()
-        };
-        self.shared.append(&Entry::Join { worker, settings: self.settings })
+        let shared = &*self.shared;
+        loop {
+            let id = WorkerId(random()?);
+            let worker = {
+                let mut seen = shared.seen.lock();
+                seen.me.id = id;
+                (seen.heard, seen.joined_at) = (false, None);
+                seen.me.clone()
+            };
+            // Who watches this worker expects to find its beat.
+            shared.store.add(&beat(&worker), 1, Deadline::after(ANSWER))?;
+            let join = Entry::Join { worker, settings: self.settings };
+            let index = shared.journal.lock().try_append(&join, Deadline::after(ANSWER))?;
+            if let Some(index) = index {
+                let mut seen = shared.seen.lock();
+                seen.joined_at = Some(index);
+                // The reader may have passed it without seeing it.
+                seen.heard |= seen.next > index;
+                return Ok(());
+            }
+            // Perhaps somebody has read it, perhaps nobody will: it would not do to say it again under the same number.
+            shared.append(&Entry::Gone { worker: id, by: id, why: Departure::Ended })?;
+        }
     }
 
     fn round(&self, seen: &mut Seen, rank: usize, rejoined: bool) -> Result<Round> {
@@ -303,16 +325,26 @@ impl Drop for Session {
 }
 
 impl Shared {
-    fn new(store: SharedStore, me: Worker) -> Arc<Self> {
-        let seen =
-            Seen { state: State::default(), me, heard: false, refused: None, lost: None, place: At::Waiting };
-        Arc::new(Self {
-            log: Mutex::new(Log::new(Arc::clone(&store))),
+    fn new(store: SharedStore, me: Worker) -> Result<Arc<Self>> {
+        let (state, next) = journal::begin(&*store, Deadline::after(ANSWER))?;
+        let seen = Seen {
+            state,
+            next,
+            stop: None,
+            me,
+            heard: false,
+            joined_at: None,
+            refused: None,
+            lost: None,
+            place: At::Waiting,
+        };
+        Ok(Arc::new(Self {
+            journal: Mutex::new(Journal::new(Arc::clone(&store))),
             store,
             seen: Mutex::new(seen),
             changed: Condvar::new(),
             closing: AtomicBool::new(false),
-        })
+        }))
     }
 
     fn append(&self, entry: &Entry) -> Result<()> {
@@ -320,12 +352,12 @@ impl Shared {
     }
 
     fn append_until(&self, entry: &Entry, deadline: Deadline) -> Result<()> {
-        self.log.lock().append(&entry.to_bytes()?, deadline)
+        self.journal.lock().append(entry, deadline)
     }
 
     /// The part of the store in which the members of a round connect.
     fn store_of(&self, round: u64) -> SharedStore {
-        Arc::new(PrefixStore::new(format!("round/{round}"), Arc::clone(&self.store)))
+        Arc::new(RoundStore::new(&self.store, round))
     }
 
     fn wait_for_news(&self) {
@@ -343,32 +375,64 @@ impl Shared {
         {
             seen.refused = Some(why);
         }
+        seen.next += 1;
+        if seen.next.is_multiple_of(STRIDE) {
+            seen.stop = Some((seen.state.clone(), seen.next));
+        }
         drop(seen);
         self.changed.notify_all();
         self.end_broken_round();
     }
 
-    /// If a member of this worker's round is gone, the round has no use: whoever waits in its group, or for it, is told.
+    /// Goes on from where the others have cut the log off.
+    fn jump(&self, state: State, next: u64) {
+        let mut seen = self.seen.lock();
+        (seen.state, seen.next) = (state, next);
+        seen.heard |= seen.joined_at.is_some_and(|index| next > index);
+        drop(seen);
+        self.changed.notify_all();
+        self.end_broken_round();
+    }
+
+    /// If a member of this worker's round is gone, or the others are in a later one, the round has no use: whoever waits in
+    /// its group, or for it, is told.
     fn end_broken_round(&self) {
         let seen = self.seen.lock();
-        let Some((rank, worker, why)) = seen.state.gone().next() else { return };
-        let what = if worker.id == seen.me.id { "was given up by the others" } else { "died" };
-        let error = Error::new(Kind::PeerFailed, format!("rank {rank} ({}) {what}: {why}", worker.host))
-            .with_peer(Rank::new(u32::try_from(rank).unwrap_or(u32::MAX)));
-        let (at, now) = (&seen.place, seen.state.round());
-        match at {
-            At::Inside { round, group } if *round == now => {
+        let (round, own) = match &seen.place {
+            At::Waiting => return,
+            At::Joining { round, rank } => (*round, *rank),
+            At::Inside { round, group } => (*round, group.rank()),
+        };
+        let Some(error) = seen.broken(round, own) else { return };
+        match &seen.place {
+            At::Inside { group, .. } => {
                 let group = group.clone();
                 drop(seen);
                 group.abort(error);
             }
-            At::Joining { round, rank } if *round == now => {
-                let (rank, host) = (*rank, seen.me.host.clone());
+            _ => {
+                let error = error.at(own, seen.me.host.clone());
                 drop(seen);
-                transport::fail_start(&*self.store_of(now), &error.at(rank, host));
+                transport::fail_start(&*self.store_of(round), &error);
             }
-            _ => {}
         }
+    }
+}
+
+impl Seen {
+    /// Why `round`, in which this worker has the rank `own`, has no use any more.
+    fn broken(&self, round: u64, own: Rank) -> Option<Error> {
+        let lost = |rank: Rank, host: &str, what: String| {
+            Error::new(Kind::PeerFailed, format!("rank {rank} ({host}) {what}")).with_peer(rank)
+        };
+        if round < self.state.round() {
+            let what = "was given up by the others, who are in a later group".to_owned();
+            return Some(lost(own, &self.me.host, what));
+        }
+        let (rank, worker, why) = self.state.gone().next()?;
+        let what = if worker.id == self.me.id { "was given up by the others" } else { "died" };
+        let rank = Rank::new(u32::try_from(rank).unwrap_or(u32::MAX));
+        Some(lost(rank, &worker.host, format!("{what}: {why}")))
     }
 }
 
@@ -379,22 +443,18 @@ pub(super) fn scope(run_id: &str) -> String {
 
 /// The reader's thread.
 fn read(shared: &Shared) {
-    let mut index = 0;
     while !shared.closing.load(Ordering::Relaxed) {
-        let entry = match log::read(&*shared.store, index, Deadline::after(LOOK)) {
-            Ok(bytes) => Entry::from_bytes(&bytes),
-            Err(error) if error.is_timeout() => continue,
-            Err(error) => Err(error),
-        };
-        match entry {
-            Ok(entry) => shared.take(entry),
+        let next = shared.seen.lock().next;
+        match journal::read(&*shared.store, next, Deadline::after(LOOK)) {
+            Ok(Read::Entry(entry)) => shared.take(entry),
+            Ok(Read::Behind(state, next)) => shared.jump(state, next),
+            Err(error) if error.is_timeout() => {}
             Err(error) => {
                 shared.seen.lock().lost = Some(error);
                 shared.changed.notify_all();
                 return;
             }
         }
-        index += 1;
     }
 }
 
@@ -419,15 +479,19 @@ fn keep_watch(shared: &Shared, (interval, attempts): (Duration, u32)) {
 }
 
 fn look(shared: &Shared, liveness: &mut Liveness<WorkerId>, deadline: Deadline) -> Result<()> {
-    let (me, others) = {
+    let (own, others) = {
         let seen = shared.seen.lock();
-        (seen.me.id, seen.state.watched_by(seen.me.id))
+        let others = seen.state.watched_by(seen.me.id).into_iter();
+        let others = others.filter_map(|id| Some((id, beat(seen.state.worker(id)?))));
+        (beat(&seen.me), others.collect::<Vec<_>>())
     };
-    shared.store.add(&beat(me), 1, deadline)?;
+    shared.store.add(&own, 1, deadline)?;
+    tidy(shared, deadline)?;
     if others.is_empty() {
         return Ok(());
     }
-    let keys: Vec<String> = others.iter().map(|id| beat(*id)).collect();
+    let me = shared.seen.lock().me.id;
+    let (others, keys): (Vec<WorkerId>, Vec<String>) = others.into_iter().unzip();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     // They are there: a worker beats before it joins.
     let beats = shared.store.multi_get(&keys, deadline)?;
@@ -438,8 +502,24 @@ fn look(shared: &Shared, liveness: &mut Liveness<WorkerId>, deadline: Deadline) 
     Ok(())
 }
 
-fn beat(id: WorkerId) -> String {
-    format!("beat/{id}")
+/// Removes what nobody needs any more. One does it for all.
+fn tidy(shared: &Shared, deadline: Deadline) -> Result<()> {
+    let (round, stop) = {
+        let mut seen = shared.seen.lock();
+        if seen.state.first() != Some(seen.me.id) {
+            return Ok(());
+        }
+        (seen.state.round(), seen.stop.take())
+    };
+    if let Some((state, index)) = stop {
+        journal::trim(&*shared.store, index, &state, deadline)?;
+    }
+    round_store::sweep(&*shared.store, round, deadline)
+}
+
+/// The counter of a place: whoever comes next there goes on with it, so there are never more than places.
+fn beat(worker: &Worker) -> String {
+    format!("beat/{}", worker.place)
 }
 
 pub(super) fn random() -> Result<u64> {

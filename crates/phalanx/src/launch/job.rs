@@ -2,15 +2,17 @@
 
 use std::ffi::{OsStr, OsString};
 use std::net::{Ipv4Addr, SocketAddr};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::attempts;
 use super::cluster::Cluster;
 use super::event::Observer;
 use super::exit::Report;
+use super::guest::Guest;
 use super::lent_key::LentKey;
 use super::logs::Logs;
 use super::placement::Placement;
+use super::replacements::Replacements;
 use crate::deadline::Deadline;
 use crate::elastic;
 use crate::error::{Error, Result};
@@ -59,6 +61,7 @@ pub struct Job {
     run_id: Option<String>,
     logs: Option<Logs>,
     cluster: Option<Cluster>,
+    guest: Option<Guest>,
     key: Option<JobKey>,
     open_store: bool,
 }
@@ -87,6 +90,7 @@ impl Job {
             run_id: None,
             logs: None,
             cluster: None,
+            guest: None,
             key: None,
             open_store: false,
         }
@@ -185,6 +189,12 @@ impl Job {
     /// the cluster's.
     pub fn cluster(mut self, cluster: Cluster) -> Self {
         self.cluster = Some(cluster);
+        self
+    }
+
+    /// Is a part of an elastic job that is led from elsewhere.
+    pub(super) fn part_of(mut self, guest: Guest) -> Self {
+        self.guest = Some(guest);
         self
     }
 
@@ -291,16 +301,27 @@ impl Job {
         if self.elastic.is_some() { 0 } else { self.max_restarts }
     }
 
-    /// Of an elastic job: the fewest workers, and how often one may be replaced.
-    pub(super) fn replacements_allowed(&self) -> Option<(WorldSize, u32)> {
-        self.elastic.map(|elastic| (elastic.min, self.max_restarts))
+    /// Of an elastic job: its workers' places.
+    pub(super) fn replacements(&self, now: Instant) -> Option<Replacements> {
+        let Elastic { min, .. } = self.elastic?;
+        let workers = self.workers.count();
+        Some(match self.guest {
+            Some(_) => Replacements::led(workers, now),
+            None => Replacements::new(workers, min.count(), self.max_restarts, now),
+        })
     }
 
     fn check_elastic(&self) -> Result<()> {
         let Some(Elastic { min, .. }) = self.elastic else { return Ok(()) };
+        if self.guest.is_some() {
+            // How many there are altogether, whoever leads the job has looked at.
+            return Ok(());
+        }
         if self.cluster.is_some() {
-            return Err(Error::invalid_argument("an elastic job runs on one node")
-                .with_remedy("leave out --nnodes, or --min-np: several nodes start again after a failure"));
+            return Err(Error::invalid_argument(
+                "launchers that are started by hand cannot be those of an elastic job",
+            )
+            .with_remedy("let one command start all hosts, -H host:slots,.., or leave out --min-np"));
         }
         if min.get() > self.workers.get() {
             return Err(Error::invalid_argument(format!(
@@ -310,6 +331,10 @@ impl Job {
             .with_remedy("--min-np may be at most --nproc-per-node"));
         }
         Ok(())
+    }
+
+    pub(super) fn guest(&self) -> Option<&Guest> {
+        self.guest.as_ref()
     }
 
     pub(super) fn other_nodes(&self) -> Option<&Cluster> {
@@ -338,7 +363,8 @@ impl Job {
         let (workers, limit) = match self.elastic {
             Some(Elastic { min, reset_limit }) => {
                 let limit = reset_limit.map_or_else(String::new, |limit| limit.to_string());
-                (format!("{min}:{}", self.workers), limit)
+                let most = self.guest.as_ref().map_or(self.workers.get(), |guest| guest.part.most);
+                (format!("{min}:{most}"), limit)
             }
             None => Default::default(),
         };
@@ -349,7 +375,7 @@ impl Job {
 }
 
 /// A name for the job that no other job has.
-fn random_name() -> Result<String> {
+pub(super) fn random_name() -> Result<String> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)
         .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;

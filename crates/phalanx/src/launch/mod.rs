@@ -38,6 +38,7 @@ mod cluster;
 mod error_file;
 mod event;
 mod exit;
+mod guest;
 mod job;
 mod lent_key;
 mod lines;
@@ -49,6 +50,7 @@ mod policy;
 mod refusals;
 mod remote;
 mod replacements;
+mod streak;
 mod supervisor;
 mod worker;
 
@@ -65,4 +67,4 @@ pub use lines::fuzz as fuzz_lines;
 pub use logs::{Logs, Selection, Streams};
 #[cfg(any(test, fuzzing))]
 pub use remote::fuzz as fuzz_remote;
-pub use remote::{Host, HostList, RemoteJob, RemoteNode, RemoteShell};
+pub use remote::{ElasticHosts, Host, HostDiscovery, HostList, RemoteJob, RemoteNode, RemoteShell};

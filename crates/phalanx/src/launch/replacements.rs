@@ -3,13 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::exit::Exit;
-
-/// A worker that fails sooner after its start has failed at once: another start may well end in the same way.
-const QUICK: Duration = Duration::from_secs(2);
-/// How often in a row a worker may fail at once before its place is given up.
-const GIVEN_UP: u32 = 4;
-/// How long a place stays empty after the second quick failure in a row; after the third it is twice as long.
-const COOL_DOWN: Duration = Duration::from_secs(1);
+use super::streak::Streak;
 
 /// The places of an elastic job's workers on this node.
 #[derive(Debug)]
@@ -18,13 +12,15 @@ pub(super) struct Replacements {
     min: usize,
     allowed: u32,
     used: u32,
+    /// Is it decided elsewhere who is replaced?
+    is_led: bool,
     places: Vec<Place>,
 }
 
 #[derive(Debug)]
 struct Place {
     holder: Holder,
-    quick_failures: u32,
+    streak: Streak,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +31,10 @@ enum Holder {
     /// Its worker has failed, and gets a successor.
     Cooling {
         until: Instant,
+        exit: Exit,
+    },
+    /// Its worker has failed, and whoever leads the job has not yet said what becomes of it.
+    Asking {
         exit: Exit,
     },
     /// It has ended well.
@@ -52,14 +52,21 @@ pub(super) enum Verdict {
     Empty,
     /// The others are too few.
     TooFew,
+    /// Whoever leads the job will say.
+    Asked,
 }
 
 impl Replacements {
     /// `workers` start now; with fewer than `min` there is no job.
     pub(super) fn new(workers: usize, min: usize, allowed: u32, now: Instant) -> Self {
-        let place = || Place { holder: Holder::Running { since: now }, quick_failures: 0 };
+        let place = || Place { holder: Holder::Running { since: now }, streak: Streak::default() };
         let places = std::iter::repeat_with(place).take(workers).collect();
-        Self { min, allowed, used: 0, places }
+        Self { min, allowed, used: 0, is_led: false, places }
+    }
+
+    /// `workers` start now; whether one is replaced, and with how few there is no job, is decided elsewhere.
+    pub(super) fn led(workers: usize, now: Instant) -> Self {
+        Self { is_led: true, ..Self::new(workers, 0, 0, now) }
     }
 
     /// How often a worker has been replaced, or is about to be, and how often one may be.
@@ -75,23 +82,40 @@ impl Replacements {
         // The first that ends well has seen all others do so: nobody begins any more.
         let is_ending = self.places.iter().any(|place| place.holder == Holder::Done);
         let place = &mut self.places[worker];
+        if self.is_led {
+            place.holder = Holder::Asking { exit };
+            return Verdict::Asked;
+        }
         let lived = match place.holder {
             Holder::Running { since } => now.saturating_duration_since(since),
             _ => Duration::ZERO,
         };
-        place.quick_failures = if lived < QUICK { place.quick_failures + 1 } else { 0 };
-        if !is_ending && self.used < self.allowed && place.quick_failures < GIVEN_UP {
+        let pause = place.streak.failed(lived).filter(|_| !is_ending && self.used < self.allowed);
+        if let Some(after) = pause {
             self.used += 1;
-            let after = match place.quick_failures {
-                0 | 1 => Duration::ZERO,
-                failures => COOL_DOWN * (1 << (failures - 2)),
-            };
             place.holder = Holder::Cooling { until: now + after, exit };
             return Verdict::Replaced { after };
         }
         place.holder = Holder::Nobody;
         let there = self.places.iter().filter(|place| place.holder != Holder::Nobody).count();
         if there < self.min { Verdict::TooFew } else { Verdict::Empty }
+    }
+
+    /// It has been decided elsewhere that a place gets another worker, now.
+    pub(super) fn replace(&mut self, worker: usize, now: Instant) {
+        if let Some(place) = self.places.get_mut(worker)
+            && let Holder::Asking { exit } = place.holder
+        {
+            place.holder = Holder::Cooling { until: now, exit };
+        }
+    }
+
+    /// It has been decided elsewhere that a place stays empty. Gives how its last worker ended.
+    pub(super) fn vacate(&mut self, worker: usize) -> Option<Exit> {
+        let place = self.places.get_mut(worker)?;
+        let Holder::Asking { exit } = place.holder else { return None };
+        place.holder = Holder::Nobody;
+        Some(exit)
     }
 
     /// A place whose next worker is to be started now; it counts as started.
@@ -115,9 +139,9 @@ impl Replacements {
     pub(super) fn cancel(&mut self) -> Vec<(usize, Exit)> {
         let mut cancelled = Vec::new();
         for (worker, place) in self.places.iter_mut().enumerate() {
-            if let Holder::Cooling { exit, .. } = place.holder {
+            if let Holder::Cooling { exit, .. } | Holder::Asking { exit } = place.holder {
+                self.used -= u32::from(!self.is_led);
                 place.holder = Holder::Nobody;
-                self.used -= 1;
                 cancelled.push((worker, exit));
             }
         }
@@ -167,7 +191,7 @@ mod tests {
         assert_eq!(replacements.failed(0, BAD, now), Verdict::Empty);
         // One that lives for a while between two failures is another matter.
         for _ in 0..10 {
-            now += QUICK;
+            now += Duration::from_secs(2);
             assert_eq!(replacements.failed(1, BAD, now), AT_ONCE);
             assert_eq!(replacements.due(now), Some(1));
         }
@@ -182,5 +206,25 @@ mod tests {
         assert_eq!((replacements.wake_at(), replacements.count().0), (None, 0));
         replacements.ended_well(0);
         assert_eq!(replacements.failed(1, BAD, later(now, 9)), Verdict::Empty);
+    }
+
+    #[test]
+    fn where_it_is_decided_elsewhere_a_place_waits_for_the_word() {
+        let now = Instant::now();
+        let mut replacements = Replacements::led(3, now);
+        for worker in 0..3 {
+            assert_eq!(replacements.failed(worker, BAD, now), Verdict::Asked);
+        }
+        assert_eq!((replacements.wake_at(), replacements.due(now)), (None, None));
+        replacements.replace(1, now);
+        assert_eq!((replacements.due(now), replacements.due(now)), (Some(1), None));
+        assert_eq!(
+            (replacements.vacate(0), replacements.vacate(0), replacements.vacate(9)),
+            (Some(BAD), None, None)
+        );
+        // A word that comes twice, or too late, starts nobody.
+        replacements.replace(0, now);
+        replacements.replace(1, now);
+        assert_eq!((replacements.due(now), replacements.cancel()), (None, vec![(2, BAD)]));
     }
 }

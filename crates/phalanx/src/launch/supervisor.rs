@@ -14,6 +14,7 @@ use rustix::process::{Pid, Signal as Raw};
 use super::attempts::Control;
 use super::event::Event;
 use super::exit::{Exit, Signal};
+use super::guest::Word;
 use super::job::Job;
 use super::logs::JobLogs;
 use super::members;
@@ -51,9 +52,7 @@ pub(super) fn run(
     let guard = Guard::start(count).map_err(|error| Error::io("cannot start the workers' guard", error))?;
     let policy = Policy::new(count, job.grace_period());
     let workers = Vec::with_capacity(count);
-    let elastic = job.replacements_allowed();
-    let replacements =
-        elastic.map(|(min, allowed)| Replacements::new(count, min.count(), allowed, Instant::now()));
+    let replacements = job.replacements(Instant::now());
     let told = Told::Nothing;
     let mut supervisor =
         Supervisor { job, workers, policy, replacements, placement, logs, nodes, control, guard, told };
@@ -120,6 +119,7 @@ impl Supervisor<'_, '_> {
             self.handle_ends();
             self.handle_nodes();
             self.handle_time();
+            self.handle_words();
             self.handle_replacements();
             self.handle_logs();
             self.control.tell_refusal();
@@ -232,6 +232,7 @@ impl Supervisor<'_, '_> {
                     self.policy.lost(*end);
                     None
                 }
+                Verdict::Asked => None,
             };
             let worker = &self.workers[end.worker];
             self.nodes.outlived(u32::try_from(end.worker).unwrap_or(u32::MAX), worker.id());
@@ -241,6 +242,23 @@ impl Supervisor<'_, '_> {
             false
         });
         self.replacements = Some(replacements);
+    }
+
+    /// Hears what becomes of empty places, if that is decided elsewhere.
+    fn handle_words(&mut self) {
+        while let Some(word) = self.nodes.next_word() {
+            let Some(replacements) = &mut self.replacements else { continue };
+            match word {
+                Word::Replace(place) => replacements.replace(place as usize, Instant::now()),
+                Word::Vacate(place) => {
+                    let Some(exit) = replacements.vacate(place as usize) else { continue };
+                    self.policy.lost(End { worker: place as usize, exit, blames: None });
+                    // Perhaps nobody is left.
+                    let order = self.policy.exited(&[], Instant::now());
+                    self.obey(order);
+                }
+            }
+        }
     }
 
     /// Starts those who are due; none, once the job ends.

@@ -50,7 +50,7 @@ fn is_own(address: IpAddr) -> bool {
 }
 
 /// The address of this host from which packets leave it. Nothing is sent: the address asked for is for documents.
-fn outward() -> Result<IpAddr> {
+pub(crate) fn outward() -> Result<IpAddr> {
     let look = || {
         let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
         socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::arrival::Identity;
+pub(crate) use self::hosts::outward;
 #[cfg(any(test, fuzzing))]
 pub use self::membership::fuzz as fuzz_nodes;
 use crate::deadline::Deadline;

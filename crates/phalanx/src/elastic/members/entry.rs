@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
+use crate::rank::MAX_WORLD_SIZE;
 use crate::rendezvous::membership::log;
 
 /// Before each entry, so that a worker of another version is told so instead of being misread.
@@ -26,7 +27,7 @@ impl fmt::Display for WorkerId {
 pub(crate) struct Worker {
     pub(crate) id: WorkerId,
     pub(crate) host: String,
-    /// The place in which its launcher started it, which it keeps whatever its rank becomes.
+    /// The place in which its launcher started it, among those of all hosts, which it keeps whatever its rank becomes.
     pub(crate) place: u32,
     /// Its process there.
     pub(crate) process: u32,
@@ -40,6 +41,12 @@ pub(crate) struct Settings {
     pub(crate) max: u32,
     /// How often a round may be followed by another.
     pub(crate) reset_limit: Option<u32>,
+}
+
+impl Settings {
+    pub(crate) fn are_sound(self) -> bool {
+        self.min > 0 && self.min <= self.max && self.max <= MAX_WORLD_SIZE
+    }
 }
 
 /// Why a worker is no longer there.
@@ -88,6 +95,9 @@ pub(crate) enum Entry {
     Done { round: u64, worker: WorkerId },
     /// A process has ended, as its launcher says. Its number may come again.
     Exited { place: u32, process: u32, nonce: u64 },
+    /// So many workers run, or are being started, after so many changes of that number: as long as fewer wait, it is
+    /// worth waiting for the others.
+    Expected { change: u64, workers: u32 },
 }
 
 impl Entry {

@@ -1,12 +1,16 @@
 //! The state that all workers agree on.
 
+use serde::{Deserialize, Serialize};
+
 use super::entry::{Departure, Entry, Settings, Worker, WorkerId};
 use crate::rank::MAX_WORLD_SIZE;
 
 /// Who takes part, and who wants to.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct State {
     settings: Option<Settings>,
+    /// How many workers there are, if whoever starts them says so.
+    expected: Option<u32>,
     /// The round that began last; 0 if none has.
     round: u64,
     /// Of that round, by rank.
@@ -16,13 +20,13 @@ pub(crate) struct State {
     verdict: Option<Verdict>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Member {
     worker: Worker,
     standing: Standing,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Standing {
     /// It may be using the round's group.
     Working,
@@ -40,7 +44,7 @@ impl Member {
 }
 
 /// How the job ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Verdict {
     /// All members of the last round have done what there was to do.
     Done,
@@ -69,6 +73,7 @@ impl State {
                 self.verdict = Some(Verdict::Done);
             }
             Entry::Exited { place, process, .. } => self.exited(place, process),
+            Entry::Expected { workers, .. } => self.expected = Some(workers),
             Entry::Ready { .. } | Entry::LastCall { .. } | Entry::Done { .. } => {}
         }
         if self.verdict.is_none() {
@@ -82,7 +87,7 @@ impl State {
     }
 
     fn join(&mut self, worker: Worker, settings: Settings) -> Result<(), String> {
-        if settings.min == 0 || settings.min > settings.max || settings.max > MAX_WORLD_SIZE {
+        if !settings.are_sound() {
             return Err(format!("{} to {} workers are no world", settings.min, settings.max));
         }
         let agreed = *self.settings.get_or_insert(settings);
@@ -156,10 +161,12 @@ impl State {
         enough && self.is_free() && survivors.clone().all(holds)
     }
 
-    /// Can the next round begin, and with as many as can ever take part?
+    /// Can the next round begin, and with as many as can take part for now?
     fn is_full(&self) -> bool {
-        self.is_free()
-            && self.settings.is_some_and(|settings| self.waiting().count() >= settings.max as usize)
+        let most = |settings: Settings| {
+            self.expected.unwrap_or(settings.max).clamp(settings.min, settings.max) as usize
+        };
+        self.is_free() && self.settings.is_some_and(|settings| self.waiting().count() >= most(settings))
     }
 
     /// Can the next round begin, if nobody else is waited for?
@@ -244,6 +251,27 @@ impl State {
         watched
     }
 
+    /// Could the entries of a log have led to it?
+    pub(crate) fn is_sound(&self) -> bool {
+        let most = MAX_WORLD_SIZE as usize;
+        self.settings.is_none_or(Settings::are_sound)
+            && self.round < u64::MAX / 2
+            && self.members.len() <= most
+            && self.newcomers.len() <= most
+    }
+
+    /// A worker that is a member, or waits to become one.
+    pub(crate) fn worker(&self, id: WorkerId) -> Option<&Worker> {
+        let members = self.members.iter().map(|member| &member.worker);
+        members.chain(&self.newcomers).find(|worker| worker.id == id)
+    }
+
+    /// The first of those who are there: who sees to what one has to.
+    pub(crate) fn first(&self) -> Option<WorkerId> {
+        let members = self.members.iter().filter(|member| !matches!(member.standing, Standing::Gone(_)));
+        members.map(|member| &member.worker).chain(&self.newcomers).map(|worker| worker.id).next()
+    }
+
     /// Is it a member, or does it wait to become one?
     pub(crate) fn is_present(&self, id: WorkerId) -> bool {
         self.rank(id).is_some() || self.newcomers.iter().any(|worker| worker.id == id)
@@ -254,6 +282,13 @@ impl State {
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(mut bytes: &[u8]) -> bool {
+    // From the store it comes as entries, or as the state that they have led to.
+    let snapshot = postcard::from_bytes::<State>(bytes).ok().filter(State::is_sound);
+    if let Some(mut state) = snapshot {
+        let ids: Vec<WorkerId> = state.members().chain(state.waiting()).map(|worker| worker.id).collect();
+        ids.into_iter().for_each(|id| drop(state.watched_by(id)));
+        let _ = state.apply(Entry::LastCall { round: state.round().saturating_add(1), nonce: 0 });
+    }
     let (mut state, mut any) = (State::default(), false);
     while let Ok((entry, rest)) = postcard::take_from_bytes::<Entry>(bytes) {
         assert!(

@@ -164,6 +164,32 @@ fn a_process_that_has_ended_is_gone_wherever_it_waited() {
 }
 
 #[test]
+fn a_round_begins_when_all_have_come_who_can() {
+    let all = settings(2, 9);
+    let expected = |workers| Entry::Expected { change: 0, workers };
+    let mut state = after([expected(3), join(1, all), join(2, all)]);
+    assert_eq!(state.round(), 0);
+    state.apply(join(3, all)).unwrap();
+    assert_eq!((state.round(), members(&state)), (1, vec![1, 2, 3]));
+    // One is lost for good, and the launchers say so after the others have left: with those who are left, at once.
+    for entry in [gone(2), ready(1, 1), ready(1, 3)] {
+        state.apply(entry).unwrap();
+        assert_eq!(state.round(), 1);
+    }
+    state.apply(expected(2)).unwrap();
+    assert_eq!((state.round(), members(&state)), (2, vec![1, 3]));
+    // Fewer than the least, or more than the most, are expected in vain.
+    for entry in [expected(1), gone(3), ready(2, 1)] {
+        state.apply(entry).unwrap();
+    }
+    assert_eq!(state.round(), 2);
+    let mut state = after([expected(4), join(1, settings(1, 2)), join(2, settings(1, 2))]);
+    assert_eq!(state.round(), 1);
+    state.apply(expected(1)).unwrap();
+    assert_eq!(state.round(), 1, "a round that runs goes on");
+}
+
+#[test]
 fn other_settings_are_refused_and_too_many_rounds_end_the_job() {
     let limited = Settings { min: 1, max: 1, reset_limit: Some(1) };
     let mut state = State::default();
@@ -229,6 +255,8 @@ enum Move {
     Accuse(usize, usize),
     /// Time passes for one that waits.
     Call(usize),
+    /// The launchers say how many there are, rightly or not.
+    Expect(u32),
 }
 
 fn moves() -> impl Strategy<Value = Vec<Move>> {
@@ -238,6 +266,7 @@ fn moves() -> impl Strategy<Value = Vec<Move>> {
         1 => Just(Move::Come),
         1 => (0..8usize, 0..8usize).prop_map(|(by, whom)| Move::Accuse(by, whom)),
         1 => (0..8usize).prop_map(Move::Call),
+        1 => (0..8u32).prop_map(Move::Expect),
     ];
     proptest::collection::vec(one, 0..300)
 }
@@ -348,6 +377,9 @@ impl Job {
                     let (worker, by) = (WorkerId(whom.id), WorkerId(by.id));
                     self.log.push(Entry::Gone { worker, by, why: Departure::Died });
                 }
+            }
+            Move::Expect(workers) => {
+                self.log.push(Entry::Expected { change: self.log.len() as u64, workers });
             }
             Move::Call(index) => {
                 if let Some(worker) = self.workers.get(index % count).filter(|worker| worker.alive) {

@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 
 use super::{AttemptEnd, Gathered, Nodes, Settled};
-use crate::elastic;
+use crate::elastic::Herald;
 use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
 use crate::launch::event::Event;
@@ -19,18 +19,20 @@ pub(in crate::launch) struct Alone<'a> {
     run_id: String,
     restarts: u32,
     store: Option<TcpStoreServer>,
+    /// Of an elastic job, once there is something to tell.
+    herald: Option<Herald>,
 }
 
 impl<'a> Alone<'a> {
     pub(in crate::launch) fn new(job: &'a Job, run_id: String) -> Self {
-        Self { job, run_id, restarts: 0, store: None }
+        Self { job, run_id, restarts: 0, store: None, herald: None }
     }
 }
 
 impl Nodes for Alone<'_> {
     fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
         // The one before lets its port go first: the next may need it.
-        self.store = None;
+        (self.store, self.herald) = (None, None);
         let store = self.store.insert(self.job.serve_store(control.refused.refusals())?);
         let address = store.local_addr();
         Ok(Gathered::Placed(Placement {
@@ -57,14 +59,13 @@ impl Nodes for Alone<'_> {
 
     fn outlived(&mut self, place: u32, process: u32) {
         let Some(store) = self.store.as_ref().map(TcpStoreServer::reachable_addr) else { return };
-        let (run_id, key) = (self.run_id.clone(), self.job.own_key().cloned());
-        // Not here: the supervisor does not wait for a store.
-        let announce = move || {
-            if let Err(error) = elastic::announce(store, key.as_ref(), &run_id, place, process) {
-                tracing::debug!(%error, "the other workers have to notice a worker's end by themselves");
-            }
-        };
-        let _ = std::thread::Builder::new().name("phalanx-obituary".into()).spawn(announce);
+        if self.herald.is_none() {
+            self.herald = Herald::start(store, self.job.own_key(), &self.run_id).ok();
+        }
+        // Without it the other workers have to notice the end by themselves.
+        if let Some(herald) = &self.herald {
+            herald.exited(place, process);
+        }
     }
 
     fn give_up(&mut self, _error: &Error) {}

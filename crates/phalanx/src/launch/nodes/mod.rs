@@ -1,6 +1,7 @@
 //! What this node's launcher agrees on with those of the others: who takes part in an attempt, and how it ended.
 
 mod alone;
+mod guest;
 mod link;
 mod several;
 
@@ -8,10 +9,12 @@ use std::os::fd::BorrowedFd;
 
 use super::attempts::Control;
 use super::exit::{Failure, Outcome, Signal};
+use super::guest::Word;
 use super::placement::Placement;
 use crate::error::{Error, Result};
 
 pub(super) use alone::Alone;
+pub(super) use guest::Guesthood;
 pub(super) use several::Several;
 
 /// The nodes of a job.
@@ -30,6 +33,11 @@ pub(super) trait Nodes {
 
     /// A worker of an elastic job has failed, and the others go on.
     fn outlived(&mut self, place: u32, process: u32);
+
+    /// What becomes of a place whose worker has failed, if that is decided elsewhere.
+    fn next_word(&mut self) -> Option<Word> {
+        None
+    }
 
     /// The workers of this node cannot be started, or watched.
     fn give_up(&mut self, error: &Error);

@@ -1,4 +1,4 @@
-//! The address at which node 0 is reached by the others: pure.
+//! The address at which node 0, or this machine, is reached by the others: pure.
 //!
 //! A host has many, and most lead nowhere from elsewhere: those of containers, of a second network, 127.0.1.1 under its
 //! own name. The one address of a host that is known to be reached from another host is that of the ssh connection.
@@ -24,15 +24,19 @@ pub(super) fn of_node_0(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bool) -
     }
     let Some(first) = nodes.first() else { return String::new() };
     let address = if first.is_here {
-        // Where the others see us come from, unless that is a router's address.
-        let seen =
-            nodes.iter().filter(|node| !node.is_here).filter_map(|node| node.route.map(|route| route.from));
-        seen.map(plain).find(|address| is_usable(*address) && is_ours(*address))
+        seen_by_others(nodes, is_ours)
     } else {
         // Where it sees us arrive, which is its own address also behind a router.
         first.route.map(|route| plain(route.to)).filter(|address| is_usable(*address))
     };
     address.map_or_else(|| first.name.to_owned(), |address| address.to_string())
+}
+
+/// Where the others of `nodes` see this machine come from, unless that is a router's address.
+pub(super) fn seen_by_others(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bool) -> Option<IpAddr> {
+    let others = nodes.iter().filter(|node| !node.is_here);
+    let mut seen = others.filter_map(|node| node.route.map(|route| plain(route.from)));
+    seen.find(|address| is_usable(*address) && is_ours(*address))
 }
 
 /// An IPv4 address that a server for both kinds shows as an IPv6 address.

@@ -2,27 +2,20 @@
 //! signals. It is none of the nodes, and agrees on nothing: they do.
 
 use std::collections::VecDeque;
-use std::io::{self, PipeReader, Read};
-use std::net::{IpAddr, TcpListener, ToSocketAddrs};
-use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
-use std::process::Command;
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::Signal as Raw;
 
-use super::RemoteJob;
 use super::address::{self, Known};
-use super::connection::{Connection, Ears, Heard};
-use super::diagnosis::Broken;
-use super::environment::forwarded;
+use super::board::Board;
+use super::connection::{Connection, Heard};
+use super::environment::surroundings;
+use super::here::is_ours;
 use super::hosts::Host;
 use super::node::version;
 use super::words::{Complaint, Ending, News, Order, Place, Route, Said, SentKey};
+use super::{KEPT_LINES, RemoteJob, is_this_machine};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
@@ -32,16 +25,8 @@ use crate::launch::exit::{Outcome, Report, Signal};
 use crate::launch::worker::host_name;
 use crate::rank::WorldSize;
 
-/// How much may be heard and not yet shown; what hosts say beyond that stays with them.
-const WAITING: usize = 256;
-/// How often to look at what has no descriptor.
-const POLL: Duration = Duration::from_millis(20);
-/// How long launchers may take beyond the workers' grace period.
-const BEYOND_GRACE: Duration = Duration::from_secs(15);
 /// How long those may take that have not been told to start anything.
 const UNWANTED: Duration = Duration::from_secs(2);
-/// How many lines of standard error are kept for an error.
-const LINES: usize = 20;
 
 /// One host.
 #[derive(Debug)]
@@ -69,8 +54,7 @@ pub(super) struct Conductor<'a> {
     job: &'a RemoteJob,
     key: JobKey,
     peers: Vec<Peer>,
-    heard: Receiver<(usize, Heard)>,
-    notice: PipeReader,
+    board: Board,
     control: Control<'a>,
     started: Instant,
     /// Why all are ended, if for a reason of this command's.
@@ -78,8 +62,6 @@ pub(super) struct Conductor<'a> {
     stopped: bool,
     lost: Option<Error>,
     has_ended_all: bool,
-    /// Is there perhaps news that nobody wakes this thread for any more?
-    left_over: bool,
     /// The last start of workers that was shown.
     shown: Option<u32>,
 }
@@ -90,31 +72,15 @@ impl<'a> Conductor<'a> {
         let started = Instant::now();
         let key = job.key.clone().map_or_else(JobKey::generate, Ok)?;
         let control = Control::new(observer)?;
-        let no_pipe = |error| Error::io("no pipe for the news from other hosts", error);
-        let (notice, wake) = io::pipe().map_err(no_pipe)?;
-        let flags = fcntl_getfl(&notice).map_err(|error| no_pipe(error.into()))?;
-        fcntl_setfl(&notice, flags | OFlags::NONBLOCK).map_err(|error| no_pipe(error.into()))?;
-        let wake = Arc::new(wake);
-        let (sender, heard) = sync_channel(WAITING);
-        let folder = std::env::current_dir().map_err(|error| Error::io("no working directory", error))?;
-        let surroundings = Order::Surroundings { folder, variables: forwarded(std::env::vars_os()) };
+        let board = Board::new()?;
+        let surroundings = surroundings()?;
         let mut peers = Vec::new();
         for (index, host) in job.hosts.hosts().iter().enumerate() {
-            // Another user of this machine is reached as on any other.
-            let is_here = host.name() == host.address() && is_here(host.address());
-            let command = if is_here {
-                let mut command = Command::new(&job.launcher);
-                command.arg("node");
-                command
-            } else {
-                job.shell.command(host.name(), &job.launcher, job.start_timeout)
-            };
-            let ears = Ears { host: index, heard: sender.clone(), wake: Arc::clone(&wake) };
-            let connection = Connection::start(command, ears)?;
+            let connection = Connection::start(job.command(host), board.ears(index))?;
             connection.order(surroundings.clone());
             peers.push(Peer {
                 host: host.clone(),
-                is_here,
+                is_here: is_this_machine(host),
                 connection,
                 hello: None,
                 was_told_to_start: false,
@@ -127,15 +93,13 @@ impl<'a> Conductor<'a> {
             job,
             key,
             peers,
-            heard,
-            notice,
+            board,
             control,
             started,
             interrupted: None,
             stopped: false,
             lost: None,
             has_ended_all: false,
-            left_over: false,
             shown: None,
         })
     }
@@ -213,6 +177,7 @@ impl<'a> Conductor<'a> {
             port,
             patience: self.job.start_timeout,
             key: SentKey::new(&self.key),
+            part: None,
         };
         let arguments = self.job.arguments.iter().map(|word| word.as_bytes().to_vec()).collect();
         self.peers[node].was_told_to_start = true;
@@ -232,18 +197,12 @@ impl<'a> Conductor<'a> {
             if deadline.is_some_and(Deadline::has_passed) {
                 return false;
             }
-            let is_ready = self.control.observer.is_ready();
-            self.wait(deadline, is_ready);
+            let timeout = deadline.map_or(Duration::MAX, Deadline::remaining);
+            self.board.wait(&mut self.control, self.peers.iter().map(|peer| &peer.connection), timeout);
             self.handle_signals();
-            self.left_over = loop {
-                if !self.control.observer.is_ready() {
-                    break true;
-                }
-                match self.heard.try_recv() {
-                    Ok((host, heard)) => self.handle(host, heard),
-                    Err(_) => break false,
-                }
-            };
+            while let Some((host, heard)) = self.board.next(&mut self.control) {
+                self.handle(host, heard);
+            }
             if std::mem::take(&mut self.control.stops) && !self.stopped {
                 self.stopped = true;
                 self.end_all(Signal::TERM);
@@ -255,28 +214,6 @@ impl<'a> Conductor<'a> {
     fn is_ending(&self) -> bool {
         let has_ended = self.peers.iter().any(|peer| peer.ended.is_some());
         has_ended || self.stopped || self.interrupted.is_some() || self.lost.is_some()
-    }
-
-    fn wait(&mut self, deadline: Option<Deadline>, is_ready: bool) {
-        let mut timeout = deadline.map_or(Duration::MAX, Deadline::remaining);
-        if self.left_over && is_ready {
-            timeout = Duration::ZERO;
-        } else if !is_ready || self.peers.iter().any(|peer| peer.connection.must_be_polled()) {
-            timeout = timeout.min(POLL);
-        }
-        let timeout = Timespec::try_from(timeout).ok();
-        let mut descriptors: Vec<PollFd<'_>> = self
-            .control
-            .signals
-            .iter()
-            .map(AsFd::as_fd)
-            .chain([self.notice.as_fd()])
-            .chain(self.peers.iter().filter_map(|peer| peer.connection.end_notice()))
-            .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
-            .collect();
-        // An interrupted wait is followed by the next.
-        let _ = poll(&mut descriptors, timeout.as_ref());
-        while matches!(self.notice.read(&mut [0; 64]), Ok(1..)) {}
     }
 
     fn handle_signals(&mut self) {
@@ -309,8 +246,7 @@ impl<'a> Conductor<'a> {
         for peer in &mut self.peers {
             if peer.was_told_to_start {
                 peer.connection.order(Order::Signal(signal.number()));
-                let grace = self.job.grace.min(Duration::from_secs(365 * 24 * 3600));
-                peer.connection.must_end_by(now + grace + BEYOND_GRACE);
+                peer.connection.must_end_by(now + self.job.patience());
             } else {
                 peer.connection.close();
                 peer.connection.must_end_by(now + UNWANTED);
@@ -328,7 +264,7 @@ impl<'a> Conductor<'a> {
                     self.control.tell(Event::Warning { text: &text });
                 }
                 let peer = &mut self.peers[index];
-                if peer.stderr.len() == LINES {
+                if peer.stderr.len() == KEPT_LINES {
                     peer.stderr.pop_front();
                 }
                 peer.stderr.push_back(line);
@@ -396,18 +332,7 @@ impl<'a> Conductor<'a> {
 
     fn diagnose(&self, index: usize) -> Error {
         let peer = &self.peers[index];
-        let stderr = peer.stderr.iter().map(String::as_str).collect::<Vec<_>>().join("\n");
-        let (launcher, shell) = (self.job.launcher.to_string_lossy(), self.job.shell.name());
-        let broken = Broken {
-            host: peer.host.name(),
-            shell: &shell,
-            is_here: peer.is_here,
-            was_up: peer.hello.is_some(),
-            code: peer.connection.code(),
-            stderr: &stderr,
-            launcher: &launcher,
-        };
-        broken.error()
+        self.job.diagnose(&peer.host, &peer.connection, peer.hello.is_some(), &peer.stderr)
     }
 
     /// How the job ended, of all that was heard.
@@ -463,23 +388,4 @@ fn severity(outcome: &Outcome) -> u8 {
         Outcome::NodeFailed(_) => 3,
         Outcome::Failed(_) => 4,
     }
-}
-
-/// Is it an address of this machine?
-fn is_ours(address: IpAddr) -> bool {
-    TcpListener::bind((address, 0)).is_ok()
-}
-
-/// Does `name` mean this machine?
-fn is_here(name: &str) -> bool {
-    if name == "localhost" || name == host_name() {
-        return true;
-    }
-    if let Ok(address) = name.parse::<IpAddr>() {
-        return is_ours(address);
-    }
-    // A name with a domain, if it leads here: others may begin alike.
-    let host = |name: &str| name.split('.').next().map(str::to_owned);
-    host(name) == host(&host_name())
-        && (name, 0).to_socket_addrs().is_ok_and(|mut found| found.any(|address| is_ours(address.ip())))
 }

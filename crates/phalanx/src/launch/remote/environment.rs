@@ -1,7 +1,10 @@
-//! Which variables go to other hosts: pure.
+//! Which variables go to other hosts.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use super::words::Order;
+use crate::error::{Error, Result};
 
 /// What belongs to a machine, a login or a terminal.
 const STAYS: [&str; 29] = [
@@ -37,8 +40,14 @@ const STAYS: [&str; 29] = [
 ];
 const STAY_PREFIXES: [&str; 7] = ["BASH_FUNC_", "LISTEN_", "SSH_", "SUDO_", "SYSTEMD_", "TMUX", "XDG_"];
 
+/// What a launcher is told first: to work as if it were here.
+pub(super) fn surroundings() -> Result<Order> {
+    let folder = std::env::current_dir().map_err(|error| Error::io("no working directory", error))?;
+    Ok(Order::Surroundings { folder, variables: forwarded(std::env::vars_os()) })
+}
+
 /// Those of `all` that go to other hosts.
-pub(super) fn forwarded(all: impl Iterator<Item = (OsString, OsString)>) -> Vec<(Vec<u8>, Vec<u8>)> {
+fn forwarded(all: impl Iterator<Item = (OsString, OsString)>) -> Vec<(Vec<u8>, Vec<u8>)> {
     all.filter(|(name, _)| goes(name)).map(|(name, value)| (name.into_vec(), value.into_vec())).collect()
 }
 

@@ -24,6 +24,11 @@ impl Host {
         self.slots
     }
 
+    /// The host of this name, which another list has given.
+    pub(super) fn named(name: &str, slots: u32) -> Self {
+        Self { name: name.to_owned(), slots }
+    }
+
     /// Its name or address alone.
     pub(super) fn address(&self) -> &str {
         self.name.rsplit_once('@').map_or(&self.name, |(_, address)| address)
@@ -39,20 +44,29 @@ impl fmt::Display for Host {
 /// The hosts of a job, in the order in which ranks fill them.
 ///
 /// It is read from Horovod's list, `node1:4,node2:4`, or from [a file](Self::from_file). A host without a number takes
-/// one worker, one that is named again takes so many more, and an IPv6 address stands in brackets.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// one worker, one that is named again takes so many more, and an IPv6 address stands in brackets. The default is empty.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostList(Vec<Host>);
 
 impl HostList {
     /// Reads a file in Horovod's and Open MPI's format: `node1 slots=4` or `node1:4` a line, and comments behind a `#`.
     pub fn from_file(text: &str) -> Result<Self> {
+        Self::from_lines(text, 1)
+    }
+
+    /// Reads what a discovery script prints, in the same format, with so many slots for a host without a number.
+    pub(super) fn from_discovery(text: &str, slots: u32) -> Result<Self> {
+        Self::from_lines(text, slots)
+    }
+
+    fn from_lines(text: &str, slots: u32) -> Result<Self> {
         let mut hosts = Self(Vec::new());
         for (number, line) in text.lines().enumerate() {
             let line = line.split_once('#').map_or(line, |(line, _)| line).trim();
             if line.is_empty() {
                 continue;
             }
-            let host = host_of_line(line)
+            let host = host_of_line(line, slots)
                 .map_err(|cause| Error::invalid_argument(format!("line {}: {cause}", number + 1)))?;
             hosts.add(host);
         }
@@ -109,18 +123,18 @@ impl FromStr for HostList {
     fn from_str(text: &str) -> Result<Self> {
         let mut hosts = Self(Vec::new());
         for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
-            hosts.add(host(entry).map_err(Error::invalid_argument)?);
+            hosts.add(host(entry, 1).map_err(Error::invalid_argument)?);
         }
         hosts.check()
     }
 }
 
 /// `node1 slots=4`, or `node1:4`.
-fn host_of_line(line: &str) -> Result<Host, String> {
+fn host_of_line(line: &str, default: u32) -> Result<Host, String> {
     // Blanks may stand around the equals sign.
     let line = line.replace('=', " = ");
     let mut words = line.split_whitespace();
-    let mut host = host(words.next().unwrap_or_default())?;
+    let mut host = host(words.next().unwrap_or_default(), default)?;
     while let Some(key) = words.next() {
         let value = match (words.next(), words.next()) {
             (Some("="), Some(value)) => value,
@@ -137,11 +151,11 @@ fn host_of_line(line: &str) -> Result<Host, String> {
 }
 
 /// `node1`, `node1:4`, `user@node1:4`, `[::1]:4`.
-fn host(entry: &str) -> Result<Host, String> {
+fn host(entry: &str, default: u32) -> Result<Host, String> {
     let (name, number) = match entry.rsplit_once(':') {
         // An address in brackets has colons of its own.
         Some((name, number)) if !number.ends_with(']') => (name, slots(number)?),
-        _ => (entry, 1),
+        _ => (entry, default),
     };
     let (user, address) = name.rsplit_once('@').map_or((None, name), |(user, address)| (Some(user), address));
     let bare = address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(address);
@@ -206,6 +220,8 @@ mod tests {
         assert_eq!(pairs(&list), [("node1", 5), ("node2", 2), ("node3", 1), ("node4", 3)]);
         let cause = HostList::from_file("node1\nnode2 slot=4").unwrap_err().to_string();
         assert!(cause.contains("line 2") && cause.contains("slot"), "{cause}");
+        let list = HostList::from_discovery("node1\nnode2:2\nnode1:1\n", 3).unwrap();
+        assert_eq!(pairs(&list), [("node1", 4), ("node2", 2)]);
         for bad in ["# nothing", "node1 slots", "node1 slots=", "node1 4", "node1 slots=0"] {
             assert!(HostList::from_file(bad).is_err(), "{bad}");
         }

@@ -9,31 +9,46 @@
 //! [`SILENCE`](node::SILENCE), ends its workers; whose launcher is gone, is lost to the others.
 
 mod address;
+mod board;
 mod conductor;
 mod connection;
 mod diagnosis;
+mod elastic;
 mod environment;
 mod frame;
+mod here;
 mod hosts;
 mod node;
 mod quote;
 mod shell;
 mod words;
 
+use std::collections::VecDeque;
 use std::ffi::OsString;
+use std::net::IpAddr;
 use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 
 use super::event::Observer;
 use super::exit::Report;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::key::JobKey;
 
+pub use elastic::{ElasticHosts, HostDiscovery};
 pub use hosts::{Host, HostList};
 pub use node::RemoteNode;
 pub use shell::RemoteShell;
 
 use conductor::Conductor;
+use connection::Connection;
+use diagnosis::Broken;
+use here::is_here;
+
+/// How many lines of a host's standard error are kept for an error.
+const KEPT_LINES: usize = 20;
+/// How long launchers may take beyond the workers' grace period.
+const BEYOND_GRACE: Duration = Duration::from_secs(15);
 
 /// A job on several hosts that are reached over ssh.
 ///
@@ -49,6 +64,9 @@ pub struct RemoteJob {
     start_timeout: Duration,
     grace: Duration,
     key: Option<JobKey>,
+    bind: Option<IpAddr>,
+    open_store: bool,
+    elastic: Option<ElasticHosts>,
 }
 
 impl RemoteJob {
@@ -69,6 +87,9 @@ impl RemoteJob {
             start_timeout: Duration::from_secs(30),
             grace: super::Job::GRACE,
             key: None,
+            bind: None,
+            open_store: false,
+            elastic: None,
         }
     }
 
@@ -108,12 +129,77 @@ impl RemoteJob {
         self
     }
 
+    /// Makes the job [elastic](super::Job::min_workers): hosts may be lost, and others may come. The launchers then meet
+    /// nobody; this process serves the store at which the workers meet, for the whole job.
+    pub fn elastic(mut self, elastic: ElasticHosts) -> Self {
+        self.elastic = Some(elastic);
+        self
+    }
+
+    /// The address at which that store listens, if not the one at which the hosts find it.
+    pub fn bind(mut self, address: IpAddr) -> Self {
+        self.bind = Some(address);
+        self
+    }
+
+    /// As [`Job::open_store`](super::Job::open_store), for that store.
+    pub fn open_store(mut self, open: bool) -> Self {
+        self.open_store = open;
+        self
+    }
+
     /// Runs the job to its end, as [`Job::run`](super::Job::run) does: signals included.
     ///
     /// An error means that it could not be started, or that the connection to a host was lost.
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
-        Conductor::start(self, observer)?.run()
+        match &self.elastic {
+            Some(elastic) => elastic::run(self, elastic, observer),
+            None => Conductor::start(self, observer)?.run(),
+        }
     }
+
+    /// What starts the launcher on `host`.
+    fn command(&self, host: &Host) -> Command {
+        if is_this_machine(host) {
+            let mut command = Command::new(&self.launcher);
+            command.arg("node");
+            command
+        } else {
+            self.shell.command(host.name(), &self.launcher, self.start_timeout)
+        }
+    }
+
+    /// How long a launcher may take to end after it was told to.
+    fn patience(&self) -> Duration {
+        self.grace.min(Duration::from_secs(365 * 24 * 3600)) + BEYOND_GRACE
+    }
+
+    /// Why the connection to `host` has ended, which has written `stderr`.
+    fn diagnose(
+        &self,
+        host: &Host,
+        connection: &Connection,
+        was_up: bool,
+        stderr: &VecDeque<String>,
+    ) -> Error {
+        let stderr = stderr.iter().map(String::as_str).collect::<Vec<_>>().join("\n");
+        let (launcher, shell) = (self.launcher.to_string_lossy(), self.shell.name());
+        let broken = Broken {
+            host: host.name(),
+            shell: &shell,
+            is_here: is_this_machine(host),
+            was_up,
+            code: connection.code(),
+            stderr: &stderr,
+            launcher: &launcher,
+        };
+        broken.error()
+    }
+}
+
+/// Another user of this machine is reached as on any other.
+fn is_this_machine(host: &Host) -> bool {
+    host.name() == host.address() && is_here(host.address())
 }
 
 /// For [`fuzzing`](crate::fuzzing): what comes over a pipe from another host, in either direction.

@@ -15,14 +15,18 @@ use rustix::process::{Signal, getpid, kill_process};
 use super::frame;
 use super::words::{Complaint, Ending, News, Order, Place, Route, Said};
 use crate::error::{Error, Result};
-use crate::key::JobKey;
 use crate::launch::cluster::{Cluster, Hosting};
 use crate::launch::event::Event;
 use crate::launch::exit::Report;
+use crate::launch::guest::Guest;
+use crate::launch::job::Job;
 use crate::rank::WorldSize;
 
 /// How long nothing may come from the command that a person has started; it speaks every 5 s.
 pub(super) const SILENCE: Duration = Duration::from_secs(60);
+/// The same in an elastic job: when the command has given a host up, ssh having heard nothing for as long, it may start
+/// another launcher there.
+const ELASTIC_SILENCE: Duration = Duration::from_secs(15);
 
 /// The part of a [`RemoteJob`](super::RemoteJob) on one host.
 ///
@@ -32,6 +36,7 @@ pub(super) const SILENCE: Duration = Duration::from_secs(60);
 pub struct RemoteNode {
     arguments: Vec<OsString>,
     place: Place,
+    guest: Option<Guest>,
 }
 
 impl RemoteNode {
@@ -61,12 +66,17 @@ impl RemoteNode {
                 None => return Ok(None),
             }
         };
+        let guest = place.part.clone().map(Guest::new).transpose()?;
+        if guest.is_some() {
+            orders.silence = ELASTIC_SILENCE;
+        }
+        let led = guest.clone();
         std::thread::Builder::new()
             .name("phalanx-orders".into())
-            .spawn(move || obey(orders))
+            .spawn(move || obey(orders, led.as_ref()))
             .map_err(|error| Error::io("cannot start a thread for the signals of another host", error))?;
         let arguments = arguments.into_iter().map(OsString::from_vec).collect();
-        Ok(Some(Self { arguments, place }))
+        Ok(Some(Self { arguments, place, guest }))
     }
 
     /// What [`RemoteJob::new`](super::RemoteJob::new) was given.
@@ -79,15 +89,19 @@ impl RemoteNode {
         WorldSize::new(self.place.workers)
     }
 
-    /// With which the job's processes recognise each other.
-    pub fn key(&self) -> JobKey {
-        self.place.key.key()
+    /// `job`, with what the command has said about this host's part in it, but for the [cluster](Self::cluster).
+    pub fn part(&self, job: Job) -> Job {
+        let job = job.key(self.place.key.key());
+        match self.guest.clone() {
+            Some(guest) => job.run_id(guest.part.run_id.clone()).part_of(guest),
+            None => job,
+        }
     }
 
-    /// The hosts of the job, if there are several.
+    /// The hosts of the job, if there are several whose launchers have to meet.
     pub fn cluster(&self) -> Result<Option<Cluster>> {
         let Place { node, nodes, ref host, port, patience, .. } = self.place;
-        if nodes == 1 {
+        if nodes == 1 || self.guest.is_some() {
             return Ok(None);
         }
         let cluster = match (node, port) {
@@ -150,10 +164,14 @@ fn unheard(error: io::Error) -> Error {
 }
 
 /// Until the end of the orders, which is the end of the job.
-fn obey(mut orders: Orders) {
+fn obey(mut orders: Orders, guest: Option<&Guest>) {
     loop {
         let signal = match orders.next() {
             Ok(Some(Order::Signal(signal))) => Signal::from_named_raw(signal),
+            Ok(Some(Order::Place(word))) => {
+                guest.into_iter().for_each(|guest| guest.say(word));
+                None
+            }
             Ok(Some(_)) => None,
             Ok(None) | Err(_) => {
                 let _ = kill_process(getpid(), Signal::TERM);
@@ -167,12 +185,16 @@ fn obey(mut orders: Orders) {
 }
 
 /// Standard input, of which nothing is read ahead: who is started next in this process reads on.
-struct Orders(File);
+struct Orders {
+    stdin: File,
+    /// How long nothing may come.
+    silence: Duration,
+}
 
 impl Orders {
     fn open() -> Result<Self> {
         let stdin = io::stdin().as_fd().try_clone_to_owned();
-        stdin.map(|stdin| Self(stdin.into())).map_err(unheard)
+        stdin.map(|stdin| Self { stdin: stdin.into(), silence: SILENCE }).map_err(unheard)
     }
 
     fn next(&mut self) -> io::Result<Option<Order>> {
@@ -182,11 +204,11 @@ impl Orders {
 
 impl Read for Orders {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let silence = Timespec::try_from(SILENCE).ok();
-        let mut descriptors = [PollFd::new(&self.0, PollFlags::IN)];
+        let silence = Timespec::try_from(self.silence).ok();
+        let mut descriptors = [PollFd::new(&self.stdin, PollFlags::IN)];
         if poll(&mut descriptors, silence.as_ref())? == 0 {
             return Err(ErrorKind::TimedOut.into());
         }
-        self.0.read(buffer)
+        self.stdin.read(buffer)
     }
 }

@@ -5,7 +5,7 @@
 //!                                                 Hello
 //! Surroundings
 //! Start                                           Serving (node 0 of several)
-//! Signal, Alive ..                                Event ..
+//! Signal, Place, Alive ..                         Event ..
 //!                                                 Ended, or Failed
 //! ```
 
@@ -22,6 +22,7 @@ use crate::error::{Error, Kind};
 use crate::key::JobKey;
 use crate::launch::event::{Event, Observer, Stream};
 use crate::launch::exit::{Exit, Failure, NodeFailure, Outcome, Report, Signal};
+use crate::launch::guest::{Part, Word};
 use crate::rank::{Rank, WorldSize};
 
 /// To a launcher.
@@ -35,6 +36,8 @@ pub(super) enum Order {
     Signal(i32),
     /// Somebody is still there.
     Alive,
+    /// What becomes of a worker's place, in an elastic job.
+    Place(Word),
 }
 
 /// A launcher's part.
@@ -49,6 +52,8 @@ pub(super) struct Place {
     /// How long they may take to come together.
     pub(super) patience: Duration,
     pub(super) key: SentKey,
+    /// Of an elastic job, in which launchers meet nobody.
+    pub(super) part: Option<Part>,
 }
 
 /// A job's key under way.

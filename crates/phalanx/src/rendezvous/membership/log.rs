@@ -21,19 +21,25 @@ impl Log {
         Self { store, end: 0 }
     }
 
-    /// Appends `entry`, which must differ from every other one and not be empty.
-    pub(crate) fn append(&mut self, entry: &[u8], deadline: Deadline) -> Result<()> {
+    /// Entries before `index` are known to be there, or to have been.
+    pub(crate) fn skip_to(&mut self, index: u64) {
+        self.end = self.end.max(index);
+    }
+
+    /// Appends `entry`, which must differ from every other one and not be empty, and gives its index.
+    pub(crate) fn append(&mut self, entry: &[u8], deadline: Deadline) -> Result<u64> {
         self.append_sealed(entry, &Seal::none(), deadline)
     }
 
     /// The same, under a seal.
-    pub(crate) fn append_sealed(&mut self, entry: &[u8], seal: &Seal, deadline: Deadline) -> Result<()> {
+    pub(crate) fn append_sealed(&mut self, entry: &[u8], seal: &Seal, deadline: Deadline) -> Result<u64> {
         loop {
-            let sealed = seal.close(self.end, entry);
-            let there = self.store.compare_set(&key(self.end), b"", &sealed, deadline)?;
+            let index = self.end;
+            let sealed = seal.close(index, entry);
+            let there = self.store.compare_set(&key(index), b"", &sealed, deadline)?;
             self.end += 1;
             if there == sealed {
-                return Ok(());
+                return Ok(index);
             }
         }
     }
@@ -65,7 +71,8 @@ pub(crate) fn decode<T: DeserializeOwned>(version: u8, bytes: &[u8], author: &st
     }
 }
 
-fn key(index: u64) -> String {
+/// Where entry `index` is.
+pub(crate) fn key(index: u64) -> String {
     format!("log/{index}")
 }
 

@@ -1,0 +1,80 @@
+//! What a launcher tells the workers of its elastic job.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use super::journal::Journal;
+use super::members::Entry;
+use super::session::{random, scope};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::key::JobKey;
+use crate::store::{PrefixStore, TcpStore};
+
+/// How long the launcher's own store may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Tells them in a thread of its own, one thing after the other: who watches workers does not wait for a store.
+#[derive(Debug)]
+pub(crate) struct Herald {
+    news: Sender<Entry>,
+    changes: u64,
+}
+
+impl Herald {
+    /// For the workers of `run_id`, which meet at `store`.
+    pub(crate) fn start(store: SocketAddr, key: Option<&JobKey>, run_id: &str) -> Result<Self> {
+        let (news, inbox) = channel();
+        let (key, run_id) = (key.cloned(), run_id.to_owned());
+        std::thread::Builder::new()
+            .name("phalanx-herald".into())
+            .spawn(move || tell(&inbox, || connect(store, key.as_ref(), &run_id)))
+            .map_err(|error| Error::io("cannot start a thread for the news to the workers", error))?;
+        Ok(Self { news, changes: 0 })
+    }
+
+    /// The process in this place has ended, so that nobody has to wait for its silence. Who is in a group with it knows
+    /// already; who waits for the next one does not.
+    pub(crate) fn exited(&self, place: u32, process: u32) {
+        match random() {
+            Ok(nonce) => self.tell(Entry::Exited { place, process, nonce }),
+            Err(error) => {
+                tracing::debug!(%error, "the workers have to notice by themselves that one has ended")
+            }
+        }
+    }
+
+    /// So many workers run, or are being started.
+    pub(crate) fn expect(&mut self, workers: u32) {
+        self.changes += 1;
+        self.tell(Entry::Expected { change: self.changes, workers });
+    }
+
+    fn tell(&self, entry: Entry) {
+        // The thread ends with this.
+        let _ = self.news.send(entry);
+    }
+}
+
+fn connect(store: SocketAddr, key: Option<&JobKey>, run_id: &str) -> Result<Journal> {
+    let client = TcpStore::join(store, key, Deadline::after(PATIENCE))?;
+    Ok(Journal::new(Arc::new(PrefixStore::new(scope(run_id), Arc::new(client)))))
+}
+
+fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<Journal>) {
+    let mut log = None;
+    while let Ok(entry) = inbox.recv() {
+        let mut append = || {
+            let log = match &mut log {
+                Some(log) => log,
+                none => none.insert(connect()?),
+            };
+            log.append(&entry, Deadline::after(PATIENCE))
+        };
+        if let Err(error) = append() {
+            tracing::debug!(%error, "the workers have to notice by themselves what their launcher has seen");
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The workers' log, which does not grow for ever.
+//!
+//! ```text
+//! base          the index of the first entry that counts; what was before it is in
+//! state/<base>  the state after all entries before that one
+//! trimmed       entries before this one have been removed
+//! ```
+//!
+//! Whoever comes takes the state at `base` and reads on from there. One of the workers moves `base` forward to the last
+//! multiple of [`STRIDE`] that it has passed, where all have the same state, and then removes what lies before; if it dies
+//! meanwhile, the next one finds in `trimmed` what is left to do.
+//!
+//! Somebody who was stopped may be behind `base` when he wakes. Who reads asks for `base` with each entry, at the same moment:
+//! an entry behind it does not count, whatever it is. Who appends asks for it afterwards: if it has passed the entry's place,
+//! the entry may have been written where another one was removed, and he cannot know whether anybody has read it.
+
+use std::time::Duration;
+
+use super::members::{Entry, State};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::rendezvous::membership::{Log, log};
+use crate::store::{SharedStore, Store};
+
+/// How many entries lie between two states.
+pub(super) const STRIDE: u64 = 64;
+
+const BASE: &str = "base";
+const TRIMMED: &str = "trimmed";
+/// Before a state, as before an entry.
+const VERSION: u8 = 1;
+/// How long the store may take to answer what waits for nobody.
+const ANSWER: Duration = Duration::from_secs(30);
+/// How long to wait for a state that may have been removed.
+const MOMENT: Duration = Duration::from_millis(200);
+
+/// The end of the log, for one who appends.
+pub(super) struct Journal {
+    store: SharedStore,
+    log: Log,
+}
+
+/// What was read.
+#[derive(Debug, PartialEq)]
+pub(super) enum Read {
+    Entry(Entry),
+    /// It has been removed: the state after it, and the index of the next.
+    Behind(State, u64),
+}
+
+impl Journal {
+    pub(super) fn new(store: SharedStore) -> Self {
+        Self { log: Log::new(SharedStore::clone(&store)), store }
+    }
+
+    /// Appends `entry`, and again if that was in vain; it must be one that may be said twice.
+    pub(super) fn append(&mut self, entry: &Entry, deadline: Deadline) -> Result<()> {
+        while self.try_append(entry, deadline)?.is_none() {}
+        Ok(())
+    }
+
+    /// Appends `entry`, and gives its index. None if that was perhaps in vain.
+    pub(super) fn try_append(&mut self, entry: &Entry, deadline: Deadline) -> Result<Option<u64>> {
+        self.log.skip_to(base(&*self.store, deadline)?);
+        let index = self.log.append(&entry.to_bytes()?, deadline)?;
+        self.confirm(index, deadline)
+    }
+
+    /// Is what was written at `index` in the log for sure?
+    fn confirm(&self, index: u64, deadline: Deadline) -> Result<Option<u64>> {
+        if base(&*self.store, deadline)? <= index {
+            return Ok(Some(index));
+        }
+        self.store.delete_key(&log::key(index), deadline)?;
+        Ok(None)
+    }
+}
+
+/// The state with which to begin, and the index of the entry after it.
+pub(super) fn begin(store: &dyn Store, deadline: Deadline) -> Result<(State, u64)> {
+    loop {
+        let index = base(store, deadline)?;
+        if index == 0 {
+            return Ok((State::default(), 0));
+        }
+        match store.get(&state_key(index), deadline.at_most(MOMENT)) {
+            Ok(bytes) => {
+                let state: State = log::decode(VERSION, &bytes, "another worker")?;
+                let strange = || Error::protocol("the state of the workers' log makes no sense");
+                return state.is_sound().then_some((state, index)).ok_or_else(strange);
+            }
+            // It has just been removed, and there is a newer one.
+            Err(error) if error.is_timeout() && !deadline.has_passed() => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// What is at `index`; waits until something is there.
+pub(super) fn read(store: &dyn Store, index: u64, deadline: Deadline) -> Result<Read> {
+    let found = match store.multi_get(&[&log::key(index), BASE], deadline) {
+        Ok(found) => Some(found),
+        // What has been removed never comes.
+        Err(error) if error.is_timeout() && base(store, Deadline::after(ANSWER))? > index => None,
+        Err(error) => return Err(error),
+    };
+    match found.as_deref() {
+        Some([entry, base]) if number(base)? <= index => Entry::from_bytes(entry).map(Read::Entry),
+        _ => begin(store, Deadline::after(ANSWER)).map(|(state, next)| Read::Behind(state, next)),
+    }
+}
+
+/// Moves `base` to `index`, a multiple of [`STRIDE`], where the log has led to `state`, and removes what is before it.
+pub(super) fn trim(store: &dyn Store, index: u64, state: &State, deadline: Deadline) -> Result<()> {
+    let old = base(store, deadline)?;
+    if old >= index {
+        return Ok(());
+    }
+    store.set(&state_key(index), &log::encode(VERSION, state)?, deadline)?;
+    let new = index.to_string();
+    let now = store.compare_set(BASE, old.to_string().as_bytes(), new.as_bytes(), deadline)?;
+    if now != new.as_bytes() {
+        // Somebody else was faster. Where both wanted the same, it is the same state.
+        if number(&now)? > index {
+            store.delete_key(&state_key(index), deadline)?;
+        }
+        return Ok(());
+    }
+    let from = u64::try_from(store.add(TRIMMED, 0, deadline)?).unwrap_or(0);
+    for entry in from..index {
+        store.delete_key(&log::key(entry), deadline)?;
+        if entry > 0 && entry.is_multiple_of(STRIDE) {
+            store.delete_key(&state_key(entry), deadline)?;
+        }
+    }
+    store.compare_set(TRIMMED, from.to_string().as_bytes(), new.as_bytes(), deadline)?;
+    Ok(())
+}
+
+fn base(store: &dyn Store, deadline: Deadline) -> Result<u64> {
+    // Nothing is added: it is there afterwards.
+    Ok(u64::try_from(store.add(BASE, 0, deadline)?).unwrap_or(0))
+}
+
+fn number(text: &[u8]) -> Result<u64> {
+    let number = str::from_utf8(text).ok().and_then(|text| text.parse().ok());
+    number.ok_or_else(|| Error::protocol("the begin of the workers' log is no number"))
+}
+
+fn state_key(index: u64) -> String {
+    format!("state/{index}")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,168 @@
+//! The stores of rounds, which are removed when the rounds are over.
+//!
+//! ```text
+//! keys/<n>     the keys of round n's store, a line each
+//! round/<n>/   that store
+//! swept        rounds up to this one have been removed
+//! ```
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::store::{PrefixStore, SharedStore, Store};
+
+const SWEPT: &str = "swept";
+/// How many rounds before those that have been removed are looked at again: who was stopped in one of them may have written
+/// something afterwards.
+const AGAIN: u64 = 8;
+
+/// The store of one round. It writes down what it is about to write.
+pub(super) struct RoundStore {
+    round: PrefixStore,
+    all: SharedStore,
+    list: String,
+    known: Mutex<BTreeSet<String>>,
+}
+
+impl RoundStore {
+    pub(super) fn new(all: &SharedStore, round: u64) -> Self {
+        Self {
+            round: PrefixStore::new(prefix(round), Arc::clone(all)),
+            all: Arc::clone(all),
+            list: list(round),
+            known: Mutex::default(),
+        }
+    }
+
+    fn note(&self, key: &str, deadline: Deadline) -> Result<()> {
+        if self.known.lock().insert(key.to_owned()) {
+            self.all.append(&self.list, format!("{key}\n").as_bytes(), deadline)?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for RoundStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RoundStore").field("list", &self.list).finish_non_exhaustive()
+    }
+}
+
+impl Store for RoundStore {
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        self.note(key, deadline)?;
+        self.round.set(key, value, deadline)
+    }
+
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        self.round.get(key, deadline)
+    }
+
+    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        self.round.wait(keys, deadline)
+    }
+
+    fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
+        self.round.check(keys, deadline)
+    }
+
+    fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
+        self.note(key, deadline)?;
+        self.round.add(key, amount, deadline)
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
+        self.note(key, deadline)?;
+        self.round.compare_set(key, expected, desired, deadline)
+    }
+
+    fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
+        self.round.delete_key(key, deadline)
+    }
+
+    fn num_keys(&self, deadline: Deadline) -> Result<usize> {
+        self.round.num_keys(deadline)
+    }
+
+    fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        self.note(key, deadline)?;
+        self.round.append(key, value, deadline)
+    }
+
+    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        self.round.multi_get(keys, deadline)
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
+        pairs.iter().try_for_each(|(key, _)| self.note(key, deadline))?;
+        self.round.multi_set(pairs, deadline)
+    }
+}
+
+/// Removes what the rounds before `now` have left: nobody is in them any more.
+pub(super) fn sweep(store: &dyn Store, now: u64, deadline: Deadline) -> Result<()> {
+    let swept = u64::try_from(store.add(SWEPT, 0, deadline)?).unwrap_or(0);
+    let over = now.saturating_sub(1);
+    if over <= swept {
+        return Ok(());
+    }
+    for round in swept.saturating_sub(AGAIN) + 1..=over {
+        let list = list(round);
+        if !store.check(&[&list], deadline)? {
+            continue;
+        }
+        let keys = store.get(&list, deadline)?;
+        let keys = str::from_utf8(&keys).map_err(|_| Error::protocol("a round's keys are not text"))?;
+        for key in keys.lines() {
+            store.delete_key(&format!("{}/{key}", prefix(round)), deadline)?;
+        }
+        // Last: who dies before has left the next one to find them.
+        store.delete_key(&list, deadline)?;
+    }
+    store.compare_set(SWEPT, swept.to_string().as_bytes(), over.to_string().as_bytes(), deadline)?;
+    Ok(())
+}
+
+fn prefix(round: u64) -> String {
+    format!("round/{round}")
+}
+
+fn list(round: u64) -> String {
+    format!("keys/{round}")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::store::MemoryStore;
+
+    #[test]
+    fn what_rounds_leave_is_removed_also_what_comes_late() {
+        let limit = Deadline::after(Duration::from_secs(20));
+        let all: SharedStore = Arc::new(MemoryStore::new());
+        let rounds: Vec<RoundStore> = (1..=4).map(|round| RoundStore::new(&all, round)).collect();
+        for round in &rounds {
+            round.set("a", b"1", limit).unwrap();
+            round.add("b", 1, limit).unwrap();
+            round.compare_set("c", b"", b"1", limit).unwrap();
+            // Of a sub-group.
+            round.multi_set(&[("d/e", b"1"), ("d/f", b"1")], limit).unwrap();
+            round.append("g", b"1", limit).unwrap();
+        }
+        sweep(&*all, 4, limit).unwrap();
+        assert_eq!(rounds[3].get("d/f", limit).unwrap(), b"1");
+        assert!(!all.check(&["round/3/a"], limit).unwrap());
+        // One round, its list, and how far it went.
+        assert_eq!(all.num_keys(limit).unwrap(), 6 + 1 + 1);
+        rounds[1].set("late", b"1", limit).unwrap();
+        sweep(&*all, 5, limit).unwrap();
+        assert_eq!(all.num_keys(limit).unwrap(), 1);
+    }
+}

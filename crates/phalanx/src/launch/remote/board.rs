@@ -1,0 +1,91 @@
+//! Where all that is heard of hosts comes together, and how this command waits for it.
+
+use std::io::{self, PipeReader, PipeWriter, Read};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+use super::connection::{Connection, Ears, Heard};
+use crate::error::{Error, Result};
+use crate::launch::attempts::Control;
+
+/// How much may be heard and not yet shown; what hosts say beyond that stays with them.
+const WAITING: usize = 256;
+/// How often to look at what has no descriptor.
+const POLL: Duration = Duration::from_millis(20);
+
+#[derive(Debug)]
+pub(super) struct Board {
+    sender: SyncSender<(usize, Heard)>,
+    heard: Receiver<(usize, Heard)>,
+    wake: Arc<PipeWriter>,
+    notice: PipeReader,
+    /// Is there perhaps news that nobody wakes this thread for any more?
+    left_over: bool,
+}
+
+impl Board {
+    pub(super) fn new() -> Result<Self> {
+        let open = || {
+            let (notice, wake) = io::pipe()?;
+            fcntl_setfl(&notice, fcntl_getfl(&notice)? | OFlags::NONBLOCK)?;
+            Ok((notice, wake))
+        };
+        let (notice, wake) =
+            open().map_err(|error: io::Error| Error::io("no pipe for the news from other hosts", error))?;
+        let (sender, heard) = sync_channel(WAITING);
+        Ok(Self { sender, heard, wake: Arc::new(wake), notice, left_over: false })
+    }
+
+    /// For a connection of this number.
+    pub(super) fn ears(&self, host: usize) -> Ears {
+        Ears { host, heard: self.sender.clone(), wake: self.bell() }
+    }
+
+    /// A byte in it ends a wait.
+    pub(super) fn bell(&self) -> Arc<PipeWriter> {
+        Arc::clone(&self.wake)
+    }
+
+    /// Waits for news of whatever kind, not longer than `timeout`.
+    pub(super) fn wait<'a>(
+        &mut self,
+        control: &mut Control<'_>,
+        connections: impl Iterator<Item = &'a Connection> + Clone,
+        mut timeout: Duration,
+    ) {
+        let is_ready = control.observer.is_ready();
+        if self.left_over && is_ready {
+            timeout = Duration::ZERO;
+        } else if !is_ready || connections.clone().any(Connection::must_be_polled) {
+            timeout = timeout.min(POLL);
+        }
+        let timeout = Timespec::try_from(timeout).ok();
+        let mut descriptors: Vec<BorrowedFd<'_>> = connections.filter_map(Connection::end_notice).collect();
+        descriptors.push(self.notice.as_fd());
+        descriptors.extend(control.signals.as_ref().map(AsFd::as_fd));
+        descriptors.extend(control.refused.notice());
+        let descriptors = descriptors.into_iter();
+        let mut descriptors: Vec<PollFd<'_>> =
+            descriptors.map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN)).collect();
+        // An interrupted wait is followed by the next.
+        let _ = poll(&mut descriptors, timeout.as_ref());
+        drop(descriptors);
+        while matches!(self.notice.read(&mut [0; 64]), Ok(1..)) {}
+    }
+
+    /// The next thing that was heard, and of whom; none, too, if there is nobody to show it to now.
+    pub(super) fn next(&mut self, control: &mut Control<'_>) -> Option<(usize, Heard)> {
+        if !control.observer.is_ready() {
+            self.left_over = true;
+            return None;
+        }
+        let heard = self.heard.try_recv().ok();
+        self.left_over = false;
+        heard
+    }
+}

@@ -1,0 +1,214 @@
+//! Asks a program, again and again, which hosts there are.
+
+use std::fs::File;
+use std::io::{self, ErrorKind, PipeWriter, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use super::HostDiscovery;
+use crate::error::{Error, Result};
+use crate::launch::remote::hosts::HostList;
+
+/// How often it is asked.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// How long an answer may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long an answer may be, in bytes.
+const MAX_ANSWER: usize = 256 * 1024;
+/// How often to look whether it is still wanted.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// The thread that asks. When it is dropped, nothing of it is left.
+pub(super) struct Discovery {
+    answers: Receiver<Result<HostList>>,
+    ends: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Discovery {
+    /// `bell` gets a byte with each answer.
+    pub(super) fn start(from: &HostDiscovery, bell: Arc<PipeWriter>) -> Result<Self> {
+        // If nobody takes the answers, the next question waits.
+        let (sender, answers) = sync_channel(1);
+        let ends = Arc::new(AtomicBool::new(false));
+        let (from, stop) = (from.clone(), Arc::clone(&ends));
+        let thread = std::thread::Builder::new()
+            .name("phalanx-discovery".into())
+            .spawn(move || ask(&from, &sender, &bell, &stop))
+            .map_err(|error| Error::io("cannot start a thread for the discovery of hosts", error))?;
+        Ok(Self { answers, ends, thread: Some(thread) })
+    }
+
+    /// The next answer, or what is wrong with it.
+    pub(super) fn next(&self) -> Option<Result<HostList>> {
+        self.answers.try_recv().ok()
+    }
+}
+
+impl Drop for Discovery {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        // Who waits to hand an answer over may do so.
+        let _ = self.answers.try_recv();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, bell: &PipeWriter, ends: &AtomicBool) {
+    while !ends.load(Ordering::Relaxed) {
+        let next = Instant::now() + INTERVAL;
+        let answer = answer(&from.script, ends)
+            .and_then(|text| HostList::from_discovery(&text, from.slots).map_err(|error| error.to_string()));
+        let answer = answer.map_err(|why| {
+            Error::environment(format!("--host-discovery-script {}: {why}", from.script.display()))
+                .with_remedy("it must print a line host:slots for each host, and end with exit code 0")
+        });
+        if ends.load(Ordering::Relaxed) || answers.send(answer).is_err() {
+            return;
+        }
+        let _ = (&*bell).write_all(&[0]);
+        while Instant::now() < next && !ends.load(Ordering::Relaxed) {
+            std::thread::sleep(LOOK);
+        }
+    }
+}
+
+/// What the script prints, or why that is not known.
+fn answer(script: &Path, ends: &AtomicBool) -> Result<String, String> {
+    let mut command = Command::new(script);
+    // Ctrl-C is for the command alone, and what the script starts ends with it.
+    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn().map_err(|error| format!("it cannot be started: {error}"))?;
+    let read = child.stdout.take().map_or(Ok(Vec::new()), |stdout| {
+        let mut stdout = File::from(OwnedFd::from(stdout));
+        read(&mut stdout, &mut child, ends)
+    });
+    // Before it is waited for, its number is its own.
+    let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
+    let status = child.wait().map_err(|error| error.to_string())?;
+    let bytes = read?;
+    if !status.success() {
+        return Err(format!("it ended with {status}"));
+    }
+    String::from_utf8(bytes).map_err(|_| "what it prints is not UTF-8".to_owned())
+}
+
+/// Until the script has ended, or closed its output.
+fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u8>, String> {
+    let deadline = Instant::now() + PATIENCE;
+    let (mut bytes, mut is_open) = (Vec::new(), true);
+    loop {
+        let look = Timespec::try_from(LOOK).ok();
+        let mut descriptors = [PollFd::new(stdout, PollFlags::IN)];
+        let ready = is_open && poll(&mut descriptors, look.as_ref()).is_ok_and(|count| count > 0);
+        if ready {
+            let mut buffer = [0; 4096];
+            match stdout.read(&mut buffer) {
+                Ok(0) => is_open = false,
+                Ok(count) => bytes.extend_from_slice(&buffer[..count]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.to_string()),
+            }
+            if bytes.len() > MAX_ANSWER {
+                return Err(format!("it prints more than {MAX_ANSWER} bytes"));
+            }
+            continue;
+        }
+        if has_ended(child).map_err(|error| error.to_string())? {
+            return Ok(bytes);
+        }
+        if ends.load(Ordering::Relaxed) {
+            return Err("nobody waits for it any more".to_owned());
+        }
+        if Instant::now() >= deadline {
+            return Err(format!("it has not ended within {} s", PATIENCE.as_secs()));
+        }
+        if !is_open {
+            std::thread::sleep(LOOK);
+        }
+    }
+}
+
+/// Has it ended? It stays a zombie, which keeps its number.
+fn has_ended(child: &Child) -> io::Result<bool> {
+    use rustix::process::{WaitId, WaitIdOptions, waitid};
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    Ok(waitid(WaitId::Pid(Pid::from_child(child)), options)?.is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn asked(script: &str) -> Result<String, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("hosts");
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        // Another test's child may hold the file open for writing for a moment.
+        loop {
+            match answer(&path, &AtomicBool::new(false)) {
+                Err(why) if why.contains("Text file busy") => std::thread::sleep(LOOK),
+                answer => return answer,
+            }
+        }
+    }
+
+    #[test]
+    fn what_it_prints_comes_back_and_what_is_wrong_is_said() {
+        assert_eq!(asked("echo a:2; echo b").unwrap(), "a:2\nb\n");
+        assert!(asked("echo a; exit 3").unwrap_err().contains("exit status: 3"));
+        assert!(
+            asked("while :; do echo aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa; done")
+                .unwrap_err()
+                .contains("more than")
+        );
+        assert!(asked("printf '\\377'").unwrap_err().contains("UTF-8"));
+        let missing = answer(Path::new("/does/not/exist"), &AtomicBool::new(false)).unwrap_err();
+        assert!(missing.contains("cannot be started"), "{missing}");
+    }
+
+    #[test]
+    fn what_it_has_started_holds_nobody_up() {
+        let started = Instant::now();
+        assert_eq!(asked("sleep 60 & echo a").unwrap(), "a\n");
+        assert!(started.elapsed() < PATIENCE);
+    }
+
+    #[test]
+    fn who_asks_no_more_leaves_nothing_behind() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("hosts");
+        let pid = folder.path().join("pid");
+        std::fs::write(
+            &path,
+            format!("#!/bin/sh\necho $$ > {0}.new; mv {0}.new {0}; sleep 60\n", pid.display()),
+        )
+        .unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let (_notice, bell) = io::pipe().unwrap();
+        let discovery = Discovery::start(&HostDiscovery::new(&path), Arc::new(bell)).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !pid.exists() {
+            assert!(Instant::now() < deadline);
+            std::thread::sleep(LOOK);
+        }
+        drop(discovery);
+        let pid = std::fs::read_to_string(&pid).unwrap();
+        assert!(!Path::new(&format!("/proc/{}", pid.trim())).exists());
+    }
+}

@@ -1,0 +1,138 @@
+//! An elastic job on several hosts, as horovodrun has it: hosts may be lost, and others may come.
+//!
+//! The command that a person has started serves the workers' store and leads: each launcher starts the workers of its
+//! host, tells what becomes of them, and is told who is replaced ([`guest`](crate::launch::guest)). Which hosts take part
+//! and when, [`roster`] decides; [`conductor`] does it; [`discovery`] asks the script.
+
+mod conductor;
+mod discovery;
+mod peer;
+mod roster;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use self::conductor::Conductor;
+use self::roster::Limits;
+use super::RemoteJob;
+use crate::error::{Error, Result};
+use crate::launch::event::Observer;
+use crate::launch::exit::Report;
+use crate::rank::{MAX_WORLD_SIZE, WorldSize};
+
+/// As long as anybody waits.
+const FOR_EVER: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// What makes a [remote job](RemoteJob) elastic.
+#[derive(Clone, Debug)]
+pub struct ElasticHosts {
+    min: WorldSize,
+    max: Option<WorldSize>,
+    max_restarts: u32,
+    cool_down: (Duration, Duration),
+    timeout: Duration,
+    discovery: Option<HostDiscovery>,
+    run_id: Option<String>,
+}
+
+/// A program that prints the hosts which there are now, one a line: `node1:4`, or `node1`.
+#[derive(Clone, Debug)]
+pub struct HostDiscovery {
+    script: PathBuf,
+    slots: u32,
+}
+
+impl HostDiscovery {
+    /// `script` is started every second, and may take ten.
+    pub fn new(script: impl Into<PathBuf>) -> Self {
+        Self { script: script.into(), slots: 1 }
+    }
+
+    /// How many workers a host takes that is printed without a number; 1 if not given.
+    pub fn slots(mut self, slots: WorldSize) -> Self {
+        self.slots = slots.get();
+        self
+    }
+}
+
+impl ElasticHosts {
+    /// The job goes on as long as there are `min` workers.
+    pub fn new(min: WorldSize) -> Self {
+        Self {
+            min,
+            max: None,
+            max_restarts: 0,
+            cool_down: (Duration::from_secs(5), Duration::from_secs(300)),
+            timeout: Duration::from_secs(600),
+            discovery: None,
+            run_id: None,
+        }
+    }
+
+    /// The most workers that take part; if not given, as many as the hosts have slots.
+    pub fn max(mut self, max: WorldSize) -> Self {
+        self.max = Some(max);
+        self
+    }
+
+    /// How often a worker that has failed is replaced, or a host that was lost tried again, for all hosts together; 0 if
+    /// not given. A host that has not worked since the last try is tried again at no cost.
+    pub fn max_restarts(mut self, restarts: u32) -> Self {
+        self.max_restarts = restarts;
+        self
+    }
+
+    /// How long a host is left out after a failure: `first`, and each time in a row twice as long, up to `most`. 5 s and
+    /// 300 s if not given.
+    pub fn cool_down(mut self, first: Duration, most: Duration) -> Self {
+        self.cool_down = (first, most.max(first));
+        self
+    }
+
+    /// How long there may be fewer workers than the least, as long as hosts may still come: 600 s if not given.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Where the list of hosts comes from, in place of the one with which the job was made.
+    pub fn discovery(mut self, discovery: HostDiscovery) -> Self {
+        self.discovery = Some(discovery);
+        self
+    }
+
+    /// The job's name (`TORCHELASTIC_RUN_ID`); if not given, one that no other job has.
+    pub fn run_id(mut self, run_id: impl Into<String>) -> Self {
+        self.run_id = Some(run_id.into());
+        self
+    }
+
+    fn limits(&self, job: &RemoteJob) -> Result<Limits> {
+        let slots = job.hosts.hosts().iter().fold(0_u32, |slots, host| slots.saturating_add(host.slots()));
+        let is_open = self.discovery.is_some();
+        let most = if is_open { MAX_WORLD_SIZE } else { slots.min(MAX_WORLD_SIZE) };
+        let max = self.max.map_or(most, WorldSize::get);
+        if self.min.get() > max || self.min.get() > most {
+            let cause = format!(
+                "at least {} workers are asked for, but there are at most {}",
+                self.min,
+                max.min(most)
+            );
+            return Err(Error::invalid_argument(cause)
+                .with_remedy("--min-np may be at most --max-np, and the number of all hosts' slots"));
+        }
+        Ok(Limits {
+            min: self.min.get(),
+            max,
+            max_restarts: self.max_restarts,
+            cool_down: (self.cool_down.0.min(FOR_EVER), self.cool_down.1.min(FOR_EVER)),
+            patience: self.timeout.min(FOR_EVER),
+            is_open,
+        })
+    }
+}
+
+/// Runs the job to its end.
+pub(super) fn run(job: &RemoteJob, elastic: &ElasticHosts, observer: &mut dyn Observer) -> Result<Report> {
+    Conductor::start(job, elastic, observer)?.run()
+}

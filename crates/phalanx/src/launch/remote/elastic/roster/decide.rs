@@ -1,0 +1,133 @@
+//! What the time, and what has happened, ask for.
+
+use std::time::Instant;
+
+use super::{Action, Holder, Host, Place, Roster, Standing};
+use crate::launch::streak::Streak;
+
+impl Roster {
+    /// What is to be done now.
+    pub(in crate::launch::remote::elastic) fn decide(&mut self, now: Instant) -> Vec<Action> {
+        let mut actions = Vec::new();
+        if self.is_over {
+            return actions;
+        }
+        self.decided = Some(now);
+        if !self.is_ending() {
+            self.retire(now, &mut actions);
+            self.replace(now, &mut actions);
+            self.launch(now, &mut actions);
+            let expected = self.hosts.iter().filter(|host| host.is_expected()).map(Host::active).sum();
+            if self.expected != Some(expected) {
+                self.expected = Some(expected);
+                actions.push(Action::Expect { workers: expected });
+            }
+        }
+        if let Some(there) = self.too_few(now) {
+            self.is_over = true;
+            actions.push(Action::TooFew { there });
+        }
+        actions
+    }
+
+    /// When to decide again, if nothing has happened.
+    pub(in crate::launch::remote::elastic) fn wake_at(&self) -> Option<Instant> {
+        if self.is_over {
+            return None;
+        }
+        let limits = self.few_since.map(|since| since + self.limits.patience);
+        let standings = self.hosts.iter().filter_map(|host| match host.standing {
+            Standing::Out { from } if host.wanted => Some(from),
+            _ => None,
+        });
+        let places = self.hosts.iter().flat_map(Host::places).filter_map(|place| match place.holder {
+            Holder::Cooling { until } => Some(until),
+            _ => None,
+        });
+        // Who has been due for long waits for room, or for the end, and not for the time.
+        let due = |at: &Instant| self.decided.is_none_or(|decided| *at > decided);
+        limits.into_iter().chain(standings).chain(places).filter(due).min()
+    }
+
+    /// Hosts that are named no more, or with another number of workers.
+    fn retire(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        for (index, host) in self.hosts.iter_mut().enumerate() {
+            let Standing::In { slots, .. } = host.standing else { continue };
+            if !host.wanted || slots != host.slots {
+                let places = host.places().len() as u32;
+                host.standing = Standing::Leaving { from: now, places };
+                actions.push(Action::Retire { host: index });
+            }
+        }
+    }
+
+    fn replace(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        for (index, host) in self.hosts.iter_mut().enumerate() {
+            let Standing::In { places, .. } = &mut host.standing else { continue };
+            for (number, place) in (0..).zip(places) {
+                if matches!(place.holder, Holder::Cooling { until } if until <= now) {
+                    place.holder = Holder::Running { since: now };
+                    actions.push(Action::Replace { host: index, place: number });
+                }
+            }
+        }
+    }
+
+    /// Hosts fill the world in order.
+    fn launch(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        for index in 0..self.hosts.len() {
+            let host = &self.hosts[index];
+            let is_due = matches!(host.standing, Standing::Out { from } if from <= now);
+            let active: u32 = self.hosts.iter().map(Host::active).sum();
+            let workers = host.slots.min(self.limits.max.saturating_sub(active));
+            if !host.wanted || !is_due || workers == 0 {
+                continue;
+            }
+            let first = self.free_numbers(index, workers);
+            let place = || Place { holder: Holder::Running { since: now }, streak: Streak::default() };
+            let host = &mut self.hosts[index];
+            host.first = Some(first);
+            let places = std::iter::repeat_with(place).take(workers as usize).collect();
+            host.standing = Standing::In { places, slots: host.slots, up: None };
+            actions.push(Action::Launch { host: index, first, slots: workers });
+        }
+    }
+
+    /// The first of `count` numbers that no other host's workers have: those of the last time, or the lowest.
+    fn free_numbers(&self, host: usize, count: u32) -> u32 {
+        let others = self.hosts.iter().enumerate().filter(|(index, _)| *index != host);
+        let taken: Vec<_> =
+            others.map(|(_, other)| other.numbers()).filter(|range| !range.is_empty()).collect();
+        let is_free = |first: &u32| {
+            let end = first.saturating_add(count);
+            taken.iter().all(|range| end <= range.start || range.end <= *first)
+        };
+        let mut lowest: Vec<u32> = taken.iter().map(|range| range.end).chain([0]).collect();
+        lowest.sort_unstable();
+        let first = self.hosts[host].first.into_iter().chain(lowest).find(is_free);
+        // There is always one behind the last.
+        first.unwrap_or(0)
+    }
+
+    /// How many there are, if that is too few, and it is of no use to wait.
+    fn too_few(&mut self, now: Instant) -> Option<u32> {
+        let there = self.hosts.iter().map(Host::active).sum::<u32>() + self.done;
+        if there >= self.limits.min {
+            self.few_since = None;
+            return None;
+        }
+        let coming = self.hosts.iter().filter(|host| host.wanted).map(|host| match host.standing {
+            Standing::Out { .. } | Standing::Leaving { .. } => host.slots,
+            Standing::In { .. } | Standing::Spent => 0,
+        });
+        let enough = coming.sum::<u32>().saturating_add(there) >= self.limits.min;
+        // Whatever keeps all of them from starting, is the same the next time.
+        let hopeless =
+            !self.begun && !self.hosts.is_empty() && self.hosts.iter().all(|host| host.failures > 0);
+        if self.is_ending() || hopeless || !(enough || self.limits.is_open) {
+            return Some(there);
+        }
+        let since = *self.few_since.get_or_insert(now);
+        (now.saturating_duration_since(since) >= self.limits.patience).then_some(there)
+    }
+}

@@ -1,0 +1,306 @@
+//! Which hosts take part in an elastic job, and which of their workers are replaced: pure. Events and the time go in;
+//! what to do comes out.
+//!
+//! ```text
+//!          Launch                 up
+//!   Out ----------> In, coming ------> In, up -----------> Leaving ---.
+//!    ^                  |                |      Retire                |
+//!    |   cool-down      v                v                            v
+//!    +--------------- lost ------------ lost, costs a restart ------ ended
+//! ```
+
+mod decide;
+
+use std::time::{Duration, Instant};
+
+use crate::launch::streak::Streak;
+
+/// What the job was told.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// The fewest workers with which there is a job, and the most that take part.
+    pub(super) min: u32,
+    pub(super) max: u32,
+    /// How often a worker, or a host that has worked, may be started again.
+    pub(super) max_restarts: u32,
+    /// How long a host is left out after a failure, the first time and at most.
+    pub(super) cool_down: (Duration, Duration),
+    /// How long there may be too few workers, as long as others may come.
+    pub(super) patience: Duration,
+    /// May hosts come that nobody has named yet?
+    pub(super) is_open: bool,
+}
+
+/// The hosts of a job, by number: a host keeps its own, whatever becomes of it.
+#[derive(Debug)]
+pub(super) struct Roster {
+    limits: Limits,
+    hosts: Vec<Host>,
+    used: u32,
+    /// How many workers have ended well.
+    done: u32,
+    /// Has any host ever been up?
+    begun: bool,
+    few_since: Option<Instant>,
+    expected: Option<u32>,
+    /// When it was last decided what to do.
+    decided: Option<Instant>,
+    is_over: bool,
+}
+
+#[derive(Debug)]
+struct Host {
+    name: String,
+    slots: u32,
+    /// Is it named, now?
+    wanted: bool,
+    standing: Standing,
+    /// The number of its first worker, the last time.
+    first: Option<u32>,
+    /// Its failures in a row.
+    failures: u32,
+}
+
+#[derive(Debug)]
+enum Standing {
+    /// It may be started, from then on.
+    Out { from: Instant },
+    /// A launcher is there, or on its way.
+    In { places: Vec<Place>, slots: u32, up: Option<Instant> },
+    /// Its launcher was told to end; it may be started again from then on.
+    Leaving { from: Instant, places: u32 },
+    /// It has failed, and no restart was left.
+    Spent,
+}
+
+#[derive(Debug)]
+struct Place {
+    holder: Holder,
+    streak: Streak,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holder {
+    Running {
+        since: Instant,
+    },
+    /// Its worker has failed, and gets a successor then.
+    Cooling {
+        until: Instant,
+    },
+    /// It has ended well.
+    Done,
+    Nobody,
+}
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    /// Start a launcher, with so many workers, of which the first has this number.
+    Launch { host: usize, first: u32, slots: u32 },
+    /// Another worker takes this place.
+    Replace { host: usize, place: u32 },
+    /// End its workers.
+    Retire { host: usize },
+    /// Tell the workers how many there are.
+    Expect { workers: u32 },
+    /// End the job: so few are there, and nobody comes, or not in time.
+    TooFew { there: u32 },
+}
+
+/// What becomes of a place whose worker has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fate {
+    /// It gets another, after this time.
+    Replaced { after: Duration },
+    /// It stays empty.
+    Empty,
+    /// It stays empty, and the whole host is left out for so long.
+    LeftOut { pause: Duration },
+}
+
+impl Host {
+    fn places(&self) -> &[Place] {
+        match &self.standing {
+            Standing::In { places, .. } => places,
+            _ => &[],
+        }
+    }
+
+    /// How many of its workers run, or will run again.
+    fn active(&self) -> u32 {
+        let is_active =
+            |place: &&Place| matches!(place.holder, Holder::Running { .. } | Holder::Cooling { .. });
+        self.places().iter().filter(is_active).count() as u32
+    }
+
+    /// The numbers that its workers have.
+    fn numbers(&self) -> std::ops::Range<u32> {
+        let count = match &self.standing {
+            Standing::In { places, .. } => places.len() as u32,
+            Standing::Leaving { places, .. } => *places,
+            Standing::Out { .. } | Standing::Spent => 0,
+        };
+        let first = self.first.unwrap_or(0);
+        first..first.saturating_add(count)
+    }
+
+    /// Can its workers be counted on soon? After a failure, only when it is up again.
+    fn is_expected(&self) -> bool {
+        matches!(self.standing, Standing::In { up, .. } if up.is_some() || self.failures == 0)
+    }
+}
+
+impl Roster {
+    pub(super) fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            hosts: Vec::new(),
+            used: 0,
+            done: 0,
+            begun: false,
+            few_since: None,
+            expected: None,
+            decided: None,
+            is_over: false,
+        }
+    }
+
+    /// These are the hosts now, each with its number of workers; those that are left out are so no more than before.
+    pub(super) fn list<'a>(&mut self, hosts: impl IntoIterator<Item = (&'a str, u32)>, now: Instant) {
+        self.hosts.iter_mut().for_each(|host| host.wanted = false);
+        for (name, slots) in hosts {
+            match self.hosts.iter_mut().find(|host| host.name == name) {
+                Some(host) => (host.wanted, host.slots) = (true, slots),
+                None => self.hosts.push(Host {
+                    name: name.to_owned(),
+                    slots,
+                    wanted: true,
+                    standing: Standing::Out { from: now },
+                    first: None,
+                    failures: 0,
+                }),
+            }
+        }
+        // One that comes back later is another machine, perhaps.
+        for host in self.hosts.iter_mut().filter(|host| !host.wanted) {
+            if matches!(host.standing, Standing::Spent) {
+                host.standing = Standing::Out { from: now };
+            }
+        }
+    }
+
+    pub(super) fn name(&self, host: usize) -> &str {
+        &self.hosts[host].name
+    }
+
+    /// How often a worker or a host was started again, or is about to be, and how often one may be.
+    pub(super) fn restarts(&self) -> (u32, u32) {
+        (self.used, self.limits.max_restarts)
+    }
+
+    /// Its launcher has answered, and its workers start.
+    pub(super) fn up(&mut self, host: usize, now: Instant) {
+        if let Standing::In { up: up @ None, places, .. } = &mut self.hosts[host].standing {
+            *up = Some(now);
+            places.iter_mut().for_each(|place| place.holder = Holder::Running { since: now });
+            self.begun = true;
+        }
+    }
+
+    /// A worker has failed.
+    pub(super) fn failed(&mut self, host: usize, place: u32, now: Instant) -> Fate {
+        let may = !self.is_ending() && self.used < self.limits.max_restarts;
+        let enough_elsewhere = {
+            let others = self.hosts.iter().enumerate().filter(|(index, _)| *index != host);
+            others.map(|(_, other)| other.active()).sum::<u32>() >= self.limits.min
+        };
+        let Standing::In { places, .. } = &mut self.hosts[host].standing else { return Fate::Empty };
+        let Some(place) = places.get_mut(place as usize) else { return Fate::Empty };
+        // Whatever a launcher says, who does not run cannot fail.
+        let Holder::Running { since } = place.holder else { return Fate::Empty };
+        let pause = place.streak.failed(now.saturating_duration_since(since));
+        place.holder = Holder::Nobody;
+        match pause {
+            Some(after) if may => {
+                place.holder = Holder::Cooling { until: now + after };
+                self.used += 1;
+                Fate::Replaced { after }
+            }
+            // With its other workers, which hold the state: there must be some elsewhere.
+            None if may && enough_elsewhere => {
+                self.used += 1;
+                Fate::LeftOut { pause: self.leave_out(host, now) }
+            }
+            _ => Fate::Empty,
+        }
+    }
+
+    /// A worker has ended well.
+    pub(super) fn done(&mut self, host: usize, place: u32) {
+        if let Standing::In { places, .. } = &mut self.hosts[host].standing
+            && let Some(place) = places.get_mut(place as usize)
+            && matches!(place.holder, Holder::Running { .. })
+        {
+            place.holder = Holder::Done;
+            self.done += 1;
+        }
+    }
+
+    /// Its launcher has ended without being told to, or could not be reached: how long the host is left out, or none if
+    /// it is so for good.
+    pub(super) fn lost(&mut self, host: usize, now: Instant) -> Option<Duration> {
+        if let Standing::Leaving { .. } = self.hosts[host].standing {
+            self.ended(host);
+            return None;
+        }
+        let Standing::In { up, .. } = self.hosts[host].standing else { return None };
+        if let Some(since) = up {
+            if now.saturating_duration_since(since) >= self.limits.cool_down.1 {
+                self.hosts[host].failures = 0;
+            }
+            if self.used >= self.limits.max_restarts || self.is_ending() {
+                self.hosts[host].standing = Standing::Spent;
+                return None;
+            }
+            self.used += 1;
+        }
+        let pause = self.pause(host);
+        self.hosts[host].standing = Standing::Out { from: now + pause };
+        Some(pause)
+    }
+
+    /// Its launcher has ended as it should: it was told to, or no worker of it was left.
+    pub(super) fn ended(&mut self, host: usize) {
+        let host = &mut self.hosts[host];
+        host.standing = match host.standing {
+            Standing::Leaving { from, .. } => Standing::Out { from },
+            _ => Standing::Spent,
+        };
+    }
+
+    /// Has a worker ended well? The first that does has seen all others do so: nobody begins any more.
+    pub(super) fn is_ending(&self) -> bool {
+        self.done > 0
+    }
+
+    /// How long the host is left out after one more failure.
+    fn pause(&mut self, host: usize) -> Duration {
+        let host = &mut self.hosts[host];
+        host.failures = host.failures.saturating_add(1);
+        let (first, most) = self.limits.cool_down;
+        let doubled = 2_u32.checked_pow(host.failures - 1).and_then(|times| first.checked_mul(times));
+        doubled.unwrap_or(most).min(most)
+    }
+
+    /// Its workers are ended, and it may come again later.
+    fn leave_out(&mut self, host: usize, now: Instant) -> Duration {
+        let pause = self.pause(host);
+        let places = self.hosts[host].places().len() as u32;
+        self.hosts[host].standing = Standing::Leaving { from: now + pause, places };
+        pause
+    }
+}
+
+#[cfg(test)]
+mod tests;
