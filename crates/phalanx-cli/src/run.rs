@@ -124,6 +124,10 @@ fn here(options: Run, workers: WorldSize) -> Result<Job, String> {
 pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) -> Result<Job, String> {
     let (address, port) = options.nodes.endpoint()?;
     let key = key(&options)?;
+    if options.open_store && options.tls.is_given() {
+        return Err("--open-store would let programs in that do not speak TLS: leave out it, or --tls-ca".to_owned());
+    }
+    let tls = options.tls;
     let mut program = options.program.into_iter();
     let job = Job::new(program.next().unwrap_or_default(), workers)
         .arguments(program)
@@ -132,7 +136,7 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
         .max_restarts(options.max_restarts)
         .open_store(options.open_store)
         .master_port(port.unwrap_or(0));
-    let job = key.into_iter().fold(job, Job::key);
+    let job = tls.apply(key.into_iter().fold(job, Job::key))?;
     let job = address.into_iter().fold(job, Job::master_addr);
     let job = cluster.into_iter().fold(job, Job::cluster);
     let job = options.rdzv_id.into_iter().fold(job, Job::run_id);

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use super::members::Entry;
 use super::session::{random, scope};
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::key::JobKey;
 use crate::rendezvous::membership::Log;
 use crate::store::{PrefixStore, TcpStore};
 
@@ -19,13 +19,13 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// group with it knows already; who waits for the next one does not.
 pub(crate) fn announce(
     store: SocketAddr,
-    key: Option<&JobKey>,
+    credentials: &Credentials,
     run_id: &str,
     place: u32,
     process: u32,
 ) -> Result<()> {
     let deadline = Deadline::after(PATIENCE);
-    let client = TcpStore::join(store, key, deadline)?;
+    let client = TcpStore::join(store, credentials, deadline)?;
     let store = PrefixStore::new(scope(run_id), Arc::new(client));
     let exited = Entry::Exited { place, process, nonce: random()? };
     Log::new(Arc::new(store)).append(&exited.to_bytes()?, deadline)

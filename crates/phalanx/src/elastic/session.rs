@@ -13,11 +13,11 @@ use parking_lot::{Condvar, Mutex};
 
 use super::members::{Clock, Departure, Entry, Settings, State, Step, Verdict, Worker, WorkerId};
 use super::options::{Launched, Options};
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::Meeting;
 use crate::error::{Error, Kind, Result};
 use crate::group::ProcessGroup;
-use crate::key::JobKey;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::rendezvous::membership::liveness::Liveness;
 use crate::rendezvous::membership::{Log, log};
@@ -50,7 +50,7 @@ pub(super) struct Round {
 pub(super) struct Session {
     shared: Arc<Shared>,
     interface: IpAddr,
-    key: Option<JobKey>,
+    credentials: Credentials,
     settings: Settings,
     /// The place and the number of places on this host.
     local: (u32, u32),
@@ -94,8 +94,8 @@ impl Session {
             return Err(Error::environment("an elastic job needs MASTER_ADDR and MASTER_PORT")
                 .with_remedy("start it with `phalanx run --min-np`"));
         };
-        let (key, deadline) = (JobKey::from_env()?, Deadline::after(options.connect_timeout));
-        let client = TcpStore::join(host_port(address, *port), key.as_ref(), deadline)?;
+        let (credentials, deadline) = (Credentials::from_env()?, Deadline::after(options.connect_timeout));
+        let client = TcpStore::join(host_port(address, *port), &credentials, deadline)?;
         let interface = client.local_ip();
         let scope = scope(env.run_id.as_deref().unwrap_or("none"));
         let store: SharedStore = Arc::new(PrefixStore::new(scope, Arc::new(client)));
@@ -104,7 +104,7 @@ impl Session {
         let session = Self {
             shared: Shared::new(store, Worker { id: WorkerId(0), host: host_name(), place, process }),
             interface,
-            key,
+            credentials,
             settings: *settings,
             local: (place, env.local_world_size.unwrap_or(env.world_size.get()).max(place + 1)),
             options: options.clone(),
@@ -278,7 +278,7 @@ impl Session {
             local_world_size: self.local.1,
             epoch: Epoch(number),
             interface: self.interface,
-            key: self.key.clone(),
+            credentials: self.credentials.clone(),
             ..rendezvous::alone()
         };
         Ok(Round { number, rendezvous, members, rejoined })

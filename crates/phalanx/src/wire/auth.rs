@@ -43,6 +43,13 @@ impl Secret {
         Self(secret)
     }
 
+    /// The secret of one connection, which has `binding` to itself: what is proven on it proves nothing on another.
+    pub(crate) fn bound(&self, binding: &[u8]) -> Self {
+        let mut secret = [0; BLOCK];
+        secret[..TAG].copy_from_slice(&self.tag("bound", &[binding]));
+        Self(secret)
+    }
+
     /// Proves that whoever made it knows the secret, and has seen `said`. The label says who proves what: no proof can
     /// pass for another.
     pub(crate) fn tag(&self, label: &str, said: &[&[u8]]) -> Tag {

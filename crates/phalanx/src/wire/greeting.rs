@@ -5,6 +5,7 @@
 
 use super::auth::{NONCE, Nonce, Secret, TAG, Tag};
 use crate::key::JobKey;
+use crate::tls::Binding;
 
 /// Bytes of the client's call.
 pub(crate) const CALL: usize = HEAD + NONCE;
@@ -27,6 +28,11 @@ pub(crate) struct StoreSecret(Secret);
 impl StoreSecret {
     pub(crate) fn new(key: &JobKey) -> Self {
         Self(Secret::new(Some(key), PURPOSE, &[]))
+    }
+
+    /// On the TLS session that has this binding.
+    pub(crate) fn bound(&self, binding: &Binding) -> Self {
+        Self(self.0.bound(binding))
     }
 
     /// For [`fuzzing`](crate::fuzzing): one that is the same every time.

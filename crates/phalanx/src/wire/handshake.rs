@@ -7,6 +7,7 @@ use super::auth::{Secret, TAG, Tag};
 use super::hello::{GroupName, HELLO, Hello, JobId};
 use crate::error::{Error, Result};
 use crate::key::JobKey;
+use crate::tls::Binding;
 
 /// Bytes of the accepting rank's answer: its hello, and its proof.
 pub(crate) const ANSWER: usize = HELLO + TAG;
@@ -25,6 +26,11 @@ impl GroupSecret {
     /// Of the group that drew this number. Without a job key, whoever can read the store knows it too.
     pub(crate) fn new(key: Option<&JobKey>, job: &JobId) -> Self {
         Self(Secret::new(key, PURPOSE, job))
+    }
+
+    /// On the TLS session that has this binding. Its name is another: that is told without.
+    pub(crate) fn bound(&self, binding: &Binding) -> Self {
+        Self(self.0.bound(binding))
     }
 
     pub(crate) fn name(&self) -> GroupName {

@@ -57,10 +57,10 @@ impl Nodes for Alone<'_> {
 
     fn outlived(&mut self, place: u32, process: u32) {
         let Some(store) = self.store.as_ref().map(TcpStoreServer::reachable_addr) else { return };
-        let (run_id, key) = (self.run_id.clone(), self.job.own_key().cloned());
+        let (run_id, credentials) = (self.run_id.clone(), self.job.credentials().clone());
         // Not here: the supervisor does not wait for a store.
         let announce = move || {
-            if let Err(error) = elastic::announce(store, key.as_ref(), &run_id, place, process) {
+            if let Err(error) = elastic::announce(store, &credentials, &run_id, place, process) {
                 tracing::debug!(%error, "the other workers have to notice a worker's end by themselves");
             }
         };

@@ -1,0 +1,47 @@
+//! The options about TLS.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use phalanx::launch::Job;
+
+/// The files of a launcher's certificates, and of its workers'.
+#[derive(Args, Debug)]
+pub(crate) struct TlsOptions {
+    /// The certificate (PEM) of the job's or the cluster's own CA. With it, --tls-cert and --tls-key, the store and the
+    /// ranks speak TLS, and only with who has a certificate of that CA. On every node, or on none
+    #[arg(long, value_name = "FILE", env = "PHALANX_TLS_CA", hide_env_values = true)]
+    tls_ca: Option<PathBuf>,
+
+    /// The certificate (PEM) of this launcher and its workers
+    #[arg(long, value_name = "FILE", env = "PHALANX_TLS_CERT", hide_env_values = true)]
+    tls_cert: Option<PathBuf>,
+
+    /// The private key (PEM) of that certificate, which only this user may read
+    #[arg(long, value_name = "FILE", env = "PHALANX_TLS_KEY", hide_env_values = true)]
+    tls_key: Option<PathBuf>,
+}
+
+impl TlsOptions {
+    /// An empty variable counts as none.
+    fn files(&self) -> [Option<&PathBuf>; 3] {
+        [&self.tls_ca, &self.tls_cert, &self.tls_key]
+            .map(|file| file.as_ref().filter(|file| !file.as_os_str().is_empty()))
+    }
+
+    pub(crate) fn is_given(&self) -> bool {
+        self.files().iter().any(Option::is_some)
+    }
+
+    pub(crate) fn apply(&self, job: Job) -> Result<Job, String> {
+        match self.files() {
+            [None, None, None] => Ok(job),
+            [Some(ca), Some(certificate), Some(key)] => {
+                job.tls(ca, certificate, key).map_err(|error| error.to_string())
+            }
+            _ => Err("--tls-ca, --tls-cert and --tls-key go together, as do PHALANX_TLS_CA, PHALANX_TLS_CERT and \
+                      PHALANX_TLS_KEY: give all three, or none"
+                .to_owned()),
+        }
+    }
+}
