@@ -125,7 +125,9 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
     let (address, port) = options.nodes.endpoint()?;
     let key = key(&options)?;
     if options.open_store && options.tls.is_given() {
-        return Err("--open-store would let programs in that do not speak TLS: leave out it, or --tls-ca".to_owned());
+        return Err(
+            "--open-store would let programs in that do not speak TLS: leave out it, or --tls-ca".to_owned()
+        );
     }
     let tls = options.tls;
     let mut program = options.program.into_iter();

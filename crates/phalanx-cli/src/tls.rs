@@ -39,9 +39,11 @@ impl TlsOptions {
             [Some(ca), Some(certificate), Some(key)] => {
                 job.tls(ca, certificate, key).map_err(|error| error.to_string())
             }
-            _ => Err("--tls-ca, --tls-cert and --tls-key go together, as do PHALANX_TLS_CA, PHALANX_TLS_CERT and \
+            _ => Err(
+                "--tls-ca, --tls-cert and --tls-key go together, as do PHALANX_TLS_CA, PHALANX_TLS_CERT and \
                       PHALANX_TLS_KEY: give all three, or none"
-                .to_owned()),
+                    .to_owned(),
+            ),
         }
     }
 }

@@ -119,7 +119,8 @@ impl ProcessGroup {
         if world_size == WorldSize::ONE {
             return Ok(Self::alone_in(epoch, trace)?.with_timeout(timeout));
         }
-        let place = Place { store: &*store, rank, world: world_size, epoch, interface, credentials: &credentials };
+        let place =
+            Place { store: &*store, rank, world: world_size, epoch, interface, credentials: &credentials };
         let wishes = Wishes { kind: transport, host: host_id.as_deref(), heartbeat };
         let connected = transport::connect(&place, wishes, Deadline::after(timeout))?;
         let origin = Origin {

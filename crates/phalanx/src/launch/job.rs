@@ -210,6 +210,12 @@ impl Job {
         Ok(files.fold(self, |job, (name, path)| job.variable(name, path)))
     }
 
+    /// [`tls`](Self::tls) with the files that this process's environment names, if it does.
+    pub(crate) fn tls_from_env(mut self) -> Result<Self> {
+        self.credentials.tls = Tls::from_env()?;
+        Ok(self)
+    }
+
     /// Lets programs use the workers' store that do not know the job's key, from wherever they reach it. Without this only
     /// those may that this user runs on the store's own host. PyTorch programs on several nodes need it.
     pub fn open_store(mut self, open: bool) -> Self {

@@ -22,11 +22,11 @@ use std::time::Duration;
 use self::arrival::Identity;
 #[cfg(any(test, fuzzing))]
 pub use self::membership::fuzz as fuzz_nodes;
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic;
 use crate::env::LaunchEnv;
 use crate::error::{Error, Result};
-use crate::credentials::Credentials;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
 
@@ -72,7 +72,9 @@ impl fmt::Debug for Rendezvous {
 pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
     elastic::refuse_fixed_world()?;
     match LaunchEnv::from_process()? {
-        Some(env) => env::join(&env, Credentials::from_env()?, &Identity::of_process(), Deadline::after(timeout)),
+        Some(env) => {
+            env::join(&env, Credentials::from_env()?, &Identity::of_process(), Deadline::after(timeout))
+        }
         None => Ok(alone()),
     }
 }
@@ -101,7 +103,10 @@ pub fn from_url(
     let deadline = Deadline::after(timeout);
     let me = Identity::of_process();
     let given = |rank, world_size| {
-        Ok::<_, Error>(Place { credentials: Credentials::from_env()?, ..Place::given(url, rank, world_size)? })
+        Ok::<_, Error>(Place {
+            credentials: Credentials::from_env()?,
+            ..Place::given(url, rank, world_size)?
+        })
     };
     match Url::parse(url)? {
         Url::Env => match LaunchEnv::from_process()? {

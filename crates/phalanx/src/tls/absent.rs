@@ -16,7 +16,8 @@ impl Tls {
     /// Always: this build has no TLS.
     pub fn read(ca: &Path, _certificate: &Path, _key: &Path) -> Result<Self> {
         let cause = format!("{} asks for TLS, which this build does not have", ca.display());
-        Err(Error::environment(cause).with_remedy("build with the feature `tls`, or leave the certificates out"))
+        Err(Error::environment(cause)
+            .with_remedy("build with the feature `tls`, or leave the certificates out"))
     }
 
     pub(crate) fn client(&self) -> io::Result<Session> {
@@ -44,11 +45,7 @@ impl Session {
         match self.0 {}
     }
 
-    pub(crate) fn send(
-        &mut self,
-        _io: &mut impl Write,
-        _parts: &[IoSlice<'_>],
-    ) -> io::Result<(usize, bool)> {
+    pub(crate) fn send(&mut self, _io: &mut impl Write, _parts: &[IoSlice<'_>]) -> io::Result<(usize, bool)> {
         match self.0 {}
     }
 

@@ -62,7 +62,8 @@ impl Tls {
             )
         })?;
         Self::new(&provider, roots, chain, private).map_err(|error| {
-            unusable(key, error.to_string()).with_remedy("is it the key of the certificate in PHALANX_TLS_CERT?")
+            unusable(key, error.to_string())
+                .with_remedy("is it the key of the certificate in PHALANX_TLS_CERT?")
         })
     }
 
@@ -73,10 +74,11 @@ impl Tls {
         chain: Vec<CertificateDer<'static>>,
         key: PrivateKeyDer<'static>,
     ) -> Result<Self, rustls::Error> {
-        let asks_clients = WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(provider))
-            .clear_root_hint_subjects()
-            .build()
-            .map_err(|error| rustls::Error::General(error.to_string()))?;
+        let asks_clients =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(provider))
+                .clear_root_hint_subjects()
+                .build()
+                .map_err(|error| rustls::Error::General(error.to_string()))?;
         let mut server = ServerConfig::builder_with_provider(Arc::clone(provider))
             .with_protocol_versions(&[&TLS13])?
             .with_client_cert_verifier(asks_clients)
@@ -184,7 +186,8 @@ fn roots(path: &Path) -> Result<RootCertStore> {
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     use std::io::Read;
     let refuse = |why: String| {
-        unusable(path, why).with_remedy("name a readable file of certificates in PEM: `phalanx certgen` makes such")
+        unusable(path, why)
+            .with_remedy("name a readable file of certificates in PEM: `phalanx certgen` makes such")
     };
     let mut text = Vec::new();
     std::fs::File::open(path)
@@ -208,7 +211,8 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
     })?;
     PrivateKeyDer::from_pem_slice(&text).map_err(|_| {
         // Not what the parser says: it might say something of the key.
-        unusable(path, "it holds no private key that can be read without a password".to_owned()).with_remedy(remedy)
+        unusable(path, "it holds no private key that can be read without a password".to_owned())
+            .with_remedy(remedy)
     })
 }
 

@@ -26,9 +26,7 @@ pub(super) fn refusal(error: &Error) -> io::Error {
         Error::AlertReceived(alert) => {
             Refusal::error(format!("it does not accept this process's certificate ({alert:?})"), LOOK_THERE)
         }
-        Error::InvalidMessage(_) => {
-            Refusal::error(format!("what it says is not TLS ({error})"), ALL_OR_NONE)
-        }
+        Error::InvalidMessage(_) => Refusal::error(format!("what it says is not TLS ({error})"), ALL_OR_NONE),
         other => Refusal::error(format!("TLS with it failed: {other}"), SAME_CA),
     }
 }

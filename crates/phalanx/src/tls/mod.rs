@@ -20,9 +20,9 @@ use std::io;
 use std::path::PathBuf;
 
 #[cfg(not(feature = "tls"))]
-pub use self::absent::Tls;
-#[cfg(not(feature = "tls"))]
 pub(crate) use self::absent::Session;
+#[cfg(not(feature = "tls"))]
+pub use self::absent::Tls;
 #[cfg(feature = "tls")]
 pub use self::config::Tls;
 #[cfg(feature = "tls")]

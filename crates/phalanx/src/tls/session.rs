@@ -89,11 +89,7 @@ impl Session {
 
     /// Receives what has come into `parts`, which are not all empty; 0 if the other end has closed the connection. Reads
     /// the socket once at most: an error of kind `Interrupted` says that what came was not enough to be decrypted.
-    pub(crate) fn receive(
-        &mut self,
-        io: &mut impl Read,
-        parts: &mut [IoSliceMut<'_>],
-    ) -> io::Result<usize> {
+    pub(crate) fn receive(&mut self, io: &mut impl Read, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         match self.take(parts) {
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
             taken => return taken,

@@ -82,13 +82,19 @@ impl Write for End<'_> {
 /// Goes on after what only says that there is nothing now.
 fn patient<T: Default>(result: io::Result<T>) -> io::Result<T> {
     match result {
-        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(T::default()),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+            Ok(T::default())
+        }
         result => result,
     }
 }
 
 /// Plays the handshake; gives why it came to nothing, at each end.
-fn handshake(client: &Tls, server: &Tls, step: usize) -> Result<(Wire, Session, Session), [Option<io::Error>; 2]> {
+fn handshake(
+    client: &Tls,
+    server: &Tls,
+    step: usize,
+) -> Result<(Wire, Session, Session), [Option<io::Error>; 2]> {
     let mut wire = Wire { step, ..Wire::default() };
     let (mut client, mut server) = (client.client().unwrap(), server.server().unwrap());
     let (mut done, mut errors) = ((false, false), [None, None]);
@@ -121,7 +127,8 @@ fn what_is_sent_arrives_however_it_is_cut_and_is_not_to_be_read_on_the_way() {
     let tls = good();
     for step in [1, 7, 1000, usize::MAX] {
         let (mut wire, mut client, mut server) = handshake(&tls, &tls, step).unwrap();
-        let text: Vec<u8> = (0..if step == 1 { 40_000 } else { 700_000u32 }).map(|i| (i % 251) as u8).collect();
+        let text: Vec<u8> =
+            (0..if step == 1 { 40_000 } else { 700_000u32 }).map(|i| (i % 251) as u8).collect();
         let (mut sent, mut got) = (0, vec![0; text.len()]);
         let mut received = 0;
         while received < text.len() {

@@ -35,7 +35,9 @@ impl Authority {
     }
 
     pub fn expired(&self) -> Certificate {
-        self.certificate_with(|params| params.not_after = (SystemTime::now() - Duration::from_secs(60)).into())
+        self.certificate_with(|params| {
+            params.not_after = (SystemTime::now() - Duration::from_secs(60)).into()
+        })
     }
 
     pub fn certificate_with(&self, change: impl FnOnce(&mut CertificateParams)) -> Certificate {

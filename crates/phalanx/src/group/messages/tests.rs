@@ -20,7 +20,14 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
     let world = WorldSize::new(wishes.len() as u32).unwrap();
     let join = |rank: Rank, wishes| {
         let interface = Ipv4Addr::LOCALHOST.into();
-        let place = Place { store: &store, rank, world, epoch: Epoch(0), interface, credentials: Credentials::none() };
+        let place = Place {
+            store: &store,
+            rank,
+            world,
+            epoch: Epoch(0),
+            interface,
+            credentials: Credentials::none(),
+        };
         let connected = transport::connect(&place, wishes, Deadline::after(LIMIT)).unwrap();
         let origin = Origin {
             ground: Ground::process(),

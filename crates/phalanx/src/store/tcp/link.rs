@@ -309,7 +309,8 @@ impl Link {
             // What is long is read where it belongs; what is short, with what follows it.
             const SMALL: usize = 512;
             let read = if bytes.len() >= SMALL {
-                Self::read(&mut self.stream, &mut self.tls, bytes).inspect(|n| bytes = &mut std::mem::take(&mut bytes)[*n..])
+                Self::read(&mut self.stream, &mut self.tls, bytes)
+                    .inspect(|n| bytes = &mut std::mem::take(&mut bytes)[*n..])
             } else {
                 self.start = 0;
                 self.buffer.resize(SMALL, 0);

@@ -71,7 +71,9 @@ impl AsyncRead for Stream {
                     buffer.advance(count);
                     return Poll::Ready(Ok(()));
                 }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => ready!(socket.poll_read_ready(context))?,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    ready!(socket.poll_read_ready(context))?
+                }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Poll::Ready(Err(error)),
             }

@@ -69,7 +69,11 @@ fn who_is_not_let_in_is_told_why_at_once() {
         (&certified, &keyed, "it wants TLS"),
         (&plain, &certified, "it speaks no TLS"),
         (&keyed, &certified, "it speaks no TLS"),
-        (&certified, &with(unchecked(&ca, &other.certificate())), "does not accept this process's certificate"),
+        (
+            &certified,
+            &with(unchecked(&ca, &other.certificate())),
+            "does not accept this process's certificate",
+        ),
         (&certified, &with(unchecked(&ca, &ca.expired())), "does not accept this process's certificate"),
         (&with(unchecked(&ca, &other.certificate())), &certified, "it is of another CA"),
         (&with(unchecked(&ca, &ca.expired())), &certified, "it has expired"),
@@ -85,7 +89,10 @@ fn who_is_not_let_in_is_told_why_at_once() {
 #[test]
 fn certificates_do_not_replace_the_key() {
     let tls = good();
-    let server = serve(&Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls.clone()) }, Strangers::None);
+    let server = serve(
+        &Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls.clone()) },
+        Strangers::None,
+    );
     let other = Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls.clone()) };
     let error = TcpStore::connect_with(server.local_addr(), &other, soon()).unwrap_err();
     assert!(error.to_string().contains("does not know this job's key"), "{error}");
@@ -95,7 +102,8 @@ fn certificates_do_not_replace_the_key() {
 #[test]
 fn programs_without_tls_come_in_from_this_users_processes_alone() {
     let ping = Frame::new(Op::Validate).u32(MAGIC).then(Op::Ping).u32(7).into_bytes();
-    for (strangers, answer) in [(Strangers::OfThisUser, 7u32.to_le_bytes()), (Strangers::None, [21, 3, 3, 0])] {
+    for (strangers, answer) in [(Strangers::OfThisUser, 7u32.to_le_bytes()), (Strangers::None, [21, 3, 3, 0])]
+    {
         let server = serve(&with(good()), strangers);
         let mut plain = TcpStream::connect(server.local_addr()).unwrap();
         plain.set_read_timeout(Some(Duration::from_secs(10))).unwrap();

@@ -149,7 +149,9 @@ fn take_arrivals(
     loop {
         match listener.accept() {
             // What is said on it is short, and waited for.
-            Ok((stream, _)) if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() => {
+            Ok((stream, _))
+                if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() =>
+            {
                 if pending.len() == MAX_PENDING {
                     let silent = pending.iter().position(|other| !matches!(other.stage, Stage::Proof(_)));
                     pending.remove(silent.unwrap_or(0));

@@ -88,7 +88,8 @@ fn what_crosses_a_connection_arrives_whole_and_both_ways_at_once() {
 #[test]
 fn certificates_do_not_replace_the_key() {
     let tls = good();
-    let keys = [(), ()].map(|()| Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls.clone()) });
+    let keys =
+        [(), ()].map(|()| Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls.clone()) });
     for error in pair([&keys[0], &keys[1]]).map(|mesh| mesh.err().unwrap()) {
         assert!(error.to_string().contains("another job key"), "{error}");
     }
