@@ -20,7 +20,7 @@ use crate::node::Node;
 use crate::nodes::NodeOptions;
 use crate::processes::Processes;
 use crate::render::Format;
-use crate::tls::TlsOptions;
+use crate::tls::{TlsOptions, path};
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -211,7 +211,7 @@ pub(crate) struct Run {
 
     /// The file with the key by which the processes of this job recognise each other; needed on every node of a job on
     /// several, the same there. A job on one makes its own
-    #[arg(long, value_name = "FILE", env = "PHALANX_JOB_KEY_FILE", hide_env_values = true)]
+    #[arg(long, value_name = "FILE", env = "PHALANX_JOB_KEY_FILE", hide_env_values = true, value_parser = path())]
     pub(crate) job_key_file: Option<PathBuf>,
 
     /// Lets programs use the workers' store that do not know the job's key, from wherever they reach it: PyTorch's on

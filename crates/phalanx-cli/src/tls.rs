@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use phalanx::launch::Job;
 
 /// The files of a launcher's certificates, and of its workers'.
@@ -10,16 +11,21 @@ use phalanx::launch::Job;
 pub(crate) struct TlsOptions {
     /// The certificate (PEM) of the job's or the cluster's own CA. With it, --tls-cert and --tls-key, the store and the
     /// ranks speak TLS, and only with who has a certificate of that CA. On every node, or on none
-    #[arg(long, value_name = "FILE", env = "PHALANX_TLS_CA", hide_env_values = true)]
+    #[arg(long, value_name = "FILE", env = "PHALANX_TLS_CA", hide_env_values = true, value_parser = path())]
     tls_ca: Option<PathBuf>,
 
     /// The certificate (PEM) of this launcher and its workers
-    #[arg(long, value_name = "FILE", env = "PHALANX_TLS_CERT", hide_env_values = true)]
+    #[arg(long, value_name = "FILE", env = "PHALANX_TLS_CERT", hide_env_values = true, value_parser = path())]
     tls_cert: Option<PathBuf>,
 
     /// The private key (PEM) of that certificate, which only this user may read
-    #[arg(long, value_name = "FILE", env = "PHALANX_TLS_KEY", hide_env_values = true)]
+    #[arg(long, value_name = "FILE", env = "PHALANX_TLS_KEY", hide_env_values = true, value_parser = path())]
     tls_key: Option<PathBuf>,
+}
+
+/// A path that may be empty: launchers set variables so for workers that are to have none.
+pub(crate) fn path() -> impl TypedValueParser<Value = PathBuf> {
+    OsStringValueParser::new().map(PathBuf::from)
 }
 
 impl TlsOptions {

@@ -93,6 +93,14 @@ fn who_is_given_a_part_of_it_or_something_else_is_told() {
     let output = run(&all, &[]);
     assert!(text(&output.stderr).contains("others may use it"), "{}", text(&output.stderr));
     // Without the options nothing is read, also if a launcher around this one had them.
-    let output = run(&[], &[("PHALANX_TLS_CA", ""), ("PHALANX_TLS_CERT", ""), ("PHALANX_TLS_KEY", "")]);
+    let output = run(
+        &[],
+        &[
+            ("PHALANX_TLS_CA", ""),
+            ("PHALANX_TLS_CERT", ""),
+            ("PHALANX_TLS_KEY", ""),
+            ("PHALANX_JOB_KEY_FILE", ""),
+        ],
+    );
     assert!(output.status.success(), "{}", text(&output.stderr));
 }

@@ -31,7 +31,10 @@ const LONGEST: usize = 1 << 20;
 /// The names in a certificate are not looked at: who has one of that CA may take part. So let it be the job's or the
 /// cluster's own, which `phalanx certgen` makes.
 #[derive(Clone)]
-pub struct Tls {
+pub struct Tls(Arc<Ends>);
+
+/// What each end of a connection goes by.
+struct Ends {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
 }
@@ -94,20 +97,20 @@ impl Tls {
             .with_client_auth_cert(chain, key)?;
         client.resumption = Resumption::disabled();
         client.enable_sni = false;
-        Ok(Self { client: Arc::new(client), server: Arc::new(server) })
+        Ok(Self(Arc::new(Ends { client: Arc::new(client), server: Arc::new(server) })))
     }
 
     /// The connecting end of a connection.
     pub(crate) fn client(&self) -> io::Result<Session> {
         // A name that is neither sent nor looked at.
         let name = ServerName::try_from("phalanx.invalid").map_err(io::Error::other)?;
-        let connection = ClientConnection::new(Arc::clone(&self.client), name);
+        let connection = ClientConnection::new(Arc::clone(&self.0.client), name);
         Ok(Session::new(connection.map_err(io::Error::other)?.into()))
     }
 
     /// The accepting end of a connection.
     pub(crate) fn server(&self) -> io::Result<Session> {
-        let connection = ServerConnection::new(Arc::clone(&self.server));
+        let connection = ServerConnection::new(Arc::clone(&self.0.server));
         Ok(Session::new(connection.map_err(io::Error::other)?.into()))
     }
 }

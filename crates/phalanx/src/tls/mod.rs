@@ -28,13 +28,10 @@ pub use self::config::Tls;
 #[cfg(feature = "tls")]
 pub(crate) use self::session::Session;
 use crate::error::{Error, Result};
+pub(crate) use crate::wire::auth::Binding;
 
 /// Where a process finds its certificates, and the private key of its own.
 pub(crate) const VARIABLES: [&str; 3] = ["PHALANX_TLS_CA", "PHALANX_TLS_CERT", "PHALANX_TLS_KEY"];
-
-/// Bytes that both ends of a session know, and nobody else, nor any other session (RFC 9266).
-pub(crate) const BINDING: usize = 32;
-pub(crate) type Binding = [u8; BINDING];
 
 const ALL_OR_NONE: &str = "give every process of the job its certificates (PHALANX_TLS_CA, PHALANX_TLS_CERT and \
                            PHALANX_TLS_KEY, or --tls-ca, --tls-cert and --tls-key), or none of them";

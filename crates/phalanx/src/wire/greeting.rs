@@ -3,9 +3,8 @@
 //! Pure: it takes and gives bytes. The first byte is that of no request, so a server sees at once which kind of client
 //! has come. docs/wire.md draws it.
 
-use super::auth::{NONCE, Nonce, Secret, TAG, Tag};
+use super::auth::{Binding, NONCE, Nonce, Secret, TAG, Tag};
 use crate::key::JobKey;
-use crate::tls::Binding;
 
 /// Bytes of the client's call.
 pub(crate) const CALL: usize = HEAD + NONCE;

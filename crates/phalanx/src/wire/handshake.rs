@@ -3,11 +3,10 @@
 //! Pure: it takes and gives bytes. docs/wire.md draws it, and says why no message of it can be replayed, sent back or
 //! moved to another connection.
 
-use super::auth::{Secret, TAG, Tag};
+use super::auth::{Binding, Secret, TAG, Tag};
 use super::hello::{GroupName, HELLO, Hello, JobId};
 use crate::error::{Error, Result};
 use crate::key::JobKey;
-use crate::tls::Binding;
 
 /// Bytes of the accepting rank's answer: its hello, and its proof.
 pub(crate) const ANSWER: usize = HELLO + TAG;
