@@ -113,7 +113,7 @@ impl Link {
             let mut server = None;
             let work = || -> Result<()> {
                 let deadline = Deadline::after(cluster.join_timeout);
-                let seal = Seal::new(access.key(), &scope);
+                let seal = Seal::new(access.credentials().key.as_ref(), &scope);
                 let met = meet(&cluster, &access, &scope, &thread, deadline)?;
                 server = met.server;
                 let served_at = server.as_ref().map(TcpStoreServer::local_addr);
