@@ -415,6 +415,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
+    use crate::key::JobKey;
 
     #[test]
     fn whoever_serves_the_store_joins_first() {
