@@ -162,7 +162,9 @@ impl Session {
                 && let Some(rank) = seen.state.rank(me)
             {
                 if !seen.state.is_gathering() {
-                    return self.round(&mut seen, rank, me != before).map(|round| Met::Round(Box::new(round)));
+                    return self
+                        .round(&mut seen, rank, me != before)
+                        .map(|round| Met::Round(Box::new(round)));
                 }
                 // Somebody has left it before it came together.
                 left = round;

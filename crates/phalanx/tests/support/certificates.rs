@@ -1,4 +1,5 @@
 //! Certificates for tests, made when they run.
+#![allow(clippy::unwrap_used, dead_code, reason = "helpers of tests are tests, and not every test needs all")]
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};

@@ -1,4 +1,5 @@
 //! The store over TLS: who is let in, and what the others are told.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

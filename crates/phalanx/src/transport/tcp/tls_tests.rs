@@ -1,4 +1,5 @@
 //! Meshes over TLS: who gets in, who does not, and what each is told.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::io::{ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
