@@ -11,6 +11,8 @@ use clap::{Args, Parser, Subcommand};
 use phalanx::launch::Selection;
 
 use crate::bench::{BenchCommand, Plot};
+#[cfg(feature = "tls")]
+use crate::certgen::Certgen;
 use crate::doctor::Doctor;
 use crate::elastic::ElasticOptions;
 use crate::hosts::HostOptions;
@@ -18,6 +20,7 @@ use crate::node::Node;
 use crate::nodes::NodeOptions;
 use crate::processes::Processes;
 use crate::render::Format;
+use crate::tls::{TlsOptions, path};
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -40,6 +43,8 @@ pub(crate) enum Command {
     #[command(hide = true)]
     Node(Node),
     Keygen(Keygen),
+    #[cfg(feature = "tls")]
+    Certgen(Certgen),
     Bench(Box<BenchCommand>),
     Plot(Plot),
     Doctor(Doctor),
@@ -96,7 +101,8 @@ nodes that it loses as long as there are MIN, and takes in those that come up to
 Who may take part:
   The processes of a job recognise each other by a key. On one machine it is made for the job. For several, make one with \
 `phalanx keygen FILE`, copy it to each and give --job-key-file FILE; without it whoever reaches the job's ports can take \
-part. Connections are authenticated, and not encrypted. Programs that do not know the key, such as PyTorch's, may use the \
+part. Connections are authenticated, and not encrypted, unless each process has a certificate of one CA: make them with \
+`phalanx certgen FOLDER HOST...`, and give --tls-ca, --tls-cert and --tls-key on every node. Programs that do not know the key, such as PyTorch's, may use the \
 store if this user runs them on the store's own machine, or with --open-store.
 
 Environment of a worker:
@@ -110,6 +116,8 @@ Environment of a worker:
                                of an elastic job: MIN:MAX workers, and how many new groups
   TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
   PHALANX_JOB_KEY_FILE         the job's key, lent by this command: by it workers recognise each other and the store
+  PHALANX_TLS_CA, PHALANX_TLS_CERT, PHALANX_TLS_KEY
+                               the files of --tls-ca, --tls-cert and --tls-key, if they are given
   OMP_NUM_THREADS, RAYON_NUM_THREADS
                                1 if there are several workers and it is not set already
 
@@ -204,13 +212,16 @@ pub(crate) struct Run {
 
     /// The file with the key by which the processes of this job recognise each other; needed on every node of a job on
     /// several, the same there. A job on one makes its own
-    #[arg(long, value_name = "FILE", env = "PHALANX_JOB_KEY_FILE", hide_env_values = true)]
+    #[arg(long, value_name = "FILE", env = "PHALANX_JOB_KEY_FILE", hide_env_values = true, value_parser = path())]
     pub(crate) job_key_file: Option<PathBuf>,
 
     /// Lets programs use the workers' store that do not know the job's key, from wherever they reach it: PyTorch's on
     /// several nodes. Those of this user on the store's own machine may without
     #[arg(long, env = "PHALANX_OPEN_STORE", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) open_store: bool,
+
+    #[command(flatten)]
+    pub(crate) tls: TlsOptions,
 
     // Behind all other options: their headings would stand over those that follow.
     #[command(flatten)]

@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+#[cfg(feature = "tls")]
+mod certgen;
 mod cli;
 mod doctor;
 mod elastic;
@@ -15,6 +17,7 @@ mod render;
 mod report;
 mod run;
 mod status;
+mod tls;
 
 use std::process::ExitCode;
 
@@ -25,6 +28,8 @@ fn main() -> ExitCode {
         cli::Command::Run(options) => run::run(*options),
         cli::Command::Node(options) => node::run(&options),
         cli::Command::Keygen(options) => run::keygen(&options),
+        #[cfg(feature = "tls")]
+        cli::Command::Certgen(options) => certgen::run(&options),
         cli::Command::Bench(options) => bench::run(*options),
         cli::Command::Plot(options) => bench::plot(&options),
         cli::Command::Doctor(options) => doctor::run(&options),

@@ -96,6 +96,7 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
 
 /// The job on `hosts`, which are told this command's own command line.
 fn across(options: &Run, hosts: HostList) -> Result<RemoteJob, String> {
+    refuse_open_tls(options)?;
     let launcher =
         std::env::current_exe().map_err(|error| format!("cannot find this command's own file: {error}"))?;
     let job = RemoteJob::new(hosts, launcher, std::env::args_os())
@@ -104,12 +105,22 @@ fn across(options: &Run, hosts: HostList) -> Result<RemoteJob, String> {
         .start_timeout(options.hosts.start_timeout)
         .grace(options.grace_period)
         .open_store(options.open_store);
-    let job = key(options)?.into_iter().fold(job, RemoteJob::key);
+    let job = options.tls.apply(key(options)?.into_iter().fold(job, RemoteJob::key), RemoteJob::tls)?;
     let job = options.nodes.bind.into_iter().fold(job, RemoteJob::bind);
     let elastic = options.elastic.hosts(options.hosts.num_proc, options.max_restarts)?;
     let elastic = elastic.map(|elastic| options.rdzv_id.iter().fold(elastic, ElasticHosts::run_id));
     let job = elastic.into_iter().fold(job, RemoteJob::elastic);
     Ok(options.nodes.master_addr.iter().fold(job, RemoteJob::master_addr))
+}
+
+fn refuse_open_tls(options: &Run) -> Result<(), String> {
+    match options.open_store && options.tls.is_given() {
+        true => {
+            Err("--open-store would let programs in that do not speak TLS: leave out it, or --tls-ca"
+                .to_owned())
+        }
+        false => Ok(()),
+    }
 }
 
 /// `phalanx keygen`.
@@ -133,6 +144,8 @@ fn here(options: Run, workers: WorldSize) -> Result<Job, String> {
 pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) -> Result<Job, String> {
     let (address, port) = options.nodes.endpoint()?;
     let key = key(&options)?;
+    refuse_open_tls(&options)?;
+    let tls = options.tls;
     let mut program = options.program.into_iter();
     let job = Job::new(program.next().unwrap_or_default(), workers)
         .arguments(program)
@@ -141,7 +154,7 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
         .max_restarts(options.max_restarts)
         .open_store(options.open_store)
         .master_port(port.unwrap_or(0));
-    let job = key.into_iter().fold(job, Job::key);
+    let job = tls.apply(key.into_iter().fold(job, Job::key), Job::tls)?;
     let job = address.into_iter().fold(job, Job::master_addr);
     let job = cluster.into_iter().fold(job, Job::cluster);
     let job = options.rdzv_id.into_iter().fold(job, Job::run_id);

@@ -2,13 +2,12 @@
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use rustix::fs::OFlags;
-
 use crate::error::{Error, Result};
+use crate::secret_file::{self, Unfit};
 
 /// Where a process finds the file with its job's key.
 pub(crate) const VARIABLE: &str = "PHALANX_JOB_KEY_FILE";
@@ -57,37 +56,20 @@ impl JobKey {
             Error::environment(format!("the job's key cannot be taken from {}: {why}", path.display()))
                 .in_operation("reading the job's key", None)
         };
-        // A pipe that nobody writes to would be waited for.
-        let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits().cast_signed();
-        let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(|error| {
-            refuse(error.to_string()).with_remedy(
+        let make_one = "make one with `phalanx keygen FILE`";
+        let bytes = secret_file::read(path, LONGEST).map_err(|unfit| match unfit {
+            Unfit::Unreadable(error) => refuse(error.to_string()).with_remedy(
                 "is it the file that `phalanx keygen` made, and readable by this user? A worker reads the one that its \
                  launcher lends it, which is gone with the launcher",
-            )
-        })?;
-        let about = file.metadata().map_err(|error| refuse(error.to_string()))?;
-        let user = rustix::process::geteuid().as_raw();
-        let (why, remedy) = if !about.is_file() {
-            ("it is not a regular file".to_owned(), "make one with `phalanx keygen FILE`".to_owned())
-        } else if about.uid() != user {
-            let why = format!("it belongs to user {}, and this process to user {user}", about.uid());
-            (why, "give each user a copy that only that user can read".to_owned())
-        } else if about.mode() & 0o077 != 0 {
-            let why = format!("others may use it (mode {:o})", about.mode() & 0o777);
-            (why, format!("chmod 600 {}, and make a new key if others may have read it", path.display()))
-        } else {
-            let mut bytes = Vec::with_capacity(LONGEST + 1);
-            let read = (&file).take(LONGEST as u64 + 1).read_to_end(&mut bytes);
-            read.map_err(|error| refuse(error.to_string()))?;
-            match parse(&bytes) {
-                Some(key) => return Ok(Self(key)),
-                None => (
-                    format!("it does not hold {DIGITS} hexadecimal digits and nothing else"),
-                    "make one with `phalanx keygen FILE` or `openssl rand -hex 32`".to_owned(),
-                ),
+            ),
+            Unfit::Unsafe { why, remedy } => {
+                refuse(why).with_remedy(remedy.unwrap_or_else(|| make_one.to_owned()))
             }
-        };
-        Err(refuse(why).with_remedy(remedy))
+        })?;
+        parse(&bytes).map(Self).ok_or_else(|| {
+            refuse(format!("it does not hold {DIGITS} hexadecimal digits and nothing else"))
+                .with_remedy(format!("{make_one} or `openssl rand -hex 32`"))
+        })
     }
 
     /// Writes the key to a new file that this user alone may read.
@@ -165,7 +147,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use std::fs::{self, Permissions};
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     use super::*;
 

@@ -42,6 +42,7 @@ mod rank;
 
 pub mod checkpoint;
 mod collective;
+mod credentials;
 mod domain;
 pub mod elastic;
 pub mod env;
@@ -55,16 +56,19 @@ pub mod launch;
 pub mod reducer;
 pub mod rendezvous;
 pub mod sampler;
+mod secret_file;
 mod spawn;
 pub mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod tls;
 pub mod trace;
 mod transport;
 mod wire;
 
 pub use buffer::{Buffer, BufferPart};
 pub use collective::{ReduceOp, Tuning, TuningRow};
+pub use credentials::Credentials;
 pub use deadline::Deadline;
 pub use dtype::{Bool, DType, Element};
 pub use error::{Error, Result};
@@ -72,6 +76,7 @@ pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use key::JobKey;
 pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};
 pub use spawn::spawn;
+pub use tls::Tls;
 pub use transport::{Heartbeat, TransportKind};
 
 /// The guide's programs must compile.

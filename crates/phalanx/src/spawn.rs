@@ -126,7 +126,8 @@ impl Call {
             .name(name.unwrap_or_else(|| program.into()))
             .arguments(arguments)
             .variable(VARIABLE, format!("{}:{}:{}", process::id(), self.number, self.location))
-            .output(Output::Inherit);
+            .output(Output::Inherit)
+            .tls_from_env()?;
         match job.run(&mut |_: Event<'_>| ControlFlow::Continue(()))?.outcome {
             Outcome::Succeeded => Ok(()),
             Outcome::Failed(failure) => {

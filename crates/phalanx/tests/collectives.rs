@@ -3,8 +3,11 @@
 #![allow(clippy::unwrap_used)]
 
 use half::{bf16, f16};
-use phalanx::testing::{Fabric, run};
-use phalanx::{Bool, Buffer, DType, Element, ProcessGroup, Rank, ReduceOp};
+use phalanx::testing::{Fabric, run, run_with};
+use phalanx::{Bool, Buffer, Credentials, DType, Element, JobKey, ProcessGroup, Rank, ReduceOp, Tls};
+
+#[path = "support/certificates.rs"]
+mod certificates;
 
 const WORLDS: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
 
@@ -132,6 +135,49 @@ fn sums_of_floats_have_the_same_bits_on_every_rank_in_any_memory() {
                 let fabric = fabric.concat();
                 assert!(fabric.windows(2).all(|pair| pair[0] == pair[1]), "{length} in a world of {world}");
             }
+        }
+    }
+}
+
+#[test]
+fn over_tls_every_type_and_operation_gives_the_bits_that_it_gives_without() {
+    let (ca, folder) = (certificates::Authority::new(), tempfile::tempdir().unwrap());
+    let [ca, certificate, key] = ca.write(&ca.certificate(), folder.path());
+    let tls = Tls::read(&ca, &certificate, &key).unwrap();
+    let credentials = Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls) };
+    for world in [2, 3, 4] {
+        // The upper half shares memory, and not with the lower one.
+        for fabric in [Fabric::Tcp, Fabric::TwoHosts] {
+            run_with(world, fabric, &credentials, |group| {
+                all_reduces::<f32>(&group);
+                all_reduces::<bf16>(&group);
+                all_reduces::<i64>(&group);
+                all_reduces::<u8>(&group);
+            });
+            for length in [5, 1000, 1 << 20] {
+                let secured = run_with(world, fabric, &credentials, |group| bits(&group, length));
+                assert!(secured == run(world, fabric, |group| bits(&group, length)), "{length} in {world}");
+            }
+            run_with(world, fabric, &credentials, |group| {
+                let (rank, world) = (group.rank(), group.world_size());
+                let mut gathered = vec![0i64; 70_000 * world.count()];
+                group.all_gather(&vec![i64::from(rank.get()); 70_000], &mut gathered).unwrap();
+                assert!(gathered.iter().enumerate().all(|(place, from)| place / 70_000 == *from as usize));
+                for root in world.ranks() {
+                    let mut data = vec![if rank == root { 7u8 } else { 0 }; 300_000];
+                    group.broadcast(&mut data, root).unwrap();
+                    assert!(data.iter().all(|byte| *byte == 7));
+                }
+                // Messages have connections of their own: one that nobody takes for a while stands in nobody's way.
+                let around = |steps| Rank::new((rank.get() + steps) % world.get());
+                let own = vec![i64::from(rank.get()); 100_000];
+                let sending = group.isend(Buffer::from_slice(&own), around(1)).unwrap();
+                group.barrier().unwrap();
+                let (mut received, previous) = (vec![0i64; 100_000], around(world.get() - 1));
+                group.recv(&mut received, previous).unwrap();
+                assert!(received.iter().all(|from| *from == i64::from(previous.get())));
+                sending.wait().unwrap();
+            });
         }
     }
 }

@@ -1,18 +1,20 @@
 //! A job with a key among a thousand strangers, some of which send whatever may be understood.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
+#[path = "support/certificates.rs"]
+mod certificates;
 mod support;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use phalanx::store::{Store, TcpStore, TcpStoreServer};
-use phalanx::{Deadline, JobKey, ReduceOp};
+use phalanx::{Credentials, Deadline, JobKey, ReduceOp, Tls};
 
 /// Set for ranks: the file whose presence ends the training.
 const STOP: &str = "PHALANX_TEST_STOP";
@@ -21,6 +23,8 @@ const STRANGERS: usize = 1000;
 const LIMIT: Duration = Duration::from_secs(60);
 /// What a stranger may take.
 const MEMORY: usize = 4096;
+/// What one may take that has begun a TLS handshake.
+const TLS_MEMORY: usize = 32 * 1024;
 
 fn main() {
     if let Ok(stop) = std::env::var(STOP) {
@@ -28,6 +32,7 @@ fn main() {
     }
     support::run(&[
         ("a_stranger_takes_little_memory", a_stranger_takes_little_memory),
+        ("a_stranger_over_tls_takes_a_bounded_memory", a_stranger_over_tls_takes_a_bounded_memory),
         (
             "strangers_disturb_neither_a_start_nor_a_training",
             strangers_disturb_neither_a_start_nor_a_training,
@@ -120,6 +125,49 @@ fn a_stranger_takes_little_memory() {
     let each = resident().saturating_sub(before) / STRANGERS;
     eprintln!("{STRANGERS} strangers at once: {each} bytes each");
     assert!(each <= MEMORY, "{each} bytes");
+    assert_eq!(store.num_keys(soon()).unwrap(), 0);
+    drop(strangers);
+}
+
+/// What a client of TLS says first.
+fn first_words(credentials: &Credentials) -> Vec<u8> {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| TcpStore::connect_with(address, credentials, soon()).unwrap_err());
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut record = [0; 5];
+        stream.read_exact(&mut record).unwrap();
+        let mut rest = vec![0; usize::from(u16::from_be_bytes([record[3], record[4]]))];
+        stream.read_exact(&mut rest).unwrap();
+        // In the words of one that speaks no TLS, so that the client goes.
+        stream.write_all(&[21, 3, 3, 0, 2, 2, 70]).unwrap();
+        [&record[..], &rest].concat()
+    })
+}
+
+/// In the same way, one that has begun a handshake and waits.
+fn a_stranger_over_tls_takes_a_bounded_memory() {
+    if !may_open(2 * STRANGERS as u64 + 100) {
+        return eprintln!("skipped: `ulimit -n` does not allow 2,100 descriptors");
+    }
+    let (ca, folder) = (certificates::Authority::new(), tempfile::tempdir().unwrap());
+    let [ca, certificate, key] = ca.write(&ca.certificate(), folder.path());
+    let credentials = Credentials { key: None, tls: Some(Tls::read(&ca, &certificate, &key).unwrap()) };
+    let server = TcpStoreServer::bind_with(([127, 0, 0, 1], 0).into(), credentials.clone()).unwrap();
+    let words = first_words(&credentials);
+    let before = resident();
+    let strangers: Vec<TcpStream> = (0..STRANGERS)
+        .map(|_| {
+            let mut stream = TcpStream::connect(server.local_addr()).unwrap();
+            stream.write_all(&words).unwrap();
+            stream
+        })
+        .collect();
+    let store = TcpStore::connect_with(server.local_addr(), &credentials, soon()).unwrap();
+    let each = resident().saturating_sub(before) / STRANGERS;
+    eprintln!("{STRANGERS} strangers in a TLS handshake at once: {each} bytes each");
+    assert!(each <= TLS_MEMORY, "{each} bytes");
     assert_eq!(store.num_keys(soon()).unwrap(), 0);
     drop(strangers);
 }

@@ -63,7 +63,7 @@ pub(super) fn groups(
         }
         let place = Rendezvous {
             store: Arc::new(PrefixStore::new(algorithm.name, world.store.clone())),
-            key: world.key.clone(),
+            credentials: world.credentials.clone(),
             keep_alive: rendezvous::alone().keep_alive,
             ..world
         };

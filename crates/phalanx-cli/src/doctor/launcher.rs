@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::env::{LaunchEnv, Meeting};
 use phalanx::store::{Store, TcpStore};
-use phalanx::{Deadline, JobKey, Result};
+use phalanx::{Credentials, Deadline, Result};
 
 use super::finding::Report;
 
@@ -96,10 +96,7 @@ pub(super) fn reach(report: &mut Report, address: &str) {
 /// The shortest of some.
 fn round_trip(address: &str) -> Result<Duration> {
     let deadline = Deadline::after(PATIENCE);
-    let store = match JobKey::from_env()? {
-        Some(key) => TcpStore::connect_with_key(address, &key, deadline)?,
-        None => TcpStore::connect(address, deadline)?,
-    };
+    let store = TcpStore::connect_with(address, &Credentials::from_env()?, deadline)?;
     let mut shortest = Duration::MAX;
     for _ in 0..10 {
         let start = Instant::now();

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::ProcessGroup;
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::rank::WorldSize;
 use crate::store::MemoryStore;
@@ -22,7 +23,14 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                 let (store, host) = (&store, Some(hosts[rank.index()]));
                 scope.spawn(move || {
                     let interface = Ipv4Addr::LOCALHOST.into();
-                    let place = Place { store, rank, world, epoch: Epoch::default(), interface, key: None };
+                    let place = Place {
+                        store,
+                        rank,
+                        world,
+                        epoch: Epoch::default(),
+                        interface,
+                        credentials: Credentials::none(),
+                    };
                     connect(&place, Wishes { kind, host, ..Wishes::default() }, Deadline::after(LIMIT))
                 })
             })

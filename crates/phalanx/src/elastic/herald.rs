@@ -8,9 +8,9 @@ use std::time::Duration;
 use super::journal::Journal;
 use super::members::Entry;
 use super::session::{random, scope};
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::key::JobKey;
 use crate::store::{PrefixStore, TcpStore};
 
 /// How long the launcher's own store may take.
@@ -25,12 +25,12 @@ pub(crate) struct Herald {
 
 impl Herald {
     /// For the workers of `run_id`, which meet at `store`.
-    pub(crate) fn start(store: SocketAddr, key: Option<&JobKey>, run_id: &str) -> Result<Self> {
+    pub(crate) fn start(store: SocketAddr, credentials: &Credentials, run_id: &str) -> Result<Self> {
         let (news, inbox) = channel();
-        let (key, run_id) = (key.cloned(), run_id.to_owned());
+        let (credentials, run_id) = (credentials.clone(), run_id.to_owned());
         std::thread::Builder::new()
             .name("phalanx-herald".into())
-            .spawn(move || tell(&inbox, || connect(store, key.as_ref(), &run_id)))
+            .spawn(move || tell(&inbox, || connect(store, &credentials, &run_id)))
             .map_err(|error| Error::io("cannot start a thread for the news to the workers", error))?;
         Ok(Self { news, changes: 0 })
     }
@@ -58,8 +58,8 @@ impl Herald {
     }
 }
 
-fn connect(store: SocketAddr, key: Option<&JobKey>, run_id: &str) -> Result<Journal> {
-    let client = TcpStore::join(store, key, Deadline::after(PATIENCE))?;
+fn connect(store: SocketAddr, credentials: &Credentials, run_id: &str) -> Result<Journal> {
+    let client = TcpStore::join(store, credentials, Deadline::after(PATIENCE))?;
     Ok(Journal::new(Arc::new(PrefixStore::new(scope(run_id), Arc::new(client)))))
 }
 

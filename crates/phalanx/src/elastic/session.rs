@@ -15,11 +15,11 @@ use super::journal::{self, Journal, Read, STRIDE};
 use super::members::{Clock, Departure, Entry, Settings, State, Step, Verdict, Worker, WorkerId};
 use super::options::{Launched, Options};
 use super::round_store::{self, RoundStore};
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::Meeting;
 use crate::error::{Error, Kind, Result};
 use crate::group::ProcessGroup;
-use crate::key::JobKey;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::rendezvous::membership::liveness::Liveness;
 use crate::rendezvous::{self, Rendezvous};
@@ -51,7 +51,7 @@ pub(super) struct Round {
 pub(super) struct Session {
     shared: Arc<Shared>,
     interface: IpAddr,
-    key: Option<JobKey>,
+    credentials: Credentials,
     settings: Settings,
     /// The place and the number of places on this host.
     local: (u32, u32),
@@ -101,8 +101,8 @@ impl Session {
             return Err(Error::environment("an elastic job needs MASTER_ADDR and MASTER_PORT")
                 .with_remedy("start it with `phalanx run --min-np`"));
         };
-        let (key, deadline) = (JobKey::from_env()?, Deadline::after(options.connect_timeout));
-        let client = TcpStore::join(host_port(address, *port), key.as_ref(), deadline)?;
+        let (credentials, deadline) = (Credentials::from_env()?, Deadline::after(options.connect_timeout));
+        let client = TcpStore::join(host_port(address, *port), &credentials, deadline)?;
         let interface = client.local_ip();
         let scope = scope(env.run_id.as_deref().unwrap_or("none"));
         let store: SharedStore = Arc::new(PrefixStore::new(scope, Arc::new(client)));
@@ -111,7 +111,7 @@ impl Session {
         let session = Self {
             shared: Shared::new(store, Worker { id: WorkerId(0), host: host_name(), place, process })?,
             interface,
-            key,
+            credentials,
             settings: *settings,
             local: (local, env.local_world_size.unwrap_or(env.world_size.get()).max(local + 1)),
             options: options.clone(),
@@ -300,7 +300,7 @@ impl Session {
             local_world_size: self.local.1,
             epoch: Epoch(number),
             interface: self.interface,
-            key: self.key.clone(),
+            credentials: self.credentials.clone(),
             ..rendezvous::alone()
         };
         Ok(Round { number, rendezvous, members, rejoined })

@@ -17,6 +17,8 @@
 //! `file:///a/shared/path` or `tcp://host:port`. All ranks of Open MPI's on one host need neither.
 //!
 //! The job's key, if there is one, is in the file that `PHALANX_JOB_KEY_FILE` names: see [`JobKey`](crate::JobKey).
+//! Its certificates, if it has any, are in those that `PHALANX_TLS_CA`, `PHALANX_TLS_CERT` and `PHALANX_TLS_KEY` name: see
+//! [`Tls`](crate::Tls).
 
 mod foreign;
 

@@ -112,18 +112,19 @@ impl ProcessGroup {
             local_world_size,
             epoch,
             interface,
-            key,
+            credentials,
             keep_alive,
         } = rendezvous;
         let trace = Trace::from_env(rank, world_size);
         if world_size == WorldSize::ONE {
             return Ok(Self::alone_in(epoch, trace)?.with_timeout(timeout));
         }
-        let place = Place { store: &*store, rank, world: world_size, epoch, interface, key: key.as_ref() };
+        let place =
+            Place { store: &*store, rank, world: world_size, epoch, interface, credentials: &credentials };
         let wishes = Wishes { kind: transport, host: host_id.as_deref(), heartbeat };
         let connected = transport::connect(&place, wishes, Deadline::after(timeout))?;
         let origin = Origin {
-            ground: Ground::Mesh { store, interface, transport, host_id, heartbeat, key },
+            ground: Ground::Mesh { store, interface, transport, host_id, heartbeat, credentials },
             local: LocalPlace { rank: local_rank, world_size: local_world_size },
             epoch,
             tuning: tuning.clone(),

@@ -8,9 +8,9 @@ use parking_lot::Mutex;
 
 use super::LocalPlace;
 use crate::collective::Tuning;
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::key::JobKey;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{PrefixStore, SharedStore};
 use crate::transport::{self, Connected, Heartbeat, Place, TransportKind, Wishes, in_process};
@@ -43,7 +43,7 @@ pub(crate) enum Ground {
         transport: Option<TransportKind>,
         host_id: Option<String>,
         heartbeat: Heartbeat,
-        key: Option<JobKey>,
+        credentials: Credentials,
     },
 }
 
@@ -77,13 +77,13 @@ impl Ground {
             Self::Process { nursery, scope } => {
                 Self::Process { nursery: nursery.clone(), scope: format!("{scope}/{name}") }
             }
-            Self::Mesh { store, interface, transport, host_id, heartbeat, key } => Self::Mesh {
+            Self::Mesh { store, interface, transport, host_id, heartbeat, credentials } => Self::Mesh {
                 store: Arc::new(PrefixStore::new(name, store.clone())),
                 interface: *interface,
                 transport: *transport,
                 host_id: host_id.clone(),
                 heartbeat: *heartbeat,
-                key: key.clone(),
+                credentials: credentials.clone(),
             },
         }
     }
@@ -109,7 +109,7 @@ impl Origin {
         match &self.ground {
             Ground::Process { nursery, scope } => nursery.take(scope, world, rank),
             Ground::Mesh { .. } if world == WorldSize::ONE => Nursery::default().take("alone", world, rank),
-            Ground::Mesh { store, interface, transport, host_id, heartbeat, key } => {
+            Ground::Mesh { store, interface, transport, host_id, heartbeat, credentials } => {
                 let (host, heartbeat) = (host_id.as_deref(), *heartbeat);
                 let wishes = Wishes { kind: *transport, host, heartbeat };
                 let place = Place {
@@ -118,7 +118,7 @@ impl Origin {
                     world,
                     epoch: self.epoch,
                     interface: *interface,
-                    key: key.as_ref(),
+                    credentials,
                 };
                 transport::connect_among(&place, self.members.clone(), wishes, deadline)
             }

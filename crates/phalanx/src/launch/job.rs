@@ -2,6 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::attempts;
@@ -13,12 +14,14 @@ use super::lent_key::LentKey;
 use super::logs::Logs;
 use super::placement::Placement;
 use super::replacements::Replacements;
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic;
 use crate::error::{Error, Result};
 use crate::key::{self, JobKey};
 use crate::rank::WorldSize;
 use crate::store::{Access, Refusals, Strangers, TcpStoreServer, host_port};
+use crate::tls::{self, Tls};
 
 /// How long the system may take to look up the master address, which is one of this machine.
 const LOOK_UP: Duration = Duration::from_secs(30);
@@ -62,7 +65,7 @@ pub struct Job {
     logs: Option<Logs>,
     cluster: Option<Cluster>,
     guest: Option<Guest>,
-    key: Option<JobKey>,
+    credentials: Credentials,
     open_store: bool,
 }
 
@@ -91,7 +94,7 @@ impl Job {
             logs: None,
             cluster: None,
             guest: None,
-            key: None,
+            credentials: Credentials::default(),
             open_store: false,
         }
     }
@@ -201,8 +204,26 @@ impl Job {
     /// With which the job's processes recognise each other. If not given, a job on one node makes one for itself, and a
     /// job on several, whose launchers could not know each other's, has none.
     pub fn key(mut self, key: JobKey) -> Self {
-        self.key = Some(key);
+        self.credentials.key = Some(key);
         self
+    }
+
+    /// With which the job's processes prove themselves to each other, and encrypt what they say; the workers read it from
+    /// these same files. Every process of the job must have certificates of the same CA, the launchers of other nodes
+    /// included.
+    ///
+    /// # Errors
+    /// As those of [`Tls::read`].
+    pub fn tls(mut self, ca: &Path, certificate: &Path, key: &Path) -> Result<Self> {
+        self.credentials.tls = Some(Tls::read(ca, certificate, key)?);
+        let files = tls::VARIABLES.into_iter().zip([ca, certificate, key]);
+        Ok(files.fold(self, |job, (name, path)| job.variable(name, path)))
+    }
+
+    /// [`tls`](Self::tls) with the files that this process's environment names, if it does.
+    pub(crate) fn tls_from_env(mut self) -> Result<Self> {
+        self.credentials.tls = Tls::from_env()?;
+        Ok(self)
     }
 
     /// Lets programs use the workers' store that do not know the job's key, from wherever they reach it. Without this only
@@ -252,18 +273,21 @@ impl Job {
 
     /// The job with its key, which `lent` holds for the workers.
     pub(super) fn with_key(&self, key: Option<JobKey>, lent: Option<&LentKey>) -> Self {
-        // An empty one counts as none: a key that this process has got from its own launcher is not this job's.
+        // An empty one counts as none: what this process has got from its own launcher is not this job's.
         let path = lent.map(LentKey::path).unwrap_or_default();
-        Self { key, ..self.clone() }.variable(key::VARIABLE, path)
+        let credentials = Credentials { key, ..self.credentials.clone() };
+        let unused = if credentials.tls.is_none() { &tls::VARIABLES[..] } else { &[] };
+        let job = Self { credentials, ..self.clone() }.variable(key::VARIABLE, path);
+        unused.iter().fold(job, |job, name| job.variable(name, ""))
     }
 
-    pub(super) fn own_key(&self) -> Option<&JobKey> {
-        self.key.as_ref()
+    pub(super) fn credentials(&self) -> &Credentials {
+        &self.credentials
     }
 
     /// The key that was given, or a new one, if nobody else has to know it.
     pub(super) fn key_of_run(&self) -> Result<Option<JobKey>> {
-        match &self.key {
+        match &self.credentials.key {
             None if self.cluster.is_none() => JobKey::generate().map(Some),
             given => Ok(given.clone()),
         }
@@ -272,12 +296,12 @@ impl Job {
     /// Who may use the store that is served for the workers.
     pub(super) fn workers_access(&self, refusals: &Refusals) -> Access {
         let strangers = if self.open_store { Strangers::All } else { Strangers::OfThisUser };
-        Access::to(self.key.clone(), strangers).telling(refusals)
+        Access::to(self.credentials.clone(), strangers).telling(refusals)
     }
 
     /// Who may use the store at which launchers meet.
     pub(super) fn launchers_access(&self, refusals: &Refusals) -> Access {
-        Access::to(self.key.clone(), Strangers::None).telling(refusals)
+        Access::to(self.credentials.clone(), Strangers::None).telling(refusals)
     }
 
     /// Serves the store.

@@ -2,15 +2,15 @@
 
 use super::arrival::Identity;
 use super::{Place, Rendezvous, Url, file, tcp};
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, Meeting};
 use crate::error::{Error, Result};
-use crate::key::JobKey;
 use crate::store::host_port;
 
 pub(super) fn join(
     env: &LaunchEnv,
-    key: Option<JobKey>,
+    credentials: Credentials,
     me: &Identity,
     deadline: Deadline,
 ) -> Result<Rendezvous> {
@@ -21,7 +21,7 @@ pub(super) fn join(
         epoch: env.restart_count,
         // A launcher that serves the store keeps it over restarts, and may keep it over jobs.
         scope: format!("phalanx/{}/{}", env.run_id.as_deref().unwrap_or("none"), env.restart_count.0),
-        key,
+        credentials,
     };
     let host = match env.agent_store {
         true => tcp::Host::Elsewhere,

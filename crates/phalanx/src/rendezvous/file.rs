@@ -42,7 +42,7 @@ pub(super) fn join(path: &Path, place: &Place, me: &Identity, deadline: Deadline
         local_world_size,
         epoch: place.epoch,
         interface: hosts.reachable(place.rank, Ipv4Addr::LOCALHOST.into())?,
-        key: place.key.clone(),
+        credentials: place.credentials.clone(),
         keep_alive: KeepAlive(Held::File { _store: file }),
     })
 }

@@ -23,11 +23,11 @@ use self::arrival::Identity;
 pub(crate) use self::hosts::outward;
 #[cfg(any(test, fuzzing))]
 pub use self::membership::fuzz as fuzz_nodes;
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic;
 use crate::env::LaunchEnv;
 use crate::error::{Error, Result};
-use crate::key::JobKey;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
 
@@ -50,8 +50,8 @@ pub struct Rendezvous {
     pub epoch: Epoch,
     /// The address of this host at which the other ranks reach it.
     pub interface: IpAddr,
-    /// With which its processes recognise each other, if the job has one.
-    pub key: Option<JobKey>,
+    /// With which its processes recognise each other, if the job has them.
+    pub credentials: Credentials,
     /// What serves the store, or keeps the connection to it. Keep it as long as the store is in use.
     pub keep_alive: KeepAlive,
 }
@@ -73,7 +73,9 @@ impl fmt::Debug for Rendezvous {
 pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
     elastic::refuse_fixed_world()?;
     match LaunchEnv::from_process()? {
-        Some(env) => env::join(&env, JobKey::from_env()?, &Identity::of_process(), Deadline::after(timeout)),
+        Some(env) => {
+            env::join(&env, Credentials::from_env()?, &Identity::of_process(), Deadline::after(timeout))
+        }
         None => Ok(alone()),
     }
 }
@@ -82,7 +84,7 @@ pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
 /// system that all ranks share).
 ///
 /// `env://` takes rank and world size from the launcher's variables if they are not given here; the other two need
-/// them. The job's key is the one in the file that `PHALANX_JOB_KEY_FILE` names, if it does.
+/// them. The job's credentials are those that [`Credentials::from_env`] finds.
 ///
 /// ```
 /// use std::time::Duration;
@@ -102,7 +104,10 @@ pub fn from_url(
     let deadline = Deadline::after(timeout);
     let me = Identity::of_process();
     let given = |rank, world_size| {
-        Ok::<_, Error>(Place { key: JobKey::from_env()?, ..Place::given(url, rank, world_size)? })
+        Ok::<_, Error>(Place {
+            credentials: Credentials::from_env()?,
+            ..Place::given(url, rank, world_size)?
+        })
     };
     match Url::parse(url)? {
         Url::Env => match LaunchEnv::from_process()? {
@@ -113,7 +118,7 @@ pub fn from_url(
                 elastic::refuse_fixed_world()?;
                 env.world_size = world_size.unwrap_or(env.world_size);
                 env.rank = env.world_size.rank(rank.unwrap_or(env.rank).get())?;
-                env::join(&env, JobKey::from_env()?, &me, deadline)
+                env::join(&env, Credentials::from_env()?, &me, deadline)
             }
         },
         Url::Tcp(address) => {
@@ -135,7 +140,7 @@ pub fn alone() -> Rendezvous {
         local_world_size: 1,
         epoch: Epoch(0),
         interface: Ipv4Addr::LOCALHOST.into(),
-        key: None,
+        credentials: Credentials::default(),
         keep_alive: KeepAlive(Held::Nothing),
     }
 }
@@ -183,7 +188,7 @@ struct Place {
     epoch: Epoch,
     /// What sets this life of this job apart in a store that outlives it.
     scope: String,
-    key: Option<JobKey>,
+    credentials: Credentials,
 }
 
 impl Place {
@@ -193,7 +198,8 @@ impl Place {
                 .with_remedy("pass both, or use env:// under a launcher"));
         };
         let rank = world_size.rank(rank.get())?;
-        Ok(Self { rank, world_size, local: None, epoch: Epoch(0), scope: "phalanx".into(), key: None })
+        let credentials = Credentials::default();
+        Ok(Self { rank, world_size, local: None, epoch: Epoch(0), scope: "phalanx".into(), credentials })
     }
 
     /// The world of one, at this place.

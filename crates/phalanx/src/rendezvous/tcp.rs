@@ -30,7 +30,7 @@ pub(super) fn join(
         return Ok(place.alone());
     }
     // A program beside the ranks' own, such as a monitor of this user's, need not know the key.
-    let access = Access::to(place.key.clone(), Strangers::OfThisUser);
+    let access = Access::to(place.credentials.clone(), Strangers::OfThisUser);
     let server = match host {
         Host::Rank0 { bind: None } if place.rank.is_main() => {
             Some(TcpStoreServer::bind_to(address, access, deadline)?)
@@ -41,8 +41,8 @@ pub(super) fn join(
         _ => None,
     };
     let client = match &server {
-        Some(server) => TcpStore::join(server.reachable_addr(), place.key.as_ref(), deadline),
-        None => TcpStore::join(address, place.key.as_ref(), deadline),
+        Some(server) => TcpStore::join(server.reachable_addr(), &place.credentials, deadline),
+        None => TcpStore::join(address, &place.credentials, deadline),
     };
     let client = Arc::new(client?);
     let (interface, found) = (client.local_ip(), client.found_ip());
@@ -70,7 +70,7 @@ pub(super) fn join(
         local_world_size: local.1,
         epoch: place.epoch,
         interface,
-        key: place.key.clone(),
+        credentials: place.credentials.clone(),
         keep_alive,
     })
 }

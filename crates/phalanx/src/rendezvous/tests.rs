@@ -118,7 +118,7 @@ fn under_an_agent_every_rank_is_a_client_and_restarts_do_not_meet() {
                 _ => return None,
             })
         });
-        env::join(&env.unwrap().unwrap(), None, &identity(process, "here"), soon()).unwrap()
+        env::join(&env.unwrap().unwrap(), Credentials::default(), &identity(process, "here"), soon()).unwrap()
     };
     let join = &join;
     for restart in 0..2 {

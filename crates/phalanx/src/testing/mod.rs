@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::collective::Tuning;
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::group::{Ground, Identity, LocalPlace, Origin, ProcessGroup};
@@ -42,9 +43,22 @@ impl Fabric {
 ///
 /// # Panics
 /// If the world cannot be built.
-#[allow(clippy::panic)]
 pub fn run<R: Send>(world: u32, fabric: Fabric, rank: impl Fn(ProcessGroup) -> R + Sync) -> Vec<R> {
-    let groups = match groups(world, fabric) {
+    run_with(world, fabric, Credentials::none(), rank)
+}
+
+/// [`run`], where ranks that are joined by connections prove themselves with these.
+///
+/// # Panics
+/// If the world cannot be built.
+#[allow(clippy::panic)]
+pub fn run_with<R: Send>(
+    world: u32,
+    fabric: Fabric,
+    credentials: &Credentials,
+    rank: impl Fn(ProcessGroup) -> R + Sync,
+) -> Vec<R> {
+    let groups = match groups_with(world, fabric, credentials) {
         Ok(groups) => groups,
         Err(error) => panic!("a world of {world} over {fabric:?}: {error}"),
     };
@@ -58,6 +72,10 @@ pub fn run<R: Send>(world: u32, fabric: Fabric, rank: impl Fn(ProcessGroup) -> R
 
 /// The groups of all ranks, by rank.
 pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
+    groups_with(world, fabric, Credentials::none())
+}
+
+fn groups_with(world: u32, fabric: Fabric, credentials: &Credentials) -> Result<Vec<ProcessGroup>> {
     let world = WorldSize::new(world)?;
     let kind = match fabric {
         Fabric::InProcess => return ProcessGroup::in_process(world),
@@ -70,7 +88,7 @@ pub fn groups(world: u32, fabric: Fabric) -> Result<Vec<ProcessGroup>> {
         let ranks: Vec<_> = world
             .ranks()
             .map(|rank| (rank, store.clone()))
-            .map(|(rank, store)| scope.spawn(move || processes(store, rank, world, kind)))
+            .map(|(rank, store)| scope.spawn(move || processes(store, rank, world, kind, credentials)))
             .collect();
         ranks
             .into_iter()
@@ -84,17 +102,19 @@ fn processes(
     rank: Rank,
     world: WorldSize,
     kind: Option<TransportKind>,
+    credentials: &Credentials,
 ) -> Result<ProcessGroup> {
     let host = if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
     let host_id = kind.is_none().then(|| host.to_owned());
     let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface, key: None };
+    let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface, credentials };
     let deadline = Deadline::after(Duration::from_secs(20));
     let heartbeat = Heartbeat::default();
     let wishes = Wishes { kind, host: host_id.as_deref(), heartbeat };
     let connected = transport::connect(&place, wishes, deadline)?;
+    let credentials = credentials.clone();
     let origin = Origin {
-        ground: Ground::Mesh { store, interface, transport: kind, host_id, heartbeat, key: None },
+        ground: Ground::Mesh { store, interface, transport: kind, host_id, heartbeat, credentials },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
         epoch: Epoch::default(),
         tuning: Tuning::default(),

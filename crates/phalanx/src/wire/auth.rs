@@ -15,6 +15,9 @@ pub(crate) const TAG: usize = 32;
 pub(crate) type Nonce = [u8; NONCE];
 pub(crate) type Tag = [u8; TAG];
 
+/// What both ends of one TLS session know, and nobody else, nor any other session (RFC 9266).
+pub(crate) type Binding = [u8; 32];
+
 /// The block of SHA-256, to which HMAC pads its key.
 const BLOCK: usize = 64;
 
@@ -40,6 +43,13 @@ impl Secret {
         let tag = Self(padded).tag(purpose, &[known]);
         let mut secret = [0; BLOCK];
         secret[..TAG].copy_from_slice(&tag);
+        Self(secret)
+    }
+
+    /// The secret of one connection, which has `binding` to itself: what is proven on it proves nothing on another.
+    pub(crate) fn bound(&self, binding: &Binding) -> Self {
+        let mut secret = [0; BLOCK];
+        secret[..TAG].copy_from_slice(&self.tag("bound", &[binding]));
         Self(secret)
     }
 
@@ -80,6 +90,15 @@ mod tests {
         (0..32).for_each(|i| padded[i] = i as u8);
         let tag = Secret(padded).tag("label", &[b"sa", b"id"]);
         assert_eq!(hex(&tag), "da391754e32790f7752a305463861d6a3879439cb7ab11822e139ef63c8bc1a0");
+    }
+
+    #[test]
+    fn what_is_proven_on_one_connection_proves_nothing_on_another() {
+        let secret = Secret::new(None, "purpose", b"known");
+        let tag = secret.bound(&[1; 32]).tag("label", &[b"said"]);
+        assert!(secret.bound(&[1; 32]).verify("label", &[b"said"], &tag));
+        assert!(!secret.bound(&[2; 32]).verify("label", &[b"said"], &tag));
+        assert!(!secret.verify("label", &[b"said"], &tag));
     }
 
     #[test]

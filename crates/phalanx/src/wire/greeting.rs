@@ -3,7 +3,7 @@
 //! Pure: it takes and gives bytes. The first byte is that of no request, so a server sees at once which kind of client
 //! has come. docs/wire.md draws it.
 
-use super::auth::{NONCE, Nonce, Secret, TAG, Tag};
+use super::auth::{Binding, NONCE, Nonce, Secret, TAG, Tag};
 use crate::key::JobKey;
 
 /// Bytes of the client's call.
@@ -27,6 +27,11 @@ pub(crate) struct StoreSecret(Secret);
 impl StoreSecret {
     pub(crate) fn new(key: &JobKey) -> Self {
         Self(Secret::new(Some(key), PURPOSE, &[]))
+    }
+
+    /// On the TLS session that has this binding.
+    pub(crate) fn bound(&self, binding: &Binding) -> Self {
+        Self(self.0.bound(binding))
     }
 
     /// For [`fuzzing`](crate::fuzzing): one that is the same every time.

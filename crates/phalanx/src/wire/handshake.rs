@@ -3,7 +3,7 @@
 //! Pure: it takes and gives bytes. docs/wire.md draws it, and says why no message of it can be replayed, sent back or
 //! moved to another connection.
 
-use super::auth::{Secret, TAG, Tag};
+use super::auth::{Binding, Secret, TAG, Tag};
 use super::hello::{GroupName, HELLO, Hello, JobId};
 use crate::error::{Error, Result};
 use crate::key::JobKey;
@@ -25,6 +25,11 @@ impl GroupSecret {
     /// Of the group that drew this number. Without a job key, whoever can read the store knows it too.
     pub(crate) fn new(key: Option<&JobKey>, job: &JobId) -> Self {
         Self(Secret::new(key, PURPOSE, job))
+    }
+
+    /// On the TLS session that has this binding. Its name is another: that is told without.
+    pub(crate) fn bound(&self, binding: &Binding) -> Self {
+        Self(self.0.bound(binding))
     }
 
     pub(crate) fn name(&self) -> GroupName {

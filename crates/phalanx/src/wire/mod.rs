@@ -7,6 +7,7 @@ pub(crate) mod greeting;
 pub(crate) mod handshake;
 pub(crate) mod hello;
 pub(crate) mod store;
+pub(crate) mod tls;
 
 /// A cursor over bytes of a fixed length, for decoding little-endian fields in order.
 pub(crate) struct Fields<'a>(&'a [u8]);

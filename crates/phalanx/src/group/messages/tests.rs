@@ -3,6 +3,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::credentials::Credentials;
 use crate::dtype::DType;
 use crate::group::{Ground, Identity, Origin, ProcessGroup};
 use crate::rank::WorldSize;
@@ -19,7 +20,14 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
     let world = WorldSize::new(wishes.len() as u32).unwrap();
     let join = |rank: Rank, wishes| {
         let interface = Ipv4Addr::LOCALHOST.into();
-        let place = Place { store: &store, rank, world, epoch: Epoch(0), interface, key: None };
+        let place = Place {
+            store: &store,
+            rank,
+            world,
+            epoch: Epoch(0),
+            interface,
+            credentials: Credentials::none(),
+        };
         let connected = transport::connect(&place, wishes, Deadline::after(LIMIT)).unwrap();
         let origin = Origin {
             ground: Ground::process(),

@@ -60,7 +60,7 @@ impl Nodes for Alone<'_> {
     fn outlived(&mut self, place: u32, process: u32) {
         let Some(store) = self.store.as_ref().map(TcpStoreServer::reachable_addr) else { return };
         if self.herald.is_none() {
-            self.herald = Herald::start(store, self.job.own_key(), &self.run_id).ok();
+            self.herald = Herald::start(store, self.job.credentials(), &self.run_id).ok();
         }
         // Without it the other workers have to notice the end by themselves.
         if let Some(herald) = &self.herald {

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::key::JobKey;
 use crate::launch::cluster::{Cluster, Hosting, Meeting};
 use crate::launch::worker::host_name;
 use crate::rendezvous::membership::liveness::Liveness;
@@ -113,7 +113,7 @@ impl Link {
             let mut server = None;
             let work = || -> Result<()> {
                 let deadline = Deadline::after(cluster.join_timeout);
-                let seal = Seal::new(access.key(), &scope);
+                let seal = Seal::new(access.credentials().key.as_ref(), &scope);
                 let met = meet(&cluster, &access, &scope, &thread, deadline)?;
                 server = met.server;
                 let served_at = server.as_ref().map(TcpStoreServer::local_addr);
@@ -209,7 +209,7 @@ fn meet(cluster: &Cluster, access: &Access, job: &str, shared: &Shared, deadline
         Meeting::Served { host, port, hosting } => {
             let server = serve(cluster, access, *port, *hosting, deadline)?;
             let here = server.as_ref().map(TcpStoreServer::reachable_addr);
-            let store = Arc::new(connect(cluster, access.key(), here, shared, deadline)?);
+            let store = Arc::new(connect(cluster, access.credentials(), here, shared, deadline)?);
             let listens_at = server.as_ref().map(|server| server.local_addr().ip().to_string());
             let spot = listens_at.map(|listens_at| Spot { name: host.clone(), listens_at });
             return Ok(Met { store, has_host: server.is_none(), server, spot });
@@ -256,7 +256,7 @@ fn serve(
 
 fn connect(
     cluster: &Cluster,
-    key: Option<&JobKey>,
+    credentials: &Credentials,
     here: Option<SocketAddr>,
     shared: &Shared,
     deadline: Deadline,
@@ -264,7 +264,7 @@ fn connect(
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
     let mut patience = TRY;
     loop {
-        match TcpStore::join(&address, key, deadline.at_most(patience)) {
+        match TcpStore::join(&address, credentials, deadline.at_most(patience)) {
             Err(error) if error.is_timeout() && !deadline.has_passed() => {
                 if shared.closing.load(Ordering::Relaxed) {
                     return Err(error);
@@ -415,6 +415,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
+    use crate::key::JobKey;
 
     #[test]
     fn whoever_serves_the_store_joins_first() {
@@ -511,7 +512,7 @@ mod tests {
             }
         });
         let deadline = Deadline::after(Duration::from_secs(20));
-        let store = connect(&cluster, None, None, &Shared::default(), deadline).unwrap();
+        let store = connect(&cluster, Credentials::none(), None, &Shared::default(), deadline).unwrap();
         assert_eq!(store.add("key", 1, deadline).unwrap(), 1);
     }
 

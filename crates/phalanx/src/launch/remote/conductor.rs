@@ -70,7 +70,7 @@ impl<'a> Conductor<'a> {
     /// Starts a launcher on each host.
     pub(super) fn start(job: &'a RemoteJob, observer: &'a mut dyn Observer) -> Result<Self> {
         let started = Instant::now();
-        let key = job.key.clone().map_or_else(JobKey::generate, Ok)?;
+        let key = job.credentials.key.clone().map_or_else(JobKey::generate, Ok)?;
         let control = Control::new(observer)?;
         let board = Board::new()?;
         let surroundings = surroundings()?;

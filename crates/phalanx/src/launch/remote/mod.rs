@@ -26,14 +26,16 @@ mod words;
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use super::event::Observer;
 use super::exit::Report;
+use crate::credentials::Credentials;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
+use crate::tls::Tls;
 
 pub use elastic::{ElasticHosts, HostDiscovery};
 pub use hosts::{Host, HostList};
@@ -63,7 +65,7 @@ pub struct RemoteJob {
     master_port: u16,
     start_timeout: Duration,
     grace: Duration,
-    key: Option<JobKey>,
+    credentials: Credentials,
     bind: Option<IpAddr>,
     open_store: bool,
     elastic: Option<ElasticHosts>,
@@ -86,7 +88,7 @@ impl RemoteJob {
             master_port: 0,
             start_timeout: Duration::from_secs(30),
             grace: super::Job::GRACE,
-            key: None,
+            credentials: Credentials::default(),
             bind: None,
             open_store: false,
             elastic: None,
@@ -125,8 +127,18 @@ impl RemoteJob {
 
     /// With which the job's processes recognise each other; a new one if not given.
     pub fn key(mut self, key: JobKey) -> Self {
-        self.key = Some(key);
+        self.credentials.key = Some(key);
         self
+    }
+
+    /// As [`Job::tls`](super::Job::tls), for the store of an elastic job, which this process serves. The launchers of the
+    /// hosts are told the same by their command line.
+    ///
+    /// # Errors
+    /// As those of [`Tls::read`].
+    pub fn tls(mut self, ca: &Path, certificate: &Path, key: &Path) -> Result<Self> {
+        self.credentials.tls = Some(Tls::read(ca, certificate, key)?);
+        Ok(self)
     }
 
     /// Makes the job [elastic](super::Job::min_workers): hosts may be lost, and others may come. The launchers then meet

@@ -7,15 +7,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
 
 use super::connection::invalid;
 use super::neighbour;
-use crate::key::JobKey;
+use super::stream::Stream;
+use crate::credentials::Credentials;
+use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{TAG, nonce};
 use crate::wire::greeting::{self, Answerer, CALL, StoreSecret};
 use crate::wire::store::{MAGIC, Op};
+use crate::wire::tls;
 
 /// How long a stranger may take to say, and to prove, that it is a client.
 const HANDSHAKE: Duration = Duration::from_secs(2);
@@ -25,7 +27,7 @@ const HELLO: usize = 5;
 /// Whom a server lets in.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Access {
-    key: Option<JobKey>,
+    credentials: Credentials,
     strangers: Strangers,
     refusals: Option<Refusals>,
 }
@@ -47,14 +49,13 @@ pub(crate) enum Strangers {
 pub(crate) struct Refusals(pub Arc<PipeWriter>);
 
 impl Access {
-    /// For those who know `key`, if there is one, and those `strangers`; for all if there is none.
-    pub(crate) fn to(key: Option<JobKey>, strangers: Strangers) -> Self {
-        let strangers = if key.is_some() { strangers } else { Strangers::All };
-        Self { key, strangers, refusals: None }
+    /// For those who have these credentials, and those `strangers`; for all if there are none.
+    pub(crate) fn to(credentials: Credentials, strangers: Strangers) -> Self {
+        Self { credentials, strangers, refusals: None }
     }
 
-    pub(crate) fn key(&self) -> Option<&JobKey> {
-        self.key.as_ref()
+    pub(crate) fn credentials(&self) -> &Credentials {
+        &self.credentials
     }
 
     pub(crate) fn telling(self, refusals: &Refusals) -> Self {
@@ -65,6 +66,7 @@ impl Access {
 /// Where a server's clients come in.
 pub(super) struct Gate {
     secret: Option<StoreSecret>,
+    tls: Option<Tls>,
     strangers: Strangers,
     refusals: Option<Refusals>,
 }
@@ -77,73 +79,119 @@ impl fmt::Debug for Gate {
 
 impl Gate {
     pub fn new(access: Access) -> Self {
-        let Access { key, strangers, refusals } = access;
-        Self { secret: key.as_ref().map(StoreSecret::new), strangers, refusals }
+        let Access { credentials, strangers, refusals } = access;
+        let Credentials { key, tls } = credentials;
+        Self { secret: key.as_ref().map(StoreSecret::new), tls, strangers, refusals }
     }
 
     /// Waits until `stream` has shown that it is a client that may come in; otherwise the error says why not.
-    pub async fn admit(&self, stream: &mut TcpStream) -> io::Result<()> {
+    pub async fn admit(&self, stream: &mut Stream) -> io::Result<()> {
+        timeout_at(Instant::now() + HANDSHAKE, self.introduce(stream)).await?
+    }
+
+    async fn introduce(&self, stream: &mut Stream) -> io::Result<()> {
         let mut hello = [0; HELLO];
-        let patience = Instant::now() + HANDSHAKE;
-        timeout_at(patience, stream.read_exact(&mut hello)).await??;
-        let mut plain = [Op::Validate as u8; HELLO];
-        plain[1..].copy_from_slice(&MAGIC.to_le_bytes());
-        if hello == plain {
-            return timeout_at(patience, self.admit_stranger(stream)).await?;
+        stream.read_exact(&mut hello).await?;
+        let Some(tls) = &self.tls else {
+            if tls::is_hello(&hello) {
+                stream.turn_away(&tls::REFUSAL);
+                return Err(Refusal::wanted());
+            }
+            return self.greet(stream, hello, self.secret.clone()).await;
+        };
+        if !tls::is_hello(&hello) {
+            return self.admit_plain(stream, &hello).await;
+        }
+        let binding = match stream.encrypt(tls, &hello).await {
+            Ok(binding) => binding,
+            Err(error) => {
+                // Somebody who speaks TLS and has another certificate, or none, is perhaps of this job.
+                if Refusal::remedy(&error).is_some() {
+                    self.refuse(stream);
+                }
+                return Err(error);
+            }
+        };
+        stream.read_exact(&mut hello).await?;
+        self.greet(stream, hello, self.secret.as_ref().map(|secret| secret.bound(&binding))).await
+    }
+
+    /// Hears a client that began so.
+    async fn greet(
+        &self,
+        stream: &mut Stream,
+        hello: [u8; HELLO],
+        secret: Option<StoreSecret>,
+    ) -> io::Result<()> {
+        if is_validation(&hello) {
+            let may = match (&secret, self.strangers) {
+                (None, _) | (Some(_), Strangers::All) => true,
+                (Some(_), Strangers::None) => false,
+                (Some(_), Strangers::OfThisUser) => is_of_this_user(stream).await?,
+            };
+            if may {
+                return Ok(());
+            }
+            self.refuse(stream);
+            return Err(invalid("it has no job key, which this store wants".to_owned()));
         }
         if !hello.first_chunk().is_some_and(greeting::is_greeting) {
             return Err(invalid(format!("its first bytes are {hello:02x?}, not a store client's")));
         }
-        match timeout_at(patience, self.authenticate(stream, &hello)).await? {
-            Ok(true) => Ok(()),
-            Ok(false) => {
-                self.refuse(stream);
-                Err(invalid("it does not know this job's key".to_owned()))
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Does the client that began so know the secret?
-    async fn authenticate(&self, stream: &mut TcpStream, start: &[u8; HELLO]) -> io::Result<bool> {
-        let Some(secret) = &self.secret else {
+        let Some(secret) = secret else {
             return Err(invalid("it has a job key, and this store has none".to_owned()));
         };
-        let mut call = [0; CALL];
-        call[..HELLO].copy_from_slice(start);
-        stream.read_exact(&mut call[HELLO..]).await?;
-        let Some(answerer) = Answerer::new(secret, call, nonce().map_err(io::Error::other)?) else {
-            return Err(invalid("it greets in another version".to_owned()));
-        };
-        stream.write_all(answerer.answer()).await?;
-        let mut proof = [0; TAG];
-        stream.read_exact(&mut proof).await?;
-        Ok(answerer.proven(secret, &proof))
-    }
-
-    /// Lets a client in that has no key, if it may.
-    async fn admit_stranger(&self, stream: &TcpStream) -> io::Result<()> {
-        let may = match self.strangers {
-            Strangers::All => true,
-            Strangers::None => false,
-            Strangers::OfThisUser => {
-                let (peer, here) = (stream.peer_addr()?, stream.local_addr()?);
-                // The kernel's table of connections is long where there are many.
-                let user = tokio::task::spawn_blocking(move || neighbour::user_of(peer, here));
-                user.await.map_err(io::Error::other)?? == Some(rustix::process::geteuid().as_raw())
-            }
-        };
-        if may {
+        if authenticate(stream, &secret, &hello).await? {
             return Ok(());
         }
         self.refuse(stream);
-        Err(invalid("it has no job key, which this store wants".to_owned()))
+        Err(invalid("it does not know this job's key".to_owned()))
     }
 
-    fn refuse(&self, stream: &TcpStream) {
-        if let (Some(Refusals(pipe)), Ok(peer)) = (&self.refusals, stream.peer_addr()) {
+    /// Where others come by TLS: lets programs in that know nothing of it, PyTorch's, if what they say stays on this host.
+    async fn admit_plain(&self, stream: &Stream, hello: &[u8; HELLO]) -> io::Result<()> {
+        let may = is_validation(hello) && self.strangers != Strangers::None;
+        if may && is_of_this_user(stream).await? {
+            return Ok(());
+        }
+        stream.turn_away(&tls::REFUSAL);
+        self.refuse(stream);
+        Err(Refusal::plain())
+    }
+
+    fn refuse(&self, stream: &Stream) {
+        if let (Some(Refusals(pipe)), Ok((peer, _))) = (&self.refusals, stream.addresses()) {
             // It does not block; who has heard of many need not hear of more.
             let _ = (&**pipe).write_all(format!("{}\n", peer.ip()).as_bytes());
         }
     }
+}
+
+/// Is this how PyTorch's clients begin, and ours without a key?
+fn is_validation(hello: &[u8; HELLO]) -> bool {
+    let [op, magic @ ..] = hello;
+    *op == Op::Validate as u8 && *magic == MAGIC.to_le_bytes()
+}
+
+/// Does the client that began so know the secret?
+async fn authenticate(stream: &mut Stream, secret: &StoreSecret, start: &[u8; HELLO]) -> io::Result<bool> {
+    let mut call = [0; CALL];
+    call[..HELLO].copy_from_slice(start);
+    stream.read_exact(&mut call[HELLO..]).await?;
+    let Some(answerer) = Answerer::new(secret, call, nonce().map_err(io::Error::other)?) else {
+        return Err(invalid("it greets in another version".to_owned()));
+    };
+    stream.write_all(answerer.answer()).await?;
+    stream.flush().await?;
+    let mut proof = [0; TAG];
+    stream.read_exact(&mut proof).await?;
+    Ok(answerer.proven(secret, &proof))
+}
+
+/// Has a process of this user's on this host made the connection?
+async fn is_of_this_user(stream: &Stream) -> io::Result<bool> {
+    let (peer, here) = stream.addresses()?;
+    // The kernel's table of connections is long where there are many.
+    let user = tokio::task::spawn_blocking(move || neighbour::user_of(peer, here));
+    Ok(user.await.map_err(io::Error::other)?? == Some(rustix::process::geteuid().as_raw()))
 }

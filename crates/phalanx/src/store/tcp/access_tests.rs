@@ -7,6 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::{Access, Refusals, Strangers, TcpStore, TcpStoreServer};
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::key::JobKey;
 use crate::store::Store;
@@ -27,7 +28,7 @@ fn key() -> JobKey {
 }
 
 fn serve(key: &JobKey, strangers: Strangers) -> TcpStoreServer {
-    TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), Access::to(Some(key.clone()), strangers)).unwrap()
+    TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), Access::to(key.clone().into(), strangers)).unwrap()
 }
 
 fn connect(server: &TcpStoreServer) -> TcpStream {
@@ -104,7 +105,7 @@ fn this_users_programs_on_this_host_need_no_key_where_they_are_let_in() {
     let open = serve(&key, Strangers::All);
     TcpStore::connect(open.local_addr(), soon()).unwrap().num_keys(soon()).unwrap();
     // Without a key everybody is let in, whatever else was asked for.
-    let access = Access::to(None, Strangers::None);
+    let access = Access::to(Credentials::default(), Strangers::None);
     let server = TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap();
     TcpStore::connect(server.local_addr(), soon()).unwrap().num_keys(soon()).unwrap();
 }
@@ -136,7 +137,7 @@ fn an_old_proof_is_of_no_use() {
 #[test]
 fn the_first_refusal_is_told_and_the_server_goes_on() {
     let (key, (mut heard, pipe)) = (key(), io::pipe().unwrap());
-    let access = Access::to(Some(key.clone()), Strangers::None).telling(&Refusals(Arc::new(pipe)));
+    let access = Access::to(key.clone().into(), Strangers::None).telling(&Refusals(Arc::new(pipe)));
     let server = TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap();
     let mut plain = connect(&server);
     plain.write_all(&Frame::new(Op::Validate).u32(MAGIC).into_bytes()).unwrap();

@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::link::Link;
+use super::link::{Entry, Link};
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
 use crate::store::Store;
 use crate::store::call::Call;
 use crate::store::table::decimal;
-use crate::wire::greeting::StoreSecret;
 use crate::wire::store::{CHECK_READY, Frame, MAX_COUNT, MAX_REQUEST, Op};
 
 /// The most connections kept for later.
@@ -26,7 +26,7 @@ const IDLE: usize = 8;
 #[derive(Debug)]
 pub struct TcpStore {
     name: Name,
-    secret: Option<StoreSecret>,
+    entry: Entry,
     /// The one of the address's meanings at which the store was found.
     found: SocketAddr,
     local: IpAddr,
@@ -46,23 +46,37 @@ impl TcpStore {
     /// Connects to the store at `address`, a `SocketAddr` or `host:port`; tries until `deadline` while nobody
     /// listens there. Whatever listens there but is not a store gives an error that says so.
     pub fn connect(address: impl fmt::Display, deadline: Deadline) -> Result<Self> {
-        Self::join(address, None, deadline)
+        Self::join(address, &Credentials::default(), deadline)
     }
 
     /// [`connect`](Self::connect) to a store of the job whose key this is. Each proves to the other that it knows the key
     /// before anything is asked or answered: a server that does not, PyTorch's among them, is an error.
     pub fn connect_with_key(address: impl fmt::Display, key: &JobKey, deadline: Deadline) -> Result<Self> {
-        Self::join(address, Some(key), deadline)
+        Self::join(address, &key.clone().into(), deadline)
     }
 
-    pub(crate) fn join(address: impl fmt::Display, key: Option<&JobKey>, deadline: Deadline) -> Result<Self> {
+    /// [`connect`](Self::connect) to a store of the job whose credentials these are: in the same way by a key, if there is
+    /// one, and by TLS, if there are certificates.
+    pub fn connect_with(
+        address: impl fmt::Display,
+        credentials: &Credentials,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        Self::join(address, credentials, deadline)
+    }
+
+    pub(crate) fn join(
+        address: impl fmt::Display,
+        credentials: &Credentials,
+        deadline: Deadline,
+    ) -> Result<Self> {
         let address = address.to_string();
-        let secret = key.map(StoreSecret::new);
-        let link = Link::connect(&address, secret.as_ref(), deadline)?;
+        let entry = Entry::new(credentials);
+        let link = Link::connect(&address, &entry, deadline)?;
         let lost = |error| Error::io(format!("the connection to the store at {address} was lost"), error);
         let local = link.local_ip().map_err(lost)?;
         let found = link.peer().map_err(lost)?;
-        Ok(Self { name: Name(address), secret, found, local, idle: Mutex::new(vec![link]) })
+        Ok(Self { name: Name(address), entry, found, local, idle: Mutex::new(vec![link]) })
     }
 
     /// The address of this host from which the store is reached.
@@ -127,7 +141,7 @@ impl TcpStore {
         let idle = self.idle.lock().pop();
         let mut link = match idle {
             Some(link) => link,
-            None => Link::again(&self.found.to_string(), self.secret.as_ref(), call.deadline)
+            None => Link::again(&self.found.to_string(), &self.entry, call.deadline)
                 .map_err(|error| call.failed(error))?,
         };
         link.deadline = call.deadline;

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
-use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::access::Gate;
+use super::stream::Stream;
 use super::waiters::Waiters;
 use crate::store::table::{MAX_BYTES, Refusal, Table};
 use crate::wire::store::{CHECK_NOT_READY, CHECK_READY, Decoder, Op, Request, WAIT_CANCELLED, WAIT_DONE};
@@ -34,7 +34,7 @@ pub(super) struct Shared {
 
 /// Serves `stream` until its client closes it, or breaks the protocol, which is the error.
 pub(super) async fn serve(
-    mut stream: TcpStream,
+    mut stream: Stream,
     gate: Rc<Gate>,
     shared: Rc<RefCell<Shared>>,
     admitted: Rc<Cell<bool>>,
@@ -46,7 +46,7 @@ pub(super) async fn serve(
 }
 
 struct Connection {
-    stream: BufReader<TcpStream>,
+    stream: BufReader<Stream>,
     shared: Rc<RefCell<Shared>>,
 }
 
@@ -140,7 +140,7 @@ impl Connection {
             }
             bytes = &bytes[written..];
         }
-        Ok(())
+        timeout(UNREAD, self.stream.flush()).await?
     }
 }
 

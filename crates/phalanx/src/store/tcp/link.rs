@@ -1,16 +1,19 @@
 //! A connection of the client: how it is made, and how bytes cross it before a deadline.
 
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::MAX_VALUE;
+use crate::tls::{Refusal, Session, Tls};
 use crate::wire::auth::{Tag, nonce};
 use crate::wire::greeting::{self, ANSWER, Caller, StoreSecret};
 use crate::wire::store::{Frame, MAGIC, Op, WAIT_CANCELLED, WAIT_DONE};
+use crate::wire::tls;
 
 /// How long one address may take to accept.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -27,10 +30,24 @@ const CANCEL: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub(super) struct Link {
     stream: TcpStream,
+    tls: Option<Box<Session>>,
     /// Bytes that came with an earlier read; from `start` on they are still to be used.
     buffer: Vec<u8>,
     start: usize,
     pub deadline: Deadline,
+}
+
+/// With what a client comes in.
+#[derive(Debug)]
+pub(super) struct Entry {
+    secret: Option<StoreSecret>,
+    tls: Option<Tls>,
+}
+
+impl Entry {
+    pub(super) fn new(credentials: &Credentials) -> Self {
+        Self { secret: credentials.key.as_ref().map(StoreSecret::new), tls: credentials.tls.clone() }
+    }
 }
 
 /// Why an attempt to connect failed.
@@ -45,19 +62,22 @@ enum Attempt {
     Foreign(String),
     /// It is a store, but does not know the key.
     Unproven,
+    /// TLS stands between.
+    Insecure(io::Error),
 }
 
 impl Link {
     /// Connects to `address`, `host:port`, until it works or `deadline` has passed.
-    pub fn connect(address: &str, secret: Option<&StoreSecret>, deadline: Deadline) -> Result<Self> {
+    pub fn connect(address: &str, entry: &Entry, deadline: Deadline) -> Result<Self> {
         let started = Instant::now();
         let mut pause = PAUSES.0;
         let mut hung_up: Option<Instant> = None;
         loop {
-            let last = match Self::attempt(address, secret, deadline) {
+            let last = match Self::attempt(address, entry, deadline) {
                 Ok(link) => return Ok(link),
                 Err(Attempt::Foreign(what)) => return Err(foreign(address, &what)),
                 Err(Attempt::Unproven) => return Err(unproven(address)),
+                Err(Attempt::Insecure(error)) => return Err(insecure(address, error)),
                 // It may be a store that is frozen, or whose machine is busy: that passes, and a foreign server does not.
                 Err(Attempt::Silent) if deadline.remaining() <= pause => {
                     return Err(foreign(address, "it accepts connections but does not answer"));
@@ -72,7 +92,7 @@ impl Link {
                 Err(Attempt::HungUp) => {
                     let since = *hung_up.get_or_insert_with(Instant::now);
                     if since.elapsed() >= HANGING_UP || deadline.remaining() <= pause {
-                        return Err(hangs_up(address, secret.is_some()));
+                        return Err(hangs_up(address, entry));
                     }
                     None
                 }
@@ -89,15 +109,16 @@ impl Link {
     }
 
     /// Connects to a store that has been there before: one that refuses now is gone, one that is slow is slow.
-    pub fn again(address: &str, secret: Option<&StoreSecret>, deadline: Deadline) -> io::Result<Self> {
+    pub fn again(address: &str, entry: &Entry, deadline: Deadline) -> io::Result<Self> {
         use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
         loop {
-            match Self::attempt(address, secret, deadline) {
+            match Self::attempt(address, entry, deadline) {
                 Ok(link) => return Ok(link),
                 Err(Attempt::Foreign(what)) => return Err(io::Error::new(InvalidData, what)),
                 Err(Attempt::Unproven) => {
                     return Err(io::Error::new(InvalidData, "it does not know the job's key"));
                 }
+                Err(Attempt::Insecure(error)) => return Err(error),
                 Err(Attempt::HungUp) => return Err(ConnectionReset.into()),
                 Err(Attempt::Silent | Attempt::Absent(_)) if deadline.has_passed() => {
                     return Err(TimedOut.into());
@@ -122,34 +143,67 @@ impl Link {
         self.stream.peer_addr()
     }
 
-    fn attempt(address: &str, secret: Option<&StoreSecret>, deadline: Deadline) -> Result<Self, Attempt> {
+    fn attempt(address: &str, entry: &Entry, deadline: Deadline) -> Result<Self, Attempt> {
         let mut failure = Attempt::Absent(io::ErrorKind::AddrNotAvailable.into());
         for target in resolve(address, deadline).map_err(Attempt::Absent)? {
             let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
             match TcpStream::connect_timeout(&target, limit) {
                 // A connection to a free port of this host may by chance be one to itself.
                 Ok(stream) if stream.local_addr().ok() == Some(target) => {}
-                Ok(stream) => return Self::greet(stream, secret, deadline),
+                Ok(stream) => return Self::greet(stream, entry, deadline),
                 Err(error) => failure = Attempt::Absent(error),
             }
         }
         Err(failure)
     }
 
-    fn greet(stream: TcpStream, secret: Option<&StoreSecret>, deadline: Deadline) -> Result<Self, Attempt> {
+    fn greet(stream: TcpStream, entry: &Entry, deadline: Deadline) -> Result<Self, Attempt> {
         stream.set_nodelay(true).map_err(Attempt::Absent)?;
-        let mut link = Self { stream, buffer: Vec::new(), start: 0, deadline: deadline.at_most(GREETING) };
+        let deadline = deadline.at_most(GREETING);
+        let mut link = Self { stream, tls: None, buffer: Vec::new(), start: 0, deadline };
+        let mut secret = entry.secret.clone();
+        if let Some(tls) = &entry.tls {
+            let session = link.encrypt(tls).map_err(unanswered)?;
+            if let Some(secret) = &mut secret {
+                *secret = secret.bound(&session.binding().map_err(Attempt::Insecure)?);
+            }
+            link.tls = Some(session);
+        }
         let number = std::process::id();
         // What lets this client in goes out in one packet with the ping, whose answer says that it is in.
-        let mut hello = match secret {
+        let mut hello = match &secret {
             Some(secret) => link.authenticate(secret)?.to_vec(),
             None => Frame::new(Op::Validate).u32(MAGIC).into_bytes(),
         };
         hello.extend(Frame::new(Op::Ping).u32(number).into_bytes());
-        match link.send(&hello).and_then(|()| link.take::<4>()) {
-            Ok(echo) if echo == number.to_le_bytes() => Ok(link),
-            Ok(other) => Err(strange(&other)),
-            Err(error) => Err(unanswered(&error)),
+        match link.ask(&hello)? {
+            echo if echo == number.to_le_bytes() => Ok(link),
+            other => Err(strange(&other)),
+        }
+    }
+
+    /// Sends what a server answers if it lets this client go on; gives the beginning of the answer.
+    fn ask(&mut self, words: &[u8]) -> Result<[u8; 4], Attempt> {
+        // Who does not accept this client's certificate may have hung up already; why, it has said before.
+        let sent = self.send(words);
+        if self.tls.is_none() {
+            sent.map_err(unanswered)?;
+        }
+        self.take().map_err(unanswered)
+    }
+
+    /// Makes this the connecting end of a TLS connection.
+    fn encrypt(&mut self, tls: &Tls) -> io::Result<Box<Session>> {
+        let mut session = Box::new(tls.client()?);
+        loop {
+            let left = Some(self.left()?);
+            self.stream.set_read_timeout(left)?;
+            self.stream.set_write_timeout(left)?;
+            match session.handshake(&mut self.stream) {
+                Ok(true) => return Ok(session),
+                Ok(false) => {}
+                Err(error) => retry(error)?,
+            }
         }
     }
 
@@ -157,29 +211,40 @@ impl Link {
     fn authenticate(&mut self, secret: &StoreSecret) -> Result<Tag, Attempt> {
         let own = nonce().map_err(|error| Attempt::Absent(io::Error::other(error)))?;
         let caller = Caller::new(own);
-        let sent = self.send(caller.call());
-        let first: [u8; 4] = sent.and_then(|()| self.take()).map_err(|error| unanswered(&error))?;
+        let first = self.ask(caller.call())?;
         if !greeting::is_greeting(&first) {
             return Err(strange(&first));
         }
         let mut answer = [0; ANSWER];
         let (start, rest) = answer.split_at_mut(first.len());
         start.copy_from_slice(&first);
-        self.fill(rest).map_err(|error| unanswered(&error))?;
+        self.fill(rest).map_err(unanswered)?;
         caller.answered(secret, &answer).ok_or(Attempt::Unproven)
     }
 
     /// Writes all of `bytes`.
     pub fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
-        while !bytes.is_empty() {
+        let mut is_out = true;
+        while !(bytes.is_empty() && is_out) {
             self.stream.set_write_timeout(Some(self.left()?))?;
-            match self.stream.write(bytes) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(written) => bytes = &bytes[written..],
+            let sent = match &mut self.tls {
+                Some(session) => session.send(&mut self.stream, &[IoSlice::new(bytes)]),
+                None => self.stream.write(bytes).map(|written| (written, true)),
+            };
+            match sent {
+                Ok((0, true)) if !bytes.is_empty() => return Err(io::ErrorKind::WriteZero.into()),
+                Ok((written, out)) => (bytes, is_out) = (&bytes[written..], out),
                 Err(error) => retry(error)?,
             }
         }
         Ok(())
+    }
+
+    fn read(stream: &mut TcpStream, tls: &mut Option<Box<Session>>, into: &mut [u8]) -> io::Result<usize> {
+        match tls {
+            Some(session) => session.receive(stream, &mut [IoSliceMut::new(into)]),
+            None => stream.read(into),
+        }
     }
 
     /// Reads `N` bytes.
@@ -244,11 +309,12 @@ impl Link {
             // What is long is read where it belongs; what is short, with what follows it.
             const SMALL: usize = 512;
             let read = if bytes.len() >= SMALL {
-                self.stream.read(bytes).inspect(|n| bytes = &mut std::mem::take(&mut bytes)[*n..])
+                Self::read(&mut self.stream, &mut self.tls, bytes)
+                    .inspect(|n| bytes = &mut std::mem::take(&mut bytes)[*n..])
             } else {
                 self.start = 0;
                 self.buffer.resize(SMALL, 0);
-                let read = self.stream.read(&mut self.buffer);
+                let read = Self::read(&mut self.stream, &mut self.tls, &mut self.buffer);
                 self.buffer.truncate(*read.as_ref().unwrap_or(&0));
                 read
             };
@@ -270,12 +336,16 @@ impl Link {
 
 /// It answers a greeting otherwise than a store does.
 fn strange(answer: &[u8]) -> Attempt {
+    if tls::is_alert(answer) {
+        return Attempt::Insecure(Refusal::wanted());
+    }
     Attempt::Foreign(format!("it answers {:?}", answer.escape_ascii().to_string()))
 }
 
-fn unanswered(error: &io::Error) -> Attempt {
+fn unanswered(error: io::Error) -> Attempt {
     match error.kind() {
         io::ErrorKind::TimedOut => Attempt::Silent,
+        _ if Refusal::remedy(&error).is_some() => Attempt::Insecure(error),
         _ => Attempt::HungUp,
     }
 }
@@ -335,14 +405,25 @@ fn foreign(address: &str, what: &str) -> Error {
         .with_remedy("another program has this port: set MASTER_PORT to a free one for every rank")
 }
 
-fn hangs_up(address: &str, has_key: bool) -> Error {
+fn insecure(address: &str, error: io::Error) -> Error {
+    let remedy = Refusal::remedy(&error).unwrap_or("does this host give random numbers?");
+    Error::protocol(format!("the store at {address} was not entered: {error}"))
+        .in_operation("store connect", None)
+        .with_remedy(remedy)
+}
+
+fn hangs_up(address: &str, entry: &Entry) -> Error {
     let error = foreign(address, "it closes the connection when it is greeted");
-    error.with_remedy(match has_key {
-        true => {
+    error.with_remedy(match (&entry.tls, &entry.secret) {
+        (Some(_), _) => {
+            "if it is a store, it speaks no TLS, as PyTorch's does not: unset PHALANX_TLS_CA, PHALANX_TLS_CERT and \
+             PHALANX_TLS_KEY under torchrun. Otherwise another program has this port"
+        }
+        (None, Some(_)) => {
             "if it is a store, it has no job key: give its launcher the same one (--job-key-file), or unset \
              PHALANX_JOB_KEY_FILE under torchrun. Otherwise another program has this port"
         }
-        false => {
+        (None, None) => {
             "if it is the store of a job with a key, name the key's file with PHALANX_JOB_KEY_FILE or --job-key-file, or \
              let its launcher admit everybody with --open-store. Otherwise another program has this port: set \
              MASTER_PORT to a free one for every rank"
@@ -376,7 +457,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
         store.write_all(&answer[..answer.len().min(MOST)]).and_then(|()| store.shutdown(Shutdown::Write));
     let stream = TcpStream::from(OwnedFd::from(ours));
     let deadline = Deadline::after(Duration::from_secs(10));
-    let mut link = Link { stream, buffer: Vec::new(), start: 0, deadline };
+    let mut link = Link { stream, tls: None, buffer: Vec::new(), start: 0, deadline };
     let understood = calls.iter().take_while(|call| match **call % 4 {
         0 => link.take::<4>().is_ok(),
         1 => link.integer().is_ok(),

@@ -6,6 +6,7 @@ mod connection;
 mod link;
 mod neighbour;
 mod server;
+mod stream;
 mod waiters;
 
 pub(crate) use access::{Access, Refusals, Strangers};
@@ -21,3 +22,5 @@ mod access_tests;
 mod pytorch;
 #[cfg(test)]
 mod tests;
+#[cfg(all(test, feature = "tls"))]
+mod tls_tests;

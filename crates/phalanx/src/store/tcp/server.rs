@@ -19,6 +19,8 @@ use tokio::time::{Instant, sleep, sleep_until};
 use super::access::{Access, Gate, Strangers};
 use super::connection::{Shared, serve};
 use super::link::resolve;
+use super::stream::Stream;
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
@@ -77,7 +79,13 @@ impl TcpStoreServer {
     /// [`bind`](Self::bind) for a job with this key. Clients must know it, except programs of this user's on this host:
     /// they could read the key, and PyTorch's clients cannot use it.
     pub fn bind_with_key(address: SocketAddr, key: JobKey) -> Result<Self> {
-        Self::bind_for(address, Access::to(Some(key), Strangers::OfThisUser))
+        Self::bind_with(address, key.into())
+    }
+
+    /// [`bind`](Self::bind) for a job with these credentials. Clients must have them, except programs of this user's on
+    /// this host: they could read the files, and PyTorch's clients can use neither key nor TLS.
+    pub fn bind_with(address: SocketAddr, credentials: Credentials) -> Result<Self> {
+        Self::bind_for(address, Access::to(credentials, Strangers::OfThisUser))
     }
 
     pub(crate) fn bind_for(address: SocketAddr, access: Access) -> Result<Self> {
@@ -242,7 +250,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
                     let told = Rc::clone(&admitted);
                     let task = clients.spawn_local(async move {
                         tune(&stream);
-                        if let Err(error) = serve(stream, gate, shared, told).await {
+                        if let Err(error) = serve(Stream::new(stream), gate, shared, told).await {
                             tracing::debug!("the store dropped {peer}: {error}");
                         }
                     });

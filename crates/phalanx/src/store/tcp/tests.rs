@@ -368,8 +368,9 @@ fn a_stranger_takes_little_memory() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let _stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (stream, _) = listener.accept().await.unwrap();
-        let gate =
-            super::access::Gate::new(Access::to(Some(JobKey::generate().unwrap()), Strangers::OfThisUser));
+        let key = JobKey::generate().unwrap();
+        let gate = super::access::Gate::new(Access::to(key.into(), Strangers::OfThisUser));
+        let stream = super::stream::Stream::new(stream);
         let task = super::connection::serve(stream, gate.into(), Default::default(), Default::default());
         assert!(size_of_val(&task) <= 2048, "{} bytes", size_of_val(&task));
     });

@@ -1,13 +1,11 @@
 //! The receiving end of a line.
 
-use std::io::IoSliceMut;
+use std::io::{ErrorKind, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use phalanx_sys::shared::{ALIGNMENT, Consumer, Segment};
 use rustix::event::PollFlags;
-use rustix::io::Errno;
-use rustix::net::{RecvAncillaryBuffer, RecvFlags, recvmsg};
 
 use super::{CHUNK, End, HEAD, Mailbox, Step, Stream, corrupt};
 use crate::buffer::Buffer;
@@ -109,13 +107,12 @@ fn pull_from_stream(stream: &Stream, frame: &mut Receiving, into: &mut [u8]) -> 
     let room = &mut into[frame.received..];
     let missing = HEADER - frame.header_filled;
     let mut parts = [IoSliceMut::new(&mut frame.header[frame.header_filled..]), IoSliceMut::new(room)];
-    let count =
-        match recvmsg(stream.get()?, &mut parts, &mut RecvAncillaryBuffer::default(), RecvFlags::empty()) {
-            Ok(message) if message.bytes == 0 => return Err(stream.broken("its connection closed")),
-            Ok(message) => message.bytes,
-            Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
-            Err(error) => return Err(stream.broken(&std::io::Error::from(error).to_string())),
-        };
+    let count = match stream.get()?.receive(&mut parts) {
+        Ok(0) => return Err(stream.broken("its connection closed")),
+        Ok(count) => count,
+        Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+        Err(error) => return Err(stream.broken(&error.to_string())),
+    };
     let to_header = count.min(missing);
     frame.header_filled += to_header;
     frame.received += count - to_header;

@@ -9,7 +9,6 @@ mod outbound;
 mod rings;
 
 use std::collections::VecDeque;
-use std::net::TcpStream;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
@@ -24,7 +23,7 @@ pub(crate) use self::outbound::{Outbound, Sending};
 pub(super) use self::rings::fuzz;
 pub(super) use self::rings::{Rings, rings};
 use super::health::Health;
-use super::tcp::Connections;
+use super::tcp::{Connection, Connections};
 use crate::buffer::{AlignedBytes, Buffer};
 use crate::error::{Error, Result};
 use crate::rank::{Rank, WorldSize};
@@ -139,7 +138,7 @@ struct Stream {
 }
 
 impl Stream {
-    fn get(&self) -> Result<&TcpStream> {
+    fn get(&self) -> Result<&Connection> {
         let stream = self.connections.messages.get(self.peer.index()).and_then(Option::as_ref);
         stream
             .ok_or_else(|| Error::invalid_argument(format!("there is no connection with rank {}", self.peer)))

@@ -1,13 +1,11 @@
 //! The sending end of a line.
 
-use std::io::IoSlice;
+use std::io::{ErrorKind, IoSlice};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use phalanx_sys::shared::{ALIGNMENT, Producer, Segment};
 use rustix::event::PollFlags;
-use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 
 use super::{Bell, CHUNK, End, HEAD, Mailbox, Step, Stream, corrupt};
 use crate::buffer::{AlignedBytes, Buffer};
@@ -33,13 +31,15 @@ pub(crate) struct Sending {
     head: [u8; HEAD],
     /// Bytes sent, padding included.
     sent: usize,
+    /// Has what a connection took left this process?
+    is_out: bool,
 }
 
 impl Sending {
     pub(crate) fn new(header: Header) -> Self {
         let mut head = [0; HEAD];
         head[..HEADER].copy_from_slice(&header.encode());
-        Self { header, head, sent: 0 }
+        Self { header, head, sent: 0, is_out: true }
     }
 }
 
@@ -91,7 +91,7 @@ impl Outbound {
             }
         };
         Ok(match frame.sent {
-            sent if sent == whole => Step::Done,
+            sent if sent == whole && frame.is_out => Step::Done,
             sent if sent > before => Step::Moved,
             _ => Step::Idle,
         })
@@ -102,10 +102,13 @@ fn push_to_stream(stream: &Stream, frame: &mut Sending, payload: &[u8]) -> Resul
     let header = &frame.head[frame.sent.min(HEADER)..HEADER];
     let payload = &payload[frame.sent.saturating_sub(HEADER)..];
     let parts = [IoSlice::new(header), IoSlice::new(payload)];
-    match sendmsg(stream.get()?, &parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL) {
-        Ok(count) => frame.sent += count,
-        Err(Errno::AGAIN | Errno::INTR) => {}
-        Err(error) => return Err(stream.broken(&std::io::Error::from(error).to_string())),
+    match stream.get()?.send(&parts) {
+        Ok((count, is_out)) => {
+            frame.sent += count;
+            frame.is_out = is_out;
+        }
+        Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+        Err(error) => return Err(stream.broken(&error.to_string())),
     }
     Ok(())
 }

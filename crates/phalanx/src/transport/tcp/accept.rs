@@ -1,7 +1,7 @@
 //! Accepts the ranks above, and turns strangers away.
 
-use std::io::{self, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -9,14 +9,17 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::Place;
-use super::connect::{no_descriptors, out_of_descriptors, settle};
+use super::connect::{no_descriptors, out_of_descriptors};
+use super::connection::Connection;
 use super::start::{self, LOOK};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::tls::{Binding, Refusal, Tls};
 use crate::wire::auth::{TAG, Tag, nonce};
 use crate::wire::handshake::{Answerer, GroupSecret};
 use crate::wire::hello::{self, Channel, HELLO, Hello};
+use crate::wire::tls as wire;
 
 /// A stranger gets this long to introduce itself, and to prove it.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(2);
@@ -26,8 +29,10 @@ const MAX_PENDING: usize = 256;
 
 /// A connection that has not introduced itself yet.
 struct Pending {
-    stream: TcpStream,
+    stream: Connection,
     stage: Stage,
+    /// The group's, or the one that it has on this connection.
+    secret: GroupSecret,
     /// Of the message that comes next.
     bytes: [u8; HELLO],
     filled: usize,
@@ -39,6 +44,8 @@ const _: () = assert!(size_of::<Pending>() + size_of::<Answerer>() <= 1024);
 
 /// What is waited for.
 enum Stage {
+    /// The handshake of TLS, which comes before ours.
+    Tls(Tls),
     Hello,
     /// What proves the hello, which was sensible.
     Proof(Box<Answerer>),
@@ -47,9 +54,9 @@ enum Stage {
 /// The connections that join this rank with another.
 #[derive(Default)]
 pub(super) struct Pair {
-    pub data: Option<TcpStream>,
-    pub control: Option<TcpStream>,
-    pub messages: Option<TcpStream>,
+    pub data: Option<Connection>,
+    pub control: Option<Connection>,
+    pub messages: Option<Connection>,
 }
 
 impl Pair {
@@ -57,7 +64,7 @@ impl Pair {
         self.data.is_some() && self.control.is_some() && self.messages.is_some()
     }
 
-    fn place(&mut self, channel: Channel) -> &mut Option<TcpStream> {
+    fn place(&mut self, channel: Channel) -> &mut Option<Connection> {
         match channel {
             Channel::Data => &mut self.data,
             Channel::Control => &mut self.control,
@@ -93,7 +100,7 @@ pub(super) fn accept(
         }
         match wait_for_arrivals(listener, stopped, &pending, full, deadline)? {
             Woken::Stopped => return Err(Error::aborted("accepting was stopped")),
-            Woken::Knocked => full = take_arrivals(listener, &mut pending)?,
+            Woken::Knocked => full = take_arrivals(listener, place, secret, &mut pending)?,
             Woken::Somebody => {}
         }
         // By the clock: those who knock without end must not keep a death from being noticed.
@@ -108,12 +115,14 @@ pub(super) fn accept(
         let before = pending.len();
         let mut still_pending = Vec::with_capacity(pending.len());
         for mut connection in pending {
-            match connection.advance(own, secret, first) {
+            match connection.advance(own, first) {
                 Progress::Waiting => still_pending.push(connection),
                 Progress::Dropped => {}
-                Progress::TurnedAway(error) => {
+                Progress::TurnedAway(error, answer) => {
                     tracing::warn!(%error, "a connection was turned away");
-                    refuse(&connection.stream);
+                    // So that a rank that has no business here gives up at once instead of trying until its deadline.
+                    let _ = connection.stream.send(&[IoSlice::new(answer)]);
+                    connection.stream.discard();
                 }
                 Progress::Proven(hello, welcome) => {
                     let index = hello.rank.index().checked_sub(first);
@@ -131,16 +140,30 @@ pub(super) fn accept(
 
 /// Takes everybody from the listener's queue. True if there was no descriptor for the last of them, who can only come in
 /// when somebody else has gone.
-fn take_arrivals(listener: &TcpListener, pending: &mut Vec<Pending>) -> Result<bool> {
+fn take_arrivals(
+    listener: &TcpListener,
+    place: &Place<'_>,
+    secret: &GroupSecret,
+    pending: &mut Vec<Pending>,
+) -> Result<bool> {
     loop {
         match listener.accept() {
-            Ok((stream, _)) if stream.set_nonblocking(true).is_ok() => {
+            // What is said on it is short, and waited for.
+            Ok((stream, _))
+                if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() =>
+            {
                 if pending.len() == MAX_PENDING {
-                    let silent = pending.iter().position(|other| matches!(other.stage, Stage::Hello));
+                    let silent = pending.iter().position(|other| !matches!(other.stage, Stage::Proof(_)));
                     pending.remove(silent.unwrap_or(0));
                 }
-                let deadline = Deadline::after(HANDSHAKE);
-                pending.push(Pending { stream, stage: Stage::Hello, bytes: [0; HELLO], filled: 0, deadline });
+                pending.push(Pending {
+                    stream: Connection::new(stream),
+                    stage: place.credentials.tls.clone().map_or(Stage::Hello, Stage::Tls),
+                    secret: secret.clone(),
+                    bytes: [0; HELLO],
+                    filled: 0,
+                    deadline: Deadline::after(HANDSHAKE),
+                });
             }
             Ok(_) => {}
             Err(error) if out_of_descriptors(&error) => {
@@ -193,80 +216,128 @@ fn wait_for_arrivals(
 enum Progress {
     Waiting,
     Dropped,
-    /// It speaks our language, but is not one of us.
-    TurnedAway(Error),
+    /// It speaks our language, but is not one of us; it is told so.
+    TurnedAway(Error, &'static [u8]),
     /// It is who it says, and expects this answer.
     Proven(Hello, Tag),
 }
 
 impl Pending {
     /// Takes what has come. `own` is this rank's hello, but for what depends on who calls; the ranks from `first` on may.
-    fn advance(&mut self, own: Hello, secret: &GroupSecret, first: usize) -> Progress {
+    fn advance(&mut self, own: Hello, first: usize) -> Progress {
         loop {
-            let length = match self.stage {
+            let length = match &self.stage {
+                Stage::Tls(tls) => {
+                    match secure(&mut self.stream, tls) {
+                        Ok(Some(binding)) => self.secret = self.secret.bound(&binding),
+                        Ok(None) => continue,
+                        Err(error) => return self.interrupted(error),
+                    }
+                    self.stage = Stage::Hello;
+                    continue;
+                }
                 Stage::Hello => HELLO,
                 Stage::Proof(_) => TAG,
             };
             // Nothing beyond this message: what follows the last one is not this thread's.
-            match (&self.stream).read(&mut self.bytes[self.filled..length]) {
+            match self.stream.receive(&mut [IoSliceMut::new(&mut self.bytes[self.filled..length])]) {
                 Ok(0) => return Progress::Dropped,
                 Ok(count) => self.filled += count,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock && !self.deadline.has_passed() => {
-                    return Progress::Waiting;
-                }
-                Err(_) => return Progress::Dropped,
+                Err(error) => return self.interrupted(error),
             }
-            if matches!(self.stage, Stage::Hello) && hello::is_of_another_version(&self.bytes[..self.filled])
+            if matches!(self.stage, Stage::Hello)
+                && let Some(progress) = misunderstood(&self.bytes[..self.filled])
             {
-                return Progress::TurnedAway(Error::protocol("it speaks another version"));
+                return progress;
             }
             if self.filled < length {
                 continue;
             }
             self.filled = 0;
             match &self.stage {
-                Stage::Hello => match self.answer(own, secret, first) {
+                Stage::Tls(_) | Stage::Hello => match self.answer(own, first) {
                     Ok(answerer) => self.stage = Stage::Proof(Box::new(answerer)),
                     Err(progress) => return progress,
                 },
                 Stage::Proof(answerer) => {
                     let proof = self.bytes.first_chunk().unwrap_or(&[0; TAG]);
-                    return match answerer.proven(secret, proof) {
+                    return match answerer.proven(&self.secret, proof) {
                         Ok((hello, welcome)) => Progress::Proven(hello, welcome),
-                        Err(error) => Progress::TurnedAway(error),
+                        Err(error) => turned_away(error),
                     };
                 }
             }
         }
     }
 
+    /// Nothing more has come, or nothing more will.
+    fn interrupted(&self, error: io::Error) -> Progress {
+        match Refusal::remedy(&error) {
+            // It has been told, if it has spoken TLS.
+            Some(_) => Progress::TurnedAway(Error::protocol(error.to_string()), &[]),
+            None if error.kind() == io::ErrorKind::WouldBlock && !self.deadline.has_passed() => {
+                Progress::Waiting
+            }
+            None => Progress::Dropped,
+        }
+    }
+
     /// Answers the hello that has come.
-    fn answer(&self, own: Hello, secret: &GroupSecret, first: usize) -> Result<Answerer, Progress> {
+    fn answer(&self, own: Hello, first: usize) -> Result<Answerer, Progress> {
         let hello = Hello::decode(&self.bytes).map_err(|_| Progress::Dropped)?;
         if hello.rank.index() < first {
-            return Err(Progress::TurnedAway(Error::protocol(format!(
-                "rank {} does not connect here",
-                hello.rank
-            ))));
+            let error = Error::protocol(format!("rank {} does not connect here", hello.rank));
+            return Err(turned_away(error));
         }
         // Without random numbers nobody can be let in.
-        let nonce = nonce().map_err(Progress::TurnedAway)?;
+        let nonce = nonce().map_err(turned_away)?;
         let own = own.on(hello.channel, hello.rank).saying(nonce);
-        let answerer = Answerer::new(secret, &own, hello, self.bytes).map_err(Progress::TurnedAway)?;
-        // Few bytes into an empty connection: they go out whole or the connection is broken.
-        (&self.stream).write_all(answerer.answer()).map_err(|_| Progress::Dropped)?;
-        Ok(answerer)
+        let answerer = Answerer::new(&self.secret, &own, hello, self.bytes).map_err(turned_away)?;
+        match say(&self.stream, answerer.answer()) {
+            true => Ok(answerer),
+            false => Err(Progress::Dropped),
+        }
     }
+}
+
+/// Takes the TLS handshake of a connection further; gives its binding when it is done.
+fn secure(stream: &mut Connection, tls: &Tls) -> io::Result<Option<Binding>> {
+    if !stream.is_encrypted() {
+        let mut start = [0];
+        if stream.peek(&mut start)? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if !wire::is_hello(&start) {
+            stream.send(&[IoSlice::new(&wire::REFUSAL)])?;
+            return Err(Refusal::plain());
+        }
+        // Who says nothing takes no memory for it.
+        stream.encrypt(tls.server()?);
+    }
+    if stream.handshake()? { stream.binding() } else { Ok(None) }
+}
+
+/// What there is to say to a connection that begins so, if that is all wrong.
+fn misunderstood(start: &[u8]) -> Option<Progress> {
+    if hello::is_of_another_version(start) {
+        return Some(turned_away(Error::protocol("it speaks another version")));
+    }
+    wire::is_hello(start)
+        .then(|| Progress::TurnedAway(Error::protocol(Refusal::wanted().to_string()), &wire::REFUSAL))
+}
+
+fn turned_away(error: Error) -> Progress {
+    Progress::TurnedAway(error, &hello::REFUSAL)
+}
+
+/// Few bytes into an empty connection: they go out whole or the connection is broken.
+fn say(stream: &Connection, bytes: &[u8]) -> bool {
+    stream.send(&[IoSlice::new(bytes)]).is_ok_and(|said| said == (bytes.len(), true))
 }
 
 /// Tells a rank above that it is expected, and keeps its connection. A rank that tries again replaces its earlier try.
-fn keep(stream: TcpStream, welcome: &Tag, place: &mut Option<TcpStream>) {
-    if (&stream).write_all(welcome).and_then(|()| settle(&stream)).is_ok() {
+fn keep(stream: Connection, welcome: &Tag, place: &mut Option<Connection>) {
+    if say(&stream, welcome) {
         *place = Some(stream);
     }
-}
-
-/// Says no, so that a rank that has no business here gives up at once instead of trying until its deadline.
-fn refuse(mut stream: &TcpStream) {
-    let _ = stream.write(&hello::REFUSAL);
 }

@@ -1,6 +1,6 @@
 //! Builds the mesh: every rank listens, connects to the ranks below it, and accepts those above.
 
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::AtomicUsize;
@@ -13,15 +13,18 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::accept::{Pair, accept};
+use super::connection::Connection;
 use super::control::Connections;
 use super::{Place, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
+use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{NONCE, TAG, nonce};
 use crate::wire::control::{Control, Notice};
 use crate::wire::handshake::{ANSWER, Caller, GroupSecret};
 use crate::wire::hello::{Channel, HELLO, Hello, JobId};
+use crate::wire::tls;
 
 /// How long one try to connect may take before the next one: its packets may have met a host that was not up yet.
 const CONNECTING: Duration = Duration::from_secs(10);
@@ -81,7 +84,7 @@ fn build(
     deadline: Deadline,
 ) -> Result<Vec<String>> {
     let job = agree_on_job(place, host, deadline)?;
-    let secret = GroupSecret::new(place.key, &job);
+    let secret = GroupSecret::new(place.credentials.key.as_ref(), &job);
     let own = Hello {
         group: secret.name(),
         epoch: place.epoch,
@@ -187,14 +190,14 @@ fn connect(
     address: &Address,
     (own, secret): (Hello, &GroupSecret),
     deadline: Deadline,
-) -> Result<TcpStream> {
+) -> Result<Connection> {
     let peer = own.to;
     let unreachable = format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket);
     let mut pause = Duration::from_millis(1);
     let mut refusing: Option<Instant> = None;
     loop {
         let own = own.saying(nonce()?);
-        let error = match introduce(address.socket, own, secret, deadline) {
+        let error = match introduce(address.socket, own, secret, place.credentials.tls.as_ref(), deadline) {
             Ok((stream, hello)) if hello.rank == peer => return Ok(stream),
             Ok((_, hello)) => {
                 return Err(Error::protocol(format!("{unreachable}: rank {} answered", hello.rank))
@@ -205,10 +208,11 @@ fn connect(
         };
         match error.kind() {
             io::ErrorKind::InvalidData => {
-                return Err(Error::io(unreachable, error).with_peer(peer).with_remedy(
+                let remedy = Refusal::remedy(&error).unwrap_or(
                     "start every rank with the same build, the same job key (PHALANX_JOB_KEY_FILE) and the same \
                      world size",
-                ));
+                );
+                return Err(Error::io(unreachable, error).with_peer(peer).with_remedy(remedy));
             }
             // The end of the patience with which the answer is read.
             io::ErrorKind::WouldBlock if !deadline.has_passed() => return Err(mute(peer, address)),
@@ -253,31 +257,88 @@ fn introduce(
     address: SocketAddr,
     own: Hello,
     secret: &GroupSecret,
+    tls: Option<&Tls>,
     deadline: Deadline,
-) -> io::Result<(TcpStream, Hello)> {
+) -> io::Result<(Connection, Hello)> {
     let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
     let patience = || deadline.remaining().max(Duration::from_millis(1));
-    let mut stream = TcpStream::connect_timeout(&address, patience().min(CONNECTING))?;
+    let stream = TcpStream::connect_timeout(&address, patience().min(CONNECTING))?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(patience().min(ANSWERING)))?;
     stream.set_write_timeout(Some(patience()))?;
+    let mut stream = Connection::new(stream);
+    let secret = match tls {
+        Some(tls) => &secure(&mut stream, secret, tls, Deadline::after(ANSWERING))?,
+        None => secret,
+    };
     let caller = Caller::new(own);
-    stream.write_all(caller.hello())?;
+    let said = say(&stream, caller.hello());
+    // Who does not accept this rank's certificate may have hung up already; why, it has said before.
+    if tls.is_none() {
+        said?;
+    }
     let mut answer = [0; ANSWER];
     let (hello, proof) = answer.split_at_mut(HELLO);
-    stream.read_exact(hello)?;
-    // A refusal is no longer than this.
+    // A refusal is no longer than a hello, and that of a peer with TLS much shorter.
+    let (start, rest) = hello.split_at_mut(tls::REFUSAL.len());
+    hear(&stream, start)?;
+    if tls.is_none() && tls::is_alert(start) {
+        return Err(Refusal::wanted());
+    }
+    hear(&stream, rest)?;
     if let Some(hello) = hello.first_chunk() {
         Hello::decode(hello).map_err(invalid)?;
     }
-    stream.read_exact(proof)?;
+    hear(&stream, proof)?;
     let answered = caller.answered(secret, answer).map_err(invalid)?;
-    stream.write_all(answered.proof())?;
+    say(&stream, answered.proof())?;
     let mut welcome = [0; TAG];
-    stream.read_exact(&mut welcome)?;
+    hear(&stream, &mut welcome)?;
     let hello = answered.welcomed(secret, &welcome).map_err(invalid)?;
-    settle(&stream)?;
+    stream.socket().set_nonblocking(true)?;
     Ok((stream, hello))
+}
+
+/// Puts TLS above the connection; gives the group's secret as it is on this one.
+fn secure(
+    stream: &mut Connection,
+    secret: &GroupSecret,
+    tls: &Tls,
+    deadline: Deadline,
+) -> io::Result<GroupSecret> {
+    stream.encrypt(tls.client()?);
+    while !stream.handshake()? {
+        if deadline.has_passed() {
+            // As if it had said nothing.
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+    }
+    Ok(stream.binding()?.map_or_else(|| secret.clone(), |binding| secret.bound(&binding)))
+}
+
+/// Sends all of `bytes` on a connection that blocks.
+fn say(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
+    loop {
+        let (taken, is_out) = stream.send(&[IoSlice::new(bytes)])?;
+        bytes = &bytes[taken..];
+        match (bytes.is_empty(), is_out) {
+            (true, true) => return Ok(()),
+            (_, true) => {}
+            // The time in which it was to be taken has passed.
+            (_, false) => return Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+}
+
+/// Receives as much as `into` holds from a connection that blocks.
+fn hear(stream: &Connection, mut into: &mut [u8]) -> io::Result<()> {
+    while !into.is_empty() {
+        match stream.receive(&mut [IoSliceMut::new(into)])? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            count => into = &mut into[count..],
+        }
+    }
+    Ok(())
 }
 
 /// Has this process, or its host, all the open files that it may have?
@@ -288,12 +349,6 @@ pub(super) fn out_of_descriptors(error: &io::Error) -> bool {
 pub(super) fn no_descriptors(what: &str, error: io::Error) -> Error {
     Error::io(what, error)
         .with_remedy("each group needs three open files for every other rank: raise the limit (`ulimit -n`)")
-}
-
-/// The settings of a connection that is part of the mesh.
-pub(super) fn settle(stream: &TcpStream) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    stream.set_nonblocking(true)
 }
 
 /// For [`fuzzing`](crate::fuzzing): where a rank listens.
@@ -310,9 +365,11 @@ pub(in crate::transport) fn fuzz(bytes: &[u8]) -> bool {
 mod tests {
     use super::super::accept::HANDSHAKE;
     use super::*;
+    use crate::credentials::Credentials;
     use crate::key::JobKey;
     use crate::rank::{Epoch, WorldSize};
     use crate::store::{MemoryStore, Store};
+    use std::io::Write;
     use std::net::Ipv4Addr;
     use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -323,7 +380,8 @@ mod tests {
     fn place_in(store: &MemoryStore, rank: u32, world: u32) -> Place<'_> {
         let interface = Ipv4Addr::LOCALHOST.into();
         let world = WorldSize::new(world).unwrap();
-        Place { store, rank: Rank::new(rank), world, epoch: Epoch(0), interface, key: None }
+        let credentials = Credentials::none();
+        Place { store, rank: Rank::new(rank), world, epoch: Epoch(0), interface, credentials }
     }
 
     /// Leaves the address of a rank that has died since.
@@ -385,8 +443,9 @@ mod tests {
     #[test]
     fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
         let (store, key) = (MemoryStore::new(), JobKey::generate().unwrap());
+        let credentials = Credentials::from(key.clone());
         let deadline = Deadline::after(Duration::from_secs(60));
-        let place = |rank| Place { key: Some(&key), ..place_in(&store, rank, 3) };
+        let place = |rank| Place { credentials: &credentials, ..place_in(&store, rank, 3) };
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
             let early = [0, 1].map(|rank| {
@@ -441,7 +500,7 @@ mod tests {
                 ];
                 for (below, above) in pairs {
                     let (below, above) = (below[2].as_ref().unwrap(), above[rank].as_ref().unwrap());
-                    assert_eq!(below.peer_addr().unwrap(), above.local_addr().unwrap());
+                    assert_eq!(below.socket().peer_addr().unwrap(), above.socket().local_addr().unwrap());
                 }
             }
         });
@@ -449,12 +508,13 @@ mod tests {
 
     #[test]
     fn ranks_with_different_keys_are_told_at_once() {
-        let (store, keys) = (MemoryStore::new(), [JobKey::generate().unwrap(), JobKey::generate().unwrap()]);
+        let store = MemoryStore::new();
+        let credentials = [(), ()].map(|()| Credentials::from(JobKey::generate().unwrap()));
         let deadline = Deadline::after(Duration::from_secs(60));
         let started = Instant::now();
         thread::scope(|scope| {
             let ranks = [0, 1].map(|rank| {
-                let place = Place { key: Some(&keys[rank as usize]), ..place(&store, rank) };
+                let place = Place { credentials: &credentials[rank as usize], ..place(&store, rank) };
                 scope.spawn(move || mesh(&place, deadline).err().unwrap())
             });
             for rank in ranks {

@@ -2,8 +2,7 @@
 //!
 //! One thread watches them all, also while no operation runs, so that a death is known before anybody waits for it.
 
-use std::io::{self, Write};
-use std::net::{Shutdown, TcpStream};
+use std::io::{self, IoSlice};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -11,6 +10,7 @@ use std::time::Duration;
 
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl};
 
+use super::connection::Connection;
 use super::watch::Watch;
 use crate::error::{Error, Result};
 use crate::rank::{Rank, WorldSize};
@@ -30,9 +30,9 @@ pub(in crate::transport) struct Monitor {
 /// share them: duplicates would cost more descriptors for each peer.
 #[derive(Default)]
 pub(in crate::transport) struct Connections {
-    pub control: Vec<Option<TcpStream>>,
-    pub data: Vec<Option<TcpStream>>,
-    pub messages: Vec<Option<TcpStream>>,
+    pub control: Vec<Option<Connection>>,
+    pub data: Vec<Option<Connection>>,
+    pub messages: Vec<Option<Connection>>,
 }
 
 /// A host that is silent for this long is asked whether it is there, …
@@ -44,7 +44,8 @@ const PROBE_PAUSE: Duration = Duration::from_secs(5);
 /// Lets the kernel notice that a host has lost power or its cable, where ranks do not listen for each other's heartbeats.
 /// The peer's kernel answers, also for a process that is busy or stopped. Only for control connections: on those for data,
 /// silence ends with the operation's deadline.
-fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+fn keep_alive(connection: &Connection) -> io::Result<()> {
+    let stream = connection.socket();
     set_socket_keepalive(stream, true)?;
     set_tcp_keepidle(stream, SILENCE)?;
     set_tcp_keepintvl(stream, PROBE_PAUSE)?;
@@ -98,18 +99,15 @@ impl Connections {
     }
 
     fn shut(&self) {
-        for stream in self.data.iter().chain(&self.messages).flatten() {
-            // A connection that is closed already has woken its waiter.
-            let _ = stream.shutdown(Shutdown::Both);
-        }
+        self.data.iter().chain(&self.messages).flatten().for_each(Connection::shut);
     }
 
     /// Sends a message to every peer that is `meant`. Who cannot be told sees the connection close, or misses this rank.
     pub(super) fn tell(&self, message: &Control, meant: impl Fn(Rank) -> bool) {
         let Ok(bytes) = control::encode(message) else { return };
         for (peer, stream) in self.control.iter().enumerate() {
-            if let Some(mut stream) = stream.as_ref().filter(|_| meant(Rank::new(peer as u32))) {
-                let _ = stream.write(&bytes);
+            if let Some(stream) = stream.as_ref().filter(|_| meant(Rank::new(peer as u32))) {
+                let _ = stream.send(&[IoSlice::new(&bytes)]);
             }
         }
     }

@@ -3,12 +3,15 @@
 
 mod accept;
 mod connect;
+mod connection;
 mod control;
 mod start;
 mod stream;
+#[cfg(all(test, feature = "tls"))]
+mod tls_tests;
 mod watch;
 
-use std::net::{IpAddr, TcpStream};
+use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
@@ -17,15 +20,16 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 #[cfg(any(test, fuzzing))]
 pub(super) use self::connect::fuzz;
 pub(super) use self::connect::mesh;
+pub(super) use self::connection::Connection;
 pub(super) use self::control::{Connections, Monitor};
 pub(super) use self::start::fail as fail_start;
 use self::stream::{Receiving, Sending};
 use super::health::Health;
 use super::{Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::key::JobKey;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::Store;
 
@@ -41,7 +45,7 @@ pub(crate) struct Place<'a> {
     /// The local address on which peers reach this rank.
     pub interface: IpAddr,
     /// With which they recognise each other.
-    pub key: Option<&'a JobKey>,
+    pub credentials: &'a Credentials,
 }
 
 /// One rank's connections to all others.
@@ -120,12 +124,12 @@ impl Transport for Tcp {
 }
 
 /// Waits until `out` can be written or `into` be read. False if the deadline passed first.
-fn wait(out: Option<&TcpStream>, into: Option<&TcpStream>, deadline: Deadline) -> Result<bool> {
+fn wait(out: Option<&impl AsFd>, into: Option<&impl AsFd>, deadline: Deadline) -> Result<bool> {
     let mut fds = [None, None];
     let mut count = 0;
-    for (stream, flags) in [(out, PollFlags::OUT), (into, PollFlags::IN)] {
-        if let Some(stream) = stream {
-            fds[count] = Some((stream.as_fd(), flags));
+    for (fd, flags) in [(out.map(AsFd::as_fd), PollFlags::OUT), (into.map(AsFd::as_fd), PollFlags::IN)] {
+        if let Some(fd) = fd {
+            fds[count] = Some((fd, flags));
             count += 1;
         }
     }
@@ -154,7 +158,7 @@ fn wait(out: Option<&TcpStream>, into: Option<&TcpStream>, deadline: Deadline) -
 #[cfg(test)]
 mod tests {
     use std::io::Write;
-    use std::net::TcpListener;
+    use std::net::{TcpListener, TcpStream};
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -168,7 +172,7 @@ mod tests {
         let deadline = Deadline::after(Duration::from_millis(30));
         let start = Instant::now();
         // There is always something to read.
-        while wait(None, Some(&own), deadline).unwrap() {
+        while wait(None::<&TcpStream>, Some(&own), deadline).unwrap() {
             assert!(start.elapsed() < Duration::from_secs(10));
         }
         assert!(deadline.has_passed());

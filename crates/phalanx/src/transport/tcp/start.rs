@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::Place;
 use super::accept::Pair;
 use super::connect::Address;
+use super::connection::Connection;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
@@ -99,7 +100,7 @@ pub(super) fn wait_for(
 }
 
 /// An error if `peer` has said on its control connection why its group has failed, or has died.
-pub(super) fn overhear(peer: Rank, host: &str, control: &TcpStream) -> Result<()> {
+pub(super) fn overhear(peer: Rank, host: &str, control: &Connection) -> Result<()> {
     // The peer's first word, that it is ready for heartbeats, may stand before its reason. Heartbeats do not: none comes
     // before this rank has said so too.
     let mut bytes = [0; 2 * (PREFIX + MAX_BODY)];

@@ -1,12 +1,9 @@
 //! One frame on its way out of, or into, a non-blocking connection.
 
-use std::io::{self, IoSlice, IoSliceMut};
-use std::net::TcpStream;
-
-use rustix::io::Errno;
-use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, recvmsg, sendmsg};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 
 use super::SEGMENT;
+use super::connection::Connection;
 use crate::buffer::AlignedBytes;
 use crate::collective::Combine;
 use crate::collective::kernel::Kernel;
@@ -20,29 +17,32 @@ pub(super) struct Sending<'a> {
     header: [u8; HEADER],
     payload: &'a [u8],
     sent: usize,
+    /// Has what the connection took left this process?
+    is_out: bool,
 }
 
 impl<'a> Sending<'a> {
     pub(super) fn new(frame: &Outgoing<'a>) -> Self {
-        Self { header: frame.header.encode(), payload: frame.payload, sent: 0 }
+        Self { header: frame.header.encode(), payload: frame.payload, sent: 0, is_out: true }
     }
 
     pub(super) fn is_done(&self) -> bool {
-        self.sent == HEADER + self.payload.len()
+        self.sent == HEADER + self.payload.len() && self.is_out
     }
 
     /// Sends what the connection takes now. Did it take anything?
-    pub(super) fn push(&mut self, stream: &TcpStream) -> io::Result<bool> {
+    pub(super) fn push(&mut self, stream: &Connection) -> io::Result<bool> {
         let header = &self.header[self.sent.min(HEADER)..];
         let payload = &self.payload[self.sent.saturating_sub(HEADER)..];
         let parts = [IoSlice::new(header), IoSlice::new(payload)];
-        match sendmsg(stream, &parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL) {
-            Ok(count) => {
+        match stream.send(&parts) {
+            Ok((count, is_out)) => {
                 self.sent += count;
+                self.is_out = is_out;
                 Ok(count > 0)
             }
-            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
-            Err(error) => Err(error.into()),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(false),
+            Err(error) => Err(error),
         }
     }
 }
@@ -88,7 +88,7 @@ impl<'a> Receiving<'a> {
     }
 
     /// Receives what has arrived. Did anything? `broken` makes the error of a broken connection.
-    pub(super) fn pull(&mut self, stream: &TcpStream, broken: impl Fn(io::Error) -> Error) -> Result<bool> {
+    pub(super) fn pull(&mut self, stream: &Connection, broken: impl Fn(io::Error) -> Error) -> Result<bool> {
         let header_missing = HEADER - self.header_filled;
         // The payload's room can be read into before its header is checked: its length is this rank's own.
         let room = if self.kernel.combine == Combine::Replace {
@@ -98,14 +98,11 @@ impl<'a> Receiving<'a> {
             &mut self.scratch.as_mut_slice()[self.received - self.combined..end]
         };
         let mut parts = [IoSliceMut::new(&mut self.header[self.header_filled..]), IoSliceMut::new(room)];
-        let count = match recvmsg(stream, &mut parts, &mut RecvAncillaryBuffer::default(), RecvFlags::empty())
-        {
-            Ok(message) if message.bytes == 0 => {
-                return Err(broken(io::Error::new(io::ErrorKind::UnexpectedEof, "its connection closed")));
-            }
-            Ok(message) => message.bytes,
-            Err(Errno::AGAIN | Errno::INTR) => return Ok(false),
-            Err(error) => return Err(broken(error.into())),
+        let count = match stream.receive(&mut parts) {
+            Ok(0) => return Err(broken(io::Error::new(ErrorKind::UnexpectedEof, "its connection closed"))),
+            Ok(count) => count,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
+            Err(error) => return Err(broken(error)),
         };
         let to_header = count.min(header_missing);
         self.header_filled += to_header;

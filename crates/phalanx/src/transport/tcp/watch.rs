@@ -1,12 +1,12 @@
 //! The thread that watches the control connections: it hears the others, lets them hear this rank, and judges silence.
 
-use std::io::{self, Read};
-use std::net::TcpStream;
+use std::io::{self, IoSliceMut};
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::connection::Connection;
 use super::control::Connections;
 use crate::error::{Error, Result};
 use crate::rank::{Rank, WorldSize};
@@ -83,9 +83,12 @@ impl<'a> Watch<'a> {
 
     /// Waits until there is something to read, or until `next`.
     fn poll(&self, stopped: &UnixStream, next: Option<Instant>) -> Result<Woken> {
-        let open: Vec<(Rank, &TcpStream)> = self.open().collect();
+        let open: Vec<(Rank, &Connection)> = self.open().collect();
         let mut fds = vec![PollFd::new(stopped, PollFlags::IN)];
         fds.extend(open.iter().map(|(_, stream)| PollFd::new(*stream, PollFlags::IN)));
+        // What TLS has read ahead no poll shows.
+        let holds_input = open.iter().any(|(_, stream)| stream.holds_input());
+        let next = if holds_input { Some(Instant::now()) } else { next };
         let remaining = next.map(|next| next.saturating_duration_since(Instant::now()));
         let remaining = remaining
             .map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) });
@@ -98,11 +101,12 @@ impl<'a> Watch<'a> {
         if !fds[0].revents().is_empty() {
             return Ok(Woken::Stopped);
         }
-        let ready = open.iter().zip(&fds[1..]).filter(|(_, fd)| !fd.revents().is_empty());
+        let ready = open.iter().zip(&fds[1..]);
+        let ready = ready.filter(|((_, stream), fd)| !fd.revents().is_empty() || stream.holds_input());
         Ok(Woken::By(ready.map(|((peer, _), _)| *peer).collect()))
     }
 
-    fn open(&self) -> impl Iterator<Item = (Rank, &'a TcpStream)> {
+    fn open(&self) -> impl Iterator<Item = (Rank, &'a Connection)> {
         let streams = self.world.ranks().zip(&self.connections.control).zip(&self.peers);
         streams.filter_map(|((peer, stream), state)| {
             stream.as_ref().filter(|_| !state.closed).map(|stream| (peer, stream))
@@ -187,7 +191,8 @@ impl<'a> Watch<'a> {
     fn is_readable(&self, peer: Rank) -> bool {
         let Some(Some(stream)) = self.connections.control.get(peer.index()) else { return false };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+        stream.holds_input()
+            || poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
     fn sight(&self, peer: Rank) -> Sight {
@@ -204,11 +209,11 @@ enum Woken {
 
 impl Peer {
     /// Reads what has arrived; an error says how the connection ended.
-    fn fill(&mut self, mut stream: &TcpStream) -> Result<(), String> {
+    fn fill(&mut self, stream: &Connection) -> Result<(), String> {
         let mut chunk = [0; 1024];
         // A message and a half at most wait to be taken out.
         while self.bytes.len() <= PREFIX + MAX_BODY {
-            match stream.read(&mut chunk) {
+            match stream.receive(&mut [IoSliceMut::new(&mut chunk)]) {
                 Ok(0) => return Err("its connection closed".to_owned()),
                 Ok(count) => self.bytes.extend_from_slice(&chunk[..count]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),

@@ -12,6 +12,7 @@ use super::ElasticHosts;
 use super::discovery::Discovery;
 use super::peer::{End, Peer};
 use super::roster::{Action, Fate, Roster};
+use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic::Herald;
 use crate::error::{Error, Result};
@@ -94,7 +95,7 @@ impl<'a> Conductor<'a> {
             job,
             discovery,
             discovery_fails: false,
-            key: job.key.clone().map_or_else(JobKey::generate, Ok)?,
+            key: job.credentials.key.clone().map_or_else(JobKey::generate, Ok)?,
             run_id: elastic.run_id.clone().map_or_else(random_name, Ok)?,
             roster: Roster::new(limits),
             most: limits.max,
@@ -267,13 +268,14 @@ impl<'a> Conductor<'a> {
 
     fn serve(&mut self, host: &str) -> Result<()> {
         let access = if self.job.open_store { Strangers::All } else { Strangers::OfThisUser };
-        let access = Access::to(Some(self.key.clone()), access).telling(self.control.refused.refusals());
+        let credentials = Credentials { key: Some(self.key.clone()), ..self.job.credentials.clone() };
+        let access = Access::to(credentials.clone(), access).telling(self.control.refused.refusals());
         let port = self.job.master_port;
         let server = match self.job.bind {
             Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, port), access)?,
             None => TcpStoreServer::bind_to(&host_port(host, port), access, Deadline::after(LOOK_UP))?,
         };
-        let mut herald = Herald::start(server.reachable_addr(), Some(&self.key), &self.run_id)?;
+        let mut herald = Herald::start(server.reachable_addr(), &credentials, &self.run_id)?;
         if self.workers > 0 {
             herald.expect(self.workers);
         }

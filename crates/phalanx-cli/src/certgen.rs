@@ -1,0 +1,121 @@
+//! `phalanx certgen`.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime};
+
+use clap::Args;
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
+
+/// Make a CA and certificates for jobs that speak TLS
+///
+/// FOLDER/ca.pem is the CA's certificate, for --tls-ca everywhere; HOST.pem and HOST.key are for --tls-cert and --tls-key
+/// on that host. Where a folder has a CA already, it makes the certificates of further hosts. FOLDER/ca.key makes
+/// certificates: no host needs it, and whoever can read it, or a host's key, can take part in the jobs.
+#[derive(Args, Debug)]
+pub(crate) struct Certgen {
+    /// Where the files are; it is made if it is not there yet
+    #[arg(value_name = "FOLDER")]
+    folder: PathBuf,
+
+    /// For whom to make certificates; the names are for people, and not looked at when ranks connect
+    #[arg(required = true, value_name = "HOST")]
+    hosts: Vec<String>,
+
+    /// How long they are valid, from now
+    #[arg(long, value_name = "DAYS", default_value_t = 365, value_parser = clap::value_parser!(u32).range(1..=36_500))]
+    days: u32,
+}
+
+/// How long a CA is valid at least.
+const DAYS_OF_CA: u32 = 3650;
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+pub(crate) fn run(options: &Certgen) -> ExitCode {
+    match make(options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            let _ = writeln!(io::stderr(), "phalanx: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn make(options: &Certgen) -> Result<(), String> {
+    let Certgen { folder, hosts, days } = options;
+    if let Some(host) = hosts.iter().find(|host| !is_file_name(host)) {
+        return Err(format!("{host:?} is no name for a file: use letters, digits, dots and dashes"));
+    }
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(folder)
+        .map_err(|error| format!("{} cannot be made: {error}", folder.display()))?;
+    let ca = ca(folder, (*days).max(DAYS_OF_CA))?;
+    hosts.iter().try_for_each(|host| {
+        let (key, mut params) = new(host, *days)?;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        // Each rank is both, as are the launchers.
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let certificate = params.signed_by(&key, &ca).map_err(|error| error.to_string())?;
+        write(folder, &format!("{host}.key"), &key.serialize_pem(), 0o600)?;
+        write(folder, &format!("{host}.pem"), &certificate.pem(), 0o644)
+    })
+}
+
+/// The CA of this folder, which is made if there is none.
+fn ca(folder: &Path, days: u32) -> Result<Issuer<'static, KeyPair>, String> {
+    let file = folder.join("ca.key");
+    let read = match fs::read_to_string(&file) {
+        Ok(text) => Some(KeyPair::from_pem(&text).map_err(|error| error.to_string())),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => Some(Err(error.to_string())),
+    };
+    let (key, mut params) = new("phalanx CA", days)?;
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    let key = match read {
+        // Its certificate differs from a new one by nothing that an issuer needs.
+        Some(read) => read.map_err(|error| format!("{} cannot be used: {error}", file.display()))?,
+        None => {
+            write(folder, "ca.key", &key.serialize_pem(), 0o600)?;
+            let certificate = params.self_signed(&key).map_err(|error| error.to_string())?;
+            write(folder, "ca.pem", &certificate.pem(), 0o644)?;
+            key
+        }
+    };
+    Ok(Issuer::new(params, key))
+}
+
+/// A new key, and what is the same in all certificates.
+fn new(name: &str, days: u32) -> Result<(KeyPair, CertificateParams), String> {
+    let key = KeyPair::generate().map_err(|error| error.to_string())?;
+    let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, name);
+    let now = SystemTime::now();
+    // The clocks of hosts differ.
+    params.not_before = (now - DAY).into();
+    params.not_after = (now + DAY * days).into();
+    params.use_authority_key_identifier_extension = true;
+    Ok((key, params))
+}
+
+/// What is there stays.
+fn write(folder: &Path, name: &str, text: &str, mode: u32) -> Result<(), String> {
+    let path = folder.join(name);
+    let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&path);
+    file.and_then(|mut file| file.write_all(text.as_bytes()))
+        .map_err(|error| format!("{} cannot be written: {error}", path.display()))
+}
+
+fn is_file_name(name: &str) -> bool {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    name.bytes().all(plain) && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name != "ca"
+}

@@ -1,0 +1,133 @@
+//! A client's connection, at the server: a socket, and perhaps TLS above it.
+
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+use crate::tls::{Binding, Session, Tls};
+
+#[derive(Debug)]
+pub(super) struct Stream {
+    socket: TcpStream,
+    tls: Option<Box<Session>>,
+}
+
+impl Stream {
+    pub(super) fn new(socket: TcpStream) -> Self {
+        Self { socket, tls: None }
+    }
+
+    /// Its address, and this one's.
+    pub(super) fn addresses(&self) -> io::Result<(SocketAddr, SocketAddr)> {
+        Ok((self.socket.peer_addr()?, self.socket.local_addr()?))
+    }
+
+    /// Makes this the accepting end of a TLS connection, whose first bytes have been read.
+    pub(super) async fn encrypt(&mut self, tls: &Tls, first: &[u8]) -> io::Result<Binding> {
+        let mut session = Box::new(tls.server()?);
+        session.begin_with(first);
+        loop {
+            match session.handshake(&mut Socket(&self.socket)) {
+                Ok(true) => break,
+                Ok(false) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => self.socket.readable().await?,
+                Err(error) => return Err(error),
+            }
+        }
+        let binding = session.binding();
+        self.tls = Some(session);
+        binding
+    }
+
+    /// Says these last words past TLS. A socket with something unread would be reset, which might take them from the
+    /// client.
+    pub(super) fn turn_away(&self, words: &[u8]) {
+        // It is little, and nothing has been said before: it goes out whole or the client is gone.
+        let _ = self.socket.try_write(words);
+        let mut rest = [0; 1024];
+        while matches!(self.socket.try_read(&mut rest), Ok(count) if count == rest.len()) {}
+    }
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let Self { socket, tls } = self.get_mut();
+        let Some(session) = tls else { return Pin::new(socket).poll_read(context, buffer) };
+        let room = buffer.initialize_unfilled();
+        if room.is_empty() {
+            return Poll::Ready(Ok(()));
+        }
+        loop {
+            match session.receive(&mut Socket(socket), &mut [IoSliceMut::new(room)]) {
+                Ok(count) => {
+                    buffer.advance(count);
+                    return Poll::Ready(Ok(()));
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    ready!(socket.poll_read_ready(context))?
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+        }
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let Self { socket, tls } = self.get_mut();
+        let Some(session) = tls else { return Pin::new(socket).poll_write(context, bytes) };
+        loop {
+            match session.send(&mut Socket(socket), &[IoSlice::new(bytes)]) {
+                Ok((0, _)) if !bytes.is_empty() => ready!(socket.poll_write_ready(context))?,
+                sent => return Poll::Ready(sent.map(|(taken, _)| taken)),
+            }
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let Self { socket, tls } = self.get_mut();
+        let Some(session) = tls else { return Pin::new(socket).poll_flush(context) };
+        loop {
+            match session.send(&mut Socket(socket), &[]) {
+                Ok((_, false)) => ready!(socket.poll_write_ready(context))?,
+                sent => return Poll::Ready(sent.map(|_| ())),
+            }
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().socket).poll_shutdown(context)
+    }
+}
+
+/// What the socket takes and gives now.
+struct Socket<'a>(&'a TcpStream);
+
+impl Read for Socket<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.try_read(buffer)
+    }
+}
+
+impl Write for Socket<'_> {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        self.0.try_write(buffer)
+    }
+
+    fn write_vectored(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.0.try_write_vectored(parts)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

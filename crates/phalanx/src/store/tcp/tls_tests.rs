@@ -1,0 +1,116 @@
+//! The store over TLS: who is let in, and what the others are told.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Access, Strangers, TcpStore, TcpStoreServer};
+use crate::credentials::Credentials;
+use crate::deadline::Deadline;
+use crate::key::JobKey;
+use crate::store::Store;
+use crate::tls::Tls;
+use crate::tls::tests::certificates::Authority;
+use crate::tls::tests::{good, unchecked};
+use crate::wire::store::{Frame, MAGIC, Op};
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+fn with(tls: Tls) -> Credentials {
+    Credentials { tls: Some(tls), ..Credentials::default() }
+}
+
+fn serve(credentials: &Credentials, strangers: Strangers) -> TcpStoreServer {
+    let access = Access::to(credentials.clone(), strangers);
+    TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap()
+}
+
+#[test]
+fn a_hundred_clients_share_a_store() {
+    for key in [None, Some(JobKey::generate().unwrap())] {
+        let credentials = Credentials { key, tls: Some(good()) };
+        let server = serve(&credentials, Strangers::None);
+        let address = server.local_addr();
+        thread::scope(|scope| {
+            for number in 0..100u32 {
+                let credentials = &credentials;
+                scope.spawn(move || {
+                    let store = TcpStore::connect_with(address, credentials, soon()).unwrap();
+                    store.set(&number.to_string(), &number.to_le_bytes(), soon()).unwrap();
+                    let next = ((number + 1) % 100).to_string();
+                    // It comes when it comes.
+                    assert_eq!(store.get(&next, soon()).unwrap(), ((number + 1) % 100).to_le_bytes());
+                    store.add("sum", i64::from(number), soon()).unwrap();
+                });
+            }
+        });
+        let store = TcpStore::connect_with(address, &credentials, soon()).unwrap();
+        assert_eq!(store.get("sum", soon()).unwrap(), b"4950");
+        // A value of many records, and a wait that is cancelled.
+        let long: Vec<u8> = (0..2_000_000u32).map(|i| (i % 253) as u8).collect();
+        store.set("long", &long, soon()).unwrap();
+        assert!(store.get("long", soon()).unwrap() == long);
+        assert!(store.get("never", Deadline::after(Duration::from_millis(100))).unwrap_err().is_timeout());
+        assert_eq!(store.get("sum", soon()).unwrap(), b"4950");
+    }
+}
+
+#[test]
+fn who_is_not_let_in_is_told_why_at_once() {
+    let (ca, other) = (Authority::new(), Authority::new());
+    let (certified, plain) = (with(unchecked(&ca, &ca.certificate())), Credentials::default());
+    let keyed = Credentials::from(JobKey::generate().unwrap());
+    let started = Instant::now();
+    for (server, client, why) in [
+        (&certified, &plain, "it wants TLS"),
+        (&certified, &keyed, "it wants TLS"),
+        (&plain, &certified, "it speaks no TLS"),
+        (&keyed, &certified, "it speaks no TLS"),
+        (
+            &certified,
+            &with(unchecked(&ca, &other.certificate())),
+            "does not accept this process's certificate",
+        ),
+        (&certified, &with(unchecked(&ca, &ca.expired())), "does not accept this process's certificate"),
+        (&with(unchecked(&ca, &other.certificate())), &certified, "it is of another CA"),
+        (&with(unchecked(&ca, &ca.expired())), &certified, "it has expired"),
+    ] {
+        let server = serve(server, Strangers::None);
+        let error = TcpStore::connect_with(server.local_addr(), client, soon()).unwrap_err();
+        assert!(error.to_string().contains(why), "{error}");
+        assert!(error.remedy().unwrap().contains("PHALANX_TLS_CA"), "{error}");
+    }
+    assert!(started.elapsed() < Duration::from_secs(40), "{:?}", started.elapsed());
+}
+
+#[test]
+fn certificates_do_not_replace_the_key() {
+    let tls = good();
+    let server = serve(
+        &Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls.clone()) },
+        Strangers::None,
+    );
+    let other = Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls.clone()) };
+    let error = TcpStore::connect_with(server.local_addr(), &other, soon()).unwrap_err();
+    assert!(error.to_string().contains("does not know this job's key"), "{error}");
+    assert!(TcpStore::connect_with(server.local_addr(), &with(tls), soon()).is_err());
+}
+
+#[test]
+fn programs_without_tls_come_in_from_this_users_processes_alone() {
+    let ping = Frame::new(Op::Validate).u32(MAGIC).then(Op::Ping).u32(7).into_bytes();
+    for (strangers, answer) in [(Strangers::OfThisUser, 7u32.to_le_bytes()), (Strangers::None, [21, 3, 3, 0])]
+    {
+        let server = serve(&with(good()), strangers);
+        let mut plain = TcpStream::connect(server.local_addr()).unwrap();
+        plain.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        plain.write_all(&ping).unwrap();
+        let mut heard = [0; 4];
+        plain.read_exact(&mut heard).unwrap();
+        assert_eq!(heard, answer);
+    }
+}

@@ -1,0 +1,225 @@
+//! The certificates of a process, and what it asks of the others.
+
+use std::fmt;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
+use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls13_signature};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::version::TLS13;
+use rustls::{
+    ClientConfig, ClientConnection, DigitallySignedStruct, PeerIncompatible, RootCertStore, ServerConfig,
+    ServerConnection, SignatureScheme,
+};
+
+use super::Session;
+use super::explain;
+use crate::error::{Error, Result};
+use crate::secret_file::{self, Unfit};
+
+/// The longest file of certificates, or of a key, that is read.
+const LONGEST: usize = 1 << 20;
+
+/// The certificates by which processes prove themselves to each other, and with which their connections are encrypted:
+/// TLS 1.3, in which each side must show a certificate of the same CA.
+///
+/// The names in a certificate are not looked at: who has one of that CA may take part. So let it be the job's or the
+/// cluster's own, which `phalanx certgen` makes.
+#[derive(Clone)]
+pub struct Tls(Arc<Ends>);
+
+/// What each end of a connection goes by.
+struct Ends {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Tls(..)")
+    }
+}
+
+impl Tls {
+    /// Reads PEM files: the CA's certificate, or those of several; this process's own certificate, followed by those
+    /// between it and the CA's, if there are any; and the private key of its own.
+    ///
+    /// # Errors
+    /// If a file cannot be read or holds something else; if the key belongs to another user or may be used by others, or is
+    /// not the certificate's; if the certificate is not of that CA, is out of date, or is not meant for both sides of a
+    /// connection.
+    pub fn read(ca: &Path, certificate: &Path, key: &Path) -> Result<Self> {
+        let provider = Arc::new(ring::default_provider());
+        let roots = Arc::new(roots(ca)?);
+        let chain = certificates(certificate)?;
+        let private = private_key(key)?;
+        check(&roots, &chain, &provider).map_err(|error| {
+            unusable(certificate, explain::own(&error)).with_remedy(
+                "it must be of the CA in PHALANX_TLS_CA, be valid today by this host's clock, and serve clients and \
+                 servers: `phalanx certgen` makes such",
+            )
+        })?;
+        Self::new(&provider, roots, chain, private).map_err(|error| {
+            unusable(key, error.to_string())
+                .with_remedy("is it the key of the certificate in PHALANX_TLS_CERT?")
+        })
+    }
+
+    /// Without a look at the certificate.
+    pub(super) fn new(
+        provider: &Arc<CryptoProvider>,
+        roots: Arc<RootCertStore>,
+        chain: Vec<CertificateDer<'static>>,
+        key: PrivateKeyDer<'static>,
+    ) -> Result<Self, rustls::Error> {
+        let asks_clients =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(provider))
+                .clear_root_hint_subjects()
+                .build()
+                .map_err(|error| rustls::Error::General(error.to_string()))?;
+        let mut server = ServerConfig::builder_with_provider(Arc::clone(provider))
+            .with_protocol_versions(&[&TLS13])?
+            .with_client_cert_verifier(asks_clients)
+            .with_single_cert(chain.clone(), key.clone_key())?;
+        // Each connection proves everything anew.
+        server.send_tls13_tickets = 0;
+        server.session_storage = Arc::new(NoServerSessionStorage {});
+        let asks_servers = AnyOfTheCa { roots, algorithms: provider.signature_verification_algorithms };
+        let mut client = ClientConfig::builder_with_provider(Arc::clone(provider))
+            .with_protocol_versions(&[&TLS13])?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(asks_servers))
+            .with_client_auth_cert(chain, key)?;
+        client.resumption = Resumption::disabled();
+        client.enable_sni = false;
+        Ok(Self(Arc::new(Ends { client: Arc::new(client), server: Arc::new(server) })))
+    }
+
+    /// The connecting end of a connection.
+    pub(crate) fn client(&self) -> io::Result<Session> {
+        // A name that is neither sent nor looked at.
+        let name = ServerName::try_from("phalanx.invalid").map_err(io::Error::other)?;
+        let connection = ClientConnection::new(Arc::clone(&self.0.client), name);
+        Ok(Session::new(connection.map_err(io::Error::other)?.into()))
+    }
+
+    /// The accepting end of a connection.
+    pub(crate) fn server(&self) -> io::Result<Session> {
+        let connection = ServerConnection::new(Arc::clone(&self.0.server));
+        Ok(Session::new(connection.map_err(io::Error::other)?.into()))
+    }
+}
+
+/// Takes a server whose certificate is of the CA, whatever its names.
+#[derive(Debug)]
+struct AnyOfTheCa {
+    roots: Arc<RootCertStore>,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl ServerCertVerifier for AnyOfTheCa {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _name: &ServerName<'_>,
+        _ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let certificate = ParsedCertificate::try_from(certificate)?;
+        let algorithms = self.algorithms.all;
+        verify_server_cert_signed_by_trust_anchor(&certificate, &self.roots, intermediates, now, algorithms)?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _message: &[u8],
+        _certificate: &CertificateDer<'_>,
+        _signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(PeerIncompatible::Tls12NotOffered.into())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(message, certificate, signature, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}
+
+/// Would others take this certificate, at both ends of a connection?
+fn check(
+    roots: &Arc<RootCertStore>,
+    chain: &[CertificateDer<'static>],
+    provider: &Arc<CryptoProvider>,
+) -> Result<(), rustls::Error> {
+    let Some((own, intermediates)) = chain.split_first() else { return Ok(()) };
+    let (now, algorithms) = (UnixTime::now(), provider.signature_verification_algorithms.all);
+    let parsed = ParsedCertificate::try_from(own)?;
+    verify_server_cert_signed_by_trust_anchor(&parsed, roots, intermediates, now, algorithms)?;
+    let asks_clients = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), Arc::clone(provider))
+        .build()
+        .map_err(|error| rustls::Error::General(error.to_string()))?;
+    asks_clients.verify_client_cert(own, intermediates, now).map(|_| ())
+}
+
+fn roots(path: &Path) -> Result<RootCertStore> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(path)? {
+        roots.add(certificate).map_err(|error| {
+            unusable(path, error.to_string()).with_remedy("name the CA's certificate, in PEM")
+        })?;
+    }
+    Ok(roots)
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    use std::io::Read;
+    let refuse = |why: String| {
+        unusable(path, why)
+            .with_remedy("name a readable file of certificates in PEM: `phalanx certgen` makes such")
+    };
+    let mut text = Vec::new();
+    std::fs::File::open(path)
+        .and_then(|file| file.take(LONGEST as u64).read_to_end(&mut text))
+        .map_err(|error| refuse(error.to_string()))?;
+    let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
+    let certificates = certificates.map_err(|error| refuse(error.to_string()))?;
+    match certificates.is_empty() {
+        true => Err(refuse("it holds no certificate".to_owned())),
+        false => Ok(certificates),
+    }
+}
+
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
+    let remedy = "name the readable file of a private key in PEM: `phalanx certgen` makes such";
+    let text = secret_file::read(path, LONGEST).map_err(|unfit| match unfit {
+        Unfit::Unreadable(error) => unusable(path, error.to_string()).with_remedy(remedy),
+        Unfit::Unsafe { why, remedy: other } => {
+            unusable(path, why).with_remedy(other.unwrap_or_else(|| remedy.to_owned()))
+        }
+    })?;
+    PrivateKeyDer::from_pem_slice(&text).map_err(|_| {
+        // Not what the parser says: it might say something of the key.
+        unusable(path, "it holds no private key that can be read without a password".to_owned())
+            .with_remedy(remedy)
+    })
+}
+
+fn unusable(path: &Path, why: String) -> Error {
+    Error::environment(format!("{} cannot be used for TLS: {why}", path.display()))
+        .in_operation("reading certificates", None)
+}

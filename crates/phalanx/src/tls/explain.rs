@@ -1,0 +1,54 @@
+//! What rustls says, in the words of who has to put it right.
+
+use std::io;
+
+use rustls::{AlertDescription, CertificateError, Error};
+
+use super::{ALL_OR_NONE, Refusal};
+
+const SAME_CA: &str = "give every process of the job a certificate of the same CA (PHALANX_TLS_CA), valid today, for \
+                       clients and servers";
+const LOOK_THERE: &str = "its own output says why; give every process of the job a certificate of the same CA \
+                          (PHALANX_TLS_CA), valid today, for clients and servers";
+
+/// Why the other end is not let in, or does not let this one in.
+pub(super) fn refusal(error: &Error) -> io::Error {
+    match error {
+        Error::InvalidCertificate(why) => {
+            Refusal::error(format!("its certificate is not accepted: {}", certificate(why)), SAME_CA)
+        }
+        Error::NoCertificatesPresented => Refusal::error("it shows no certificate", SAME_CA),
+        // What an end without TLS answers to one with it.
+        Error::AlertReceived(AlertDescription::ProtocolVersion) => Refusal::plain(),
+        Error::AlertReceived(AlertDescription::CertificateRequired) => {
+            Refusal::error("it wants a certificate and was shown none", SAME_CA)
+        }
+        Error::AlertReceived(alert) => {
+            Refusal::error(format!("it does not accept this process's certificate ({alert:?})"), LOOK_THERE)
+        }
+        Error::InvalidMessage(_) => Refusal::error(format!("what it says is not TLS ({error})"), ALL_OR_NONE),
+        other => Refusal::error(format!("TLS with it failed: {other}"), SAME_CA),
+    }
+}
+
+/// Why this process's own certificate is of no use.
+pub(super) fn own(error: &Error) -> String {
+    match error {
+        Error::InvalidCertificate(why) => certificate(why),
+        other => other.to_string(),
+    }
+}
+
+fn certificate(why: &CertificateError) -> String {
+    match why {
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => "it is of another CA".to_owned(),
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => "it has expired".to_owned(),
+        CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+            "it is not valid yet, by this host's clock".to_owned()
+        }
+        CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
+            "it is not meant for clients and servers".to_owned()
+        }
+        other => other.to_string(),
+    }
+}

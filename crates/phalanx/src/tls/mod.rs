@@ -1,0 +1,91 @@
+//! Mutual TLS: what it takes, and what is said when it fails. What follows the handshake is encrypted, and only those who
+//! hold a certificate of the job's CA get so far. The job key is proven all the same, inside.
+//!
+//! Which of a host's names a certificate carries is not looked at: the CA is the job's or the cluster's own, and each rank
+//! is client and server, at addresses that are known only when it runs.
+
+#[cfg(not(feature = "tls"))]
+mod absent;
+#[cfg(feature = "tls")]
+mod config;
+#[cfg(feature = "tls")]
+mod explain;
+#[cfg(feature = "tls")]
+mod session;
+#[cfg(all(test, feature = "tls"))]
+pub(crate) mod tests;
+
+use std::ffi::OsString;
+use std::io;
+use std::path::PathBuf;
+
+#[cfg(not(feature = "tls"))]
+pub(crate) use self::absent::Session;
+#[cfg(not(feature = "tls"))]
+pub use self::absent::Tls;
+#[cfg(feature = "tls")]
+pub use self::config::Tls;
+#[cfg(feature = "tls")]
+pub(crate) use self::session::Session;
+use crate::error::{Error, Result};
+pub(crate) use crate::wire::auth::Binding;
+
+/// Where a process finds its certificates, and the private key of its own.
+pub(crate) const VARIABLES: [&str; 3] = ["PHALANX_TLS_CA", "PHALANX_TLS_CERT", "PHALANX_TLS_KEY"];
+
+const ALL_OR_NONE: &str = "give every process of the job its certificates (PHALANX_TLS_CA, PHALANX_TLS_CERT and \
+                           PHALANX_TLS_KEY, or --tls-ca, --tls-cert and --tls-key), or none of them";
+
+impl Tls {
+    /// What `PHALANX_TLS_CA`, `PHALANX_TLS_CERT` and `PHALANX_TLS_KEY` name, as [`read`](Self::read) takes it; nothing
+    /// if none of them is set.
+    ///
+    /// # Errors
+    /// As those of [`read`](Self::read), and if some of the three are set and others are not.
+    pub fn from_env() -> Result<Option<Self>> {
+        Self::from_variables(|name| std::env::var_os(name))
+    }
+
+    fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<Self>> {
+        let paths = VARIABLES.map(|name| variable(name).filter(|path| !path.is_empty()).map(PathBuf::from));
+        match paths {
+            [None, None, None] => Ok(None),
+            [Some(ca), Some(certificate), Some(key)] => Self::read(&ca, &certificate, &key).map(Some),
+            some => {
+                let missing = VARIABLES.iter().zip(&some).find(|(_, path)| path.is_none());
+                let missing = missing.map_or("", |(name, _)| name);
+                Err(Error::environment(format!("TLS needs three files, and {missing} names none"))
+                    .with_remedy("set PHALANX_TLS_CA, PHALANX_TLS_CERT and PHALANX_TLS_KEY, or none of them"))
+            }
+        }
+    }
+}
+
+/// Why a connection came to nothing on account of TLS.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}")]
+pub(crate) struct Refusal {
+    what: String,
+    remedy: &'static str,
+}
+
+impl Refusal {
+    /// The other end spoke without TLS.
+    pub(crate) fn plain() -> io::Error {
+        Self::error("it speaks no TLS, which this process has certificates for", ALL_OR_NONE)
+    }
+
+    /// The other end wants TLS.
+    pub(crate) fn wanted() -> io::Error {
+        Self::error("it wants TLS, for which this process has no certificates", ALL_OR_NONE)
+    }
+
+    fn error(what: impl Into<String>, remedy: &'static str) -> io::Error {
+        io::Error::new(io::ErrorKind::InvalidData, Self { what: what.into(), remedy })
+    }
+
+    /// What to do about `error`, if it is one of these.
+    pub(crate) fn remedy(error: &io::Error) -> Option<&'static str> {
+        error.get_ref().and_then(|error| error.downcast_ref::<Self>()).map(|refusal| refusal.remedy)
+    }
+}

@@ -1,0 +1,213 @@
+//! One end of a TLS connection, apart from its socket: whoever has the socket passes it in.
+//!
+//! Sockets may block or not: an error of kind `WouldBlock` passes through, and nothing is lost.
+
+use std::fmt;
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+
+use rustls::Connection;
+
+use super::{Binding, Refusal, explain};
+
+/// What an end may say before it has proven itself: a chain of a few certificates.
+const LONGEST_HANDSHAKE: usize = 16 * 1024;
+/// What is read from the socket at once, at first; rustls reads by less.
+const FIRST_BUFFER: usize = 1024;
+/// And where much comes.
+const BUFFER: usize = 128 * 1024;
+/// Bytes that are encrypted before they are sent.
+const OUTGOING: usize = 256 * 1024;
+
+const LABEL: &[u8] = b"EXPORTER-Channel-Binding";
+
+pub(crate) struct Session {
+    tls: Connection,
+    /// Read from the socket; from `start` to `end` not decrypted yet.
+    incoming: Vec<u8>,
+    start: usize,
+    end: usize,
+    /// Decrypted, and looked at before it was asked for.
+    plain: Vec<u8>,
+    /// Of the handshake.
+    heard: usize,
+}
+
+impl fmt::Debug for Session {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session").finish_non_exhaustive()
+    }
+}
+
+impl Session {
+    pub(super) fn new(mut tls: Connection) -> Self {
+        tls.set_buffer_limit(Some(OUTGOING));
+        Self { tls, incoming: Vec::new(), start: 0, end: 0, plain: Vec::new(), heard: 0 }
+    }
+
+    /// These bytes have been read from the socket already.
+    pub(crate) fn begin_with(&mut self, bytes: &[u8]) {
+        self.incoming = bytes.to_vec();
+        (self.start, self.end) = (0, bytes.len());
+    }
+
+    /// Takes the handshake further, by one read at most. True when it is done: for the accepting end the other one is
+    /// then who it should be; the connecting end learns with the first answer whether it has been accepted itself.
+    pub(crate) fn handshake(&mut self, io: &mut (impl Read + Write)) -> io::Result<bool> {
+        if self.tls.wants_write() && !self.flush(io)? {
+            // It is little, and the connection empty.
+            return Err(ErrorKind::WriteZero.into());
+        }
+        if self.tls.is_handshaking() {
+            let filled = self.fill(io);
+            // Also why this end ends it.
+            if self.tls.wants_write() && !self.flush(io)? {
+                return Err(ErrorKind::WriteZero.into());
+            }
+            filled?;
+            if self.tls.is_handshaking() && !self.tls.wants_read() {
+                // It has said goodbye in the middle.
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+        }
+        Ok(!self.tls.is_handshaking())
+    }
+
+    /// What no other session has.
+    pub(crate) fn binding(&self) -> io::Result<Binding> {
+        self.tls.export_keying_material(Binding::default(), LABEL, None).map_err(io::Error::other)
+    }
+
+    /// Takes as much of `parts` as there is room for, and sends what the socket takes. Gives how much was taken, and
+    /// whether all that ever was has been sent.
+    pub(crate) fn send(&mut self, io: &mut impl Write, parts: &[IoSlice<'_>]) -> io::Result<(usize, bool)> {
+        if !self.flush(io)? {
+            return Ok((0, false));
+        }
+        let taken = self.tls.writer().write_vectored(parts)?;
+        Ok((taken, self.flush(io)?))
+    }
+
+    /// Receives what has come into `parts`, which are not all empty; 0 if the other end has closed the connection. Reads
+    /// the socket once at most: an error of kind `Interrupted` says that what came was not enough to be decrypted.
+    pub(crate) fn receive(&mut self, io: &mut impl Read, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match self.take(parts) {
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            taken => return taken,
+        }
+        if let Err(error) = self.fill(io) {
+            return if error.kind() == ErrorKind::UnexpectedEof { Ok(0) } else { Err(error) };
+        }
+        self.take(parts).map_err(|error| match error.kind() {
+            ErrorKind::WouldBlock => ErrorKind::Interrupted.into(),
+            _ => error,
+        })
+    }
+
+    /// Copies what will be received next, as much as has come and fits, and leaves it to be received.
+    pub(crate) fn peek(&mut self, io: &mut impl Read, into: &mut [u8]) -> io::Result<usize> {
+        let mut outcome = Ok(());
+        while self.plain.len() < into.len() && outcome.is_ok() {
+            let missing = (into.len() - self.plain.len()) as u64;
+            let before = self.plain.len();
+            match self.tls.reader().take(missing).read_to_end(&mut self.plain) {
+                Ok(0) if self.plain.len() == before => outcome = Err(ErrorKind::UnexpectedEof.into()),
+                Err(error) if error.kind() != ErrorKind::WouldBlock => outcome = Err(error),
+                _ if self.plain.len() == before => outcome = self.fill(io),
+                _ => {}
+            }
+        }
+        let count = self.plain.len().min(into.len());
+        into[..count].copy_from_slice(&self.plain[..count]);
+        match outcome {
+            Err(error) if count == 0 && error.kind() == ErrorKind::UnexpectedEof => Ok(0),
+            Err(error) if count == 0 => Err(error),
+            _ => Ok(count),
+        }
+    }
+
+    /// Is there something that no poll of the socket would show?
+    pub(crate) fn holds_input(&self) -> bool {
+        self.start < self.end || !self.plain.is_empty() || !self.tls.wants_read()
+    }
+
+    /// Sends what is encrypted. False if the socket does not take all of it now.
+    fn flush(&mut self, io: &mut impl Write) -> io::Result<bool> {
+        while self.tls.wants_write() {
+            match self.tls.write_tls(io) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Takes what is decrypted, and decrypts what has been read, until `parts` are full.
+    fn take(&mut self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let mut count = 0;
+        for part in parts {
+            let mut filled = 0;
+            while filled < part.len() {
+                match self.take_some(&mut part[filled..]) {
+                    Ok(0) => return Ok(count),
+                    Ok(some) => (filled, count) = (filled + some, count + some),
+                    Err(error) if count > 0 && error.kind() == ErrorKind::WouldBlock => return Ok(count),
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(count)
+    }
+
+    fn take_some(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if !self.plain.is_empty() {
+            let count = self.plain.len().min(into.len());
+            into[..count].copy_from_slice(&self.plain[..count]);
+            self.plain.drain(..count);
+            return Ok(count);
+        }
+        if self.tls.wants_read() {
+            self.decrypt()?;
+        }
+        self.tls.reader().read(into)
+    }
+
+    /// Reads the socket once, unless something has been read that is not decrypted yet.
+    fn fill(&mut self, io: &mut impl Read) -> io::Result<()> {
+        if self.start == self.end {
+            if self.incoming.len() < FIRST_BUFFER {
+                self.incoming.resize(FIRST_BUFFER, 0);
+            }
+            let count = io.read(&mut self.incoming)?;
+            if count == 0 {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+            (self.start, self.end) = (0, count);
+        }
+        let was_full = self.end == self.incoming.len();
+        self.decrypt()?;
+        if was_full && self.start == self.end && self.incoming.len() < BUFFER && !self.tls.is_handshaking() {
+            self.incoming.resize(BUFFER, 0);
+        }
+        Ok(())
+    }
+
+    /// Passes what has been read to rustls, until it has something to be taken, or to be sent.
+    fn decrypt(&mut self) -> io::Result<()> {
+        while self.start < self.end && self.tls.wants_read() {
+            let count = self.tls.read_tls(&mut &self.incoming[self.start..self.end])?;
+            self.start += count;
+            if self.tls.is_handshaking() {
+                self.heard += count;
+                if self.heard > LONGEST_HANDSHAKE {
+                    let what = "it says more than a handshake needs";
+                    return Err(Refusal::error(what, "let its chain of certificates be shorter"));
+                }
+            }
+            self.tls.process_new_packets().map_err(|error| explain::refusal(&error))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,282 @@
+//! Sessions without a network, and what is refused.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
+
+use std::ffi::OsString;
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::sync::Arc;
+
+use rustls::RootCertStore;
+use rustls::crypto::ring;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+use self::certificates::{Authority, Certificate};
+use super::*;
+
+#[path = "../../tests/support/certificates.rs"]
+pub(crate) mod certificates;
+
+/// Takes whatever certificate, as a program may that does not look at its own.
+pub(crate) fn unchecked(ca: &Authority, certificate: &Certificate) -> Tls {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(ca.pem.as_bytes()).unwrap()).unwrap();
+    let chain = vec![CertificateDer::from_pem_slice(certificate.pem.as_bytes()).unwrap()];
+    let key = PrivateKeyDer::from_pem_slice(certificate.key.as_bytes()).unwrap();
+    Tls::new(&Arc::new(ring::default_provider()), Arc::new(roots), chain, key).unwrap()
+}
+
+/// One of a CA of its own.
+pub(crate) fn good() -> Tls {
+    let ca = Authority::new();
+    unchecked(&ca, &ca.certificate())
+}
+
+/// The bytes on their way between two ends.
+#[derive(Default)]
+struct Wire {
+    there: Vec<u8>,
+    back: Vec<u8>,
+    /// How much is taken and given at once.
+    step: usize,
+}
+
+/// One end of it.
+struct End<'a> {
+    out: &'a mut Vec<u8>,
+    into: &'a mut Vec<u8>,
+    step: usize,
+}
+
+impl Wire {
+    fn client(&mut self) -> End<'_> {
+        End { out: &mut self.there, into: &mut self.back, step: self.step }
+    }
+
+    fn server(&mut self) -> End<'_> {
+        End { out: &mut self.back, into: &mut self.there, step: self.step }
+    }
+}
+
+impl Read for End<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = buffer.len().min(self.into.len()).min(self.step);
+        if count == 0 {
+            return Err(ErrorKind::WouldBlock.into());
+        }
+        buffer[..count].copy_from_slice(&self.into[..count]);
+        self.into.drain(..count);
+        Ok(count)
+    }
+}
+
+impl Write for End<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.out.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Goes on after what only says that there is nothing now.
+fn patient<T: Default>(result: io::Result<T>) -> io::Result<T> {
+    match result {
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+            Ok(T::default())
+        }
+        result => result,
+    }
+}
+
+/// Plays the handshake; gives why it came to nothing, at each end.
+fn handshake(
+    client: &Tls,
+    server: &Tls,
+    step: usize,
+) -> Result<(Wire, Session, Session), [Option<io::Error>; 2]> {
+    let mut wire = Wire { step, ..Wire::default() };
+    let (mut client, mut server) = (client.client().unwrap(), server.server().unwrap());
+    let (mut done, mut errors) = ((false, false), [None, None]);
+    for _ in 0..100_000 {
+        match patient(client.handshake(&mut wire.client())) {
+            Ok(is_done) => done.0 |= is_done,
+            Err(error) => errors[0] = errors[0].take().or(Some(error)),
+        }
+        match patient(server.handshake(&mut wire.server())) {
+            Ok(is_done) => done.1 |= is_done,
+            Err(error) => errors[1] = errors[1].take().or(Some(error)),
+        }
+        if done == (true, true) {
+            return Ok((wire, client, server));
+        }
+        if errors[1].is_some() && errors[0].is_none() && done.0 {
+            // The client learns with the first answer that it is not accepted.
+            let mut byte = [0];
+            errors[0] = patient(client.receive(&mut wire.client(), &mut [IoSliceMut::new(&mut byte)])).err();
+        }
+        if errors.iter().all(Option::is_some) {
+            return Err(errors);
+        }
+    }
+    panic!("the handshake has no end: {done:?} {errors:?}");
+}
+
+#[test]
+fn what_is_sent_arrives_however_it_is_cut_and_is_not_to_be_read_on_the_way() {
+    let tls = good();
+    for step in [1, 7, 1000, usize::MAX] {
+        let (mut wire, mut client, mut server) = handshake(&tls, &tls, step).unwrap();
+        let text: Vec<u8> =
+            (0..if step == 1 { 40_000 } else { 700_000u32 }).map(|i| (i % 251) as u8).collect();
+        let (mut sent, mut got) = (0, vec![0; text.len()]);
+        let mut received = 0;
+        while received < text.len() {
+            let (head, rest) = text[sent..].split_at((text.len() - sent).min(48));
+            let parts = [IoSlice::new(head), IoSlice::new(rest)];
+            sent += client.send(&mut wire.client(), &parts).unwrap().0;
+            assert!(!wire.there.windows(48).any(|window| window == &text[..48]));
+            // What is looked at is still there afterwards.
+            let mut seen = [0; 64];
+            let ahead = patient(server.peek(&mut wire.server(), &mut seen)).unwrap();
+            assert_eq!(seen[..ahead], text[received..received + ahead]);
+            let (first, second) = got[received..].split_at_mut((text.len() - received).min(10));
+            let mut into = [IoSliceMut::new(first), IoSliceMut::new(second)];
+            received += patient(server.receive(&mut wire.server(), &mut into)).unwrap();
+        }
+        assert!(got == text && !server.holds_input());
+    }
+}
+
+#[test]
+fn both_ends_of_a_session_have_its_binding_and_no_other_session_has() {
+    let tls = good();
+    let bindings = [(), ()].map(|()| {
+        let (_, client, server) = handshake(&tls, &tls, usize::MAX).unwrap();
+        assert_eq!(client.binding().unwrap(), server.binding().unwrap());
+        client.binding().unwrap()
+    });
+    assert_ne!(bindings[0], bindings[1]);
+}
+
+#[test]
+fn who_has_no_good_certificate_is_refused_by_either_end_and_both_say_why() {
+    let (ca, other) = (Authority::new(), Authority::new());
+    let good = unchecked(&ca, &ca.certificate());
+    let for_servers = ca.certificate_with(|params| {
+        params.extended_key_usages.truncate(1);
+    });
+    for (bad, why) in [
+        (unchecked(&ca, &ca.expired()), "it has expired"),
+        // It knows the CA, and is not of it.
+        (unchecked(&ca, &other.certificate()), "it is of another CA"),
+    ] {
+        let [client, server] = handshake(&bad, &good, usize::MAX).err().unwrap().map(Option::unwrap);
+        assert!(server.to_string().contains(why), "{server}");
+        assert!(client.to_string().contains("does not accept this process's certificate"), "{client}");
+        assert!(Refusal::remedy(&client).is_some() && Refusal::remedy(&server).is_some());
+        let [client, server] = handshake(&good, &bad, usize::MAX).err().unwrap().map(Option::unwrap);
+        assert!(client.to_string().contains(why), "{client}");
+        assert!(server.to_string().contains("does not accept this process's certificate"), "{server}");
+    }
+    let [_, server] = handshake(&unchecked(&ca, &for_servers), &good, usize::MAX).err().unwrap();
+    assert!(server.unwrap().to_string().contains("not meant for clients"));
+}
+
+#[test]
+fn who_shows_no_certificate_is_refused() {
+    use rustls::{ClientConfig, ClientConnection};
+    let ca = Authority::new();
+    let mut server = unchecked(&ca, &ca.certificate()).server().unwrap();
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(ca.pem.as_bytes()).unwrap()).unwrap();
+    let certificate = ca.certificate_with(|params| {
+        params.subject_alt_names = vec![rcgen::SanType::DnsName("host".try_into().unwrap())];
+    });
+    let mut server_of_host = unchecked(&ca, &certificate).server().unwrap();
+    std::mem::swap(&mut server, &mut server_of_host);
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let mut client = ClientConnection::new(Arc::new(config), "host".try_into().unwrap()).unwrap();
+    let mut wire = Wire { step: usize::MAX, ..Wire::default() };
+    for _ in 0..10 {
+        let _ = client.write_tls(&mut wire.client());
+        match patient(server.handshake(&mut wire.server())) {
+            Ok(done) => assert!(!done),
+            Err(error) => {
+                assert!(error.to_string().contains("it shows no certificate"), "{error}");
+                return;
+            }
+        }
+        if client.read_tls(&mut wire.client()).is_ok() {
+            client.process_new_packets().unwrap();
+        }
+    }
+    panic!("it was not refused");
+}
+
+#[test]
+fn endless_and_foreign_words_end_a_handshake() {
+    let tls = good();
+    let (words, long) = ([b"PHXS\x01\0\0\0".repeat(20), vec![0; 100], vec![22; 100]], vec![0; 20_000]);
+    for words in words {
+        let mut server = tls.server().unwrap();
+        let mut wire = Wire { there: words.clone(), back: Vec::new(), step: usize::MAX };
+        let error = (0..100).find_map(|_| patient(server.handshake(&mut wire.server())).err()).unwrap();
+        assert!(Refusal::remedy(&error).is_some(), "{error}");
+        // Who speaks no TLS is told so, in a way that it understands.
+        assert!(crate::wire::tls::is_alert(&wire.back), "{:?}", wire.back);
+    }
+    // A handshake message that is announced as long, in records that are all right.
+    let mut server = tls.server().unwrap();
+    let start = [22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xf0];
+    let record = [&[22, 3, 1, 0x40, 0][..], &long[..0x4000]].concat();
+    let there = [&start[..], &long[..0x4000 - 4], &record, &record].concat();
+    let mut wire = Wire { there, back: Vec::new(), step: usize::MAX };
+    let error = (0..1000).find_map(|_| patient(server.handshake(&mut wire.server())).err()).unwrap();
+    assert!(error.to_string().contains("more than a handshake needs"), "{error}");
+}
+
+#[test]
+fn files_are_looked_at_before_anybody_connects() {
+    let (ca, other) = (Authority::new(), Authority::new());
+    let folder = tempfile::tempdir().unwrap();
+    let read = |[ca, certificate, key]: &[PathBuf; 3]| Tls::read(ca, certificate, key);
+    let paths = ca.write(&ca.certificate(), folder.path());
+    read(&paths).unwrap();
+    for (certificate, why) in [
+        (ca.expired(), "host.pem cannot be used for TLS: it has expired"),
+        (other.certificate(), "it is of another CA"),
+        (Certificate { key: ca.certificate().key, ..ca.certificate() }, "host.key cannot be used for TLS"),
+        (Certificate { key: String::new(), ..ca.certificate() }, "no private key"),
+        (Certificate { pem: "text".to_owned(), ..ca.certificate() }, "it holds no certificate"),
+    ] {
+        let error = read(&ca.write(&certificate, folder.path())).unwrap_err();
+        assert!(error.is_environment() && error.to_string().contains(why), "{error}");
+        assert!(error.remedy().is_some(), "{error}");
+    }
+    let [ca_file, certificate, key] = ca.write(&ca.certificate(), folder.path());
+    std::fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
+    let error = Tls::read(&ca_file, &certificate, &key).unwrap_err();
+    assert!(error.to_string().contains("others may use it (mode 640)"), "{error}");
+}
+
+#[test]
+fn variables_go_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let ca = Authority::new();
+    let paths = ca.write(&ca.certificate(), folder.path());
+    let with = |count: usize| {
+        Tls::from_variables(|name| {
+            let place = VARIABLES.iter().position(|other| *other == name)?;
+            Some(paths.get(place).filter(|_| place < count).map_or_else(OsString::new, OsString::from))
+        })
+    };
+    assert!(with(0).unwrap().is_none() && with(3).unwrap().is_some());
+    let error = with(2).unwrap_err();
+    assert!(error.to_string().contains("PHALANX_TLS_KEY names none") && error.remedy().is_some(), "{error}");
+}

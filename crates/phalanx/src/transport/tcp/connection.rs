@@ -1,0 +1,130 @@
+//! A connection of the mesh: a socket, and perhaps TLS above it.
+
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+
+use parking_lot::Mutex;
+use rustix::io::retry_on_intr;
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, recvmsg, sendmsg};
+
+use crate::tls::{Binding, Session};
+
+/// May be used from several threads, each of which receives, or sends, whole messages.
+#[derive(Debug)]
+pub(in crate::transport) struct Connection {
+    socket: TcpStream,
+    /// Both directions share a session; nobody waits while it is locked, unless the socket blocks.
+    tls: Option<Box<Mutex<Session>>>,
+}
+
+impl Connection {
+    pub(super) fn new(socket: TcpStream) -> Self {
+        Self { socket, tls: None }
+    }
+
+    pub(super) fn socket(&self) -> &TcpStream {
+        &self.socket
+    }
+
+    pub(super) fn is_encrypted(&self) -> bool {
+        self.tls.is_some()
+    }
+
+    /// Lets all that follows pass through `session`.
+    pub(super) fn encrypt(&mut self, session: Session) {
+        self.tls = Some(Box::new(Mutex::new(session)));
+    }
+
+    /// Takes the TLS handshake further, if there is one; true when it is done.
+    pub(super) fn handshake(&self) -> io::Result<bool> {
+        self.tls.as_ref().map_or(Ok(true), |tls| tls.lock().handshake(&mut Socket(&self.socket)))
+    }
+
+    /// What no other connection has, if it is encrypted.
+    pub(super) fn binding(&self) -> io::Result<Option<Binding>> {
+        self.tls.as_ref().map(|tls| tls.lock().binding()).transpose()
+    }
+
+    /// Sends what the connection takes now. How much did it take, and has all that it ever took left this process? If not,
+    /// it is to be called again, even with nothing.
+    pub(in crate::transport) fn send(&self, parts: &[IoSlice<'_>]) -> io::Result<(usize, bool)> {
+        match &self.tls {
+            None => Socket(&self.socket).write_vectored(parts).map(|count| (count, true)),
+            Some(tls) => tls.lock().send(&mut Socket(&self.socket), parts),
+        }
+    }
+
+    /// Receives what has come; 0 if the peer has closed the connection.
+    pub(in crate::transport) fn receive(&self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let Some(tls) = &self.tls else { return Socket(&self.socket).read_vectored(parts) };
+        loop {
+            match tls.lock().receive(&mut Socket(&self.socket), parts) {
+                // Only a part of what can be decrypted at once has come.
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                received => return received,
+            }
+        }
+    }
+
+    /// Copies what will be received next.
+    pub(in crate::transport) fn peek(&self, into: &mut [u8]) -> io::Result<usize> {
+        match &self.tls {
+            None => self.socket.peek(into),
+            Some(tls) => tls.lock().peek(&mut Socket(&self.socket), into),
+        }
+    }
+
+    /// Takes the last words, before the peer is hung up on: a socket with something unread would be reset, which might
+    /// take what it was told from it.
+    pub(super) fn discard(&self) {
+        let mut rest = [0; 1024];
+        while matches!(Socket(&self.socket).read(&mut rest), Ok(count) if count == rest.len()) {}
+    }
+
+    /// Has something come that no poll shows?
+    pub(super) fn holds_input(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.lock().holds_input())
+    }
+
+    /// Wakes whoever waits for it, at both ends.
+    pub(super) fn shut(&self) {
+        // One that is closed already has woken its waiter.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// The socket itself. A peer that has gone is an error, whatever this program does about signals.
+struct Socket<'a>(&'a TcpStream);
+
+impl Read for Socket<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.read_vectored(&mut [IoSliceMut::new(buffer)])
+    }
+
+    fn read_vectored(&mut self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let receive = || recvmsg(self.0, parts, &mut RecvAncillaryBuffer::default(), RecvFlags::empty());
+        Ok(retry_on_intr(receive)?.bytes)
+    }
+}
+
+impl Write for Socket<'_> {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(buffer)])
+    }
+
+    fn write_vectored(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        let send = || sendmsg(self.0, parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL);
+        Ok(retry_on_intr(send)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,208 @@
+//! Meshes over TLS: who gets in, who does not, and what each is told.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
+
+use std::io::{ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::accept::HANDSHAKE;
+use super::connect::{Address, Mesh};
+use super::*;
+use crate::key::JobKey;
+use crate::store::MemoryStore;
+use crate::tls::Tls;
+use crate::tls::tests::certificates::Authority;
+use crate::tls::tests::{good, unchecked};
+use crate::wire::tls::is_alert;
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+fn with(tls: Tls) -> Credentials {
+    Credentials { tls: Some(tls), ..Credentials::default() }
+}
+
+/// The mesh of rank `rank` of `world`, or why there is none.
+fn join(store: &MemoryStore, rank: u32, world: u32, credentials: &Credentials) -> Result<Mesh> {
+    let (rank, world) = (Rank::new(rank), WorldSize::new(world)?);
+    let interface = Ipv4Addr::LOCALHOST.into();
+    mesh(&Place { store, rank, world, epoch: Epoch(0), interface, credentials }, soon())
+}
+
+/// Those of two ranks with these credentials.
+fn pair(credentials: [&Credentials; 2]) -> [Result<Mesh>; 2] {
+    let store = MemoryStore::new();
+    thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| {
+            let store = &store;
+            scope.spawn(move || join(store, rank, 2, credentials[rank as usize]))
+        });
+        ranks.map(|rank| rank.join().unwrap())
+    })
+}
+
+/// Where rank 0 listens.
+fn address(store: &MemoryStore) -> std::net::SocketAddr {
+    let address = store.get("mesh/address/0", soon()).unwrap();
+    postcard::from_bytes::<Address>(&address).unwrap().socket
+}
+
+#[test]
+fn what_crosses_a_connection_arrives_whole_and_both_ways_at_once() {
+    let credentials = Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(good()) };
+    let [lower, upper] = pair([&credentials, &credentials]).map(|mesh| mesh.unwrap().connections);
+    let ends = [lower.data[1].as_ref().unwrap(), upper.data[0].as_ref().unwrap()];
+    assert!(ends.iter().all(|end| end.is_encrypted()));
+    let bytes: Vec<u8> = (0..3_000_000u32).map(|i| (i % 249) as u8).collect();
+    thread::scope(|scope| {
+        for end in ends {
+            let bytes = &bytes;
+            scope.spawn(move || {
+                let (mut sent, mut is_out, mut got) = (0, true, vec![0; bytes.len()]);
+                let mut received = 0;
+                while received < bytes.len() || sent < bytes.len() || !is_out {
+                    let mut moved = false;
+                    if sent < bytes.len() || !is_out {
+                        let (taken, out) = end.send(&[IoSlice::new(&bytes[sent..])]).unwrap();
+                        moved |= taken > 0 || (out && !is_out);
+                        (sent, is_out) = (sent + taken, out);
+                    }
+                    if received < bytes.len() {
+                        match end.receive(&mut [IoSliceMut::new(&mut got[received..])]) {
+                            Ok(count) => (received, moved) = (received + count, true),
+                            Err(error) => assert_eq!(error.kind(), ErrorKind::WouldBlock, "{error}"),
+                        }
+                    }
+                    if !moved {
+                        let out = (sent < bytes.len() || !is_out).then_some(end);
+                        assert!(wait(out, Some(end).filter(|_| received < bytes.len()), soon()).unwrap());
+                    }
+                }
+                assert!(got == *bytes);
+            });
+        }
+    });
+}
+
+#[test]
+fn certificates_do_not_replace_the_key() {
+    let tls = good();
+    let keys =
+        [(), ()].map(|()| Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls.clone()) });
+    for error in pair([&keys[0], &keys[1]]).map(|mesh| mesh.err().unwrap()) {
+        assert!(error.to_string().contains("another job key"), "{error}");
+    }
+}
+
+#[test]
+fn both_ranks_are_told_at_once_if_one_has_no_certificate_or_a_bad_one() {
+    let (ca, other) = (Authority::new(), Authority::new());
+    let good = with(unchecked(&ca, &ca.certificate()));
+    let none = Credentials::default();
+    let started = Instant::now();
+    for (pair_of, why) in [
+        ([&good, &none], "it wants TLS, for which this process has no certificates"),
+        ([&none, &good], "it speaks no TLS, which this process has certificates for"),
+        ([&good, &with(unchecked(&ca, &other.certificate()))], "does not accept this process's certificate"),
+        ([&with(unchecked(&ca, &other.certificate())), &good], "it is of another CA"),
+        ([&good, &with(unchecked(&ca, &ca.expired()))], "does not accept this process's certificate"),
+        ([&with(unchecked(&ca, &ca.expired())), &good], "it has expired"),
+    ] {
+        for error in pair(pair_of).map(|mesh| mesh.err().unwrap()) {
+            assert!(error.full_cause().contains(why), "{error}: {}", error.full_cause());
+            assert!(error.remedy().unwrap().contains("PHALANX_TLS_CA"), "{error}");
+            assert_eq!(error.rank(), Some(Rank::new(1)), "{error}");
+        }
+    }
+    assert!(started.elapsed() < Duration::from_secs(40), "{:?}", started.elapsed());
+}
+
+/// Silence, a half of a client's first words, noise in TLS's clothes, and what ranks without TLS say.
+fn stranger(number: usize, address: std::net::SocketAddr, first_words: &[u8]) -> TcpStream {
+    let mut stranger = TcpStream::connect(address).unwrap();
+    let _ = match number % 5 {
+        0 => Ok(()),
+        1 => stranger.write_all(&first_words[..first_words.len() / 2]),
+        2 => stranger.write_all(first_words),
+        3 => stranger.write_all(&[22, 3, 1, 0, 100, number as u8]),
+        _ => stranger.write_all(&[number as u8; 200]),
+    };
+    stranger
+}
+
+/// What a client of TLS says first.
+fn first_words() -> Vec<u8> {
+    struct Words(Vec<u8>);
+    impl Read for Words {
+        fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
+            Err(ErrorKind::WouldBlock.into())
+        }
+    }
+    impl Write for Words {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.write(bytes)
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut words = Words(Vec::new());
+    let error = good().client().unwrap().handshake(&mut words).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::WouldBlock);
+    words.0
+}
+
+#[test]
+fn strangers_and_half_handshakes_hold_nobody_up() {
+    let (store, credentials, words) = (MemoryStore::new(), with(good()), first_words());
+    thread::scope(|scope| {
+        let main = scope.spawn(|| join(&store, 0, 2, &credentials).map(|_| ()));
+        let address = address(&store);
+        let strangers: Vec<TcpStream> = (0..200).map(|number| stranger(number, address, &words)).collect();
+        let started = Instant::now();
+        join(&store, 1, 2, &credentials).unwrap();
+        main.join().unwrap().unwrap();
+        assert!(started.elapsed() < HANDSHAKE * 2, "{:?}", started.elapsed());
+        drop(strangers);
+    });
+}
+
+#[test]
+fn a_slow_handshake_ends_with_the_strangers_time() {
+    let (store, credentials, words) = (MemoryStore::new(), with(good()), first_words());
+    thread::scope(|scope| {
+        let main = scope.spawn(|| join(&store, 0, 2, &credentials).map(|_| ()));
+        let mut slow = TcpStream::connect(address(&store)).unwrap();
+        slow.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+        let started = Instant::now();
+        // Byte by byte it never comes to an end.
+        let dropped = words.iter().cycle().any(|byte| {
+            slow.write_all(&[*byte]).is_err()
+                || match slow.read(&mut [0; 4096]) {
+                    Ok(count) => count == 0,
+                    Err(error) => error.kind() != ErrorKind::WouldBlock,
+                }
+        });
+        assert!(dropped && started.elapsed() < HANDSHAKE * 5, "{:?}", started.elapsed());
+        join(&store, 1, 2, &credentials).unwrap();
+        main.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn who_speaks_no_tls_is_told_so() {
+    let (store, credentials) = (MemoryStore::new(), with(good()));
+    thread::scope(|scope| {
+        let main = scope.spawn(|| join(&store, 0, 2, &credentials).map(|_| ()));
+        let mut plain = TcpStream::connect(address(&store)).unwrap();
+        plain.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        plain.write_all(b"PHXH and what follows").unwrap();
+        let mut answer = Vec::new();
+        plain.read_to_end(&mut answer).unwrap();
+        assert!(is_alert(&answer), "{answer:?}");
+        join(&store, 1, 2, &credentials).unwrap();
+        main.join().unwrap().unwrap();
+    });
+}
