@@ -105,10 +105,12 @@ fn across(options: &Run, hosts: HostList) -> Result<RemoteJob, String> {
         .start_timeout(options.hosts.start_timeout)
         .grace(options.grace_period)
         .open_store(options.open_store);
-    let job = options.tls.apply(key(options)?.into_iter().fold(job, RemoteJob::key), RemoteJob::tls)?;
+    let job = key(options)?.into_iter().fold(job, RemoteJob::key);
     let job = options.nodes.bind.into_iter().fold(job, RemoteJob::bind);
     let elastic = options.elastic.hosts(options.hosts.num_proc, options.max_restarts)?;
     let elastic = elastic.map(|elastic| options.rdzv_id.iter().fold(elastic, ElasticHosts::run_id));
+    // Only then does this command serve a store itself.
+    let job = if elastic.is_some() { options.tls.apply(job, RemoteJob::tls)? } else { job };
     let job = elastic.into_iter().fold(job, RemoteJob::elastic);
     Ok(options.nodes.master_addr.iter().fold(job, RemoteJob::master_addr))
 }

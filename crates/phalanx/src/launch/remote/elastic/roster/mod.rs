@@ -203,7 +203,12 @@ impl Roster {
     pub(super) fn up(&mut self, host: usize, now: Instant) {
         if let Standing::In { up: up @ None, places, .. } = &mut self.hosts[host].standing {
             *up = Some(now);
-            places.iter_mut().for_each(|place| place.holder = Holder::Running { since: now });
+            for place in places {
+                // A worker may have failed before this was heard.
+                if let Holder::Running { since } = &mut place.holder {
+                    *since = now;
+                }
+            }
             self.begun = true;
         }
     }
