@@ -1,6 +1,6 @@
 //! Distributed data-parallel training: process groups, collectives, a gradient reducer, samplers and a launcher.
 //!
-//! This crate knows no tensor framework; `phalanx-burn` is the adapter for Burn. It holds no global state: a
+//! This crate knows no tensor framework; `phalanx-burn` is the adapter for Burn. No state of a group is global: a
 //! [`ProcessGroup`] is a handle, and a second group is just another handle.
 //!
 //! ```

@@ -19,7 +19,7 @@ pub(crate) struct Startup {
     nproc_per_node: u32,
 
     /// How many jobs are started
-    #[arg(short = 'n', long, default_value_t = 30, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short = 'n', long, default_value_t = 200, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     iterations: u32,
 
     /// Be one of the ranks
@@ -41,11 +41,11 @@ const MANUAL: &str = "\
 Rows (milliseconds over all starts):
   program  from when the program is started until it runs
   job      from when `phalanx run` is started until the last rank has the result of its all_reduce
-  beyond   the difference: of the medians, and of the 99th percentiles
+  beyond   what the job takes longer than the median of the program
 
 Examples:
   phalanx bench startup
-  phalanx bench startup --nproc-per-node 8 -n 100";
+  phalanx bench startup --nproc-per-node 8 -n 1000";
 
 /// In front of the time in nanoseconds that a process tells.
 const TOLD: &str = "phalanx-startup ";
@@ -70,7 +70,7 @@ impl Startup {
             job.push(time(command.args(["bench", "startup", "--worker"]), self.nproc_per_node)?);
         }
         let (alone, job) = (Spread::of(alone), Spread::of(job));
-        let beyond = Spread { p50: job.p50 - alone.p50, p99: job.p99 - alone.p99 };
+        let beyond = Spread { p50: job.p50 - alone.p50, p99: job.p99 - alone.p50 };
         line(&["", "p50", "p99"].map(str::to_owned))?;
         for (name, Spread { p50, p99 }) in [("program", alone), ("job", job), ("beyond", beyond)] {
             line(&[name.to_owned(), format!("{p50:.1}"), format!("{p99:.1}")])?;

@@ -95,7 +95,7 @@ impl Checkpoints {
     ///
     /// Opened again, by this process, it is the later one that saves, behind what was handed over before. In an
     /// [elastic](crate::elastic) job a later round takes the folder over from an earlier one, whose rank 0 may be frozen: when
-    /// that one wakes, it finds out, and changes nothing.
+    /// that one wakes, it finds out, and at most removes an old checkpoint that it was about to remove.
     ///
     /// # Errors
     /// On every rank, if rank 0 cannot write there, or a process of another job writes there. In an elastic job it ends rank 0

@@ -112,14 +112,30 @@ impl Owner {
     fn make(folder: &Path, follows: u64, by: &Claimant, deadline: Deadline) -> io::Result<Option<Self>> {
         let number = follows + 1;
         let path = file(folder, number);
-        let mut file = match File::create_new(&path) {
+        let file = match File::create_new(&path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
             made => made?,
         };
+        let made = Self::sign(folder, follows, by, (&path, file), deadline);
+        if !matches!(made, Ok(Some(_))) {
+            // Left there it would take the folder from whoever owns it.
+            let _ = fs::remove_file(&path);
+        }
+        made
+    }
+
+    /// Makes a claim of the new file at `path`, unless others have been here meanwhile.
+    fn sign(
+        folder: &Path,
+        follows: u64,
+        by: &Claimant,
+        (path, mut file): (&Path, File),
+        deadline: Deadline,
+    ) -> io::Result<Option<Self>> {
+        let number = follows + 1;
         // Whoever looks whether it is locked holds the lock for a moment.
-        while !lock(&path, &file, FlockOperation::NonBlockingLockExclusive)? {
+        while !lock(path, &file, FlockOperation::NonBlockingLockExclusive)? {
             if deadline.has_passed() {
-                let _ = fs::remove_file(&path);
                 return Err(io::ErrorKind::TimedOut.into());
             }
             std::thread::sleep(PAUSE);
@@ -129,7 +145,6 @@ impl Owner {
         let owner = Self { folder: folder.to_owned(), number, follows, _file: file };
         if newest(folder)? > number {
             // It was frozen since it looked: others have been here, and have removed the claims in between.
-            let _ = fs::remove_file(&path);
             return Ok(None);
         }
         for old in claims(folder)?.into_iter().filter(|old| *old < number) {
@@ -155,6 +170,9 @@ impl Owner {
             newest if newest > self.number => Err(io::Error::other(
                 "another process has taken over, in a later round of the job, since this one was given up",
             )),
+            newest if newest < self.number => {
+                Err(io::Error::other("this process's claim to the folder has been removed"))
+            }
             _ => Ok(()),
         }
     }

@@ -34,7 +34,8 @@
 //! the loop: each time the loop is called, rank and world size may be others. Survivors have the first ranks, in their old
 //! order, so rank 0 always has the state.
 //!
-//! With [`Context::step`] not even the step is lost that a death cuts off: the survivors do it again.
+//! With [`Context::step`] in most cases not even the step is lost that a death cuts off: the survivors do it again. The guide
+//! says when not.
 //!
 //! The guide `docs/guide/elastic.md` says more.
 

@@ -203,7 +203,7 @@ impl Reducer {
     /// Lets buckets wait for another group, if gradients are kept and `error` may be that of the group.
     pub(super) fn suspend(&mut self, error: Error) -> Result<()> {
         match &mut self.kept {
-            Some(kept) if !(error.is_invalid_argument() || error.is_mismatch()) => {
+            Some(kept) if is_the_groups(&error) => {
                 kept.suspended = true;
                 kept.cut_off = Some(error);
                 Ok(())
@@ -211,6 +211,11 @@ impl Reducer {
             _ => Err(error),
         }
     }
+}
+
+/// What is this rank's own, such as too little memory, ends the group: the others would wait for it.
+fn is_the_groups(error: &Error) -> bool {
+    error.is_peer_failure() || error.is_peer_left() || error.is_timeout() || error.is_aborted()
 }
 
 fn keeps_none() -> Error {
