@@ -168,6 +168,10 @@ impl<'a> Conductor<'a> {
                     self.say(host, Word::Replace(place));
                     Ok(())
                 }
+                Action::Vacate { host, place } => {
+                    self.say(host, Word::Vacate(place));
+                    Ok(())
+                }
                 Action::Retire { host } => {
                     let text =
                         format!("{} is no longer listed so: its workers are ended", self.roster.name(host));
