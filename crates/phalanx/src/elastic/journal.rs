@@ -84,6 +84,8 @@ pub(super) fn begin(store: &dyn Store, deadline: Deadline) -> Result<(State, u64
             return Ok((State::default(), 0));
         }
         match store.get(&state_key(index), deadline.at_most(MOMENT)) {
+            // Removed between the wait for it and the answer: `base` has moved.
+            Ok(bytes) if bytes.is_empty() && !deadline.has_passed() => {}
             Ok(bytes) => {
                 let state: State = log::decode(VERSION, &bytes, "another worker")?;
                 let strange = || Error::protocol("the state of the workers' log makes no sense");
