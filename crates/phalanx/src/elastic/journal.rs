@@ -27,6 +27,8 @@ pub(super) const STRIDE: u64 = 64;
 
 const BASE: &str = "base";
 const TRIMMED: &str = "trimmed";
+/// After how many removed entries `trimmed` moves: the time may be up before all of them are.
+const MARK: u64 = 16;
 /// Before a state, as before an entry.
 const VERSION: u8 = 1;
 /// How long the store may take to answer what waits for nobody.
@@ -129,13 +131,18 @@ pub(super) fn trim(store: &dyn Store, index: u64, state: &State, deadline: Deadl
         return Ok(());
     }
     let from = u64::try_from(store.add(TRIMMED, 0, deadline)?).unwrap_or(0);
+    let mut noted = from;
     for entry in from..index {
         store.delete_key(&log::key(entry), deadline)?;
         if entry > 0 && entry.is_multiple_of(STRIDE) {
             store.delete_key(&state_key(entry), deadline)?;
         }
+        let end = entry + 1;
+        if end.is_multiple_of(MARK) || end == index {
+            store.compare_set(TRIMMED, noted.to_string().as_bytes(), end.to_string().as_bytes(), deadline)?;
+            noted = end;
+        }
     }
-    store.compare_set(TRIMMED, from.to_string().as_bytes(), new.as_bytes(), deadline)?;
     Ok(())
 }
 
