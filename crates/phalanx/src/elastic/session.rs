@@ -485,13 +485,17 @@ fn keep_watch(shared: &Shared, (interval, attempts): (Duration, u32)) {
 }
 
 fn look(shared: &Shared, liveness: &mut Liveness<WorkerId>, deadline: Deadline) -> Result<()> {
-    let (own, others) = {
+    let (own, others, is_given_up) = {
         let seen = shared.seen.lock();
         let others = seen.state.watched_by(seen.me.id).into_iter();
         let others = others.filter_map(|id| Some((id, beat(seen.state.worker(id)?))));
-        (beat(&seen.me), others.collect::<Vec<_>>())
+        let is_given_up = seen.heard && !seen.state.is_present(seen.me.id);
+        (beat(&seen.me), others.collect::<Vec<_>>(), is_given_up)
     };
-    shared.store.add(&own, 1, deadline)?;
+    // Another one may be in its place by now, and stand still.
+    if !is_given_up {
+        shared.store.add(&own, 1, deadline)?;
+    }
     if others.is_empty() {
         return Ok(());
     }
