@@ -100,18 +100,36 @@ pub(super) fn begin(store: &dyn Store, deadline: Deadline) -> Result<(State, u64
     }
 }
 
-/// What is at `index`; waits until something is there.
+/// What is at `index`; waits until something is there. A time-out says that nothing is yet.
 pub(super) fn read(store: &dyn Store, index: u64, deadline: Deadline) -> Result<Read> {
     let found = match store.multi_get(&[&log::key(index), BASE], deadline) {
         Ok(found) => Some(found),
         // What has been removed never comes.
-        Err(error) if error.is_timeout() && base(store, Deadline::after(ANSWER))? > index => None,
+        Err(error) if error.is_timeout() && answer(|deadline| base(store, deadline))? > index => None,
         Err(error) => return Err(error),
     };
     match found.as_deref() {
         Some([entry, base]) if number(base)? <= index => Entry::from_bytes(entry).map(Read::Entry),
-        _ => begin(store, Deadline::after(ANSWER)).map(|(state, next)| Read::Behind(state, next)),
+        _ => answer(|deadline| begin(store, deadline)).map(|(state, next)| Read::Behind(state, next)),
     }
+}
+
+/// What a store says that waits for nobody; none in time is no time-out, which would say that nothing is new. It is asked
+/// twice, as this process may have been stopped in between.
+fn answer<T>(ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
+    let is_late = |answer: &Result<T>| answer.as_ref().is_err_and(Error::is_timeout);
+    let mut answer = ask(Deadline::after(ANSWER));
+    if is_late(&answer) {
+        answer = ask(Deadline::after(ANSWER));
+    }
+    if !is_late(&answer) {
+        return answer;
+    }
+    answer.map_err(|error| {
+        Error::environment("the store in which the workers meet does not answer")
+            .with_source(error)
+            .with_remedy("is the launcher that serves it still there, and can its host be reached?")
+    })
 }
 
 /// Moves `base` to `index`, a multiple of [`STRIDE`], where the log has led to `state`, and removes what is before it.

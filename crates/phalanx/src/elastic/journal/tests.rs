@@ -163,6 +163,22 @@ fn a_newcomer_that_finds_nothing_where_a_state_was_looks_for_the_next() {
 }
 
 #[test]
+fn a_store_that_does_not_answer_is_not_taken_for_one_that_has_nothing_new() {
+    let asked = std::cell::Cell::new(0);
+    let silent_for = |times: u32| {
+        asked.set(0);
+        answer(|_| {
+            asked.set(asked.get() + 1);
+            if asked.get() > times { Ok(()) } else { Err(Error::timeout("silent")) }
+        })
+    };
+    assert!(silent_for(1).is_ok());
+    let error = silent_for(9).unwrap_err();
+    assert!(!error.is_timeout() && error.remedy().is_some(), "{error}");
+    assert_eq!(asked.get(), 2);
+}
+
+#[test]
 fn the_store_of_a_job_with_ten_thousand_kills_stays_small() {
     let (store, mut journal) = filled(0);
     let mut append = |entry: Entry| journal.try_append(&entry, limit()).unwrap().unwrap();
