@@ -27,6 +27,8 @@ pub(super) const STRIDE: u64 = 64;
 
 const BASE: &str = "base";
 const TRIMMED: &str = "trimmed";
+/// After how many removed entries `trimmed` moves: the time may be up before all of them are.
+const MARK: u64 = 16;
 /// Before a state, as before an entry.
 const VERSION: u8 = 1;
 /// How long the store may take to answer what waits for nobody.
@@ -84,6 +86,8 @@ pub(super) fn begin(store: &dyn Store, deadline: Deadline) -> Result<(State, u64
             return Ok((State::default(), 0));
         }
         match store.get(&state_key(index), deadline.at_most(MOMENT)) {
+            // Removed between the wait for it and the answer: `base` has moved.
+            Ok(bytes) if bytes.is_empty() && !deadline.has_passed() => {}
             Ok(bytes) => {
                 let state: State = log::decode(VERSION, &bytes, "another worker")?;
                 let strange = || Error::protocol("the state of the workers' log makes no sense");
@@ -96,18 +100,36 @@ pub(super) fn begin(store: &dyn Store, deadline: Deadline) -> Result<(State, u64
     }
 }
 
-/// What is at `index`; waits until something is there.
+/// What is at `index`; waits until something is there. A time-out says that nothing is yet.
 pub(super) fn read(store: &dyn Store, index: u64, deadline: Deadline) -> Result<Read> {
     let found = match store.multi_get(&[&log::key(index), BASE], deadline) {
         Ok(found) => Some(found),
         // What has been removed never comes.
-        Err(error) if error.is_timeout() && base(store, Deadline::after(ANSWER))? > index => None,
+        Err(error) if error.is_timeout() && answer(|deadline| base(store, deadline))? > index => None,
         Err(error) => return Err(error),
     };
     match found.as_deref() {
         Some([entry, base]) if number(base)? <= index => Entry::from_bytes(entry).map(Read::Entry),
-        _ => begin(store, Deadline::after(ANSWER)).map(|(state, next)| Read::Behind(state, next)),
+        _ => answer(|deadline| begin(store, deadline)).map(|(state, next)| Read::Behind(state, next)),
     }
+}
+
+/// What a store says that waits for nobody; none in time is no time-out, which would say that nothing is new. It is asked
+/// twice, as this process may have been stopped in between.
+fn answer<T>(ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
+    let is_late = |answer: &Result<T>| answer.as_ref().is_err_and(Error::is_timeout);
+    let mut answer = ask(Deadline::after(ANSWER));
+    if is_late(&answer) {
+        answer = ask(Deadline::after(ANSWER));
+    }
+    if !is_late(&answer) {
+        return answer;
+    }
+    answer.map_err(|error| {
+        Error::environment("the store in which the workers meet does not answer")
+            .with_source(error)
+            .with_remedy("is the launcher that serves it still there, and can its host be reached?")
+    })
 }
 
 /// Moves `base` to `index`, a multiple of [`STRIDE`], where the log has led to `state`, and removes what is before it.
@@ -127,13 +149,18 @@ pub(super) fn trim(store: &dyn Store, index: u64, state: &State, deadline: Deadl
         return Ok(());
     }
     let from = u64::try_from(store.add(TRIMMED, 0, deadline)?).unwrap_or(0);
+    let mut noted = from;
     for entry in from..index {
         store.delete_key(&log::key(entry), deadline)?;
         if entry > 0 && entry.is_multiple_of(STRIDE) {
             store.delete_key(&state_key(entry), deadline)?;
         }
+        let end = entry + 1;
+        if end.is_multiple_of(MARK) || end == index {
+            store.compare_set(TRIMMED, noted.to_string().as_bytes(), end.to_string().as_bytes(), deadline)?;
+            noted = end;
+        }
     }
-    store.compare_set(TRIMMED, from.to_string().as_bytes(), new.as_bytes(), deadline)?;
     Ok(())
 }
 

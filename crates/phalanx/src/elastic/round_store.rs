@@ -40,8 +40,10 @@ impl RoundStore {
     }
 
     fn note(&self, key: &str, deadline: Deadline) -> Result<()> {
-        if self.known.lock().insert(key.to_owned()) {
+        if !self.known.lock().contains(key) {
             self.all.append(&self.list, format!("{key}\n").as_bytes(), deadline)?;
+            // Only now: if that has failed, it is to be written down the next time. Twice does no harm.
+            self.known.lock().insert(key.to_owned());
         }
         Ok(())
     }
@@ -141,7 +143,20 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::store::MemoryStore;
+    use crate::store::{MAX_VALUE, MemoryStore};
+
+    #[test]
+    fn a_key_that_could_not_be_written_down_is_so_the_next_time() {
+        let limit = Deadline::after(Duration::from_secs(20));
+        let all: SharedStore = Arc::new(MemoryStore::new());
+        let round = RoundStore::new(&all, 1);
+        // A list to which nothing can be added.
+        all.set("keys/1", &vec![b'x'; MAX_VALUE], limit).unwrap();
+        assert!(round.set("a", b"1", limit).is_err());
+        all.delete_key("keys/1", limit).unwrap();
+        round.set("a", b"1", limit).unwrap();
+        assert_eq!(all.get("keys/1", limit).unwrap(), b"a\n");
+    }
 
     #[test]
     fn what_rounds_leave_is_removed_also_what_comes_late() {

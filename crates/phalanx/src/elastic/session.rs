@@ -32,6 +32,8 @@ const LOOK: Duration = Duration::from_millis(200);
 const ANSWER: Duration = Duration::from_secs(30);
 /// How long the last word of this worker may take.
 const LAST_WORD: Duration = Duration::from_secs(1);
+/// How long removing what nobody needs any more may take at a time.
+const TIDY: Duration = Duration::from_secs(1);
 
 /// What comes of waiting for a round.
 pub(super) enum Met {
@@ -475,18 +477,25 @@ fn keep_watch(shared: &Shared, (interval, attempts): (Duration, u32)) {
         if let Err(error) = look(shared, &mut liveness, Deadline::after(silence)) {
             tracing::debug!(%error, "the other workers could not be looked at");
         }
+        // Last, and not for long: the next beat waits for it.
+        if let Err(error) = tidy(shared, Deadline::after(TIDY.min(silence / 2))) {
+            tracing::debug!(%error, "what nobody needs any more could not be removed");
+        }
     }
 }
 
 fn look(shared: &Shared, liveness: &mut Liveness<WorkerId>, deadline: Deadline) -> Result<()> {
-    let (own, others) = {
+    let (own, others, is_given_up) = {
         let seen = shared.seen.lock();
         let others = seen.state.watched_by(seen.me.id).into_iter();
         let others = others.filter_map(|id| Some((id, beat(seen.state.worker(id)?))));
-        (beat(&seen.me), others.collect::<Vec<_>>())
+        let is_given_up = seen.heard && !seen.state.is_present(seen.me.id);
+        (beat(&seen.me), others.collect::<Vec<_>>(), is_given_up)
     };
-    shared.store.add(&own, 1, deadline)?;
-    tidy(shared, deadline)?;
+    // Another one may be in its place by now, and stand still.
+    if !is_given_up {
+        shared.store.add(&own, 1, deadline)?;
+    }
     if others.is_empty() {
         return Ok(());
     }

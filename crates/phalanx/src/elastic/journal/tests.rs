@@ -144,6 +144,41 @@ fn what_a_trimmer_leaves_that_dies_the_next_one_removes() {
 }
 
 #[test]
+fn a_newcomer_that_finds_nothing_where_a_state_was_looks_for_the_next() {
+    let (store, _) = filled(2 * STRIDE);
+    let mut reader = Reader::new(&store);
+    reader.read_up_to(STRIDE);
+    reader.trim();
+    reader.read_up_to(2 * STRIDE);
+    // As a store answers from which it is removed while somebody waits for it.
+    store.set(&state_key(STRIDE), b"", limit()).unwrap();
+    let newcomer = std::thread::spawn({
+        let store = SharedStore::clone(&store);
+        move || begin(&*store, limit())
+    });
+    // So that it looks for sure.
+    std::thread::sleep(MOMENT);
+    reader.trim();
+    assert_eq!(newcomer.join().unwrap().unwrap().1, 2 * STRIDE);
+}
+
+#[test]
+fn a_store_that_does_not_answer_is_not_taken_for_one_that_has_nothing_new() {
+    let asked = std::cell::Cell::new(0);
+    let silent_for = |times: u32| {
+        asked.set(0);
+        answer(|_| {
+            asked.set(asked.get() + 1);
+            if asked.get() > times { Ok(()) } else { Err(Error::timeout("silent")) }
+        })
+    };
+    assert!(silent_for(1).is_ok());
+    let error = silent_for(9).unwrap_err();
+    assert!(!error.is_timeout() && error.remedy().is_some(), "{error}");
+    assert_eq!(asked.get(), 2);
+}
+
+#[test]
 fn the_store_of_a_job_with_ten_thousand_kills_stays_small() {
     let (store, mut journal) = filled(0);
     let mut append = |entry: Entry| journal.try_append(&entry, limit()).unwrap().unwrap();

@@ -168,6 +168,10 @@ impl<'a> Conductor<'a> {
                     self.say(host, Word::Replace(place));
                     Ok(())
                 }
+                Action::Vacate { host, place } => {
+                    self.say(host, Word::Vacate(place));
+                    Ok(())
+                }
                 Action::Retire { host } => {
                     let text =
                         format!("{} is no longer listed so: its workers are ended", self.roster.name(host));
@@ -230,9 +234,10 @@ impl<'a> Conductor<'a> {
 
     fn end_all(&mut self, cause: Cause, signal: Signal) {
         self.end.get_or_insert(cause);
-        self.discovery = None;
         let patience = self.job.patience();
         self.peers.iter_mut().for_each(|peer| tell_to_end(peer, signal, patience));
+        // Afterwards: it waits until the script has ended.
+        self.discovery = None;
     }
 
     /// These are the hosts now.

@@ -13,6 +13,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::HostDiscovery;
@@ -110,10 +111,9 @@ fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u
     let deadline = Instant::now() + PATIENCE;
     let (mut bytes, mut is_open) = (Vec::new(), true);
     loop {
-        let look = Timespec::try_from(LOOK).ok();
-        let mut descriptors = [PollFd::new(stdout, PollFlags::IN)];
-        let ready = is_open && poll(&mut descriptors, look.as_ref()).is_ok_and(|count| count > 0);
-        if ready {
+        // Asked before the look at its output, where then all is that it has said.
+        let is_over = has_ended(child).map_err(|error| error.to_string())?;
+        if is_open && is_readable(stdout, if is_over { Duration::ZERO } else { LOOK })? {
             let mut buffer = [0; 4096];
             match stdout.read(&mut buffer) {
                 Ok(0) => is_open = false,
@@ -124,9 +124,7 @@ fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u
             if bytes.len() > MAX_ANSWER {
                 return Err(format!("it prints more than {MAX_ANSWER} bytes"));
             }
-            continue;
-        }
-        if has_ended(child).map_err(|error| error.to_string())? {
+        } else if is_over {
             return Ok(bytes);
         }
         if ends.load(Ordering::Relaxed) {
@@ -135,10 +133,17 @@ fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u
         if Instant::now() >= deadline {
             return Err(format!("it has not ended within {} s", PATIENCE.as_secs()));
         }
-        if !is_open {
+        if !is_open && !is_over {
             std::thread::sleep(LOOK);
         }
     }
+}
+
+/// Is there something to be read, or the end, within this time?
+fn is_readable(stdout: &File, within: Duration) -> Result<bool, String> {
+    let within = Timespec::try_from(within).map_err(|error| error.to_string())?;
+    let ready = retry_on_intr(|| poll(&mut [PollFd::new(stdout, PollFlags::IN)], Some(&within)));
+    ready.map(|count| count > 0).map_err(|error| error.to_string())
 }
 
 /// Has it ended? It stays a zombie, which keeps its number.
@@ -191,12 +196,18 @@ mod tests {
 
     #[test]
     fn who_asks_no_more_leaves_nothing_behind() {
+        for endless in ["sleep 60", "while :; do echo a; sleep 0.002; done"] {
+            ends_with_who_asks(endless);
+        }
+    }
+
+    fn ends_with_who_asks(endless: &str) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("hosts");
         let pid = folder.path().join("pid");
         std::fs::write(
             &path,
-            format!("#!/bin/sh\necho $$ > {0}.new; mv {0}.new {0}; sleep 60\n", pid.display()),
+            format!("#!/bin/sh\necho $$ > {0}.new; mv {0}.new {0}; {endless}\n", pid.display()),
         )
         .unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
@@ -207,7 +218,9 @@ mod tests {
             assert!(Instant::now() < deadline);
             std::thread::sleep(LOOK);
         }
+        let started = Instant::now();
         drop(discovery);
+        assert!(started.elapsed() < PATIENCE);
         let pid = std::fs::read_to_string(&pid).unwrap();
         assert!(!Path::new(&format!("/proc/{}", pid.trim())).exists());
     }

@@ -13,7 +13,9 @@ impl Roster {
             return actions;
         }
         self.decided = Some(now);
-        if !self.is_ending() {
+        if self.is_ending() {
+            self.vacate(&mut actions);
+        } else {
             self.retire(now, &mut actions);
             self.replace(now, &mut actions);
             self.launch(now, &mut actions);
@@ -73,6 +75,20 @@ impl Roster {
         }
     }
 
+    /// Who was promised is needed no more; a launcher waits for what becomes of the place.
+    fn vacate(&mut self, actions: &mut Vec<Action>) {
+        for (index, host) in self.hosts.iter_mut().enumerate() {
+            let Standing::In { places, .. } = &mut host.standing else { continue };
+            for (number, place) in (0..).zip(places) {
+                if matches!(place.holder, Holder::Cooling { .. }) {
+                    place.holder = Holder::Nobody;
+                    self.spared += 1;
+                    actions.push(Action::Vacate { host: index, place: number });
+                }
+            }
+        }
+    }
+
     /// Hosts fill the world in order.
     fn launch(&mut self, now: Instant, actions: &mut Vec<Action>) {
         for index in 0..self.hosts.len() {
@@ -111,7 +127,7 @@ impl Roster {
 
     /// How many there are, if that is too few, and it is of no use to wait.
     fn too_few(&mut self, now: Instant) -> Option<u32> {
-        let there = self.hosts.iter().map(Host::active).sum::<u32>() + self.done;
+        let there = self.hosts.iter().map(Host::active).sum::<u32>() + self.done + self.spared;
         if there >= self.limits.min {
             self.few_since = None;
             return None;

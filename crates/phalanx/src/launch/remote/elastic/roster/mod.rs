@@ -39,6 +39,8 @@ pub(super) struct Roster {
     used: u32,
     /// How many workers have ended well.
     done: u32,
+    /// How many were promised, and were needed no more when the first had ended well: they would have done so too.
+    spared: u32,
     /// Has any host ever been up?
     begun: bool,
     few_since: Option<Instant>,
@@ -100,6 +102,8 @@ pub(super) enum Action {
     Launch { host: usize, first: u32, slots: u32 },
     /// Another worker takes this place.
     Replace { host: usize, place: u32 },
+    /// No other worker takes this place, for which one was promised.
+    Vacate { host: usize, place: u32 },
     /// End its workers.
     Retire { host: usize },
     /// Tell the workers how many there are.
@@ -158,6 +162,7 @@ impl Roster {
             hosts: Vec::new(),
             used: 0,
             done: 0,
+            spared: 0,
             begun: false,
             few_since: None,
             expected: None,

@@ -169,6 +169,8 @@ fn nobody_begins_when_one_has_ended_well() {
     assert_eq!(roster.failed(1, 1, now), Fate::Replaced { after: Duration::ZERO });
     roster.done(0, 1);
     assert_eq!(roster.failed(0, 0, now), Fate::Empty);
+    // The launcher waits for what becomes of the place for which one was promised.
+    assert_eq!(roster.decide(now), [Action::Vacate { host: 1, place: 1 }]);
     assert_eq!(roster.decide(now), []);
     // Nobody is waited for by looking again and again.
     assert_eq!(roster.wake_at(), None);
@@ -179,6 +181,18 @@ fn nobody_begins_when_one_has_ended_well() {
     roster.ended(0);
     assert_eq!(roster.decide(now + PATIENCE), []);
     assert!(roster.is_ending());
+}
+
+#[test]
+fn who_was_promised_when_one_ended_well_is_not_missed() {
+    let now = Instant::now();
+    let mut roster = roster(limits(2, 2, 9), &[("a", 1), ("b", 1)], now);
+    roster.decide(now);
+    (0..2).for_each(|host| roster.up(host, now));
+    assert_eq!(roster.failed(1, 0, now), Fate::Replaced { after: Duration::ZERO });
+    roster.done(0, 0);
+    assert_eq!(roster.decide(now), [Action::Vacate { host: 1, place: 0 }]);
+    assert_eq!(roster.decide(now + PATIENCE), []);
 }
 
 #[derive(Clone, Debug)]
@@ -231,6 +245,10 @@ impl World {
                 Action::Replace { host, place } => {
                     let (numbers, leaves) = &self.up[&host];
                     assert!(!leaves && place < numbers.end - numbers.start);
+                }
+                Action::Vacate { host, place } => {
+                    let (numbers, leaves) = &self.up[&host];
+                    assert!(!leaves && place < numbers.end - numbers.start && roster.is_ending());
                 }
                 Action::Retire { host } => self.up.get_mut(&host).unwrap().1 = true,
                 Action::Expect { .. } => {}
@@ -296,7 +314,10 @@ proptest! {
             now = roster.wake_at().unwrap_or(now + seconds(1)).max(now);
         }
         let active = roster.hosts.iter().map(Host::active).sum::<u32>() + roster.done;
-        prop_assert!(world.over || active >= min, "{roster:?}");
+        prop_assert!(world.over || active + roster.spared >= min, "{roster:?}");
+        // No launcher waits for ever for what becomes of a place.
+        let promised = |place: &Place| matches!(place.holder, Holder::Cooling { .. });
+        prop_assert!(!roster.is_ending() || world.over || !roster.hosts.iter().flat_map(Host::places).any(promised), "{roster:?}");
         // Nobody is left out who is named, could come and has room.
         let waits = |host: &Host| host.wanted && matches!(host.standing, Standing::Out { .. });
         let room = active < limits.max && !world.over && !roster.is_ending();
