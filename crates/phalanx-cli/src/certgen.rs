@@ -2,7 +2,7 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
@@ -74,6 +74,7 @@ fn make(options: &Certgen) -> Result<(), String> {
 fn ca(folder: &Path, days: u32) -> Result<Issuer<'static, KeyPair>, String> {
     let file = folder.join("ca.key");
     let read = match fs::read_to_string(&file) {
+        Ok(_) if let Err(why) = check(folder, &file) => Some(Err(why)),
         Ok(text) => Some(KeyPair::from_pem(&text).map_err(|error| error.to_string())),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => Some(Err(error.to_string())),
@@ -92,6 +93,33 @@ fn ca(folder: &Path, days: u32) -> Result<Issuer<'static, KeyPair>, String> {
         }
     };
     Ok(Issuer::new(params, key))
+}
+
+/// May the CA whose key is in `file` be used on?
+fn check(folder: &Path, file: &Path) -> Result<(), String> {
+    let about = fs::metadata(file).map_err(|error| error.to_string())?;
+    let user = rustix::process::geteuid().as_raw();
+    if about.uid() != user {
+        return Err(format!(
+            "it belongs to user {}, and this command runs as {user}: take another folder",
+            about.uid()
+        ));
+    }
+    if about.mode() & 0o077 != 0 {
+        return Err(format!(
+            "others may use it (mode {:o}): chmod 600 {}, and make a new CA in another folder if others may have read it",
+            about.mode() & 0o777,
+            file.display()
+        ));
+    }
+    let certificate = folder.join("ca.pem");
+    match certificate.try_exists() {
+        Ok(true) => Ok(()),
+        _ => Err(format!(
+            "its certificate {} is missing: put it back, or take another folder",
+            certificate.display()
+        )),
+    }
 }
 
 /// A new key, and what is the same in all certificates.

@@ -80,6 +80,24 @@ fn a_job_runs_over_tls_with_what_certgen_makes() {
 }
 
 #[test]
+fn a_ca_that_others_may_use_or_without_its_certificate_makes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert!(certgen(&["node0"], folder).status.success());
+    let refused = |why: &str| {
+        let output = certgen(&["node1"], folder);
+        assert!(!output.status.success() && text(&output.stderr).contains(why), "{}", text(&output.stderr));
+        assert!(!folder.join("node1.key").exists());
+    };
+    let key = folder.join("ca.key");
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o640)).unwrap();
+    refused("others may use it (mode 640)");
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
+    fs::remove_file(folder.join("ca.pem")).unwrap();
+    refused("ca.pem is missing");
+}
+
+#[test]
 fn who_is_given_a_part_of_it_or_something_else_is_told() {
     let folder = tempfile::tempdir().unwrap();
     assert!(certgen(&["host"], folder.path()).status.success());

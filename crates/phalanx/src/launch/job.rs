@@ -227,7 +227,8 @@ impl Job {
     }
 
     /// Lets programs use the workers' store that do not know the job's key, from wherever they reach it. Without this only
-    /// those may that this user runs on the store's own host. PyTorch programs on several nodes need it.
+    /// those may that this user runs on the store's own host. PyTorch programs on several nodes need it. Not together with
+    /// [`tls`](Self::tls), of which they know nothing.
     pub fn open_store(mut self, open: bool) -> Self {
         self.open_store = open;
         self
@@ -244,6 +245,7 @@ impl Job {
     /// raise it again: see [`Outcome::Interrupted`](super::Outcome::Interrupted).
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
         self.check_elastic()?;
+        check_open_store(self.open_store, &self.credentials)?;
         attempts::run(self, observer)
     }
 
@@ -398,10 +400,34 @@ impl Job {
     }
 }
 
+/// A store that all may use without TLS is no store of a job with it.
+pub(super) fn check_open_store(is_open: bool, credentials: &Credentials) -> Result<()> {
+    if is_open && credentials.tls.is_some() {
+        return Err(Error::invalid_argument("an open store would let programs in that do not speak TLS")
+            .with_remedy("leave out open_store (--open-store), or the certificates (--tls-ca and so on)"));
+    }
+    Ok(())
+}
+
 /// A name for the job that no other job has.
 pub(super) fn random_name() -> Result<String> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)
         .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
     Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
+}
+
+#[cfg(all(test, feature = "tls"))]
+mod tests {
+    use super::*;
+    use crate::tls::tests::good;
+
+    #[test]
+    fn a_store_is_not_open_to_all_and_closed_to_those_without_tls() {
+        let credentials = Credentials { tls: Some(good()), ..Credentials::default() };
+        let error = check_open_store(true, &credentials).unwrap_err();
+        assert!(error.to_string().contains("do not speak TLS") && error.remedy().is_some(), "{error}");
+        check_open_store(false, &credentials).unwrap();
+        check_open_store(true, &Credentials::default()).unwrap();
+    }
 }

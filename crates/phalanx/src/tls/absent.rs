@@ -41,6 +41,10 @@ impl Session {
         match self.0 {}
     }
 
+    pub(crate) fn admit(&mut self) {
+        match self.0 {}
+    }
+
     pub(crate) fn binding(&self) -> io::Result<Binding> {
         match self.0 {}
     }

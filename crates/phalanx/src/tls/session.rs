@@ -13,7 +13,7 @@ use super::{Binding, Refusal, explain};
 const LONGEST_HANDSHAKE: usize = 16 * 1024;
 /// What is read from the socket at once, at first; rustls reads by less.
 const FIRST_BUFFER: usize = 1024;
-/// And where much comes.
+/// And where much comes, from somebody who has proven to be of the job.
 const BUFFER: usize = 128 * 1024;
 /// Bytes that are encrypted before they are sent.
 const OUTGOING: usize = 256 * 1024;
@@ -30,6 +30,8 @@ pub(crate) struct Session {
     plain: Vec<u8>,
     /// Of the handshake.
     heard: usize,
+    /// The other end may cost memory.
+    is_admitted: bool,
 }
 
 impl fmt::Debug for Session {
@@ -41,7 +43,7 @@ impl fmt::Debug for Session {
 impl Session {
     pub(super) fn new(mut tls: Connection) -> Self {
         tls.set_buffer_limit(Some(OUTGOING));
-        Self { tls, incoming: Vec::new(), start: 0, end: 0, plain: Vec::new(), heard: 0 }
+        Self { tls, incoming: Vec::new(), start: 0, end: 0, plain: Vec::new(), heard: 0, is_admitted: false }
     }
 
     /// These bytes have been read from the socket already.
@@ -70,6 +72,11 @@ impl Session {
             }
         }
         Ok(!self.tls.is_handshaking())
+    }
+
+    /// The other end has proven all that it has to: from now on more is read at once.
+    pub(crate) fn admit(&mut self) {
+        self.is_admitted = true;
     }
 
     /// What no other session has.
@@ -188,7 +195,7 @@ impl Session {
         }
         let was_full = self.end == self.incoming.len();
         self.decrypt()?;
-        if was_full && self.start == self.end && self.incoming.len() < BUFFER && !self.tls.is_handshaking() {
+        if was_full && self.start == self.end && self.incoming.len() < BUFFER && self.is_admitted {
             self.incoming.resize(BUFFER, 0);
         }
         Ok(())

@@ -150,6 +150,33 @@ fn what_is_sent_arrives_however_it_is_cut_and_is_not_to_be_read_on_the_way() {
 }
 
 #[test]
+fn little_is_read_at_once_until_the_other_end_is_admitted() {
+    /// The most that was asked for.
+    struct Asked<'a>(End<'a>, usize);
+    impl Read for Asked<'_> {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            self.1 = self.1.max(buffer.len());
+            self.0.read(buffer)
+        }
+    }
+    let tls = good();
+    let (mut wire, mut client, mut server) = handshake(&tls, &tls, usize::MAX).unwrap();
+    let mut most = |server: &mut Session| {
+        let (mut left, mut into, mut most) = (100_000, [0; 4096], 0);
+        client.send(&mut wire.client(), &[IoSlice::new(&vec![7; left])]).unwrap();
+        while left > 0 {
+            let mut asked = Asked(wire.server(), 0);
+            left -= patient(server.receive(&mut asked, &mut [IoSliceMut::new(&mut into)])).unwrap();
+            most = most.max(asked.1);
+        }
+        most
+    };
+    assert_eq!(most(&mut server), 1024);
+    server.admit();
+    assert!(most(&mut server) > 100_000);
+}
+
+#[test]
 fn both_ends_of_a_session_have_its_binding_and_no_other_session_has() {
     let tls = good();
     let bindings = [(), ()].map(|()| {

@@ -32,6 +32,7 @@ use std::time::Duration;
 
 use super::event::Observer;
 use super::exit::Report;
+use super::job::check_open_store;
 use crate::credentials::Credentials;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
@@ -154,7 +155,7 @@ impl RemoteJob {
         self
     }
 
-    /// As [`Job::open_store`](super::Job::open_store), for that store.
+    /// As [`Job::open_store`](super::Job::open_store), for that store; not together with [`tls`](Self::tls).
     pub fn open_store(mut self, open: bool) -> Self {
         self.open_store = open;
         self
@@ -164,6 +165,7 @@ impl RemoteJob {
     ///
     /// An error means that it could not be started, or that the connection to a host was lost.
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
+        check_open_store(self.open_store, &self.credentials)?;
         match &self.elastic {
             Some(elastic) => elastic::run(self, elastic, observer),
             None => Conductor::start(self, observer)?.run(),

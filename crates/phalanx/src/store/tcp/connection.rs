@@ -41,6 +41,7 @@ pub(super) async fn serve(
 ) -> io::Result<()> {
     // Until it is in, it has no buffer.
     gate.admit(&mut stream).await?;
+    stream.admit();
     admitted.set(true);
     Box::pin(Connection { stream: BufReader::with_capacity(BUFFER, stream), shared }.run()).await
 }

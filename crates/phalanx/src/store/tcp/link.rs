@@ -177,7 +177,12 @@ impl Link {
         };
         hello.extend(Frame::new(Op::Ping).u32(number).into_bytes());
         match link.ask(&hello)? {
-            echo if echo == number.to_le_bytes() => Ok(link),
+            echo if echo == number.to_le_bytes() => {
+                if let Some(session) = &mut link.tls {
+                    session.admit();
+                }
+                Ok(link)
+            }
             other => Err(strange(&other)),
         }
     }

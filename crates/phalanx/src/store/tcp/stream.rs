@@ -10,6 +10,12 @@ use tokio::net::TcpStream;
 
 use crate::tls::{Binding, Session, Tls};
 
+/// Reads of what a client still says that is turned away; who says more without end would hold the store up.
+const LAST_READS: usize = 64;
+/// Reads in which nothing came that could be decrypted, before others have their turn: TLS lets a client send records
+/// without content, as many as it likes.
+const EMPTY_READS: usize = 16;
+
 #[derive(Debug)]
 pub(super) struct Stream {
     socket: TcpStream,
@@ -49,7 +55,18 @@ impl Stream {
         // It is little, and nothing has been said before: it goes out whole or the client is gone.
         let _ = self.socket.try_write(words);
         let mut rest = [0; 1024];
-        while matches!(self.socket.try_read(&mut rest), Ok(count) if count == rest.len()) {}
+        for _ in 0..LAST_READS {
+            if !matches!(self.socket.try_read(&mut rest), Ok(count) if count == rest.len()) {
+                return;
+            }
+        }
+    }
+
+    /// The client has shown that it may come in.
+    pub(super) fn admit(&mut self) {
+        if let Some(session) = &mut self.tls {
+            session.admit();
+        }
     }
 }
 
@@ -65,7 +82,7 @@ impl AsyncRead for Stream {
         if room.is_empty() {
             return Poll::Ready(Ok(()));
         }
-        loop {
+        for _ in 0..EMPTY_READS {
             match session.receive(&mut Socket(socket), &mut [IoSliceMut::new(room)]) {
                 Ok(count) => {
                     buffer.advance(count);
@@ -78,6 +95,8 @@ impl AsyncRead for Stream {
                 Err(error) => return Poll::Ready(Err(error)),
             }
         }
+        context.waker().wake_by_ref();
+        Poll::Pending
     }
 }
 

@@ -114,3 +114,16 @@ fn programs_without_tls_come_in_from_this_users_processes_alone() {
         assert_eq!(heard, answer);
     }
 }
+
+#[test]
+fn who_floods_instead_of_speaking_tls_is_hung_up_on() {
+    let credentials = with(good());
+    let server = serve(&credentials, Strangers::None);
+    let mut plain = TcpStream::connect(server.local_addr()).unwrap();
+    plain.set_write_timeout(Some(Duration::from_secs(10))).unwrap();
+    let started = Instant::now();
+    let words = vec![b'P'; 1 << 20];
+    while started.elapsed() < Duration::from_secs(20) && plain.write_all(&words).is_ok() {}
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    TcpStore::connect_with(server.local_addr(), &credentials, soon()).unwrap();
+}

@@ -23,8 +23,7 @@ use crate::wire::tls as wire;
 
 /// A stranger gets this long to introduce itself, and to prove it.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(2);
-/// Connections that may be introducing themselves at once; the oldest gives way, first of those that have said nothing
-/// sensible yet.
+/// Connections that may be introducing themselves at once; of those that have got least far the oldest gives way.
 const MAX_PENDING: usize = 256;
 
 /// A connection that has not introduced itself yet.
@@ -39,7 +38,7 @@ struct Pending {
     deadline: Deadline,
 }
 
-/// All that a stranger takes.
+/// All that a stranger takes, without TLS.
 const _: () = assert!(size_of::<Pending>() + size_of::<Answerer>() <= 1024);
 
 /// What is waited for.
@@ -153,8 +152,8 @@ fn take_arrivals(
                 if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() =>
             {
                 if pending.len() == MAX_PENDING {
-                    let silent = pending.iter().position(|other| !matches!(other.stage, Stage::Proof(_)));
-                    pending.remove(silent.unwrap_or(0));
+                    let behind = (0..pending.len()).min_by_key(|&index| pending[index].progress());
+                    pending.remove(behind.unwrap_or(0));
                 }
                 pending.push(Pending {
                     stream: Connection::new(stream),
@@ -223,6 +222,16 @@ enum Progress {
 }
 
 impl Pending {
+    /// How far it has got.
+    fn progress(&self) -> u8 {
+        match self.stage {
+            Stage::Tls(_) if !self.stream.is_encrypted() => 0,
+            Stage::Tls(_) => 1,
+            Stage::Hello => 2,
+            Stage::Proof(_) => 3,
+        }
+    }
+
     /// Takes what has come. `own` is this rank's hello, but for what depends on who calls; the ranks from `first` on may.
     fn advance(&mut self, own: Hello, first: usize) -> Progress {
         loop {
@@ -230,6 +239,7 @@ impl Pending {
                 Stage::Tls(tls) => {
                     match secure(&mut self.stream, tls) {
                         Ok(Some(binding)) => self.secret = self.secret.bound(&binding),
+                        Ok(None) if self.deadline.has_passed() => return Progress::Dropped,
                         Ok(None) => continue,
                         Err(error) => return self.interrupted(error),
                     }
@@ -251,6 +261,9 @@ impl Pending {
                 return progress;
             }
             if self.filled < length {
+                if self.deadline.has_passed() {
+                    return Progress::Dropped;
+                }
                 continue;
             }
             self.filled = 0;
@@ -338,6 +351,7 @@ fn say(stream: &Connection, bytes: &[u8]) -> bool {
 /// Tells a rank above that it is expected, and keeps its connection. A rank that tries again replaces its earlier try.
 fn keep(stream: Connection, welcome: &Tag, place: &mut Option<Connection>) {
     if say(&stream, welcome) {
+        stream.admit();
         *place = Some(stream);
     }
 }

@@ -264,11 +264,10 @@ fn introduce(
     let patience = || deadline.remaining().max(Duration::from_millis(1));
     let stream = TcpStream::connect_timeout(&address, patience().min(CONNECTING))?;
     stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(patience().min(ANSWERING)))?;
     stream.set_write_timeout(Some(patience()))?;
     let mut stream = Connection::new(stream);
     let secret = match tls {
-        Some(tls) => &secure(&mut stream, secret, tls, Deadline::after(ANSWERING))?,
+        Some(tls) => &secure(&mut stream, secret, tls, deadline.at_most(ANSWERING))?,
         None => secret,
     };
     let caller = Caller::new(own);
@@ -281,20 +280,21 @@ fn introduce(
     let (hello, proof) = answer.split_at_mut(HELLO);
     // A refusal is no longer than a hello, and that of a peer with TLS much shorter.
     let (start, rest) = hello.split_at_mut(tls::REFUSAL.len());
-    hear(&stream, start)?;
+    hear(&stream, start, deadline)?;
     if tls.is_none() && tls::is_alert(start) {
         return Err(Refusal::wanted());
     }
-    hear(&stream, rest)?;
+    hear(&stream, rest, deadline)?;
     if let Some(hello) = hello.first_chunk() {
         Hello::decode(hello).map_err(invalid)?;
     }
-    hear(&stream, proof)?;
+    hear(&stream, proof, deadline)?;
     let answered = caller.answered(secret, answer).map_err(invalid)?;
     say(&stream, answered.proof())?;
     let mut welcome = [0; TAG];
-    hear(&stream, &mut welcome)?;
+    hear(&stream, &mut welcome, deadline)?;
     let hello = answered.welcomed(secret, &welcome).map_err(invalid)?;
+    stream.admit();
     stream.socket().set_nonblocking(true)?;
     Ok((stream, hello))
 }
@@ -307,10 +307,10 @@ fn secure(
     deadline: Deadline,
 ) -> io::Result<GroupSecret> {
     stream.encrypt(tls.client()?);
-    while !stream.handshake()? {
-        if deadline.has_passed() {
-            // As if it had said nothing.
-            return Err(io::ErrorKind::WouldBlock.into());
+    loop {
+        wait_until(stream, deadline)?;
+        if stream.handshake()? {
+            break;
         }
     }
     Ok(stream.binding()?.map_or_else(|| secret.clone(), |binding| secret.bound(&binding)))
@@ -330,15 +330,29 @@ fn say(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Receives as much as `into` holds from a connection that blocks.
-fn hear(stream: &Connection, mut into: &mut [u8]) -> io::Result<()> {
+/// Receives as much as `into` holds from a connection that blocks, whose peer is to answer at once.
+fn hear(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> io::Result<()> {
+    let deadline = deadline.at_most(ANSWERING);
     while !into.is_empty() {
-        match stream.receive(&mut [IoSliceMut::new(into)])? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            count => into = &mut into[count..],
+        wait_until(stream, deadline)?;
+        match stream.receive(&mut [IoSliceMut::new(into)]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => into = &mut into[count..],
+            // Whether the patience has ended is looked at above.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
         }
     }
     Ok(())
+}
+
+/// Lets the next read of a connection that blocks last until `deadline`. If that has passed, the error is that of a read
+/// which has lasted so long.
+fn wait_until(stream: &Connection, deadline: Deadline) -> io::Result<()> {
+    match deadline.remaining() {
+        Duration::ZERO => Err(io::ErrorKind::WouldBlock.into()),
+        left => stream.socket().set_read_timeout(Some(left)),
+    }
 }
 
 /// Has this process, or its host, all the open files that it may have?

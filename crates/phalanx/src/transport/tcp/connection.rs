@@ -10,6 +10,12 @@ use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags
 
 use crate::tls::{Binding, Session};
 
+/// Reads of what a peer still says that is hung up on; who says more without end would hold others up.
+const LAST_READS: usize = 64;
+/// Reads in which nothing came that could be decrypted, before the caller is asked to come back: TLS lets a peer send
+/// records without content, as many as it likes.
+const EMPTY_READS: usize = 64;
+
 /// May be used from several threads, each of which receives, or sends, whole messages.
 #[derive(Debug)]
 pub(in crate::transport) struct Connection {
@@ -36,6 +42,13 @@ impl Connection {
         self.tls = Some(Box::new(Mutex::new(session)));
     }
 
+    /// The peer has proven that it is one of us.
+    pub(super) fn admit(&self) {
+        if let Some(tls) = &self.tls {
+            tls.lock().admit();
+        }
+    }
+
     /// Takes the TLS handshake further, if there is one; true when it is done.
     pub(super) fn handshake(&self) -> io::Result<bool> {
         self.tls.as_ref().map_or(Ok(true), |tls| tls.lock().handshake(&mut Socket(&self.socket)))
@@ -55,16 +68,19 @@ impl Connection {
         }
     }
 
-    /// Receives what has come; 0 if the peer has closed the connection.
+    /// Receives what has come; 0 if the peer has closed the connection. An error of kind `WouldBlock` says that nothing has
+    /// that could be decrypted: of a socket that blocks, not always that its patience has ended.
     pub(in crate::transport) fn receive(&self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let Some(tls) = &self.tls else { return Socket(&self.socket).read_vectored(parts) };
-        loop {
+        for _ in 0..EMPTY_READS {
             match tls.lock().receive(&mut Socket(&self.socket), parts) {
                 // Only a part of what can be decrypted at once has come.
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 received => return received,
             }
         }
+        // All that was read is decrypted, so a poll shows whether there is more.
+        Err(ErrorKind::WouldBlock.into())
     }
 
     /// Copies what will be received next.
@@ -79,7 +95,11 @@ impl Connection {
     /// take what it was told from it.
     pub(super) fn discard(&self) {
         let mut rest = [0; 1024];
-        while matches!(Socket(&self.socket).read(&mut rest), Ok(count) if count == rest.len()) {}
+        for _ in 0..LAST_READS {
+            if !matches!(Socket(&self.socket).read(&mut rest), Ok(count) if count == rest.len()) {
+                return;
+            }
+        }
     }
 
     /// Has something come that no poll shows?

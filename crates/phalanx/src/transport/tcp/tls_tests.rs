@@ -206,3 +206,19 @@ fn who_speaks_no_tls_is_told_so() {
         main.join().unwrap().unwrap();
     });
 }
+
+#[test]
+fn who_floods_instead_of_speaking_tls_is_hung_up_on() {
+    let (store, credentials) = (MemoryStore::new(), with(good()));
+    thread::scope(|scope| {
+        let main = scope.spawn(|| join(&store, 0, 2, &credentials).map(|_| ()));
+        let mut plain = TcpStream::connect(address(&store)).unwrap();
+        plain.set_write_timeout(Some(Duration::from_secs(10))).unwrap();
+        let started = Instant::now();
+        let words = vec![b'P'; 1 << 20];
+        while started.elapsed() < Duration::from_secs(20) && plain.write_all(&words).is_ok() {}
+        assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+        join(&store, 1, 2, &credentials).unwrap();
+        main.join().unwrap().unwrap();
+    });
+}
