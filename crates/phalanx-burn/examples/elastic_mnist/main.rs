@@ -1,15 +1,15 @@
 //! A network learns to read digits, and goes on learning when workers die.
 //!
 //! ```sh
-//! cargo build --release -p phalanx-burn --example elastic
-//! phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- target/release/examples/elastic --epochs 30
+//! cargo build --release -p phalanx-burn --example elastic_mnist
+//! phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- target/release/examples/elastic_mnist --epochs 30
 //! ```
 //!
 //! Kill a worker while it runs (`kill -9` and one of the process numbers that it shows): the others keep theirs, go back to
 //! the last commit, and go on; another takes the empty place. With `--checkpoints FOLDER` the job goes on from there when it is
-//! started again. Alone (`cargo run --release --example elastic`) it is a world of one.
+//! started again. Alone (`cargo run --release --example elastic_mnist`) it is a world of one.
 //!
-//! `cargo run --release -p phalanx-burn --example elastic -- soak --minutes 30` makes faults by itself for half an hour, and
+//! `cargo run --release -p phalanx-burn --example elastic_mnist -- soak --minutes 30` makes faults by itself for half an hour, and
 //! checks what must hold.
 
 #[path = "../mnist/data.rs"]
