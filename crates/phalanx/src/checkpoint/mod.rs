@@ -94,7 +94,7 @@ impl Checkpoints {
     /// what a writer that died has left half done there is removed.
     ///
     /// Opened again, by this process, it is the later one that saves, behind what was handed over before. In an
-    /// [elastic](crate::elastic) job a later round takes the folder over from an earlier one, whose rank 0 may be frozen: when
+    /// [elastic](crate::elastic::run) job a later round takes the folder over from an earlier one, whose rank 0 may be frozen: when
     /// that one wakes, it finds out, and at most removes an old checkpoint that it was about to remove.
     ///
     /// # Errors
