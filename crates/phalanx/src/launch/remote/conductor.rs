@@ -15,7 +15,7 @@ use super::here::is_ours;
 use super::hosts::Host;
 use super::node::version;
 use super::words::{Complaint, Ending, News, Order, Place, Route, Said, SentKey};
-use super::{KEPT_LINES, RemoteJob, is_this_machine};
+use super::{RemoteJob, is_this_machine, keep};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
@@ -263,11 +263,7 @@ impl<'a> Conductor<'a> {
                     let text = format!("{}: {line}", peer.host);
                     self.control.tell(Event::Warning { text: &text });
                 }
-                let peer = &mut self.peers[index];
-                if peer.stderr.len() == KEPT_LINES {
-                    peer.stderr.pop_front();
-                }
-                peer.stderr.push_back(line);
+                keep(&mut self.peers[index].stderr, line);
             }
             Heard::Quiet => peer.connection.is_quiet(),
             Heard::Closed(error) => {

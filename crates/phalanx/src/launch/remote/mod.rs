@@ -211,6 +211,14 @@ impl RemoteJob {
     }
 }
 
+/// Adds `line` to the last ones of a host.
+fn keep(lines: &mut VecDeque<String>, line: String) {
+    if lines.len() == KEPT_LINES {
+        lines.pop_front();
+    }
+    lines.push_back(line);
+}
+
 /// Another user of this machine is reached as on any other.
 fn is_this_machine(host: &Host) -> bool {
     host.name() == host.address() && is_here(host.address())

@@ -30,7 +30,7 @@ use crate::launch::remote::here::is_ours;
 use crate::launch::remote::hosts::{Host, HostList};
 use crate::launch::remote::node::version;
 use crate::launch::remote::words::{News, Order, Place, Said, SentKey};
-use crate::launch::remote::{KEPT_LINES, RemoteJob, is_this_machine};
+use crate::launch::remote::{RemoteJob, is_this_machine, keep};
 use crate::launch::worker::host_name;
 use crate::rank::WorldSize;
 use crate::rendezvous;
@@ -394,11 +394,7 @@ impl<'a> Conductor<'a> {
                     let text = format!("{}: {line}", peer.host);
                     self.control.tell(Event::Warning { text: &text });
                 }
-                let peer = &mut self.peers[index];
-                if peer.stderr.len() == KEPT_LINES {
-                    peer.stderr.pop_front();
-                }
-                peer.stderr.push_back(line);
+                keep(&mut self.peers[index].stderr, line);
             }
             Heard::Quiet => peer.connection.is_quiet(),
             Heard::Closed(error) => {
