@@ -1,5 +1,6 @@
 //! DistributedDataParallel: every rank has the whole model and its own part of the data.
 
+mod again;
 mod regroup;
 
 use std::any::Any;
@@ -178,9 +179,7 @@ impl<M: Module> Ddp<M> {
                 })
             }
             Engine::Together { sink, passes } => {
-                // Hooks of several passes may report one parameter several times; only the end of backward tells.
-                let delivery = if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now };
-                sink.start(delivery)?;
+                sink.start(delivery(passes)?)?;
                 drop(loss.backward());
                 let view = self.gradient_as_bucket_view;
                 let scale = match self.group.running() {
@@ -516,6 +515,12 @@ fn check_tracked<const D: usize>(loss: &Tensor<D>) -> Result<()> {
     }
     Err(Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
         .with_remedy("compute it in Ddp::forward, from the model that the closure gets"))
+}
+
+/// How gradients go to the reducer: hooks of several passes may report one parameter several times, and only the end of
+/// backward tells.
+fn delivery(passes: &mut Vec<Weak<Pass>>) -> Result<Delivery> {
+    Ok(if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now })
 }
 
 /// The number of forward passes that can still run backward.

@@ -99,18 +99,37 @@ impl Sink {
         })
     }
 
+    /// A backward pass begins whose gradients can be averaged [again](Self::finish_in).
+    pub fn start_keeping(&self, delivery: Delivery) -> Result<()> {
+        self.attempt(|state| state.reducer.keep_gradients())?;
+        self.start(delivery)
+    }
+
     /// Hands over what is still held, waits for all ranks, and shows the reducer with its averages.
     pub fn finish<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
         self.attempt(|state| {
-            state.delivery = Delivery::Ignore;
-            for (index, held) in state.held.iter_mut().enumerate() {
-                if let Some(sum) = held.take() {
-                    state.reducer.ready(index, sum.as_bytes())?;
-                }
-            }
+            state.hand_over()?;
             state.reducer.finish()?;
             look(&mut state.reducer)
         })
+    }
+
+    /// As [`finish`](Self::finish), and again in another group. That the group has failed is no end: the reducer knows what
+    /// is, and ends the group with it.
+    pub fn finish_in<T>(
+        &self,
+        group: Arc<dyn Communicator>,
+        look: impl FnOnce(&mut Reducer) -> Result<T>,
+    ) -> Result<T> {
+        self.attempt(State::hand_over)?;
+        let mut state = self.state.lock();
+        state.reducer.finish_in(group)?;
+        look(&mut state.reducer)
+    }
+
+    /// Goes on in another group, between steps.
+    pub fn rebind(&self, group: Arc<dyn Communicator>) -> Result<()> {
+        self.attempt(|state| state.reducer.rebind(group))
     }
 
     /// From now on each parameter's average is its owner's alone.
@@ -174,6 +193,17 @@ impl Sink {
 }
 
 impl State {
+    /// Backward is over: what is still held goes to the reducer.
+    fn hand_over(&mut self) -> Result<()> {
+        self.delivery = Delivery::Ignore;
+        for (index, held) in self.held.iter_mut().enumerate() {
+            if let Some(sum) = held.take() {
+                self.reducer.ready(index, sum.as_bytes())?;
+            }
+        }
+        Ok(())
+    }
+
     fn ready(&mut self, index: usize, gradient: Lent<'_>) -> Result<()> {
         if self.delivery == Delivery::Ignore {
             return Ok(());

@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
 mod common;
+#[path = "elastic/retry.rs"]
+mod retry;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,10 +18,11 @@ use burn::tensor::Tensor;
 use libtest_mimic::{Arguments, Trial};
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context, Options};
+use phalanx::join::JoinGroup;
 use phalanx::launch::{Event, Job, Outcome, Report, Stream};
 use phalanx::sampler::ElasticSampler;
-use phalanx::{ProcessGroup, WorldSize};
-use phalanx_burn::TrainState;
+use phalanx::{Error, ProcessGroup, WorldSize};
+use phalanx_burn::{SyncBatchNorm, TrainState};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
@@ -29,20 +32,30 @@ use common::{device, samples};
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
 /// A checkpoint to begin with.
 const RESUME: &str = "PHALANX_TEST_RESUME";
+/// Set where batch norm is over all ranks.
+const SYNC: &str = "PHALANX_TEST_SYNC";
 const STEPS: u64 = 120;
 const SAMPLES: usize = 200;
 
 fn main() {
     if let Ok(folder) = std::env::var(FOLDER) {
-        if let Err(error) = work(Path::new(&folder)) {
+        let folder = Path::new(&folder);
+        let outcome = match std::env::var(retry::VIEW) {
+            Ok(view) => retry::work(folder, &view),
+            Err(_) => work(folder),
+        };
+        if let Err(error) = outcome {
             eprintln!("{error}");
             std::process::exit(1);
         }
         return;
     }
-    let tests: [(&str, fn()); 2] = [
+    let tests: [(&str, fn()); 5] = [
         ("model_and_optimizer_outlive_workers_that_are_killed", workers_are_killed_and_replaced),
         ("without_a_replacement_fewer_go_on_as_if_they_had_begun_there", fewer_go_on),
+        ("batch_norm_over_all_ranks_goes_from_group_to_group", batch_norm_goes_along),
+        ("a_step_that_a_death_cuts_off_is_averaged_again_by_the_others", retry::copies),
+        ("a_step_that_a_death_cuts_off_is_averaged_again_in_bucket_views", retry::views),
     ];
     let trials = tests.map(|(name, test)| {
         Trial::test(name, move || {
@@ -58,20 +71,36 @@ fn main() {
 #[derive(Module, Debug)]
 struct Network {
     first: Linear,
-    norm: BatchNorm,
+    norm: Norm,
     frozen: Linear,
     last: Linear,
 }
 
+#[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant, reason = "there is one")]
+enum Norm {
+    Own(BatchNorm),
+    Shared(SyncBatchNorm),
+}
+
 impl Network {
-    fn new() -> Self {
+    fn new(handle: &JoinGroup) -> Self {
         let layer = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&device());
         let (first, frozen, last) = (layer(8, 12), layer(12, 12).no_grad(), layer(12, 3));
-        Self { first, norm: BatchNormConfig::new(12).init(&device()), frozen, last }
+        let norm = BatchNormConfig::new(12).init(&device());
+        let norm = match std::env::var(SYNC) {
+            Ok(_) => Norm::Shared(SyncBatchNorm::new(norm, handle)),
+            Err(_) => Norm::Own(norm),
+        };
+        Self { first, norm, frozen, last }
     }
 
     fn loss(&self, x: Tensor<2>, y: Tensor<2>) -> Tensor<1> {
-        let x = self.norm.forward(self.first.forward(x).tanh());
+        let x = self.first.forward(x).tanh();
+        let x = match &self.norm {
+            Norm::Own(norm) => norm.forward(x),
+            Norm::Shared(norm) => norm.forward(x),
+        };
         (self.last.forward(self.frozen.forward(x).tanh()) - y).powi_scalar(2).mean()
     }
 }
@@ -87,7 +116,9 @@ type Training = TrainState<Network, Progress>;
 /// What a worker does. No seed is set: newcomers begin with other parameters, and with other ids of theirs.
 fn work(folder: &Path) -> phalanx::Result<()> {
     let progress = Progress { step: 0, sampler: ElasticSampler::new(SAMPLES).seed(3) };
-    let mut training: Training = TrainState::new(Network::new(), AdamWConfig::new().init(), progress)?;
+    let handle = JoinGroup::new(ProcessGroup::alone()?);
+    let training = TrainState::new(Network::new(&handle), AdamWConfig::new().init(), progress)?;
+    let mut training: Training = training.sharing(&handle)?;
     if let Ok(resume) = std::env::var(RESUME) {
         let checkpoints = Checkpoints::open(resume, &ProcessGroup::alone()?)?;
         training.load_from(&checkpoints.newest()?.unwrap())?;
@@ -95,7 +126,7 @@ fn work(folder: &Path) -> phalanx::Result<()> {
     let options = Options::from_env()?;
     let rank = elastic::run_with(&options, &mut training, |context: &mut Context<'_, Training>, group| {
         train(context, group, folder)?;
-        Ok::<_, phalanx::Error>(group.rank())
+        Ok::<_, Error>(group.rank())
     })?;
     keep(&training, &folder.join(format!("end/{rank}")))?;
     println!("done rank {rank}");
@@ -103,7 +134,7 @@ fn work(folder: &Path) -> phalanx::Result<()> {
 }
 
 /// Saves the state as this rank has it.
-fn keep(training: &Training, folder: &Path) -> phalanx::Result<()> {
+fn keep<M: Module>(training: &TrainState<M, Progress>, folder: &Path) -> phalanx::Result<()> {
     let checkpoints = Checkpoints::open(folder, &ProcessGroup::alone()?)?;
     checkpoints.save(training.progress.step, |snapshot| training.save_to(snapshot))?;
     checkpoints.finish()
@@ -115,6 +146,7 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, folder: &Pat
     keep(context.state, &folder.join(format!("round-{round}/{rank}")))?;
     println!("round {round} rank {rank} of {world} step {}", context.state.progress.step);
     while context.state.progress.step < STEPS {
+        let (rank, world) = (context.rank(), context.world_size());
         let state = &mut *context.state;
         let Some(batch) = state.progress.sampler.next_batch(5, rank, world) else {
             state.progress.sampler.next_epoch();
@@ -123,8 +155,20 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, folder: &Pat
         let batch = Tensor::from_data(batch.as_slice(), &device());
         let (x, y) = (xs.clone().select(0, batch.clone()), ys.clone().select(0, batch));
         let loss = state.model.forward(|network| network.loss(x, y))?;
-        let gradients = state.model.backward(&loss)?;
-        state.step(0.01, gradients);
+        if let Norm::Shared(norm) = &state.model.model().norm {
+            // Not in each step: a death then mostly cuts off an exchange of the layer itself.
+            if state.progress.step % 4 == 3 {
+                let means = norm.running_mean.value_sync().into_data();
+                same_everywhere(context.group(), means.as_slice::<f32>().unwrap())?;
+            }
+            let averaged = TrainState::backward(context, &loss)?;
+            context.state.progress.sampler.put_back(&averaged.missing);
+            context.state.step(0.01, averaged.value);
+        } else {
+            let gradients = state.model.backward(&loss)?;
+            state.step(0.01, gradients);
+        }
+        let state = &mut *context.state;
         state.progress.step += 1;
         let step = state.progress.step;
         std::thread::sleep(Duration::from_millis(5));
@@ -134,6 +178,16 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, folder: &Pat
         }
     }
     Ok(())
+}
+
+/// Statistics of each rank's own batches would differ; what is no number is not the same as anything.
+fn same_everywhere(group: &ProcessGroup, means: &[f32]) -> phalanx::Result<()> {
+    let mut all = vec![0.0; means.len() * group.world_size().count()];
+    group.all_gather(means, &mut all)?;
+    match all.chunks(means.len()).all(|other| other == means) && means.iter().any(|mean| *mean != 0.0) {
+        true => Ok(()),
+        false => Err(Error::mismatch(format!("statistics of one rank alone: {means:?}"))),
+    }
 }
 
 /// What the workers have said.
@@ -189,7 +243,7 @@ impl Seen {
 
     /// What has to hold whatever happened, and that the end is that of a job without failures that begins where the last
     /// round began.
-    fn check(&self, folder: &Path) {
+    fn check(&self, folder: &Path, job: impl Fn(u32, &Path) -> Job) {
         for (round, (ranks, _, step)) in &self.rounds {
             let before = self.committed.range(..round).map(|(_, step)| *step).max();
             assert!(*step >= before.unwrap_or(0), "round {round} begins at {step}, behind {before:?}");
@@ -267,17 +321,24 @@ fn kill(job: &Job, mut victims: Vec<(u64, u32)>) -> Seen {
 
 fn workers_are_killed_and_replaced() {
     let folder = tempfile::tempdir().unwrap();
-    let job = job(3, folder.path()).min_workers(WorldSize::new(2).unwrap()).max_restarts(3);
-    let seen = kill(&job, vec![(88, 2), (52, 0), (20, 1)]);
+    let elastic = job(3, folder.path()).min_workers(WorldSize::new(2).unwrap()).max_restarts(3);
+    let seen = kill(&elastic, vec![(88, 2), (52, 0), (20, 1)]);
     assert!(seen.pids.values().all(|lives| lives.len() == 2), "{:?}", seen.pids);
-    seen.check(folder.path());
+    seen.check(folder.path(), job);
 }
 
 fn fewer_go_on() {
     let folder = tempfile::tempdir().unwrap();
-    let job = job(3, folder.path()).min_workers(WorldSize::new(2).unwrap());
-    let seen = kill(&job, vec![(40, 0)]);
+    let elastic = job(3, folder.path()).min_workers(WorldSize::new(2).unwrap());
+    let seen = kill(&elastic, vec![(40, 0)]);
     let worlds: Vec<u32> = seen.rounds.values().map(|round| round.1).collect();
     assert_eq!(worlds, [3, 2]);
-    seen.check(folder.path());
+    seen.check(folder.path(), job);
+}
+
+fn batch_norm_goes_along() {
+    let folder = tempfile::tempdir().unwrap();
+    let sync = |workers, folder: &Path| job(workers, folder).variable(SYNC, "1");
+    let job = sync(3, folder.path()).min_workers(WorldSize::new(2).unwrap()).max_restarts(3);
+    kill(&job, vec![(72, 0), (32, 1)]).check(folder.path(), sync);
 }

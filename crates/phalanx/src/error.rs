@@ -239,6 +239,11 @@ impl Error {
         self.0.kind == Kind::Regrouping
     }
 
+    /// Can it be that of a group that has failed? What is this rank's own, such as too little memory, cannot.
+    pub(crate) fn may_be_a_groups(&self) -> bool {
+        self.is_peer_failure() || self.is_peer_left() || self.is_timeout() || self.is_aborted()
+    }
+
     /// The rank to blame, if one is known.
     pub fn peer(&self) -> Option<Rank> {
         self.0.peer

@@ -36,6 +36,7 @@ fn main() {
         ("a_replacement_is_taken_in_at_the_next_commit", a_replacement_is_taken_in_at_the_next_commit),
         ("with_too_few_survivors_all_go_back", with_too_few_survivors_all_go_back),
         ("another_collective_that_is_cut_off_leads_back", another_collective_that_is_cut_off_leads_back),
+        ("a_reduction_whose_beginning_is_lost_leads_back", a_reduction_whose_beginning_is_lost_leads_back),
     ]);
 }
 
@@ -130,11 +131,12 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, deaths: &str
             context.group().barrier()?;
         }
         let mut next = "";
-        let reduced = context.step(|group| {
+        let reduced = context.step(|_, group| {
             let again = std::mem::replace(&mut next, "-again");
             die_at(step, &format!("before{again}"));
             sums.copy_from_slice(&gradients);
-            group.all_reduce(&mut sums, ReduceOp::Sum)?;
+            let summed = group.all_reduce(&mut sums, ReduceOp::Sum);
+            summed.map_err(|error| if deaths.contains("lost") { elastic::go_back(error) } else { error })?;
             die_at(step, &format!("within{again}"));
             let mut count = [batch.len() as i64];
             group.all_reduce(&mut count, ReduceOp::Sum)?;
@@ -360,4 +362,11 @@ fn another_collective_that_is_cut_off_leads_back() {
     seen.check();
     let begun: Vec<u64> = seen.begun.iter().map(|begun| begun.1).collect();
     assert_eq!((begun, seen.thinned(), seen.worlds()), (vec![0, 0, 0, 21, 21], vec![], vec![3, 2]));
+}
+
+fn a_reduction_whose_beginning_is_lost_leads_back() {
+    let seen = run(3, 2, 0, "lost,0:38:before");
+    seen.check();
+    let begun: Vec<u64> = seen.begun.iter().map(|begun| begun.1).collect();
+    assert_eq!((begun, seen.worlds()), (vec![0, 0, 0, 35, 35], vec![3, 2]));
 }

@@ -5,8 +5,8 @@
 //! phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- target/release/examples/elastic_mnist --epochs 30
 //! ```
 //!
-//! Kill a worker while it runs (`kill -9` and one of the process numbers that it shows): the others keep theirs, go back to
-//! the last commit, and go on; another takes the empty place. With `--checkpoints FOLDER` the job goes on from there when it is
+//! Kill a worker while it runs (`kill -9` and one of the process numbers that it shows): the others keep theirs and do the step
+//! again that it cut off; another takes the empty place at the next commit. With `--checkpoints FOLDER` the job goes on from there when it is
 //! started again. Alone (`cargo run --release --example elastic_mnist`) it is a world of one.
 //!
 //! `cargo run --release -p phalanx-burn --example elastic_mnist -- soak --minutes 30` makes faults by itself for half an hour, and
@@ -62,7 +62,7 @@ struct Options {
     /// Learning rate of the first step; it falls to zero in a straight line
     #[arg(long, default_value_t = 0.01)]
     lr: f64,
-    /// Steps between commits: a failure costs as many at most
+    /// Steps between commits: a failure that cuts off more than a step's averages costs as many at most
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     commit_every: u64,
     /// Folder of checkpoints, written after each epoch: the job goes on from the newest when it is started again
@@ -108,27 +108,32 @@ impl Job {
         TrainState::new(network, optimizer, Progress { sampler, step: 0 })
     }
 
-    /// Takes the next step; false at the end of an epoch.
-    fn step(&self, training: &mut Training, group: &ProcessGroup) -> phalanx::Result<bool> {
+    /// Takes the next step. Have the workers changed in it? None at the end of an epoch.
+    fn step(&self, context: &mut Context<'_, Training>) -> phalanx::Result<Option<bool>> {
         let Options { batch_size, epochs, lr, .. } = self.options;
-        let sampler = &mut training.progress.sampler;
+        // Not those of the group: behind a step that was cut off they change on all ranks together.
+        let (rank, world) = (context.rank(), context.world_size());
+        let Training { model, progress, .. } = &mut *context.state;
+        let sampler = &mut progress.sampler;
         // The soak trains anew after so many epochs.
         let epoch = sampler.epoch() % epochs;
         let done = (epoch as f64 + sampler.consumed() as f64 / self.digits.len() as f64) / epochs as f64;
-        let Some(indices) = sampler.next_batch(batch_size, group.rank(), group.world_size()) else {
-            return Ok(false);
-        };
+        let Some(indices) = sampler.next_batch(batch_size, rank, world) else { return Ok(None) };
         let batch = self.digits.batch(&indices, &self.device);
-        let loss = training.model.forward(|network| network.loss(batch))?;
-        let gradients = training.model.backward(&loss)?;
-        training.step(lr * (1.0 - done), gradients);
+        let loss = model.forward(|network| network.loss(batch))?;
+        // If a worker dies meanwhile, the others average again, without its images: those come once more.
+        let averaged = TrainState::backward(context, &loss)?;
+        let training = &mut *context.state;
+        training.progress.sampler.put_back(&averaged.missing);
+        training.step(lr * (1.0 - done), averaged.value);
         training.progress.step += 1;
-        Ok(true)
+        Ok(Some(averaged.changed))
     }
 
     /// The share of the unseen digits that are recognised; each rank looks at a part of them.
-    fn evaluate(&self, training: &Training, group: &ProcessGroup) -> phalanx::Result<f64> {
-        let (network, device) = (training.model.model().valid(), Device::flex());
+    fn evaluate(&self, context: &Context<'_, Training>) -> phalanx::Result<f64> {
+        let (network, device) = (context.state.model.model().valid(), Device::flex());
+        let group = context.group();
         let (rank, world) = (group.rank().index(), group.world_size().count());
         let mine: Vec<usize> = (rank..self.unseen.len()).step_by(world).collect();
         let correct = mine.chunks(250).map(|indices| network.correct(self.unseen.batch(indices, &device)));
@@ -138,10 +143,10 @@ impl Job {
     }
 }
 
-/// Called anew whenever the workers change, with another group.
+/// Called anew with another group when workers have come, and when all have gone back to the last commit.
 fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, job: &Job) -> phalanx::Result<f64> {
     println!("rank {} of {}, process {}", group.rank(), group.world_size(), std::process::id());
-    let checkpoints = open(group, job)?;
+    let mut checkpoints = open(group, job)?;
     // What has been committed is newer than what is on the disk.
     if context.commits() == 0
         && let Some(checkpoints) = &checkpoints
@@ -150,17 +155,23 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, job: &Job) -
         context.state.load_from(&saved)?;
     }
     while context.state.progress.sampler.epoch() < job.options.epochs {
-        if job.step(context.state, group)? {
+        if let Some(changed) = job.step(context)? {
+            if changed {
+                println!("rank {} of {}", context.rank(), context.world_size());
+                // They belonged to the group before.
+                drop(checkpoints);
+                checkpoints = open(context.group(), job)?;
+            }
             if context.state.progress.step.is_multiple_of(job.options.commit_every) {
                 // From here on, a failure leads back to this step and no further.
                 context.commit()?;
             }
             continue;
         }
-        let accuracy = job.evaluate(context.state, group)?;
+        let accuracy = job.evaluate(context)?;
         context.state.progress.sampler.next_epoch();
         context.commit()?;
-        if group.rank().is_main() {
+        if context.rank().is_main() {
             let epoch = context.state.progress.sampler.epoch();
             println!("epoch {epoch:>2}  {:.2} % of unseen digits recognised", 100.0 * accuracy);
         }
@@ -171,7 +182,7 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, job: &Job) -
             saved.unwrap_or_else(|error| eprintln!("warning: {error}"));
         }
     }
-    job.evaluate(context.state, group)
+    job.evaluate(context)
 }
 
 /// The folder of checkpoints; none if another process has it, such as a rank 0 that is frozen: when that one wakes, there is

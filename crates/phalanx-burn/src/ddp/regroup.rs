@@ -1,7 +1,6 @@
 //! One `Ddp` in one group after another.
 
 use burn::module::Module;
-use phalanx::join::JoinGroup;
 use phalanx::{ProcessGroup, Result, WorldSize};
 
 use super::{Ddp, DdpOptions, Engine, engine, held, places};
@@ -12,17 +11,18 @@ impl<M: Module> Ddp<M> {
     /// Goes over to `group`, on all of whose ranks the model is the same already; that it is built alike is checked. What
     /// belonged to the group before, such as a communication hook, is gone.
     pub(crate) fn enter(&mut self, group: &ProcessGroup, options: &DdpOptions) -> Result<()> {
-        let joined = JoinGroup::new(group.clone());
+        // What else has the handle, such as a synchronised batch norm, goes over with it.
+        self.group.rebind(group.clone())?;
         // Anew: something may have been frozen since.
         let prepared = Inventory::of(self.model())
-            .and_then(|inventory| Ok((engine(&inventory, &joined, options)?, inventory)));
+            .and_then(|inventory| Ok((engine(&inventory, &self.group, options)?, inventory)));
         let (engine, inventory) = prepared.inspect_err(|error| {
             if group.world_size() != WorldSize::ONE {
                 // The other ranks may be waiting to compare their model with this one's.
                 group.abort(error.clone());
             }
         })?;
-        self.settle(joined, engine);
+        self.settle(engine);
         (self.places, self.inventory) = (places(&inventory), inventory);
         self.broadcast_buffers = options.broadcast_buffers;
         self.gradient_as_bucket_view = options.gradient_as_bucket_view;
@@ -31,7 +31,9 @@ impl<M: Module> Ddp<M> {
 
     /// Lets go of its group, for one of this process alone.
     pub(crate) fn leave(&mut self, alone: &ProcessGroup) {
-        self.settle(JoinGroup::new(alone.clone()), Engine::Alone { held: None });
+        // It fails only inside a `join`, and those have ended with the loop; entering the next group would say so.
+        let _free = self.group.rebind(alone.clone());
+        self.settle(Engine::Alone { held: None });
     }
 
     /// Makes the buffers of all ranks rank 0's now, and not only before the next forward pass.
@@ -60,8 +62,8 @@ impl<M: Module> Ddp<M> {
         self.model = self.model.take().map(change);
     }
 
-    fn settle(&mut self, group: JoinGroup, engine: Engine<M>) {
-        (self.group, self.engine) = (group, engine);
+    fn settle(&mut self, engine: Engine<M>) {
+        self.engine = engine;
         (self.buffers_stale, self.dealt) = (false, false);
         // Memory of the group before.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());

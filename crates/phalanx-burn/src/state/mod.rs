@@ -9,8 +9,10 @@ use std::fmt;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::Tensor;
 use phalanx::checkpoint::{Saved, Snapshot};
-use phalanx::elastic::{Parts, State};
+use phalanx::elastic::{Context, Parts, State, Step};
+use phalanx::join::JoinGroup;
 use phalanx::{ProcessGroup, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -37,19 +39,21 @@ use crate::{Ddp, DdpOptions};
 /// use phalanx::{ProcessGroup, Result};
 /// use phalanx_burn::TrainState;
 ///
-/// fn train(context: &mut Context<'_, TrainState<Linear, ElasticSampler>>, group: &ProcessGroup) -> Result<()> {
+/// fn train(context: &mut Context<'_, TrainState<Linear, ElasticSampler>>, _: &ProcessGroup) -> Result<()> {
 ///     let device = Device::flex().autodiff();
 ///     let xs = Tensor::<2>::random([10_000, 4], Distribution::Default, &device); // read them
 ///     while context.state.progress.epoch() < 10 {
+///         let (rank, world) = (context.rank(), context.world_size()); // in every step anew
 ///         let state = &mut *context.state;
-///         let Some(batch) = state.progress.next_batch(64, group.rank(), group.world_size()) else {
+///         let Some(batch) = state.progress.next_batch(64, rank, world) else {
 ///             state.progress.next_epoch();
 ///             continue;
 ///         };
 ///         let x = xs.clone().select(0, Tensor::from_data(batch.as_slice(), &device));
 ///         let loss = state.model.forward(|model| (model.forward(x.clone()) - x.sum_dim(1)).powi_scalar(2).mean())?;
-///         let gradients = state.model.backward(&loss)?;
-///         state.step(1e-2, gradients);
+///         let averaged = TrainState::backward(context, &loss)?; // again among the survivors, if a worker dies in it
+///         context.state.progress.put_back(&averaged.missing);   // the dead rank's samples come again
+///         context.state.step(1e-2, averaged.value);
 ///         context.commit()?;
 ///     }
 ///     Ok(())
@@ -109,7 +113,8 @@ use crate::{Ddp, DdpOptions};
 /// - The state of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) is spread over the ranks, and would be lost with
 ///   one of them: it is none of this.
 /// - Gradients that [`Ddp::backward_no_sync`] holds are not part of it: commit after a step.
-/// - A [`SyncBatchNorm`](crate::SyncBatchNorm) keeps the group that it was made with, which in an elastic job ends.
+/// - A [`SyncBatchNorm`](crate::SyncBatchNorm) goes from group to group with the model only if both share a
+///   [handle](Self::sharing); otherwise it keeps the group that it was made with, which in an elastic job ends.
 /// - Random numbers, such as those of dropout, are each rank's own.
 pub struct TrainState<M, T = ()> {
     /// The model.
@@ -143,6 +148,32 @@ impl<M: Module, T> TrainState<M, T> {
         self
     }
 
+    /// Has the [model](Self::model) go from group to group by `handle`, so that what shares it goes along: layers that call
+    /// collectives of their own, such as a [`SyncBatchNorm`](crate::SyncBatchNorm).
+    ///
+    /// ```
+    /// # use burn::nn::BatchNormConfig;
+    /// # use burn::optim::AdamWConfig;
+    /// # use burn::tensor::Device;
+    /// use phalanx::ProcessGroup;
+    /// use phalanx::join::JoinGroup;
+    /// use phalanx_burn::{SyncBatchNorm, TrainState};
+    ///
+    /// # let device = Device::flex().autodiff();
+    /// let handle = JoinGroup::new(ProcessGroup::alone()?); // until there is a group
+    /// let model = SyncBatchNorm::new(BatchNormConfig::new(8).init(&device), &handle);
+    /// let state = TrainState::new(model, AdamWConfig::new().init(), 0_u64)?.sharing(&handle)?;
+    /// # drop(state);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Ddp::new`].
+    pub fn sharing(mut self, handle: &JoinGroup) -> Result<Self> {
+        self.model = Ddp::with_options(self.model.into_model(), handle, self.options.clone())?;
+        Ok(self)
+    }
+
     /// Is saved under names that begin with `name` and a dot, beside other states.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
@@ -167,6 +198,40 @@ impl<M: Module, T> TrainState<M, T> {
 }
 
 impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
+    /// [`Ddp::backward`] as a [step](Context::step) of an elastic job: if a worker dies in it, the others average again what
+    /// they have, and none of them goes back to the last commit. `loss` is that of one [`forward`](Ddp::forward) of
+    /// `context.state.model`, or several; deal out its data by [`Context::rank`] and [`Context::world_size`].
+    ///
+    /// The average is over the ranks that are not [missing](Step::missing), each with the same weight.
+    ///
+    /// All go back, which is the error's way through `?`, if what a survivor has is lost: it was cut off in an exchange of a
+    /// [`SyncBatchNorm`](crate::SyncBatchNorm), or while buckets were rebuilt in the second step; if a survivor had taken
+    /// over rank 0's buffers for the next step already; and as [`Context::step`] says.
+    ///
+    /// It takes memory for another copy of all gradients, and the time to make it; not where workers do not change.
+    ///
+    /// # Errors
+    /// As [`Ddp::backward`] and [`Context::step`].
+    pub fn backward<const D: usize>(
+        context: &mut Context<'_, Self>,
+        loss: &Tensor<D>,
+    ) -> Result<Step<GradientsParams>> {
+        if !context.is_elastic() {
+            return context.step(|state, _| state.model.backward(loss));
+        }
+        let mut first = true;
+        let step = context.step(|state, group| match std::mem::take(&mut first) {
+            true => state.model.backward_keeping(loss),
+            false => state.model.average_again(group),
+        })?;
+        // Where the world has changed too, the state has entered the group anew.
+        if step.regrouped && !step.changed {
+            let group = context.group().clone();
+            context.state.model.rebind(&group)?;
+        }
+        Ok(step)
+    }
+
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
     ///
     /// Running statistics, which each rank has for itself between a step and the next, are those of the rank that writes,

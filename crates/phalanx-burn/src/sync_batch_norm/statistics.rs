@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use phalanx::{Buffer, Communicator, Error, ProcessGroup, ReduceOp, Result, WorldSize};
 
@@ -52,8 +52,6 @@ pub struct Exchange {
     line: Line,
     /// Is to end with the group.
     guarded: Option<Arc<dyn Communicator>>,
-    /// Why an exchange failed.
-    failure: Arc<OnceLock<Error>>,
 }
 
 #[derive(Clone)]
@@ -93,7 +91,7 @@ impl Line {
 
 impl Exchange {
     pub(super) fn new<C: Communicator + Clone + 'static>(group: &C) -> Self {
-        Self { line: Line::to(group), guarded: None, failure: Arc::default() }
+        Self { line: Line::to(group), guarded: None }
     }
 
     /// Over `statistics` from now on.
@@ -110,10 +108,7 @@ impl Exchange {
     }
 
     pub(super) fn failure(&self) -> Option<Error> {
-        match &self.line {
-            Line::Direct(group) => group.failure(),
-            Line::Handle(_) => self.failure.get().cloned(),
-        }
+        self.line.group().failure()
     }
 
     /// The statistics of all ranks' values together.
@@ -137,8 +132,7 @@ impl Exchange {
             if let Some(guarded) = &self.guarded {
                 guarded.abort(cause.clone());
             }
-            group.abort(cause.clone());
-            self.failure.get_or_init(|| cause);
+            group.abort(cause);
         }
     }
 }

@@ -147,6 +147,10 @@ impl Communicator for Watched {
         self.group.abort(cause);
     }
 
+    fn failure(&self) -> Option<Error> {
+        self.group.failure()
+    }
+
     fn trace(&self) -> Trace {
         self.trace.clone()
     }

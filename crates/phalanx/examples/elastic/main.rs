@@ -67,7 +67,7 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup) -> Result<()
         gradient(&state.weights, &batch, &mut gradients);
         // The sum over all ranks, divided by the number of samples of all: ranks may have unequal shares at the end.
         // If a worker dies meanwhile, the others do it again, without its samples: so it begins with a copy.
-        let step = context.step(|group| {
+        let step = context.step(|_, group| {
             sums.copy_from_slice(&gradients);
             let mut samples = [batch.len() as f32];
             group.all_reduce(&mut sums, ReduceOp::Sum)?;

@@ -25,6 +25,8 @@ pub struct Context<'a, S: State> {
     /// By which the data of the step in hand are dealt out.
     pub(super) place: (Rank, WorldSize),
     pub(super) ended: Option<Ended>,
+    /// How much had been called of the group at the end of the last step.
+    pub(super) calls: u64,
     /// What a reduction begins with, while it is not certain to be the last.
     pub(super) kept: Vec<u8>,
 }
@@ -135,6 +137,11 @@ impl<S: State> Context<'_, S> {
         self.snapshot.commits
     }
 
+    /// Does the job outlive its workers? If not, a [step](Self::step) is done once, and nothing has to be kept for it.
+    pub fn is_elastic(&self) -> bool {
+        self.rounds.is_some()
+    }
+
     /// The how many-th group of the job this is, from 1.
     pub fn round(&self) -> u64 {
         self.round
@@ -173,6 +180,7 @@ mod tests {
             course,
             place,
             ended: None,
+            calls: 0,
             kept: Vec::new(),
         }
     }
@@ -199,7 +207,7 @@ mod tests {
         for ended in [Ended::Awaited, Ended::GoneBack] {
             context.ended = Some(ended);
             assert!(context.commit().unwrap_err().is_regrouping());
-            assert!(context.step(|_| Ok(())).unwrap_err().is_regrouping());
+            assert!(context.step(|_, _| Ok(())).unwrap_err().is_regrouping());
         }
         assert_eq!(context.commits(), 0);
     }
@@ -212,7 +220,7 @@ mod tests {
         let mut data = [3.0_f32, 4.0];
         let step = context.all_reduce(&mut data, crate::collective::ReduceOp::Sum).unwrap();
         assert_eq!((data, step.missing.len(), step.changed), ([3.0, 4.0], 0, false));
-        assert!(context.step::<()>(|_| Err(Error::aborted("its own"))).unwrap_err().is_aborted());
+        assert!(context.step::<()>(|_, _| Err(Error::aborted("its own"))).unwrap_err().is_aborted());
         assert_eq!((context.rank(), context.world_size()), (Rank::MAIN, WorldSize::ONE));
     }
 }

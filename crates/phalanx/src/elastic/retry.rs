@@ -12,6 +12,9 @@
 //!     anything else            all go back to the last commit
 //! ```
 //!
+//! Who follows calls on its way what the other has called already, in the group that has failed: if that is anything
+//! besides the reduction, such as a broadcast of running statistics, it would be alone with it, and all go back.
+//!
 //! Data are dealt out to the ranks of a world, and a rank that is ahead has its part of the next step already. So the world
 //! by which data are dealt out, `dealt`, changes on all ranks behind the same step: the furthest that anybody has begun.
 
@@ -28,23 +31,26 @@ pub(super) struct Position {
     pub(super) dealt: u64,
     /// The round in whose group all of that step was reduced; 0 if in none.
     pub(super) reduced: u64,
+    /// Has it called anything else of its group since the step before? Who is behind would come to that alone.
+    pub(super) called: bool,
 }
 
 /// How many numbers a position is.
-pub(super) const NUMBERS: usize = 5;
+pub(super) const NUMBERS: usize = 6;
 
 impl Position {
     /// As numbers; all 0 for a rank that cannot go on.
     pub(super) fn encode(position: Option<Self>) -> [i64; NUMBERS] {
-        let number = |position: Self| {
-            [position.origin, position.commits, position.step, position.dealt, position.reduced]
+        let numbers = |Self { origin, commits, step, dealt, reduced, called }: Self| {
+            [origin, commits, step, dealt, reduced, u64::from(called)]
         };
-        position.map_or([0; NUMBERS], |position| number(position).map(u64::cast_signed))
+        position.map_or([0; NUMBERS], |position| numbers(position).map(u64::cast_signed))
     }
 
     pub(super) fn decode(numbers: [i64; NUMBERS]) -> Option<Self> {
-        let [origin, commits, step, dealt, reduced] = numbers.map(i64::cast_unsigned);
-        (origin > 0).then_some(Self { origin, commits, step, dealt, reduced })
+        let [origin, commits, step, dealt, reduced, called] = numbers.map(i64::cast_unsigned);
+        let called = called != 0;
+        (origin > 0).then_some(Self { origin, commits, step, dealt, reduced, called })
     }
 }
 
@@ -83,7 +89,7 @@ pub(super) fn decide(positions: &[Option<Position>]) -> Decision {
     let fits = positions.iter().all(alike)
         && at(behind).all(|position| position.dealt == slow.dealt)
         && at(ahead).all(|position| position.dealt == fast.dealt)
-        && (ahead == behind || (ahead == behind + 1 && whole));
+        && (ahead == behind || (ahead == behind + 1 && whole && !at(ahead).any(|position| position.called)));
     match fits {
         true => Decision::GoOn(Plan { behind, counts: whole, ahead, dealt: fast.dealt }),
         false => Decision::GoBack,
@@ -97,6 +103,7 @@ pub(super) struct Course {
     step: u64,
     dealt: u64,
     reduced: u64,
+    called: bool,
     /// Behind which step the world changes, and to that of which round.
     turn: Option<(u64, u64)>,
 }
@@ -113,7 +120,7 @@ pub(super) enum Resumed {
 impl Course {
     /// The loop is called in `round`.
     pub(super) fn new(round: u64) -> Self {
-        Self { origin: round, step: 0, dealt: round, reduced: 0, turn: None }
+        Self { origin: round, step: 0, dealt: round, reduced: 0, called: false, turn: None }
     }
 
     /// The round whose ranks have the data of the step in hand.
@@ -127,8 +134,13 @@ impl Course {
     }
 
     pub(super) fn position(&self, commits: u64) -> Position {
-        let Self { origin, step, dealt, reduced, .. } = *self;
-        Position { origin, commits, step, dealt, reduced }
+        let Self { origin, step, dealt, reduced, called, .. } = *self;
+        Position { origin, commits, step, dealt, reduced, called }
+    }
+
+    /// The next step begins; `called`: has this rank called something else of its group since the last one?
+    pub(super) fn begin(&mut self, called: bool) {
+        self.called = called;
     }
 
     /// All of the step is reduced, in the group of `round`; the others may lack it.

@@ -72,6 +72,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
             course: Course::new(round),
             place,
             ended: None,
+            calls: 0,
             kept: Vec::new(),
         };
         let outcome = round_of(&mut context, &group, &mut dirty, &mut work);
@@ -150,6 +151,7 @@ fn once<S: State, T, E: From<Error>>(
         course: Course::new(1),
         place,
         ended: None,
+        calls: 0,
         kept: Vec::new(),
     };
     round_of(&mut context, &group, &mut false, &mut work)

@@ -25,13 +25,25 @@ pub struct Step<T> {
     pub changed: bool,
 }
 
+/// What a reduction in [`Context::step`] returns in place of `error` if it cannot be done again, because what it begins with is
+/// lost: a peer's failure then leads all back to the last commit. An error of another kind stays as it is.
+pub fn go_back(error: Error) -> Error {
+    match error.may_be_a_groups() {
+        true => {
+            Error::regrouping(&format!("a step was cut off that cannot be done again: {}", error.cause()))
+        }
+        false => error,
+    }
+}
+
 impl<S: State> Context<'_, S> {
     /// Has `reduce` reduce a step's gradients over all ranks; if a death cuts that off, again, over the survivors alone, in a
     /// group that they have formed for it. So not even the step is lost, and nobody goes back to the last commit.
     ///
-    /// `reduce` is given the group of now, calls the same collectives of it on every rank, at least one, and begins with the
-    /// same gradients each time: those of this rank's data, which it must not overwrite, or must copy first. Every rank calls
-    /// it equally often between two commits. It costs one barrier more than `reduce`; where workers do not change, nothing.
+    /// `reduce` is given the state and the group of now, calls the same collectives of that on every rank, at least one, and
+    /// begins with the same gradients each time: those of this rank's data, which it must not overwrite, or must copy first. If
+    /// it cannot be done again, it says so with [`go_back`](super::go_back). Every rank calls it equally often between two
+    /// commits. It costs one barrier more than `reduce`; where workers do not change, nothing.
     ///
     /// What the survivors do:
     ///
@@ -39,7 +51,8 @@ impl<S: State> Context<'_, S> {
     /// - Else they reduce anew what they have; the dead rank's part is [missing](Step::missing).
     /// - If some cannot (they were not in a step, or have been replaced, or too few are left), all go back to the last commit:
     ///   this returns an error with [`is_regrouping`](Error::is_regrouping), which leads `?` to [`run`](super::run()), and the
-    ///   loop is called anew. So it is also if another collective than those of `reduce` was cut off, or a commit.
+    ///   loop is called anew. So it is also if another collective than those of `reduce` was cut off, or a commit; and if a
+    ///   survivor that is ahead of another has called one since its last step.
     ///
     /// A survivor may have had its data of the next step already. So the data's world, [`rank`](Self::rank) and
     /// [`world_size`](Self::world_size), changes on all survivors behind the same step, which may be the one after this:
@@ -47,15 +60,16 @@ impl<S: State> Context<'_, S> {
     ///
     /// # Errors
     /// Those of `reduce` that are no peer's failure; those of [`run`](super::run()); and that of going back.
-    pub fn step<T>(&mut self, mut reduce: impl FnMut(&ProcessGroup) -> Result<T>) -> Result<Step<T>> {
+    pub fn step<T>(&mut self, mut reduce: impl FnMut(&mut S, &ProcessGroup) -> Result<T>) -> Result<Step<T>> {
         self.check_ended()?;
         if self.rounds.is_none() {
-            let value = reduce(&self.group)?;
+            let value = reduce(self.state, &self.group)?;
             return Ok(Step { value, missing: Vec::new(), regrouped: false, changed: false });
         }
         let round = self.round;
+        self.course.begin(self.group.calls() != self.calls);
         loop {
-            let (held, error) = match reduce(&self.group) {
+            let (held, error) = match reduce(self.state, &self.group) {
                 Ok(value) => {
                     self.course.reduced(self.round);
                     match self.group.barrier() {
@@ -67,6 +81,8 @@ impl<S: State> Context<'_, S> {
                         Err(error) => (Some(value), error),
                     }
                 }
+                // The group has failed, which leads all to meet; this rank without a step in its hands.
+                Err(error) if error.is_regrouping() => return Err(error),
                 Err(error) => (None, error),
             };
             let before = self.course;
@@ -82,7 +98,7 @@ impl<S: State> Context<'_, S> {
     /// As [`step`](Self::step).
     pub fn all_reduce<T: Element>(&mut self, data: &mut [T], op: ReduceOp) -> Result<Step<()>> {
         if self.rounds.is_none() {
-            return self.step(|group| group.all_reduce(data, op));
+            return self.step(|_, group| group.all_reduce(data, op));
         }
         let mut kept = std::mem::take(&mut self.kept);
         kept.clear();
@@ -93,7 +109,7 @@ impl<S: State> Context<'_, S> {
         })?;
         kept.extend_from_slice(bytes);
         let mut again = false;
-        let step = self.step(|group| {
+        let step = self.step(|_, group| {
             if std::mem::replace(&mut again, true) {
                 bytemuck::cast_slice_mut(data).copy_from_slice(&kept);
             }
@@ -137,6 +153,7 @@ impl<S: State> Context<'_, S> {
             self.state.leave();
             self.state.enter(&self.group)?;
         }
+        self.calls = self.group.calls();
         Ok(Step { value, missing, regrouped: self.round != round, changed })
     }
 }

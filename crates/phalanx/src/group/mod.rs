@@ -75,6 +75,9 @@ pub trait Communicator: Send + Sync {
     /// Ends the group on every rank with `cause`: pending and later operations fail with it.
     fn abort(&self, cause: Error);
 
+    /// The cause of the group's failure, once it has failed.
+    fn failure(&self) -> Option<Error>;
+
     /// Where this rank notes what happened when; see [`Trace`].
     fn trace(&self) -> Trace;
 }
@@ -244,6 +247,11 @@ impl ProcessGroup {
         self.inner.origin.epoch
     }
 
+    /// How many collectives and messages this rank has called for.
+    pub(crate) fn calls(&self) -> u64 {
+        self.inner.lane.calls() + self.inner.messages.calls()
+    }
+
     /// Notes that a call has given this rank `cause`, the error of another rank, though the group is sound; gives it back.
     pub(crate) fn told(&self, cause: Error) -> Error {
         *self.inner.told.lock() = Some(cause.clone());
@@ -349,6 +357,10 @@ impl Communicator for ProcessGroup {
 
     fn abort(&self, cause: Error) {
         self.abort(cause);
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.failure()
     }
 
     fn trace(&self) -> Trace {

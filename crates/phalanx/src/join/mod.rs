@@ -42,7 +42,7 @@ mod announcement;
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use self::announcement::{Announced, silence};
 use crate::buffer::Buffer;
@@ -84,10 +84,11 @@ pub struct Joined<T> {
     pub uneven: bool,
 }
 
-/// A handle to a group whose ranks may end at different times. See the [module](self). Clones share their state.
+/// A handle to a group whose ranks may end at different times. See the [module](self). Clones share their state, and
+/// [go over](Self::rebind) to another group together.
 #[derive(Clone)]
 pub struct JoinGroup {
-    group: Arc<dyn Communicator>,
+    group: Arc<RwLock<Arc<dyn Communicator>>>,
     state: Arc<Mutex<State>>,
 }
 
@@ -101,12 +102,39 @@ struct State {
     active: Vec<bool>,
     /// The end that `throw_on_early_termination` asked for.
     terminated: Option<Error>,
+    /// Has the group been ended through a handle?
+    aborted: bool,
 }
 
 impl JoinGroup {
     /// Makes the collectives of `group` ones that can be joined. All ranks must call them through such a handle.
     pub fn new<C: Communicator + 'static>(group: C) -> Self {
-        Self { group: Arc::new(group), state: Arc::default() }
+        Self { group: Arc::new(RwLock::new(Arc::new(group))), state: Arc::default() }
+    }
+
+    /// Has this handle, and all its clones, lead to `group` from now on: in an [elastic](crate::elastic) job one group follows
+    /// the other.
+    ///
+    /// # Errors
+    /// Inside [`join`](Self::join).
+    pub fn rebind<C: Communicator + 'static>(&self, group: C) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.running.is_some() {
+            return Err(Error::invalid_argument("a handle goes to another group outside of `join`"));
+        }
+        *state = State::default();
+        *self.group.write() = Arc::new(group);
+        Ok(())
+    }
+
+    /// Has this rank ended the group, through this handle or a clone? Then something that it was to compute may be lost; a
+    /// failure of a peer alone leaves what it has.
+    pub fn was_aborted(&self) -> bool {
+        self.state.lock().aborted
+    }
+
+    fn group(&self) -> Arc<dyn Communicator> {
+        self.group.read().clone()
     }
 
     /// Runs `body`, and then answers the collectives of the ranks whose `body` still runs. All ranks call it together,
@@ -122,7 +150,7 @@ impl JoinGroup {
             if state.running.is_some() {
                 return Err(Error::invalid_argument("`join` was called inside `join`"));
             }
-            *state = State { running: Some(options), ..State::default() };
+            *state = State { running: Some(options), aborted: state.aborted, ..State::default() };
         }
         let value = {
             let _end = End(&self.state);
@@ -135,7 +163,7 @@ impl JoinGroup {
         match value {
             Ok(value) => self.shadow(options).map(|(last, uneven)| Joined { value, last, uneven }),
             Err(error) => {
-                self.group.abort(error.clone()); // The others must not wait for what this rank will not do.
+                self.abort(error.clone()); // The others must not wait for what this rank will not do.
                 Err(error)
             }
         }
@@ -148,7 +176,7 @@ impl JoinGroup {
     /// # Errors
     /// If a rank has no data and that was to be an error, or the group has failed.
     pub fn step(&self) -> Result<usize> {
-        let Some(options) = self.running() else { return Ok(self.group.world_size().count()) };
+        let Some(options) = self.running() else { return Ok(self.world_size().count()) };
         self.announce(Announced::Step)?.wait().and_then(|numbers| self.heard(&numbers))?;
         let mut state = self.state.lock();
         if options.throw_on_early_termination
@@ -158,22 +186,22 @@ impl JoinGroup {
             state.running = None;
             return Err(error);
         }
-        Ok(count(&state.active, self.group.world_size()))
+        Ok(count(&state.active, self.world_size()))
     }
 
     /// How many ranks had data at the last [`step`](Self::step); all, outside `join`.
     pub fn active_ranks(&self) -> usize {
         let state = self.state.lock();
         if state.running.is_some() {
-            count(&state.active, self.group.world_size())
+            count(&state.active, self.world_size())
         } else {
-            self.group.world_size().count()
+            self.world_size().count()
         }
     }
 
     /// The options of the `join` that is under way.
     pub fn running(&self) -> Option<JoinOptions> {
-        let alone = self.group.world_size() == WorldSize::ONE;
+        let alone = self.world_size() == WorldSize::ONE;
         self.state.lock().running.filter(|_| !alone)
     }
 
@@ -185,23 +213,23 @@ impl JoinGroup {
 
     fn announce(&self, announced: Announced) -> Result<Work> {
         self.state.lock().announced += 1;
-        self.exchange(announced.encode(self.group.rank(), self.group.world_size()))
+        self.exchange(announced.encode(self.rank(), self.world_size()))
     }
 
     fn exchange(&self, numbers: Vec<i64>) -> Result<Work> {
-        self.group.all_reduce_async(Buffer::from_slice(&numbers), ReduceOp::Max)
+        self.group().all_reduce_async(Buffer::from_slice(&numbers), ReduceOp::Max)
     }
 
     /// Keeps what an announcement says of the ranks.
     fn heard(&self, numbers: &Buffer) -> Result<()> {
-        let (_, active) = Announced::decode(numbers.as_slice()?, self.group.world_size())?;
+        let (_, active) = Announced::decode(numbers.as_slice()?, self.world_size())?;
         self.state.lock().active = active;
         Ok(())
     }
 
     /// Answers the others until none has data. Gives a rank that took part to the end, and whether some did not.
     fn shadow(&self, options: JoinOptions) -> Result<(Rank, bool)> {
-        let world = self.group.world_size();
+        let (group, world) = (self.group(), self.world_size());
         if world == WorldSize::ONE {
             return Ok((Rank::MAIN, false));
         }
@@ -219,17 +247,17 @@ impl JoinGroup {
                 }
                 // Their results are nobody's: a work that is dropped still runs.
                 Some(Announced::AllReduce { op, dtype, elements }) => {
-                    drop(self.group.all_reduce_async(neutral(&*self.group, op, dtype, elements)?, op)?);
+                    drop(group.all_reduce_async(neutral(&*group, op, dtype, elements)?, op)?);
                 }
                 Some(Announced::Broadcast { dtype, elements, root }) => {
                     let root = speaker(root, &active);
-                    drop(self.group.broadcast_async(self.group.alloc(dtype, elements)?, root)?);
+                    drop(group.broadcast_async(group.alloc(dtype, elements)?, root)?);
                 }
             }
         }
         // Whoever has announced the most was there to the end.
         let mut counts = vec![0i64; world.count()];
-        counts[self.group.rank().index()] = self.state.lock().announced;
+        counts[group.rank().index()] = self.state.lock().announced;
         let counts = self.exchange(counts)?.wait()?;
         let counts = counts.as_slice::<i64>()?;
         let most = counts.iter().max();
@@ -240,15 +268,15 @@ impl JoinGroup {
 
 impl Communicator for JoinGroup {
     fn rank(&self) -> Rank {
-        self.group.rank()
+        self.group.read().rank()
     }
 
     fn world_size(&self) -> WorldSize {
-        self.group.world_size()
+        self.group.read().world_size()
     }
 
     fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
-        self.group.alloc(dtype, elements)
+        self.group().alloc(dtype, elements)
     }
 
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
@@ -260,25 +288,25 @@ impl Communicator for JoinGroup {
                 elements: buffer.len(),
             })?);
         }
-        self.group.all_reduce_async(buffer, op)
+        self.group().all_reduce_async(buffer, op)
     }
 
     /// If `root` has no data any more, the first rank that has speaks for it.
     fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
         if self.running().is_none() {
-            return self.group.broadcast_async(buffer, root);
+            return self.group().broadcast_async(buffer, root);
         }
         let announced = Announced::Broadcast { dtype: buffer.dtype(), elements: buffer.len(), root };
         self.announce(announced)?.wait().and_then(|numbers| self.heard(&numbers))?;
         let root = speaker(root, &self.state.lock().active);
-        self.group.broadcast_async(buffer, root)
+        self.group().broadcast_async(buffer, root)
     }
 
     /// While every rank has data, it is not announced: nobody has begun to answer. Afterwards it is an all_reduce, which
     /// ranks without data can answer.
     fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
         if self.running().is_none() || self.all_have_data() {
-            return self.group.reduce_scatter_v_async(buffer, counts, op);
+            return self.group().reduce_scatter_v_async(buffer, counts, op);
         }
         self.all_reduce_async(buffer, op)
     }
@@ -286,24 +314,29 @@ impl Communicator for JoinGroup {
     /// Fails if a rank has no data any more: nobody else could bring its share.
     fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
         if self.running().is_none() || self.all_have_data() {
-            return self.group.all_gather_v_in_place_async(buffer, counts);
+            return self.group().all_gather_v_in_place_async(buffer, counts);
         }
         Err(Error::invalid_argument("an all_gather needs every rank, and some have no data left")
             .with_remedy("give every rank as many batches"))
     }
 
     fn abort(&self, cause: Error) {
-        self.group.abort(cause);
+        self.state.lock().aborted = true;
+        self.group().abort(cause);
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.group().failure()
     }
 
     fn trace(&self) -> Trace {
-        self.group.trace()
+        self.group().trace()
     }
 }
 
 impl fmt::Debug for JoinGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "JoinGroup(rank {} of {})", self.group.rank(), self.group.world_size())
+        write!(f, "JoinGroup(rank {} of {})", self.rank(), self.world_size())
     }
 }
 

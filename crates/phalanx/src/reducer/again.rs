@@ -92,10 +92,16 @@ impl Reducer {
     ///
     /// ```no_run
     /// # use std::sync::Arc;
-    /// # use phalanx::{elastic::{Context, Plain}, reducer::Reducer, Result};
+    /// # use phalanx::{elastic::{self, Context, Plain}, reducer::Reducer, Result};
+    /// # fn backward(_: &mut Reducer) -> Result<()> { Ok(()) }
     /// # fn step(context: &mut Context<'_, Plain<u64>>, reducer: &mut Reducer) -> Result<()> {
-    /// // start, backward, and then, in place of `finish`:
-    /// let step = context.step(|group| reducer.finish_in(Arc::new(group.clone())))?;
+    /// let mut first = true;
+    /// let step = context.step(|_, group| {
+    ///     if std::mem::take(&mut first) {
+    ///         reducer.start().and_then(|()| backward(reducer)).map_err(elastic::go_back)?;
+    ///     }
+    ///     reducer.finish_in(Arc::new(group.clone()))
+    /// })?;
     /// // The averages are there; others may have been cut off where this rank was not.
     /// if step.regrouped {
     ///     reducer.rebind(Arc::new(context.group().clone()))?;
@@ -203,7 +209,8 @@ impl Reducer {
     /// Lets buckets wait for another group, if gradients are kept and `error` may be that of the group.
     pub(super) fn suspend(&mut self, error: Error) -> Result<()> {
         match &mut self.kept {
-            Some(kept) if is_the_groups(&error) => {
+            // What is this rank's own ends the group: the others would wait for it.
+            Some(kept) if error.may_be_a_groups() => {
                 kept.suspended = true;
                 kept.cut_off = Some(error);
                 Ok(())
@@ -211,11 +218,6 @@ impl Reducer {
             _ => Err(error),
         }
     }
-}
-
-/// What is this rank's own, such as too little memory, ends the group: the others would wait for it.
-fn is_the_groups(error: &Error) -> bool {
-    error.is_peer_failure() || error.is_peer_left() || error.is_timeout() || error.is_aborted()
 }
 
 fn keeps_none() -> Error {

@@ -187,6 +187,10 @@ impl Communicator for FakeGroup {
         }
     }
 
+    fn failure(&self) -> Option<Error> {
+        self.world.shared.lock().failure.clone()
+    }
+
     fn trace(&self) -> Trace {
         self.trace.clone()
     }

@@ -41,7 +41,7 @@ impl Worker {
         training.save(&mut first)?;
         // The furthest step that this process has taken, whatever has been lost of it.
         let mut furthest = 0;
-        elastic::run(&mut training, |context, group| self.train(context, group, job, &first, &mut furthest))?;
+        elastic::run(&mut training, |context, _| self.train(context, job, &first, &mut furthest))?;
         println!("done {:016x} pid {}", hash(training.model.model()), std::process::id());
         Ok(())
     }
@@ -49,26 +49,25 @@ impl Worker {
     fn train(
         &self,
         context: &mut Context<'_, Training>,
-        group: &ProcessGroup,
         job: &Job,
         first: &Parts,
         furthest: &mut u64,
     ) -> phalanx::Result<()> {
-        let (round, step) = (context.round(), context.state.progress.step);
-        let (rank, world, pid) = (group.rank(), group.world_size(), std::process::id());
-        println!(
-            "round {round} rank {rank} world {world} pid {pid} step {step} lost {}",
-            furthest.saturating_sub(step)
-        );
+        say_round(context, *furthest);
         let commit = |context: &mut Context<'_, Training>| {
             context.commit()?;
-            println!("commit {} round {round}", context.state.progress.step);
+            println!("commit {} round {}", context.state.progress.step, context.round());
             Ok::<_, Error>(())
         };
         loop {
             self.obey()?;
-            if job.step(context.state, group)? {
+            let round = context.round();
+            if job.step(context)?.is_some() {
                 *furthest = context.state.progress.step;
+                if context.round() != round {
+                    // A step was cut off, and done again.
+                    say_round(context, *furthest);
+                }
                 if furthest.is_multiple_of(job.options.commit_every) {
                     commit(context)?;
                 }
@@ -79,11 +78,11 @@ impl Worker {
             let training = epoch / job.options.epochs;
             let mut over = false;
             if epoch.is_multiple_of(job.options.epochs) {
-                let accuracy = job.evaluate(context.state, group)?;
-                if rank.is_main() {
+                let accuracy = job.evaluate(context)?;
+                if context.rank().is_main() {
                     println!("training {training} accuracy {accuracy}");
                 }
-                over = self.is_over(training, group)?;
+                over = self.is_over(training, context.group())?;
                 if !over {
                     let progress = context.state.progress.clone();
                     context.state.load(first)?;
@@ -116,6 +115,19 @@ impl Worker {
             _ => Ok(()),
         }
     }
+}
+
+/// Says in which group this worker is, and how many steps of the `furthest` it has lost.
+fn say_round(context: &Context<'_, Training>, furthest: u64) {
+    let (group, step) = (context.group(), context.state.progress.step);
+    println!(
+        "round {} rank {} world {} pid {} step {step} lost {}",
+        context.round(),
+        group.rank(),
+        group.world_size(),
+        std::process::id(),
+        furthest.saturating_sub(step)
+    );
 }
 
 /// One number for all floats of a model.

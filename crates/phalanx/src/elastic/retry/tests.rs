@@ -5,12 +5,13 @@ use proptest::prelude::*;
 use super::*;
 
 fn at(step: u64, dealt: u64, reduced: u64) -> Option<Position> {
-    Some(Position { origin: 1, commits: 7, step, dealt, reduced })
+    Some(Position { origin: 1, commits: 7, step, dealt, reduced, called: false })
 }
 
 #[test]
 fn positions_come_back() {
-    for position in [None, at(3, 2, 1), at(0, 1, 0)] {
+    let called = at(3, 2, 1).map(|position| Position { called: true, ..position });
+    for position in [None, at(3, 2, 1), at(0, 1, 0), called] {
         assert_eq!(Position::decode(Position::encode(position)), position);
     }
 }
@@ -27,6 +28,15 @@ fn what_all_have_counts_and_what_some_lack_is_done_again() {
     assert_eq!(plan(&[at(5, 1, 1), at(5, 1, 0)]), (5, false, 5, 1));
     // They have it of different groups: the values may differ.
     assert_eq!(plan(&[at(5, 1, 1), at(5, 1, 2)]), (5, false, 5, 1));
+}
+
+#[test]
+fn who_is_behind_would_be_alone_with_what_the_other_has_called() {
+    let mut ahead = at(6, 1, 0);
+    ahead.iter_mut().for_each(|position| position.called = true);
+    assert_eq!(decide(&[at(5, 1, 1), ahead]), Decision::GoBack);
+    // Here all have called it.
+    assert!(matches!(decide(&[at(6, 1, 1), ahead]), Decision::GoOn(_)));
 }
 
 #[test]
@@ -54,9 +64,18 @@ fn what_does_not_fit_leads_back() {
 /// A collective that a rank has entered.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Call {
-    Exchange(Position),
-    Reduce { step: u64, dealt: u64 },
-    Agree { step: u64 },
+    Exchange(Option<Position>),
+    /// Outside of the step. The first member does not wait for the others in it.
+    Broadcast {
+        step: u64,
+    },
+    Reduce {
+        step: u64,
+        dealt: u64,
+    },
+    Agree {
+        step: u64,
+    },
 }
 
 impl Call {
@@ -77,6 +96,10 @@ struct Sim {
     met: bool,
     /// Those whose gradients are in what it has of the step in hand.
     held: Option<Vec<usize>>,
+    /// The step for which it has called a broadcast.
+    told: Option<u64>,
+    /// It was cut off in one.
+    outside: bool,
     /// Those whose gradients have made up each step.
     history: Vec<Vec<usize>>,
 }
@@ -85,10 +108,14 @@ struct Job {
     ranks: Vec<Sim>,
     /// The members of each round.
     worlds: Vec<Vec<usize>>,
+    /// Is there one before every third step?
+    broadcasts: bool,
+    /// All go back to the last commit.
+    gone_back: bool,
 }
 
 impl Job {
-    fn new(count: usize) -> Self {
+    fn new(count: usize, broadcasts: bool) -> Self {
         let sim = || Sim {
             alive: true,
             course: Course::new(1),
@@ -97,11 +124,14 @@ impl Job {
             cut: false,
             met: true,
             held: None,
+            told: None,
+            outside: false,
             history: Vec::new(),
         };
         let ranks = std::iter::repeat_with(sim).take(count).collect();
         // Round 0 is none.
-        Self { ranks, worlds: vec![Vec::new(), (0..count).collect()] }
+        let worlds = vec![Vec::new(), (0..count).collect()];
+        Self { ranks, worlds, broadcasts, gone_back: false }
     }
 
     fn round(&self) -> u64 {
@@ -122,21 +152,39 @@ impl Job {
         }
         let next = sim.ended;
         if sim.calls.len() == next {
+            let step = sim.course.step;
+            let due = self.broadcasts && step % 3 == 0 && sim.told != Some(step);
             let call = match (sim.met, &sim.held) {
-                (false, _) => Call::Exchange(sim.course.position(0)),
+                (false, _) => Call::Exchange(Some(sim.course.position(0)).filter(|_| !sim.outside)),
+                (true, None) if due => Call::Broadcast { step },
                 (true, None) => Call::Reduce { step: sim.course.step, dealt: sim.course.dealt() },
                 (true, Some(_)) => Call::Agree { step: sim.course.step },
             };
+            let sim = &mut self.ranks[rank];
             match broken && wary {
-                true => self.ranks[rank].cut = true,
-                false => self.ranks[rank].calls.push(call),
+                true => {
+                    (sim.cut, sim.outside) = (true, matches!(call, Call::Broadcast { .. }) || sim.outside)
+                }
+                false => {
+                    if matches!(call, Call::Reduce { .. }) {
+                        sim.course.begin(sim.told == Some(step));
+                    }
+                    sim.calls.push(call);
+                }
             }
             return;
         }
         let calls: Vec<Call> =
             members.iter().filter_map(|member| self.ranks[*member].calls.get(next)).copied().collect();
-        if calls.len() < members.len() || (broken && wary) {
-            self.ranks[rank].cut = broken;
+        let broadcast = matches!(sim.calls[next], Call::Broadcast { .. });
+        let waits_for = match broadcast {
+            true => &members[..1],
+            false => &members[..],
+        };
+        let waits = waits_for.iter().any(|member| self.ranks[*member].calls.len() <= next);
+        if waits || (broken && wary) {
+            let sim = &mut self.ranks[rank];
+            (sim.cut, sim.outside) = (broken, sim.outside || (broken && broadcast));
             return;
         }
         assert!(calls.iter().all(|call| call.fits(&calls[0])), "{calls:?}");
@@ -149,6 +197,7 @@ impl Job {
         let sim = &mut self.ranks[rank];
         sim.ended += 1;
         match calls[0] {
+            Call::Broadcast { step } => sim.told = Some(step),
             Call::Reduce { .. } => {
                 sim.course.reduced(round);
                 sim.held = Some(members.to_vec());
@@ -161,12 +210,16 @@ impl Job {
             Call::Exchange(_) => {
                 sim.met = true;
                 let position = |call: &Call| match call {
-                    Call::Exchange(position) => Some(*position),
+                    Call::Exchange(position) => *position,
                     _ => None,
                 };
                 let positions: Vec<Option<Position>> = calls.iter().map(position).collect();
-                // All survivors are in a step: it is never lost.
-                let Decision::GoOn(plan) = decide(&positions) else { panic!("{positions:?}") };
+                let Decision::GoOn(plan) = decide(&positions) else {
+                    // Where all survivors are in a step it is never lost.
+                    assert!(self.broadcasts, "{positions:?}");
+                    self.gone_back = true;
+                    return;
+                };
                 let before = sim.course;
                 match sim.course.resume(plan, round) {
                     Resumed::Done => self.conclude(rank, before),
@@ -222,10 +275,11 @@ proptest! {
     #[test]
     fn no_step_is_lost_and_no_two_ranks_have_different_results(
         count in 2..6_usize,
+        broadcasts in any::<bool>(),
         // Who moves; 0 of 40: it dies; whether it looks at its group first.
         moves in proptest::collection::vec((0..6_usize, 0..40_u8, any::<bool>()), 1..400),
     ) {
-        let mut job = Job::new(count);
+        let mut job = Job::new(count, broadcasts);
         for (who, fate, wary) in moves {
             let who = who % count;
             let alive = job.ranks.iter().filter(|sim| sim.alive).count();
@@ -235,6 +289,9 @@ proptest! {
             }
             job.meet();
             job.check();
+            if job.gone_back {
+                return Ok(());
+            }
         }
         // Nobody dies any more: all get on, and come to the same.
         let before = job.ranks.iter().map(|sim| sim.history.len()).max().unwrap_or(0);
@@ -242,6 +299,9 @@ proptest! {
             (0..count).for_each(|rank| job.advance(rank, false));
             job.meet();
             job.check();
+            if job.gone_back {
+                return Ok(());
+            }
         }
         let mut alive = job.ranks.iter().filter(|sim| sim.alive);
         prop_assert!(alive.clone().all(|sim| sim.history.len() > before + 2));

@@ -73,6 +73,10 @@ impl Communicator for Metered {
         self.group.abort(cause);
     }
 
+    fn failure(&self) -> Option<Error> {
+        self.group.failure()
+    }
+
     fn trace(&self) -> Trace {
         self.group.trace()
     }

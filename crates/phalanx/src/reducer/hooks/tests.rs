@@ -210,6 +210,9 @@ impl Communicator for Alone {
     fn abort(&self, cause: crate::error::Error) {
         self.0.abort(cause);
     }
+    fn failure(&self) -> Option<crate::error::Error> {
+        self.0.failure()
+    }
     fn trace(&self) -> crate::trace::Trace {
         self.0.trace()
     }
