@@ -153,7 +153,7 @@ impl Job {
         let next = sim.ended;
         if sim.calls.len() == next {
             let step = sim.course.step;
-            let due = self.broadcasts && step % 3 == 0 && sim.told != Some(step);
+            let due = self.broadcasts && step.is_multiple_of(3) && sim.told != Some(step);
             let call = match (sim.met, &sim.held) {
                 (false, _) => Call::Exchange(Some(sim.course.position(0)).filter(|_| !sim.outside)),
                 (true, None) if due => Call::Broadcast { step },
