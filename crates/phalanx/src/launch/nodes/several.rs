@@ -361,6 +361,11 @@ impl Nodes for Several<'_> {
         !goes_on || self.lost.is_some()
     }
 
+    fn are_ending(&self) -> bool {
+        self.round == Some(self.state.round())
+            && self.state.running().is_some_and(|running| running.has_finished())
+    }
+
     fn tell(&mut self, cause: &AttemptEnd) {
         let Some(round) = self.round else { return };
         match cause {
