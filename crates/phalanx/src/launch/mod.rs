@@ -40,7 +40,6 @@ mod cluster;
 mod error_file;
 mod event;
 mod exit;
-mod frozen;
 mod guest;
 mod job;
 mod lent_key;

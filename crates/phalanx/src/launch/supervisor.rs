@@ -14,7 +14,6 @@ use rustix::process::{Pid, Signal as Raw};
 use super::attempts::Control;
 use super::event::Event;
 use super::exit::{Exit, Signal};
-use super::frozen::Frozen;
 use super::guest::Word;
 use super::job::Job;
 use super::logs::JobLogs;
@@ -26,6 +25,7 @@ use super::replacements::{Replacements, Verdict};
 use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::frozen::{Frozen, PATIENCE};
 
 /// How often to look whether a group is empty, or at what has to be polled.
 const POLL: Duration = Duration::from_millis(20);
@@ -58,7 +58,7 @@ pub(super) fn run(
         job,
         workers,
         policy,
-        frozen: Frozen::new(count),
+        frozen: Frozen::new(count, PATIENCE),
         others_are_ending: false,
         replacements,
         placement,

@@ -1,34 +1,35 @@
-//! Which workers hold up the end of their job because they are frozen: pure.
+//! Which processes are frozen, and not only slow: pure.
 
 use std::time::{Duration, Instant};
 
-/// How long a worker may be stopped by a signal when another has ended well.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a process that is waited for may be stopped by a signal.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 /// How often to look.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// The workers of this node, as they are seen once somebody has ended well. Before, whoever stops them may have any
-/// reason to, and the others miss them.
+/// Some processes, as one that waits for them sees them.
 #[derive(Debug)]
-pub(super) struct Frozen {
+pub(crate) struct Frozen {
+    patience: Duration,
     /// The stop in which each is, by its number, and how much of it was seen.
     stops: Vec<Option<(u64, Duration)>>,
     looked: Option<Instant>,
 }
 
 impl Frozen {
-    pub(super) fn new(workers: usize) -> Self {
-        Self { stops: vec![None; workers], looked: None }
+    /// `count` processes, which may be stopped for so long.
+    pub(crate) fn new(count: usize, patience: Duration) -> Self {
+        Self { patience, stops: vec![None; count], looked: None }
     }
 
     /// When to look next; at once, if that was never done.
-    pub(super) fn look_at(&self) -> Option<Instant> {
+    pub(crate) fn look_at(&self) -> Option<Instant> {
         self.looked.map(|looked| looked + LOOK)
     }
 
     /// Takes the number of the stop in which each of them is, if it is in one, and gives those that have been for too long.
-    pub(super) fn look(&mut self, stops: impl IntoIterator<Item = Option<u64>>, now: Instant) -> Vec<usize> {
-        // What has passed while the launcher was stopped itself, as with Ctrl-Z, does not count.
+    pub(crate) fn look(&mut self, stops: impl IntoIterator<Item = Option<u64>>, now: Instant) -> Vec<usize> {
+        // What has passed while this process was stopped itself, as with Ctrl-Z, does not count.
         let passed = self.looked.map_or(Duration::ZERO, |at| now.saturating_duration_since(at).min(LOOK * 2));
         self.looked = Some(now);
         let mut frozen = Vec::new();
@@ -38,7 +39,7 @@ impl Frozen {
                 (Some((before, seen)), Some(stop)) if before == stop => Some((stop, seen + passed)),
                 (_, stop) => stop.map(|stop| (stop, Duration::ZERO)),
             };
-            if known.is_some_and(|(_, seen)| seen >= PATIENCE) {
+            if known.is_some_and(|(_, seen)| seen >= self.patience) {
                 *known = None;
                 frozen.push(worker);
             }
@@ -55,7 +56,7 @@ mod tests {
 
     #[test]
     fn who_is_stopped_for_five_seconds_is_frozen_and_nobody_else() {
-        let (mut frozen, start) = (Frozen::new(4), Instant::now());
+        let (mut frozen, start) = (Frozen::new(4, PATIENCE), Instant::now());
         assert_eq!(frozen.look_at(), None);
         for look in 0..10 {
             let now = start + LOOK * look;
@@ -72,12 +73,12 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever delays the launcher: only the time in which it was awake counts.
+        /// Whatever delays who looks: only the time in which it was awake counts.
         #[test]
-        fn a_launcher_that_was_stopped_itself_gives_its_workers_their_time(
+        fn who_was_stopped_itself_gives_the_others_their_time(
             pauses in prop::collection::vec(1_u64..20_000, 1..60)
         ) {
-            let (mut frozen, mut now, mut awake) = (Frozen::new(1), Instant::now(), Duration::ZERO);
+            let (mut frozen, mut now, mut awake) = (Frozen::new(1, PATIENCE), Instant::now(), Duration::ZERO);
             prop_assert!(frozen.look([Some(1)], now).is_empty());
             for pause in pauses {
                 let pause = Duration::from_millis(pause);
