@@ -77,7 +77,7 @@ impl State {
     pub(crate) fn apply(&mut self, entry: Entry) -> Result<(), String> {
         match entry {
             Entry::Join { node, settings } => return self.join(node, settings),
-            Entry::LastCall { round } => {
+            Entry::LastCall { round, .. } => {
                 if round == self.round && self.has_enough() {
                     self.start_round();
                 }
