@@ -75,7 +75,7 @@ fn node_fields(failure: &NodeFailure) -> Value {
 
 fn exit_fields(exit: Exit) -> Value {
     let signal = match exit {
-        Exit::Signal(signal) => Some(signal.to_string()),
+        Exit::Signal(signal) | Exit::Frozen(signal) => Some(signal.to_string()),
         _ => None,
     };
     json!({ "exit_code": exit.code(), "signal": signal })

@@ -38,6 +38,7 @@ mod buffer;
 mod deadline;
 mod dtype;
 mod error;
+mod frozen;
 mod rank;
 
 pub mod checkpoint;

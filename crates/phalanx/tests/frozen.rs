@@ -12,7 +12,7 @@ use std::time::Duration;
 use phalanx::rendezvous::{self, Rendezvous};
 use phalanx::store::{PrefixStore, Store, TcpStore};
 use phalanx::{Buffer, DType, Deadline, Epoch, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
-use rustix::process::Signal;
+use rustix::process::{Signal, getpid, kill_process};
 
 use support::world::{LIMIT, SCENARIO, World};
 
@@ -26,6 +26,8 @@ fn main() {
     let tests: &[(&str, fn())] = &[
         ("a_frozen_rank_is_named_by_all", a_frozen_rank_is_named_by_all),
         ("a_frozen_rank_is_named_by_who_waits_for_another", a_frozen_rank_is_named_by_who_waits_for_another),
+        ("a_rank_that_freezes_before_the_group_stands_is_named", a_rank_that_freezes_before_is_named),
+        ("who_is_continued_before_the_group_stands_is_waited_for", who_is_continued_before_is_waited_for),
         ("a_rank_that_is_slow_is_not_frozen", a_rank_that_is_slow_is_not_frozen),
         ("nobody_is_accused_on_a_machine_that_is_busy", nobody_is_accused_on_a_machine_that_is_busy),
         ("a_job_that_freezes_as_a_whole_goes_on", a_job_that_freezes_as_a_whole_goes_on),
@@ -42,6 +44,7 @@ fn work(scenario: &str) {
         "idle" => idle(),
         "chain" => chain(),
         "regroup" => regroup(),
+        "late" => late(),
         other => panic!("no scenario {other}"),
     };
     if let Err(error) = outcome {
@@ -82,6 +85,17 @@ fn chain() -> phalanx::Result<()> {
     println!("training");
     let next = Rank::new((group.rank().get() + 1) % group.world_size().get());
     group.recv(&mut [0u8; 8], next)
+}
+
+/// Joins a group; the victim is stopped after it has come to the roll-call.
+fn late() -> phalanx::Result<()> {
+    let met = rendezvous::from_env(LIMIT)?;
+    if std::env::var("VICTIM").is_ok_and(|victim| victim == met.rank.to_string()) {
+        kill_process(getpid(), Signal::STOP).unwrap();
+    }
+    let mut options = GroupOptions::from_env()?;
+    options.timeout = LIMIT * 3;
+    ProcessGroup::join(met, options)?.barrier()
 }
 
 /// Trains until somebody is lost, then with those that are left, until the test says that it is enough.
@@ -188,6 +202,36 @@ impl Kept {
 }
 
 const MARK: i64 = 0x0102_0304_0506_0708;
+
+fn a_rank_that_freezes_before_is_named() {
+    for (world, victim) in [(2, 0), (2, 1), (4, 2)] {
+        let mut ranks = World::start("late", world, false, &[("VICTIM", &victim.to_string())]);
+        let process = ranks.ranks[victim].id();
+        ranks.await_all_but(&[victim]);
+        ranks.send(victim, Signal::CONT);
+        let (outcomes, _) = ranks.end();
+        for (rank, (code, error)) in outcomes.iter().enumerate() {
+            assert_eq!(*code, Some(3), "rank {rank}: {error}");
+            let named = error.contains(&format!("rank {victim} ("))
+                && error.contains(&format!("is frozen: its process {process} is stopped"))
+                && error.contains(&format!("kill -CONT {process}"));
+            assert!(named, "rank {rank}: {error}");
+        }
+    }
+}
+
+fn who_is_continued_before_is_waited_for() {
+    // In time, and where it may stand still for as long as it likes.
+    for (seconds, timeout) in [(3, "1"), (8, "0")] {
+        let variables = [("VICTIM", "1"), ("PHALANX_HEARTBEAT_TIMEOUT", timeout)];
+        let mut ranks = World::start("late", 3, false, &variables);
+        std::thread::sleep(Duration::from_secs(seconds));
+        assert!(ranks.ranks.iter_mut().all(|rank| rank.try_wait().unwrap().is_none()), "{:?}", ranks.end());
+        ranks.send(1, Signal::CONT);
+        let (outcomes, _) = ranks.end();
+        assert!(outcomes.iter().all(|(code, _)| *code == Some(0)), "{outcomes:?}");
+    }
+}
 
 /// Freezes `victim`; every survivor must name it in time.
 fn survivors_name(scenario: &str, world: u32, victim: usize) {

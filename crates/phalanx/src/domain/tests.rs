@@ -9,7 +9,7 @@ use crate::deadline::Deadline;
 use crate::rank::WorldSize;
 use crate::store::MemoryStore;
 use crate::testing::{Fabric, run};
-use crate::transport::{Connected, Place, TransportKind, Wishes, connect};
+use crate::transport::{Connected, Heartbeat, Place, TransportKind, Wishes, connect};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -30,8 +30,9 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                         epoch: Epoch::default(),
                         interface,
                         credentials: Credentials::none(),
+                        heartbeat: Heartbeat::default(),
                     };
-                    connect(&place, Wishes { kind, host, ..Wishes::default() }, Deadline::after(LIMIT))
+                    connect(&place, Wishes { kind, host }, Deadline::after(LIMIT))
                 })
             })
             .collect();

@@ -40,6 +40,7 @@
 //! The guide `docs/guide/elastic.md` says more.
 
 mod agreement;
+mod beat;
 mod context;
 mod herald;
 mod journal;

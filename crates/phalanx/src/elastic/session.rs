@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::beat;
 use super::journal::{self, Journal, Read, STRIDE};
 use super::members::{Clock, Departure, Entry, Settings, State, Step, Verdict, Worker, WorkerId};
 use super::options::{Launched, Options};
@@ -265,7 +266,7 @@ impl Session {
     fn join(&self) -> Result<()> {
         let shared = &*self.shared;
         loop {
-            let id = WorkerId(random()?);
+            let id = beat::next_id(&*shared.store, shared.place(), Deadline::after(ANSWER))?;
             let worker = {
                 let mut seen = shared.seen.lock();
                 seen.me.id = id;
@@ -273,7 +274,7 @@ impl Session {
                 seen.me.clone()
             };
             // Who watches this worker expects to find its beat.
-            shared.store.add(&beat(&worker), 1, Deadline::after(ANSWER))?;
+            shared.store.add(&beat::key(&worker), 1, Deadline::after(ANSWER))?;
             let join = Entry::Join { worker, settings: self.settings };
             let index = shared.journal.lock().try_append(&join, Deadline::after(ANSWER))?;
             if let Some(index) = index {
@@ -347,6 +348,11 @@ impl Shared {
             changed: Condvar::new(),
             closing: AtomicBool::new(false),
         }))
+    }
+
+    /// The place in which this worker was started.
+    fn place(&self) -> u32 {
+        self.seen.lock().me.place
     }
 
     fn append(&self, entry: &Entry) -> Result<()> {
@@ -488,9 +494,9 @@ fn look(shared: &Shared, liveness: &mut Liveness<WorkerId>, deadline: Deadline) 
     let (own, others, is_given_up) = {
         let seen = shared.seen.lock();
         let others = seen.state.watched_by(seen.me.id).into_iter();
-        let others = others.filter_map(|id| Some((id, beat(seen.state.worker(id)?))));
+        let others = others.filter_map(|id| Some((id, beat::key(seen.state.worker(id)?))));
         let is_given_up = seen.heard && !seen.state.is_present(seen.me.id);
-        (beat(&seen.me), others.collect::<Vec<_>>(), is_given_up)
+        (beat::key(&seen.me), others.collect::<Vec<_>>(), is_given_up)
     };
     // Another one may be in its place by now, and stand still.
     if !is_given_up {
@@ -526,11 +532,6 @@ fn tidy(shared: &Shared, deadline: Deadline) -> Result<()> {
     round_store::sweep(&*shared.store, round, deadline)
 }
 
-/// The counter of a place: whoever comes next there goes on with it, so there are never more than places.
-fn beat(worker: &Worker) -> String {
-    format!("beat/{}", worker.place)
-}
-
 pub(super) fn random() -> Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)
@@ -549,4 +550,46 @@ fn start_thread(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> 
         .spawn(body)
         .map(drop)
         .map_err(|error| Error::io("cannot start a thread for the news from other workers", error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::MemoryStore;
+
+    #[test]
+    fn a_frozen_successor_is_not_heard_by_the_beats_of_the_one_before() {
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        let limit = Deadline::after(Duration::from_secs(20));
+        let worker = |place, process| {
+            let id = beat::next_id(&*store, place, limit).unwrap();
+            Worker { id, host: "here".to_owned(), place, process }
+        };
+        // Given up, though it has not read that yet.
+        let before = Shared::new(Arc::clone(&store), worker(1, 10)).unwrap();
+        let (successor, me) = (worker(1, 11), worker(0, 12));
+        let watcher = Shared::new(Arc::clone(&store), me.clone()).unwrap();
+        let settings = Settings { min: 2, max: 2, reset_limit: None };
+        for worker in [&me, &successor] {
+            watcher.take(Entry::Join { worker: worker.clone(), settings });
+            store.add(&beat::key(worker), 1, limit).unwrap();
+        }
+        let (interval, silence) = (Duration::from_millis(20), Duration::from_millis(200));
+        let [mut ears, mut unused] = [(), ()].map(|()| Liveness::new(interval, silence));
+        let next = watcher.seen.lock().next;
+        assert_eq!(next, 2);
+        let gone = loop {
+            assert!(!limit.has_passed(), "the successor's silence was never noticed");
+            look(&before, &mut unused, limit).unwrap();
+            look(&watcher, &mut ears, limit).unwrap();
+            if store.check(&["log/0"], limit).unwrap() {
+                break journal::read(&*store, 0, limit).unwrap();
+            }
+            thread::sleep(interval);
+        };
+        let Read::Entry(Entry::Gone { worker, by, why: Departure::Silent(_) }) = gone else {
+            panic!("{gone:?}")
+        };
+        assert_eq!((worker, by), (successor.id, me.id));
+    }
 }

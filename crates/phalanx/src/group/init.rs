@@ -119,9 +119,16 @@ impl ProcessGroup {
         if world_size == WorldSize::ONE {
             return Ok(Self::alone_in(epoch, trace)?.with_timeout(timeout));
         }
-        let place =
-            Place { store: &*store, rank, world: world_size, epoch, interface, credentials: &credentials };
-        let wishes = Wishes { kind: transport, host: host_id.as_deref(), heartbeat };
+        let place = Place {
+            store: &*store,
+            rank,
+            world: world_size,
+            epoch,
+            interface,
+            credentials: &credentials,
+            heartbeat,
+        };
+        let wishes = Wishes { kind: transport, host: host_id.as_deref() };
         let connected = transport::connect(&place, wishes, Deadline::after(timeout))?;
         let origin = Origin {
             ground: Ground::Mesh { store, interface, transport, host_id, heartbeat, credentials },

@@ -110,8 +110,7 @@ impl Origin {
             Ground::Process { nursery, scope } => nursery.take(scope, world, rank),
             Ground::Mesh { .. } if world == WorldSize::ONE => Nursery::default().take("alone", world, rank),
             Ground::Mesh { store, interface, transport, host_id, heartbeat, credentials } => {
-                let (host, heartbeat) = (host_id.as_deref(), *heartbeat);
-                let wishes = Wishes { kind: *transport, host, heartbeat };
+                let wishes = Wishes { kind: *transport, host: host_id.as_deref() };
                 let place = Place {
                     store: &**store,
                     rank,
@@ -119,6 +118,7 @@ impl Origin {
                     epoch: self.epoch,
                     interface: *interface,
                     credentials,
+                    heartbeat: *heartbeat,
                 };
                 transport::connect_among(&place, self.members.clone(), wishes, deadline)
             }

@@ -51,7 +51,7 @@ impl Signal {
 
     fn name(self) -> Option<&'static str> {
         use rustix::process::Signal as Known;
-        const NAMES: [(Known, &str); 22] = [
+        const NAMES: [(Known, &str); 24] = [
             (Known::HUP, "SIGHUP"),
             (Known::INT, "SIGINT"),
             (Known::QUIT, "SIGQUIT"),
@@ -67,6 +67,8 @@ impl Signal {
             (Known::PIPE, "SIGPIPE"),
             (Known::ALARM, "SIGALRM"),
             (Known::TERM, "SIGTERM"),
+            (Known::STOP, "SIGSTOP"),
+            (Known::TSTP, "SIGTSTP"),
             (Known::XCPU, "SIGXCPU"),
             (Known::XFSZ, "SIGXFSZ"),
             (Known::VTALARM, "SIGVTALRM"),
@@ -98,6 +100,9 @@ pub enum Exit {
     Signal(Signal),
     /// It is gone, but somebody else has taken its exit status, or it could not even be killed.
     Lost,
+    /// This signal had stopped it, for five seconds in which it held up the job's end: another worker had ended well. So it
+    /// was killed.
+    Frozen(Signal),
 }
 
 impl Exit {
@@ -112,6 +117,7 @@ impl Exit {
             Self::Code(code) => code,
             Self::Signal(signal) => 128 + signal.number(),
             Self::Lost => 1,
+            Self::Frozen(_) => 128 + Signal::KILL.number(),
         }
     }
 }
@@ -125,6 +131,11 @@ impl fmt::Display for Exit {
                 signal.meaning().map_or(Ok(()), |meaning| write!(f, " ({meaning})"))
             }
             Self::Lost => f.write_str("gone without an exit status"),
+            Self::Frozen(signal) => write!(
+                f,
+                "stopped ({signal}) for 5 s when another worker had ended well, and killed; \
+                 `kill -CONT` would have let it go on"
+            ),
         }
     }
 }
@@ -243,5 +254,8 @@ mod tests {
         assert_eq!(Exit::Signal(Signal::new(40)).to_string(), "killed by signal 40");
         assert_eq!(Exit::Signal(Signal::KILL).code(), 137);
         assert!(!Exit::Lost.is_success());
+        let frozen = Exit::Frozen(Signal::new(19));
+        assert!(frozen.to_string().starts_with("stopped (SIGSTOP) for 5 s"), "{frozen}");
+        assert_eq!((frozen.is_success(), frozen.code()), (false, 137));
     }
 }

@@ -27,13 +27,15 @@ pub(super) struct Part {
     pub(super) nodes: u32,
 }
 
-/// What becomes of a place, by its number on this host, whose worker has failed.
+/// What becomes of a place, by its number on this host, whose worker has failed; or of the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Word {
     /// It gets another, now.
     Replace(u32),
     /// It stays empty.
     Vacate(u32),
+    /// On some host a worker has ended well.
+    Ending,
 }
 
 /// The part, and the words that come for it.

@@ -8,6 +8,8 @@
 //!   `PHALANX_JOB_KEY_FILE` names.
 //! - The first failure ends the job, or starts all workers [again](Job::max_restarts). The others get half a second to notice it themselves and say what they saw; then
 //!   SIGTERM to each group, [a grace period](Job::grace), and SIGKILL.
+//! - A worker that a signal has stopped (SIGSTOP) does not hold up the job's end: five seconds after another has ended well,
+//!   it is [killed](Exit::Frozen), which is its failure. One that is slow is waited for, however long it takes.
 //! - In an [elastic](Job::min_workers) job a failure ends only the worker that fails; another may take its place.
 //! - A worker whose error file blames another rank is believed if that one has failed too: that is then the first
 //!   failure.

@@ -196,6 +196,11 @@ impl Policy {
         }
     }
 
+    /// Has a worker ended well?
+    pub(super) fn has_succeeded(&self) -> bool {
+        self.exits.iter().flatten().any(|exit| exit.is_success())
+    }
+
     /// Has every worker ended? What they have started may still run.
     pub(super) fn all_exited(&self) -> bool {
         self.exits.iter().all(Option::is_some)

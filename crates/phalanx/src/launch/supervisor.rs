@@ -25,6 +25,7 @@ use super::replacements::{Replacements, Verdict};
 use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::frozen::{Frozen, PATIENCE};
 
 /// How often to look whether a group is empty, or at what has to be polled.
 const POLL: Duration = Duration::from_millis(20);
@@ -53,9 +54,20 @@ pub(super) fn run(
     let policy = Policy::new(count, job.grace_period());
     let workers = Vec::with_capacity(count);
     let replacements = job.replacements(Instant::now());
-    let told = Told::Nothing;
-    let mut supervisor =
-        Supervisor { job, workers, policy, replacements, placement, logs, nodes, control, guard, told };
+    let mut supervisor = Supervisor {
+        job,
+        workers,
+        policy,
+        frozen: Frozen::new(count, PATIENCE),
+        others_are_ending: false,
+        replacements,
+        placement,
+        logs,
+        nodes,
+        control,
+        guard,
+        told: Told::Nothing,
+    };
     supervisor.start_workers()?;
     supervisor.watch()?;
     let replacements = supervisor.replacements.as_ref().map_or(0, |replacements| replacements.count().0);
@@ -66,6 +78,9 @@ struct Supervisor<'a, 'b> {
     job: &'a Job,
     workers: Vec<Worker>,
     policy: Policy,
+    frozen: Frozen,
+    /// Has a worker ended well elsewhere?
+    others_are_ending: bool,
     /// Of an elastic job.
     replacements: Option<Replacements>,
     placement: &'a Placement,
@@ -120,6 +135,7 @@ impl Supervisor<'_, '_> {
             self.handle_nodes();
             self.handle_time();
             self.handle_words();
+            self.handle_frozen();
             self.handle_replacements();
             self.handle_logs();
             self.control.tell_refusal();
@@ -131,7 +147,8 @@ impl Supervisor<'_, '_> {
     fn wait(&self, reads: bool) -> Result<()> {
         let now = Instant::now();
         let due = self.replacements.as_ref().and_then(Replacements::wake_at);
-        let wake_at = self.policy.wake_at().into_iter().chain(due).min();
+        let look_at = self.frozen.look_at().filter(|_| self.is_ending());
+        let wake_at = self.policy.wake_at().into_iter().chain(due).chain(look_at).min();
         let mut timeout = wake_at.map(|at| at.saturating_duration_since(now));
         if !reads || self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
             timeout = Some(timeout.map_or(POLL, |timeout| timeout.min(POLL)));
@@ -249,6 +266,7 @@ impl Supervisor<'_, '_> {
         while let Some(word) = self.nodes.next_word() {
             let Some(replacements) = &mut self.replacements else { continue };
             match word {
+                Word::Ending => self.others_are_ending = true,
                 Word::Replace(place) => replacements.replace(place as usize, Instant::now()),
                 Word::Vacate(place) => {
                     let Some(exit) = replacements.vacate(place as usize) else { continue };
@@ -258,6 +276,24 @@ impl Supervisor<'_, '_> {
                     self.obey(order);
                 }
             }
+        }
+    }
+
+    /// Has the job gone well, but for those that are left?
+    fn is_ending(&self) -> bool {
+        let others = || self.policy.has_succeeded() || self.others_are_ending || self.nodes.are_ending();
+        self.policy.is_running() && !self.policy.all_exited() && others()
+    }
+
+    /// Nobody else waits any more for a worker that is frozen now.
+    fn handle_frozen(&mut self) {
+        let now = Instant::now();
+        if !self.is_ending() || self.frozen.look_at().is_some_and(|at| now < at) {
+            return;
+        }
+        let stops = self.workers.iter_mut().map(Worker::poll_stop);
+        for worker in self.frozen.look(stops, now) {
+            self.workers[worker].give_up();
         }
     }
 

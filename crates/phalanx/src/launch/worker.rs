@@ -37,6 +37,11 @@ pub(super) struct Worker {
     pidfd: Option<OwnedFd>,
     started: Instant,
     ended: Option<(Exit, Duration)>,
+    /// The signal that has stopped it, if it has; the stops are counted.
+    stopped: Option<Signal>,
+    stops: u64,
+    /// Was it killed because it was stopped?
+    is_given_up: bool,
     /// Its number, which is its group's, may be somebody else's by now.
     reaped: bool,
     captures: Vec<Capture>,
@@ -98,6 +103,9 @@ impl Worker {
             pidfd: pidfd_open(pid, PidfdFlags::empty()).ok(),
             started: Instant::now(),
             ended: None,
+            stopped: None,
+            stops: 0,
+            is_given_up: false,
             reaped: false,
             captures,
             tail: VecDeque::with_capacity(TAIL_LINES),
@@ -143,7 +151,10 @@ impl Worker {
             Ok(None) | Err(rustix::io::Errno::INTR) => return None,
             Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
                 (Some(code), _) => Exit::Code(code),
-                (None, Some(signal)) => Exit::Signal(Signal::new(signal)),
+                (None, Some(signal)) => match (Signal::new(signal), self.stopped) {
+                    (Signal::KILL, Some(stopped)) if self.is_given_up => Exit::Frozen(stopped),
+                    (signal, _) => Exit::Signal(signal),
+                },
                 (None, None) => return None,
             },
             Err(_) => Exit::Lost,
@@ -151,6 +162,25 @@ impl Worker {
         self.ended = Some((exit, self.started.elapsed()));
         self.error = self.error_file.as_mut().and_then(ErrorFile::read);
         Some(exit)
+    }
+
+    /// The number of the stop in which it is, if a signal has stopped it. A debugger halts a process in another way.
+    pub(super) fn poll_stop(&mut self) -> Option<u64> {
+        // Its end is left to be seen, and its last stop is of no interest then.
+        let options = WaitIdOptions::STOPPED | WaitIdOptions::CONTINUED | WaitIdOptions::NOHANG;
+        while !self.has_ended()
+            && let Ok(Some(status)) = waitid(WaitId::Pid(self.pid), options)
+        {
+            self.stopped = status.stopping_signal().map(Signal::new);
+            self.stops += u64::from(self.stopped.is_some());
+        }
+        self.stopped.map(|_| self.stops)
+    }
+
+    /// Kills it, which is stopped.
+    pub(super) fn give_up(&mut self) {
+        self.is_given_up = true;
+        self.signal(rustix::process::Signal::KILL);
     }
 
     /// The rank whose failure made it fail, as it says itself.

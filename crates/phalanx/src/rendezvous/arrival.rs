@@ -22,6 +22,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, WorldSize};
 use crate::store::{PrefixStore, SharedStore, Store};
+use crate::transport;
 
 const OK: &[u8] = b"ok";
 /// How many missing ranks an error names.
@@ -91,6 +92,10 @@ pub(super) fn arrive(
     let (world_size, identity) = (place.world_size.to_string(), me.clone());
     let entry = Entry { nonce: nonce()?, world_size, identity, store: found };
     let (roll, round) = sign_in(store, place, &entry, deadline)?;
+    let group: SharedStore =
+        Arc::new(PrefixStore::new(format!("{}/{round}/group", place.scope), Arc::clone(store)));
+    // Who is stopped while it waits for the others is to be seen by those who come further.
+    transport::introduce(&*group, place.rank, deadline)?;
     let world = entry.world_size.as_bytes();
     let expected = roll.compare_set("world", b"", world, deadline)?;
     if expected != world {
@@ -115,12 +120,7 @@ pub(super) fn arrive(
         }
         Err(error) => return Err(error),
     }
-    let scope = format!("{}/{round}/group", place.scope);
-    Ok(Arrived {
-        store: Arc::new(PrefixStore::new(scope, Arc::clone(store))),
-        roll,
-        world_size: place.world_size,
-    })
+    Ok(Arrived { store: group, roll, world_size: place.world_size })
 }
 
 /// The part of the time left that is kept for saying what went wrong.

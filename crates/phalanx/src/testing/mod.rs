@@ -106,11 +106,11 @@ fn processes(
 ) -> Result<ProcessGroup> {
     let host = if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
     let host_id = kind.is_none().then(|| host.to_owned());
-    let interface = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let place = Place { store: &*store, rank, world, epoch: Epoch::default(), interface, credentials };
+    let (interface, heartbeat) = (IpAddr::V4(Ipv4Addr::LOCALHOST), Heartbeat::default());
+    let place =
+        Place { store: &*store, rank, world, epoch: Epoch::default(), interface, credentials, heartbeat };
     let deadline = Deadline::after(Duration::from_secs(20));
-    let heartbeat = Heartbeat::default();
-    let wishes = Wishes { kind, host: host_id.as_deref(), heartbeat };
+    let wishes = Wishes { kind, host: host_id.as_deref() };
     let connected = transport::connect(&place, wishes, deadline)?;
     let credentials = credentials.clone();
     let origin = Origin {

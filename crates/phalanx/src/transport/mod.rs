@@ -95,7 +95,6 @@ pub(crate) struct Wishes<'a> {
     pub kind: Option<TransportKind>,
     /// The identity of this host, if it is not to be found out.
     pub host: Option<&'a str>,
-    pub heartbeat: Heartbeat,
 }
 
 /// What joins a rank with the others of its group.
@@ -123,7 +122,7 @@ pub(crate) fn connect_among(
     wishes: Wishes<'_>,
     deadline: Deadline,
 ) -> Result<Connected> {
-    let Wishes { kind, host, heartbeat } = wishes;
+    let Wishes { kind, host } = wishes;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that is done already.
         domain::decline(place, deadline)?;
@@ -132,7 +131,7 @@ pub(crate) fn connect_among(
     let health = Health::among(place.rank, mesh.hosts, members);
     let connections = Arc::new(mesh.connections);
     let identity = (place.rank, place.world);
-    let monitor = Arc::new(Monitor::start(identity, connections.clone(), health.clone(), heartbeat)?);
+    let monitor = Arc::new(Monitor::start(identity, connections.clone(), health.clone(), place.heartbeat)?);
     let mut joined = Joined { partition: Partition::alone(place.world.count()), domain: None, reason: None };
     if kind != Some(TransportKind::Tcp) {
         // A rank that gives up here says so: the others may be waiting for its word.
@@ -159,6 +158,12 @@ pub(crate) fn connect_among(
     let transport = Box::new(Tcp::new(place.rank, connections, health.clone(), monitor));
     let kind = Some(if shares { TransportKind::SharedMemory } else { TransportKind::Tcp });
     Ok(Connected { transport, messages, kind, health, partition, domain })
+}
+
+/// Says in `store`, in which ranks will connect with each other, which process `rank` is: should it be stopped before, those of
+/// its host can see it.
+pub(crate) fn introduce(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
+    tcp::introduce(store, rank, deadline)
 }
 
 /// Tells the ranks that are connecting with each other through `store` why they need not.

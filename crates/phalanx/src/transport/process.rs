@@ -33,12 +33,25 @@ pub(super) fn look(own: Option<ProcessId>, peer: Option<ProcessId>) -> Sight {
     stat.map_or(Sight::Nothing, |stat| stat.sight(peer))
 }
 
-/// What is of use in a line of `/proc/*/stat`: `pid (name) state ..`, with the time of the start as the 22nd field. The
+/// If a signal has stopped `peer`, as seen from `own`, this process: how much it had worked by then, which tells this stop from
+/// earlier ones. A debugger halts a process in another way.
+pub(super) fn stop(own: Option<ProcessId>, peer: ProcessId) -> Option<u64> {
+    let own = own?;
+    if (own.boot, own.namespaces.0) != (peer.boot, peer.namespaces.0) {
+        return None;
+    }
+    let stat = Stat::parse(&fs::read(format!("/proc/{}/stat", peer.pid)).ok()?)?;
+    (stat.is(peer) && stat.state == b'T').then_some(stat.worked)
+}
+
+/// What is of use in a line of `/proc/*/stat`: `pid (name) state ..`, with the time at work as the 14th and 15th field, in
+/// the program and in the kernel, and that of the start as the 22nd. The
 /// name may hold anything, also brackets.
 #[derive(Debug, PartialEq, Eq)]
 struct Stat {
     pid: u32,
     state: u8,
+    worked: u64,
     started: u64,
 }
 
@@ -49,13 +62,19 @@ impl Stat {
         let pid = str::from_utf8(&line[..name]).ok()?.trim().parse().ok()?;
         let mut fields = str::from_utf8(&line[after_name..]).ok()?.split_whitespace();
         let state = *fields.next()?.as_bytes().first()?;
-        Some(Self { pid, state, started: fields.nth(18)?.parse().ok()? })
+        let mut number = |skipped| -> Option<u64> { fields.nth(skipped)?.parse().ok() };
+        let worked = number(10)?.saturating_add(number(0)?);
+        Some(Self { pid, state, worked, started: number(6)? })
+    }
+
+    fn is(&self, peer: ProcessId) -> bool {
+        (self.pid, self.started) == (peer.pid, peer.started)
     }
 
     fn sight(&self, peer: ProcessId) -> Sight {
         match self.state {
             // The number has gone to another process.
-            _ if (self.pid, self.started) != (peer.pid, peer.started) => Sight::Nothing,
+            _ if !self.is(peer) => Sight::Nothing,
             b'T' | b't' => Sight::Stopped,
             b'R' | b'S' | b'D' => Sight::Alive,
             _ => Sight::Nothing,
@@ -78,8 +97,10 @@ mod tests {
     #[test]
     fn a_state_is_found_behind_any_name() {
         let line = |state: &str, started: u64| {
-            format!("12 (a) b (c)) {state} 1 77 12 0 -1 4194304 96 0 0 0 0 0 0 0 20 0 1 0 {started} 3133440")
+            format!("12 (a) b (c)) {state} 1 77 12 0 -1 4194304 96 0 0 0 5 2 0 0 20 0 1 0 {started} 3133440")
         };
+        let stat = Stat::parse(line("T", 99).as_bytes());
+        assert_eq!(stat, Some(Stat { pid: 12, state: b'T', worked: 7, started: 99 }));
         for (state, expected) in
             [("T", Sight::Stopped), ("t", Sight::Stopped), ("D", Sight::Alive), ("Z", Sight::Nothing)]
         {

@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::group::{Ground, Identity, Origin, ProcessGroup};
 use crate::rank::WorldSize;
 use crate::store::MemoryStore;
-use crate::transport::{self, Place, TransportKind, Wishes};
+use crate::transport::{self, Heartbeat, Place, TransportKind, Wishes};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const HASTE: Duration = Duration::from_millis(200);
@@ -27,6 +27,7 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
             epoch: Epoch(0),
             interface,
             credentials: Credentials::none(),
+            heartbeat: Heartbeat::default(),
         };
         let connected = transport::connect(&place, wishes, Deadline::after(LIMIT)).unwrap();
         let origin = Origin {

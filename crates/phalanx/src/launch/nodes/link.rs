@@ -474,7 +474,7 @@ mod tests {
         let memory = Arc::new(crate::store::MemoryStore::new());
         let (store, deadline): (SharedStore, _) = (memory.clone(), Deadline::after(Duration::from_secs(20)));
         let seal = |key| Seal::new(Some(&JobKey::from_bytes([key; 32])), "job");
-        let entry = |round| Entry::LastCall { round };
+        let entry = |round| Entry::LastCall { round, nonce: round };
         let mut log = Log::new(Arc::clone(&store));
         // Without a key, with another one, and moved from its place.
         log.append(&entry(1).to_bytes().unwrap(), deadline).unwrap();

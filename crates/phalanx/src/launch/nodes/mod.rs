@@ -28,6 +28,11 @@ pub(super) trait Nodes {
     /// Must the workers end, because of another node?
     fn ask_for_end(&mut self) -> bool;
 
+    /// Have workers of other nodes ended well?
+    fn are_ending(&self) -> bool {
+        false
+    }
+
     /// What has happened here, as soon as it is known: that a worker has failed, and then why all are ended.
     fn tell(&mut self, cause: &AttemptEnd);
 

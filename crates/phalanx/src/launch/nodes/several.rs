@@ -59,10 +59,7 @@ impl<'a> Several<'a> {
         run_id: String,
         refusals: &Refusals,
     ) -> Result<Self> {
-        let mut bytes = [0; 8];
-        getrandom::fill(&mut bytes)
-            .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
-        let me = NodeId(u64::from_le_bytes(bytes));
+        let me = NodeId(random()?);
         let (workers, place) = (job.workers().get(), cluster.place);
         let node = move |serves_store| Node { id: me, host: host_name(), workers, place, serves_store };
         let settings = Settings {
@@ -338,7 +335,8 @@ impl Nodes for Several<'_> {
             if let Some(at) = enough_since {
                 timeout = self.cluster.last_call.saturating_sub(now - at);
                 if timeout.is_zero() {
-                    self.link.propose(Entry::LastCall { round: self.state.round() });
+                    let (round, nonce) = (self.state.round(), random()?);
+                    self.link.propose(Entry::LastCall { round, nonce });
                     timeout = Duration::from_secs(1);
                 }
             }
@@ -359,6 +357,11 @@ impl Nodes for Several<'_> {
             self.round == Some(self.state.round()) && !running.ending && running.place(self.me).is_some()
         });
         !goes_on || self.lost.is_some()
+    }
+
+    fn are_ending(&self) -> bool {
+        self.round == Some(self.state.round())
+            && self.state.running().is_some_and(|running| running.has_finished())
     }
 
     fn tell(&mut self, cause: &AttemptEnd) {
@@ -417,6 +420,14 @@ impl Nodes for Several<'_> {
             }
         }
     }
+}
+
+/// A number that no other launcher has drawn.
+fn random() -> Result<u64> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
+    Ok(u64::from_le_bytes(bytes))
 }
 
 /// A cause as people are told it.

@@ -36,7 +36,7 @@ pub(super) enum Order {
     Signal(i32),
     /// Somebody is still there.
     Alive,
-    /// What becomes of a worker's place, in an elastic job.
+    /// What becomes of a worker's place, or of all, in an elastic job.
     Place(Word),
 }
 

@@ -9,7 +9,7 @@ use super::log;
 use crate::error::Result;
 
 /// Before each entry, so that a node of another version is told so instead of being misread.
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 
 /// One launcher's number, which no other has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -64,13 +64,14 @@ pub(crate) enum Departure {
     GaveUp(String),
 }
 
-/// An entry of the log.
+/// An entry of the log. Who appends one takes an equal one, wherever it finds it, for its own: so what is true of a moment
+/// carries a random number.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Entry {
     /// A node is there.
     Join { node: Node, settings: Settings },
     /// Enough nodes have come to this round, and have waited long enough for others.
-    LastCall { round: u64 },
+    LastCall { round: u64, nonce: u64 },
     /// The store of this round's workers, which the first node serves.
     Store { round: u64, host: String, port: u16 },
     /// A worker has failed.

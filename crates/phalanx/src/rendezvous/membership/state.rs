@@ -77,7 +77,7 @@ impl State {
     pub(crate) fn apply(&mut self, entry: Entry) -> Result<(), String> {
         match entry {
             Entry::Join { node, settings } => return self.join(node, settings),
-            Entry::LastCall { round } => {
+            Entry::LastCall { round, .. } => {
                 if round == self.round && self.has_enough() {
                     self.start_round();
                 }
@@ -326,8 +326,12 @@ impl Running {
 
     /// Could a newcomer take part, if all began again?
     fn has_room(&self, settings: Settings) -> bool {
-        let finished = self.members.iter().any(|member| member.progress == Progress::Succeeded);
-        !finished && self.members.len() < settings.max_nodes as usize
+        !self.has_finished() && self.members.len() < settings.max_nodes as usize
+    }
+
+    /// Has a node on which all workers have ended well?
+    pub(crate) fn has_finished(&self) -> bool {
+        self.members.iter().any(|member| member.progress == Progress::Succeeded)
     }
 
     /// This node's place, if it takes part.

@@ -144,7 +144,7 @@ fn with_restarts_left_a_lost_node_is_replaced() {
 fn a_newcomer_costs_no_restart() {
     let mut state = joined(settings(1, 2, 0), [node(0, 1, None)]);
     assert!(state.has_enough() && state.is_gathering());
-    state.apply(Entry::LastCall { round: 0 }).unwrap();
+    state.apply(Entry::LastCall { round: 0, nonce: 0 }).unwrap();
     state.apply(Entry::Join { node: node(1, 1, None), settings: settings(1, 2, 0) }).unwrap();
     assert!(state.running().unwrap().ending);
     ended(&mut state, 0, false);
@@ -153,6 +153,18 @@ fn a_newcomer_costs_no_restart() {
     left(&mut state, 1, Departure::Signal(15));
     ended(&mut state, 0, false);
     assert_eq!((state.is_gathering(), state.restarts(), state.waiting().len()), (true, 0, 1));
+}
+
+#[test]
+fn a_last_call_that_came_to_nothing_hides_nobodys_later_one() {
+    let store: crate::store::SharedStore = std::sync::Arc::new(crate::store::MemoryStore::new());
+    let deadline = crate::deadline::Deadline::after(Duration::from_secs(20));
+    // Each launcher looks for its place in the log from the first entry that it does not know.
+    let appended = [5, 7].map(|nonce| {
+        let entry = Entry::LastCall { round: 0, nonce }.to_bytes().unwrap();
+        Log::new(std::sync::Arc::clone(&store)).append(&entry, deadline).unwrap()
+    });
+    assert_eq!(appended, [0, 1]);
 }
 
 #[test]
@@ -177,7 +189,7 @@ fn where_no_launcher_serves_the_log_the_first_node_may_go() {
         assert!(state.running().unwrap().ending);
         ended(&mut state, 1, false);
         assert!(state.has_enough() && state.verdict().is_none());
-        state.apply(Entry::LastCall { round: 1 }).unwrap();
+        state.apply(Entry::LastCall { round: 1, nonce: 0 }).unwrap();
         // Its store has gone with it, and what it still says about one is of the round before.
         state.apply(store(0)).unwrap();
         let running = state.running().unwrap();
@@ -301,7 +313,7 @@ proptest! {
                     sim.workers_of = None;
                     log.push(Entry::Left { node: sim.id, why: Departure::Signal(15) });
                 }
-                Act::LastCall => log.push(Entry::LastCall { round: sim.state.round() }),
+                Act::LastCall => log.push(Entry::LastCall { round: sim.state.round(), nonce: 0 }),
             }
             // Whatever each has read: the workers of those that are not given up belong to one round.
             let rounds: Vec<u64> = sims.iter().filter(|sim| sim.is_there).filter_map(|sim| sim.workers_of).collect();
@@ -323,7 +335,7 @@ proptest! {
         for _ in 0..40 {
             for sim in sims.iter_mut().filter(|sim| sim.is_there) {
                 sim.read(&log, usize::MAX);
-                log.push(Entry::LastCall { round: sim.state.round() });
+                log.push(Entry::LastCall { round: sim.state.round(), nonce: 0 });
                 let ending = sim.state.running().is_some_and(|running| running.ending);
                 sim.end(&mut log, !ending);
             }

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::accept::{Pair, accept};
 use super::connection::Connection;
 use super::control::Connections;
+use super::lookout::{self, Lookout};
 use super::{Place, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
@@ -83,6 +84,7 @@ fn build(
     above: &mut [Pair],
     deadline: Deadline,
 ) -> Result<Vec<String>> {
+    lookout::introduce(place.store, place.rank, deadline)?;
     let job = agree_on_job(place, host, deadline)?;
     let secret = GroupSecret::new(place.credentials.key.as_ref(), &job);
     let own = Hello {
@@ -215,7 +217,9 @@ fn connect(
                 return Err(Error::io(unreachable, error).with_peer(peer).with_remedy(remedy));
             }
             // The end of the patience with which the answer is read.
-            io::ErrorKind::WouldBlock if !deadline.has_passed() => return Err(mute(peer, address)),
+            io::ErrorKind::WouldBlock if !deadline.has_passed() => {
+                return Err(Lookout::new(place).explain(peer, mute(peer, address)));
+            }
             _ if out_of_descriptors(&error) => return Err(no_descriptors(&unreachable, error)),
             io::ErrorKind::ConnectionRefused => {
                 if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
@@ -383,6 +387,7 @@ mod tests {
     use crate::key::JobKey;
     use crate::rank::{Epoch, WorldSize};
     use crate::store::{MemoryStore, Store};
+    use crate::transport::heartbeat::Heartbeat;
     use std::io::Write;
     use std::net::Ipv4Addr;
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -395,7 +400,8 @@ mod tests {
         let interface = Ipv4Addr::LOCALHOST.into();
         let world = WorldSize::new(world).unwrap();
         let credentials = Credentials::none();
-        Place { store, rank: Rank::new(rank), world, epoch: Epoch(0), interface, credentials }
+        let heartbeat = Heartbeat::default();
+        Place { store, rank: Rank::new(rank), world, epoch: Epoch(0), interface, credentials, heartbeat }
     }
 
     /// Leaves the address of a rank that has died since.

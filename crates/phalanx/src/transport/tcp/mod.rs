@@ -5,6 +5,7 @@ mod accept;
 mod connect;
 mod connection;
 mod control;
+mod lookout;
 mod start;
 mod stream;
 #[cfg(all(test, feature = "tls"))]
@@ -18,13 +19,18 @@ use std::sync::Arc;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 #[cfg(any(test, fuzzing))]
-pub(super) use self::connect::fuzz;
+pub(super) fn fuzz(bytes: &[u8]) -> bool {
+    let is_card = lookout::fuzz(bytes);
+    connect::fuzz(bytes) || is_card
+}
 pub(super) use self::connect::mesh;
 pub(super) use self::connection::Connection;
 pub(super) use self::control::{Connections, Monitor};
+pub(super) use self::lookout::introduce;
 pub(super) use self::start::fail as fail_start;
 use self::stream::{Receiving, Sending};
 use super::health::Health;
+use super::heartbeat::Heartbeat;
 use super::{Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;
 use crate::credentials::Credentials;
@@ -46,6 +52,8 @@ pub(crate) struct Place<'a> {
     pub interface: IpAddr,
     /// With which they recognise each other.
     pub credentials: &'a Credentials,
+    /// How they know that others are alive.
+    pub heartbeat: Heartbeat,
 }
 
 /// One rank's connections to all others.

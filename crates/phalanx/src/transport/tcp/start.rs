@@ -10,6 +10,7 @@ use super::Place;
 use super::accept::Pair;
 use super::connect::Address;
 use super::connection::Connection;
+use super::lookout::Lookout;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
@@ -80,23 +81,49 @@ pub(super) fn wait_for(
     deadline: Deadline,
 ) -> Result<()> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
+    let (mut lookout, mut there) = (Lookout::new(place), 0);
     loop {
         match place.store.wait(&names, deadline.at_most(LOOK)) {
-            Err(error) if error.is_timeout() => check(place, host)?,
+            Err(error) if error.is_timeout() => {
+                check(place, host)?;
+                there = count_there(place, &names, there);
+                keys.get(there).map_or(Ok(()), |(rank, _)| lookout.look(*rank))?;
+            }
             outcome => return outcome,
         }
         if deadline.has_passed() {
-            let absent =
-                |key: &str| matches!(place.store.check(&[key], Deadline::after(LAST_WORD)), Ok(false));
-            let missing = keys.iter().find(|(_, key)| absent(key)).map(|(rank, _)| *rank);
-            let error = match missing {
-                Some(rank) => Error::timeout(format!("rank {rank} did not say where it listens in time"))
-                    .with_peer(rank),
+            let error = match keys.get(count_there(place, &names, there)) {
+                Some((rank, _)) => {
+                    Error::timeout(format!("rank {rank} did not say where it listens in time"))
+                        .with_peer(*rank)
+                }
                 None => Error::timeout("not all ranks said in time where they listen"),
             };
             return Err(error.with_remedy("is it alive? If it is only slow, raise the time-out"));
         }
     }
+}
+
+/// How many of `keys` are there before the first that is not, if the store says so; `known` is how many were before. If that
+/// has not changed it takes one question, else as many as their number has binary digits.
+fn count_there(place: &Place<'_>, keys: &[&str], known: usize) -> usize {
+    let deadline = Deadline::after(LAST_WORD);
+    let are_there = |from: usize, to: usize| {
+        keys.get(from..to).is_some_and(|keys| place.store.check(keys, deadline).unwrap_or(false))
+    };
+    if !are_there(known, known + 1) {
+        return known;
+    }
+    // All before `low` are there, and not all before `high`, which may be one too many.
+    let (mut low, mut high) = (known + 1, keys.len() + 1);
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        match are_there(low, middle) {
+            true => low = middle,
+            false => high = middle,
+        }
+    }
+    low
 }
 
 /// An error if `peer` has said on its control connection why its group has failed, or has died.
@@ -131,7 +158,7 @@ fn failure(mut bytes: &[u8]) -> Option<Notice> {
 }
 
 /// Waits while this rank accepts those above it, until `finished` is closed at its other end. Fails if another rank has
-/// failed, or if the one that is `missing` no longer listens.
+/// failed, or if the one that is `missing` is frozen or no longer listens.
 pub(super) fn watch(
     place: &Place<'_>,
     host: &str,
@@ -139,7 +166,7 @@ pub(super) fn watch(
     missing: &AtomicUsize,
     finished: &Receiver<()>,
 ) -> Result<()> {
-    let mut refused = (usize::MAX, 0);
+    let (mut refused, mut lookout) = ((usize::MAX, 0), Lookout::new(place));
     while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         // The connections before the store: if rank 0 dies with the store that it serves, they say who is gone.
         for ((peer, address), pair) in place.world.ranks().zip(addresses).zip(below) {
@@ -148,6 +175,7 @@ pub(super) fn watch(
         check(place, host)?;
         let peer = missing.load(Ordering::Relaxed);
         let Some(address) = addresses.get(peer) else { continue };
+        lookout.look(Rank::new(peer as u32))?;
         // It listens until it is connected with this rank too. To it, this is a stranger who leaves again.
         let probe = TcpStream::connect_timeout(&address.socket, LOOK);
         refused = match probe {
@@ -169,4 +197,42 @@ pub(super) fn gone(peer: Rank, address: &Address) -> Error {
     Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) died: it no longer listens at {socket}"))
         .with_peer(peer)
         .with_remedy(format!("see rank {peer}'s own output for its reason"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::credentials::Credentials;
+    use crate::rank::{Epoch, WorldSize};
+    use crate::store::MemoryStore;
+    use crate::transport::heartbeat::Heartbeat;
+
+    proptest! {
+        #[test]
+        fn the_first_that_is_missing_is_found(
+            there in prop::collection::vec(prop::bool::weighted(0.9), 1..40), known in 0_usize..40
+        ) {
+            let store = MemoryStore::new();
+            let place = Place {
+                store: &store,
+                rank: Rank::MAIN,
+                world: WorldSize::ONE,
+                epoch: Epoch(0),
+                interface: Ipv4Addr::LOCALHOST.into(),
+                credentials: Credentials::none(),
+                heartbeat: Heartbeat::default(),
+            };
+            let names: Vec<String> = (0..there.len()).map(|key| key.to_string()).collect();
+            for (name, _) in names.iter().zip(&there).filter(|(_, is_there)| **is_there) {
+                store.set(name, b"x", Deadline::after(LAST_WORD)).unwrap();
+            }
+            let first = there.iter().position(|is_there| !is_there).unwrap_or(there.len());
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            prop_assert_eq!(count_there(&place, &names, known.min(first)), first);
+        }
+    }
 }

@@ -28,7 +28,8 @@ fn with(tls: Tls) -> Credentials {
 fn join(store: &MemoryStore, rank: u32, world: u32, credentials: &Credentials) -> Result<Mesh> {
     let (rank, world) = (Rank::new(rank), WorldSize::new(world)?);
     let interface = Ipv4Addr::LOCALHOST.into();
-    mesh(&Place { store, rank, world, epoch: Epoch(0), interface, credentials }, soon())
+    let heartbeat = Heartbeat::default();
+    mesh(&Place { store, rank, world, epoch: Epoch(0), interface, credentials, heartbeat }, soon())
 }
 
 /// Those of two ranks with these credentials.

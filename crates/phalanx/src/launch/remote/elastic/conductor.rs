@@ -447,6 +447,8 @@ impl<'a> Conductor<'a> {
                 }
                 if exit.is_success() {
                     self.roster.done(host, place);
+                    let others = self.peers.iter().filter(|peer| peer.was_told_to_start && !peer.leaves);
+                    others.for_each(|peer| peer.say(Word::Ending));
                 }
             }
             News::Lost { failure, .. } => {
