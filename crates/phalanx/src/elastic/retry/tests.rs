@@ -161,16 +161,14 @@ impl Job {
                 (true, Some(_)) => Call::Agree { step: sim.course.step },
             };
             let sim = &mut self.ranks[rank];
+            if matches!(call, Call::Reduce { .. }) {
+                sim.course.begin(sim.told == Some(step));
+            }
             match broken && wary {
                 true => {
                     (sim.cut, sim.outside) = (true, matches!(call, Call::Broadcast { .. }) || sim.outside)
                 }
-                false => {
-                    if matches!(call, Call::Reduce { .. }) {
-                        sim.course.begin(sim.told == Some(step));
-                    }
-                    sim.calls.push(call);
-                }
+                false => sim.calls.push(call),
             }
             return;
         }

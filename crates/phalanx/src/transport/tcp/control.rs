@@ -16,7 +16,9 @@ use crate::error::{Error, Result};
 use crate::rank::{Rank, WorldSize};
 use crate::transport::health::Health;
 use crate::transport::heartbeat::Heartbeat;
-use crate::wire::control::{self, Control, Notice};
+use crate::transport::liveness::listens;
+use crate::transport::process;
+use crate::wire::control::{self, Control, Introduction, Notice};
 
 /// Watches the control connections until it is dropped; then it says goodbye.
 pub(in crate::transport) struct Monitor {
@@ -65,11 +67,14 @@ impl Monitor {
         connections.control.iter().flatten().try_for_each(keep_alive).map_err(failed)?;
         let on_failure = connections.clone();
         health.on_failure(Box::new(move |error| on_failure.alarm(error)));
+        // Before the thread: who is stopped as soon as the group stands is missed, and not one of whom nothing was heard.
+        let introduction = Introduction::new(heartbeat.interval, process::own());
+        connections.tell(&Control::Watching(introduction), |peer| listens(rank, peer, world));
         let watched = connections.clone();
         let thread = std::thread::Builder::new()
             .name(format!("phalanx-watch-{rank}"))
             .spawn(move || {
-                let watch = Watch::new(rank, world, &watched, &health, heartbeat);
+                let watch = Watch::new(world, &watched, &health, heartbeat);
                 if let Err(error) = watch.run(&stopped) {
                     health.fail(error);
                 }

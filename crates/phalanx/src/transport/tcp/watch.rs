@@ -12,13 +12,12 @@ use crate::error::{Error, Result};
 use crate::rank::{Rank, WorldSize};
 use crate::transport::health::Health;
 use crate::transport::heartbeat::Heartbeat;
-use crate::transport::liveness::{Liveness, Sight, Silence, listens};
+use crate::transport::liveness::{Liveness, Sight, Silence};
 use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, MAX_BODY, PREFIX, ProcessId};
 
 /// What the thread knows.
 pub(super) struct Watch<'a> {
-    rank: Rank,
     world: WorldSize,
     connections: &'a Connections,
     health: &'a Health,
@@ -44,7 +43,6 @@ struct Peer {
 
 impl<'a> Watch<'a> {
     pub(super) fn new(
-        rank: Rank,
         world: WorldSize,
         connections: &'a Connections,
         health: &'a Health,
@@ -53,13 +51,11 @@ impl<'a> Watch<'a> {
         let liveness = Liveness::new(world, heartbeat.timeout, heartbeat.step().unwrap_or_default());
         let peers = world.ranks().map(|_| Peer::default()).collect();
         let process = process::own();
-        Self { rank, world, connections, health, heartbeat, process, liveness, peers, beat: Instant::now() }
+        Self { world, connections, health, heartbeat, process, liveness, peers, beat: Instant::now() }
     }
 
     /// Watches until `stopped` is closed at its other end.
     pub(super) fn run(mut self, stopped: &UnixStream) -> Result<()> {
-        let introduction = Introduction::new(self.heartbeat.interval, self.process);
-        self.connections.tell(&Control::Watching(introduction), |peer| listens(self.rank, peer, self.world));
         let mut next = self.heartbeat.step().map(|step| Instant::now() + step);
         loop {
             let ready = match self.poll(stopped, next)? {
