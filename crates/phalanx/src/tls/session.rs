@@ -47,9 +47,9 @@ impl Session {
     }
 
     /// These bytes have been read from the socket already.
-    pub(crate) fn begin_with(&mut self, bytes: &[u8]) {
-        self.incoming = bytes.to_vec();
+    pub(crate) fn begin_with(&mut self, bytes: Vec<u8>) {
         (self.start, self.end) = (0, bytes.len());
+        self.incoming = bytes;
     }
 
     /// Takes the handshake further, by one read at most. True when it is done: for the accepting end the other one is

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::timeout;
 
 use super::connection::invalid;
 use super::neighbour;
 use super::stream::Stream;
+use super::turns::{Turn, Turns};
 use crate::credentials::Credentials;
 use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{TAG, nonce};
@@ -69,6 +70,7 @@ pub(super) struct Gate {
     tls: Option<Tls>,
     strangers: Strangers,
     refusals: Option<Refusals>,
+    turns: Turns,
 }
 
 impl fmt::Debug for Gate {
@@ -81,28 +83,52 @@ impl Gate {
     pub fn new(access: Access) -> Self {
         let Access { credentials, strangers, refusals } = access;
         let Credentials { key, tls } = credentials;
-        Self { secret: key.as_ref().map(StoreSecret::new), tls, strangers, refusals }
+        Self { secret: key.as_ref().map(StoreSecret::new), tls, strangers, refusals, turns: Turns::new() }
     }
 
     /// Waits until `stream` has shown that it is a client that may come in; otherwise the error says why not.
     pub async fn admit(&self, stream: &mut Stream) -> io::Result<()> {
-        timeout_at(Instant::now() + HANDSHAKE, self.introduce(stream)).await?
+        let first = timeout(HANDSHAKE, self.introduce(stream)).await??;
+        let (Some(tls), Some(words)) = (&self.tls, first) else { return Ok(()) };
+        // How long others take is not this client's fault.
+        let turn = self.turns.take().await?;
+        timeout(HANDSHAKE, self.secure(stream, (tls, words), turn)).await?
     }
 
-    async fn introduce(&self, stream: &mut Stream) -> io::Result<()> {
+    /// Lets a client in without TLS, or gives the first record of one that comes with it. No state of TLS is made before
+    /// that is there.
+    async fn introduce(&self, stream: &mut Stream) -> io::Result<Option<Vec<u8>>> {
         let mut hello = [0; HELLO];
         stream.read_exact(&mut hello).await?;
-        let Some(tls) = &self.tls else {
+        if self.tls.is_none() {
             if tls::is_hello(&hello) {
                 stream.turn_away(&tls::REFUSAL);
                 return Err(Refusal::wanted());
             }
-            return self.greet(stream, hello, self.secret.clone()).await;
-        };
-        if !tls::is_hello(&hello) {
-            return self.admit_plain(stream, &hello).await;
+            return self.greet(stream, hello, self.secret.clone()).await.map(|()| None);
         }
-        let binding = match stream.encrypt(tls, &hello).await {
+        if !tls::is_hello(&hello) {
+            return self.admit_plain(stream, &hello).await.map(|()| None);
+        }
+        let mut head = [0; tls::HELLO_HEAD];
+        head[..HELLO].copy_from_slice(&hello);
+        stream.read_exact(&mut head[HELLO..]).await?;
+        let strange = || invalid("what it begins with is not the first record of a client of TLS".to_owned());
+        let mut words = vec![0; tls::hello_length(&head).ok_or_else(strange)?];
+        let (start, rest) = words.split_at_mut(head.len());
+        start.copy_from_slice(&head);
+        stream.read_exact(rest).await?;
+        Ok(Some(words))
+    }
+
+    /// Hears the client inside TLS, which it has begun so.
+    async fn secure(
+        &self,
+        stream: &mut Stream,
+        (tls, words): (&Tls, Vec<u8>),
+        turn: Turn<'_>,
+    ) -> io::Result<()> {
+        let binding = match turn.last(stream.encrypt(tls, words)).await {
             Ok(binding) => binding,
             Err(error) => {
                 // Somebody who speaks TLS and has another certificate, or none, is perhaps of this job.
@@ -112,6 +138,9 @@ impl Gate {
                 return Err(error);
             }
         };
+        // It has a certificate: it is no stranger any more.
+        drop(turn);
+        let mut hello = [0; HELLO];
         stream.read_exact(&mut hello).await?;
         self.greet(stream, hello, self.secret.as_ref().map(|secret| secret.bound(&binding))).await
     }

@@ -32,8 +32,8 @@ impl Stream {
         Ok((self.socket.peer_addr()?, self.socket.local_addr()?))
     }
 
-    /// Makes this the accepting end of a TLS connection, whose first bytes have been read.
-    pub(super) async fn encrypt(&mut self, tls: &Tls, first: &[u8]) -> io::Result<Binding> {
+    /// Makes this the accepting end of a TLS connection, whose first record has been read.
+    pub(super) async fn encrypt(&mut self, tls: &Tls, first: Vec<u8>) -> io::Result<Binding> {
         let mut session = Box::new(tls.server()?);
         session.begin_with(first);
         loop {

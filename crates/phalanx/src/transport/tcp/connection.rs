@@ -33,6 +33,7 @@ impl Connection {
         &self.socket
     }
 
+    #[cfg(all(test, feature = "tls"))]
     pub(super) fn is_encrypted(&self) -> bool {
         self.tls.is_some()
     }

@@ -6,8 +6,8 @@ use std::net::{Ipv4Addr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::accept::HANDSHAKE;
 use super::connect::{Address, Mesh};
+use super::pending::HANDSHAKE;
 use super::*;
 use crate::key::JobKey;
 use crate::store::MemoryStore;
@@ -134,7 +134,7 @@ fn stranger(number: usize, address: std::net::SocketAddr, first_words: &[u8]) ->
 }
 
 /// What a client of TLS says first.
-fn first_words() -> Vec<u8> {
+pub(super) fn first_words() -> Vec<u8> {
     struct Words(Vec<u8>);
     impl Read for Words {
         fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
@@ -166,6 +166,21 @@ fn strangers_and_half_handshakes_hold_nobody_up() {
         join(&store, 1, 2, &credentials).unwrap();
         main.join().unwrap().unwrap();
         assert!(started.elapsed() < HANDSHAKE * 2, "{:?}", started.elapsed());
+        drop(strangers);
+    });
+}
+
+#[test]
+fn more_strangers_than_have_a_turn_hold_nobody_up() {
+    let (store, credentials, words) = (MemoryStore::new(), with(good()), first_words());
+    thread::scope(|scope| {
+        let main = scope.spawn(|| join(&store, 0, 2, &credentials).map(|_| ()));
+        let address = address(&store);
+        let strangers: Vec<TcpStream> = (0..150).map(|_| stranger(2, address, &words)).collect();
+        let started = Instant::now();
+        join(&store, 1, 2, &credentials).unwrap();
+        main.join().unwrap().unwrap();
+        assert!(started.elapsed() < HANDSHAKE * 5, "{:?}", started.elapsed());
         drop(strangers);
     });
 }
