@@ -45,7 +45,8 @@ pub(crate) enum Strangers {
     None,
 }
 
-/// Who hears of clients that were not let in: their addresses, a line each.
+/// Who hears of clients that were not let in although they are clients: their addresses, a line each. Of what else comes to
+/// a port nobody hears: it would hide them.
 #[derive(Clone, Debug)]
 pub(crate) struct Refusals(pub Arc<PipeWriter>);
 
@@ -131,8 +132,9 @@ impl Gate {
         let binding = match turn.last(stream.encrypt(tls, words)).await {
             Ok(binding) => binding,
             Err(error) => {
-                // Somebody who speaks TLS and has another certificate, or none, is perhaps of this job.
-                if Refusal::remedy(&error).is_some() {
+                // Somebody with a certificate of another CA is perhaps of this job. Who speaks TLS and shows none, or
+                // says something else, is not: programs that look at every port do so.
+                if Refusal::is_of_certificates(&error) {
                     self.refuse(stream);
                 }
                 return Err(error);
@@ -164,7 +166,7 @@ impl Gate {
             self.refuse(stream);
             return Err(invalid("it has no job key, which this store wants".to_owned()));
         }
-        if !hello.first_chunk().is_some_and(greeting::is_greeting) {
+        if !is_greeting(&hello) {
             return Err(invalid(format!("its first bytes are {hello:02x?}, not a store client's")));
         }
         let Some(secret) = secret else {
@@ -184,14 +186,17 @@ impl Gate {
             return Ok(());
         }
         stream.turn_away(&tls::REFUSAL);
-        self.refuse(stream);
+        // Somebody who says what no store's client says is of no job.
+        if is_validation(hello) || is_greeting(hello) {
+            self.refuse(stream);
+        }
         Err(Refusal::plain())
     }
 
     fn refuse(&self, stream: &Stream) {
-        if let (Some(Refusals(pipe)), Ok((peer, _))) = (&self.refusals, stream.addresses()) {
+        if let (Some(Refusals(pipe)), Some(peer)) = (&self.refusals, stream.peer()) {
             // It does not block; who has heard of many need not hear of more.
-            let _ = (&**pipe).write_all(format!("{}\n", peer.ip()).as_bytes());
+            let _ = (&**pipe).write_all(format!("{peer}\n").as_bytes());
         }
     }
 }
@@ -200,6 +205,11 @@ impl Gate {
 fn is_validation(hello: &[u8; HELLO]) -> bool {
     let [op, magic @ ..] = hello;
     *op == Op::Validate as u8 && *magic == MAGIC.to_le_bytes()
+}
+
+/// Is this how our clients begin that have a key?
+fn is_greeting(hello: &[u8; HELLO]) -> bool {
+    hello.first_chunk().is_some_and(greeting::is_greeting)
 }
 
 /// Does the client that began so know the secret?
