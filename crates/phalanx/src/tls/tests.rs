@@ -16,6 +16,7 @@ use super::*;
 
 #[path = "../../tests/support/certificates.rs"]
 pub(crate) mod certificates;
+pub(crate) mod chatter;
 
 /// Takes whatever certificate, as a program may that does not look at its own.
 pub(crate) fn unchecked(ca: &Authority, certificate: &Certificate) -> Tls {
@@ -216,6 +217,33 @@ fn little_is_read_at_once_until_the_other_end_is_admitted() {
     assert_eq!(most(&mut server), 1024);
     server.admit();
     assert!(most(&mut server) > 100_000);
+}
+
+#[test]
+fn who_sends_a_record_in_pieces_holds_nobody_who_looks() {
+    /// How often it was read.
+    struct Counted<'a>(End<'a>, usize);
+    impl Read for Counted<'_> {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            self.1 += 1;
+            self.0.read(buffer)
+        }
+    }
+    let tls = good();
+    let (mut wire, mut client, mut server) = handshake(&tls, &tls, usize::MAX).unwrap();
+    client.send(&mut wire.client(), &[IoSlice::new(&[7; 1000])]).unwrap();
+    // Byte by byte, so that there is something to be read all the time.
+    wire.step = 1;
+    let mut seen = [0; 8];
+    for _ in 0..100 {
+        let mut counted = Counted(wire.server(), 0);
+        let looked = patient(server.peek(&mut counted, &mut seen)).unwrap();
+        assert!(counted.1 <= 64, "{} reads", counted.1);
+        if looked > 0 {
+            return assert_eq!(seen[..looked], [7; 8][..looked]);
+        }
+    }
+    panic!("it never came");
 }
 
 #[test]

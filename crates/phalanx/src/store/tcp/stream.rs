@@ -12,8 +12,8 @@ use crate::tls::{Binding, Session, Tls};
 
 /// Reads of what a client still says that is turned away; who says more without end would hold the store up.
 const LAST_READS: usize = 64;
-/// Reads in which nothing came that could be decrypted, before others have their turn: TLS lets a client send records
-/// without content, as many as it likes.
+/// Reads in which nothing came that could be decrypted, before others have their turn: a client may send a record in as
+/// many pieces as it likes, and some without content.
 const EMPTY_READS: usize = 16;
 
 #[derive(Debug)]
