@@ -5,11 +5,15 @@
 mod support;
 
 use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::time::Duration;
 
-use support::{bare, output, text};
+use support::stand_in::Hosts;
+use support::{bare, exit_code, output, text};
 
 fn certgen(arguments: &[&str], folder: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_phalanx")).arg("certgen").arg(folder).args(arguments).output().unwrap()
@@ -28,32 +32,80 @@ fn options(folder: &Path, host: &str) -> Vec<String> {
     .collect()
 }
 
-/// Two ranks that check sums over TCP.
+/// A program whose ranks check sums over TCP.
+const SUMS: [&str; 15] = [
+    env!("CARGO_BIN_EXE_phalanx"),
+    "bench",
+    "all_reduce",
+    "--transport",
+    "tcp",
+    "-b",
+    "4",
+    "-e",
+    "256K",
+    "-f",
+    "256",
+    "-n",
+    "4",
+    "-w",
+    "2",
+];
+
+/// Two ranks of it.
 fn run(options: &[String], variables: &[(&str, &str)]) -> Output {
-    let sums = [
-        "bench",
-        "all_reduce",
-        "--transport",
-        "tcp",
-        "-b",
-        "4",
-        "-e",
-        "256K",
-        "-f",
-        "256",
-        "-n",
-        "4",
-        "-w",
-        "2",
-    ];
     let mut command = bare();
-    command
-        .args(["--nproc-per-node", "2"])
-        .args(options)
-        .args(["--", env!("CARGO_BIN_EXE_phalanx")])
-        .args(sums)
-        .envs(variables.iter().copied());
+    command.args(["--nproc-per-node", "2"]).args(options).arg("--").args(SUMS);
+    command.envs(variables.iter().copied());
     output(command)
+}
+
+/// On every host where the command stands, as they are told of in the guide.
+const ON_EVERY_HOST: [&str; 6] =
+    ["--tls-ca", "tls/ca.pem", "--tls-cert", "tls/host.pem", "--tls-key", "tls/host.key"];
+
+/// Hosts that have these.
+fn hosts() -> Hosts {
+    let hosts = Hosts::new();
+    assert!(certgen(&["host"], &hosts.path().join("tls")).status.success());
+    hosts
+}
+
+#[test]
+fn a_job_that_one_command_starts_on_several_hosts_runs_over_tls() {
+    let hosts = hosts();
+    let mut command = hosts.run("localhost:1,far1:2,far2:1", &ON_EVERY_HOST);
+    command.arg("--").args(SUMS);
+    let output = output(command);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+
+    // Its store hears nobody without.
+    let script = "echo $MASTER_PORT $PHALANX_TLS_CERT; while [ ! -e end ]; do sleep 0.02; done";
+    let mut child = hosts.script("far1:1,far2:1", &ON_EVERY_HOST, script).spawn().unwrap();
+    support::limit(&child);
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    out.read_line(&mut line).unwrap();
+    let (_, line) = line.trim().split_once("] ").unwrap();
+    let (port, certificate) = line.split_once(' ').unwrap();
+    assert!(certificate.ends_with("tls/host.pem"), "{certificate}");
+    let mut plain = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
+    plain.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    plain.write_all(b"PHXS\x01\0\0\0").unwrap();
+    let mut answer = [0; 7];
+    plain.read_exact(&mut answer).unwrap();
+    assert_eq!(answer, [21, 3, 3, 0, 2, 2, 70]);
+    fs::write(hosts.path().join("end"), "").unwrap();
+    assert_eq!(exit_code(&mut child), Some(0));
+}
+
+#[test]
+fn a_host_whose_certificate_cannot_be_used_is_named() {
+    let hosts = hosts();
+    fs::remove_file(hosts.path().join("tls/host.pem")).unwrap();
+    let output = output(hosts.script("far1:1,far2:1", &ON_EVERY_HOST, "true"));
+    let err = text(&output.stderr);
+    assert!(!output.status.success() && err.contains("host.pem cannot be used for TLS"), "{err}");
+    assert!(err.contains("far1") || err.contains("far2"), "{err}");
 }
 
 #[test]

@@ -34,8 +34,12 @@ pub(super) struct Job {
     pub snapshot: Snapshot,
 }
 
-/// The writers of this process, by device and inode of their folders.
-static WRITERS: Mutex<BTreeMap<(u64, u64), Weak<Shared>>> = Mutex::new(BTreeMap::new());
+/// The writers of this process, by device and inode of their folders. It is locked for a look alone, so that a folder on a
+/// slow disk, or one whose claim has to be waited for, holds up nobody who writes elsewhere.
+static WRITERS: Mutex<BTreeMap<(u64, u64), Slot>> = Mutex::new(BTreeMap::new());
+
+/// The writer of a folder; locked by whoever opens it, until it is there.
+type Slot = Arc<Mutex<Weak<Shared>>>;
 
 /// Hands snapshots to a thread, one at a time.
 #[derive(Debug)]
@@ -78,8 +82,9 @@ impl Writer {
         let unusable = |error| unusable(path, error);
         let about = path.metadata().map_err(unusable)?;
         let place = (about.dev(), about.ino());
-        let mut writers = WRITERS.lock();
-        let running = writers.get(&place).and_then(Weak::upgrade);
+        let slot = slot(place);
+        let mut writer = slot.lock();
+        let running = writer.upgrade();
         let mut own = None;
         if let Some(shared) = running {
             let mut owner = shared.folder.owner.lock();
@@ -102,8 +107,7 @@ impl Writer {
         let state =
             State { number: folder::next_number(path).map_err(unusable)?, ended: true, ..State::default() };
         let shared = Arc::new(Shared { folder, state: Mutex::new(state), changed: Condvar::new() });
-        writers.retain(|_, writer| writer.strong_count() > 0);
-        writers.insert(place, Arc::downgrade(&shared));
+        *writer = Arc::downgrade(&shared);
         shared.hand_over().map_err(unusable)
     }
 
@@ -172,6 +176,16 @@ impl Drop for Writer {
         }
         self.leave();
     }
+}
+
+/// The slot of the folder at this device and inode. Those of writers that have gone are given up, unless somebody is about
+/// to use them: whoever does has taken them under the table's lock.
+fn slot(place: (u64, u64)) -> Slot {
+    let mut writers = WRITERS.lock();
+    writers.retain(|_, slot| {
+        Arc::strong_count(slot) > 1 || slot.try_lock().is_none_or(|writer| writer.strong_count() > 0)
+    });
+    Arc::clone(writers.entry(place).or_default())
 }
 
 impl Shared {
@@ -268,5 +282,79 @@ fn remedy(error: &io::Error) -> &'static str {
         NotFound => "was the folder removed while the job ran?",
         PermissionDenied | ReadOnlyFilesystem => "may rank 0 write there?",
         _ => "the older ones are as they were",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+    use std::time::Instant;
+
+    use super::*;
+
+    fn of(job: &str) -> Claimant {
+        Claimant { job: Some(job.to_owned()), round: 1 }
+    }
+
+    #[test]
+    fn a_folder_that_is_waited_for_holds_up_no_other() {
+        let held = tempfile::tempdir().unwrap();
+        // Another job's, which does not give it back.
+        let _owner = Owner::claim(held.path(), &of("other"), None).unwrap();
+        let ended = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let started = Instant::now();
+                let error = Writer::open(held.path(), &of("job")).unwrap_err();
+                ended.store(true, Ordering::Relaxed);
+                assert!(error.is_environment(), "{error}");
+                started.elapsed()
+            });
+            let mut longest = Duration::ZERO;
+            while !ended.load(Ordering::Relaxed) {
+                let free = tempfile::tempdir().unwrap();
+                let started = Instant::now();
+                Writer::open(free.path(), &of("job")).unwrap();
+                longest = longest.max(started.elapsed());
+            }
+            let waited = waiter.join().unwrap();
+            assert!(longest < waited / 2, "one took {longest:?} while another waited for {waited:?}");
+        });
+    }
+
+    #[test]
+    fn one_folder_has_one_thread_whoever_opens_it_at_once() {
+        let root = tempfile::tempdir().unwrap();
+        let writers: Vec<Writer> = thread::scope(|scope| {
+            let opening: Vec<_> =
+                (0..8).map(|_| scope.spawn(|| Writer::open(root.path(), &of("job")).unwrap())).collect();
+            opening.into_iter().map(|writer| writer.join().unwrap()).collect()
+        });
+        assert!(writers.iter().all(|writer| Arc::ptr_eq(&writer.shared, &writers[0].shared)));
+        let mut handles: Vec<u64> = writers.iter().map(|writer| writer.handle).collect();
+        handles.sort_unstable();
+        assert_eq!(handles, [1, 2, 3, 4, 5, 6, 7, 8]);
+    }
+
+    #[test]
+    fn folders_that_nobody_writes_to_are_forgotten() {
+        let (root, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let place = |root: &tempfile::TempDir| {
+            let about = root.path().metadata().unwrap();
+            (about.dev(), about.ino())
+        };
+        let writer = Writer::open(root.path(), &of("job")).unwrap();
+        slot(place(&other));
+        assert!(WRITERS.lock().contains_key(&place(&root)));
+        let shared = Arc::downgrade(&writer.shared);
+        drop(writer);
+        // Its thread ends by itself.
+        let deadline = Deadline::after(LAST);
+        while shared.strong_count() > 0 && !deadline.has_passed() {
+            thread::yield_now();
+        }
+        slot(place(&other));
+        assert!(!WRITERS.lock().contains_key(&place(&root)));
     }
 }

@@ -14,6 +14,7 @@
 //! an entry behind it does not count, whatever it is. Who appends asks for it afterwards: if it has passed the entry's place,
 //! the entry may have been written where another one was removed, and he cannot know whether anybody has read it.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::members::{Entry, State};
@@ -36,10 +37,12 @@ const ANSWER: Duration = Duration::from_secs(30);
 /// How long to wait for a state that may have been removed.
 const MOMENT: Duration = Duration::from_millis(200);
 
-/// The end of the log, for one who appends.
+/// The end of the log, for those who append. Several threads may do so at once: the store brings what they say into one
+/// order, and none of them waits longer than its own deadline because another one waits for the store.
 pub(super) struct Journal {
     store: SharedStore,
-    log: Log,
+    /// Entries before this one are known to be there, or to have been.
+    end: AtomicU64,
 }
 
 /// What was read.
@@ -52,20 +55,22 @@ pub(super) enum Read {
 
 impl Journal {
     pub(super) fn new(store: SharedStore) -> Self {
-        Self { log: Log::new(SharedStore::clone(&store)), store }
+        Self { store, end: AtomicU64::new(0) }
     }
 
     /// Appends `entry`, and again if that was in vain; it must be one that may be said twice.
-    pub(super) fn append(&mut self, entry: &Entry, deadline: Deadline) -> Result<()> {
+    pub(super) fn append(&self, entry: &Entry, deadline: Deadline) -> Result<()> {
         while self.try_append(entry, deadline)?.is_none() {}
         Ok(())
     }
 
     /// Appends `entry`, and gives its index. None if that was perhaps in vain.
-    pub(super) fn try_append(&mut self, entry: &Entry, deadline: Deadline) -> Result<Option<u64>> {
-        self.log.skip_to(base(&*self.store, deadline)?);
-        let index = self.log.append(&entry.to_bytes()?, deadline)?;
-        self.confirm(index, deadline)
+    pub(super) fn try_append(&self, entry: &Entry, deadline: Deadline) -> Result<Option<u64>> {
+        let mut log = Log::new(SharedStore::clone(&self.store));
+        log.skip_to(self.end.load(Ordering::Relaxed).max(base(&*self.store, deadline)?));
+        let index = log.append(&entry.to_bytes()?, deadline);
+        self.end.fetch_max(log.end(), Ordering::Relaxed);
+        self.confirm(index?, deadline)
     }
 
     /// Is what was written at `index` in the log for sure?

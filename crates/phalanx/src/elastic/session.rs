@@ -64,7 +64,7 @@ pub(super) struct Session {
 
 struct Shared {
     store: SharedStore,
-    journal: Mutex<Journal>,
+    journal: Journal,
     seen: Mutex<Seen>,
     changed: Condvar,
     closing: AtomicBool,
@@ -276,7 +276,7 @@ impl Session {
             // Who watches this worker expects to find its beat.
             shared.store.add(&beat::key(&worker), 1, Deadline::after(ANSWER))?;
             let join = Entry::Join { worker, settings: self.settings };
-            let index = shared.journal.lock().try_append(&join, Deadline::after(ANSWER))?;
+            let index = shared.journal.try_append(&join, Deadline::after(ANSWER))?;
             if let Some(index) = index {
                 let mut seen = shared.seen.lock();
                 seen.joined_at = Some(index);
@@ -342,7 +342,7 @@ impl Shared {
             place: At::Waiting,
         };
         Ok(Arc::new(Self {
-            journal: Mutex::new(Journal::new(Arc::clone(&store))),
+            journal: Journal::new(Arc::clone(&store)),
             store,
             seen: Mutex::new(seen),
             changed: Condvar::new(),
@@ -360,7 +360,7 @@ impl Shared {
     }
 
     fn append_until(&self, entry: &Entry, deadline: Deadline) -> Result<()> {
-        self.journal.lock().append(entry, deadline)
+        self.journal.append(entry, deadline)
     }
 
     /// The part of the store in which the members of a round connect.
@@ -553,43 +553,4 @@ fn start_thread(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> 
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::store::MemoryStore;
-
-    #[test]
-    fn a_frozen_successor_is_not_heard_by_the_beats_of_the_one_before() {
-        let store: SharedStore = Arc::new(MemoryStore::new());
-        let limit = Deadline::after(Duration::from_secs(20));
-        let worker = |place, process| {
-            let id = beat::next_id(&*store, place, limit).unwrap();
-            Worker { id, host: "here".to_owned(), place, process }
-        };
-        // Given up, though it has not read that yet.
-        let before = Shared::new(Arc::clone(&store), worker(1, 10)).unwrap();
-        let (successor, me) = (worker(1, 11), worker(0, 12));
-        let watcher = Shared::new(Arc::clone(&store), me.clone()).unwrap();
-        let settings = Settings { min: 2, max: 2, reset_limit: None };
-        for worker in [&me, &successor] {
-            watcher.take(Entry::Join { worker: worker.clone(), settings });
-            store.add(&beat::key(worker), 1, limit).unwrap();
-        }
-        let (interval, silence) = (Duration::from_millis(20), Duration::from_millis(200));
-        let [mut ears, mut unused] = [(), ()].map(|()| Liveness::new(interval, silence));
-        let next = watcher.seen.lock().next;
-        assert_eq!(next, 2);
-        let gone = loop {
-            assert!(!limit.has_passed(), "the successor's silence was never noticed");
-            look(&before, &mut unused, limit).unwrap();
-            look(&watcher, &mut ears, limit).unwrap();
-            if store.check(&["log/0"], limit).unwrap() {
-                break journal::read(&*store, 0, limit).unwrap();
-            }
-            thread::sleep(interval);
-        };
-        let Read::Entry(Entry::Gone { worker, by, why: Departure::Silent(_) }) = gone else {
-            panic!("{gone:?}")
-        };
-        assert_eq!((worker, by), (successor.id, me.id));
-    }
-}
+mod tests;

@@ -33,7 +33,7 @@ impl Tls {
 pub(crate) struct Session(Infallible);
 
 impl Session {
-    pub(crate) fn begin_with(&mut self, _bytes: &[u8]) {
+    pub(crate) fn begin_with(&mut self, _bytes: Vec<u8>) {
         match self.0 {}
     }
 

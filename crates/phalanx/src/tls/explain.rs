@@ -14,9 +14,10 @@ const LOOK_THERE: &str = "its own output says why; give every process of the job
 /// Why the other end is not let in, or does not let this one in.
 pub(super) fn refusal(error: &Error) -> io::Error {
     match error {
-        Error::InvalidCertificate(why) => {
-            Refusal::error(format!("its certificate is not accepted: {}", certificate(why)), SAME_CA)
-        }
+        Error::InvalidCertificate(why) => Refusal::of_certificates(
+            format!("its certificate is not accepted: {}", certificate(why)),
+            SAME_CA,
+        ),
         Error::NoCertificatesPresented => Refusal::error("it shows no certificate", SAME_CA),
         // What an end without TLS answers to one with it.
         Error::AlertReceived(AlertDescription::ProtocolVersion) => Refusal::plain(),
@@ -24,11 +25,34 @@ pub(super) fn refusal(error: &Error) -> io::Error {
             Refusal::error("it wants a certificate and was shown none", SAME_CA)
         }
         Error::AlertReceived(alert) => {
-            Refusal::error(format!("it does not accept this process's certificate ({alert:?})"), LOOK_THERE)
+            let what = format!("it does not accept this process's certificate ({alert:?})");
+            match is_of_certificates(*alert) {
+                true => Refusal::of_certificates(what, LOOK_THERE),
+                false => Refusal::error(what, LOOK_THERE),
+            }
         }
         Error::InvalidMessage(_) => Refusal::error(format!("what it says is not TLS ({error})"), ALL_OR_NONE),
         other => Refusal::error(format!("TLS with it failed: {other}"), SAME_CA),
     }
+}
+
+/// Does somebody answer so to a certificate?
+fn is_of_certificates(alert: AlertDescription) -> bool {
+    use AlertDescription::{
+        AccessDenied, BadCertificate, CertificateExpired, CertificateRevoked, CertificateUnknown,
+        DecryptError, UnknownCA, UnsupportedCertificate,
+    };
+    matches!(
+        alert,
+        AccessDenied
+            | BadCertificate
+            | CertificateExpired
+            | CertificateRevoked
+            | CertificateUnknown
+            | DecryptError
+            | UnknownCA
+            | UnsupportedCertificate
+    )
 }
 
 /// Why this process's own certificate is of no use.

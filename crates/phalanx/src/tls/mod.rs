@@ -67,6 +67,8 @@ impl Tls {
 pub(crate) struct Refusal {
     what: String,
     remedy: &'static str,
+    /// Both speak TLS, and one does not accept the other's certificate.
+    is_of_certificates: bool,
 }
 
 impl Refusal {
@@ -81,11 +83,32 @@ impl Refusal {
     }
 
     fn error(what: impl Into<String>, remedy: &'static str) -> io::Error {
-        io::Error::new(io::ErrorKind::InvalidData, Self { what: what.into(), remedy })
+        Self { what: what.into(), remedy, is_of_certificates: false }.into()
+    }
+
+    /// One of both has no certificate that the other accepts.
+    #[cfg(feature = "tls")]
+    fn of_certificates(what: impl Into<String>, remedy: &'static str) -> io::Error {
+        Self { what: what.into(), remedy, is_of_certificates: true }.into()
+    }
+
+    /// Is `error` one of these, because both speak TLS, and one does not accept the other's certificate?
+    pub(crate) fn is_of_certificates(error: &io::Error) -> bool {
+        Self::in_error(error).is_some_and(|refusal| refusal.is_of_certificates)
     }
 
     /// What to do about `error`, if it is one of these.
     pub(crate) fn remedy(error: &io::Error) -> Option<&'static str> {
-        error.get_ref().and_then(|error| error.downcast_ref::<Self>()).map(|refusal| refusal.remedy)
+        Self::in_error(error).map(|refusal| refusal.remedy)
+    }
+
+    fn in_error(error: &io::Error) -> Option<&Self> {
+        error.get_ref().and_then(|error| error.downcast_ref())
+    }
+}
+
+impl From<Refusal> for io::Error {
+    fn from(refusal: Refusal) -> Self {
+        Self::new(io::ErrorKind::InvalidData, refusal)
     }
 }

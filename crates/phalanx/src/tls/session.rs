@@ -18,6 +18,9 @@ const BUFFER: usize = 128 * 1024;
 /// Bytes that are encrypted before they are sent.
 const OUTGOING: usize = 256 * 1024;
 
+/// Reads in which nothing came that could be looked at, before whoever looks is asked to come back.
+const EMPTY_READS: usize = 64;
+
 const LABEL: &[u8] = b"EXPORTER-Channel-Binding";
 
 pub(crate) struct Session {
@@ -47,9 +50,9 @@ impl Session {
     }
 
     /// These bytes have been read from the socket already.
-    pub(crate) fn begin_with(&mut self, bytes: &[u8]) {
-        self.incoming = bytes.to_vec();
+    pub(crate) fn begin_with(&mut self, bytes: Vec<u8>) {
         (self.start, self.end) = (0, bytes.len());
+        self.incoming = bytes;
     }
 
     /// Takes the handshake further, by one read at most. True when it is done: for the accepting end the other one is
@@ -110,16 +113,21 @@ impl Session {
         })
     }
 
-    /// Copies what will be received next, as much as has come and fits, and leaves it to be received.
+    /// Copies what will be received next, as much as has come and fits, and leaves it to be received. Reads the socket
+    /// so often at most that nobody is held here by a record in many pieces, or by some without content.
     pub(crate) fn peek(&mut self, io: &mut impl Read, into: &mut [u8]) -> io::Result<usize> {
-        let mut outcome = Ok(());
+        let (mut outcome, mut empty) = (Ok(()), 0);
         while self.plain.len() < into.len() && outcome.is_ok() {
             let missing = (into.len() - self.plain.len()) as u64;
             let before = self.plain.len();
             match self.tls.reader().take(missing).read_to_end(&mut self.plain) {
                 Ok(0) if self.plain.len() == before => outcome = Err(ErrorKind::UnexpectedEof.into()),
                 Err(error) if error.kind() != ErrorKind::WouldBlock => outcome = Err(error),
-                _ if self.plain.len() == before => outcome = self.fill(io),
+                // All that was read is decrypted, so a poll shows whether there is more.
+                _ if self.plain.len() == before && empty == EMPTY_READS => {
+                    outcome = Err(ErrorKind::WouldBlock.into());
+                }
+                _ if self.plain.len() == before => (outcome, empty) = (self.fill(io), empty + 1),
                 _ => {}
             }
         }

@@ -5,16 +5,18 @@ use std::ffi::OsString;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::sync::Arc;
 
-use rustls::RootCertStore;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
 
 use self::certificates::{Authority, Certificate};
 use super::*;
 
 #[path = "../../tests/support/certificates.rs"]
 pub(crate) mod certificates;
+pub(crate) mod chatter;
 
 /// Takes whatever certificate, as a program may that does not look at its own.
 pub(crate) fn unchecked(ca: &Authority, certificate: &Certificate) -> Tls {
@@ -29,6 +31,47 @@ pub(crate) fn unchecked(ca: &Authority, certificate: &Certificate) -> Tls {
 pub(crate) fn good() -> Tls {
     let ca = Authority::new();
     unchecked(&ca, &ca.certificate())
+}
+
+/// Accepts every server, as a program may that does not look who it is.
+pub(crate) fn trusting() -> Arc<dyn ServerCertVerifier> {
+    #[derive(Debug)]
+    struct Trusting;
+    impl ServerCertVerifier for Trusting {
+        fn verify_server_cert(
+            &self,
+            _: &CertificateDer<'_>,
+            _: &[CertificateDer<'_>],
+            _: &ServerName<'_>,
+            _: &[u8],
+            _: UnixTime,
+        ) -> Result<ServerCertVerified, rustls::Error> {
+            Ok(ServerCertVerified::assertion())
+        }
+
+        fn verify_tls12_signature(
+            &self,
+            _: &[u8],
+            _: &CertificateDer<'_>,
+            _: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, rustls::Error> {
+            Ok(HandshakeSignatureValid::assertion())
+        }
+
+        fn verify_tls13_signature(
+            &self,
+            _: &[u8],
+            _: &CertificateDer<'_>,
+            _: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, rustls::Error> {
+            Ok(HandshakeSignatureValid::assertion())
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            ring::default_provider().signature_verification_algorithms.supported_schemes()
+        }
+    }
+    Arc::new(Trusting)
 }
 
 /// The bytes on their way between two ends.
@@ -174,6 +217,33 @@ fn little_is_read_at_once_until_the_other_end_is_admitted() {
     assert_eq!(most(&mut server), 1024);
     server.admit();
     assert!(most(&mut server) > 100_000);
+}
+
+#[test]
+fn who_sends_a_record_in_pieces_holds_nobody_who_looks() {
+    /// How often it was read.
+    struct Counted<'a>(End<'a>, usize);
+    impl Read for Counted<'_> {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            self.1 += 1;
+            self.0.read(buffer)
+        }
+    }
+    let tls = good();
+    let (mut wire, mut client, mut server) = handshake(&tls, &tls, usize::MAX).unwrap();
+    client.send(&mut wire.client(), &[IoSlice::new(&[7; 1000])]).unwrap();
+    // Byte by byte, so that there is something to be read all the time.
+    wire.step = 1;
+    let mut seen = [0; 8];
+    for _ in 0..100 {
+        let mut counted = Counted(wire.server(), 0);
+        let looked = patient(server.peek(&mut counted, &mut seen)).unwrap();
+        assert!(counted.1 <= 64, "{} reads", counted.1);
+        if looked > 0 {
+            return assert_eq!(seen[..looked], [7; 8][..looked]);
+        }
+    }
+    panic!("it never came");
 }
 
 #[test]

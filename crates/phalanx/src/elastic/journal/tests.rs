@@ -58,7 +58,7 @@ impl Reader {
 
 fn filled(entries: u64) -> (SharedStore, Journal) {
     let store: SharedStore = Arc::new(MemoryStore::new());
-    let mut journal = Journal::new(Arc::clone(&store));
+    let journal = Journal::new(Arc::clone(&store));
     for change in 0..entries {
         journal.append(&Entry::Expected { change, workers: 1 + change as u32 }, limit()).unwrap();
     }
@@ -67,7 +67,7 @@ fn filled(entries: u64) -> (SharedStore, Journal) {
 
 #[test]
 fn a_newcomer_and_a_straggler_know_what_all_know() {
-    let (store, mut journal) = filled(0);
+    let (store, journal) = filled(0);
     let mut straggler = Reader::new(&store);
     let mut veteran = Reader::new(&store);
     let mut index = 0;
@@ -94,9 +94,10 @@ fn a_newcomer_and_a_straggler_know_what_all_know() {
 
 #[test]
 fn who_was_stopped_while_he_wrote_writes_again_and_nobody_reads_what_is_in_a_hole() {
-    let (store, mut journal) = filled(10);
-    let mut late = Journal::new(Arc::clone(&store));
-    late.log.skip_to(5);
+    let (store, journal) = filled(10);
+    let late = Journal::new(Arc::clone(&store));
+    let mut log = Log::new(Arc::clone(&store));
+    log.skip_to(5);
     let mut behind = Reader::new(&store);
     behind.read_up_to(5);
     // While he sleeps the log goes on, and is cut off behind him.
@@ -107,7 +108,7 @@ fn who_was_stopped_while_he_wrote_writes_again_and_nobody_reads_what_is_in_a_hol
     other.read_up_to(STRIDE + 3);
     other.trim();
     let entry = Entry::LastCall { round: 9, nonce: 1 };
-    let index = late.log.append(&entry.to_bytes().unwrap(), limit()).unwrap();
+    let index = log.append(&entry.to_bytes().unwrap(), limit()).unwrap();
     assert_eq!(index, 5);
     // Before he knows it, another one reads.
     assert!(matches!(read(&*store, 5, limit()).unwrap(), Read::Behind(_, STRIDE)));
@@ -121,7 +122,7 @@ fn who_was_stopped_while_he_wrote_writes_again_and_nobody_reads_what_is_in_a_hol
 
 #[test]
 fn what_a_trimmer_leaves_that_dies_the_next_one_removes() {
-    let (store, mut journal) = filled(STRIDE);
+    let (store, journal) = filled(STRIDE);
     let mut reader = Reader::new(&store);
     reader.read_up_to(STRIDE);
     // It has moved the base, and removed half of what was before.
@@ -180,8 +181,8 @@ fn a_store_that_does_not_answer_is_not_taken_for_one_that_has_nothing_new() {
 
 #[test]
 fn the_store_of_a_job_with_ten_thousand_kills_stays_small() {
-    let (store, mut journal) = filled(0);
-    let mut append = |entry: Entry| journal.try_append(&entry, limit()).unwrap().unwrap();
+    let (store, journal) = filled(0);
+    let append = |entry: Entry| journal.try_append(&entry, limit()).unwrap().unwrap();
     let mut first = Reader::new(&store);
     let mut places: Vec<u64> = (0..4).collect();
     for (place, id) in (0..).zip(&places) {

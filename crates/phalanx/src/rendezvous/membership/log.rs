@@ -26,6 +26,11 @@ impl Log {
         self.end = self.end.max(index);
     }
 
+    /// So many entries are known to be there, or to have been.
+    pub(crate) fn end(&self) -> u64 {
+        self.end
+    }
+
     /// Appends `entry`, which must differ from every other one and not be empty, and gives its index.
     pub(crate) fn append(&mut self, entry: &[u8], deadline: Deadline) -> Result<u64> {
         self.append_sealed(entry, &Seal::none(), deadline)

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::timeout;
 
 use super::connection::invalid;
 use super::neighbour;
 use super::stream::Stream;
+use super::turns::{Turn, Turns};
 use crate::credentials::Credentials;
 use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{TAG, nonce};
@@ -44,7 +45,8 @@ pub(crate) enum Strangers {
     None,
 }
 
-/// Who hears of clients that were not let in: their addresses, a line each.
+/// Who hears of clients that were not let in although they are clients: their addresses, a line each. Of what else comes to
+/// a port nobody hears: it would hide them.
 #[derive(Clone, Debug)]
 pub(crate) struct Refusals(pub Arc<PipeWriter>);
 
@@ -69,6 +71,7 @@ pub(super) struct Gate {
     tls: Option<Tls>,
     strangers: Strangers,
     refusals: Option<Refusals>,
+    turns: Turns,
 }
 
 impl fmt::Debug for Gate {
@@ -81,37 +84,65 @@ impl Gate {
     pub fn new(access: Access) -> Self {
         let Access { credentials, strangers, refusals } = access;
         let Credentials { key, tls } = credentials;
-        Self { secret: key.as_ref().map(StoreSecret::new), tls, strangers, refusals }
+        Self { secret: key.as_ref().map(StoreSecret::new), tls, strangers, refusals, turns: Turns::new() }
     }
 
     /// Waits until `stream` has shown that it is a client that may come in; otherwise the error says why not.
     pub async fn admit(&self, stream: &mut Stream) -> io::Result<()> {
-        timeout_at(Instant::now() + HANDSHAKE, self.introduce(stream)).await?
+        let first = timeout(HANDSHAKE, self.introduce(stream)).await??;
+        let (Some(tls), Some(words)) = (&self.tls, first) else { return Ok(()) };
+        // How long others take is not this client's fault.
+        let turn = self.turns.take().await?;
+        timeout(HANDSHAKE, self.secure(stream, (tls, words), turn)).await?
     }
 
-    async fn introduce(&self, stream: &mut Stream) -> io::Result<()> {
+    /// Lets a client in without TLS, or gives the first record of one that comes with it. No state of TLS is made before
+    /// that is there.
+    async fn introduce(&self, stream: &mut Stream) -> io::Result<Option<Vec<u8>>> {
         let mut hello = [0; HELLO];
         stream.read_exact(&mut hello).await?;
-        let Some(tls) = &self.tls else {
+        if self.tls.is_none() {
             if tls::is_hello(&hello) {
                 stream.turn_away(&tls::REFUSAL);
                 return Err(Refusal::wanted());
             }
-            return self.greet(stream, hello, self.secret.clone()).await;
-        };
-        if !tls::is_hello(&hello) {
-            return self.admit_plain(stream, &hello).await;
+            return self.greet(stream, hello, self.secret.clone()).await.map(|()| None);
         }
-        let binding = match stream.encrypt(tls, &hello).await {
+        if !tls::is_hello(&hello) {
+            return self.admit_plain(stream, &hello).await.map(|()| None);
+        }
+        let mut head = [0; tls::HELLO_HEAD];
+        head[..HELLO].copy_from_slice(&hello);
+        stream.read_exact(&mut head[HELLO..]).await?;
+        let strange = || invalid("what it begins with is not the first record of a client of TLS".to_owned());
+        let mut words = vec![0; tls::hello_length(&head).ok_or_else(strange)?];
+        let (start, rest) = words.split_at_mut(head.len());
+        start.copy_from_slice(&head);
+        stream.read_exact(rest).await?;
+        Ok(Some(words))
+    }
+
+    /// Hears the client inside TLS, which it has begun so.
+    async fn secure(
+        &self,
+        stream: &mut Stream,
+        (tls, words): (&Tls, Vec<u8>),
+        turn: Turn<'_>,
+    ) -> io::Result<()> {
+        let binding = match turn.last(stream.encrypt(tls, words)).await {
             Ok(binding) => binding,
             Err(error) => {
-                // Somebody who speaks TLS and has another certificate, or none, is perhaps of this job.
-                if Refusal::remedy(&error).is_some() {
+                // Somebody with a certificate of another CA is perhaps of this job. Who speaks TLS and shows none, or
+                // says something else, is not: programs that look at every port do so.
+                if Refusal::is_of_certificates(&error) {
                     self.refuse(stream);
                 }
                 return Err(error);
             }
         };
+        // It has a certificate: it is no stranger any more.
+        drop(turn);
+        let mut hello = [0; HELLO];
         stream.read_exact(&mut hello).await?;
         self.greet(stream, hello, self.secret.as_ref().map(|secret| secret.bound(&binding))).await
     }
@@ -135,7 +166,7 @@ impl Gate {
             self.refuse(stream);
             return Err(invalid("it has no job key, which this store wants".to_owned()));
         }
-        if !hello.first_chunk().is_some_and(greeting::is_greeting) {
+        if !is_greeting(&hello) {
             return Err(invalid(format!("its first bytes are {hello:02x?}, not a store client's")));
         }
         let Some(secret) = secret else {
@@ -155,14 +186,17 @@ impl Gate {
             return Ok(());
         }
         stream.turn_away(&tls::REFUSAL);
-        self.refuse(stream);
+        // Somebody who says what no store's client says is of no job.
+        if is_validation(hello) || is_greeting(hello) {
+            self.refuse(stream);
+        }
         Err(Refusal::plain())
     }
 
     fn refuse(&self, stream: &Stream) {
-        if let (Some(Refusals(pipe)), Ok((peer, _))) = (&self.refusals, stream.addresses()) {
+        if let (Some(Refusals(pipe)), Some(peer)) = (&self.refusals, stream.peer()) {
             // It does not block; who has heard of many need not hear of more.
-            let _ = (&**pipe).write_all(format!("{}\n", peer.ip()).as_bytes());
+            let _ = (&**pipe).write_all(format!("{peer}\n").as_bytes());
         }
     }
 }
@@ -171,6 +205,11 @@ impl Gate {
 fn is_validation(hello: &[u8; HELLO]) -> bool {
     let [op, magic @ ..] = hello;
     *op == Op::Validate as u8 && *magic == MAGIC.to_le_bytes()
+}
+
+/// Is this how our clients begin that have a key?
+fn is_greeting(hello: &[u8; HELLO]) -> bool {
+    hello.first_chunk().is_some_and(greeting::is_greeting)
 }
 
 /// Does the client that began so know the secret?

@@ -37,6 +37,16 @@ fn connect(server: &TcpStoreServer) -> TcpStream {
     stream
 }
 
+/// From another of this host's addresses.
+pub(super) fn bound_to(ip: [u8; 4], server: &TcpStoreServer) -> TcpStream {
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::from((ip, 0)).into()).unwrap();
+    socket.connect(&server.local_addr().into()).unwrap();
+    let stream = TcpStream::from(socket);
+    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    stream
+}
+
 fn is_dropped(mut stream: &TcpStream) -> bool {
     match stream.read(&mut [0; 64]) {
         Ok(count) => count == 0,
@@ -139,6 +149,10 @@ fn the_first_refusal_is_told_and_the_server_goes_on() {
     let (key, (mut heard, pipe)) = (key(), io::pipe().unwrap());
     let access = Access::to(key.clone().into(), Strangers::None).telling(&Refusals(Arc::new(pipe)));
     let server = TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap();
+    // What is no client is none of them: nobody hears of it.
+    let mut junk = bound_to([127, 0, 0, 9], &server);
+    junk.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    assert!(is_dropped(&junk));
     let mut plain = connect(&server);
     plain.write_all(&Frame::new(Op::Validate).u32(MAGIC).into_bytes()).unwrap();
     assert!(is_dropped(&plain));

@@ -7,6 +7,7 @@ mod link;
 mod neighbour;
 mod server;
 mod stream;
+mod turns;
 mod waiters;
 
 pub(crate) use access::{Access, Refusals, Strangers};

@@ -1,7 +1,7 @@
 //! A client's connection, at the server: a socket, and perhaps TLS above it.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -12,19 +12,27 @@ use crate::tls::{Binding, Session, Tls};
 
 /// Reads of what a client still says that is turned away; who says more without end would hold the store up.
 const LAST_READS: usize = 64;
-/// Reads in which nothing came that could be decrypted, before others have their turn: TLS lets a client send records
-/// without content, as many as it likes.
+/// Reads in which nothing came that could be decrypted, before others have their turn: a client may send a record in as
+/// many pieces as it likes, and some without content.
 const EMPTY_READS: usize = 16;
 
 #[derive(Debug)]
 pub(super) struct Stream {
     socket: TcpStream,
+    /// Asked for when it came: a socket that was reset does not know it any more.
+    peer: Option<IpAddr>,
     tls: Option<Box<Session>>,
 }
 
 impl Stream {
     pub(super) fn new(socket: TcpStream) -> Self {
-        Self { socket, tls: None }
+        let peer = socket.peer_addr().ok().map(|peer| peer.ip());
+        Self { socket, peer, tls: None }
+    }
+
+    /// The client's host, also when the client has gone.
+    pub(super) fn peer(&self) -> Option<IpAddr> {
+        self.peer
     }
 
     /// Its address, and this one's.
@@ -32,8 +40,8 @@ impl Stream {
         Ok((self.socket.peer_addr()?, self.socket.local_addr()?))
     }
 
-    /// Makes this the accepting end of a TLS connection, whose first bytes have been read.
-    pub(super) async fn encrypt(&mut self, tls: &Tls, first: &[u8]) -> io::Result<Binding> {
+    /// Makes this the accepting end of a TLS connection, whose first record has been read.
+    pub(super) async fn encrypt(&mut self, tls: &Tls, first: Vec<u8>) -> io::Result<Binding> {
         let mut session = Box::new(tls.server()?);
         session.begin_with(first);
         loop {
@@ -76,7 +84,7 @@ impl AsyncRead for Stream {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let Self { socket, tls } = self.get_mut();
+        let Self { socket, tls, .. } = self.get_mut();
         let Some(session) = tls else { return Pin::new(socket).poll_read(context, buffer) };
         let room = buffer.initialize_unfilled();
         if room.is_empty() {
@@ -102,7 +110,7 @@ impl AsyncRead for Stream {
 
 impl AsyncWrite for Stream {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let Self { socket, tls } = self.get_mut();
+        let Self { socket, tls, .. } = self.get_mut();
         let Some(session) = tls else { return Pin::new(socket).poll_write(context, bytes) };
         loop {
             match session.send(&mut Socket(socket), &[IoSlice::new(bytes)]) {
@@ -113,7 +121,7 @@ impl AsyncWrite for Stream {
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let Self { socket, tls } = self.get_mut();
+        let Self { socket, tls, .. } = self.get_mut();
         let Some(session) = tls else { return Pin::new(socket).poll_flush(context) };
         loop {
             match session.send(&mut Socket(socket), &[]) {

@@ -3,17 +3,19 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Access, Strangers, TcpStore, TcpStoreServer};
+use super::access_tests::bound_to;
+use super::{Access, Refusals, Strangers, TcpStore, TcpStoreServer};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::key::JobKey;
 use crate::store::Store;
 use crate::tls::Tls;
 use crate::tls::tests::certificates::Authority;
-use crate::tls::tests::{good, unchecked};
+use crate::tls::tests::{good, trusting, unchecked};
 use crate::wire::store::{Frame, MAGIC, Op};
 
 fn soon() -> Deadline {
@@ -126,4 +128,69 @@ fn who_floods_instead_of_speaking_tls_is_hung_up_on() {
     while started.elapsed() < Duration::from_secs(20) && plain.write_all(&words).is_ok() {}
     assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
     TcpStore::connect_with(server.local_addr(), &credentials, soon()).unwrap();
+}
+
+/// A connection of another of this host's addresses, which has said this.
+fn scanner(server: &TcpStoreServer, words: &[u8]) -> TcpStream {
+    let mut stream = bound_to([127, 0, 0, 9], server);
+    stream.write_all(words).unwrap();
+    stream
+}
+
+/// It is hung up on, perhaps after an alert.
+fn is_dropped(mut stream: &TcpStream) -> bool {
+    match stream.read_to_end(&mut Vec::new()) {
+        Ok(_) => true,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+    }
+}
+
+/// A program that speaks TLS, accepts every certificate and shows none.
+fn without_certificate(mut stream: TcpStream) {
+    use rustls::{ClientConfig, ClientConnection};
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .dangerous()
+        .with_custom_certificate_verifier(trusting())
+        .with_no_client_auth();
+    let mut client = ClientConnection::new(Arc::new(config), "host".try_into().unwrap()).unwrap();
+    // Until it is told that it may not.
+    assert!(rustls::Stream::new(&mut client, &mut stream).read_to_end(&mut Vec::new()).is_err());
+}
+
+#[test]
+fn what_is_no_client_is_not_told_of_and_a_client_without_credentials_is() {
+    let (ca, other) = (Authority::new(), Authority::new());
+    let certified = with(unchecked(&ca, &ca.certificate()));
+    let keyed = Credentials { key: Some(JobKey::generate().unwrap()), ..certified };
+    for refused in [
+        with(unchecked(&ca, &other.certificate())),
+        with(unchecked(&other, &other.certificate())),
+        Credentials::default(),
+        JobKey::generate().unwrap().into(),
+    ] {
+        let (mut heard, pipe) = std::io::pipe().unwrap();
+        let access = Access::to(keyed.clone(), Strangers::None).telling(&Refusals(Arc::new(pipe)));
+        let server = TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap();
+        for words in [
+            &b"GET / HTTP/1.1\r\n\r\n"[..],
+            b"SSH-2.0-scan\r\n",
+            &[22, 3, 1, 0, 100, 1, 0, 0, 96, 7, 7, 7, 7],
+            &[[22, 3, 1, 0, 100, 1, 0, 0, 96].as_slice(), &[7; 100]].concat(),
+            &[21, 3, 3, 0, 2, 2, 48],
+            &[255; 64],
+        ] {
+            let scanner = scanner(&server, words);
+            scanner.shutdown(std::net::Shutdown::Write).unwrap();
+            assert!(is_dropped(&scanner), "{words:?}");
+        }
+        without_certificate(scanner(&server, b""));
+        let until = Deadline::after(Duration::from_millis(500));
+        assert!(TcpStore::connect_with(server.local_addr(), &refused, until).is_err());
+        let mut line = [0; 10];
+        heard.read_exact(&mut line).unwrap();
+        assert_eq!(&line, b"127.0.0.1\n", "{refused:?}");
+    }
 }

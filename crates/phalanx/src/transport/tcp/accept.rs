@@ -1,54 +1,27 @@
 //! Accepts the ranks above, and turns strangers away.
 
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io::IoSlice;
 use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::Place;
 use super::connect::{no_descriptors, out_of_descriptors};
 use super::connection::Connection;
+use super::pending::{Pending, Progress, Turns, say};
 use super::start::{self, LOOK};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::tls::{Binding, Refusal, Tls};
-use crate::wire::auth::{TAG, Tag, nonce};
-use crate::wire::handshake::{Answerer, GroupSecret};
-use crate::wire::hello::{self, Channel, HELLO, Hello};
-use crate::wire::tls as wire;
+use crate::wire::auth::Tag;
+use crate::wire::handshake::GroupSecret;
+use crate::wire::hello::{Channel, Hello};
 
-/// A stranger gets this long to introduce itself, and to prove it.
-pub(super) const HANDSHAKE: Duration = Duration::from_secs(2);
 /// Connections that may be introducing themselves at once; of those that have got least far the oldest gives way.
 const MAX_PENDING: usize = 256;
-
-/// A connection that has not introduced itself yet.
-struct Pending {
-    stream: Connection,
-    stage: Stage,
-    /// The group's, or the one that it has on this connection.
-    secret: GroupSecret,
-    /// Of the message that comes next.
-    bytes: [u8; HELLO],
-    filled: usize,
-    deadline: Deadline,
-}
-
-/// All that a stranger takes, without TLS.
-const _: () = assert!(size_of::<Pending>() + size_of::<Answerer>() <= 1024);
-
-/// What is waited for.
-enum Stage {
-    /// The handshake of TLS, which comes before ours.
-    Tls(Tls),
-    Hello,
-    /// What proves the hello, which was sensible.
-    Proof(Box<Answerer>),
-}
 
 /// The connections that join this rank with another.
 #[derive(Default)]
@@ -112,9 +85,10 @@ pub(super) fn accept(
             }
         }
         let before = pending.len();
+        let mut turns = Turns::among(&pending);
         let mut still_pending = Vec::with_capacity(pending.len());
         for mut connection in pending {
-            match connection.advance(own, first) {
+            match connection.advance(own, first, &mut turns) {
                 Progress::Waiting => still_pending.push(connection),
                 Progress::Dropped => {}
                 Progress::TurnedAway(error, answer) => {
@@ -151,18 +125,9 @@ fn take_arrivals(
             Ok((stream, _))
                 if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() =>
             {
-                if pending.len() == MAX_PENDING {
-                    let behind = (0..pending.len()).min_by_key(|&index| pending[index].progress());
-                    pending.remove(behind.unwrap_or(0));
-                }
-                pending.push(Pending {
-                    stream: Connection::new(stream),
-                    stage: place.credentials.tls.clone().map_or(Stage::Hello, Stage::Tls),
-                    secret: secret.clone(),
-                    bytes: [0; HELLO],
-                    filled: 0,
-                    deadline: Deadline::after(HANDSHAKE),
-                });
+                make_room(pending, MAX_PENDING);
+                let tls = place.credentials.tls.as_ref();
+                pending.push(Pending::new(Connection::new(stream), tls, secret));
             }
             Ok(_) => {}
             Err(error) if out_of_descriptors(&error) => {
@@ -175,6 +140,15 @@ fn take_arrivals(
             // Nobody more, or somebody who has gone again.
             Err(_) => return Ok(false),
         }
+    }
+}
+
+/// Lets one go if there are `most`: of those that have got least far the oldest.
+pub(super) fn make_room(pending: &mut Vec<Pending>, most: usize) {
+    if pending.len() >= most
+        && let Some(behind) = (0..pending.len()).min_by_key(|&index| pending[index].progress())
+    {
+        pending.remove(behind);
     }
 }
 
@@ -197,10 +171,13 @@ fn wait_for_arrivals(
 ) -> Result<Woken> {
     let at_listener = if full { PollFlags::empty() } else { PollFlags::IN };
     let mut fds = vec![PollFd::new(stopped, PollFlags::IN), PollFd::new(listener, at_listener)];
-    fds.extend(pending.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
+    let turns = Turns::among(pending);
+    // What a connection says that waits for its turn is not heard before: it would wake this thread again and again.
+    let heard = pending.iter().filter(|connection| !connection.waits());
+    fds.extend(heard.map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
     let patience = pending
         .iter()
-        .map(|connection| connection.deadline)
+        .filter_map(|connection| connection.patience(&turns))
         .fold(deadline.at_most(LOOK), Deadline::min)
         .remaining();
     let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
@@ -210,142 +187,6 @@ fn wait_for_arrivals(
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(Woken::Somebody),
         Err(error) => Err(Error::io("waiting for peers failed", error.into())),
     }
-}
-
-enum Progress {
-    Waiting,
-    Dropped,
-    /// It speaks our language, but is not one of us; it is told so.
-    TurnedAway(Error, &'static [u8]),
-    /// It is who it says, and expects this answer.
-    Proven(Hello, Tag),
-}
-
-impl Pending {
-    /// How far it has got.
-    fn progress(&self) -> u8 {
-        match self.stage {
-            Stage::Tls(_) if !self.stream.is_encrypted() => 0,
-            Stage::Tls(_) => 1,
-            Stage::Hello => 2,
-            Stage::Proof(_) => 3,
-        }
-    }
-
-    /// Takes what has come. `own` is this rank's hello, but for what depends on who calls; the ranks from `first` on may.
-    fn advance(&mut self, own: Hello, first: usize) -> Progress {
-        loop {
-            let length = match &self.stage {
-                Stage::Tls(tls) => {
-                    match secure(&mut self.stream, tls) {
-                        Ok(Some(binding)) => self.secret = self.secret.bound(&binding),
-                        Ok(None) if self.deadline.has_passed() => return Progress::Dropped,
-                        Ok(None) => continue,
-                        Err(error) => return self.interrupted(error),
-                    }
-                    self.stage = Stage::Hello;
-                    continue;
-                }
-                Stage::Hello => HELLO,
-                Stage::Proof(_) => TAG,
-            };
-            // Nothing beyond this message: what follows the last one is not this thread's.
-            match self.stream.receive(&mut [IoSliceMut::new(&mut self.bytes[self.filled..length])]) {
-                Ok(0) => return Progress::Dropped,
-                Ok(count) => self.filled += count,
-                Err(error) => return self.interrupted(error),
-            }
-            if matches!(self.stage, Stage::Hello)
-                && let Some(progress) = misunderstood(&self.bytes[..self.filled])
-            {
-                return progress;
-            }
-            if self.filled < length {
-                if self.deadline.has_passed() {
-                    return Progress::Dropped;
-                }
-                continue;
-            }
-            self.filled = 0;
-            match &self.stage {
-                Stage::Tls(_) | Stage::Hello => match self.answer(own, first) {
-                    Ok(answerer) => self.stage = Stage::Proof(Box::new(answerer)),
-                    Err(progress) => return progress,
-                },
-                Stage::Proof(answerer) => {
-                    let proof = self.bytes.first_chunk().unwrap_or(&[0; TAG]);
-                    return match answerer.proven(&self.secret, proof) {
-                        Ok((hello, welcome)) => Progress::Proven(hello, welcome),
-                        Err(error) => turned_away(error),
-                    };
-                }
-            }
-        }
-    }
-
-    /// Nothing more has come, or nothing more will.
-    fn interrupted(&self, error: io::Error) -> Progress {
-        match Refusal::remedy(&error) {
-            // It has been told, if it has spoken TLS.
-            Some(_) => Progress::TurnedAway(Error::protocol(error.to_string()), &[]),
-            None if error.kind() == io::ErrorKind::WouldBlock && !self.deadline.has_passed() => {
-                Progress::Waiting
-            }
-            None => Progress::Dropped,
-        }
-    }
-
-    /// Answers the hello that has come.
-    fn answer(&self, own: Hello, first: usize) -> Result<Answerer, Progress> {
-        let hello = Hello::decode(&self.bytes).map_err(|_| Progress::Dropped)?;
-        if hello.rank.index() < first {
-            let error = Error::protocol(format!("rank {} does not connect here", hello.rank));
-            return Err(turned_away(error));
-        }
-        // Without random numbers nobody can be let in.
-        let nonce = nonce().map_err(turned_away)?;
-        let own = own.on(hello.channel, hello.rank).saying(nonce);
-        let answerer = Answerer::new(&self.secret, &own, hello, self.bytes).map_err(turned_away)?;
-        match say(&self.stream, answerer.answer()) {
-            true => Ok(answerer),
-            false => Err(Progress::Dropped),
-        }
-    }
-}
-
-/// Takes the TLS handshake of a connection further; gives its binding when it is done.
-fn secure(stream: &mut Connection, tls: &Tls) -> io::Result<Option<Binding>> {
-    if !stream.is_encrypted() {
-        let mut start = [0];
-        if stream.peek(&mut start)? == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        if !wire::is_hello(&start) {
-            stream.send(&[IoSlice::new(&wire::REFUSAL)])?;
-            return Err(Refusal::plain());
-        }
-        // Who says nothing takes no memory for it.
-        stream.encrypt(tls.server()?);
-    }
-    if stream.handshake()? { stream.binding() } else { Ok(None) }
-}
-
-/// What there is to say to a connection that begins so, if that is all wrong.
-fn misunderstood(start: &[u8]) -> Option<Progress> {
-    if hello::is_of_another_version(start) {
-        return Some(turned_away(Error::protocol("it speaks another version")));
-    }
-    wire::is_hello(start)
-        .then(|| Progress::TurnedAway(Error::protocol(Refusal::wanted().to_string()), &wire::REFUSAL))
-}
-
-fn turned_away(error: Error) -> Progress {
-    Progress::TurnedAway(error, &hello::REFUSAL)
-}
-
-/// Few bytes into an empty connection: they go out whole or the connection is broken.
-fn say(stream: &Connection, bytes: &[u8]) -> bool {
-    stream.send(&[IoSlice::new(bytes)]).is_ok_and(|said| said == (bytes.len(), true))
 }
 
 /// Tells a rank above that it is expected, and keeps its connection. A rank that tries again replaces its earlier try.

@@ -381,7 +381,7 @@ pub(in crate::transport) fn fuzz(bytes: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::accept::HANDSHAKE;
+    use super::super::pending::HANDSHAKE;
     use super::*;
     use crate::credentials::Credentials;
     use crate::key::JobKey;

@@ -12,8 +12,8 @@ use crate::tls::{Binding, Session};
 
 /// Reads of what a peer still says that is hung up on; who says more without end would hold others up.
 const LAST_READS: usize = 64;
-/// Reads in which nothing came that could be decrypted, before the caller is asked to come back: TLS lets a peer send
-/// records without content, as many as it likes.
+/// Reads in which nothing came that could be decrypted, before the caller is asked to come back: a peer may send a record in
+/// as many pieces as it likes, and some without content.
 const EMPTY_READS: usize = 64;
 
 /// May be used from several threads, each of which receives, or sends, whole messages.
@@ -33,6 +33,7 @@ impl Connection {
         &self.socket
     }
 
+    #[cfg(all(test, feature = "tls"))]
     pub(super) fn is_encrypted(&self) -> bool {
         self.tls.is_some()
     }
@@ -72,15 +73,7 @@ impl Connection {
     /// that could be decrypted: of a socket that blocks, not always that its patience has ended.
     pub(in crate::transport) fn receive(&self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let Some(tls) = &self.tls else { return Socket(&self.socket).read_vectored(parts) };
-        for _ in 0..EMPTY_READS {
-            match tls.lock().receive(&mut Socket(&self.socket), parts) {
-                // Only a part of what can be decrypted at once has come.
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                received => return received,
-            }
-        }
-        // All that was read is decrypted, so a poll shows whether there is more.
-        Err(ErrorKind::WouldBlock.into())
+        patiently(|| tls.lock().receive(&mut Socket(&self.socket), parts))
     }
 
     /// Copies what will be received next.
@@ -112,6 +105,19 @@ impl Connection {
         // One that is closed already has woken its waiter.
         let _ = self.socket.shutdown(Shutdown::Both);
     }
+}
+
+/// Receives until there is something, or nothing, but not for ever if each time only a part of what can be decrypted at
+/// once has come.
+fn patiently(mut receive: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
+    for _ in 0..EMPTY_READS {
+        match receive() {
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            received => return received,
+        }
+    }
+    // All that was read is decrypted, so a poll shows whether there is more.
+    Err(ErrorKind::WouldBlock.into())
 }
 
 impl AsFd for Connection {
@@ -146,5 +152,31 @@ impl Write for Socket<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_sends_a_record_in_pieces_without_end_holds_nobody_in_a_call() {
+        let mut reads = 0;
+        let endless = patiently(|| {
+            reads += 1;
+            Err(ErrorKind::Interrupted.into())
+        });
+        assert_eq!((endless.unwrap_err().kind(), reads), (ErrorKind::WouldBlock, EMPTY_READS));
+        for last in [Ok(7), Ok(0), Err(ErrorKind::WouldBlock), Err(ErrorKind::ConnectionReset)] {
+            let mut pieces = EMPTY_READS - 1;
+            let received = patiently(|| match pieces {
+                0 => last.map_err(io::Error::from),
+                _ => {
+                    pieces -= 1;
+                    Err(ErrorKind::Interrupted.into())
+                }
+            });
+            assert_eq!(received.map_err(|error| error.kind()), last);
+        }
     }
 }

@@ -6,6 +6,9 @@ mod connect;
 mod connection;
 mod control;
 mod lookout;
+mod pending;
+#[cfg(all(test, feature = "tls"))]
+mod pending_tests;
 mod start;
 mod stream;
 #[cfg(all(test, feature = "tls"))]

@@ -6,13 +6,14 @@ use std::net::{Ipv4Addr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::accept::HANDSHAKE;
 use super::connect::{Address, Mesh};
+use super::pending::HANDSHAKE;
 use super::*;
 use crate::key::JobKey;
 use crate::store::MemoryStore;
 use crate::tls::Tls;
 use crate::tls::tests::certificates::Authority;
+use crate::tls::tests::chatter::{self, Chatter};
 use crate::tls::tests::{good, unchecked};
 use crate::wire::tls::is_alert;
 
@@ -134,7 +135,7 @@ fn stranger(number: usize, address: std::net::SocketAddr, first_words: &[u8]) ->
 }
 
 /// What a client of TLS says first.
-fn first_words() -> Vec<u8> {
+pub(super) fn first_words() -> Vec<u8> {
     struct Words(Vec<u8>);
     impl Read for Words {
         fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
@@ -168,6 +169,76 @@ fn strangers_and_half_handshakes_hold_nobody_up() {
         assert!(started.elapsed() < HANDSHAKE * 2, "{:?}", started.elapsed());
         drop(strangers);
     });
+}
+
+#[test]
+fn more_strangers_than_have_a_turn_hold_nobody_up() {
+    let (store, credentials, words) = (MemoryStore::new(), with(good()), first_words());
+    thread::scope(|scope| {
+        let main = scope.spawn(|| join(&store, 0, 2, &credentials).map(|_| ()));
+        let address = address(&store);
+        let strangers: Vec<TcpStream> = (0..150).map(|_| stranger(2, address, &words)).collect();
+        let started = Instant::now();
+        join(&store, 1, 2, &credentials).unwrap();
+        main.join().unwrap().unwrap();
+        assert!(started.elapsed() < HANDSHAKE * 5, "{:?}", started.elapsed());
+        drop(strangers);
+    });
+}
+
+/// A connection over TLS with somebody who has proven himself, and his end of it.
+fn with_chatter() -> (Connection, Chatter, TcpStream) {
+    let (tls, config) = chatter::pair();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let mut connection = Connection::new(listener.accept().unwrap().0);
+    connection.encrypt(tls.server().unwrap());
+    let chatter = thread::scope(|scope| {
+        let client = scope.spawn(|| Chatter::connect(config, &mut socket));
+        while !connection.handshake().unwrap() {}
+        client.join().unwrap()
+    });
+    connection.socket().set_nonblocking(true).unwrap();
+    (connection, chatter, socket)
+}
+
+#[test]
+fn records_without_content_hold_nobody_in_a_call() {
+    let is_unread = |connection: &Connection| {
+        let mut fds = [PollFd::new(connection.socket(), PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec { tv_sec: 10, tv_nsec: 0 })).unwrap() == 1
+    };
+    let mut into = [0; 8];
+    for looks in [true, false] {
+        let (connection, mut chatter, mut socket) = with_chatter();
+        let mut take = || match looks {
+            true => connection.peek(&mut into),
+            false => connection.receive(&mut [IoSliceMut::new(&mut into)]),
+        };
+        // A few may come before a word.
+        for _ in 0..20 {
+            socket.write_all(&chatter.record(&[])).unwrap();
+        }
+        socket.write_all(&chatter.record(b"word")).unwrap();
+        let came = loop {
+            assert!(is_unread(&connection));
+            match take() {
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                came => break came.unwrap(),
+            }
+        };
+        assert_eq!(came, 4);
+        // More than the reads of one call take, of somebody who has not been admitted.
+        let noise: Vec<u8> = (0..5000).flat_map(|_| chatter.record(&[])).collect();
+        assert!(noise.len() > 100_000);
+        socket.write_all(&noise).unwrap();
+        if looks {
+            // What was looked at is still there.
+            assert_eq!(connection.receive(&mut [IoSliceMut::new(&mut [0; 8])]).unwrap(), 4);
+        }
+        assert!(connection.receive(&mut [IoSliceMut::new(&mut [0; 8])]).is_err());
+        assert!(is_unread(&connection), "all of it was read in one call");
+    }
 }
 
 #[test]

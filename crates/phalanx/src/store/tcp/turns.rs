@@ -1,0 +1,161 @@
+//! Who may have the state of a TLS handshake: a few at once, the others wait.
+//!
+//! A client that has said its first words, and nothing more, is no burden while it waits; once rustls has heard them it is.
+
+use std::cell::Cell;
+use std::future::Future;
+use std::io;
+use std::time::Duration;
+
+use tokio::sync::{Notify, Semaphore, SemaphorePermit};
+use tokio::time::sleep;
+
+/// The most handshakes at once.
+const AT_ONCE: usize = 128;
+/// How long a handshake may take while others wait for a turn. With so many at once more have their turn in the patience
+/// of a client, 10 s, than may stand at the gate: it is never in vain to wait.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+#[derive(Debug)]
+pub(super) struct Turns {
+    free: Semaphore,
+    waiting: Cell<usize>,
+    /// Somebody has begun to wait.
+    crowded: Notify,
+}
+
+/// The right to have such a state, until it is dropped.
+pub(super) struct Turn<'a> {
+    turns: &'a Turns,
+    _permit: SemaphorePermit<'a>,
+}
+
+impl Turns {
+    pub fn new() -> Self {
+        Self::of(AT_ONCE)
+    }
+
+    fn of(most: usize) -> Self {
+        Self { free: Semaphore::new(most), waiting: Cell::new(0), crowded: Notify::new() }
+    }
+
+    /// Waits for a turn; who came first has it first.
+    pub async fn take(&self) -> io::Result<Turn<'_>> {
+        let permit = match self.free.try_acquire() {
+            Ok(permit) => permit,
+            Err(_) => {
+                let _waiting = Waiting::new(&self.waiting);
+                self.crowded.notify_waiters();
+                self.free.acquire().await.map_err(io::Error::other)?
+            }
+        };
+        Ok(Turn { turns: self, _permit: permit })
+    }
+}
+
+impl Turn<'_> {
+    /// Waits for the end of `handshake`. When that has had its time, and others wait, it is given up.
+    pub async fn last<T>(&self, handshake: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+        tokio::select! {
+            biased;
+            done = handshake => done,
+            () = self.gives_way() => {
+                Err(io::Error::new(io::ErrorKind::TimedOut, "its handshake is slow, and others wait"))
+            }
+        }
+    }
+
+    async fn gives_way(&self) {
+        sleep(PATIENCE).await;
+        while self.turns.waiting.get() == 0 {
+            self.turns.crowded.notified().await;
+        }
+    }
+}
+
+/// Somebody who waits, until this is dropped.
+struct Waiting<'a>(&'a Cell<usize>);
+
+impl<'a> Waiting<'a> {
+    fn new(count: &'a Cell<usize>) -> Self {
+        count.set(count.get() + 1);
+        Self(count)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.set(self.0.get() - 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+    use std::rc::Rc;
+
+    use tokio::task::LocalSet;
+    use tokio::time::{Instant, timeout};
+
+    use super::*;
+
+    fn run(test: impl Future<Output = ()>) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        LocalSet::new().block_on(&runtime, test);
+    }
+
+    #[test]
+    fn who_has_had_its_time_gives_way_to_who_waits_and_not_before() {
+        run(async {
+            let turns = Rc::new(Turns::of(2));
+            let (slow, quick) = (turns.take().await.unwrap(), turns.take().await.unwrap());
+            // Nobody waits: it may take longer.
+            let alone = timeout(PATIENCE * 2, slow.last(pending::<io::Result<()>>())).await;
+            assert!(alone.is_err());
+            let (shared, started) = (Rc::clone(&turns), Instant::now());
+            let waiter = tokio::task::spawn_local(async move {
+                let _turn = shared.take().await.unwrap();
+                started.elapsed()
+            });
+            // One that is done frees its place at once.
+            quick.last(async { Ok(()) }).await.unwrap();
+            drop(quick);
+            assert!(waiter.await.unwrap() < PATIENCE);
+            let _third = turns.take().await.unwrap();
+            let shared = Rc::clone(&turns);
+            let waiter = tokio::task::spawn_local(async move { shared.take().await.map(drop) });
+            tokio::task::yield_now().await;
+            let error = slow.last(pending::<io::Result<()>>()).await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+            drop(slow);
+            waiter.await.unwrap().unwrap();
+            assert_eq!(turns.waiting.get(), 0);
+        });
+    }
+
+    #[test]
+    fn turns_come_in_the_order_of_those_who_wait_and_who_leaves_is_forgotten() {
+        run(async {
+            let turns = Rc::new(Turns::of(1));
+            let order = Rc::<std::cell::RefCell<Vec<usize>>>::default();
+            let first = turns.take().await.unwrap();
+            let tasks: Vec<_> = (0..4)
+                .map(|number| {
+                    let (turns, order) = (Rc::clone(&turns), Rc::clone(&order));
+                    tokio::task::spawn_local(async move {
+                        let _turn = turns.take().await.unwrap();
+                        order.borrow_mut().push(number);
+                    })
+                })
+                .collect();
+            tokio::task::yield_now().await;
+            assert_eq!(turns.waiting.get(), 4);
+            tasks[1].abort();
+            drop(first);
+            for task in tasks {
+                let _ = task.await;
+            }
+            assert_eq!((order.borrow().as_slice(), turns.waiting.get()), (&[0, 2, 3][..], 0));
+        });
+    }
+}

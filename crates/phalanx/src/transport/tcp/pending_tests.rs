@@ -1,0 +1,156 @@
+//! What a connection may take before it has shown whose it is, and who gives way to whom.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+
+use super::accept::make_room;
+use super::connection::Connection;
+use super::pending::{AT_ONCE, PATIENCE, Pending, Progress, Turns};
+use super::tls_tests::first_words;
+use super::*;
+use crate::tls::Tls;
+use crate::tls::tests::good;
+use crate::wire::auth::NONCE;
+use crate::wire::handshake::GroupSecret;
+use crate::wire::hello::{Channel, Hello};
+
+/// Somebody at the port of rank 0 of two.
+struct Knock {
+    client: TcpStream,
+    pending: Pending,
+}
+
+fn secret() -> GroupSecret {
+    GroupSecret::new(None, &[1; 16])
+}
+
+fn hello(rank: u32) -> Hello {
+    let channel = Channel::Data;
+    let (rank, to) = (Rank::new(rank), Rank::MAIN);
+    Hello { group: secret().name(), epoch: Epoch(0), rank, to, world: 2, channel, nonce: [0; NONCE] }
+}
+
+impl Knock {
+    fn new(tls: Option<&Tls>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        stream.set_nonblocking(true).unwrap();
+        Self { client, pending: Pending::new(Connection::new(stream), tls, &secret()) }
+    }
+
+    fn say(&mut self, bytes: &[u8]) {
+        self.client.write_all(bytes).unwrap();
+        let mut fds = [PollFd::new(self.pending.stream.socket(), PollFlags::IN)];
+        let patience = Timespec { tv_sec: 10, tv_nsec: 0 };
+        assert_eq!(poll(&mut fds, Some(&patience)).unwrap(), 1);
+    }
+
+    fn advance(&mut self, turns: &mut Turns) -> Progress {
+        self.pending.advance(hello(0), 1, turns)
+    }
+
+    /// One that has said all of a client's first words.
+    fn with_words(tls: &Tls, turns: &mut Turns) -> Self {
+        let mut knock = Self::new(Some(tls));
+        knock.say(&first_words());
+        assert!(matches!(knock.advance(turns), Progress::Waiting));
+        knock
+    }
+}
+
+fn none() -> Turns {
+    Turns { free: 0, waiting: 0 }
+}
+
+#[test]
+fn no_state_of_tls_is_made_before_the_first_record_is_there_and_a_turn() {
+    let mut knock = Knock::new(Some(&good()));
+    let mut turns = Turns { free: 1, waiting: 0 };
+    let words = first_words();
+    let (last, most) = words.split_last().unwrap();
+    for byte in most {
+        knock.say(&[*byte]);
+        assert!(matches!(knock.advance(&mut turns), Progress::Waiting));
+        assert!(!knock.pending.stream.is_encrypted() && !knock.pending.waits());
+    }
+    knock.say(&[*last]);
+    let mut full = none();
+    assert!(matches!(knock.advance(&mut full), Progress::Waiting));
+    assert!(!knock.pending.stream.is_encrypted() && knock.pending.waits());
+    assert_eq!((full.free, full.waiting), (0, 1));
+    // Nobody listens to it, nor looks at the time, as long as nobody is done.
+    assert!(knock.pending.patience(&full).is_none());
+    turns.waiting = 1;
+    assert!(knock.pending.patience(&turns).unwrap().has_passed());
+    assert!(matches!(knock.advance(&mut turns), Progress::Waiting));
+    assert!(knock.pending.stream.is_encrypted() && !knock.pending.waits());
+    assert_eq!((turns.free, turns.waiting), (0, 0));
+}
+
+#[test]
+fn what_is_not_a_first_record_is_dropped_and_no_memory_is_made_for_it() {
+    for head in [[22, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xfc], [22, 3, 1, 0, 100, 2, 0, 0, 96], [22; 9]] {
+        let mut knock = Knock::new(Some(&good()));
+        knock.say(&head);
+        assert!(matches!(knock.advance(&mut none()), Progress::Dropped));
+        assert!(!knock.pending.stream.is_encrypted());
+    }
+}
+
+#[test]
+fn a_handshake_that_has_had_its_time_gives_way_to_one_that_waits() {
+    let tls = good();
+    let mut slow = Knock::with_words(&tls, &mut Turns { free: 1, waiting: 0 });
+    let mut next = Knock::with_words(&tls, &mut none());
+    let mut turns = Turns { free: 0, waiting: 1 };
+    assert!(matches!(slow.advance(&mut turns), Progress::Waiting));
+    assert!(slow.pending.patience(&turns).unwrap().remaining() <= PATIENCE);
+    assert!(slow.pending.patience(&none()).unwrap().remaining() > PATIENCE);
+    thread::sleep(PATIENCE);
+    assert!(matches!(slow.advance(&mut none()), Progress::Waiting));
+    assert!(matches!(slow.advance(&mut turns), Progress::Dropped));
+    // For one that waits one gives way.
+    assert_eq!((turns.free, turns.waiting), (1, 1));
+    assert!(matches!(slow.advance(&mut turns), Progress::Waiting));
+    assert!(matches!(next.advance(&mut turns), Progress::Waiting));
+    assert!(next.pending.stream.is_encrypted());
+    let turns = Turns::among(&[next.pending, Knock::with_words(&tls, &mut none()).pending]);
+    assert_eq!((turns.free, turns.waiting), (AT_ONCE - 1, 1));
+}
+
+#[test]
+fn of_those_who_have_got_least_far_the_oldest_gives_way() {
+    let tls = good();
+    let mut turns = Turns { free: 1, waiting: 0 };
+    let mut proving = Knock::new(None);
+    proving.say(&hello(1).encode());
+    assert!(matches!(proving.advance(&mut none()), Progress::Waiting));
+    let plain = Knock::new(None);
+    let speaking = Knock::with_words(&tls, &mut turns);
+    let [waits, waits_too] = [(), ()].map(|()| Knock::with_words(&tls, &mut none()));
+    let [silent, silent_too] = [(), ()].map(|()| Knock::new(Some(&tls)));
+    // By age, and in which order each goes.
+    let knocks =
+        [(proving, 6), (waits, 2), (silent, 0), (plain, 5), (speaking, 4), (silent_too, 1), (waits_too, 3)];
+    let mut going = [None; 7];
+    let (mut clients, mut pending) = (Vec::new(), Vec::new());
+    for (knock, place) in knocks {
+        going[place] = Some(knock.client.local_addr().unwrap());
+        clients.push(knock.client);
+        pending.push(knock.pending);
+    }
+    let here = |pending: &[Pending]| -> Vec<_> {
+        pending.iter().map(|pending| Some(pending.stream.socket().peer_addr().unwrap())).collect()
+    };
+    make_room(&mut pending, 8);
+    assert_eq!(pending.len(), 7);
+    for next in going {
+        assert!(here(&pending).contains(&next));
+        let most = pending.len();
+        make_room(&mut pending, most);
+        assert!(pending.len() == most - 1 && !here(&pending).contains(&next));
+    }
+}
