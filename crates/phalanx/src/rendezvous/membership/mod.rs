@@ -36,4 +36,6 @@ pub(crate) use seal::{Seal, Unsealed};
 pub(crate) use state::{Cause, State, Verdict};
 
 #[cfg(test)]
+mod simulated;
+#[cfg(test)]
 mod tests;
