@@ -271,7 +271,8 @@ impl Launcher {
             Some((of, since)) if of == round => {
                 if clock.saturating_duration_since(since) > LAST_CALL {
                     self.enough_since = Some((round, clock));
-                    self.outbox.push_back(Entry::LastCall { round });
+                    let nonce = self.read as u64;
+                    self.outbox.push_back(Entry::LastCall { round, nonce });
                 }
             }
             _ => self.enough_since = Some((round, clock)),
