@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use phalanx::launch::{Cluster, ElasticHosts, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal};
+use phalanx::launch::{Cluster, ElasticHosts, Exit, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal};
 use phalanx::{Error, JobKey, WorldSize};
 
 use crate::cli::{Keygen, Run};
@@ -76,7 +76,7 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
     let code = match &report.outcome {
         Outcome::Succeeded => 0,
         Outcome::Failed(failure) => failure.exit.code(),
-        Outcome::Interrupted(signal) => 128 + signal.number(),
+        Outcome::Interrupted(signal) => Exit::Signal(*signal).code(),
         // As if the signal that ends the writers of a pipe without readers had ended us.
         _ if renderer.reader_is_gone() => 128 + Signal::PIPE.number(),
         _ => 1,

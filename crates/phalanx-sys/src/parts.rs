@@ -25,6 +25,12 @@ enum Whole {
     Ordinary(#[expect(dead_code)] Box<dyn Send + Sync>),
 }
 
+/// What the next two claims rest on.
+const _: () = {
+    const fn can_be_sent_and_shared<T: Send + Sync>() {}
+    can_be_sent_and_shared::<Whole>();
+};
+
 // SAFETY: a part is the only way to its bytes, as a `Box<[u8]>` is; the whole can be sent and shared.
 unsafe impl Send for Part {}
 // SAFETY: as above; a shared part is only read.

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 
 use crate::env::LaunchEnv;
+use crate::launch::Failure;
 use crate::rank::{Epoch, Rank};
 use crate::store::MAX_VALUE;
 use crate::wire::auth::NONCE;
@@ -16,12 +17,19 @@ use crate::wire::handshake::{ANSWER, Answerer, Caller, GroupSecret};
 use crate::wire::hello::{Channel, HELLO, Hello};
 use crate::wire::store::{Decoder, MAX_COUNT, MAX_REQUEST};
 
-pub use crate::checkpoint::{fuzz_manifest as checkpoint_manifest, fuzz_tensors as checkpoint_tensors};
+pub use crate::checkpoint::{
+    fuzz_claim as checkpoint_claim, fuzz_manifest as checkpoint_manifest, fuzz_tensors as checkpoint_tensors,
+};
+pub use crate::collective::fuzz_tuning as tuning;
 pub use crate::domain::fuzz_word as board_word;
-pub use crate::elastic::fuzz_members as workers;
+pub use crate::elastic::fuzz_journal as workers;
 pub use crate::key::fuzz as job_key;
-pub use crate::launch::{fuzz_error_file as error_file, fuzz_lines as lines, fuzz_remote as remote};
+pub use crate::launch::{
+    fuzz_error_file as error_file, fuzz_hosts as hosts, fuzz_lines as lines, fuzz_remote as remote,
+};
 pub use crate::rendezvous::{fuzz as rendezvous, fuzz_nodes as nodes};
+#[cfg(feature = "etcd")]
+pub use crate::store::fuzz_etcd as etcd;
 pub use crate::store::{fuzz_log as store_log, fuzz_reply as store_reply};
 pub use crate::transport::fuzz as address;
 
@@ -29,17 +37,22 @@ pub use crate::transport::fuzz as address;
 pub type Target = fn(&[u8]) -> bool;
 
 /// All targets, by the names of their folders and programs.
-pub const TARGETS: [(&str, Target); 20] = [
+pub const TARGETS: &[(&str, Target)] = &[
     ("address", address),
     ("board_word", board_word),
+    ("checkpoint_claim", checkpoint_claim),
     ("checkpoint_manifest", checkpoint_manifest),
     ("checkpoint_tensors", checkpoint_tensors),
     ("control", control),
     ("error_file", error_file),
+    #[cfg(feature = "etcd")]
+    ("etcd", etcd),
+    ("failure", failure),
     ("frame", frame),
     ("greeting", greeting),
     ("handshake", handshake),
     ("hello", hello),
+    ("hosts", hosts),
     ("job_key", job_key),
     ("launch_env", launch_env),
     ("lines", lines),
@@ -49,8 +62,27 @@ pub const TARGETS: [(&str, Target); 20] = [
     ("store_log", store_log),
     ("store_reply", store_reply),
     ("store_request", store_request),
+    ("tuning", tuning),
     ("workers", workers),
 ];
+
+/// What `bytes` consist of, each piece behind its length (u16, little-endian); `None` is an end in the middle of one.
+pub(crate) fn pieces(mut bytes: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
+    std::iter::from_fn(move || {
+        if bytes.is_empty() {
+            return None;
+        }
+        let piece = bytes.split_first_chunk().and_then(|(length, rest)| {
+            let (piece, rest) = rest.split_at_checked(u16::from_le_bytes(*length).into())?;
+            bytes = rest;
+            Some(piece)
+        });
+        if piece.is_none() {
+            bytes = &[];
+        }
+        Some(piece)
+    })
+}
 
 /// The header of a payload.
 pub fn frame(bytes: &[u8]) -> bool {
@@ -160,6 +192,19 @@ pub fn control(mut bytes: &[u8]) -> bool {
     any
 }
 
+/// What the launcher of another node says of a worker that has failed.
+pub fn failure(bytes: &[u8]) -> bool {
+    let Ok(failure) = postcard::from_bytes::<Failure>(bytes) else { return false };
+    assert!(failure.to_string().contains(&failure.exit.to_string()));
+    let _ = failure.exit.code();
+    let written = postcard::to_stdvec(&failure);
+    assert!(
+        written
+            .is_ok_and(|bytes| postcard::from_bytes::<Failure>(&bytes).is_ok_and(|again| again == failure))
+    );
+    true
+}
+
 /// What a client asks a store.
 pub fn store_request(mut bytes: &[u8]) -> bool {
     let (mut decoder, mut any) = (Decoder::default(), false);
@@ -199,14 +244,36 @@ mod tests {
 
     use super::*;
 
+    /// The names of seeds that are written as today's code writes begin with "valid".
     #[test]
     fn what_the_fuzzer_has_found_before_is_still_right() {
         let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds");
         for (name, target) in TARGETS {
-            let files = fs::read_dir(seeds.join(name)).unwrap();
-            let meaningful =
-                files.filter(|file| target(&fs::read(file.as_ref().unwrap().path()).unwrap())).count();
-            assert!(meaningful > 0, "no seed of {name} means anything: add one as it is written today");
+            let mut valid = 0;
+            for file in fs::read_dir(seeds.join(name)).unwrap() {
+                let path = file.unwrap().path();
+                let is_valid = path.file_name().unwrap().to_str().unwrap().starts_with("valid");
+                assert_eq!(
+                    target(&fs::read(&path).unwrap()),
+                    is_valid,
+                    "does {} mean anything?",
+                    path.display()
+                );
+                valid += usize::from(is_valid);
+            }
+            assert!(valid > 0, "no seed of {name} means anything: add one as it is written today");
+        }
+    }
+
+    /// Each target has a program, so that each is fuzzed.
+    #[test]
+    fn every_target_can_be_run() {
+        let fuzz = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz");
+        let manifest = fs::read_to_string(fuzz.join("Cargo.toml")).unwrap();
+        for (name, _) in TARGETS {
+            let program = fs::read_to_string(fuzz.join(format!("fuzz_targets/{name}.rs"))).unwrap();
+            assert!(program.contains(&format!("phalanx::fuzzing::{name}(bytes)")), "{name}");
+            assert!(manifest.contains(&format!("name = \"{name}\"\n")), "{name}");
         }
     }
 }

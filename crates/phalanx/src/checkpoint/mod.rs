@@ -62,6 +62,8 @@ use self::disk::{Disk, SystemDisk};
 pub use self::manifest::fuzz as fuzz_manifest;
 pub use self::newest::Skipped;
 use self::owner::Claimant;
+#[cfg(any(test, fuzzing))]
+pub use self::owner::fuzz as fuzz_claim;
 pub use self::saved::{Saved, SavedTensor};
 pub use self::snapshot::Snapshot;
 #[cfg(any(test, fuzzing))]

@@ -186,13 +186,15 @@ fn file(folder: &Path, number: u64) -> PathBuf {
 fn claims(folder: &Path) -> io::Result<Vec<u64>> {
     let mut numbers = Vec::new();
     for entry in fs::read_dir(folder)? {
-        let name = entry?.file_name();
-        let digits = name.to_str().and_then(|name| name.strip_prefix(NAME)).unwrap_or_default();
-        if digits.bytes().all(|byte| byte.is_ascii_digit()) {
-            numbers.extend(digits.parse::<u64>().ok().filter(|number| *number < u64::MAX / 2));
-        }
+        numbers.extend(entry?.file_name().to_str().and_then(number));
     }
     Ok(numbers)
+}
+
+/// That of the claim of this name.
+fn number(name: &str) -> Option<u64> {
+    let digits = name.strip_prefix(NAME).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
+    digits.parse().ok().filter(|number| *number < u64::MAX / 2)
 }
 
 /// The highest; 0 if there is none.
@@ -243,6 +245,23 @@ fn taken_over(folder: &Path, Claim { by, host, process }: &Claim) -> Error {
     Error::aborted(format!(
         "process {process} on {host} writes checkpoints to {folder}, in round {round} of the job: this rank was given up"
     ))
+}
+
+/// For [`fuzzing`](crate::fuzzing): the name of a file in a folder of checkpoints, and, on the next lines, what stands in it. Is it a
+/// claim?
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let (name, said) = bytes.split_at(bytes.iter().position(|byte| *byte == b'\n').unwrap_or(bytes.len()));
+    let number = str::from_utf8(name).ok().and_then(number);
+    let claim: Option<Claim> = serde_json::from_slice(said).ok();
+    let (Some(number), Some(claim)) = (number, claim) else { return false };
+    // There is always a next one.
+    assert!(number < u64::MAX - 1);
+    assert!(!claim.by.is_before(&claim.by));
+    assert!(taken_over(Path::new("folder"), &claim).is_aborted());
+    assert!(held(Path::new("folder"), Some(claim)).is_environment());
+    true
 }
 
 #[cfg(test)]

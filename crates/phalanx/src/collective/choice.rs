@@ -139,6 +139,30 @@ fn fingerprint(row: &TuningRow) -> u32 {
     bytes.fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)).max(1)
 }
 
+/// For [`fuzzing`](crate::fuzzing): a table in a file.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let Some(tuning) = str::from_utf8(bytes).ok().and_then(|text| Tuning::from_json(text).ok()) else {
+        return false;
+    };
+    assert!(Tuning::from_json(&tuning.to_json()).is_ok_and(|again| again == tuning));
+    for world in [1, 2, 3, 5, MAX_WORLD_SIZE] {
+        let Ok(world) = WorldSize::new(world) else { continue };
+        let Choice { row, fingerprint } = tuning.choice(world);
+        assert!(tuning.rows.contains(&row) && fingerprint != 0);
+        if world.get() > 8 {
+            continue;
+        }
+        // Whatever the sizes, there is a plan.
+        for elements in [0, 1, 1000] {
+            let _ = all_reduce(&row, Rank::MAIN, world, DType::F32, elements);
+            let _ = broadcast(&row, Rank::MAIN, world, Rank::MAIN, DType::F32, elements);
+        }
+    }
+    true
+}
+
 /// An all-reduce of `elements` in place.
 pub(crate) fn all_reduce(
     row: &TuningRow,

@@ -21,6 +21,8 @@ mod tree;
 use std::ops::Range;
 
 pub(crate) use barrier::dissemination;
+#[cfg(any(test, fuzzing))]
+pub use choice::fuzz as fuzz_tuning;
 pub(crate) use choice::{Choice, all_reduce, broadcast, reduce};
 pub use choice::{Tuning, TuningRow};
 pub(crate) use deal::{all_to_all, gather, scatter};

@@ -183,5 +183,10 @@ fn state_key(index: u64) -> String {
     format!("state/{index}")
 }
 
+#[cfg(any(test, fuzzing))]
+mod outside;
 #[cfg(test)]
 mod tests;
+
+#[cfg(any(test, fuzzing))]
+pub use outside::fuzz;

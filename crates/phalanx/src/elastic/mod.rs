@@ -59,7 +59,7 @@ mod step;
 pub use context::Context;
 pub(crate) use herald::Herald;
 #[cfg(any(test, fuzzing))]
-pub use members::fuzz as fuzz_members;
+pub use journal::fuzz as fuzz_journal;
 pub use options::{Drift, Options};
 pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name, refuse_fixed_world};
 pub use parts::Parts;

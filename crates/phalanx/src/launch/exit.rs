@@ -115,7 +115,8 @@ impl Exit {
     pub fn code(self) -> i32 {
         match self {
             Self::Code(code) => code,
-            Self::Signal(signal) => 128 + signal.number(),
+            // It may be what another host says.
+            Self::Signal(signal) => signal.number().saturating_add(128),
             Self::Lost => 1,
             Self::Frozen(_) => 128 + Signal::KILL.number(),
         }

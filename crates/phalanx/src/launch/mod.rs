@@ -67,6 +67,6 @@ pub use job::{Job, Output};
 #[cfg(any(test, fuzzing))]
 pub use lines::fuzz as fuzz_lines;
 pub use logs::{Logs, Selection, Streams};
-#[cfg(any(test, fuzzing))]
-pub use remote::fuzz as fuzz_remote;
 pub use remote::{ElasticHosts, Host, HostDiscovery, HostList, RemoteJob, RemoteNode, RemoteShell};
+#[cfg(any(test, fuzzing))]
+pub use remote::{fuzz as fuzz_remote, fuzz_hosts};

@@ -22,6 +22,8 @@ use crate::error::Result;
 
 #[cfg(feature = "etcd")]
 pub(crate) use etcd::EtcdStore;
+#[cfg(all(feature = "etcd", any(test, fuzzing)))]
+pub use etcd::fuzz as fuzz_etcd;
 pub use file::FileStore;
 #[cfg(any(test, fuzzing))]
 pub use file::fuzz as fuzz_log;

@@ -25,8 +25,6 @@ mod state;
 
 pub(super) use clock::{Clock, Step};
 pub(super) use entry::{Departure, Entry, Settings, Worker, WorkerId};
-#[cfg(any(test, fuzzing))]
-pub use state::fuzz;
 pub(super) use state::{State, Verdict};
 
 #[cfg(test)]

@@ -277,27 +277,3 @@ impl State {
         self.rank(id).is_some() || self.newcomers.iter().any(|worker| worker.id == id)
     }
 }
-
-/// For [`fuzzing`](crate::fuzzing): what other workers say, one entry after the other.
-#[cfg(any(test, fuzzing))]
-#[doc(hidden)]
-pub fn fuzz(mut bytes: &[u8]) -> bool {
-    // From the store it comes as entries, or as the state that they have led to.
-    let snapshot = postcard::from_bytes::<State>(bytes).ok().filter(State::is_sound);
-    if let Some(mut state) = snapshot {
-        let ids: Vec<WorkerId> = state.members().chain(state.waiting()).map(|worker| worker.id).collect();
-        ids.into_iter().for_each(|id| drop(state.watched_by(id)));
-        let _ = state.apply(Entry::LastCall { round: state.round().saturating_add(1), nonce: 0 });
-    }
-    let (mut state, mut any) = (State::default(), false);
-    while let Ok((entry, rest)) = postcard::take_from_bytes::<Entry>(bytes) {
-        assert!(
-            entry.to_bytes().is_ok_and(|bytes| Entry::from_bytes(&bytes).is_ok_and(|again| again == entry))
-        );
-        bytes = rest;
-        let before = state.round();
-        any |= state.apply(entry).is_ok();
-        assert!(state.round() <= before + 1 && state.members().len() <= MAX_WORLD_SIZE as usize);
-    }
-    any
-}

@@ -179,6 +179,32 @@ fn slots(text: &str) -> Result<u32, String> {
     }
 }
 
+/// For [`fuzzing`](crate::fuzzing): a list, a file, or what a script prints; after a 0, a 1, or a 2.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let Some((kind, Ok(text))) = bytes.split_first().map(|(kind, text)| (kind, str::from_utf8(text))) else {
+        return false;
+    };
+    let list = match kind {
+        0 => text.parse::<HostList>(),
+        1 => HostList::from_file(text),
+        2 => HostList::from_discovery(text, 3),
+        _ => return false,
+    };
+    let Ok(list) = list else { return false };
+    for host in list.hosts() {
+        // It becomes a word of ssh's command line.
+        assert!(!host.name().starts_with('-') && !host.address().starts_with('-'));
+        assert!(!host.name().contains(|c: char| c.is_whitespace() || c.is_control()) && host.slots() > 0);
+    }
+    let slots: u64 = list.hosts().iter().map(|host| u64::from(host.slots())).sum();
+    assert_eq!(list.place(None).is_ok(), slots <= MAX_WORLD_SIZE.into());
+    let placed = list.place(Some(1));
+    assert!(placed.is_ok_and(|placed| placed.hosts().iter().map(Host::slots).eq([1])));
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

@@ -39,6 +39,8 @@ use crate::key::JobKey;
 use crate::tls::Tls;
 
 pub use elastic::{ElasticHosts, HostDiscovery};
+#[cfg(any(test, fuzzing))]
+pub use hosts::fuzz as fuzz_hosts;
 pub use hosts::{Host, HostList};
 pub use node::RemoteNode;
 pub use shell::RemoteShell;
@@ -224,13 +226,27 @@ fn is_this_machine(host: &Host) -> bool {
     host.name() == host.address() && is_here(host.address())
 }
 
-/// For [`fuzzing`](crate::fuzzing): what comes over a pipe from another host, in either direction.
+/// For [`fuzzing`](crate::fuzzing): what comes over a pipe from another host, in either direction: orders, or a greeting and
+/// what a launcher says. Says whether all of it was understood, and there was any.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
     let mut from = bytes;
-    let orders = frame::read::<words::Order>(&mut from).is_ok_and(|order| order.is_some());
-    let mut from = bytes;
-    let greeted = frame::skip_to_greeting(&mut from).unwrap_or(false);
-    orders || (greeted && frame::read::<words::Said>(&mut from).is_ok_and(|said| said.is_some()))
+    if frame::skip_to_greeting(&mut from).unwrap_or(false) {
+        return all_frames(from, |said: words::Said| said.fuzz());
+    }
+    all_frames(bytes, |_: words::Order| {})
+}
+
+#[cfg(any(test, fuzzing))]
+fn all_frames<T: serde::de::DeserializeOwned>(mut from: &[u8], hear: impl Fn(T)) -> bool {
+    let mut any = false;
+    loop {
+        match frame::read(&mut from) {
+            Ok(Some(frame)) => hear(frame),
+            Ok(None) => return any,
+            Err(_) => return false,
+        }
+        any = true;
+    }
 }

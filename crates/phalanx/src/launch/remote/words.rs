@@ -93,6 +93,32 @@ pub(super) enum Said {
     Failed(Complaint),
 }
 
+#[cfg(any(test, fuzzing))]
+impl Said {
+    /// For [`fuzzing`](crate::fuzzing): what the command does with it, but for what it prints.
+    pub(super) fn fuzz(self) {
+        struct Deaf;
+        impl Observer for Deaf {
+            fn observe(&mut self, event: Event<'_>) -> ControlFlow<()> {
+                match event {
+                    Event::Exited { exit, .. } => drop((exit.code(), exit.to_string())),
+                    Event::Restarting { failure } | Event::Lost { failure, .. } => drop(failure.to_string()),
+                    Event::Regrouping { left } => drop(left.map(NodeFailure::to_string)),
+                    Event::Ending { signal } => drop(signal.to_string()),
+                    _ => {}
+                }
+                ControlFlow::Continue(())
+            }
+        }
+        match self {
+            Self::Event(news) => drop(news.tell(&mut Deaf)),
+            Self::Ended(ending) => ending.exits.iter().for_each(|exit| drop((exit.code(), exit.to_string()))),
+            Self::Failed(complaint) => assert!(complaint.at("host").to_string().contains("host")),
+            Self::Hello { .. } | Self::Serving { .. } => {}
+        }
+    }
+}
+
 /// The two ends of ssh's connection, as the host sees them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Route {

@@ -23,15 +23,19 @@
 pub(crate) mod entry;
 pub(crate) mod liveness;
 pub(crate) mod log;
+#[cfg(any(test, fuzzing))]
+mod outside;
 pub(crate) mod seal;
 pub(crate) mod state;
 
 pub(crate) use entry::{Departure, Entry, Fault, Node, NodeId, Settings};
 pub(crate) use log::Log;
-pub(crate) use seal::{Seal, Unsealed};
 #[cfg(any(test, fuzzing))]
-pub use state::fuzz;
+pub use outside::fuzz;
+pub(crate) use seal::{Seal, Unsealed};
 pub(crate) use state::{Cause, State, Verdict};
 
+#[cfg(test)]
+mod simulated;
 #[cfg(test)]
 mod tests;

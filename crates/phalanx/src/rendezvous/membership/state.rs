@@ -378,23 +378,3 @@ impl Running {
         }
     }
 }
-
-/// For [`fuzzing`](crate::fuzzing): what the launchers of other nodes say, one entry after the other.
-#[cfg(any(test, fuzzing))]
-#[doc(hidden)]
-pub fn fuzz(mut bytes: &[u8]) -> bool {
-    let (mut state, mut any) = (State::default(), false);
-    while let Ok((entry, rest)) = postcard::take_from_bytes::<Entry>(bytes) {
-        assert!(
-            entry.to_bytes().is_ok_and(|bytes| Entry::from_bytes(&bytes).is_ok_and(|again| again == entry))
-        );
-        bytes = rest;
-        any |= state.apply(entry).is_ok();
-        if let Some(running) = state.running() {
-            assert!(running.world_size() <= MAX_WORLD_SIZE);
-            assert!(running.members.iter().all(|member| member.first_rank <= running.world_size()));
-        }
-        assert!(state.present().count() >= state.waiting().len());
-    }
-    any
-}

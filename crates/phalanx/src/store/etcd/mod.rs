@@ -285,5 +285,18 @@ fn found(call: &Call<'_>, answer: &Value) -> Result<Option<Found>> {
     }
 }
 
+/// For [`fuzzing`](crate::fuzzing): what a member answers to a look at a key.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let Ok(said) = serde_json::from_slice::<Value>(bytes) else { return false };
+    let name = Name("members".to_owned());
+    let Ok(call) = Call::new(&name, "get", &["key"], Deadline::now()) else { return false };
+    let looked = found(&call, &said).and_then(|_| found(&call, &said["responses"][0]["response_range"]));
+    let _ = (number(&said["deleted"]), number(&said["count"]), number(&said["ID"]));
+    assert!(looked.as_ref().err().is_none_or(|error| error.to_string().contains("members")));
+    looked.is_ok_and(|found| found.is_some()) || found(&call, &said).is_ok_and(|found| found.is_some())
+}
+
 #[cfg(test)]
 pub(super) mod tests;
