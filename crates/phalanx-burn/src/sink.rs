@@ -124,7 +124,7 @@ impl Sink {
         self.attempt(State::hand_over)?;
         let mut state = self.state.lock();
         state.reducer.finish_in(group)?;
-        look(&mut state.reducer)
+        look(&mut state.reducer).inspect_err(|error| self.group.abort(error.clone()))
     }
 
     /// Goes on in another group, between steps.

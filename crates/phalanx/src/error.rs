@@ -239,9 +239,12 @@ impl Error {
         self.0.kind == Kind::Regrouping
     }
 
-    /// Can it be that of a group that has failed? What is this rank's own, such as too little memory, cannot.
-    pub(crate) fn may_be_a_groups(&self) -> bool {
-        self.is_peer_failure() || self.is_peer_left() || self.is_timeout() || self.is_aborted()
+    /// As the cause of a group's failure: is another rank than `me` to blame, so that the others can go on without it? Where
+    /// calls or states differ, going on would only repeat it.
+    pub(crate) fn is_a_peers(&self, me: Rank) -> bool {
+        let lost = self.is_peer_failure() || self.is_peer_left() || self.is_timeout();
+        let own = self.rank().is_none_or(|rank| rank == me);
+        lost || !(own || self.is_mismatch() || self.is_invalid_argument())
     }
 
     /// The rank to blame, if one is known.

@@ -136,7 +136,11 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, deaths: &str
             die_at(step, &format!("before{again}"));
             sums.copy_from_slice(&gradients);
             let summed = group.all_reduce(&mut sums, ReduceOp::Sum);
-            summed.map_err(|error| if deaths.contains("lost") { elastic::go_back(error) } else { error })?;
+            if deaths.contains("lost") {
+                summed.inspect_err(|error| group.abort(error.clone()))?;
+            } else {
+                summed?;
+            }
             die_at(step, &format!("within{again}"));
             let mut count = [batch.len() as i64];
             group.all_reduce(&mut count, ReduceOp::Sum)?;

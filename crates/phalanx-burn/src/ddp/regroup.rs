@@ -1,6 +1,7 @@
 //! One `Ddp` in one group after another.
 
 use burn::module::Module;
+use phalanx::join::JoinGroup;
 use phalanx::{ProcessGroup, Result, WorldSize};
 
 use super::{Ddp, DdpOptions, Engine, engine, held, places};
@@ -27,6 +28,11 @@ impl<M: Module> Ddp<M> {
         self.broadcast_buffers = options.broadcast_buffers;
         self.gradient_as_bucket_view = options.gradient_as_bucket_view;
         Ok(())
+    }
+
+    /// The handle by which it goes from group to group.
+    pub(crate) fn handle(&self) -> &JoinGroup {
+        &self.group
     }
 
     /// Lets go of its group, for one of this process alone.

@@ -27,8 +27,7 @@ use crate::{Ddp, DdpOptions};
 /// # In an elastic job
 ///
 /// It is a [`State`], for [`phalanx::elastic::run`]: what Horovod calls `TorchState(model, optimizer, epoch=0)`. Inside
-/// the loop [`model`](Self::model) averages gradients over the group that the loop was called with; before and after it, it
-/// is a world of one.
+/// the loop [`model`](Self::model) averages gradients over the group of now; before and after it, it is a world of one.
 ///
 /// ```no_run
 /// use burn::nn::{Linear, LinearConfig};
@@ -149,7 +148,8 @@ impl<M: Module, T> TrainState<M, T> {
     }
 
     /// Has the [model](Self::model) go from group to group by `handle`, so that what shares it goes along: layers that call
-    /// collectives of their own, such as a [`SyncBatchNorm`](crate::SyncBatchNorm).
+    /// collectives of their own, such as a [`SyncBatchNorm`](crate::SyncBatchNorm). One that fails in such a collective, and cannot
+    /// say so, must end the group ([`abort`](phalanx::Communicator::abort)), or a step would be done with what it lacks.
     ///
     /// ```
     /// # use burn::nn::BatchNormConfig;
@@ -186,9 +186,10 @@ impl<M: Module, T> TrainState<M, T> {
     ///
     /// # Errors
     /// As [`Ddp::new`].
-    pub fn with_group(mut self, group: &ProcessGroup) -> Result<Self> {
-        self.model = Ddp::with_options(self.model.into_model(), group, self.options.clone())?;
-        Ok(self)
+    pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
+        let handle = self.model.handle().clone();
+        handle.rebind(group.clone())?;
+        self.sharing(&handle)
     }
 
     /// [`Ddp::step`] with its optimizer.
@@ -220,16 +221,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
             return context.step(|state, _| state.model.backward(loss));
         }
         let mut first = true;
-        let step = context.step(|state, group| match std::mem::take(&mut first) {
+        context.step(|state, group| match std::mem::take(&mut first) {
             true => state.model.backward_keeping(loss),
             false => state.model.average_again(group),
-        })?;
-        // Where the world has changed too, the state has entered the group anew.
-        if step.regrouped && !step.changed {
-            let group = context.group().clone();
-            context.state.model.rebind(&group)?;
-        }
-        Ok(step)
+        })
     }
 
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
@@ -280,6 +275,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
 
     fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
         self.model.enter(group, &self.options)
+    }
+
+    fn follow(&mut self, group: &ProcessGroup) -> Result<bool> {
+        self.model.follow(group)
     }
 
     fn leave(&mut self) {

@@ -10,7 +10,7 @@ use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context, Options};
 use phalanx::launch::{Event, Outcome, Stream};
 use phalanx::sampler::ElasticSampler;
-use phalanx::{ProcessGroup, Rank, WorldSize};
+use phalanx::{ProcessGroup, Rank, ReduceOp, WorldSize};
 use phalanx_burn::{DdpOptions, TrainState};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -62,6 +62,12 @@ pub fn work(folder: &Path, view: &str) -> phalanx::Result<()> {
                 missing.join(",")
             );
             state.progress.step += 1;
+            if state.progress.step.is_multiple_of(2) {
+                // Another step of the same loop, in which a worker may die as well.
+                let mut steps = [state.progress.step as f32];
+                context.all_reduce(&mut steps, ReduceOp::Avg)?;
+                assert_eq!(steps[0], context.state.progress.step as f32);
+            }
             std::thread::sleep(std::time::Duration::from_millis(2));
         }
         context.commit()

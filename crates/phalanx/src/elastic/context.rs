@@ -27,6 +27,8 @@ pub struct Context<'a, S: State> {
     pub(super) ended: Option<Ended>,
     /// How much had been called of the group at the end of the last step.
     pub(super) calls: u64,
+    /// Has the state gone over to the group of now?
+    pub(super) followed: bool,
     /// What a reduction begins with, while it is not certain to be the last.
     pub(super) kept: Vec<u8>,
 }
@@ -181,6 +183,7 @@ mod tests {
             place,
             ended: None,
             calls: 0,
+            followed: false,
             kept: Vec::new(),
         }
     }

@@ -65,4 +65,4 @@ pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name, refuse_fixe
 pub use parts::Parts;
 pub use run::{run, run_with};
 pub use state::{Plain, State};
-pub use step::{Step, go_back};
+pub use step::Step;

@@ -78,7 +78,7 @@ impl Rounds {
             tracing::debug!(round = number, rank = rank.get(), world, "a new group");
             let group = match connect(rendezvous, &self.options) {
                 Ok(group) => group,
-                Err(cause) if is_a_peers(&cause, rank) => {
+                Err(cause) if cause.is_a_peers(rank) => {
                     self.session.leave(&members, Some(&cause))?;
                     continue;
                 }
@@ -101,7 +101,7 @@ impl Rounds {
                         Decision::GoOn(plan) => Next::GoOn(plan),
                     });
                 }
-                Err(error) => match failure_of(&group).filter(|cause| is_a_peers(cause, rank)) {
+                Err(error) => match failure_of(&group).filter(|cause| cause.is_a_peers(rank)) {
                     Some(cause) => {
                         tracing::warn!(round = number, %cause, "the new group has failed; all meet anew");
                         // It was a member of the round, should others have come further.
@@ -180,7 +180,7 @@ fn connect(rendezvous: Rendezvous, options: &Options) -> Result<ProcessGroup> {
     Ok(ProcessGroup::join(rendezvous, connecting)?.with_timeout(timeout))
 }
 
-/// Where each rank of the new group was cut off: the first collective of every round, of 40 bytes a rank.
+/// Where each rank of the new group was cut off: the first collective of every round, of 48 bytes a rank.
 fn exchange(group: &ProcessGroup, position: Option<Position>) -> Result<Vec<Option<Position>>> {
     let mut received = vec![0_i64; NUMBERS * group.world_size().count()];
     group.all_gather(&Position::encode(position), &mut received)?;
@@ -194,12 +194,4 @@ pub(super) fn failure_of(group: &ProcessGroup) -> Option<Error> {
         std::thread::sleep(Duration::from_millis(1));
     }
     group.failure()
-}
-
-/// Is another rank to blame, so that the others can go on without it? Where calls or states differ, going on would only
-/// repeat it.
-pub(super) fn is_a_peers(cause: &Error, me: Rank) -> bool {
-    let lost = cause.is_peer_failure() || cause.is_peer_left() || cause.is_timeout();
-    let own = cause.rank().is_none_or(|rank| rank == me);
-    lost || !(own || cause.is_mismatch() || cause.is_invalid_argument())
 }

@@ -4,7 +4,7 @@ use super::context::Ended;
 use super::members::Verdict;
 use super::options::Launched;
 use super::retry::Course;
-use super::rounds::{Next, Rounds, failure_of, is_a_peers};
+use super::rounds::{Next, Rounds, failure_of};
 use super::snapshot::Snapshot;
 use super::{Context, Options, State, agreement};
 use crate::error::{Error, Result};
@@ -73,6 +73,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
             place,
             ended: None,
             calls: 0,
+            followed: false,
             kept: Vec::new(),
         };
         let outcome = round_of(&mut context, &group, &mut dirty, &mut work);
@@ -85,7 +86,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
         let cause = match outcome {
             // What a loop that has swallowed that news returns does not count.
             _ if ended.is_some() => match group.failure() {
-                Some(cause) if !is_a_peers(&cause, rank) => return Err(cause.into()),
+                Some(cause) if !cause.is_a_peers(rank) => return Err(cause.into()),
                 cause => cause,
             },
             Ok(value) => match group.barrier() {
@@ -93,14 +94,14 @@ pub fn run_with<S: State, T, E: From<Error>>(
                     rounds.done();
                     return Ok(value);
                 }
-                Err(cause) if is_a_peers(&cause, rank) => {
+                Err(cause) if cause.is_a_peers(rank) => {
                     finished = Some(value);
                     Some(cause)
                 }
                 Err(error) => return Err(error.into()),
             },
             Err(error) => match (failure_of(&group), group.was_told()) {
-                (Some(cause), _) if is_a_peers(&cause, rank) => Some(cause),
+                (Some(cause), _) if cause.is_a_peers(rank) => Some(cause),
                 // The group is sound; a call has handed out what another rank has met with.
                 (None, Some(told)) => Some(told),
                 (failure, _) => {
@@ -152,6 +153,7 @@ fn once<S: State, T, E: From<Error>>(
         place,
         ended: None,
         calls: 0,
+        followed: false,
         kept: Vec::new(),
     };
     round_of(&mut context, &group, &mut false, &mut work)

@@ -416,7 +416,7 @@ impl Shared {
             At::Inside { group, .. } => {
                 let group = group.clone();
                 drop(seen);
-                group.abort(error);
+                group.fail(error);
             }
             _ => {
                 let error = error.at(own, seen.me.host.clone());

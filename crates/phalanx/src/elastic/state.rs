@@ -46,14 +46,25 @@ pub trait State {
 
     /// Takes part in `group`, on all of whose ranks the state is the same by now: makes what is bound to a group and must be
     /// part of the state, such as a model that averages its gradients. Called before each call of the loop, and in it when a
-    /// [step](super::Context::step) has [changed](super::Step::changed) the world, after [`leave`](Self::leave). By default
-    /// nothing.
+    /// [step](super::Context::step) has [changed](super::Step::changed) the world, after [`leave`](Self::leave), unless the state
+    /// has [followed](Self::follow). By default nothing.
     ///
     /// # Errors
     /// As those of the loop.
     fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
         let _ = group;
         Ok(())
+    }
+
+    /// A [step](super::Context::step) was done again in `group`: goes over to it if that can be done without a collective, since
+    /// ranks may come to this a step apart. Gives whether it has; by default not. Then [`leave`](Self::leave) and
+    /// [`enter`](Self::enter) are called when the world has changed, on all ranks behind the same step.
+    ///
+    /// # Errors
+    /// Its own; they end the job on this rank.
+    fn follow(&mut self, group: &ProcessGroup) -> Result<bool> {
+        let _ = group;
+        Ok(false)
     }
 
     /// Lets go of the group: the loop has ended. Called also if [`enter`](Self::enter) has failed. By default nothing.

@@ -2,7 +2,7 @@
 
 use super::context::Ended;
 use super::retry::{Course, Resumed};
-use super::rounds::{Next, failure_of, is_a_peers};
+use super::rounds::{Next, failure_of};
 use super::{Context, State};
 use crate::collective::ReduceOp;
 use crate::dtype::Element;
@@ -19,21 +19,11 @@ pub struct Step<T> {
     /// The ranks whose part is missing, because they died before it was there: of those to whom the step's data were dealt
     /// out. For [`ElasticSampler::put_back`](crate::sampler::ElasticSampler::put_back).
     pub missing: Vec<Rank>,
-    /// Is [`Context::group`] another than before? What is bound to a group has to follow.
+    /// Is [`Context::group`] another than before? What is bound to a group has to follow. Ranks may hear of it a step apart:
+    /// what calls collectives waits for [`changed`](Self::changed).
     pub regrouped: bool,
     /// Are [`Context::rank`] and [`Context::world_size`] others from here on?
     pub changed: bool,
-}
-
-/// What a reduction in [`Context::step`] returns in place of `error` if it cannot be done again, because what it begins with is
-/// lost: a peer's failure then leads all back to the last commit. An error of another kind stays as it is.
-pub fn go_back(error: Error) -> Error {
-    match error.may_be_a_groups() {
-        true => {
-            Error::regrouping(&format!("a step was cut off that cannot be done again: {}", error.cause()))
-        }
-        false => error,
-    }
 }
 
 impl<S: State> Context<'_, S> {
@@ -42,7 +32,7 @@ impl<S: State> Context<'_, S> {
     ///
     /// `reduce` is given the state and the group of now, calls the same collectives of that on every rank, at least one, and
     /// begins with the same gradients each time: those of this rank's data, which it must not overwrite, or must copy first. If
-    /// it cannot be done again, it says so with [`go_back`](super::go_back). Every rank calls it equally often between two
+    /// that is lost, it ends the group ([`ProcessGroup::abort`]) before it returns the error, and all go back. Every rank calls it equally often between two
     /// commits. It costs one barrier more than `reduce`; where workers do not change, nothing.
     ///
     /// What the survivors do:
@@ -81,8 +71,6 @@ impl<S: State> Context<'_, S> {
                         Err(error) => (Some(value), error),
                     }
                 }
-                // The group has failed, which leads all to meet; this rank without a step in its hands.
-                Err(error) if error.is_regrouping() => return Err(error),
                 Err(error) => (None, error),
             };
             let before = self.course;
@@ -121,8 +109,12 @@ impl<S: State> Context<'_, S> {
 
     /// After `error`: meets the other survivors, if it was another's failure, and decides with them.
     fn go_on(&mut self, error: Error) -> Result<Resumed> {
-        let cause = failure_of(&self.group).filter(|cause| is_a_peers(cause, self.group.rank()));
+        let cause = failure_of(&self.group).filter(|cause| cause.is_a_peers(self.group.rank()));
         let (Some(cause), Some(rounds)) = (cause, self.rounds.as_mut()) else { return Err(error) };
+        if self.group.was_aborted() {
+            // This rank, too, has failed in it. `run` meets the others, and has no step in its hands.
+            return Err(Error::regrouping("a step was cut off that cannot be done again"));
+        }
         tracing::warn!(round = self.round, %cause, "a step was cut off; this worker meets the other survivors");
         rounds.leave(Some(&cause))?;
         let next = rounds.next(Some(self.course.position(self.snapshot.commits)))?;
@@ -148,12 +140,17 @@ impl<S: State> Context<'_, S> {
             }
             None => Vec::new(),
         };
-        if changed {
+        let regrouped = self.round != round;
+        if regrouped {
+            self.followed = self.state.follow(&self.group)?;
+        }
+        // What `enter` calls is no part of a step.
+        self.calls = self.group.calls();
+        if changed && !self.followed {
             // Here all survivors have the same state again, and may make what is bound to a group anew.
             self.state.leave();
             self.state.enter(&self.group)?;
         }
-        self.calls = self.group.calls();
-        Ok(Step { value, missing, regrouped: self.round != round, changed })
+        Ok(Step { value, missing, regrouped, changed })
     }
 }

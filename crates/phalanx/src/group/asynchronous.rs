@@ -85,7 +85,7 @@ impl ProcessGroup {
         call: Call,
         work: impl FnOnce(&mut Engine, &Patience) -> Result<Buffer> + Send + 'static,
     ) -> Result<Work> {
-        self.check_health()?;
+        self.begin()?;
         // From now on, not from when its turn comes.
         let deadline = self.patience().deadline();
         let (pending, completer) = Work::pending_in(self.inner.health.clone());

@@ -69,7 +69,7 @@ impl ProcessGroup {
     }
 
     pub(super) fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
-        self.check_health()?;
+        self.begin()?;
         let patience = self.patience();
         self.inner.lane.run(&patience, |engine| engine.collective(call, memory, &patience))?
     }

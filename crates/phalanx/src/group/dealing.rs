@@ -151,7 +151,7 @@ impl ProcessGroup {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
-        self.check_health()?;
+        self.begin()?;
         let call = Call::new(Operation::MonitoredBarrier, DType::U8, 0);
         self.inner.lane.run(&self.patience(), |engine| {
             let (deadline, patience) = (Deadline::after(timeout), Deadline::after(timeout.saturating_mul(2)));

@@ -137,6 +137,7 @@ impl ProcessGroup {
             tuning: tuning.clone(),
             _keep_alive: Arc::new(keep_alive),
             members: None,
+            calls: Arc::default(),
         };
         let identity = Identity { rank, world: world_size, trace, origin };
         Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning)

@@ -70,11 +70,6 @@ impl Lane {
         Ok(Self { health, shared, worker: Some(worker) })
     }
 
-    /// How many operations have been called.
-    pub(super) fn calls(&self) -> u64 {
-        self.shared.state.lock().next_ticket
-    }
-
     /// Runs `operation` here, after all that was called before it. If `patience` ends first, the group fails.
     pub(super) fn run<R>(&self, patience: &Patience, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
         let mut state = self.shared.state.lock();

@@ -17,6 +17,7 @@ mod work;
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use phalanx_sys::arena::Arena;
@@ -120,6 +121,8 @@ struct Inner {
     children: Mutex<u64>,
     /// Another rank's error that a call has given this one.
     told: Mutex<Option<Error>>,
+    /// Has this rank called [`ProcessGroup::abort`]?
+    aborted: AtomicBool,
     /// Goes last: it keeps the store.
     origin: Origin,
 }
@@ -176,6 +179,7 @@ impl ProcessGroup {
                     tuning: Tuning::default(),
                     _keep_alive: Arc::new(()),
                     members: None,
+                    calls: Arc::default(),
                 };
                 Self::new(Identity { rank, world, trace: trace.clone(), origin }, connected)
             })
@@ -201,6 +205,7 @@ impl ProcessGroup {
             messages,
             children: Mutex::new(0),
             told: Mutex::default(),
+            aborted: AtomicBool::new(false),
             origin,
         };
         Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT })
@@ -239,6 +244,12 @@ impl ProcessGroup {
 
     /// Ends the group on every rank: pending and later operations fail with `cause`.
     pub fn abort(&self, cause: Error) {
+        self.inner.aborted.store(true, Ordering::Relaxed);
+        self.inner.health.fail(cause);
+    }
+
+    /// Ends the group with what has become of another rank.
+    pub(crate) fn fail(&self, cause: Error) {
         self.inner.health.fail(cause);
     }
 
@@ -247,9 +258,14 @@ impl ProcessGroup {
         self.inner.origin.epoch
     }
 
-    /// How many collectives and messages this rank has called for.
+    /// How often this rank has called something of this group or its sub-groups.
     pub(crate) fn calls(&self) -> u64 {
-        self.inner.lane.calls() + self.inner.messages.calls()
+        self.inner.origin.calls.load(Ordering::Relaxed)
+    }
+
+    /// Has this rank ended the group, whatever others have done? Then what it was to bring to an operation may be lost.
+    pub(crate) fn was_aborted(&self) -> bool {
+        self.inner.aborted.load(Ordering::Relaxed)
     }
 
     /// Notes that a call has given this rank `cause`, the error of another rank, though the group is sound; gives it back.
@@ -307,8 +323,9 @@ impl ProcessGroup {
         self.member(rank)
     }
 
-    /// After a failure no operation begins.
-    fn check_health(&self) -> Result<()> {
+    /// An operation is called. After a failure none begins.
+    fn begin(&self) -> Result<()> {
+        self.inner.origin.calls.fetch_add(1, Ordering::Relaxed);
         match self.failure() {
             Some(cause) if cause.remedy().is_some() => Err(cause),
             Some(cause) => Err(cause.with_remedy("the group has failed; start a new one")),

@@ -141,7 +141,7 @@ impl ProcessGroup {
 
     /// Runs the collectives of one call, between which no other may come.
     fn on_lane<R>(&self, work: impl FnOnce(&mut Engine, &Patience) -> Result<R>) -> Result<R> {
-        self.check_health()?;
+        self.begin()?;
         let patience = self.patience();
         self.inner.lane.run(&patience, |engine| work(engine, &patience))?
     }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use parking_lot::Mutex;
 
@@ -27,6 +28,8 @@ pub(crate) struct Origin {
     pub _keep_alive: Arc<dyn Send + Sync>,
     /// The ranks of this group in the first one, by rank; none if this is the first.
     pub members: Option<Arc<[Rank]>>,
+    /// How often this rank has called something of the group or its sub-groups.
+    pub calls: Arc<AtomicU64>,
 }
 
 /// What joins the ranks.

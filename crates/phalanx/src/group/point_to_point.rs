@@ -65,7 +65,7 @@ impl ProcessGroup {
     /// time-out passes.
     pub fn send<T: Element>(&self, data: &[T], to: Rank) -> Result<()> {
         let to = self.peer(to)?;
-        self.check_health()?;
+        self.begin()?;
         let call = Call::new(Operation::PointToPoint, T::DTYPE, data.len());
         self.inner.messages.send(call, to, bytemuck::cast_slice(data), self.patience().deadline())
     }
@@ -76,7 +76,7 @@ impl ProcessGroup {
     /// As [`send`](Self::send). `data` is then unspecified.
     pub fn recv<T: Element>(&self, data: &mut [T], from: Rank) -> Result<()> {
         let from = self.peer(from)?;
-        self.check_health()?;
+        self.begin()?;
         let call = Call::new(Operation::PointToPoint, T::DTYPE, data.len());
         self.inner.messages.recv(call, from, bytemuck::cast_slice_mut(data), self.patience().deadline())
     }
@@ -156,7 +156,7 @@ impl ProcessGroup {
         for op in &ops {
             self.peer(op.peer())?;
         }
-        self.check_health()?;
+        self.begin()?;
         match ops.is_empty() {
             true => Ok(Vec::new()),
             false => self.inner.messages.start(ops, self.patience().deadline()),

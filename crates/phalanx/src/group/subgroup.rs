@@ -59,7 +59,7 @@ impl ProcessGroup {
     pub fn new_group(&self, ranks: &[Rank]) -> Result<Option<Self>> {
         let ranks = self.checked(ranks)?;
         let mut number = self.inner.children.lock();
-        self.check_health()?;
+        self.begin()?;
         let records = self.tell(Making::NewGroup, *number, [ranks.len() as i64, digest(&ranks)])?;
         *number += 1;
         let name = format!("group/{}", *number - 1);
@@ -97,7 +97,7 @@ impl ProcessGroup {
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>> {
         let own = color.map_or(NO_COLOR, i64::from);
         let mut number = self.inner.children.lock();
-        self.check_health()?;
+        self.begin()?;
         let records = self.tell(Making::Split, *number, [own, key])?;
         *number += 1;
         let name = format!("group/{}/{own}", *number - 1);

@@ -102,8 +102,6 @@ struct State {
     active: Vec<bool>,
     /// The end that `throw_on_early_termination` asked for.
     terminated: Option<Error>,
-    /// Has the group been ended through a handle?
-    aborted: bool,
 }
 
 impl JoinGroup {
@@ -123,14 +121,11 @@ impl JoinGroup {
             return Err(Error::invalid_argument("a handle goes to another group outside of `join`"));
         }
         *state = State::default();
-        *self.group.write() = Arc::new(group);
+        drop(state);
+        // The last handle of a group waits for what it has started.
+        let before = std::mem::replace(&mut *self.group.write(), Arc::new(group));
+        drop(before);
         Ok(())
-    }
-
-    /// Has this rank ended the group, through this handle or a clone? Then something that it was to compute may be lost; a
-    /// failure of a peer alone leaves what it has.
-    pub fn was_aborted(&self) -> bool {
-        self.state.lock().aborted
     }
 
     fn group(&self) -> Arc<dyn Communicator> {
@@ -150,7 +145,7 @@ impl JoinGroup {
             if state.running.is_some() {
                 return Err(Error::invalid_argument("`join` was called inside `join`"));
             }
-            *state = State { running: Some(options), aborted: state.aborted, ..State::default() };
+            *state = State { running: Some(options), ..State::default() };
         }
         let value = {
             let _end = End(&self.state);
@@ -321,7 +316,6 @@ impl Communicator for JoinGroup {
     }
 
     fn abort(&self, cause: Error) {
-        self.state.lock().aborted = true;
         self.group().abort(cause);
     }
 

@@ -24,8 +24,6 @@ pub(super) struct Kept {
     pub(super) closed: bool,
     /// Has this step shown which parameters never have one?
     pub(super) learned: bool,
-    /// Is the buckets' memory another group's?
-    stale: bool,
 }
 
 impl Kept {
@@ -47,8 +45,7 @@ impl Kept {
 
     /// A new step begins.
     fn begin(&mut self) {
-        let (gradients, stale) = (std::mem::take(&mut self.gradients), self.stale);
-        *self = Self { gradients, stale, ..Self::default() };
+        *self = Self { gradients: std::mem::take(&mut self.gradients), ..Self::default() };
     }
 }
 
@@ -92,13 +89,14 @@ impl Reducer {
     ///
     /// ```no_run
     /// # use std::sync::Arc;
-    /// # use phalanx::{elastic::{self, Context, Plain}, reducer::Reducer, Result};
+    /// # use phalanx::{elastic::{Context, Plain}, reducer::Reducer, Result};
     /// # fn backward(_: &mut Reducer) -> Result<()> { Ok(()) }
     /// # fn step(context: &mut Context<'_, Plain<u64>>, reducer: &mut Reducer) -> Result<()> {
     /// let mut first = true;
     /// let step = context.step(|_, group| {
     ///     if std::mem::take(&mut first) {
-    ///         reducer.start().and_then(|()| backward(reducer)).map_err(elastic::go_back)?;
+    ///         reducer.start()?;
+    ///         backward(reducer)?;
     ///     }
     ///     reducer.finish_in(Arc::new(group.clone()))
     /// })?;
@@ -114,10 +112,13 @@ impl Reducer {
     /// As [`finish`](Self::finish); and if gradients are not [kept](Self::keep_gradients).
     pub fn finish_in(&mut self, group: Arc<dyn Communicator>) -> Result<()> {
         self.check_failure()?;
-        let kept = self.kept.as_mut().ok_or_else(keeps_none)?;
+        let kept = self.kept.as_mut().ok_or_else(|| {
+            Error::invalid_argument("the gradients of this step were not kept")
+                .with_remedy("call keep_gradients before it")
+        })?;
         if std::mem::replace(&mut kept.finished, true) {
-            self.restore(&*group)?;
-            self.bind(group);
+            self.bind(group.clone());
+            self.restore(&*group).map_err(|error| self.fail(error))?;
         }
         self.finish()
     }
@@ -126,7 +127,7 @@ impl Reducer {
     /// [`start`](Self::start). All ranks of `group` call it between the same steps; it calls no collective.
     ///
     /// # Errors
-    /// If gradients are not [kept](Self::keep_gradients), or during a backward pass.
+    /// During a backward pass, and if the averages are [dealt out](Self::deal_out).
     pub fn rebind(&mut self, group: Arc<dyn Communicator>) -> Result<()> {
         self.check_failure()?;
         if matches!(self.phase, Phase::Backward { .. }) {
@@ -134,7 +135,13 @@ impl Reducer {
                 "a reducer goes to another group between steps, or with finish_in",
             ));
         }
-        self.kept.as_mut().ok_or_else(keeps_none)?.stale = true;
+        if self.owners.is_some() {
+            return Err(Error::invalid_argument(
+                "averages that are dealt out to the ranks belong to one group",
+            )
+            .with_remedy("make a new reducer"));
+        }
+        self.stale = true;
         self.bind(group);
         Ok(())
     }
@@ -172,11 +179,12 @@ impl Reducer {
     }
 
     /// A new step begins, in memory of its own group.
-    pub(super) fn begin_keeping(&mut self) {
-        let Some(kept) = &mut self.kept else { return };
-        kept.begin();
-        if std::mem::take(&mut kept.stale) {
+    pub(super) fn begin_step(&mut self) {
+        if std::mem::take(&mut self.stale) {
             self.buckets = super::buckets(&self.plan, &self.parameters);
+        }
+        if let Some(kept) = &mut self.kept {
+            kept.begin();
         }
     }
 
@@ -206,11 +214,13 @@ impl Reducer {
         (0..self.buckets.len()).try_for_each(|bucket| self.launch_now(bucket))
     }
 
-    /// Lets buckets wait for another group, if gradients are kept and `error` may be that of the group.
+    /// Lets buckets wait for another group, if gradients are kept and this one has failed because of another rank. What is this
+    /// rank's own ends the group: the others would wait for it.
     pub(super) fn suspend(&mut self, error: Error) -> Result<()> {
+        let rank = self.group.rank();
+        let is_a_peers = self.group.failure().is_some_and(|cause| cause.is_a_peers(rank));
         match &mut self.kept {
-            // What is this rank's own ends the group: the others would wait for it.
-            Some(kept) if error.may_be_a_groups() => {
+            Some(kept) if is_a_peers => {
                 kept.suspended = true;
                 kept.cut_off = Some(error);
                 Ok(())
@@ -218,11 +228,6 @@ impl Reducer {
             _ => Err(error),
         }
     }
-}
-
-fn keeps_none() -> Error {
-    Error::invalid_argument("a reducer that keeps no gradients belongs to one group")
-        .with_remedy("call keep_gradients first, or make a new reducer")
 }
 
 #[cfg(test)]

@@ -67,7 +67,7 @@ struct Shared {
     open: BTreeMap<usize, BTreeMap<Rank, Part>>,
     failure: Option<Error>,
     /// The operation that fails.
-    fault: Option<usize>,
+    fault: Option<(usize, Error)>,
 }
 
 /// Runs `body` on every rank of a world, and gives what they return, in order.
@@ -101,9 +101,9 @@ impl FakeGroup {
         self.mine.lock().allocations
     }
 
-    /// Lets the operation after the next `skip` ones fail.
-    pub(super) fn fail_after(&self, skip: usize) {
-        self.world.shared.lock().fault = Some(self.calls().len() + skip);
+    /// Lets the operation after the next `skip` ones fail with `error`.
+    pub(super) fn fail_after(&self, skip: usize, error: Error) {
+        self.world.shared.lock().fault = Some((self.calls().len() + skip, error));
     }
 
     /// This rank's bytes of `buffer`.
@@ -135,8 +135,8 @@ impl FakeGroup {
         parts.insert(self.rank, Part { call, buffer, own, completer });
         if parts.len() == self.world.size.count() {
             let parts = shared.open.remove(&sequence).unwrap();
-            if shared.fault == Some(sequence) {
-                let error = Error::timeout("the fault of the test");
+            let fault = shared.fault.clone().filter(|(at, _)| *at == sequence);
+            if let Some((_, error)) = fault {
                 shared.failure = Some(error.clone());
                 parts.into_values().for_each(|part| (part.completer)(Err(error.clone())));
             } else {

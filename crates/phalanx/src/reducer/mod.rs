@@ -96,6 +96,8 @@ pub struct Reducer {
     warnings: unused::Warnings,
     /// If a step can be averaged again.
     kept: Option<Kept>,
+    /// Is the buckets' memory another group's?
+    stale: bool,
     failure: Option<Error>,
 }
 
@@ -186,6 +188,7 @@ impl Reducer {
             absentees,
             phase: Phase::New,
             kept: None,
+            stale: false,
             failure: None,
             group,
             parameters,
@@ -213,7 +216,7 @@ impl Reducer {
         {
             return Err(self.fail(error));
         }
-        self.begin_keeping();
+        self.begin_step();
         self.state.reset(&self.plan);
         self.phase = Phase::Backward { since: Instant::now() };
         if let Absentees::Known(absent) = &self.absentees {

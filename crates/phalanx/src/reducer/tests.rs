@@ -331,7 +331,7 @@ fn a_failed_averaging_reaches_finish_and_stays() {
     let errors = run(2, |group| {
         let rank = group.rank();
         let mut reducer = Reducer::new(group.clone(), parameters(&[4, 4, 4]), buckets_of(4)).unwrap();
-        group.fail_after(1);
+        group.fail_after(1, Error::timeout("the fault of the test"));
         let error = one_step(&mut reducer, rank, 0, &[2, 1, 0]).unwrap_err();
         assert!(reducer.finish().unwrap_err().is_timeout());
         error

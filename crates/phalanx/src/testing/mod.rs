@@ -120,6 +120,7 @@ fn processes(
         tuning: Tuning::default(),
         _keep_alive: Arc::new(()),
         members: None,
+        calls: Arc::default(),
     };
     ProcessGroup::new(Identity { rank, world, trace: Trace::default(), origin }, connected)
 }

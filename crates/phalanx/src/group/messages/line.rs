@@ -41,11 +41,6 @@ impl<E: End> Line<E> {
         ticket
     }
 
-    /// How many places have been taken.
-    pub(super) fn tickets(&self) -> u64 {
-        self.turns.lock().next_ticket
-    }
-
     pub(super) fn is_served(&self, ticket: u64) -> bool {
         self.turns.lock().serving == ticket
     }

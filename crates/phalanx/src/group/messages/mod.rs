@@ -98,13 +98,6 @@ impl Messages {
         Self { shared: Arc::new(shared), place, worker: Mutex::new(None) }
     }
 
-    /// How many messages have been called for, in both directions.
-    pub(super) fn calls(&self) -> u64 {
-        let sent = self.shared.outbound.iter().flatten().map(Line::tickets);
-        let received = self.shared.inbound.iter().flatten().map(Line::tickets);
-        sent.sum::<u64>() + received.sum::<u64>()
-    }
-
     /// Sends from the caller's thread and memory; returns when all of `data` is on its way.
     pub(super) fn send(&self, call: Call, to: Rank, data: &[u8], deadline: Deadline) -> Result<()> {
         let line = line(&self.shared.outbound, to)?;

@@ -37,6 +37,7 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
             tuning: crate::Tuning::default(),
             _keep_alive: Arc::new(()),
             members: None,
+            calls: Arc::default(),
         };
         ProcessGroup::new(Identity { rank, world, trace: Trace::default(), origin }, connected).unwrap()
     };

@@ -73,7 +73,7 @@ proptest! {
 
     #[test]
     fn whatever_operation_fails_the_others_average_what_they_have(
-        fails_in in 0..2_usize, skip in 0..6_usize, kind in 0..3_u8, survivors in 1..3_u32,
+        fails_in in 0..2_usize, skip in 0..6_usize, kind in 0..3_u8, survivors in 1..3_u32, its_own in any::<bool>(),
     ) {
         let used: &[usize] = if kind == 0 { &[3, 2, 1, 0] } else { &[3, 1, 0] };
         let unused: &[usize] = if kind == 0 { &[] } else { &[2] };
@@ -87,13 +87,19 @@ proptest! {
             }
             // Rebuilds may come first, as the second step begins: their failure is no step's.
             reducer.start().unwrap();
-            group.fail_after(skip);
+            // A rank that is lost, or one that ends the group for a reason of its own.
+            let error = match its_own {
+                false => Error::timeout("nobody has heard of rank 2"),
+                true => Error::out_of_memory("no memory for a bucket").at(Rank::new(2), "there"),
+            };
+            group.fail_after(skip, error.clone());
             for index in used {
-                reducer.ready(*index, bytemuck::cast_slice(&gradient(rank, *index, fails_in))).unwrap();
+                let ready = reducer.ready(*index, bytemuck::cast_slice(&gradient(rank, *index, fails_in)));
+                assert!(ready.is_ok() || (its_own && rank.get() == 2), "{ready:?}");
             }
             // It fails, or succeeds before what comes behind it fails.
             let first = reducer.finish_in(group.clone());
-            assert!(first.as_ref().is_err_and(Error::is_timeout) || averages(&reducer) == expected(3, fails_in, unused));
+            assert!(first.as_ref().is_err_and(|failure| failure.kind() == error.kind()) || averages(&reducer) == expected(3, fails_in, unused));
             let Some(next) = next else { return };
             reducer.finish_in(next.clone()).unwrap();
             assert_eq!(averages(&reducer), expected(survivors, fails_in, unused));
@@ -132,6 +138,13 @@ fn what_could_not_be_averaged_again_is_refused() {
     assert!(reducer.register_hook(hook).unwrap_err().to_string().contains("keeps something"));
     let spec = vec![ParameterSpec::new("p", [1], DType::F32)];
     let mut other = Reducer::new(group.clone(), spec, ReducerOptions::default()).unwrap();
-    assert!(other.finish_in(group.clone()).unwrap_err().to_string().contains("keeps no gradients"));
-    assert!(other.rebind(group).unwrap_err().remedy().is_some());
+    assert!(other.finish_in(group.clone()).unwrap_err().to_string().contains("not kept"));
+    // Between steps it goes to another group all the same, unless the averages are those of one rank each.
+    other.rebind(group).unwrap();
+    on_ranks([2, 1], |group, _| {
+        let spec = vec![ParameterSpec::new("p", [1], DType::F32)];
+        let mut dealt = Reducer::new(group.clone(), spec, ReducerOptions::default()).unwrap();
+        dealt.deal_out(vec![Rank::MAIN]).unwrap();
+        assert!(dealt.rebind(group).unwrap_err().remedy().is_some());
+    });
 }
