@@ -16,7 +16,8 @@ use super::soon;
 
 /// Where in the store ranks find each other.
 const GROUP: &str = "phalanx/none/0/0/group/";
-pub const MESH: &[u8] = b"/group/mesh/";
+/// What a rank asks for first when all have come to the roll-call.
+pub const MESH: &[u8] = b"/group/mesh/job";
 /// How long a rank may take to answer a hello.
 const PATIENCE: Duration = Duration::from_millis(200);
 
