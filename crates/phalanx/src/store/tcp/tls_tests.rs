@@ -183,7 +183,8 @@ fn what_is_no_client_is_not_told_of_and_a_client_without_credentials_is() {
             &[255; 64],
         ] {
             let scanner = scanner(&server, words);
-            scanner.shutdown(std::net::Shutdown::Write).unwrap();
+            // It may have been hung up on before that.
+            let _ = scanner.shutdown(std::net::Shutdown::Write);
             assert!(is_dropped(&scanner), "{words:?}");
         }
         without_certificate(scanner(&server, b""));
