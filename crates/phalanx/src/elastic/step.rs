@@ -32,8 +32,8 @@ impl<S: State> Context<'_, S> {
     ///
     /// `reduce` is given the state and the group of now, calls the same collectives of that on every rank, at least one, and
     /// begins with the same gradients each time: those of this rank's data, which it must not overwrite, or must copy first. If
-    /// that is lost, it ends the group ([`ProcessGroup::abort`]) before it returns the error, and all go back. Every rank calls it equally often between two
-    /// commits. It costs one barrier more than `reduce`; where workers do not change, nothing.
+    /// that is lost, it ends the group ([`ProcessGroup::abort`]) before it returns the error, and all go back. Every rank calls it
+    /// equally often between two commits. It costs one barrier more than `reduce`; where workers do not change, nothing.
     ///
     /// What the survivors do:
     ///
