@@ -57,7 +57,7 @@ fn train() -> phalanx::Result<()> {
     if group.rank().is_main() {
         println!("from {step}");
     }
-    let mut sampler = DistributedSampler::new(SAMPLES, group.rank(), group.world_size())?.seed(7);
+    let mut sampler = DistributedSampler::for_group(SAMPLES, &group).seed(7);
     while progress.epoch < EPOCHS {
         sampler.set_epoch(progress.epoch);
         for batch in sampler.indices().chunks(5).skip(progress.batches) {

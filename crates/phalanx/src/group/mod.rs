@@ -12,6 +12,7 @@ mod messages;
 mod objects;
 mod origin;
 mod point_to_point;
+mod sampler;
 mod subgroup;
 mod work;
 

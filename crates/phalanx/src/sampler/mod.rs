@@ -29,16 +29,16 @@ use crate::rank::{Rank, WorldSize};
 ///
 /// ```
 /// use phalanx::sampler::DistributedSampler;
-/// use phalanx::{Rank, WorldSize};
 ///
-/// let mut sampler = DistributedSampler::new(10, Rank::new(1), WorldSize::new(4)?)?.seed(42);
+/// let group = phalanx::init()?; // as the launcher says; alone, a world of one
+/// let mut sampler = DistributedSampler::for_group(10, &group).seed(42);
 /// for epoch in 0..2 {
 ///     sampler.set_epoch(epoch);
 ///     for index in sampler.iter() {
 ///         assert!(index < 10);
 ///     }
 /// }
-/// assert_eq!(sampler.len(), 3);
+/// assert_eq!(sampler.len(), 10_usize.div_ceil(group.world_size().count()));
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 #[derive(Debug)]
@@ -54,21 +54,22 @@ pub struct DistributedSampler {
 }
 
 impl DistributedSampler {
-    /// A sampler for a data set of `samples`: shuffled with seed 0, nothing dropped, in epoch 0.
+    /// A sampler for a data set of `samples`: shuffled with seed 0, nothing dropped, in epoch 0. For the ranks of a group
+    /// [`for_group`](Self::for_group) is shorter, and cannot fail.
     ///
     /// # Errors
     /// If `rank` lies outside the world.
     pub fn new(samples: usize, rank: Rank, world_size: WorldSize) -> Result<Self> {
-        Ok(Self {
-            samples,
-            rank: world_size.rank(rank.get())?,
-            world_size,
-            shuffle: true,
-            seed: 0,
-            drop_last: false,
-            epoch: 0,
-            reminder: Reminder::default(),
-        })
+        let rank = world_size.rank(rank.get()).map_err(|error| {
+            error.with_remedy("DistributedSampler::for_group(samples, &group) takes both from the group")
+        })?;
+        Ok(Self::at(samples, rank, world_size))
+    }
+
+    /// For a rank that belongs to the world.
+    pub(crate) fn at(samples: usize, rank: Rank, world_size: WorldSize) -> Self {
+        let reminder = Reminder::default();
+        Self { samples, rank, world_size, shuffle: true, seed: 0, drop_last: false, epoch: 0, reminder }
     }
 
     /// Shuffle anew in every epoch? True by default.
@@ -270,6 +271,15 @@ mod tests {
     fn a_rank_outside_the_world_is_an_error() {
         let error = DistributedSampler::new(10, Rank::new(2), WorldSize::new(2).unwrap()).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
+        assert!(error.to_string().contains("DistributedSampler::for_group"), "{error}");
+    }
+
+    #[test]
+    fn a_group_gives_its_rank_and_its_world() {
+        for group in crate::ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap() {
+            let from_group = DistributedSampler::for_group(11, &group).seed(5);
+            assert_eq!(from_group.indices(), sampler(11, group.rank().get(), 3).seed(5).indices());
+        }
     }
 
     #[test]
