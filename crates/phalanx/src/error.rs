@@ -4,6 +4,8 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::sync::Arc;
 
+use rustix::io::Errno;
+
 use crate::rank::{Rank, Sequence};
 
 /// A result of this crate.
@@ -117,7 +119,16 @@ impl Error {
             ErrorKind::AddrInUse => Kind::AddressInUse,
             _ => Kind::Io,
         };
-        Self::new(kind, cause).with_source(source)
+        let error = Self::new(kind, cause);
+        let error = no_more_files(&source).into_iter().fold(error, Self::with_remedy);
+        error.with_source(source)
+    }
+
+    /// For a thread or a process that the system does not start.
+    pub(crate) fn not_started(cause: impl Into<String>, source: std::io::Error) -> Self {
+        let error = Self::new(Kind::Io, cause);
+        let hint = no_more_processes(&source).or(no_more_files(&source));
+        hint.into_iter().fold(error, Self::with_remedy).with_source(source)
     }
 
     /// Says what to do about it.
@@ -316,9 +327,47 @@ impl StdError for Error {
     }
 }
 
+/// What to do if `error` says that this process, or its host, has all the open files that it may have; [`Error::io`] says so
+/// where the caller has no remedy of its own.
+pub(crate) fn no_more_files(error: &std::io::Error) -> Option<&'static str> {
+    match Errno::from_io_error(error)? {
+        Errno::MFILE => Some("this process may open no more files and sockets: raise `ulimit -n`"),
+        Errno::NFILE => Some("this host may open no more files and sockets: raise the sysctl fs.file-max"),
+        _ => None,
+    }
+}
+
+/// What to do if `error`, of starting a process or a thread, says that there may be no more of them; of other calls it may
+/// mean something else.
+pub(crate) fn no_more_processes(error: &std::io::Error) -> Option<&'static str> {
+    let hint = "this user, or this container, may start no more processes and threads: raise `ulimit -u`, or pids.max of \
+                the cgroup";
+    (Errno::from_io_error(error)? == Errno::AGAIN).then_some(hint)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_limit_of_the_system_is_named_with_what_raises_it() {
+        let refused = |errno: Errno| std::io::Error::from_raw_os_error(errno.raw_os_error());
+        let remedy = |error: &Error| error.remedy().unwrap_or_default().to_owned();
+        let files = Error::io("cannot listen", refused(Errno::MFILE));
+        assert!(remedy(&files).contains("`ulimit -n`"), "{files}");
+        assert!(remedy(&Error::io("cannot listen", refused(Errno::NFILE))).contains("fs.file-max"));
+        assert_eq!(
+            remedy(&files.with_remedy("three files a rank: `ulimit -n`")),
+            "three files a rank: `ulimit -n`"
+        );
+        let threads = Error::not_started("cannot start a thread", refused(Errno::AGAIN));
+        assert!(remedy(&threads).contains("`ulimit -u`") && !threads.is_timeout(), "{threads}");
+        assert!(
+            remedy(&Error::not_started("cannot start sh", refused(Errno::MFILE))).contains("`ulimit -n`")
+        );
+        // Of a socket it means that nothing is there yet.
+        assert!(Error::io("cannot read", refused(Errno::AGAIN)).remedy().is_none());
+    }
 
     #[test]
     fn a_message_names_rank_host_operation_sequence_cause_and_remedy() {

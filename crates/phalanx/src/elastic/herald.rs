@@ -31,7 +31,9 @@ impl Herald {
         std::thread::Builder::new()
             .name("phalanx-herald".into())
             .spawn(move || tell(&inbox, || connect(store, &credentials, &run_id)))
-            .map_err(|error| Error::io("cannot start a thread for the news to the workers", error))?;
+            .map_err(|error| {
+                Error::not_started("cannot start a thread for the news to the workers", error)
+            })?;
         Ok(Self { news, changes: 0 })
     }
 

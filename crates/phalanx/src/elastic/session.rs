@@ -549,7 +549,7 @@ fn start_thread(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> 
         .name(name.to_owned())
         .spawn(body)
         .map(drop)
-        .map_err(|error| Error::io("cannot start a thread for the news from other workers", error))
+        .map_err(|error| Error::not_started("cannot start a thread for the news from other workers", error))
 }
 
 #[cfg(test)]

@@ -66,7 +66,7 @@ impl Lane {
                 keep_apart(place);
                 served.serve();
             })
-            .map_err(|error| Error::io("the communication worker could not be started", error))?;
+            .map_err(|error| Error::not_started("the communication worker could not be started", error))?;
         Ok(Self { health, shared, worker: Some(worker) })
     }
 

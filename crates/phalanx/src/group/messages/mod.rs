@@ -155,7 +155,8 @@ impl Messages {
         if worker.is_some() {
             return Ok(());
         }
-        let failed = |error: io::Error| Error::io("the worker for messages could not be started", error);
+        let failed =
+            |error: io::Error| Error::not_started("the worker for messages could not be started", error);
         if self.shared.poke.get().is_none() {
             let poke = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
             let _ = self.shared.poke.set(poke.map_err(|error| failed(error.into()))?);

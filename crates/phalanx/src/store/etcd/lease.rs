@@ -70,7 +70,7 @@ impl Lease {
         std::thread::Builder::new()
             .name("phalanx-lease".into())
             .spawn(keeper)
-            .map_err(|error| Error::io("cannot start a thread for etcd's lease", error))?;
+            .map_err(|error| Error::not_started("cannot start a thread for etcd's lease", error))?;
         Ok(Self { id, _end: end })
     }
 

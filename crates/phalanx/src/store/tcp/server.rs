@@ -22,7 +22,7 @@ use super::link::resolve;
 use super::stream::Stream;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, no_more_files};
 use crate::key::JobKey;
 
 /// The most connections at a time; further ones are closed as they come.
@@ -114,7 +114,7 @@ impl TcpStoreServer {
         let thread = std::thread::Builder::new()
             .name("phalanx-store".into())
             .spawn(move || LocalSet::new().block_on(&runtime, run(socket, access, inbox)))
-            .map_err(|error| Error::io("cannot start the store's thread", error))?;
+            .map_err(|error| Error::not_started("cannot start the store's thread", error))?;
         Ok(Self { address, orders, thread: Some(thread) })
     }
 
@@ -193,7 +193,7 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
         ErrorKind::PermissionDenied => {
             format!("port {} needs privileges: set MASTER_PORT to 1024 or more", address.port())
         }
-        _ => "are MASTER_ADDR and MASTER_PORT right?".into(),
+        _ => no_more_files(&error).unwrap_or("are MASTER_ADDR and MASTER_PORT right?").into(),
     };
     Error::io(format!("cannot serve the store on {address}"), error).with_remedy(remedy)
 }

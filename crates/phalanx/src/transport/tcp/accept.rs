@@ -9,12 +9,12 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::Place;
-use super::connect::{no_descriptors, out_of_descriptors};
+use super::connect::no_descriptors;
 use super::connection::Connection;
 use super::pending::{Pending, Progress, Turns, say};
 use super::start::{self, LOOK};
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, no_more_files};
 use crate::rank::Rank;
 use crate::wire::auth::Tag;
 use crate::wire::handshake::GroupSecret;
@@ -130,7 +130,7 @@ fn take_arrivals(
                 pending.push(Pending::new(Connection::new(stream), tls, secret));
             }
             Ok(_) => {}
-            Err(error) if out_of_descriptors(&error) => {
+            Err(error) if no_more_files(&error).is_some() => {
                 // Strangers may hold the descriptors; if nobody is left who will go, nobody more can come.
                 return match pending.is_empty() {
                     true => Err(no_descriptors("a rank could not be accepted", error)),

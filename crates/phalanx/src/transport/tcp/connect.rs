@@ -9,7 +9,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use getrandom::fill;
-use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::accept::{Pair, accept};
@@ -18,7 +17,7 @@ use super::control::Connections;
 use super::lookout::{self, Lookout};
 use super::{Place, start};
 use crate::deadline::Deadline;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, no_more_files};
 use crate::rank::Rank;
 use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{NONCE, TAG, nonce};
@@ -220,7 +219,7 @@ fn connect(
             io::ErrorKind::WouldBlock if !deadline.has_passed() => {
                 return Err(Lookout::new(place).explain(peer, mute(peer, address)));
             }
-            _ if out_of_descriptors(&error) => return Err(no_descriptors(&unreachable, error)),
+            _ if no_more_files(&error).is_some() => return Err(no_descriptors(&unreachable, error)),
             io::ErrorKind::ConnectionRefused => {
                 if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
                     return Err(start::gone(peer, address));
@@ -357,11 +356,6 @@ fn wait_until(stream: &Connection, deadline: Deadline) -> io::Result<()> {
         Duration::ZERO => Err(io::ErrorKind::WouldBlock.into()),
         left => stream.socket().set_read_timeout(Some(left)),
     }
-}
-
-/// Has this process, or its host, all the open files that it may have?
-pub(super) fn out_of_descriptors(error: &io::Error) -> bool {
-    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
 pub(super) fn no_descriptors(what: &str, error: io::Error) -> Error {

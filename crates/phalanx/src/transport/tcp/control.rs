@@ -79,7 +79,12 @@ impl Monitor {
                     health.fail(error);
                 }
             })
-            .map_err(failed)?;
+            .map_err(|error| {
+                Error::not_started(
+                    "the thread that watches the control connections could not be started",
+                    error,
+                )
+            })?;
         Ok(Self { stop: Some(stop), thread: Some(thread), connections })
     }
 }
