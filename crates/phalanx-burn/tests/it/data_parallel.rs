@@ -1,0 +1,153 @@
+//! Replicas of one process train as one model with the whole batch, and say what they move.
+
+use std::sync::Arc;
+
+use crate::common::{Mlp, device, distance, floats, samples};
+use burn::module::Module;
+use burn::nn::{BatchNormConfig, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::tensor::{Device, Tensor};
+use parking_lot::Mutex;
+use phalanx_burn::{DataParallel, TowerGradients};
+
+const STEPS: usize = 10;
+/// Not divisible by three.
+const BATCH: usize = 20;
+const WIDTHS: [usize; 3] = [8, 16, 3];
+
+fn sgd() -> ModuleOptimizer {
+    SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init()
+}
+
+fn batch(step: usize) -> (Tensor<2>, Tensor<2>) {
+    samples(step * BATCH, (step + 1) * BATCH)
+}
+
+fn reference(mut model: Mlp) -> Vec<Vec<f32>> {
+    let mut optimizer = sgd();
+    for step in 0..STEPS {
+        let gradients = GradientsParams::from_grads(model.loss(batch(step)).backward(), &model);
+        model = optimizer.step(0.05, model, gradients);
+    }
+    floats(&model)
+}
+
+#[test]
+fn replicas_train_as_one_model() {
+    let model = Mlp::new(&WIDTHS);
+    let expected = reference(model.clone());
+    for replicas in 1..=4 {
+        let mut parallel = DataParallel::new(model.clone(), vec![device(); replicas]).unwrap();
+        let mut optimizer = sgd();
+        for step in 0..STEPS {
+            let (x, y) = batch(step);
+            let output = parallel.forward(x, Mlp::forward).unwrap();
+            let gradients = parallel.backward(&(output - y).powi_scalar(2).mean()).unwrap();
+            parallel.step(&mut optimizer, 0.05, gradients);
+        }
+        let distance = distance(&floats(parallel.model()), &expected);
+        assert!(distance < 1e-5, "{replicas} replicas are {distance:e} away");
+    }
+}
+
+#[test]
+fn towers_train_as_one_model() {
+    let model = Mlp::new(&WIDTHS);
+    let expected = reference(model.clone());
+    for replicas in 1..=4 {
+        let mut towers = TowerGradients::new(model.clone(), vec![device(); replicas]).unwrap();
+        let mut optimizer = sgd();
+        for step in 0..STEPS {
+            let whole = towers.model().loss(batch(step)).into_scalar::<f64>();
+            let (loss, gradients) = towers.backward(batch(step), Mlp::loss).unwrap();
+            assert!((loss - whole).abs() < 1e-5, "{loss} {whole}");
+            towers.step(&mut optimizer, 0.05, gradients);
+        }
+        let distance = distance(&floats(towers.model()), &expected);
+        assert!(distance < 1e-5, "{replicas} towers are {distance:e} away");
+        assert_eq!(towers.transfers().gather.bytes, 0);
+    }
+}
+
+#[test]
+fn every_transfer_is_counted() {
+    let model = Mlp::new(&WIDTHS);
+    let parameters = 4 * model.num_params();
+    let mut parallel = DataParallel::new(model, vec![device(); 4]).unwrap();
+    let (x, y) = batch(0);
+    let output = parallel.forward(x, Mlp::forward).unwrap();
+    parallel.backward(&(output - y).mean()).unwrap();
+    let transfers = parallel.transfers();
+    // Three of four parts of 5 samples, with 8 inputs and 3 outputs of 4 bytes each.
+    assert_eq!(transfers.scatter.bytes, 3 * 5 * 8 * 4);
+    assert_eq!(transfers.replicate.bytes, 3 * parameters);
+    assert_eq!(transfers.gather.bytes, 2 * 3 * 5 * 3 * 4);
+    assert_eq!(transfers.reduce.bytes, 3 * parameters);
+    assert!(transfers.replicate.time.as_nanos() > 0);
+    assert_eq!(transfers.total().bytes, 480 + 360 + 6 * parameters);
+}
+
+#[test]
+fn a_penalty_on_the_parameters_counts_too() {
+    let model = Mlp::new(&[8, 3]);
+    let penalty = |model: &Mlp| model.layers[0].weight.val().powi_scalar(2).sum();
+    let expected = {
+        let loss = model.loss(batch(0)) + penalty(&model);
+        model.layers[0].weight.val().grad(&loss.backward()).unwrap().into_data()
+    };
+    let mut parallel = DataParallel::new(model, vec![device(); 2]).unwrap();
+    let (x, y) = batch(0);
+    let output = parallel.forward(x, Mlp::forward).unwrap();
+    let loss = (output - y).powi_scalar(2).mean() + penalty(parallel.model());
+    let gradients = parallel.backward(&loss).unwrap();
+    let ours = gradients.get::<2>(parallel.model().layers[0].weight.id).unwrap().into_data();
+    ours.assert_approx_eq::<f32>(&expected, burn::tensor::Tolerance::absolute(1e-5));
+}
+
+#[test]
+fn running_statistics_are_the_average_of_the_replicas() {
+    let norm = BatchNormConfig::new(8).init(&device());
+    let mut parallel = DataParallel::new(norm.clone(), vec![device(); 2]).unwrap();
+    for step in 0..3 {
+        let (x, _) = batch(step);
+        drop(parallel.forward(x.clone(), |norm, x| norm.forward(x)).unwrap());
+    }
+    // Means of halves average to the mean of the whole.
+    let expected = {
+        let norm = BatchNormConfig::new(8).init(&device());
+        (0..3).for_each(|step| drop(norm.forward(batch(step).0)));
+        norm.running_mean.value_sync().into_data()
+    };
+    let ours = parallel.model().running_mean.value_sync().into_data();
+    ours.assert_approx_eq::<f32>(&expected, burn::tensor::Tolerance::absolute(1e-5));
+}
+
+#[test]
+fn a_scope_is_entered_for_each_replica() {
+    let entered = Arc::new(Mutex::new(vec![0; 3]));
+    let counter = entered.clone();
+    let model: burn::nn::Linear = LinearConfig::new(8, 3).init(&device());
+    let mut parallel =
+        DataParallel::new(model, vec![device(); 3]).unwrap().with_scope(move |number, work| {
+            counter.lock()[number] += 1;
+            work();
+        });
+    let output = parallel.forward(batch(0).0, |model, x| model.forward(x)).unwrap();
+    parallel.backward(&output.mean()).unwrap();
+    assert!(entered.lock().iter().all(|times| *times >= 3), "{entered:?}");
+}
+
+#[test]
+fn misuse_is_an_error_that_says_so() {
+    let model = || Mlp::new(&WIDTHS);
+    assert!(DataParallel::<_, 2>::new(model(), vec![]).unwrap_err().is_invalid_argument());
+    let plain = DataParallel::<_, 2>::new(model(), vec![Device::flex()]).unwrap_err();
+    assert!(plain.to_string().contains("autodiff"), "{plain}");
+    let mut parallel = DataParallel::new(model(), vec![device(); 2]).unwrap();
+    let loss = model().loss(batch(0));
+    assert!(parallel.backward(&loss).unwrap_err().to_string().contains("forward"));
+    drop(parallel.forward(batch(0).0, Mlp::forward).unwrap());
+    assert!(parallel.backward(&loss).unwrap_err().to_string().contains("does not depend"));
+    assert!(parallel.forward(samples(0, 0).0, Mlp::forward).unwrap_err().is_invalid_argument());
+}

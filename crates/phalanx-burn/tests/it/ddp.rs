@@ -1,0 +1,355 @@
+//! What Ddp promises besides the right average.
+
+use crate::common::{Mlp, Watched, device, distance, floats, run, samples};
+use burn::module::{Module, ParamGroup};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::SgdConfig;
+use burn::tensor::{Distribution, Tensor};
+use phalanx::reducer::ReducerOptions;
+use phalanx::trace::Trace;
+use phalanx_burn::{Ddp, DdpOptions};
+
+fn options(reducer: ReducerOptions) -> DdpOptions {
+    let mut options = DdpOptions::default();
+    options.reducer = reducer;
+    options
+}
+
+#[derive(Module, Debug)]
+struct Normed {
+    dense: Linear,
+    norm: BatchNorm,
+}
+
+impl Normed {
+    fn new() -> Self {
+        Self { dense: LinearConfig::new(8, 4).init(&device()), norm: BatchNormConfig::new(4).init(&device()) }
+    }
+
+    fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+        self.norm.forward(self.dense.forward(x)).powi_scalar(4).mean()
+    }
+
+    fn mean(&self) -> Vec<f32> {
+        self.norm.running_mean.value_sync().into_data().iter::<f32>().collect()
+    }
+}
+
+#[test]
+fn buffers_are_rank_0s_at_construction_and_before_each_forward_pass() {
+    let means = run(3, |group| {
+        let rank = group.rank().index();
+        let model = Normed::new();
+        // Something else on each rank, before the group ever sees it.
+        model.norm.forward(model.dense.forward(samples(100 * rank, 100 * rank + 6).0));
+        let own = model.mean();
+        let mut ddp = Ddp::new(model, &group).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let mut seen = vec![own, ddp.model().mean()];
+        for step in 0..3 {
+            let from = 50 * step + 10 * rank;
+            let mut before = Vec::new();
+            let loss = ddp.forward(|model| {
+                before = model.mean();
+                model.loss(samples(from, from + 6).0)
+            });
+            seen.extend([before, ddp.model().mean()]);
+            let gradients = ddp.backward(&loss.unwrap()).unwrap();
+            ddp.step(&mut optimizer, 0.1, gradients);
+        }
+        assert!(ddp.replicas_identical().unwrap());
+        seen
+    });
+    let [main, others @ ..] = means.as_slice() else { unreachable!() };
+    for other in others {
+        assert_ne!(main[0], other[0], "the ranks began alike");
+        assert_eq!(main[1], main[0], "rank 0 keeps its own");
+        assert_eq!(main[1], other[1], "the others take it over at construction");
+        for step in 0..3 {
+            let (before, after) = (2 + 2 * step, 3 + 2 * step);
+            assert_eq!(main[before], other[before], "before forward {step}");
+            assert_ne!(main[after], other[after], "forward {step} changes each rank's own");
+            if step > 0 {
+                assert_eq!(main[before], main[before - 1], "nothing of rank 0 is lost before {step}");
+            }
+        }
+    }
+}
+
+#[test]
+fn buffers_and_the_model_s_average_are_one_operation_each_in_memory_that_is_taken_once() {
+    let start = Normed::new();
+    run(2, |group| {
+        let watched = Watched::new(group);
+        let mut ddp = Ddp::new(start.clone(), &watched).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let mut allocated = 0;
+        for step in 0..5 {
+            let x = Tensor::random([3, 8], Distribution::Default, &device());
+            let before = watched.state.lock().broadcast;
+            let loss = ddp.forward(|model| model.loss(x)).unwrap();
+            // The mean and the variance.
+            assert_eq!(watched.state.lock().broadcast - before, usize::from(step > 0));
+            let gradients = ddp.backward(&loss).unwrap();
+            ddp.step(&mut optimizer, 0.01 * (1.0 + ddp.rank().index() as f64), gradients);
+            let before = watched.state.lock().averaged;
+            ddp.average_parameters().unwrap();
+            assert_eq!(watched.state.lock().averaged - before, 1);
+            assert!(ddp.replicas_identical().unwrap());
+            if step == 2 {
+                allocated = watched.state.lock().allocated;
+            }
+        }
+        // Each `replicas_identical` takes two numbers' memory.
+        assert_eq!(watched.state.lock().allocated - allocated, 2);
+    });
+}
+
+#[test]
+fn a_model_without_trainable_parameters_is_refused_on_every_rank() {
+    for error in run(2, |group| Ddp::new(Mlp::new(&[8, 4, 3]).freeze(), &group).unwrap_err()) {
+        assert!(error.is_invalid_argument());
+        let text = error.to_string();
+        assert!(text.contains("all 4 are frozen") && text.contains("unfreeze"), "{text}");
+    }
+    // Also if it is frozen on one rank only.
+    for error in run(2, |group| {
+        let model = Mlp::new(&[8, 4, 3]);
+        let model = if group.rank().is_main() { model } else { model.freeze() };
+        Ddp::new(model, &group).unwrap_err()
+    }) {
+        assert!(error.to_string().contains("frozen"), "{error}");
+    }
+    let group = phalanx::ProcessGroup::alone().unwrap();
+    assert!(Ddp::new(Mlp::new(&[8, 3]).freeze(), &group).unwrap_err().to_string().contains("frozen"));
+    let plain = Ddp::new(Mlp::new(&[8, 3]).valid(), &group).unwrap_err().to_string();
+    assert!(plain.contains("without autodiff") && plain.contains("Device::flex().autodiff()"), "{plain}");
+}
+
+#[test]
+fn frozen_parameters_are_shared_at_construction_and_then_left_alone() {
+    let trained = run(2, |group| {
+        let model = Mlp::new(&[8, 5, 3]);
+        let first = ParamGroup::ids_from_module(model.layers[0].clone());
+        let mut ddp = Ddp::new(model.freeze_group(first), &group).unwrap();
+        let before = floats(ddp.model());
+        let mut optimizer = SgdConfig::new().init();
+        let from = group.rank().index() * 4;
+        let loss = ddp.forward(|model| model.loss(samples(from, from + 4))).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        assert_eq!(gradients.len(), 2);
+        ddp.step(&mut optimizer, 0.1, gradients);
+        let after = floats(ddp.model());
+        assert_eq!(before[..2], after[..2]);
+        assert_ne!(before[2..], after[2..]);
+        (before, after)
+    });
+    assert_eq!(trained[0], trained[1]);
+}
+
+#[test]
+fn models_that_differ_are_named_on_every_rank() {
+    for error in run(3, |group| {
+        let width = if group.rank().get() == 2 { 6 } else { 5 };
+        Ddp::new(Mlp::new(&[8, width, 3]), &group).unwrap_err()
+    }) {
+        assert!(error.is_mismatch(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("layers.0.weight") && text.contains("rank 2"), "{text}");
+    }
+}
+
+#[test]
+fn buffers_that_differ_are_named_on_every_rank() {
+    for error in run(3, |group| {
+        let mut model = Normed::new();
+        if group.rank().get() == 1 {
+            model.norm.running_mean = BatchNormConfig::new(5).init(&device()).running_mean;
+        }
+        Ddp::new(model, &group).unwrap_err()
+    }) {
+        assert!(error.is_mismatch(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("`norm.running_mean` (f32 [4]) on rank 0"), "{text}");
+        assert!(text.contains("`norm.running_mean` (f32 [5]) on rank 1"), "{text}");
+    }
+}
+
+#[test]
+fn replicas_that_drifted_apart_are_noticed() {
+    let drifted = run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let same = ddp.replicas_identical().unwrap();
+        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        ddp.step(&mut SgdConfig::new().init(), 0.1 * (1.0 + f64::from(group.rank().get())), gradients);
+        (same, ddp.replicas_identical().unwrap())
+    });
+    assert_eq!(drifted, [(true, false); 2]);
+}
+
+#[test]
+fn a_failure_within_backward_surfaces_from_the_call_and_stays() {
+    let errors = run(2, |group| {
+        let watched = Watched::new(group);
+        // Each layer is a bucket of its own, so that the failure comes while backward runs.
+        let reducer = ReducerOptions::default().bucket_cap_mb(0.0);
+        let mut ddp = Ddp::with_options(Mlp::new(&[8, 5, 5, 3]), &watched, options(reducer)).unwrap();
+        watched.group.barrier().unwrap();
+        watched.state.lock().refuse = watched.group.rank().is_main();
+        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+        let first = ddp.backward(&loss).unwrap_err().to_string();
+        let second = ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string();
+        [first, second]
+    });
+    for text in errors.iter().flatten() {
+        assert!(text.contains("the cable was cut"), "{text}");
+    }
+}
+
+#[test]
+fn a_loss_that_ddp_has_not_seen_is_refused() {
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let unseen = ddp.model().loss(samples(0, 4));
+        assert!(ddp.backward(&unseen).unwrap_err().to_string().contains("Ddp::forward"));
+        let detached = ddp.forward(|model| model.loss(samples(0, 4)).detach()).unwrap();
+        assert!(ddp.backward(&detached).unwrap_err().is_invalid_argument());
+        // Neither was harmful.
+        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+        assert_eq!(ddp.backward(&loss).unwrap().len(), 2);
+    });
+}
+
+#[test]
+fn several_forward_passes_may_share_a_backward_pass_or_have_their_own() {
+    let model = Mlp::new(&[8, 6, 3]);
+    run(2, |group| {
+        let mut ddp = Ddp::new(model.clone(), &group).unwrap();
+        let batch = |part: usize| samples(part * 4, part * 4 + 4);
+        let mut train = |losses: &mut dyn FnMut(&mut Ddp<Mlp>) -> Tensor<1>| {
+            let loss = losses(&mut ddp);
+            let gradients = ddp.backward(&loss).unwrap();
+            let of = |layer: &Linear| gradients.get::<2>(layer.weight.id).unwrap();
+            ddp.model()
+                .layers
+                .iter()
+                .map(|layer| of(layer).into_data().iter::<f32>().collect())
+                .collect::<Vec<_>>()
+        };
+        let together = train(&mut |ddp| ddp.forward(|m| m.loss(batch(0)) + m.loss(batch(1))).unwrap());
+        let apart = train(&mut |ddp| {
+            let first = ddp.forward(|m| m.loss(batch(0))).unwrap();
+            first + ddp.forward(|m| m.loss(batch(1))).unwrap()
+        });
+        assert!(distance(&apart, &together) < 1e-6);
+
+        let first = ddp.forward(|m| m.loss(batch(0))).unwrap();
+        let second = ddp.forward(|m| m.loss(batch(1))).unwrap();
+        let later = ddp.backward(&second).unwrap();
+        let earlier = ddp.backward(&first).unwrap();
+        assert_eq!((earlier.len(), later.len()), (4, 4));
+    });
+}
+
+#[test]
+fn a_part_of_the_model_can_be_trained_alone() {
+    run(2, |group| {
+        let reducer = ReducerOptions::default().find_unused_parameters(true);
+        let mut ddp = Ddp::with_options(Mlp::new(&[8, 8, 8]), &group, options(reducer)).unwrap();
+        for layer in [0, 1, 0] {
+            let x = samples(0, 4).0;
+            let loss = ddp.forward(|model| model.layers[layer].forward(x).powi_scalar(2).mean()).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            assert!(gradients.get::<2>(ddp.model().layers[layer].weight.id).is_some());
+            assert!(gradients.get::<2>(ddp.model().layers[1 - layer].weight.id).is_none());
+        }
+    });
+}
+
+#[test]
+fn gradient_checkpointing_changes_nothing() {
+    let gradients = run(2, |group| {
+        let device = device().gradient_checkpointing();
+        let model: Linear = LinearConfig::new(8, 4).init(&device);
+        let mut ddp = Ddp::new(model, &group).unwrap();
+        let x = Tensor::<2>::ones([3, 8], &device) * (group.rank().get() + 1) as f32;
+        let loss = ddp.forward(|model| model.forward(x).tanh().sum()).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        gradients.get::<2>(ddp.model().weight.id).unwrap().into_data().iter::<f32>().collect::<Vec<_>>()
+    });
+    assert!(gradients[0] == gradients[1] && gradients[0].iter().any(|value| *value != 0.0));
+}
+
+#[test]
+fn without_that_option_the_missing_parameters_are_named() {
+    for text in run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 8, 8]), &group).unwrap();
+        group.barrier().unwrap(); // One rank's failure ends the other's construction too.
+        let loss = ddp.forward(|model| model.layers[0].forward(samples(0, 4).0).mean()).unwrap();
+        ddp.backward(&loss).unwrap_err().to_string()
+    }) {
+        assert!(text.contains("layers.1.weight") && text.contains("find_unused_parameters"), "{text}");
+    }
+}
+
+#[test]
+fn a_layer_that_stands_in_two_places_has_one_gradient() {
+    let model = Mlp::new(&[8, 8]);
+    let x = Tensor::<2>::random([4, 8], Distribution::Default, &device());
+    let twice = |model: &Mlp| Mlp { layers: vec![model.layers[0].clone(), model.layers[0].clone()] };
+    let expected = {
+        let model = twice(&model);
+        let gradients = model.forward(x.clone()).powi_scalar(2).mean().backward();
+        model.layers[0].weight.val().grad(&gradients).unwrap().into_data()
+    };
+    run(2, |group| {
+        let mut ddp = Ddp::new(twice(&model), &group).unwrap();
+        let loss = ddp.forward(|model| model.forward(x.clone()).powi_scalar(2).mean()).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        let ours = gradients.get::<2>(model.layers[0].weight.id).unwrap().into_data();
+        ours.assert_approx_eq::<f32>(&expected, burn::tensor::Tolerance::relative(1e-5));
+    });
+}
+
+#[test]
+fn buckets_are_on_their_way_before_the_last_gradient_is_ready() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let path = folder.path().join(format!("{}.json", group.rank()));
+        let mut watched = Watched::new(group);
+        watched.trace = Trace::to_file(&path, watched.group.rank());
+        let reducer = ReducerOptions::default().bucket_cap_mb(0.0005);
+        let mut ddp = Ddp::with_options(Mlp::new(&[8; 13]), &watched, options(reducer)).unwrap();
+        for _ in 0..2 {
+            let loss = ddp.forward(|model| model.forward(samples(0, 4).0).powi_scalar(2).mean()).unwrap();
+            ddp.backward(&loss).unwrap();
+        }
+        watched.trace.flush();
+        let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let named = |name: &str| events.iter().filter(|event| event["name"] == name).collect::<Vec<_>>();
+        let at = |event: &serde_json::Value| event["ts"].as_f64().unwrap();
+        let backward = named("backward");
+        assert_eq!(backward.len(), 2);
+        for pass in backward {
+            let (start, end) = (at(pass), at(pass) + pass["dur"].as_f64().unwrap());
+            let within = |name: &str| {
+                let times = named(name).into_iter().map(at).filter(|time| (start..=end).contains(time));
+                times.collect::<Vec<_>>()
+            };
+            let (ready, launched) = (within("ready"), within("launched"));
+            assert!(ready.len() == launched.len() && ready.len() >= 6, "{ready:?} {launched:?}");
+            let before_the_last = launched.iter().filter(|time| **time <= ready[ready.len() - 1]).count();
+            assert!(before_the_last >= launched.len() - 1, "{launched:?} {ready:?}");
+        }
+    });
+}
+
+#[test]
+fn a_model_without_parameters_is_refused() {
+    #[derive(Module, Debug)]
+    struct Empty {}
+    let group = phalanx::ProcessGroup::alone().unwrap();
+    assert!(Ddp::new(Empty {}, &group).unwrap_err().to_string().contains("no parameters"));
+}

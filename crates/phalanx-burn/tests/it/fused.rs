@@ -1,0 +1,187 @@
+//! Fused optimizers give what Burn's give, in place, and continue each other's checkpoints.
+
+use crate::common::{Mlp, floats, run, samples};
+use burn::optim::decay::WeightDecayConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, Optimizer, SgdConfig};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use phalanx_burn::{Ddp, FusedAdamW, FusedAdamWConfig, FusedSgdConfig};
+
+const WIDTHS: [usize; 4] = [8, 33, 17, 3];
+
+fn step(model: Mlp, optimizer: &mut ModuleOptimizer, number: usize) -> Mlp {
+    let gradients = model.loss(samples(number * 7, number * 7 + 6)).backward();
+    let gradients = GradientsParams::from_grads(gradients, &model);
+    optimizer.step(0.02, model, gradients)
+}
+
+fn train(mut model: Mlp, optimizer: &mut ModuleOptimizer, steps: std::ops::Range<usize>) -> Mlp {
+    for number in steps {
+        model = step(model, optimizer, number);
+    }
+    model
+}
+
+/// The same bits, over many steps that change everything.
+fn check(fused: ModuleOptimizer, composed: ModuleOptimizer) {
+    let model = Mlp::new(&WIDTHS);
+    let (mut fused, mut composed) = (fused, composed);
+    let (ours, theirs) =
+        (train(model.clone(), &mut fused, 0..60), train(model.clone(), &mut composed, 0..60));
+    assert_ne!(floats(&theirs), floats(&model));
+    assert_eq!(floats(&ours), floats(&theirs));
+}
+
+#[test]
+fn adamw_gives_the_bits_of_burn_s() {
+    for decay in [0.0, 1e-4, 0.3] {
+        check(
+            FusedAdamWConfig::new().with_weight_decay(decay).init(),
+            AdamWConfig::new().with_weight_decay(decay).init(),
+        );
+    }
+    check(
+        FusedAdamWConfig::new().with_beta_1(0.8).with_beta_2(0.95).with_epsilon(1e-8).init(),
+        AdamWConfig::new().with_beta_1(0.8).with_beta_2(0.95).with_epsilon(1e-8).init(),
+    );
+}
+
+fn momenta() -> Vec<Option<MomentumConfig>> {
+    let configs = [(0.9, 0.1, false), (0.9, 0.0, true), (0.5, 0.3, true), (0.99, 0.0, false)];
+    let momentum = |(momentum, dampening, nesterov)| {
+        MomentumConfig::new().with_momentum(momentum).with_dampening(dampening).with_nesterov(nesterov)
+    };
+    configs.into_iter().map(|config| Some(momentum(config))).chain([None]).collect()
+}
+
+#[test]
+fn sgd_gives_the_bits_of_burn_s() {
+    for momentum in momenta() {
+        for decay in [None, Some(WeightDecayConfig::new(0.01))] {
+            check(
+                FusedSgdConfig::new().with_momentum(momentum.clone()).with_weight_decay(decay.clone()).init(),
+                SgdConfig::new().with_momentum(momentum.clone()).with_weight_decay(decay).init(),
+            );
+        }
+    }
+}
+
+/// Saves one optimizer after some steps, and goes on with the other.
+fn check_checkpoint(first: ModuleOptimizer, second: ModuleOptimizer) {
+    let mut first = first;
+    let model = train(Mlp::new(&WIDTHS), &mut first, 0..10);
+    let bytes = first.into_bytes().unwrap();
+    let mut second = second.from_bytes(bytes).unwrap();
+    let (ours, theirs) = (train(model.clone(), &mut second, 10..20), train(model, &mut first, 10..20));
+    assert_eq!(floats(&ours), floats(&theirs));
+}
+
+#[test]
+fn checkpoints_of_either_optimizer_are_continued_by_the_other() {
+    let (fused, burn) = (|| FusedAdamWConfig::new().init(), || AdamWConfig::new().init());
+    check_checkpoint(fused(), fused());
+    check_checkpoint(fused(), burn());
+    check_checkpoint(burn(), fused());
+    let momentum = || Some(MomentumConfig::new());
+    let fused = || FusedSgdConfig::new().with_momentum(momentum()).init();
+    let burn = || SgdConfig::new().with_momentum(momentum()).init();
+    check_checkpoint(fused(), fused());
+    check_checkpoint(fused(), burn());
+    check_checkpoint(burn(), fused());
+}
+
+/// Where a parameter's elements lie.
+fn address(model: &Mlp) -> usize {
+    use burn::backend::Flex;
+    let weight = model.layers[0].weight.val().inner();
+    let weight = weight.try_into_primitive::<Flex>().unwrap();
+    weight.bytes().as_ptr() as usize
+}
+
+#[test]
+fn parameters_are_updated_in_place() {
+    let optimizers = [FusedAdamWConfig::new().init(), FusedSgdConfig::new().init()];
+    for mut optimizer in optimizers {
+        let mut model = train(Mlp::new(&WIDTHS), &mut optimizer, 0..1);
+        let before = address(&model);
+        model = train(model, &mut optimizer, 1..4);
+        assert_eq!(address(&model), before);
+    }
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
+        let mut optimizer = FusedAdamWConfig::new().init();
+        let mut addresses = Vec::new();
+        for number in 0..4 {
+            let loss = ddp.forward(|model| model.loss(samples(number * 7, number * 7 + 6))).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            ddp.step(&mut optimizer, 0.02, gradients);
+            addresses.push(address(ddp.model()));
+        }
+        assert_eq!(addresses[1..], [addresses[0]; 3]);
+    });
+}
+
+#[test]
+fn whoever_shares_a_parameter_keeps_the_old_one() {
+    let mut optimizer = FusedAdamWConfig::new().init();
+    let model = train(Mlp::new(&WIDTHS), &mut optimizer, 0..1);
+    let (kept, before) = (model.clone(), floats(&model));
+    let after = floats(&step(model, &mut optimizer, 1));
+    assert_eq!(floats(&kept), before);
+    assert_ne!(after, before);
+}
+
+#[test]
+fn other_types_and_views_are_updated_too() {
+    fn check<O: Optimizer, P: Optimizer>(fused: &O, composed: &P, dtype: DType) {
+        let values = |scale: f32| {
+            let values: Vec<f32> = (0..60).map(|i| (i as f32 * scale).sin()).collect();
+            let data = TensorData::new(values, [6, 10]).convert_dtype(dtype);
+            Tensor::<2>::from_data(data, (&Device::flex(), dtype))
+        };
+        // A part of a larger tensor, and one whose rows are columns.
+        let part = values(0.3).slice([1..4, 2..7]);
+        let gradient = values(0.7).slice([0..5, 0..3]).transpose();
+        let (mut ours, mut theirs) = ((part.clone(), None), (part, None));
+        for _ in 0..3 {
+            ours = fused.step(0.1, ours.0, gradient.clone(), ours.1);
+            theirs = composed.step(0.1, theirs.0, gradient.clone(), theirs.1);
+        }
+        assert_eq!(ours.0.into_data(), theirs.0.into_data(), "{dtype:?}");
+    }
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        check(&FusedAdamWConfig::new().build(), &AdamWConfig::new().build(), dtype);
+        for momentum in momenta() {
+            let fused = FusedSgdConfig::new().with_momentum(momentum.clone()).build();
+            check(&fused, &SgdConfig::new().with_momentum(momentum).build(), dtype);
+        }
+    }
+}
+
+#[test]
+fn clipping_comes_first() {
+    use burn::grad_clipping::GradientClippingConfig;
+    let clipping = Some(GradientClippingConfig::Norm(0.01));
+    check(
+        FusedAdamWConfig::new().with_grad_clipping(clipping.clone()).init(),
+        AdamWConfig::new().with_grad_clipping(clipping).init(),
+    );
+}
+
+#[test]
+fn flat_memory_of_several_chunks_is_updated_element_by_element() {
+    let optimizer: FusedAdamW = FusedAdamWConfig::new().build();
+    let count = 100_003;
+    let mut p: Vec<f32> = (0..count).map(|i| (i as f32).sin()).collect();
+    let g: Vec<f32> = (0..count).map(|i| (i as f32 * 0.3).cos()).collect();
+    let (mut m, mut v) = (vec![0.0; count], vec![0.0; count]);
+    let single = |at: usize| {
+        let (mut p, g, mut m, mut v) = ([p[at]], [g[at]], [0.0], [0.0]);
+        (1..=3).for_each(|time| optimizer.update(0.1, time, &mut p, &g, &mut m, &mut v));
+        (p[0], m[0], v[0])
+    };
+    let places = [0, 1, 32_767, 32_768, 99_999, count - 1];
+    let expected = places.map(single);
+    (1..=3).for_each(|time| optimizer.update(0.1, time, &mut p, &g, &mut m, &mut v));
+    assert_eq!(places.map(|at| (p[at], m[at], v[at])), expected);
+}

@@ -1,0 +1,19 @@
+//! All ranks are threads of this process: `cargo test -p phalanx-burn --test it -- ddp::` runs one file.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod configurations;
+mod data_parallel;
+mod ddp;
+mod equivalence;
+mod fused;
+mod hooks;
+mod state;
+mod sync_batch_norm;
+#[cfg(feature = "train")]
+mod train;
+mod uneven;
+mod unused;
+mod zero;

@@ -1,0 +1,206 @@
+//! A model with its optimizer in checkpoints, and in one group after another.
+
+use std::fs;
+use std::path::Path;
+
+use burn::module::{Module, Param, ParamId};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
+use burn::tensor::{Int, Tensor};
+use phalanx::ProcessGroup;
+use phalanx::checkpoint::Checkpoints;
+use phalanx::elastic::{Parts, State};
+use phalanx_burn::{FusedAdamWConfig, FusedSgdConfig, TrainState};
+
+use crate::common::{device, floats, run, samples};
+
+/// Something of each kind: parameters, frozen ones, running statistics, whole numbers.
+#[derive(Module, Debug)]
+struct Mixed {
+    first: Linear,
+    norm: BatchNorm,
+    frozen: Linear,
+    last: Linear,
+    seen: Param<Tensor<1, Int>>,
+}
+
+impl Mixed {
+    fn new(width: usize) -> Self {
+        let layer = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&device());
+        Self {
+            first: layer(8, width),
+            norm: BatchNormConfig::new(width).init(&device()),
+            frozen: layer(width, width).no_grad(),
+            last: layer(width, 3),
+            seen: Param::initialized(ParamId::new(), Tensor::from_ints([1, 2, 3], &device())),
+        }
+    }
+
+    fn loss(&self, (x, y): (Tensor<2>, Tensor<2>)) -> Tensor<1> {
+        let x = self.norm.forward(self.first.forward(x).tanh());
+        (self.last.forward(self.frozen.forward(x).tanh()) - y).powi_scalar(2).mean()
+    }
+}
+
+type Training = TrainState<Mixed, usize>;
+
+/// Takes the next step of `training` on this rank's part of the batch.
+fn step(training: &mut Training, part: usize, parts: usize) {
+    let width = 24 / parts;
+    let from = 24 * training.progress + width * part;
+    let loss = training.model.forward(|model| model.loss(samples(from, from + width))).unwrap();
+    let gradients = training.model.backward(&loss).unwrap();
+    training.step(0.05, gradients);
+    training.progress += 1;
+}
+
+fn bits(training: &Training) -> Vec<Vec<u32>> {
+    drop(training.model.model().valid()); // Applies what running statistics have put off.
+    floats(training.model.model()).iter().map(|tensor| tensor.iter().map(|x| x.to_bits()).collect()).collect()
+}
+
+fn fresh(optimizer: &ModuleOptimizer) -> Training {
+    TrainState::new(Mixed::new(6), optimizer.clone(), 0).unwrap()
+}
+
+/// The files of the checkpoint of `training` in `folder`.
+fn saved(training: &Training, folder: &Path) -> Vec<Vec<u8>> {
+    let checkpoints = Checkpoints::open(folder, &ProcessGroup::alone().unwrap()).unwrap();
+    checkpoints.save(training.progress as u64, |snapshot| training.save_to(snapshot)).unwrap();
+    checkpoints.finish().unwrap();
+    let newest = checkpoints.newest().unwrap().unwrap();
+    let files = ["tensors.safetensors", "model.part", "optimizer.part", "progress.part"];
+    files.iter().map(|file| fs::read(newest.folder().join(file)).unwrap()).collect()
+}
+
+fn load(training: &mut Training, folder: &Path) -> phalanx::Result<()> {
+    let checkpoints = Checkpoints::open(folder, &ProcessGroup::alone().unwrap()).unwrap();
+    training.load_from(&checkpoints.newest().unwrap().unwrap())
+}
+
+fn optimizers() -> [(&'static str, ModuleOptimizer); 4] {
+    let momentum = || Some(MomentumConfig::new());
+    [
+        ("AdamW", AdamWConfig::new().init()),
+        ("SGD", SgdConfig::new().with_momentum(momentum()).init()),
+        ("FusedAdamW", FusedAdamWConfig::new().init()),
+        ("FusedSgd", FusedSgdConfig::new().with_momentum(momentum()).init()),
+    ]
+}
+
+#[test]
+fn another_process_goes_on_from_a_checkpoint_bit_for_bit() {
+    for (name, optimizer) in optimizers() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut original = fresh(&optimizer);
+        (0..3).for_each(|_| step(&mut original, 0, 1));
+        let files = saved(&original, folder.path());
+
+        // Other numbers, and other ids of parameters.
+        let mut restored = fresh(&optimizer);
+        step(&mut restored, 0, 1);
+        assert_ne!(bits(&restored), bits(&original));
+        load(&mut restored, folder.path()).unwrap();
+        assert_eq!((restored.progress, bits(&restored)), (3, bits(&original)), "{name}");
+        assert_eq!(saved(&restored, &folder.path().join("again")), files, "{name}");
+
+        for training in [&mut original, &mut restored] {
+            (0..2).for_each(|_| step(training, 0, 1));
+        }
+        assert_eq!(bits(&restored), bits(&original), "{name}");
+    }
+}
+
+#[test]
+fn what_is_saved_before_the_first_step_leads_back_to_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let optimizer = AdamWConfig::new().init();
+    let mut training = fresh(&optimizer);
+    let before = (bits(&training), saved(&training, folder.path()));
+    (0..2).for_each(|_| step(&mut training, 0, 1));
+    load(&mut training, folder.path()).unwrap();
+    // The moments are gone, and what the running statistics had put off.
+    assert_eq!((bits(&training), saved(&training, &folder.path().join("again"))), before);
+}
+
+#[test]
+fn another_model_is_refused_by_name_and_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let optimizer = AdamWConfig::new().init();
+    saved(&fresh(&optimizer), folder.path());
+    let mut wider = TrainState::new(Mixed::new(7), optimizer, 5).unwrap();
+    let before = bits(&wider);
+    let error = load(&mut wider, folder.path()).unwrap_err();
+    assert!(error.is_mismatch() && error.to_string().contains("first.weight F32 [8, 6]"), "{error}");
+    assert_eq!((wider.progress, bits(&wider)), (5, before));
+}
+
+#[test]
+fn frozen_parameters_stay_frozen_and_gradients_are_still_wanted() {
+    let mut training = fresh(&AdamWConfig::new().init());
+    let mut parts = Parts::default();
+    training.save(&mut parts).unwrap();
+    training.load(&parts).unwrap();
+    let frozen = floats(&training.model.model().frozen);
+    let trained = floats(&training.model.model().last);
+    step(&mut training, 0, 1);
+    assert_eq!(floats(&training.model.model().frozen), frozen);
+    assert_ne!(floats(&training.model.model().last), trained);
+}
+
+#[test]
+fn ranks_that_enter_a_group_train_alike_and_leave_it_as_they_were() {
+    let folder = tempfile::tempdir().unwrap();
+    let optimizer = FusedAdamWConfig::new().init();
+    saved(&fresh(&optimizer), folder.path());
+    let states = run(3, |group| {
+        let mut training = fresh(&optimizer);
+        load(&mut training, folder.path()).unwrap();
+        training.enter(&group).unwrap();
+        let (rank, world) = (group.rank().index(), group.world_size().count());
+        (0..3).for_each(|_| step(&mut training, rank, world));
+        // Until here the running statistics are each rank's own.
+        training.agree().unwrap();
+        let mine = saved(&training, &folder.path().join(rank.to_string()));
+        training.leave();
+        assert_eq!(saved(&training, &folder.path().join(format!("{rank}-later"))), mine);
+        step(&mut training, 0, 1); // Alone.
+        mine
+    });
+    assert_eq!(states[1], states[0]);
+    assert_eq!(states[2], states[0]);
+}
+
+#[test]
+fn without_elastic_workers_all_take_over_the_first_rank() {
+    let states = run(2, |group| {
+        let mut training = TrainState::new(Mixed::new(6), AdamWConfig::new().init(), 0).unwrap();
+        training = training.with_group(&group).unwrap();
+        step(&mut training, group.rank().index(), 2);
+        training.agree().unwrap();
+        bits(&training)
+    });
+    assert_eq!(states[0], states[1]);
+}
+
+#[test]
+fn two_states_have_parts_of_their_own() {
+    let mut parts = Parts::default();
+    let networks = ["generator", "discriminator"].map(|name| fresh(&AdamWConfig::new().init()).named(name));
+    networks.iter().for_each(|network| network.save(&mut parts).unwrap());
+    let mut other = fresh(&AdamWConfig::new().init()).named("discriminator");
+    other.load(&parts).unwrap();
+    assert_eq!(bits(&other), bits(&networks[1]));
+    assert!(fresh(&AdamWConfig::new().init()).load(&parts).unwrap_err().is_mismatch());
+}
+
+#[test]
+fn ranks_with_other_models_are_told_so() {
+    let errors = run(2, |group| {
+        let width = 5 + group.rank().index();
+        let mut training = TrainState::new(Mixed::new(width), AdamWConfig::new().init(), 0_usize).unwrap();
+        training.enter(&group).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("first.weight")), "{errors:?}");
+}

@@ -1,0 +1,249 @@
+//! Burn's trainer over several ranks: the model that one rank trains with the whole batch, and what is rank 0's alone.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::common::{device, distance, floats, run};
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
+use burn::data::dataset::InMemDataset;
+use burn::module::Module;
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::SgdConfig;
+use burn::tensor::{Device, Tensor, TensorData};
+use burn::train::logger::InMemoryMetricLogger;
+use burn::train::metric::LossMetric;
+use burn::train::metric::store::{Aggregate, EventStoreClient, Split};
+use burn::train::{
+    EarlyStoppingStrategy, InferenceStep, Learner, RegressionOutput, SupervisedTraining, TrainOutput,
+    TrainStep, TrainingStrategy,
+};
+use parking_lot::Mutex;
+use phalanx::ProcessGroup;
+use phalanx_burn::train::DdpStrategy;
+
+type Sample = ([f32; 4], f32);
+
+#[derive(Clone)]
+struct Rows;
+
+#[derive(Clone, Debug)]
+struct Batch {
+    x: Tensor<2>,
+    y: Tensor<2>,
+}
+
+impl Batcher<Sample, Batch> for Rows {
+    fn batch(&self, items: Vec<Sample>, device: &Device) -> Batch {
+        let x: Vec<f32> = items.iter().flat_map(|(x, _)| *x).collect();
+        let y: Vec<f32> = items.iter().map(|(_, y)| *y).collect();
+        Batch {
+            x: Tensor::from_data(TensorData::new(x, [items.len(), 4]), device),
+            y: Tensor::from_data(TensorData::new(y, [items.len(), 1]), device),
+        }
+    }
+}
+
+#[derive(Module, Debug)]
+struct Net {
+    hidden: Linear,
+    norm: Option<BatchNorm>,
+    head: Linear,
+}
+
+impl Net {
+    fn new(norm: bool) -> Self {
+        let device = device();
+        Self {
+            hidden: LinearConfig::new(4, 8).init(&device),
+            norm: norm.then(|| BatchNormConfig::new(8).init(&device)),
+            head: LinearConfig::new(8, 1).init(&device),
+        }
+    }
+
+    fn twin(&self) -> Self {
+        Self::new(self.norm.is_some()).load_record(self.clone().into_record())
+    }
+
+    fn output(&self, Batch { x, y }: Batch) -> RegressionOutput {
+        let x = self.hidden.forward(x).tanh();
+        let x = self.norm.iter().fold(x, |x, norm| norm.forward(x));
+        let output = self.head.forward(x);
+        RegressionOutput::new((output.clone() - y.clone()).powi_scalar(2).mean(), output, y)
+    }
+}
+
+impl TrainStep for Net {
+    type Input = Batch;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Batch) -> TrainOutput<RegressionOutput> {
+        let output = self.output(batch);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for Net {
+    type Input = Batch;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Batch) -> RegressionOutput {
+        self.output(batch)
+    }
+}
+
+/// `order` says which sample of the data comes where.
+fn loader(order: &[usize], batch: usize) -> Arc<dyn DataLoader<Batch>> {
+    let sample = |i: &usize| {
+        let x = [0, 1, 2, 3].map(|j| ((i * i * 7 + j * 13) as f32 * 0.1).sin());
+        (x, x[0] - 2.0 * x[1] + x[2] * x[3])
+    };
+    let data = InMemDataset::new(order.iter().map(sample).collect());
+    DataLoaderBuilder::new(Rows).batch_size(batch).build(data)
+}
+
+const TRAIN: usize = 24;
+const VALID: usize = 11;
+const EPOCHS: usize = 3;
+
+/// Rank r's stretch, so that the batches of all ranks are those of one process.
+fn dealt(ranks: usize, batch: usize) -> Vec<usize> {
+    let part = |rank: usize| (0..TRAIN).filter(move |i| i / batch % ranks == rank);
+    (0..ranks).flat_map(part).collect()
+}
+
+/// What a training leaves.
+struct Trained {
+    weights: Vec<Vec<f32>>,
+    /// Of each epoch, training and validation.
+    losses: Vec<[Option<f64>; 2]>,
+}
+
+/// Notes what the metrics are when the decision is due, and stops after some epoch.
+#[derive(Clone)]
+struct Watch {
+    stop_after: usize,
+    losses: Arc<Mutex<Vec<[Option<f64>; 2]>>>,
+}
+
+impl EarlyStoppingStrategy for Watch {
+    fn should_stop(&mut self, epoch: usize, store: &EventStoreClient) -> bool {
+        let loss = |split| store.find_metric("Loss", epoch, Aggregate::Mean, &split);
+        self.losses.lock().push([loss(Split::Train), loss(Split::Valid)]);
+        epoch >= self.stop_after
+    }
+}
+
+struct Setup {
+    accumulate: Option<usize>,
+    stop_after: usize,
+}
+
+fn train(
+    net: Net,
+    loaders: (Arc<dyn DataLoader<Batch>>, Arc<dyn DataLoader<Batch>>),
+    folder: &Path,
+    setup: &Setup,
+    strategy: TrainingStrategy<Net>,
+) -> Trained {
+    let losses = Arc::default();
+    let mut training = SupervisedTraining::new(folder, loaders.0, loaders.1)
+        .metrics((LossMetric::new(),))
+        .with_metric_logger(InMemoryMetricLogger::default())
+        .with_application_logger(None)
+        .with_default_checkpointers()
+        .early_stopping(Watch { stop_after: setup.stop_after, losses: Arc::clone(&losses) })
+        .num_epochs(EPOCHS)
+        .with_training_strategy(strategy);
+    if let Some(parts) = setup.accumulate {
+        training = training.grads_accumulation(parts);
+    }
+    let result = training.launch(Learner::new(net, SgdConfig::new().init(), 0.1));
+    assert!(result.error.is_none(), "{:?}", result.error);
+    Trained { weights: floats(&result.model), losses: losses.lock().clone() }
+}
+
+fn check(ranks: usize, setup: &Setup) {
+    let batch = 4;
+    let net = Net::new(false);
+    let everything: Vec<usize> = (0..TRAIN).collect();
+    let valid: Vec<usize> = (100..100 + VALID).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let expected = train(
+        net.twin(),
+        (loader(&everything, ranks * batch), loader(&valid, VALID)),
+        folder.path(),
+        setup,
+        TrainingStrategy::default(),
+    );
+    let folders: Vec<_> = (0..ranks).map(|_| tempfile::tempdir().unwrap()).collect();
+    let trained = run(ranks as u32, |group: ProcessGroup| {
+        let rank = group.rank().index();
+        // Only rank 0 has the model that counts.
+        let net = if rank == 0 { net.twin() } else { Net::new(false) };
+        let loaders = (loader(&dealt(ranks, batch), batch), loader(&valid, VALID));
+        train(net, loaders, folders[rank].path(), setup, DdpStrategy::new(&group).into())
+    });
+    for ours in &trained {
+        assert_eq!(ours.weights, trained[0].weights, "the replicas differ");
+        assert!(distance(&ours.weights, &expected.weights) < 1e-5);
+    }
+    // The metrics are those of all samples.
+    let epochs = setup.stop_after.min(EPOCHS);
+    assert_eq!(trained[0].losses.len(), epochs);
+    for (ours, theirs) in trained[0].losses.iter().zip(&expected.losses) {
+        for (ours, theirs) in ours.iter().zip(theirs) {
+            let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+            assert!((ours - theirs).abs() < 1e-5 * theirs.abs(), "{ours} {theirs}");
+        }
+    }
+    // Decisions and checkpoints are rank 0's.
+    for (rank, folder) in folders.iter().enumerate() {
+        let checkpoints = std::fs::read_dir(folder.path().join("checkpoint")).unwrap().count();
+        assert_eq!(checkpoints > 0, rank == 0, "rank {rank} has {checkpoints} checkpoints");
+        assert!(rank == 0 || trained[rank].losses.is_empty());
+    }
+}
+
+#[test]
+fn ranks_train_what_one_process_trains_with_the_whole_batch() {
+    for ranks in 1..=3 {
+        check(ranks, &Setup { accumulate: None, stop_after: EPOCHS });
+    }
+}
+
+#[test]
+fn all_ranks_stop_early_when_rank_0_says_so() {
+    check(2, &Setup { accumulate: None, stop_after: 2 });
+}
+
+#[test]
+fn accumulated_gradients_are_averaged_once() {
+    check(2, &Setup { accumulate: Some(3), stop_after: EPOCHS });
+}
+
+#[test]
+fn running_statistics_are_rank_0_s_on_every_rank() {
+    let valid: Vec<usize> = (100..100 + VALID).collect();
+    let statistics = run(2, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let loaders = (loader(&dealt(2, 4), 4), loader(&valid, 3));
+        let setup = Setup { accumulate: None, stop_after: EPOCHS };
+        train(Net::new(true), loaders, folder.path(), &setup, DdpStrategy::new(&group).into()).weights
+    });
+    assert_eq!(statistics[0], statistics[1]);
+}
+
+#[test]
+fn models_that_differ_end_the_training_of_every_rank() {
+    run(2, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let net = Net::new(group.rank().is_main());
+        let training = SupervisedTraining::new(folder.path(), loader(&[1, 2, 3, 4], 2), loader(&[5, 6], 2))
+            .with_application_logger(None)
+            .with_training_strategy(DdpStrategy::new(&group).into());
+        let result = training.launch(Learner::new(net, SgdConfig::new().init(), 0.1));
+        let error = result.error.unwrap().to_string();
+        assert!(error.contains("norm") || error.contains("parameter"), "{error}");
+    });
+}

@@ -1,0 +1,251 @@
+//! Ranks with unequal numbers of batches.
+
+use crate::common::{Mlp, device, distance, floats, run, samples};
+use burn::module::Module;
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::tensor::Tensor;
+use phalanx::join::{JoinGroup, JoinOptions};
+use phalanx::reducer::ReducerOptions;
+use phalanx::reducer::hooks::PostLocalSgd;
+use phalanx::{Buffer, Communicator, ProcessGroup, ReduceOp, Result};
+use phalanx_burn::{Ddp, DdpOptions, PeriodicModelAverager, ZeroRedundancyOptimizer};
+
+const BATCH: usize = 4;
+const LEARNING_RATE: f64 = 0.05;
+const EPOCHS: usize = 3;
+
+fn sgd() -> ModuleOptimizer {
+    SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init()
+}
+
+fn batch(epoch: usize, step: usize, rank: usize) -> (Tensor<2>, Tensor<2>) {
+    let from = ((epoch * 10 + step) * 4 + rank) * BATCH;
+    samples(from, from + BATCH)
+}
+
+/// The batches of each rank in each epoch: equal ones, none, one.
+fn batches(epoch: usize, ranks: usize) -> Vec<usize> {
+    let of = |rank: usize| match epoch {
+        0 => rank * 2,                       // rank 0, whose order of buckets counts, has none
+        1 => 5 - (rank + ranks - 1) % ranks, // another rank has most
+        _ => 3,
+    };
+    (0..ranks).map(of).collect()
+}
+
+/// One process that adds up what each rank that still has batches would give.
+fn reference(start: &Mlp, ranks: usize, divide_by_all: bool) -> Mlp {
+    let mut model = start.clone();
+    let mut optimizer = sgd();
+    for epoch in 0..EPOCHS {
+        let counts = batches(epoch, ranks);
+        for step in 0..*counts.iter().max().unwrap() {
+            let active: Vec<usize> = (0..ranks).filter(|&rank| step < counts[rank]).collect();
+            let divisor = if divide_by_all { ranks } else { active.len() };
+            let mut sum = GradientsAccumulator::new();
+            for rank in active {
+                let loss = model.loss(batch(epoch, step, rank)) / divisor as f32;
+                sum.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
+            }
+            model = optimizer.step(LEARNING_RATE, model, sum.grads());
+        }
+    }
+    model
+}
+
+fn train(start: &Mlp, group: &ProcessGroup, divide_by_all: bool) -> Result<Vec<Vec<f32>>> {
+    let mut options = DdpOptions::default();
+    options.reducer = ReducerOptions::default().bucket_cap_mb(0.001); // several buckets, which are rebuilt
+    let mut ddp = Ddp::with_options(start.clone(), group, options)?;
+    let mut optimizer = sgd();
+    let (rank, ranks) = (group.rank().index(), group.world_size().count());
+    let mut join = JoinOptions::default();
+    join.divide_by_initial_world_size = divide_by_all;
+    for epoch in 0..EPOCHS {
+        let steps = ddp.join(&mut optimizer, join, |ddp, optimizer| {
+            let mine = batches(epoch, ranks)[rank];
+            for step in 0..mine {
+                let loss = ddp.forward(|model| model.loss(batch(epoch, step, rank)))?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(optimizer, LEARNING_RATE, gradients);
+            }
+            Ok(mine)
+        })?;
+        assert_eq!(steps, batches(epoch, ranks)[rank]);
+        assert!(ddp.replicas_identical()?, "epoch {epoch}");
+    }
+    Ok(floats(ddp.model()))
+}
+
+#[test]
+fn uneven_inputs_train_as_one_process_that_sees_the_same_batches() {
+    let start = Mlp::new(&[8, 16, 16, 3]);
+    for ranks in [1, 2, 3, 4] {
+        for divide_by_all in [true, false] {
+            let expected = floats(&reference(&start, ranks, divide_by_all));
+            let trained = run(ranks as u32, |group| train(&start, &group, divide_by_all).unwrap());
+            for ours in &trained {
+                assert_eq!(ours, &trained[0], "{ranks} ranks");
+                let distance = distance(ours, &expected);
+                assert!(distance < 1e-5, "{ranks} ranks, by all {divide_by_all}: {distance:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn buffers_accumulation_unused_parameters_and_other_participants_are_joined_too() {
+    #[derive(Module, Debug)]
+    struct Model {
+        dense: Linear,
+        spare: Linear,
+        norm: BatchNorm,
+    }
+    let layer = || LinearConfig::new(8, 4).init(&device());
+    let start = Model { dense: layer(), spare: layer(), norm: BatchNormConfig::new(4).init(&device()) };
+    for ranks in [2, 3, 4] {
+        let trained = run(ranks, |group| {
+            // Someone else's collectives in each forward pass, as those of a synchronised batch norm.
+            let group = JoinGroup::new(group);
+            let mut options = DdpOptions::default();
+            options.reducer = ReducerOptions::default().find_unused_parameters(true);
+            let mut ddp = Ddp::with_options(start.clone(), &group, options).unwrap();
+            let mut optimizer = sgd();
+            let rank = group.rank().index();
+            for epoch in 0..EPOCHS {
+                let counts = batches(epoch, ranks as usize);
+                ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+                    for step in 0..counts[rank] {
+                        for part in 0..2 {
+                            let x = batch(epoch, step, rank).0;
+                            let loss = ddp.forward(|model| {
+                                let ones = Buffer::from_slice(&[1i64]);
+                                let count = group.all_reduce_async(ones, ReduceOp::Sum)?.wait()?;
+                                let active = counts.iter().filter(|&&count| step < count).count();
+                                assert_eq!(count.as_slice::<i64>()?, [active as i64]);
+                                Ok::<_, phalanx::Error>(
+                                    model.norm.forward(model.dense.forward(x)).powi_scalar(4).mean(),
+                                )
+                            })??;
+                            if part == 0 {
+                                ddp.backward_no_sync(&loss)?;
+                            } else {
+                                let gradients = ddp.backward(&loss)?;
+                                ddp.step(optimizer, LEARNING_RATE, gradients);
+                            }
+                        }
+                    }
+                    Ok(())
+                })
+                .unwrap();
+                assert!(ddp.replicas_identical().unwrap());
+            }
+            let model = ddp.model().clone().valid();
+            (floats(&model), model.norm.running_mean.value_sync().into_data().try_to_vec::<f32>().unwrap())
+        });
+        assert!(trained.iter().all(|ours| *ours == trained[0]), "{ranks} ranks");
+        assert_ne!(trained[0].0[0], floats(&start)[0]);
+    }
+}
+
+#[test]
+fn early_termination_ends_every_rank_on_the_same_step() {
+    let start = Mlp::new(&[8, 3]);
+    for ranks in [2, 3, 4] {
+        let ends = run(ranks, |group| {
+            let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+            let mut optimizer = sgd();
+            let mut join = JoinOptions::default();
+            join.throw_on_early_termination = true;
+            let rank = group.rank().index();
+            let mut steps = 0;
+            let error = ddp
+                .join(&mut optimizer, join, |ddp, optimizer| {
+                    for step in 0..if rank == 1 { 2 } else { 4 } {
+                        let loss = ddp.forward(|model| model.loss(batch(0, step, rank)))?;
+                        let gradients = ddp.backward(&loss)?;
+                        ddp.step(optimizer, LEARNING_RATE, gradients);
+                        steps += 1;
+                    }
+                    Ok(())
+                })
+                .unwrap_err();
+            assert!(error.to_string().contains("rank 1 has no data left"), "{error}");
+            assert!(ddp.replicas_identical().unwrap(), "the group still works");
+            // And so does training.
+            let loss = ddp.forward(|model| model.loss(batch(1, 0, rank))).unwrap();
+            assert_eq!(ddp.backward(&loss).unwrap().len(), 2);
+            steps
+        });
+        assert!(ends.iter().all(|&steps| steps == 2), "{ends:?}");
+    }
+}
+
+#[test]
+fn an_average_of_the_model_is_that_of_the_ranks_that_still_train() {
+    let start = Mlp::new(&[8, 16, 3]);
+    for ranks in [2, 3] {
+        // Every rank takes a step, the last rank takes two more.
+        let step = |model: &Mlp, number: usize, rank: usize| {
+            let gradients = GradientsParams::from_grads(model.loss(batch(0, number, rank)).backward(), model);
+            SgdConfig::new().init().step(LEARNING_RATE, model.clone(), gradients)
+        };
+        let firsts: Vec<_> = (0..ranks).map(|rank| floats(&step(&start, 0, rank))).collect();
+        let trained = run(ranks as u32, |group| {
+            let rank = group.rank().index();
+            let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+            ddp.register_comm_hook(PostLocalSgd::new(0)).unwrap();
+            let mut averager = PeriodicModelAverager::new(1).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            let mut reached = Vec::new();
+            let steps = if rank + 1 == ranks { 3 } else { 1 };
+            ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+                for number in 0..steps {
+                    let expected = step(ddp.model(), number, rank);
+                    let loss = ddp.forward(|model| model.loss(batch(0, number, rank)))?;
+                    let gradients = ddp.backward(&loss)?;
+                    ddp.step(optimizer, LEARNING_RATE, gradients);
+                    assert!(averager.step(ddp)?);
+                    reached.push((floats(ddp.model()), floats(&expected)));
+                }
+                Ok(())
+            })
+            .unwrap();
+            assert!(ddp.replicas_identical().unwrap());
+            reached
+        });
+        for (index, values) in trained[0][0].0.iter().enumerate() {
+            for (place, value) in values.iter().enumerate() {
+                let mean = firsts.iter().map(|model| model[index][place]).sum::<f32>() / ranks as f32;
+                assert!((value - mean).abs() < 1e-6, "{value} is not {mean}");
+            }
+        }
+        for (ours, alone) in &trained[ranks - 1][1..] {
+            let distance = distance(ours, alone);
+            assert!(distance < 1e-6, "{ranks} ranks: {distance:e} from a rank that trains by itself");
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_that_is_spread_says_that_it_needs_every_rank() {
+    let start = Mlp::new(&[8, 16, 3]);
+    let errors = run(2, |group| {
+        let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+        let mut zero = ZeroRedundancyOptimizer::new(sgd(), &mut ddp).unwrap();
+        let steps = 1 + group.rank().index();
+        ddp.join(&mut sgd(), JoinOptions::default(), |ddp, _| {
+            for number in 0..steps {
+                let loss = ddp.forward(|model| model.loss(batch(0, number, 0)))?;
+                let gradients = ddp.backward(&loss)?;
+                zero.step(ddp, LEARNING_RATE, gradients)?;
+            }
+            Ok(())
+        })
+        .unwrap_err()
+        .to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("1 of 2 ranks have no data left")), "{errors:?}");
+}

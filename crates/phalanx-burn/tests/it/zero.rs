@@ -1,0 +1,191 @@
+//! An optimizer whose state is spread over the ranks, against one whose is not.
+
+use crate::common::{Mlp, distance, floats, run, samples};
+use burn::optim::{
+    AdafactorConfig, AdamWConfig, GradientsParams, ModuleOptimizer, OptimizerRecord, SgdConfig,
+};
+use burn::tensor::Bytes;
+use parking_lot::Mutex;
+use phalanx::reducer::ReducerOptions;
+use phalanx::reducer::hooks::Compressed;
+use phalanx::testing::{self, Fabric};
+use phalanx::{ProcessGroup, Rank, Result};
+use phalanx_burn::{Ddp, DdpOptions, ZeroRedundancyOptimizer};
+
+const STEPS: usize = 12;
+const WIDTHS: [usize; 5] = [8, 24, 16, 24, 3];
+
+fn gradients(ddp: &mut Ddp<Mlp>, step: usize) -> GradientsParams {
+    let from = (step * 4 + ddp.rank().index()) * 4;
+    let loss = ddp.forward(|model| model.loss(samples(from, from + 4))).unwrap();
+    ddp.backward(&loss).unwrap()
+}
+
+fn check(optimizer: ModuleOptimizer) {
+    let start = Mlp::new(&WIDTHS);
+    for ranks in [1, 2, 3, 4] {
+        let checkpoint = Mutex::new(Vec::new());
+        let sizes = run(ranks, |group| {
+            let mut plain = Ddp::new(start.clone(), &group).unwrap();
+            let mut whole = optimizer.clone();
+            let mut zero = Ddp::new(start.clone(), &group).unwrap();
+            let mut sharded = ZeroRedundancyOptimizer::new(optimizer.clone(), &mut zero).unwrap();
+            for step in 0..STEPS {
+                let averages = gradients(&mut plain, step);
+                plain.step(&mut whole, 0.01, averages);
+                let averages = gradients(&mut zero, step);
+                sharded.step(&mut zero, 0.01, averages).unwrap();
+                assert_eq!(floats(plain.model()), floats(zero.model()), "step {step}");
+                if step == STEPS / 2 {
+                    // A checkpoint: consolidated, and dealt out again.
+                    let last = Rank::new(ranks - 1);
+                    let consolidated = sharded.consolidate(&zero, last).unwrap();
+                    assert_eq!(consolidated.is_some(), zero.rank() == last);
+                    if let Some(consolidated) = consolidated {
+                        assert_eq!(consolidated.to_record().len(), whole.to_record().len());
+                    }
+                }
+            }
+            assert!(zero.replicas_identical().unwrap());
+            let elements = sharded.own_elements(&zero);
+            if let Some(consolidated) = sharded.consolidate(&zero, Rank::MAIN).unwrap() {
+                assert_eq!(content(&consolidated), content(&whole));
+                *checkpoint.lock() = consolidated.into_bytes().unwrap().to_vec();
+            }
+            group.barrier().unwrap();
+            // Another run goes on with the whole state, of which each rank drops what is not its own.
+            let record =
+                OptimizerRecord::from_bytes(Bytes::from_bytes_vec(checkpoint.lock().clone())).unwrap();
+            let mut resumed = Ddp::new(zero.into_model(), &group).unwrap();
+            let whole_again = optimizer.clone().load_record(record);
+            let mut sharded = ZeroRedundancyOptimizer::new(whole_again, &mut resumed).unwrap();
+            assert_eq!(sharded.own_elements(&resumed), elements);
+            let averages = gradients(&mut plain, STEPS);
+            plain.step(&mut whole, 0.01, averages);
+            let averages = gradients(&mut resumed, STEPS);
+            sharded.step(&mut resumed, 0.01, averages).unwrap();
+            assert_eq!(floats(plain.model()), floats(resumed.model()));
+            elements
+        });
+        let total: usize = floats(&start).iter().map(Vec::len).sum();
+        assert_eq!(sizes.iter().sum::<usize>(), total);
+        let largest = floats(&start).iter().map(Vec::len).max().unwrap();
+        assert!(sizes.iter().all(|&size| size <= (total / ranks as usize).max(largest) + largest / 2));
+    }
+}
+
+type Content = (Vec<(String, Vec<u8>)>, Vec<String>, Vec<(String, String)>);
+
+/// All that a state consists of.
+fn content(optimizer: &ModuleOptimizer) -> Content {
+    let reader = burn_pack::Reader::from_bytes(optimizer.into_bytes().unwrap()).unwrap();
+    let scalars = reader.scalars().iter().map(|(name, value)| format!("{name} {value:?}")).collect();
+    let paths = reader.metadata().iter().map(|(id, path)| (id.clone(), path.clone())).collect();
+    let tensors = reader.into_tensors().unwrap().into_iter();
+    let mut tensors: Vec<_> =
+        tensors.map(|tensor| (tensor.name.clone(), tensor.into_bytes().unwrap().to_vec())).collect();
+    tensors.sort();
+    (tensors, scalars, paths)
+}
+
+#[test]
+fn a_sharded_adamw_takes_the_same_steps_to_the_last_bit() {
+    check(AdamWConfig::new().init());
+}
+
+#[test]
+fn so_do_optimizers_without_state_and_those_that_look_at_whole_matrices() {
+    check(SgdConfig::new().init());
+    check(AdafactorConfig::new().init());
+}
+
+/// Large enough for rings: one parameter of 256 KiB, in a bucket with small ones.
+const WIDE: [usize; 4] = [8, 256, 256, 3];
+
+/// The parameters after some steps, the norms that were clipped, and the bytes that were sent.
+type Trained = (Vec<Vec<f32>>, Vec<f64>, u64);
+
+/// Trains with clipped gradients, plain and dealt out; gives both models, the norms, and what was sent for gradients.
+fn both(group: &ProcessGroup, start: &Mlp, view: bool) -> Result<[Trained; 2]> {
+    let mut options = DdpOptions::default();
+    options.reducer = ReducerOptions::default().bucket_cap_mb(0.27);
+    options.gradient_as_bucket_view = view;
+    let mut outcome = [false, true].map(|_| (Vec::new(), Vec::new(), 0));
+    for (spread, (weights, norms, bytes)) in [false, true].into_iter().zip(&mut outcome) {
+        let mut ddp = Ddp::with_options(start.clone(), group, options.clone())?;
+        let mut whole = AdamWConfig::new().init();
+        let mut zero = match spread {
+            true => Some(ZeroRedundancyOptimizer::new(whole.clone(), &mut ddp)?),
+            false => None,
+        };
+        for step in 0..4 {
+            let mut averages = gradients(&mut ddp, step);
+            norms.push(ddp.clip_grad_norm(&mut averages, 0.05)?);
+            match &mut zero {
+                Some(zero) => zero.step(&mut ddp, 0.01, averages)?,
+                None => ddp.step(&mut whole, 0.01, averages),
+            }
+        }
+        assert!(ddp.replicas_identical()?);
+        *bytes = ddp.communicated_bytes();
+        *weights = floats(ddp.model());
+    }
+    Ok(outcome)
+}
+
+#[test]
+fn large_buckets_too_give_the_same_bits_where_sums_are_added_up_alike() {
+    let start = Mlp::new(&WIDE);
+    let exact =
+        [(Fabric::SharedMemory, 2), (Fabric::SharedMemory, 3), (Fabric::SharedMemory, 4), (Fabric::Tcp, 2)];
+    for (fabric, ranks) in exact {
+        for view in [false, true] {
+            testing::run(ranks, fabric, |group| {
+                let [plain, zero] = both(&group, &start, view).unwrap();
+                assert!(plain == zero, "{ranks} ranks over {fabric:?}: {:?} {:?}", plain.1, zero.1);
+            });
+        }
+    }
+    // A ring of three and more adds up in another order.
+    for (fabric, ranks) in [(Fabric::Tcp, 3), (Fabric::TwoHosts, 4)] {
+        testing::run(ranks, fabric, |group| {
+            let [plain, zero] = both(&group, &start, false).unwrap();
+            assert!(distance(&plain.0, &zero.0) < 1e-4, "{:e}", distance(&plain.0, &zero.0));
+            assert_eq!(plain.2, zero.2, "as many bytes");
+            for (ours, theirs) in zero.1.iter().zip(&plain.1) {
+                assert!((ours / theirs - 1.0).abs() < 1e-6, "{ours} {theirs}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_hook_averages_whole_buckets_and_the_parameters_come_on_top() {
+    let start = Mlp::new(&WIDTHS);
+    let bytes: usize = floats(&start).iter().map(|values| 4 * values.len()).sum();
+    run(3, |group| {
+        let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+        ddp.register_comm_hook(Compressed::bf16()).unwrap();
+        let mut zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+        for step in 0..3 {
+            let averages = gradients(&mut ddp, step);
+            zero.step(&mut ddp, 0.01, averages).unwrap();
+        }
+        assert!(ddp.replicas_identical().unwrap());
+        assert_eq!(ddp.communicated_bytes(), 3 * (bytes / 2 + bytes / 2) as u64);
+    });
+}
+
+#[test]
+fn a_plain_step_with_gradients_that_are_dealt_out_is_an_error_on_every_rank() {
+    let start = Mlp::new(&WIDTHS);
+    let errors = run(2, |group| {
+        let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let _zero = ZeroRedundancyOptimizer::new(optimizer.clone(), &mut ddp).unwrap();
+        let averages = gradients(&mut ddp, 0);
+        ddp.step(&mut optimizer, 0.01, averages);
+        ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("ZeroRedundancyOptimizer")), "{errors:?}");
+}

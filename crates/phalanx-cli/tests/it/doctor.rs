@@ -1,0 +1,80 @@
+//! `phalanx doctor`, alone and under the launcher.
+
+use std::process::{Command, Output, Stdio};
+
+use crate::support::{bare, output, text};
+
+const PHALANX: &str = env!("CARGO_BIN_EXE_phalanx");
+
+/// Runs it in an environment of no launcher.
+fn doctor(options: &[&str], variables: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(PHALANX);
+    command.env_clear().envs(std::env::var_os("PATH").map(|path| ("PATH", path)));
+    command.arg("doctor").args(options).envs(variables.iter().copied());
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    output(command)
+}
+
+fn finding<'a>(report: &'a serde_json::Value, check: &str) -> &'a serde_json::Value {
+    let findings = report["findings"].as_array().unwrap();
+    findings
+        .iter()
+        .find(|finding| finding["check"] == check)
+        .unwrap_or_else(|| panic!("no {check} in {report}"))
+}
+
+#[test]
+fn a_machine_that_runs_these_tests_is_well() {
+    let output = doctor(&["--json"], &[]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{report}");
+    assert_eq!(report["good"], true);
+    assert_eq!(finding(&report, "init")["text"], "a world of one");
+    for transport in ["shared memory", "tcp"] {
+        let said = finding(&report, transport)["text"].as_str().unwrap();
+        assert!(said.contains("4 B in ") && said.contains("1048576 B at "), "{said}");
+    }
+}
+
+#[test]
+fn what_is_bad_is_said_with_a_remedy_and_in_the_exit_code() {
+    // Port 1 is nobody's; a rank without a world is malformed.
+    let output = doctor(&["--store", "127.0.0.1:1"], &[("RANK", "0")]);
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{said}{}", text(&output.stderr));
+    assert!(!said.contains('\x1b'), "{said}");
+    let bad: Vec<&str> = said.lines().filter(|line| line.starts_with("bad ")).collect();
+    assert!(bad.len() == 2 && bad[0].contains("init") && bad[0].contains("WORLD_SIZE"), "{said}");
+    assert!(bad[1].contains("store") && bad[1].contains("127.0.0.1:1"), "{said}");
+    assert!(said.matches("-> ").count() >= 2, "{said}");
+}
+
+#[test]
+fn ranks_that_do_not_meet_tell_of_themselves() {
+    // Rank 1 of 2, whose rank 0 never comes to a store that is nobody's.
+    let variables = [
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "no.such.host.invalid"),
+        ("MASTER_PORT", "29500"),
+    ];
+    let output = doctor(&["--timeout", "1"], &variables);
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{said}{}", text(&output.stderr));
+    assert!(said.lines().any(|line| line.starts_with("bad ") && line.contains("group")), "{said}");
+}
+
+#[test]
+fn under_the_launcher_rank_0_tells_of_all() {
+    let mut command = bare();
+    command.args(["--nproc-per-node", "2", "--", PHALANX, "doctor", "--json"]);
+    let output = output(command);
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{said}{}", text(&output.stderr));
+    let reports: Vec<&str> = said.lines().collect();
+    assert_eq!(reports.len(), 1, "{said}");
+    let report: serde_json::Value = serde_json::from_str(reports[0].strip_prefix("[0] ").unwrap()).unwrap();
+    assert!(finding(&report, "init")["text"].as_str().unwrap().starts_with("rank 0 of 2"));
+    assert_eq!(finding(&report, "store")["verdict"], "good");
+    assert!(finding(&report, "clocks")["text"].as_str().unwrap().contains("ms apart"));
+}

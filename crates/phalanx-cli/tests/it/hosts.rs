@@ -1,0 +1,218 @@
+//! `phalanx run -H`: one command starts launchers on several hosts. A script stands in for ssh, and runs what it is told
+//! to on this machine, as a login of its own would: in a session of its own, elsewhere, with next to no environment.
+
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::ffi::OsStrExt;
+use std::process::{Child, Command, Output};
+use std::time::Instant;
+
+use rustix::process::{Pid, Signal};
+
+use crate::support::stand_in::Hosts;
+use crate::support::{LIMIT, bare, exit_code, is_gone, output, send, sorted_lines, text};
+
+#[test]
+fn a_reader_that_pauses_gets_everything() {
+    let hosts = Hosts::new();
+    let lines = 60_000;
+    let flood = format!(
+        "i=0; while [ $i -lt {lines} ]; do echo a line of a worker that has a lot to say, $i of them so far and more to come; i=$((i+1)); done"
+    );
+    let mut child = hosts.script("one:1,two:1", &[], &flood).spawn().unwrap();
+    crate::support::limit(&child);
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut read = 0;
+    let mut line = Vec::new();
+    for pause in [100, 300, 2000] {
+        for _ in 0..100 {
+            line.clear();
+            read += usize::from(out.read_until(b'\n', &mut line).unwrap() > 0);
+        }
+        // Pipes and queues fill meanwhile.
+        std::thread::sleep(std::time::Duration::from_millis(pause));
+    }
+    let mut rest = Vec::new();
+    out.read_to_end(&mut rest).unwrap();
+    read += rest.iter().filter(|byte| **byte == b'\n').count();
+    assert_eq!((exit_code(&mut child), read), (Some(0), 2 * lines));
+}
+
+/// Starts it, and waits for a line of each of `ranks` workers with its process number at the end.
+fn start(mut command: Command, ranks: usize) -> (Child, BufReader<std::process::ChildStdout>, Vec<String>) {
+    let mut child = command.spawn().unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut lines = Vec::new();
+    for _ in 0..ranks {
+        let mut line = String::new();
+        out.read_line(&mut line).unwrap();
+        lines.push(line.trim().to_owned());
+    }
+    lines.sort_unstable();
+    (child, out, lines.iter().map(|line| line.split(' ').next_back().unwrap().to_owned()).collect())
+}
+
+/// Waits until all of these processes are gone.
+fn wait_for_end_of(pids: &[String]) {
+    let deadline = Instant::now() + LIMIT;
+    while !pids.iter().all(|pid| is_gone(pid)) {
+        assert!(Instant::now() < deadline, "{pids:?} are still there");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+fn err(child: &mut Child) -> String {
+    let mut text = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+    text
+}
+
+fn assert_refused(output: &Output, code: i32, expected: &[&str]) {
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{err}");
+    for expected in expected {
+        assert!(err.contains(expected), "no {expected:?} in {err}");
+    }
+}
+
+#[test]
+fn ranks_fill_the_hosts_in_order_and_all_speak_here() {
+    let hosts = Hosts::new();
+    let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $HOST_OF_TEST; echo to-stderr >&2";
+    let output = output(hosts.script("localhost:2,far1:2,far2:2", &["-np", "5"], script));
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    assert_eq!(
+        sorted_lines(&output.stdout),
+        [
+            "[0] 0/5 0/2 0/3",
+            "[1] 1/5 1/2 0/3",
+            "[2] 2/5 0/2 1/3 far1",
+            "[3] 3/5 1/2 1/3 far1",
+            "[4] 4/5 0/1 2/3 far2"
+        ]
+    );
+    assert_eq!(err.matches("to-stderr").count(), 5, "{err}");
+    assert!(!err.contains("Welcome"), "{err}");
+}
+
+#[test]
+fn a_file_names_the_hosts_and_a_group_spans_them() {
+    let hosts = Hosts::new();
+    std::fs::write(hosts.path().join("hosts"), "# two\nfar1 slots=2\nlocalhost:1\n").unwrap();
+    let mut command = bare();
+    command.env("PHALANX_RSH", hosts.path().join("rsh")).current_dir(hosts.path());
+    command.args(["--hostfile", "hosts", "--master-addr", "127.0.0.1", "--"]);
+    command.args([env!("CARGO_BIN_EXE_phalanx"), "bench", "all_reduce", "-e", "64", "-n", "8", "--json"]);
+    let output = output(command);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+}
+
+#[test]
+fn arguments_environment_and_folder_arrive_whole_and_nothing_of_them_is_on_a_command_line() {
+    let hosts = Hosts::new();
+    let odd = ["", "a b", "'", "$HOME `id` $(id)", "\\", "\"", "*", "new\nline", "-H", "!", "ü\u{1f600}"];
+    let mut command = hosts.run("far1:1", &["--"]);
+    command.env("PHALANX_TEST_SECRET", "do not tell; it's $ecret").args(["sh", "-c"]);
+    command.arg("pwd; echo \"$PHALANX_TEST_SECRET\"; printf '%s\\0' \"$@\" > arguments").arg("sh");
+    command.args(odd).arg(OsStr::from_bytes(b"\xff\x01"));
+    let output = output(command);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let folder = hosts.path().canonicalize().unwrap();
+    let expected = format!("[0] {}\n[0] do not tell; it's $ecret\n", folder.display());
+    assert_eq!(text(&output.stdout), expected);
+    let arguments: Vec<u8> =
+        odd.iter().flat_map(|word| word.bytes().chain([0])).chain(*b"\xff\x01\0").collect();
+    assert_eq!(std::fs::read(hosts.path().join("arguments")).unwrap(), arguments);
+    let calls = std::fs::read_to_string(hosts.path().join("calls")).unwrap();
+    assert!(calls.contains("BatchMode=yes") && !calls.contains("ecret"), "{calls}");
+}
+
+#[test]
+fn the_first_failure_is_shown_once_wherever_it_was() {
+    let hosts = Hosts::new();
+    let script = "[ $RANK = 2 ] || exec sleep 60; echo the reason >&2; exit 9";
+    let output = output(hosts.script("localhost:1,far1:2", &[], script));
+    assert_refused(&output, 9, &["2 of 3", "(node 1 of 2)", "exit code 9", "the reason"]);
+    assert_eq!(text(&output.stderr).matches("The first failure").count(), 1);
+}
+
+#[test]
+fn restarts_happen_on_all_hosts() {
+    let hosts = Hosts::new();
+    let script = "echo $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exit $((RANK == 1 ? 7 : 0))";
+    let output = output(hosts.script("localhost,far1", &["--max-restarts", "1"], script));
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    assert_eq!(sorted_lines(&output.stdout), ["[0] 0", "[0] 1", "[1] 0", "[1] 1"]);
+    assert_eq!(err.matches("restart 1 of 1").count(), 1, "{err}");
+}
+
+#[test]
+fn signals_end_all_hosts() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        let hosts = Hosts::new();
+        let (mut child, _out, pids) =
+            start(hosts.script("localhost:1,far1:2", &[], "echo up $$; exec sleep 60"), 3);
+        send(&child, signal);
+        assert_eq!(exit_code(&mut child), Some(code));
+        wait_for_end_of(&pids);
+    }
+}
+
+#[test]
+fn without_the_command_nothing_stays_on_any_host() {
+    let hosts = Hosts::new();
+    let (mut child, _out, pids) =
+        start(hosts.script("localhost:1,far1:2", &[], "echo up $$; exec sleep 60"), 3);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    wait_for_end_of(&pids);
+}
+
+#[test]
+fn a_broken_connection_is_a_lost_host() {
+    let hosts = Hosts::new();
+    let (mut child, _out, pids) =
+        start(hosts.script("localhost:1,far1:1", &[], "echo up $$; exec sleep 60"), 2);
+    let shell: i32 = std::fs::read_to_string(hosts.path().join("far1.pid")).unwrap().trim().parse().unwrap();
+    rustix::process::kill_process(Pid::from_raw(shell).unwrap(), Signal::KILL).unwrap();
+    assert_eq!(exit_code(&mut child), Some(1));
+    let err = err(&mut child);
+    assert!(err.contains("far1: the connection to its launcher is lost"), "{err}");
+    wait_for_end_of(&pids);
+}
+
+#[test]
+fn what_is_wrong_with_a_host_is_said_with_its_name() {
+    let hosts = Hosts::new();
+    let refused = |names: &str, options: &[&str], expected: &[&str]| {
+        let output = output(hosts.script(names, options, "echo never"));
+        assert_refused(&output, 1, expected);
+        assert_eq!(text(&output.stdout), "");
+    };
+    refused("localhost,bad-name", &[], &["bad-name: there is no host of this name"]);
+    refused("far1,bad-key", &[], &["bad-key: it accepts none of the keys", "ssh-copy-id bad-key"]);
+    refused("bad-path", &[], &["bad-path: there is no phalanx", "install the same version"]);
+    refused("bad-version", &[], &["bad-version has Phalanx 0.0.9", "install the same version"]);
+    refused(
+        "localhost,bad-silence",
+        &["--start-timeout", "0.5"],
+        &["bad-silence has not answered within 0.5 s"],
+    );
+    let many = output(hosts.script("far1:2", &["-np", "3"], "echo never"));
+    assert_refused(&many, 2, &["3 workers, but the hosts have 2 slots"]);
+}
+
+#[test]
+fn a_program_or_a_folder_that_a_host_lacks_is_named_with_the_host() {
+    let hosts = Hosts::new();
+    let mut command = hosts.run("localhost,far1", &[]);
+    command.args(["--", "./missing"]);
+    assert_refused(&output(command), 127, &["cannot start ./missing as rank"]);
+
+    std::fs::create_dir(hosts.path().join("work")).unwrap();
+    let mut command = hosts.run("bad-folder", &["--", "true"]);
+    command.current_dir(hosts.path().join("work"));
+    assert_refused(&output(command), 1, &["bad-folder: cannot work in", "all hosts need the folder"]);
+}

@@ -1,0 +1,18 @@
+//! The command as a user starts it: `cargo test -p phalanx-cli --test it -- nodes::` runs one file.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod bench;
+mod doctor;
+mod elastic;
+mod frozen;
+mod hosts;
+mod keys;
+mod meeting;
+mod nodes;
+mod restarts;
+mod run;
+mod sshd;
+mod tls;

@@ -1,0 +1,163 @@
+//! Launchers that meet where none of them serves the log, in etcd and in a file: each may be lost, the first one too.
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+use crate::support::{LIMIT, exit_code, phalanx, send};
+
+/// A server of its own for one test.
+struct Etcd {
+    server: Child,
+    address: String,
+    _folder: TempDir,
+}
+
+impl Etcd {
+    /// Without etcd the test says that it is skipped, or, if everything was asked for, fails.
+    fn start() -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let port = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let (address, peers) = (format!("127.0.0.1:{}", port()), format!("http://127.0.0.1:{}", port()));
+        let url = format!("http://{address}");
+        let started = Command::new("etcd")
+            .arg("--data-dir")
+            .arg(folder.path())
+            .args(["--listen-client-urls", &url, "--advertise-client-urls", &url])
+            .args(["--listen-peer-urls", &peers, "--initial-advertise-peer-urls", &peers])
+            .args(["--initial-cluster", &format!("default={peers}")])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        match started {
+            Ok(server) => {
+                let deadline = Instant::now() + LIMIT;
+                while TcpStream::connect(&address).is_err() {
+                    assert!(Instant::now() < deadline, "etcd does not listen");
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Some(Self { server, address, _folder: folder })
+            }
+            Err(error) => {
+                assert!(std::env::var_os("PHALANX_TEST_FULL").is_none(), "etcd was asked for: {error}");
+                println!("skipped: etcd cannot be started: {error}");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+}
+
+/// A launcher whose lines are read one by one.
+struct Node {
+    launcher: Child,
+    out: BufReader<ChildStdout>,
+}
+
+impl Node {
+    fn start(mut command: Command) -> Self {
+        let mut launcher = command.spawn().unwrap();
+        let out = BufReader::new(launcher.stdout.take().unwrap());
+        Self { launcher, out }
+    }
+
+    /// The next line of its only worker.
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.out.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    fn end(mut self) -> (Option<i32>, String) {
+        let code = exit_code(&mut self.launcher);
+        let mut err = String::new();
+        self.launcher.stderr.take().unwrap().read_to_string(&mut err).unwrap();
+        (code, err)
+    }
+}
+
+/// The rank, the world and the round; then it ends if there is a file of this name, and waits if there is none.
+const WORKER: &str = "echo $RANK of $WORLD_SIZE at $MASTER_ADDR, $TORCHELASTIC_RESTART_COUNT; until [ -e go ]; do sleep 0.05; done";
+
+/// The launchers of two nodes, of which either is lost; the other goes on alone, with a store of its own.
+fn either_node_may_be_lost(options: &[&str], jobs: [&str; 2]) {
+    for (first_is_lost, job) in [true, false].into_iter().zip(jobs) {
+        let folder = tempfile::tempdir().unwrap();
+        let common =
+            ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-id", job, "--local-addr", "127.0.0.1"];
+        let conf = "last_call_timeout=5,join_timeout=30";
+        let start = || {
+            let mut command = phalanx(&[&common[..], &["--rdzv-conf", conf], options].concat(), WORKER);
+            command.current_dir(folder.path());
+            Node::start(command)
+        };
+        let mut nodes = [start(), start()];
+        let lines = nodes.each_mut().map(Node::line);
+        let mut sorted = lines.clone();
+        sorted.sort_unstable();
+        assert_eq!(sorted, ["[0] 0 of 2 at 127.0.0.1, 0", "[1] 1 of 2 at 127.0.0.1, 0"]);
+        let is_lost = |line: &str| line.starts_with("[0]") == first_is_lost;
+        let [a, b] = nodes;
+        let (lost, mut left) = if is_lost(&lines[0]) { (a, b) } else { (b, a) };
+        send(&lost.launcher, Signal::KILL);
+        assert_eq!(left.line(), "[0] 0 of 1 at 127.0.0.1, 1");
+        std::fs::write(folder.path().join("go"), "").unwrap();
+        let (code, err) = left.end();
+        assert!(code == Some(0) && err.contains("has not been heard of"), "{err}");
+        lost.end();
+    }
+}
+
+#[test]
+fn in_etcd_either_node_may_be_lost() {
+    let Some(etcd) = Etcd::start() else { return };
+    either_node_may_be_lost(&["--rdzv-backend", "etcd", "--rdzv-endpoint", &etcd.address], ["one", "other"]);
+}
+
+#[test]
+fn in_a_file_either_node_may_be_lost() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("meeting");
+    // What the first of the two jobs leaves behind does not keep the second from beginning.
+    either_node_may_be_lost(
+        &["--rdzv-backend", "file", "--rdzv-endpoint", path.to_str().unwrap()],
+        ["job", "job"],
+    );
+}
+
+#[test]
+fn a_group_spans_nodes_that_meet_in_etcd() {
+    let Some(etcd) = Etcd::start() else { return };
+    let options = ["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", &etcd.address];
+    let bench = format!(
+        "{} bench all_reduce -e 64 -n 8 --json > /dev/null && echo up",
+        env!("CARGO_BIN_EXE_phalanx")
+    );
+    for node in [(); 2].map(|()| Node::start(phalanx(&options, &bench))) {
+        let (code, err) = node.end();
+        assert_eq!(code, Some(0), "{err}");
+    }
+}
+
+#[test]
+fn where_nothing_answers_the_end_point_is_named() {
+    let options = ["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "127.0.0.1:1"];
+    let conf = ["--rdzv-conf", "join_timeout=1"];
+    let (code, err) = Node::start(phalanx(&[&options[..], &conf].concat(), "echo never")).end();
+    assert!(
+        code == Some(1) && err.contains("127.0.0.1:1") && err.contains("does this host reach it?"),
+        "{err}"
+    );
+    let (code, err) = Node::start(phalanx(&["--nnodes", "2", "--rdzv-backend", "file"], "echo never")).end();
+    assert!(code == Some(2) && err.contains("needs --rdzv-endpoint"), "{err}");
+}

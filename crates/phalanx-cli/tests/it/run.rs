@@ -1,0 +1,275 @@
+//! `phalanx run` with real programs.
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::support::{LIMIT, bare, exit_code, is_gone, output, phalanx, send, sorted_lines, start, text};
+
+#[test]
+fn lines_carry_their_rank_and_stay_on_their_stream() {
+    let script = "echo out $LOCAL_RANK; echo err $RANK of $WORLD_SIZE >&2";
+    let output = output(phalanx(&["--nproc-per-node", "3"], script));
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(sorted_lines(&output.stdout), ["[0] out 0", "[1] out 1", "[2] out 2"]);
+    assert_eq!(sorted_lines(&output.stderr), ["[0] err 0 of 3", "[1] err 1 of 3", "[2] err 2 of 3"]);
+}
+
+#[test]
+fn lines_never_mix_and_none_is_lost() {
+    let script = "i=0; while [ $i -lt 2000 ]; do printf %s a$RANK; echo b$RANK$RANK; i=$((i+1)); done";
+    let lines = sorted_lines(&output(phalanx(&["--nproc-per-node", "4"], script)).stdout);
+    assert_eq!(lines.len(), 8000);
+    for rank in 0..4 {
+        let line = format!("[{rank}] a{rank}b{rank}{rank}");
+        assert_eq!(lines.iter().filter(|other| **other == line).count(), 2000);
+    }
+}
+
+#[test]
+fn bytes_long_lines_and_progress_bars_pass() {
+    let script = r"printf 'a\377b\n'; head -c 100000 /dev/zero | tr '\0' x; echo; printf '\r1%%\r2%%\r3%%\n'; printf end";
+    let output = output(phalanx(&[], script));
+    let lines: Vec<&[u8]> = output.stdout.split(|byte| *byte == b'\n').collect();
+    assert_eq!(lines[0], b"[0] a\xffb");
+    assert_eq!([lines[1].len(), lines[2].len()], [4 + 65536, 4 + 100_000 - 65536]);
+    assert_eq!(lines[3..], [&b"[0] 1%"[..], b"[0] 3%", b"[0] end", b""]);
+}
+
+#[test]
+fn the_environment_is_torchruns() {
+    let mut command = phalanx(&["--role", "trainer"], "env; cat");
+    command.env("PET_NPROC_PER_NODE", "2").env("OMP_NUM_THREADS", "5");
+    let lines = sorted_lines(&output(command).stdout);
+    for expected in [
+        "RANK=1",
+        "LOCAL_RANK=1",
+        "WORLD_SIZE=2",
+        "LOCAL_WORLD_SIZE=2",
+        "GROUP_RANK=0",
+        "GROUP_WORLD_SIZE=1",
+        "ROLE_RANK=1",
+        "ROLE_NAME=trainer",
+        "ROLE_WORLD_SIZE=2",
+        "MASTER_ADDR=127.0.0.1",
+        "TORCHELASTIC_RESTART_COUNT=0",
+        "TORCHELASTIC_MAX_RESTARTS=0",
+        "TORCHELASTIC_USE_AGENT_STORE=True",
+        "OMP_NUM_THREADS=5",
+        "RAYON_NUM_THREADS=1",
+    ] {
+        assert!(lines.contains(&format!("[1] {expected}")), "{expected} is not in {lines:#?}");
+    }
+    for name in ["MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"] {
+        let start = format!("[0] {name}=");
+        assert!(lines.iter().any(|line| line.starts_with(&start) && line.len() > start.len()), "{name}");
+    }
+}
+
+#[test]
+fn a_store_listens_at_the_master_address() {
+    let script = "echo $MASTER_ADDR; echo $MASTER_PORT; exec sleep 60";
+    let mut child = phalanx(&["--master-addr", "localhost"], script).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines().take(2);
+    let lines: Vec<String> = lines.map(|line| line.unwrap()["[0] ".len()..].to_owned()).collect();
+    let port: u16 = lines[1].parse().unwrap();
+    let connection = std::net::TcpStream::connect((lines[0].as_str(), port));
+    let taken = output(phalanx(&["--master-port", &lines[1]], "echo never"));
+    send(&child, Signal::TERM);
+    assert_eq!(exit_code(&mut child), Some(143));
+
+    assert_eq!(lines[0], "localhost");
+    connection.unwrap();
+    assert_eq!(taken.status.code(), Some(1));
+    assert!(taken.stdout.is_empty() && text(&taken.stderr).contains(&lines[1]), "{}", text(&taken.stderr));
+}
+
+#[test]
+fn the_first_failure_is_the_commands_and_is_shown_last() {
+    let script = "if [ $RANK = 1 ]; then echo first line >&2; echo the reason >&2; exit 3; fi; sleep 60";
+    let output = output(phalanx(&["--nproc-per-node", "3"], script));
+    assert_eq!(output.status.code(), Some(3));
+    let err = text(&output.stderr);
+    let (_, report) = err.split_once("The first failure").unwrap();
+    for expected in
+        ["rank    1 of 3", "host    ", "pid     ", "exit code 3", "stderr  first line", "the reason"]
+    {
+        assert!(report.contains(expected), "{expected} is not in {err}");
+    }
+    assert!(err.trim_end().ends_with('─'));
+}
+
+#[test]
+fn a_message_in_the_error_file_is_shown() {
+    let script = r#"echo '{"message": "the data are torn"}' > $TORCHELASTIC_ERROR_FILE; exit 1"#;
+    let err = text(&output(phalanx(&[], script)).stderr);
+    assert!(err.contains("error   the data are torn"), "{err}");
+}
+
+#[test]
+fn a_signal_is_named_and_its_code_is_a_shells() {
+    let output = output(phalanx(&["--nproc-per-node", "2"], "[ $RANK = 0 ] || kill -SEGV $$; sleep 60"));
+    assert_eq!(output.status.code(), Some(128 + 11));
+    assert!(text(&output.stderr).contains("killed by SIGSEGV"));
+}
+
+#[test]
+fn early_success_waits_for_the_others() {
+    let output = output(phalanx(&["--nproc-per-node", "2"], "[ $RANK = 0 ] || { sleep 0.3; echo late; }"));
+    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(0), "[1] late\n"));
+}
+
+#[test]
+fn what_a_worker_leaves_behind_is_ended() {
+    // One ends when asked, one only when killed.
+    let script = "sh -c 'echo $$; exec sleep 60' & \
+                  sh -c 'trap \"\" TERM; echo $$; while :; do sleep 1; done' & sleep 0.3";
+    let started = Instant::now();
+    let output = output(phalanx(&["--grace-period", "0.3"], script));
+    assert_eq!(output.status.code(), Some(0));
+    let pids: Vec<String> =
+        text(&output.stdout).lines().map(|line| line["[0] ".len()..].to_owned()).collect();
+    assert_eq!(pids.len(), 2);
+    assert!(started.elapsed() >= Duration::from_millis(600));
+    assert!(pids.iter().all(|pid| is_gone(pid)));
+}
+
+#[test]
+fn a_stopped_worker_is_ended_too() {
+    let script = "if [ $RANK = 1 ]; then sleep 0.2; exit 3; fi; kill -STOP $$; sleep 60";
+    let started = Instant::now();
+    assert_eq!(output(phalanx(&["--nproc-per-node", "2"], script)).status.code(), Some(3));
+    assert!(started.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn signals_are_passed_on() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        let script = "trap 'echo caught INT; exit 0' INT; trap 'echo caught TERM; exit 0' TERM; \
+                      trap 'echo caught HUP; exit 0' HUP; sh -c 'echo $$; exec sleep 60' & \
+                      echo $$; while :; do sleep 0.1; done";
+        let (mut child, mut out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 4);
+        send(&child, signal);
+        let mut rest = String::new();
+        out.read_to_string(&mut rest).unwrap();
+        assert_eq!(exit_code(&mut child), Some(code));
+        assert_eq!(rest.matches("caught").count(), 2, "{rest}");
+        assert!(pids.iter().all(|pid| is_gone(pid)), "{pids:?}");
+    }
+}
+
+#[test]
+fn a_users_signal_reaches_the_workers_and_ends_nothing() {
+    let script = "trap 'echo saved; exit 0' USR1; echo $$; while :; do sleep 0.05; done";
+    let (mut child, mut out, _) = start(phalanx(&["--nproc-per-node", "2"], script), 2);
+    send(&child, Signal::USR1);
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).unwrap();
+    assert_eq!((rest.matches("saved").count(), exit_code(&mut child)), (2, Some(0)));
+}
+
+#[test]
+fn who_does_not_end_in_time_is_killed() {
+    let script = "trap '' TERM; echo $$; while :; do sleep 1; done";
+    let (mut child, _out, pids) = start(phalanx(&["--grace-period", "0.3"], script), 1);
+    let started = Instant::now();
+    send(&child, Signal::TERM);
+    assert_eq!(exit_code(&mut child), Some(143));
+    assert!(started.elapsed() >= Duration::from_millis(300) && is_gone(&pids[0]));
+}
+
+#[test]
+fn a_second_ctrl_c_kills_at_once() {
+    let script = "trap '' INT TERM; echo $$; while :; do sleep 1; done";
+    let (mut child, _out, pids) = start(phalanx(&[], script), 1);
+    let mut err = BufReader::new(child.stderr.take().unwrap());
+    send(&child, Signal::INT);
+    let mut line = String::new();
+    err.read_line(&mut line).unwrap();
+    assert!(line.contains("Ctrl-C again"), "{line}");
+    let started = Instant::now();
+    send(&child, Signal::INT);
+    assert_eq!(exit_code(&mut child), Some(130));
+    assert!(started.elapsed() < Duration::from_secs(10) && is_gone(&pids[0]));
+}
+
+#[test]
+fn the_launchers_own_death_ends_all() {
+    let script = "trap '' TERM HUP INT; sh -c 'echo $$; exec sleep 60' & echo $$; wait";
+    let (mut child, _out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 4);
+    send(&child, Signal::KILL);
+    child.wait().unwrap();
+    let deadline = Instant::now() + LIMIT;
+    while let Some(pid) = pids.iter().find(|pid| !is_gone(pid)) {
+        assert!(Instant::now() < deadline, "process {pid} was left behind");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_program_that_cannot_be_started_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("a-script");
+    std::fs::write(&script, "#!/no/such/interpreter\n").unwrap();
+    let refused = |program: &Path, code| {
+        let mut command = bare();
+        command.args(["--nproc-per-node", "2"]).arg(program).current_dir(folder.path());
+        let output = output(command);
+        assert_eq!(output.status.code(), Some(code));
+        text(&output.stderr)
+    };
+    assert!(refused(Path::new("no-such-program"), 127).contains("no-such-program as rank 0"));
+    assert!(refused(Path::new("a-script"), 127).contains("write ./a-script"));
+    assert!(refused(&script, 126).contains("chmod +x"));
+    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+    assert!(refused(&script, 127).contains("interpreter"));
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_ends_the_job() {
+    let mut child = phalanx(&["--nproc-per-node", "2"], "while :; do echo line; done").spawn().unwrap();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
+    assert_eq!(exit_code(&mut child), Some(141));
+}
+
+#[test]
+fn a_reader_that_does_not_read_holds_up_neither_signals_nor_the_end_of_a_failed_job() {
+    let flood = "echo $$; while :; do echo a line; done";
+    let (mut child, _unread, pids) = start(phalanx(&[], flood), 1);
+    std::thread::sleep(Duration::from_millis(300));
+    send(&child, Signal::TERM);
+    assert_eq!(exit_code(&mut child), Some(143));
+    assert!(is_gone(&pids[0]));
+
+    let script = format!("[ $RANK = 0 ] || {{ sleep 0.5; echo why >&2; exit 3; }}; {flood}");
+    let (mut child, mut out, pids) = start(phalanx(&["--nproc-per-node", "2"], &script), 1);
+    let deadline = Instant::now() + LIMIT;
+    while !is_gone(&pids[0]) {
+        assert!(Instant::now() < deadline, "the other worker was not ended");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // Whoever reads after all gets everything.
+    out.read_to_end(&mut Vec::new()).unwrap();
+    assert_eq!(exit_code(&mut child), Some(3));
+    let mut err = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut err).unwrap();
+    assert!(err.contains("stderr  why"), "{err}");
+}
+
+#[test]
+fn options_are_checked() {
+    for (options, expected) in [
+        (&["--nproc-per-node", "0"][..], "world size of 0"),
+        (&["--nproc-per-node", "many"], "neither a number"),
+        (&["--grace-period=-1"], "grace-period"),
+        (&["--standalone", "--master-port", "1"], "cannot be used with"),
+        (&["--tee", "4"], "none of 0"),
+    ] {
+        let output = output(phalanx(options, "true"));
+        assert_eq!(output.status.code(), Some(2), "{options:?}");
+        assert!(text(&output.stderr).contains(expected), "{}", text(&output.stderr));
+    }
+}

@@ -1,0 +1,173 @@
+//! Jobs over TLS, with the certificates that `phalanx certgen` makes.
+#![cfg(feature = "tls")]
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use crate::support::stand_in::Hosts;
+use crate::support::{bare, exit_code, output, text};
+
+fn certgen(arguments: &[&str], folder: &Path) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_phalanx")).arg("certgen").arg(folder).args(arguments).output().unwrap()
+}
+
+/// `--tls-ca` and so on for one host.
+fn options(folder: &Path, host: &str) -> Vec<String> {
+    let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+    [
+        ("--tls-ca", "ca.pem".to_owned()),
+        ("--tls-cert", format!("{host}.pem")),
+        ("--tls-key", format!("{host}.key")),
+    ]
+    .into_iter()
+    .flat_map(|(option, name)| [option.to_owned(), path(&name)])
+    .collect()
+}
+
+/// A program whose ranks check sums over TCP.
+const SUMS: [&str; 15] = [
+    env!("CARGO_BIN_EXE_phalanx"),
+    "bench",
+    "all_reduce",
+    "--transport",
+    "tcp",
+    "-b",
+    "4",
+    "-e",
+    "256K",
+    "-f",
+    "256",
+    "-n",
+    "4",
+    "-w",
+    "2",
+];
+
+/// Two ranks of it.
+fn run(options: &[String], variables: &[(&str, &str)]) -> Output {
+    let mut command = bare();
+    command.args(["--nproc-per-node", "2"]).args(options).arg("--").args(SUMS);
+    command.envs(variables.iter().copied());
+    output(command)
+}
+
+/// On every host where the command stands, as they are told of in the guide.
+const ON_EVERY_HOST: [&str; 6] =
+    ["--tls-ca", "tls/ca.pem", "--tls-cert", "tls/host.pem", "--tls-key", "tls/host.key"];
+
+/// Hosts that have these.
+fn hosts() -> Hosts {
+    let hosts = Hosts::new();
+    assert!(certgen(&["host"], &hosts.path().join("tls")).status.success());
+    hosts
+}
+
+#[test]
+fn a_job_that_one_command_starts_on_several_hosts_runs_over_tls() {
+    let hosts = hosts();
+    let mut command = hosts.run("localhost:1,far1:2,far2:1", &ON_EVERY_HOST);
+    command.arg("--").args(SUMS);
+    let output = output(command);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+
+    // Its store hears nobody without.
+    let script = "echo $MASTER_PORT $PHALANX_TLS_CERT; while [ ! -e end ]; do sleep 0.02; done";
+    let mut child = hosts.script("far1:1,far2:1", &ON_EVERY_HOST, script).spawn().unwrap();
+    crate::support::limit(&child);
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    out.read_line(&mut line).unwrap();
+    let (_, line) = line.trim().split_once("] ").unwrap();
+    let (port, certificate) = line.split_once(' ').unwrap();
+    assert!(certificate.ends_with("tls/host.pem"), "{certificate}");
+    let mut plain = TcpStream::connect(("127.0.0.1", port.parse().unwrap())).unwrap();
+    plain.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    plain.write_all(b"PHXS\x01\0\0\0").unwrap();
+    let mut answer = [0; 7];
+    plain.read_exact(&mut answer).unwrap();
+    assert_eq!(answer, [21, 3, 3, 0, 2, 2, 70]);
+    fs::write(hosts.path().join("end"), "").unwrap();
+    assert_eq!(exit_code(&mut child), Some(0));
+}
+
+#[test]
+fn a_host_whose_certificate_cannot_be_used_is_named() {
+    let hosts = hosts();
+    fs::remove_file(hosts.path().join("tls/host.pem")).unwrap();
+    let output = output(hosts.script("far1:1,far2:1", &ON_EVERY_HOST, "true"));
+    let err = text(&output.stderr);
+    assert!(!output.status.success() && err.contains("host.pem cannot be used for TLS"), "{err}");
+    assert!(err.contains("far1") || err.contains("far2"), "{err}");
+}
+
+#[test]
+fn a_job_runs_over_tls_with_what_certgen_makes() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().join("tls");
+    assert!(certgen(&["node0"], &folder).status.success());
+    let ca = fs::read(folder.join("ca.pem")).unwrap();
+    // The CA stays for the next host, which another machine may name as well.
+    assert!(certgen(&["node1", "--days", "1"], &folder).status.success());
+    assert_eq!(fs::read(folder.join("ca.pem")).unwrap(), ca);
+    for secret in ["ca.key", "node0.key", "node1.key"] {
+        let mode = fs::metadata(folder.join(secret)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{secret}");
+    }
+    for host in ["node0", "node1"] {
+        let output = run(&options(&folder, host), &[]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+    // What is there stays.
+    let again = certgen(&["node0"], &folder);
+    assert!(!again.status.success() && text(&again.stderr).contains("node0.key cannot be written"));
+    assert!(!certgen(&["../node0"], &folder).status.success());
+}
+
+#[test]
+fn a_ca_that_others_may_use_or_without_its_certificate_makes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert!(certgen(&["node0"], folder).status.success());
+    let refused = |why: &str| {
+        let output = certgen(&["node1"], folder);
+        assert!(!output.status.success() && text(&output.stderr).contains(why), "{}", text(&output.stderr));
+        assert!(!folder.join("node1.key").exists());
+    };
+    let key = folder.join("ca.key");
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o640)).unwrap();
+    refused("others may use it (mode 640)");
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
+    fs::remove_file(folder.join("ca.pem")).unwrap();
+    refused("ca.pem is missing");
+}
+
+#[test]
+fn who_is_given_a_part_of_it_or_something_else_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    assert!(certgen(&["host"], folder.path()).status.success());
+    let all = options(folder.path(), "host");
+    let output = run(&all[..4], &[]);
+    assert!(text(&output.stderr).contains("go together"), "{}", text(&output.stderr));
+    let output = run(&[&all[..], &["--open-store".to_owned()]].concat(), &[]);
+    assert!(text(&output.stderr).contains("--open-store"), "{}", text(&output.stderr));
+    assert_eq!(output.status.code(), Some(2));
+    fs::set_permissions(folder.path().join("host.key"), fs::Permissions::from_mode(0o644)).unwrap();
+    let output = run(&all, &[]);
+    assert!(text(&output.stderr).contains("others may use it"), "{}", text(&output.stderr));
+    // Without the options nothing is read, also if a launcher around this one had them.
+    let output = run(
+        &[],
+        &[
+            ("PHALANX_TLS_CA", ""),
+            ("PHALANX_TLS_CERT", ""),
+            ("PHALANX_TLS_KEY", ""),
+            ("PHALANX_JOB_KEY_FILE", ""),
+        ],
+    );
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}

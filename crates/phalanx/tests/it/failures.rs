@@ -1,0 +1,242 @@
+//! What ranks see when something goes wrong: each of them an error that names the cause, and none a hang.
+
+use std::time::{Duration, Instant};
+
+use phalanx::testing::{Fabric, run};
+use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, ReduceOp};
+
+/// Nothing in here may wait for this long.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn within(limit: Duration, group: &ProcessGroup, f: impl FnOnce(&ProcessGroup) -> Error) -> Error {
+    let start = Instant::now();
+    let error = f(group);
+    assert!(start.elapsed() < limit, "it took {:?}: {error}", start.elapsed());
+    error
+}
+
+#[test]
+fn ranks_that_call_different_collectives_all_see_both_calls() {
+    for fabric in Fabric::ALL {
+        let errors = run(3, fabric, |group| {
+            within(PATIENCE, &group, |group| {
+                let mut data = [1f32; 10];
+                // Who is late out of the barrier may hear of it there, who has sent its part already in the last call.
+                let outcome = group.barrier().and_then(|()| match group.rank().get() {
+                    1 => group.broadcast(&mut data, Rank::new(1)),
+                    _ => group.all_reduce(&mut data, ReduceOp::Sum),
+                });
+                outcome.and_then(|()| group.barrier()).unwrap_err()
+            })
+        });
+        for error in errors {
+            assert!(error.is_mismatch(), "{fabric:?}: {error}");
+            let text = error.to_string();
+            assert!(text.contains("calls all_reduce(sum, 10 x f32) #1"), "{text}");
+            assert!(text.contains("rank 1 calls broadcast(10 x f32, root 1) #1"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn every_kind_of_difference_is_found() {
+    type Difference = fn(&ProcessGroup) -> phalanx::Result<()>;
+    let differences: [(Difference, Difference); 6] = [
+        (|g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0f32; 9], ReduceOp::Sum)),
+        (|g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Max)),
+        (|g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0i32; 8], ReduceOp::Sum)),
+        (
+            |g| g.all_reduce(&mut vec![0f32; 1 << 20], ReduceOp::Sum),
+            |g| g.all_reduce(&mut vec![0f32; (1 << 20) + 1], ReduceOp::Sum),
+        ),
+        (|g| g.barrier(), |g| g.all_to_all(&[0f32; 2], &mut [0f32; 2])),
+        (|g| g.barrier(), |g| g.all_reduce(&mut vec![0f32; 1 << 20], ReduceOp::Sum)),
+    ];
+    for fabric in Fabric::ALL {
+        for (one, other) in differences {
+            let errors = run(2, fabric, |group| {
+                within(PATIENCE, &group, |group| {
+                    let outcome = if group.rank().is_main() { one(group) } else { other(group) };
+                    outcome.and_then(|()| group.barrier()).unwrap_err()
+                })
+            });
+            assert!(errors.iter().all(Error::is_mismatch), "{fabric:?}: {errors:?}");
+        }
+    }
+}
+
+#[test]
+fn a_missing_call_times_out_with_the_name_of_the_missing_rank() {
+    for fabric in Fabric::ALL {
+        let errors = run(2, fabric, |group| {
+            let hasty = group.with_timeout(Duration::from_millis(200));
+            if group.rank().is_main() {
+                return Some(hasty.all_reduce(&mut [0f32], ReduceOp::Sum).unwrap_err());
+            }
+            while group.failure().is_none() {
+                std::thread::yield_now();
+            }
+            None
+        });
+        let error = errors[0].as_ref().unwrap();
+        assert!(error.is_timeout(), "{error}");
+        assert_eq!(error.peer(), Some(Rank::new(1)));
+        assert!(error.to_string().contains("all_reduce(sum, 1 x f32) #0"), "{error}");
+    }
+}
+
+#[test]
+fn a_time_out_says_where_the_peer_was_last_heard_of() {
+    for fabric in [Fabric::InProcess, Fabric::Tcp] {
+        run(3, fabric, |group| {
+            // Large enough for a ring, in which each rank hears of its neighbour.
+            let mut data = vec![1f32; 1 << 16];
+            group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            if group.rank().is_main() {
+                while group.failure().is_none() {
+                    std::thread::yield_now();
+                }
+                return;
+            }
+            let hasty = group.with_timeout(Duration::from_millis(200));
+            let error = hasty.all_reduce(&mut data, ReduceOp::Sum).unwrap_err();
+            assert!(error.is_timeout(), "{fabric:?}: {error}");
+            let text = error.to_string();
+            // Rank 1 waits for rank 0, and rank 2 for rank 1, which has begun.
+            let missing = text.contains("rank 0 was last heard of in all_reduce(sum, 65536 x f32) #0");
+            assert!(missing || text.contains("rank 1 has begun this call"), "{text}");
+        });
+    }
+}
+
+#[test]
+fn a_deadline_also_bounds_the_wait_for_ones_turn() {
+    for fabric in Fabric::ALL {
+        run(2, fabric, |group| {
+            if group.rank().is_main() {
+                // Rank 1 never calls it; its own deadline is half an hour away.
+                let first = group.all_reduce_async(Buffer::zeroed(DType::F32, 8), ReduceOp::Sum).unwrap();
+                let hasty = group.with_timeout(Duration::from_millis(100));
+                let error = within(PATIENCE, &hasty, |group| group.barrier().unwrap_err());
+                assert!(error.is_timeout(), "{fabric:?}: {error}");
+                assert!(first.wait().unwrap_err().is_timeout());
+            } else {
+                while group.failure().is_none() {
+                    std::thread::yield_now();
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_left_is_told_from_one_that_died() {
+    for fabric in Fabric::ALL {
+        let errors = run(3, fabric, |group| {
+            group.barrier().unwrap();
+            (!group.rank().is_main()).then(|| {
+                within(PATIENCE, &group, |group| {
+                    loop {
+                        if let Err(error) = group.barrier() {
+                            break error;
+                        }
+                    }
+                })
+            })
+        });
+        for error in errors.into_iter().flatten() {
+            assert!(error.is_peer_left(), "{fabric:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn what_a_rank_sent_before_it_left_still_arrives() {
+    const LENGTH: usize = 300_000;
+    for fabric in Fabric::ALL {
+        run(3, fabric, |group| {
+            let rank = group.rank();
+            let mut data = vec![f32::from(u8::try_from(rank.get()).unwrap()); LENGTH];
+            if rank.is_main() {
+                group.broadcast(&mut data, rank).unwrap();
+                group.send(&[7i64; 1000], Rank::new(2)).unwrap();
+                // Its part is in the kernel's buffers by now, and most of it not read yet.
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+            group.broadcast(&mut data, Rank::MAIN).unwrap();
+            assert!(data.iter().all(|element| *element == 0.0));
+            if rank.get() == 2 {
+                std::thread::sleep(Duration::from_millis(50));
+                let mut late = [0i64; 1000];
+                group.recv(&mut late, Rank::MAIN).unwrap();
+                assert_eq!(late, [7; 1000]);
+            }
+        });
+    }
+}
+
+#[test]
+fn an_abort_reaches_every_rank_with_its_reason() {
+    for fabric in Fabric::ALL {
+        let errors = run(3, fabric, |group| {
+            if group.rank().get() == 2 {
+                group.abort(Error::aborted("the loss is NaN").with_remedy("lower the learning rate"));
+            }
+            within(PATIENCE, &group, |group| {
+                loop {
+                    if let Err(error) = group.barrier() {
+                        break error;
+                    }
+                }
+            })
+        });
+        for error in errors {
+            assert!(
+                error.is_aborted() && error.to_string().contains("the loss is NaN"),
+                "{fabric:?}: {error}"
+            );
+            assert!(
+                error.to_string().contains("rank 2") && error.remedy() == Some("lower the learning rate")
+            );
+        }
+    }
+}
+
+#[test]
+fn every_work_in_flight_gets_the_cause_and_the_group_refuses_more() {
+    for fabric in Fabric::ALL {
+        run(2, fabric, |group| {
+            if group.rank().is_main() {
+                let start =
+                    |_| group.all_reduce_async(Buffer::zeroed(DType::F32, 1000), ReduceOp::Sum).unwrap();
+                let works: Vec<_> = (0..10).map(start).collect();
+                for work in works {
+                    assert!(work.wait().unwrap_err().is_aborted());
+                }
+                assert!(group.barrier().unwrap_err().is_aborted());
+                assert!(group.all_reduce_async(Buffer::zeroed(DType::F32, 1), ReduceOp::Sum).is_err());
+            } else {
+                std::thread::sleep(Duration::from_millis(20));
+                group.abort(Error::aborted("enough"));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_panic_of_one_rank_is_the_others_error() {
+    for fabric in Fabric::ALL {
+        let outcome = std::panic::catch_unwind(|| {
+            run(2, fabric, |group| {
+                if group.rank().is_main() {
+                    let error = within(PATIENCE, &group, |group| group.barrier().unwrap_err());
+                    assert!(error.to_string().contains("rank 1 panicked"), "{error}");
+                } else {
+                    std::panic::resume_unwind(Box::new("rank 1 goes down"));
+                }
+            })
+        });
+        assert_eq!(*outcome.unwrap_err().downcast::<&str>().unwrap(), "rank 1 goes down");
+    }
+}

@@ -1,0 +1,14 @@
+//! All ranks are threads of this process: `cargo test -p phalanx --test it -- collectives::` runs one file.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/certificates.rs"]
+mod certificates;
+
+mod collectives;
+mod dealing;
+mod failures;
+mod join;
+mod objects;
+mod point_to_point;
+mod reducer;
+mod subgroups;

@@ -1,0 +1,273 @@
+//! The fault matrix at the level of a group: which fault, at which moment, in which world. docs/failure.md maps each row
+//! to its test; those of the launcher are in phalanx-cli.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use phalanx::{GroupOptions, ProcessGroup, Rank, ReduceOp, rendezvous};
+use rustix::process::{Signal, getpid, kill_process};
+
+use crate::support::network::{Network, run};
+use crate::support::world::{LIMIT, World};
+
+/// How long the ranks of these worlds wait for each other at the start.
+const START: Duration = Duration::from_secs(3);
+/// What silence is, plus what a busy machine may need. (`phalanx bench faults` measures; this finds hangs.)
+const SILENCE: Duration = Duration::from_secs(4);
+/// A death is known at once; again on a machine that may be busy.
+const DEATH: Duration = Duration::from_secs(2);
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("a_rank_is_killed", || at_every_moment("kill", DEATH)),
+    ("a_rank_aborts", || at_every_moment("abort", DEATH)),
+    ("a_rank_exits", || at_every_moment("exit", DEATH)),
+    ("a_rank_is_frozen_and_thaws", || at_every_moment("stop", SILENCE)),
+    ("the_store_ends_while_ranks_meet", the_store_ends_while_ranks_meet),
+];
+
+/// These need root and its tools.
+pub const PRIVILEGED: &[(&str, fn())] = &[
+    ("a_cable_is_pulled", || between_hosts(Network::pull)),
+    ("a_network_is_parted", || {
+        between_hosts(|network| {
+            network.lose_what_the_first_sends();
+            network.lose_what_the_second_sends();
+        });
+    }),
+    ("a_network_is_parted_one_way", || between_hosts(Network::lose_what_the_first_sends)),
+    ("a_network_is_parted_the_other_way", || between_hosts(Network::lose_what_the_second_sends)),
+    ("connections_are_reset", || between_hosts(Network::reset)),
+    ("a_disk_is_full_where_ranks_meet", a_disk_is_full_where_ranks_meet),
+];
+
+/// What this program does as a rank.
+pub fn play(scenario: &str) {
+    let outcome = match scenario {
+        "train" => train(),
+        "meet" => meet(),
+        other => panic!("no scenario {other}"),
+    };
+    if let Err(error) = outcome {
+        give_up(&error);
+    }
+}
+
+/// Ends at once, as a program does that has nothing to save: what is timed is when a call returned its error. (Rank 0 would
+/// else go on serving the store for those that it cannot reach.)
+fn give_up(error: &phalanx::Error) -> ! {
+    let blamed = error.peer().map_or("nobody".to_owned(), |peer| peer.to_string());
+    eprintln!("blames {blamed}: {error}");
+    let code = match error {
+        error if error.is_peer_failure() => 3,
+        error if error.is_timeout() => 4,
+        _ => 1,
+    };
+    std::process::exit(code)
+}
+
+/// Trains until something goes wrong; one of the ranks sees to that itself, at the moment that it was told.
+fn train() -> phalanx::Result<()> {
+    let variable = |name: &str| std::env::var(name).unwrap_or_default();
+    let (fault, moment) = (variable("FAULT"), variable("MOMENT"));
+    let met = rendezvous::from_env(LIMIT)?;
+    let is_victim = variable("VICTIM") == met.rank.to_string();
+    let mut options = GroupOptions::from_env()?;
+    options.timeout = if moment == "rendezvous" { START } else { LIMIT };
+    if is_victim && moment == "rendezvous" {
+        strike(&fault);
+    }
+    let group = ProcessGroup::join(met, options)?;
+    let mut gradients = vec![1f32; 1 << 20];
+    for step in 0.. {
+        if step == 10 {
+            println!("training");
+            if is_victim && moment == "collective" {
+                let fault = fault.clone();
+                // In the middle of one of the next calls.
+                std::thread::spawn(move || {
+                    std::thread::sleep(Duration::from_millis(7));
+                    strike(&fault);
+                });
+            }
+        }
+        if step == 12 && is_victim && moment == "steps" {
+            strike(&fault);
+        }
+        if let Err(error) = group.all_reduce(&mut gradients, ReduceOp::Avg) {
+            give_up(&error);
+        }
+    }
+    Ok(())
+}
+
+/// Meets the others, or is the one that does not come.
+fn meet() -> phalanx::Result<()> {
+    println!("training");
+    if std::env::var("RANK").is_ok_and(|rank| rank == "1") {
+        std::thread::sleep(LIMIT);
+    }
+    rendezvous::from_env(LIMIT * 10).map(drop)
+}
+
+fn strike(fault: &str) {
+    let signal = |signal| kill_process(getpid(), signal).unwrap();
+    match fault {
+        "kill" => signal(Signal::KILL),
+        "abort" => std::process::abort(),
+        "exit" => std::process::exit(7),
+        "stop" => signal(Signal::STOP),
+        other => panic!("no fault {other}"),
+    }
+}
+
+/// One world for each moment, size and transport: every survivor's call returns, names the victim, and nothing is left.
+fn at_every_moment(fault: &str, bound: Duration) {
+    let before = Traces::now();
+    for (world, victim) in [(2, 0), (2, 1), (4, 0), (4, 2)] {
+        for (moment, transport) in [
+            ("rendezvous", "shm"),
+            ("collective", "shm"),
+            ("collective", "tcp"),
+            ("steps", "tcp"),
+            ("steps", "shm"),
+        ] {
+            let what = format!("{fault} of rank {victim} of {world}, {moment}, {transport}");
+            let number = victim.to_string();
+            let variables =
+                [("FAULT", fault), ("MOMENT", moment), ("VICTIM", &number), ("PHALANX_TRANSPORT", transport)];
+            let mut ranks = World::start("faults::train", world, false, &variables);
+            if moment != "rendezvous" {
+                ranks.training();
+            }
+            let start = Instant::now();
+            let took = ranks.await_all_but(&[victim]) - start;
+            // Before a group stands, only its start's time-out says that somebody is missing.
+            let bound = if moment == "rendezvous" { START * 2 + bound } else { bound };
+            assert!(took < bound, "{what}: it took {took:?}");
+            ranks.send(victim, Signal::CONT);
+            let (outcomes, _) = ranks.end();
+            for (rank, (code, error)) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != victim) {
+                let expected = if moment == "rendezvous" { [3, 4] } else { [3, 3] };
+                assert!(code.is_some_and(|code| expected.contains(&code)), "{what}: rank {rank}: {error}");
+                assert!(error.contains(&format!("blames {victim}: ")), "{what}: rank {rank}: {error}");
+            }
+            // Who has thawed finds that it was given up.
+            let code = outcomes[victim].0;
+            let expected = match fault {
+                "exit" => Some(7),
+                "stop" => code.filter(|code| [1, 3, 4].contains(code)),
+                _ => None,
+            };
+            assert_eq!(code, expected, "{what}: {}", outcomes[victim].1);
+            assert!(fault != "stop" || code.is_some(), "{what}");
+        }
+    }
+    before.are_all();
+}
+
+fn the_store_ends_while_ranks_meet() {
+    let before = Traces::now();
+    for world in [2, 4] {
+        let mut ranks = World::start("faults::meet", world, false, &[]);
+        ranks.training();
+        // They are about to wait for the one that does not come.
+        std::thread::sleep(Duration::from_millis(200));
+        drop(ranks.server.take());
+        let start = Instant::now();
+        let took = ranks.await_all_but(&[1]) - start;
+        assert!(took < SILENCE, "it took {took:?}");
+        ranks.kill(1);
+        for (code, error) in
+            ranks.end().0.iter().enumerate().filter(|(rank, _)| *rank != 1).map(|(_, end)| end)
+        {
+            assert!(code.is_some_and(|code| code != 0) && error.contains("store"), "{error}");
+        }
+    }
+    before.are_all();
+}
+
+/// Two hosts, whose ranks lose each other: all of them have an error, and none hangs.
+fn between_hosts(fault: impl Fn(&Network)) {
+    for (world, transport) in [(2, "tcp"), (4, "auto")] {
+        let network = Network::new();
+        let mut ranks = network.start("faults::train", world, &[("PHALANX_TRANSPORT", transport)]);
+        ranks.training();
+        let start = Instant::now();
+        fault(&network);
+        let took = ranks.await_all_but(&[]) - start;
+        let (outcomes, _) = ranks.end();
+        for (rank, (code, error)) in outcomes.iter().enumerate() {
+            assert_eq!(*code, Some(3), "rank {rank} of {world}: {error}");
+            // Whoever heard of it first blames the other side; its neighbours, and who can still be told, say the same.
+            assert!(error.contains("blames "), "rank {rank} of {world}: {error}");
+        }
+        assert!(took < SILENCE, "it took {took:?}: {outcomes:?}");
+        println!("{world} ranks: {took:?}");
+    }
+}
+
+fn a_disk_is_full_where_ranks_meet() {
+    struct Full(tempfile::TempDir);
+    impl Drop for Full {
+        fn drop(&mut self) {
+            let _ = Command::new("umount").arg(self.0.path()).output();
+        }
+    }
+    let disk = Full(tempfile::tempdir().unwrap());
+    run(Command::new("mount").args(["-t", "tmpfs", "-o", "size=64k", "tmpfs"]).arg(disk.0.path()));
+    let filling = std::fs::write(disk.0.path().join("full"), vec![1; 1 << 20]);
+    assert_eq!(filling.unwrap_err().kind(), std::io::ErrorKind::StorageFull);
+    let url = format!("file://{}", disk.0.path().join("job").display());
+    let start = Instant::now();
+    let error =
+        rendezvous::from_url(&url, Some(Rank::MAIN), Some(phalanx::WorldSize::new(2).unwrap()), START);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("No space left") && error.contains("job"), "{error}");
+    assert!(start.elapsed() < START * 2);
+    std::fs::remove_file(disk.0.path().join("full")).unwrap();
+}
+
+/// What a world could leave behind it.
+#[derive(Debug, PartialEq, Eq)]
+struct Traces {
+    descriptors: usize,
+    children: BTreeSet<String>,
+    shared_memory: BTreeSet<String>,
+}
+
+impl Traces {
+    fn now() -> Self {
+        let names = |folder: &str| -> BTreeSet<String> {
+            let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+            entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+        };
+        let own = format!(" {} ", std::process::id());
+        let is_child = |pid: &String| {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+            // State, then the parent.
+            after_name.get(2..).is_some_and(|rest| rest.starts_with(&own))
+        };
+        let mut shared_memory = names("/dev/shm");
+        shared_memory.retain(|name| name.contains("phalanx"));
+        Self {
+            descriptors: names("/proc/self/fd").len(),
+            children: names("/proc").into_iter().filter(is_child).collect(),
+            shared_memory,
+        }
+    }
+
+    /// Nothing has come to them; a server's threads may take a moment to end.
+    fn are_all(&self) {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let now = Self::now();
+            if now == *self {
+                return;
+            }
+            assert!(Instant::now() < deadline, "left behind: {now:?}; before: {self:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}

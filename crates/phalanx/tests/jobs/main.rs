@@ -1,0 +1,58 @@
+//! Real processes: this program starts itself as what a test needs, so that it has a `main` of its own.
+//! `cargo test -p phalanx --test jobs -- spawn::` runs one file.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
+
+#[path = "../support/certificates.rs"]
+mod certificates;
+mod support;
+
+mod checkpoint_faults;
+mod checkpoints;
+mod elastic;
+mod faults;
+mod frozen;
+mod hostile;
+mod processes;
+mod retry;
+mod spawn;
+mod strangers;
+
+use support::Tests;
+
+fn main() {
+    if let Ok(role) = std::env::var(support::ROLE) {
+        return play(&role);
+    }
+    let mut tests = Tests::default();
+    // The first, because they look at how much memory this process takes.
+    tests.add("strangers", strangers::TESTS);
+    tests.add("checkpoint_faults", checkpoint_faults::TESTS);
+    tests.add("checkpoints", checkpoints::TESTS);
+    tests.add("elastic", elastic::TESTS);
+    tests.add("faults", faults::TESTS);
+    tests.add_privileged("faults", faults::PRIVILEGED);
+    tests.add("frozen", frozen::TESTS);
+    tests.add("hostile", hostile::TESTS);
+    tests.add("processes", processes::TESTS);
+    tests.add("retry", retry::TESTS);
+    tests.add("spawn", spawn::TESTS);
+    tests.run()
+}
+
+/// What this program does when a test has started it.
+fn play(role: &str) {
+    let (file, scenario) = role.split_once("::").unwrap();
+    match file {
+        "checkpoint_faults" => checkpoint_faults::play(scenario),
+        "checkpoints" => checkpoints::play(scenario),
+        "elastic" => elastic::play(scenario),
+        "faults" => faults::play(scenario),
+        "frozen" => frozen::play(scenario),
+        "hostile" => hostile::play(scenario),
+        "processes" => processes::play(scenario),
+        "retry" => retry::play(scenario),
+        "spawn" => spawn::play(scenario),
+        "strangers" => strangers::play(scenario),
+        other => panic!("no role {other}"),
+    }
+}

@@ -1,0 +1,246 @@
+//! Ranks as processes, started by hand as a launcher would, without anybody who watches over them.
+
+use std::time::Duration;
+
+use phalanx::{Buffer, DType, P2pOp, Rank, ReduceOp};
+
+use crate::support::world::{LIMIT, World};
+
+/// The promise: survivors know within this time that somebody died.
+const KNOWN: Duration = Duration::from_secs(1);
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("a_killed_rank_is_named_by_all_survivors", a_killed_rank_is_named_by_all_survivors),
+    ("rank_0_may_die_with_the_store_it_serves", rank_0_may_die_with_the_store_it_serves),
+    ("idle_ranks_know_who_died", idle_ranks_know_who_died),
+    ("a_death_ends_messages_in_flight", a_death_ends_messages_in_flight),
+    ("a_death_is_known_in_every_sub_group", a_death_is_known_in_every_sub_group),
+    ("a_store_that_has_gone_makes_no_more_sub_groups", a_store_that_has_gone_makes_no_more_sub_groups),
+    ("ranks_end_in_any_order", ranks_end_in_any_order),
+    ("strangers_disturb_nobody", strangers_disturb_nobody),
+    ("a_rank_without_descriptors_tells_all_at_once", a_rank_without_descriptors_tells_all_at_once),
+];
+
+/// What a rank does; its error goes to standard error, as any program's would.
+/// What this program does as a rank.
+pub fn play(scenario: &str) {
+    let outcome = match scenario {
+        "train" => train(),
+        "idle" => idle(),
+        "talk" => talk(),
+        "listen" => listen(),
+        "parts" => parts(),
+        "divide" => divide(),
+        "short" => short(),
+        "poor" => poor(),
+        other => panic!("no scenario {other}"),
+    };
+    if let Err(error) = outcome {
+        eprintln!("{error}");
+        std::process::exit(if error.is_peer_failure() { 3 } else { 1 });
+    }
+}
+
+/// Averages gradients until something goes wrong.
+fn train() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let mut gradients = vec![1f32; 1 << 18];
+    for step in 0.. {
+        group.all_reduce(&mut gradients, ReduceOp::Avg)?;
+        if step == 10 {
+            println!("training");
+        }
+    }
+    Ok(())
+}
+
+/// Starts, and looks into its group only long after somebody died.
+fn idle() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    println!("training");
+    while group.failure().is_none() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    group.barrier()
+}
+
+/// Exchanges messages with all others until something goes wrong.
+fn talk() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let others: Vec<Rank> = group.world_size().ranks().filter(|peer| *peer != group.rank()).collect();
+    for round in 0.. {
+        let sent = others.iter().map(|peer| P2pOp::send(Buffer::zeroed(DType::U8, 3 << 20), *peer));
+        let received = others.iter().map(|peer| P2pOp::recv(Buffer::zeroed(DType::U8, 3 << 20), *peer));
+        for work in group.batch_isend_irecv(sent.chain(received).collect())? {
+            work.wait()?;
+        }
+        if round == 10 {
+            println!("training");
+        }
+    }
+    Ok(())
+}
+
+/// Waits for messages that nobody sends.
+fn listen() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let others = group.world_size().ranks().filter(|peer| *peer != group.rank());
+    let works = others.map(|peer| group.irecv(Buffer::zeroed(DType::F32, 8), peer));
+    let works = works.collect::<phalanx::Result<Vec<_>>>()?;
+    println!("training");
+    works.into_iter().try_for_each(|work| work.wait().map(drop))
+}
+
+/// Trains in a sub-group, whose ranks count backwards, until something goes wrong.
+fn parts() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let part = group.split(Some(0), -i64::from(group.rank().get()))?;
+    let part = part.unwrap_or(group);
+    let mut gradients = vec![1f32; 1 << 18];
+    for step in 0.. {
+        part.all_reduce(&mut gradients, ReduceOp::Avg)?;
+        if step == 10 {
+            println!("training");
+        }
+    }
+    Ok(())
+}
+
+/// Makes sub-groups until something goes wrong.
+fn divide() -> phalanx::Result<()> {
+    let group = phalanx::init()?.with_timeout(LIMIT);
+    println!("training");
+    loop {
+        group.split(Some(group.rank().get() / 2), 0)?;
+    }
+}
+
+/// A job of a few steps, whose ranks end at different times.
+fn short() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let mut sum = [1i64];
+    group.all_reduce(&mut sum, ReduceOp::Sum)?;
+    assert_eq!(sum, [4]);
+    let mut shared = vec![group.rank().get() as f32; 1 << 20];
+    group.broadcast(&mut shared, Rank::MAIN)?;
+    assert!(shared.iter().all(|element| *element == 0.0));
+    if std::env::var("LATE").is_ok_and(|late| late == group.rank().to_string()) {
+        std::thread::sleep(Duration::from_millis(300));
+    }
+    Ok(())
+}
+
+/// Rank 0 has too few descriptors left to accept the others.
+fn poor() -> phalanx::Result<()> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let met = phalanx::rendezvous::from_env(LIMIT)?;
+    if met.rank.is_main() {
+        let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+        // The listener, the signal of its thread, and one connection.
+        let limit = Rlimit { current: Some(open - 1 + 4), ..getrlimit(Resource::Nofile) };
+        setrlimit(Resource::Nofile, limit).unwrap();
+    }
+    let mut options = phalanx::GroupOptions::from_env()?;
+    options.timeout = LIMIT * 10;
+    phalanx::ProcessGroup::join(met, options)?.barrier()
+}
+
+/// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time, whatever carries the data.
+fn survivors_name(scenario: &str, victim: usize, served_by_rank_0: bool) {
+    for transport in ["tcp", "shm"] {
+        let mut world = World::start(
+            &format!("processes::{scenario}"),
+            3,
+            served_by_rank_0,
+            &[("PHALANX_TRANSPORT", transport)],
+        );
+        world.training();
+        let killed = world.kill(victim);
+        let (outcomes, ended) = world.end();
+        for (rank, (code, error)) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != victim) {
+            assert_eq!(*code, Some(3), "rank {rank}: {error}");
+            assert!(error.contains(&format!("rank {victim} (")) && error.contains(") died: "), "{error}");
+        }
+        assert!(ended - killed < KNOWN, "it took {:?} over {transport}", ended - killed);
+    }
+}
+
+fn a_killed_rank_is_named_by_all_survivors() {
+    for victim in 0..3 {
+        survivors_name("train", victim, false);
+    }
+}
+
+fn rank_0_may_die_with_the_store_it_serves() {
+    survivors_name("train", 0, true);
+}
+
+fn idle_ranks_know_who_died() {
+    survivors_name("idle", 1, false);
+}
+
+fn a_death_ends_messages_in_flight() {
+    for victim in [0, 2] {
+        survivors_name("talk", victim, false);
+        survivors_name("listen", victim, false);
+    }
+}
+
+/// The rank is that of the sub-group; which process it is, the error says too.
+fn a_death_is_known_in_every_sub_group() {
+    for transport in ["tcp", "shm"] {
+        let mut world = World::start("processes::parts", 3, false, &[("PHALANX_TRANSPORT", transport)]);
+        world.training();
+        world.kill(0);
+        let (outcomes, _) = world.end();
+        for (code, error) in &outcomes[1..] {
+            assert_eq!(*code, Some(3), "{error}");
+            assert!(error.contains("rank 2 (") && error.contains("global rank 0) died: "), "{error}");
+        }
+    }
+}
+
+fn a_store_that_has_gone_makes_no_more_sub_groups() {
+    let mut world = World::start("processes::divide", 3, false, &[]);
+    world.training();
+    drop(world.server.take());
+    let (outcomes, _) = world.end();
+    assert!(outcomes.iter().all(|(code, _)| code.is_some_and(|code| code != 0)), "{outcomes:?}");
+    // Others may only hear that a rank has ended.
+    assert!(outcomes.iter().any(|(_, error)| error.contains("store")), "{outcomes:?}");
+}
+
+fn ranks_end_in_any_order() {
+    for (late, transport) in [("0", "tcp"), ("1", "shm"), ("3", "auto")] {
+        for served_by_rank_0 in [true, false] {
+            let variables = [("LATE", late), ("PHALANX_TRANSPORT", transport)];
+            let (outcomes, _) = World::start("processes::short", 4, served_by_rank_0, &variables).end();
+            for (code, error) in outcomes {
+                assert_eq!((code, error.as_str()), (Some(0), ""));
+            }
+        }
+    }
+}
+
+/// Connections that say nothing, or nonsense, while the ranks look for each other.
+fn strangers_disturb_nobody() {
+    use std::io::Write;
+    let mut world = World::start("processes::train", 2, false, &[]);
+    let mut strangers = Vec::new();
+    for number in 0..100 {
+        if let Ok(mut stranger) = std::net::TcpStream::connect(("127.0.0.1", world.port)) {
+            let _ = stranger.write_all(&[number; 64][..usize::from(number % 64)]);
+            strangers.push(stranger);
+        }
+    }
+    assert_eq!(strangers.len(), 100);
+    world.training();
+}
+
+fn a_rank_without_descriptors_tells_all_at_once() {
+    let (outcomes, _) = World::start("processes::poor", 3, false, &[]).end();
+    for (code, error) in outcomes {
+        assert_eq!(code, Some(1), "{error}");
+        assert!(error.starts_with("rank 0 (") && error.contains("ulimit -n"), "{error}");
+    }
+}

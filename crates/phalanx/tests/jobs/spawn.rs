@@ -1,0 +1,303 @@
+//! `phalanx::spawn` with real processes. This program runs itself once for each scenario, and looks at what comes out.
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, getpid, kill_process};
+
+use crate::support::ROLE;
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("success", success),
+    ("an_error_names_rank_and_message", an_error_names_rank_and_message),
+    ("an_exit_code_is_reported", an_exit_code_is_reported),
+    ("a_panic_is_reported", a_panic_is_reported),
+    ("a_killed_worker_is_named", a_killed_worker_is_named),
+    ("grandchildren_are_ended", grandchildren_are_ended),
+    ("the_parents_death_ends_all", the_parents_death_ends_all),
+    ("ctrl_c_ends_all", ctrl_c_ends_all),
+    ("a_signal_that_the_program_ignores_ends_the_workers_alone", an_ignored_signal_ends_the_workers),
+    ("calls_are_told_apart", calls_are_told_apart),
+    ("misuse_is_refused", misuse_is_refused),
+    ("under_a_launcher_the_worker_runs_in_place", under_a_launcher_the_worker_runs_in_place),
+    ("a_deleted_program_still_spawns", a_deleted_program_still_spawns),
+];
+
+/// The program under test: what `spawn` returns goes to standard output.
+/// What this program does as one that spawns.
+pub fn play(scenario: &str) {
+    let rank = || std::env::var("RANK").unwrap();
+    let only = |who: &str| {
+        if rank() != who {
+            wait_for_ever();
+        }
+    };
+    let result = match scenario {
+        "success" => phalanx::spawn(3, || -> Result<(), String> {
+            let of = |name| std::env::var(name).unwrap();
+            let arguments: Vec<String> = std::env::args().skip(1).collect();
+            assert!(!of("MASTER_PORT").is_empty() && std::io::stdin().read(&mut [0]).unwrap() == 0);
+            println!("{}/{} {} {arguments:?}", rank(), of("WORLD_SIZE"), of("TORCHELASTIC_USE_AGENT_STORE"));
+            Ok(())
+        }),
+        "error" => phalanx::spawn(2, || {
+            only("1");
+            Err("no data")
+        }),
+        "exit" => phalanx::spawn(3, || -> Result<(), String> {
+            only("2");
+            std::process::exit(7)
+        }),
+        "panic" => phalanx::spawn(2, || -> Result<(), String> {
+            only("0");
+            panic!("index {} is too large", 9)
+        }),
+        "kill" => phalanx::spawn(2, || -> Result<(), String> {
+            only("1");
+            kill_process(getpid(), Signal::KILL).unwrap();
+            wait_for_ever()
+        }),
+        "grandchild" => phalanx::spawn(1, || -> Result<(), String> {
+            println!("{}", Command::new("sleep").arg("60").spawn().unwrap().id());
+            Ok(())
+        }),
+        "endless" => phalanx::spawn(2, || -> Result<(), String> {
+            println!("{}", Command::new("sleep").arg("60").spawn().unwrap().id());
+            println!("{}", std::process::id());
+            wait_for_ever()
+        }),
+        "two" => {
+            for round in 1..=2 {
+                phalanx::spawn(2, || -> Result<(), String> {
+                    println!("round {round}");
+                    Ok(())
+                })
+                .unwrap();
+            }
+            phalanx::spawn(1, || Err("the third"))
+        }
+        "nested" => phalanx::spawn(1, || phalanx::spawn(1, || Err("must not run"))),
+        "none" => phalanx::spawn(0, || Err("must not run")),
+        other => panic!("no scenario {other}"),
+    };
+    match result {
+        Ok(()) => println!("Ok"),
+        Err(error) => {
+            println!(
+                "worker_failure={} peer={:?} {error}",
+                error.is_worker_failure(),
+                error.peer().map(|p| p.get())
+            );
+        }
+    }
+}
+
+fn wait_for_ever() -> ! {
+    loop {
+        std::thread::sleep(Duration::from_secs(60));
+    }
+}
+
+fn success() {
+    let (status, out, _) = run(program("success").args(["--epochs", "3"]));
+    assert!(status.success());
+    let mut lines: Vec<&str> = out.lines().collect();
+    assert_eq!(lines.pop(), Some("Ok"));
+    lines.sort_unstable();
+    let arguments = r#"["--epochs", "3"]"#;
+    assert_eq!(lines, (0..3).map(|rank| format!("{rank}/3 True {arguments}")).collect::<Vec<_>>());
+}
+
+fn an_error_names_rank_and_message() {
+    let (_, out, err) = run(&mut program("error"));
+    assert!(out.starts_with("worker_failure=true peer=Some(1) rank 1 (pid "), "{out}");
+    assert!(out.trim_end().ends_with("failed: exit code 1: no data"), "{out}");
+    assert_eq!(err, "rank 1: no data\n");
+}
+
+fn an_exit_code_is_reported() {
+    let (_, out, _) = run(&mut program("exit"));
+    assert!(out.contains("peer=Some(2)") && out.contains("exit code 7"), "{out}");
+}
+
+fn a_panic_is_reported() {
+    let (_, out, err) = run(&mut program("panic"));
+    assert!(out.contains("peer=Some(0)"), "{out}");
+    assert!(out.contains("exit code 101: panicked: index 9 is too large"), "{out}");
+    assert!(err.contains("index 9 is too large"));
+}
+
+fn a_killed_worker_is_named() {
+    let (_, out, _) = run(&mut program("kill"));
+    assert!(out.contains("peer=Some(1)") && out.contains("killed by SIGKILL"), "{out}");
+}
+
+fn grandchildren_are_ended() {
+    let (_, out, _) = run(&mut program("grandchild"));
+    let (pid, result) = out.trim_end().split_once('\n').unwrap();
+    assert_eq!(result, "Ok");
+    assert!(is_gone(pid), "{pid} was left behind");
+}
+
+fn the_parents_death_ends_all() {
+    end_the_parent(Signal::KILL);
+}
+
+fn ctrl_c_ends_all() {
+    // A shell without job control starts what it puts into the background with SIGINT ignored, also this test.
+    end_the_parent(if is_ignored(Signal::INT) { Signal::TERM } else { Signal::INT });
+}
+
+fn an_ignored_signal_ends_the_workers() {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "trap '' INT; exec \"$0\""]).arg(std::env::current_exe().unwrap());
+    prepare(&mut shell, "endless");
+    let (mut parent, mut out, pids) = start_endless(&mut shell);
+    kill_process(Pid::from_child(&parent), Signal::INT).unwrap();
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).unwrap();
+    assert!(rest.contains("SIGINT ended the workers"), "{rest}");
+    assert!(wait(&mut parent).success());
+    wait_until_gone(&pids);
+}
+
+fn end_the_parent(signal: Signal) {
+    // What the program might still say must not meet a closed pipe, of which it would die first.
+    let (mut parent, _out, pids) = start_endless(&mut program("endless"));
+    kill_process(Pid::from_child(&parent), signal).unwrap();
+    assert_eq!(wait(&mut parent).signal(), Some(signal.as_raw()));
+    wait_until_gone(&pids);
+}
+
+/// Starts the program, and reads the numbers of the four processes that it starts.
+fn start_endless(program: &mut Command) -> (Child, BufReader<ChildStdout>, Vec<String>) {
+    let mut parent = program.stdout(Stdio::piped()).spawn().unwrap();
+    let mut out = BufReader::new(parent.stdout.take().unwrap());
+    let pids: Vec<String> = out.by_ref().lines().take(4).map(Result::unwrap).collect();
+    assert!(pids.iter().all(|pid| !is_gone(pid)), "{pids:?}");
+    (parent, out, pids)
+}
+
+fn wait_until_gone(pids: &[String]) {
+    let deadline = Instant::now() + LIMIT;
+    while let Some(pid) = pids.iter().find(|pid| !is_gone(pid)) {
+        assert!(Instant::now() < deadline, "{pid} was left behind");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Does this process, and what it starts, ignore `signal`?
+fn is_ignored(signal: Signal) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+    u64::from_str_radix(mask.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
+}
+
+fn calls_are_told_apart() {
+    let (_, out, _) = run(&mut program("two"));
+    let lines: Vec<&str> = out.lines().collect();
+    assert_eq!(lines[..4], ["round 1", "round 1", "round 2", "round 2"]);
+    assert!(lines[4].ends_with("the third") && lines.len() == 5, "{out}");
+}
+
+fn misuse_is_refused() {
+    let (_, out, _) = run(&mut program("none"));
+    assert!(out.contains("world size of 0"), "{out}");
+    let (_, out, _) = run(&mut program("nested"));
+    assert!(out.contains("inside a worker"), "{out}");
+    let (_, out, _) = run(program("success").env("RANK", "3"));
+    assert!(out.contains("WORLD_SIZE"), "{out}");
+    let inherited = |name| match name {
+        "RANK" => "0",
+        "WORLD_SIZE" => "1",
+        "MASTER_ADDR" => "127.0.0.1",
+        "MASTER_PORT" => "29500",
+        _ => "1:1:elsewhere",
+    };
+    let names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PHALANX_SPAWN"];
+    let (_, out, _) = run(program("success").envs(names.map(|name| (name, inherited(name)))));
+    assert!(out.contains("started by a worker of spawn"), "{out}");
+}
+
+fn under_a_launcher_the_worker_runs_in_place() {
+    let launched = |scenario| {
+        let mut program = program(scenario);
+        program.envs([
+            ("RANK", "1"),
+            ("WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "29500"),
+        ]);
+        run(&mut program)
+    };
+    let (status, out, err) = launched("error");
+    assert_eq!((status.code(), out.as_str()), (Some(1), ""));
+    assert!(err.contains("rank 1: no data"), "{err}");
+    let (status, _, err) = launched("nested");
+    assert!(status.code() == Some(1) && err.contains("inside a worker"), "{err}");
+}
+
+fn a_deleted_program_still_spawns() {
+    let folder = tempfile::tempdir().unwrap();
+    let copy = folder.path().join("program");
+    std::fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
+    // Gone from the disk before it starts, but for the open descriptor.
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "exec 3<\"$0\"; rm \"$0\"; exec /proc/self/fd/3"])
+        .arg(&copy)
+        .env(ROLE, "spawn::exit");
+    let (_, out, err) = run(&mut command);
+    assert!(out.contains("exit code 7"), "{out}{err}");
+}
+
+fn program(scenario: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    prepare(&mut command, scenario);
+    command
+}
+
+fn prepare(command: &mut Command, scenario: &str) {
+    command.env(ROLE, format!("spawn::{scenario}")).stdin(Stdio::null());
+    for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
+        command.env_remove(name);
+    }
+}
+
+/// Runs it to its end: exit status, standard output, standard error.
+fn run(command: &mut Command) -> (ExitStatus, String, String) {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+    let read = |mut stream: Box<dyn Read + Send>| {
+        std::thread::spawn(move || {
+            let mut text = String::new();
+            stream.read_to_string(&mut text).map(|_| text).unwrap()
+        })
+    };
+    let (out, err) = (read(Box::new(out)), read(Box::new(err)));
+    let status = wait(&mut child);
+    (status, out.join().unwrap(), err.join().unwrap())
+}
+
+fn wait(child: &mut Child) -> ExitStatus {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        if Instant::now() >= deadline {
+            let _ = child.kill();
+            panic!("it did not end within {LIMIT:?}");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Is there no such process, or only its zombie?
+fn is_gone(pid: &str) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
+}
