@@ -1,7 +1,10 @@
 //! Handles to operations in flight.
 
 use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
@@ -13,18 +16,52 @@ use crate::transport::health::Health;
 
 /// An asynchronous operation that owns its buffer until it is done.
 ///
+/// It is waited for by [`wait`](Self::wait), on a thread, or as a future, by any executor: the group's worker moves the
+/// bytes and wakes it, so that it needs no runtime. It runs from the call on, whether it is polled or not, and its deadline
+/// holds either way.
+///
 /// Dropping a `Work` detaches it: the operation still runs, because the other ranks need this rank's part, and its
 /// buffer is freed afterwards. A failure of it is not lost, since it ends the whole group.
+///
+/// ```
+/// use phalanx::{Buffer, ProcessGroup, ReduceOp, Result};
+/// async fn sums(group: &ProcessGroup, weights: Buffer, losses: Buffer) -> Result<(Buffer, Buffer)> {
+///     let weights = group.all_reduce_async(weights, ReduceOp::Sum)?;
+///     let losses = group.all_reduce_async(losses, ReduceOp::Sum)?; // both are under way
+///     Ok((weights.await?, losses.await?))
+/// }
+/// ```
 pub struct Work {
     slot: Arc<Slot>,
     /// None if it never was in flight.
     group: Option<Arc<Health>>,
 }
 
-#[derive(Default)]
 struct Slot {
-    outcome: Mutex<Option<Result<Buffer>>>,
+    state: Mutex<State>,
     done: Condvar,
+}
+
+enum State {
+    /// Under way, with who is to be woken, if it has been polled.
+    InFlight(Option<Waker>),
+    Done(Result<Buffer>),
+    /// Somebody has the outcome.
+    Taken,
+}
+
+impl State {
+    /// The outcome, if it is there: it is given once.
+    fn take(&mut self) -> Option<Result<Buffer>> {
+        match std::mem::replace(self, Self::Taken) {
+            Self::Done(outcome) => Some(outcome),
+            Self::Taken => Some(Err(Error::invalid_argument("the outcome of this work was taken already"))),
+            waiting @ Self::InFlight(_) => {
+                *self = waiting;
+                None
+            }
+        }
+    }
 }
 
 /// The side that completes a [`Work`]. Dropped without an outcome (a panicked worker), it fails the work.
@@ -35,7 +72,7 @@ pub(crate) struct Completer {
 impl Work {
     /// A work, and the handle that will complete it.
     pub(crate) fn pending() -> (Self, Completer) {
-        let slot = Arc::new(Slot::default());
+        let slot = Arc::new(Slot { state: Mutex::new(State::InFlight(None)), done: Condvar::new() });
         (Self { slot: slot.clone(), group: None }, Completer { slot })
     }
 
@@ -54,12 +91,15 @@ impl Work {
 
     /// Has it succeeded or failed?
     pub fn is_completed(&self) -> bool {
-        self.slot.outcome.lock().is_some()
+        !matches!(*self.slot.state.lock(), State::InFlight(_))
     }
 
     /// Why it failed, once it has. [`wait`](Self::wait) gives the same error.
     pub fn error(&self) -> Option<Error> {
-        self.slot.outcome.lock().as_ref().and_then(|outcome| outcome.as_ref().err().cloned())
+        match &*self.slot.state.lock() {
+            State::Done(outcome) => outcome.as_ref().err().cloned(),
+            State::InFlight(_) | State::Taken => None,
+        }
     }
 
     /// Ends the operation, and with it its group on every rank, as [`ProcessGroup::abort`](crate::ProcessGroup::abort)
@@ -74,11 +114,11 @@ impl Work {
     /// Waits for the end, which the deadlines of this operation and of those called before it bound, and gives the
     /// buffer back.
     pub fn wait(self) -> Result<Buffer> {
-        let mut outcome = self.slot.outcome.lock();
+        let mut state = self.slot.state.lock();
         loop {
-            match outcome.take() {
+            match state.take() {
                 Some(outcome) => return outcome,
-                None => self.slot.done.wait(&mut outcome),
+                None => self.slot.done.wait(&mut state),
             }
         }
     }
@@ -105,15 +145,33 @@ impl Work {
 
     /// Waits until `deadline`. If it passes first, the work itself comes back unharmed.
     pub fn wait_until(self, deadline: Deadline) -> Result<Result<Buffer>, Self> {
-        let mut outcome = self.slot.outcome.lock();
-        while outcome.is_none() {
-            if self.slot.done.wait_until(&mut outcome, deadline.instant()).timed_out() && outcome.is_none() {
-                drop(outcome);
-                return Err(self);
+        let mut state = self.slot.state.lock();
+        let mut late = false;
+        loop {
+            match state.take() {
+                Some(outcome) => return Ok(outcome),
+                None if late => break,
+                None => late = self.slot.done.wait_until(&mut state, deadline.instant()).timed_out(),
             }
         }
-        let taken = outcome.take();
-        Ok(taken.unwrap_or_else(|| Err(Error::aborted("the operation has no outcome"))))
+        drop(state);
+        Err(self)
+    }
+}
+
+impl Future for Work {
+    type Output = Result<Buffer>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut state = self.slot.state.lock();
+        if let Some(outcome) = state.take() {
+            return Poll::Ready(outcome);
+        }
+        match &mut *state {
+            State::InFlight(Some(waker)) => waker.clone_from(context.waker()),
+            waiting => *waiting = State::InFlight(Some(context.waker().clone())),
+        }
+        Poll::Pending
     }
 }
 
@@ -123,27 +181,139 @@ impl Completer {
     }
 
     fn finish(&self, outcome: Result<Buffer>) {
-        let mut slot = self.slot.outcome.lock();
-        if slot.is_none() {
-            *slot = Some(outcome);
+        let mut state = self.slot.state.lock();
+        if let State::InFlight(waker) = &mut *state {
+            let waker = waker.take();
+            *state = State::Done(outcome);
+            drop(state);
+            self.slot.done.notify_all();
+            if let Some(waker) = waker {
+                waker.wake();
+            }
         }
-        self.slot.done.notify_all();
     }
 }
 
 impl Drop for Completer {
     fn drop(&mut self) {
-        // After `complete` the outcome may have been taken already; only a waiter that is still there sees this one.
-        if Arc::strong_count(&self.slot) > 1 {
-            self.finish(Err(Error::aborted(
-                "the group's communication worker ended before the operation did",
-            )));
-        }
+        // After `complete` this changes nothing.
+        self.finish(Err(Error::aborted("the group's communication worker ended before the operation did")));
     }
 }
 
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.is_completed() { "Work(completed)" } else { "Work(in flight)" })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::pin::pin;
+    use std::task::Wake;
+    use std::thread::Thread;
+
+    use super::*;
+    use crate::{ProcessGroup, ReduceOp, WorldSize};
+
+    struct Unpark(Thread);
+
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+
+    /// The smallest executor there is.
+    fn block_on<F: Future>(future: F) -> F::Output {
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        let mut future = pin!(future);
+        loop {
+            match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+                Poll::Ready(output) => return output,
+                Poll::Pending => std::thread::park(),
+            }
+        }
+    }
+
+    /// Both outcomes, of works that are polled in turn.
+    async fn join(mut left: Work, mut right: Work) -> (Result<Buffer>, Result<Buffer>) {
+        let (mut first, mut second) = (None, None);
+        poll_fn(|context| {
+            for (work, outcome) in [(&mut left, &mut first), (&mut right, &mut second)] {
+                if outcome.is_none()
+                    && let Poll::Ready(done) = Pin::new(work).poll(context)
+                {
+                    *outcome = Some(done);
+                }
+            }
+            match (first.take(), second.take()) {
+                (Some(first), Some(second)) => Poll::Ready((first, second)),
+                undone => {
+                    (first, second) = undone;
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
+
+    #[test]
+    fn two_works_are_awaited_together() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let start = |value: f32| {
+                        group.all_reduce_async(Buffer::from_slice(&[value; 3]), ReduceOp::Sum).unwrap()
+                    };
+                    let (small, large) = block_on(join(start(1.0), start(5.0)));
+                    assert_eq!(small.unwrap().as_slice::<f32>().unwrap(), [2.0; 3]);
+                    assert_eq!(large.unwrap().as_slice::<f32>().unwrap(), [10.0; 3]);
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn who_has_polled_last_is_woken_and_the_outcome_is_given_once() {
+        let (mut work, completer) = Work::pending();
+        let forgotten = Arc::new(Unpark(std::thread::current()));
+        let before = Waker::from(forgotten.clone());
+        assert!(Pin::new(&mut work).poll(&mut Context::from_waker(&before)).is_pending());
+        drop(before);
+        let last = Arc::new(Unpark(std::thread::current()));
+        let waker = Waker::from(last.clone());
+        assert!(Pin::new(&mut work).poll(&mut Context::from_waker(&waker)).is_pending());
+        assert_eq!((Arc::strong_count(&forgotten), Arc::strong_count(&last)), (1, 3));
+        assert!(!work.is_completed());
+        completer.complete(Ok(Buffer::from_slice(&[7u8])));
+        assert_eq!(Arc::strong_count(&last), 2, "it was woken, and let go");
+        assert!(work.is_completed());
+        assert_eq!(block_on(&mut work).unwrap().as_slice::<u8>().unwrap(), [7]);
+        let again = block_on(&mut work).unwrap_err();
+        assert!(again.to_string().contains("taken already"), "{again}");
+        assert!(work.wait().unwrap_err().to_string().contains("taken already"));
+    }
+
+    #[test]
+    fn a_worker_that_ends_wakes_who_awaits_it() {
+        let (work, completer) = Work::pending();
+        let waiting = std::thread::spawn(move || block_on(work));
+        drop(completer);
+        assert!(waiting.join().unwrap().unwrap_err().is_aborted());
+    }
+
+    #[test]
+    fn a_work_that_was_polled_can_still_be_waited_for_and_dropped() {
+        let (mut work, completer) = Work::pending();
+        assert!(Pin::new(&mut work).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        let work = work.wait_timeout(Duration::ZERO).unwrap_err();
+        completer.complete(Ok(Buffer::from_slice(&[1u8])));
+        assert_eq!(work.wait_timeout(Duration::ZERO).unwrap().unwrap().len(), 1);
+        let (work, completer) = Work::pending();
+        drop(work);
+        completer.complete(Ok(Buffer::from_slice(&[1u8])));
     }
 }
