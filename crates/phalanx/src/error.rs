@@ -22,6 +22,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 ///     !error.is_timeout() && error.peer().is_none()
 /// }
 /// ```
+///
+/// A program makes an error of its own with [`Error::other`].
 #[derive(Clone)]
 pub struct Error(Arc<Inner>);
 
@@ -76,17 +78,50 @@ impl Error {
         }))
     }
 
+    /// An error of the program itself, from whatever it has: a text, or another error, which stays its
+    /// [source](StdError::source). [`is_aborted`](Self::is_aborted) is true of it. Other ranks see it if the function that
+    /// returns it ends the group, such as the body of a `join`, or if it is given to
+    /// [`ProcessGroup::abort`](crate::ProcessGroup::abort).
+    ///
+    /// ```
+    /// use phalanx::{Error, Result};
+    ///
+    /// fn checked(loss: f32) -> Result<f32> {
+    ///     if loss.is_nan() {
+    ///         return Err(Error::other("the loss is NaN").with_remedy("lower the learning rate"));
+    ///     }
+    ///     Ok(loss)
+    /// }
+    ///
+    /// fn samples(path: &str) -> Result<Vec<u8>> {
+    ///     std::fs::read(path).map_err(Error::other)
+    /// }
+    ///
+    /// assert_eq!(checked(f32::NAN).unwrap_err().to_string(), "the loss is NaN (lower the learning rate)");
+    /// assert_eq!(samples("/no/such/file").unwrap_err().io_kind(), Some(std::io::ErrorKind::NotFound));
+    /// ```
+    pub fn other(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        let source = Arc::from(error.into());
+        // The source says it all.
+        Self::new(Kind::Aborted, "").edit(|inner| inner.source = Some(source))
+    }
+
+    // The three that follow are for adapters and commands, which tell what is whose fault as this crate does.
+
     /// For the caller's mistakes: a wrong shape, an unknown rank, an operation that is not defined for a type.
+    #[doc(hidden)]
     pub fn invalid_argument(cause: impl Into<String>) -> Self {
         Self::new(Kind::InvalidArgument, cause)
     }
 
     /// For ranks whose calls, parameters or plans differ.
+    #[doc(hidden)]
     pub fn mismatch(cause: impl Into<String>) -> Self {
         Self::new(Kind::Mismatch, cause)
     }
 
-    /// For failures that a program declares of itself with [`ProcessGroup::abort`](crate::ProcessGroup::abort).
+    /// For what ends for a reason of its own.
+    #[doc(hidden)]
     pub fn aborted(cause: impl Into<String>) -> Self {
         Self::new(Kind::Aborted, cause)
     }
@@ -190,6 +225,7 @@ impl Error {
     /// The cause with its source, as one text.
     pub(crate) fn full_cause(&self) -> String {
         match &self.0.source {
+            Some(source) if self.0.cause.is_empty() => source.to_string(),
             Some(source) => format!("{}: {source}", self.0.cause),
             None => self.0.cause.clone(),
         }
@@ -303,8 +339,10 @@ impl fmt::Display for Error {
             f.write_str(": ")?;
         }
         f.write_str(cause)?;
-        if let Some(source) = source {
-            write!(f, ": {source}")?;
+        match source {
+            Some(source) if cause.is_empty() => write!(f, "{source}")?,
+            Some(source) => write!(f, ": {source}")?,
+            None => {}
         }
         if let Some(remedy) = remedy {
             write!(f, " ({remedy})")?;
@@ -382,5 +420,21 @@ mod tests {
         );
         assert!(error.is_timeout() && !error.is_mismatch());
         assert_eq!(error.clone().peer(), Some(Rank::new(1)));
+    }
+
+    #[test]
+    fn a_program_s_own_error_says_what_it_says_and_once() {
+        let plain = Error::other("the loss is NaN");
+        assert_eq!(plain.to_string(), "the loss is NaN");
+        assert!(plain.is_aborted());
+        let disk = std::io::Error::from(std::io::ErrorKind::StorageFull);
+        let text = disk.to_string();
+        let wrapped = Error::other(disk).in_operation("barrier", None).at(Rank::MAIN, "node7");
+        assert_eq!(wrapped.to_string(), format!("rank 0 (node7): barrier: {text}"));
+        assert_eq!(wrapped.full_cause(), text, "which is what the other ranks are told");
+        assert_eq!(wrapped.io_kind(), Some(std::io::ErrorKind::StorageFull));
+        // An error of this crate stays itself.
+        let own = Error::timeout("late").with_peer(Rank::new(1));
+        assert!(Error::other(own).to_string().contains("late"));
     }
 }
