@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 pub enum ReduceOp {
     /// The sum.
     Sum,
-    /// The sum divided by the world size, once; integers round towards zero. Of f16 no partial sum overflows where the
-    /// average does not.
+    /// The sum divided by the world size, once. For floats alone: of integers take the sum, and divide that. Of f16 no
+    /// partial sum overflows where the average does not.
     Avg,
     /// The product.
     Product,
@@ -51,14 +51,13 @@ impl ReduceOp {
         Self::PreMulSum(1.0),
     ];
 
-    /// Is it defined for elements of this type? Bits are those of integers and truth values; only floats take a factor;
-    /// truth values have no average.
+    /// Is it defined for elements of this type? Bits are those of integers and truth values; only floats have an
+    /// average and take a factor.
     pub const fn supports(self, dtype: DType) -> bool {
         match self {
             Self::Sum | Self::Product | Self::Min | Self::Max => true,
-            Self::Avg => !matches!(dtype, DType::Bool),
             Self::BAnd | Self::BOr | Self::BXor => !dtype.is_float(),
-            Self::PreMulSum(_) => dtype.is_float(),
+            Self::Avg | Self::PreMulSum(_) => dtype.is_float(),
         }
     }
 
@@ -68,7 +67,10 @@ impl ReduceOp {
             return Ok(());
         }
         let remedy = match self {
-            Self::Avg => "min, max, product and sum are and, or, and, or on truth values",
+            Self::Avg if dtype == DType::Bool => {
+                "min, max, product and sum are and, or, and, or on truth values"
+            }
+            Self::Avg => "reduce with ReduceOp::Sum and divide by the world size, or average f32 or f64",
             Self::PreMulSum(_) => "premul_sum is for f16, bf16, f32 and f64",
             _ => "band, bor and bxor are for integers and truth values",
         };
@@ -164,6 +166,10 @@ mod tests {
             "bxor is not defined for f16 (band, bor and bxor are for integers and truth values)"
         );
         assert!(ReduceOp::Avg.check(DType::Bool).is_err());
+        for dtype in [DType::I8, DType::U8, DType::I32, DType::I64] {
+            let error = ReduceOp::Avg.check(dtype).unwrap_err().to_string();
+            assert!(error.contains("ReduceOp::Sum and divide"), "{error}");
+        }
         assert!(ReduceOp::PreMulSum(0.5).check(DType::I32).is_err());
         assert!(ReduceOp::PreMulSum(0.5).check(DType::BF16).is_ok());
     }

@@ -347,6 +347,15 @@ fn what_is_not_defined_is_refused_before_anything_is_sent() {
                 assert!(group.reduce_scatter(&[1u8; 2], &mut [0], half).unwrap_err().is_invalid_argument());
                 let mut truths = [Bool::TRUE];
                 assert!(group.all_reduce(&mut truths, ReduceOp::Avg).unwrap_err().is_invalid_argument());
+                // Gloo refuses it too: what is left over would be lost without a word.
+                let error = group.all_reduce(&mut [1i32, 2], ReduceOp::Avg).unwrap_err();
+                let text = error.to_string();
+                assert!(error.is_invalid_argument(), "{text}");
+                assert!(text.contains("all_reduce(avg, 2 x i32): avg is not defined for i32"), "{text}");
+                assert!(text.contains("ReduceOp::Sum and divide"), "{text}");
+                let bytes = Buffer::from_slice(&[1u8; 2]);
+                let error = group.reduce_async(bytes, Rank::MAIN, ReduceOp::Avg).unwrap_err().to_string();
+                assert!(error.contains("reduce(avg, 2 x u8, root 0): avg is not defined for u8"), "{error}");
                 let truths = Buffer::from_slice(&truths);
                 assert!(group.all_reduce_async(truths, ReduceOp::Avg).unwrap_err().is_invalid_argument());
             }

@@ -4,7 +4,7 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 
 use super::half::Half;
-use super::number::{Divisor, Loop, Number};
+use super::number::{Loop, Number};
 use super::{cast, cast_mut, same_length, vectorised};
 use crate::collective::ReduceOp;
 use crate::dtype::{Bool, DType};
@@ -138,7 +138,6 @@ impl Fold {
     /// The result of a single rank.
     fn finish<T: Number>(&self, data: &mut [T]) {
         if let Some(by) = self.divide_by.filter(|by| *by > 1) {
-            let by = Divisor::new(by);
             vectorised(
                 #[inline(always)]
                 || data.iter_mut().for_each(|value| *value = value.divide(by)),

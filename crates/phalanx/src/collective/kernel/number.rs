@@ -4,7 +4,6 @@ use bytemuck::Pod;
 
 use crate::collective::ReduceOp;
 use crate::dtype::Bool;
-use crate::rank::MAX_WORLD_SIZE;
 
 /// A loop that waits for its operation, which is known when it is compiled, so that it vectorises.
 pub(super) trait Loop<T> {
@@ -16,91 +15,39 @@ pub(super) trait Number: Pod {
     /// Runs `work` with `op`, whose result is divided if it is the last part of an average of that many ranks.
     fn each(op: ReduceOp, divide_by: Option<u32>, work: impl Loop<Self>);
 
-    fn divide(self, by: Divisor) -> Self;
+    fn divide(self, ranks: u32) -> Self;
     fn scale(self, factor: f64) -> Self;
 }
 
-/// A number of ranks to divide by. No processor divides integers by vectors, so that quotients are products, shifted
-/// (T. Granlund and P. Montgomery, "Division by invariant integers using multiplication", 1994): exact, because the
-/// reciprocal's error, times the largest magnitude, stays below a unit of what is shifted out.
-#[derive(Clone, Copy)]
-pub(super) struct Divisor {
-    ranks: u32,
-    /// For magnitudes up to 255: 2^24 / ranks, rounded up.
-    byte: u32,
-    /// For magnitudes up to 2^31: 2^shift / ranks, rounded up.
-    word: u64,
-    shift: u32,
-}
-
-impl Divisor {
-    pub(super) fn new(ranks: u32) -> Self {
-        // No more than a world holds: the error above is below 1, and 255 below 2^24 / ranks.
-        let ranks = ranks.clamp(1, MAX_WORLD_SIZE);
-        let shift = 32 + ranks.ilog2();
-        Self { ranks, byte: (1 << 24) / ranks + 1, word: (1 << shift) / u64::from(ranks) + 1, shift }
-    }
-
-    #[inline(always)]
-    fn of_byte(self, magnitude: u8) -> u32 {
-        (u32::from(magnitude) * self.byte) >> 24
-    }
-
-    #[inline(always)]
-    fn of_word(self, magnitude: u32) -> u32 {
-        ((u64::from(magnitude) * self.word) >> self.shift) as u32
-    }
-}
-
 macro_rules! integers {
-    ($($type:ty: |$value:ident, $by:ident| $quotient:expr),*) => {$(
+    ($($type:ty),*) => {$(
         impl Number for $type {
             #[inline(always)]
-            fn each(op: ReduceOp, divide_by: Option<u32>, work: impl Loop<Self>) {
-                match (op, divide_by) {
-                    (ReduceOp::Avg, Some(by)) => {
-                        let by = Divisor::new(by);
-                        work.run(
-                            #[inline(always)]
-                            move |a: Self, b: Self| a.wrapping_add(b).divide(by),
-                        );
-                    }
-                    (ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_), _) => work.run(Self::wrapping_add),
-                    (ReduceOp::Product, _) => work.run(Self::wrapping_mul),
-                    (ReduceOp::Min, _) => work.run(Ord::min),
-                    (ReduceOp::Max, _) => work.run(Ord::max),
-                    (ReduceOp::BAnd, _) => work.run(|a, b| a & b),
-                    (ReduceOp::BOr, _) => work.run(|a, b| a | b),
-                    (ReduceOp::BXor, _) => work.run(|a, b| a ^ b),
+            fn each(op: ReduceOp, _: Option<u32>, work: impl Loop<Self>) {
+                match op {
+                    ReduceOp::Sum => work.run(Self::wrapping_add),
+                    ReduceOp::Product => work.run(Self::wrapping_mul),
+                    ReduceOp::Min => work.run(Ord::min),
+                    ReduceOp::Max => work.run(Ord::max),
+                    ReduceOp::BAnd => work.run(|a, b| a & b),
+                    ReduceOp::BOr => work.run(|a, b| a | b),
+                    ReduceOp::BXor => work.run(|a, b| a ^ b),
+                    // Refused at the call, as what follows.
+                    ReduceOp::Avg | ReduceOp::PreMulSum(_) => {}
                 }
             }
 
-            #[inline(always)]
-            fn divide(self, by: Divisor) -> Self {
-                let ($value, $by) = (self, by);
-                $quotient
+            fn divide(self, _: u32) -> Self {
+                self
             }
 
-            // Refused at the call.
             fn scale(self, _: f64) -> Self {
                 self
             }
         }
     )*};
 }
-// Towards zero.
-integers!(
-    i64: |value, by| value / i64::from(by.ranks),
-    i32: |value, by| {
-        let quotient = by.of_word(value.unsigned_abs()) as Self;
-        if value < 0 { quotient.wrapping_neg() } else { quotient }
-    },
-    i8: |value, by| {
-        let quotient = by.of_byte(value.unsigned_abs()) as Self;
-        if value < 0 { quotient.wrapping_neg() } else { quotient }
-    },
-    u8: |value, by| by.of_byte(value) as Self
-);
+integers!(i64, i32, i8, u8);
 
 impl Number for Bool {
     #[inline(always)]
@@ -116,7 +63,7 @@ impl Number for Bool {
     }
 
     // Refused at the call, both.
-    fn divide(self, _: Divisor) -> Self {
+    fn divide(self, _: u32) -> Self {
         self
     }
 
@@ -160,8 +107,8 @@ macro_rules! floats {
             }
 
             #[inline(always)]
-            fn divide(self, by: Divisor) -> Self {
-                self / by.ranks as Self
+            fn divide(self, ranks: u32) -> Self {
+                self / ranks as Self
             }
 
             #[inline(always)]

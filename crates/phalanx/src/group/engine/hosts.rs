@@ -111,7 +111,6 @@ impl Engine {
             let row = &self.choice.row;
             let plan = collective::all_reduce(row, bridge.host, bridge.hosts, call.0.dtype, elements);
             self.across(&bridge, call, plan, (data, start), patience)?;
-            self.finish(call.0, &mut data[stripe])?;
         }
         self.within(call, data, patience, |domain, data| domain.collect_shares(call, data, stripes, patience))
     }
@@ -134,9 +133,6 @@ impl Engine {
         let row = &self.choice.row;
         let plan = collective::reduce(row, bridge.host, bridge.hosts, home, call.0.dtype, elements);
         self.across(&bridge, call, plan, (data, 0), patience)?;
-        if bridge.host == home {
-            self.finish(call.0, data)?;
-        }
         self.hand_out_at_home(hierarchy, home, call, data, patience)
     }
 
@@ -154,8 +150,8 @@ impl Engine {
         self.within(call, data, patience, |domain, data| domain.collect_shares(call, data, 1, patience))
     }
 
-    /// Combines the elements of this host's ranks. An average of floats is divided here, over all ranks of all hosts, so
-    /// that no sum of half-precision numbers overflows between hosts; one of integers when all have been added.
+    /// Combines the elements of this host's ranks. An average is divided here, over all ranks of all hosts, so that no sum of
+    /// half-precision numbers overflows between hosts.
     fn reduce_on_host(
         &mut self,
         call: (Call, Sequence),
@@ -166,7 +162,7 @@ impl Engine {
         let Call { dtype, reduce, .. } = call.0;
         let op = reduce.unwrap_or(ReduceOp::Sum);
         let fold = match op {
-            ReduceOp::Avg if dtype.is_float() => Fold::of_all(dtype, op, self.world.get()),
+            ReduceOp::Avg => Fold::of_all(dtype, op, self.world.get()),
             _ => Fold { dtype, op: sums(op), divide_by: None },
         };
         if self.domain.is_none() {
@@ -175,16 +171,6 @@ impl Engine {
         self.within(call, data, patience, |domain, data| {
             domain.reduce_shares(call, data, owners, fold, patience)
         })
-    }
-
-    /// All ranks' elements are in: an average of integers is divided.
-    fn finish(&self, call: Call, data: &mut [u8]) -> Result<()> {
-        match call.reduce {
-            Some(ReduceOp::Avg) if !call.dtype.is_float() => {
-                Fold::of_all(call.dtype, ReduceOp::Avg, self.world.get()).apply(&mut [data])
-            }
-            _ => Ok(()),
-        }
     }
 
     /// Before a collective goes from rank to rank: ranks of which one waits for its host's, and another for a message, would
