@@ -16,7 +16,7 @@ use burn::tensor::{Gradients, Tensor};
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::hooks::CommHook;
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, verify_state};
-use phalanx::{Buffer, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
+use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
 use crate::bridge;
 use crate::clip;
@@ -119,7 +119,9 @@ impl<M: Module> Ddp<M> {
         let engine = engine(&inventory, &group, &options)?;
         let model = match engine {
             Engine::Alone { .. } => model,
-            Engine::Together { .. } => replicas::from_rank(model, &group, Rank::MAIN, Select::All)?,
+            Engine::Together { .. } => {
+                replicas::from_rank(model, &group.in_call(Caller::DdpNew), Rank::MAIN, Select::All)?
+            }
         };
         let places = places(&inventory);
         Ok(Self {
@@ -254,7 +256,8 @@ impl<M: Module> Ddp<M> {
             }
         }
         // All but one rank bring a zero for each: the sums are exact, and are added up in the same order everywhere.
-        let squares = self.group.all_reduce_async(Buffer::from_slice(&squares), ReduceOp::Sum)?.wait()?;
+        let group = self.group.in_call(Caller::DdpClipGradNorm);
+        let squares = group.all_reduce_async(Buffer::from_slice(&squares), ReduceOp::Sum)?.wait()?;
         let squares = squares.as_slice::<f64>()?.iter().copied();
         Ok(clip::scale(self.model(), gradients, max_norm, squares))
     }
@@ -326,9 +329,10 @@ impl<M: Module> Ddp<M> {
         }
         drop(self.model().valid()); // As in `refresh_buffers`.
         let model = self.model().clone();
-        self.model = Some(replicas::from_rank(model, &self.group, root, Select::All)?);
+        let group = self.group.in_call(Caller::Join);
+        self.model = Some(replicas::from_rank(model, &group, root, Select::All)?);
         self.buffers_stale = false;
-        *optimizer = optimizer::from_rank(optimizer, &self.group, root, &self.inventory.parameters)?;
+        *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.parameters)?;
         Ok(())
     }
 
@@ -375,7 +379,8 @@ impl<M: Module> Ddp<M> {
             return Ok(());
         }
         let (ranks, weights) = (self.group.active_ranks(), Select::Weights(&self.inventory.buffers));
-        self.packed_weights.average(held(&self.model), &self.group, ranks, weights)?;
+        let group = self.group.in_call(Caller::DdpAverageParameters);
+        self.packed_weights.average(held(&self.model), &group, ranks, weights)?;
         // Moved and not cloned, so that parameters are written where they are.
         self.model = self.model.take().map(|model| self.packed_weights.unpack(model, weights));
         Ok(())
@@ -391,8 +396,8 @@ impl<M: Module> Ddp<M> {
         self.group.active_ranks()
     }
 
-    pub(crate) fn communicator(&self) -> &dyn Communicator {
-        &self.group
+    pub(crate) fn communicator(&self, caller: Caller) -> JoinGroup {
+        self.group.in_call(caller)
     }
 
     /// From now on each rank gets the averages of the parameters that it owns; `owners` are in the order of
@@ -435,7 +440,8 @@ impl<M: Module> Ddp<M> {
 
     /// Are the parameters of all replicas the same, bit for bit? Every rank must ask, and gets the same answer.
     pub fn replicas_identical(&self) -> Result<bool> {
-        replicas::identical(self.model(), &self.group, Select::Weights(&self.inventory.buffers))
+        let group = self.group.in_call(Caller::DdpReplicasIdentical);
+        replicas::identical(self.model(), &group, Select::Weights(&self.inventory.buffers))
     }
 
     /// Before the first forward pass after a synchronised backward pass, takes over rank 0's buffers.
@@ -445,15 +451,15 @@ impl<M: Module> Ddp<M> {
         if !std::mem::take(&mut self.buffers_stale) || !wanted || alone {
             return Ok(());
         }
-        self.take_buffers()
+        self.take_buffers(Caller::DdpForward)
     }
 
     /// Takes over rank 0's buffers.
-    fn take_buffers(&mut self) -> Result<()> {
+    fn take_buffers(&mut self, caller: Caller) -> Result<()> {
         let select = Select::Only(&self.inventory.buffers);
         // Running state applies the last forward pass's update late; this does it now, for all clones of the state.
         drop(self.model().valid());
-        self.packed_buffers.receive(held(&self.model), &self.group, Rank::MAIN, select)?;
+        self.packed_buffers.receive(held(&self.model), &self.group.in_call(caller), Rank::MAIN, select)?;
         if self.group.rank() != Rank::MAIN {
             self.model = self.model.take().map(|model| self.packed_buffers.unpack(model, select));
         }
@@ -477,7 +483,7 @@ fn engine<M>(inventory: &Inventory, group: &JoinGroup, options: &DdpOptions) -> 
     if group.world_size() == WorldSize::ONE {
         return Ok(Engine::Alone { held: None });
     }
-    verify_state(group, inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
+    verify_state(&group.in_call(Caller::DdpNew), inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
     let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
     let reducer = Reducer::new(Arc::new(group.clone()), specs, options.reducer.clone())?;
     let sink = Arc::new(Sink::new(reducer, Arc::new(group.clone()), &inventory.parameters)?);

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use phalanx::{Error, Rank, Result, WorldSize};
+use phalanx::{Caller, Error, Rank, Result, WorldSize};
 
 use crate::Ddp;
 use crate::optimizer;
@@ -94,7 +94,8 @@ impl ZeroRedundancyOptimizer {
     /// # Errors
     /// If the exchange fails, or a state cannot be read.
     pub fn consolidate<M: Module>(&self, ddp: &Ddp<M>, to: Rank) -> Result<Option<ModuleOptimizer>> {
-        let states = optimizer::gather(&self.inner, ddp.communicator(), to, ddp.parameters())?;
+        let states =
+            optimizer::gather(&self.inner, &ddp.communicator(Caller::ZeroConsolidate), to, ddp.parameters())?;
         if ddp.rank() != to {
             return Ok(None);
         }

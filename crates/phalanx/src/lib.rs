@@ -35,6 +35,7 @@
 #![forbid(unsafe_code)]
 
 mod buffer;
+mod caller;
 mod deadline;
 mod dtype;
 mod error;
@@ -68,6 +69,7 @@ mod transport;
 mod wire;
 
 pub use buffer::{Buffer, BufferPart};
+pub use caller::Caller;
 pub use collective::{ReduceOp, Tuning, TuningRow};
 pub use credentials::Credentials;
 pub use deadline::Deadline;

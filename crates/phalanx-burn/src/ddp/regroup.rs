@@ -2,7 +2,7 @@
 
 use burn::module::Module;
 use phalanx::join::JoinGroup;
-use phalanx::{ProcessGroup, Result, WorldSize};
+use phalanx::{Caller, ProcessGroup, Result, WorldSize};
 
 use super::{Ddp, DdpOptions, Engine, engine, held, places};
 use crate::packed::Packed;
@@ -48,7 +48,7 @@ impl<M: Module> Ddp<M> {
             return Ok(());
         }
         self.buffers_stale = false;
-        self.take_buffers()
+        self.take_buffers(Caller::ElasticCommit)
     }
 
     /// Every tensor of the model, in module order.

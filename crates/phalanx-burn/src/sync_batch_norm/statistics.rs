@@ -4,7 +4,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use phalanx::{Buffer, Communicator, Error, ProcessGroup, ReduceOp, Result, WorldSize};
+use phalanx::{Buffer, Caller, Communicator, Error, ProcessGroup, ReduceOp, Result, WorldSize};
 
 /// Statistics of each channel.
 #[derive(Clone, Debug, PartialEq)]
@@ -65,8 +65,8 @@ enum Line {
 impl Line {
     fn to<C: Communicator + Clone + 'static>(group: &C) -> Self {
         match (group as &dyn Any).downcast_ref::<ProcessGroup>() {
-            Some(group) => Self::Direct(group.clone()),
-            None => Self::Handle(Arc::new(group.clone())),
+            Some(group) => Self::Direct(group.in_call(Caller::SyncBatchNorm)),
+            None => Self::Handle(group.in_call(Caller::SyncBatchNorm)),
         }
     }
 

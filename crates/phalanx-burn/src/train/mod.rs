@@ -35,7 +35,7 @@ use burn::train::{
     SupervisedTrainingEventProcessor, TrainLoader, TrainStep, TrainingComponents, TrainingStrategy,
     ValidLoader,
 };
-use phalanx::ProcessGroup;
+use phalanx::{Caller, ProcessGroup};
 
 pub use self::outputs::{Outputs, concatenated, mean_of};
 use self::session::Session;
@@ -67,7 +67,7 @@ pub struct DdpStrategy {
 impl DdpStrategy {
     /// Trains on the processor, with all ranks of `group`.
     pub fn new(group: &ProcessGroup) -> Self {
-        Self { group: group.clone(), device: Device::flex().autodiff() }
+        Self { group: group.in_call(Caller::DdpStrategy), device: Device::flex().autodiff() }
     }
 
     /// Trains on `device`, such as one with gradient checkpointing.

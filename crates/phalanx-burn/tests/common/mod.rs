@@ -118,6 +118,14 @@ impl Communicator for Watched {
         self.group.alloc(dtype, elements)
     }
 
+    fn in_call(&self, caller: phalanx::Caller) -> Arc<dyn Communicator> {
+        Arc::new(Self {
+            group: self.group.in_call(caller),
+            trace: self.trace.clone(),
+            state: self.state.clone(),
+        })
+    }
+
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let mut state = self.state.lock();
         if buffer.dtype() == DType::F32 {

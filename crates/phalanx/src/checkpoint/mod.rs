@@ -69,6 +69,7 @@ pub use self::snapshot::Snapshot;
 #[cfg(any(test, fuzzing))]
 pub use self::tensors::fuzz as fuzz_tensors;
 use self::writer::{Job, Writer};
+use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::elastic;
 use crate::error::Result;
@@ -110,7 +111,7 @@ impl Checkpoints {
             Some(Err(error)) => (None, Some(Err(error))),
             None => (None, None),
         };
-        newest::agree(group, outcome)?;
+        newest::agree(&group.in_call(Caller::CheckpointsOpen), outcome)?;
         Ok(Self {
             path,
             group: group.clone(),
@@ -147,7 +148,7 @@ impl Checkpoints {
             writer.settle(Deadline::after(self.timeout))?;
             newest::find(&self.path)
         });
-        let (saved, skipped) = newest::share(&self.group, found)?;
+        let (saved, skipped) = newest::share(&self.group.in_call(Caller::CheckpointsNewest), found)?;
         *self.skipped.lock() = skipped;
         Ok(saved)
     }

@@ -113,6 +113,7 @@ fn a_domain_reduces_into_shares_and_collects_them() {
         reduce: Some(ReduceOp::Sum),
         root: None,
         tuning: 0,
+        caller: None,
     };
     let fold = Fold::of_all(crate::DType::I32, ReduceOp::Sum, 1);
     thread::scope(|scope| {
@@ -170,6 +171,7 @@ fn among_many_ranks_each_brings_only_its_own_part_of_a_small_gather() {
         reduce: None,
         root: None,
         tuning: 0,
+        caller: None,
     };
     let job = Job { call, me: 99, ranks: 100, root: 0 };
     let all = small::ALWAYS * job.ranks;

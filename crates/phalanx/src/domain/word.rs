@@ -1,5 +1,6 @@
 //! A call in sixteen bytes, as it stands on the board.
 
+use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -15,6 +16,7 @@ pub(super) fn encode(call: &Call) -> Word {
     word[0] = call.operation as u8;
     word[1] = call.dtype as u8;
     word[2] = call.reduce.map_or(0, ReduceOp::code);
+    word[3] = call.caller.map_or(0, |caller| caller as u8);
     word[4..8].copy_from_slice(&call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
     word[8..].copy_from_slice(&call.elements.to_le_bytes());
     word
@@ -22,7 +24,7 @@ pub(super) fn encode(call: &Call) -> Word {
 
 pub(super) fn decode(word: &Word) -> Result<Call> {
     let unknown = || Error::protocol(format!("a rank of this host makes the unknown call {word:02x?}"));
-    let [operation, dtype, reduce, 0, root @ ..] = *word else { return Err(unknown()) };
+    let [operation, dtype, reduce, caller, root @ ..] = *word;
     let (root, elements) = root.split_at(4);
     let root = u32::from_le_bytes(root.try_into().map_err(|_| unknown())?);
     Ok(Call {
@@ -35,6 +37,10 @@ pub(super) fn decode(word: &Word) -> Result<Call> {
         root: (root != NO_ROOT).then(|| Rank::new(root)),
         elements: u64::from_le_bytes(elements.try_into().map_err(|_| unknown())?),
         tuning: 0,
+        caller: match caller {
+            0 => None,
+            code => Some(Caller::from_wire(code).ok_or_else(unknown)?),
+        },
     })
 }
 
@@ -61,8 +67,15 @@ mod tests {
             reduce: Some(ReduceOp::Max),
             root: None,
             tuning: 0,
+            caller: Some(Caller::DdpBackward),
         };
-        let rooted = Call { operation: Operation::Broadcast, reduce: None, root: Some(Rank::new(3)), ..call };
+        let rooted = Call {
+            operation: Operation::Broadcast,
+            reduce: None,
+            root: Some(Rank::new(3)),
+            caller: None,
+            ..call
+        };
         for call in [call, rooted] {
             assert_eq!(decode(&encode(&call)).unwrap(), call);
         }

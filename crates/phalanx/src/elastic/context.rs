@@ -6,6 +6,7 @@ use super::retry::Course;
 use super::rounds::Rounds;
 use super::snapshot::Snapshot;
 use super::{Drift, State, agreement};
+use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::rank::{Rank, WorldSize};
@@ -85,7 +86,8 @@ impl<S: State> Context<'_, S> {
         // Counted at once: whoever gets through the collective may die with the news that all have it.
         self.snapshot.count(self.round);
         let awaited = self.rounds.as_ref().is_some_and(|rounds| rounds.is_awaited());
-        let committed = agreement::commit(&self.group, self.snapshot, awaited, self.drift)?;
+        let group = self.group.in_call(Caller::ElasticCommit);
+        let committed = agreement::commit(&group, self.snapshot, awaited, self.drift)?;
         if committed.repaired {
             self.state.load(&self.snapshot.parts)?;
         }
@@ -112,7 +114,7 @@ impl<S: State> Context<'_, S> {
     /// As every collective, and those of [`State`].
     pub fn sync(&mut self) -> Result<()> {
         let mut now = Snapshot::of(&*self.state)?;
-        if agreement::take_from(&self.group, &mut now, Rank::MAIN)? {
+        if agreement::take_from(&self.group.in_call(Caller::ElasticSync), &mut now, Rank::MAIN)? {
             self.state.load(&now.parts)?;
         }
         Ok(())

@@ -6,6 +6,7 @@ use super::members::{Verdict, WorkerId};
 use super::options::{Launched, Options};
 use super::retry::{Decision, NUMBERS, Plan, Position, decide};
 use super::session::{Met, Round, Session};
+use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::group::{GroupOptions, ProcessGroup};
@@ -183,7 +184,7 @@ fn connect(rendezvous: Rendezvous, options: &Options) -> Result<ProcessGroup> {
 /// Where each rank of the new group was cut off: the first collective of every round, of 48 bytes a rank.
 fn exchange(group: &ProcessGroup, position: Option<Position>) -> Result<Vec<Option<Position>>> {
     let mut received = vec![0_i64; NUMBERS * group.world_size().count()];
-    group.all_gather(&Position::encode(position), &mut received)?;
+    group.in_call(Caller::ElasticRun).all_gather(&Position::encode(position), &mut received)?;
     Ok(received.as_chunks::<NUMBERS>().0.iter().map(|numbers| Position::decode(*numbers)).collect())
 }
 

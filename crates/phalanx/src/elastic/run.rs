@@ -7,6 +7,7 @@ use super::retry::Course;
 use super::rounds::{Next, Rounds, failure_of};
 use super::snapshot::Snapshot;
 use super::{Context, Options, State, agreement};
+use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::rendezvous;
@@ -89,7 +90,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
                 Some(cause) if !cause.is_a_peers(rank) => return Err(cause.into()),
                 cause => cause,
             },
-            Ok(value) => match group.barrier() {
+            Ok(value) => match group.in_call(Caller::ElasticRun).barrier() {
                 Ok(()) => {
                     rounds.done();
                     return Ok(value);
@@ -175,7 +176,8 @@ fn round_of<S: State, T, E: From<Error>>(
 
 /// Makes the state the same on every rank.
 fn begin<S: State>(context: &mut Context<'_, S>, dirty: &mut bool) -> Result<()> {
-    let changed = agreement::sync(&context.group, context.snapshot, context.drift)?;
+    let group = context.group.in_call(Caller::ElasticRun);
+    let changed = agreement::sync(&group, context.snapshot, context.drift)?;
     if changed || *dirty {
         context.state.load(&context.snapshot.parts)?;
     }

@@ -4,6 +4,7 @@ use super::context::Ended;
 use super::retry::{Course, Resumed};
 use super::rounds::{Next, failure_of};
 use super::{Context, State};
+use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::Element;
 use crate::error::{Error, Result};
@@ -62,7 +63,7 @@ impl<S: State> Context<'_, S> {
             let (held, error) = match reduce(self.state, &self.group) {
                 Ok(value) => {
                     self.course.reduced(self.round);
-                    match self.group.barrier() {
+                    match self.group.in_call(Caller::ElasticStep).barrier() {
                         Ok(()) => {
                             let before = self.course;
                             self.course.done();

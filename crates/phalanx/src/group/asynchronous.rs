@@ -18,8 +18,9 @@ impl ProcessGroup {
     /// At once if the group has failed or `op` is not defined for the type; otherwise from [`Work::wait`].
     pub fn all_reduce_async(&self, mut buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
-        op.prepare(dtype, buffer.as_bytes_mut())?;
-        self.start(Call::new(Operation::AllReduce, dtype, elements).reducing(op), buffer)
+        let call = self.call(Operation::AllReduce, dtype, elements).reducing(op);
+        call.prepare(op, buffer.as_bytes_mut())?;
+        self.start(call, buffer)
     }
 
     /// As [`broadcast`](Self::broadcast); [`Work::wait`] gives the root's elements.
@@ -29,7 +30,7 @@ impl ProcessGroup {
     pub fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
         let root = self.member(root)?;
         let (dtype, elements) = (buffer.dtype(), buffer.len());
-        self.start(Call::new(Operation::Broadcast, dtype, elements).rooted_at(root), buffer)
+        self.start(self.call(Operation::Broadcast, dtype, elements).rooted_at(root), buffer)
     }
 
     /// As [`all_gather`](Self::all_gather); [`Work::wait`] gives a buffer with all ranks' elements.
@@ -42,7 +43,7 @@ impl ProcessGroup {
         let own = buffer.as_bytes();
         let start = self.rank().index() * own.len();
         gathered.as_bytes_mut()[start..start + own.len()].copy_from_slice(own);
-        self.start(Call::new(Operation::AllGather, dtype, elements), gathered)
+        self.start(self.call(Operation::AllGather, dtype, elements), gathered)
     }
 
     /// As [`reduce_scatter`](Self::reduce_scatter); [`Work::wait`] gives this rank's share.
@@ -52,9 +53,9 @@ impl ProcessGroup {
     pub fn reduce_scatter_async(&self, mut buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements, world) = (buffer.dtype(), buffer.len(), self.world_size());
         self.check_length("reduce_scatter", "input", elements, "output", elements / world.count())?;
-        op.prepare(dtype, buffer.as_bytes_mut())?;
         let own = collective::chunk(elements, world, self.rank().index());
-        let call = Call::new(Operation::ReduceScatter, dtype, elements).reducing(op);
+        let call = self.call(Operation::ReduceScatter, dtype, elements).reducing(op);
+        call.prepare(op, buffer.as_bytes_mut())?;
         self.start_then(call, buffer, move |buffer| {
             let mut share = Buffer::zeroed(dtype, own.len());
             let bytes = own.start * dtype.size()..own.end * dtype.size();

@@ -19,8 +19,8 @@ impl ProcessGroup {
     /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified. Before anything
     /// is sent, if `op` is not defined for the type ([`ReduceOp::supports`]).
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
-        op.prepare(T::DTYPE, bytemuck::cast_slice_mut(data))?;
-        let call = call::<T>(Operation::AllReduce, data.len()).reducing(op);
+        let call = self.call_of::<T>(Operation::AllReduce, data.len()).reducing(op);
+        call.prepare(op, bytemuck::cast_slice_mut(data))?;
         self.run(call, Memory::InPlace(bytemuck::cast_slice_mut(data)))
     }
 
@@ -30,7 +30,7 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), and if `root` is no rank of this group.
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: Rank) -> Result<()> {
         let root = self.member(root)?;
-        let call = call::<T>(Operation::Broadcast, data.len()).rooted_at(root);
+        let call = self.call_of::<T>(Operation::Broadcast, data.len()).rooted_at(root);
         self.run(call, Memory::InPlace(bytemuck::cast_slice_mut(data)))
     }
 
@@ -40,7 +40,7 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), and if `output` is not `world_size` times as long as `input`.
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         self.check_length("all_gather", "output", output.len(), "input", input.len())?;
-        self.run(call::<T>(Operation::AllGather, input.len()), apart(input, output))
+        self.run(self.call_of::<T>(Operation::AllGather, input.len()), apart(input, output))
     }
 
     /// Combines `input` with the other ranks' `input` and leaves rank r the elements from r·len on, in `output`.
@@ -49,13 +49,13 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), and if `input` is not `world_size` times as long as `output`.
     pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
         self.check_length("reduce_scatter", "input", input.len(), "output", output.len())?;
-        op.check(T::DTYPE)?;
-        let call = call::<T>(Operation::ReduceScatter, input.len()).reducing(op);
+        let call = self.call_of::<T>(Operation::ReduceScatter, input.len()).reducing(op);
+        call.prepare(op, &mut [])?;
         if op.factor().is_none() {
             return self.run(call, apart(input, output));
         }
         let mut scaled = Buffer::from_slice(input);
-        op.prepare(T::DTYPE, scaled.as_bytes_mut())?;
+        call.prepare(op, scaled.as_bytes_mut())?;
         let output = bytemuck::cast_slice_mut(output);
         self.run(call, Memory::Apart { input: scaled.as_bytes(), output })
     }
@@ -65,7 +65,16 @@ impl ProcessGroup {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
     pub fn barrier(&self) -> Result<()> {
-        self.run(call::<u8>(Operation::Barrier, 0), Memory::InPlace(&mut []))
+        self.run(self.call_of::<u8>(Operation::Barrier, 0), Memory::InPlace(&mut []))
+    }
+
+    /// A collective on this handle, which the user may have called by another name.
+    pub(super) fn call(&self, operation: Operation, dtype: DType, elements: usize) -> Call {
+        Call { caller: self.caller, ..Call::new(operation, dtype, elements) }
+    }
+
+    pub(super) fn call_of<T: Element>(&self, operation: Operation, elements: usize) -> Call {
+        self.call(operation, T::DTYPE, elements)
     }
 
     pub(super) fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
@@ -95,11 +104,24 @@ impl ProcessGroup {
 
 impl Call {
     pub(super) fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
-        Self { operation, dtype, elements: elements as u64, reduce: None, root: None, tuning: 0 }
+        Self {
+            operation,
+            dtype,
+            elements: elements as u64,
+            reduce: None,
+            root: None,
+            tuning: 0,
+            caller: None,
+        }
     }
 
     pub(super) fn reducing(self, op: ReduceOp) -> Self {
         Self { reduce: Some(op.without_factor()), ..self }
+    }
+
+    /// Readies this rank's elements for `op`; an error if that is not defined for their type.
+    pub(super) fn prepare(&self, op: ReduceOp, data: &mut [u8]) -> Result<()> {
+        op.prepare(self.dtype, data).map_err(|error| error.in_operation(self.to_string(), None))
     }
 
     pub(super) fn rooted_at(self, root: Rank) -> Self {
@@ -109,8 +131,4 @@ impl Call {
 
 pub(super) fn apart<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
     Memory::Apart { input: bytemuck::cast_slice(input), output: bytemuck::cast_slice_mut(output) }
-}
-
-pub(super) fn call<T: Element>(operation: Operation, elements: usize) -> Call {
-    Call::new(operation, T::DTYPE, elements)
 }

@@ -1,7 +1,7 @@
 //! Collectives that gather, deal out and exchange, and reductions to one rank.
 
 use super::ProcessGroup;
-use super::blocking::{apart, call};
+use super::blocking::apart;
 use super::engine::Memory;
 use crate::buffer::Buffer;
 use crate::collective::{ReduceOp, Shares};
@@ -29,8 +29,8 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), and if `root` is no rank of this group.
     pub fn reduce<T: Element>(&self, data: &mut [T], root: Rank, op: ReduceOp) -> Result<()> {
         let root = self.member(root)?;
-        op.prepare(T::DTYPE, bytemuck::cast_slice_mut(data))?;
-        let call = call::<T>(Operation::Reduce, data.len()).reducing(op).rooted_at(root);
+        let call = self.call_of::<T>(Operation::Reduce, data.len()).reducing(op).rooted_at(root);
+        call.prepare(op, bytemuck::cast_slice_mut(data))?;
         self.run(call, Memory::InPlace(bytemuck::cast_slice_mut(data)))
     }
 
@@ -42,7 +42,7 @@ impl ProcessGroup {
     pub fn gather<T: Element>(&self, input: &[T], output: &mut [T], root: Rank) -> Result<()> {
         let root = self.member(root)?;
         let output = self.root_only("gather", "output", output, root, "input", input.len())?;
-        self.run(call::<T>(Operation::Gather, input.len()).rooted_at(root), apart(input, output))
+        self.run(self.call_of::<T>(Operation::Gather, input.len()).rooted_at(root), apart(input, output))
     }
 
     /// Deals out the root's `input`: rank r gets the elements from r·len on in `output`, equally long on every rank. The
@@ -56,7 +56,7 @@ impl ProcessGroup {
         if self.rank() == root {
             self.check_length("scatter", "input", input.len(), "output", output.len())?;
         }
-        self.run(call::<T>(Operation::Scatter, output.len()).rooted_at(root), apart(input, output))
+        self.run(self.call_of::<T>(Operation::Scatter, output.len()).rooted_at(root), apart(input, output))
     }
 
     /// Gathers inputs of different lengths from all ranks, which all know them: rank r brings `counts[r]` elements, which
@@ -78,7 +78,7 @@ impl ProcessGroup {
         self.check_all_gather_v(input.len(), output.len(), &shares)?;
         let (input, output) = (bytemuck::cast_slice(input), bytemuck::cast_slice_mut(output));
         let memory = Memory::Shared { input, output, sent: &shares, received: &shares };
-        self.run(call::<T>(Operation::AllGatherV, shares.total()), memory)
+        self.run(self.call_of::<T>(Operation::AllGatherV, shares.total()), memory)
     }
 
     /// Exchanges blocks among all ranks: the r-th of `world_size` equal parts of `input` goes to rank r, and the r-th of
@@ -88,7 +88,7 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce), and if `input` and `output` are not equally long or cannot be divided evenly.
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         self.check_all_to_all(input.len(), output.len())?;
-        self.run(call::<T>(Operation::AllToAll, input.len()), apart(input, output))
+        self.run(self.call_of::<T>(Operation::AllToAll, input.len()), apart(input, output))
     }
 
     /// As [`all_to_all`](Self::all_to_all), with blocks of different lengths: `sent[r]` elements of `input` go to rank r,
@@ -109,7 +109,7 @@ impl ProcessGroup {
         self.check_all_to_all_v((input.len(), &sent), (output.len(), &received))?;
         let (input, output) = (bytemuck::cast_slice(input), bytemuck::cast_slice_mut(output));
         self.run(
-            call::<T>(Operation::AllToAllV, 0),
+            self.call_of::<T>(Operation::AllToAllV, 0),
             Memory::Shared { input, output, sent: &sent, received: &received },
         )
     }
@@ -122,16 +122,15 @@ impl ProcessGroup {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce). Ranks must bring the same lengths in the same order; their sum is compared.
     pub fn all_reduce_coalesced<T: Element>(&self, data: &mut [&mut [T]], op: ReduceOp) -> Result<()> {
-        op.check(T::DTYPE)?;
         let mut packed = Buffer::zeroed(T::DTYPE, data.iter().map(|slice| slice.len()).sum());
+        let call = self.call_of::<T>(Operation::AllReduceCoalesced, packed.len()).reducing(op);
         let mut rest = packed.as_mut_slice::<T>()?;
         for slice in data.iter() {
             let (head, tail) = rest.split_at_mut(slice.len());
             head.copy_from_slice(slice);
             rest = tail;
         }
-        op.prepare(T::DTYPE, packed.as_bytes_mut())?;
-        let call = call::<T>(Operation::AllReduceCoalesced, packed.len()).reducing(op);
+        call.prepare(op, packed.as_bytes_mut())?;
         self.run(call, Memory::InPlace(packed.as_bytes_mut()))?;
         let mut rest = packed.as_slice::<T>()?;
         for slice in data {

@@ -17,8 +17,8 @@ impl ProcessGroup {
     /// [`Work::wait`].
     pub fn reduce_async(&self, mut buffer: Buffer, root: Rank, op: ReduceOp) -> Result<Work> {
         let root = self.member(root)?;
-        op.prepare(buffer.dtype(), buffer.as_bytes_mut())?;
-        let call = Call::new(Operation::Reduce, buffer.dtype(), buffer.len()).reducing(op).rooted_at(root);
+        let call = self.call(Operation::Reduce, buffer.dtype(), buffer.len()).reducing(op).rooted_at(root);
+        call.prepare(op, buffer.as_bytes_mut())?;
         self.start_with(call, move |engine, patience| {
             engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), patience)?;
             Ok(buffer)
@@ -34,7 +34,7 @@ impl ProcessGroup {
         let root = self.member(root)?;
         let (dtype, elements) = (buffer.dtype(), buffer.len());
         let whole = if self.rank() == root { elements * self.world_size().count() } else { 0 };
-        let call = Call::new(Operation::Gather, dtype, elements).rooted_at(root);
+        let call = self.call(Operation::Gather, dtype, elements).rooted_at(root);
         self.start_apart(call, buffer, Buffer::zeroed(dtype, whole))
     }
 
@@ -50,7 +50,7 @@ impl ProcessGroup {
             same_type("scatter", &input, &output)?;
             self.check_length("scatter", "input", input.len(), "output", elements)?;
         }
-        let call = Call::new(Operation::Scatter, dtype, elements).rooted_at(root);
+        let call = self.call(Operation::Scatter, dtype, elements).rooted_at(root);
         self.start_apart(call, input, output)
     }
 
@@ -62,7 +62,7 @@ impl ProcessGroup {
         let shares = Shares::new(counts, self.world_size())?;
         self.check_all_gather_v(buffer.len(), shares.total(), &shares)?;
         let mut output = Buffer::zeroed(buffer.dtype(), shares.total());
-        let call = Call::new(Operation::AllGatherV, buffer.dtype(), shares.total());
+        let call = self.call(Operation::AllGatherV, buffer.dtype(), shares.total());
         self.start_with(call, move |engine, patience| {
             let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
             let memory = Memory::Shared { input, output: into, sent: &shares, received: &shares };
@@ -83,8 +83,8 @@ impl ProcessGroup {
     /// [`Work::wait`], also if the ranks' counts differ.
     pub fn reduce_scatter_v_async(&self, mut buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
         let shares = self.parts("reduce_scatter_v", &buffer, counts)?;
-        op.prepare(buffer.dtype(), buffer.as_bytes_mut())?;
-        let call = Call::new(Operation::ReduceScatterV, buffer.dtype(), buffer.len()).reducing(op);
+        let call = self.call(Operation::ReduceScatterV, buffer.dtype(), buffer.len()).reducing(op);
+        call.prepare(op, buffer.as_bytes_mut())?;
         self.start_parts(call, buffer, shares)
     }
 
@@ -95,7 +95,7 @@ impl ProcessGroup {
     /// As [`all_gather_v_async`](Self::all_gather_v_async).
     pub fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
         let shares = self.parts("all_gather_v", &buffer, counts)?;
-        let call = Call::new(Operation::AllGatherVInPlace, buffer.dtype(), buffer.len());
+        let call = self.call(Operation::AllGatherVInPlace, buffer.dtype(), buffer.len());
         self.start_parts(call, buffer, shares)
     }
 
@@ -106,7 +106,7 @@ impl ProcessGroup {
     pub fn all_to_all_async(&self, buffer: Buffer) -> Result<Work> {
         self.check_all_to_all(buffer.len(), buffer.len())?;
         let output = Buffer::zeroed(buffer.dtype(), buffer.len());
-        let call = Call::new(Operation::AllToAll, buffer.dtype(), buffer.len());
+        let call = self.call(Operation::AllToAll, buffer.dtype(), buffer.len());
         self.start_apart(call, buffer, output)
     }
 
@@ -119,7 +119,7 @@ impl ProcessGroup {
         let (sent, received) = (Shares::new(sent, world)?, Shares::new(received, world)?);
         self.check_all_to_all_v((buffer.len(), &sent), (received.total(), &received))?;
         let mut output = Buffer::zeroed(buffer.dtype(), received.total());
-        let call = Call::new(Operation::AllToAllV, buffer.dtype(), 0);
+        let call = self.call(Operation::AllToAllV, buffer.dtype(), 0);
         self.start_with(call, move |engine, patience| {
             let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
             let memory = Memory::Shared { input, output: into, sent: &sent, received: &received };
@@ -148,8 +148,8 @@ impl ProcessGroup {
             head.copy_from_slice(buffer.as_bytes());
             rest = tail;
         }
-        op.prepare(dtype, packed.as_bytes_mut())?;
-        let call = Call::new(Operation::AllReduceCoalesced, dtype, packed.len()).reducing(op);
+        let call = self.call(Operation::AllReduceCoalesced, dtype, packed.len()).reducing(op);
+        call.prepare(op, packed.as_bytes_mut())?;
         self.start_with(call, move |engine, patience| {
             engine.collective(call, Memory::InPlace(packed.as_bytes_mut()), patience)?;
             Ok(packed)

@@ -12,7 +12,6 @@ use crate::collective::kernel::Kernel;
 use crate::collective::{self, Choice, Hierarchy, Plan, ReduceOp, Shares, Step, Tuning};
 use crate::deadline::{Deadline, Patience};
 use crate::domain::{Domain, Partition};
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::launch::write_blaming;
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
@@ -91,10 +90,10 @@ impl Engine {
     }
 
     /// Chooses algorithms by `tuning` from now on. Ranks that choose by different tables could wait for each other for ever,
-    /// so they are compared at once: in a barrier each rank hears from its neighbour, whatever the table says.
-    pub(super) fn tune(&mut self, tuning: &Tuning, deadline: Deadline) -> Result<()> {
+    /// so they are compared at once: in the barrier `call` each rank hears from its neighbour, whatever the table says.
+    pub(super) fn tune(&mut self, tuning: &Tuning, call: Call, deadline: Deadline) -> Result<()> {
         self.choice = tuning.choice(self.world);
-        let call = Call { tuning: self.choice.fingerprint, ..Call::new(Operation::Barrier, DType::U8, 0) };
+        let call = Call { tuning: self.choice.fingerprint, ..call };
         let plan = collective::dissemination(self.rank, self.world);
         self.execute(call, Sequence::default(), &plan, Space::One(&mut []), deadline)
     }
@@ -300,7 +299,7 @@ impl Engine {
 
 /// Fails the group with what went wrong in a call of it.
 pub(super) fn fail_operation(health: &Health, error: Error, call: Call, sequence: Sequence) -> Error {
-    let cause = health.fail_operation(error, call.to_string(), sequence);
+    let cause = health.fail_operation(error, call, sequence);
     if cause.is_peer_failure() || cause.is_peer_left() {
         // Should the program end of this, its launcher knows whose failure came first.
         write_blaming(&cause.to_string(), cause.peer().map(|peer| health.global(peer)));

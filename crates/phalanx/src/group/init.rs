@@ -5,13 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{DEFAULT_TIMEOUT, Ground, Identity, LocalPlace, Origin, ProcessGroup};
+use crate::caller::Caller;
 use crate::collective::Tuning;
 use crate::deadline::Deadline;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
 use crate::transport::{self, Heartbeat, Place, TransportKind, Wishes};
+use crate::wire::frame::Operation;
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
@@ -140,13 +143,14 @@ impl ProcessGroup {
             calls: Arc::default(),
         };
         let identity = Identity { rank, world: world_size, trace, origin };
-        Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning)
+        Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning, Caller::Init)
     }
 
     /// Before anything is called on it: chooses algorithms by `tuning`, on every rank.
-    pub(crate) fn tuned(self, tuning: &Tuning) -> Result<Self> {
+    pub(crate) fn tuned(self, tuning: &Tuning, caller: Caller) -> Result<Self> {
         let patience = self.patience();
-        self.inner.lane.run(&patience, |engine| engine.tune(tuning, patience.deadline()))??;
+        let call = self.in_call(caller).call(Operation::Barrier, DType::U8, 0);
+        self.inner.lane.run(&patience, |engine| engine.tune(tuning, call, patience.deadline()))??;
         Ok(self)
     }
 }
@@ -177,7 +181,7 @@ mod tests {
             std::thread::scope(|scope| {
                 for group in groups(world, Fabric::Tcp).unwrap() {
                     scope.spawn(move || {
-                        let group = group.tuned(&small()).unwrap();
+                        let group = group.tuned(&small(), Caller::Init).unwrap();
                         for length in [1usize, 4, 7, 50, 101, 1000] {
                             let mut data = vec![i64::from(group.rank().get()); length];
                             group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
@@ -200,7 +204,7 @@ mod tests {
                 scope.spawn(move || {
                     let tuning = if group.rank().get() == 1 { small() } else { Tuning::default() };
                     // Whoever was done before hears of it later.
-                    let outcome = group.tuned(&tuning).and_then(|group| {
+                    let outcome = group.tuned(&tuning, Caller::Init).and_then(|group| {
                         std::iter::repeat_with(|| group.barrier()).find(Result::is_err).unwrap_or(Ok(()))
                     });
                     let error = outcome.unwrap_err();

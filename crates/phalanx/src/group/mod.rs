@@ -36,6 +36,7 @@ pub use self::work::Work;
 use parking_lot::Mutex;
 
 use crate::buffer::Buffer;
+use crate::caller::Caller;
 use crate::collective::{ReduceOp, Tuning};
 use crate::deadline::Patience;
 use crate::dtype::DType;
@@ -59,6 +60,9 @@ pub trait Communicator: Send + Sync {
 
     /// Zeroed memory that the group can combine where it is; an error if there is too little.
     fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer>;
+
+    /// The same group, whose collectives are parts of a user's call: see [`ProcessGroup::in_call`].
+    fn in_call(&self, caller: Caller) -> Arc<dyn Communicator>;
 
     /// Starts to combine `buffer` with the other ranks' buffers; [`Work::wait`] gives the result on every rank.
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work>;
@@ -105,6 +109,7 @@ pub trait Communicator: Send + Sync {
 pub struct ProcessGroup {
     inner: Arc<Inner>,
     timeout: Duration,
+    caller: Option<Caller>,
 }
 
 struct Inner {
@@ -209,7 +214,7 @@ impl ProcessGroup {
             aborted: AtomicBool::new(false),
             origin,
         };
-        Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT })
+        Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT, caller: None })
     }
 
     /// This process's rank.
@@ -235,7 +240,26 @@ impl ProcessGroup {
 
     /// A handle to the same group whose operations give up after `timeout`.
     pub fn with_timeout(&self, timeout: Duration) -> Self {
-        Self { inner: self.inner.clone(), timeout }
+        Self { timeout, ..self.clone() }
+    }
+
+    /// A handle to the same group whose collectives are parts of a user's call: errors name that, and ranks that make
+    /// different ones get a mismatch. If this handle is for a call already, that stays: it is what the user wrote.
+    ///
+    /// For adapters. Point-to-point messages and [`monitored_barrier`](Self::monitored_barrier) are always calls of their own.
+    ///
+    /// ```
+    /// use phalanx::{Caller, ProcessGroup, ReduceOp};
+    /// /// What a user calls; its errors read "rank 0 (host): Ddp::clip_grad_norm [all_reduce(sum, 1 x f64)] #7: ...".
+    /// fn clip_grad_norm(group: &ProcessGroup, mut square: f64) -> phalanx::Result<f64> {
+    ///     group.in_call(Caller::DdpClipGradNorm).all_reduce(std::slice::from_mut(&mut square), ReduceOp::Sum)?;
+    ///     Ok(square.sqrt())
+    /// }
+    /// # assert_eq!(clip_grad_norm(&ProcessGroup::alone()?, 9.0)?, 3.0);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    pub fn in_call(&self, caller: Caller) -> Self {
+        Self { caller: self.caller.or(Some(caller)), ..self.clone() }
     }
 
     /// The cause of the group's failure, once it has failed.
@@ -355,6 +379,10 @@ impl Communicator for ProcessGroup {
 
     fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         self.alloc(dtype, elements)
+    }
+
+    fn in_call(&self, caller: Caller) -> Arc<dyn Communicator> {
+        Arc::new(self.in_call(caller))
     }
 
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {

@@ -6,12 +6,13 @@ use serde::de::DeserializeOwned;
 
 use super::ProcessGroup;
 use super::engine::{Engine, Memory};
+use crate::caller::Caller;
 use crate::collective::Shares;
 use crate::deadline::Patience;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::wire::frame::{Call, Operation};
+use crate::wire::frame::Operation;
 
 /// The most bytes that the objects of one call may take, of all ranks together, as they are written. What a peer
 /// announces is checked against it before memory is taken.
@@ -39,16 +40,17 @@ impl ProcessGroup {
         value: Option<&T>,
         root: Rank,
     ) -> Result<T> {
+        let group = self.in_call(Caller::BroadcastObject);
         let root = self.member(root)?;
         let own = if self.rank() == root { written(value) } else { Ok(Vec::new()) };
-        let bytes = self.on_lane(|engine, patience| {
+        let bytes = group.on_lane(|engine, patience| {
             let mut length = [announced(&own)];
-            let call = Call::new(Operation::Broadcast, DType::I64, 1).rooted_at(root);
+            let call = group.call(Operation::Broadcast, DType::I64, 1).rooted_at(root);
             engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut length)), patience)?;
             let length = checked(&length, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?[0];
             let mut bytes = own.clone().unwrap_or_default();
             bytes.resize(length, 0);
-            let call = Call::new(Operation::Broadcast, DType::U8, length).rooted_at(root);
+            let call = group.call(Operation::Broadcast, DType::U8, length).rooted_at(root);
             engine.collective(call, Memory::InPlace(&mut bytes), patience)?;
             Ok(bytes)
         })?;
@@ -61,12 +63,13 @@ impl ProcessGroup {
     /// As [`all_gather`](Self::all_gather); if a rank cannot write its value, or all together are longer than
     /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read them.
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
+        let group = self.in_call(Caller::AllGatherObject);
         let own = written(Some(value));
-        let (bytes, shares) = self.on_lane(|engine, patience| {
-            let shares = self.lengths(engine, &own, patience)?;
+        let (bytes, shares) = group.on_lane(|engine, patience| {
+            let shares = group.lengths(engine, &own, patience)?;
             let mut bytes = vec![0; shares.total()];
             let input = own.as_deref().unwrap_or_default();
-            let call = Call::new(Operation::AllGatherV, DType::U8, shares.total());
+            let call = group.call(Operation::AllGatherV, DType::U8, shares.total());
             let memory = Memory::Shared { input, output: &mut bytes, sent: &shares, received: &shares };
             engine.collective(call, memory, patience)?;
             Ok((bytes, shares))
@@ -83,16 +86,17 @@ impl ProcessGroup {
         value: &T,
         root: Rank,
     ) -> Result<Option<Vec<T>>> {
+        let group = self.in_call(Caller::GatherObject);
         let root = self.member(root)?;
         let own = written(Some(value));
-        let (bytes, shares) = self.on_lane(|engine, patience| {
+        let (bytes, shares) = group.on_lane(|engine, patience| {
             // All learn the lengths, so that all refuse what is too long.
-            let shares = self.lengths(engine, &own, patience)?;
+            let shares = group.lengths(engine, &own, patience)?;
             let received = if self.rank() == root { shares.clone() } else { self.nothing() };
             let sent = self.only(root, shares.of(self.rank().index()).len())?;
             let mut bytes = vec![0; received.total()];
             let input = own.as_deref().unwrap_or_default();
-            let call = Call::new(Operation::AllToAllV, DType::U8, 0);
+            let call = group.call(Operation::AllToAllV, DType::U8, 0);
             let memory = Memory::Shared { input, output: &mut bytes, sent: &sent, received: &received };
             engine.collective(call, memory, patience)?;
             Ok((bytes, shares))
@@ -109,6 +113,7 @@ impl ProcessGroup {
         values: Option<&[T]>,
         root: Rank,
     ) -> Result<T> {
+        let group = self.in_call(Caller::ScatterObject);
         let (root, world) = (self.member(root)?, self.world_size());
         let own = match values {
             _ if self.rank() != root => Ok(Vec::new()),
@@ -119,18 +124,18 @@ impl ProcessGroup {
                 "scatter_object: the root must bring one value for each of {world} ranks"
             ))),
         };
-        let bytes = self.on_lane(|engine, patience| {
+        let bytes = group.on_lane(|engine, patience| {
             let mut lengths = vec![UNWRITTEN; world.count()];
             if let Ok(own) = &own {
                 lengths.iter_mut().zip(own).for_each(|(length, bytes)| *length = bytes.len() as i64);
             }
-            let call = Call::new(Operation::Broadcast, DType::I64, lengths.len()).rooted_at(root);
+            let call = group.call(Operation::Broadcast, DType::I64, lengths.len()).rooted_at(root);
             engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut lengths)), patience)?;
             let lengths = checked(&lengths, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?;
             let sent = if self.rank() == root { Shares::new(&lengths, world)? } else { self.nothing() };
             let received = self.only(root, lengths[self.rank().index()])?;
             let (input, mut bytes) = (own.clone().unwrap_or_default().concat(), vec![0; received.total()]);
-            let call = Call::new(Operation::AllToAllV, DType::U8, 0);
+            let call = group.call(Operation::AllToAllV, DType::U8, 0);
             let memory =
                 Memory::Shared { input: &input, output: &mut bytes, sent: &sent, received: &received };
             engine.collective(call, memory, patience)?;
@@ -153,7 +158,7 @@ impl ProcessGroup {
             input: &announced(own).to_ne_bytes(),
             output: bytemuck::cast_slice_mut(&mut lengths),
         };
-        engine.collective(Call::new(Operation::AllGather, DType::I64, 1), memory, patience)?;
+        engine.collective(self.call(Operation::AllGather, DType::I64, 1), memory, patience)?;
         let lengths = checked(&lengths, |index| Rank::new(index as u32))
             .map_err(|error| own.clone().err().unwrap_or(error))?;
         Shares::new(&lengths, self.world_size())

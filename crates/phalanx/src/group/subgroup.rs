@@ -1,18 +1,12 @@
 //! Groups of some of a group's ranks.
 
 use super::{Identity, ProcessGroup};
+use crate::caller::Caller;
 use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, WorldSize};
 
-/// Which call it is that all ranks of a group make together.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Making {
-    NewGroup = 1,
-    Split = 2,
-}
-
-/// What a rank tells the others of its call: which it is, its number, and two words of its own.
-const RECORD: usize = 4;
+/// What a rank tells the others of its call: two words.
+const RECORD: usize = 2;
 /// The color of a rank that joins no group.
 const NO_COLOR: i64 = -1;
 /// Ranks of a list that an error shows.
@@ -60,14 +54,15 @@ impl ProcessGroup {
         let ranks = self.checked(ranks)?;
         let mut number = self.inner.children.lock();
         self.begin()?;
-        let records = self.tell(Making::NewGroup, *number, [ranks.len() as i64, digest(&ranks)])?;
+        let group = self.in_call(Caller::NewGroup);
+        let records = group.tell([ranks.len() as i64, digest(&ranks)])?;
         *number += 1;
         let name = format!("group/{}", *number - 1);
         if let Some(other) = records.iter().position(|record| *record != records[0]) {
-            return Err(self.differing_lists(&ranks, &records, other)?);
+            return Err(group.differing_lists(&ranks, &records, other)?);
         }
         drop(number);
-        self.join_part(&name, &ranks)
+        self.join_part(&name, &ranks, Caller::NewGroup)
     }
 
     /// Splits this group: the ranks that give the same `color` form a group, ordered by `key`, and by rank where keys are
@@ -98,7 +93,7 @@ impl ProcessGroup {
         let own = color.map_or(NO_COLOR, i64::from);
         let mut number = self.inner.children.lock();
         self.begin()?;
-        let records = self.tell(Making::Split, *number, [own, key])?;
+        let records = self.in_call(Caller::Split).tell([own, key])?;
         *number += 1;
         let name = format!("group/{}/{own}", *number - 1);
         drop(number);
@@ -109,12 +104,12 @@ impl ProcessGroup {
             .world_size()
             .ranks()
             .zip(&records)
-            .filter(|(_, [_, _, color, _])| *color == own)
-            .map(|(rank, [.., key])| (*key, rank))
+            .filter(|(_, [color, _])| *color == own)
+            .map(|(rank, [_, key])| (*key, rank))
             .collect();
         members.sort_unstable();
         let members: Vec<Rank> = members.into_iter().map(|(_, rank)| rank).collect();
-        self.join_part(&name, &members)
+        self.join_part(&name, &members, Caller::Split)
     }
 
     /// The rank in the first group, the one that was not made of another, of this group's `rank`.
@@ -144,34 +139,16 @@ impl ProcessGroup {
         Ok(sorted)
     }
 
-    /// Tells every rank of this call, and gives what each has told, by rank. An error on every rank if not all make the
-    /// same.
-    fn tell(&self, making: Making, number: u64, words: [i64; 2]) -> Result<Vec<[i64; RECORD]>> {
-        let own = [making as i64, number as i64, words[0], words[1]];
+    /// Tells every rank the words of this call, and gives what each has told, by rank.
+    fn tell(&self, own: [i64; RECORD]) -> Result<Vec<[i64; RECORD]>> {
         let mut all = vec![0i64; RECORD * self.world_size().count()];
         self.all_gather(&own, &mut all)?;
-        let records: Vec<[i64; RECORD]> = all.as_chunks().0.to_vec();
-        let first = records.first().copied().unwrap_or(own);
-        match records.iter().position(|record| record[..2] != first[..2]) {
-            None => Ok(records),
-            Some(other) => {
-                let call = |record: &[i64; RECORD]| {
-                    let name = if record[0] == Making::Split as i64 { "split" } else { "new_group" };
-                    format!("{name} for the {}. time", record[1] + 1)
-                };
-                Err(Error::mismatch(format!(
-                    "the ranks disagree: rank 0 calls {}, rank {other} calls {}",
-                    call(&first),
-                    call(&records[other])
-                ))
-                .with_remedy("every rank of a group must make the same sub-groups, in the same order"))
-            }
-        }
+        Ok(all.as_chunks().0.to_vec())
     }
 
     /// The error of lists that differ, on every rank the same: that of rank 0 and that of `other`.
     fn differing_lists(&self, ranks: &[Rank], records: &[[i64; RECORD]], other: usize) -> Result<Error> {
-        let longest = records.iter().map(|record| record[2]).max().unwrap_or(0).max(0) as usize;
+        let longest = records.iter().map(|record| record[0]).max().unwrap_or(0).max(0) as usize;
         let longest = longest.min(self.world_size().count());
         let mut own = vec![i64::MAX; longest];
         own.iter_mut().zip(ranks).for_each(|(place, rank)| *place = i64::from(rank.get()));
@@ -195,7 +172,7 @@ impl ProcessGroup {
     }
 
     /// Connects the sub-group `name`, if this rank is a member.
-    fn join_part(&self, name: &str, members: &[Rank]) -> Result<Option<Self>> {
+    fn join_part(&self, name: &str, members: &[Rank], caller: Caller) -> Result<Option<Self>> {
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
         let rank = Rank::new(rank as u32);
         let world = WorldSize::new(members.len() as u32)?;
@@ -209,7 +186,7 @@ impl ProcessGroup {
         let identity = Identity { rank, world, trace: self.trace(), origin };
         let group = Self::new(identity, connected)?.with_timeout(self.timeout);
         // Its world may be another row of the table, which has not been compared yet.
-        group.tuned(&self.inner.origin.tuning).map(Some)
+        group.tuned(&self.inner.origin.tuning, caller).map(Some)
     }
 }
 

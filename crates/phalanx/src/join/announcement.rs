@@ -3,13 +3,14 @@
 //! It is an all_reduce (max) of [`FIELDS`] numbers and one flag for each rank. A rank without data gives zeros, so that
 //! everybody learns what is called next and who calls it.
 
+use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::{Rank, WorldSize};
 
-/// Kind, operation, type, length, root.
-const FIELDS: usize = 5;
+/// Kind, operation, type, length, root, the user's call.
+const FIELDS: usize = 6;
 
 const STEP: i64 = 1;
 const ALL_REDUCE: i64 = 2;
@@ -35,17 +36,21 @@ pub(super) enum Announced {
     },
 }
 
+/// What was announced, for which call of the user, and which ranks have data.
+pub(super) type Decoded = (Option<Announced>, Option<Caller>, Vec<bool>);
+
 impl Announced {
-    /// The numbers that `rank` gives.
-    pub(super) fn encode(self, rank: Rank, world: WorldSize) -> Vec<i64> {
+    /// The numbers that `rank` gives; it makes the collective for `caller`.
+    pub(super) fn encode(self, caller: Option<Caller>, rank: Rank, world: WorldSize) -> Vec<i64> {
         let mut numbers = silence(world);
+        let by = caller.map_or(0, |caller| i64::from(caller as u8));
         let fields = match self {
-            Self::Step => [STEP, 0, 0, 0, 0],
+            Self::Step => [STEP, 0, 0, 0, 0, by],
             Self::AllReduce { op, dtype, elements } => {
-                [ALL_REDUCE, i64::from(op.code()), dtype as i64, elements as i64, 0]
+                [ALL_REDUCE, i64::from(op.code()), dtype as i64, elements as i64, 0, by]
             }
             Self::Broadcast { dtype, elements, root } => {
-                [BROADCAST, 0, dtype as i64, elements as i64, i64::from(root.get())]
+                [BROADCAST, 0, dtype as i64, elements as i64, i64::from(root.get()), by]
             }
         };
         numbers[..FIELDS].copy_from_slice(&fields);
@@ -53,15 +58,15 @@ impl Announced {
         numbers
     }
 
-    /// What was announced, and who did; nothing once no rank has data.
-    pub(super) fn decode(numbers: &[i64], world: WorldSize) -> Result<(Option<Self>, Vec<bool>)> {
+    /// What was announced, for which call, and who did; nothing once no rank has data.
+    pub(super) fn decode(numbers: &[i64], world: WorldSize) -> Result<Decoded> {
         let (fields, flags) = numbers
             .split_at_checked(FIELDS)
             .filter(|(_, flags)| flags.len() == world.count())
             .ok_or_else(|| Error::protocol(format!("an announcement of {} numbers", numbers.len())))?;
         let active: Vec<bool> = flags.iter().map(|&flag| flag != 0).collect();
         if !active.contains(&true) {
-            return Ok((None, active));
+            return Ok((None, None, active));
         }
         let malformed = || Error::protocol(format!("the announcement {fields:?} has no meaning"));
         let code = |number: i64| u8::try_from(number).ok();
@@ -84,7 +89,11 @@ impl Announced {
             }
             _ => return Err(malformed()),
         };
-        Ok((Some(announced), active))
+        let caller = match fields[5] {
+            0 => None,
+            by => Some(code(by).and_then(Caller::from_wire).ok_or_else(malformed)?),
+        };
+        Ok((Some(announced), caller, active))
     }
 }
 
@@ -107,17 +116,21 @@ mod tests {
             Announced::Broadcast { dtype: DType::U8, elements: 0, root: Rank::new(2) },
         ];
         for announced in announcements {
-            let (read, active) = Announced::decode(&announced.encode(rank, world), world).unwrap();
-            assert_eq!((read, active), (Some(announced), vec![false, true, false]));
+            for caller in [None, Some(Caller::DdpBackward)] {
+                let read = Announced::decode(&announced.encode(caller, rank, world), world).unwrap();
+                assert_eq!(read, (Some(announced), caller, vec![false, true, false]));
+            }
         }
         assert_eq!(Announced::decode(&silence(world), world).unwrap().0, None);
-        let mut huge = announcements[1].encode(rank, world);
+        let mut huge = announcements[1].encode(None, rank, world);
         huge[3] = i64::MAX;
-        let mut strange = announcements[1].encode(rank, world);
+        let mut strange = announcements[1].encode(None, rank, world);
         strange[1] = 99;
-        let mut nowhere = announcements[2].encode(rank, world);
+        let mut nowhere = announcements[2].encode(None, rank, world);
         nowhere[4] = 3;
-        for numbers in [huge, strange, nowhere, vec![1; 2]] {
+        let mut nobody = announcements[1].encode(None, rank, world);
+        nobody[5] = 99;
+        for numbers in [huge, strange, nowhere, nobody, vec![1; 2]] {
             assert!(Announced::decode(&numbers, world).is_err());
         }
     }

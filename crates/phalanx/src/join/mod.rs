@@ -46,6 +46,7 @@ use parking_lot::{Mutex, RwLock};
 
 use self::announcement::{Announced, silence};
 use crate::buffer::Buffer;
+use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -90,6 +91,8 @@ pub struct Joined<T> {
 pub struct JoinGroup {
     group: Arc<RwLock<Arc<dyn Communicator>>>,
     state: Arc<Mutex<State>>,
+    /// Of this handle alone.
+    caller: Option<Caller>,
 }
 
 #[derive(Default)]
@@ -107,7 +110,7 @@ struct State {
 impl JoinGroup {
     /// Makes the collectives of `group` ones that can be joined. All ranks must call them through such a handle.
     pub fn new<C: Communicator + 'static>(group: C) -> Self {
-        Self { group: Arc::new(RwLock::new(Arc::new(group))), state: Arc::default() }
+        Self { group: Arc::new(RwLock::new(Arc::new(group))), state: Arc::default(), caller: None }
     }
 
     /// Has this handle, and all its clones, lead to `group` from now on: in an [elastic](crate::elastic) job one group follows
@@ -128,8 +131,14 @@ impl JoinGroup {
         Ok(())
     }
 
+    /// As [`ProcessGroup::in_call`](crate::ProcessGroup::in_call).
+    pub fn in_call(&self, caller: Caller) -> Self {
+        Self { caller: self.caller.or(Some(caller)), ..self.clone() }
+    }
+
     fn group(&self) -> Arc<dyn Communicator> {
-        self.group.read().clone()
+        let group = self.group.read();
+        self.caller.map_or_else(|| group.clone(), |caller| group.in_call(caller))
     }
 
     /// Runs `body`, and then answers the collectives of the ranks whose `body` still runs. All ranks call it together,
@@ -208,29 +217,32 @@ impl JoinGroup {
 
     fn announce(&self, announced: Announced) -> Result<Work> {
         self.state.lock().announced += 1;
-        self.exchange(announced.encode(self.rank(), self.world_size()))
+        self.exchange(announced.encode(self.caller, self.rank(), self.world_size()))
     }
 
     fn exchange(&self, numbers: Vec<i64>) -> Result<Work> {
-        self.group().all_reduce_async(Buffer::from_slice(&numbers), ReduceOp::Max)
+        // Whoever announces, and whoever answers, is inside `join`.
+        let group = self.group.read().in_call(Caller::Join);
+        group.all_reduce_async(Buffer::from_slice(&numbers), ReduceOp::Max)
     }
 
     /// Keeps what an announcement says of the ranks.
     fn heard(&self, numbers: &Buffer) -> Result<()> {
-        let (_, active) = Announced::decode(numbers.as_slice()?, self.world_size())?;
+        let (.., active) = Announced::decode(numbers.as_slice()?, self.world_size())?;
         self.state.lock().active = active;
         Ok(())
     }
 
     /// Answers the others until none has data. Gives a rank that took part to the end, and whether some did not.
     fn shadow(&self, options: JoinOptions) -> Result<(Rank, bool)> {
-        let (group, world) = (self.group(), self.world_size());
+        let world = self.world_size();
         if world == WorldSize::ONE {
             return Ok((Rank::MAIN, false));
         }
         loop {
             let numbers = self.exchange(silence(world))?.wait()?;
-            let (announced, active) = Announced::decode(numbers.as_slice()?, world)?;
+            let (announced, caller, active) = Announced::decode(numbers.as_slice()?, world)?;
+            let group = Self { caller, ..self.clone() }.group();
             match announced {
                 None => break,
                 Some(Announced::Step) => {
@@ -252,7 +264,7 @@ impl JoinGroup {
         }
         // Whoever has announced the most was there to the end.
         let mut counts = vec![0i64; world.count()];
-        counts[group.rank().index()] = self.state.lock().announced;
+        counts[self.rank().index()] = self.state.lock().announced;
         let counts = self.exchange(counts)?.wait()?;
         let counts = counts.as_slice::<i64>()?;
         let most = counts.iter().max();
@@ -272,6 +284,10 @@ impl Communicator for JoinGroup {
 
     fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         self.group().alloc(dtype, elements)
+    }
+
+    fn in_call(&self, caller: Caller) -> Arc<dyn Communicator> {
+        Arc::new(self.in_call(caller))
     }
 
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {

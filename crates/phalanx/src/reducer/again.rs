@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use super::bucket::Bucket;
 use super::{Absentees, Phase, Reducer};
+use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::Communicator;
 
@@ -201,7 +202,8 @@ impl Reducer {
             kept.keep(gradients)?;
         }
         let place = (bucket, self.plan.buckets.len());
-        self.buckets[bucket].launch(&mut *self.hook, &self.meter, place)
+        let meter = self.meter.in_call(Caller::DdpBackward);
+        self.buckets[bucket].launch(&mut *self.hook, &*meter, place)
     }
 
     /// At the end of backward: launches what has waited for another group, or says why there is none.

@@ -4,7 +4,9 @@
 use std::time::Instant;
 
 use super::{Phase, Reducer};
+use crate::caller::Caller;
 use crate::error::{Error, Result};
+use crate::group::Communicator;
 use crate::rank::Rank;
 
 impl Reducer {
@@ -41,7 +43,8 @@ impl Reducer {
         }
         self.owners = Some(owners);
         self.phase = Phase::New;
-        self.lay_out(self.order.clone())
+        let group = self.group.in_call(Caller::ZeroNew);
+        self.lay_out(self.order.clone(), &*group)
     }
 
     /// Is the average of the parameter at `index` this rank's?
@@ -78,9 +81,10 @@ impl Reducer {
         let begin = Instant::now();
         self.phase = Phase::New;
         give(&mut |index, bytes| self.put(index, bytes))?;
-        self.buckets.iter_mut().try_for_each(|bucket| bucket.gather(&self.meter))?;
+        let meter = self.meter.in_call(Caller::ZeroStep);
+        self.buckets.iter_mut().try_for_each(|bucket| bucket.gather(&*meter))?;
         for (bucket, plan) in self.buckets.iter_mut().zip(&self.plan.buckets) {
-            while !bucket.advance(&self.meter, plan)? {}
+            while !bucket.advance(&*meter, plan)? {}
         }
         self.phase = Phase::Gathered;
         self.trace.complete("parameters", "all_gather", begin, Instant::now(), &[]);

@@ -58,6 +58,7 @@ use self::plan::{Limits, Plan};
 use self::state::State;
 use self::verify::Contract;
 use crate::buffer::{Buffer, BufferPart};
+use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -166,7 +167,7 @@ impl Reducer {
             parameters,
         };
         // A rank whose own model is unusable still takes part, so that the others learn of it.
-        verify::verify(&*group, &contract)?;
+        verify::verify(&*group.in_call(Caller::DdpNew), &contract)?;
         let (limits, plan) = (usable?, plan?);
         let Contract { parameters, .. } = contract;
         let absentees = match (options.is_static_graph(), options.finds_unused_parameters()) {
@@ -237,7 +238,8 @@ impl Reducer {
         }
         let description = vec![("communication hook".to_owned(), hook.describe())];
         let contract = Contract { parameters: Vec::new(), options: description, plan_hash: 0 };
-        verify::verify(&*self.group, &contract).map_err(|error| self.fail(error))?;
+        verify::verify(&*self.group.in_call(Caller::DdpRegisterCommHook), &contract)
+            .map_err(|error| self.fail(error))?;
         self.hook = hook;
         Ok(())
     }
@@ -448,7 +450,7 @@ impl Reducer {
         if self.group.world_size().get() == 1 {
             return Ok(Some(Work::ready(Ok(used))));
         }
-        self.group.all_reduce_async(used, ReduceOp::Max).map(Some)
+        self.group.in_call(Caller::DdpBackward).all_reduce_async(used, ReduceOp::Max).map(Some)
     }
 
     /// Lets the parameters `absent` count as zero.
@@ -464,11 +466,12 @@ impl Reducer {
 
     fn wait(&mut self, used: Option<Work>) -> Result<()> {
         // Hooks with several operations: the buckets take turns, so that those of one overlap with those of the next.
+        let meter = self.meter.in_call(Caller::DdpBackward);
         let mut waiting: Vec<usize> = (0..self.buckets.len()).collect();
         while !waiting.is_empty() {
             let mut left = Vec::new();
             for bucket in waiting {
-                if !self.buckets[bucket].advance(&self.meter, &self.plan.buckets[bucket])? {
+                if !self.buckets[bucket].advance(&*meter, &self.plan.buckets[bucket])? {
                     left.push(bucket);
                 }
             }
@@ -506,7 +509,8 @@ impl Reducer {
             used: self.used.clone(),
             learned: matches!(self.absentees, Absentees::Known(_)),
         };
-        let Progress { order, arrival, rebuild, used, learned } = verify::share(&*self.group, root, &mine)?;
+        let group = self.group.in_call(Caller::Join);
+        let Progress { order, arrival, rebuild, used, learned } = verify::share(&*group, root, &mine)?;
         let count = self.parameters.len();
         if used.len() != count || !(arrival.is_empty() || is_permutation(&arrival, count)) {
             return Err(Error::protocol(format!("rank {root} sent the progress of another model")));
@@ -517,18 +521,19 @@ impl Reducer {
             let unused = (0..count).filter(|&index| !self.used[index]).collect();
             self.absentees = Absentees::Known(unused);
         }
-        self.hook.adopt(&*self.group, root)?;
-        self.lay_out(order)
+        self.hook.adopt(&*group, root)?;
+        self.lay_out(order, &*group)
     }
 
     /// Builds the buckets anew, in the order in which rank 0's gradients came.
     fn rebuild(&mut self) -> Result<()> {
         self.rebuild = Rebuild::Done;
-        let order = verify::share(&*self.group, Rank::MAIN, &self.arrival)?;
-        self.lay_out(order)
+        let group = self.group.in_call(Caller::DdpBackward);
+        let order = verify::share(&*group, Rank::MAIN, &self.arrival)?;
+        self.lay_out(order, &*group)
     }
 
-    fn lay_out(&mut self, order: Vec<usize>) -> Result<()> {
+    fn lay_out(&mut self, order: Vec<usize>, group: &dyn Communicator) -> Result<()> {
         if !is_permutation(&order, self.parameters.len()) {
             return Err(Error::protocol(
                 "a rank sent an order of gradients that is no order of the parameters",
@@ -538,7 +543,7 @@ impl Reducer {
         if let Some(owners) = &self.owners {
             plan = plan.dealt(&self.parameters, owners, self.group.world_size());
         }
-        verify::verify_hash(&*self.group, "bucket plans", plan.hash())?;
+        verify::verify_hash(group, "bucket plans", plan.hash())?;
         self.order = order;
         if plan != self.plan {
             tracing::debug!(buckets = plan.buckets.len(), "buckets rebuilt in the order of the gradients");

@@ -9,6 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind};
 use crate::rank::{Rank, Sequence};
+use crate::wire::frame::Call;
 
 /// How long a broken data connection waits for the control connections to say why. They see a dead process at once, but
 /// the thread that watches them may have to wait for a processor.
@@ -171,7 +172,7 @@ impl Health {
 
     /// Fails the group with what went wrong in an operation. A broken connection may only echo a failure elsewhere:
     /// the control connections get a moment to tell the true cause first.
-    pub(crate) fn fail_operation(&self, error: Error, operation: String, sequence: Sequence) -> Error {
+    pub(crate) fn fail_operation(&self, error: Error, call: Call, sequence: Sequence) -> Error {
         if error.kind() == Kind::PeerFailed {
             self.await_explanation(&error);
         }
@@ -184,10 +185,11 @@ impl Health {
                 ),
             )
             .with_peer(peer)
-            .with_remedy("give every rank the same number of steps"),
+            .with_remedy(call.remedy_if_left(peer)),
             _ => error,
         };
-        let cause = self.fail(error.in_operation(operation.clone(), Some(sequence)));
+        let operation = call.to_string();
+        let cause = self.fail(error.in_operation(operation.as_str(), Some(sequence)));
         if cause.operation().is_some() { cause } else { cause.in_operation(operation, Some(sequence)) }
     }
 
@@ -216,6 +218,21 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
+    use crate::caller::Caller;
+    use crate::dtype::DType;
+    use crate::wire::frame::Operation;
+
+    fn barrier(caller: Option<Caller>) -> Call {
+        Call {
+            operation: Operation::Barrier,
+            dtype: DType::U8,
+            elements: 0,
+            reduce: None,
+            root: None,
+            tuning: 0,
+            caller,
+        }
+    }
 
     fn health() -> Arc<Health> {
         Health::new(Rank::MAIN, vec!["a".into(), "b".into(), "c".into()])
@@ -263,7 +280,7 @@ mod tests {
         let waiting = health.clone();
         let operation = std::thread::spawn(move || {
             let echo = waiting.peer_failed(Rank::new(1), "its connection closed");
-            waiting.fail_operation(echo, "barrier".into(), Sequence(4))
+            waiting.fail_operation(echo, barrier(None), Sequence(4))
         });
         health.lost(Rank::new(2), "its connection closed");
         let error = operation.join().unwrap();
@@ -285,7 +302,20 @@ mod tests {
         let health = health();
         health.left(Rank::new(1));
         let echo = health.peer_failed(Rank::new(1), "its connection closed");
-        let error = health.fail_operation(echo, "barrier".into(), Sequence(4));
+        let error = health.fail_operation(echo, barrier(None), Sequence(4));
         assert!(error.is_peer_left(), "{error}");
+        assert!(error.to_string().contains("the same number of steps"), "{error}");
+    }
+
+    #[test]
+    fn who_has_left_in_the_middle_of_an_epoch_is_shown_the_way() {
+        let health = health();
+        health.left(Rank::new(1));
+        let echo = health.peer_failed(Rank::new(1), "its connection closed");
+        let error = health.fail_operation(echo, barrier(Some(Caller::DdpBackward)), Sequence(4));
+        assert!(error.is_peer_left(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("Ddp::backward [barrier] #4: rank 1 (b) has left the group"), "{text}");
+        assert!(text.contains("has rank 1 fewer batches? Run the epoch inside Ddp::join"), "{text}");
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -91,10 +92,45 @@ pub(crate) struct Call {
     pub root: Option<Rank>,
     /// The fingerprint of the table by which the algorithm was chosen; 0 if there was no choice.
     pub tuning: u32,
+    /// What the user has called, if that is not the collective itself.
+    pub caller: Option<Caller>,
+}
+
+impl Call {
+    /// What to do about `peer`, which makes the call `theirs` instead.
+    fn remedy_if_not(&self, theirs: &Self, own: Rank, peer: Rank) -> String {
+        let batch = |call: &Self| call.caller.is_some_and(Caller::is_for_each_batch);
+        match (batch(self), batch(theirs)) {
+            (true, false) => uneven(peer),
+            (false, true) => uneven(own),
+            (true, true) | (false, false) => {
+                "every rank must make the same calls, with the same sizes, in the same order".to_owned()
+            }
+        }
+    }
+
+    /// What to do about `peer`'s absence from it.
+    pub(crate) fn remedy_if_left(&self, peer: Rank) -> String {
+        match self.caller.is_some_and(Caller::is_for_each_batch) {
+            true => uneven(peer),
+            false => "give every rank the same number of steps".to_owned(),
+        }
+    }
+}
+
+/// What to do about a rank that has ended before the others.
+fn uneven(peer: Rank) -> String {
+    format!(
+        "has rank {peer} fewer batches? Run the epoch inside Ddp::join, see docs/guide/uneven-inputs.md, or give every \
+         rank as many: DistributedSampler does"
+    )
 }
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(caller) = self.caller {
+            return write!(f, "{} [{}]", caller.name(), Self { caller: None, ..*self });
+        }
         f.write_str(self.operation.name())?;
         if matches!(self.operation, Operation::Barrier | Operation::MonitoredBarrier) {
             return Ok(());
@@ -131,6 +167,7 @@ impl Header {
         bytes[4] = self.call.operation as u8;
         bytes[5] = self.call.dtype as u8;
         bytes[6] = self.call.reduce.map_or(0, ReduceOp::code);
+        bytes[7] = self.call.caller.map_or(0, |caller| caller as u8);
         bytes[8..12].copy_from_slice(&self.call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
         bytes[12..16].copy_from_slice(&self.call.tuning.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.sequence.0.to_le_bytes());
@@ -148,7 +185,7 @@ impl Header {
                 "a frame begins with {magic:#010x}, not with {MAGIC:#010x}"
             )));
         }
-        let (operation, dtype, reduce, reserved) = (fields.u8(), fields.u8(), fields.u8(), fields.u8());
+        let (operation, dtype, reduce, caller) = (fields.u8(), fields.u8(), fields.u8(), fields.u8());
         let unknown =
             |what: &str, code: u8| Error::protocol(format!("a frame has the unknown {what} {code}"));
         let operation = Operation::ALL
@@ -160,9 +197,10 @@ impl Header {
             0 => None,
             code => Some(ReduceOp::from_wire(code).ok_or_else(|| unknown("reduce operation", code))?),
         };
-        if reserved != 0 {
-            return Err(unknown("flag", reserved));
-        }
+        let caller = match caller {
+            0 => None,
+            code => Some(Caller::from_wire(code).ok_or_else(|| unknown("caller", code))?),
+        };
         let root = match fields.u32() {
             NO_ROOT => None,
             root => Some(Rank::new(root)),
@@ -172,7 +210,8 @@ impl Header {
         let epoch = Epoch(fields.u64());
         let elements = fields.u64();
         let payload = fields.u64();
-        Ok(Self { call: Call { operation, dtype, elements, reduce, root, tuning }, sequence, epoch, payload })
+        let call = Call { operation, dtype, elements, reduce, root, tuning, caller };
+        Ok(Self { call, sequence, epoch, payload })
     }
 
     /// Compares what `peer` sent with what this rank, by its own call, expects of it.
@@ -199,7 +238,7 @@ impl Header {
                 "the ranks disagree: rank {own} calls {} {}, rank {peer} calls {} {}",
                 self.call, self.sequence, received.call, received.sequence
             ))
-            .with_remedy("every rank must make the same calls, with the same sizes, in the same order")
+            .with_remedy(self.call.remedy_if_not(&received.call, own, peer))
         } else {
             Error::mismatch(format!(
                 "in {} {} rank {peer} sends {} bytes where rank {own} expects {}",
@@ -226,6 +265,7 @@ mod tests {
                 reduce: None,
                 root: Some(Rank::new(1)),
                 tuning: 5,
+                caller: None,
             },
             sequence: Sequence(7),
             epoch: Epoch(2),
@@ -243,6 +283,31 @@ mod tests {
                 assert_eq!(Header::decode(&other.encode()).unwrap(), other);
             }
         }
+        for caller in Caller::ALL {
+            other.call.caller = Some(*caller);
+            assert_eq!(Header::decode(&other.encode()).unwrap(), other);
+        }
+        let mut unknown = other.encode();
+        unknown[7] = u8::MAX;
+        assert!(Header::decode(&unknown).unwrap_err().to_string().contains("unknown caller 255"));
+    }
+
+    #[test]
+    fn what_users_have_called_is_compared_and_named() {
+        let by = |caller| Header { call: Call { caller, ..header().call }, ..header() };
+        let check =
+            |own, theirs| by(own).check(&by(theirs), Rank::MAIN, Rank::new(1)).unwrap_err().to_string();
+        let text = check(Some(Caller::CheckpointsOpen), None);
+        assert!(text.contains("rank 0 calls Checkpoints::open [broadcast(10 x bf16, root 1)] #7"), "{text}");
+        assert!(
+            text.contains("rank 1 calls broadcast(10 x bf16, root 1) #7 (every rank must make"),
+            "{text}"
+        );
+        // Who is through with its batches has gone on to something else.
+        let text = check(Some(Caller::DdpBackward), None);
+        assert!(text.contains("has rank 1 fewer batches?") && text.contains("Ddp::join"), "{text}");
+        let text = check(Some(Caller::CheckpointsNewest), Some(Caller::DdpForward));
+        assert!(text.contains("has rank 0 fewer batches?") && text.contains("uneven-inputs.md"), "{text}");
     }
 
     #[test]
@@ -273,7 +338,7 @@ mod tests {
             frame[32..].copy_from_slice(&tail);
             if framed {
                 frame[..4].copy_from_slice(b"PHX1");
-                frame[7] = 0;
+                frame[7] %= 32;
             }
             if let Ok(header) = Header::decode(&frame) {
                 prop_assert_eq!(header.encode(), frame);

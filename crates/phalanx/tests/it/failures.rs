@@ -1,9 +1,13 @@
 //! What ranks see when something goes wrong: each of them an error that names the cause, and none a hang.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use phalanx::checkpoint::Checkpoints;
+use phalanx::join::{JoinGroup, JoinOptions};
+use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
 use phalanx::testing::{Fabric, run};
-use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, ReduceOp};
+use phalanx::{Buffer, Caller, DType, Error, ProcessGroup, Rank, ReduceOp};
 
 /// Nothing in here may wait for this long.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -35,6 +39,75 @@ fn ranks_that_call_different_collectives_all_see_both_calls() {
             assert!(text.contains("calls all_reduce(sum, 10 x f32) #1"), "{text}");
             assert!(text.contains("rank 1 calls broadcast(10 x f32, root 1) #1"), "{text}");
         }
+    }
+}
+
+/// What users have written, and not what it is made of.
+#[test]
+fn errors_name_the_calls_that_users_wrote() {
+    type Written = fn(&ProcessGroup) -> phalanx::Result<()>;
+    let opens: Written = |g| Checkpoints::open(tempfile::tempdir().unwrap().path(), g).map(drop);
+    let compares: Written = |g| {
+        let parameters = vec![ParameterSpec::new("weight", [2], DType::F32)];
+        Reducer::new(Arc::new(g.clone()), parameters, ReducerOptions::default()).map(drop)
+    };
+    let calls: [(&str, Written); 9] = [
+        ("Checkpoints::open", opens),
+        ("Ddp::new", compares),
+        ("new_group", |g| g.new_group(&[Rank::MAIN]).map(drop)),
+        ("split", |g| g.split(Some(0), 0).map(drop)),
+        ("broadcast_object", |g| g.broadcast_object(Some(&1), Rank::MAIN).map(drop)),
+        ("all_gather_object", |g| g.all_gather_object(&1).map(drop)),
+        ("gather_object", |g| g.gather_object(&1, Rank::MAIN).map(drop)),
+        ("scatter_object", |g| g.scatter_object(Some(&[1, 2]), Rank::MAIN).map(drop)),
+        ("Ddp::join", |g| {
+            let join = JoinGroup::new(g.clone());
+            join.join(JoinOptions::default(), || join.step()).map(drop)
+        }),
+    ];
+    for fabric in Fabric::ALL {
+        for (name, call) in calls {
+            let errors = run(2, fabric, |group| {
+                within(PATIENCE, &group, |group| {
+                    let outcome = if group.rank().is_main() { call(group) } else { group.barrier() };
+                    outcome.and_then(|()| group.barrier()).unwrap_err()
+                })
+            });
+            for error in errors {
+                assert!(error.is_mismatch(), "{fabric:?}, {name}: {error}");
+                let text = error.to_string();
+                assert!(text.contains(&format!("rank 0 calls {name} [")), "{fabric:?}, {name}: {text}");
+                assert!(text.contains("rank 1 calls barrier #"), "{fabric:?}, {name}: {text}");
+            }
+        }
+        // Made of the same collective, and yet not the same.
+        for error in run(2, fabric, |group| {
+            let calls = [Caller::DdpAverageParameters, Caller::DdpBackward];
+            let group = group.in_call(calls[group.rank().index()]);
+            within(PATIENCE, &group, |group| group.barrier().and_then(|()| group.barrier()).unwrap_err())
+        }) {
+            assert!(error.is_mismatch() && error.to_string().contains("Ddp::average_parameters"), "{error}");
+        }
+    }
+}
+
+/// Of the ranks of an epoch one has fewer batches, and no more to do.
+#[test]
+fn a_rank_with_fewer_batches_is_shown_the_way_to_join() {
+    for fabric in Fabric::ALL {
+        let outcomes = run(2, fabric, |group| {
+            let ddp = group.in_call(Caller::DdpBackward);
+            for _ in 0..3 - group.rank().get() {
+                ddp.all_reduce(&mut [1f32; 4], ReduceOp::Avg)?;
+            }
+            Ok(())
+        });
+        let error = outcomes[0].as_ref().unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_peer_left(), "{fabric:?}: {text}");
+        assert!(text.contains("Ddp::backward [all_reduce(avg, 4 x f32)] #2: rank 1"), "{text}");
+        assert!(text.contains("has rank 1 fewer batches?") && text.contains("Ddp::join"), "{text}");
+        assert!(text.contains("docs/guide/uneven-inputs.md"), "{text}");
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::buffer::Buffer;
+use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -15,12 +16,12 @@ use crate::trace::Trace;
 /// same buffer does, half.
 pub(in super::super) struct Metered {
     group: Arc<dyn Communicator>,
-    bytes: AtomicU64,
+    bytes: Arc<AtomicU64>,
 }
 
 impl Metered {
     pub(in super::super) fn new(group: Arc<dyn Communicator>) -> Self {
-        Self { group, bytes: AtomicU64::new(0) }
+        Self { group, bytes: Arc::default() }
     }
 
     pub(in super::super) fn rebind(&mut self, group: Arc<dyn Communicator>) {
@@ -47,6 +48,10 @@ impl Communicator for Metered {
 
     fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         self.group.alloc(dtype, elements)
+    }
+
+    fn in_call(&self, caller: Caller) -> Arc<dyn Communicator> {
+        Arc::new(Self { group: self.group.in_call(caller), bytes: self.bytes.clone() })
     }
 
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {

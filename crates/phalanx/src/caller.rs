@@ -1,0 +1,124 @@
+//! The calls of users that collectives are parts of.
+
+macro_rules! callers {
+    ($($(#[$doc:meta])* $caller:ident = $code:literal, $name:literal;)*) => {
+        /// A call that a user writes and that makes collectives on the way, such as `Checkpoints::open`.
+        ///
+        /// What stands between users and groups, an adapter or a function of this crate, says with
+        /// [`ProcessGroup::in_call`](crate::ProcessGroup::in_call) which one it is. Every rank tells it with its collectives:
+        /// they are compared, and errors name it.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[non_exhaustive]
+        #[repr(u8)]
+        pub enum Caller {
+            $($(#[$doc])* $caller = $code,)*
+        }
+
+        impl Caller {
+            pub(crate) const ALL: &[Self] = &[$(Self::$caller),*];
+
+            /// As a user writes it.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$caller => $name,)*
+                }
+            }
+        }
+    };
+}
+
+callers! {
+    /// [`init`](crate::init()), and [`ProcessGroup::join`](crate::ProcessGroup::join).
+    Init = 1, "init";
+    /// [`ProcessGroup::new_group`](crate::ProcessGroup::new_group).
+    NewGroup = 2, "new_group";
+    /// [`ProcessGroup::split`](crate::ProcessGroup::split).
+    Split = 3, "split";
+    /// [`ProcessGroup::broadcast_object`](crate::ProcessGroup::broadcast_object).
+    BroadcastObject = 4, "broadcast_object";
+    /// [`ProcessGroup::all_gather_object`](crate::ProcessGroup::all_gather_object).
+    AllGatherObject = 5, "all_gather_object";
+    /// [`ProcessGroup::gather_object`](crate::ProcessGroup::gather_object).
+    GatherObject = 6, "gather_object";
+    /// [`ProcessGroup::scatter_object`](crate::ProcessGroup::scatter_object).
+    ScatterObject = 7, "scatter_object";
+    /// [`Checkpoints::open`](crate::checkpoint::Checkpoints::open).
+    CheckpointsOpen = 8, "Checkpoints::open";
+    /// [`Checkpoints::newest`](crate::checkpoint::Checkpoints::newest).
+    CheckpointsNewest = 9, "Checkpoints::newest";
+    /// [`elastic::run`](crate::elastic::run()), between the calls of its loop.
+    ElasticRun = 10, "elastic::run";
+    /// [`Context::step`](crate::elastic::Context::step).
+    ElasticStep = 11, "Context::step";
+    /// [`Context::commit`](crate::elastic::Context::commit).
+    ElasticCommit = 12, "Context::commit";
+    /// [`Context::sync`](crate::elastic::Context::sync).
+    ElasticSync = 13, "Context::sync";
+    /// [`JoinGroup::join`](crate::join::JoinGroup::join) and what an adapter makes of it: `Ddp::join`.
+    Join = 14, "Ddp::join";
+    /// An adapter's constructor, which compares and copies the model.
+    DdpNew = 15, "Ddp::new";
+    /// An adapter's forward pass, which copies buffers.
+    DdpForward = 16, "Ddp::forward";
+    /// An adapter's backward pass, which averages gradients.
+    DdpBackward = 17, "Ddp::backward";
+    /// An adapter's norm of gradients that are dealt out.
+    DdpClipGradNorm = 18, "Ddp::clip_grad_norm";
+    /// An adapter's average of parameters.
+    DdpAverageParameters = 19, "Ddp::average_parameters";
+    /// An adapter's comparison of replicas.
+    DdpReplicasIdentical = 20, "Ddp::replicas_identical";
+    /// An adapter's registration of a [hook](crate::reducer::hooks::CommHook).
+    DdpRegisterCommHook = 21, "Ddp::register_comm_hook";
+    /// The constructor of an optimizer whose state is dealt out.
+    ZeroNew = 22, "ZeroRedundancyOptimizer::new";
+    /// Its step.
+    ZeroStep = 23, "ZeroRedundancyOptimizer::step";
+    /// Its state, gathered.
+    ZeroConsolidate = 24, "ZeroRedundancyOptimizer::consolidate";
+    /// A batch norm over all ranks, in either direction.
+    SyncBatchNorm = 25, "SyncBatchNorm";
+    /// A framework's own trainer, on several ranks.
+    DdpStrategy = 26, "DdpStrategy";
+}
+
+impl Caller {
+    pub(crate) fn from_wire(code: u8) -> Option<Self> {
+        Self::ALL.iter().copied().find(|caller| *caller as u8 == code)
+    }
+
+    /// Is it called once for each batch? A rank that has fewer of them ends while the others still call it.
+    pub(crate) const fn is_for_each_batch(self) -> bool {
+        matches!(
+            self,
+            Self::DdpForward
+                | Self::DdpBackward
+                | Self::DdpClipGradNorm
+                | Self::ZeroStep
+                | Self::SyncBatchNorm
+                | Self::Join
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_caller_has_a_code_and_a_name_of_its_own() {
+        for (index, caller) in Caller::ALL.iter().enumerate() {
+            assert_eq!(Caller::from_wire(*caller as u8), Some(*caller));
+            assert!(Caller::ALL[..index].iter().all(|other| other.name() != caller.name()), "{caller:?}");
+        }
+        assert_eq!(Caller::from_wire(0), None, "which stands for none");
+    }
+
+    #[test]
+    fn the_wire_s_page_has_every_caller() {
+        let page = include_str!("../../../docs/wire.md");
+        for caller in Caller::ALL {
+            assert!(page.contains(&format!(" {} {}", *caller as u8, caller.name())), "{caller:?} is missing");
+        }
+    }
+}
