@@ -29,6 +29,8 @@ use crate::key::JobKey;
 const MAX_CONNECTIONS: usize = 16_384;
 /// The most that have not shown yet who they are; the oldest gives way. A burst of a job's own ranks must fit.
 const MAX_AT_THE_GATE: usize = 2048;
+/// How long the thread for look-ups waits for another one before it ends.
+const KEEP_THREAD: Duration = Duration::from_secs(1);
 /// How long accepting rests when the process has run out of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// After how long a silence the kernel asks whether a client's host still lives.
@@ -106,8 +108,9 @@ impl TcpStoreServer {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
-            // Looks up whose a connection is, now and then.
+            // Looks up whose a connection is, now and then, and does not stay for the next time.
             .max_blocking_threads(1)
+            .thread_keep_alive(KEEP_THREAD)
             .build()
             .map_err(|error| Error::io("cannot start the store's runtime", error))?;
         let (orders, inbox) = mpsc::unbounded_channel();
