@@ -33,8 +33,6 @@ const LIMIT: Duration = Duration::from_secs(60);
 const WRONG: usize = 200;
 /// How much more memory a process may have had at most than one that nobody disturbs.
 const MEMORY: u64 = 24 << 20;
-/// How soon it has given back what it took for the peer.
-const RELEASE: Duration = Duration::from_secs(15);
 
 pub const TESTS: &[(&str, fn())] = &[(
     "wrong_words_disturb_neither_a_start_nor_a_training",
@@ -210,10 +208,11 @@ fn wrong_words_disturb_neither_a_start_nor_a_training() {
     let store = TcpStore::connect_with_key(address, &job.key, soon()).unwrap();
     assert!(store.num_keys(soon()).unwrap() > 0);
     drop(store);
-    let deadline = Instant::now() + RELEASE;
+    // What the peer has left to be done is done first, however busy the machine is.
+    let deadline = Instant::now() + LIMIT;
     for (process, usual) in job.processes().zip(&usual) {
         let mut uses = process.uses();
-        while uses.threads > usual.threads || uses.descriptors > usual.descriptors {
+        while uses.threads.len() > usual.threads.len() || uses.descriptors > usual.descriptors {
             assert!(Instant::now() < deadline, "{uses:?} remain, and {usual:?} are usual");
             std::thread::sleep(Duration::from_millis(10));
             uses = process.uses();

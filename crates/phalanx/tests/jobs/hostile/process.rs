@@ -16,7 +16,8 @@ pub struct Process {
 /// What a process uses.
 #[derive(Debug)]
 pub struct Use {
-    pub threads: usize,
+    /// The names of its threads.
+    pub threads: Vec<String>,
     pub descriptors: usize,
     /// The most memory of its own that it has had at once, in bytes.
     pub peak: u64,
@@ -61,11 +62,15 @@ impl Process {
     }
 
     pub fn uses(&self) -> Use {
-        let count = |what| fs::read_dir(self.path(what)).unwrap().count();
+        let threads = fs::read_dir(self.path("task")).unwrap().flatten();
+        // A thread may end between the two looks.
+        let threads = threads.filter_map(|thread| fs::read_to_string(thread.path().join("comm")).ok());
+        let threads = threads.map(|name| name.trim_end().to_owned()).collect();
+        let descriptors = fs::read_dir(self.path("fd")).unwrap().count();
         let status = fs::read_to_string(self.path("status")).unwrap();
         let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
         let kibibytes: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
-        Use { threads: count("task"), descriptors: count("fd"), peak: kibibytes << 10 }
+        Use { threads, descriptors, peak: kibibytes << 10 }
     }
 
     /// Does it have a socket that waits for connections?
