@@ -58,6 +58,7 @@ impl Default for DdpOptions {
 /// complete program.
 ///
 /// All ranks must make the same calls in the same order; a group that finds them differ fails on every rank.
+#[doc(alias("DistributedDataParallel", "DDP", "DistributedOptimizer"))]
 pub struct Ddp<M> {
     /// Always there, except while an optimizer has it.
     model: Option<M>,
@@ -89,6 +90,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// The error of a mismatch names the parameter. A model without any parameter that needs a gradient is refused.
     /// Parameters that need none when this is called are left out of the averages.
+    #[doc(alias = "broadcast_parameters")]
     pub fn new<C: Communicator + Clone + 'static>(model: M, group: &C) -> Result<Self> {
         Self::with_options(model, group, DdpOptions::default())
     }
@@ -201,6 +203,7 @@ impl<M: Module> Ddp<M> {
     /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one. The forward passes of such
     /// batches communicate nothing either, but for the first after a synchronised backward pass, which refreshes the
     /// buffers.
+    #[doc(alias("no_sync", "backward_passes_per_step"))]
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
         let model = held(&self.model);
         check_tracked(loss)?;
@@ -244,6 +247,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// If `max_norm` is not a positive number, a gradient is no float, or the exchange fails.
+    #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         if !self.dealt {
             return clip::clip_grad_norm(self.model(), gradients, max_norm);

@@ -44,6 +44,7 @@ use crate::parameters::Parameter;
 ///
 /// Hooks of [`Ddp::register_comm_hook`] do not scatter: with one of them whole buckets are averaged on every rank, and the
 /// gathering comes on top. So it is between hosts on which several ranks share memory.
+#[doc(alias = "ZeRO")]
 #[derive(Clone)]
 pub struct ZeroRedundancyOptimizer {
     inner: ModuleOptimizer,

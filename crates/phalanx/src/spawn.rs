@@ -68,6 +68,7 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 ///
 /// Besides a worker's failure: `nprocs` is 0; a worker cannot be started; the launcher's variables are malformed; this
 /// process is already inside `worker`; two threads call `spawn` at the same time.
+#[doc(alias("mp.spawn", "torch.multiprocessing"))]
 #[track_caller]
 pub fn spawn<E: Display + 'static>(nprocs: u32, worker: impl FnOnce() -> Result<(), E>) -> Result<()> {
     let call =

@@ -62,6 +62,7 @@ pub use self::transfers::{Transfer, Transfers};
 /// become their average, as Burn has it for threads.
 ///
 /// Source: the technique as PyTorch documents it for `torch.nn.DataParallel`.
+#[doc(alias = "nn.DataParallel")]
 pub struct DataParallel<M, const D: usize> {
     replicas: Replicas<M>,
     pending: Option<Pending<M, D>>,

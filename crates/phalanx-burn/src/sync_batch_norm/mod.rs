@@ -94,6 +94,7 @@ use self::statistics::{Exchange, Moments};
 /// R. LeVeque's, 1979.
 ///
 /// [`into_batch_norm`]: Self::into_batch_norm
+#[doc(alias = "convert_sync_batchnorm")]
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct SyncBatchNorm {

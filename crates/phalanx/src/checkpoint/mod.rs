@@ -81,6 +81,7 @@ const TIMEOUT: Duration = Duration::from_secs(10 * 60);
 const KEEP: NonZeroUsize = NonZeroUsize::MIN.saturating_add(2);
 
 /// A job's folder of checkpoints; see the [module](self).
+#[doc(alias("torch.distributed.checkpoint", "save_state_dict"))]
 #[derive(Debug)]
 pub struct Checkpoints {
     path: PathBuf,

@@ -16,24 +16,33 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// The sum.
+    #[doc(alias = "SUM")]
     Sum,
     /// The sum divided by the world size, once. For floats alone: of integers take the sum, and divide that. Of f16 no
     /// partial sum overflows where the average does not.
+    #[doc(alias("AVG", "Average", "mean"))]
     Avg,
     /// The product.
+    #[doc(alias = "PRODUCT")]
     Product,
     /// The smallest, with -0 below 0; NaN if any rank has NaN.
+    #[doc(alias = "MIN")]
     Min,
     /// The largest, with 0 above -0; NaN if any rank has NaN.
+    #[doc(alias = "MAX")]
     Max,
     /// The bits that all have.
+    #[doc(alias = "BAND")]
     BAnd,
     /// The bits that any has.
+    #[doc(alias = "BOR")]
     BOr,
     /// The bits that an odd number of ranks has.
+    #[doc(alias = "BXOR")]
     BXor,
     /// The sum of each rank's elements times that rank's own factor, which need not be the same on every rank. Each
     /// product is rounded to the element's type. For averages weighted by the sizes of batches, for example.
+    #[doc(alias = "PREMUL_SUM")]
     PreMulSum(f64),
 }
 

@@ -13,6 +13,7 @@ use crate::group::ProcessGroup;
 use crate::rendezvous;
 
 /// [`run_with`], with [`Options::from_env`].
+#[doc(alias = "hvd.elastic.run")]
 pub fn run<S: State, T, E: From<Error>>(
     state: &mut S,
     work: impl FnMut(&mut Context<'_, S>, &ProcessGroup) -> Result<T, E>,

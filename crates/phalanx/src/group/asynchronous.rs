@@ -16,6 +16,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// At once if the group has failed or `op` is not defined for the type; otherwise from [`Work::wait`].
+    #[doc(alias("allreduce_async", "async_op"))]
     pub fn all_reduce_async(&self, mut buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
         let call = self.call(Operation::AllReduce, dtype, elements).reducing(op);

@@ -18,6 +18,7 @@ impl ProcessGroup {
     /// # Errors
     /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified. Before anything
     /// is sent, if `op` is not defined for the type ([`ReduceOp::supports`]).
+    #[doc(alias("allreduce", "MPI_Allreduce"))]
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
         let call = self.call_of::<T>(Operation::AllReduce, data.len()).reducing(op);
         call.prepare(op, bytemuck::cast_slice_mut(data))?;
@@ -28,6 +29,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce), and if `root` is no rank of this group.
+    #[doc(alias("bcast", "MPI_Bcast"))]
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: Rank) -> Result<()> {
         let root = self.member(root)?;
         let call = self.call_of::<T>(Operation::Broadcast, data.len()).rooted_at(root);
@@ -38,6 +40,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce), and if `output` is not `world_size` times as long as `input`.
+    #[doc(alias("allgather", "all_gather_into_tensor"))]
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         self.check_length("all_gather", "output", output.len(), "input", input.len())?;
         self.run(self.call_of::<T>(Operation::AllGather, input.len()), apart(input, output))
@@ -47,6 +50,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce), and if `input` is not `world_size` times as long as `output`.
+    #[doc(alias("reducescatter", "reduce_scatter_tensor"))]
     pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
         self.check_length("reduce_scatter", "input", input.len(), "output", output.len())?;
         let call = self.call_of::<T>(Operation::ReduceScatter, input.len()).reducing(op);

@@ -73,6 +73,7 @@ impl ProcessGroup {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce); if there is not one count for each rank, `input` has not this rank's count, or
     /// `output` not the sum of all; and if the ranks' counts differ.
+    #[doc(alias = "allgatherv")]
     pub fn all_gather_v<T: Element>(&self, input: &[T], output: &mut [T], counts: &[usize]) -> Result<()> {
         let shares = Shares::new(counts, self.world_size())?;
         self.check_all_gather_v(input.len(), output.len(), &shares)?;
@@ -86,6 +87,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce), and if `input` and `output` are not equally long or cannot be divided evenly.
+    #[doc(alias("alltoall", "all_to_all_single"))]
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         self.check_all_to_all(input.len(), output.len())?;
         self.run(self.call_of::<T>(Operation::AllToAll, input.len()), apart(input, output))
@@ -97,6 +99,7 @@ impl ProcessGroup {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce); if there is not one count for each rank, or `input` and `output` are not as long
     /// as the sums; and if a rank sends another number of elements than its peer expects.
+    #[doc(alias = "alltoallv")]
     pub fn all_to_all_v<T: Element>(
         &self,
         input: &[T],
@@ -121,6 +124,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce). Ranks must bring the same lengths in the same order; their sum is compared.
+    #[doc(alias = "grouped_allreduce")]
     pub fn all_reduce_coalesced<T: Element>(&self, data: &mut [&mut [T]], op: ReduceOp) -> Result<()> {
         let mut packed = Buffer::zeroed(T::DTYPE, data.iter().map(|slice| slice.len()).sum());
         let call = self.call_of::<T>(Operation::AllReduceCoalesced, packed.len()).reducing(op);

@@ -29,6 +29,7 @@ use crate::wire::frame::Operation;
 ///
 /// # Errors
 /// If a variable is missing, empty or malformed, if the port is taken, or if ranks are missing after 30 minutes.
+#[doc(alias("init_process_group", "MPI_Init", "hvd.init"))]
 pub fn init() -> Result<ProcessGroup> {
     ProcessGroup::join(rendezvous::from_env(DEFAULT_TIMEOUT)?, GroupOptions::from_env()?)
 }

@@ -105,6 +105,7 @@ pub trait Communicator: Send + Sync {
 /// assert_eq!(loss, [0.5]);
 /// # Ok::<(), phalanx::Error>(())
 /// ```
+#[doc(alias("torch.distributed", "MPI_Comm", "Communicator"))]
 #[derive(Clone)]
 pub struct ProcessGroup {
     inner: Arc<Inner>,
@@ -218,17 +219,20 @@ impl ProcessGroup {
     }
 
     /// This process's rank.
+    #[doc(alias = "get_rank")]
     pub fn rank(&self) -> Rank {
         self.inner.rank
     }
 
     /// The number of ranks.
+    #[doc(alias("get_world_size", "size"))]
     pub fn world_size(&self) -> WorldSize {
         self.inner.world
     }
 
     /// This process's number among the ranks of its host; a common choice of device, which is why it is the same in
     /// every group.
+    #[doc(alias("get_node_local_rank", "LOCAL_RANK"))]
     pub fn local_rank(&self) -> u32 {
         self.inner.origin.local.rank
     }
@@ -239,6 +243,7 @@ impl ProcessGroup {
     }
 
     /// A handle to the same group whose operations give up after `timeout`.
+    #[doc(alias = "set_timeout")]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         Self { timeout, ..self.clone() }
     }

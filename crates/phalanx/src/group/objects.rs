@@ -35,6 +35,7 @@ impl ProcessGroup {
     /// # Errors
     /// As [`broadcast`](Self::broadcast); if the root has no value, or cannot write it, or it is longer than
     /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read it.
+    #[doc(alias = "broadcast_object_list")]
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(
         &self,
         value: Option<&T>,
@@ -62,6 +63,7 @@ impl ProcessGroup {
     /// # Errors
     /// As [`all_gather`](Self::all_gather); if a rank cannot write its value, or all together are longer than
     /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read them.
+    #[doc(alias = "allgather_object")]
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
         let group = self.in_call(Caller::AllGatherObject);
         let own = written(Some(value));
@@ -108,6 +110,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// As [`broadcast_object`](Self::broadcast_object), and if the root has not one value for each rank.
+    #[doc(alias = "scatter_object_list")]
     pub fn scatter_object<T: Serialize + DeserializeOwned>(
         &self,
         values: Option<&[T]>,

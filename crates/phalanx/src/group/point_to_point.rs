@@ -8,6 +8,7 @@ use crate::rank::Rank;
 use crate::wire::frame::{Call, Operation};
 
 /// A message of a batch; see [`ProcessGroup::batch_isend_irecv`].
+#[doc(alias = "P2POp")]
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum P2pOp {

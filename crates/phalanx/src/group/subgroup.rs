@@ -50,6 +50,7 @@ impl ProcessGroup {
     /// At once, on this rank alone, if the list is empty, or has a rank twice or one that is not in this group. On every
     /// rank alike if the lists differ; the error shows two of them, and this group remains sound. On members, if they
     /// cannot be connected. If this group fails.
+    #[doc(alias("process_set", "add_process_set"))]
     pub fn new_group(&self, ranks: &[Rank]) -> Result<Option<Self>> {
         let ranks = self.checked(ranks)?;
         let mut number = self.inner.children.lock();
@@ -89,6 +90,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// On members, if they cannot be connected. If this group fails.
+    #[doc(alias("split_group", "MPI_Comm_split"))]
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>> {
         let own = color.map_or(NO_COLOR, i64::from);
         let mut number = self.inner.children.lock();
@@ -116,11 +118,13 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// If `rank` is no rank of this group.
+    #[doc(alias = "get_global_rank")]
     pub fn global_rank(&self, rank: Rank) -> Result<Rank> {
         self.member(rank).map(|rank| self.inner.origin.global(rank))
     }
 
     /// The rank in this group of the rank `global` of the first one; none if it is no member.
+    #[doc(alias = "get_group_rank")]
     pub fn group_rank(&self, global: Rank) -> Option<Rank> {
         self.world_size().ranks().find(|rank| self.inner.origin.global(*rank) == global)
     }

@@ -31,6 +31,7 @@ use crate::transport::health::Health;
 ///     Ok((weights.await?, losses.await?))
 /// }
 /// ```
+#[doc(alias = "Future")]
 pub struct Work {
     slot: Arc<Slot>,
     /// None if it never was in flight.
@@ -90,6 +91,7 @@ impl Work {
     }
 
     /// Has it succeeded or failed?
+    #[doc(alias = "poll")]
     pub fn is_completed(&self) -> bool {
         !matches!(*self.slot.state.lock(), State::InFlight(_))
     }
@@ -113,6 +115,7 @@ impl Work {
 
     /// Waits for the end, which the deadlines of this operation and of those called before it bound, and gives the
     /// buffer back.
+    #[doc(alias = "synchronize")]
     pub fn wait(self) -> Result<Buffer> {
         let mut state = self.slot.state.lock();
         loop {

@@ -87,6 +87,7 @@ pub struct Joined<T> {
 
 /// A handle to a group whose ranks may end at different times. See the [module](self). Clones share their state, and
 /// [go over](Self::rebind) to another group together.
+#[doc(alias("Join", "Joinable"))]
 #[derive(Clone)]
 pub struct JoinGroup {
     group: Arc<RwLock<Arc<dyn Communicator>>>,

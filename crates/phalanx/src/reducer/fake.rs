@@ -92,7 +92,7 @@ impl FakeGroup {
     }
 
     fn of(rank: Rank, world: Arc<World>, trace: Trace) -> Self {
-        Self { rank, world, mine: Mutex::default(), trace }
+        Self { rank, world, mine: Arc::default(), trace }
     }
 
     pub(super) fn calls(&self) -> Vec<Call> {

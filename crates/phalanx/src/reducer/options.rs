@@ -56,6 +56,7 @@ impl fmt::Display for ParameterSpec {
 /// use phalanx::reducer::ReducerOptions;
 /// let options = ReducerOptions::default().bucket_cap_mb(50.0).find_unused_parameters(true);
 /// ```
+#[doc(alias = "bucket_cap_mb")]
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ReducerOptions {
     bucket_cap_mb: Option<f64>,

@@ -41,6 +41,7 @@ use crate::rank::{Rank, WorldSize};
 /// assert_eq!(sampler.len(), 10_usize.div_ceil(group.world_size().count()));
 /// # Ok::<(), phalanx::Error>(())
 /// ```
+#[doc(alias = "num_replicas")]
 #[derive(Debug)]
 pub struct DistributedSampler {
     samples: usize,

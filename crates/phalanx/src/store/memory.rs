@@ -21,6 +21,7 @@ const NAME: &str = "the in-process store";
 /// assert_eq!(store.add("arrived", 1, Deadline::after(Duration::from_secs(1)))?, 1);
 /// # Ok::<(), phalanx::Error>(())
 /// ```
+#[doc(alias = "HashStore")]
 #[derive(Debug, Default)]
 pub struct MemoryStore {
     table: Mutex<Table>,

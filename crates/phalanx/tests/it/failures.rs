@@ -100,7 +100,7 @@ fn a_rank_with_fewer_batches_is_shown_the_way_to_join() {
             for _ in 0..3 - group.rank().get() {
                 ddp.all_reduce(&mut [1f32; 4], ReduceOp::Avg)?;
             }
-            Ok(())
+            Ok::<(), Error>(())
         });
         let error = outcomes[0].as_ref().unwrap_err();
         let text = error.to_string();

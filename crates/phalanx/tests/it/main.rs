@@ -6,6 +6,7 @@ mod certificates;
 
 mod collectives;
 mod dealing;
+mod documentation;
 mod failures;
 mod join;
 mod objects;

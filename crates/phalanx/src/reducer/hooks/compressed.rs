@@ -23,6 +23,7 @@ const BLOCK: usize = 2048;
 /// significant bits but ends at 65,504: a larger gradient becomes infinite. bf16 has the range of f32 and 8 bits.
 ///
 /// It takes memory for what it sends: half as much as the gradients.
+#[doc(alias("fp16_compress_hook", "bf16_compress_hook", "Compression"))]
 pub struct Compressed {
     dtype: DType,
     halves: Spares,

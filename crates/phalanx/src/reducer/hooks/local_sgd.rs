@@ -12,6 +12,7 @@ use crate::rank::Rank;
 ///
 /// From then on replicas drift apart, and the program must average the model every few steps, as
 /// `phalanx_burn::PeriodicModelAverager` does. PyTorch's `post_localSGD_hook`.
+#[doc(alias = "post_localSGD_hook")]
 pub struct PostLocalSgd {
     start: u64,
     subgroup: Option<Arc<dyn Communicator>>,

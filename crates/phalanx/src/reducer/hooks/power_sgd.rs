@@ -98,6 +98,7 @@ impl PowerSgdOptions {
 /// that leaves out such a step goes on as if it had not been.
 ///
 /// It takes memory for the losses (as much as the gradients), for the factors, and for what it sends.
+#[doc(alias("PowerSGD", "powerSGD_hook"))]
 pub struct PowerSgd {
     options: PowerSgdOptions,
     step: u64,
