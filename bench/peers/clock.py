@@ -1,6 +1,7 @@
 """The clock of `phalanx bench`, for peers that are called from Python."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 
@@ -32,7 +33,8 @@ def measure(call: Callable[[], None], longest: Callable[[float], float]) -> floa
         before = each
         if elapsed < RUN:
             calls *= 2
-    calls = max(1, round(SAMPLE / each))
+    calls = max(1, math.ceil(SAMPLE / each))
+    longest(0.0)  # all begin together
     samples = int(min(max(TIMED / (each * calls), SAMPLES[0]), SAMPLES[1]))
     times = sorted(run(calls, call) / calls for _ in range(samples))
     return longest(times[samples // 2])

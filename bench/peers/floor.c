@@ -1,40 +1,43 @@
-/* What the hardware allows for an all_reduce between two processes of one host: memory that both map, one flag each, and
- * a bare loop. Each process adds its half of both buffers and writes the sums into both; one flag says that a process
- * has come, the next that it is done.
+/* What the hardware allows for an all_reduce between processes of one host: memory that all map, one flag each, and a bare
+ * loop. Each process adds its share of all buffers and writes the sums into all; one flag says that a process has come, the
+ * next that it is done.
  *
- *     gcc -O3 -march=native -o floor floor.c && ./floor 4 65536 1048576
+ *     gcc -O3 -march=native -o floor floor.c -lm && ./floor 2 4 65536 1048576
  *
- * Prints a line of JSON for each size in bytes: the median over all calls of the slower process's time. */
+ * Prints a line of JSON for each size in bytes, which follow the number of ranks. */
 
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
-/* The same as `phalanx bench`: calls before the clock starts, and how often each size is timed. */
-#define WARM_UP 3
-#define BUDGET (400ul << 20)
-#define FEWEST 8ul
-#define MOST 1000ul
+#include "clock.h"
 
-struct flag {
+#define RANKS_MOST 64
+/* Buffers that lie a power of two apart evict each other from the first-level cache of some processors (AMD Zen 3). */
+#define SKEW 4160
+#define BLOCK 1024
+
+static struct {
     _Alignas(128) atomic_ulong reached;
-};
+    double seconds;
+    long wrong;
+} *all;
+static float *buffers[RANKS_MOST];
+static int rank, ranks, crowded;
+static size_t start, end;
 
-static struct flag *flags;
-static unsigned long passed;
-
-static void meet(int rank) {
+static void meet(void) {
+    static unsigned long passed;
     unsigned long now = ++passed;
-    atomic_store_explicit(&flags[rank].reached, now, memory_order_release);
-    while (atomic_load_explicit(&flags[!rank].reached, memory_order_acquire) < now) {
-    }
+    atomic_store_explicit(&all[rank].reached, now, memory_order_release);
+    for (int other = 0; other < ranks; other++)
+        while (atomic_load_explicit(&all[other].reached, memory_order_acquire) < now)
+            if (crowded)
+                sched_yield();
 }
 
 static void add(float *restrict one, float *restrict other, size_t count) {
@@ -45,8 +48,52 @@ static void add(float *restrict one, float *restrict other, size_t count) {
     }
 }
 
+static void add_into(float *restrict sum, const float *restrict other, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        sum[i] += other[i];
+}
+
+static void call(void) {
+    meet();
+    if (ranks == 2)
+        add(buffers[0] + start, buffers[1] + start, end - start);
+    for (size_t i = start; i < end && ranks != 2; i += BLOCK) {
+        float sum[BLOCK];
+        size_t count = end - i < BLOCK ? end - i : BLOCK;
+        memcpy(sum, buffers[0] + i, count * sizeof *sum);
+        for (int other = 1; other < ranks; other++)
+            add_into(sum, buffers[other] + i, count);
+        for (int other = 0; other < ranks; other++)
+            memcpy(buffers[other] + i, sum, count * sizeof *sum);
+    }
+    meet();
+}
+
+static double longest(double seconds) {
+    all[rank].seconds = seconds;
+    meet();
+    for (int other = 0; other < ranks; other++)
+        seconds = fmax(seconds, all[other].seconds);
+    meet();
+    return seconds;
+}
+
+static long wrong(size_t count) {
+    for (size_t i = 0; i < count; i++)
+        buffers[rank][i] = i % 61 + rank;
+    call();
+    all[rank].wrong = 0;
+    for (size_t i = 0; i < count; i++)
+        all[rank].wrong += buffers[rank][i] != i % 61 * ranks + ranks * (ranks - 1) / 2;
+    meet();
+    long found = 0;
+    for (int other = 0; other < ranks; other++)
+        found += all[other].wrong;
+    return found;
+}
+
 static void *share(size_t bytes) {
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         perror("mmap");
         exit(1);
@@ -54,55 +101,50 @@ static void *share(size_t bytes) {
     return memory;
 }
 
-static double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec * 1e6 + time.tv_nsec / 1e3;
-}
-
-static int ascending(const void *a, const void *b) {
-    double left = *(const double *)a, right = *(const double *)b;
-    return (left > right) - (left < right);
+/* Each rank to a processor of its own, if there are as many. */
+static void bind(void) {
+    cpu_set_t allowed, own;
+    sched_getaffinity(0, sizeof allowed, &allowed);
+    crowded = ranks > CPU_COUNT(&allowed);
+    for (int cpu = 0, at = 0; cpu < CPU_SETSIZE && !crowded; cpu++)
+        if (CPU_ISSET(cpu, &allowed) && at++ == rank) {
+            CPU_ZERO(&own);
+            CPU_SET(cpu, &own);
+            sched_setaffinity(0, sizeof own, &own);
+            return;
+        }
 }
 
 int main(int argc, char **argv) {
-    flags = share(2 * sizeof *flags);
-    double *medians = share(2 * sizeof *medians);
-    for (int argument = 1; argument < argc; argument++) {
-        size_t bytes = strtoul(argv[argument], NULL, 10), count = bytes / sizeof(float);
-        float *buffers[2] = {share(bytes), share(bytes)};
-        size_t iterations = BUDGET / (bytes + BUDGET / MOST);
-        iterations = iterations < FEWEST ? FEWEST : iterations > MOST ? MOST : iterations;
-        atomic_store(&flags[0].reached, 0);
-        atomic_store(&flags[1].reached, 0);
-        passed = 0;
-        pid_t child = fork();
-        int rank = child == 0;
-        cpu_set_t own;
-        CPU_ZERO(&own);
-        CPU_SET(rank, &own);
-        sched_setaffinity(0, sizeof own, &own);
-        size_t start = rank ? count - count / 2 : 0, end = rank ? count : count - count / 2;
-        double *times = malloc(iterations * sizeof *times);
-        for (size_t i = 0; i < WARM_UP + iterations; i++) {
-            double begin = now();
-            meet(rank);
-            add(buffers[0] + start, buffers[1] + start, end - start);
-            meet(rank);
-            if (i >= WARM_UP)
-                times[i - WARM_UP] = now() - begin;
-        }
-        qsort(times, iterations, sizeof *times, ascending);
-        medians[rank] = times[iterations / 2];
-        if (rank)
-            _exit(0);
-        waitpid(child, NULL, 0);
-        printf("{\"bytes\": %zu, \"time_us\": %.3f, \"wrong\": 0}\n", bytes,
-               medians[0] > medians[1] ? medians[0] : medians[1]);
-        fflush(stdout);
-        munmap(buffers[0], bytes);
-        munmap(buffers[1], bytes);
-        free(times);
+    ranks = argc > 2 ? atoi(argv[1]) : 0;
+    if (ranks < 1 || ranks > RANKS_MOST) {
+        fprintf(stderr, "usage: floor RANKS BYTES...  (1 to %d ranks)\n", RANKS_MOST);
+        return 2;
     }
+    size_t most = 0;
+    for (int argument = 2; argument < argc; argument++) {
+        size_t bytes = strtoul(argv[argument], NULL, 10);
+        most = bytes > most ? bytes : most;
+    }
+    all = share(ranks * sizeof *all);
+    for (int i = 0; i < ranks; i++) {
+        char *memory = share(most + (size_t)ranks * SKEW);
+        madvise(memory, most + (size_t)ranks * SKEW, MADV_HUGEPAGE);
+        buffers[i] = (float *)(memory + (size_t)i * SKEW);
+    }
+    while (rank + 1 < ranks && fork() == 0)
+        rank++;
+    bind();
+    for (int argument = 2; argument < argc; argument++) {
+        size_t bytes = strtoul(argv[argument], NULL, 10), count = bytes / sizeof(float);
+        start = count * rank / ranks, end = count * (rank + 1) / ranks;
+        long elements = wrong(count);
+        /* Sums of zeros stay zeros, however often they are summed. */
+        memset(buffers[rank], 0, bytes);
+        double seconds = measure(call, longest);
+        if (rank == 0)
+            tell(bytes, seconds, elements);
+    }
+    wait(NULL); /* for the one that this process has started, if it has */
     return 0;
 }

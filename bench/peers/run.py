@@ -1,114 +1,157 @@
-"""Phalanx against gloo (PyTorch), OpenMPI and what the hardware allows: the same work, interleaved on one machine.
+"""Phalanx against other libraries and what the hardware allows: the same work, interleaved on one machine.
 
     cargo build --release -p phalanx-cli
+    python bench/peers/setup.py
     python bench/peers/run.py --json peers.json --plot peers.png
 
-Each round times every size with one after the other. The table shows the medians of the rounds in microseconds, and
-their ratios. What is not installed is left out, with a line that says how to install it. README.md says what is measured.
+Each round times every size with one after the other. The table shows the medians of the rounds in microseconds, and their
+ratios. What cannot be timed is named, with the reason. README.md says what is measured.
+
+A file of --json has all that is measured as soon as it is measured. With --append the run goes on where the file ends:
+after an interruption, or in several windows of a machine that is quiet for a while only (--for).
 """
 
 import argparse
-import importlib.util
 import json
 import os
-import platform
-import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
-TARGET = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parent.parent / "target"))
-PHALANX = TARGET / "release" / "phalanx"
-COLLECTIVES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"]
-COLLECTIVES += ["send_recv", "barrier"]
-SHARED = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
-# Names as `phalanx bench` gives them to its own curves, so that a later run replaces the right one.
-FLOOR, REGISTERED, SHM, TCP = "bare loop", "Phalanx, shm, registered", "Phalanx, shm", "Phalanx, tcp"
-RATIOS = [(REGISTERED, FLOOR), ("gloo", TCP), ("gloo", REGISTERED), ("OpenMPI", REGISTERED)]
-SHORT = {REGISTERED: "registered", SHM: "shm", TCP: "tcp"}
+from peers import COLLECTIVES, FLOOR, FOLDER, PEERS, PHALANX, REGISTERED, SHM, TCP, TCP_FLOOR
+from peers import Case, Missing, Start, chosen, machine
+
+OURS = {REGISTERED: "registered", SHM: "shm", TCP: "tcp"}
+LIMITS = {peer.name for peer in PEERS.values() if peer.limit}
+# A program that has been told to end has so many seconds for it.
+GRACE = 5.0
+
+Times = dict[int, float]
 
 
-def number(text: str) -> int:
-    """A number of bytes such as 4, 64K or 1M."""
-    shift = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper(), 0)
-    return int(text[:-1] if shift else text) << shift
+class Failed(Exception):
+    """Why a program's times are not used."""
 
 
-def sizes(arguments: argparse.Namespace) -> list[int]:
-    """In whole elements of every rank's share, as `phalanx bench` rounds them."""
-    if arguments.collective == "barrier":
-        return [0]
-    unit = 4 * (arguments.ranks if arguments.collective in SHARED else 1)
-    rounded, size = [], arguments.min_bytes
-    while size <= arguments.max_bytes:
-        rounded.append(-(-size // unit) * unit)
-        size *= arguments.factor
-    return sorted(set(rounded))
+class Measured:
+    """The times of every round, in microseconds, and the file that keeps them."""
+
+    def __init__(self, path: Path | None, append: bool) -> None:
+        self.path, self.machine = path, machine()
+        self.rounds: dict[tuple[str, str, int, int], list[float]] = {}
+        if not (path and append and path.exists()):
+            return
+        for row in map(json.loads, path.read_text().splitlines()):
+            if row["machine"] != self.machine:
+                sys.exit(f"--append: {path} was measured on {row['machine']}, and this is {self.machine}")
+            self.rounds[row["name"], row["collective"], row["ranks"], row["bytes"]] = row["rounds_us"]
+
+    def add(self, case: Case, name: str, times: Times) -> None:
+        for size, value in times.items():
+            self.rounds.setdefault((name, case.collective, case.ranks, size), []).append(round(value, 3))
+        if self.path:
+            # Replaced as a whole: whenever this is ended, the file can be read.
+            new = self.path.with_name(f".{self.path.name}.new")
+            new.write_text("".join(json.dumps(row) + "\n" for row in self.rows()))
+            new.replace(self.path)
+
+    def rows(self, case: Case | None = None) -> list[dict[str, object]]:
+        """As `phalanx plot` and `phalanx bench --peers` read them."""
+        return [
+            {"name": name, "collective": collective, "ranks": ranks, "bytes": size}
+            | {"time_us": round(statistics.median(rounds), 3), "limit": name in LIMITS}
+            | {"rounds_us": rounds, "machine": self.machine}
+            for (name, collective, ranks, size), rounds in self.rounds.items()
+            if case is None or (collective, ranks) == (case.collective, case.ranks)
+        ]
+
+    def count(self, case: Case, name: str) -> int:
+        """Rounds of this work so far."""
+        key = (name, case.collective, case.ranks)
+        return max(len(self.rounds.get((*key, size), [])) for size in case.sizes())
+
+    def medians(self, case: Case) -> dict[str, Times]:
+        sizes, medians = set(case.sizes()), {}
+        for row in self.rows(case):
+            if row["bytes"] in sizes:
+                medians.setdefault(row["name"], {})[row["bytes"]] = row["time_us"]
+        return {peer.name: medians[peer.name] for peer in PEERS.values() if peer.name in medians}
 
 
-def commands(arguments: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
-    """How to start each that can be: what it computes is an argument of all."""
-    chosen: dict[str, list[str]] = {}
-
-    def add(name: str, command: list[str], *needs: tuple[object, str]) -> None:
-        missing = next((remedy for found, remedy in needs if not found), None)
-        if missing is None:
-            chosen[name] = command
-        else:
-            print(f"{name} is left out: {missing}", file=sys.stderr)
-
-    collective, ranks = arguments.collective, str(arguments.ranks)
-    listed = [str(size) for size in sizes(arguments)]
-    wanted = {"floor", "registered", "shm", "tcp", "gloo", "openmpi"} - set(arguments.without)
-    if "floor" in wanted and collective == "all_reduce" and ranks == "2":
-        built = compile_c("cc", HERE / "floor.c", folder)
-        add(FLOOR, [str(folder / "floor"), *listed], (built, "a C compiler is missing: apt install gcc"))
-    ours = [str(PHALANX), "bench", collective, "--json=-", "--nproc-per-node", ranks]
-    for flag in ("min_bytes", "max_bytes", "factor"):
-        ours += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
-    built = (PHALANX.exists(), "cargo build --release -p phalanx-cli")
-    for short, name, kind, memory in [
-        ("registered", REGISTERED, "shm", "registered"),
-        ("shm", SHM, "shm", "ordinary"),
-        ("tcp", TCP, "tcp", "ordinary"),
-    ]:
-        if short in wanted:
-            add(name, [*ours, "--transport", kind, "--memory", memory], built)
-    if "gloo" in wanted:
-        torch = (importlib.util.find_spec("torch"), "pip install torch")
-        add("gloo", [sys.executable, str(HERE / "gloo.py"), "--ranks", ranks, collective, *listed], torch)
-    if "openmpi" in wanted:
-        mpirun = ["mpirun", "-n", ranks]
-        mpirun += ["--oversubscribe"] if arguments.ranks > (os.cpu_count() or 1) else []
-        mpirun += ["--allow-run-as-root"] if os.getuid() == 0 else []
-        found = (shutil.which("mpirun"), "apt install openmpi-bin libopenmpi-dev")
-        if compile_c("mpicc", HERE / "openmpi.c", folder):
-            add("OpenMPI", [*mpirun, str(folder / "openmpi"), collective, *listed], found)
-        else:
-            binding = (importlib.util.find_spec("mpi4py"), "apt install libopenmpi-dev, or pip install mpi4py numpy")
-            add("OpenMPI", [*mpirun, sys.executable, str(HERE / "openmpi.py"), collective, *listed], found, binding)
-    return chosen
+def times(start: Start, limit: float) -> tuple[Times, str | None]:
+    """Runs a program. If it takes longer than `limit` seconds, what it printed until then, and a note."""
+    environment, pipe, note = os.environ | start.environment, subprocess.PIPE, None
+    process = subprocess.Popen(
+        start.command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        stop(process)
+        output, errors = process.communicate()
+        note = f"ended after {limit:.0f} s (--limit allows more)"
+    finally:
+        stop(process)
+    if process.returncode and not note:
+        last = "".join(f"\n    {line}" for line in (errors or output).strip().splitlines()[-5:])
+        raise Failed(f"it ended with {process.returncode}: {' '.join(start.command)}{last}")
+    # Some libraries greet on standard output.
+    lines = [line for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
+    rows = [json.loads(line) for line in lines]
+    if wrong := [row["bytes"] for row in rows if row["wrong"]]:
+        raise Failed(f"it computed wrong elements at {', '.join(map(readable, wrong))}")
+    return {row["bytes"]: row["time_us"] for row in rows}, note
 
 
-def compile_c(compiler: str, source: Path, folder: Path) -> bool:
-    if not shutil.which(compiler):
-        return False
-    command = [compiler, "-O3", "-march=native", "-o", str(folder / source.stem), str(source), "-lm"]
-    return subprocess.run(command, check=False).returncode == 0
+def stop(process: subprocess.Popen) -> None:
+    """Ends the program and what it has started, if it still runs."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def times(name: str, command: list[str]) -> dict[int, float]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, env=environment)
-    if done.returncode:
-        sys.exit(f"{name} ended with {done.returncode}; leave it out with --without, or run it alone: {' '.join(command)}")
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    if wrong := [row for row in rows if row["wrong"]]:
-        sys.exit(f"{name} computed wrong elements: {wrong}")
-    return {row["bytes"]: row["time_us"] for row in rows}
+def measure(arguments: argparse.Namespace, case: Case, measured: Measured) -> dict[str, str]:
+    """Rounds until each peer has its number of them; what there is to say about peers, by their names."""
+    starts, notes = {}, {}
+    for key in arguments.peers:
+        try:
+            starts[key] = PEERS[key].start(case)
+        except Missing as missing:
+            notes[PEERS[key].name] = f"not timed: {missing}"
+    for name, note in notes.items():
+        print(f"{name}: {note}", file=sys.stderr)
+    end = time.monotonic() + (arguments.seconds or float("inf"))
+    while starts:
+        # The one with the fewest rounds; among equals the first of the table.
+        key = min(starts, key=lambda key: measured.count(case, PEERS[key].name))
+        name = PEERS[key].name
+        done = measured.count(case, name)
+        if done >= arguments.rounds:
+            return notes
+        if time.monotonic() > end:
+            notes["stopped"] = f"after {arguments.seconds:.0f} s; the same command with --append goes on"
+            return notes
+        print(f"round {done + 1} of {arguments.rounds}: {name}", file=sys.stderr)
+        try:
+            found, note = times(starts[key], arguments.limit)
+        except Failed as failed:
+            found, note = {}, f"failed: {failed}"
+        measured.add(case, name, found)
+        if note:
+            notes[name] = note
+            print(f"{name}: {note}", file=sys.stderr)
+        if not found:
+            del starts[key]
+    return notes
 
 
 def readable(size: int) -> str:
@@ -118,57 +161,107 @@ def readable(size: int) -> str:
     return f"{size} B"
 
 
-def table(medians: dict[str, dict[int, float]], listed: list[int]) -> None:
-    ratios = [(one, other) for one, other in RATIOS if one in medians and other in medians]
-    titles = ["size", *medians, *(f"{SHORT.get(one, one)} / {SHORT.get(other, other)}" for one, other in ratios)]
+def table(medians: dict[str, Times], sizes: list[int]) -> None:
+    """Times, and the quickest of the others in terms of ours; then each other's ratio over all sizes."""
+    others = [name for name in medians if name not in OURS and name not in LIMITS]
+    titles = ["size", *medians, *(["quickest peer / shm"] if SHM in medians and others else [])]
     print(f"| {' | '.join(titles)} |\n|{'---:|' * len(titles)}")
-    for size in listed:
-        row = [readable(size), *(f"{median[size]:,.1f}" for median in medians.values())]
-        row += [f"{medians[one][size] / medians[other][size]:.2f}" for one, other in ratios]
+    for size in sizes:
+        row = [readable(size), *(f"{median[size]:,.1f}" if size in median else "–" for median in medians.values())]
+        if len(titles) > len(row):
+            there = [(medians[name][size], name) for name in others if size in medians[name]]
+            both = there and size in medians[SHM]
+            row.append(f"{min(there)[0] / medians[SHM][size]:.2f} {min(there)[1]}" if both else "–")
         print(f"| {' | '.join(row)} |")
-    for (one, other), title in zip(ratios, titles[1 + len(medians) :]):
-        values = [medians[one][size] / medians[other][size] for size in listed]
-        print(f"\n{title}: median {statistics.median(values):.2f}, from {min(values):.2f} to {max(values):.2f}")
+    print()
+    pairs = [(REGISTERED, FLOOR), (TCP, TCP_FLOOR), ("gloo", TCP)]
+    pairs += [(name, ours) for ours in (SHM, REGISTERED) for name in others]
+    for one, other in pairs:
+        both = [size for size in sizes if size in medians.get(one, {}) and size in medians.get(other, {})]
+        if both:
+            values = [medians[one][size] / medians[other][size] for size in both]
+            span = f"median {statistics.median(values):.2f}, from {min(values):.2f} to {max(values):.2f}"
+            print(f"{OURS.get(one, one)} / {OURS.get(other, other)}: {span}")
+
+
+def number(text: str) -> int:
+    """A number of bytes such as 4, 64K or 1M."""
+    shift = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper(), 0)
+    return int(text[:-1] if shift else text) << shift
+
+
+def at_least(least: int, kind=int):
+    def parse(text: str):
+        if (value := kind(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return value
+
+    return parse
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--collective", choices=COLLECTIVES, default="all_reduce")
+    parser.add_argument("--ranks", type=at_least(2), default=2)
+    parser.add_argument("--rounds", type=at_least(1), help="[default: 5]")
+    parser.add_argument("-b", "--min-bytes", type=at_least(4, number), help="the smallest size, such as 64K [default: 4]")
+    parser.add_argument("-e", "--max-bytes", type=at_least(4, number), help="the largest size, such as 256M [default: 64M]")
+    parser.add_argument("-f", "--factor", type=at_least(2), help="each size is this many times the one before [default: 4]")
+    parser.add_argument("--quick", action="store_true", help="one round of a few sizes: --rounds 1 -e 4M -f 16")
+    parser.add_argument("--peers", default=",".join(PEERS), help=f"which of {', '.join(PEERS)} [default: all]")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where setup.py has installed them [default: target/peers]")
+    limit = "seconds that a program may take for its sizes; then those that it has are used [default: 120]"
+    parser.add_argument("--limit", type=at_least(1, float), default=120, help=limit)
+    window = "start no program after so many seconds; --append goes on another time"
+    parser.add_argument("--for", dest="seconds", type=at_least(1, float), metavar="SECONDS", help=window)
+    parser.add_argument("--json", type=Path, help="write the times, as `phalanx plot` and `bench --peers` read them")
+    parser.add_argument("--append", action="store_true", help="go on with what the file of --json has, also of other ranks")
+    parser.add_argument("--plot", type=Path, help="draw the medians as a PNG")
+    arguments = parser.parse_args()
+    try:
+        arguments.peers = chosen(arguments.peers)
+    except ValueError as error:
+        parser.error(f"--peers: {error}")
+    if arguments.append and not arguments.json:
+        parser.error("--append needs --json FILE")
+    quick = {"rounds": 1, "min_bytes": 4, "max_bytes": 4 << 20, "factor": 16}
+    usual = {"rounds": 5, "min_bytes": 4, "max_bytes": 64 << 20, "factor": 4}
+    for name, value in (quick if arguments.quick else usual).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.min_bytes > arguments.max_bytes:
+        parser.error("-b is larger than -e")
+    return arguments
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--collective", choices=COLLECTIVES, default="all_reduce")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("-b", "--min-bytes", type=number, default=4, help="the smallest size, such as 4 or 64K")
-    parser.add_argument("-e", "--max-bytes", type=number, default=64 << 20, help="the largest size, such as 256M")
-    parser.add_argument("-f", "--factor", type=int, default=4, help="each size is this many times the one before")
-    parser.add_argument(
-        "--without", action="append", default=[], choices=["floor", "registered", "shm", "tcp", "gloo", "openmpi"]
-    )
-    parser.add_argument("--json", type=Path, help="write the medians, as `phalanx plot` and `bench --peers` read them")
-    parser.add_argument("--plot", type=Path, help="draw the medians as a PNG")
-    arguments = parser.parse_args()
+    arguments = options()
+    sizes = (arguments.min_bytes, arguments.max_bytes, arguments.factor)
+    case = Case(arguments.collective, arguments.ranks, *sizes, arguments.folder)
+    measured = Measured(arguments.json, arguments.append)
+    # As Ctrl-C: what has been measured is shown.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        notes = measure(arguments, case, measured)
+    except KeyboardInterrupt:
+        notes = {"interrupted": "only what had been measured is shown"}
 
-    with tempfile.TemporaryDirectory() as folder:
-        chosen, listed = commands(arguments, Path(folder)), sizes(arguments)
-        rounds: list[dict[str, dict[int, float]]] = []
-        for count in range(arguments.rounds):
-            print(f"round {count + 1} of {arguments.rounds}", file=sys.stderr)
-            rounds.append({name: times(name, command) for name, command in chosen.items()})
-        medians = {
-            name: {size: statistics.median(round[name][size] for round in rounds) for size in listed} for name in chosen
-        }
-        what = f"{arguments.collective}, f32, {arguments.ranks} ranks, {platform.machine()}, {os.cpu_count()} processors"
-        print(f"{what}; medians of {arguments.rounds} interleaved rounds, µs\n")
-        table(medians, listed)
-
-        path = arguments.json or Path(folder) / "peers.json"
-        rows = [
-            {"name": name, "collective": arguments.collective, "ranks": arguments.ranks, "bytes": size}
-            | {"time_us": round(median[size], 3), "limit": name == FLOOR}
-            for name, median in medians.items()
-            for size in listed
-        ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        if arguments.plot:
-            subprocess.run([str(PHALANX), "plot", str(path), "-o", str(arguments.plot)], check=True)
+    medians = measured.medians(case)
+    counts = {measured.count(case, name) for name in medians} or {0}
+    rounds = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    what = f"{case.collective}, f32, {case.ranks} ranks, {measured.machine}"
+    print(f"{what}; medians of {rounds} interleaved rounds, µs\n")
+    if medians:
+        table(medians, case.sizes())
+    for name, note in notes.items():
+        print(f"{name}: {note}")
+    if arguments.plot and medians:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = Path(folder) / "peers.json"
+            rows.write_text("".join(json.dumps(row) + "\n" for row in measured.rows(case)))
+            subprocess.run([str(PHALANX), "plot", str(rows), "-o", str(arguments.plot)], check=True)
+    if any(note.startswith("failed") for note in notes.values()) or "interrupted" in notes:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,21 @@ use super::collectives::Collective;
 use super::points::{Point, cases, read, select};
 use super::report::size;
 
-/// Pixels of the file. It is drawn `FINE` times as large in each direction: plotters does not smooth thick lines.
+/// Pixels of the file: its width, and the height of the title, of a line of the legend and of what lies below.
+/// It is drawn `FINE` times as large in each direction: plotters does not smooth thick lines.
 const WIDTH: u32 = 1800;
-const HEIGHT: u32 = 800;
+const TITLE: u32 = 70;
+const LINE: u32 = 34;
+const PANELS: u32 = 696;
 const FINE: u32 = 3;
+
+/// Between the figure's edge and the legend.
+const MARGIN: i32 = 28;
+/// What a curve takes in the legend beside its name: a piece of it, and the gap to the next.
+const SAMPLE: i32 = 44;
+const GAP: i32 = 10;
+const APART: i32 = 36;
+const LABEL: i32 = 21;
 
 /// Okabe and Ito's colours, which the colour-blind can tell apart; without the yellow, which is hardly seen on white.
 const COLOURS: [RGBColor; 6] = [
@@ -33,6 +44,8 @@ const COLOURS: [RGBColor; 6] = [
     RGBColor(230, 159, 0),
     RGBColor(86, 180, 233),
 ];
+/// As many markers, which is not a divisor of the number of colours: a colour that comes again has another one.
+const SHAPES: usize = 5;
 const INK: RGBColor = RGBColor(40, 40, 40);
 const FAINT: RGBColor = RGBColor(225, 225, 225);
 const LIMIT: RGBColor = RGBColor(110, 110, 110);
@@ -93,9 +106,33 @@ pub(super) struct Figure {
 struct Curve {
     name: String,
     points: Vec<Point>,
-    shape: usize,
-    colour: RGBColor,
-    limit: bool,
+    look: Look,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Look {
+    /// A competitor's: a line with a marker of this shape at each point, a hollow one where the colours come again.
+    Measured { colour: RGBColor, shape: usize, hollow: bool },
+    /// What the hardware allows: dashes of so many pixels.
+    Limit { dash: i32 },
+}
+
+impl Look {
+    /// Of the curve that has so many of its kind before it.
+    fn new(limit: bool, before: usize) -> Self {
+        match limit {
+            true => Self::Limit { dash: if before == 0 { 9 } else { 3 } },
+            false => Self::Measured {
+                colour: COLOURS[before % COLOURS.len()],
+                shape: before % SHAPES,
+                hollow: before >= COLOURS.len(),
+            },
+        }
+    }
+
+    fn limit(self) -> bool {
+        matches!(self, Self::Limit { .. })
+    }
 }
 
 impl Figure {
@@ -124,8 +161,8 @@ impl Figure {
         let failed = |error: Box<dyn StdError>| {
             Error::aborted(format!("{} cannot be drawn: {error}", self.path.display()))
         };
-        let pixels = render(&self.title, &curves(self.points)).map_err(failed)?;
-        encode(self.file, &pixels).map_err(|error| failed(error.into()))
+        let (pixels, height) = render(&self.title, &curves(self.points)).map_err(failed)?;
+        encode(self.file, &pixels, height).map_err(|error| failed(error.into()))
     }
 }
 
@@ -136,10 +173,9 @@ fn curves(points: Vec<Point>) -> Vec<Curve> {
         match curves.iter_mut().find(|curve| curve.name == point.name) {
             Some(curve) => curve.points.push(point),
             None => {
-                let shape = curves.iter().filter(|curve| !curve.limit).count();
-                let colour = if point.limit { LIMIT } else { COLOURS[shape % COLOURS.len()] };
-                let (name, limit) = (point.name.clone(), point.limit);
-                curves.push(Curve { name, points: vec![point], shape, colour, limit });
+                let before = curves.iter().filter(|curve| curve.look.limit() == point.limit).count();
+                let (name, look) = (point.name.clone(), Look::new(point.limit, before));
+                curves.push(Curve { name, points: vec![point], look });
             }
         }
     }
@@ -152,38 +188,44 @@ fn curves(points: Vec<Point>) -> Vec<Curve> {
 type Area<'a> = DrawingArea<BitMapBackend<'a>, Shift>;
 type Drawn = Result<(), Box<dyn StdError>>;
 
-/// The whole figure as RGB bytes.
-fn render(title: &str, curves: &[Curve]) -> Result<Vec<u8>, Box<dyn StdError>> {
+/// The whole figure as RGB bytes, and its height.
+fn render(title: &str, curves: &[Curve]) -> Result<(Vec<u8>, u32), Box<dyn StdError>> {
     register_font(FONT, FontStyle::Normal, ROBOTO).map_err(|_| "the font cannot be read")?;
-    let (width, height) = (WIDTH * FINE, HEIGHT * FINE);
-    let mut pixels = vec![0; (width * height * 3) as usize];
+    let places = legend(curves.iter().map(|curve| curve.name.as_str()))?;
+    let head = TITLE + LINE * places.last().map_or(1, |(line, _)| line + 1);
+    let height = head + PANELS;
+    let mut pixels = vec![0; (WIDTH * height * FINE * FINE * 3) as usize];
     {
-        let root = BitMapBackend::with_buffer(&mut pixels, (width, height)).into_drawing_area();
+        let root = BitMapBackend::with_buffer(&mut pixels, (WIDTH * FINE, height * FINE)).into_drawing_area();
         root.fill(&WHITE)?;
-        let (head, body) = root.split_vertically(fine(104) as u32);
-        header(&head, title, curves)?;
-        let (left, right) = body.split_horizontally(width / 2);
+        let (head, body) = root.split_vertically(head * FINE);
+        head.draw(&Text::new(title.to_owned(), (fine(MARGIN), fine(18)), text(30)))?;
+        for (curve, place) in curves.iter().zip(places) {
+            curve.name(&head, place)?;
+        }
+        let (left, right) = body.split_horizontally(WIDTH * FINE / 2);
         let micros = |point: &Point| point.time_us * 1e-6;
         panel(&left, "time of a call", curves, &micros, &|seconds| unit(seconds, "s"))?;
         panel(&right, "bus bandwidth", curves, &Point::bus_bandwidth, &|rate| unit(rate, "B/s"))?;
         root.present()?;
     }
-    Ok(shrink(&pixels))
+    Ok((shrink(&pixels, height), height))
 }
 
-/// The title, and below it a line with each curve's name.
-fn header(area: &Area<'_>, title: &str, curves: &[Curve]) -> Drawn {
-    area.draw(&Text::new(title.to_owned(), (fine(28), fine(18)), text(30)))?;
-    let (mut left, middle) = (fine(28), fine(80));
-    for curve in curves {
-        area.draw(&curve.line(vec![(left, middle), (left + fine(44), middle)]))?;
-        area.draw(&curve.marker((left + fine(22), middle)))?;
-        let label = text(21).pos(Pos::new(HPos::Left, VPos::Center));
-        let (width, _) = area.estimate_text_size(&curve.name, &label)?;
-        area.draw(&Text::new(curve.name.clone(), (left + fine(54), middle + fine(LOWER)), label))?;
-        left += fine(54 + 36) + width as i32;
+/// Where each name goes: its line, and how far from the left, in pixels of the file. A line takes as many as fit.
+fn legend<'a>(names: impl Iterator<Item = &'a str>) -> Result<Vec<(u32, i32)>, Box<dyn StdError>> {
+    let (mut line, mut left) = (0, MARGIN);
+    let mut places = Vec::new();
+    for name in names {
+        let (width, _) = text(LABEL).font.box_size(name)?;
+        let width = SAMPLE + GAP + width.div_ceil(FINE) as i32;
+        if left > MARGIN && left + width > WIDTH as i32 - MARGIN {
+            (line, left) = (line + 1, MARGIN);
+        }
+        places.push((line, left));
+        left += width + APART;
     }
-    Ok(())
+    Ok(places)
 }
 
 /// One quantity against size, both logarithmic.
@@ -230,32 +272,51 @@ fn panel(
 }
 
 impl Curve {
+    /// The curve's entry in the legend.
+    fn name(&self, area: &Area<'_>, (line, left): (u32, i32)) -> Drawn {
+        let (left, middle) = (fine(left), fine((TITLE + LINE * line) as i32 + GAP));
+        area.draw(&self.line(vec![(left, middle), (left + fine(SAMPLE), middle)]))?;
+        area.draw(&self.marker((left + fine(SAMPLE / 2), middle)))?;
+        let label = text(LABEL).pos(Pos::new(HPos::Left, VPos::Center));
+        let place = (left + fine(SAMPLE + GAP), middle + fine(LOWER));
+        area.draw(&Text::new(self.name.clone(), place, label))?;
+        Ok(())
+    }
+
     /// A line through `places`; a limit's is dashed.
     fn line<'a, P: Clone + 'static>(&self, places: Vec<P>) -> DynElement<'a, BitMapBackend<'a>, P> {
-        let style = self.colour.stroke_width(fine(3) as u32);
-        match self.limit {
-            true => DashedPathElement::new(places, fine(9), fine(6), style).into_dyn(),
-            false => PathElement::new(places, style).into_dyn(),
+        match self.look {
+            Look::Limit { dash } => {
+                let style = LIMIT.stroke_width(fine(3) as u32);
+                DashedPathElement::new(places, fine(dash), fine(6), style).into_dyn()
+            }
+            Look::Measured { colour, .. } => {
+                PathElement::new(places, colour.stroke_width(fine(3) as u32)).into_dyn()
+            }
         }
     }
 
     /// Colour is not all that tells curves apart.
     fn marker<'a, P: Clone + 'static>(&self, place: P) -> DynElement<'a, BitMapBackend<'a>, P> {
-        let (filled, radius) = (self.colour.filled(), fine(6));
-        let corners = |corners: &[(i32, i32)]| {
-            Polygon::new(
-                corners.iter().map(|(x, y)| (x * radius / 4, y * radius / 4)).collect::<Vec<_>>(),
-                filled,
-            )
-        };
         let at = EmptyElement::at(place);
-        match self.shape {
-            _ if self.limit => at.into_dyn(),
-            0 | 4 => (at + Circle::new((0, 0), radius, filled)).into_dyn(),
-            1 | 5 => (at + corners(&[(-4, -4), (4, -4), (4, 4), (-4, 4)])).into_dyn(),
-            2 => (at + corners(&[(0, -5), (5, 4), (-5, 4)])).into_dyn(),
-            _ => (at + corners(&[(0, -6), (6, 0), (0, 6), (-6, 0)])).into_dyn(),
-        }
+        let Look::Measured { colour, shape, hollow } = self.look else { return at.into_dyn() };
+        let inside = if hollow { WHITE } else { colour };
+        let (outer, inner) = (fine(6), fine(3));
+        let polygon = |corners: &[(i32, i32)], radius: i32, colour: RGBColor| {
+            let corners: Vec<_> = corners.iter().map(|(x, y)| (x * radius / 4, y * radius / 4)).collect();
+            Polygon::new(corners, colour.filled())
+        };
+        let corners: &[(i32, i32)] = match shape {
+            0 => {
+                let circle = |radius: i32, colour: RGBColor| Circle::new((0, 0), radius, colour.filled());
+                return (at + circle(outer, colour) + circle(inner, inside)).into_dyn();
+            }
+            1 => &[(-4, -4), (4, -4), (4, 4), (-4, 4)],
+            2 => &[(0, -5), (5, 4), (-5, 4)],
+            3 => &[(0, -6), (6, 0), (0, 6), (-6, 0)],
+            _ => &[(0, 5), (5, -4), (-5, -4)],
+        };
+        (at + polygon(corners, outer, colour) + polygon(corners, inner, inside)).into_dyn()
     }
 }
 
@@ -318,7 +379,7 @@ fn fine(pixels: i32) -> i32 {
 }
 
 /// Each pixel of the file is the mean of those that were drawn for it.
-fn shrink(pixels: &[u8]) -> Vec<u8> {
+fn shrink(pixels: &[u8], height: u32) -> Vec<u8> {
     let fine = FINE as usize;
     let line = (WIDTH * FINE * 3) as usize;
     let mean = |x: usize, y: usize, channel: usize| {
@@ -326,12 +387,12 @@ fn shrink(pixels: &[u8]) -> Vec<u8> {
             (0..fine * fine).map(|n| (y * fine + n / fine) * line + (x * fine + n % fine) * 3 + channel);
         (all.map(|at| u32::from(pixels[at])).sum::<u32>() / (FINE * FINE)) as u8
     };
-    let places = (0..HEIGHT as usize).flat_map(|y| (0..WIDTH as usize).map(move |x| (x, y)));
+    let places = (0..height as usize).flat_map(|y| (0..WIDTH as usize).map(move |x| (x, y)));
     places.flat_map(|(x, y)| [mean(x, y, 0), mean(x, y, 1), mean(x, y, 2)]).collect()
 }
 
-fn encode(file: File, pixels: &[u8]) -> Result<(), png::EncodingError> {
-    let mut encoder = png::Encoder::new(BufWriter::new(file), WIDTH, HEIGHT);
+fn encode(file: File, pixels: &[u8], height: u32) -> Result<(), png::EncodingError> {
+    let mut encoder = png::Encoder::new(BufWriter::new(file), WIDTH, height);
     encoder.set_color(png::ColorType::Rgb);
     let mut writer = encoder.write_header()?;
     writer.write_image_data(pixels)?;
@@ -345,6 +406,27 @@ mod tests {
     #[test]
     fn ticks_have_units() {
         assert_eq!([unit(1e-7, "s"), unit(1e-3, "s"), unit(1e10, "B/s")], ["100 ns", "1 ms", "10 GB/s"]);
+    }
+
+    #[test]
+    fn twelve_curves_look_different() {
+        let looks: Vec<_> = (0..12).map(|before| Look::new(false, before)).collect();
+        for (place, look) in looks.iter().enumerate() {
+            assert!(!looks[..place].contains(look), "{look:?} comes twice");
+        }
+        assert_ne!(Look::new(true, 0), Look::new(true, 1));
+    }
+
+    #[test]
+    fn a_long_legend_has_several_lines() {
+        register_font(FONT, FontStyle::Normal, ROBOTO).ok().unwrap();
+        let names = ["a name of some length"; 12];
+        let places = legend(names.into_iter()).unwrap();
+        assert_eq!(places.len(), names.len());
+        assert!(places.iter().all(|(_, left)| (MARGIN..WIDTH as i32 - 200).contains(left)), "{places:?}");
+        assert!(places.windows(2).all(|pair| pair[0] < pair[1]), "{places:?}");
+        assert!((1..4).contains(&places[11].0), "{places:?}");
+        assert_eq!(legend(["gloo"].into_iter()).unwrap(), [(0, MARGIN)]);
     }
 
     #[test]

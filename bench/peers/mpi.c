@@ -1,23 +1,13 @@
 /* Times a collective over MPI and prints a line of JSON for each size.
  *
- *     mpicc -O3 -march=native -o openmpi openmpi.c && mpirun -n 2 ./openmpi all_reduce 4 65536 1048576
+ *     mpicc -O3 -march=native -o mpi mpi.c -lm && mpirun -n 2 ./mpi all_reduce 4 65536 1048576
  *
- * Sizes and results are those of `phalanx bench`, and so is the clock (crates/phalanx-cli/src/bench/measure.rs). */
+ * Any MPI will do. Sizes and results are those of `phalanx bench`, and so is the clock. */
 
-#include <math.h>
 #include <mpi.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-#define WARM_UP_LEAST 0.1
-#define WARM_UP_MOST 1.0
-#define SETTLED 0.1
-#define RUN 0.02
-#define TIMED 0.3
-#define SAMPLES_LEAST 8
-#define SAMPLES_MOST 30000
-#define SAMPLE 5e-6
+#include "clock.h"
 
 enum collective { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL, SEND_RECV, BARRIER, NONE };
 static const char *names[] = {"all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
@@ -105,45 +95,10 @@ static long wrong(void) {
     return all;
 }
 
-static double run(int calls) {
-    double start = MPI_Wtime();
-    for (int i = 0; i < calls; i++)
-        call();
-    return MPI_Wtime() - start;
-}
-
 static double longest(double seconds) {
     double slowest;
     MPI_Allreduce(&seconds, &slowest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
     return slowest;
-}
-
-static int ascending(const void *a, const void *b) {
-    double left = *(const double *)a, right = *(const double *)b;
-    return (left > right) - (left < right);
-}
-
-/* The median time of a call in seconds. */
-static double measure(void) {
-    static double times[SAMPLES_MOST];
-    double total = 0, before = INFINITY, each;
-    for (int calls = 1;;) {
-        double elapsed = longest(run(calls));
-        each = elapsed / calls;
-        total += elapsed;
-        if (total > WARM_UP_MOST || (total > WARM_UP_LEAST && fabs(each / before - 1) < SETTLED))
-            break;
-        before = each;
-        if (elapsed < RUN)
-            calls *= 2;
-    }
-    int calls = fmax(1, ceil(SAMPLE / each));
-    int samples = fmin(fmax(TIMED / (each * calls), SAMPLES_LEAST), SAMPLES_MOST);
-    MPI_Barrier(MPI_COMM_WORLD);
-    for (int i = 0; i < samples; i++)
-        times[i] = run(calls) / calls;
-    qsort(times, samples, sizeof *times, ascending);
-    return longest(times[samples / 2]);
 }
 
 int main(int argc, char **argv) {
@@ -162,11 +117,9 @@ int main(int argc, char **argv) {
         long elements = wrong();
         /* Sums of zeros stay zeros, however often they are summed. */
         memset(in, 0, bytes);
-        double time = measure() / (collective == SEND_RECV ? 2 : 1);
-        if (rank == 0) {
-            printf("{\"bytes\": %ld, \"time_us\": %.3f, \"wrong\": %ld}\n", bytes, time * 1e6, elements);
-            fflush(stdout);
-        }
+        double time = measure(call, longest) / (collective == SEND_RECV ? 2 : 1);
+        if (rank == 0)
+            tell(bytes, time, elements);
         free(in);
         free(out);
     }

