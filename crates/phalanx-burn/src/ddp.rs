@@ -16,6 +16,7 @@ use burn::tensor::{Gradients, Tensor};
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::hooks::CommHook;
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, verify_state};
+use phalanx::trace::Lane;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
 use crate::bridge;
@@ -68,6 +69,8 @@ pub struct Ddp<M> {
     /// What all of its collectives go through.
     group: JoinGroup,
     engine: Engine<M>,
+    /// When the first forward pass of this step began.
+    step_began: Option<Instant>,
     /// Are this rank's buffers to be replaced by rank 0's before the next forward pass?
     buffers_stale: bool,
     broadcast_buffers: bool,
@@ -132,6 +135,7 @@ impl<M: Module> Ddp<M> {
             places,
             group,
             engine,
+            step_began: None,
             buffers_stale: false,
             broadcast_buffers: options.broadcast_buffers,
             gradient_as_bucket_view: options.gradient_as_bucket_view,
@@ -145,19 +149,23 @@ impl<M: Module> Ddp<M> {
     ///
     /// Use [`model`](Self::model) for what is not trained on, such as an evaluation.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
+        let begin = Instant::now();
+        self.step_began.get_or_insert(begin);
         self.group.step()?;
         self.refresh_buffers()?;
         let model = held(&self.model);
-        match &mut self.engine {
-            Engine::Alone { .. } => Ok(pass(model)),
+        let output = match &mut self.engine {
+            Engine::Alone { .. } => pass(model),
             Engine::Together { sink, passes } => {
                 sink.check()?;
                 let token = Arc::new(Pass(sink.clone()));
                 passes.retain(|pass| pass.strong_count() > 0);
                 passes.push(Arc::downgrade(&token));
-                Ok(pass(&hook::hooked(model, &self.inventory.device, token)))
+                pass(&hook::hooked(model, &self.inventory.device, token))
             }
-        }
+        };
+        self.group.trace().complete(Lane::Forward, "forward", begin, Instant::now(), &[]);
+        Ok(output)
     }
 
     /// Runs backward from `loss` and gives the gradients averaged over all ranks, for [`step`](Self::step).
@@ -295,8 +303,14 @@ impl<M: Module> Ddp<M> {
         learning_rate: impl Into<ModuleLearningRate>,
         gradients: GradientsParams,
     ) {
+        let (trace, begin) = (self.group.trace(), Instant::now());
         // Moved and not cloned, so that the optimizer may change parameters in place.
         self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        let end = Instant::now();
+        trace.complete(Lane::Optimizer, "optimizer", begin, end, &[]);
+        if let Some(began) = self.step_began.take() {
+            trace.complete(Lane::Step, "step", began, end, &[]);
+        }
     }
 
     /// Runs `body`, such as an epoch, whose number of batches may differ between ranks. A rank that is done answers the
@@ -558,6 +572,6 @@ fn alone<M: Module, const D: usize>(
 fn traced<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradients {
     let start = Instant::now();
     let gradients = loss.backward();
-    group.trace().complete("backward", "backward", start, Instant::now(), &[]);
+    group.trace().complete(Lane::Backward, "backward", start, Instant::now(), &[]);
     gradients
 }

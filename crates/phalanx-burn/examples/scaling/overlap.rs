@@ -1,6 +1,6 @@
 //! How well communication hides behind backward, read from the trace that `PHALANX_TRACE` asks for.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::SystemTime;
 
 use anyhow::{Context, Result};
@@ -24,6 +24,8 @@ struct Trace {
 
 #[derive(Deserialize)]
 struct Event {
+    /// The rank.
+    pid: u32,
     name: String,
     #[serde(default)]
     ts: f64,
@@ -52,10 +54,12 @@ impl Overlap {
             return Ok(None);
         }
         group.trace().flush();
-        let path = file_of_main(Path::new(&path));
-        let text = std::fs::read(&path).with_context(|| format!("no trace at {}", path.display()))?;
+        let path = Path::new(&path);
+        let text = std::fs::read(path).with_context(|| format!("no trace at {}", path.display()))?;
         let events = serde_json::from_slice::<Trace>(&text)?.events;
-        let named = |name| events.iter().filter(move |event| event.name == name && event.ts >= began);
+        let named = |name| {
+            events.iter().filter(move |event| event.pid == 0 && event.name == name && event.ts >= began)
+        };
         let passes = named("backward").zip(named("wait for gradients")).filter_map(|(backward, wait)| {
             let launched = named("launched").map(|event| event.ts).find(|ts| *ts >= backward.ts)?;
             let launch_at = (launched - backward.ts) / backward.dur;
@@ -65,10 +69,4 @@ impl Overlap {
         Ok((!launches.is_empty())
             .then(|| Self { launch_at: crate::median(launches), hidden: crate::median(hidden) }))
     }
-}
-
-/// `trace.json` becomes `trace.rank0.json` where there are several ranks.
-fn file_of_main(path: &Path) -> PathBuf {
-    let extension = path.extension().map(|extension| extension.to_string_lossy().into_owned());
-    path.with_extension(extension.map_or("rank0".to_owned(), |extension| format!("rank0.{extension}")))
 }

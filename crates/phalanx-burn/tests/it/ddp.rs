@@ -347,6 +347,53 @@ fn buckets_are_on_their_way_before_the_last_gradient_is_ready() {
 }
 
 #[test]
+fn a_trace_has_the_lanes_of_a_step_of_every_rank_in_one_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("step.json");
+    run(2, |group| {
+        let mut watched = Watched::new(group);
+        watched.trace = Trace::onto_file(&path, watched.group.rank());
+        let mut ddp = Ddp::new(Mlp::new(&[8; 3]), &watched).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        for _ in 0..3 {
+            let loss = ddp.forward(|model| model.forward(samples(0, 4).0).powi_scalar(2).mean()).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            ddp.step(&mut optimizer, 1e-3, gradients);
+        }
+    });
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let lane = |rank: u32, name: &str| {
+        let is_it = |event: &&serde_json::Value| {
+            event["name"] == "thread_name" && event["pid"] == rank && event["args"]["name"] == name
+        };
+        events.iter().find(is_it).unwrap_or_else(|| panic!("rank {rank} has no lane {name}"))["tid"].clone()
+    };
+    for rank in 0..2 {
+        let spans = |name: &str| -> Vec<(f64, f64)> {
+            let on_it = |event: &&serde_json::Value| {
+                event["name"] == name && event["pid"] == rank && event["tid"] == lane(rank, name)
+            };
+            let number = |value: &serde_json::Value| value.as_f64().unwrap();
+            let span = |event: &serde_json::Value| {
+                (number(&event["ts"]), number(&event["ts"]) + number(&event["dur"]))
+            };
+            events.iter().filter(on_it).map(span).collect()
+        };
+        let steps = spans("step");
+        assert_eq!(steps.len(), 3);
+        for part in ["forward", "backward", "optimizer"].map(spans) {
+            assert_eq!(part.len(), 3);
+            // A stamp has no more than the quarter of a microsecond that f64 leaves of a time since 1970.
+            for ((begin, end), step) in part.iter().zip(&steps) {
+                assert!(step.0 <= begin + 1.0 && *end <= step.1 + 1.0, "{step:?} {begin} {end}");
+            }
+        }
+        lane(rank, "bucket 0");
+    }
+}
+
+#[test]
 fn a_model_without_parameters_is_refused() {
     #[derive(Module, Debug)]
     struct Empty {}

@@ -4,13 +4,12 @@ use std::time::Duration;
 
 use super::members::Settings;
 use crate::env::LaunchEnv;
+pub(crate) use crate::env::{ELASTIC as WORKERS, is_elastic};
 use crate::error::{Error, Result};
 use crate::group::GroupOptions;
 use crate::key::JobKey;
 use crate::wire::auth::Secret;
 
-/// The fewest and the most workers of an elastic job, as `MIN:MAX`.
-pub(crate) const WORKERS: &str = "PHALANX_ELASTIC";
 /// How often its workers may form a new group.
 pub(crate) const RESET_LIMIT: &str = "PHALANX_RESET_LIMIT";
 
@@ -105,11 +104,6 @@ pub(crate) fn refuse_fixed_world() -> Result<()> {
         "this job is elastic: its workers come and go, so there is no fixed world to join",
     )
     .with_remedy("train inside phalanx::elastic::run, or start the program without --min-np"))
-}
-
-/// Is this process a worker of an elastic job?
-pub(crate) fn is_elastic() -> bool {
-    std::env::var_os(WORKERS).is_some_and(|workers| !workers.is_empty())
 }
 
 /// What all workers of this elastic job, and of no other, call it; none in a job of another kind. It may be written

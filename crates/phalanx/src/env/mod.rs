@@ -31,6 +31,9 @@ use crate::rank::{Epoch, Rank, WorldSize};
 /// The variables without which there is no world of several ranks.
 const REQUIRED: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
 
+/// The fewest and the most workers of an elastic job, as `MIN:MAX`.
+pub(crate) const ELASTIC: &str = "PHALANX_ELASTIC";
+
 /// Where ranks meet, if not at a master's address.
 const RENDEZVOUS: &str = "PHALANX_RENDEZVOUS";
 
@@ -79,6 +82,11 @@ pub enum Meeting {
     Url(String),
     /// Nowhere: there is but one.
     Nowhere,
+}
+
+/// Does the job go on when workers die, and do its epochs count groups and not lives?
+pub(crate) fn is_elastic() -> bool {
+    std::env::var_os(ELASTIC).is_some_and(|workers| !workers.is_empty())
 }
 
 impl LaunchEnv {

@@ -1,5 +1,7 @@
 //! Operations that return when they are done. They run on the caller's thread, on the caller's memory.
 
+use std::time::Instant;
+
 use super::ProcessGroup;
 use super::engine::Memory;
 use crate::buffer::Buffer;
@@ -7,6 +9,7 @@ use crate::collective::ReduceOp;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::trace::Lane;
 use crate::wire::frame::{Call, Operation};
 
 impl ProcessGroup {
@@ -84,7 +87,15 @@ impl ProcessGroup {
     pub(super) fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
         self.begin()?;
         let patience = self.patience();
-        self.inner.lane.run(&patience, |engine| engine.collective(call, memory, &patience))?
+        let trace = &self.inner.trace;
+        self.inner.lane.run(&patience, |engine| {
+            let begin = trace.is_enabled().then(Instant::now);
+            let outcome = engine.collective(call, memory, &patience);
+            if let Some(begin) = begin {
+                trace.complete(Lane::Communication, call.to_string(), begin, Instant::now(), &[]);
+            }
+            outcome
+        })?
     }
 
     pub(super) fn check_length(

@@ -9,6 +9,7 @@ use crate::caller::Caller;
 use crate::collective::Tuning;
 use crate::deadline::Deadline;
 use crate::dtype::DType;
+use crate::env;
 use crate::error::{Error, Result};
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
@@ -119,7 +120,9 @@ impl ProcessGroup {
             credentials,
             keep_alive,
         } = rendezvous;
-        let trace = Trace::from_env(rank, world_size);
+        // Before anybody can have a group, and something to write of it. Rounds of an elastic job count from 1, lives from 0.
+        let begins = local_rank == 0 && epoch.0 <= u64::from(env::is_elastic());
+        let trace = Trace::from_env(rank, begins);
         if world_size == WorldSize::ONE {
             return Ok(Self::alone_in(epoch, trace)?.with_timeout(timeout));
         }

@@ -10,7 +10,7 @@ use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::Communicator;
-use crate::trace::Trace;
+use crate::trace::{Lane, Trace};
 
 /// One bucket. Its memory is taken when it is first filled; from then on it is used in every step, unless it is
 /// [taken out](Self::take).
@@ -20,7 +20,7 @@ pub(crate) struct Bucket {
     elements: usize,
     gradients: Arc<[GradientPlace]>,
     counts: Option<Arc<[usize]>>,
-    lane: String,
+    lane: Lane,
     ready: Option<Instant>,
     launched: Option<Instant>,
     done: Option<Instant>,
@@ -49,7 +49,7 @@ impl Bucket {
             elements: bucket.elements,
             gradients: bucket.parameters.iter().map(place).collect(),
             counts: bucket.counts.clone(),
-            lane: format!("bucket {index}"),
+            lane: Lane::Bucket(u32::try_from(index).unwrap_or(u32::MAX)),
             ready: None,
             launched: None,
             done: None,
@@ -173,12 +173,12 @@ impl Bucket {
             ("parameters", plan.parameters.len().into()),
         ];
         if let Some(ready) = ready {
-            trace.instant(self.lane.clone(), "ready", ready, &args);
+            trace.instant(self.lane, "ready", ready, &args);
         }
         if let Some(launched) = launched {
-            trace.instant(self.lane.clone(), "launched", launched, &args);
+            trace.instant(self.lane, "launched", launched, &args);
             trace.complete(
-                self.lane.clone(),
+                self.lane,
                 if self.counts.is_some() { "reduce_scatter" } else { "all_reduce" },
                 launched,
                 done.unwrap_or_else(Instant::now),

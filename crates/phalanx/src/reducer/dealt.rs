@@ -8,6 +8,7 @@ use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::Communicator;
 use crate::rank::Rank;
+use crate::trace::Lane;
 
 impl Reducer {
     /// From the next step on each parameter's average is only its owner's: buckets are reduced and scattered, which moves
@@ -87,7 +88,7 @@ impl Reducer {
             while !bucket.advance(&*meter, plan)? {}
         }
         self.phase = Phase::Gathered;
-        self.trace.complete("parameters", "all_gather", begin, Instant::now(), &[]);
+        self.trace.complete(Lane::Parameters, "all_gather", begin, Instant::now(), &[]);
         Ok(())
     }
 

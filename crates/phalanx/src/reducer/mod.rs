@@ -64,7 +64,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{Communicator, Work};
 use crate::rank::Rank;
-use crate::trace::Trace;
+use crate::trace::{Lane, Trace};
 
 /// Averages the gradients of one model over the ranks of a group. See the [module](self).
 ///
@@ -309,8 +309,8 @@ impl Reducer {
         for (index, (bucket, plan)) in self.buckets.iter_mut().zip(&self.plan.buckets).enumerate() {
             bucket.note(&self.trace, index, plan);
         }
-        self.trace.complete("backward", "backward", since, backward_end, &[]);
-        self.trace.complete("backward", "wait for gradients", backward_end, Instant::now(), &[]);
+        self.trace.complete(Lane::Backward, "backward", since, backward_end, &[]);
+        self.trace.complete(Lane::Backward, "wait for gradients", backward_end, Instant::now(), &[]);
         Ok(())
     }
 

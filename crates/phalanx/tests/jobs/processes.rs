@@ -17,6 +17,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_death_is_known_in_every_sub_group", a_death_is_known_in_every_sub_group),
     ("a_store_that_has_gone_makes_no_more_sub_groups", a_store_that_has_gone_makes_no_more_sub_groups),
     ("ranks_end_in_any_order", ranks_end_in_any_order),
+    ("a_job_leaves_one_trace_of_all_ranks", a_job_leaves_one_trace_of_all_ranks),
     ("strangers_disturb_nobody", strangers_disturb_nobody),
     ("a_rank_without_descriptors_tells_all_at_once", a_rank_without_descriptors_tells_all_at_once),
 ];
@@ -32,6 +33,7 @@ pub fn play(scenario: &str) {
         "parts" => parts(),
         "divide" => divide(),
         "short" => short(),
+        "traced" => phalanx::init().and_then(|group| group.all_reduce(&mut [1i64], ReduceOp::Sum)),
         "poor" => poor(),
         other => panic!("no scenario {other}"),
     };
@@ -220,6 +222,29 @@ fn ranks_end_in_any_order() {
             }
         }
     }
+}
+
+/// And nothing of the job before, which had more of them.
+fn a_job_leaves_one_trace_of_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("job.json");
+    let ranks = |world: u32| -> Vec<u64> {
+        let variables = [("LATE", "1"), ("PHALANX_TRACE", path.to_str().unwrap())];
+        let (outcomes, _) = World::start("processes::traced", world, false, &variables).end();
+        assert!(
+            outcomes.iter().all(|(code, error)| (*code, error.as_str()) == (Some(0), "")),
+            "{outcomes:?}"
+        );
+        let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let calls = trace["traceEvents"].as_array().unwrap().iter();
+        let calls = calls.filter(|event| event["name"] == "all_reduce(sum, 1 x i64)" && event["ph"] == "X");
+        let mut ranks: Vec<u64> = calls.map(|event| event["pid"].as_u64().unwrap()).collect();
+        ranks.sort_unstable();
+        ranks
+    };
+    assert_eq!(ranks(4), [0, 1, 2, 3]);
+    assert_eq!(ranks(2), [0, 1]);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
 }
 
 /// Connections that say nothing, or nonsense, while the ranks look for each other.

@@ -16,6 +16,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::group::work::Completer;
 use crate::rank::Rank;
+use crate::trace::Lane;
 use crate::transport::messages::{End, Inbound, Outbound, Step};
 use crate::wire::frame::Call;
 
@@ -325,7 +326,7 @@ impl<E: End> Pending<E> {
 impl<E: End> Op<E> {
     fn complete(self, shared: &Shared) {
         if let Some(begin) = self.begin {
-            shared.trace.complete("communication", self.call.to_string(), begin, Instant::now(), &[]);
+            shared.trace.complete(Lane::Communication, self.call.to_string(), begin, Instant::now(), &[]);
         }
         self.completer.complete(Ok(self.buffer));
     }

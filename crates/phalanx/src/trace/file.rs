@@ -1,0 +1,188 @@
+//! The file, to which all ranks of a job add their events.
+//!
+//! It is one JSON document at any time between two additions, whoever has ended how: an addition takes the place of the
+//! document's end, behind the last event, and brings an end of its own. One rank adds at a time, under a lock of the file. Of
+//! an addition that was cut off, the whole lines stay, which are an event each.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde::ser::{SerializeMap, Serializer};
+
+use super::{Event, TraceValue};
+
+const BEGIN: &[u8] = b"{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n";
+const END: &[u8] = b"\n]}\n";
+/// By which a trace is known.
+const MARK: &[u8] = b"{\"displayTimeUnit\":\"ms\",";
+/// Within so many bytes from its end a file has its last whole line.
+const TAIL: u64 = 1 << 20;
+/// How long a rank waits for others to add theirs. One that is frozen in the middle must not hold up all.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Removes the trace that an earlier job has left, and nothing else.
+pub(super) fn remove(path: &Path) -> io::Result<()> {
+    let mut begin = Vec::new();
+    match File::open(path) {
+        Ok(file) => file.take(MARK.len() as u64).read_to_end(&mut begin)?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    if !MARK.starts_with(&begin) {
+        return Err(foreign());
+    }
+    std::fs::remove_file(path)
+}
+
+/// Adds `lines`, which commas separate, to the document at `path`.
+pub(super) fn append(path: &Path, lines: &[u8]) -> io::Result<()> {
+    let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
+    lock(&file)?;
+    let end = end_of_events(&mut file)?;
+    file.set_len(end)?;
+    file.seek(SeekFrom::Start(end))?;
+    let before: &[u8] = match end {
+        0 => BEGIN,
+        end if end == BEGIN.len() as u64 => b"",
+        _ => b",\n",
+    };
+    file.write_all(&[before, lines, END].concat())
+}
+
+fn lock(file: &File) -> io::Result<()> {
+    let start = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::WouldBlock) if start.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            Err(TryLockError::WouldBlock) => {
+                return Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    "another process holds its lock, and does not go on",
+                ));
+            }
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+    }
+}
+
+fn foreign() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "a file that is no trace is in its place")
+}
+
+/// Where the last whole event ends.
+fn end_of_events(file: &mut File) -> io::Result<u64> {
+    let length = file.metadata()?.len();
+    let mut begin = vec![0; BEGIN.len().min(length as usize)];
+    file.seek(SeekFrom::Start(0))?;
+    file.read_exact(&mut begin)?;
+    if !BEGIN.starts_with(&begin) {
+        return Err(foreign());
+    }
+    if begin.len() < BEGIN.len() {
+        return Ok(0);
+    }
+    let start = length.saturating_sub(TAIL).max(BEGIN.len() as u64);
+    let mut tail = Vec::new();
+    file.seek(SeekFrom::Start(start))?;
+    file.take(TAIL).read_to_end(&mut tail)?;
+    if tail.ends_with(END) {
+        return Ok(start + (tail.len() - END.len()) as u64);
+    }
+    // It was cut off: the end of a line is an event's, with a comma if more were to follow.
+    match tail.iter().rposition(|byte| *byte == b'\n') {
+        Some(line) => {
+            let line = &tail[..line];
+            Ok(start + line.strip_suffix(b",").unwrap_or(line).len() as u64)
+        }
+        None if start == BEGIN.len() as u64 => Ok(start),
+        None => Err(foreign()),
+    }
+}
+
+/// A line of the file.
+pub(super) enum Line<'a> {
+    Named { rank: u32, what: &'static str, thread: u32, name: &'a str },
+    Ordered { rank: u32, what: &'static str, thread: u32, index: u32 },
+    Labelled { rank: u32, labels: &'a str },
+    Event { rank: u32, at: f64, event: &'a Event },
+}
+
+impl Line<'_> {
+    pub(super) fn encode(&self) -> io::Result<Vec<u8>> {
+        Ok(serde_json::to_vec(self)?)
+    }
+}
+
+impl Serialize for Line<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        match self {
+            Self::Named { rank, what, thread, name } => {
+                metadata(&mut map, *rank, what, *thread, &serde_json::json!({ "name": name }))?;
+            }
+            Self::Ordered { rank, what, thread, index } => {
+                metadata(&mut map, *rank, what, *thread, &serde_json::json!({ "sort_index": index }))?;
+            }
+            Self::Labelled { rank, labels } => {
+                metadata(&mut map, *rank, "process_labels", 0, &serde_json::json!({ "labels": labels }))?;
+            }
+            Self::Event { rank, at, event } => {
+                map.serialize_entry("pid", rank)?;
+                map.serialize_entry("tid", &event.lane.number())?;
+                map.serialize_entry("name", &event.name)?;
+                map.serialize_entry("ts", at)?;
+                match event.end {
+                    Some(end) => {
+                        map.serialize_entry("ph", "X")?;
+                        let micros = end.saturating_duration_since(event.at).as_secs_f64() * 1e6;
+                        map.serialize_entry("dur", &micros)?;
+                    }
+                    None => {
+                        map.serialize_entry("ph", "i")?;
+                        map.serialize_entry("s", "t")?;
+                    }
+                }
+                map.serialize_entry("args", &Args(&event.args))?;
+            }
+        }
+        map.end()
+    }
+}
+
+fn metadata<M: SerializeMap>(
+    map: &mut M,
+    rank: u32,
+    name: &str,
+    thread: u32,
+    args: &serde_json::Value,
+) -> Result<(), M::Error> {
+    map.serialize_entry("ph", "M")?;
+    map.serialize_entry("pid", &rank)?;
+    map.serialize_entry("tid", &thread)?;
+    map.serialize_entry("name", name)?;
+    map.serialize_entry("args", args)
+}
+
+struct Args<'a>(&'a [(&'static str, TraceValue)]);
+
+impl Serialize for Args<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
+    }
+}
+
+impl Serialize for TraceValue {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Integer(value) => serializer.serialize_i64(*value),
+            Self::Float(value) => serializer.serialize_f64(*value),
+            Self::Text(value) => serializer.serialize_str(value),
+        }
+    }
+}

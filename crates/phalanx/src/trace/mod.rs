@@ -1,0 +1,323 @@
+//! A record of what happened when, in Chrome's trace event format.
+//!
+//! Set `PHALANX_TRACE=step.json` and open the file in <https://ui.perfetto.dev> or `chrome://tracing`. It has all ranks of the
+//! job: each rank is a process there, and what it does at one time is in [lanes](Lane): steps, forward passes, backward
+//! passes, the optimizer, the wait for gradients, communication, and each bucket on its way. A restarted job goes on in the
+//! same file.
+//!
+//! Time stamps are microseconds since 1970 by each host's clock. Those of one host lie on one axis; where hosts' clocks differ, a
+//! host's ranks are shifted as a whole. Hosts without a common disk write a file each, with the ranks of that host; one file of
+//! them makes `jq -s '{traceEvents: map(.traceEvents) | add}' a.json b.json`.
+
+mod file;
+
+use std::borrow::Cow;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+
+use self::file::Line;
+use crate::rank::Rank;
+
+/// The variable that names the file.
+pub const TRACE_VARIABLE: &str = "PHALANX_TRACE";
+
+/// Events kept of one rank. What comes later is counted and left out, and the file says so.
+const MAX_EVENTS: usize = 1 << 20;
+
+/// Where a rank notes its events. Clones share one record; a disabled trace costs one branch.
+///
+/// What was noted is added to the file when the last clone is dropped, and by [`flush`](Self::flush). A process that is killed,
+/// or ends with `std::process::exit`, has written only what it flushed. A file that cannot be written is a warning in the log,
+/// never an error: a trace must not end the training that it observes.
+///
+/// ```
+/// use std::time::Instant;
+/// use phalanx::trace::{Lane, Trace};
+///
+/// let trace = Trace::disabled();
+/// let start = Instant::now();
+/// trace.complete(Lane::Backward, "backward", start, Instant::now(), &[("step", 3u64.into())]);
+/// assert!(!trace.is_enabled());
+/// ```
+#[derive(Clone, Default)]
+pub struct Trace {
+    record: Option<Arc<Record>>,
+}
+
+/// What a rank does at one time. Viewers show each as a thread of the rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Lane {
+    /// From the first forward pass to the end of the optimizer's step.
+    Step,
+    /// Forward passes.
+    Forward,
+    /// Backward passes, and the wait for averages after them.
+    Backward,
+    /// The optimizer.
+    Optimizer,
+    /// Parameters that are taken from their owners.
+    Parameters,
+    /// Operations of the group, one after the other, and messages between ranks.
+    Communication,
+    /// A bucket of gradients: when it was ready and launched, and how long its averaging took.
+    Bucket(u32),
+}
+
+impl Lane {
+    /// Its number among the threads of a rank, by which viewers order them.
+    fn number(self) -> u32 {
+        match self {
+            Self::Step => 0,
+            Self::Forward => 1,
+            Self::Backward => 2,
+            Self::Optimizer => 3,
+            Self::Parameters => 4,
+            Self::Communication => 5,
+            Self::Bucket(index) => index.saturating_add(6),
+        }
+    }
+}
+
+impl fmt::Display for Lane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Step => f.write_str("step"),
+            Self::Forward => f.write_str("forward"),
+            Self::Backward => f.write_str("backward"),
+            Self::Optimizer => f.write_str("optimizer"),
+            Self::Parameters => f.write_str("parameters"),
+            Self::Communication => f.write_str("communication"),
+            Self::Bucket(index) => write!(f, "bucket {index}"),
+        }
+    }
+}
+
+/// The value of an event's argument.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TraceValue {
+    /// A count, a size, an index.
+    Integer(i64),
+    /// A measurement.
+    Float(f64),
+    /// A name.
+    Text(Cow<'static, str>),
+}
+
+struct Record {
+    path: PathBuf,
+    rank: Rank,
+    /// One moment on both clocks.
+    origin: (Instant, SystemTime),
+    limit: usize,
+    log: Mutex<Log>,
+}
+
+/// What has not been written yet.
+#[derive(Default)]
+struct Log {
+    events: Vec<Event>,
+    /// How many have been noted since the beginning.
+    noted: usize,
+    left_out: u64,
+}
+
+struct Event {
+    lane: Lane,
+    name: Cow<'static, str>,
+    at: Instant,
+    /// `None` for an instant event.
+    end: Option<Instant>,
+    args: Vec<(&'static str, TraceValue)>,
+}
+
+impl Trace {
+    /// A trace that keeps nothing.
+    pub const fn disabled() -> Self {
+        Self { record: None }
+    }
+
+    /// The trace that `PHALANX_TRACE` asks for; disabled if the variable is unset or empty. What an earlier job has left in
+    /// the file is removed if this rank `begins` the job's.
+    pub(crate) fn from_env(rank: Rank, begins: bool) -> Self {
+        match std::env::var_os(TRACE_VARIABLE) {
+            Some(path) if !path.is_empty() && begins => Self::to_file(path, rank),
+            Some(path) if !path.is_empty() => Self::onto_file(path, rank),
+            _ => Self::disabled(),
+        }
+    }
+
+    /// A trace in a file of its own: what is at `path` is removed, and the file made when the trace is written.
+    pub fn to_file(path: impl Into<PathBuf>, rank: Rank) -> Self {
+        let path = path.into();
+        file::remove(&path).unwrap_or_else(|error| {
+            tracing::warn!(path = %path.display(), %error, "an earlier trace could not be removed");
+        });
+        Self::with_limit(path, rank, MAX_EVENTS)
+    }
+
+    /// A trace that is added to what other ranks write, or have written, to `path`.
+    pub fn onto_file(path: impl Into<PathBuf>, rank: Rank) -> Self {
+        Self::with_limit(path.into(), rank, MAX_EVENTS)
+    }
+
+    fn with_limit(path: PathBuf, rank: Rank, limit: usize) -> Self {
+        let origin = (Instant::now(), SystemTime::now());
+        Self { record: Some(Arc::new(Record { path, rank, origin, limit, log: Mutex::default() })) }
+    }
+
+    /// Is anything kept? Ask before computing costly names or arguments.
+    #[inline]
+    pub fn is_enabled(&self) -> bool {
+        self.record.is_some()
+    }
+
+    /// Notes something that took from `start` to `end`, on `lane`. Within a lane such events must nest, not cross.
+    #[inline]
+    pub fn complete(
+        &self,
+        lane: Lane,
+        name: impl Into<Cow<'static, str>>,
+        start: Instant,
+        end: Instant,
+        args: &[(&'static str, TraceValue)],
+    ) {
+        if let Some(record) = &self.record {
+            record.note(Event { lane, name: name.into(), at: start, end: Some(end), args: args.to_vec() });
+        }
+    }
+
+    /// Notes something that happened `at` a moment, on `lane`.
+    #[inline]
+    pub fn instant(
+        &self,
+        lane: Lane,
+        name: impl Into<Cow<'static, str>>,
+        at: Instant,
+        args: &[(&'static str, TraceValue)],
+    ) {
+        if let Some(record) = &self.record {
+            record.note(Event { lane, name: name.into(), at, end: None, args: args.to_vec() });
+        }
+    }
+
+    /// Adds what was noted since the last time to the file.
+    pub fn flush(&self) {
+        if let Some(record) = &self.record {
+            record.write();
+        }
+    }
+}
+
+impl fmt::Debug for Trace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.record {
+            Some(record) => write!(f, "Trace({})", record.path.display()),
+            None => f.write_str("Trace(disabled)"),
+        }
+    }
+}
+
+macro_rules! integers {
+    ($($type:ty),*) => {
+        $(impl From<$type> for TraceValue {
+            fn from(value: $type) -> Self {
+                Self::Integer(i64::try_from(value).unwrap_or(i64::MAX))
+            }
+        })*
+    };
+}
+integers!(i32, i64, u32, u64, usize);
+
+impl From<f64> for TraceValue {
+    fn from(value: f64) -> Self {
+        Self::Float(value)
+    }
+}
+
+impl From<&'static str> for TraceValue {
+    fn from(value: &'static str) -> Self {
+        Self::Text(value.into())
+    }
+}
+
+impl From<String> for TraceValue {
+    fn from(value: String) -> Self {
+        Self::Text(value.into())
+    }
+}
+
+impl Record {
+    fn note(&self, event: Event) {
+        let mut log = self.log.lock();
+        if log.noted >= self.limit {
+            log.left_out += 1;
+            return;
+        }
+        log.noted += 1;
+        log.events.push(event);
+    }
+
+    fn write(&self) {
+        let (events, left_out) = {
+            let mut log = self.log.lock();
+            (std::mem::take(&mut log.events), std::mem::take(&mut log.left_out))
+        };
+        if events.is_empty() && left_out == 0 {
+            return;
+        }
+        let outcome = self.lines(&events, left_out).and_then(|lines| file::append(&self.path, &lines));
+        if let Err(error) = outcome {
+            tracing::warn!(path = %self.path.display(), %error, "the trace could not be written");
+        }
+    }
+
+    /// What these events are in the file: whose and where they are, and then each of them.
+    fn lines(&self, events: &[Event], left_out: u64) -> std::io::Result<Vec<u8>> {
+        let rank = self.rank.get();
+        let mut lanes: Vec<Lane> = events.iter().map(|event| event.lane).collect();
+        lanes.sort_unstable();
+        lanes.dedup();
+        let labels = (left_out > 0).then(|| format!("{left_out} more events were left out"));
+        let mut lines = vec![
+            Line::Named { rank, what: "process_name", thread: 0, name: &format!("rank {rank}") }.encode()?,
+            Line::Ordered { rank, what: "process_sort_index", thread: 0, index: rank }.encode()?,
+        ];
+        for lane in lanes {
+            let thread = lane.number();
+            lines.push(Line::Named { rank, what: "thread_name", thread, name: &lane.to_string() }.encode()?);
+            lines.push(Line::Ordered { rank, what: "thread_sort_index", thread, index: thread }.encode()?);
+        }
+        if let Some(labels) = &labels {
+            lines.push(Line::Labelled { rank, labels }.encode()?);
+        }
+        for event in events {
+            lines.push(Line::Event { rank, at: self.micros(event.at), event }.encode()?);
+        }
+        Ok(lines.join(&b",\n"[..]))
+    }
+
+    /// Microseconds since 1970.
+    fn micros(&self, at: Instant) -> f64 {
+        let (instant, system) = self.origin;
+        let base = system.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+        let offset = match at.checked_duration_since(instant) {
+            Some(after) => after.as_secs_f64(),
+            None => -instant.duration_since(at).as_secs_f64(),
+        };
+        (base + offset) * 1e6
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        self.write();
+    }
+}
+
+#[cfg(test)]
+mod tests;

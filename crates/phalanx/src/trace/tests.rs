@@ -1,0 +1,154 @@
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::*;
+
+fn read(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+fn events<'a>(document: &'a Value, phase: &str) -> Vec<&'a Value> {
+    document["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == phase).collect()
+}
+
+#[test]
+fn the_last_clone_writes_events_lanes_and_arguments() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("step.json");
+    let trace = Trace::to_file(&path, Rank::new(3));
+    let start = Instant::now();
+    let other = trace.clone();
+    other.complete(Lane::Backward, "backward", start, start + Duration::from_micros(1500), &[]);
+    trace.instant(Lane::Bucket(0), "ready", start, &[("bytes", 64usize.into()), ("why", "test".into())]);
+    drop(other);
+    assert!(!path.exists());
+    drop(trace);
+
+    let document = read(&path);
+    let complete = events(&document, "X");
+    assert_eq!(complete.len(), 1);
+    assert_eq!(complete[0]["pid"], 3);
+    assert!((complete[0]["dur"].as_f64().unwrap() - 1500.0).abs() < 1e-6);
+    assert!(complete[0]["ts"].as_f64().unwrap() > 1.6e15);
+    let instant = events(&document, "i");
+    assert_eq!(instant[0]["args"], serde_json::json!({ "bytes": 64, "why": "test" }));
+    let lanes = events(&document, "M");
+    assert!(lanes.iter().any(|event| event["args"]["name"] == "rank 3"));
+    let bucket = |event: &&&Value| event["args"]["name"] == "bucket 0" && event["tid"] == instant[0]["tid"];
+    assert!(lanes.iter().find(bucket).is_some());
+}
+
+#[test]
+fn one_file_has_every_rank_with_every_lane() {
+    const RANKS: u32 = 8;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("step.json");
+    // An earlier job's.
+    drop(noted(Trace::to_file(&path, Rank::new(99))));
+    let first = Trace::to_file(&path, Rank::MAIN);
+    std::thread::scope(|scope| {
+        for rank in 1..RANKS {
+            let path = &path;
+            scope.spawn(move || {
+                let trace = Trace::onto_file(path, Rank::new(rank));
+                for _ in 0..20 {
+                    noted(trace.clone()).flush();
+                }
+            });
+        }
+        drop(noted(first));
+    });
+    let document = read(&path);
+    let named = |name: &str| -> BTreeSet<(u64, String)> {
+        let named = events(&document, "M").into_iter().filter(|event| event["name"] == name);
+        named.map(|event| (event["pid"].as_u64().unwrap(), event["args"]["name"].to_string())).collect()
+    };
+    let lanes = LANES.map(|lane| format!("\"{lane}\""));
+    let of = |rank| lanes.iter().map(move |lane| (u64::from(rank), lane.clone()));
+    assert_eq!(named("thread_name"), (0..RANKS).flat_map(of).collect());
+    assert_eq!(
+        named("process_name"),
+        (0..RANKS).map(|rank| (rank.into(), format!("\"rank {rank}\""))).collect()
+    );
+    for rank in 0..RANKS {
+        let times = if rank == 0 { 1 } else { 20 };
+        let own = events(&document, "X").into_iter().filter(|event| event["pid"] == rank).count();
+        assert_eq!(own, times * LANES.len(), "of rank {rank}: each event is there, once");
+    }
+}
+
+const LANES: [Lane; 7] = [
+    Lane::Step,
+    Lane::Forward,
+    Lane::Backward,
+    Lane::Optimizer,
+    Lane::Parameters,
+    Lane::Communication,
+    Lane::Bucket(1),
+];
+
+/// An event on each lane.
+fn noted(trace: Trace) -> Trace {
+    let now = Instant::now();
+    LANES.iter().for_each(|lane| trace.complete(*lane, lane.to_string(), now, now, &[]));
+    trace
+}
+
+#[test]
+fn of_an_addition_that_was_cut_off_the_whole_lines_stay() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("step.json");
+    drop(noted(Trace::to_file(&path, Rank::MAIN)));
+    let whole = fs::read(&path).unwrap();
+    let lines_before = |end: usize| whole[..end].iter().filter(|byte| **byte == b'\n').count();
+    for end in 0..whole.len() {
+        fs::write(&path, &whole[..end]).unwrap();
+        drop(noted(Trace::onto_file(&path, Rank::new(1))));
+        let document = read(&path);
+        let of = |rank: u64| {
+            let all = document["traceEvents"].as_array().unwrap().iter();
+            all.filter(|event| event["pid"] == rank).count()
+        };
+        let lines = of(1);
+        // The first line is the document's beginning.
+        assert!(of(0) >= lines_before(end).saturating_sub(1).min(lines), "cut off after {end} bytes");
+        assert!(of(0) <= lines);
+    }
+}
+
+#[test]
+fn another_s_file_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("notes.txt");
+    fs::File::create(&path).unwrap().write_all(b"{\"mine\": 1}\n").unwrap();
+    drop(noted(Trace::onto_file(&path, Rank::MAIN)));
+    drop(noted(Trace::to_file(&path, Rank::MAIN)));
+    assert_eq!(fs::read(&path).unwrap(), b"{\"mine\": 1}\n");
+}
+
+#[test]
+fn a_full_trace_says_what_it_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("full.json");
+    let trace = Trace::with_limit(path.clone(), Rank::MAIN, 2);
+    for _ in 0..5 {
+        trace.instant(Lane::Step, "b", Instant::now(), &[]);
+    }
+    trace.flush();
+    let document = read(&path);
+    assert_eq!(events(&document, "i").len(), 2);
+    let labels = |event: &&Value| event["args"]["labels"] == "3 more events were left out";
+    assert_eq!(events(&document, "M").into_iter().filter(labels).count(), 1);
+}
+
+#[test]
+fn a_file_that_cannot_be_written_is_no_panic() {
+    let trace = Trace::to_file("/proc/no/such/folder/trace.json", Rank::MAIN);
+    trace.instant(Lane::Step, "b", Instant::now(), &[]);
+    trace.flush();
+}
