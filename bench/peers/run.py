@@ -248,9 +248,9 @@ def main() -> None:
 
     medians = measured.medians(case)
     counts = {measured.count(case, name) for name in medians} or {0}
-    rounds = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    rounds = f"{max(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     what = f"{case.collective}, f32, {case.ranks} ranks, {measured.machine}"
-    print(f"{what}; medians of {rounds} interleaved rounds, µs\n")
+    print(f"{what}; µs, medians of interleaved rounds: {rounds}\n")
     if medians:
         table(medians, case.sizes())
     for name, note in notes.items():

@@ -35,14 +35,18 @@ const GAP: i32 = 10;
 const APART: i32 = 36;
 const LABEL: i32 = 21;
 
-/// Okabe and Ito's colours, which the colour-blind can tell apart; without the yellow, which is hardly seen on white.
-const COLOURS: [RGBColor; 6] = [
+/// Okabe and Ito's colours, which the colour-blind can tell apart; without the yellow, which is hardly seen on white. Then
+/// three of Paul Tol's, which are darker.
+const COLOURS: [RGBColor; 9] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
     RGBColor(0, 158, 115),
     RGBColor(204, 121, 167),
     RGBColor(230, 159, 0),
     RGBColor(86, 180, 233),
+    RGBColor(136, 34, 85),
+    RGBColor(51, 34, 136),
+    RGBColor(140, 140, 40),
 ];
 /// As many markers, which is not a divisor of the number of colours: a colour that comes again has another one.
 const SHAPES: usize = 5;
