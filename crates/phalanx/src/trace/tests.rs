@@ -39,8 +39,8 @@ fn the_last_clone_writes_events_lanes_and_arguments() {
     assert_eq!(instant[0]["args"], serde_json::json!({ "bytes": 64, "why": "test" }));
     let lanes = events(&document, "M");
     assert!(lanes.iter().any(|event| event["args"]["name"] == "rank 3"));
-    let bucket = |event: &&&Value| event["args"]["name"] == "bucket 0" && event["tid"] == instant[0]["tid"];
-    assert!(lanes.iter().find(bucket).is_some());
+    let is_bucket = |event: &&Value| event["args"]["name"] == "bucket 0" && event["tid"] == instant[0]["tid"];
+    assert!(lanes.iter().any(is_bucket));
 }
 
 #[test]
