@@ -27,6 +27,8 @@ from peers import Case, Missing, Start, chosen, machine
 
 OURS = {REGISTERED: "registered", SHM: "shm", TCP: "tcp"}
 LIMITS = {peer.name for peer in PEERS.values() if peer.limit}
+# What the shared memory of libraries is called that leave it behind where they are ended.
+SEGMENTS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*", "deepspeed_allreduce_buffer_*", "phalanx-peers-*")
 # A program that has been told to end has so many seconds for it.
 GRACE = 5.0
 
@@ -85,17 +87,19 @@ class Measured:
 def times(start: Start, limit: float) -> tuple[Times, str | None]:
     """Runs a program. If it takes longer than `limit` seconds, what it printed until then, and a note."""
     environment, pipe, note = os.environ | start.environment, subprocess.PIPE, None
+    before = segments()
     process = subprocess.Popen(
         start.command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
     )
     try:
         output, errors = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        stop(process)
-        output, errors = process.communicate()
+    except subprocess.TimeoutExpired as late:
+        output, errors = (late.output or b"").decode(), ""
         note = f"ended after {limit:.0f} s (--limit allows more)"
     finally:
-        stop(process)
+        if stop(process):
+            for segment in segments() - before:
+                segment.unlink(missing_ok=True)
     if process.returncode and not note:
         last = "".join(f"\n    {line}" for line in (errors or output).strip().splitlines()[-5:])
         raise Failed(f"it ended with {process.returncode}: {' '.join(start.command)}{last}")
@@ -107,16 +111,21 @@ def times(start: Start, limit: float) -> tuple[Times, str | None]:
     return {row["bytes"]: row["time_us"] for row in rows}, note
 
 
-def stop(process: subprocess.Popen) -> None:
-    """Ends the program and what it has started, if it still runs."""
+def segments() -> set[Path]:
+    return {segment for pattern in SEGMENTS for segment in Path("/dev/shm").glob(pattern)}
+
+
+def stop(process: subprocess.Popen) -> bool:
+    """Ends the program and what it has started, if it still runs; whether it did."""
     if process.poll() is not None:
-        return
+        return False
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    return True
 
 
 def measure(arguments: argparse.Namespace, case: Case, measured: Measured) -> dict[str, str]:
