@@ -62,15 +62,16 @@ Output:
   Each line of a worker goes to the stream it was written to, behind its rank: `[1] loss 0.25`. Lines of different \
 workers never mix. Of a progress bar one state a second is shown, and the last. On a terminal each rank has its colour, \
 unless NO_COLOR is set, and a status line stays at the bottom.
-  With --log-dir, --redirects or --tee there is a folder for each job: \
+  With --redirects or --tee there is a folder for each job, below --log-dir or the system's for temporary files: \
 <log-dir>/<name>_<random>/attempt_<restart>/<local rank>/ with stdout.log, stderr.log and error.json, as torchrun \
 makes them. With --log-format json everything is a JSON object a line: workers' lines on the stream they were \
 written to, this command's news on standard error.
 
 How it ends:
   The first worker that fails ends the job, or, with --max-restarts, this life of it: the others, and all that workers have started, get SIGTERM, after the grace \
-period SIGKILL. Then all are started again, with a new store and a higher TORCHELASTIC_RESTART_COUNT, as long as \
-restarts are left. What failed first is shown last, and its exit code is this command's (128 + n for signal n). \
+period SIGKILL, also in sessions of their own. Then all are started again, with a new store and a higher TORCHELASTIC_RESTART_COUNT, as long as \
+restarts are left. What failed first is shown last, and its exit code is this command's (128 + n for signal n); a rank \
+that another one blames comes before it. \
 Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period; a second Ctrl-C kills \
 at once. SIGUSR1 and SIGUSR2 are passed on and end nothing here. If this command is killed itself, its workers are killed \
 too. Workers may end with 0 at different times. If no worker can be \
@@ -115,6 +116,8 @@ Environment of a worker:
   PHALANX_ELASTIC, PHALANX_RESET_LIMIT
                                of an elastic job: MIN:MAX workers, and how many new groups
   TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
+  PHALANX_BLAME_FILE           where Phalanx notes whose failure a worker has heard of
+  PHALANX_JOB_TAG              by which all that workers start is found, to be ended with the job
   PHALANX_JOB_KEY_FILE         the job's key, lent by this command: by it workers recognise each other and the store
   PHALANX_TLS_CA, PHALANX_TLS_CERT, PHALANX_TLS_KEY
                                the files of --tls-ca, --tls-cert and --tls-key, if they are given
@@ -145,9 +148,9 @@ pub(crate) struct Run {
     )]
     pub(crate) nproc_per_node: Option<Processes>,
 
-    /// One machine and a free port for the store; this is so unless an address or a port is given
-    #[arg(long, env = "PET_STANDALONE", hide_env_values = true, value_parser = FalseyValueParser::new(),
-          conflicts_with_all = ["master_addr", "master_port", "rdzv_endpoint"])]
+    /// One machine and a free port for the store, whatever --rdzv-endpoint, --master-addr and --master-port say; this is so
+    /// unless an address or a port is given
+    #[arg(long, env = "PET_STANDALONE", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) standalone: bool,
 
     /// The workers' role, for their ROLE_NAME
@@ -169,7 +172,7 @@ pub(crate) struct Run {
     #[arg(long, alias = "rdzv_id", value_name = "NAME", env = "PET_RDZV_ID", hide_env_values = true)]
     pub(crate) rdzv_id: Option<String>,
 
-    /// A folder for the workers' logs, below which each job makes its own
+    /// A folder for the workers' logs, below which each job makes its own; --redirects or --tee says what is kept there
     #[arg(long, alias = "log_dir", value_name = "FOLDER", env = "PET_LOG_DIR", hide_env_values = true)]
     pub(crate) log_dir: Option<PathBuf>,
 
@@ -188,6 +191,27 @@ pub(crate) struct Run {
     #[arg(short, long, value_name = "STREAMS", env = "PET_TEE", hide_env_values = true, default_value = "0")]
     pub(crate) tee: Selection,
 
+    /// The workers whose output is shown, by local rank: `0,2`; all if not given. What goes to files stays the same
+    #[arg(
+        long,
+        alias = "local_ranks_filter",
+        value_name = "RANKS",
+        env = "PET_LOCAL_RANKS_FILTER",
+        hide_env_values = true,
+        value_parser = local_ranks
+    )]
+    pub(crate) local_ranks_filter: Option<LocalRanks>,
+
+    /// What stands before each line that is shown, with ${role_name}, ${rank} and ${local_rank} [default: `[RANK] `]
+    #[arg(
+        long,
+        alias = "log_line_prefix_template",
+        value_name = "TEMPLATE",
+        env = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+        hide_env_values = true
+    )]
+    pub(crate) log_line_prefix_template: Option<String>,
+
     /// How everything is written
     #[arg(
         long,
@@ -202,11 +226,15 @@ pub(crate) struct Run {
     #[arg(long, value_name = "SECONDS", env = "PHALANX_GRACE_PERIOD", hide_env_values = true, default_value = "30", value_parser = seconds)]
     pub(crate) grace_period: Duration,
 
-    /// Taken for torchrun's sake: this command is woken by what happens, and need not look every so many seconds
+    /// Accepted for compatibility with torchrun; no effect: this command is woken by what happens
     #[arg(long, alias = "monitor_interval", value_name = "SECONDS", env = "PET_MONITOR_INTERVAL", hide_env_values = true, default_value = "0.1", value_parser = seconds)]
     pub(crate) monitor_interval: Duration,
 
-    /// Taken for torchrun's sake: every program is started as it is
+    /// The program is a Python module: it is started as `python3 -u -m PROGRAM`, or with the interpreter in PYTHON_EXEC
+    #[arg(short, long, env = "PET_MODULE", hide_env_values = true, value_parser = FalseyValueParser::new(), conflicts_with = "no_python")]
+    pub(crate) module: bool,
+
+    /// Accepted for compatibility with torchrun; no effect: every program is started as it is
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) no_python: bool,
 
@@ -234,7 +262,7 @@ pub(crate) struct Run {
     pub(crate) hosts: HostOptions,
 
     /// The program, looked for in PATH unless it contains a slash, and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     pub(crate) program: Vec<OsString>,
 }
 
@@ -251,6 +279,51 @@ pub(crate) struct Keygen {
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "it is not a number of seconds".to_owned())?;
     Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
+}
+
+/// Workers of one node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LocalRanks(pub(crate) Vec<u32>);
+
+fn local_ranks(text: &str) -> Result<LocalRanks, String> {
+    let rank = |text: &str| text.trim().parse().map_err(|_| format!("{text:?} is no local rank"));
+    text.split(',').map(rank).collect::<Result<_, _>>().map(LocalRanks)
+}
+
+impl Run {
+    /// The program and its arguments.
+    pub(crate) fn command_line(&self) -> Vec<OsString> {
+        let program = self.program.iter().cloned();
+        if !self.module {
+            return program.collect();
+        }
+        let python = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
+        // Unbuffered, as torchrun does: its lines come when they are written.
+        let before = [python.unwrap_or_else(|| "python3".into()), "-u".into(), "-m".into()];
+        before.into_iter().chain(program).collect()
+    }
+
+    /// What was given and has no effect, to be said before the start.
+    pub(crate) fn notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        let wanted = !self.redirects.is_empty() || !self.tee.is_empty();
+        if self.log_dir.is_some() && !wanted {
+            notes.push(
+                "--log-dir alone keeps no logs: add --tee 3 (files and screen) or --redirects 3 (files only)"
+                    .to_owned(),
+            );
+        }
+        let given = [
+            ("--rdzv-endpoint", self.nodes.rdzv_endpoint.is_some()),
+            ("--master-addr", self.nodes.master_addr.is_some()),
+            ("--master-port", self.nodes.master_port.is_some()),
+        ];
+        for (option, _) in given.iter().filter(|(_, given)| *given && self.standalone) {
+            notes.push(format!("--standalone: {option} has no effect"));
+        }
+        notes.extend(self.nodes.rdzv_conf.note());
+        notes
+    }
 }
 
 #[cfg(test)]
@@ -271,5 +344,43 @@ mod tests {
         assert_eq!(run.role, "default");
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
         assert!(seconds("-1").is_err() && seconds("soon").is_err());
+    }
+
+    fn parse(words: &[&str]) -> Result<Box<Run>, String> {
+        let words = ["phalanx", "run"].iter().chain(words);
+        match Cli::try_parse_from(words).map_err(|error| error.to_string())?.command {
+            Command::Run(run) => Ok(run),
+            _ => Err("not run".to_owned()),
+        }
+    }
+
+    #[test]
+    fn an_unknown_option_is_no_program() {
+        let error = parse(&["--nproc-per-nod", "2", "./train"]).unwrap_err();
+        assert!(error.contains("'--nproc-per-nod'") && error.contains("'--nproc-per-node'"), "{error}");
+        assert!(parse(&["--epochs", "3", "./train"]).is_err());
+        let run = parse(&["./train", "--nproc-per-nod", "2", "-x"]).unwrap();
+        assert_eq!(run.program, ["./train", "--nproc-per-nod", "2", "-x"]);
+        assert_eq!(parse(&["--", "-odd", "--name"]).unwrap().program, ["-odd", "--name"]);
+    }
+
+    #[test]
+    fn a_module_is_started_by_python() {
+        let run = parse(&["-m", "pkg.train", "--epochs", "3"]).unwrap();
+        assert_eq!(run.command_line()[1..], ["-u", "-m", "pkg.train", "--epochs", "3"]);
+        assert_eq!(parse(&["./train", "-m"]).unwrap().command_line(), ["./train", "-m"]);
+        assert!(parse(&["-m", "--no-python", "x"]).is_err());
+    }
+
+    #[test]
+    fn what_has_no_effect_is_said() {
+        let notes = |words: &[&str]| parse(&[words, &["./train"]].concat()).unwrap().notes();
+        assert!(notes(&["--log-dir", "x"])[0].contains("--tee 3"));
+        assert!(notes(&["--log-dir", "x", "--tee", "1"]).is_empty());
+        let standalone = notes(&["--standalone", "--rdzv-endpoint", "node7:1", "--master-port", "2"]);
+        assert!(standalone[0].contains("--rdzv-endpoint") && standalone[1].contains("--master-port"));
+        assert!(notes(&["--rdzv-conf", "read_timeout=9,is_host=1"])[0].contains("read_timeout"));
+        assert_eq!(local_ranks("0, 2"), Ok(LocalRanks(vec![0, 2])));
+        assert!(local_ranks("0,x").is_err() && local_ranks("").is_err());
     }
 }

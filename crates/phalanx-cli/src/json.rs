@@ -24,7 +24,9 @@ pub(crate) fn event(event: &Event<'_>) -> Option<(Stream, Vec<u8>)> {
                                  "node": node, "nodes": nodes });
             ("starting", fields)
         }
-        Event::Started { rank, pid } => ("started", json!({ "rank": rank.get(), "pid": pid })),
+        Event::Started { rank, local_rank, pid } => {
+            ("started", json!({ "rank": rank.get(), "local_rank": local_rank, "pid": pid }))
+        }
         Event::Exited { rank, pid, exit } => {
             ("exited", with(exit_fields(exit), json!({ "rank": rank.get(), "pid": pid })))
         }

@@ -109,7 +109,23 @@ pub(crate) enum Backend {
     File,
 }
 
-/// `--rdzv-conf`, as far as it has a meaning here; keys that only PyTorch's store has a use for are taken and forgotten.
+/// The keys of `--rdzv-conf`.
+const CONF: [&str; 6] = [
+    "join_timeout",
+    "timeout",
+    "last_call_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "is_host",
+];
+/// torchrun's that have no effect here: PyTorch's store alone has a use for them.
+const CONF_WITHOUT_EFFECT: [&str; 7] =
+    ["close_timeout", "heartbeat_timeout", "read_timeout", "store_type", "use_libuv", "rank", "etcd_prefix"];
+/// torchrun's that promise an encryption which there is not.
+const CONF_OF_ETCDS_TLS: [&str; 7] =
+    ["protocol", "cacert", "cert", "key", "ssl_cert", "ssl_cert_key", "ssl_protocol"];
+
+/// `--rdzv-conf`, as far as it has a meaning here.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Conf {
     join_timeout: Option<Duration>,
@@ -117,6 +133,19 @@ pub(crate) struct Conf {
     keep_alive_interval: Option<Duration>,
     keep_alive_attempts: Option<u32>,
     is_host: Option<bool>,
+    /// Keys that were given and have no effect.
+    unused: Vec<String>,
+}
+
+impl Conf {
+    /// Which keys have no effect, to be said.
+    pub(crate) fn note(&self) -> Option<String> {
+        let has = if self.unused.len() == 1 { "has" } else { "have" };
+        let unused = self.unused.join(", ");
+        (!self.unused.is_empty()).then(|| {
+            format!("--rdzv-conf: {unused} {has} no effect here: only torchrun's rendezvous and store use it")
+        })
+    }
 }
 
 impl FromStr for Conf {
@@ -141,8 +170,11 @@ impl FromStr for Conf {
                     "0" | "false" | "f" | "no" | "n" => conf.is_host = Some(false),
                     _ => return Err(format!("{key}: it is neither true nor false")),
                 },
-                "close_timeout" | "read_timeout" | "store_type" | "use_libuv" | "heartbeat_timeout" => {}
-                key => return Err(format!("there is no {key:?}")),
+                key if CONF_WITHOUT_EFFECT.contains(&key) => conf.unused.push(key.to_owned()),
+                key if CONF_OF_ETCDS_TLS.contains(&key) => {
+                    return Err(format!("{key}: etcd is spoken to without TLS here"));
+                }
+                key => return Err(format!("there is no {key:?}; there are {}", CONF.join(", "))),
             }
         }
         Ok(conf)
@@ -243,6 +275,11 @@ mod tests {
         let conf: Conf =
             "join_timeout=60, keep_alive_interval=5,read_timeout=9,is_host=True".parse().unwrap();
         assert_eq!((conf.join_timeout, conf.is_host), (Some(Duration::from_secs(60)), Some(true)));
+        assert!(conf.note().unwrap().contains("read_timeout has no effect"));
+        assert_eq!("timeout=3".parse::<Conf>().unwrap().note(), None);
+        let unknown = "join_time=1".parse::<Conf>().unwrap_err();
+        assert!(unknown.contains("join_timeout") && unknown.contains("is_host"), "{unknown}");
+        assert!("ssl_cert=x".parse::<Conf>().unwrap_err().contains("without TLS"));
         for bad in ["x", "x=1", "join_timeout=soon", "is_host=2", "keep_alive_max_attempt=-1"] {
             assert!(bad.parse::<Conf>().is_err(), "{bad}");
         }

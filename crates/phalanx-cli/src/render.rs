@@ -1,5 +1,6 @@
 //! Workers' lines on this command's own streams.
 
+use std::collections::HashMap;
 use std::env;
 use std::io::{self, IsTerminal};
 use std::ops::ControlFlow;
@@ -31,11 +32,73 @@ pub(crate) enum Format {
     Json,
 }
 
+/// A line of this command's own, before there is a [`Renderer`].
+pub(crate) fn note(text: &str, format: Format) -> Vec<u8> {
+    match format {
+        Format::Text => format!("phalanx: {text}\n").into_bytes(),
+        Format::Json => json::event(&Event::Warning { text }).map_or_else(Vec::new, |(_, line)| line),
+    }
+}
+
+/// What a person wants to stand before each line, as for torchrun.
+#[derive(Debug)]
+pub(crate) struct Prefix {
+    template: String,
+    role: String,
+}
+
+impl Prefix {
+    pub(crate) fn new(template: String, role: &str) -> Self {
+        Self { template, role: role.to_owned() }
+    }
+
+    /// With each `${name}` and `$name` replaced that is known, and `$` for `$$`.
+    fn of(&self, rank: Rank, local_rank: Option<u32>) -> String {
+        let value = |name: &str| match name {
+            "role_name" => Some(self.role.clone()),
+            "rank" => Some(rank.to_string()),
+            "local_rank" => local_rank.map(|rank| rank.to_string()),
+            _ => None,
+        };
+        let (mut text, mut rest) = (String::new(), self.template.as_str());
+        while let Some((before, after)) = rest.split_once('$') {
+            text.push_str(before);
+            let end = |name: &str| {
+                name.find(|letter: char| !(letter.is_ascii_alphanumeric() || letter == '_'))
+                    .unwrap_or(name.len())
+            };
+            let (name, behind) = match after.strip_prefix('{').and_then(|inner| inner.split_once('}')) {
+                Some(braced) => braced,
+                None => after.split_at(end(after)),
+            };
+            rest = match (after.strip_prefix('$'), value(name)) {
+                (Some(behind), _) => {
+                    text.push('$');
+                    behind
+                }
+                (None, Some(value)) => {
+                    text.push_str(&value);
+                    behind
+                }
+                (None, None) => {
+                    text.push('$');
+                    after
+                }
+            };
+        }
+        text + rest
+    }
+}
+
 /// Shows what happens to the workers.
 #[derive(Debug)]
 pub(crate) struct Renderer {
     output: Output,
     format: Format,
+    /// Of a person's own making.
+    prefix: Option<Prefix>,
+    /// Of those that were started.
+    local_ranks: HashMap<Rank, u32>,
     colour_out: bool,
     colour_err: bool,
     /// As wide as the widest rank's, so that the lines of all ranks begin in one column.
@@ -48,10 +111,12 @@ pub(crate) struct Renderer {
 }
 
 impl Renderer {
-    pub(crate) fn start(format: Format) -> io::Result<Self> {
+    pub(crate) fn start(format: Format, prefix: Option<Prefix>) -> io::Result<Self> {
         Ok(Self {
             output: Output::start()?,
             format,
+            prefix,
+            local_ranks: HashMap::new(),
             colour_out: wants_colour(&io::stdout()),
             colour_err: wants_colour(&io::stderr()),
             prefix_width: 0,
@@ -77,7 +142,11 @@ impl Renderer {
             Stream::Stdout => self.colour_out,
             Stream::Stderr => self.colour_err,
         };
-        self.output.push(stream, compose(rank, &prefix(rank, self.prefix_width), text, colour));
+        let prefix = match &self.prefix {
+            Some(prefix) => prefix.of(rank, self.local_ranks.get(&rank).copied()),
+            None => prefix(rank, self.prefix_width),
+        };
+        self.output.push(stream, compose(rank, &prefix, text, colour));
     }
 
     /// A line of our own.
@@ -100,6 +169,7 @@ impl Renderer {
                     self.note(&format!("restart {restarts} of {max_restarts}"));
                 }
             }
+            Event::Started { rank, local_rank, .. } => drop(self.local_ranks.insert(rank, local_rank)),
             Event::Exited { rank, pid, exit } if !exit.is_success() && !self.ending => {
                 self.ending = true;
                 self.note(&format!("rank {rank} (pid {pid}): {exit}"));
@@ -203,6 +273,14 @@ mod tests {
     fn colour_is_that_of_the_rank_and_ends_with_the_line() {
         assert_eq!(composed(1, b"plain", true), b"\x1b[33m[1] \x1b[0mplain\n");
         assert_eq!(composed(7, b"\x1b[31mred", true), b"\x1b[33m[7] \x1b[0m\x1b[31mred\x1b[0m\n");
+    }
+
+    #[test]
+    fn a_prefix_of_ones_own_is_torchruns_template() {
+        let prefix = |template: &str| Prefix::new(template.to_owned(), "trainer").of(Rank::new(5), Some(1));
+        assert_eq!(prefix("[${role_name}${local_rank}/${rank}]: "), "[trainer1/5]: ");
+        assert_eq!(prefix("$rank> $$1 ${what} $"), "5> $1 ${what} $");
+        assert_eq!(prefix(""), "");
     }
 
     #[test]

@@ -1,64 +1,221 @@
 //! The root cause, so that it stands out at the end.
 
+use std::io::{self, IsTerminal};
+
 use phalanx::launch::{Failure, NodeFailure, Report};
 
 /// How many of the last lines of standard error are shown.
 const LINES: usize = 10;
-const RULE: &str = "────────────────────────────────────────────────────────────";
+/// As wide as the box is where lines may have any length.
+const USUAL: usize = 80;
+/// Before the text of a row: the box, and the label.
+const MARGIN: usize = 10;
+/// A line of standard error that is as short says nothing by itself: that the error holds it somewhere is chance.
+const SHORT: usize = 8;
 
-/// The worker that failed first, in a box that is open to the right: lines may have any length.
-pub(crate) fn failure(failure: &Failure, report: &Report, colour: bool) -> Vec<u8> {
-    let (red, bold, off) = if colour { ("\x1b[31m", "\x1b[1m", "\x1b[0m") } else { ("", "", "") };
-    let mut text = Vec::new();
-    let mut row = |label: &str, value: &[u8]| {
-        text.extend_from_slice(format!("{red}│{off} {label:<8}").as_bytes());
-        text.extend_from_slice(value);
-        text.extend_from_slice(off.as_bytes());
-        text.push(b'\n');
-    };
+/// How the box is drawn.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Look {
+    pub(crate) colour: bool,
+    /// The columns of the terminal, to which lines are folded; none where lines may have any length.
+    pub(crate) width: Option<usize>,
+}
+
+impl Look {
+    /// That of standard error.
+    pub(crate) fn of_stderr(colour: bool) -> Self {
+        let stderr = io::stderr();
+        let size = rustix::termios::tcgetwinsize(&stderr).ok().filter(|_| stderr.is_terminal());
+        let width = size.map(|size| usize::from(size.ws_col)).filter(|width| *width > 2 * MARGIN);
+        Self { colour, width }
+    }
+
+    fn paint(self, code: &'static str) -> &'static str {
+        if self.colour { code } else { "" }
+    }
+}
+
+/// The rows of a box that is open to the right.
+struct Rows {
+    look: Look,
+    text: Vec<u8>,
+}
+
+impl Rows {
+    fn new(look: Look) -> Self {
+        let mut rows = Self { look, text: Vec::new() };
+        rows.rule("╭─ ", "The first failure");
+        rows
+    }
+
+    fn end(mut self) -> Vec<u8> {
+        self.rule("╰──", "");
+        self.text
+    }
+
+    fn rule(&mut self, corner: &str, title: &str) {
+        let (red, bold, off) =
+            (self.look.paint("\x1b[31m"), self.look.paint("\x1b[1m"), self.look.paint("\x1b[0m"));
+        let used = corner.chars().count() + title.chars().count();
+        let title = if title.is_empty() { String::new() } else { format!("{bold}{title}{off}{red} ") };
+        let spaces = usize::from(!title.is_empty());
+        let line = "─".repeat(self.look.width.unwrap_or(USUAL).saturating_sub(used + spaces));
+        self.text.extend_from_slice(format!("{red}{corner}{title}{line}{off}\n").as_bytes());
+    }
+
+    fn row(&mut self, label: &str, value: &str) {
+        self.bytes(label, value.as_bytes(), "");
+    }
+
+    fn bytes(&mut self, label: &str, value: &[u8], style: &'static str) {
+        let lines = match self.look.width {
+            None => vec![value.to_vec()],
+            Some(width) => fold(&String::from_utf8_lossy(value), width - MARGIN),
+        };
+        let (red, style, off) =
+            (self.look.paint("\x1b[31m"), self.look.paint(style), self.look.paint("\x1b[0m"));
+        for (number, line) in lines.iter().enumerate() {
+            let label = if number == 0 { label } else { "" };
+            self.text.extend_from_slice(format!("{red}│{off} {label:<8}{style}").as_bytes());
+            self.text.extend_from_slice(line);
+            self.text.extend_from_slice(off.as_bytes());
+            self.text.push(b'\n');
+        }
+    }
+}
+
+/// The worker that failed first.
+pub(crate) fn failure(failure: &Failure, report: &Report, look: Look) -> Vec<u8> {
+    let mut rows = Rows::new(look);
     let of = report.world_size.map_or_else(String::new, |world_size| format!(" of {world_size}"));
-    row("rank", format!("{}{of}", failure.rank).as_bytes());
+    rows.row("rank", &format!("{}{of}", failure.rank));
     let node = if report.nodes > 1 {
         format!(" (node {} of {})", failure.node, report.nodes)
     } else {
         String::new()
     };
-    row("host", format!("{}{node}", failure.host).as_bytes());
-    row("pid", format!("{}, after {:.1} s", failure.pid, failure.after.as_secs_f64()).as_bytes());
-    row("ended", format!("{bold}{}", failure.exit).as_bytes());
-    for (number, line) in failure.message.iter().flat_map(|message| message.lines()).enumerate() {
-        row(if number == 0 { "error" } else { "" }, line.as_bytes());
+    rows.row("host", &format!("{}{node}", failure.host));
+    rows.row("pid", &format!("{}, after {:.1} s", failure.pid, failure.after.as_secs_f64()));
+    rows.bytes("ended", failure.exit.to_string().as_bytes(), "\x1b[1m");
+    let message = failure.message.as_deref().unwrap_or_default();
+    for (number, line) in message.lines().enumerate() {
+        rows.row(if number == 0 { "error" } else { "" }, line);
     }
+    let times = |count: u32, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
     if report.restarts > 0 {
-        let s = if report.restarts == 1 { "" } else { "s" };
-        row("after", format!("{} restart{s}", report.restarts).as_bytes());
+        rows.row("after", &times(report.restarts, "restart"));
     }
     if report.replacements > 0 {
-        let s = if report.replacements == 1 { "" } else { "s" };
-        row("after", format!("{} replacement{s}", report.replacements).as_bytes());
+        rows.row("after", &times(report.replacements, "replacement"));
     }
-    let skipped = failure.stderr.len().saturating_sub(LINES);
-    for (number, line) in failure.stderr.iter().skip(skipped).enumerate() {
-        row(if number == 0 { "stderr" } else { "" }, line);
+    for (number, line) in stderr(failure, message).enumerate() {
+        rows.bytes(if number == 0 { "stderr" } else { "" }, line, "");
     }
-    boxed(&text, colour)
+    rows.end()
+}
+
+/// The last lines of standard error, without what `message` says already.
+fn stderr<'a>(failure: &'a Failure, message: &'a str) -> impl Iterator<Item = &'a [u8]> {
+    let lines: Vec<&[u8]> =
+        failure.stderr.iter().map(Vec::as_slice).filter(|line| !repeats(line, message)).collect();
+    let skipped = lines.len().saturating_sub(LINES);
+    lines.into_iter().skip(skipped).skip_while(|line| line.trim_ascii().is_empty())
+}
+
+/// Does `line` say what `message` says? A panic's own words begin with the thread and end with the place.
+fn repeats(line: &[u8], message: &str) -> bool {
+    let text = String::from_utf8_lossy(line);
+    let text = text.trim();
+    let own = text.find("panicked at ").map_or(text, |begin| &text[begin..]);
+    let whole = message.lines().any(|line| line.trim() == text);
+    let first = message.lines().next().unwrap_or_default();
+    whole || own.len() >= SHORT && message.contains(own) || first.len() >= SHORT && text.contains(first)
 }
 
 /// The node that was lost, in the same way.
-pub(crate) fn node_failure(failure: &NodeFailure, colour: bool) -> Vec<u8> {
-    let (red, off) = if colour { ("\x1b[31m", "\x1b[0m") } else { ("", "") };
+pub(crate) fn node_failure(failure: &NodeFailure, look: Look) -> Vec<u8> {
+    let mut rows = Rows::new(look);
     let node = failure.node.map_or_else(|| "without a place".to_owned(), |node| node.to_string());
-    let mut text = Vec::new();
     for (label, value) in [("node", &node), ("host", &failure.host), ("ended", &failure.why)] {
-        text.extend_from_slice(format!("{red}│{off} {label:<8}{value}\n").as_bytes());
+        rows.row(label, value);
     }
-    boxed(&text, colour)
+    rows.end()
 }
 
-fn boxed(rows: &[u8], colour: bool) -> Vec<u8> {
-    let (red, bold, off) = if colour { ("\x1b[31m", "\x1b[1m", "\x1b[0m") } else { ("", "", "") };
-    let mut text = format!("{red}╭─ {bold}The first failure{off}{red} {RULE}{off}\n").into_bytes();
-    text.extend_from_slice(rows);
-    text.extend_from_slice(format!("{red}╰────────────────────{RULE}{off}\n").as_bytes());
-    text
+/// `text` in lines of at most `width` characters, broken between words where it can be. What moves a terminal's cursor is
+/// shown as what it is not, a space.
+fn fold(text: &str, width: usize) -> Vec<Vec<u8>> {
+    let plain = plain(text);
+    let (mut lines, mut rest) = (Vec::new(), plain.trim_end());
+    while let Some((limit, next)) = rest.char_indices().nth(width) {
+        // A word that ends where the line does fits.
+        let end = rest[..limit + next.len_utf8()]
+            .rfind(' ')
+            .filter(|at| !rest[..*at].trim().is_empty())
+            .unwrap_or(limit);
+        lines.push(rest[..end].trim_end().as_bytes().to_vec());
+        rest = rest[end..].trim_start();
+    }
+    lines.push(rest.as_bytes().to_vec());
+    lines
+}
+
+/// Without colours and other orders to a terminal.
+fn plain(text: &str) -> String {
+    let (mut plain, mut letters) = (String::with_capacity(text.len()), text.chars());
+    while let Some(letter) = letters.next() {
+        match letter {
+            '\x1b' => {
+                if letters.next() == Some('[') {
+                    letters.by_ref().find(|letter| ('@'..='~').contains(letter));
+                }
+            }
+            _ if letter.is_control() => plain.push(' '),
+            _ => plain.push(letter),
+        }
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folded(text: &str, width: usize) -> Vec<String> {
+        fold(text, width).into_iter().map(|line| String::from_utf8(line).unwrap()).collect()
+    }
+
+    #[test]
+    fn long_lines_are_folded_between_words_or_where_they_must() {
+        assert_eq!(folded("rank 1 died: it is gone", 12), ["rank 1 died:", "it is gone"]);
+        assert_eq!(folded("abcdefghij", 4), ["abcd", "efgh", "ij"]);
+        assert_eq!(folded("äöüß und so", 5), ["äöüß", "und", "so"]);
+        assert_eq!(folded("", 5), [""]);
+        assert_eq!(folded("\x1b[31mred\x1b[0m\tand\x07", 80), ["red and"]);
+        assert_eq!(folded("ends here", 9), ["ends here"]);
+    }
+
+    #[test]
+    fn what_the_error_says_is_not_said_again() {
+        let message = "panicked at src/main.rs:3:4: assertion failed\n  left: 1\n right: 2";
+        for line in ["thread 'main' (77) panicked at src/main.rs:3:4:", "assertion failed", "  left: 1"] {
+            assert!(repeats(line.as_bytes(), message), "{line}");
+        }
+        for line in ["", "fail", "thread 'loader' panicked at src/data.rs:9:1:", "note: run with"] {
+            assert!(!repeats(line.as_bytes(), message), "{line}");
+        }
+        assert!(repeats(b"rank 1: no data left", "no data left"));
+        assert!(!repeats(b"anything", ""));
+    }
+
+    #[test]
+    fn no_line_of_the_box_is_wider_than_the_terminal() {
+        for width in [50, 80] {
+            let mut rows = Rows::new(Look { colour: false, width: Some(width) });
+            rows.row("error", &"one word after another ".repeat(9));
+            let text = String::from_utf8(rows.end()).unwrap();
+            assert!(text.lines().all(|line| line.chars().count() <= width), "{text}");
+            assert!(text.lines().count() > 4, "{text}");
+        }
+    }
 }

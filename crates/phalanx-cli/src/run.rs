@@ -9,7 +9,8 @@ use phalanx::{Error, JobKey, WorldSize};
 
 use crate::cli::{Keygen, Run};
 use crate::processes::Processes;
-use crate::render::{Format, Renderer, wants_colour};
+use crate::render::{self, Format, Prefix, Renderer, wants_colour};
+use crate::report::Look;
 use crate::{json, report};
 
 /// How long the output of a job that a signal has ended may take to be read. Who sent the signal will not wait long.
@@ -22,7 +23,12 @@ pub(crate) fn run(options: Run) -> ExitCode {
         Err(message) => return refuse(&message, 2),
     };
     let format = options.log_format;
-    let mut renderer = match Renderer::start(format) {
+    for note in options.notes() {
+        let _ = io::stderr().write_all(&render::note(&note, format));
+    }
+    let prefix =
+        options.log_line_prefix_template.clone().map(|template| Prefix::new(template, &options.role));
+    let mut renderer = match Renderer::start(format, prefix) {
         Ok(renderer) => renderer,
         Err(error) => return refuse(&format!("cannot start a thread for the output: {error}"), 1),
     };
@@ -144,17 +150,22 @@ fn here(options: Run, workers: WorldSize) -> Result<Job, String> {
 
 /// The job that `options` describe, with what was settled about this machine's place in it.
 pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) -> Result<Job, String> {
-    let (address, port) = options.nodes.endpoint()?;
+    let (address, port) = match options.standalone {
+        true => (None, None),
+        false => options.nodes.endpoint()?,
+    };
     let key = key(&options)?;
     refuse_open_tls(&options)?;
+    let mut program = options.command_line().into_iter();
     let tls = options.tls;
-    let mut program = options.program.into_iter();
     let job = Job::new(program.next().unwrap_or_default(), workers)
         .arguments(program)
         .role(options.role)
         .grace(options.grace_period)
         .max_restarts(options.max_restarts)
         .open_store(options.open_store)
+        // This command has no other children.
+        .subreaper(true)
         .master_port(port.unwrap_or(0));
     let job = tls.apply(key.into_iter().fold(job, Job::key), Job::tls)?;
     let job = address.into_iter().fold(job, Job::master_addr);
@@ -163,7 +174,8 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
     let job = options.elastic.apply(job)?;
     // As torchrun does, what is to be kept is kept somewhere, also if nobody says where.
     let wanted = !options.redirects.is_empty() || !options.tee.is_empty();
-    let folder = options.log_dir.or_else(|| wanted.then(std::env::temp_dir));
+    let folder = wanted.then(|| options.log_dir.unwrap_or_else(std::env::temp_dir));
+    let job = options.local_ranks_filter.into_iter().fold(job, |job, ranks| job.show_only(ranks.0));
     let logs = folder.map(|folder| Logs::new(folder).redirects(options.redirects).tee(options.tee));
     Ok(logs.into_iter().fold(job, Job::logs))
 }
@@ -174,10 +186,14 @@ fn key(options: &Run) -> Result<Option<JobKey>, String> {
     file.map(JobKey::read).transpose().map_err(|error| error.to_string())
 }
 
+fn look() -> Look {
+    Look::of_stderr(wants_colour(&io::stderr()))
+}
+
 fn last_words(report: &Report) -> Vec<u8> {
     match &report.outcome {
-        Outcome::Failed(failure) => report::failure(failure, report, wants_colour(&io::stderr())),
-        Outcome::NodeFailed(failure) => report::node_failure(failure, wants_colour(&io::stderr())),
+        Outcome::Failed(failure) => report::failure(failure, report, look()),
+        Outcome::NodeFailed(failure) => report::node_failure(failure, look()),
         Outcome::Interrupted(signal) => format!("phalanx: ended by {signal}\n").into_bytes(),
         _ => Vec::new(),
     }

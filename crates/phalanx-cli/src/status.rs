@@ -76,7 +76,7 @@ mod tests {
         let start =
             |restarts, nodes| Event::Starting { restarts, max_restarts: 3, world_size, node: 0, nodes };
         assert!(status.observe(&start(1, 2)));
-        assert!(status.observe(&Event::Started { rank: Rank::MAIN, pid: 7 }));
+        assert!(status.observe(&Event::Started { rank: Rank::MAIN, local_rank: 0, pid: 7 }));
         assert!(!status.observe(&Event::Killing));
         assert_eq!(status.to_string(), "phalanx: node 0 of 2, 4 workers, 1 running here, 1 of 3 restarts");
     }

@@ -1,5 +1,7 @@
-//! A watchdog that kills process groups if this process is killed.
+//! A watchdog that kills all that this process has started, if it is killed itself.
 
+#[cfg(target_os = "linux")]
+use std::ffi::CStr;
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::process::CommandExt;
@@ -13,12 +15,16 @@ use crate::worker::prepare;
 const DISMISS: i32 = 0;
 const KILL: i32 = -1;
 
-/// A process that waits for this one to die and then kills the process groups that it watches.
+/// What the workers of one guard have in their environment, and nobody else.
+pub type Tag = [u8; 32];
+
+/// A process that waits for this one to die and then kills what its workers have started.
 ///
 /// The parent-death signal ends a worker, but not what the worker has started; and nothing that the launcher does in
 /// its own code helps against SIGKILL. The guard holds one end of a pipe whose other end is this process. When the
-/// kernel closes that end, it sends SIGKILL to each group on its list, and ends. It is a session of its own, so
-/// that no terminal and no group signal reaches it, and holds no file but the pipe.
+/// kernel closes that end, it sends SIGKILL to each group on its list, then to each process in whose environment it finds
+/// the tag (Linux), until there is none, and ends. It is a session of its own, so that no terminal and no group signal
+/// reaches it, and holds no file but the pipe.
 ///
 /// Dropping the guard has the same effect, unless it was [dismissed](Self::dismiss).
 #[derive(Debug)]
@@ -29,8 +35,9 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Starts a guard that can watch up to `capacity` groups.
-    pub fn start(capacity: usize) -> io::Result<Self> {
+    /// Starts a guard that can watch up to `capacity` groups. The caller sees to it that every worker has `tag` somewhere in
+    /// its environment: what a worker starts inherits it, in whichever group or session it is.
+    pub fn start(capacity: usize, tag: &Tag) -> io::Result<Self> {
         let (reader, writer) = io::pipe()?;
         // Taken before the fork: the child must not allocate.
         let mut watched = vec![0_i32; capacity];
@@ -39,7 +46,7 @@ impl Guard {
         // requirement.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
-            0 => stand_guard(reader.as_raw_fd(), &mut watched),
+            0 => stand_guard(reader.as_raw_fd(), &mut watched, tag),
             pid => match Pid::from_raw(pid) {
                 Some(pid) => Ok(Self { orders: Some(writer), pid }),
                 None => Err(io::ErrorKind::InvalidData.into()),
@@ -118,7 +125,7 @@ fn put_on_the_list(orders: RawFd) -> io::Result<()> {
 
 /// The whole life of the guard's process. Async-signal-safe: system calls on its own stack and on `watched`, which
 /// exists since before the fork; no allocation, no lock, no panic.
-fn stand_guard(orders: RawFd, watched: &mut [i32]) -> ! {
+fn stand_guard(orders: RawFd, watched: &mut [i32], tag: &Tag) -> ! {
     detach(orders);
     loop {
         let mut bytes = [0_u8; 4];
@@ -148,8 +155,142 @@ fn stand_guard(orders: RawFd, watched: &mut [i32]) -> ! {
         // SAFETY: `kill` takes plain numbers; a group that is gone gives an error that needs no care.
         unsafe { libc::kill(-leader, libc::SIGKILL) };
     }
+    #[cfg(target_os = "linux")]
+    sweep(tag);
+    #[cfg(not(target_os = "linux"))]
+    let _ = tag;
     // SAFETY: `_exit` ends the process at once; no destructor or exit handler of the copied program runs.
     unsafe { libc::_exit(0) }
+}
+
+/// Kills what carries `tag`, until there is nobody. A process may fork while it is looked for, so there must have been
+/// nobody twice.
+#[cfg(target_os = "linux")]
+fn sweep(tag: &Tag) {
+    /// With the pauses between, for some seconds.
+    const SWEEPS: u32 = 500;
+    let (mut empty, pause) = (0, libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 });
+    for _ in 0..SWEEPS {
+        empty = if kill_tagged(tag) { 0 } else { empty + 1 };
+        if empty == 2 {
+            return;
+        }
+        // SAFETY: the first pointer is to a timespec, the second may be null.
+        unsafe { libc::nanosleep(&raw const pause, std::ptr::null_mut()) };
+    }
+}
+
+/// Kills what carries `tag` now; was there anybody?
+#[cfg(target_os = "linux")]
+fn kill_tagged(tag: &Tag) -> bool {
+    /// Before the name in an entry: inode, offset, length and type.
+    const NAME: usize = 19;
+    let mut found = false;
+    let Some(proc) = open_at(libc::AT_FDCWD, c"/proc", libc::O_DIRECTORY) else { return false };
+    // Of numbers, so that it is aligned as entries are.
+    let mut entries = [0_u64; 512];
+    loop {
+        // SAFETY: the buffer is writable, and as long as is said.
+        let length = unsafe {
+            libc::syscall(libc::SYS_getdents64, proc.0, entries.as_mut_ptr(), size_of_val(&entries))
+        };
+        let Ok(length) = usize::try_from(length) else { return found };
+        if length == 0 {
+            return found;
+        }
+        // SAFETY: any bytes are bytes, and the slice is that of the array; it is not used after the next call.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(entries.as_ptr().cast::<u8>(), length.min(size_of_val(&entries)))
+        };
+        let mut at = 0;
+        while let Some([low, high]) = bytes.get(at + 16..at + 18) {
+            let size = usize::from(u16::from_ne_bytes([*low, *high]));
+            let name = bytes.get(at + NAME..at + size).and_then(|name| CStr::from_bytes_until_nul(name).ok());
+            if let Some(name) = name.filter(|name| name.to_bytes().first().is_some_and(u8::is_ascii_digit)) {
+                found |= kill_if_tagged(&proc, name, tag);
+            }
+            if size == 0 {
+                return found;
+            }
+            at += size;
+        }
+    }
+}
+
+/// Kills the process of this number, if it carries `tag`. Its folder stands for the process: a later one of the same number
+/// has another.
+#[cfg(target_os = "linux")]
+fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> bool {
+    let Some(process) = open_at(proc.0, number, libc::O_DIRECTORY) else { return false };
+    let Some(environment) = open_at(process.0, c"environ", 0) else { return false };
+    if !holds(&environment, tag) {
+        return false;
+    }
+    // SAFETY: plain numbers, and a null pointer where one is allowed.
+    let sent = unsafe {
+        libc::syscall(
+            libc::SYS_pidfd_send_signal,
+            process.0,
+            libc::SIGKILL,
+            std::ptr::null::<libc::siginfo_t>(),
+            0,
+        )
+    };
+    // A kernel before 5.1.
+    if sent != 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
+        let pid = number
+            .to_bytes()
+            .iter()
+            .fold(0_i32, |pid, digit| pid.wrapping_mul(10).wrapping_add(i32::from(digit.wrapping_sub(b'0'))));
+        if pid > 1 {
+            // SAFETY: `kill` takes plain numbers.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+        }
+    }
+    true
+}
+
+/// Is `tag` somewhere in this file?
+#[cfg(target_os = "linux")]
+fn holds(file: &Open, tag: &Tag) -> bool {
+    let mut buffer = [0_u8; 4096];
+    // What may be the tag's begin stays before what is read next.
+    let mut kept = 0;
+    loop {
+        let Some(free) = buffer.get_mut(kept..) else { return false };
+        // SAFETY: `free` is writable, and as long as is said.
+        let read = unsafe { libc::read(file.0, free.as_mut_ptr().cast(), free.len()) };
+        let filled = match usize::try_from(read) {
+            Ok(read) if read > 0 => kept + read,
+            Err(_) if interrupted() => continue,
+            _ => return false,
+        };
+        let Some(held) = buffer.get(..filled) else { return false };
+        if held.windows(tag.len()).any(|part| part == tag) {
+            return true;
+        }
+        kept = filled.min(tag.len() - 1);
+        buffer.copy_within(filled - kept..filled, 0);
+    }
+}
+
+/// A descriptor that is closed when it is dropped.
+#[cfg(target_os = "linux")]
+struct Open(RawFd);
+
+#[cfg(target_os = "linux")]
+impl Drop for Open {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has this descriptor.
+        unsafe { libc::close(self.0) };
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn open_at(folder: RawFd, name: &CStr, flags: libc::c_int) -> Option<Open> {
+    // SAFETY: `name` ends with a zero byte, and lives until after the call.
+    let fd = unsafe { libc::openat(folder, name.as_ptr(), flags | libc::O_RDONLY | libc::O_CLOEXEC) };
+    (fd >= 0).then_some(Open(fd))
 }
 
 /// Cuts all ties to the terminal, the working directory, the files and the signals of the parent.

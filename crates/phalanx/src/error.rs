@@ -294,6 +294,13 @@ impl Error {
         lost || !(own || self.is_mismatch() || self.is_invalid_argument())
     }
 
+    /// The other rank whose failure, in `me`'s eyes, came first: it is gone, or it has failed of itself and told so.
+    pub(crate) fn culprit(&self, me: Rank) -> Option<Rank> {
+        let gone = self.is_peer_failure() || self.is_peer_left();
+        let culprit = if gone { self.peer() } else { self.rank() };
+        culprit.filter(|rank| *rank != me)
+    }
+
     /// The rank to blame, if one is known.
     pub fn peer(&self) -> Option<Rank> {
         self.0.peer

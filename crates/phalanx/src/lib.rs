@@ -67,6 +67,7 @@ mod tls;
 pub mod trace;
 mod transport;
 mod wire;
+mod worker_error;
 
 pub use buffer::{Buffer, BufferPart};
 pub use caller::Caller;

@@ -1,7 +1,6 @@
 //! A program starts its own workers.
 
 use std::any::Any;
-use std::error::Error as StdError;
 use std::fmt::Display;
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -14,8 +13,9 @@ use rustix::process::{getpid, getppid, kill_process};
 
 use crate::env::LaunchEnv;
 use crate::error::{Error, Kind, Result};
-use crate::launch::{Event, Job, Outcome, Output, write_blaming, write_error_file};
-use crate::rank::{Rank, WorldSize};
+use crate::launch::{Event, Job, Outcome, Output};
+use crate::rank::WorldSize;
+use crate::worker_error;
 
 /// Tells a copy of the program whose copy it is, and for which call: `parent's pid:call:location`.
 const VARIABLE: &str = "PHALANX_SPAWN";
@@ -47,7 +47,8 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 /// - It runs `main` from the start: **what comes before this call runs in every worker as well**, and what comes after
 ///   it runs in none. Keep the way to the call short and the same in each process. Calls of `spawn` that come earlier
 ///   on that way return `Ok` in a copy, and do nothing.
-/// - An error of `worker` is printed as `rank 1: ..`, and the exit code is 1. A panic ends it with code 101.
+/// - An error of `worker` is printed as `rank 1: ..`, and the exit code is 1. A panic ends it with code 101; what `spawn`
+///   returns then has the panic's message and place.
 ///
 /// # Under a launcher
 ///
@@ -57,7 +58,8 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 /// # When it ends otherwise
 ///
 /// - A worker that is killed is named with the signal; the others get SIGTERM, and after 30 s SIGKILL. What workers have
-///   started is ended too, also after success.
+///   started is ended too, also after success, and also in sessions of its own, unless it has cleared its environment and
+///   lost its parents.
 /// - Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the workers first and then this program, as that signal would have. If the
 ///   program handles the signal itself, its handler is called, and if it ignores it, as a shell has programs in the
 ///   background ignore Ctrl-C, nothing is: then `spawn` returns an error with [`is_aborted`](Error::is_aborted). SIGUSR1
@@ -70,7 +72,7 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 /// process is already inside `worker`; two threads call `spawn` at the same time.
 #[doc(alias("mp.spawn", "torch.multiprocessing"))]
 #[track_caller]
-pub fn spawn<E: Display + 'static>(nprocs: u32, worker: impl FnOnce() -> Result<(), E>) -> Result<()> {
+pub fn spawn<E: Display>(nprocs: u32, worker: impl FnOnce() -> Result<(), E>) -> Result<()> {
     let call =
         Call { number: CALLS.fetch_add(1, Ordering::Relaxed), location: Location::caller().to_string() };
     match Call::of_this_copy() {
@@ -165,38 +167,33 @@ fn this_program() -> Result<PathBuf> {
     Ok(if path.exists() { path } else { "/proc/self/exe".into() })
 }
 
-fn run_worker<E: Display + 'static>(worker: impl FnOnce() -> Result<(), E>) -> ! {
+fn run_worker<E: Display>(worker: impl FnOnce() -> Result<(), E>) -> ! {
+    worker_error::report_panics();
     // Nothing of this process is used after the panic but what ends it.
     let code = match catch_unwind(AssertUnwindSafe(worker)) {
         Ok(Ok(())) => 0,
         Ok(Err(error)) => {
             let message = format!("{error:#}");
             let speaker = format!("rank {}", std::env::var("RANK").unwrap_or_default());
-            let line =
-                if message.starts_with(&speaker) { message.clone() } else { format!("{speaker}: {message}") };
-            // Without a standard error the error file must do.
-            let _ = writeln!(std::io::stderr(), "{line}");
-            write_blaming(&message, blamed(&error));
+            let line = if message.starts_with(&speaker) {
+                format!("{message}\n")
+            } else {
+                format!("{speaker}: {message}\n")
+            };
+            // At once, since other ranks write there too. Without a standard error the error file must do.
+            let _ = std::io::stderr().write_all(line.as_bytes());
+            worker_error::write(&message);
             1
         }
-        // The panic hook has printed it.
         Err(payload) => {
-            write_error_file(&format!("panicked: {}", panic_message(&*payload)));
+            // The program's own panic hook may have taken the place of ours.
+            if !worker_error::panic_is_reported() {
+                worker_error::write(&format!("panicked: {}", panic_message(&*payload)));
+            }
             101
         }
     };
     process::exit(code)
-}
-
-/// The rank whose failure `error` is about, if it is an error of this crate, boxed or not.
-fn blamed(error: &dyn Any) -> Option<Rank> {
-    type Plain = Box<dyn StdError>;
-    type Shared = Box<dyn StdError + Send + Sync>;
-    let error = error
-        .downcast_ref::<Error>()
-        .or_else(|| error.downcast_ref::<Plain>()?.downcast_ref())
-        .or_else(|| error.downcast_ref::<Shared>()?.downcast_ref())?;
-    error.peer().filter(|_| error.is_peer_failure() || error.is_peer_left())
 }
 
 fn panic_message(payload: &(dyn Any + Send)) -> &str {
@@ -205,21 +202,4 @@ fn panic_message(payload: &(dyn Any + Send)) -> &str {
         .copied()
         .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
         .unwrap_or("with a value that is not text")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_peers_failure_is_blamed_on_it_however_it_is_boxed() {
-        let failed = Error::new(Kind::PeerFailed, "rank 3 died").with_peer(Rank::new(3));
-        let plain: Box<dyn StdError> = failed.clone().into();
-        let shared: Box<dyn StdError + Send + Sync> = failed.clone().into();
-        for error in [&failed as &dyn Any, &plain, &shared] {
-            assert_eq!(blamed(error), Some(Rank::new(3)));
-        }
-        assert_eq!(blamed(&Error::mismatch("sizes differ").with_peer(Rank::new(3))), None);
-        assert_eq!(blamed(&"text".to_owned()), None);
-    }
 }

@@ -193,7 +193,7 @@ struct Seen {
 impl Seen {
     fn note(&mut self, event: &Event<'_>) {
         match *event {
-            Event::Started { rank, pid } => self.pids.entry(rank.get()).or_default().push(pid),
+            Event::Started { rank, pid, .. } => self.pids.entry(rank.get()).or_default().push(pid),
             Event::Line { stream: Stream::Stderr, text, .. } => {
                 self.stderr += &format!("{}\n", String::from_utf8_lossy(text));
             }

@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -137,6 +138,37 @@ fn what_a_worker_leaves_behind_is_ended() {
     assert!(pids.iter().all(|pid| is_gone(pid)));
 }
 
+/// Starts what leaves the worker's process group, and prints their numbers: in a session of its own; the same with a parent
+/// that ends at once, as daemons do; the same deaf to SIGTERM.
+const DAEMONS: &str = "setsid sh -c 'echo $$; exec sleep 60' & (setsid sh -c 'echo $$; exec sleep 60' &); \
+                       (setsid sh -c 'trap \"\" TERM; echo $$; while :; do sleep 1; done' &); ";
+
+#[test]
+fn what_a_worker_puts_into_a_session_of_its_own_is_ended_however_it_ends() {
+    for code in [0, 3] {
+        // One of them has no trace of the job in its environment.
+        let daemons =
+            format!("{DAEMONS} (env -i setsid sh -c 'echo $$; exec sleep 60' &); sleep 0.5; exit {code}");
+        let output = output(phalanx(&["--grace-period", "0.3"], &daemons));
+        assert_eq!(output.status.code(), Some(code));
+        let pids: Vec<String> =
+            text(&output.stdout).lines().map(|line| line["[0] ".len()..].to_owned()).collect();
+        assert_eq!(pids.len(), 4, "{pids:?}");
+        assert!(pids.iter().all(|pid| is_gone(pid)), "{pids:?}");
+    }
+}
+
+#[test]
+fn what_a_worker_puts_into_a_session_of_its_own_is_ended_with_the_launcher() {
+    for signal in [Signal::TERM, Signal::KILL] {
+        let script = format!("{DAEMONS} sleep 60");
+        let (mut child, _out, pids) = start(phalanx(&["--grace-period", "0.3"], &script), 3);
+        send(&child, signal);
+        child.wait().unwrap();
+        wait_until_gone(&pids);
+    }
+}
+
 #[test]
 fn a_stopped_worker_is_ended_too() {
     let script = "if [ $RANK = 1 ]; then sleep 0.2; exit 3; fi; kill -STOP $$; sleep 60";
@@ -202,11 +234,71 @@ fn the_launchers_own_death_ends_all() {
     let (mut child, _out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 4);
     send(&child, Signal::KILL);
     child.wait().unwrap();
+    wait_until_gone(&pids);
+}
+
+fn wait_until_gone(pids: &[String]) {
     let deadline = Instant::now() + LIMIT;
     while let Some(pid) = pids.iter().find(|pid| !is_gone(pid)) {
         assert!(Instant::now() < deadline, "process {pid} was left behind");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+#[test]
+fn a_limit_of_the_system_is_named() {
+    // Of descriptors: too few for the store, the guard and the worker.
+    for limit in [8, 14, 20] {
+        let mut shell = bare();
+        shell.args(["--nproc-per-node", "4", "--", "true"]);
+        let output = output(limited(&shell, limit));
+        assert_eq!(output.status.code(), Some(1), "{limit}");
+        assert!(text(&output.stderr).contains("raise `ulimit -n`"), "{limit}: {}", text(&output.stderr));
+    }
+}
+
+/// The same command, with so few descriptors.
+fn limited(command: &Command, descriptors: u32) -> Command {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &format!("ulimit -n {descriptors}; exec \"$0\" \"$@\"")]);
+    shell.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    shell.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    shell
+}
+
+#[test]
+fn lines_are_shown_of_whom_and_behind_what_a_person_wants() {
+    let options = ["--nproc-per-node", "3", "--local-ranks-filter", "0,2", "--role", "trainer"];
+    let template = ["--log-line-prefix-template", "<${role_name}${local_rank}/${rank}> "];
+    let output = output(phalanx(&[&options[..], &template].concat(), "echo hello; [ $RANK != 1 ] || exit 3"));
+    assert_eq!(sorted_lines(&output.stdout), ["<trainer0/0> hello", "<trainer2/2> hello"]);
+    assert_eq!(output.status.code(), Some(3));
+}
+
+#[test]
+fn a_folder_for_logs_alone_stays_empty_and_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let logs = folder.path().join("logs");
+    let output = output(phalanx(&["--log-dir", logs.to_str().unwrap()], "echo hello"));
+    assert!(text(&output.stderr).contains("--tee 3") && !logs.exists(), "{}", text(&output.stderr));
+}
+
+#[test]
+fn one_machine_is_one_machine_whatever_else_is_said() {
+    let options = ["--standalone", "--rdzv-endpoint", "node7.invalid:1", "--rdzv-conf", "store_type=file"];
+    let output = output(phalanx(&options, "echo $MASTER_ADDR"));
+    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(0), "[0] 127.0.0.1\n"));
+    let err = text(&output.stderr);
+    assert!(
+        err.contains("--rdzv-endpoint has no effect") && err.contains("store_type has no effect"),
+        "{err}"
+    );
 }
 
 #[test]
@@ -265,7 +357,9 @@ fn options_are_checked() {
         (&["--nproc-per-node", "0"][..], "world size of 0"),
         (&["--nproc-per-node", "many"], "neither a number"),
         (&["--grace-period=-1"], "grace-period"),
-        (&["--standalone", "--master-port", "1"], "cannot be used with"),
+        (&["--nproc-per-nod", "2"], "'--nproc-per-node'"),
+        (&["--rdzv-conf", "join_time=3"], "there are join_timeout"),
+        (&["--local-ranks-filter", "x"], "no local rank"),
         (&["--tee", "4"], "none of 0"),
     ] {
         let output = output(phalanx(options, "true"));

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
 mod checkpoints;
+mod culprits;
 mod elastic_hosts;
 #[path = "../support/mod.rs"]
 mod support;
@@ -15,6 +16,7 @@ const ROLE: &str = "TEST_ROLE";
 fn main() {
     match std::env::var(ROLE).as_deref() {
         Ok("checkpoints") => return checkpoints::work(),
+        Ok("culprits") => return culprits::work(),
         Ok("elastic_hosts") => return elastic_hosts::work(),
         Ok(other) => panic!("no role {other}"),
         Err(_) => {}
@@ -30,6 +32,7 @@ fn main() {
     let privileged =
         trials("elastic_hosts", elastic_hosts::PRIVILEGED).map(|test| test.with_ignored_flag(true));
     let all = trials("checkpoints", checkpoints::TESTS)
+        .chain(trials("culprits", culprits::TESTS))
         .chain(trials("elastic_hosts", elastic_hosts::TESTS))
         .chain(privileged)
         .collect();

@@ -82,7 +82,7 @@ impl Killer {
     fn observe(&mut self, event: &Event<'_>) {
         let now = Instant::now();
         match *event {
-            Event::Started { rank, pid } => {
+            Event::Started { rank, pid, .. } => {
                 self.workers.insert(rank.get(), (pid, now));
                 self.next.push_back(rank.get());
             }

@@ -13,7 +13,6 @@ use crate::collective::{self, Choice, Hierarchy, Plan, ReduceOp, Shares, Step, T
 use crate::deadline::{Deadline, Patience};
 use crate::domain::{Domain, Partition};
 use crate::error::{Error, Result};
-use crate::launch::write_blaming;
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
 use crate::transport::health::Health;
 use crate::transport::{Incoming, Outgoing, Transport};
@@ -299,12 +298,7 @@ impl Engine {
 
 /// Fails the group with what went wrong in a call of it.
 pub(super) fn fail_operation(health: &Health, error: Error, call: Call, sequence: Sequence) -> Error {
-    let cause = health.fail_operation(error, call, sequence);
-    if cause.is_peer_failure() || cause.is_peer_left() {
-        // Should the program end of this, its launcher knows whose failure came first.
-        write_blaming(&cause.to_string(), cause.peer().map(|peer| health.global(peer)));
-    }
-    cause
+    health.fail_operation(error, call, sequence)
 }
 
 impl Sequence {

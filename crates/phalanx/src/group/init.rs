@@ -16,6 +16,7 @@ use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
 use crate::transport::{self, Heartbeat, Place, TransportKind, Wishes};
 use crate::wire::frame::Operation;
+use crate::worker_error;
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
@@ -27,6 +28,9 @@ use crate::wire::frame::Operation;
 /// assert_eq!(group.world_size().get(), 1);
 /// # Ok::<(), phalanx::Error>(())
 /// ```
+///
+/// Under a launcher that gives its workers an error file (`TORCHELASTIC_ERROR_FILE`) the program's panic hook is followed, from
+/// the first group on, by one that leaves a panic of the main thread there, with its place.
 ///
 /// # Errors
 /// If a variable is missing, empty or malformed, if the port is taken, or if ranks are missing after 30 minutes.
@@ -106,6 +110,7 @@ impl ProcessGroup {
     /// If a rank cannot be reached or answers as somebody else, if the ranks' tuning tables differ, or if shared memory was
     /// asked for and some rank cannot map another's; the error says which, and why.
     pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
+        worker_error::report_panics();
         let GroupOptions { timeout, transport, tuning, host_id, heartbeat } = options;
         tuning.check()?;
         heartbeat.check()?;

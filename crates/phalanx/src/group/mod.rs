@@ -46,6 +46,7 @@ use crate::trace::Trace;
 use crate::transport::health::Health;
 use crate::transport::in_process;
 use crate::transport::{Connected, TransportKind};
+use crate::worker_error;
 
 /// How long an operation may take unless the group is told otherwise; PyTorch's default for groups on processors.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
@@ -300,6 +301,9 @@ impl ProcessGroup {
 
     /// Notes that a call has given this rank `cause`, the error of another rank, though the group is sound; gives it back.
     pub(crate) fn told(&self, cause: Error) -> Error {
+        if let Some(culprit) = cause.peer().filter(|peer| *peer != self.rank()) {
+            worker_error::blame(self.inner.origin.global(culprit));
+        }
         *self.inner.told.lock() = Some(cause.clone());
         cause
     }

@@ -1,18 +1,15 @@
-//! The file in which a worker leaves its error, in torchrun's format.
+//! The launcher's end of the files in which a worker leaves its error, in torchrun's format, and the rank that it blames.
 //!
 //! Unless logs are kept, it is memory of the launcher, lent through `/proc`: nothing is left on a disk, however the job
 //! ends.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Seek};
+use std::fs::File;
+use std::io::{Read, Seek};
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::path::PathBuf;
 
 use rustix::fs::{MemfdFlags, memfd_create};
-use serde_json::{Value, json};
-
-use crate::rank::Rank;
+use serde_json::Value;
 
 /// The longest message that is taken from a worker.
 const MAX: u64 = 64 * 1024;
@@ -21,30 +18,8 @@ const MAX: u64 = 64 * 1024;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WorkerError {
     pub(super) message: String,
-    /// The rank whose failure it was, in the worker's eyes.
-    pub(super) peer: Option<u32>,
-}
-
-/// Leaves `message` in the error file of this process, if its launcher gave it one (`TORCHELASTIC_ERROR_FILE`).
-///
-/// The launcher shows it as the cause of the failure. A file that is given but cannot be written is not an error: the
-/// worker has a worse one to report.
-pub fn write(message: &str) {
-    write_blaming(message, None);
-}
-
-/// [`write()`], and says that `peer` failed before: if it did, the launcher shows that as the cause.
-pub(crate) fn write_blaming(message: &str, peer: Option<Rank>) {
-    if let Some(path) = std::env::var_os("TORCHELASTIC_ERROR_FILE").filter(|path| !path.is_empty()) {
-        let _ = write_to(Path::new(&path), message, peer);
-    }
-}
-
-fn write_to(path: &Path, message: &str, peer: Option<Rank>) -> io::Result<()> {
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let peer = peer.map(Rank::get);
-    let extra = json!({ "py_callstack": "", "timestamp": seconds.to_string(), "peer": peer });
-    fs::write(path, json!({ "message": { "message": message, "extraInfo": extra } }).to_string())
+    /// Is it a panic? It may have been caught.
+    pub(super) panicked: bool,
 }
 
 /// The launcher's end of a worker's error file.
@@ -72,6 +47,15 @@ impl ErrorFile {
 
     /// What the worker has left.
     pub(super) fn read(&mut self) -> Option<WorkerError> {
+        parse(&self.bytes()?)
+    }
+
+    /// The rank that the worker has noted there, if it is a file for that.
+    pub(super) fn read_rank(&mut self) -> Option<u32> {
+        str::from_utf8(&self.bytes()?).ok()?.trim().parse().ok()
+    }
+
+    fn bytes(&mut self) -> Option<Vec<u8>> {
         let opened;
         let mut file = match self {
             Self::Memory(file) => &*file,
@@ -83,7 +67,7 @@ impl ErrorFile {
         let mut bytes = Vec::new();
         file.rewind().ok()?;
         file.take(MAX).read_to_end(&mut bytes).ok()?;
-        parse(&bytes)
+        Some(bytes)
     }
 }
 
@@ -92,8 +76,8 @@ fn parse(bytes: &[u8]) -> Option<WorkerError> {
     let value: Value = serde_json::from_slice(bytes).ok()?;
     let outer = value.get("message")?;
     let message = outer.as_str().or_else(|| outer.get("message")?.as_str())?.trim();
-    let peer = outer.pointer("/extraInfo/peer").and_then(Value::as_u64).and_then(|peer| peer.try_into().ok());
-    (!message.is_empty()).then(|| WorkerError { message: message.to_owned(), peer })
+    let panicked = outer.pointer("/extraInfo/panicked").and_then(Value::as_bool).unwrap_or(false);
+    (!message.is_empty()).then(|| WorkerError { message: message.to_owned(), panicked })
 }
 
 /// For [`fuzzing`](crate::fuzzing): what a worker has left.
@@ -109,23 +93,37 @@ pub fn fuzz(bytes: &[u8]) -> bool {
 mod tests {
     use super::*;
 
-    fn error(message: &str, peer: Option<u32>) -> WorkerError {
-        WorkerError { message: message.to_owned(), peer }
+    use crate::worker_error::write_to;
+
+    fn error(message: &str, panicked: bool) -> WorkerError {
+        WorkerError { message: message.to_owned(), panicked }
     }
 
     #[test]
     fn a_message_comes_through() {
         let mut file = ErrorFile::create().unwrap();
         assert_eq!(file.read(), None);
-        write_to(&file.path(), "loss is \"NaN\"\nat step 3", Some(Rank::new(7))).unwrap();
-        assert_eq!(file.read().unwrap(), error("loss is \"NaN\"\nat step 3", Some(7)));
-        write_to(&file.path(), "short", None).unwrap();
-        assert_eq!(file.read().unwrap(), error("short", None));
+        write_to(&file.path(), "panicked at a.rs:1:2: loss is \"NaN\"\nat step 3", true).unwrap();
+        assert_eq!(file.read().unwrap(), error("panicked at a.rs:1:2: loss is \"NaN\"\nat step 3", true));
+        write_to(&file.path(), "short", false).unwrap();
+        assert_eq!(file.read().unwrap(), error("short", false));
+    }
+
+    #[test]
+    fn a_rank_comes_through_and_the_last_one_counts() {
+        let mut file = ErrorFile::create().unwrap();
+        assert_eq!(file.read_rank(), None);
+        for rank in ["17", "3"] {
+            std::fs::write(file.path(), rank).unwrap();
+            assert_eq!(file.read_rank(), rank.parse().ok());
+        }
+        std::fs::write(file.path(), "-1").unwrap();
+        assert_eq!(file.read_rank(), None);
     }
 
     #[test]
     fn other_writers_are_understood_and_nonsense_is_not() {
-        assert_eq!(parse(br#"{"message": "plain"}"#).unwrap(), error("plain", None));
+        assert_eq!(parse(br#"{"message": "plain"}"#).unwrap(), error("plain", false));
         for nonsense in
             [&b""[..], b"{", b"[]", br#"{"message": 3}"#, br#"{"message": {"message": " "}}"#, b"\xff"]
         {

@@ -43,6 +43,8 @@ pub enum Event<'a> {
     Started {
         /// Its rank.
         rank: Rank,
+        /// Its number among the workers of its node.
+        local_rank: u32,
         /// Its process.
         pid: u32,
     },

@@ -18,6 +18,8 @@ impl Signal {
     pub const INT: Self = Self(2);
     /// Ctrl-\.
     pub const QUIT: Self = Self(3);
+    /// A process has aborted itself.
+    pub const ABRT: Self = Self(6);
     /// Ends a process that cannot refuse.
     pub const KILL: Self = Self(9);
     /// A write to a pipe that nobody reads any more.
@@ -109,6 +111,11 @@ impl Exit {
     /// Was it exit code 0?
     pub fn is_success(self) -> bool {
         self == Self::Code(0)
+    }
+
+    /// Does a program that panics end so, whether it unwinds or aborts? A panic that it has caught is not its end.
+    pub(super) fn may_be_a_panics(self) -> bool {
+        matches!(self, Self::Code(101) | Self::Signal(Signal::ABRT))
     }
 
     /// The exit code with which a shell would report it: 128 + n for signal n.

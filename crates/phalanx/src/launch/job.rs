@@ -67,6 +67,8 @@ pub struct Job {
     guest: Option<Guest>,
     credentials: Credentials,
     open_store: bool,
+    subreaper: bool,
+    shown: Option<Vec<u32>>,
 }
 
 impl Job {
@@ -96,6 +98,8 @@ impl Job {
             guest: None,
             credentials: Credentials::default(),
             open_store: false,
+            subreaper: false,
+            shown: None,
         }
     }
 
@@ -234,6 +238,22 @@ impl Job {
         self
     }
 
+    /// Makes this process, while the job runs, the parent of what the job's processes leave behind (Linux's child subreaper),
+    /// so that all of it is ended with the job, also what has cleared its environment. Only for a program that starts no other
+    /// processes meanwhile: what those leave behind would be taken for the job's. It has no effect where this process has
+    /// children already, or is a subreaper.
+    pub fn subreaper(mut self, subreaper: bool) -> Self {
+        self.subreaper = subreaper;
+        self
+    }
+
+    /// The workers of this node, by local rank, whose lines come as [events](super::Event::Line); all if not given. What is
+    /// kept in [files](Self::logs) stays the same.
+    pub fn show_only(mut self, local_ranks: impl IntoIterator<Item = u32>) -> Self {
+        self.shown = Some(local_ranks.into_iter().collect());
+        self
+    }
+
     /// Runs the job to its end.
     ///
     /// An error means that it could not be started, or not be watched; a worker's failure is in the report. On return
@@ -267,6 +287,15 @@ impl Job {
 
     pub(super) fn grace_period(&self) -> Duration {
         self.grace.min(Duration::from_secs(365 * 24 * 3600))
+    }
+
+    pub(super) fn is_subreaper(&self) -> bool {
+        self.subreaper
+    }
+
+    /// Do the lines of the `local_rank`-th worker come as events?
+    pub(super) fn shows(&self, local_rank: u32) -> bool {
+        self.shown.as_ref().is_none_or(|shown| shown.contains(&local_rank))
     }
 
     pub(super) fn captures_output(&self) -> bool {

@@ -18,8 +18,11 @@
 //!   limit, are passed on and end nothing here.
 //! - If this process is killed, workers and grandchildren are killed as well.
 //!
-//! What a worker puts into a process group or session of its own is out of reach: a daemon, what a shell with job control
-//! starts, what `timeout` starts without `--foreground`. If the worker ends it on SIGTERM, nothing is left either.
+//! What a worker has started is ended with it, also in a process group or session of its own: a daemon, what `setsid` or a
+//! shell with job control starts. It is known by a tag in its environment, PHALANX_JOB_TAG, or by its parents. Out of reach is
+//! what has neither: a process of another user; one whose environment was cleared or written over, and whose parents have
+//! ended, unless the launcher is a [subreaper](Job::subreaper), as `phalanx run` is, and not killed itself. What systemd, cron
+//! or a container's daemon starts for a worker is theirs.
 //!
 //! ```no_run
 //! use std::ops::ControlFlow;
@@ -56,11 +59,10 @@ mod streak;
 mod supervisor;
 mod worker;
 
+pub use crate::worker_error::write as write_error_file;
 pub use cluster::{Cluster, Hosting};
 #[cfg(any(test, fuzzing))]
 pub use error_file::fuzz as fuzz_error_file;
-pub use error_file::write as write_error_file;
-pub(crate) use error_file::write_blaming;
 pub use event::{Event, Observer, Stream};
 pub use exit::{Exit, Failure, NodeFailure, Outcome, Report, Signal};
 pub use job::{Job, Output};

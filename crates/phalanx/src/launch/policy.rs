@@ -11,6 +11,12 @@ const AFTER_KILL: Duration = Duration::from_secs(5);
 /// milliseconds: they say what they saw, and a rank that blames a peer which is still on its way out is put right.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
+/// How long one that is [awaited](Policy::tick) may take to end. A process that panics may write a long backtrace, and wait
+/// for a processor, while the others have heard of it already.
+const ON_ITS_WAY_OUT: Duration = Duration::from_secs(5);
+/// How often to ask whether it still is.
+const LOOK: Duration = Duration::from_millis(20);
+
 /// The state of a job's workers, by index.
 #[derive(Debug)]
 pub(super) struct Policy {
@@ -32,6 +38,7 @@ enum Phase {
     /// A worker has failed; the others may end by themselves.
     LastWords {
         until: Instant,
+        at_most: Instant,
     },
     /// Asked to end; `swept`: with SIGTERM, which also reaches what ignores SIGINT.
     Ending {
@@ -96,7 +103,7 @@ impl Policy {
                     return Some(self.judge(now));
                 }
                 if matches!(self.phase, Phase::Running) && !self.failures.is_empty() {
-                    self.phase = Phase::LastWords { until: now + LAST_WORDS };
+                    self.hear_last_words(now);
                 }
                 None
             }
@@ -165,7 +172,7 @@ impl Policy {
     pub(super) fn ended_elsewhere(&mut self, now: Instant) {
         self.elsewhere = true;
         if matches!(self.phase, Phase::Running) {
-            self.phase = Phase::LastWords { until: now + LAST_WORDS };
+            self.hear_last_words(now);
         }
     }
 
@@ -177,10 +184,17 @@ impl Policy {
         }
     }
 
-    /// Time has passed.
-    pub(super) fn tick(&mut self, now: Instant) -> Option<Signal> {
+    /// Time has passed. `awaited`: a worker that still runs is about to fail of itself, so that what it ends of may be what
+    /// came first.
+    pub(super) fn tick(&mut self, now: Instant, awaited: bool) -> Option<Signal> {
         match self.phase {
-            Phase::LastWords { until } if now >= until => Some(self.judge(now)),
+            Phase::LastWords { until, at_most } if now >= until => {
+                if awaited && now < at_most {
+                    self.phase = Phase::LastWords { until: at_most.min(now + LOOK), at_most };
+                    return None;
+                }
+                Some(self.judge(now))
+            }
             Phase::Ending { kill_at, .. } if now >= kill_at => Some(self.kill(now)),
             _ => None,
         }
@@ -190,10 +204,20 @@ impl Policy {
     pub(super) fn wake_at(&self) -> Option<Instant> {
         match self.phase {
             Phase::Running => None,
-            Phase::LastWords { until } => Some(until),
+            Phase::LastWords { until, .. } => Some(until),
             Phase::Ending { kill_at, .. } => Some(kill_at),
             Phase::Killed { give_up_at } => Some(give_up_at),
         }
+    }
+
+    /// May the others still say what they saw?
+    pub(super) fn hears_last_words(&self) -> bool {
+        matches!(self.phase, Phase::LastWords { .. })
+    }
+
+    /// The workers that have failed and whom they blame.
+    pub(super) fn blamed(&self) -> impl Iterator<Item = usize> {
+        self.failures.iter().filter_map(|end| end.blames)
     }
 
     /// Has a worker ended well?
@@ -204,6 +228,11 @@ impl Policy {
     /// Has every worker ended? What they have started may still run.
     pub(super) fn all_exited(&self) -> bool {
         self.exits.iter().all(Option::is_some)
+    }
+
+    /// Has everybody got SIGKILL?
+    pub(super) fn has_killed(&self) -> bool {
+        matches!(self.phase, Phase::Killed { .. })
     }
 
     /// Is there no use in waiting for what does not die?
@@ -232,6 +261,10 @@ impl Policy {
     fn ask(&mut self, signal: Signal, now: Instant) -> Signal {
         self.phase = Phase::Ending { kill_at: now + self.grace, swept: signal == Signal::TERM };
         signal
+    }
+
+    fn hear_last_words(&mut self, now: Instant) {
+        self.phase = Phase::LastWords { until: now + LAST_WORDS, at_most: now + ON_ITS_WAY_OUT };
     }
 
     fn kill(&mut self, now: Instant) -> Signal {
@@ -275,10 +308,10 @@ mod tests {
         assert_eq!(policy.wake_at(), Some(now + LAST_WORDS));
         assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), None);
         let now = now + LAST_WORDS;
-        assert_eq!(policy.tick(now), Some(Signal::TERM));
-        assert_eq!(policy.tick(now + GRACE / 2), None);
-        assert_eq!(policy.tick(now + GRACE), Some(Signal::KILL));
-        assert_eq!(policy.tick(now + GRACE), None);
+        assert_eq!(policy.tick(now, false), Some(Signal::TERM));
+        assert_eq!(policy.tick(now + GRACE / 2, false), None);
+        assert_eq!(policy.tick(now + GRACE, false), Some(Signal::KILL));
+        assert_eq!(policy.tick(now + GRACE, false), None);
         assert_eq!(policy.cause(), Some(Cause::Failed { worker: 2 }));
         assert!(!policy.gives_up(now + GRACE));
         assert!(policy.gives_up(now + GRACE + AFTER_KILL));
@@ -318,7 +351,7 @@ mod tests {
         assert_eq!(policy.interrupted(Signal::INT, now), Some(Signal::INT));
         assert_eq!(policy.interrupted(Signal::TERM, now + GRACE / 2), Some(Signal::TERM));
         assert_eq!(policy.interrupted(Signal::TERM, now + GRACE / 2), None);
-        assert_eq!(policy.tick(now + GRACE), Some(Signal::KILL));
+        assert_eq!(policy.tick(now + GRACE, false), Some(Signal::KILL));
         assert_eq!(policy.cause(), Some(Cause::Interrupted(Signal::INT)));
     }
 
@@ -327,7 +360,7 @@ mod tests {
         let mut policy = Policy::new(2, Duration::ZERO);
         let now = Instant::now();
         assert_eq!(policy.stopped(now), Some(Signal::TERM));
-        assert_eq!(policy.tick(now), Some(Signal::KILL));
+        assert_eq!(policy.tick(now, false), Some(Signal::KILL));
         assert_eq!(policy.cause(), Some(Cause::Stopped));
     }
 
@@ -341,6 +374,24 @@ mod tests {
     }
 
     #[test]
+    fn one_that_is_about_to_fail_is_waited_for_but_not_for_ever() {
+        let (mut policy, now) = policy(3);
+        assert_eq!(policy.exited(&[blaming(0, 1)], now), None);
+        assert_eq!(policy.blamed().collect::<Vec<_>>(), [1]);
+        let now = now + LAST_WORDS;
+        assert_eq!(policy.tick(now, true), None);
+        assert_eq!(policy.wake_at(), Some(now + LOOK));
+        assert_eq!(policy.exited(&[end(1, Exit::Code(101))], now + LOOK / 2), None);
+        assert_eq!(policy.tick(now + LOOK, false), Some(Signal::TERM));
+        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
+
+        let (mut policy, now) = self::policy(2);
+        assert_eq!(policy.exited(&[blaming(0, 1)], now), None);
+        assert_eq!(policy.tick(now + ON_ITS_WAY_OUT, true), Some(Signal::TERM));
+        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 0 }));
+    }
+
+    #[test]
     fn blame_for_one_that_has_not_failed_leads_nowhere() {
         // It still runs, it has ended well, or there is no such rank.
         for (blamed, ended_well) in [(1, false), (1, true), (9, false)] {
@@ -349,7 +400,7 @@ mod tests {
                 assert_eq!(policy.exited(&[end(1, OK)], now), None);
             }
             assert_eq!(policy.exited(&[blaming(0, blamed)], now), None);
-            assert_eq!(policy.tick(now + LAST_WORDS), Some(Signal::TERM));
+            assert_eq!(policy.tick(now + LAST_WORDS, false), Some(Signal::TERM));
             assert_eq!(policy.cause(), Some(Cause::Failed { worker: 0 }));
         }
     }
@@ -358,8 +409,8 @@ mod tests {
     fn the_end_that_another_node_asks_for_leaves_time_to_fail() {
         let (mut policy, now) = policy(2);
         policy.ended_elsewhere(now);
-        assert_eq!(policy.tick(now), None);
-        assert_eq!(policy.tick(now + LAST_WORDS), Some(Signal::TERM));
+        assert_eq!(policy.tick(now, false), None);
+        assert_eq!(policy.tick(now + LAST_WORDS, false), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(Cause::Elsewhere));
 
         let mut policy = Policy::new(2, GRACE);
@@ -377,7 +428,7 @@ mod tests {
         policy.too_few();
         assert_eq!(policy.exited(&[end(0, Exit::Code(7))], now), None);
         assert!(!policy.is_running());
-        assert_eq!(policy.tick(now + LAST_WORDS), Some(Signal::TERM));
+        assert_eq!(policy.tick(now + LAST_WORDS, false), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(Cause::Failed { worker: 2 }));
     }
 

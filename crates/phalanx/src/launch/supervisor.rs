@@ -17,7 +17,7 @@ use super::exit::{Exit, Signal};
 use super::guest::Word;
 use super::job::Job;
 use super::logs::JobLogs;
-use super::members;
+use super::members::{Members, Running};
 use super::nodes::{AttemptEnd, Nodes};
 use super::placement::Placement;
 use super::policy::{Cause, End, Policy};
@@ -50,7 +50,10 @@ pub(super) fn run(
     control: &mut Control<'_>,
 ) -> Result<Attempt> {
     let count = job.workers().count();
-    let guard = Guard::start(count).map_err(|error| Error::io("cannot start the workers' guard", error))?;
+    let mut members = Members::new(job.is_subreaper())?;
+    let guard = Guard::start(count, members.tag())
+        .map_err(|error| Error::not_started("cannot start the workers' guard", error))?;
+    members.begin_with(guard.pid());
     let policy = Policy::new(count, job.grace_period());
     let workers = Vec::with_capacity(count);
     let replacements = job.replacements(Instant::now());
@@ -65,6 +68,7 @@ pub(super) fn run(
         logs,
         nodes,
         control,
+        members,
         guard,
         told: Told::Nothing,
     };
@@ -87,6 +91,7 @@ struct Supervisor<'a, 'b> {
     logs: Option<&'a JobLogs>,
     nodes: &'a mut dyn Nodes,
     control: &'a mut Control<'b>,
+    members: Members,
     guard: Guard,
     told: Told,
 }
@@ -107,20 +112,21 @@ impl Supervisor<'_, '_> {
             let worker = self.start_worker(local)?;
             let (rank, pid) = (worker.rank(), worker.id());
             self.workers.push(worker);
-            self.tell(Event::Started { rank, pid });
+            self.tell(Event::Started { rank, local_rank: local, pid });
         }
         Ok(())
     }
 
-    fn start_worker(&self, local: u32) -> Result<Worker> {
+    fn start_worker(&mut self, local: u32) -> Result<Worker> {
         let logs = self.logs.map(|logs| logs.worker(self.placement.restarts, local)).transpose()?;
-        Worker::start(self.job, self.placement, local, logs, &self.guard)
+        let tag = self.members.next_tag();
+        Worker::start(self.job, self.placement, local, tag, logs, &self.guard)
     }
 
     /// Until nothing of the job is left.
     fn watch(&mut self) -> Result<()> {
         loop {
-            let over = self.policy.all_exited() && !members::any_alive(&self.groups());
+            let over = self.policy.all_exited() && self.running().is_empty();
             if over || self.policy.gives_up(Instant::now()) {
                 break;
             }
@@ -138,6 +144,7 @@ impl Supervisor<'_, '_> {
             self.handle_frozen();
             self.handle_replacements();
             self.handle_logs();
+            self.handle_strays();
             self.control.tell_refusal();
         }
         self.finish_output();
@@ -148,7 +155,8 @@ impl Supervisor<'_, '_> {
         let now = Instant::now();
         let due = self.replacements.as_ref().and_then(Replacements::wake_at);
         let look_at = self.frozen.look_at().filter(|_| self.is_ending());
-        let wake_at = self.policy.wake_at().into_iter().chain(due).chain(look_at).min();
+        let reap_at = self.members.wake_at();
+        let wake_at = self.policy.wake_at().into_iter().chain(due).chain(look_at).chain(reap_at).min();
         let mut timeout = wake_at.map(|at| at.saturating_duration_since(now));
         if !reads || self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
             timeout = Some(timeout.map_or(POLL, |timeout| timeout.min(POLL)));
@@ -239,6 +247,9 @@ impl Supervisor<'_, '_> {
             }
             // What it has started would disturb its successor.
             self.workers[end.worker].signal(Raw::KILL);
+            for stray in self.members.tagged(self.workers[end.worker].tag()) {
+                stray.signal(Raw::KILL);
+            }
             let replaced_in = match replacements.failed(end.worker, end.exit, Instant::now()) {
                 Verdict::TooFew => {
                     self.policy.too_few();
@@ -326,10 +337,11 @@ impl Supervisor<'_, '_> {
         // Before its number may become somebody else's.
         self.guard.forget(old.id());
         old.reap(Deadline::after(REAP));
-        let worker = self.start_worker(u32::try_from(place).unwrap_or(u32::MAX))?;
+        let local_rank = u32::try_from(place).unwrap_or(u32::MAX);
+        let worker = self.start_worker(local_rank)?;
         let (rank, pid) = (worker.rank(), worker.id());
         self.workers[place] = worker;
-        self.tell(Event::Started { rank, pid });
+        self.tell(Event::Started { rank, local_rank, pid });
         Ok(())
     }
 
@@ -346,8 +358,22 @@ impl Supervisor<'_, '_> {
     }
 
     fn handle_time(&mut self) {
-        let order = self.policy.tick(Instant::now());
+        let awaited = self.awaits_failure();
+        let order = self.policy.tick(Instant::now(), awaited);
         self.obey(order);
+    }
+
+    /// Does a worker still run that is about to fail of itself? It has said so, or one that has failed blames it; one that is
+    /// stopped does not end.
+    fn awaits_failure(&mut self) -> bool {
+        if !self.policy.hears_last_words() {
+            return false;
+        }
+        let blamed: Vec<usize> = self.policy.blamed().collect();
+        self.workers.iter_mut().enumerate().any(|(index, worker)| {
+            let is_blamed = blamed.contains(&index) && !worker.has_ended() && worker.poll_stop().is_none();
+            is_blamed || worker.is_failing()
+        })
     }
 
     fn obey(&mut self, order: Option<Signal>) {
@@ -358,14 +384,36 @@ impl Supervisor<'_, '_> {
             self.nodes.tell(&end);
         }
         // After a good end, too, the groups are asked to go, but there is nothing to tell if nobody is left.
-        if !self.policy.all_exited() || members::any_alive(&self.groups()) {
+        let running = self.running();
+        if !self.policy.all_exited() || !running.is_empty() {
             self.tell(if signal == Signal::KILL { Event::Killing } else { Event::Ending { signal } });
         }
         if let Some(raw) = Raw::from_named_raw(signal.number()) {
+            // What is outside the workers' groups gets no signal that a person, or a scheduler, has sent to them.
+            let strays = running.strays.iter().filter(|_| matches!(raw, Raw::TERM | Raw::KILL));
+            strays.clone().for_each(|stray| stray.signal(raw));
             self.send(raw);
             // A stopped process takes no signal but SIGKILL before it goes on.
+            strays.for_each(|stray| stray.signal(Raw::CONT));
             self.send(Raw::CONT);
         }
+    }
+
+    /// Kills what has been started since all were killed.
+    fn handle_strays(&mut self) {
+        if self.policy.has_killed() {
+            self.kill(&self.running());
+        }
+        self.members.reap(&self.groups());
+    }
+
+    fn kill(&self, running: &Running) {
+        running.strays.iter().for_each(|stray| stray.signal(Raw::KILL));
+        self.send(Raw::KILL);
+    }
+
+    fn running(&self) -> Running {
+        self.members.look(&self.groups())
     }
 
     fn send(&self, signal: Raw) {
@@ -423,9 +471,16 @@ impl Supervisor<'_, '_> {
 impl Drop for Supervisor<'_, '_> {
     /// On every path, also when a worker could not be started or the observer panics.
     fn drop(&mut self) {
-        self.send(Raw::KILL);
-        self.guard.dismiss();
         let deadline = Deadline::after(REAP);
+        loop {
+            let running = self.running();
+            self.kill(&running);
+            if running.strays.is_empty() || deadline.has_passed() {
+                break;
+            }
+            std::thread::sleep(POLL);
+        }
+        self.guard.dismiss();
         for worker in &mut self.workers {
             worker.reap(deadline);
         }

@@ -18,10 +18,12 @@ use super::exit::{Exit, Failure, Signal};
 use super::job::Job;
 use super::lines::Lines;
 use super::logs::{Sink, WorkerLogs};
+use super::members::TAG_VARIABLE;
 use super::placement::Placement;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::worker_error::{BLAME_FILE, ERROR_FILE};
 
 /// How much of its standard error is kept for the report.
 const TAIL_LINES: usize = 20;
@@ -31,6 +33,7 @@ const TAIL_WIDTH: usize = 1024;
 #[derive(Debug)]
 pub(super) struct Worker {
     rank: Rank,
+    tag: String,
     pid: Pid,
     child: Child,
     /// Readable when the process has ended; kernels before 5.3 have none.
@@ -49,6 +52,9 @@ pub(super) struct Worker {
     error_file: Option<ErrorFile>,
     /// What was in it at the worker's end.
     error: Option<WorkerError>,
+    /// The file for the rank whose failure came first.
+    blame_file: Option<ErrorFile>,
+    blames: Option<u32>,
 }
 
 /// One captured output stream.
@@ -67,6 +73,7 @@ impl Worker {
         job: &Job,
         placement: &Placement,
         local_rank: u32,
+        tag: String,
         logs: Option<WorkerLogs>,
         guard: &Guard,
     ) -> Result<Self> {
@@ -78,11 +85,17 @@ impl Worker {
             Some(logs) => (Some(ErrorFile::Kept(logs.error_file)), logs.stdout, logs.stderr),
             None => (ErrorFile::create(), Sink::shown(), Sink::shown()),
         };
-        if let Some(file) = &error_file {
-            command.env("TORCHELASTIC_ERROR_FILE", file.path());
+        // A job in a job is of both.
+        let outer = std::env::var(TAG_VARIABLE).unwrap_or_default();
+        command.env(TAG_VARIABLE, format!("{outer}{tag}"));
+        let blame_file = ErrorFile::create();
+        for (variable, file) in [(ERROR_FILE, &error_file), (BLAME_FILE, &blame_file)] {
+            // Empty ones count as none: what this process has got from its own launcher is not this job's.
+            command.env(variable, file.as_ref().map(ErrorFile::path).unwrap_or_default());
         }
         let mut captures = Vec::new();
-        for (stream, sink) in [(Stream::Stdout, stdout), (Stream::Stderr, stderr)] {
+        for (stream, mut sink) in [(Stream::Stdout, stdout), (Stream::Stderr, stderr)] {
+            sink.shown &= job.shows(local_rank);
             if !job.captures_output() && sink.log.is_none() {
                 continue;
             }
@@ -98,6 +111,7 @@ impl Worker {
         let pid = Pid::from_child(&child);
         Ok(Self {
             rank,
+            tag,
             pid,
             child,
             pidfd: pidfd_open(pid, PidfdFlags::empty()).ok(),
@@ -111,11 +125,18 @@ impl Worker {
             tail: VecDeque::with_capacity(TAIL_LINES),
             error_file,
             error: None,
+            blame_file,
+            blames: None,
         })
     }
 
     pub(super) fn rank(&self) -> Rank {
         self.rank
+    }
+
+    /// What is in the environment of all that it has started.
+    pub(super) fn tag(&self) -> &str {
+        &self.tag
     }
 
     pub(super) fn id(&self) -> u32 {
@@ -161,6 +182,7 @@ impl Worker {
         };
         self.ended = Some((exit, self.started.elapsed()));
         self.error = self.error_file.as_mut().and_then(ErrorFile::read);
+        self.blames = self.blame_file.as_mut().and_then(ErrorFile::read_rank);
         Some(exit)
     }
 
@@ -183,9 +205,14 @@ impl Worker {
         self.signal(rustix::process::Signal::KILL);
     }
 
-    /// The rank whose failure made it fail, as it says itself.
+    /// The rank that has failed before it, as it says itself.
     pub(super) fn blames(&self) -> Option<u32> {
-        self.error.as_ref().and_then(|error| error.peer)
+        self.blames
+    }
+
+    /// Is it about to fail, as it says itself?
+    pub(super) fn is_failing(&mut self) -> bool {
+        !self.has_ended() && self.error_file.as_mut().and_then(ErrorFile::read).is_some()
     }
 
     /// Hands each line that has arrived to `emit`, and never waits. Not more than a pipe holds is read at a time, so
@@ -247,6 +274,7 @@ impl Worker {
 
     pub(super) fn failure(&self, node: u32) -> Failure {
         let (exit, after) = self.ended.unwrap_or((Exit::Lost, self.started.elapsed()));
+        let error = self.error.as_ref().filter(|error| !error.panicked || exit.may_be_a_panics());
         Failure {
             rank: self.rank,
             host: host_name(),
@@ -254,7 +282,7 @@ impl Worker {
             pid: self.id(),
             exit,
             after,
-            message: self.error.as_ref().map(|error| error.message.clone()),
+            message: error.map(|error| error.message.clone()),
             stderr: self.tail.iter().cloned().collect(),
         }
     }
@@ -309,20 +337,18 @@ fn cannot_start(job: &Job, rank: Rank, error: io::Error) -> Error {
     let is_plain_name = path.components().count() == 1 && !program.as_encoded_bytes().contains(&b'/');
     let remedy = match error.kind() {
         ErrorKind::NotFound if is_plain_name && path.exists() => {
-            format!("there is one in this folder: write ./{}", path.display())
+            Some(format!("there is one in this folder: write ./{}", path.display()))
         }
-        ErrorKind::NotFound if is_plain_name => "it is in no folder of PATH".to_owned(),
+        ErrorKind::NotFound if is_plain_name => Some("it is in no folder of PATH".to_owned()),
         ErrorKind::NotFound if path.exists() => {
-            "the interpreter that its first line names is missing".to_owned()
+            Some("the interpreter that its first line names is missing".to_owned())
         }
-        ErrorKind::NotFound => "is the path right?".to_owned(),
-        ErrorKind::PermissionDenied if path.is_dir() => "it is a folder".to_owned(),
-        ErrorKind::PermissionDenied => format!("is it executable? `chmod +x {}`", path.display()),
-        ErrorKind::WouldBlock => "is the number of processes limited, by `ulimit -u` or a cgroup?".to_owned(),
-        ErrorKind::BrokenPipe => "somebody has killed the process phalanx-guard".to_owned(),
-        _ => "no worker was left running".to_owned(),
+        ErrorKind::NotFound => Some("is the path right?".to_owned()),
+        ErrorKind::PermissionDenied if path.is_dir() => Some("it is a folder".to_owned()),
+        ErrorKind::PermissionDenied => Some(format!("is it executable? `chmod +x {}`", path.display())),
+        ErrorKind::BrokenPipe => Some("somebody has killed the process phalanx-guard".to_owned()),
+        _ => None,
     };
-    Error::io(format!("cannot start {} as rank {rank}", path.display()), error)
-        .with_peer(rank)
-        .with_remedy(remedy)
+    let cause = format!("cannot start {} as rank {rank}", path.display());
+    remedy.into_iter().fold(Error::not_started(cause, error).with_peer(rank), Error::with_remedy)
 }

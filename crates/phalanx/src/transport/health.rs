@@ -10,6 +10,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Kind};
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Call;
+use crate::worker_error;
 
 /// How long a broken data connection waits for the control connections to say why. They see a dead process at once, but
 /// the thread that watches them may have to wait for a processor.
@@ -24,6 +25,8 @@ pub(crate) struct Health {
     hosts: Vec<String>,
     /// The ranks of the first group, by rank of this one; none if they are the same.
     members: Option<Arc<[Rank]>>,
+    /// Are its ranks those of the job, which its launcher knows?
+    of_processes: bool,
     /// Is there a cause? Asked by every operation, without the lock.
     failed: AtomicBool,
     state: Mutex<State>,
@@ -39,14 +42,23 @@ struct State {
 }
 
 impl Health {
-    /// A healthy group, seen from `rank`; `hosts` names the host of each rank.
+    /// A healthy group within one process, seen from `rank`; `hosts` names the host of each rank.
     pub(crate) fn new(rank: Rank, hosts: Vec<String>) -> Arc<Self> {
-        Self::among(rank, hosts, None)
+        Self::start(rank, hosts, None, false)
     }
 
-    /// The same of a sub-group, whose ranks are these `members` of the first group. What is said about a rank's host
-    /// names both.
-    pub(crate) fn among(rank: Rank, mut hosts: Vec<String>, members: Option<Arc<[Rank]>>) -> Arc<Self> {
+    /// The same of a group of processes; of a sub-group, if its ranks are these `members` of the first group. What is said
+    /// about a rank's host then names both.
+    pub(crate) fn among(rank: Rank, hosts: Vec<String>, members: Option<Arc<[Rank]>>) -> Arc<Self> {
+        Self::start(rank, hosts, members, true)
+    }
+
+    fn start(
+        rank: Rank,
+        mut hosts: Vec<String>,
+        members: Option<Arc<[Rank]>>,
+        of_processes: bool,
+    ) -> Arc<Self> {
         for (host, member) in hosts.iter_mut().zip(members.iter().flat_map(|members| members.iter())) {
             *host = format!("{host}, global rank {member}");
         }
@@ -55,6 +67,7 @@ impl Health {
             rank,
             hosts,
             members,
+            of_processes,
             failed: AtomicBool::new(false),
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -67,7 +80,7 @@ impl Health {
     }
 
     /// The rank in the first group that is `rank` here.
-    pub(crate) fn global(&self, rank: Rank) -> Rank {
+    fn global(&self, rank: Rank) -> Rank {
         let member = self.members.as_ref().and_then(|members| members.get(rank.index()));
         member.copied().unwrap_or(rank)
     }
@@ -115,6 +128,10 @@ impl Health {
             return;
         }
         let error = if error.rank().is_none() { error.at(self.rank, self.host(self.rank)) } else { error };
+        // Should this process fail too, its launcher knows whose failure came first.
+        if let Some(culprit) = error.culprit(self.rank).filter(|_| self.of_processes) {
+            worker_error::blame(self.global(culprit));
+        }
         state.cause = Some(error.clone());
         self.failed.store(true, Ordering::Release);
         let alarm = state.alarm.take();

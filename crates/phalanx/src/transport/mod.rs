@@ -25,6 +25,7 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::wire::frame::Header;
+use crate::worker_error;
 
 /// Connections to all peers of a group.
 pub(crate) trait Transport: Send {
@@ -127,7 +128,12 @@ pub(crate) fn connect_among(
         // Before the mesh stands: later the store may be gone, with a rank that is done already.
         domain::decline(place, deadline)?;
     }
-    let mesh = tcp::mesh(place, deadline)?;
+    let mesh = tcp::mesh(place, deadline).inspect_err(|error| {
+        if let Some(culprit) = error.culprit(place.rank) {
+            let member = members.as_ref().and_then(|members| members.get(culprit.index()));
+            worker_error::blame(member.copied().unwrap_or(culprit));
+        }
+    })?;
     let health = Health::among(place.rank, mesh.hosts, members);
     let connections = Arc::new(mesh.connections);
     let identity = (place.rank, place.world);

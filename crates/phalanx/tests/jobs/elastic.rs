@@ -159,7 +159,7 @@ struct Seen {
 impl Seen {
     fn note(&mut self, event: &Event<'_>) {
         match *event {
-            Event::Started { rank, pid } => self.pids.entry(rank.get()).or_default().push(pid),
+            Event::Started { rank, pid, .. } => self.pids.entry(rank.get()).or_default().push(pid),
             Event::Lost { failure, replaced_in, .. } => self.lost.push((failure.rank.get(), replaced_in)),
             Event::Line { stream: phalanx::launch::Stream::Stderr, text, .. } => {
                 self.stderr += &format!("{}\n", String::from_utf8_lossy(text));

@@ -10,6 +10,10 @@ use rustix::process::{Pid, Signal, getpid, kill_process};
 use crate::support::ROLE;
 
 const LIMIT: Duration = Duration::from_secs(20);
+/// Who fails in `train`, how, and of how many.
+const CULPRIT: &str = "TEST_CULPRIT";
+const HOW: &str = "TEST_HOW";
+const WORLD: &str = "TEST_WORLD";
 
 pub const TESTS: &[(&str, fn())] = &[
     ("success", success),
@@ -17,7 +21,11 @@ pub const TESTS: &[(&str, fn())] = &[
     ("an_exit_code_is_reported", an_exit_code_is_reported),
     ("a_panic_is_reported", a_panic_is_reported),
     ("a_killed_worker_is_named", a_killed_worker_is_named),
+    ("who_failed_first_is_named_however_it_failed", who_failed_first_is_named_however_it_failed),
+    ("lines_of_two_ranks_do_not_run_together", lines_of_two_ranks_do_not_run_together),
     ("grandchildren_are_ended", grandchildren_are_ended),
+    ("daemons_are_ended", daemons_are_ended),
+    ("the_parents_death_ends_daemons", the_parents_death_ends_daemons),
     ("the_parents_death_ends_all", the_parents_death_ends_all),
     ("ctrl_c_ends_all", ctrl_c_ends_all),
     ("a_signal_that_the_program_ignores_ends_the_workers_alone", an_ignored_signal_ends_the_workers),
@@ -68,6 +76,16 @@ pub fn play(scenario: &str) {
         "endless" => phalanx::spawn(2, || -> Result<(), String> {
             println!("{}", Command::new("sleep").arg("60").spawn().unwrap().id());
             println!("{}", std::process::id());
+            wait_for_ever()
+        }),
+        "culprit" => phalanx::spawn(std::env::var(WORLD).unwrap().parse().unwrap(), train),
+        "both" => phalanx::spawn(2, || Err("x".repeat(2000))),
+        "daemon" => phalanx::spawn(1, || -> Result<(), String> {
+            println!("{}", daemon());
+            Ok(())
+        }),
+        "endless_daemon" => phalanx::spawn(2, || -> Result<(), String> {
+            println!("{}\n{}", daemon(), std::process::id());
             wait_for_ever()
         }),
         "two" => {
@@ -127,13 +145,74 @@ fn an_exit_code_is_reported() {
 fn a_panic_is_reported() {
     let (_, out, err) = run(&mut program("panic"));
     assert!(out.contains("peer=Some(0)"), "{out}");
-    assert!(out.contains("exit code 101: panicked: index 9 is too large"), "{out}");
+    assert!(out.contains("exit code 101: panicked at ") && out.contains(": index 9 is too large"), "{out}");
     assert!(err.contains("index 9 is too large"));
 }
 
 fn a_killed_worker_is_named() {
     let (_, out, _) = run(&mut program("kill"));
     assert!(out.contains("peer=Some(1)") && out.contains("killed by SIGKILL"), "{out}");
+}
+
+/// A process in a session of its own.
+fn daemon() -> u32 {
+    Command::new("setsid").args(["sleep", "60"]).spawn().unwrap().id()
+}
+
+/// Trains until rank `CULPRIT` ends `HOW`.
+fn train() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let (culprit, how) = (std::env::var(CULPRIT).unwrap(), std::env::var(HOW).unwrap());
+    let mut data = vec![1.0_f32; 1000];
+    for step in 0.. {
+        if step == 5 && group.rank().to_string() == culprit {
+            match how.as_str() {
+                "panic" => panic!("no such sample"),
+                "error" => return Err(phalanx::Error::aborted("no data")),
+                "abort" => std::process::abort(),
+                other => panic!("no way {other}"),
+            }
+        }
+        group.all_reduce(&mut data, phalanx::ReduceOp::Avg)?;
+    }
+    Ok(())
+}
+
+fn who_failed_first_is_named_however_it_failed() {
+    let runs =
+        [(2, 40), (4, 20)].into_iter().flat_map(|(world, runs)| (0..runs).map(move |run| (world, run)));
+    for (world, number) in runs {
+        let ways = [("panic", "no such sample"), ("error", "no data"), ("abort", "killed by SIGABRT")];
+        let ((how, words), culprit) = (ways[number % 3], number % world);
+        let mut program = program("culprit");
+        program.env(CULPRIT, culprit.to_string()).env(HOW, how).env(WORLD, world.to_string());
+        let (_, out, err) = run(&mut program);
+        assert!(out.contains(&format!("peer=Some({culprit})")) && out.contains(words), "{how}: {out}{err}");
+        // `Error: ..` of the program itself may be longer; a panic's place is there once.
+        assert_eq!(out.matches("spawn.rs:").count(), usize::from(how == "panic"), "{out}");
+    }
+}
+
+fn lines_of_two_ranks_do_not_run_together() {
+    for _ in 0..5 {
+        let (_, _, err) = run(&mut program("both"));
+        let line = |line: &str| line.len() == "rank 0: ".len() + 2000 && line.starts_with("rank ");
+        assert!(err.lines().all(line), "{err}");
+    }
+}
+
+fn daemons_are_ended() {
+    let (_, out, _) = run(&mut program("daemon"));
+    let (pid, result) = out.trim_end().split_once('\n').unwrap();
+    assert_eq!(result, "Ok");
+    assert!(is_gone(pid), "{pid} was left behind");
+}
+
+fn the_parents_death_ends_daemons() {
+    let (mut parent, _out, pids) = start_endless(&mut program("endless_daemon"));
+    kill_process(Pid::from_child(&parent), Signal::KILL).unwrap();
+    wait(&mut parent);
+    wait_until_gone(&pids);
 }
 
 fn grandchildren_are_ended() {

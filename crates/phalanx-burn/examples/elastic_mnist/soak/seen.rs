@@ -48,7 +48,7 @@ pub struct Seen {
 impl Seen {
     pub fn note(&mut self, event: &Event<'_>, now: Instant) {
         match *event {
-            Event::Started { rank, pid } => {
+            Event::Started { rank, pid, .. } => {
                 self.workers.insert(rank.get(), pid);
             }
             Event::Lost { failure, replaced_in: None, .. } => self.given_up.push(failure.rank.get()),

@@ -92,7 +92,7 @@ struct Seen {
 impl Seen {
     fn note(&mut self, event: &Event<'_>) {
         match *event {
-            Event::Started { rank, pid } => drop(self.pids.insert(rank.get(), pid)),
+            Event::Started { rank, pid, .. } => drop(self.pids.insert(rank.get(), pid)),
             Event::Line { stream: Stream::Stderr, text, .. } => {
                 self.stderr += &format!("{}\n", String::from_utf8_lossy(text));
             }

@@ -141,7 +141,7 @@ pub(super) enum News {
     Line { rank: Rank, is_stderr: bool, text: Vec<u8> },
     Logging { folder: PathBuf },
     Starting { restarts: u32, max_restarts: u32, world_size: u32, node: u32, nodes: u32 },
-    Started { rank: Rank, pid: u32 },
+    Started { rank: Rank, local_rank: u32, pid: u32 },
     Exited { rank: Rank, pid: u32, exit: Exit },
     Ending { signal: Signal },
     Killing,
@@ -163,7 +163,7 @@ impl News {
             Event::Starting { restarts, max_restarts, world_size, node, nodes } => {
                 Self::Starting { restarts, max_restarts, world_size: world_size.get(), node, nodes }
             }
-            Event::Started { rank, pid } => Self::Started { rank, pid },
+            Event::Started { rank, local_rank, pid } => Self::Started { rank, local_rank, pid },
             Event::Exited { rank, pid, exit } => Self::Exited { rank, pid, exit },
             Event::Ending { signal } => Self::Ending { signal },
             Event::Killing => Self::Killing,
@@ -192,7 +192,7 @@ impl News {
                 let Ok(world_size) = WorldSize::new(world_size) else { return ControlFlow::Continue(()) };
                 Event::Starting { restarts, max_restarts, world_size, node, nodes }
             }
-            &Self::Started { rank, pid } => Event::Started { rank, pid },
+            &Self::Started { rank, local_rank, pid } => Event::Started { rank, local_rank, pid },
             &Self::Exited { rank, pid, exit } => Event::Exited { rank, pid, exit },
             &Self::Ending { signal } => Event::Ending { signal },
             Self::Killing => Event::Killing,

@@ -433,7 +433,7 @@ impl<'a> Conductor<'a> {
         let peer = &mut self.peers[index];
         let host = peer.index;
         match news {
-            News::Started { rank, pid } => {
+            News::Started { rank, pid, .. } => {
                 if peer.place(*rank).is_none() {
                     return;
                 }
