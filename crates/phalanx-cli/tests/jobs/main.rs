@@ -29,8 +29,8 @@ fn main() {
             })
         })
     };
-    let privileged =
-        trials("elastic_hosts", elastic_hosts::PRIVILEGED).map(|test| test.with_ignored_flag(true));
+    let privileged = trials("elastic_hosts", elastic_hosts::PRIVILEGED)
+        .map(|test| test.with_ignored_flag(true).with_kind("needs root: .ci/full"));
     let all = trials("checkpoints", checkpoints::TESTS)
         .chain(trials("culprits", culprits::TESTS))
         .chain(trials("elastic_hosts", elastic_hosts::TESTS))

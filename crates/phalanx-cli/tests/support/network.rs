@@ -2,10 +2,12 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use super::{bare, text};
+use super::{LIMIT, bare, text};
 
 pub const HERE: &str = "10.98.0.1";
 pub const THERE: &str = "10.98.0.2";
@@ -126,6 +128,24 @@ impl Network {
     }
 }
 
+/// Ends what still runs in a namespace: the ssh server has a process for each connection, which does not learn that its cable has
+/// been cut.
+fn end_all_in(namespace: &str) {
+    let deadline = Instant::now() + LIMIT;
+    while Instant::now() < deadline {
+        let Ok(output) = Command::new("ip").args(["netns", "pids", namespace]).output() else { return };
+        let processes = text(&output.stdout);
+        if processes.is_empty() {
+            return;
+        }
+        for process in processes.lines().filter_map(|line| Pid::from_raw(line.parse().ok()?)) {
+            let _ = kill_process(process, Signal::KILL);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    eprintln!("processes in {namespace} cannot be ended");
+}
+
 impl Drop for Network {
     fn drop(&mut self) {
         if let Some(mut server) = self.server.take() {
@@ -133,7 +153,9 @@ impl Drop for Network {
             let _ = server.wait();
         }
         for side in ["a", "b"] {
-            let _ = Command::new("ip").args(["netns", "del", &format!("{}{side}", self.name)]).output();
+            let namespace = format!("{}{side}", self.name);
+            end_all_in(&namespace);
+            let _ = Command::new("ip").args(["netns", "del", &namespace]).output();
         }
     }
 }

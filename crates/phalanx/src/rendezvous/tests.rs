@@ -242,17 +242,3 @@ fn a_stale_file_alone_is_not_taken_for_a_world() {
     let error = file::join(&path, &place(0, 2), &identity(0, "a"), deadline).unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains("rank 1 of 2 has not arrived"), "{error}");
 }
-
-/// Under a real launcher, which starts this test twice:
-/// `torchrun --no-python --nproc-per-node 2 <test binary> --ignored under_a_launcher`.
-#[test]
-#[ignore = "needs a launcher with at least two workers"]
-fn under_a_launcher() {
-    let world = from_env(Duration::from_secs(20)).unwrap();
-    assert!(world.world_size.get() > 1, "start it under a launcher");
-    world.store.set(&format!("said/{}", world.rank), b"here", soon()).unwrap();
-    for rank in world.world_size.ranks() {
-        assert_eq!(world.store.get(&format!("said/{rank}"), soon()).unwrap(), b"here");
-    }
-    eprintln!("{world:?}");
-}

@@ -43,7 +43,7 @@ mod tests {
 
     /// Takes 2 GiB and, without optimisation, a minute: `cargo test --release -- --ignored torch_for_long`.
     #[test]
-    #[ignore = "takes 2 GiB of memory"]
+    #[ignore = "takes 2 GiB of memory: .ci/full runs it"]
     fn it_is_that_of_torch_for_long_permutations() {
         let vectors: serde_json::Value =
             serde_json::from_str(include_str!("../../tests/data/sampler_vectors.json")).unwrap();

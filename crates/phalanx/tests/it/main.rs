@@ -10,6 +10,7 @@ mod documentation;
 mod failures;
 mod join;
 mod objects;
+mod order;
 mod point_to_point;
 mod reducer;
 mod subgroups;

@@ -23,7 +23,6 @@ pub const TESTS: &[(&str, fn())] = &[
         a_writer_that_is_killed_at_any_moment_loses_nothing,
     ),
     ("a_disk_without_room_is_said_and_loses_nothing", a_disk_without_room_is_said_and_loses_nothing),
-    ("a_full_file_system_is_said_and_loses_nothing", a_full_file_system_is_said_and_loses_nothing),
     ("every_rank_gets_what_rank_0_has_saved", every_rank_gets_what_rank_0_has_saved),
     ("all_ranks_hear_why_rank_0_cannot", all_ranks_hear_why_rank_0_cannot),
     ("old_ones_go_and_torn_ones_are_named", old_ones_go_and_torn_ones_are_named),
@@ -33,6 +32,10 @@ pub const TESTS: &[(&str, fn())] = &[
     ("what_fails_while_filling_writes_nothing", what_fails_while_filling_writes_nothing),
     ("a_panic_in_lent_memory_is_an_error", a_panic_in_lent_memory_is_an_error),
 ];
+
+/// It mounts a small file system.
+pub const PRIVILEGED: &[(&str, fn())] =
+    &[("a_full_file_system_is_said_and_loses_nothing", a_full_file_system_is_said_and_loses_nothing)];
 
 /// What this program does as one that saves.
 pub fn play(scenario: &str) {
@@ -160,12 +163,7 @@ fn a_disk_without_room_is_said_and_loses_nothing() {
 }
 
 fn a_full_file_system_is_said_and_loses_nothing() {
-    // A file system of 1 MiB needs root; it is in a mount namespace of its own.
-    let may_mount = Command::new("unshare").args(["-m", "true"]).stderr(Stdio::null()).status();
-    if !may_mount.is_ok_and(|status| status.success()) {
-        eprintln!("not run: a small file system cannot be mounted without root and `unshare`");
-        return;
-    }
+    // A file system of 1 MiB, in a mount namespace of its own.
     let folder = tempfile::tempdir().unwrap();
     let mount =
         "mount -t tmpfs -o size=1m tmpfs \"$PHALANX_TEST_FOLDER\" && mkdir \"$PHALANX_TEST_FOLDER/kept\"";

@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::io::{BufRead, BufReader};
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use phalanx::rendezvous::{self, Rendezvous};
 use phalanx::store::{PrefixStore, Store, TcpStore};
@@ -238,13 +238,17 @@ fn survivors_name(scenario: &str, world: u32, victim: usize) {
         for (rank, (code, error)) in outcomes.iter().enumerate() {
             assert_eq!(*code, Some(3), "rank {rank}: {error}");
             // The frozen rank hears the same of itself, or that the others have ended since.
-            let named =
-                error.contains(&format!("rank {victim} (")) && error.contains("has not been heard of for 1.");
+            let named = error.contains(&format!("rank {victim} (")) && silence(error) >= Some(1.0);
             assert!(named || rank == victim, "rank {rank}: {error}");
         }
         assert!(took < KNOWN, "it took {took:?} over {transport}");
-        assert!(took > Duration::from_millis(900), "it was given up after {took:?} over {transport}");
     }
+}
+
+/// For how many seconds somebody has not been heard of.
+fn silence(error: &str) -> Option<f64> {
+    let (_, rest) = error.split_once("has not been heard of for ")?;
+    rest.split_once(' ')?.0.parse().ok()
 }
 
 fn a_frozen_rank_is_named_by_all() {
@@ -260,15 +264,28 @@ fn a_frozen_rank_is_named_by_who_waits_for_another() {
 
 /// Half of the time-out, and nine tenths of it.
 fn a_rank_that_is_slow_is_not_frozen() {
-    let mut ranks = World::start("frozen::train", 3, false, &[("PHALANX_HEARTBEAT_TIMEOUT", "2")]);
-    ranks.training();
-    for (victim, tenths) in [(0, 5), (1, 9), (2, 9), (1, 5)] {
-        ranks.send(victim, Signal::STOP);
-        std::thread::sleep(Duration::from_millis(200 * tenths));
-        ranks.send(victim, Signal::CONT);
-        std::thread::sleep(Duration::from_millis(200));
+    const TIMEOUT: Duration = Duration::from_secs(3);
+    let deadline = Instant::now() + LIMIT;
+    'again: loop {
+        let mut ranks = World::start("frozen::train", 3, false, &[("PHALANX_HEARTBEAT_TIMEOUT", "3")]);
+        ranks.training();
+        for (victim, tenths) in [(0, 5), (1, 9), (2, 9)] {
+            let stopped = ranks.send(victim, Signal::STOP);
+            std::thread::sleep(TIMEOUT * tenths / 10);
+            ranks.send(victim, Signal::CONT);
+            // On a busy machine this process may have slept for longer than it meant to: that says nothing.
+            if stopped.elapsed() > TIMEOUT * 19 / 20 {
+                assert!(
+                    Instant::now() < deadline,
+                    "this machine is too busy for a stop of less than {TIMEOUT:?}"
+                );
+                continue 'again;
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        assert!(ranks.ranks.iter_mut().all(|rank| rank.try_wait().unwrap().is_none()), "{:?}", ranks.end());
+        return;
     }
-    assert!(ranks.ranks.iter_mut().all(|rank| rank.try_wait().unwrap().is_none()), "{:?}", ranks.end());
 }
 
 /// Four ranks and eight processes that never sleep, on a machine that may have two processors.

@@ -28,6 +28,7 @@ fn main() {
     tests.add("strangers", strangers::TESTS);
     tests.add("checkpoint_faults", checkpoint_faults::TESTS);
     tests.add("checkpoints", checkpoints::TESTS);
+    tests.add_privileged("checkpoints", checkpoints::PRIVILEGED);
     tests.add("elastic", elastic::TESTS);
     tests.add("faults", faults::TESTS);
     tests.add_privileged("faults", faults::PRIVILEGED);

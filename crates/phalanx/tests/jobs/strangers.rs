@@ -109,9 +109,7 @@ fn memory(what: &str) -> usize {
 
 /// With both ends of the connections in this process, whose own memory for the strangers' ends is a descriptor each.
 fn a_stranger_takes_little_memory() {
-    if !may_open(2 * STRANGERS as u64 + 100) {
-        return eprintln!("skipped: `ulimit -n` does not allow 2,100 descriptors");
-    }
+    assert!(may_open(2 * STRANGERS as u64 + 100), "this test needs more descriptors: raise `ulimit -Hn`");
     let key = JobKey::generate().unwrap();
     let server = serve(&key);
     let store = TcpStore::connect_with_key(server.local_addr(), &key, soon()).unwrap();
@@ -153,9 +151,7 @@ fn first_words(credentials: &Credentials) -> Vec<u8> {
 /// In the same way, one that has said a client's first words and waits; and one that has said most of the longest that are
 /// heard. Few of the former have a state of TLS at once, whatever it takes, and the others have their turn.
 fn a_stranger_over_tls_takes_little_memory() {
-    if !may_open(2 * STRANGERS as u64 + 100) {
-        return eprintln!("skipped: `ulimit -n` does not allow 2,100 descriptors");
-    }
+    assert!(may_open(2 * STRANGERS as u64 + 100), "this test needs more descriptors: raise `ulimit -Hn`");
     let (ca, folder) = (Authority::new(), tempfile::tempdir().unwrap());
     let [ca, certificate, key] = ca.write(&ca.certificate(), folder.path());
     let credentials = Credentials { key: None, tls: Some(Tls::read(&ca, &certificate, &key).unwrap()) };
@@ -193,9 +189,7 @@ impl Drop for Ranks {
 }
 
 fn strangers_disturb_neither_a_start_nor_a_training() {
-    if !may_open(4 * STRANGERS as u64) {
-        return eprintln!("skipped: `ulimit -n` does not allow 4,000 descriptors");
-    }
+    assert!(may_open(4 * STRANGERS as u64), "this test needs more descriptors: raise `ulimit -Hn`");
     let folder = tempfile::tempdir().unwrap();
     let (file, stop) = (folder.path().join("job.key"), folder.path().join("stop"));
     let key = JobKey::generate().unwrap();

@@ -417,11 +417,62 @@ mod tests {
     use super::*;
     use crate::key::JobKey;
 
+    /// What stands between clients and a store, and hears what they say.
+    struct Between {
+        listener: TcpListener,
+        heard: Arc<Mutex<Vec<u8>>>,
+    }
+
+    impl Between {
+        fn listen() -> Self {
+            Self { listener: TcpListener::bind("127.0.0.1:0").unwrap(), heard: Arc::default() }
+        }
+
+        fn port(&self) -> u16 {
+            self.listener.local_addr().unwrap().port()
+        }
+
+        /// Passes everything on, the first of it after a pause in each direction.
+        fn pass_to(&self, store: SocketAddr, pause: Duration) {
+            let (listener, heard) = (self.listener.try_clone().unwrap(), Arc::clone(&self.heard));
+            std::thread::spawn(move || {
+                for client in listener.incoming() {
+                    let (client, store) = (client.unwrap(), TcpStream::connect(store).unwrap());
+                    let back = (store.try_clone().unwrap(), client.try_clone().unwrap(), None);
+                    for (mut from, mut to, heard) in [(client, store, Some(Arc::clone(&heard))), back] {
+                        std::thread::spawn(move || {
+                            std::thread::sleep(pause);
+                            let mut bytes = [0; 4096];
+                            while let Ok(count @ 1..) = from.read(&mut bytes) {
+                                if to.write_all(&bytes[..count]).is_err() {
+                                    return;
+                                }
+                                if let Some(heard) = &heard {
+                                    heard.lock().extend(&bytes[..count]);
+                                }
+                            }
+                        });
+                    }
+                }
+            });
+        }
+
+        /// Waits until a client has said this.
+        fn hears(&self, words: &[u8], limit: Deadline) {
+            while !self.heard.lock().windows(words.len()).any(|said| said == words) {
+                assert!(!limit.has_passed(), "nobody has said {:?}", String::from_utf8_lossy(words));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+
     #[test]
     fn whoever_serves_the_store_joins_first() {
         let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let address = server.local_addr();
-        let cluster = Cluster::new(2, 2, "127.0.0.1", address.port()).unwrap().hosting(Hosting::Connect);
+        let between = Between::listen();
+        between.pass_to(address, Duration::ZERO);
+        let cluster = Cluster::new(2, 2, "127.0.0.1", between.port()).unwrap().hosting(Hosting::Connect);
         let settings = Settings { min_nodes: 2, max_nodes: 2, max_restarts: 0 };
         let node = |id, serves_store| Node {
             id: NodeId(id),
@@ -443,7 +494,8 @@ mod tests {
             assert!(!limit.has_passed());
             std::thread::sleep(Duration::from_millis(1));
         }
-        std::thread::sleep(Duration::from_millis(300));
+        // It asks for the first entry, and waits.
+        between.hears(b"log/0", limit);
         let store = TcpStore::connect(address, limit).unwrap();
         let store: SharedStore = Arc::new(PrefixStore::new("job", Arc::new(store)));
         assert!(!store.check(&["log/0"], limit).unwrap(), "it did not wait");
@@ -496,21 +548,9 @@ mod tests {
     #[test]
     fn a_store_that_is_slow_to_answer_is_waited_for() {
         let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
-        let (behind, slow) = (server.local_addr(), TcpListener::bind("127.0.0.1:0").unwrap());
-        let cluster = Cluster::new(2, 2, "127.0.0.1", slow.local_addr().unwrap().port()).unwrap();
-        std::thread::spawn(move || {
-            for client in slow.incoming() {
-                let (client, store) = (client.unwrap(), TcpStream::connect(behind).unwrap());
-                for (mut from, mut to) in
-                    [(client.try_clone().unwrap(), store.try_clone().unwrap()), (store, client)]
-                {
-                    std::thread::spawn(move || {
-                        std::thread::sleep(TRY);
-                        io::copy(&mut from, &mut to)
-                    });
-                }
-            }
-        });
+        let between = Between::listen();
+        between.pass_to(server.local_addr(), TRY);
+        let cluster = Cluster::new(2, 2, "127.0.0.1", between.port()).unwrap();
         let deadline = Deadline::after(Duration::from_secs(20));
         let store = connect(&cluster, Credentials::none(), None, &Shared::default(), deadline).unwrap();
         assert_eq!(store.add("key", 1, deadline).unwrap(), 1);

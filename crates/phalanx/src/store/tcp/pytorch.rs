@@ -1,5 +1,6 @@
-//! Either side's clients with either side's server. PyTorch is not needed to build or test this crate, so these run
-//! on request: `PHALANX_TEST_PYTHON=python3 cargo test -p phalanx pytorch -- --ignored`, with a Python that has torch.
+//! Either side's clients with either side's server. PyTorch is not needed to build or test this crate, so these are
+//! ignored unless they are asked for: `PHALANX_TEST_PYTHON=python3 cargo test -p phalanx --lib pytorch -- --ignored`, with a
+//! Python that has torch. `.ci/full` brings one.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -26,7 +27,7 @@ fn python(script: &str) -> Command {
 }
 
 #[test]
-#[ignore = "needs PHALANX_TEST_PYTHON"]
+#[ignore = "needs PyTorch, in the Python that PHALANX_TEST_PYTHON names: .ci/full runs it"]
 fn pytorch_clients_work_with_our_server() {
     let address = "127.0.0.1:0".parse().unwrap();
     // A store with a key lets them in because they are this user's.
@@ -39,7 +40,7 @@ fn pytorch_clients_work_with_our_server() {
 }
 
 #[test]
-#[ignore = "needs PHALANX_TEST_PYTHON"]
+#[ignore = "needs PyTorch, in the Python that PHALANX_TEST_PYTHON names: .ci/full runs it"]
 fn our_clients_work_with_pytorchs_servers() {
     for kind in ["libuv", "legacy"] {
         let mut server =

@@ -163,10 +163,9 @@ fn strangers_and_half_handshakes_hold_nobody_up() {
         let main = scope.spawn(|| join(&store, 0, 2, &credentials).map(|_| ()));
         let address = address(&store);
         let strangers: Vec<TcpStream> = (0..200).map(|number| stranger(number, address, &words)).collect();
-        let started = Instant::now();
+        // One after the other they would take longer than a join may.
         join(&store, 1, 2, &credentials).unwrap();
         main.join().unwrap().unwrap();
-        assert!(started.elapsed() < HANDSHAKE * 2, "{:?}", started.elapsed());
         drop(strangers);
     });
 }

@@ -8,6 +8,9 @@ use libtest_mimic::{Arguments, Trial};
 /// The variable that makes this program something else than the tests: a file and what it is to do, as in `elastic::train`.
 pub const ROLE: &str = "PHALANX_TEST_ROLE";
 
+/// Why a test is shown as ignored.
+const PRIVILEGED: &str = "needs root: .ci/full";
+
 /// Tests, named by their file as in an ordinary harness.
 #[derive(Default)]
 pub struct Tests(Vec<Trial>);
@@ -20,7 +23,9 @@ impl Tests {
     /// Adds tests that need root and its tools: they are shown as ignored unless they are asked for, and fail where they are
     /// asked for and cannot run.
     pub fn add_privileged(&mut self, file: &str, tests: &[(&str, fn())]) {
-        self.0.extend(tests.iter().map(|test| trial(file, *test).with_ignored_flag(true)));
+        self.0.extend(
+            tests.iter().map(|test| trial(file, *test).with_ignored_flag(true).with_kind(PRIVILEGED)),
+        );
     }
 
     /// Runs them one after the other, as `cargo test` would: they start several processes each, and some promise how soon
