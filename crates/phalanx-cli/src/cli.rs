@@ -281,12 +281,16 @@ pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
 }
 
-/// Workers of one node.
+/// Workers of one node; none means all.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LocalRanks(pub(crate) Vec<u32>);
 
 fn local_ranks(text: &str) -> Result<LocalRanks, String> {
     let rank = |text: &str| text.trim().parse().map_err(|_| format!("{text:?} is no local rank"));
+    // As an empty variable has it.
+    if text.trim().is_empty() {
+        return Ok(LocalRanks(Vec::new()));
+    }
     text.split(',').map(rank).collect::<Result<_, _>>().map(LocalRanks)
 }
 
@@ -381,6 +385,7 @@ mod tests {
         assert!(standalone[0].contains("--rdzv-endpoint") && standalone[1].contains("--master-port"));
         assert!(notes(&["--rdzv-conf", "read_timeout=9,is_host=1"])[0].contains("read_timeout"));
         assert_eq!(local_ranks("0, 2"), Ok(LocalRanks(vec![0, 2])));
-        assert!(local_ranks("0,x").is_err() && local_ranks("").is_err());
+        assert!(local_ranks("0,x").is_err() && local_ranks("0,").is_err());
+        assert_eq!(local_ranks(""), Ok(LocalRanks(Vec::new())));
     }
 }

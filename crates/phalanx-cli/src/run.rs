@@ -26,8 +26,8 @@ pub(crate) fn run(options: Run) -> ExitCode {
     for note in options.notes() {
         let _ = io::stderr().write_all(&render::note(&note, format));
     }
-    let prefix =
-        options.log_line_prefix_template.clone().map(|template| Prefix::new(template, &options.role));
+    let prefix = options.log_line_prefix_template.clone().filter(|template| !template.is_empty());
+    let prefix = prefix.map(|template| Prefix::new(template, &options.role));
     let mut renderer = match Renderer::start(format, prefix) {
         Ok(renderer) => renderer,
         Err(error) => return refuse(&format!("cannot start a thread for the output: {error}"), 1),
@@ -175,7 +175,11 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
     // As torchrun does, what is to be kept is kept somewhere, also if nobody says where.
     let wanted = !options.redirects.is_empty() || !options.tee.is_empty();
     let folder = wanted.then(|| options.log_dir.unwrap_or_else(std::env::temp_dir));
-    let job = options.local_ranks_filter.into_iter().fold(job, |job, ranks| job.show_only(ranks.0));
+    let job = options
+        .local_ranks_filter
+        .into_iter()
+        .filter(|ranks| !ranks.0.is_empty())
+        .fold(job, |job, ranks| job.show_only(ranks.0));
     let logs = folder.map(|folder| Logs::new(folder).redirects(options.redirects).tee(options.tee));
     Ok(logs.into_iter().fold(job, Job::logs))
 }
