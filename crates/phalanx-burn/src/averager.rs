@@ -21,7 +21,7 @@ use crate::Ddp;
 /// for batch in batches {
 ///     let loss = ddp.forward(|model| model.forward(batch).mean())?;
 ///     let gradients = ddp.backward(&loss)?;
-///     ddp.step(&mut optimizer, 1e-3, gradients);
+///     ddp.step(&mut optimizer, 1e-3, gradients)?;
 ///     averager.step(&mut ddp)?;
 /// }
 /// # Ok(())

@@ -21,7 +21,7 @@ use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, World
 
 use crate::bridge;
 use crate::clip;
-use crate::gradients::{Handover, averages};
+use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
 use crate::memory;
 use crate::optimizer;
@@ -71,6 +71,7 @@ pub struct Ddp<M> {
     engine: Engine<M>,
     /// When the first forward pass of this step began.
     step_began: Option<Instant>,
+    token: ModelToken,
     /// Are this rank's buffers to be replaced by rank 0's before the next forward pass?
     buffers_stale: bool,
     broadcast_buffers: bool,
@@ -136,6 +137,7 @@ impl<M: Module> Ddp<M> {
             group,
             engine,
             step_began: None,
+            token: ModelToken::default(),
             buffers_stale: false,
             broadcast_buffers: options.broadcast_buffers,
             gradient_as_bucket_view: options.gradient_as_bucket_view,
@@ -175,20 +177,20 @@ impl<M: Module> Ddp<M> {
     ///
     /// Gradients travel while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the last
     /// call are added before the average. A parameter that got no gradient on any rank has none here either.
-    pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<GradientsParams> {
+    pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
         let model = held(&self.model);
         check_tracked(loss)?;
         self.buffers_stale = true;
-        match &mut self.engine {
+        let gradients = match &mut self.engine {
             Engine::Alone { held } => {
                 let gradients = alone(&self.group, model, loss);
-                Ok(match held.take() {
+                match held.take() {
                     Some(mut sum) => {
                         sum.accumulate(model, gradients);
                         sum.grads()
                     }
                     None => gradients,
-                })
+                }
             }
             Engine::Together { sink, passes } => {
                 sink.start(delivery(passes)?)?;
@@ -200,9 +202,10 @@ impl<M: Module> Ddp<M> {
                     }
                     _ => 1.0,
                 };
-                sink.finish(|reducer| averages(model, reducer, &self.places, Handover { scale, view }))
+                sink.finish(|reducer| averages(model, reducer, &self.places, Handover { scale, view }))?
             }
-        }
+        };
+        Ok(SyncedGradients::new(gradients, &self.token))
     }
 
     /// Runs backward from `loss` without any communication: the gradients are added up on this rank, and averaged with
@@ -241,7 +244,7 @@ impl<M: Module> Ddp<M> {
     /// let mut gradients = ddp.backward(&loss)?;
     /// let norm = ddp.clip_grad_norm(&mut gradients, 1.0)?;
     /// if norm.is_finite() {
-    ///     ddp.step(optimizer, 1e-3, gradients);
+    ///     ddp.step(optimizer, 1e-3, gradients)?;
     /// }
     /// # Ok(())
     /// # }
@@ -274,35 +277,34 @@ impl<M: Module> Ddp<M> {
         Ok(clip::scale(self.model(), gradients, max_norm, squares))
     }
 
-    /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave.
+    /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave. It communicates nothing.
     ///
-    /// After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this `Ddp`, only that may step: no
-    /// rank has all gradients any more. Another step ends the group, and the next call says so.
+    /// # Errors
+    /// If the gradients are those of another `Ddp`, such as a generator's. After a
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this `Ddp`, because no rank has all gradients any
+    /// more and only that may step. Either ends the group: replicas would drift apart.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
         learning_rate: impl Into<ModuleLearningRate>,
-        gradients: GradientsParams,
-    ) {
-        if let Engine::Together { sink, .. } = &self.engine
-            && self.dealt
-        {
+        gradients: impl Synced,
+    ) -> Result<()> {
+        if matches!(self.engine, Engine::Together { .. }) && self.dealt {
             let cause =
                 "Ddp::step was called where gradients are dealt out to the ranks: replicas would drift apart";
-            sink.fail(Error::invalid_argument(cause).with_remedy(
-                "step with the ZeroRedundancyOptimizer, or make a new Ddp from Ddp::into_model",
-            ));
-            return;
+            let remedy = "step with the ZeroRedundancyOptimizer, or make a new Ddp from Ddp::into_model";
+            return Err(self.fail(Error::invalid_argument(cause).with_remedy(remedy)));
         }
-        self.apply(optimizer, learning_rate, gradients);
+        self.apply(optimizer, learning_rate, gradients)
     }
 
     pub(crate) fn apply(
         &mut self,
         optimizer: &mut ModuleOptimizer,
         learning_rate: impl Into<ModuleLearningRate>,
-        gradients: GradientsParams,
-    ) {
+        gradients: impl Synced,
+    ) -> Result<()> {
+        let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
         let (trace, begin) = (self.group.trace(), Instant::now());
         // Moved and not cloned, so that the optimizer may change parameters in place.
         self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
@@ -311,6 +313,15 @@ impl<M: Module> Ddp<M> {
         if let Some(began) = self.step_began.take() {
             trace.complete(Lane::Step, "step", began, end, &[]);
         }
+        Ok(())
+    }
+
+    /// Ends the group with `error`.
+    fn fail(&self, error: Error) -> Error {
+        if let Engine::Together { sink, .. } = &self.engine {
+            sink.fail(error.clone());
+        }
+        error
     }
 
     /// Runs `body`, such as an epoch, whose number of batches may differ between ranks. A rank that is done answers the
@@ -498,17 +509,28 @@ impl<M> fmt::Debug for Ddp<M> {
 
 /// What averages the gradients of a model in `group`, whose ranks have compared it.
 fn engine<M>(inventory: &Inventory, group: &JoinGroup, options: &DdpOptions) -> Result<Engine<M>> {
-    if group.world_size() == WorldSize::ONE {
-        return Ok(Engine::Alone { held: None });
-    }
-    verify_state(&group.in_call(Caller::DdpNew), inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
-    let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
-    let reducer = Reducer::new(Arc::new(group.clone()), specs, options.reducer.clone())?;
-    let sink = Arc::new(Sink::new(reducer, Arc::new(group.clone()), &inventory.parameters)?);
-    Ok(Engine::Together { sink, passes: Vec::new() })
+    Ok(match sink(inventory, Arc::new(group.clone()), options)? {
+        Some(sink) => Engine::Together { sink, passes: Vec::new() },
+        None => Engine::Alone { held: None },
+    })
 }
 
-fn places(inventory: &Inventory) -> HashMap<ParamId, usize> {
+/// What hooks deliver the gradients of a model to, if `group` is more than a world of one; its ranks compare the model.
+pub(crate) fn sink(
+    inventory: &Inventory,
+    group: Arc<dyn Communicator>,
+    options: &DdpOptions,
+) -> Result<Option<Arc<Sink>>> {
+    if group.world_size() == WorldSize::ONE {
+        return Ok(None);
+    }
+    verify_state(&*group.in_call(Caller::DdpNew), inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
+    let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
+    let reducer = Reducer::new(group.clone(), specs, options.reducer.clone())?;
+    Ok(Some(Arc::new(Sink::new(reducer, group, &inventory.parameters)?)))
+}
+
+pub(crate) fn places(inventory: &Inventory) -> HashMap<ParamId, usize> {
     inventory.parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect()
 }
 

@@ -1,15 +1,114 @@
-//! The reducer's averages as gradients of the model.
+//! Gradients that all replicas share, and the reducer's averages as such.
 
 use std::collections::HashMap;
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData};
 use phalanx::reducer::Reducer;
-use phalanx::{BufferPart, Result};
+use phalanx::{BufferPart, Error, Result};
 
 use crate::bridge;
 use crate::view;
+
+/// Gradients that all replicas have alike, as [`Ddp::backward`](crate::Ddp::backward) gives them: a step takes these, and no
+/// others.
+///
+/// They can be read and changed as Burn's [`GradientsParams`], to clip or scale them. Whatever is done to them must be done alike
+/// on every rank, or replicas drift apart.
+///
+/// What `loss.backward()` gives is this rank's alone, or nothing: hooks hand gradients to the reducer, and leave none
+/// behind. A step with it would not train, and does not compile:
+///
+/// ```compile_fail,E0277
+/// # use burn::{nn::Linear, optim::{GradientsParams, ModuleOptimizer}, tensor::Tensor};
+/// # fn step(ddp: &mut phalanx_burn::Ddp<Linear>, optimizer: &mut ModuleOptimizer, loss: Tensor<1>)
+/// # -> phalanx::Result<()> {
+/// let gradients = GradientsParams::from_grads(loss.backward(), ddp.model());
+/// ddp.step(optimizer, 1e-3, gradients)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// This does:
+///
+/// ```
+/// # use burn::{nn::Linear, optim::{GradientsParams, ModuleOptimizer}, tensor::Tensor};
+/// # fn step(ddp: &mut phalanx_burn::Ddp<Linear>, optimizer: &mut ModuleOptimizer, loss: Tensor<1>)
+/// # -> phalanx::Result<()> {
+/// let gradients = ddp.backward(&loss)?;
+/// ddp.step(optimizer, 1e-3, gradients)?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct SyncedGradients {
+    gradients: GradientsParams,
+    model: ModelToken,
+}
+
+impl SyncedGradients {
+    pub(crate) fn new(gradients: GradientsParams, model: &ModelToken) -> Self {
+        Self { gradients, model: model.clone() }
+    }
+
+    /// The gradients, if they are those of the model with this token.
+    pub(crate) fn of(self, model: &ModelToken) -> Result<GradientsParams> {
+        if Arc::ptr_eq(&self.model.0, &model.0) {
+            return Ok(self.gradients);
+        }
+        Err(Error::invalid_argument("the gradients of a step are those of another replicated model")
+            .with_remedy("step with what `backward` of the same Ddp (or DataParallel, TowerGradients) gave"))
+    }
+}
+
+impl Deref for SyncedGradients {
+    type Target = GradientsParams;
+
+    fn deref(&self) -> &GradientsParams {
+        &self.gradients
+    }
+}
+
+impl DerefMut for SyncedGradients {
+    fn deref_mut(&mut self) -> &mut GradientsParams {
+        &mut self.gradients
+    }
+}
+
+impl fmt::Debug for SyncedGradients {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SyncedGradients({} tensors)", self.gradients.len())
+    }
+}
+
+/// Tells the gradients of one replicated model from those of another in the same program.
+#[derive(Clone, Default)]
+pub(crate) struct ModelToken(Arc<()>);
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for super::SyncedGradients {}
+}
+
+/// What a step takes: [`SyncedGradients`], and nothing else. It is a trait only so that the compiler can say what to write.
+#[diagnostic::on_unimplemented(
+    message = "a step takes what `ddp.backward(&loss)?` gives, and `{Self}` is something else",
+    label = "these gradients are not those of all ranks",
+    note = "write `let gradients = ddp.backward(&loss)?;` in place of `loss.backward()`: it averages over all ranks"
+)]
+pub trait Synced: sealed::Sealed {
+    /// The gradients.
+    fn synced(self) -> SyncedGradients;
+}
+
+impl Synced for SyncedGradients {
+    fn synced(self) -> SyncedGradients {
+        self
+    }
+}
 
 /// How averages become tensors.
 #[derive(Clone, Copy)]

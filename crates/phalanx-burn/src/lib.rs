@@ -17,12 +17,13 @@
 //! fn train() -> phalanx::Result<()> {
 //!     let group = phalanx::init()?;
 //!     let device = Device::flex().autodiff();
+//!     device.seed(1); // every rank makes the same data
 //!     let xs = Tensor::<2>::random([10_000, 4], Distribution::Default, &device);
 //!     let ys = xs.clone().sum_dim(1);
 //!
 //!     let mut ddp = Ddp::new(LinearConfig::new(4, 1).init(&device), &group)?;
 //!     let mut optimizer = AdamWConfig::new().init();
-//!     let mut sampler = DistributedSampler::new(10_000, group.rank(), group.world_size())?;
+//!     let mut sampler = DistributedSampler::for_group(10_000, &group);
 //!
 //!     for epoch in 0..10 {
 //!         sampler.set_epoch(epoch);
@@ -32,7 +33,7 @@
 //!
 //!             let loss = ddp.forward(|model| (model.forward(x) - y).powi_scalar(2).mean())?;
 //!             let gradients = ddp.backward(&loss)?; // the average over all ranks
-//!             ddp.step(&mut optimizer, 1e-2, gradients);
+//!             ddp.step(&mut optimizer, 1e-2, gradients)?;
 //!
 //!             if group.rank().is_main() {
 //!                 println!("epoch {epoch}: loss {:.4}", loss.into_scalar::<f32>());
@@ -53,7 +54,7 @@
 //! | `let mut model = ..` | `let mut ddp = Ddp::new(.., &group)?` |
 //! | `model.forward(x)` | `ddp.forward(\|model\| model.forward(x))?` |
 //! | `GradientsParams::from_grads(loss.backward(), &model)` | `ddp.backward(&loss)?` |
-//! | `model = optimizer.step(lr, model, gradients)` | `ddp.step(&mut optimizer, lr, gradients)` |
+//! | `model = optimizer.step(lr, model, gradients)` | `ddp.step(&mut optimizer, lr, gradients)?` |
 //! | `model.valid()` | `ddp.model().valid()` |
 //!
 //! # What happens when
@@ -84,7 +85,7 @@
 //! }
 //! let loss = ddp.forward(|model| model.forward(last).mean() / count as f32)?;
 //! let gradients = ddp.backward(&loss)?;
-//! ddp.step(optimizer, 1e-3, gradients);
+//! ddp.step(optimizer, 1e-3, gradients)?;
 //! # Ok(())
 //! # }
 //! ```
@@ -114,7 +115,7 @@
 //!     for batch in batches {
 //!         let loss = ddp.forward(|model| model.forward(batch).mean())?;
 //!         let gradients = ddp.backward(&loss)?;
-//!         ddp.step(optimizer, 1e-3, gradients);
+//!         ddp.step(optimizer, 1e-3, gradients)?;
 //!     }
 //!     Ok(())
 //! })?;
@@ -130,7 +131,7 @@
 //! | [`PeriodicModelAverager`] | the other half of local SGD |
 //! | [`ZeroRedundancyOptimizer`] | the optimizer's state spread over the ranks |
 //! | [`DdpOptions::gradient_as_bucket_view`] | gradients in the memory of the buckets, which is freed with them |
-//! | [`ScaledLrScheduler`] | the learning rate for a batch as large as all ranks' together |
+//! | [`ScaledLrScheduler`], [`cosine_with_warmup`] | the learning rate for a batch as large as all ranks' together; a warm-up and a decay |
 //!
 //! # Besides
 //!
@@ -138,7 +139,8 @@
 //! |---|---|
 //! | [`SyncBatchNorm`] | batch norm whose statistics are those of all ranks' batches |
 //! | [`FusedAdamW`], [`FusedSgd`] | Burn's optimizers in one pass over memory |
-//! | [`TrainState`] | model, optimizer and progress as one value: for elastic jobs and for checkpoints |
+//! | [`TrainState`] | model, optimizer, learning-rate scheduler and progress as one value: for elastic jobs and for checkpoints |
+//! | [`Collectives`] | `all_reduce`, `broadcast`, `all_gather`, `reduce` and `reduce_scatter` of tensors; [`Ddp::mean`] and [`Ddp::sum`] of a loss or a count |
 //! | [`DataParallel`], [`TowerGradients`] | several devices in one process, for comparison and where there is no other way |
 //! | `train::DdpStrategy` | Burn's own trainer in several processes; needs the feature `train` |
 //!
@@ -153,6 +155,7 @@
 mod averager;
 mod bridge;
 mod clip;
+mod collectives;
 mod data_parallel;
 mod ddp;
 mod fused;
@@ -174,10 +177,12 @@ mod zero;
 
 pub use averager::PeriodicModelAverager;
 pub use clip::clip_grad_norm;
+pub use collectives::{Collectives, Scalar};
 pub use data_parallel::{DataParallel, Scatter, TowerGradients, Transfer, Transfers};
 pub use ddp::{Ddp, DdpOptions};
 pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
-pub use lr::{LrScaling, ScaledLrScheduler};
+pub use gradients::{Synced, SyncedGradients};
+pub use lr::{LrScaling, ScaledLrScheduler, cosine_with_warmup};
 pub use state::TrainState;
 pub use sync_batch_norm::SyncBatchNorm;
 pub use zero::ZeroRedundancyOptimizer;

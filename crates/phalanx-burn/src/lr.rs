@@ -1,7 +1,11 @@
 //! Learning rates for the larger batch of many ranks.
 
-use burn::lr_scheduler::{DynLrScheduler, LrScheduler, LrSchedulerRecord};
-use phalanx::WorldSize;
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
+use burn::lr_scheduler::{DynLrScheduler, LrScheduler, LrSchedulerConfig, LrSchedulerRecord};
+use phalanx::{Error, Result, WorldSize};
 
 /// How the learning rate grows with the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,6 +86,36 @@ impl LrScheduler for ScaledLrScheduler {
         }
         self.inner = self.inner.clone().load_record(record.record("inner"));
     }
+}
+
+/// A learning rate that grows to `peak` in a straight line over the first `warmup` of `steps` steps, and then falls to zero
+/// along a cosine: transformers' `get_cosine_schedule_with_warmup`, made of Burn's own schedulers.
+///
+/// ```
+/// let mut rates = phalanx_burn::cosine_with_warmup(0.1, 2, 6)?;
+/// let rates: Vec<f64> = (0..8).map(|_| (rates.step().base() * 1000.0).round() / 1000.0).collect();
+/// assert_eq!(rates, [0.05, 0.1, 0.1, 0.085, 0.05, 0.015, 0.0, 0.0]);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// # Errors
+/// If `peak` is not in (0, 1], or `warmup` is not less than `steps`.
+pub fn cosine_with_warmup(peak: f64, warmup: usize, steps: usize) -> Result<ModuleLrScheduler> {
+    if warmup >= steps {
+        return Err(Error::invalid_argument(format!(
+            "a warm-up of {warmup} steps is not over after {steps}"
+        )));
+    }
+    let rise = match warmup {
+        0 => None,
+        1 => Some(LrSchedulerConfig::Constant(peak)),
+        _ => Some(LinearLrSchedulerConfig::new(peak / warmup as f64, peak, warmup - 1).into()),
+    };
+    let decay = CosineAnnealingLrSchedulerConfig::new(peak, steps - warmup);
+    // Behind its minimum a cosine would rise again.
+    let stages = rise.into_iter().chain([decay.into(), LrSchedulerConfig::Constant(0.0)]).collect();
+    let ends = [warmup, steps].into_iter().filter(|end| *end > 0).collect();
+    SequentialLrSchedulerConfig::new(stages, ends).init().map_err(Error::invalid_argument)
 }
 
 #[cfg(test)]

@@ -4,10 +4,11 @@ use std::collections::HashSet;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
-use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::optim::ModuleOptimizer;
 use phalanx::{Caller, Error, Rank, Result, WorldSize};
 
 use crate::Ddp;
+use crate::gradients::Synced;
 use crate::optimizer;
 use crate::parameters::Parameter;
 
@@ -75,7 +76,7 @@ impl ZeroRedundancyOptimizer {
         &mut self,
         ddp: &mut Ddp<M>,
         learning_rate: impl Into<ModuleLearningRate>,
-        gradients: GradientsParams,
+        gradients: impl Synced,
     ) -> Result<()> {
         let (active, world) = (ddp.active_ranks(), ddp.world_size().count());
         if active < world {
@@ -85,7 +86,7 @@ impl ZeroRedundancyOptimizer {
             ))
             .with_remedy("give every rank as many batches, or train with an optimizer that is not spread"));
         }
-        ddp.apply(&mut self.inner, learning_rate, gradients);
+        ddp.apply(&mut self.inner, learning_rate, gradients)?;
         ddp.gather_parameters()
     }
 

@@ -80,6 +80,10 @@ callers! {
     SyncBatchNorm = 25, "SyncBatchNorm";
     /// A framework's own trainer, on several ranks.
     DdpStrategy = 26, "DdpStrategy";
+    /// An adapter's mean of one number of each rank.
+    DdpMean = 27, "Ddp::mean";
+    /// An adapter's sum of one number of each rank.
+    DdpSum = 28, "Ddp::sum";
 }
 
 impl Caller {

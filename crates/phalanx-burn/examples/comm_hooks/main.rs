@@ -187,7 +187,7 @@ fn train(
             let batch = digits.batch(indices, &device);
             let loss = ddp.forward(|network| network.loss(batch))?;
             let gradients = ddp.backward(&loss)?;
-            ddp.step(&mut optimizer, options.lr, gradients);
+            ddp.step(&mut optimizer, options.lr, gradients)?;
             if matches!(hook, Hook::PostLocalSgd) {
                 averager.step(&mut ddp)?;
             }

@@ -7,6 +7,8 @@
 //! ```
 
 mod memory;
+#[path = "../scaling/overlap.rs"]
+mod overlap;
 mod plot;
 
 use std::path::{Path, PathBuf};
@@ -23,6 +25,7 @@ use phalanx_burn::{DataParallel, Ddp, FusedAdamWConfig, Transfers};
 use serde::{Deserialize, Serialize};
 
 use memory::Peaks;
+use overlap::Overlap;
 
 /// Steps before anything is measured.
 const WARM_UP: usize = 3;
@@ -64,12 +67,14 @@ struct Figures {
     way: String,
     epoch_s: f64,
     samples_per_s: f64,
-    /// Heap, at its highest.
+    /// Heap, at its highest, and buckets that processes share.
     peak_main_mb: f64,
     peak_other_mb: f64,
-    /// Between devices, in a step.
+    /// Of the threads of Burn's kernels in one process.
+    peak_kernels_mb: f64,
+    /// In a step: between devices; or what a rank gave to collectives.
     moved_mb: f64,
-    /// In a step, with nothing else going on.
+    /// In a step, while nothing is computed.
     waiting_ms: f64,
     loss: f32,
 }
@@ -99,13 +104,15 @@ fn compare(options: &Options) -> Result<()> {
         dp = dp.or_faster(measured("dp", options, folder.path())?);
         ddp = ddp.or_faster(measured("ddp", options, folder.path())?);
     }
-    println!("way            epoch   samples/s   peak main   peak other   moved/step   waiting/step");
-    for Figures { way, epoch_s, samples_per_s, peak_main_mb, peak_other_mb, moved_mb, waiting_ms, .. } in
-        [&dp, &ddp]
-    {
+    println!(
+        "way            epoch   samples/s   peak main   peak other   peak kernels   moved/step   waiting/step"
+    );
+    for figures in [&dp, &ddp] {
+        let Figures { way, epoch_s, samples_per_s, peak_main_mb, peak_other_mb, .. } = figures;
+        let Figures { peak_kernels_mb, moved_mb, waiting_ms, .. } = figures;
         println!(
             "{way:12} {epoch_s:>5.2} s {samples_per_s:>11.0} {peak_main_mb:>8.0} MB {peak_other_mb:>9.0} MB \
-             {moved_mb:>9.1} MB {waiting_ms:>11.1} ms"
+             {peak_kernels_mb:>11.0} MB {moved_mb:>9.1} MB {waiting_ms:>11.1} ms"
         );
     }
     println!("Ddp is {:.2} times as fast", dp.epoch_s / ddp.epoch_s);
@@ -130,6 +137,9 @@ fn measured(way: &str, options: &Options, folder: &Path) -> Result<Figures> {
     if way == "dp" {
         // As many threads for kernels as the ranks have together.
         command.env("RAYON_NUM_THREADS", options.replicas.to_string());
+    } else {
+        // How long ranks wait for each other stands there.
+        command.env("PHALANX_TRACE", folder.join("trace.json"));
     }
     ensure!(command.status()?.success(), "{way} failed");
     let text = std::fs::read(&out).with_context(|| format!("{way} left no figures"))?;
@@ -151,7 +161,7 @@ fn data_parallel(options: &Options, out: &Path) -> Result<()> {
         let output = parallel.forward(x, Mlp::forward)?;
         let loss = (output - y).powi_scalar(2).mean();
         let gradients = parallel.backward(&loss)?;
-        parallel.step(&mut optimizer, 1e-4, gradients);
+        parallel.step(&mut optimizer, 1e-4, gradients)?;
         last = loss.into_scalar::<f32>();
     }
     let moved = parallel.transfers().total();
@@ -166,6 +176,7 @@ fn data_parallel(options: &Options, out: &Path) -> Result<()> {
             samples_per_s: steps * options.batch_size as f64 / epoch_s,
             peak_main_mb: peaks.main_mb(),
             peak_other_mb: peaks.other_mb(),
+            peak_kernels_mb: peaks.kernels_mb(),
             moved_mb: (moved.bytes - before.bytes) as f64 / steps / 1e6,
             waiting_ms: (moved.time - before.time).as_secs_f64() * 1e3 / steps,
             loss: last,
@@ -174,51 +185,54 @@ fn data_parallel(options: &Options, out: &Path) -> Result<()> {
 }
 
 fn distributed(options: &Options, out: &Path) -> Result<()> {
-    let peaks = Peaks::of_process();
+    let mut peaks = Peaks::begin()?;
     let group = phalanx::init()?;
     let device = Device::flex().autodiff();
     let mut ddp = Ddp::new(Mlp::new(&device), &group)?;
     let mut optimizer = optimizer();
     let own = options.batch_size / options.replicas;
-    let (mut start, mut last) = (Instant::now(), 0.0);
+    let (mut start, mut began, mut before, mut last) = (Instant::now(), 0.0, 0, 0.0);
     for step in 0..WARM_UP + options.steps {
         if step == WARM_UP {
+            peaks.look()?;
             group.barrier()?;
-            start = Instant::now();
+            (start, began, before) = (Instant::now(), overlap::now(), ddp.communicated_bytes());
         }
         let (x, y) = samples(step * options.batch_size + group.rank().index() * own, own, &device);
         let loss = ddp.forward(|model| (model.forward(x) - y).powi_scalar(2).mean())?;
         let gradients = ddp.backward(&loss)?;
-        ddp.step(&mut optimizer, 1e-4, gradients);
+        ddp.step(&mut optimizer, 1e-4, gradients)?;
         last = loss.into_scalar::<f32>();
     }
     group.barrier()?;
     let epoch_s = start.elapsed().as_secs_f64();
+    peaks.look()?;
     ensure!(ddp.replicas_identical()?, "the replicas differ");
-    let mut mean = [last];
-    group.all_reduce(&mut mean, phalanx::ReduceOp::Avg)?;
-    let mut all = vec![0.0; options.replicas];
-    group.all_gather(&[peaks.main_mb()], &mut all)?;
-    if !group.rank().is_main() {
+    let mean = ddp.mean(last)?;
+    let all = group.all_gather_object(&(peaks.main_mb(), peaks.kernels_mb()))?;
+    let Some(overlap) = Overlap::since(began, &group)? else {
+        ensure!(!group.rank().is_main(), "rank 0 has no trace of its backward passes");
         return Ok(());
-    }
-    let ranks = options.replicas as f64;
-    let gradients_mb = 4e-6 * ddp.model().num_params() as f64;
+    };
     save(
         out,
         &Figures {
             way: "Ddp".to_owned(),
             epoch_s,
             samples_per_s: (options.steps * options.batch_size) as f64 / epoch_s,
-            peak_main_mb: all[0],
-            peak_other_mb: all[1..].iter().copied().fold(0.0, f64::max),
-            // Each rank sends its gradients once around the ring, in two halves.
-            moved_mb: 2.0 * (ranks - 1.0) * gradients_mb,
-            // What is not hidden behind backward is in PHALANX_TRACE; none of it is alone.
-            waiting_ms: 0.0,
-            loss: mean[0],
+            peak_main_mb: all[0].0,
+            peak_other_mb: all[1..].iter().map(|(rank, _)| *rank).fold(0.0, f64::max),
+            peak_kernels_mb: all.iter().map(|(_, kernels)| *kernels).fold(0.0, f64::max),
+            moved_mb: (ddp.communicated_bytes() - before) as f64 / options.steps as f64 / 1e6,
+            waiting_ms: overlap.waiting_ms,
+            loss: mean as f32,
         },
     )
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 fn save(out: &Path, figures: &Figures) -> Result<()> {

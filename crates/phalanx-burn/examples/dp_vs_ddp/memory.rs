@@ -1,11 +1,12 @@
-//! Who holds how much of the heap. What a replica's thread allocates is that replica's until it is freed, wherever that
-//! happens; what other threads allocate (the program's, and those of Burn's kernels) is the main replica's.
+//! Who holds how much memory. Of the heap, what a replica's thread allocates is that replica's until it is freed, wherever that
+//! happens; what the threads of Burn's kernels allocate, which work for all replicas, is counted by itself; what other threads
+//! allocate is the main replica's. Memory that processes share is no heap: the kernel says how much of it is this process's.
 
 use std::alloc::System;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, ensure};
 use parking_lot::Mutex;
 use tracking_allocator::{
     AllocationGroupId, AllocationGroupToken, AllocationRegistry, AllocationTracker, Allocator,
@@ -14,26 +15,31 @@ use tracking_allocator::{
 #[global_allocator]
 static ALLOCATOR: Allocator<System> = Allocator::system();
 
-/// Groups that are told apart; the last stands for all others.
+/// Groups of allocations that can be registered.
 const GROUPS: usize = 64;
+/// Who they belong to: the main replica, the kernels, and the other replicas.
+const MAIN: usize = 0;
+const KERNELS: usize = 1;
+const OTHERS: usize = 2;
 
+/// The owner of each group; the main replica's if nobody has said so.
+static OWNER: [AtomicUsize; GROUPS] = [const { AtomicUsize::new(MAIN) }; GROUPS];
 static HELD: [AtomicUsize; GROUPS] = [const { AtomicUsize::new(0) }; GROUPS];
 static PEAK: [AtomicUsize; GROUPS] = [const { AtomicUsize::new(0) }; GROUPS];
 
 struct Tracker;
 
 impl Tracker {
-    /// The main replica's number is that of the program itself.
-    fn place(group: &AllocationGroupId) -> usize {
-        (group.as_usize().get() - 1).min(GROUPS - 1)
+    fn owner(group: &AllocationGroupId) -> usize {
+        OWNER.get(group.as_usize().get()).map_or(MAIN, |owner| owner.load(Ordering::Relaxed))
     }
 }
 
 impl AllocationTracker for Tracker {
     fn allocated(&self, _address: usize, size: usize, _wrapped: usize, group: AllocationGroupId) {
-        let place = Self::place(&group);
-        let held = HELD[place].fetch_add(size, Ordering::Relaxed) + size;
-        PEAK[place].fetch_max(held, Ordering::Relaxed);
+        let owner = Self::owner(&group);
+        let held = HELD[owner].fetch_add(size, Ordering::Relaxed) + size;
+        PEAK[owner].fetch_max(held, Ordering::Relaxed);
     }
 
     fn deallocated(
@@ -44,33 +50,80 @@ impl AllocationTracker for Tracker {
         source: AllocationGroupId,
         _current: AllocationGroupId,
     ) {
-        HELD[Self::place(&source)].fetch_sub(size, Ordering::Relaxed);
+        HELD[Self::owner(&source)].fetch_sub(size, Ordering::Relaxed);
     }
 }
 
-/// Where to read the highest values so far.
+/// A group of allocations that are `owner`'s.
+fn register(owner: usize) -> Result<AllocationGroupToken> {
+    let token = AllocationGroupToken::register().context("too many groups of allocations")?;
+    let place = OWNER.get(token.id().as_usize().get());
+    place.context("too many groups of allocations")?.store(owner, Ordering::Relaxed);
+    Ok(token)
+}
+
+/// The highest values so far.
+#[derive(Default)]
 pub struct Peaks {
-    others: Vec<usize>,
+    replicas: usize,
+    /// Of the memory that this process shares with others, its part, when somebody looked.
+    shared_mb: f64,
 }
 
 impl Peaks {
-    /// Everything is the main replica's, from now on.
-    pub fn of_process() -> Self {
-        // A second tracker is refused, which does no harm: it would be the same.
-        let _ = AllocationRegistry::set_global_tracker(Tracker);
+    /// Begins to count. Called before any kernel runs, because kernels get threads that count for themselves.
+    pub fn begin() -> Result<Self> {
+        let threads: Vec<_> = (0..rayon::max_num_threads().min(threads()))
+            .map(|_| register(KERNELS).map(|token| Mutex::new(Some(token))))
+            .collect::<Result<_>>()?;
+        AllocationRegistry::set_global_tracker(Tracker).context("memory is tracked already")?;
         AllocationRegistry::enable_tracking();
-        Self { others: Vec::new() }
+        rayon::ThreadPoolBuilder::new()
+            .start_handler(move |number| {
+                if let Some(token) = threads.get(number).and_then(|token| token.lock().take()) {
+                    // For as long as the thread lives, which is as long as the process.
+                    std::mem::forget(Box::leak(Box::new(token)).enter());
+                }
+            })
+            .build_global()?;
+        Ok(Self::default())
     }
 
+    /// Takes note of the memory that this process shares with others now: buckets. A page that is mapped by several processes
+    /// counts for each as a part.
+    pub fn look(&mut self) -> Result<()> {
+        let text = std::fs::read_to_string("/proc/self/smaps_rollup")?;
+        let line = text.lines().find_map(|line| line.strip_prefix("Pss_Shmem:"));
+        let kib = line.and_then(|line| line.split_whitespace().next()).context("no Pss_Shmem is there")?;
+        self.shared_mb = self.shared_mb.max(kib.parse::<f64>()? * 1024.0 / 1e6);
+        Ok(())
+    }
+
+    /// Of the main replica, or of a rank: heap, and its part of what is shared.
     pub fn main_mb(&self) -> f64 {
-        PEAK[0].load(Ordering::Relaxed) as f64 / 1e6
+        mb(MAIN) + self.shared_mb
     }
 
-    /// Of the replica that held most.
+    /// Of the replica that held most besides.
     pub fn other_mb(&self) -> f64 {
-        let peak = |place: &usize| PEAK[*place].load(Ordering::Relaxed);
-        self.others.iter().map(peak).max().unwrap_or(0) as f64 / 1e6
+        (1..self.replicas).map(|replica| mb(OTHERS + replica)).fold(0.0, f64::max)
     }
+
+    /// Of the kernels' threads.
+    pub fn kernels_mb(&self) -> f64 {
+        mb(KERNELS)
+    }
+}
+
+fn mb(owner: usize) -> f64 {
+    PEAK[owner].load(Ordering::Relaxed) as f64 / 1e6
+}
+
+fn threads() -> usize {
+    let set = std::env::var("RAYON_NUM_THREADS").ok().and_then(|number| number.parse().ok());
+    set.filter(|number| *number > 0)
+        .or_else(|| std::thread::available_parallelism().ok().map(usize::from))
+        .unwrap_or(1)
 }
 
 /// What `DataParallel::with_scope` takes.
@@ -78,14 +131,10 @@ type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
 
 /// A scope for `DataParallel` that attributes memory to replicas.
 pub fn of_replicas(count: usize) -> Result<(Peaks, Scope)> {
-    let mut peaks = Peaks::of_process();
-    let mut tokens = Vec::new();
-    for _ in 1..count {
-        let token = AllocationGroupToken::register().context("too many groups of allocations")?;
-        peaks.others.push(Tracker::place(&token.id()));
-        tokens.push(Mutex::new(token));
-    }
-    let tokens = Arc::new(tokens);
+    ensure!(OTHERS + count <= GROUPS, "too many replicas to tell apart");
+    let peaks = Peaks { replicas: count, ..Peaks::begin()? };
+    let tokens = (1..count).map(|replica| register(OTHERS + replica).map(Mutex::new));
+    let tokens: Arc<[_]> = tokens.collect::<Result<Vec<_>>>()?.into();
     let scope = move |replica: usize, work: &mut dyn FnMut()| match replica.checked_sub(1) {
         None => work(),
         Some(other) => {
@@ -94,8 +143,5 @@ pub fn of_replicas(count: usize) -> Result<(Peaks, Scope)> {
             work();
         }
     };
-    if peaks.others.contains(&0) {
-        return Err(anyhow!("a replica's memory cannot be told from the program's"));
-    }
     Ok((peaks, Box::new(scope)))
 }

@@ -48,7 +48,7 @@ pub fn draw(path: &Path, dp: &Figures, ddp: &Figures) -> Result<()> {
         )?;
         bars(
             &panels[2],
-            "moved in a step (MB)",
+            "moved, or given to collectives, in a step (MB)",
             &[("DataParallel", dp.moved_mb, ORANGE), ("Ddp", ddp.moved_mb, BLUE)],
         )?;
         root.present()?;

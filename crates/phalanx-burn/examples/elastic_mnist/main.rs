@@ -125,7 +125,7 @@ impl Job {
         let averaged = TrainState::backward(context, &loss)?;
         let training = &mut *context.state;
         training.progress.sampler.put_back(&averaged.missing);
-        training.step(lr * (1.0 - done), averaged.value);
+        training.step(lr * (1.0 - done), averaged.value)?;
         training.progress.step += 1;
         Ok(Some(averaged.changed))
     }

@@ -79,7 +79,7 @@ fn train(options: &Options) -> Result<()> {
             let batch = digits.batch(indices, &device);
             let loss = ddp.forward(|network| network.loss(batch))?;
             let gradients = ddp.backward(&loss)?;
-            ddp.step(&mut optimizer, options.lr * progress.left(), gradients);
+            ddp.step(&mut optimizer, options.lr * progress.left(), gradients)?;
             progress.step(indices.len(), loss);
         }
         accuracy = evaluate(ddp.model(), &unseen, &group)?;

@@ -158,7 +158,7 @@ impl<M: Subject> Trainer<M> {
         let start = Instant::now();
         let loss = self.ddp.forward(|model| model.loss(input))?;
         let gradients = self.ddp.backward(&loss)?;
-        self.ddp.step(&mut self.optimizer, LEARNING_RATE, gradients);
+        self.ddp.step(&mut self.optimizer, LEARNING_RATE, gradients)?;
         Ok(start.elapsed().as_secs_f64() * 1e3)
     }
 }

@@ -14,6 +14,8 @@ pub struct Overlap {
     pub launch_at: f64,
     /// The share of the time from the first launch to the last average in which backward was still running.
     pub hidden: f64,
+    /// How long, behind backward, a step waited for averages, in milliseconds.
+    pub waiting_ms: f64,
 }
 
 #[derive(Deserialize)]
@@ -63,10 +65,14 @@ impl Overlap {
         let passes = named("backward").zip(named("wait for gradients")).filter_map(|(backward, wait)| {
             let launched = named("launched").map(|event| event.ts).find(|ts| *ts >= backward.ts)?;
             let launch_at = (launched - backward.ts) / backward.dur;
-            Some((launch_at, (backward.end() - launched) / (wait.end() - launched)))
+            Some([launch_at, (backward.end() - launched) / (wait.end() - launched), wait.dur / 1e3])
         });
-        let (launches, hidden): (Vec<_>, Vec<_>) = passes.unzip();
-        Ok((!launches.is_empty())
-            .then(|| Self { launch_at: crate::median(launches), hidden: crate::median(hidden) }))
+        let passes: Vec<_> = passes.collect();
+        let median = |column: usize| crate::median(passes.iter().map(|pass| pass[column]).collect());
+        Ok((!passes.is_empty()).then(|| Self {
+            launch_at: median(0),
+            hidden: median(1),
+            waiting_ms: median(2),
+        }))
     }
 }

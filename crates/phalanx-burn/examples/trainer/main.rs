@@ -1,23 +1,25 @@
-//! Burn's own trainer, before and after: one line makes it train in several processes.
+//! Burn's own trainer, before and after: two lines make it train in several processes.
 //!
 //! ```sh
 //! cargo run --release --features train --example trainer             # before: one process
 //! cargo run --release --features train --example trainer -- --ddp    # after: two
+//! cargo run --release --features train --example trainer -- --cost   # what it costs to be two
 //! ```
 
+mod cost;
 #[path = "../mnist/data.rs"]
 mod data;
 #[allow(dead_code)] // Its own loss is for its own loop.
 #[path = "../mnist/model.rs"]
 mod model;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Result, bail, ensure};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
-use burn::data::dataset::InMemDataset;
+use burn::data::dataset::{Dataset, InMemDataset};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::AdamWConfig;
@@ -25,7 +27,7 @@ use burn::tensor::{Device, Tensor};
 use burn::train::metric::{AccuracyMetric, LossMetric};
 use burn::train::{
     ClassificationOutput, ExecutionStrategy, InferenceStep, Learner, SupervisedTraining, TrainOutput,
-    TrainStep,
+    TrainStep, TrainingStrategy,
 };
 use clap::Parser;
 use phalanx::{ProcessGroup, Rank};
@@ -40,6 +42,9 @@ struct Options {
     /// Train in several processes
     #[arg(long)]
     ddp: bool,
+    /// Time the trainer alone, several that never speak, and as many ranks
+    #[arg(long, conflicts_with = "ddp")]
+    cost: bool,
     /// In how many
     #[arg(long, default_value_t = 2)]
     ranks: u32,
@@ -59,35 +64,51 @@ struct Options {
 
 fn main() -> Result<()> {
     let options = Options::parse();
-    if options.ddp { Ok(phalanx::spawn(options.ranks, || train(&options))?) } else { train(&options) }
+    match (options.cost, options.ddp) {
+        (true, _) => Ok(phalanx::spawn(options.ranks, || cost::measure(&options))?),
+        (_, true) => Ok(phalanx::spawn(options.ranks, || train(&options))?),
+        _ => train(&options),
+    }
 }
 
 fn train(options: &Options) -> Result<()> {
     let group = phalanx::init()?;
+    let (digits, unseen) = (Reader::new(options, "train")?, Reader::new(options, "t10k")?);
+    let indices = InMemDataset::new((0..digits.len()).collect());
+    let batch_size = options.batch_size / group.world_size().count();
+    let (strategy, train): (TrainingStrategy<Network>, _) = if options.ddp {
+        let strategy = DdpStrategy::new(&group); // the one line,
+        let own = strategy.sampled(indices, 1); // and the other: this rank's samples
+        (strategy.into(), loader(&digits, own, batch_size))
+    } else {
+        let builder = DataLoaderBuilder::new(digits).batch_size(batch_size).shuffle(1);
+        (ExecutionStrategy::single(Device::flex().autodiff()).into(), builder.build(indices))
+    };
+    let valid = loader(&unseen, InMemDataset::new((0..unseen.len()).collect()), 250);
+    let network = trained(&options.directory, train, valid, options.epochs, strategy)?;
+    check(&network, &unseen.0, &group)
+}
+
+/// What a training leaves.
+fn trained(
+    directory: &Path,
+    train: Loader,
+    valid: Loader,
+    epochs: usize,
+    strategy: TrainingStrategy<Network>,
+) -> Result<Network> {
     let device = Device::flex().autodiff();
     device.seed(1);
-    let batch_size = options.batch_size / group.world_size().count();
-    let unseen = Arc::new(Digits::read(&options.data, "t10k")?);
-    let training = SupervisedTraining::new(
-        &options.directory,
-        loader(Digits::read(&options.data, "train")?.into(), batch_size, true),
-        loader(unseen.clone(), 250, false),
-    )
-    .metrics((AccuracyMetric::new(), LossMetric::new()))
-    .num_epochs(options.epochs);
-
-    let training = if options.ddp {
-        training.with_training_strategy(DdpStrategy::new(&group).into()) // the one line
-    } else {
-        training.with_training_strategy(ExecutionStrategy::single(device.clone()).into())
-    };
-
     let learner = Learner::new(Network::new(&device), AdamWConfig::new().init(), 4e-3);
-    let result = training.launch(learner);
-    if let Some(error) = result.error {
-        bail!("training failed: {error}");
+    let result = SupervisedTraining::new(directory, train, valid)
+        .metrics((AccuracyMetric::new(), LossMetric::new()))
+        .num_epochs(epochs)
+        .with_training_strategy(strategy)
+        .launch(learner);
+    match result.error {
+        Some(error) => bail!("training failed: {error}"),
+        None => Ok(result.model),
     }
-    check(&result.model, &unseen, &group)
 }
 
 /// Digits are recognised, and all ranks have the same model.
@@ -128,10 +149,20 @@ impl Batcher<usize, Batch> for Reader {
     }
 }
 
-fn loader(digits: Arc<Digits>, batch_size: usize, shuffle: bool) -> Arc<dyn DataLoader<Batch>> {
-    let indices = InMemDataset::new((0..digits.len()).collect());
-    let builder = DataLoaderBuilder::new(Reader(digits)).batch_size(batch_size);
-    if shuffle { builder.shuffle(1).build(indices) } else { builder.build(indices) }
+impl Reader {
+    fn new(options: &Options, half: &str) -> Result<Self> {
+        Ok(Self(Arc::new(Digits::read(&options.data, half)?)))
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+type Loader = Arc<dyn DataLoader<Batch>>;
+
+fn loader(reader: &Reader, indices: impl Dataset<usize> + 'static, batch_size: usize) -> Loader {
+    DataLoaderBuilder::new(reader.clone()).batch_size(batch_size).build(indices)
 }
 
 impl Network {

@@ -79,7 +79,7 @@ impl Trainer {
         let loss = self.ddp.forward(|model| model.loss(batch.clone()))?;
         let gradients = self.ddp.backward(&loss)?;
         match &mut self.optimizer {
-            Optimizer::Plain(optimizer) => self.ddp.step(optimizer, 1e-4, gradients),
+            Optimizer::Plain(optimizer) => self.ddp.step(optimizer, 1e-4, gradients)?,
             Optimizer::Spread(optimizer) => optimizer.step(&mut self.ddp, 1e-4, gradients)?,
         }
         self.times.push(begin.elapsed().as_secs_f64());

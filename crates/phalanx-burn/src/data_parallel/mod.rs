@@ -17,6 +17,7 @@ use self::replicas::{Replica, Replicas};
 pub use self::scatter::Scatter;
 pub use self::towers::TowerGradients;
 pub use self::transfers::{Transfer, Transfers};
+use crate::gradients::{Synced, SyncedGradients};
 
 /// PyTorch's `DataParallel`: in each step the batch is scattered over devices, the model is copied to each, and the
 /// outputs are gathered on the main device, where the loss is computed and the optimizer runs.
@@ -53,7 +54,7 @@ pub use self::transfers::{Transfer, Transfers};
 /// let output = parallel.forward(x, |replica, x| replica.forward(x))?;
 /// let loss = (output - y).powi_scalar(2).mean();
 /// let gradients = parallel.backward(&loss)?;
-/// parallel.step(&mut optimizer, 0.1, gradients);
+/// parallel.step(&mut optimizer, 0.1, gradients)?;
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
@@ -119,7 +120,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     ///
     /// # Errors
     /// If there was no forward pass before, or `loss` does not depend on its output.
-    pub fn backward(&mut self, loss: &Tensor<1>) -> Result<GradientsParams> {
+    pub fn backward(&mut self, loss: &Tensor<1>) -> Result<SyncedGradients> {
         let Some(Pending { gathered, parts }) = self.pending.take() else {
             return Err(Error::invalid_argument("there was no forward pass to run backward from")
                 .with_remedy("call DataParallel::forward before each backward"));
@@ -142,14 +143,17 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     }
 
     /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave.
+    ///
+    /// # Errors
+    /// If they are those of another model.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
         learning_rate: impl Into<ModuleLearningRate>,
-        gradients: GradientsParams,
-    ) {
+        gradients: impl Synced,
+    ) -> Result<()> {
         self.pending = None;
-        self.replicas.step(optimizer, learning_rate.into(), gradients);
+        self.replicas.step(optimizer, learning_rate.into(), gradients.synced())
     }
 
     /// The model on the main device.

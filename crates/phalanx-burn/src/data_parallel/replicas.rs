@@ -12,6 +12,7 @@ use phalanx::{Error, Result};
 
 use super::scatter::{self, Scatter};
 use super::transfers::Transfers;
+use crate::gradients::{ModelToken, SyncedGradients};
 
 type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
 
@@ -22,6 +23,7 @@ pub(super) struct Replicas<M> {
     /// The first is the main one, where the model itself is.
     devices: Vec<Device>,
     scope: Scope,
+    token: ModelToken,
     pub transfers: Transfers,
 }
 
@@ -44,7 +46,7 @@ impl<M: Module> Replicas<M> {
         model.visit(&mut Initialiser);
         let model = Some(model);
         let scope: Scope = Box::new(|_, work| work());
-        Ok(Self { model, devices, scope, transfers: Transfers::default() })
+        Ok(Self { model, devices, scope, token: ModelToken::default(), transfers: Transfers::default() })
     }
 
     pub fn set_scope(&mut self, scope: impl Fn(usize, &mut dyn FnMut()) + Send + Sync + 'static) {
@@ -69,10 +71,12 @@ impl<M: Module> Replicas<M> {
         &mut self,
         optimizer: &mut ModuleOptimizer,
         learning_rate: ModuleLearningRate,
-        gradients: GradientsParams,
-    ) {
+        gradients: SyncedGradients,
+    ) -> Result<()> {
+        let gradients = gradients.of(&self.token)?;
         // Moved and not cloned, so that the optimizer may change parameters in place.
         self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        Ok(())
     }
 
     /// A replica for each part of `input`, on its device.
@@ -178,11 +182,11 @@ impl<M: Module> Replicas<M> {
         &mut self,
         own: GradientsParams,
         parts: Vec<(Replica<M>, GradientsParams)>,
-    ) -> GradientsParams {
+    ) -> SyncedGradients {
         let model = self.model().clone();
-        let Self { devices, scope, transfers, .. } = self;
+        let Self { devices, scope, token, transfers, .. } = self;
         let main = devices[0].clone().inner();
-        transfers.reduce.measure(|moved| {
+        let sum = transfers.reduce.measure(|moved| {
             within(scope, 0, || {
                 let mut sum = own;
                 for (Replica { number, module }, part) in parts {
@@ -194,7 +198,8 @@ impl<M: Module> Replicas<M> {
                 }
                 sum
             })
-        })
+        });
+        SyncedGradients::new(sum, token)
     }
 
     /// Makes the running statistics of all replicas one.

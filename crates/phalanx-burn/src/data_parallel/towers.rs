@@ -10,6 +10,7 @@ use phalanx::{Error, Result};
 
 use super::replicas::Replicas;
 use super::{Scatter, Transfers};
+use crate::gradients::{Synced, SyncedGradients};
 
 /// Towers: each replica computes the loss of its part of the batch and runs backward from it, and the gradients are
 /// averaged on the main device.
@@ -31,7 +32,7 @@ use super::{Scatter, Transfers};
 ///
 /// let (loss, gradients) =
 ///     towers.backward((x, y), |replica, (x, y)| (replica.forward(x) - y).powi_scalar(2).mean())?;
-/// towers.step(&mut optimizer, 0.1, gradients);
+/// towers.step(&mut optimizer, 0.1, gradients)?;
 /// # assert!(loss.is_finite());
 /// # Ok::<(), phalanx::Error>(())
 /// ```
@@ -66,7 +67,7 @@ impl<M: Module> TowerGradients<M> {
         &mut self,
         input: I,
         loss: impl Fn(&M, I) -> Tensor<1> + Sync,
-    ) -> Result<(f64, GradientsParams)> {
+    ) -> Result<(f64, SyncedGradients)> {
         let samples = input.samples()? as f64;
         let parts = self.replicas.scatter(input)?.into_iter().map(|(replica, input)| {
             let share = input.samples()? as f64 / samples;
@@ -90,13 +91,16 @@ impl<M: Module> TowerGradients<M> {
     }
 
     /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave.
+    ///
+    /// # Errors
+    /// If they are those of another model.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
         learning_rate: impl Into<ModuleLearningRate>,
-        gradients: GradientsParams,
-    ) {
-        self.replicas.step(optimizer, learning_rate.into(), gradients);
+        gradients: impl Synced,
+    ) -> Result<()> {
+        self.replicas.step(optimizer, learning_rate.into(), gradients.synced())
     }
 
     /// The model on the main device.

@@ -3,19 +3,18 @@
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use phalanx::{Error, ProcessGroup, Result};
 
 use super::{Ddp, Engine, check_tracked, delivery, held};
-use crate::gradients::{Handover, averages};
+use crate::gradients::{Handover, SyncedGradients, averages};
 use crate::packed::Packed;
 
 impl<M: Module> Ddp<M> {
     /// [`backward`](Self::backward) of gradients that can be averaged [again](Self::average_again) if a peer's failure cuts it
     /// off; unless this rank has ended the group: for what the reducer cannot do, or for statistics that a batch norm did not get,
     /// without which gradients are no numbers.
-    pub(crate) fn backward_keeping<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<GradientsParams> {
+    pub(crate) fn backward_keeping<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
         let Engine::Together { sink, passes } = &mut self.engine else { return self.backward(loss) };
         check_tracked(loss)?;
         if self.group.running().is_some() {
@@ -31,7 +30,7 @@ impl<M: Module> Ddp<M> {
     }
 
     /// Averages the gradients of the last [`backward_keeping`](Self::backward_keeping) in `group`.
-    pub(crate) fn average_again(&mut self, group: &ProcessGroup) -> Result<GradientsParams> {
+    pub(crate) fn average_again(&mut self, group: &ProcessGroup) -> Result<SyncedGradients> {
         self.group.rebind(group.clone())?;
         self.average()
     }
@@ -50,14 +49,15 @@ impl<M: Module> Ddp<M> {
         Ok(true)
     }
 
-    fn average(&self) -> Result<GradientsParams> {
+    fn average(&self) -> Result<SyncedGradients> {
         let Engine::Together { sink, .. } = &self.engine else {
             return Err(Error::aborted("a world of one keeps no gradients"));
         };
         let handover = Handover { scale: 1.0, view: self.gradient_as_bucket_view };
         let model = held(&self.model);
-        sink.finish_in(Arc::new(self.group.clone()), |reducer| {
+        let averages = sink.finish_in(Arc::new(self.group.clone()), |reducer| {
             averages(model, reducer, &self.places, handover)
-        })
+        })?;
+        Ok(SyncedGradients::new(averages, &self.token))
     }
 }

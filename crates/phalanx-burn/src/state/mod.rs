@@ -3,26 +3,31 @@
 mod medium;
 mod model;
 mod moments;
+mod schedule;
 
 use std::fmt;
 
-use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
 use burn::module::Module;
-use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::optim::ModuleOptimizer;
 use burn::tensor::Tensor;
-use phalanx::checkpoint::{Saved, Snapshot};
+use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::JoinGroup;
-use phalanx::{ProcessGroup, Result};
+use phalanx::sampler::ElasticSampler;
+use phalanx::{Error, ProcessGroup, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use self::medium::{Source, Target};
+use crate::gradients::{Synced, SyncedGradients};
 use crate::{Ddp, DdpOptions};
 
-/// All that the next step of a training depends on: the model with its buffers, the optimizer with its state, and the
-/// program's own `progress`, anything that serde can write, such as a step, an epoch and an
-/// [`ElasticSampler`](phalanx::sampler::ElasticSampler).
+/// All that the next step of a training depends on: the model with its buffers, the optimizer with its state, the number of
+/// steps taken, a learning-rate [scheduler](Self::with_scheduler) if there is one, and the program's own `progress`, anything
+/// that serde can write. An [`ElasticSampler`] as `progress` is the place in the data: the
+/// epoch, and the samples of it that were dealt out. It goes on in the middle of an epoch, with as many ranks as there are
+/// then, and also where workers never change.
 ///
 /// # In an elastic job
 ///
@@ -35,7 +40,7 @@ use crate::{Ddp, DdpOptions};
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use phalanx::elastic::{self, Context};
 /// use phalanx::sampler::ElasticSampler;
-/// use phalanx::{ProcessGroup, Result};
+/// use phalanx::{Error, ProcessGroup, Result};
 /// use phalanx_burn::TrainState;
 ///
 /// fn train(context: &mut Context<'_, TrainState<Linear, ElasticSampler>>, _: &ProcessGroup) -> Result<()> {
@@ -52,7 +57,7 @@ use crate::{Ddp, DdpOptions};
 ///         let loss = state.model.forward(|model| (model.forward(x.clone()) - x.sum_dim(1)).powi_scalar(2).mean())?;
 ///         let averaged = TrainState::backward(context, &loss)?; // again among the survivors, if a worker dies in it
 ///         context.state.progress.put_back(&averaged.missing);   // the dead rank's samples come again
-///         context.state.step(1e-2, averaged.value);
+///         context.state.step(1e-2, averaged.value)?;
 ///         context.commit()?;
 ///     }
 ///     Ok(())
@@ -84,23 +89,21 @@ use crate::{Ddp, DdpOptions};
 /// let group = phalanx::init()?;
 /// # let model = LinearConfig::new(4, 1).init(&Device::flex().autodiff());
 /// # let optimizer = AdamWConfig::new().init();
-/// let mut state = TrainState::new(model, optimizer, 0_u64)?;
+/// let mut state = TrainState::new(model, optimizer, 0_u64)?.with_group(&group)?;
 /// let checkpoints = Checkpoints::open(&path, &group)?; // path: "runs/digits"
-/// if let Some(saved) = checkpoints.newest()? {
-///     state.load_from(&saved)?; // on every rank
-/// }
-/// // ... train ...
-/// # state.progress = 100;
-/// checkpoints.save(state.progress, |snapshot| state.save_to(snapshot))?;
+/// state.resume(&checkpoints)?; // from the newest, if there is any
+/// // ... train, with state.model.forward(..), state.model.backward(..), state.step(..) ...
+/// state.checkpoint(&checkpoints)?;
 /// checkpoints.finish()?;
-/// # assert_eq!(checkpoints.newest()?.unwrap().step(), 100);
+/// # assert_eq!(checkpoints.newest()?.unwrap().step(), 0);
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
 /// Tensors are in the safetensors file as `model.conv1.weight` and `optimizer.conv1.weight.momentum.moment_1`. A model with
 /// other tensors, shapes or types is refused, with the first difference named.
 ///
-/// A program that is not elastic trains with [`model`](Self::model) after [`with_group`](Self::with_group).
+/// A program that is not elastic trains with [`model`](Self::model) after [`with_group`](Self::with_group). Other names and steps
+/// of its own: [`save_to`](Self::save_to) and [`load_from`](Self::load_from).
 ///
 /// # Two networks
 ///
@@ -120,8 +123,11 @@ pub struct TrainState<M, T = ()> {
     pub model: Ddp<M>,
     /// The optimizer, with its state.
     pub optimizer: ModuleOptimizer,
+    /// Gives the learning rate of each [scheduled step](Self::scheduled_step).
+    pub scheduler: Option<ModuleLrScheduler>,
     /// Everything else.
     pub progress: T,
+    steps: u64,
     /// In front of the names of all that is saved.
     name: String,
     options: DdpOptions,
@@ -137,7 +143,35 @@ impl<M: Module, T> TrainState<M, T> {
     pub fn new(model: M, optimizer: ModuleOptimizer, progress: T) -> Result<Self> {
         let alone = ProcessGroup::alone()?;
         let (model, options) = (Ddp::new(model, &alone)?, DdpOptions::default());
-        Ok(Self { model, optimizer, progress, name: String::new(), options, alone })
+        let (name, scheduler) = (String::new(), None);
+        Ok(Self { model, optimizer, scheduler, progress, steps: 0, name, options, alone })
+    }
+
+    /// Has [`scheduled_step`](Self::scheduled_step) step with the learning rates of `scheduler`, which is saved and loaded with the
+    /// rest: one of Burn's, or a [`ScaledLrScheduler`](crate::ScaledLrScheduler).
+    ///
+    /// ```
+    /// # use burn::nn::LinearConfig;
+    /// # use burn::optim::AdamWConfig;
+    /// # use burn::tensor::Device;
+    /// use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+    /// use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+    /// use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
+    /// use phalanx_burn::TrainState;
+    ///
+    /// # let model = LinearConfig::new(4, 1).init(&Device::flex().autodiff());
+    /// # let optimizer = AdamWConfig::new().init();
+    /// let warm_up = LinearLrSchedulerConfig::new(1e-4, 1e-2, 100);
+    /// let decay = CosineAnnealingLrSchedulerConfig::new(1e-2, 900);
+    /// let rates = SequentialLrSchedulerConfig::new(vec![warm_up.into(), decay.into()], vec![100]);
+    /// let state = TrainState::new(model, optimizer, ())?.with_scheduler(rates.init().unwrap());
+    /// # drop(state);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_scheduler(mut self, scheduler: impl Into<ModuleLrScheduler>) -> Self {
+        self.scheduler = Some(scheduler.into());
+        self
     }
 
     /// Has [`model`](Self::model) average gradients as `options` say, in each group.
@@ -193,8 +227,52 @@ impl<M: Module, T> TrainState<M, T> {
     }
 
     /// [`Ddp::step`] with its optimizer.
-    pub fn step(&mut self, learning_rate: impl Into<ModuleLearningRate>, gradients: GradientsParams) {
-        self.model.step(&mut self.optimizer, learning_rate, gradients);
+    ///
+    /// # Errors
+    /// As [`Ddp::step`].
+    pub fn step(
+        &mut self,
+        learning_rate: impl Into<ModuleLearningRate>,
+        gradients: impl Synced,
+    ) -> Result<()> {
+        self.model.step(&mut self.optimizer, learning_rate, gradients)?;
+        self.steps += 1;
+        Ok(())
+    }
+
+    /// A [step](Self::step) with the scheduler's next learning rate; gives that rate (of all parameters that have none of
+    /// their own).
+    ///
+    /// # Errors
+    /// If there is no [scheduler](Self::with_scheduler), and as [`Ddp::step`].
+    pub fn scheduled_step(&mut self, gradients: impl Synced) -> Result<f64> {
+        let Some(scheduler) = &mut self.scheduler else {
+            return Err(Error::invalid_argument("this TrainState has no learning-rate scheduler")
+                .with_remedy("give it one by with_scheduler, or a learning rate to `step`"));
+        };
+        let rate = scheduler.step();
+        let base = rate.base();
+        self.step(rate, gradients)?;
+        Ok(base)
+    }
+
+    /// How many steps the model has behind it, those before a checkpoint included.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+}
+
+impl<M: Module> TrainState<M, ElasticSampler> {
+    /// The indices of this rank's samples of the next step, at most `batch`; none at the end of the epoch. It is
+    /// [`ElasticSampler::next_batch`] for the ranks of the [model](Self::model)'s group.
+    ///
+    /// In an elastic job ask the sampler itself, with [`Context::rank`] and [`Context::world_size`]: there ranks change between
+    /// steps.
+    ///
+    /// Ranks whose batch may be [empty](phalanx::sampler::Tail) must not run backward on nothing: take
+    /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) or [`Tail::Drop`](phalanx::sampler::Tail::Drop).
+    pub fn next_batch(&mut self, batch: usize) -> Option<Vec<usize>> {
+        self.progress.next_batch(batch, self.model.rank(), self.model.world_size())
     }
 }
 
@@ -216,7 +294,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     pub fn backward<const D: usize>(
         context: &mut Context<'_, Self>,
         loss: &Tensor<D>,
-    ) -> Result<Step<GradientsParams>> {
+    ) -> Result<Step<SyncedGradients>> {
         if !context.is_elastic() {
             return context.step(|state, _| state.model.backward(loss));
         }
@@ -225,6 +303,24 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
             true => state.model.backward_keeping(loss),
             false => state.model.average_again(group),
         })
+    }
+
+    /// Goes on from the newest of `checkpoints`; gives whether there is any. All ranks call it together.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from).
+    pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool> {
+        let saved = checkpoints.newest()?;
+        saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
+    }
+
+    /// Saves all of it as the checkpoint after [`steps`](Self::steps). All ranks call it together; rank 0 writes, while training
+    /// goes on.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::save`] and [`save_to`](Self::save_to).
+    pub fn checkpoint(&self, checkpoints: &Checkpoints) -> Result<()> {
+        checkpoints.save(self.steps, |snapshot| self.save_to(snapshot))
     }
 
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
@@ -251,15 +347,25 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     fn write(&self, target: &mut impl Target) -> Result<()> {
         model::save(&self.model, target, &format!("{}model", self.name))?;
         moments::save(&self.optimizer, self.model.state(), target, &format!("{}optimizer", self.name))?;
+        if let Some(scheduler) = &self.scheduler {
+            schedule::save(scheduler, target, &format!("{}scheduler", self.name))?;
+        }
+        target.value(&format!("{}steps", self.name), &self.steps)?;
         target.value(&format!("{}progress", self.name), &self.progress)
     }
 
     fn read(&mut self, source: &impl Source) -> Result<()> {
+        let steps = source.value(&format!("{}steps", self.name))?;
         let progress = source.value(&format!("{}progress", self.name))?;
+        let scheduler = self.scheduler.as_ref();
+        let scheduler = scheduler
+            .map(|scheduler| schedule::load(scheduler, source, &format!("{}scheduler", self.name)))
+            .transpose()?;
         let optimizer =
             moments::load(&self.optimizer, self.model.state(), source, &format!("{}optimizer", self.name))?;
         model::load(&mut self.model, source, &format!("{}model", self.name))?;
-        (self.optimizer, self.progress) = (optimizer, progress);
+        (self.optimizer, self.scheduler) = (optimizer, scheduler);
+        (self.steps, self.progress) = (steps, progress);
         Ok(())
     }
 }

@@ -11,8 +11,9 @@
 //! #     <M as burn::train::InferenceStep>::Output: Outputs,
 //! # {
 //! let group = phalanx::init()?;
+//! let strategy = DdpStrategy::new(&group); // before: `strategy.sampled(dataset, seed)` for the training loader
 //! let result = training
-//!     .with_training_strategy(DdpStrategy::new(&group).into()) // this line
+//!     .with_training_strategy(strategy.into()) // this line
 //!     .launch(learner);
 //! # Ok(())
 //! # }
@@ -25,31 +26,42 @@
 mod average;
 mod exchange;
 mod outputs;
+mod samples;
 mod session;
 
 use std::fmt;
+use std::sync::Arc;
 
+use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 use burn::train::{
     EventProcessorTraining, InferenceStep, Learner, LearnerModel, LearningResult, SupervisedLearningStrategy,
     SupervisedTrainingEventProcessor, TrainLoader, TrainStep, TrainingComponents, TrainingStrategy,
     ValidLoader,
 };
+use parking_lot::Mutex;
+use phalanx::reducer::hooks::CommHook;
 use phalanx::{Caller, ProcessGroup};
 
 pub use self::outputs::{Outputs, concatenated, mean_of};
+use self::samples::Part;
+pub use self::samples::Sampled;
 use self::session::Session;
+use crate::DdpOptions;
 
 /// Distributed data-parallel training as a strategy of Burn's trainer.
 ///
 /// Every rank runs the program; what differs from one process:
 ///
-/// - **Data.** Each rank trains on its own stretch of the training set, all equally long: up to `world_size - 1`
-///   samples at the end are left out. Of the validation set nothing is. Batch sizes are per rank.
+/// - **Data.** [`sampled`](Self::sampled) deals the training set out anew in each epoch, as a
+///   [`DistributedSampler`](phalanx::sampler::DistributedSampler) does. A loader of anything else is cut into as many equal
+///   stretches as there are ranks, which go round from epoch to epoch; up to `world_size - 1` samples at the end are left out.
+///   Of the validation set nothing is. Batch sizes are per rank.
 /// - **Model.** Parameters and buffers become rank 0's at the beginning, and gradients are averaged over all ranks, in
 ///   buckets that travel while backward runs. With `grads_accumulation` the sums are averaged after the last part.
-///   Before each validation all ranks take over rank 0's buffers.
-/// - **Metrics** are those of all ranks' samples: in each step rank 0 gets all outputs, puts them together, and
+///   Before each step and each validation all ranks take over rank 0's buffers, unless
+///   [`broadcast_buffers`](DdpOptions::broadcast_buffers) says otherwise.
+/// - **Metrics** are those of all ranks' samples: in each step rank 0, and no other, gets all outputs, puts them together, and
 ///   computes the metrics from the whole. That is what [`Outputs`] is for; the outputs that come with Burn have it.
 /// - **Dashboard, logs and checkpoints** are rank 0's alone. All ranks must be given the same directory where it can be
 ///   read by all: to continue from a checkpoint, each reads it.
@@ -62,12 +74,25 @@ use self::session::Session;
 pub struct DdpStrategy {
     group: ProcessGroup,
     device: Device,
+    options: DdpOptions,
+    hook: Option<Arc<MakeHook>>,
+    /// What [`sampled`](Self::sampled) has made; of all clones.
+    part: Arc<Mutex<Option<Arc<Part>>>>,
 }
+
+/// Makes a hook for each training.
+type MakeHook = dyn Fn() -> Box<dyn CommHook> + Send + Sync;
 
 impl DdpStrategy {
     /// Trains on the processor, with all ranks of `group`.
     pub fn new(group: &ProcessGroup) -> Self {
-        Self { group: group.in_call(Caller::DdpStrategy), device: Device::flex().autodiff() }
+        Self {
+            group: group.in_call(Caller::DdpStrategy),
+            device: Device::flex().autodiff(),
+            options: DdpOptions::default(),
+            hook: None,
+            part: Arc::default(),
+        }
     }
 
     /// Trains on `device`, such as one with gradient checkpointing.
@@ -75,6 +100,53 @@ impl DdpStrategy {
     pub fn on(self, device: &Device) -> Self {
         let device = if device.is_autodiff() { device.clone() } else { device.clone().autodiff() };
         Self { device, ..self }
+    }
+
+    /// Averages gradients as `options` say: unused parameters, sizes of buckets, views.
+    #[must_use]
+    pub fn with_options(self, options: DdpOptions) -> Self {
+        Self { options, ..self }
+    }
+
+    /// Averages buckets by the hooks that `hook` makes; see [`Ddp::register_comm_hook`](crate::Ddp::register_comm_hook).
+    ///
+    /// ```
+    /// use phalanx::reducer::hooks::Compressed;
+    /// # let group = phalanx::init()?;
+    /// let strategy = phalanx_burn::train::DdpStrategy::new(&group).with_comm_hook(Compressed::bf16);
+    /// # drop(strategy);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_comm_hook<H: CommHook + 'static>(self, hook: impl Fn() -> H + Send + Sync + 'static) -> Self {
+        Self { hook: Some(Arc::new(move || Box::new(hook()))), ..self }
+    }
+
+    /// The training set as this rank sees it: in each epoch the samples that a
+    /// [`DistributedSampler`](phalanx::sampler::DistributedSampler) with this `seed` deals to it, other ones in each epoch, in
+    /// another order. Make the training loader of it, without `shuffle`. Every rank gets equally many; some of the first are
+    /// repeated if they cannot be dealt out evenly.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use burn::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
+    /// # use burn::data::dataset::Dataset;
+    /// # fn program<D: Dataset<usize> + 'static, B: Batcher<usize, usize> + 'static>(digits: D, batcher: B)
+    /// # -> phalanx::Result<Arc<dyn DataLoader<usize>>> {
+    /// # use phalanx_burn::train::DdpStrategy;
+    /// let group = phalanx::init()?;
+    /// let strategy = DdpStrategy::new(&group);
+    /// let digits = strategy.sampled(digits, 42);
+    /// let loader = DataLoaderBuilder::new(batcher).batch_size(64).build(digits);
+    /// # Ok(loader)
+    /// # }
+    /// ```
+    ///
+    /// The strategy, and each clone of it, takes the training loader for one of this data set from here on, and refuses another.
+    pub fn sampled<I, D: Dataset<I>>(&self, dataset: D, seed: u64) -> Sampled<D> {
+        let part = Arc::new(Part::new(dataset.len(), &self.group, seed));
+        *self.part.lock() = Some(part.clone());
+        Sampled::new(dataset, part)
     }
 }
 
@@ -113,7 +185,7 @@ where
         starting_epoch: usize,
     ) -> (M, SupervisedTrainingEventProcessor<M>) {
         learner.fork(&self.device);
-        Session::new(&self.group, &self.device, learner, components).run(train, valid, starting_epoch)
+        Session::new(self, learner, components).run(train, valid, starting_epoch)
     }
 }
 
@@ -143,12 +215,15 @@ where
     <M as InferenceStep>::Output: Outputs,
 {
     fn from(strategy: DdpStrategy) -> Self {
-        Self::Custom(std::sync::Arc::new(strategy))
+        Self::Custom(Arc::new(strategy))
     }
 }
 
 impl fmt::Debug for DdpStrategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DdpStrategy").field("group", &self.group).field("device", &self.device).finish()
+        f.debug_struct("DdpStrategy")
+            .field("group", &self.group)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
     }
 }

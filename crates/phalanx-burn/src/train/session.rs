@@ -1,26 +1,29 @@
 //! One training, as each rank runs it.
 
+use std::sync::Arc;
+
 use burn::data::dataloader::Progress;
 use burn::data::dataset::DatasetError;
 use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn::tensor::Device;
 use burn::train::train::WorkerFailure;
 use burn::train::{
     EventProcessorTraining, InferenceStep, Learner, LearnerEvent, LearnerModel,
     SupervisedTrainingEventProcessor, TrainLoader, TrainStep, TrainingComponents, TrainingError,
     TrainingItem, ValidLoader,
 };
-use phalanx::{ProcessGroup, Rank, Result};
+use phalanx::{Error, ProcessGroup, Rank, Result};
 
+use super::DdpStrategy;
 use super::average::Average;
 use super::exchange;
 use super::outputs::Outputs;
+use super::samples::Part;
 use crate::parameters::Select;
 use crate::replicas;
 
 pub(super) struct Session<'a, M: LearnerModel> {
+    strategy: &'a DdpStrategy,
     group: &'a ProcessGroup,
-    device: &'a Device,
     learner: Learner<M>,
     components: TrainingComponents<M>,
 }
@@ -30,13 +33,8 @@ where
     <M as TrainStep>::Output: Outputs,
     <M as InferenceStep>::Output: Outputs,
 {
-    pub fn new(
-        group: &'a ProcessGroup,
-        device: &'a Device,
-        learner: Learner<M>,
-        components: TrainingComponents<M>,
-    ) -> Self {
-        Self { group, device, learner, components }
+    pub fn new(strategy: &'a DdpStrategy, learner: Learner<M>, components: TrainingComponents<M>) -> Self {
+        Self { strategy, group: &strategy.group, learner, components }
     }
 
     /// Trains to the end; a failure is left with the interrupter.
@@ -60,21 +58,21 @@ where
         valid: &ValidLoader<M>,
         starting_epoch: usize,
     ) -> Result<()> {
-        let average = Average::new(&self.learner.model(), self.device, self.group)?;
+        let average = Average::new(&self.learner.model(), self.strategy)?;
         let model = replicas::from_rank(self.learner.model(), self.group, Rank::MAIN, Select::All)?;
         self.learner.load_model(model.into_record());
 
-        let (total, valid_total) = (train.num_items(), valid.num_items());
+        let data = Data::<M>::of(train, self.strategy)?;
+        let valid_total = valid.num_items();
         let (rank, ranks) = (self.group.rank().index(), self.group.world_size().count());
-        // Equal stretches, because every rank must take as many steps.
-        let share = total / ranks;
-        let train = train.slice(rank * share, (rank + 1) * share).to_device(self.device);
         let bound = |rank: usize| rank * valid_total / ranks;
-        let valid = valid.slice(bound(rank), bound(rank + 1)).to_device(&self.device.clone().inner());
+        let valid =
+            valid.slice(bound(rank), bound(rank + 1)).to_device(&self.strategy.device.clone().inner());
 
         for epoch in starting_epoch..=self.components.num_epochs {
-            self.train_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items: share * ranks });
-            self.train_epoch(&train, &average)?;
+            let total_items = data.share * ranks;
+            self.train_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items });
+            self.train_epoch(&data.of_epoch(epoch, self.strategy), &average)?;
             self.train_event(|| LearnerEvent::EndSplit(epoch));
             if self.should_stop()? {
                 return Ok(());
@@ -105,6 +103,9 @@ where
             let progress = items.progress();
             let (last, progress) = (progress.is_completed(), of_all(&progress, ranks));
 
+            if accumulated == 0 {
+                self.share_buffers(average)?;
+            }
             let model = self.learner.model();
             let output = match self.components.grad_accumulation {
                 None => {
@@ -127,7 +128,9 @@ where
                     output.item
                 }
             };
-            if let Some(output) = exchange::gather(self.group, Some(output), &self.device.clone().inner())? {
+            if let Some(output) =
+                exchange::gather(self.group, Some(output), &self.strategy.device.clone().inner())?
+            {
                 let rates = Some(self.learner.lr_current());
                 let item = TrainingItem::new(output, progress, Some(iteration), rates);
                 self.train_event(|| LearnerEvent::ProcessedItem(item));
@@ -151,7 +154,8 @@ where
             }
             iteration += 1;
             let output = item.map(|item| InferenceStep::step(&model, item));
-            if let Some(output) = exchange::gather(self.group, output, &self.device.clone().inner())? {
+            if let Some(output) = exchange::gather(self.group, output, &self.strategy.device.clone().inner())?
+            {
                 let mut progress = of_all(&items.progress(), ranks);
                 progress.items_processed = progress.items_processed.min(total);
                 progress.items_total = total;
@@ -199,7 +203,7 @@ where
     /// Gives every rank rank 0's running statistics.
     fn share_buffers(&self, average: &Average) -> Result<()> {
         let buffers = &average.inventory().buffers;
-        if buffers.is_empty() {
+        if buffers.is_empty() || !self.strategy.options.broadcast_buffers {
             return Ok(());
         }
         // Running state applies the last forward pass's update late; this does it now. Clones share the state.
@@ -218,6 +222,48 @@ where
         if self.group.rank().is_main() {
             let outcome = self.components.event_processor.process_valid(event());
             self.components.interrupter.fail_on_error(outcome);
+        }
+    }
+}
+
+/// What one rank trains on.
+struct Data<'a, M: LearnerModel> {
+    loader: &'a TrainLoader<M>,
+    /// This rank's own, if the loader gives it that alone.
+    part: Option<Arc<Part>>,
+    /// How many samples it has in an epoch; as many as each other rank, because every rank must take as many steps.
+    share: usize,
+}
+
+impl<'a, M: LearnerModel> Data<'a, M> {
+    fn of(loader: &'a TrainLoader<M>, strategy: &DdpStrategy) -> Result<Self> {
+        let (items, part) = (loader.num_items(), strategy.part.lock().clone());
+        let share = match &part {
+            None => items / strategy.group.world_size().count(),
+            Some(part) if part.len() == items => items,
+            Some(part) => {
+                let cause = format!(
+                    "DdpStrategy::sampled has made a data set of {} samples a rank, and the training loader has {items}",
+                    part.len()
+                );
+                let remedy = "make the training loader of what `sampled` gave";
+                return Err(Error::invalid_argument(cause).with_remedy(remedy));
+            }
+        };
+        Ok(Self { loader, part, share })
+    }
+
+    fn of_epoch(&self, epoch: usize, strategy: &DdpStrategy) -> TrainLoader<M> {
+        let (device, group) = (&strategy.device, &strategy.group);
+        match &self.part {
+            Some(part) => {
+                part.set_epoch(epoch as u64);
+                self.loader.to_device(device)
+            }
+            None => {
+                let stretch = (group.rank().index() + epoch - 1) % group.world_size().count();
+                self.loader.slice(stretch * self.share, (stretch + 1) * self.share).to_device(device)
+            }
         }
     }
 }

@@ -129,7 +129,7 @@ impl Configuration {
                     }
                     match &mut zero {
                         Some(zero) => zero.step(ddp, 0.01, gradients)?,
-                        None => ddp.step(optimizer, 0.01, gradients),
+                        None => ddp.step(optimizer, 0.01, gradients)?,
                     }
                 }
             }

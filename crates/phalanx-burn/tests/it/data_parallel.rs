@@ -44,7 +44,7 @@ fn replicas_train_as_one_model() {
             let (x, y) = batch(step);
             let output = parallel.forward(x, Mlp::forward).unwrap();
             let gradients = parallel.backward(&(output - y).powi_scalar(2).mean()).unwrap();
-            parallel.step(&mut optimizer, 0.05, gradients);
+            parallel.step(&mut optimizer, 0.05, gradients).unwrap();
         }
         let distance = distance(&floats(parallel.model()), &expected);
         assert!(distance < 1e-5, "{replicas} replicas are {distance:e} away");
@@ -62,7 +62,7 @@ fn towers_train_as_one_model() {
             let whole = towers.model().loss(batch(step)).into_scalar::<f64>();
             let (loss, gradients) = towers.backward(batch(step), Mlp::loss).unwrap();
             assert!((loss - whole).abs() < 1e-5, "{loss} {whole}");
-            towers.step(&mut optimizer, 0.05, gradients);
+            towers.step(&mut optimizer, 0.05, gradients).unwrap();
         }
         let distance = distance(&floats(towers.model()), &expected);
         assert!(distance < 1e-5, "{replicas} towers are {distance:e} away");

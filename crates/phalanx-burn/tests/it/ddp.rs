@@ -55,7 +55,7 @@ fn buffers_are_rank_0s_at_construction_and_before_each_forward_pass() {
             });
             seen.extend([before, ddp.model().mean()]);
             let gradients = ddp.backward(&loss.unwrap()).unwrap();
-            ddp.step(&mut optimizer, 0.1, gradients);
+            ddp.step(&mut optimizer, 0.1, gradients).unwrap();
         }
         assert!(ddp.replicas_identical().unwrap());
         seen
@@ -91,7 +91,7 @@ fn buffers_and_the_model_s_average_are_one_operation_each_in_memory_that_is_take
             // The mean and the variance.
             assert_eq!(watched.state.lock().broadcast - before, usize::from(step > 0));
             let gradients = ddp.backward(&loss).unwrap();
-            ddp.step(&mut optimizer, 0.01 * (1.0 + ddp.rank().index() as f64), gradients);
+            ddp.step(&mut optimizer, 0.01 * (1.0 + ddp.rank().index() as f64), gradients).unwrap();
             let before = watched.state.lock().averaged;
             ddp.average_parameters().unwrap();
             assert_eq!(watched.state.lock().averaged - before, 1);
@@ -138,7 +138,7 @@ fn frozen_parameters_are_shared_at_construction_and_then_left_alone() {
         let loss = ddp.forward(|model| model.loss(samples(from, from + 4))).unwrap();
         let gradients = ddp.backward(&loss).unwrap();
         assert_eq!(gradients.len(), 2);
-        ddp.step(&mut optimizer, 0.1, gradients);
+        ddp.step(&mut optimizer, 0.1, gradients).unwrap();
         let after = floats(ddp.model());
         assert_eq!(before[..2], after[..2]);
         assert_ne!(before[2..], after[2..]);
@@ -176,13 +176,31 @@ fn buffers_that_differ_are_named_on_every_rank() {
 }
 
 #[test]
+fn gradients_of_another_model_are_refused_and_change_nothing() {
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let mut other = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let before = floats(ddp.model());
+        let loss = other.forward(|model| model.loss(samples(0, 4))).unwrap();
+        let gradients = other.backward(&loss).unwrap();
+        let error = ddp.step(&mut SgdConfig::new().init(), 0.1, gradients).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("another"), "{error}");
+        assert_eq!(floats(ddp.model()), before);
+        // The group has ended: on no rank does a step follow that another has left out.
+        let error = ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err();
+        assert!(error.to_string().contains("another"), "{error}");
+    });
+}
+
+#[test]
 fn replicas_that_drifted_apart_are_noticed() {
     let drifted = run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
         let same = ddp.replicas_identical().unwrap();
         let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
         let gradients = ddp.backward(&loss).unwrap();
-        ddp.step(&mut SgdConfig::new().init(), 0.1 * (1.0 + f64::from(group.rank().get())), gradients);
+        ddp.step(&mut SgdConfig::new().init(), 0.1 * (1.0 + f64::from(group.rank().get())), gradients)
+            .unwrap();
         (same, ddp.replicas_identical().unwrap())
     });
     assert_eq!(drifted, [(true, false); 2]);
@@ -358,7 +376,7 @@ fn a_trace_has_the_lanes_of_a_step_of_every_rank_in_one_file() {
         for _ in 0..3 {
             let loss = ddp.forward(|model| model.forward(samples(0, 4).0).powi_scalar(2).mean()).unwrap();
             let gradients = ddp.backward(&loss).unwrap();
-            ddp.step(&mut optimizer, 1e-3, gradients);
+            ddp.step(&mut optimizer, 1e-3, gradients).unwrap();
         }
     });
     let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();

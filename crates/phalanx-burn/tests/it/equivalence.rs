@@ -63,7 +63,7 @@ fn distributed(model: Mlp, group: &ProcessGroup, micro: usize, clip: bool) -> Re
                 if clip {
                     ddp.clip_grad_norm(&mut gradients, MAX_NORM)?;
                 }
-                ddp.step(&mut optimizer, 0.05, gradients);
+                ddp.step(&mut optimizer, 0.05, gradients)?;
             }
         }
     }

@@ -114,7 +114,7 @@ fn parameters_are_updated_in_place() {
         for number in 0..4 {
             let loss = ddp.forward(|model| model.loss(samples(number * 7, number * 7 + 6))).unwrap();
             let gradients = ddp.backward(&loss).unwrap();
-            ddp.step(&mut optimizer, 0.02, gradients);
+            ddp.step(&mut optimizer, 0.02, gradients).unwrap();
             addresses.push(address(ddp.model()));
         }
         assert_eq!(addresses[1..], [addresses[0]; 3]);

@@ -33,7 +33,7 @@ fn train(ddp: &mut Ddp<Mlp>, mut optimizer: ModuleOptimizer, mut after: impl FnM
         let from = step * GLOBAL_BATCH + rank * part;
         let loss = ddp.forward(|model| model.loss(samples(from, from + part))).unwrap();
         let gradients = ddp.backward(&loss).unwrap();
-        ddp.step(&mut optimizer, 0.05, gradients);
+        ddp.step(&mut optimizer, 0.05, gradients).unwrap();
         after(ddp);
     }
 }
@@ -130,7 +130,7 @@ fn views_of_buckets_train_to_the_same_bits() {
                         let id = ddp.model().layers[1].weight.id;
                         let gradient = gradients.get::<2>(id).unwrap();
                         kept.push((gradient.clone(), gradient.into_data()));
-                        ddp.step(&mut optimizer, 0.05, gradients);
+                        ddp.step(&mut optimizer, 0.05, gradients).unwrap();
                     }
                     for (gradient, at_the_time) in kept {
                         gradient.into_data().assert_eq(&at_the_time, true);

@@ -12,6 +12,7 @@ mod fused;
 mod hooks;
 mod state;
 mod sync_batch_norm;
+mod tensors;
 #[cfg(feature = "train")]
 mod train;
 mod uneven;

@@ -3,6 +3,11 @@
 use std::fs;
 use std::path::Path;
 
+use burn::lr_scheduler::constant::ConstantLr;
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
 use burn::module::{Module, Param, ParamId};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -11,6 +16,7 @@ use burn::tensor::{Int, Tensor};
 use phalanx::ProcessGroup;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{Parts, State};
+use phalanx::sampler::{ElasticSampler, Tail};
 use phalanx_burn::{FusedAdamWConfig, FusedSgdConfig, TrainState};
 
 use crate::common::{device, floats, run, samples};
@@ -51,7 +57,7 @@ fn step(training: &mut Training, part: usize, parts: usize) {
     let from = 24 * training.progress + width * part;
     let loss = training.model.forward(|model| model.loss(samples(from, from + width))).unwrap();
     let gradients = training.model.backward(&loss).unwrap();
-    training.step(0.05, gradients);
+    training.step(0.05, gradients).unwrap();
     training.progress += 1;
 }
 
@@ -70,7 +76,7 @@ fn saved(training: &Training, folder: &Path) -> Vec<Vec<u8>> {
     checkpoints.save(training.progress as u64, |snapshot| training.save_to(snapshot)).unwrap();
     checkpoints.finish().unwrap();
     let newest = checkpoints.newest().unwrap().unwrap();
-    let files = ["tensors.safetensors", "model.part", "optimizer.part", "progress.part"];
+    let files = ["tensors.safetensors", "model.part", "optimizer.part", "steps.part", "progress.part"];
     files.iter().map(|file| fs::read(newest.folder().join(file)).unwrap()).collect()
 }
 
@@ -203,4 +209,100 @@ fn ranks_with_other_models_are_told_so() {
         training.enter(&group).unwrap_err().to_string()
     });
     assert!(errors.iter().all(|error| error.contains("first.weight")), "{errors:?}");
+}
+
+/// A step of a job that draws its samples from the progress, and its learning rates from the scheduler.
+fn scheduled(training: &mut TrainState<Mixed, ElasticSampler>, group: &ProcessGroup) {
+    let batch = loop {
+        match training.progress.next_batch(4, group.rank(), group.world_size()) {
+            Some(batch) => break batch,
+            None => training.progress.next_epoch(),
+        }
+    };
+    let parts: Vec<_> = batch.iter().map(|sample| samples(*sample, sample + 1)).collect();
+    let (x, y): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+    let part = (Tensor::cat(x, 0), Tensor::cat(y, 0));
+    let loss = training.model.forward(|model| model.loss(part)).unwrap();
+    let gradients = training.model.backward(&loss).unwrap();
+    training.scheduled_step(gradients).unwrap();
+}
+
+/// Warm-up, and then a decay.
+fn rates() -> ModuleLrScheduler {
+    let warm_up = LinearLrSchedulerConfig::new(0.01, 0.1, 4);
+    let decay = CosineAnnealingLrSchedulerConfig::new(0.1, 20);
+    SequentialLrSchedulerConfig::new(vec![warm_up.into(), decay.into()], vec![4]).init().unwrap()
+}
+
+#[test]
+fn a_job_goes_on_in_the_middle_of_an_epoch_with_the_next_learning_rate() {
+    for ranks in [1, 2, 3] {
+        let folder = tempfile::tempdir().unwrap();
+        let start = Mixed::new(6);
+        let new = |group: &ProcessGroup| {
+            let sampler = ElasticSampler::new(50).seed(7).tail(Tail::Repeat);
+            let optimizer = AdamWConfig::new().init();
+            let training = TrainState::new(start.clone(), optimizer, sampler).unwrap();
+            training.with_scheduler(rates()).with_group(group).unwrap()
+        };
+        let whole = run(ranks, |group| {
+            let mut training = new(&group);
+            (0..9).for_each(|_| scheduled(&mut training, &group));
+            training
+        });
+        let resumed = run(ranks, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut training = new(&group);
+            assert!(!training.resume(&checkpoints).unwrap());
+            (0..5).for_each(|_| scheduled(&mut training, &group));
+            training.checkpoint(&checkpoints).unwrap();
+            checkpoints.finish().unwrap();
+
+            let mut training = new(&group);
+            assert!(training.resume(&checkpoints).unwrap());
+            assert_eq!(training.steps(), 5);
+            (0..4).for_each(|_| scheduled(&mut training, &group));
+            training
+        });
+        for (resumed, whole) in resumed.iter().zip(&whole) {
+            assert_eq!((resumed.steps(), &resumed.progress), (9, &whole.progress));
+            assert_eq!(floats(resumed.model.model()), floats(whole.model.model()), "{ranks} ranks");
+        }
+    }
+}
+
+#[test]
+fn learning_rates_are_part_of_commits_and_another_scheduler_is_refused() {
+    let group = ProcessGroup::alone().unwrap();
+    let new = |rates: ModuleLrScheduler| {
+        let (optimizer, sampler) = (SgdConfig::new().init(), ElasticSampler::new(50));
+        TrainState::new(Mixed::new(6), optimizer, sampler).unwrap().with_scheduler(rates)
+    };
+    let mut training = new(rates());
+    (0..6).for_each(|_| scheduled(&mut training, &group));
+    let mut parts = Parts::default();
+    training.save(&mut parts).unwrap();
+    let mut other = new(rates());
+    other.load(&parts).unwrap();
+    let next =
+        |training: &mut TrainState<Mixed, ElasticSampler>| training.scheduler.as_mut().unwrap().step().base();
+    assert_eq!(next(&mut other).to_bits(), next(&mut training).to_bits());
+    assert_eq!(other.steps(), 6);
+
+    let mut constant = new(ConstantLr::new(0.1).into());
+    let error = constant.load(&parts).unwrap_err();
+    assert!(error.is_mismatch() && error.to_string().contains("scheduler"), "{error}");
+    let mut none = TrainState::new(Mixed::new(6), SgdConfig::new().init(), ElasticSampler::new(50)).unwrap();
+    let loss = none.model.forward(|model| model.loss(samples(0, 4))).unwrap();
+    let gradients = none.model.backward(&loss).unwrap();
+    assert!(none.scheduled_step(gradients).unwrap_err().to_string().contains("with_scheduler"));
+}
+
+#[test]
+fn the_example_of_a_whole_training_run_stays_short() {
+    let program = include_str!("../../examples/mnist_short/main.rs");
+    let code = program.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("//"));
+    let lines = code.count();
+    println!("examples/mnist_short: {lines} lines of code");
+    assert!(lines <= 60, "{lines} lines of code; at most 60 were promised");
 }

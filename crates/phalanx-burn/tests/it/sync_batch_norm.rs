@@ -333,7 +333,7 @@ fn trained<N: Norm>(
             let from = (step * ranks as usize + group.rank().index()) * BATCH;
             let loss = ddp.forward(|net| net.loss(images(from, from + BATCH))).unwrap();
             let gradients = ddp.backward(&loss).unwrap();
-            ddp.step(&mut optimizer, 0.05, gradients);
+            ddp.step(&mut optimizer, 0.05, gradients).unwrap();
         }
         assert!(ddp.replicas_identical().unwrap());
         floats(&ddp.model().valid())
@@ -409,7 +409,7 @@ fn uneven_inputs_normalise_with_the_ranks_that_still_have_data() {
                 for step in 0..batches(rank) {
                     let loss = ddp.forward(|net| net.loss(part(step, rank)))?;
                     let gradients = ddp.backward(&loss)?;
-                    ddp.step(optimizer, 0.05, gradients);
+                    ddp.step(optimizer, 0.05, gradients)?;
                 }
                 Ok(())
             })

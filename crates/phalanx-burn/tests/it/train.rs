@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::common::{device, distance, floats, run};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
-use burn::data::dataset::InMemDataset;
+use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
@@ -20,6 +20,10 @@ use burn::train::{
 };
 use parking_lot::Mutex;
 use phalanx::ProcessGroup;
+use phalanx::reducer::ReducerOptions;
+use phalanx::reducer::hooks::Compressed;
+use phalanx::sampler::DistributedSampler;
+use phalanx_burn::DdpOptions;
 use phalanx_burn::train::DdpStrategy;
 
 type Sample = ([f32; 4], f32);
@@ -49,6 +53,8 @@ struct Net {
     hidden: Linear,
     norm: Option<BatchNorm>,
     head: Linear,
+    /// Never used.
+    idle: Option<Linear>,
 }
 
 impl Net {
@@ -58,11 +64,14 @@ impl Net {
             hidden: LinearConfig::new(4, 8).init(&device),
             norm: norm.then(|| BatchNormConfig::new(8).init(&device)),
             head: LinearConfig::new(8, 1).init(&device),
+            idle: None,
         }
     }
 
     fn twin(&self) -> Self {
-        Self::new(self.norm.is_some()).load_record(self.clone().into_record())
+        let used = Self { idle: None, ..self.clone() };
+        let twin = Self::new(self.norm.is_some()).load_record(used.into_record());
+        Self { idle: self.idle.clone(), ..twin }
     }
 
     fn output(&self, Batch { x, y }: Batch) -> RegressionOutput {
@@ -93,13 +102,40 @@ impl InferenceStep for Net {
 }
 
 /// `order` says which sample of the data comes where.
-fn loader(order: &[usize], batch: usize) -> Arc<dyn DataLoader<Batch>> {
+fn data(order: &[usize]) -> InMemDataset<Sample> {
     let sample = |i: &usize| {
         let x = [0, 1, 2, 3].map(|j| ((i * i * 7 + j * 13) as f32 * 0.1).sin());
         (x, x[0] - 2.0 * x[1] + x[2] * x[3])
     };
-    let data = InMemDataset::new(order.iter().map(sample).collect());
-    DataLoaderBuilder::new(Rows).batch_size(batch).build(data)
+    InMemDataset::new(order.iter().map(sample).collect())
+}
+
+fn loader(order: &[usize], batch: usize) -> Arc<dyn DataLoader<Batch>> {
+    DataLoaderBuilder::new(Rows).batch_size(batch).build(data(order))
+}
+
+/// Notes which samples are read.
+struct Noting {
+    data: InMemDataset<Sample>,
+    seen: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Noting {
+    fn new(samples: usize) -> (Self, Arc<Mutex<Vec<usize>>>) {
+        let seen = Arc::<Mutex<Vec<usize>>>::default();
+        (Self { data: data(&(0..samples).collect::<Vec<_>>()), seen: Arc::clone(&seen) }, seen)
+    }
+}
+
+impl Dataset<Sample> for Noting {
+    fn get(&self, index: usize) -> Result<Sample, DatasetError> {
+        self.seen.lock().push(index);
+        self.data.get(index)
+    }
+
+    fn len(&self) -> usize {
+        self.data.len()
+    }
 }
 
 const TRAIN: usize = 24;
@@ -246,4 +282,102 @@ fn models_that_differ_end_the_training_of_every_rank() {
         let error = result.error.unwrap().to_string();
         assert!(error.contains("norm") || error.contains("parameter"), "{error}");
     });
+}
+
+#[test]
+fn each_epoch_s_samples_are_those_of_the_distributed_sampler() {
+    for ranks in [2, 3] {
+        let valid: Vec<usize> = (100..100 + VALID).collect();
+        run(ranks, |group| {
+            let folder = tempfile::tempdir().unwrap();
+            let (noting, seen) = Noting::new(25);
+            let strategy = DdpStrategy::new(&group);
+            let sampled = strategy.sampled(noting, 42);
+            let train_loader = DataLoaderBuilder::new(Rows).batch_size(4).build(sampled);
+            let setup = Setup { accumulate: None, stop_after: EPOCHS };
+            train(Net::new(false), (train_loader, loader(&valid, 3)), folder.path(), &setup, strategy.into());
+            let mut sampler = DistributedSampler::for_group(25, &group).seed(42);
+            let expected = (1..=EPOCHS as u64).flat_map(|epoch| {
+                sampler.set_epoch(epoch);
+                sampler.indices()
+            });
+            assert_eq!(*seen.lock(), expected.collect::<Vec<_>>());
+        });
+    }
+}
+
+#[test]
+fn stretches_of_an_ordinary_loader_go_round() {
+    let valid: Vec<usize> = (100..100 + VALID).collect();
+    run(2, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let (noting, seen) = Noting::new(17);
+        let train_loader = DataLoaderBuilder::new(Rows).batch_size(4).build(noting);
+        let setup = Setup { accumulate: None, stop_after: EPOCHS };
+        let strategy = DdpStrategy::new(&group).into();
+        train(Net::new(false), (train_loader, loader(&valid, 3)), folder.path(), &setup, strategy);
+        let rank = group.rank().index();
+        let stretch = |epoch: usize| (0..8).map(move |sample| (rank + epoch) % 2 * 8 + sample);
+        assert_eq!(*seen.lock(), (0..EPOCHS).flat_map(stretch).collect::<Vec<_>>());
+    });
+}
+
+#[test]
+fn a_loader_of_other_data_than_the_strategy_deals_out_is_refused() {
+    run(2, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let strategy = DdpStrategy::new(&group);
+        drop(strategy.sampled(data(&[1, 2, 3, 4]), 0));
+        let training = SupervisedTraining::new(folder.path(), loader(&[1, 2, 3, 4], 2), loader(&[5, 6], 2))
+            .with_application_logger(None)
+            .with_training_strategy(strategy.into());
+        let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
+        let error = result.error.unwrap().to_string();
+        assert!(error.contains("sampled"), "{error}");
+    });
+}
+
+/// The weights after a training of `net` on two ranks, the same on both, or why there was none.
+fn configured(
+    net: &Net,
+    configure: impl Fn(DdpStrategy) -> DdpStrategy + Sync,
+) -> Result<Vec<Vec<f32>>, String> {
+    let mut trained = run(2, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let training = SupervisedTraining::new(folder.path(), loader(&dealt(2, 4), 4), loader(&[5, 6], 2))
+            .with_application_logger(None)
+            .num_epochs(EPOCHS)
+            .with_training_strategy(configure(DdpStrategy::new(&group)).into());
+        let result = training.launch(Learner::new(net.twin(), SgdConfig::new().init(), 0.1));
+        result.error.map_or_else(|| Ok(floats(&result.model)), |error| Err(error.to_string()))
+    });
+    let last = trained.pop().unwrap();
+    trained.iter().for_each(|other| assert!(other == &last || other.is_err(), "the replicas differ"));
+    last
+}
+
+#[test]
+fn options_and_hooks_are_those_of_a_ddp() {
+    let mut net = Net::new(false);
+    let plain = configured(&net, |strategy| strategy).unwrap();
+    let viewed = |strategy: DdpStrategy| {
+        let mut options = DdpOptions::default();
+        options.gradient_as_bucket_view = true;
+        options.reducer = ReducerOptions::default().bucket_cap_mb(0.0001);
+        strategy.with_options(options)
+    };
+    assert_eq!(configured(&net, viewed).unwrap(), plain);
+    let compressed = configured(&net, |strategy| strategy.with_comm_hook(Compressed::bf16)).unwrap();
+    let away = distance(&compressed, &plain);
+    assert!(away > 0.0 && away < 0.05, "{away:e}");
+
+    net.idle = Some(LinearConfig::new(2, 2).init(&device()));
+    let error = configured(&net, |strategy| strategy).unwrap_err();
+    assert!(error.contains("idle.weight"), "{error}");
+    let finding = |strategy: DdpStrategy| {
+        let mut options = DdpOptions::default();
+        options.reducer = ReducerOptions::default().find_unused_parameters(true);
+        strategy.with_options(options)
+    };
+    assert_eq!(configured(&net, finding).unwrap()[..plain.len()], plain);
 }

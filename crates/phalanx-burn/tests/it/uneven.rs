@@ -69,7 +69,7 @@ fn train(start: &Mlp, group: &ProcessGroup, divide_by_all: bool) -> Result<Vec<V
             for step in 0..mine {
                 let loss = ddp.forward(|model| model.loss(batch(epoch, step, rank)))?;
                 let gradients = ddp.backward(&loss)?;
-                ddp.step(optimizer, LEARNING_RATE, gradients);
+                ddp.step(optimizer, LEARNING_RATE, gradients)?;
             }
             Ok(mine)
         })?;
@@ -133,7 +133,7 @@ fn buffers_accumulation_unused_parameters_and_other_participants_are_joined_too(
                                 ddp.backward_no_sync(&loss)?;
                             } else {
                                 let gradients = ddp.backward(&loss)?;
-                                ddp.step(optimizer, LEARNING_RATE, gradients);
+                                ddp.step(optimizer, LEARNING_RATE, gradients)?;
                             }
                         }
                     }
@@ -166,7 +166,7 @@ fn early_termination_ends_every_rank_on_the_same_step() {
                     for step in 0..if rank == 1 { 2 } else { 4 } {
                         let loss = ddp.forward(|model| model.loss(batch(0, step, rank)))?;
                         let gradients = ddp.backward(&loss)?;
-                        ddp.step(optimizer, LEARNING_RATE, gradients);
+                        ddp.step(optimizer, LEARNING_RATE, gradients)?;
                         steps += 1;
                     }
                     Ok(())
@@ -206,7 +206,7 @@ fn an_average_of_the_model_is_that_of_the_ranks_that_still_train() {
                     let expected = step(ddp.model(), number, rank);
                     let loss = ddp.forward(|model| model.loss(batch(0, number, rank)))?;
                     let gradients = ddp.backward(&loss)?;
-                    ddp.step(optimizer, LEARNING_RATE, gradients);
+                    ddp.step(optimizer, LEARNING_RATE, gradients)?;
                     assert!(averager.step(ddp)?);
                     reached.push((floats(ddp.model()), floats(&expected)));
                 }

@@ -78,7 +78,7 @@ fn parameters_that_some_ranks_do_not_use_train_as_in_one_process() {
                 let loss = ddp.forward(|model| model.loss(expert, batch(step, rank))).unwrap();
                 let gradients = ddp.backward(&loss).unwrap();
                 assert!(gradients.get::<2>(ddp.model().idle.weight.id).is_none());
-                ddp.step(&mut optimizer, LEARNING_RATE, gradients);
+                ddp.step(&mut optimizer, LEARNING_RATE, gradients).unwrap();
                 assert!(ddp.replicas_identical().unwrap(), "step {step}");
             }
             floats(ddp.model())
@@ -215,12 +215,12 @@ fn a_generator_and_a_discriminator_train_in_turns_as_in_one_process() {
                     let fake = g.model().forward(noise.clone()).detach();
                     let loss = d.forward(|d| judge(d, real, fake)).unwrap();
                     let gradients = d.backward(&loss).unwrap();
-                    d.step(&mut optimizer_d, LEARNING_RATE, gradients);
+                    d.step(&mut optimizer_d, LEARNING_RATE, gradients).unwrap();
                     let fake = g.forward(|g| g.forward(noise)).unwrap();
                     let loss =
                         if hooked { d.forward(|d| fool(d, fake)).unwrap() } else { fool(d.model(), fake) };
                     let gradients = g.backward(&loss).unwrap();
-                    g.step(&mut optimizer_g, LEARNING_RATE, gradients);
+                    g.step(&mut optimizer_g, LEARNING_RATE, gradients).unwrap();
                 }
                 [floats(g.model()), floats(d.model())]
             });
@@ -269,7 +269,7 @@ fn several_losses_and_backward_passes_make_one_step() {
                 } else {
                     ddp.backward(&(first + second)).unwrap()
                 };
-                ddp.step(&mut optimizer, LEARNING_RATE, gradients);
+                ddp.step(&mut optimizer, LEARNING_RATE, gradients).unwrap();
             }
             floats(ddp.model())
         });
@@ -305,7 +305,7 @@ fn a_frozen_backbone_and_a_network_for_the_loss_stay_as_they_are() {
                 let loss = ddp.forward(|model| loss(model, samples(from, from + BATCH))).unwrap();
                 let gradients = ddp.backward(&loss).unwrap();
                 assert_eq!(gradients.len(), 2);
-                ddp.step(&mut optimizer, LEARNING_RATE, gradients);
+                ddp.step(&mut optimizer, LEARNING_RATE, gradients).unwrap();
             }
             floats(ddp.model())
         });

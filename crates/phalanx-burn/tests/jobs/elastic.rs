@@ -150,10 +150,10 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, folder: &Pat
             }
             let averaged = TrainState::backward(context, &loss)?;
             context.state.progress.sampler.put_back(&averaged.missing);
-            context.state.step(0.01, averaged.value);
+            context.state.step(0.01, averaged.value)?;
         } else {
             let gradients = state.model.backward(&loss)?;
-            state.step(0.01, gradients);
+            state.step(0.01, gradients)?;
         }
         let state = &mut *context.state;
         state.progress.step += 1;

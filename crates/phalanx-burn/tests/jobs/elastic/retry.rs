@@ -53,7 +53,7 @@ pub fn work(folder: &Path, view: &str) -> phalanx::Result<()> {
             let averaged = TrainState::backward(context, &loss)?;
             let state = &mut *context.state;
             state.progress.sampler.put_back(&averaged.missing);
-            state.step(0.01, averaged.value);
+            state.step(0.01, averaged.value)?;
             let missing: Vec<String> = averaged.missing.iter().map(ToString::to_string).collect();
             println!(
                 "step {} of {world} {} [{}]",
@@ -151,7 +151,7 @@ impl Seen {
             };
             let loss = training.model.forward(losses).unwrap();
             let gradients = training.model.backward(&loss).unwrap();
-            training.step(0.01, gradients);
+            training.step(0.01, gradients).unwrap();
         }
         training
     }

@@ -1,0 +1,265 @@
+//! Collectives on tensors and on single numbers.
+
+use burn::module::Module;
+use burn::tensor::kind::Basic;
+use burn::tensor::{DType as BurnDType, Device, Tensor, TensorData};
+use phalanx::{Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
+
+use crate::Ddp;
+use crate::bridge;
+
+/// Collectives on Burn's tensors of any rank: floats, integers and truth values. What `torch.distributed` has under the same
+/// names.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use phalanx::{ProcessGroup, Rank, ReduceOp};
+/// use phalanx_burn::Collectives;
+///
+/// let group = ProcessGroup::alone()?; // or phalanx::init()?
+/// let x = Tensor::<2>::ones([2, 3], &Device::flex());
+/// let sum = x.clone().all_reduce(&group, ReduceOp::Sum)?; // [2, 3]
+/// let rows = x.all_gather(&group)?;                       // [2 * world_size, 3]
+/// let first = rows.broadcast(&group, Rank::MAIN)?;        // rank 0's
+/// # assert_eq!((sum.dims(), first.dims()), ([2, 3], [2, 3]));
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// All ranks call them together. The tensor is on the Flex backend, and the result is on the same device.
+///
+/// **Gradients do not flow through them.** A tensor that is part of a graph is read, and the result begins a new one, as after
+/// `detach`. A loss that must see all ranks' samples does not get its gradient from here.
+///
+/// # Errors
+/// All of them: as the [`ProcessGroup`] method of the same name; if the tensor is on another backend; if its type does not travel
+/// (quantised, 16-bit integers). Unsigned integers of 32 and 64 bits are copied, but cannot be combined: cast them first.
+pub trait Collectives: Sized {
+    /// Combines the tensors of all ranks, which have the same shape, element by element. Every rank gets the result.
+    ///
+    /// # Errors
+    /// See [above](Self#errors).
+    #[doc(alias = "allreduce")]
+    fn all_reduce(self, group: &ProcessGroup, op: ReduceOp) -> Result<Self>;
+
+    /// As [`all_reduce`](Self::all_reduce), for rank `root` alone; `None` elsewhere.
+    ///
+    /// # Errors
+    /// See [above](Self#errors).
+    fn reduce(self, group: &ProcessGroup, root: Rank, op: ReduceOp) -> Result<Option<Self>>;
+
+    /// Gives every rank the tensor of rank `root`. The others bring one of the same shape and type.
+    ///
+    /// # Errors
+    /// See [above](Self#errors).
+    fn broadcast(self, group: &ProcessGroup, root: Rank) -> Result<Self>;
+
+    /// The tensors of all ranks, one behind the other along the first dimension, in the order of ranks. They may differ in the
+    /// length of that dimension: ranks may bring unequal numbers of samples.
+    ///
+    /// # Errors
+    /// See [above](Self#errors); if shapes differ in another dimension, with the rank that has another shape.
+    #[doc(alias = "allgather")]
+    fn all_gather(self, group: &ProcessGroup) -> Result<Self>;
+
+    /// As [`all_reduce`](Self::all_reduce), and rank r keeps the r-th of `world_size` equal parts along the first dimension.
+    ///
+    /// # Errors
+    /// See [above](Self#errors); if the first dimension cannot be divided evenly.
+    fn reduce_scatter(self, group: &ProcessGroup, op: ReduceOp) -> Result<Self>;
+}
+
+impl<const D: usize, K: Basic> Collectives for Tensor<D, K> {
+    fn all_reduce(self, group: &ProcessGroup, op: ReduceOp) -> Result<Self> {
+        let (local, buffer) = local(self, group, combined)?;
+        local.tensor(&group.all_reduce_async(buffer, op)?.wait()?, local.shape)
+    }
+
+    fn reduce(self, group: &ProcessGroup, root: Rank, op: ReduceOp) -> Result<Option<Self>> {
+        let (local, buffer) = local(self, group, combined)?;
+        let reduced = group.reduce_async(buffer, root, op)?.wait()?;
+        (group.rank() == root).then(|| local.tensor(&reduced, local.shape)).transpose()
+    }
+
+    fn broadcast(self, group: &ProcessGroup, root: Rank) -> Result<Self> {
+        let (local, buffer) = local(self, group, bridge::dtype)?;
+        local.tensor(&group.broadcast_async(buffer, root)?.wait()?, local.shape)
+    }
+
+    fn all_gather(self, group: &ProcessGroup) -> Result<Self> {
+        let (local, buffer) = local(self, group, bridge::dtype)?;
+        let own = local.shape.map(|side| side as i64);
+        let mut shapes = vec![0; D * group.world_size().count()];
+        group.all_gather(&own, &mut shapes)?;
+        let mut shape = local.shape;
+        shape[0] = 0;
+        let mut counts = Vec::with_capacity(group.world_size().count());
+        for (rank, other) in group.world_size().ranks().zip(shapes.chunks_exact(D)) {
+            // Every other side is this rank's own, so that nobody can make it take more memory than it says.
+            let rows = usize::try_from(other[0]).ok().filter(|_| other[1..] == own[1..]);
+            let Some(rows) = rows else {
+                return Err(Error::mismatch(format!(
+                    "all_gather of tensors: rank {rank} brings {other:?}, rank {} {own:?}",
+                    group.rank()
+                ))
+                .with_remedy("tensors may differ in the length of the first dimension alone"));
+            };
+            shape[0] = rows.saturating_add(shape[0]);
+            counts.push(rows.saturating_mul(local.shape[1..].iter().product()));
+        }
+        local.tensor(&group.all_gather_v_async(buffer, &counts)?.wait()?, shape)
+    }
+
+    fn reduce_scatter(self, group: &ProcessGroup, op: ReduceOp) -> Result<Self> {
+        let (local, buffer) = local(self, group, combined)?;
+        let (mut shape, world) = (local.shape, group.world_size().count());
+        if !shape[0].is_multiple_of(world) {
+            return Err(Error::invalid_argument(format!(
+                "reduce_scatter: a tensor of shape {shape:?} cannot be divided among {world} ranks along its first dimension"
+            )));
+        }
+        shape[0] /= world;
+        local.tensor(&group.reduce_scatter_async(buffer, op)?.wait()?, shape)
+    }
+}
+
+/// What the result has in common with this rank's tensor.
+struct Local<const D: usize> {
+    shape: [usize; D],
+    dtype: BurnDType,
+    device: Device,
+}
+
+/// `tensor`'s elements in memory of the group, as the type that `travels`.
+fn local<const D: usize, K: Basic>(
+    tensor: Tensor<D, K>,
+    group: &ProcessGroup,
+    travels: impl FnOnce(BurnDType) -> Result<DType>,
+) -> Result<(Local<D>, Buffer)> {
+    let local = Local { shape: tensor.dims(), dtype: tensor.dtype(), device: tensor.device() };
+    if local.device.clone().inner() != Device::flex() {
+        let device = &local.device;
+        return Err(Error::invalid_argument(format!("a tensor is on {device:?}; collectives are for Flex"))
+            .with_remedy("tensor.to_device(&Device::flex())"));
+    }
+    let dtype = travels(local.dtype)?;
+    let data: TensorData = tensor.into_data();
+    let mut buffer = group.alloc(dtype, data.num_elements())?;
+    buffer.as_bytes_mut().copy_from_slice(data.as_bytes());
+    Ok((local, buffer))
+}
+
+impl<const D: usize> Local<D> {
+    /// A tensor of the elements in `buffer`.
+    fn tensor<K: Basic>(&self, buffer: &Buffer, shape: [usize; D]) -> Result<Tensor<D, K>> {
+        let normal: Vec<u8>;
+        let bytes = match self.dtype {
+            // Peers may send any byte, and Burn's memory must hold 0 or 1.
+            BurnDType::Bool(_) => {
+                normal = buffer.as_bytes().iter().map(|byte| u8::from(*byte != 0)).collect();
+                &normal
+            }
+            _ => buffer.as_bytes(),
+        };
+        if bytes.len() != shape.iter().product::<usize>() * self.dtype.size() {
+            return Err(Error::mismatch(format!(
+                "a collective gave {} B for a tensor of {shape:?}",
+                bytes.len()
+            )));
+        }
+        let data = bridge::tensor_data(bytes, &shape, self.dtype);
+        Ok(Tensor::from_data(data, (&self.device, self.dtype)))
+    }
+}
+
+/// The type as which elements are combined.
+fn combined(dtype: BurnDType) -> Result<DType> {
+    match dtype {
+        BurnDType::I8 => Ok(DType::I8),
+        BurnDType::Bool(_) if dtype.size() == 1 => Ok(DType::Bool),
+        BurnDType::U64 | BurnDType::U32 => {
+            Err(Error::invalid_argument(format!("tensors of type {dtype:?} cannot be combined"))
+                .with_remedy("cast it to a signed integer or a float"))
+        }
+        other => bridge::dtype(other),
+    }
+}
+
+impl<M: Module> Ddp<M> {
+    /// The mean of all ranks' `value`, such as a loss, the same on every rank. All ranks call it together; inside
+    /// [`join`](Self::join) it is the mean over those that still have data.
+    ///
+    /// ```
+    /// # use burn::{nn::Linear, tensor::Tensor};
+    /// # fn show(ddp: &phalanx_burn::Ddp<Linear>, epoch: u64, loss: Tensor<1>) -> phalanx::Result<()> {
+    /// let loss = ddp.mean(&loss)?; // on every rank
+    /// if ddp.rank().is_main() {
+    ///     println!("epoch {epoch}: loss {loss:.4}");
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Every rank's value counts alike. For the mean over samples of which ranks have unequal numbers, divide a [`sum`](Self::sum)
+    /// by another.
+    ///
+    /// # Errors
+    /// If a tensor has more than one element, or the exchange fails.
+    pub fn mean(&self, value: impl Scalar) -> Result<f64> {
+        Ok(self.total(value, Caller::DdpMean)? / self.active_ranks() as f64)
+    }
+
+    /// The sum of all ranks' `value`, the same on every rank. All ranks call it together.
+    ///
+    /// # Errors
+    /// As [`mean`](Self::mean).
+    pub fn sum(&self, value: impl Scalar) -> Result<f64> {
+        self.total(value, Caller::DdpSum)
+    }
+
+    fn total(&self, value: impl Scalar, caller: Caller) -> Result<f64> {
+        let (buffer, group) = (Buffer::from_slice(&[value.number()?]), self.communicator(caller));
+        let sum = group.all_reduce_async(buffer, ReduceOp::Sum)?.wait()?;
+        Ok(sum.as_slice::<f64>()?.iter().sum())
+    }
+}
+
+/// A single number, for [`Ddp::mean`] and [`Ddp::sum`]: a Rust number, or a tensor with one
+/// element, such as a loss.
+pub trait Scalar {
+    /// The number.
+    ///
+    /// # Errors
+    /// If a tensor has not exactly one element.
+    fn number(&self) -> Result<f64>;
+}
+
+macro_rules! scalars {
+    ($($number:ty),*) => {$(
+        impl Scalar for $number {
+            fn number(&self) -> Result<f64> {
+                Ok(*self as f64)
+            }
+        }
+    )*};
+}
+scalars!(f64, f32, i64, i32, u64, u32, usize);
+
+impl<const D: usize, K: Basic> Scalar for Tensor<D, K> {
+    fn number(&self) -> Result<f64> {
+        let data = self.to_data();
+        let mut numbers = data.iter::<f64>();
+        match (numbers.next(), numbers.next()) {
+            (Some(number), None) => Ok(number),
+            _ => {
+                Err(Error::invalid_argument(format!("a tensor of shape {:?} is not one number", self.dims()))
+                    .with_remedy("take its mean() or sum() first"))
+            }
+        }
+    }
+}
+
+impl<T: Scalar + ?Sized> Scalar for &T {
+    fn number(&self) -> Result<f64> {
+        (**self).number()
+    }
+}

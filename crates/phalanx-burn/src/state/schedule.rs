@@ -1,0 +1,43 @@
+//! A learning-rate scheduler's place: some numbers with names.
+
+use std::collections::BTreeMap;
+
+use burn::lr_scheduler::LrSchedulerRecord;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn_pack::{Reader, Scalar, Writer};
+use phalanx::{Error, Result};
+
+use super::medium::{Source, Target};
+
+type Numbers = BTreeMap<String, Scalar>;
+
+pub(super) fn save(scheduler: &ModuleLrScheduler, target: &mut impl Target, name: &str) -> Result<()> {
+    target.value(name, &numbers(scheduler)?)
+}
+
+/// `scheduler` at the place that was saved.
+pub(super) fn load(
+    scheduler: &ModuleLrScheduler,
+    source: &impl Source,
+    name: &str,
+) -> Result<ModuleLrScheduler> {
+    let saved: Numbers = source.value(name)?;
+    if !saved.keys().eq(numbers(scheduler)?.keys()) {
+        return Err(Error::mismatch("the saved state is that of another kind of learning-rate scheduler")
+            .with_remedy("build the scheduler as it was built when the state was saved"));
+    }
+    let writer =
+        saved.iter().fold(Writer::new(Vec::new()), |writer, (name, value)| writer.with_scalar(name, *value));
+    let record = LrSchedulerRecord::from_bytes(writer.into_bytes().map_err(unreadable)?);
+    Ok(scheduler.clone().load_record(record.map_err(unreadable)?))
+}
+
+/// Burn shows a record only as bytes.
+fn numbers(scheduler: &ModuleLrScheduler) -> Result<Numbers> {
+    let bytes = scheduler.to_record().into_bytes().map_err(unreadable)?;
+    Ok(Reader::from_bytes(bytes).map_err(unreadable)?.scalars().clone())
+}
+
+fn unreadable(error: impl std::error::Error + Send + Sync + 'static) -> Error {
+    Error::invalid_argument("the state of the learning-rate scheduler cannot be read").with_source(error)
+}

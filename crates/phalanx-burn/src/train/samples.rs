@@ -1,0 +1,70 @@
+//! The samples of one rank, drawn anew in each epoch.
+
+use std::fmt;
+use std::sync::Arc;
+
+use burn::data::dataset::{Dataset, DatasetError};
+use parking_lot::RwLock;
+use phalanx::ProcessGroup;
+use phalanx::sampler::DistributedSampler;
+
+/// A data set as one rank sees it: its samples of the current epoch, which a
+/// [`DistributedSampler`] deals out. [`DdpStrategy::sampled`](super::DdpStrategy::sampled) makes it.
+pub struct Sampled<D> {
+    dataset: D,
+    part: Arc<Part>,
+}
+
+/// Which samples they are now.
+pub(super) struct Part {
+    order: RwLock<(DistributedSampler, Vec<usize>)>,
+}
+
+impl Part {
+    pub fn new(samples: usize, group: &ProcessGroup, seed: u64) -> Self {
+        let sampler = DistributedSampler::for_group(samples, group).seed(seed);
+        let order = sampler.indices();
+        Self { order: RwLock::new((sampler, order)) }
+    }
+
+    pub fn set_epoch(&self, epoch: u64) {
+        let (sampler, order) = &mut *self.order.write();
+        sampler.set_epoch(epoch);
+        *order = sampler.indices();
+    }
+
+    pub fn len(&self) -> usize {
+        self.order.read().1.len()
+    }
+}
+
+impl<D> Sampled<D> {
+    pub(super) fn new(dataset: D, part: Arc<Part>) -> Self {
+        Self { dataset, part }
+    }
+}
+
+impl<I, D: Dataset<I>> Dataset<I> for Sampled<D> {
+    fn get(&self, index: usize) -> Result<I, DatasetError> {
+        let sample = self.part.order.read().1[index];
+        self.dataset.get(sample)
+    }
+
+    fn get_many(&self, indexes: Vec<usize>) -> Result<Vec<I>, DatasetError> {
+        let samples = {
+            let order = self.part.order.read();
+            indexes.into_iter().map(|index| order.1[index]).collect()
+        };
+        self.dataset.get_many(samples)
+    }
+
+    fn len(&self) -> usize {
+        self.part.len()
+    }
+}
+
+impl<D> fmt::Debug for Sampled<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Sampled({} samples)", self.part.len())
+    }
+}

@@ -1,0 +1,166 @@
+//! Collectives on tensors, against what each rank can work out by itself.
+
+use crate::common::{Mlp, device, samples};
+use burn::optim::SgdConfig;
+use burn::tensor::kind::Basic;
+use burn::tensor::{Bool, DType, Device, FloatDType, Int, IntDType, Tensor, TensorData};
+use phalanx::join::JoinOptions;
+use phalanx::testing::{self, Fabric};
+use phalanx::{ProcessGroup, Rank, ReduceOp};
+use phalanx_burn::{Collectives, Ddp};
+
+/// Runs with two and three ranks, where they share memory and where they do not.
+fn everywhere(rank: impl Fn(ProcessGroup) + Sync) {
+    for ranks in [2, 3] {
+        for fabric in [Fabric::SharedMemory, Fabric::Tcp] {
+            testing::run(ranks, fabric, &rank);
+        }
+    }
+}
+
+fn floats<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Vec<f64> {
+    tensor.into_data().iter::<f64>().collect()
+}
+
+#[test]
+fn floats_of_every_type_and_rank_are_combined_and_keep_shape_and_type() {
+    everywhere(|group| {
+        let (rank, world) = (group.rank().index() as f32, group.world_size().count() as f32);
+        for dtype in [FloatDType::F64, FloatDType::F32, FloatDType::F16, FloatDType::BF16] {
+            let own = Tensor::<3>::full([2, 3, 4], rank + 1.0, &Device::flex()).cast(dtype);
+            let sum = own.clone().all_reduce(&group, ReduceOp::Sum).unwrap();
+            assert_eq!((sum.dims(), sum.dtype()), ([2, 3, 4], dtype.into()));
+            assert_eq!(floats(sum), [f64::from(world * (world + 1.0) / 2.0); 24]);
+            let last = own.clone().all_reduce(&group, ReduceOp::Max).unwrap();
+            assert_eq!(floats(last), [f64::from(world); 24]);
+            let average = own.all_reduce(&group, ReduceOp::Avg).unwrap();
+            assert_eq!(floats(average), [f64::from((world + 1.0) / 2.0); 24]);
+        }
+        let one = Tensor::<1>::full([1], rank, &Device::flex());
+        assert_eq!(floats(one.all_reduce(&group, ReduceOp::Min).unwrap()), [0.0]);
+        let none = Tensor::<2>::empty([0, 3], &Device::flex());
+        assert_eq!(none.all_reduce(&group, ReduceOp::Sum).unwrap().dims(), [0, 3]);
+    });
+}
+
+#[test]
+fn integers_and_truth_values_are_combined_and_what_has_no_sum_is_refused() {
+    everywhere(|group| {
+        let (rank, world) = (group.rank().index() as i64, group.world_size().count() as i64);
+        for dtype in [IntDType::I64, IntDType::I32, IntDType::I8, IntDType::U8] {
+            let own = Tensor::<2, Int>::full([3, 2], rank + 1, &Device::flex()).cast(dtype);
+            let sum = own.clone().all_reduce(&group, ReduceOp::Sum).unwrap();
+            assert_eq!((sum.dims(), sum.dtype()), ([3, 2], dtype.into()));
+            assert_eq!(floats(sum), [(world * (world + 1) / 2) as f64; 6]);
+            if dtype != IntDType::U8 {
+                // Signed: a byte that passed for unsigned would be the largest.
+                let least = own.neg().all_reduce(&group, ReduceOp::Min).unwrap();
+                assert_eq!(floats(least), [-world as f64; 6]);
+            }
+        }
+        for dtype in [IntDType::U64, IntDType::U32] {
+            let own = Tensor::<1, Int>::full([3], rank, &Device::flex()).cast(dtype);
+            let error = own.clone().all_reduce(&group, ReduceOp::Max).unwrap_err();
+            assert!(error.is_invalid_argument() && error.to_string().contains("cast"), "{error}");
+            let gathered = own.all_gather(&group).unwrap();
+            assert_eq!((gathered.dims(), gathered.dtype()), ([3 * world as usize], dtype.into()));
+        }
+        let data = TensorData::from([[rank == 0, true], [false, rank != 0]]);
+        let own = Tensor::<2, Bool>::from_data(data, &Device::flex());
+        let any = own.clone().all_reduce(&group, ReduceOp::Max).unwrap();
+        assert!(matches!(any.dtype(), DType::Bool(_)));
+        assert_eq!(any.into_data().iter::<bool>().collect::<Vec<_>>(), [true, true, false, true]);
+        let all = own.clone().all_reduce(&group, ReduceOp::Min).unwrap();
+        assert_eq!(all.into_data().iter::<bool>().collect::<Vec<_>>(), [false, true, false, false]);
+        assert!(own.all_reduce(&group, ReduceOp::Avg).unwrap_err().is_invalid_argument());
+    });
+}
+
+#[test]
+fn tensors_are_broadcast_gathered_reduced_and_scattered() {
+    everywhere(|group| {
+        let (rank, world) = (group.rank().index(), group.world_size().count());
+        let last = Rank::new(world as u32 - 1);
+        let flex = Device::flex();
+        let own = Tensor::<2>::full([world, 2], rank as f32, &flex);
+
+        // A view that is not in a row, and memory that is shared with it.
+        let wide = Tensor::<2>::from_floats([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], &flex) * rank as f32;
+        let columns = wide.clone().transpose().broadcast(&group, Rank::new(1)).unwrap();
+        assert_eq!((columns.dims(), floats(columns)), ([3, 2], vec![1.0, 4.0, 2.0, 5.0, 3.0, 6.0]));
+        assert_eq!(floats(wide.slice([0..1, 0..1])), [rank as f64]);
+
+        let expected: Vec<f64> = (0..world).flat_map(|rank| vec![rank as f64; 2 * world]).collect();
+        let gathered = own.clone().all_gather(&group).unwrap();
+        assert_eq!((gathered.dims(), floats(gathered)), ([world * world, 2], expected));
+
+        // As many rows as the rank's number: rank 0 has none.
+        let rows = Tensor::<3, Int>::full([rank, 1, 2], rank as i64, &flex).all_gather(&group).unwrap();
+        let expected: Vec<f64> = (0..world).flat_map(|rank| vec![rank as f64; 2 * rank]).collect();
+        assert_eq!((rows.dims(), floats(rows)), ([world * (world - 1) / 2, 1, 2], expected));
+
+        let sum = (world * (world - 1) / 2) as f64;
+        let reduced = own.clone().reduce(&group, last, ReduceOp::Sum).unwrap();
+        assert_eq!(reduced.is_some(), group.rank() == last);
+        reduced.into_iter().for_each(|reduced| assert_eq!(floats(reduced), vec![sum; 2 * world]));
+
+        let ramp = Tensor::<1, Int>::arange(0..2 * world as i64, &flex).float().reshape([world, 2]);
+        let part = ramp.clone().reduce_scatter(&group, ReduceOp::Sum).unwrap();
+        let expected = [2 * rank, 2 * rank + 1].map(|value| (value * world) as f64).to_vec();
+        assert_eq!((part.dims(), floats(part)), ([1, 2], expected));
+        let odd = Tensor::<2>::zeros([world + 1, 2], &flex);
+        assert!(odd.reduce_scatter(&group, ReduceOp::Sum).unwrap_err().is_invalid_argument());
+    });
+}
+
+#[test]
+fn shapes_that_do_not_fit_are_an_error_that_names_the_rank() {
+    everywhere(|group| {
+        let width = 2 + group.rank().index() / (group.world_size().count() - 1);
+        let error = Tensor::<2>::zeros([4, width], &Device::flex()).all_gather(&group).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("[4, 3]"), "{error}");
+    });
+}
+
+#[test]
+fn the_result_is_part_of_no_graph_and_stays_on_its_device() {
+    everywhere(|group| {
+        let weight = Tensor::<1>::ones([2], &device()).require_grad();
+        let product = weight.clone() * 3.0;
+        let sum = product.clone().all_reduce(&group, ReduceOp::Sum).unwrap();
+        assert!(sum.device() == device() && !sum.is_tracked());
+        let gradients = (product * sum).sum().backward();
+        // That of the factor alone: the sum counts as a constant.
+        let expected = 9.0 * group.world_size().count() as f64;
+        assert_eq!(floats(weight.grad(&gradients).unwrap()), [expected; 2]);
+    });
+}
+
+#[test]
+fn losses_and_counts_of_all_ranks_become_one_number() {
+    everywhere(|group| {
+        let (rank, world) = (group.rank().index(), group.world_size().count());
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let loss = Tensor::<1>::full([1], rank as f32 + 0.5, &device());
+        assert_eq!(ddp.mean(&loss).unwrap(), world as f64 / 2.0);
+        assert_eq!(ddp.mean(loss.clone().detach().inner()).unwrap(), world as f64 / 2.0);
+        assert_eq!(ddp.mean(rank as f32).unwrap(), (world - 1) as f64 / 2.0);
+        assert_eq!(ddp.sum(rank).unwrap(), (world * (world - 1) / 2) as f64);
+        assert!(ddp.mean(Tensor::<1>::zeros([2], &device())).unwrap_err().is_invalid_argument());
+
+        // Where ranks have run out of data, the mean is that of the others.
+        let mut optimizer = SgdConfig::new().init();
+        ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+            for step in 0..=rank {
+                let loss = ddp.forward(|model| model.loss(samples(step, step + 2)))?;
+                let with_data: Vec<usize> = (step..world).collect();
+                let expected = with_data.iter().sum::<usize>() as f64 / with_data.len() as f64;
+                assert_eq!(ddp.mean(rank)?, expected);
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(optimizer, 0.1, gradients)?;
+            }
+            Ok(())
+        })
+        .unwrap();
+    });
+}
