@@ -179,6 +179,11 @@ impl Error {
         })
     }
 
+    /// Says at which call of the group it shows, before it is known in which this rank has met it.
+    pub(crate) fn with_sequence(self, sequence: Sequence) -> Self {
+        self.edit(|inner| inner.sequence = Some(sequence))
+    }
+
     /// Says which rank, on which host, speaks.
     pub(crate) fn at(self, rank: Rank, host: impl Into<String>) -> Self {
         self.edit(|inner| inner.site = Some(Site { rank, host: host.into() }))

@@ -79,6 +79,10 @@ mod tests {
         for call in [call, rooted] {
             assert_eq!(decode(&encode(&call)).unwrap(), call);
         }
-        assert!(decode(&[0; 16]).is_err() && decode(&[1; 16]).is_err() && decode(&[255; 16]).is_err());
+        assert!(
+            decode(&[0; 16]).is_err()
+                && decode(&[255, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).is_err()
+                && decode(&[255; 16]).is_err()
+        );
     }
 }

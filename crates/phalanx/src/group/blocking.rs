@@ -57,7 +57,7 @@ impl ProcessGroup {
     pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
         self.check_length("reduce_scatter", "input", input.len(), "output", output.len())?;
         let call = self.call_of::<T>(Operation::ReduceScatter, input.len()).reducing(op);
-        call.prepare(op, &mut [])?;
+        call.check(op)?;
         if op.factor().is_none() {
             return self.run(call, apart(input, output));
         }
@@ -134,9 +134,15 @@ impl Call {
         Self { reduce: Some(op.without_factor()), ..self }
     }
 
-    /// Readies this rank's elements for `op`; an error if that is not defined for their type.
+    /// An error, which names this call, if `op` is not defined for its elements.
+    pub(super) fn check(&self, op: ReduceOp) -> Result<()> {
+        op.check(self.dtype).map_err(|error| error.in_operation(self.to_string(), None))
+    }
+
+    /// Readies this rank's elements for `op`, if it is defined for them.
     pub(super) fn prepare(&self, op: ReduceOp, data: &mut [u8]) -> Result<()> {
-        op.prepare(self.dtype, data).map_err(|error| error.in_operation(self.to_string(), None))
+        self.check(op)?;
+        op.prepare(self.dtype, data)
     }
 
     pub(super) fn rooted_at(self, root: Rank) -> Self {

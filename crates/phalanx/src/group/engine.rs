@@ -18,6 +18,9 @@ use crate::transport::health::Health;
 use crate::transport::{Incoming, Outgoing, Transport};
 use crate::wire::frame::{Call, Header, Operation};
 
+/// How many of its own calls a rank remembers, for an error that shows where it and another have parted.
+const REMEMBERED: usize = 64;
+
 /// The memory of a collective on this rank.
 pub(crate) enum Memory<'a> {
     /// The result takes the place of the input.
@@ -55,6 +58,8 @@ pub(super) struct Engine {
     /// The whole input of a `reduce_scatter`, which is combined step by step.
     workspace: AlignedBytes,
     collectives: Sequence,
+    /// This rank's last calls, by their numbers modulo [`REMEMBERED`].
+    called: Vec<Option<(Call, Sequence)>>,
     /// The call to which the last frame of each peer belonged.
     heard: Vec<Option<(Call, Sequence)>>,
 }
@@ -80,6 +85,7 @@ impl Engine {
             snapshot: AlignedBytes::default(),
             workspace: AlignedBytes::default(),
             collectives: Sequence::default(),
+            called: vec![None; REMEMBERED],
             heard: vec![None; world.count()],
         }
     }
@@ -101,6 +107,7 @@ impl Engine {
     pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, patience: &Patience) -> Result<()> {
         let sequence = self.collectives.advance();
         let call = Call { tuning: self.choice.fingerprint, ..call };
+        self.called[sequence.0 as usize % REMEMBERED] = Some((call, sequence));
         if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             self.health.cause().map_or(Ok(()), Err)?;
             let done = domain.collective(call, sequence, memory, patience);
@@ -232,6 +239,7 @@ impl Engine {
         for step in plan {
             let done = self.step(header, reduce, step, &mut space, deadline);
             let done = done.map_err(|error| self.last_heard(error, sequence));
+            let done = done.map_err(|error| self.where_they_parted(error, sequence));
             done.map_err(|error| fail_operation(&self.health, error, call, sequence))?;
         }
         Ok(())
@@ -246,6 +254,18 @@ impl Engine {
                 error.adding(format!("; rank {peer} has begun this call, so it may wait for another rank"))
             }
             Some((call, last)) => error.adding(format!("; rank {peer} was last heard of in {call} {last}")),
+        }
+    }
+
+    /// A root does not wait for the others, and may have gone on before it hears what a peer has called instead.
+    fn where_they_parted(&self, error: Error, sequence: Sequence) -> Error {
+        let theirs = error.sequence().filter(|theirs| error.is_mismatch() && *theirs < sequence);
+        let Some(theirs) = theirs else { return error };
+        match self.called[theirs.0 as usize % REMEMBERED] {
+            Some((call, own)) if own == theirs => {
+                error.adding(format!("; rank {} called {call} {own} before", self.rank))
+            }
+            _ => error,
         }
     }
 

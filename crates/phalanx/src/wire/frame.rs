@@ -239,6 +239,7 @@ impl Header {
                 self.call, self.sequence, received.call, received.sequence
             ))
             .with_remedy(self.call.remedy_if_not(&received.call, own, peer))
+            .with_sequence(received.sequence)
         } else {
             Error::mismatch(format!(
                 "in {} {} rank {peer} sends {} bytes where rank {own} expects {}",
