@@ -10,7 +10,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 
 use super::connection::invalid;
-use super::neighbour;
+use super::neighbour::Neighbours;
 use super::stream::Stream;
 use super::turns::{Turn, Turns};
 use crate::credentials::Credentials;
@@ -72,6 +72,7 @@ pub(super) struct Gate {
     strangers: Strangers,
     refusals: Option<Refusals>,
     turns: Turns,
+    neighbours: Neighbours,
 }
 
 impl fmt::Debug for Gate {
@@ -84,7 +85,9 @@ impl Gate {
     pub fn new(access: Access) -> Self {
         let Access { credentials, strangers, refusals } = access;
         let Credentials { key, tls } = credentials;
-        Self { secret: key.as_ref().map(StoreSecret::new), tls, strangers, refusals, turns: Turns::new() }
+        let (secret, turns, neighbours) =
+            (key.as_ref().map(StoreSecret::new), Turns::new(), Neighbours::default());
+        Self { secret, tls, strangers, refusals, turns, neighbours }
     }
 
     /// Waits until `stream` has shown that it is a client that may come in; otherwise the error says why not.
@@ -158,7 +161,7 @@ impl Gate {
             let may = match (&secret, self.strangers) {
                 (None, _) | (Some(_), Strangers::All) => true,
                 (Some(_), Strangers::None) => false,
-                (Some(_), Strangers::OfThisUser) => is_of_this_user(stream).await?,
+                (Some(_), Strangers::OfThisUser) => self.is_of_this_user(stream).await?,
             };
             if may {
                 return Ok(());
@@ -182,7 +185,7 @@ impl Gate {
     /// Where others come by TLS: lets programs in that know nothing of it, PyTorch's, if what they say stays on this host.
     async fn admit_plain(&self, stream: &Stream, hello: &[u8; HELLO]) -> io::Result<()> {
         let may = is_validation(hello) && self.strangers != Strangers::None;
-        if may && is_of_this_user(stream).await? {
+        if may && self.is_of_this_user(stream).await? {
             return Ok(());
         }
         stream.turn_away(&tls::REFUSAL);
@@ -191,6 +194,12 @@ impl Gate {
             self.refuse(stream);
         }
         Err(Refusal::plain())
+    }
+
+    /// Has a process of this user's on this host made the connection?
+    async fn is_of_this_user(&self, stream: &Stream) -> io::Result<bool> {
+        let (peer, here) = stream.addresses()?;
+        Ok(self.neighbours.user_of(peer, here).await? == Some(rustix::process::geteuid().as_raw()))
     }
 
     fn refuse(&self, stream: &Stream) {
@@ -225,12 +234,4 @@ async fn authenticate(stream: &mut Stream, secret: &StoreSecret, start: &[u8; HE
     let mut proof = [0; TAG];
     stream.read_exact(&mut proof).await?;
     Ok(answerer.proven(secret, &proof))
-}
-
-/// Has a process of this user's on this host made the connection?
-async fn is_of_this_user(stream: &Stream) -> io::Result<bool> {
-    let (peer, here) = stream.addresses()?;
-    // The kernel's table of connections is long where there are many.
-    let user = tokio::task::spawn_blocking(move || neighbour::user_of(peer, here));
-    Ok(user.await.map_err(io::Error::other)?? == Some(rustix::process::geteuid().as_raw()))
 }

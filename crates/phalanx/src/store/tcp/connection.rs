@@ -1,6 +1,6 @@
 //! One client of the server: its handshake, its requests one after the other, its wait.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::rc::Rc;
@@ -37,12 +37,12 @@ pub(super) async fn serve(
     mut stream: Stream,
     gate: Rc<Gate>,
     shared: Rc<RefCell<Shared>>,
-    admitted: Rc<Cell<bool>>,
+    admitted: impl FnOnce(),
 ) -> io::Result<()> {
     // Until it is in, it has no buffer.
     gate.admit(&mut stream).await?;
     stream.admit();
-    admitted.set(true);
+    admitted();
     Box::pin(Connection { stream: BufReader::with_capacity(BUFFER, stream), shared }.run()).await
 }
 

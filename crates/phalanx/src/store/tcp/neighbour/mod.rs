@@ -1,0 +1,88 @@
+//! Whose process is at the other end of a connection within this host?
+//!
+//! The kernel is asked for that one socket ([`diag`]), which takes it some microseconds however many there are. Where it does
+//! not answer such questions, its tables of all connections are read ([`tables`]), once for all that are asked for.
+
+mod diag;
+mod tables;
+
+use std::io;
+use std::net::SocketAddr;
+use std::rc::Rc;
+
+use self::tables::Tables;
+
+/// The ends of a connection, IPv4 addresses as such: that of the socket in question, and that which it is connected to.
+type Ends = (SocketAddr, SocketAddr);
+
+/// Finds out who the clients of a store are.
+#[derive(Debug, Default)]
+pub(super) struct Neighbours(Rc<Tables>);
+
+impl Neighbours {
+    /// The user who made the socket at `peer` that is connected to `here`; `None` if it is not of this host, or closing.
+    ///
+    /// A remote host cannot appear in the kernel's own tables, whatever address it claims.
+    pub async fn user_of(&self, peer: SocketAddr, here: SocketAddr) -> io::Result<Option<u32>> {
+        let ends = (canonical(peer), canonical(here));
+        // Whoever connects from elsewhere is not worth a look.
+        if !ends.0.ip().is_loopback() && ends.0.ip() != ends.1.ip() {
+            return Ok(None);
+        }
+        if diag::is_available() {
+            return diag::user_of(ends);
+        }
+        self.0.user_of(ends).await
+    }
+}
+
+fn canonical(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    /// What both ways say.
+    fn user_of(peer: SocketAddr, here: SocketAddr) -> Option<u32> {
+        let ends = (canonical(peer), canonical(here));
+        let read = tables::users_of(&[ends]).unwrap().get(&ends).copied();
+        if diag::is_available() {
+            assert_eq!(diag::user_of(ends).unwrap(), read, "{ends:?}");
+        }
+        read
+    }
+
+    #[test]
+    fn the_other_end_of_a_connection_of_this_process_is_this_users() {
+        let user = rustix::process::geteuid().as_raw();
+        // The last is how an IPv6 socket speaks IPv4.
+        for (serve, call) in [
+            ("127.0.0.1:0", "127.0.0.1"),
+            ("[::1]:0", "::1"),
+            ("[::]:0", "127.0.0.1"),
+            ("[::]:0", "::ffff:127.0.0.1"),
+        ] {
+            let Ok(listener) = TcpListener::bind(serve) else {
+                eprintln!("skipped: no {serve}");
+                continue;
+            };
+            let port = listener.local_addr().unwrap().port();
+            let client = TcpStream::connect((call, port)).unwrap();
+            let (server, peer) = listener.accept().unwrap();
+            let here = server.local_addr().unwrap();
+            assert_eq!(user_of(peer, here), Some(user), "{serve} {call}");
+            // Nobody has connected from there; a socket that listens there has connected to nobody.
+            let at = |address: SocketAddr, port| SocketAddr::new(address.ip(), port);
+            assert_eq!(user_of(at(peer, port), here), None);
+            assert_eq!(user_of(here, at(peer, 1)), None);
+            assert_eq!(user_of(peer, at(here, 1)), None);
+            // A connection that has ended is nobody's.
+            drop((server, client));
+            assert_eq!(user_of(peer, here), None);
+        }
+    }
+}
