@@ -94,7 +94,7 @@ impl ProcessGroup {
 }
 
 impl Call {
-    pub(super) fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
+    pub(crate) fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
         Self { operation, dtype, elements: elements as u64, reduce: None, root: None, tuning: 0 }
     }
 
