@@ -39,6 +39,7 @@ mod deadline;
 mod dtype;
 mod error;
 mod frozen;
+mod notice;
 mod rank;
 
 pub mod checkpoint;

@@ -15,6 +15,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
 
+use crate::notice::warn;
 use crate::rank::{Rank, WorldSize};
 
 /// The variable that names the file.
@@ -224,7 +225,7 @@ impl Record {
 
     fn write(&self) {
         if let Err(error) = self.try_write() {
-            tracing::warn!(path = %self.path.display(), %error, "the trace could not be written");
+            warn(format_args!("the trace {} could not be written: {error}", self.path.display()));
         }
     }
 

@@ -18,12 +18,13 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Gate, Strangers};
 use super::connection::{Shared, serve};
-use super::link::resolve;
+use super::link::{UNNAMED, resolve};
 use super::stream::Stream;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};
 use crate::key::JobKey;
+use crate::notice::warn;
 
 /// The most connections at a time; further ones are closed as they come.
 const MAX_CONNECTIONS: usize = 16_384;
@@ -106,14 +107,18 @@ impl TcpStoreServer {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
-            // Looks up whose a connection is, now and then.
+            // Reads the kernel's tables of connections, where it answers no questions about one of them.
             .max_blocking_threads(1)
             .build()
             .map_err(|error| Error::io("cannot start the store's runtime", error))?;
         let (orders, inbox) = mpsc::unbounded_channel();
         let thread = std::thread::Builder::new()
             .name("phalanx-store".into())
-            .spawn(move || LocalSet::new().block_on(&runtime, run(socket, access, inbox)))
+            .spawn(move || {
+                LocalSet::new().block_on(&runtime, run(socket, access, inbox));
+                // Nobody waits for an answer any more.
+                runtime.shutdown_background();
+            })
             .map_err(|error| Error::not_started("cannot start the store's thread", error))?;
         Ok(Self { address, orders, thread: Some(thread) })
     }
@@ -122,7 +127,7 @@ impl TcpStoreServer {
     pub(crate) fn bind_to(address: &str, access: Access, deadline: Deadline) -> Result<Self> {
         let targets = resolve(address, deadline).map_err(|error| {
             Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
-                .with_remedy("is MASTER_ADDR right? It may be a name or an IP address")
+                .with_remedy(UNNAMED)
         })?;
         let mut failure = None;
         for target in targets {
@@ -150,7 +155,7 @@ impl TcpStoreServer {
         address
     }
 
-    /// Goes on serving until every client has closed its connections, but not past `deadline`; then stops.
+    /// Goes on serving until every client that was let in has closed its connections, but not past `deadline`; then stops.
     pub fn drain(mut self, deadline: Deadline) {
         self.finish(Order::Drain(deadline.instant()));
     }
@@ -234,8 +239,10 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
     let gate = Rc::new(Gate::new(access));
     let mut clients = JoinSet::new();
     let mut at_the_gate = AtTheGate::new();
-    let mut draining: Option<Instant> = None;
-    while draining.is_none() || !clients.is_empty() {
+    // Nobody waits for strangers.
+    let inside = Rc::<Cell<usize>>::default();
+    let (mut draining, mut told): (Option<Instant>, bool) = (None, false);
+    while draining.is_none() || inside.get() > 0 {
         tokio::select! {
             order = orders.recv() => match order {
                 Some(Order::Drain(until)) => draining = Some(until.into()),
@@ -247,18 +254,26 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
                 Ok((stream, peer)) if clients.len() < MAX_CONNECTIONS => {
                     let (gate, shared) = (Rc::clone(&gate), Rc::clone(&shared));
                     let admitted = Rc::<Cell<bool>>::default();
-                    let told = Rc::clone(&admitted);
+                    let (told, inside) = (Rc::clone(&admitted), Rc::clone(&inside));
                     let task = clients.spawn_local(async move {
                         tune(&stream);
-                        if let Err(error) = serve(Stream::new(stream), gate, shared, told).await {
+                        let come_in = || {
+                            told.set(true);
+                            inside.update(|clients| clients + 1);
+                        };
+                        if let Err(error) = serve(Stream::new(stream), gate, shared, come_in).await {
                             tracing::debug!("the store dropped {peer}: {error}");
                         }
+                        inside.update(|clients| clients - usize::from(told.get()));
                     });
                     at_the_gate.push(task, admitted);
                 }
                 Ok((_, peer)) => tracing::warn!("the store refused {peer}: {MAX_CONNECTIONS} clients are connected"),
                 Err(error) => {
-                    tracing::warn!("the store cannot accept a client: {error} (is `ulimit -n` too low?)");
+                    if !std::mem::replace(&mut told, true) {
+                        let hint = no_more_files(&error).unwrap_or("it is tried again");
+                        warn(format_args!("the store cannot accept a client: {error} ({hint})"));
+                    }
                     sleep(ACCEPT_PAUSE).await;
                 }
             },

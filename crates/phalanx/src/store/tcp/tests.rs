@@ -371,7 +371,7 @@ fn a_stranger_takes_little_memory() {
         let key = JobKey::generate().unwrap();
         let gate = super::access::Gate::new(Access::to(key.into(), Strangers::OfThisUser));
         let stream = super::stream::Stream::new(stream);
-        let task = super::connection::serve(stream, gate.into(), Default::default(), Default::default());
+        let task = super::connection::serve(stream, gate.into(), Default::default(), || {});
         assert!(size_of_val(&task) <= 2048, "{} bytes", size_of_val(&task));
     });
 }
