@@ -15,6 +15,7 @@
 //! for the others, would still write: the owner then cuts the region off, so that what the peer reaches is no longer
 //! what the owner holds.
 
+mod cgroup;
 mod memory;
 mod table;
 

@@ -1,5 +1,7 @@
 //! The calls of users that collectives are parts of.
 
+use serde::{Deserialize, Serialize};
+
 macro_rules! callers {
     ($($(#[$doc:meta])* $caller:ident = $code:literal, $name:literal;)*) => {
         /// A call that a user writes and that makes collectives on the way, such as `Checkpoints::open`.
@@ -7,7 +9,7 @@ macro_rules! callers {
         /// What stands between users and groups, an adapter or a function of this crate, says with
         /// [`ProcessGroup::in_call`](crate::ProcessGroup::in_call) which one it is. Every rank tells it with its collectives:
         /// they are compared, and errors name it.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
         #[non_exhaustive]
         #[repr(u8)]
         pub enum Caller {

@@ -40,6 +40,7 @@ mod deadline;
 mod dtype;
 mod error;
 mod frozen;
+mod notice;
 mod rank;
 
 pub mod checkpoint;

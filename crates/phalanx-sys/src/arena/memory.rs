@@ -6,6 +6,7 @@ use std::io;
 
 use rustix::process::{Resource, getrlimit};
 
+use super::cgroup;
 use crate::memfd;
 
 /// Allocations below this are not asked about: they come often, and asking takes longer than a small one does.
@@ -37,7 +38,7 @@ pub(super) fn page() -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-/// An error if `bytes` are more than the host, or this process's control group, has left.
+/// An error if `bytes` are more than the host, or one of this process's control groups, has left.
 pub(super) fn check(bytes: usize) -> io::Result<()> {
     match available().filter(|_| bytes >= LARGE) {
         Some(available) if available < bytes as u64 => Err(io::Error::other(format!(
@@ -49,22 +50,7 @@ pub(super) fn check(bytes: usize) -> io::Result<()> {
 
 /// What is left, as far as it is known.
 fn available() -> Option<u64> {
-    let number = |path: &str| read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let limit = number("/sys/fs/cgroup/memory.max");
-    let group = limit.zip(number("/sys/fs/cgroup/memory.current")).map(|(limit, current)| {
-        left(limit, current, &read_to_string("/sys/fs/cgroup/memory.stat").unwrap_or_default())
-    });
-    [group, field("/proc/meminfo", "MemAvailable:")].into_iter().flatten().min()
-}
-
-/// What a control group has left. Files that were read stay in memory as long as nobody needs it: they are counted as
-/// used, and are as good as free.
-fn left(limit: u64, current: u64, stat: &str) -> u64 {
-    let cached = ["active_file ", "inactive_file "].map(|name| {
-        let value = stat.lines().find_map(|line| line.strip_prefix(name));
-        value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
-    });
-    limit.saturating_sub(current.saturating_sub(cached.iter().sum()))
+    [cgroup::left(), field("/proc/meminfo", "MemAvailable:")].into_iter().flatten().min()
 }
 
 /// The memory of this host, in bytes, if the system says.
@@ -94,13 +80,5 @@ mod tests {
             assert!(taken <= ADDRESSES / 2);
         }
         assert_eq!(spare(1 << 30, 1 << 30), 0);
-    }
-
-    #[test]
-    fn cached_files_are_no_memory_in_use() {
-        let stat = "anon 100\nfile 900\ninactive_anon 50\ninactive_file 600\nactive_file 200\n";
-        assert_eq!(left(1000, 1000, stat), 800);
-        assert_eq!(left(1000, 1000, ""), 0);
-        assert_eq!(left(1000, 10, stat), 1000);
     }
 }

@@ -14,6 +14,7 @@ use super::tensors;
 use crate::collective::ReduceOp;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+use crate::notice::warn;
 use crate::rank::Rank;
 
 /// How much of a file is sent in one call.
@@ -48,10 +49,17 @@ pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
             Ok(found) => return Ok((Some(found), skipped)),
             Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
             Err(Unfit::Torn(cause)) => {
-                tracing::warn!(folder = %entry.path.display(), %cause, "a checkpoint that is not whole was passed over");
+                let path = entry.path.display();
+                warn(format_args!("the checkpoint {path} is not whole and is passed over: {cause}"));
                 skipped.push(Skipped { folder: entry.path, cause });
             }
         }
+    }
+    if !skipped.is_empty() {
+        let (many, folder) = (skipped.len(), folder.display());
+        warn(format_args!(
+            "none of the {many} checkpoints in {folder} is whole: there is nothing to go on from"
+        ));
     }
     Ok((None, skipped))
 }

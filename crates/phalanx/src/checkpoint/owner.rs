@@ -11,6 +11,7 @@
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
@@ -19,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::notice::warn;
 
 /// In front of the number of a claim.
 const NAME: &str = ".owner-";
@@ -226,7 +228,13 @@ fn lock(path: &Path, file: &File, how: FlockOperation) -> io::Result<bool> {
         Ok(()) => Ok(true),
         Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(false),
         Err(error @ (Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK)) => {
-            tracing::warn!(path = %path.display(), %error, "this file system has no locks: nothing keeps a second job from writing here");
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| {
+                let path = path.display();
+                warn(format_args!(
+                    "nothing keeps a second job from writing to {path}: its file system has no locks: {error}"
+                ));
+            });
             Ok(true)
         }
         Err(error) => Err(error.into()),

@@ -20,6 +20,7 @@ use super::owner::{Claimant, Owner};
 use super::snapshot::Snapshot;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::notice::warn;
 use crate::rank::Rank;
 
 /// How long a drop waits for the write in flight.
@@ -172,7 +173,7 @@ impl Drop for Writer {
         if is_last(&self.shared.state.lock())
             && let Err(error) = self.finish(Deadline::after(LAST))
         {
-            tracing::warn!(%error, "the last checkpoint was not written");
+            warn(format_args!("the last checkpoint was not written: {error}"));
         }
         self.leave();
     }
@@ -236,7 +237,7 @@ impl Shared {
         })?;
         if let Err(error) = folder.rotate(job.keep) {
             // What was to be saved is.
-            tracing::warn!(folder = %folder.path.display(), %error, "old checkpoints were not removed");
+            warn(format_args!("old checkpoints in {} were not removed: {error}", folder.path.display()));
         }
         Ok(())
     }

@@ -39,6 +39,7 @@ use crate::collective::kernel::Fold;
 use crate::deadline::Patience;
 use crate::error::{Error, Result};
 use crate::group::Memory;
+use crate::notice::warn;
 use crate::rank::{Epoch, Rank, Sequence};
 use crate::transport::health::Health;
 use crate::transport::late;
@@ -100,10 +101,10 @@ impl Domain {
         };
         if let Some(reason) = self.board.still_lent() {
             // The group's failure is another's, and stays. This is rare: not a page, or not an address, is left.
-            tracing::error!(
-                %call, %sequence, %reason,
-                "a rank that is late can still write into this call's memory: do not use it for anything else"
-            );
+            warn(format_args!(
+                "{call} {sequence}: a rank that is late can still write into this call's memory: do not use it for \
+                 anything else ({reason})"
+            ));
         }
         outcome
     }

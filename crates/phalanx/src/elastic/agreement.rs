@@ -6,6 +6,7 @@ use super::snapshot::Snapshot;
 use crate::collective::ReduceOp;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+use crate::notice::warn;
 use crate::rank::Rank;
 
 /// How many parts and ranks an error names.
@@ -66,11 +67,12 @@ pub(super) fn commit(
     if drift == Drift::Repair {
         let all: Vec<usize> = (0..words.len()).collect();
         let root = most_common(&words, &all);
-        tracing::warn!(
-            commit = own.commits,
-            root,
-            "replicas have drifted apart, and all take the state of one rank"
-        );
+        if group.rank().is_main() {
+            let commit = own.commits;
+            warn(format_args!(
+                "at commit {commit} replicas have drifted apart; all take the state of rank {root}"
+            ));
+        }
         let repaired = take_from(group, snapshot, rank(root))?;
         // A commit that has returned is every rank's: nobody returns before all are repaired. Else a failure now could leave
         // those that were not in the majority.

@@ -10,6 +10,7 @@ use super::{Context, Options, State, agreement};
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+use crate::notice::warn;
 use crate::rendezvous;
 
 /// [`run_with`], with [`Options::from_env`].
@@ -108,10 +109,9 @@ pub fn run_with<S: State, T, E: From<Error>>(
                 (None, Some(told)) => Some(told),
                 (failure, _) => {
                     if failure.is_none() && number != round {
-                        tracing::warn!(
-                            round = number,
+                        warn(
                             "the loop has failed in a group that stands; has it used the one with which it was called, and \
-                             not Context::group()?"
+                             not Context::group()?",
                         );
                     }
                     return Err(error);

@@ -21,6 +21,7 @@ use crate::deadline::Deadline;
 use crate::env::Meeting;
 use crate::error::{Error, Kind, Result};
 use crate::group::ProcessGroup;
+use crate::notice::{Reminders, warn};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::rendezvous::membership::liveness::Liveness;
 use crate::rendezvous::{self, Rendezvous};
@@ -146,7 +147,7 @@ impl Session {
         let (mut left, mut holds) = (left, holds);
         let before = self.id();
         self.ready(left, holds)?;
-        let shared = &*self.shared;
+        let (shared, mut reminders) = (&*self.shared, Reminders::new());
         loop {
             let mut seen = shared.seen.lock();
             if let Some(error) = &seen.lost {
@@ -163,7 +164,7 @@ impl Session {
             if seen.heard && !seen.state.is_present(me) {
                 // It was given up, and comes back as another.
                 drop(seen);
-                tracing::warn!("the other workers have gone on without this one; it joins them again");
+                warn("the other workers have gone on without this one; it joins them again");
                 holds = false;
                 self.join()?;
                 continue;
@@ -185,6 +186,16 @@ impl Session {
             let now = Instant::now();
             match clock.look(&seen.state, now) {
                 Step::Wait(until) => {
+                    reminders.remind(|| {
+                        let needed = seen.state.settings().map_or(1, |settings| settings.min);
+                        let (there, held) = (seen.state.waiting().count(), seen.state.outstanding().count());
+                        match held {
+                            0 => format!(
+                                "this worker waits for others: {there} of at least {needed} have come"
+                            ),
+                            _ => format!("this worker waits for {held} others to leave the last group"),
+                        }
+                    });
                     shared.changed.wait_until(&mut seen, until.min(now + Duration::from_secs(1)));
                 }
                 Step::LastCall => {

@@ -9,6 +9,7 @@ use crate::collective::ReduceOp;
 use crate::dtype::Element;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+use crate::notice::warn;
 use crate::rank::Rank;
 
 /// What a [step](Context::step) has given, and whose part of it counts.
@@ -122,7 +123,7 @@ impl<S: State> Context<'_, S> {
         let Some((round, group)) = rounds.current() else { return Err(error) };
         (self.round, self.group) = (round, group);
         let Next::GoOn(plan) = next else {
-            tracing::warn!(round, "the step cannot be done again; all go back to the last commit");
+            warn("the step cannot be done again; all workers go back to the last commit");
             self.ended = Some(Ended::GoneBack);
             return Err(Ended::GoneBack.error());
         };

@@ -118,7 +118,7 @@ impl ProcessGroup {
 }
 
 impl Call {
-    pub(super) fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
+    pub(crate) fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
         Self {
             operation,
             dtype,

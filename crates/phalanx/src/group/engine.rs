@@ -113,6 +113,20 @@ impl Engine {
             let done = domain.collective(call, sequence, memory, patience);
             return done.map_err(|error| fail_operation(&self.health, error, call, sequence));
         }
+        self.health.calls.begin(Header { call, sequence, epoch: self.epoch, payload: 0 });
+        let outcome = self.between_hosts(call, sequence, memory, patience);
+        self.health.calls.end();
+        outcome
+    }
+
+    /// A collective of ranks that do not all share memory.
+    fn between_hosts(
+        &mut self,
+        call: Call,
+        sequence: Sequence,
+        memory: Memory<'_>,
+        patience: &Patience,
+    ) -> Result<()> {
         if let Some(hierarchy) = self.hierarchy.clone() {
             match memory {
                 Memory::InPlace(data) if hosts::goes_by_hosts(call.operation) => {

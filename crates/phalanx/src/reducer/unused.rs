@@ -2,6 +2,7 @@
 
 use super::ParameterSpec;
 use crate::error::Error;
+use crate::notice::warn;
 use crate::rank::Rank;
 
 /// Names that a message lists before it only counts.
@@ -38,21 +39,21 @@ impl Warnings {
             .partition(|&&index| used[index]);
         // Every rank knows what no rank uses; one of them says it.
         if !nowhere.is_empty() && rank.is_main() {
-            tracing::warn!(
+            warn(format_args!(
                 "no rank uses {} of {} parameters, which keep having no gradient: {}",
                 nowhere.len(),
                 parameters.len(),
                 names(parameters, &nowhere)
-            );
+            ));
         }
         if !elsewhere.is_empty() {
-            tracing::warn!(
+            warn(format_args!(
                 "rank {rank} does not use {} of {} parameters that another rank uses; here their gradient counts \
                  as zero: {}",
                 elsewhere.len(),
                 parameters.len(),
                 names(parameters, &elsewhere)
-            );
+            ));
         }
         if !std::mem::replace(&mut self.began, true) && rank.is_main() && used.iter().all(|&used| used) {
             tracing::debug!(

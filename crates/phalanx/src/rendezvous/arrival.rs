@@ -20,6 +20,7 @@ use super::Place;
 use super::hosts::{Host, Hosts};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
+use crate::notice::while_waiting;
 use crate::rank::{Rank, WorldSize};
 use crate::store::{PrefixStore, SharedStore, Store};
 use crate::transport;
@@ -27,6 +28,8 @@ use crate::transport;
 const OK: &[u8] = b"ok";
 /// How many missing ranks an error names.
 const NAMED: usize = 8;
+/// In a world of so many ranks each of them looks who is missing; in a larger one rank 0.
+const ASKED: u32 = 64;
 
 /// Which process on which host this is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,7 +115,8 @@ pub(super) fn arrive(
     }
     // Some time is kept back to find out who is missing, and to tell the others.
     let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
-    match roll.get("verdict", waiting) {
+    let awaited = || awaited(&roll, place, started);
+    match while_waiting(awaited, || roll.get("verdict", waiting)) {
         Ok(verdict) if verdict == OK => {}
         Ok(verdict) => return Err(spoken(&verdict)),
         Err(error) if error.is_timeout() => {
@@ -217,6 +221,17 @@ fn spoken(verdict: &[u8]) -> Error {
         Err(_) => Error::protocol("the store's verdict on the start cannot be read")
             .in_operation("rendezvous", None),
     }
+}
+
+/// Says who is waited for, while there is time.
+fn awaited(roll: &PrefixStore, place: &Place, started: Instant) -> String {
+    let world = place.world_size.get();
+    // Many ranks that each ask for many would keep the store from those who come.
+    let cause = match world <= ASKED || place.rank.is_main() {
+        true => missing(roll, place, started, Deadline::after(LAST_WORD * 10)).cause,
+        false => format!("not all of the {world} ranks have arrived"),
+    };
+    format!("rank {} waits for the others: {cause}", place.rank)
 }
 
 /// Names the ranks that have not come.

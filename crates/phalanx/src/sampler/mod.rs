@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub use self::elastic::{ElasticSampler, Tail};
 use self::permutation::random_permutation;
 use crate::error::Result;
+use crate::notice::warn;
 use crate::rank::{Rank, WorldSize};
 
 /// Deals the indices of a data set to the ranks; see the [module](self) for the exact order.
@@ -160,9 +161,9 @@ impl Reminder {
 
     fn pass_begins(&self) {
         if self.passed.swap(true, Ordering::Relaxed) && !self.warned.swap(true, Ordering::Relaxed) {
-            tracing::warn!(
+            warn(
                 "a shuffled DistributedSampler begins a second pass in the same order: \
-                 call `set_epoch` before every epoch"
+                 call `set_epoch` before every epoch",
             );
         }
     }

@@ -20,6 +20,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 
 use self::file::Line;
+use crate::notice::warn;
 use crate::rank::Rank;
 
 /// The variable that names the file.
@@ -272,7 +273,7 @@ impl Record {
         }
         let outcome = self.lines(&events, left_out).and_then(|lines| file::append(&self.path, &lines));
         if let Err(error) = outcome {
-            tracing::warn!(path = %self.path.display(), %error, "the trace could not be written");
+            warn(format_args!("the trace {} could not be written: {error}", self.path.display()));
         }
     }
 

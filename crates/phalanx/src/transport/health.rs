@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
+use super::calls::Calls;
+use super::liveness::Sight;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind};
 use crate::rank::{Rank, Sequence};
@@ -31,6 +33,8 @@ pub(crate) struct Health {
     failed: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
+    /// What this rank calls.
+    pub(crate) calls: Calls,
 }
 
 struct State {
@@ -71,6 +75,7 @@ impl Health {
             failed: AtomicBool::new(false),
             state: Mutex::new(state),
             changed: Condvar::new(),
+            calls: Calls::default(),
         })
     }
 
@@ -83,6 +88,13 @@ impl Health {
     fn global(&self, rank: Rank) -> Rank {
         let member = self.members.as_ref().and_then(|members| members.get(rank.index()));
         member.copied().unwrap_or(rank)
+    }
+
+    /// Fails the group if this rank has called something else where a peer waits.
+    pub(crate) fn compare_calls(&self) {
+        if let Err(error) = self.calls.compare(self.rank) {
+            self.fail(error);
+        }
     }
 
     /// Has `alarm` called when the group fails; at once, if it has failed already.
@@ -156,9 +168,27 @@ impl Health {
         self.state.lock().left.get(peer.index()).copied().unwrap_or(false)
     }
 
-    /// The connection to `peer` broke without a goodbye.
-    pub(crate) fn lost(&self, peer: Rank, reason: &str) -> Error {
-        self.fail(self.peer_failed(peer, reason))
+    /// The connection to `peer` broke without a goodbye; what is seen of its process since.
+    pub(crate) fn lost(&self, peer: Rank, reason: &str, sight: Sight) -> Error {
+        let error = match sight {
+            Sight::Gone => {
+                let cause =
+                    format!("rank {peer} ({}) died: its process has ended, {reason}", self.host(peer));
+                Error::new(Kind::PeerFailed, cause).with_peer(peer).with_remedy(see_output(peer))
+            }
+            Sight::Nothing => {
+                self.peer_failed(peer, &format!("{reason}; its process cannot be seen from here"))
+            }
+            Sight::Alive | Sight::Stopped => {
+                let state = if sight == Sight::Alive { "alive" } else { "stopped" };
+                let error = self.peer_failed(peer, &format!("{reason}, while its process is {state}"));
+                error.with_remedy(
+                    "does a firewall, or something else between the ranks, end connections? If not, see that rank's own \
+                     output",
+                )
+            }
+        };
+        self.fail(error)
     }
 
     /// `peer` has not been heard of for so long, and neither have so many `others`.
@@ -180,11 +210,11 @@ impl Health {
         self.fail(Error::new(Kind::PeerFailed, cause).with_peer(peer).with_remedy(remedy))
     }
 
-    /// The error for a peer that is gone.
+    /// The error for a peer that takes no part any more, for a reason that says all that is known.
     pub(crate) fn peer_failed(&self, peer: Rank, reason: &str) -> Error {
-        Error::new(Kind::PeerFailed, format!("rank {peer} ({}) died: {reason}", self.host(peer)))
+        Error::new(Kind::PeerFailed, format!("rank {peer} ({}) was lost: {reason}", self.host(peer)))
             .with_peer(peer)
-            .with_remedy(format!("see rank {peer}'s own output for its reason"))
+            .with_remedy(see_output(peer))
     }
 
     /// Fails the group with what went wrong in an operation. A broken connection may only echo a failure elsewhere:
@@ -230,6 +260,10 @@ impl Health {
     }
 }
 
+fn see_output(peer: Rank) -> String {
+    format!("see rank {peer}'s own output for its reason")
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -262,7 +296,7 @@ mod tests {
         health.on_failure(Box::new(move |_| {
             counter.fetch_add(1, Ordering::Relaxed);
         }));
-        health.lost(Rank::new(2), "its connection closed");
+        health.lost(Rank::new(2), "its connection closed", Sight::Nothing);
         let second = health.fail(Error::timeout("late"));
         assert_eq!(second.peer(), Some(Rank::new(2)));
         assert_eq!(rings.load(Ordering::Relaxed), 1);
@@ -284,7 +318,8 @@ mod tests {
             counter.fetch_add(1, Ordering::SeqCst);
         }));
         let failing = health.clone();
-        let alarm = std::thread::spawn(move || failing.lost(Rank::new(2), "its connection closed"));
+        let alarm =
+            std::thread::spawn(move || failing.lost(Rank::new(2), "its connection closed", Sight::Nothing));
         started.recv().unwrap();
         assert_eq!(health.cause().unwrap().peer(), Some(Rank::new(2)));
         assert_eq!(told.load(Ordering::SeqCst), 1);
@@ -299,7 +334,7 @@ mod tests {
             let echo = waiting.peer_failed(Rank::new(1), "its connection closed");
             waiting.fail_operation(echo, barrier(None), Sequence(4))
         });
-        health.lost(Rank::new(2), "its connection closed");
+        health.lost(Rank::new(2), "its connection closed", Sight::Nothing);
         let error = operation.join().unwrap();
         assert_eq!(error.peer(), Some(Rank::new(2)));
         assert_eq!((error.operation(), error.sequence()), (Some("barrier"), Some(Sequence(4))));
@@ -310,8 +345,22 @@ mod tests {
         let health = health();
         let waiting = health.clone();
         let store = std::thread::spawn(move || waiting.explain(Error::protocol("the store is gone")));
-        health.lost(Rank::MAIN, "its connection closed");
+        health.lost(Rank::MAIN, "its connection closed", Sight::Nothing);
         assert_eq!(store.join().unwrap().peer(), Some(Rank::MAIN));
+    }
+
+    #[test]
+    fn only_one_whose_process_has_ended_is_called_dead() {
+        let lost = |sight| health().lost(Rank::new(1), "connection reset by peer", sight).to_string();
+        assert!(
+            lost(Sight::Gone).contains("rank 1 (b) died: its process has ended, connection reset by peer")
+        );
+        let alive = lost(Sight::Alive);
+        assert!(
+            alive.contains("rank 1 (b) was lost: connection reset by peer, while its process is alive"),
+            "{alive}"
+        );
+        assert!(!alive.contains("died") && !lost(Sight::Nothing).contains("died"));
     }
 
     #[test]

@@ -47,7 +47,9 @@ pub(crate) enum Sight {
     Stopped,
     /// It runs, or waits for something.
     Alive,
-    /// Nothing: it is on another host, in another container, or gone.
+    /// It has ended.
+    Gone,
+    /// Nothing: it is on another host, or in another container.
     Nothing,
 }
 

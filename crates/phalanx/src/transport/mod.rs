@@ -1,5 +1,6 @@
 //! Moves the bytes of plans between ranks. What to move, `collective` says; who is alive, `health` says.
 
+pub(crate) mod calls;
 pub(crate) mod health;
 pub(crate) mod heartbeat;
 pub(crate) mod in_process;

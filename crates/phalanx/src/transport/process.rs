@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use rustix::io::Errno;
+
 use super::liveness::Sight;
 use crate::wire::control::ProcessId;
 
@@ -29,8 +31,12 @@ pub(super) fn look(own: Option<ProcessId>, peer: Option<ProcessId>) -> Sight {
     if (own.boot, own.namespaces) != (peer.boot, peer.namespaces) {
         return Sight::Nothing;
     }
-    let stat = fs::read(format!("/proc/{}/stat", peer.pid)).ok().and_then(|line| Stat::parse(&line));
-    stat.map_or(Sight::Nothing, |stat| stat.sight(peer))
+    match fs::read(format!("/proc/{}/stat", peer.pid)) {
+        Ok(line) => Stat::parse(&line).map_or(Sight::Nothing, |stat| stat.sight(peer)),
+        // The latter of one that ends while it is read.
+        Err(error) if matches!(Errno::from_io_error(&error), Some(Errno::NOENT | Errno::SRCH)) => Sight::Gone,
+        Err(_) => Sight::Nothing,
+    }
 }
 
 /// If a signal has stopped `peer`, as seen from `own`, this process: how much it had worked by then, which tells this stop from
@@ -74,9 +80,10 @@ impl Stat {
     fn sight(&self, peer: ProcessId) -> Sight {
         match self.state {
             // The number has gone to another process.
-            _ if !self.is(peer) => Sight::Nothing,
+            _ if !self.is(peer) => Sight::Gone,
             b'T' | b't' => Sight::Stopped,
             b'R' | b'S' | b'D' => Sight::Alive,
+            b'Z' | b'X' => Sight::Gone,
             _ => Sight::Nothing,
         }
     }
@@ -102,11 +109,11 @@ mod tests {
         let stat = Stat::parse(line("T", 99).as_bytes());
         assert_eq!(stat, Some(Stat { pid: 12, state: b'T', worked: 7, started: 99 }));
         for (state, expected) in
-            [("T", Sight::Stopped), ("t", Sight::Stopped), ("D", Sight::Alive), ("Z", Sight::Nothing)]
+            [("T", Sight::Stopped), ("t", Sight::Stopped), ("D", Sight::Alive), ("Z", Sight::Gone)]
         {
             assert_eq!(sight(&line(state, 99)), Some(expected), "{state}");
         }
-        assert_eq!(sight(&line("R", 98)), Some(Sight::Nothing));
+        assert_eq!(sight(&line("R", 98)), Some(Sight::Gone));
         assert_eq!(sight("12 (sh) R 1 2 3"), None);
     }
 

@@ -8,6 +8,7 @@ use super::health::Health;
 use super::tcp::Place;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::notice::Reminders;
 use crate::rank::Rank;
 
 /// How often a rank that waits for the others asks whether they live.
@@ -48,12 +49,21 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
     leave(place, topic, word, deadline).map_err(|error| health.explain(error))?;
     let keys: Vec<String> = ranks.iter().map(|rank| key(topic, *rank)).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let mut reminders = Reminders::new();
     let words = loop {
         match place.store.multi_get(&keys, deadline.at_most(LOOK)) {
             Err(error) if error.is_timeout() && !deadline.has_passed() => {
                 if let Some(cause) = health.cause() {
                     return Err(cause);
                 }
+                reminders.remind(|| {
+                    let soon = Deadline::after(LOOK);
+                    let is_missing =
+                        |index: &usize| !place.store.check(&keys[*index..=*index], soon).unwrap_or(true);
+                    let missing = (0..keys.len()).find(is_missing).map(|index| ranks[index]);
+                    let who = missing.map_or("other ranks".to_owned(), |rank| format!("rank {rank}"));
+                    format!("rank {} waits for what {who} says about its {topic}", place.rank)
+                });
             }
             Err(error) if error.is_timeout() => return Err(error),
             // Rank 0 may have died, with the store that it serves.

@@ -1,4 +1,5 @@
-//! What ranks tell each other beside their data: that they are alive, that they leave, or why the group has failed.
+//! What ranks tell each other beside their data: that they are alive, that they leave, in which call they wait, or why the
+//! group has failed.
 
 use std::time::Duration;
 
@@ -6,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, Sequence};
+use crate::wire::frame::Header;
 
 /// Bytes before a message's body: [`MESSAGE`] and its length.
 pub(crate) const PREFIX: usize = 5;
@@ -29,6 +31,8 @@ pub(crate) enum Control {
     Failure(Notice),
     /// The sender reads this connection from now on, and is ready for heartbeats.
     Watching(Introduction),
+    /// The sender has been in this collective for a while.
+    Waiting(Header),
     /// The sender is alive.
     #[serde(skip)]
     Beat,
@@ -158,6 +162,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::dtype::DType;
+    use crate::rank::Epoch;
+    use crate::wire::frame::{Call, HEADER, Operation};
 
     #[test]
     fn a_failure_arrives_with_all_that_it_names() {
@@ -176,6 +183,18 @@ mod tests {
             (seen.peer(), seen.sequence(), seen.rank()),
             (Some(Rank::new(2)), Some(Sequence(3)), Some(Rank::new(1)))
         );
+    }
+
+    #[test]
+    fn a_call_is_told_as_frames_tell_it() {
+        let call = Call::new(Operation::AllGather, DType::F32, 8);
+        let header = Header { call, sequence: Sequence(3), epoch: Epoch(1), payload: 0 };
+        let bytes = encode(&Control::Waiting(header)).unwrap();
+        assert_eq!(decode(&bytes).unwrap(), Some((Control::Waiting(header), bytes.len())));
+        assert!(bytes.ends_with(&header.encode()));
+        let mut unknown = bytes.clone();
+        unknown[bytes.len() - HEADER + 4] = 99;
+        assert!(decode(&unknown).is_err());
     }
 
     #[test]

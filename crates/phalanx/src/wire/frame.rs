@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -151,7 +153,8 @@ impl fmt::Display for Call {
 }
 
 /// What travels before a payload.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "Vec<u8>", try_from = "Vec<u8>")]
 pub(crate) struct Header {
     pub call: Call,
     pub sequence: Sequence,
@@ -214,7 +217,7 @@ impl Header {
         Ok(Self { call, sequence, epoch, payload })
     }
 
-    /// Compares what `peer` sent with what this rank, by its own call, expects of it.
+    /// Compares what `peer` sent, or says that it calls, with what this rank, by its own call, expects of it.
     pub(crate) fn check(&self, received: &Self, own: Rank, peer: Rank) -> Result<()> {
         if self == received {
             return Ok(());
@@ -248,6 +251,21 @@ impl Header {
             .with_remedy("every rank must run the same version with the same settings")
         };
         Err(error.with_peer(peer))
+    }
+}
+
+impl From<Header> for Vec<u8> {
+    fn from(header: Header) -> Self {
+        header.encode().to_vec()
+    }
+}
+
+impl TryFrom<Vec<u8>> for Header {
+    type Error = Error;
+
+    fn try_from(bytes: Vec<u8>) -> Result<Self> {
+        let bytes = bytes.as_slice().try_into();
+        Self::decode(bytes.map_err(|_| Error::protocol("a header has another length"))?)
     }
 }
 

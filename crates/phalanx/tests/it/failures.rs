@@ -315,3 +315,71 @@ fn a_panic_of_one_rank_is_the_others_error() {
         assert_eq!(*outcome.unwrap_err().downcast::<&str>().unwrap(), "rank 1 goes down");
     }
 }
+
+type Collective = fn(&ProcessGroup) -> phalanx::Result<()>;
+
+/// Collectives of four ranks, each with what an error says of it.
+const CALLS: [(&str, Collective); 20] = [
+    ("all_reduce(sum, 8 x f32)", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum)),
+    ("all_reduce(max, 8 x f32)", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Max)),
+    ("all_reduce(sum, 9 x f32)", |g| g.all_reduce(&mut [0f32; 9], ReduceOp::Sum)),
+    ("all_reduce(sum, 8 x i64)", |g| g.all_reduce(&mut [0i64; 8], ReduceOp::Sum)),
+    ("all_reduce(sum, 300000 x f32)", |g| g.all_reduce(&mut vec![0f32; 300_000], ReduceOp::Sum)),
+    ("broadcast(8 x f32, root 0)", |g| g.broadcast(&mut [0f32; 8], Rank::MAIN)),
+    ("broadcast(8 x f32, root 3)", |g| g.broadcast(&mut [0f32; 8], Rank::new(3))),
+    ("broadcast(300000 x f32, root 1)", |g| g.broadcast(&mut vec![0f32; 300_000], Rank::new(1))),
+    ("reduce(sum, 8 x f32, root 1)", |g| g.reduce(&mut [0f32; 8], Rank::new(1), ReduceOp::Sum)),
+    ("reduce(sum, 8 x f32, root 2)", |g| g.reduce(&mut [0f32; 8], Rank::new(2), ReduceOp::Sum)),
+    ("all_gather(8 x f32)", |g| g.all_gather(&[0f32; 8], &mut [0f32; 32])),
+    ("reduce_scatter(sum, 8 x f32)", |g| g.reduce_scatter(&[0f32; 8], &mut [0f32; 2], ReduceOp::Sum)),
+    ("gather(8 x f32, root 0)", |g| gather(g, Rank::MAIN)),
+    ("gather(8 x f32, root 2)", |g| gather(g, Rank::new(2))),
+    ("scatter(8 x f32, root 1)", |g| scatter(g, Rank::new(1))),
+    ("scatter(8 x f32, root 3)", |g| scatter(g, Rank::new(3))),
+    ("all_to_all(", |g| g.all_to_all(&[0f32; 8], &mut [0f32; 8])),
+    ("all_gather_v(", |g| g.all_gather_v(&[0f32; 8], &mut [0f32; 32], &[8; 4])),
+    ("barrier", ProcessGroup::barrier),
+    ("monitored_barrier", |g| g.monitored_barrier(PATIENCE)),
+];
+
+fn gather(group: &ProcessGroup, root: Rank) -> phalanx::Result<()> {
+    let length = if group.rank() == root { 32 } else { 0 };
+    group.gather(&[0f32; 8], &mut vec![0f32; length], root)
+}
+
+fn scatter(group: &ProcessGroup, root: Rank) -> phalanx::Result<()> {
+    let length = if group.rank() == root { 32 } else { 0 };
+    group.scatter(&vec![0f32; length], &mut [0f32; 8], root)
+}
+
+/// Within each host all call the same, so that only hosts can learn from each other that they differ.
+#[test]
+fn hosts_that_call_different_collectives_all_see_both_calls() {
+    let pairs: Vec<(usize, usize)> =
+        (0..CALLS.len()).flat_map(|one| (0..one).map(move |other| (one, other))).collect();
+    // They mostly wait.
+    for some in pairs.chunks(16) {
+        std::thread::scope(|scope| {
+            for &(one, other) in some {
+                scope.spawn(move || differ(CALLS[one], CALLS[other]));
+            }
+        });
+    }
+}
+
+fn differ((one, call_one): (&str, Collective), (other, call_other): (&str, Collective)) {
+    let errors = run(4, Fabric::TwoHosts, |group| {
+        within(PATIENCE, &group, |group| {
+            let outcome = if group.rank().get() < 2 { call_one(group) } else { call_other(group) };
+            // Who only sends has done its part, and hears of it in the next call.
+            outcome.and_then(|()| group.barrier()).unwrap_err()
+        })
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(error.is_mismatch(), "{one} and {other}: {text}");
+        for call in [one, other] {
+            assert!(text.contains(&format!("calls {call}")), "{one} and {other}: {text}");
+        }
+    }
+}

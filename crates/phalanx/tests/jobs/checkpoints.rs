@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,10 @@ pub const TESTS: &[(&str, fn())] = &[
     ("opening_anew_hands_over_what_is_in_flight", opening_anew_hands_over_what_is_in_flight),
     ("what_fails_while_filling_writes_nothing", what_fails_while_filling_writes_nothing),
     ("a_panic_in_lent_memory_is_an_error", a_panic_in_lent_memory_is_an_error),
+    (
+        "a_program_without_a_subscriber_hears_of_what_is_passed_over",
+        a_program_without_a_subscriber_hears_of_what_is_passed_over,
+    ),
 ];
 
 /// It mounts a small file system.
@@ -42,6 +46,7 @@ pub fn play(scenario: &str) {
     let folder = std::env::var(FOLDER).unwrap();
     match scenario {
         "save" => save_for_ever(folder.as_ref()),
+        "newest" => drop(alone(folder.as_ref()).newest().unwrap()),
         "full" => save_until_full(folder.as_ref()),
         other => panic!("no scenario {other}"),
     }
@@ -354,4 +359,37 @@ fn a_panic_in_lent_memory_is_an_error() {
     // Nobody is left to write: that is said at once, and not waited for.
     assert!(save(&checkpoints, 2).unwrap_err().is_aborted());
     checkpoints.finish().unwrap();
+}
+
+fn a_program_without_a_subscriber_hears_of_what_is_passed_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = alone(folder.path()).keep(3);
+    for step in 1..=3 {
+        save(&checkpoints, step).unwrap();
+        checkpoints.finish().unwrap();
+    }
+    drop(checkpoints);
+    let damaged = std::fs::read_dir(folder.path()).unwrap().filter_map(|entry| {
+        let folder = entry.unwrap().path();
+        let largest = std::fs::read_dir(&folder)
+            .ok()?
+            .map(|file| file.unwrap())
+            .max_by_key(|file| file.metadata().unwrap().len())?;
+        let file = std::fs::OpenOptions::new().write(true).open(largest.path()).unwrap();
+        file.set_len(largest.metadata().unwrap().len() / 2).unwrap();
+        Some(folder)
+    });
+    let damaged: Vec<PathBuf> = damaged.collect();
+    assert_eq!(damaged.len(), 3);
+    let end = start("newest", folder.path(), None).wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&end.stderr);
+    assert!(end.status.success(), "{said}");
+    for folder in &damaged {
+        let line = format!(
+            "phalanx: warning: the checkpoint {} is not whole and is passed over: ",
+            folder.display()
+        );
+        assert_eq!(said.matches(&line).count(), 1, "{said}");
+    }
+    assert!(said.contains("none of the 3 checkpoints in "), "{said}");
 }

@@ -26,6 +26,7 @@ fn main() {
     let mut tests = Tests::default();
     // The first, because they look at how much memory this process takes.
     tests.add("strangers", strangers::TESTS);
+    tests.add_privileged("strangers", strangers::PRIVILEGED);
     tests.add("checkpoint_faults", checkpoint_faults::TESTS);
     tests.add("checkpoints", checkpoints::TESTS);
     tests.add_privileged("checkpoints", checkpoints::PRIVILEGED);

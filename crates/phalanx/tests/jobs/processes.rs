@@ -1,9 +1,13 @@
 //! Ranks as processes, started by hand as a launcher would, without anybody who watches over them.
 
-use std::time::Duration;
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use phalanx::{Buffer, DType, P2pOp, Rank, ReduceOp};
 
+use crate::support::ROLE;
 use crate::support::world::{LIMIT, World};
 
 /// The promise: survivors know within this time that somebody died.
@@ -20,6 +24,9 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_job_leaves_one_trace_of_all_ranks", a_job_leaves_one_trace_of_all_ranks),
     ("strangers_disturb_nobody", strangers_disturb_nobody),
     ("a_rank_without_descriptors_tells_all_at_once", a_rank_without_descriptors_tells_all_at_once),
+    ("a_rank_0_without_descriptors_names_the_limit", a_rank_0_without_descriptors_names_the_limit),
+    ("a_start_that_waits_says_for_whom", a_start_that_waits_says_for_whom),
+    ("a_name_without_an_address_ends_a_start_soon", a_name_without_an_address_ends_a_start_soon),
 ];
 
 /// What a rank does; its error goes to standard error, as any program's would.
@@ -267,5 +274,68 @@ fn a_rank_without_descriptors_tells_all_at_once() {
     for (code, error) in outcomes {
         assert_eq!(code, Some(1), "{error}");
         assert!(error.starts_with("rank 0 (") && error.contains("ulimit -n"), "{error}");
+    }
+}
+
+/// A rank by hand, with nobody who has started it, until it says `expected` on its standard error.
+fn by_hand(rank: u32, address: &str, port: u16, expected: &str, wrapper: &str) -> (String, Option<bool>) {
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{wrapper} exec \"$0\"")]).arg(std::env::current_exe().unwrap());
+    command.env(ROLE, "processes::idle").env("RANK", rank.to_string()).env("WORLD_SIZE", "3");
+    command
+        .env("MASTER_ADDR", address)
+        .env("MASTER_PORT", port.to_string())
+        .env_remove("KUBERNETES_SERVICE_HOST");
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let found = lines.by_ref().map_while(Result::ok).find(|line| line.contains(expected));
+    child.kill().unwrap();
+    let ended = child.wait().unwrap();
+    (
+        found.unwrap_or_else(|| panic!("rank {rank} never says {expected:?}: {ended}")),
+        ended.code().map(|code| code == 0),
+    )
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Each of them would wait for half an hour, and none in silence.
+fn a_start_that_waits_says_for_whom() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent = listener.local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        let alone = scope.spawn(|| by_hand(0, "127.0.0.1", free_port(), "warning", ""));
+        let nobody = scope.spawn(|| by_hand(1, "127.0.0.1", free_port(), "refused", ""));
+        let silence = scope.spawn(move || by_hand(1, "127.0.0.1", silent, "warning", ""));
+        let (text, ended) = alone.join().unwrap();
+        assert!(
+            text.starts_with(
+                "phalanx: warning: rank 0 waits for the others: ranks 1, 2 of 3 have not arrived"
+            ),
+            "{text}"
+        );
+        assert!(ended.is_none(), "it waits on");
+        let (text, ended) = nobody.join().unwrap();
+        assert!(text.contains("this process waits for the store at 127.0.0.1:") && ended.is_none(), "{text}");
+        let (text, _) = silence.join().unwrap();
+        assert!(text.contains(&format!("waits for the store at 127.0.0.1:{silent}")), "{text}");
+    });
+}
+
+fn a_name_without_an_address_ends_a_start_soon() {
+    let started = Instant::now();
+    for rank in [0, 1] {
+        let (text, _) = by_hand(rank, "no-such-host.invalid", 29500, "getent hosts", "");
+        assert!(text.contains("MASTER_ADDR") && text.contains("no-such-host.invalid:29500"), "{text}");
+    }
+    assert!(started.elapsed() < LIMIT, "{:?}", started.elapsed());
+}
+
+fn a_rank_0_without_descriptors_names_the_limit() {
+    for files in [4, 5, 6, 8] {
+        let (text, _) = by_hand(0, "127.0.0.1", free_port(), "ulimit", &format!("ulimit -n {files};"));
+        assert!(text.contains("raise `ulimit -n`"), "{text}");
     }
 }

@@ -1,5 +1,6 @@
 //! A job with a key among a thousand strangers, some of which send whatever may be understood.
 
+use std::collections::VecDeque;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -10,6 +11,8 @@ use std::time::{Duration, Instant};
 
 use phalanx::store::{Store, TcpStore, TcpStoreServer};
 use phalanx::{Credentials, Deadline, JobKey, ReduceOp, Tls};
+use rustix::process::Uid;
+use rustix::thread::set_thread_res_uid;
 
 use crate::certificates::Authority;
 use crate::support::ROLE;
@@ -22,10 +25,22 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// What a stranger may take.
 const MEMORY: usize = 4096;
 
+/// Who begin as PyTorch's clients do.
+const IMITATORS: usize = 10_000;
+/// The longest that they may hold anybody up.
+const HELD_UP: Duration = Duration::from_secs(2);
+
+/// They need root: to be somebody else.
+pub const PRIVILEGED: &[(&str, fn())] = &[(
+    "ten_thousand_imitators_of_another_user_disturb_nobody",
+    ten_thousand_imitators_of_another_user_disturb_nobody,
+)];
+
 pub const TESTS: &[(&str, fn())] = &[
     ("a_stranger_takes_little_memory", a_stranger_takes_little_memory),
     ("a_stranger_over_tls_takes_little_memory", a_stranger_over_tls_takes_little_memory),
     ("strangers_disturb_neither_a_start_nor_a_training", strangers_disturb_neither_a_start_nor_a_training),
+    ("ten_thousand_imitators_disturb_nobody", ten_thousand_imitators_disturb_nobody),
 ];
 
 /// What this program does as a rank.
@@ -253,4 +268,66 @@ fn strangers_disturb_neither_a_start_nor_a_training() {
         rank.stderr.take().unwrap().read_to_string(&mut said).unwrap();
         assert!(rank.wait().unwrap().success() && said.is_empty(), "{said}");
     }
+}
+
+/// Whoever begins as PyTorch's clients do has the kernel asked for whose it is.
+fn ten_thousand_imitators_disturb_nobody() {
+    imitate(None);
+}
+
+/// Of root's programs, and of the user 65534's.
+fn ten_thousand_imitators_of_another_user_disturb_nobody() {
+    imitate(Some(65534));
+}
+
+fn imitate(user: Option<u32>) {
+    if !may_open(4 * STRANGERS as u64) {
+        return eprintln!("skipped: `ulimit -n` does not allow 4,000 descriptors");
+    }
+    let key = JobKey::generate().unwrap();
+    let server = serve(&key);
+    let address = server.local_addr();
+    let (began, finished) = (AtomicBool::new(false), AtomicBool::new(false));
+    let (mut longest, mut asked) = (Duration::ZERO, 0);
+    std::thread::scope(|scope| {
+        let (began, finished) = (&began, &finished);
+        scope.spawn(move || {
+            if let Some(user) = user.map(Uid::from_raw) {
+                // Of this thread alone.
+                set_thread_res_uid(user, user, user).unwrap();
+            }
+            let mut held = VecDeque::new();
+            for number in 0..IMITATORS {
+                let mut stream = TcpStream::connect(address).unwrap();
+                // Some have been hung up on already.
+                let _ = stream.write_all(BEGINNINGS[3]);
+                held.push_back(stream);
+                if held.len() > STRANGERS {
+                    held.pop_front();
+                }
+                if number == STRANGERS {
+                    began.store(true, Ordering::Relaxed);
+                }
+            }
+            finished.store(true, Ordering::Relaxed);
+        });
+        while !began.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // One client with the key, and one of this user's programs without, for as long as they come.
+        while !finished.load(Ordering::Relaxed) || asked == 0 {
+            let since = Instant::now();
+            TcpStore::connect_with_key(address, &key, soon()).unwrap().num_keys(soon()).unwrap();
+            TcpStore::connect(address, soon()).unwrap().num_keys(soon()).unwrap();
+            longest = longest.max(since.elapsed());
+            asked += 1;
+        }
+    });
+    let since = Instant::now();
+    server.drain(soon());
+    let end = since.elapsed();
+    eprintln!(
+        "{IMITATORS} imitators: {asked} times two clients were let in, in {longest:?} at most; the end took {end:?}"
+    );
+    assert!(longest < HELD_UP && end < HELD_UP, "{longest:?}, {end:?}");
 }

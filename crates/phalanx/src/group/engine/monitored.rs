@@ -20,6 +20,7 @@ impl Engine {
     ) -> Result<()> {
         let sequence = self.collectives.advance();
         self.check_health()?;
+        self.health.calls.begin(Header { call, sequence, epoch: self.epoch, payload: 0 });
         let met = if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             domain.monitored_barrier(call, sequence, deadline, patience)
         } else if self.rank.is_main() {
@@ -28,6 +29,7 @@ impl Engine {
             self.token(call, sequence, Some(Rank::MAIN), None, patience)
                 .and_then(|()| self.token(call, sequence, None, Some(Rank::MAIN), patience))
         };
+        self.health.calls.end();
         met.map_err(|error| super::fail_operation(&self.health, error, call, sequence))
     }
 

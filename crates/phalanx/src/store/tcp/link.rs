@@ -1,13 +1,17 @@
 //! A connection of the client: how it is made, and how bytes cross it before a deadline.
 
+use std::fmt::Display;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, no_more_files, no_more_processes};
+use crate::notice::while_waiting;
 use crate::store::MAX_VALUE;
 use crate::tls::{Refusal, Session, Tls};
 use crate::wire::auth::{Tag, nonce};
@@ -21,6 +25,8 @@ const CONNECT: Duration = Duration::from_secs(5);
 const GREETING: Duration = Duration::from_secs(10);
 /// For how long a server that hangs up on the greeting is tried again: one that is just ending does so too.
 const HANGING_UP: Duration = Duration::from_secs(2);
+/// For how long a name without an address is tried again: what looks names up may just be starting.
+const NAMED: Duration = Duration::from_secs(10);
 /// The pauses between attempts grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
 /// How long a server may take to confirm that a wait is cancelled; the deadline has passed already.
@@ -64,17 +70,50 @@ enum Attempt {
     Unproven,
     /// TLS stands between.
     Insecure(io::Error),
+    /// The name has no address, or its address is not known yet.
+    Nameless(io::Error),
+    /// This process has no descriptor, or no thread, for it.
+    Short(Error),
 }
 
 impl Link {
-    /// Connects to `address`, `host:port`, until it works or `deadline` has passed.
+    /// Connects to `address`, `host:port`, until it works or `deadline` has passed; says now and then that it does.
     pub fn connect(address: &str, entry: &Entry, deadline: Deadline) -> Result<Self> {
+        let last = Mutex::new(String::new());
+        let what = || format!("this process waits for the store at {address}{}", last.lock());
+        while_waiting(what, || {
+            Self::persist(address, entry, deadline, |why| {
+                *last.lock() = format!(", to which it cannot connect: {why}")
+            })
+        })
+    }
+
+    /// Tries to connect, and `tells` why it did not work.
+    fn persist(
+        address: &str,
+        entry: &Entry,
+        deadline: Deadline,
+        tells: impl Fn(&dyn Display),
+    ) -> Result<Self> {
         let started = Instant::now();
         let mut pause = PAUSES.0;
-        let mut hung_up: Option<Instant> = None;
+        let (mut hung_up, mut nameless): (Option<Instant>, Option<Instant>) = (None, None);
         loop {
-            let last = match Self::attempt(address, entry, deadline) {
+            let attempt = Self::attempt(address, entry, deadline);
+            if !matches!(attempt, Err(Attempt::Nameless(_))) {
+                nameless = None;
+            }
+            let last = match attempt {
                 Ok(link) => return Ok(link),
+                Err(Attempt::Short(error)) => return Err(error),
+                Err(Attempt::Nameless(error)) => {
+                    let since = *nameless.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= naming() || deadline.remaining() <= pause {
+                        return Err(no_address(address, error));
+                    }
+                    tells(&error);
+                    None
+                }
                 Err(Attempt::Foreign(what)) => return Err(foreign(address, &what)),
                 Err(Attempt::Unproven) => return Err(unproven(address)),
                 Err(Attempt::Insecure(error)) => return Err(insecure(address, error)),
@@ -83,10 +122,7 @@ impl Link {
                     return Err(foreign(address, "it accepts connections but does not answer"));
                 }
                 Err(Attempt::Silent) => {
-                    tracing::warn!(
-                        address,
-                        "what listens there accepts connections but does not answer; it is tried again"
-                    );
+                    tells(&"what listens there accepts connections but does not answer");
                     None
                 }
                 Err(Attempt::HungUp) => {
@@ -96,7 +132,10 @@ impl Link {
                     }
                     None
                 }
-                Err(Attempt::Absent(error)) => Some(error),
+                Err(Attempt::Absent(error)) => {
+                    tells(&error);
+                    Some(error)
+                }
             };
             if let Some(error) = last
                 && deadline.remaining() <= pause
@@ -120,17 +159,18 @@ impl Link {
                 }
                 Err(Attempt::Insecure(error)) => return Err(error),
                 Err(Attempt::HungUp) => return Err(ConnectionReset.into()),
-                Err(Attempt::Silent | Attempt::Absent(_)) if deadline.has_passed() => {
+                Err(Attempt::Short(error)) => return Err(io::Error::other(error)),
+                Err(Attempt::Silent | Attempt::Absent(_) | Attempt::Nameless(_)) if deadline.has_passed() => {
                     return Err(TimedOut.into());
                 }
                 Err(Attempt::Silent) => {}
                 // A network may come back. Too few descriptors, or ports, do not.
-                Err(Attempt::Absent(error))
+                Err(Attempt::Absent(error) | Attempt::Nameless(error))
                     if matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable) =>
                 {
                     std::thread::sleep(PAUSES.1.min(deadline.remaining()));
                 }
-                Err(Attempt::Absent(error)) => return Err(error),
+                Err(Attempt::Absent(error) | Attempt::Nameless(error)) => return Err(error),
             }
         }
     }
@@ -145,12 +185,25 @@ impl Link {
 
     fn attempt(address: &str, entry: &Entry, deadline: Deadline) -> Result<Self, Attempt> {
         let mut failure = Attempt::Absent(io::ErrorKind::AddrNotAvailable.into());
-        for target in resolve(address, deadline).map_err(Attempt::Absent)? {
+        let name = |error: io::Error| match no_more_processes(&error).or(no_more_files(&error)) {
+            Some(_) => Attempt::Short(Error::not_started(
+                format!("the name in {address} cannot be looked up"),
+                error,
+            )),
+            None => Attempt::Nameless(error),
+        };
+        for target in resolve(address, deadline).map_err(name)? {
             let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
             match TcpStream::connect_timeout(&target, limit) {
                 // A connection to a free port of this host may by chance be one to itself.
                 Ok(stream) if stream.local_addr().ok() == Some(target) => {}
                 Ok(stream) => return Self::greet(stream, entry, deadline),
+                Err(error) if no_more_files(&error).is_some() => {
+                    return Err(Attempt::Short(Error::io(
+                        format!("cannot connect to the store at {address}"),
+                        error,
+                    )));
+                }
                 Err(error) => failure = Attempt::Absent(error),
             }
         }
@@ -374,7 +427,7 @@ pub(crate) fn resolve(address: &str, deadline: Deadline) -> io::Result<Vec<Socke
     if let Ok(address) = address.parse() {
         return Ok(vec![address]);
     }
-    let name = address.to_owned();
+    let (name, deadline) = (address.to_owned(), deadline.at_most(NAMED));
     let mut targets: Vec<SocketAddr> = within(deadline, move || Ok(name.to_socket_addrs()?.collect()))?;
     targets.sort_by_key(SocketAddr::is_ipv6);
     targets.dedup();
@@ -394,6 +447,25 @@ fn within<T: Send + 'static>(
     answered
         .recv_timeout(deadline.remaining().max(LEAST))
         .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the system is still looking up the name"))?
+}
+
+/// For how long a name without an address is tried again. In Kubernetes a pod's name has one when the pod has been placed.
+fn naming() -> Duration {
+    match std::env::var_os("KUBERNETES_SERVICE_HOST") {
+        Some(_) => Duration::MAX,
+        None => NAMED,
+    }
+}
+
+/// What to do about an address whose name nobody knows.
+pub(super) const UNNAMED: &str = "is MASTER_ADDR (or the launcher's --rdzv-endpoint) spelled right, and does `getent hosts` \
+                                  know it on this host? An IP address needs no look-up";
+
+fn no_address(address: &str, error: io::Error) -> Error {
+    Error::environment(format!("the name in {address} has no address"))
+        .with_source(error)
+        .in_operation("store connect", None)
+        .with_remedy(UNNAMED)
 }
 
 fn absent(address: &str, waited: Duration, error: io::Error) -> Error {

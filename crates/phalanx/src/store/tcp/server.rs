@@ -18,12 +18,13 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Gate, Strangers};
 use super::connection::{Shared, serve};
-use super::link::resolve;
+use super::link::{UNNAMED, resolve};
 use super::stream::Stream;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};
 use crate::key::JobKey;
+use crate::notice::warn;
 
 /// The most connections at a time; further ones are closed as they come.
 const MAX_CONNECTIONS: usize = 16_384;
@@ -126,7 +127,7 @@ impl TcpStoreServer {
     pub(crate) fn bind_to(address: &str, access: Access, deadline: Deadline) -> Result<Self> {
         let targets = resolve(address, deadline).map_err(|error| {
             Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
-                .with_remedy("is MASTER_ADDR right? It may be a name or an IP address")
+                .with_remedy(UNNAMED)
         })?;
         let mut failure = None;
         for target in targets {
@@ -240,7 +241,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
     let mut at_the_gate = AtTheGate::new();
     // Nobody waits for strangers.
     let inside = Rc::<Cell<usize>>::default();
-    let mut draining: Option<Instant> = None;
+    let (mut draining, mut told): (Option<Instant>, bool) = (None, false);
     while draining.is_none() || inside.get() > 0 {
         tokio::select! {
             order = orders.recv() => match order {
@@ -269,7 +270,10 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
                 }
                 Ok((_, peer)) => tracing::warn!("the store refused {peer}: {MAX_CONNECTIONS} clients are connected"),
                 Err(error) => {
-                    tracing::warn!("the store cannot accept a client: {error} (is `ulimit -n` too low?)");
+                    if !std::mem::replace(&mut told, true) {
+                        let hint = no_more_files(&error).unwrap_or("it is tried again");
+                        warn(format_args!("the store cannot accept a client: {error} ({hint})"));
+                    }
                     sleep(ACCEPT_PAUSE).await;
                 }
             },

@@ -18,6 +18,7 @@ use super::lookout::{self, Lookout};
 use super::{Place, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result, no_more_files};
+use crate::notice::Reminders;
 use crate::rank::Rank;
 use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{NONCE, TAG, nonce};
@@ -196,6 +197,7 @@ fn connect(
     let unreachable = format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket);
     let mut pause = Duration::from_millis(1);
     let mut refusing: Option<Instant> = None;
+    let mut reminders = Reminders::new();
     loop {
         let own = own.saying(nonce()?);
         let error = match introduce(address.socket, own, secret, place.credentials.tls.as_ref(), deadline) {
@@ -232,6 +234,7 @@ fn connect(
                 .with_peer(peer)
                 .with_remedy("is it alive, and does a firewall stand between?"));
         }
+        reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", place.rank));
         thread::sleep(pause);
         pause = (pause * 2).min(PAUSE);
         if pause == PAUSE {

@@ -13,6 +13,7 @@ use super::connection::Connection;
 use super::lookout::Lookout;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
+use crate::notice::Reminders;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
@@ -81,13 +82,18 @@ pub(super) fn wait_for(
     deadline: Deadline,
 ) -> Result<()> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
-    let (mut lookout, mut there) = (Lookout::new(place), 0);
+    let (mut lookout, mut there, mut reminders) = (Lookout::new(place), 0, Reminders::new());
     loop {
         match place.store.wait(&names, deadline.at_most(LOOK)) {
             Err(error) if error.is_timeout() => {
                 check(place, host)?;
                 there = count_there(place, &names, there);
-                keys.get(there).map_or(Ok(()), |(rank, _)| lookout.look(*rank))?;
+                if let Some((rank, _)) = keys.get(there) {
+                    reminders.remind(|| {
+                        format!("rank {} waits for rank {rank} to say where it listens", place.rank)
+                    });
+                    lookout.look(*rank)?;
+                }
             }
             outcome => return outcome,
         }
@@ -139,7 +145,7 @@ pub(super) fn overhear(peer: Rank, host: &str, control: &Connection) -> Result<(
         },
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(()),
         Ok(_) | Err(_) => {
-            Err(Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) died: its connection closed"))
+            Err(Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) was lost: its connection closed"))
                 .with_peer(peer)
                 .with_remedy(format!("see rank {peer}'s own output for its reason")))
         }
@@ -166,7 +172,7 @@ pub(super) fn watch(
     missing: &AtomicUsize,
     finished: &Receiver<()>,
 ) -> Result<()> {
-    let (mut refused, mut lookout) = ((usize::MAX, 0), Lookout::new(place));
+    let (mut refused, mut lookout, mut reminders) = ((usize::MAX, 0), Lookout::new(place), Reminders::new());
     while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         // The connections before the store: if rank 0 dies with the store that it serves, they say who is gone.
         for ((peer, address), pair) in place.world.ranks().zip(addresses).zip(below) {
@@ -175,6 +181,10 @@ pub(super) fn watch(
         check(place, host)?;
         let peer = missing.load(Ordering::Relaxed);
         let Some(address) = addresses.get(peer) else { continue };
+        reminders.remind(|| {
+            let host = &address.host;
+            format!("rank {} waits for rank {peer} ({host}), which has come, to connect with it", place.rank)
+        });
         lookout.look(Rank::new(peer as u32))?;
         // It listens until it is connected with this rank too. To it, this is a stranger who leaves again.
         let probe = TcpStream::connect_timeout(&address.socket, LOOK);
@@ -194,7 +204,7 @@ pub(super) fn watch(
 /// The error for a rank that no longer listens where it said.
 pub(super) fn gone(peer: Rank, address: &Address) -> Error {
     let Address { host, socket } = address;
-    Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) died: it no longer listens at {socket}"))
+    Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) was lost: it no longer listens at {socket}"))
         .with_peer(peer)
         .with_remedy(format!("see rank {peer}'s own output for its reason"))
 }

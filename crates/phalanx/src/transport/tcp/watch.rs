@@ -1,8 +1,9 @@
-//! The thread that watches the control connections: it hears the others, lets them hear this rank, and judges silence.
+//! The thread that watches the control connections: it hears the others, lets them hear this rank, judges silence, and
+//! compares the calls of ranks that wait.
 
 use std::io::{self, IoSliceMut};
 use std::os::unix::net::UnixStream;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -10,11 +11,15 @@ use super::connection::Connection;
 use super::control::Connections;
 use crate::error::{Error, Result};
 use crate::rank::{Rank, WorldSize};
+use crate::transport::calls::LOOK;
 use crate::transport::health::Health;
 use crate::transport::heartbeat::Heartbeat;
 use crate::transport::liveness::{Liveness, Sight, Silence};
 use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, MAX_BODY, PREFIX, ProcessId};
+
+/// How long a process may take from the end of its connections to its own.
+const ENDING: Duration = Duration::from_millis(100);
 
 /// What the thread knows.
 pub(super) struct Watch<'a> {
@@ -56,23 +61,30 @@ impl<'a> Watch<'a> {
 
     /// Watches until `stopped` is closed at its other end.
     pub(super) fn run(mut self, stopped: &UnixStream) -> Result<()> {
-        let mut next = self.heartbeat.step().map(|step| Instant::now() + step);
+        let mut beats = self.heartbeat.step().map(|step| Instant::now() + step);
+        let mut looks = Instant::now() + LOOK;
         loop {
-            let ready = match self.poll(stopped, next)? {
+            // After a failure the peers know. One that could not be told is to miss this rank.
+            let over = self.health.has_failed();
+            let next = beats.map_or(looks, |beats| beats.min(looks));
+            let ready = match self.poll(stopped, (!over).then_some(next))? {
                 Woken::Stopped => return Ok(()),
                 Woken::By(ready) => ready,
             };
             self.read(ready);
             if self.health.has_failed() {
-                // The peers know. One that could not be told is to miss this rank.
-                next = None;
+                continue;
             }
-            if let (Some(due), Some(step)) = (next, self.heartbeat.step())
+            if let (Some(due), Some(step)) = (beats, self.heartbeat.step())
                 && Instant::now() >= due
             {
                 self.let_hear();
                 self.judge();
-                next = Some(Instant::now() + step);
+                beats = Some(Instant::now() + step);
+            }
+            if Instant::now() >= looks {
+                self.compare_calls();
+                looks = Instant::now() + LOOK;
             }
         }
     }
@@ -132,6 +144,7 @@ impl<'a> Watch<'a> {
                     Control::Failure(notice) => {
                         self.health.fail(notice.into_error(rank, self.health.host(rank)));
                     }
+                    Control::Waiting(call) => self.health.calls.hear(rank, call),
                     Control::Watching(introduction) => {
                         peer.introduction = Some(introduction);
                         self.liveness.begin(rank, introduction.interval(), now);
@@ -144,7 +157,7 @@ impl<'a> Watch<'a> {
         }
         for (rank, reason) in gone {
             if !self.peers[rank.index()].said_goodbye {
-                self.health.lost(rank, &reason);
+                self.health.lost(rank, &reason, self.sight_of_lost(rank));
             }
         }
     }
@@ -156,11 +169,21 @@ impl<'a> Watch<'a> {
             return;
         }
         self.beat = now;
+        self.tell(&Control::Beat, |peer| peer.introduction.is_some());
+    }
+
+    /// Tells the others in which call this rank is stuck, and looks whether it has made another one than they.
+    fn compare_calls(&self) {
+        if let Some(call) = self.health.calls.stuck() {
+            self.tell(&Control::Waiting(call), |_| true);
+        }
+        self.health.compare_calls();
+    }
+
+    fn tell(&self, message: &Control, meant: impl Fn(&Peer) -> bool) {
         let peers = &self.peers;
-        self.connections.tell(&Control::Beat, |peer| {
-            peers
-                .get(peer.index())
-                .is_some_and(|peer| peer.introduction.is_some() && !peer.said_goodbye && !peer.closed)
+        self.connections.tell(message, |peer| {
+            peers.get(peer.index()).is_some_and(|peer| meant(peer) && !peer.said_goodbye && !peer.closed)
         });
     }
 
@@ -189,6 +212,18 @@ impl<'a> Watch<'a> {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         stream.holds_input()
             || poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+    }
+
+    /// What is seen of a peer whose connection has just ended. A process that ends closes its connections a moment before it
+    /// is gone.
+    fn sight_of_lost(&self, peer: Rank) -> Sight {
+        let until = Instant::now() + ENDING;
+        loop {
+            match self.sight(peer) {
+                Sight::Alive if Instant::now() < until => std::thread::sleep(ENDING / 20),
+                sight => return sight,
+            }
+        }
     }
 
     fn sight(&self, peer: Rank) -> Sight {

@@ -1,0 +1,216 @@
+//! What the control groups of this process leave of memory: its own, and all above it that can be seen.
+//!
+//! `/proc/self/cgroup` names its group in each hierarchy, `/proc/self/mountinfo` where a hierarchy, or a part of it, is
+//! mounted. In a container the group's name may be that outside, of which nothing is mounted but the container's own part.
+
+use std::fs::read_to_string;
+use std::path::{Path, PathBuf};
+
+/// What is left, if there is a limit.
+pub(super) fn left() -> Option<u64> {
+    left_in(&|path| read_to_string(path).ok())
+}
+
+/// Reads a file, if it is there.
+type Read<'a> = &'a dyn Fn(&Path) -> Option<String>;
+
+fn left_in(read: Read<'_>) -> Option<u64> {
+    let groups = read("/proc/self/cgroup".as_ref())?;
+    let mounts = read("/proc/self/mountinfo".as_ref())?;
+    mounts.lines().filter_map(|line| Hierarchy::parse(line, &groups)?.left(read)).min()
+}
+
+/// A hierarchy that limits memory.
+struct Hierarchy {
+    files: &'static Files,
+    /// Where it, or a part of it, is mounted.
+    mount: PathBuf,
+    /// The process's group.
+    group: PathBuf,
+}
+
+/// The names of what a group says.
+struct Files {
+    limit: &'static str,
+    used: &'static str,
+    cached: [&'static str; 2],
+}
+
+static V1: Files = Files {
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    cached: ["total_active_file ", "total_inactive_file "],
+};
+static V2: Files =
+    Files { limit: "memory.max", used: "memory.current", cached: ["active_file ", "inactive_file "] };
+
+impl Hierarchy {
+    /// From a line of `mountinfo`, `id parent device root mount options .. - type source options`, and all of `cgroup`,
+    /// `id:controllers:group`; `None` if it has nothing to do with memory.
+    fn parse(line: &str, groups: &str) -> Option<Self> {
+        let (mount, system) = line.split_once(" - ")?;
+        let mut fields = mount.split(' ').skip(3).map(unescape);
+        let (root, mount) = (fields.next()?, fields.next()?);
+        let mut system = system.split(' ');
+        let (kind, options) = (system.next()?, system.nth(1).unwrap_or_default());
+        let has_memory = |list: &str| list.split(',').any(|name| name == "memory");
+        let files = match kind {
+            "cgroup2" => &V2,
+            "cgroup" if has_memory(options) => &V1,
+            _ => return None,
+        };
+        let group = groups.lines().find_map(|line| {
+            let (controllers, group) = line.split_once(':')?.1.split_once(':')?;
+            let is_it = if kind == "cgroup2" { controllers.is_empty() } else { has_memory(controllers) };
+            is_it.then_some(group)
+        })?;
+        // What is mounted may be a part of the hierarchy; a group that is outside it cannot be seen.
+        let inside = Path::new(group).strip_prefix(&root).unwrap_or(Path::new(""));
+        let hidden = inside.components().any(|part| part == std::path::Component::ParentDir);
+        let mount = PathBuf::from(mount);
+        let group = if hidden { mount.clone() } else { mount.join(inside) };
+        Some(Self { files, mount, group })
+    }
+
+    /// The least that a group leaves, from the process's own up to what is mounted.
+    fn left(&self, read: Read<'_>) -> Option<u64> {
+        let groups = self.group.ancestors().take_while(|group| group.starts_with(&self.mount));
+        groups.filter_map(|group| self.files.left(group, read)).min()
+    }
+}
+
+impl Files {
+    /// What a group leaves. Files that were read stay in memory as long as nobody needs it: they are counted as used, and are
+    /// as good as free.
+    fn left(&self, group: &Path, read: Read<'_>) -> Option<u64> {
+        let number = |name: &str| read(&group.join(name))?.trim().parse::<u64>().ok();
+        let (limit, used) = (number(self.limit)?, number(self.used)?);
+        let stat = read(&group.join("memory.stat")).unwrap_or_default();
+        let cached = self.cached.map(|name| {
+            let value = stat.lines().find_map(|line| line.strip_prefix(name));
+            value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
+        });
+        let cached = cached.into_iter().fold(0, u64::saturating_add);
+        Some(limit.saturating_sub(used.saturating_sub(cached)))
+    }
+}
+
+/// Spaces and the like stand as `\040` there.
+fn unescape(field: &str) -> String {
+    ["\\040", "\\011", "\\012", "\\134"]
+        .into_iter()
+        .zip([" ", "\t", "\n", "\\"])
+        .fold(field.to_owned(), |field, (written, meant)| field.replace(written, meant))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    const V2_MOUNT: &str = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+    const V1_MOUNT: &str = "33 28 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n";
+    const NO_LIMIT: &str = "9223372036854771712\n";
+
+    /// What is left where these files, and no others, are there.
+    fn left(cgroup: &str, mountinfo: &str, files: &[(&str, &str)]) -> Option<u64> {
+        let own = [("/proc/self/cgroup", cgroup), ("/proc/self/mountinfo", mountinfo)];
+        let files: HashMap<&Path, &str> =
+            own.iter().chain(files).map(|(path, text)| (Path::new(*path), *text)).collect();
+        left_in(&|path| files.get(path).map(|text| (*text).to_owned()))
+    }
+
+    #[test]
+    fn the_least_of_a_group_and_those_above_it_counts() {
+        let base = "/sys/fs/cgroup/system.slice/job.service";
+        let file = |name: &str| format!("{base}/{name}");
+        let (max, current, above, used) = (
+            file("memory.max"),
+            file("memory.current"),
+            "/sys/fs/cgroup/system.slice/memory.max",
+            "/sys/fs/cgroup/system.slice/memory.current",
+        );
+        let all = |own: &'static str, slice: &'static str| {
+            let files = [(&*max, own), (&*current, "100\n"), (above, slice), (used, "600\n")];
+            left("0::/system.slice/job.service\n", V2_MOUNT, &files)
+        };
+        assert_eq!(all("1000\n", "max\n"), Some(900));
+        assert_eq!(all("1000\n", "1000\n"), Some(400));
+        assert_eq!(all("max\n", "1000\n"), Some(400));
+        assert_eq!(all("max\n", "max\n"), None);
+        assert_eq!(all("50\n", "max\n"), Some(0));
+    }
+
+    #[test]
+    fn cached_files_are_no_memory_in_use() {
+        let files = |limit: &'static str, used: &'static str, stat: &'static str| {
+            let files = [
+                ("/sys/fs/cgroup/memory.max", limit),
+                ("/sys/fs/cgroup/memory.current", used),
+                ("/sys/fs/cgroup/memory.stat", stat),
+            ];
+            left("0::/\n", V2_MOUNT, &files)
+        };
+        let stat = "anon 100\nfile 900\ninactive_anon 50\ninactive_file 600\nactive_file 200\n";
+        assert_eq!(files("1000", "1000", stat), Some(800));
+        assert_eq!(files("1000", "1000", ""), Some(0));
+        assert_eq!(files("1000", "10", stat), Some(1000));
+    }
+
+    #[test]
+    fn the_first_version_has_a_tree_for_memory() {
+        let cgroup = "5:cpu,cpuacct:/elsewhere\n4:memory:/batch/job 7\n0::/batch\n";
+        let job = "/sys/fs/cgroup/memory/batch/job 7";
+        let names = ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"]
+            .map(|name| format!("{job}/{name}"));
+        let files = [
+            (&*names[0], "1000\n"),
+            (&*names[1], "700\n"),
+            (&*names[2], "cache 5\ntotal_active_file 100\ntotal_inactive_file 50\nactive_file 1\n"),
+            ("/sys/fs/cgroup/memory/memory.limit_in_bytes", NO_LIMIT),
+            ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "5000\n"),
+        ];
+        assert_eq!(left(cgroup, V1_MOUNT, &files), Some(450));
+        // Both versions: the second has processes here, and its memory is the first's.
+        let unified = "34 28 0:31 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
+        let cpu = "35 28 0:32 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n";
+        assert_eq!(left(cgroup, &[cpu, unified, V1_MOUNT].concat(), &files), Some(450));
+        assert_eq!(left(cgroup, &[cpu, unified].concat(), &files), None);
+    }
+
+    #[test]
+    fn a_container_sees_its_own_part() {
+        let limits = |folder: &str| ["memory.max", "memory.current"].map(|name| format!("{folder}/{name}"));
+        let [max, current] = limits("/sys/fs/cgroup");
+        let files = [(&*max, "1000"), (&*current, "300")];
+        // With a namespace of its own; with the name outside, of which its part is mounted, or nothing else is known; and
+        // for a process that was put outside the namespace.
+        let part = V2_MOUNT.replace(" / /sys", " /docker/f00 /sys");
+        for (cgroup, mount) in [
+            ("0::/\n", V2_MOUNT),
+            ("0::/docker/f00\n", &*part),
+            ("0::/docker/f00\n", V2_MOUNT),
+            ("0::/../bar\n", V2_MOUNT),
+            ("0::/elsewhere\n", &part),
+        ] {
+            assert_eq!(left(cgroup, mount, &files), Some(700), "{cgroup:?} {mount:?}");
+        }
+        // Below its part.
+        let [max, current] = limits("/sys/fs/cgroup/job");
+        let files = [(&*max, "500"), (&*current, "300")];
+        assert_eq!(left("0::/docker/f00/job\n", &part, &files), Some(200));
+        // A path with a blank.
+        let [max, current] = limits("/my groups");
+        let files = [(&*max, "500"), (&*current, "100")];
+        assert_eq!(left("0::/\n", &V2_MOUNT.replace("/sys/fs/cgroup", "/my\\040groups"), &files), Some(400));
+    }
+
+    #[test]
+    fn what_is_not_there_limits_nothing() {
+        assert_eq!(left("", "", &[]), None);
+        assert_eq!(left("0::/\n", V2_MOUNT, &[]), None);
+        assert_eq!(left("no colon\n:\n", " - \n- cgroup2\n1 2 3 4 5 - cgroup2\n", &[]), None);
+        assert_eq!(left_in(&|_| None), None);
+    }
+}

@@ -1,0 +1,96 @@
+//! What a user is to know although nothing has failed: work that is passed over, and who is waited for.
+//!
+//! It goes to the program's `tracing` subscriber. In a program that has none it would reach nobody, so it goes to standard
+//! error.
+
+use std::fmt::Display;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread::{Builder, scope};
+use std::time::{Duration, Instant};
+
+/// When to say that something is waited for; after the last, once for each of that time.
+const REMINDERS: [Duration; 4] =
+    [Duration::from_secs(5), Duration::from_secs(15), Duration::from_secs(30), Duration::from_secs(60)];
+
+/// Tells the user.
+pub(crate) fn warn(what: impl Display) {
+    tracing::warn!("{what}");
+    if !tracing::dispatcher::has_been_set() {
+        // Whoever has closed it does not want to know.
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("phalanx: warning: {what}\n"));
+    }
+}
+
+/// Says now and then what a wait that lasts is for.
+#[derive(Debug)]
+pub(crate) struct Reminders {
+    started: Instant,
+    next: Duration,
+}
+
+impl Reminders {
+    /// The wait begins.
+    pub(crate) fn new() -> Self {
+        Self { started: Instant::now(), next: REMINDERS[0] }
+    }
+
+    /// Tells the user `what` is waited for, if it is time to.
+    pub(crate) fn remind(&mut self, what: impl FnOnce() -> String) {
+        let waited = self.started.elapsed();
+        if waited >= self.next {
+            self.next = after(waited);
+            warn(format_args!("{} ({} s so far)", what(), waited.as_secs()));
+        }
+    }
+
+    fn left(&self) -> Duration {
+        self.next.saturating_sub(self.started.elapsed())
+    }
+}
+
+/// The first reminder after so long a wait.
+fn after(waited: Duration) -> Duration {
+    let [.., last] = REMINDERS;
+    let minutes = waited.as_secs() / last.as_secs() + 1;
+    REMINDERS
+        .into_iter()
+        .find(|reminder| *reminder > waited)
+        .unwrap_or(last * u32::try_from(minutes).unwrap_or(u32::MAX))
+}
+
+/// Says now and then `what` is waited for while `wait` lasts. For waits that cannot look at the clock themselves.
+pub(crate) fn while_waiting<R>(what: impl Fn() -> String + Send, wait: impl FnOnce() -> R) -> R {
+    let (done, ended) = channel::<()>();
+    scope(|scope| {
+        let remind = move || {
+            let mut reminders = Reminders::new();
+            while ended.recv_timeout(reminders.left()) == Err(RecvTimeoutError::Timeout) {
+                reminders.remind(&what);
+            }
+        };
+        // Without a thread the wait is a silent one.
+        let _ = Builder::new().name("phalanx-waiting".into()).spawn_scoped(scope, remind);
+        let outcome = wait();
+        drop(done);
+        outcome
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reminders_become_rare() {
+        let seconds = [0, 4, 5, 14, 15, 30, 59, 60, 61, 119, 120, 3000];
+        let next = seconds.map(|waited| after(Duration::from_secs(waited)).as_secs());
+        assert_eq!(next, [5, 5, 15, 15, 30, 60, 60, 120, 120, 120, 180, 3060]);
+    }
+
+    #[test]
+    fn a_wait_that_is_over_holds_nobody_up() {
+        let started = Instant::now();
+        assert_eq!(while_waiting(|| unreachable!(), || 7), 7);
+        assert!(started.elapsed() < REMINDERS[0]);
+    }
+}

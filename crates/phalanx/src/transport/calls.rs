@@ -1,0 +1,150 @@
+//! What this rank has called last, and in which calls its peers wait.
+//!
+//! Ranks compare their calls with what they receive. Where they call different collectives, each may wait for a rank that
+//! sends it nothing, and none would learn of it before its time-out. So a rank that has been in one call for a while tells
+//! the others which, on their control connections, and who has called something else in its place says so. A call that is
+//! not stuck costs no message.
+
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use crate::error::Result;
+use crate::rank::{Rank, Sequence};
+use crate::wire::frame::Header;
+
+/// How often it is looked whether a call is stuck: it is if it was the same the last time.
+pub(crate) const LOOK: Duration = Duration::from_millis(500);
+/// Calls that are remembered: a rank may be ahead of the others by some to which it only sends.
+const KEPT: usize = 64;
+
+#[derive(Default)]
+pub(crate) struct Calls(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// The last calls, each at its number modulo [`KEPT`].
+    last: Vec<Option<Header>>,
+    /// The one that has begun and not ended.
+    running: Option<Header>,
+    /// That which ran when it was looked last, and whether the others know.
+    seen: Option<(Sequence, bool)>,
+    /// In which call each of these peers waits, if this rank has not come to it.
+    waiting: Vec<(Rank, Header)>,
+}
+
+impl Calls {
+    /// A collective begins.
+    pub(crate) fn begin(&self, call: Header) {
+        let mut state = self.0.lock();
+        if state.last.is_empty() {
+            state.last.resize(KEPT, None);
+        }
+        let place = place(call.sequence);
+        state.last[place] = Some(call);
+        state.running = Some(call);
+    }
+
+    /// It has ended.
+    pub(crate) fn end(&self) {
+        self.0.lock().running = None;
+    }
+
+    /// The call that runs, if it ran already at the last look and has not been given yet.
+    pub(crate) fn stuck(&self) -> Option<Header> {
+        let mut state = self.0.lock();
+        let running = state.running?;
+        match state.seen {
+            Some((sequence, told)) if sequence == running.sequence => {
+                state.seen = Some((sequence, true));
+                (!told).then_some(running)
+            }
+            _ => {
+                state.seen = Some((running.sequence, false));
+                None
+            }
+        }
+    }
+
+    /// `peer` waits in this call.
+    pub(crate) fn hear(&self, peer: Rank, theirs: Header) {
+        let mut state = self.0.lock();
+        state.waiting.retain(|(known, _)| *known != peer);
+        state.waiting.push((peer, theirs));
+    }
+
+    /// An error with both calls if this rank, `own`, has made another one where a peer waits.
+    pub(crate) fn compare(&self, own: Rank) -> Result<()> {
+        let mut state = self.0.lock();
+        let State { last, waiting, .. } = &mut *state;
+        let mut outcome = Ok(());
+        waiting.retain(|(peer, theirs)| {
+            let there = last.get(place(theirs.sequence)).copied().flatten();
+            // Perhaps it comes to it yet.
+            let Some(call) = there.filter(|call| call.sequence >= theirs.sequence) else { return true };
+            if call.sequence == theirs.sequence && outcome.is_ok() {
+                let checked = call.check(theirs, own, *peer);
+                outcome =
+                    checked.map_err(|error| error.in_operation(call.call.to_string(), Some(call.sequence)));
+            }
+            false
+        });
+        outcome
+    }
+}
+
+fn place(sequence: Sequence) -> usize {
+    (sequence.0 % KEPT as u64) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::rank::Epoch;
+    use crate::wire::frame::{Call, Operation};
+
+    const ME: Rank = Rank::MAIN;
+
+    fn header(operation: Operation, sequence: u64) -> Header {
+        let call = Call::new(operation, DType::F32, 8);
+        Header { call, sequence: Sequence(sequence), epoch: Epoch(0), payload: 0 }
+    }
+
+    #[test]
+    fn a_call_is_told_once_if_it_lasts_from_one_look_to_the_next() {
+        let calls = Calls::default();
+        assert_eq!(calls.stuck(), None);
+        let call = header(Operation::AllGather, 3);
+        calls.begin(call);
+        assert_eq!([calls.stuck(), calls.stuck(), calls.stuck()], [None, Some(call), None]);
+        calls.end();
+        assert_eq!(calls.stuck(), None);
+        calls.begin(header(Operation::AllGather, 4));
+        assert_eq!(calls.stuck(), None);
+    }
+
+    #[test]
+    fn another_call_in_the_place_of_a_peers_is_found_before_and_after_it_is_made() {
+        let (calls, peer) = (Calls::default(), Rank::new(2));
+        calls.hear(peer, header(Operation::AllGather, 3));
+        calls.compare(ME).unwrap();
+        calls.begin(header(Operation::Broadcast, 3));
+        let error = calls.compare(ME).unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_mismatch() && error.peer() == Some(peer), "{text}");
+        assert!(text.contains("rank 0 calls broadcast(8 x f32) #3"), "{text}");
+        assert!(text.contains("rank 2 calls all_gather(8 x f32) #3"), "{text}");
+        // It has been said.
+        calls.compare(ME).unwrap();
+        // The same call, and one that is long over.
+        calls.hear(peer, header(Operation::Broadcast, 3));
+        calls.compare(ME).unwrap();
+        calls.begin(header(Operation::Barrier, 3 + KEPT as u64));
+        calls.hear(peer, header(Operation::AllGather, 3));
+        calls.compare(ME).unwrap();
+        // Ahead of this peer by some calls.
+        calls.hear(peer, header(Operation::AllGather, 3 + KEPT as u64));
+        assert!(calls.compare(ME).is_err());
+    }
+}
