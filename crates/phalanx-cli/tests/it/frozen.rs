@@ -116,8 +116,11 @@ fn on_another_node_it_is_ended_too() {
 
 #[test]
 fn on_another_host_of_an_elastic_job_it_is_ended_too() {
-    let output = output(Hosts::new().script("one:1,two:1", &["--min-np", "1"], FREEZES));
-    let err = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{err}");
-    assert!(err.contains("stopped (SIGSTOP)") && err.contains("rank 1 is not replaced"), "{err}");
+    // The late one starts when the other has ended.
+    for hosts in ["one:1,two:1", "one:1,late:1"] {
+        let output = output(Hosts::new().script(hosts, &["--min-np", "1"], FREEZES));
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{hosts}: {err}");
+        assert!(err.contains("stopped (SIGSTOP)") && err.contains("rank 1 is not replaced"), "{err}");
+    }
 }

@@ -347,6 +347,10 @@ impl<'a> Conductor<'a> {
         let arguments = self.job.arguments.iter().map(|word| word.as_bytes().to_vec()).collect();
         peer.was_told_to_start = true;
         peer.connection.order(Order::Start { arguments, place });
+        // One that comes late has missed the word.
+        if self.roster.has_succeeded() {
+            peer.say(Word::Ending);
+        }
     }
 
     // What is heard.

@@ -257,6 +257,11 @@ impl Roster {
         }
     }
 
+    /// Has a worker ended well?
+    pub(super) fn has_succeeded(&self) -> bool {
+        self.done > 0
+    }
+
     /// Its launcher has ended without being told to, or could not be reached: how long the host is left out, or none if
     /// it is so for good.
     pub(super) fn lost(&mut self, host: usize, now: Instant) -> Option<Duration> {
