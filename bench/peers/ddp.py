@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-# As in crates/phalanx-burn/examples/scaling.
+# As in examples/scaling.
 WARM_UP = 2
 LEARNING_RATE = 1e-6
 

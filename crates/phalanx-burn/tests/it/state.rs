@@ -300,7 +300,7 @@ fn learning_rates_are_part_of_commits_and_another_scheduler_is_refused() {
 
 #[test]
 fn the_example_of_a_whole_training_run_stays_short() {
-    let program = include_str!("../../examples/mnist_short/main.rs");
+    let program = include_str!("../../../../examples/mnist_short/src/main.rs");
     let code = program.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("//"));
     let lines = code.count();
     println!("examples/mnist_short: {lines} lines of code");

@@ -31,6 +31,7 @@ fn used(folder: &Path, found: &mut BTreeSet<String>) {
 fn the_page_of_variables_has_those_that_the_sources_have() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut found = BTreeSet::new();
+    used(&root.join("examples"), &mut found);
     for package in fs::read_dir(root.join("crates")).unwrap() {
         let package = package.unwrap().path();
         for folder in ["src", "examples"].map(|folder| package.join(folder)) {

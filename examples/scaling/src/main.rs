@@ -1,0 +1,233 @@
+//! What do two ranks cost? A training step of two ranks that average gradients, against two processes that train side
+//! by side and never speak, and against one alone. One thread a rank, AdamW; the three take turns step by step, and the
+//! figures are medians.
+//!
+//! ```sh
+//! cargo run --release -p scaling                          # a table
+//! cargo run --release -p scaling -- --json --models mlp   # a line for each model
+//! PHALANX_TRACE=trace.json cargo run --release -p scaling # also: how much of the communication is hidden
+//! cargo run --release -p scaling -- --view                # gradients stay in their buckets
+//! cargo run --release -p scaling -- --memory              # the most memory that a rank takes
+//! ```
+//!
+//! Where `python3`, or the `PYTHON` that is set, finds PyTorch, its DistributedDataParallel over gloo follows, with the same
+//! models, batches and turns.
+
+mod memory;
+mod models;
+mod overlap;
+mod pytorch;
+
+use std::time::Instant;
+
+use anyhow::Result;
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::tensor::Device;
+use clap::{Parser, ValueEnum};
+use phalanx::ProcessGroup;
+use phalanx_burn::{Ddp, DdpOptions};
+use serde::{Deserialize, Serialize};
+
+use models::{Encoder, Mlp, ResNet, Subject};
+use overlap::Overlap;
+
+const RANKS: u32 = 2;
+
+/// Steps before anything is measured: memory is touched, buckets are rebuilt in the order of the gradients.
+const WARM_UP: usize = 2;
+
+/// Small enough that nothing is learned.
+const LEARNING_RATE: f64 = 1e-6;
+
+/// Measures what two ranks cost.
+#[derive(Parser)]
+struct Options {
+    /// Which models
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["mlp", "encoder", "resnet"])]
+    models: Vec<Name>,
+    /// Measured steps of each kind
+    #[arg(long, default_value_t = 11)]
+    steps: usize,
+    /// One line of JSON for each model
+    #[arg(long)]
+    json: bool,
+    /// The most memory that a rank takes, beyond a process that trains alone
+    #[arg(long)]
+    memory: bool,
+    /// Let the gradients stay in the buckets (`gradient_as_bucket_view`), PyTorch's too
+    #[arg(long)]
+    view: bool,
+    /// Do without PyTorch, even if it is there
+    #[arg(long)]
+    without_pytorch: bool,
+    /// Measure the memory of one kind, as a process of its own
+    #[arg(long, hide = true)]
+    kind: Option<memory::Kind>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Name {
+    Mlp,
+    Encoder,
+    #[value(name = "resnet")]
+    ResNet,
+}
+
+impl Name {
+    fn text(self) -> &'static str {
+        match self {
+            Self::Mlp => "mlp",
+            Self::Encoder => "encoder",
+            Self::ResNet => "resnet",
+        }
+    }
+}
+
+/// What was measured of one model. Times are of one step.
+#[derive(Serialize, Deserialize)]
+struct Figures {
+    model: String,
+    parameters: usize,
+    /// One process, while the other waits.
+    alone_ms: f64,
+    /// Two processes side by side that never speak.
+    independent_ms: f64,
+    /// Two ranks.
+    step_ms: f64,
+    /// `step_ms / independent_ms`: 1 if communication cost nothing.
+    ratio: f64,
+    /// Over both ranks.
+    samples_per_s: f64,
+    /// Only if a trace was asked for.
+    #[serde(flatten, default, skip_deserializing)]
+    overlap: Option<Overlap>,
+}
+
+fn main() -> Result<()> {
+    let options = Options::parse();
+    if let Some(kind) = options.kind {
+        return Ok(phalanx::spawn(RANKS, || memory::measure_all(kind, &options.models))?);
+    }
+    if options.memory {
+        return memory::compare(&options.models);
+    }
+    // In a worker, `spawn` returns when the worker is done; what follows is for the program that started the workers.
+    let is_worker = std::env::var_os("RANK").is_some();
+    phalanx::spawn(RANKS, || measure_all(&options))?;
+    if is_worker || options.without_pytorch {
+        return Ok(());
+    }
+    pytorch::measure_all(&options)
+}
+
+fn measure_all(options: &Options) -> Result<()> {
+    let group = phalanx::init()?;
+    for (number, name) in options.models.iter().enumerate() {
+        let figures = match name {
+            Name::Mlp => measure::<Mlp>(*name, options, &group),
+            Name::Encoder => measure::<Encoder>(*name, options, &group),
+            Name::ResNet => measure::<ResNet>(*name, options, &group),
+        }?;
+        if group.rank().is_main() {
+            show("", &figures, number == 0, options.json)?;
+        }
+    }
+    Ok(())
+}
+
+/// A replica, and what trains it.
+struct Trainer<M> {
+    ddp: Ddp<M>,
+    optimizer: ModuleOptimizer,
+    device: Device,
+}
+
+impl<M: Subject> Trainer<M> {
+    fn new(group: &ProcessGroup, options: DdpOptions) -> Result<Self> {
+        let device = Device::flex().autodiff();
+        Ok(Self {
+            ddp: Ddp::with_options(M::new(&device), group, options)?,
+            optimizer: AdamWConfig::new().init(),
+            device,
+        })
+    }
+
+    /// Trains one step; gives its milliseconds.
+    fn step(&mut self) -> Result<f64> {
+        let input = M::sample(&self.device);
+        let start = Instant::now();
+        let loss = self.ddp.forward(|model| model.loss(input))?;
+        let gradients = self.ddp.backward(&loss)?;
+        self.ddp.step(&mut self.optimizer, LEARNING_RATE, gradients)?;
+        Ok(start.elapsed().as_secs_f64() * 1e3)
+    }
+}
+
+fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> Result<Figures> {
+    let mut ddp = DdpOptions::default();
+    ddp.gradient_as_bucket_view = options.view;
+    let mut together = Trainer::<M>::new(group, ddp)?;
+    let mut apart = Trainer::<M>::new(&ProcessGroup::alone()?, DdpOptions::default())?;
+    let began = overlap::now();
+    let [mut step, mut independent, mut alone] = [const { Vec::new() }; 3];
+    for _ in 0..WARM_UP + options.steps {
+        group.barrier()?;
+        step.push(together.step()?);
+        group.barrier()?;
+        independent.push(apart.step()?);
+        group.barrier()?;
+        if group.rank().is_main() {
+            alone.push(apart.step()?);
+        }
+    }
+    group.barrier()?;
+
+    let mean = |times: Vec<f64>| -> Result<f64> {
+        let mut medians = vec![0.0; group.world_size().count()];
+        group.all_gather(&[median(times)], &mut medians)?;
+        Ok(medians.iter().sum::<f64>() / medians.len() as f64)
+    };
+    let (step_ms, independent_ms) = (mean(step.split_off(WARM_UP))?, mean(independent.split_off(WARM_UP))?);
+    Ok(Figures {
+        model: model.text().to_owned(),
+        parameters: together.ddp.model().num_params(),
+        alone_ms: if alone.is_empty() { 0.0 } else { median(alone.split_off(WARM_UP)) },
+        independent_ms,
+        step_ms,
+        ratio: step_ms / independent_ms,
+        samples_per_s: 1e3 * f64::from(RANKS) * M::BATCH as f64 / step_ms,
+        overlap: Overlap::since(began, group)?,
+    })
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// One line; `whose` if it is not ours.
+fn show(whose: &str, figures: &Figures, first: bool, json: bool) -> Result<()> {
+    if json {
+        println!("{}", serde_json::to_string(figures)?);
+        return Ok(());
+    }
+    if first {
+        println!(
+            "one step          parameters     alone   2 apart   2 ranks   ratio   samples/s   launch   hidden"
+        );
+    }
+    let Figures { model, parameters, alone_ms, independent_ms, step_ms, ratio, samples_per_s, overlap } =
+        figures;
+    let millions = *parameters as f64 / 1e6;
+    let model = format!("{model} {whose}");
+    print!(
+        "{model:16} {millions:>9.2} M {alone_ms:>6.0} ms {independent_ms:>6.0} ms {step_ms:>6.0} ms {ratio:>7.3} {samples_per_s:>11.0}"
+    );
+    match overlap {
+        Some(overlap) => {
+            println!("   {:>4.0} %   {:>4.0} %", overlap.launch_at * 100.0, overlap.hidden * 100.0)
+        }
+        None => println!("        -        -"),
+    }
+    Ok(())
+}
