@@ -9,6 +9,12 @@
 // Models use only what they are about.
 #![cfg_attr(loom, allow(dead_code))]
 
+#[cfg(not(target_os = "linux"))]
+compile_error!(
+    "Phalanx runs on Linux. On macOS and Windows, build and train in a container, a virtual machine or WSL 2 \
+     (docs/platforms.md)."
+);
+
 #[cfg(not(loom))]
 pub mod arena;
 #[cfg(loom)]
