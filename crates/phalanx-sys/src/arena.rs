@@ -211,6 +211,25 @@ impl Mapping {
         unsafe { slice::from_raw_parts_mut(self.at(offset, bytes).as_ptr(), bytes) }
     }
 
+    /// Brings the `bytes` from `offset` on into this processor's cache, to be written soon. That is a hint alone.
+    pub(crate) fn fetch_to_write(&self, offset: usize, bytes: usize) {
+        let start = self.at(offset, bytes).as_ptr();
+        for line in (0..bytes).step_by(64) {
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            // SAFETY: the instruction changes no memory and no register, whatever the address; where a processor does not
+            // know it, it does nothing.
+            unsafe {
+                std::arch::asm!(
+                    "prefetchw [{}]",
+                    in(reg) start.wrapping_add(line),
+                    options(nostack, preserves_flags, readonly)
+                );
+            }
+            #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+            let _ = start.wrapping_add(line);
+        }
+    }
+
     /// Do `bytes` from `offset` on lie behind what is reserved, and before the end?
     pub(crate) fn holds(&self, offset: usize, bytes: usize) -> bool {
         offset >= RESERVED && self.has(offset, bytes)

@@ -5,11 +5,11 @@
 //! ```text
 //!   doorbell   rung, sleeping               on lines of their own, as all that follows
 //!   done       the last call in whose memory this rank is done; 0 again once a call has failed
-//!   stream 0   staged, taken                windows that this rank has filled, and is done with
-//!   stream 1   staged, taken
+//!   staged     windows that this rank has filled
+//!   taken      windows of everybody's with which this rank is done
 //!   slot 0     sequence, call (16 bytes), what memory, its length, a note, then bytes that travel in the slot
 //!   slot 1     the same: calls with even numbers have the one, calls with odd numbers the other
-//!   staging    two buffers for each stream
+//!   staging    two windows, filled in turn
 //! ```
 //!
 //! All ranks of the board make the same calls. A call begins with each rank's word in its slot, published by the
@@ -19,7 +19,9 @@
 //!
 //! Many bytes are reached where they are, if every rank brings a whole region of its arena ([`Meeting::combine`],
 //! [`Meeting::read`]), and the call ends when everybody is done. Else they pass through the staging buffers
-//! ([`Meeting::stage`], [`Meeting::take`]). What each rank brings stands in its slot, so all decide alike.
+//! ([`Meeting::stage`]): the others read a window ([`Meeting::take`]), or each of them changes its own block of it
+//! ([`Meeting::combine_staged`]) for the owner, who then finds the result where its input was ([`Meeting::take_back`]).
+//! What each rank brings stands in its slot, so all decide alike.
 
 mod meeting;
 mod wait;
@@ -28,7 +30,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-pub use self::meeting::{Meeting, Stream, Way, share};
+pub use self::meeting::{Meeting, Way, share};
 use self::wait::Waits;
 use crate::arena::{Arena, Mapping, PAGE};
 use crate::shared::Doorbell;
@@ -41,21 +43,22 @@ const LINE: usize = 128;
 const HEAD: usize = 40;
 /// The most bytes that travel in a slot, with the note before them.
 pub const SMALL: usize = 16 << 10;
+/// The most bytes of the next slot that are fetched ahead of the call.
+const READY: usize = 1 << 10;
 /// Bytes of each staging buffer: all of them stay in a second-level cache.
 pub const WINDOW: usize = if cfg!(loom) { 64 } else { 256 << 10 };
-/// Streams of staged windows that a call can have.
-const STREAMS: usize = 2;
-/// Staging buffers of each stream: while the others take from one, the next is filled.
+/// Staging buffers of each rank: while the others work on one, the next is filled.
 const BUFFERS: usize = 2;
 
 const START: usize = PAGE;
 const DONE: usize = START + 2 * LINE;
-const COUNTERS: usize = DONE + LINE;
-const SLOTS: usize = COUNTERS + STREAMS * 2 * LINE;
+const STAGED: usize = DONE + LINE;
+const TAKEN: usize = STAGED + LINE;
+const SLOTS: usize = TAKEN + LINE;
 const SLOT: usize = SMALL + LINE;
 const STAGING: usize = (SLOTS + 2 * SLOT).next_multiple_of(PAGE);
 /// Bytes of a rank's part of the board.
-pub(crate) const BYTES: usize = STAGING + STREAMS * BUFFERS * WINDOW - START;
+pub(crate) const BYTES: usize = STAGING + BUFFERS * WINDOW - START;
 
 /// A call as the ranks compare it.
 pub type Call = [u8; 16];
@@ -73,6 +76,19 @@ enum Brings {
     Small = 3,
 }
 
+/// Puts the first window of some memory into a staging buffer.
+pub type Fill<'a, E> = &'a dyn Fn(&[u8], &mut [u8]) -> Result<(), E>;
+
+/// How the bytes of ordinary memory set out when a call begins.
+pub enum Ordinary<'a, E> {
+    /// This part of it travels in the slot; the rest is nobody else's.
+    InSlot(Range<usize>),
+    /// The first window is staged before the call is published, so that nobody waits for it apart.
+    InWindow(Fill<'a, E>),
+    /// It is staged when everybody has come.
+    Later,
+}
+
 /// Asked now and then during a wait for the member with this index: an error ends the wait.
 pub type Watch<'a, E> = &'a mut dyn FnMut(usize) -> Result<(), E>;
 
@@ -85,9 +101,11 @@ pub struct Board {
     sequence: u64,
     /// Bytes of this call's note, which all ranks that make the same call have.
     note: usize,
-    /// Windows staged and taken so far, by stream.
-    staged: [u64; STREAMS],
-    taken: [u64; STREAMS],
+    /// Bytes of this call in the own slot, with the note.
+    in_own_slot: usize,
+    /// Windows staged and taken so far.
+    staged: u64,
+    taken: u64,
     still_lent: Option<io::Error>,
 }
 
@@ -106,8 +124,9 @@ impl Board {
             members,
             sequence: 0,
             note: 0,
-            staged: [0; STREAMS],
-            taken: [0; STREAMS],
+            in_own_slot: 0,
+            staged: 0,
+            taken: 0,
             still_lent: None,
         })
     }
@@ -136,7 +155,8 @@ impl Board {
     }
 
     /// A call in which others may write into `memory`, if it is a whole region and everybody brings one of the same
-    /// length. Otherwise, if nobody does, the part of it that is `small` travels in the slots; else `work` stages it.
+    /// length. Otherwise its bytes travel as `ordinary` says: in the slots, if nobody lends a region and all say so;
+    /// else in the windows that `work` stages.
     ///
     /// After an error the region is cut off, so that a peer that still works on the call does no harm; should that not be
     /// possible, [`still_lent`](Self::still_lent) says why.
@@ -144,14 +164,27 @@ impl Board {
         &mut self,
         call: Call,
         memory: &mut [u8],
-        small: Option<Range<usize>>,
+        ordinary: Ordinary<'_, E>,
         watch: Watch<'_, E>,
         work: impl FnOnce(&mut Meeting<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
         let region = self.own.find(memory);
         let lent = region.map(|offset| meeting::Lent::new(self.own.clone(), offset));
+        let results = self.staged;
+        let (mut small, mut ahead) = (None, false);
+        match ordinary {
+            Ordinary::InSlot(part) => small = Some(part),
+            Ordinary::InWindow(fill) if region.is_none() => {
+                self.stage(&mut *watch, |window| fill(memory, window))?;
+                // Published with the call: nobody waits for it before.
+                self.own.mapping().word(STAGED).store(self.staged, Ordering::Release);
+                ahead = true;
+            }
+            Ordinary::InWindow(_) | Ordinary::Later => {}
+        }
         self.bring(call, &[], memory, region.map(|offset| (Brings::Lent, offset)), small);
-        let outcome = Meeting::hold(self, meeting::Memory::InPlace(memory), watch, work);
+        let windows = meeting::Windows { ahead, results };
+        let outcome = Meeting::hold(self, meeting::Memory::InPlace(memory), windows, watch, work);
         match (lent, &outcome) {
             (Some(lent), Ok(_)) => lent.end(),
             (Some(lent), Err(_)) => self.still_lent = lent.cut_off().err(),
@@ -180,7 +213,8 @@ impl Board {
     ) -> Result<R, E> {
         let region = self.own.find(memory);
         self.bring(call, note, memory, region.map(|offset| (Brings::Shown, offset)), small);
-        Meeting::hold(self, meeting::Memory::Apart(memory), watch, work)
+        let windows = meeting::Windows { ahead: false, results: self.staged };
+        Meeting::hold(self, meeting::Memory::Apart(memory), windows, watch, work)
     }
 
     /// Begins a call, with a region if there is one.
@@ -194,11 +228,13 @@ impl Board {
     ) {
         self.sequence += 1;
         self.note = note.len();
+        self.in_own_slot = note.len();
         self.put(0, note);
         match (region, small) {
             (Some((brings, offset)), _) => self.publish(call, brings, offset, memory.len()),
             (None, Some(part)) => {
                 self.put(note.len(), &memory[part.clone()]);
+                self.in_own_slot += part.len();
                 self.publish(call, Brings::Small, 0, part.len());
             }
             (None, None) => self.publish(call, Brings::Ordinary, 0, memory.len()),
@@ -225,12 +261,29 @@ impl Board {
         for (index, word) in words.into_iter().enumerate() {
             own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
         }
-        self.show(slot, self.sequence);
+        // Whoever sleeps is woken in `meet`.
+        own.word(slot).store(self.sequence, Ordering::Release);
     }
 
-    /// Waits for everybody's word on this call.
+    /// Waits for everybody's word on this call, which this rank has published.
     fn meet<E>(&self, watch: Watch<'_, E>) -> Result<(), E> {
-        self.await_all(self.slot(), self.sequence, watch)
+        // Most often all come at once. The fence before the doorbells costs less when what was written has left this
+        // processor, and nobody should wait for it.
+        let have_come = self.waits.a_few(|| self.missing().next().is_none());
+        fence(Ordering::SeqCst);
+        self.wake();
+        if !have_come {
+            self.await_all(self.slot(), self.sequence, watch)?;
+        }
+        self.ready_next_slot();
+        Ok(())
+    }
+
+    /// Fetches what this rank will write next, while it is busy with other things: the peers' processors have read what
+    /// stood there.
+    fn ready_next_slot(&self) {
+        let next = SLOTS + ((self.sequence + 1) % 2) as usize * SLOT;
+        self.own.mapping().fetch_to_write(next, HEAD + self.in_own_slot.min(READY));
     }
 
     /// Shows the others that this rank has reached `value`, and wakes those that sleep.
@@ -238,6 +291,11 @@ impl Board {
         // Releases what was written before. Sequentially consistent, with the load in `wake`: either that sees a sleeper's
         // flag, or the sleeper, after its own fence, sees this.
         self.own.mapping().word(counter).swap(value, Ordering::SeqCst);
+        self.wake();
+    }
+
+    /// Wakes those that sleep.
+    fn wake(&self) {
         for (index, member) in self.members.iter().enumerate() {
             if index != self.me {
                 doorbell(member).wake();

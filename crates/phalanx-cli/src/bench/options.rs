@@ -97,7 +97,8 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "FILE", num_args = 1.., requires = "plot")]
     pub(super) peers: Vec<PathBuf>,
 
-    /// Time each algorithm, and note in this table of PHALANX_TUNING's where one gives way to the next in such a world
+    /// Time each algorithm, and note in this table of PHALANX_TUNING's where one gives way to the next in such a world; only
+    /// over TCP, since ranks that share memory use no table
     #[arg(long, value_name = "FILE")]
     pub(super) tune: Option<PathBuf>,
 }

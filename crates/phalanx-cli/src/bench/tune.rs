@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use phalanx::rendezvous::{self, KeepAlive, Rendezvous};
 use phalanx::store::PrefixStore;
-use phalanx::{Error, GroupOptions, ProcessGroup, Result, Tuning, TuningRow};
+use phalanx::{Error, GroupOptions, ProcessGroup, Result, TransportKind, Tuning, TuningRow};
 
 use super::collectives::Collective;
 
@@ -71,6 +71,20 @@ pub(super) fn groups(
     });
     let groups = groups.collect::<Result<_>>()?;
     Ok((groups, world.keep_alive))
+}
+
+/// An error if the group does not choose by its table: where all ranks share memory, nothing is sent, and every row of the
+/// table would be timed on the same path.
+pub(super) fn has_a_choice(group: &ProcessGroup) -> Result<()> {
+    match group.transport() {
+        Some(TransportKind::Tcp) => Ok(()),
+        Some(TransportKind::SharedMemory) => {
+            Err(Error::invalid_argument("all ranks share memory, where no tuning table is used")
+                .with_remedy("give `--transport tcp` to tune for a network, or leave --tune away"))
+        }
+        None => Err(Error::invalid_argument("a rank alone sends nothing, so there is nothing to tune")
+            .with_remedy("give a larger --nproc-per-node, or leave --tune away")),
+    }
 }
 
 /// Notes in the table in `path`, for worlds of `world` ranks, what the times of the algorithms say. A table that is not
@@ -172,6 +186,27 @@ mod tests {
         let halving = vec![3.0, 2.5, 3.0, 5.0, 9.0];
         assert_eq!(crossovers(&[doubling.clone(), halving, ring.clone()]), [2, 4]);
         assert_eq!(crossovers(&[doubling, vec![9.0; 5], ring]), [3, 3], "halving wins nowhere");
+    }
+
+    #[test]
+    fn each_algorithm_has_a_table_of_its_own() {
+        for collective in [
+            Collective::AllReduce,
+            Collective::Broadcast,
+            Collective::Reduce,
+            Collective::Gather,
+            Collective::Scatter,
+        ] {
+            let forced = |algorithm: &Algorithm| {
+                let mut row = TuningRow::default();
+                (algorithm.force)(&mut row);
+                row
+            };
+            let rows: Vec<_> = algorithms(collective).unwrap().iter().map(forced).collect();
+            for (index, row) in rows.iter().enumerate() {
+                assert!(!rows[..index].contains(row), "{collective}: {rows:?}");
+            }
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! `phalanx bench` with real ranks, and `phalanx plot`.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -126,13 +127,39 @@ fn algorithms_are_timed_apart_and_the_table_is_one_that_groups_take() {
     for (collective, algorithms) in
         [("all_reduce", 3), ("broadcast", 2), ("reduce", 2), ("gather", 2), ("scatter", 2)]
     {
-        let rows = rows(&bench(&[collective, "--nproc-per-node", "3", "--tune", table.to_str().unwrap()]));
+        let options = ["--nproc-per-node", "3", "--transport", "tcp", "--tune", table.to_str().unwrap()];
+        let rows = rows(&bench(&[&[collective], &options[..]].concat()));
         assert_eq!(rows.len(), 3 * algorithms, "{collective}");
-        assert!(rows.iter().all(|row| row["wrong"] == 0 && row["algorithm"].is_string()), "{rows:?}");
+        for sizes in rows.chunks(algorithms) {
+            let names: HashSet<_> = sizes.iter().map(|row| row["algorithm"].as_str().unwrap()).collect();
+            assert_eq!(names.len(), algorithms, "{collective}: {sizes:?}");
+        }
+        assert!(rows.iter().all(|row| row["wrong"] == 0), "{rows:?}");
+        assert!(
+            rows.iter().all(|row| row["name"].as_str().unwrap().starts_with("Phalanx, tcp,")),
+            "{rows:?}"
+        );
     }
     let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
     command.args(["bench", "all_reduce", "--nproc-per-node", "3"]).args(QUICK).env("PHALANX_TUNING", &table);
     assert!(command.output().unwrap().status.success());
+}
+
+#[test]
+fn where_no_table_is_used_there_is_nothing_to_tune() {
+    let folder = tempfile::tempdir().unwrap();
+    let table = folder.path().join("tuning.json");
+    let table = table.to_str().unwrap();
+    for (options, remedy) in [
+        (&["--nproc-per-node", "2"][..], "--transport tcp"),
+        (&["--nproc-per-node", "3", "--transport", "shm"], "--transport tcp"),
+        (&["--nproc-per-node", "1"], "--nproc-per-node"),
+    ] {
+        let output = phalanx(&[&["bench", "all_reduce", "--tune", table], options, &QUICK].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(remedy), "{options:?}: {text}");
+    }
+    assert!(!Path::new(table).exists());
 }
 
 #[test]

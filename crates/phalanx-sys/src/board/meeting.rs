@@ -4,7 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{BUFFERS, Board, Brings, COUNTERS, Call, DONE, LINE, STAGING, WINDOW, Watch, Words};
+use super::{BUFFERS, Board, Brings, Call, DONE, STAGED, STAGING, TAKEN, WINDOW, Watch, Words};
 use crate::arena::Arena;
 
 /// What this rank brings.
@@ -39,7 +39,16 @@ pub struct Meeting<'a, 'w, E> {
     board: &'a mut Board,
     memory: Memory<'a>,
     way: Way,
+    windows: Windows,
     watch: Watch<'w, E>,
+}
+
+/// This rank's windows in a call.
+pub(super) struct Windows {
+    /// The first one is staged already.
+    pub(super) ahead: bool,
+    /// The next one that is taken back.
+    pub(super) results: u64,
 }
 
 /// A region that peers may write into. Unless the call comes to its end, it is cut off from them.
@@ -84,6 +93,7 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
     pub(super) fn hold<R>(
         board: &'a mut Board,
         memory: Memory<'a>,
+        windows: Windows,
         watch: Watch<'w, E>,
         work: impl FnOnce(&mut Meeting<'a, 'w, E>) -> Result<R, E>,
     ) -> Result<R, E> {
@@ -104,7 +114,7 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
             false if all(&direct) => Way::Direct,
             false => Way::Staged,
         };
-        let mut meeting = Meeting { board, memory, way, watch };
+        let mut meeting = Meeting { board, memory, way, windows, watch };
         let outcome = work(&mut meeting)?;
         let Meeting { board, way, watch, .. } = meeting;
         if way == Way::Direct {
@@ -155,15 +165,6 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
         work(&Words { board: self.board }, memory)
     }
 
-    /// What this rank brought, if it is staged and not lent or shown.
-    pub fn memory(&self) -> &[u8] {
-        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
-        match &self.memory {
-            Memory::InPlace(memory) => memory,
-            Memory::Apart(memory) => memory,
-        }
-    }
-
     /// Lends this rank's [`share`] of every member's memory, in the order of the members. The memory is dealt out to the
     /// first `owners` members in multiples of `unit`, on both of which all must agree: a process that does not keeps to
     /// no protocol; see [`shared`](crate::shared) on trust.
@@ -210,112 +211,89 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
         work(&regions)
     }
 
-    /// Fills the next window of `stream`, and shows it to the others.
-    pub fn stage(
-        &mut self,
-        stream: Stream,
-        fill: impl FnOnce(&[u8], &mut [u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        self.await_room(stream)?;
-        // SAFETY: `await_room` has found that everybody has taken what was in the window, and this is the only borrow.
-        let window = unsafe { self.board.own_window(stream) };
-        fill(self.memory(), window)?;
-        self.show_staged(stream);
+    /// Fills the next window, and shows it to the others.
+    pub fn stage(&mut self, fill: impl FnOnce(&[u8], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
+        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
+        if std::mem::take(&mut self.windows.ahead) {
+            return Ok(());
+        }
+        let memory = match &self.memory {
+            Memory::InPlace(memory) => &**memory,
+            Memory::Apart(memory) => memory,
+        };
+        self.board.stage(&mut *self.watch, |window| fill(memory, window))?;
+        self.board.show(STAGED, self.board.staged);
         Ok(())
     }
 
-    /// Lends everybody's next window of `stream`, in the order of the members, with what this rank brought.
-    pub fn take(
-        &mut self,
-        stream: Stream,
-        work: impl FnOnce(&[&[u8]], &mut [u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        self.await_staged(stream)?;
-        let windows = self.board.windows(stream);
+    /// Lends everybody's next window, in the order of the members, with what this rank brought.
+    pub fn take(&mut self, work: impl FnOnce(&[&[u8]], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
+        self.await_staged()?;
         // The windows are no part of what this rank brought.
-        let windows: Vec<&[u8]> = windows.collect();
-        let memory = self.memory.as_mut_slice().unwrap_or_default();
-        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
-        work(&windows, memory)?;
-        self.show_taken(stream);
+        let windows: Vec<&[u8]> = self.board.windows().collect();
+        work(&windows, self.memory.as_mut_slice().unwrap_or_default())?;
+        self.show_taken();
         Ok(())
     }
 
-    /// Takes from one stream and fills the next window of the other at the same time.
-    pub fn pass_on(
+    /// Lends this rank's block of everybody else's next window, in the order of the members without this one, to be
+    /// changed, with what this rank brought. A window has a block of `bytes` for each member, on which all must agree, as
+    /// all must call this for the window; see [`shared`](crate::shared) on trust.
+    ///
+    /// # Panics
+    /// If so many blocks do not fit into a window.
+    pub fn combine_staged(
         &mut self,
-        from: Stream,
-        into: Stream,
-        work: impl FnOnce(&[&[u8]], &mut [u8], &mut [u8]) -> Result<(), E>,
+        bytes: usize,
+        work: impl FnOnce(&mut [&mut [u8]], &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        assert_ne!(from as usize, into as usize, "a stream has one order");
-        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
-        self.await_room(into)?;
-        self.await_staged(from)?;
-        let windows: Vec<&[u8]> = self.board.windows(from).collect();
-        // SAFETY: `await_room` has found that everybody has taken what was in the window; the windows above are another
-        // stream's.
-        let window = unsafe { self.board.own_window(into) };
-        let memory = self.memory.as_mut_slice().unwrap_or_default();
-        work(&windows, memory, window)?;
-        // Shown first: the others wait for it.
-        self.show_staged(into);
-        self.show_taken(from);
+        assert!(bytes <= WINDOW / self.members(), "the blocks do not fit into a window");
+        self.await_staged()?;
+        let (board, start) = (&*self.board, window(self.board.taken) + self.board.me * bytes);
+        let others = board.members.iter().enumerate().filter(|(index, _)| *index != board.me);
+        let mut blocks: Vec<&mut [u8]> = others
+            // SAFETY: the member has staged the window, and leaves it alone until this rank has shown it as taken, which needs
+            // this borrow to end. Every other rank touches the block of its own number, and blocks do not overlap.
+            .map(|(_, member)| unsafe { member.lend_mut(start, bytes) })
+            .collect();
+        work(&mut blocks, self.memory.as_mut_slice().unwrap_or_default())?;
+        self.show_taken();
         Ok(())
     }
 
-    /// Waits until everybody has taken what the next window of `stream` held before.
-    fn await_room(&mut self, stream: Stream) -> Result<(), E> {
-        let staged = self.board.staged[stream as usize];
-        let taken = (staged + 1).saturating_sub(BUFFERS as u64);
-        // This rank too: it would wait for itself.
-        assert!(self.board.taken[stream as usize] >= taken, "more is staged than there are buffers");
-        self.board.await_all(stream.taken(), taken, &mut *self.watch)
+    /// Lends this rank's own window back, when everybody has combined into it, with what this rank brought. Windows come
+    /// back in the order in which they were staged.
+    ///
+    /// # Panics
+    /// If the window has been filled again, or is not staged yet.
+    pub fn take_back(&mut self, work: impl FnOnce(&[u8], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
+        let (number, staged) = (self.windows.results, self.board.staged);
+        assert!(number < staged && staged - number <= BUFFERS as u64, "the window is another's by now");
+        self.board.await_all(TAKEN, number + 1, &mut *self.watch)?;
+        // SAFETY: everybody has shown it as taken, and nobody touches it until this rank stages it again, which has not
+        // happened yet, as just checked, and needs this borrow to end.
+        let window = unsafe { self.board.own.mapping().lend(window(number), WINDOW) };
+        work(window, self.memory.as_mut_slice().unwrap_or_default())?;
+        self.windows.results += 1;
+        Ok(())
     }
 
-    fn await_staged(&mut self, stream: Stream) -> Result<(), E> {
-        let taken = self.board.taken[stream as usize];
-        assert!(self.board.staged[stream as usize] > taken, "what is taken must be staged");
-        self.board.await_all(stream.staged(), taken + 1, &mut *self.watch)
+    fn await_staged(&mut self) -> Result<(), E> {
+        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
+        let taken = self.board.taken;
+        assert!(self.board.staged > taken, "what is taken must be staged");
+        self.board.await_all(STAGED, taken + 1, &mut *self.watch)
     }
 
-    fn show_staged(&mut self, stream: Stream) {
-        let staged = &mut self.board.staged[stream as usize];
-        *staged += 1;
-        let staged = *staged;
-        self.board.show(stream.staged(), staged);
-    }
-
-    fn show_taken(&mut self, stream: Stream) {
-        let taken = &mut self.board.taken[stream as usize];
-        *taken += 1;
-        let taken = *taken;
-        self.board.show(stream.taken(), taken);
+    fn show_taken(&mut self) {
+        self.board.taken += 1;
+        self.board.show(TAKEN, self.board.taken);
     }
 }
 
-/// One of the two sequences of staged windows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stream {
-    /// What ranks bring.
-    Inputs = 0,
-    /// What they make of it.
-    Results = 1,
-}
-
-impl Stream {
-    fn staged(self) -> usize {
-        COUNTERS + self as usize * 2 * LINE
-    }
-
-    fn taken(self) -> usize {
-        self.staged() + LINE
-    }
-
-    /// Where window `number` lies in each part of the board.
-    fn window(self, number: u64) -> usize {
-        STAGING + (self as usize * BUFFERS + (number % BUFFERS as u64) as usize) * WINDOW
-    }
+/// Where window `number` lies in each part of the board.
+fn window(number: u64) -> usize {
+    STAGING + (number % BUFFERS as u64) as usize * WINDOW
 }
 
 impl Board {
@@ -337,19 +315,26 @@ impl Board {
             .then(|| offset..offset + bytes)
     }
 
-    /// The window that this rank stages next in `stream`.
-    ///
-    /// # Safety
-    /// Everybody has taken what was in it, and it is borrowed once.
-    #[allow(clippy::mut_from_ref)]
-    unsafe fn own_window(&self, stream: Stream) -> &mut [u8] {
-        // SAFETY: in the own part of the board; the rest is this function's contract.
-        unsafe { self.own.mapping().lend_mut(stream.window(self.staged[stream as usize]), WINDOW) }
+    /// Fills the next window, which is not shown yet.
+    pub(super) fn stage<E>(
+        &mut self,
+        watch: Watch<'_, E>,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let taken = (self.staged + 1).saturating_sub(BUFFERS as u64);
+        // This rank too: it would wait for itself.
+        assert!(self.taken >= taken, "more is staged than there are buffers");
+        self.await_all(TAKEN, taken, watch)?;
+        // SAFETY: in the own part of the board. Everybody has taken what was in the window, and nobody looks at it before it
+        // is shown, which needs this borrow to end.
+        fill(unsafe { self.own.mapping().lend_mut(window(self.staged), WINDOW) })?;
+        self.staged += 1;
+        Ok(())
     }
 
-    /// Everybody's window that this rank takes next from `stream`, which all have staged.
-    fn windows(&self, stream: Stream) -> impl Iterator<Item = &[u8]> {
-        let offset = stream.window(self.taken[stream as usize]);
+    /// Everybody's window that this rank takes next, which all have staged.
+    fn windows(&self) -> impl Iterator<Item = &[u8]> {
+        let offset = window(self.taken);
         self.members.iter().map(move |member| {
             // SAFETY: in the member's part of the board. It was shown as staged, and is filled again only when this rank
             // has shown it as taken, which needs this borrow of the board to end.

@@ -14,14 +14,16 @@ const CALL: Call = *b"sixteen letters.";
 /// Bytes that travel in a slot, and bytes of each rank's share of a region.
 const FEW: usize = 8;
 const SHARE: usize = 64;
-const REGION: usize = STAGING + STREAMS * BUFFERS * WINDOW;
+/// Bytes of each rank's block of a window.
+const BLOCK: usize = WINDOW / 2;
+const REGION: usize = STAGING + BUFFERS * WINDOW;
 
 fn arena(ranks: usize) -> Arc<Arena> {
-    let counters = (0..STREAMS * 2).map(|index| COUNTERS + index * LINE);
     let slots = || [SLOTS, SLOTS + SLOT].into_iter();
     let words = slots().flat_map(|slot| (slot..slot + HEAD).step_by(8));
-    let words = [DONE].into_iter().chain(counters).chain(words);
-    let windows = (0..STREAMS * BUFFERS).map(|index| STAGING + index * WINDOW).map(|at| at..at + WINDOW);
+    let words = [DONE, STAGED, TAKEN].into_iter().chain(words);
+    let blocks = BUFFERS * WINDOW / BLOCK;
+    let windows = (0..blocks).map(|index| STAGING + index * BLOCK).map(|at| at..at + BLOCK);
     let shares = (0..ranks).map(|index| REGION + index * SHARE).map(|at| at..at + SHARE);
     let parts = slots().map(|slot| slot + HEAD..slot + HEAD + FEW).chain(windows).chain(shares);
     Arena::modelled(words, [START, START + LINE], parts, REGION..REGION + ranks * SHARE)
@@ -79,7 +81,7 @@ fn combine(mut board: Board) {
         let region = unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) };
         region.fill(call);
         board
-            .in_place(CALL, region, None, &mut go_on, |meeting| {
+            .in_place(CALL, region, Ordinary::Later, &mut go_on, |meeting| {
                 assert_eq!(meeting.way(), Way::Direct);
                 meeting.combine(ranks, SHARE, |shares| {
                     let sum = shares.iter().map(|share| share[0]).sum();
@@ -119,23 +121,25 @@ fn loom_regions_stay_until_all_have_read_them() {
     model(2, Some(3), read);
 }
 
-/// More windows than there are buffers, staged one ahead.
+fn filled_with(byte: u8) -> impl Fn(&[u8], &mut [u8]) -> Result<(), Infallible> {
+    move |_, staged| {
+        staged.fill(byte);
+        Ok(())
+    }
+}
+
+/// More windows than there are buffers, staged one ahead, the first of them with the call.
 fn stage(mut board: Board) {
     let mut memory = [0];
-    let outcome = board.in_place(CALL, &mut memory, None, &mut go_on, |meeting| {
+    let first = filled_with(board.me() as u8);
+    let outcome = board.in_place(CALL, &mut memory, Ordinary::InWindow(&first), &mut go_on, |meeting| {
         let me = meeting.me() as u8;
-        let fill = |window: u8| {
-            move |_: &[u8], staged: &mut [u8]| {
-                staged.fill(16 * window + me);
-                Ok(())
-            }
-        };
-        meeting.stage(Stream::Inputs, fill(0))?;
+        meeting.stage(|_, _| unreachable!("it is staged already"))?;
         for window in 0..3 {
             if window < 2 {
-                meeting.stage(Stream::Inputs, fill(window + 1))?;
+                meeting.stage(filled_with(16 * (window + 1) + me))?;
             }
-            meeting.take(Stream::Inputs, |windows, _| {
+            meeting.take(|windows, _| {
                 for (member, staged) in windows.iter().enumerate() {
                     assert!(staged.iter().all(|byte| *byte == 16 * window + member as u8));
                 }
@@ -150,4 +154,42 @@ fn stage(mut board: Board) {
 #[test]
 fn loom_windows_stay_until_all_have_taken_them() {
     model(2, Some(2), stage);
+}
+
+/// More windows than there are buffers; each rank adds to its block of the other's, whose owner takes them back.
+fn combine_staged(mut board: Board) {
+    let mut memory = [0];
+    let first = filled_with(board.me() as u8);
+    let outcome = board.in_place(CALL, &mut memory, Ordinary::InWindow(&first), &mut go_on, |meeting| {
+        let (me, other) = (meeting.me(), 1 - meeting.me());
+        let take_back = |meeting: &mut Meeting<'_, '_, Infallible>, window: u8| {
+            meeting.take_back(|staged, _| {
+                let block = &staged[other * BLOCK..][..BLOCK];
+                assert!(block.iter().all(|byte| *byte == 16 * window + me as u8 + 2));
+                Ok(())
+            })
+        };
+        meeting.stage(|_, _| unreachable!("it is staged already"))?;
+        for window in 0..3 {
+            if window < 2 {
+                if window > 0 {
+                    take_back(meeting, window - 1)?;
+                }
+                meeting.stage(filled_with(16 * (window + 1) + me as u8))?;
+            }
+            meeting.combine_staged(BLOCK, |blocks, _| {
+                assert_eq!(blocks[0][0], 16 * window + other as u8);
+                blocks[0].fill(16 * window + other as u8 + 2);
+                Ok(())
+            })?;
+        }
+        take_back(meeting, 1)?;
+        take_back(meeting, 2)
+    });
+    assert_eq!(outcome, Ok(()));
+}
+
+#[test]
+fn loom_windows_come_back_when_all_have_combined_into_them() {
+    model(2, Some(2), combine_staged);
 }

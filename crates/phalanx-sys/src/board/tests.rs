@@ -77,7 +77,7 @@ fn regions_are_combined_where_they_are() {
             for round in 0..100 {
                 region.as_mut_slice().fill(1 + board.me() as u8 + round);
                 board
-                    .in_place(CALL, region.as_mut_slice(), None, &mut go_on, |meeting| {
+                    .in_place(CALL, region.as_mut_slice(), Ordinary::Later, &mut go_on, |meeting| {
                         assert_eq!(meeting.way(), Way::Direct);
                         meeting.combine(3, 64, add);
                         Ok(())
@@ -113,12 +113,13 @@ fn what_is_no_whole_region_on_every_rank_is_staged() {
         let memories: [&mut [u8]; 2] =
             [if board.me() == 0 { region.as_mut_slice() } else { &mut ordinary }, &mut [0; 10_000][..length]];
         for memory in memories {
-            let way = board.in_place(CALL, memory, None, &mut go_on, |meeting| Ok(meeting.way()));
+            let way = board.in_place(CALL, memory, Ordinary::Later, &mut go_on, |meeting| Ok(meeting.way()));
             assert_eq!(way, Ok(Way::Staged));
         }
         let shorter = filled(arena, length, 1);
-        let lent =
-            board.in_place(CALL, filled(arena, length, 1).as_mut_slice(), None, &mut go_on, |m| Ok(m.way()));
+        let mut lent = filled(arena, length, 1);
+        let lent = board
+            .in_place(CALL, lent.as_mut_slice(), Ordinary::Later, &mut go_on, |meeting| Ok(meeting.way()));
         assert_eq!(lent, Ok(Way::Staged), "they differ in length");
         let shown = board.apart(CALL, &[], shorter.as_slice(), None, &mut go_on, |meeting| Ok(meeting.way()));
         assert_eq!(shown, Ok(Way::Direct));
@@ -133,11 +134,12 @@ fn few_bytes_of_ordinary_memory_travel_in_the_slots_if_nobody_lends() {
             assert_eq!(meeting.way(), Way::Small);
             Ok(meeting.words(|words, memory| [words.bytes(0)[0], words.bytes(1)[9], memory[0]]))
         };
-        let seen = board.in_place(CALL, &mut ordinary, Some(50..60), &mut go_on, read);
+        let seen = board.in_place(CALL, &mut ordinary, Ordinary::InSlot(50..60), &mut go_on, read);
         assert_eq!(seen, Ok([0, 1, board.me() as u8]));
         let mut region = filled(arena, 100, 1);
         let memory = if board.me() == 0 { region.as_mut_slice() } else { &mut ordinary };
-        let way = board.in_place(CALL, memory, Some(0..100), &mut go_on, |meeting| Ok(meeting.way()));
+        let way =
+            board.in_place(CALL, memory, Ordinary::InSlot(0..100), &mut go_on, |meeting| Ok(meeting.way()));
         assert_eq!(way, Ok(Way::Staged));
     });
 }
@@ -180,10 +182,10 @@ fn who_has_not_come_is_known() {
 }
 
 #[test]
-fn windows_pass_in_order_through_both_streams() {
+fn windows_pass_in_order() {
     run(3, |board, _| {
         let mut memory = vec![board.me() as u8; 8];
-        let sums = board.in_place(CALL, &mut memory, None, &mut go_on, |meeting| {
+        let sums = board.in_place(CALL, &mut memory, Ordinary::Later, &mut go_on, |meeting| {
             let mut sums = Vec::new();
             let fill = |window: u8| {
                 move |memory: &[u8], staged: &mut [u8]| {
@@ -191,27 +193,74 @@ fn windows_pass_in_order_through_both_streams() {
                     Ok(())
                 }
             };
-            meeting.stage(Stream::Inputs, fill(0))?;
+            meeting.stage(fill(0))?;
             for window in 0..40 {
                 if window < 39 {
-                    meeting.stage(Stream::Inputs, fill(window + 1))?;
+                    meeting.stage(fill(window + 1))?;
                 }
-                meeting.pass_on(Stream::Inputs, Stream::Results, |windows, _, result| {
+                meeting.take(|windows, memory| {
                     assert!(windows.iter().all(|window| window.len() == WINDOW));
-                    result.fill(windows.iter().map(|window| window[WINDOW - 1]).sum());
-                    Ok(())
-                })?;
-                meeting.take(Stream::Results, |windows, memory| {
                     memory[7] = window;
-                    sums.push(windows.iter().map(|window| window[0]).collect::<Vec<_>>());
+                    sums.push(windows.iter().map(|window| window[WINDOW - 1]).sum::<u8>());
                     Ok(())
                 })?;
             }
             Ok::<_, String>(sums)
         });
-        let expected: Vec<_> = (0..40).map(|window| vec![3 + 3 * window; 3]).collect();
-        assert_eq!(sums.unwrap(), expected);
+        assert_eq!(sums.unwrap(), (0..40).map(|window| 3 + 3 * window).collect::<Vec<_>>());
         assert_eq!(memory[7], 39);
+    });
+}
+
+#[test]
+fn windows_are_combined_by_all_and_come_back() {
+    const RANKS: usize = 3;
+    const BLOCK: usize = WINDOW / RANKS / 64 * 64;
+    run(RANKS, |board, _| {
+        let me = board.me();
+        // The first call finds its window staged already.
+        for ahead in [true, false] {
+            let fill = |_: &[u8], staged: &mut [u8]| {
+                staged.fill(me as u8);
+                Ok(())
+            };
+            let ordinary = if ahead { Ordinary::InWindow(&fill) } else { Ordinary::Later };
+            let outcome = board.in_place(CALL, &mut [0; 8], ordinary, &mut go_on, |meeting| {
+                let take_back = |meeting: &mut Meeting<'_, '_, String>, number: u8| {
+                    meeting.take_back(|window, _| {
+                        for other in (0..RANKS).filter(|other| *other != me) {
+                            let block = &window[other * BLOCK..][..BLOCK];
+                            let expected = me as u8 + number + 10 * (other as u8 + 1);
+                            assert!(block.iter().all(|byte| *byte == expected), "{number} {other}");
+                        }
+                        Ok(())
+                    })
+                };
+                meeting.stage(fill)?;
+                for number in 0..20 {
+                    if number < 19 {
+                        if number > 0 {
+                            take_back(meeting, number - 1)?;
+                        }
+                        meeting.stage(|_, staged| {
+                            staged.fill(me as u8 + number + 1);
+                            Ok(())
+                        })?;
+                    }
+                    meeting.combine_staged(BLOCK, |blocks, _| {
+                        let others = (0..RANKS as u8).filter(|other| *other != me as u8);
+                        for (block, other) in blocks.iter_mut().zip(others) {
+                            assert_eq!((block.len(), block[BLOCK - 1]), (BLOCK, other + number));
+                            block.iter_mut().for_each(|byte| *byte += 10 * (me as u8 + 1));
+                        }
+                        Ok(())
+                    })?;
+                }
+                take_back(meeting, 18)?;
+                take_back(meeting, 19)
+            });
+            outcome.unwrap();
+        }
     });
 }
 
@@ -241,12 +290,13 @@ fn after_a_failed_call_late_peers_do_not_reach_the_region() {
     let mut boards = boards(2);
     let ((mut late, other), (mut board, arena)) = (boards.swap_remove(1), boards.swap_remove(0));
     let mut region = filled(&arena, 10_000, 1);
-    let outcome = board.in_place(CALL, region.as_mut_slice(), None, &mut |_| Err("enough"), |_| Ok(()));
+    let outcome =
+        board.in_place(CALL, region.as_mut_slice(), Ordinary::Later, &mut |_| Err("enough"), |_| Ok(()));
     assert_eq!(outcome, Err("enough"));
     // The peer finds the word in the slot, takes the region for lent, and writes.
     let mut own = filled(&other, 10_000, 1);
     let mut watch = |_| Err("nobody is done any more");
-    let outcome = late.in_place(CALL, own.as_mut_slice(), None, &mut watch, |meeting| {
+    let outcome = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |meeting| {
         assert_eq!(meeting.way(), Way::Direct);
         meeting.combine(2, 64, |shares| shares.iter_mut().for_each(|share| share.fill(9)));
         Ok(())

@@ -40,6 +40,11 @@ impl Waits {
         }
     }
 
+    /// Looks a few times, without a pause, whether it is `ready`.
+    pub(super) fn a_few(&self, ready: impl Fn() -> bool) -> bool {
+        (0..self.looks).any(|_| ready())
+    }
+
     /// Waits until `ready`, or until `watch` finds that there is no use.
     pub(super) fn until<E>(
         &self,

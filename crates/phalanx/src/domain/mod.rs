@@ -24,7 +24,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use phalanx_sys::arena::Arena;
-use phalanx_sys::board::{Board, Way};
+use phalanx_sys::board::{Board, Ordinary, Way};
 
 #[cfg(any(test, fuzzing))]
 pub(crate) use self::connect::fuzz;
@@ -120,7 +120,12 @@ impl Domain {
             (0..job.ranks).try_for_each(|index| check(index, words.call(index)))?;
             return small::in_place(job, &words, data);
         }
-        self.board.in_place(word, data, small, &mut watch, |meeting| {
+        let ahead = |memory: &[u8], window: &mut [u8]| {
+            staged::ahead(job, memory, window);
+            Ok(())
+        };
+        let ordinary = small.map_or(Ordinary::InWindow(&ahead), Ordinary::InSlot);
+        self.board.in_place(word, data, ordinary, &mut watch, |meeting| {
             (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
             match meeting.way() {
                 Way::Direct => direct::in_place(meeting, job),

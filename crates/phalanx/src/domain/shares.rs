@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::board::{Meeting, Way, share};
+use phalanx_sys::board::{Meeting, Ordinary, Way, share};
 
 use super::{Domain, Job, LINE, compare, direct, staged, watch, word};
 use crate::collective::kernel::Fold;
@@ -74,7 +74,7 @@ impl Domain {
         let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
         let job = Job { call, me: self.board.me(), ranks: members.len(), root: 0 };
         let mut watch = |missing: usize| watch(health, members[missing], patience);
-        self.board.in_place(word, data, None, &mut watch, |meeting| {
+        self.board.in_place(word, data, Ordinary::Later, &mut watch, |meeting| {
             (0..job.ranks).try_for_each(|index| {
                 compare(rank, call, sequence, members[index], &word, meeting.call(index))
             })?;

@@ -13,6 +13,9 @@ pub(super) const ALWAYS: usize = 512;
 /// The most bytes that a rank reads, where another way would spare it some of them.
 const ALTOGETHER: usize = 2 * SMALL;
 
+/// The most bytes of an `all_reduce` of two ranks: beyond, each of them combines one half, and waits once more.
+const PAIR: usize = 2 << 10;
+
 /// What of a rank's memory of `length` bytes goes this way, if it is ordinary memory; none if it is too much, with a note
 /// of so many bytes.
 pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>> {
@@ -22,6 +25,9 @@ pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>>
         _ => 0..length,
     };
     let read = match job.call.operation {
+        Operation::AllReduce | Operation::AllReduceCoalesced if job.ranks == 2 && length > PAIR => {
+            return None;
+        }
         Operation::Gather | Operation::Scatter | Operation::AllToAllV => 0,
         Operation::AllGatherV | Operation::AllToAll => job.bytes(),
         _ => job.bytes().saturating_mul(job.ranks),

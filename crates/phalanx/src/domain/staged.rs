@@ -1,15 +1,18 @@
 //! Collectives on memory that others do not reach: it passes in windows through buffers that they do.
 //!
 //! While the others work on one window the next is copied. All ranks stage and take the same number of windows, whether
-//! they have something in them or not. Two buffers a stream are enough: whoever fills the one again has itself taken what
-//! stood beside it, and waits only for those who have not taken what stood in it.
+//! they have something in them or not. Two buffers are enough: whoever fills the one again has itself taken what stood
+//! beside it, and waits only for those who have not taken what stood in it.
+//!
+//! What all get is combined in the windows: each rank puts the result into its block of everybody's, where the owner finds
+//! it. So a line of a window goes to one other processor and comes back, and nothing is copied from window to window.
 
 use std::ops::Range;
 
-use phalanx_sys::board::{Meeting, Stream, WINDOW, share};
+use phalanx_sys::board::{Meeting, WINDOW, share};
 
 use super::routes::Routes;
-use super::{Block, Job, LINE};
+use super::{Block, Job, LINE, direct};
 use crate::collective::kernel::Fold;
 use crate::error::{Error, Result};
 use crate::wire::frame::Operation;
@@ -22,21 +25,60 @@ const FEW: usize = 3;
 
 type Staging<'a, 'w> = Meeting<'a, 'w, Error>;
 
+/// What happens to the windows of an operation in place.
+enum Pattern {
+    /// Each rank combines its share of everybody's memory; all ranks, or the root, get all results.
+    Combine,
+    /// Each rank combines what is for it.
+    Reduce,
+    /// Each rank's share goes to all others.
+    Collect,
+}
+
 pub(super) fn in_place(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
-    match job.call.operation {
-        Operation::AllReduce | Operation::AllReduceCoalesced => combine(meeting, job, true),
+    let given = |place| given(job, place);
+    match pattern(job) {
+        Some(Pattern::Combine) => combine(meeting, job),
+        Some(Pattern::Reduce) => reduce(meeting, job, job.fold(), given),
+        Some(Pattern::Collect) => collect(meeting, job, given),
+        None => Ok(()),
+    }
+}
+
+/// Puts the first window of an operation in place into `window`.
+pub(super) fn ahead(job: Job, memory: &[u8], window: &mut [u8]) {
+    let given = |place| given(job, place);
+    match pattern(job) {
+        Some(Pattern::Combine | Pattern::Reduce) => {
+            Deal::new(job.ranks, given).fill(job.me, 0, memory, window);
+        }
+        Some(Pattern::Collect) => for_all(job, &given).fill(job.me, 0, memory, window),
+        None => {}
+    }
+}
+
+fn pattern(job: Job) -> Option<Pattern> {
+    Some(match job.call.operation {
+        Operation::AllReduce | Operation::AllReduceCoalesced => Pattern::Combine,
         // The root alone combines as fast as few ranks do together, and is spared the others' results.
-        Operation::Reduce if job.ranks <= FEW => {
-            let share = |place| if place == job.root { 0..job.bytes() } else { 0..0 };
-            reduce(meeting, job, job.fold(), share)
-        }
-        Operation::Reduce => combine(meeting, job, job.me == job.root),
-        Operation::ReduceScatter => reduce(meeting, job, job.fold(), |place| job.chunk(place)),
-        Operation::AllGather => collect(meeting, job, |place| job.chunk(place)),
-        Operation::Broadcast => {
-            collect(meeting, job, |place| if place == job.root { 0..job.bytes() } else { 0..0 })
-        }
-        _ => Ok(()),
+        Operation::Reduce if job.ranks <= FEW => Pattern::Reduce,
+        Operation::Reduce => Pattern::Combine,
+        Operation::ReduceScatter => Pattern::Reduce,
+        Operation::AllGather | Operation::Broadcast => Pattern::Collect,
+        // Not in place, without bytes, or of unequal shares.
+        Operation::Barrier | Operation::MonitoredBarrier | Operation::PointToPoint => return None,
+        Operation::Gather | Operation::Scatter | Operation::AllToAll | Operation::AllToAllV => return None,
+        Operation::AllGatherV | Operation::AllGatherVInPlace | Operation::ReduceScatterV => return None,
+    })
+}
+
+/// What of everybody's memory the rank at `place` combines, or gives to all.
+fn given(job: Job, place: usize) -> Range<usize> {
+    match (job.call.operation, pattern(job)) {
+        (Operation::ReduceScatter | Operation::AllGather, _) => job.chunk(place),
+        (_, Some(Pattern::Combine)) => share(job.bytes(), LINE, job.ranks, place),
+        _ if place == job.root => 0..job.bytes(),
+        _ => 0..0,
     }
 }
 
@@ -71,9 +113,14 @@ pub(super) fn collect(
     job: Job,
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
-    let longest = (0..job.ranks).map(|place| share(place).len()).max().unwrap_or(0);
-    let deal = Deal::of_blocks((job.ranks, 1), longest, |_| share(job.me));
+    let deal = for_all(job, &share);
     deal.copy(meeting, job.me, &share, |memory, place, bytes| memory[place].copy_from_slice(bytes))
+}
+
+/// This rank's share in one block for all others.
+fn for_all(job: Job, share: &impl Fn(usize) -> Range<usize>) -> Deal<impl Fn(usize) -> Range<usize>> {
+    let longest = (0..job.ranks).map(|place| share(place).len()).max().unwrap_or(0);
+    Deal::of_blocks((job.ranks, 1), longest, move |_| share(job.me))
 }
 
 /// Combines this rank's chunk of everybody's input.
@@ -108,17 +155,19 @@ pub(super) fn copy(
     deal.copy(meeting, job.me, place, |_, place, bytes| output[place].copy_from_slice(bytes))
 }
 
-/// Each rank combines its share: it takes the others' parts of it from their windows, and stages the result. The results
-/// are taken one window late, so that nobody waits for them, and kept where they are `wanted`.
-fn combine(meeting: &mut Staging<'_, '_>, job: Job, wanted: bool) -> Result<()> {
-    let me = job.me;
-    let deal = Deal::new(job.ranks, move |place| share(job.bytes(), LINE, job.ranks, place));
-    let take = |meeting: &mut Staging<'_, '_>, number| {
-        meeting.take(Stream::Results, |windows, memory| {
-            for (place, window) in windows.iter().enumerate().filter(|(place, _)| wanted && *place != me) {
+/// Each rank combines its share of everybody's memory, in the windows, where those who want all results find them.
+fn combine(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
+    let (me, for_all) = (job.me, job.call.operation != Operation::Reduce);
+    let deal = Deal::new(job.ranks, |place| given(job, place));
+    let take_back = |meeting: &mut Staging<'_, '_>, number| {
+        if !for_all && me != job.root {
+            return Ok(());
+        }
+        meeting.take_back(|window, memory| {
+            for place in (0..job.ranks).filter(|place| *place != me) {
                 let piece = deal.piece(place, number);
                 let length = piece.len();
-                memory[piece].copy_from_slice(&window[..length]);
+                memory[piece].copy_from_slice(&window[deal.start(place)..][..length]);
             }
             Ok(())
         })
@@ -126,24 +175,20 @@ fn combine(meeting: &mut Staging<'_, '_>, job: Job, wanted: bool) -> Result<()> 
     deal.stage(meeting, me, 0)?;
     for number in 0..deal.count {
         if number + 1 < deal.count {
+            // There are two buffers: the next window takes the place of the one before this.
+            if number > 0 {
+                take_back(meeting, number - 1)?;
+            }
             deal.stage(meeting, me, number + 1)?;
         }
-        meeting.pass_on(Stream::Inputs, Stream::Results, |windows, memory, result| {
+        meeting.combine_staged(deal.bytes, |blocks, memory| {
             let own = deal.piece(me, number);
-            let result = &mut result[..own.len()];
-            let mut sources = deal.sources(me, own.len(), windows);
-            sources[me] = &memory[own.clone()];
-            job.fold().apply_to(&sources, result)?;
-            if wanted {
-                memory[own].copy_from_slice(result);
-            }
-            Ok(())
+            let mut shares: Vec<_> = blocks.iter_mut().map(|block| &mut block[..own.len()]).collect();
+            shares.insert(me, &mut memory[own]);
+            if for_all { job.fold().apply(&mut shares) } else { direct::reduce(job, &mut shares, job.root) }
         })?;
-        if number > 0 {
-            take(meeting, number - 1)?;
-        }
     }
-    take(meeting, deal.count - 1)
+    (deal.count.saturating_sub(2)..deal.count).try_for_each(|number| take_back(meeting, number))
 }
 
 /// What a rank's input holds for each, dealt out block by block and window by window.
@@ -187,14 +232,18 @@ impl<F: Fn(usize) -> Range<usize>> Deal<F> {
         place % self.blocks * self.bytes
     }
 
-    /// Stages what this rank's input holds for the others.
+    /// Puts what this rank's input holds for the others into a window.
+    fn fill(&self, me: usize, number: usize, memory: &[u8], window: &mut [u8]) {
+        let others = (0..self.ranks).filter(|place| *place != me);
+        let pieces = others.map(|place| (place, self.piece(place, number)));
+        for (place, piece) in pieces.filter(|(_, piece)| !piece.is_empty()).take(self.blocks) {
+            window[self.start(place)..][..piece.len()].copy_from_slice(&memory[piece]);
+        }
+    }
+
     fn stage(&self, meeting: &mut Staging<'_, '_>, me: usize, number: usize) -> Result<()> {
-        meeting.stage(Stream::Inputs, |memory, window| {
-            let others = (0..self.ranks).filter(|place| *place != me);
-            let pieces = others.map(|place| (place, self.piece(place, number)));
-            for (place, piece) in pieces.filter(|(_, piece)| !piece.is_empty()).take(self.blocks) {
-                window[self.start(place)..][..piece.len()].copy_from_slice(&memory[piece]);
-            }
+        meeting.stage(|memory, window| {
+            self.fill(me, number, memory, window);
             Ok(())
         })
     }
@@ -211,7 +260,7 @@ impl<F: Fn(usize) -> Range<usize>> Deal<F> {
             if number + 1 < self.count {
                 self.stage(meeting, me, number + 1)?;
             }
-            meeting.take(Stream::Inputs, |windows, memory| work(windows, memory, number))?;
+            meeting.take(|windows, memory| work(windows, memory, number))?;
         }
         Ok(())
     }

@@ -33,6 +33,12 @@ impl Connection {
         &self.socket
     }
 
+    /// Is the peer on this host?
+    pub(super) fn is_within_host(&self) -> bool {
+        let ends = (self.socket.local_addr(), self.socket.peer_addr());
+        matches!(ends, (Ok(own), Ok(peer)) if own.ip() == peer.ip())
+    }
+
     #[cfg(all(test, feature = "tls"))]
     pub(super) fn is_encrypted(&self) -> bool {
         self.tls.is_some()

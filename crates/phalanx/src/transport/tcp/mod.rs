@@ -20,6 +20,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::set_socket_send_buffer_size;
 
 #[cfg(any(test, fuzzing))]
 pub(super) fn fuzz(bytes: &[u8]) -> bool {
@@ -44,6 +45,8 @@ use crate::store::Store;
 
 /// Bytes that are received before they are reduced: they stay in the processor's cache.
 const SEGMENT: usize = 256 * 1024;
+/// Bytes that may wait in a connection within a host. The kernel doubles the number, for its own records.
+const LOCAL_BUFFER: usize = 256 * 1024;
 
 /// Where and as whom a rank joins the mesh.
 pub(crate) struct Place<'a> {
@@ -77,7 +80,18 @@ impl Tcp {
         health: Arc<Health>,
         monitor: Arc<Monitor>,
     ) -> Self {
+        connections.data.iter().flatten().for_each(keep_in_cache);
         Self { health, rank, connections, scratch: AlignedBytes::default(), _monitor: monitor }
+    }
+}
+
+/// Bounds what waits between two ranks of one host. The kernel lets it grow to some MiB, as a long line needs; but here it
+/// is copied out of a cache, or out of memory.
+fn keep_in_cache(connection: &Connection) {
+    if connection.is_within_host()
+        && let Err(error) = set_socket_send_buffer_size(connection.socket(), LOCAL_BUFFER)
+    {
+        tracing::debug!(%error, "a connection within this host keeps its large buffer");
     }
 }
 
@@ -173,6 +187,26 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
+
+    #[test]
+    fn what_waits_between_ranks_of_one_host_is_bounded() {
+        use rustix::net::sockopt::socket_send_buffer_size;
+
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connection = Connection::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+        assert!(connection.is_within_host());
+        keep_in_cache(&connection);
+        let bound = socket_send_buffer_size(connection.socket()).unwrap();
+        // The kernel's own bound, net.core.wmem_max, may be lower.
+        assert!((1..=2 * LOCAL_BUFFER).contains(&bound), "{bound}");
+        // It would grow else, and does not any more.
+        let (mut peer, _) = listener.accept().unwrap();
+        let reader = std::thread::spawn(move || std::io::copy(&mut peer, &mut std::io::sink()));
+        (0..64).for_each(|_| connection.socket().write_all(&[0; 1 << 20]).unwrap());
+        assert_eq!(socket_send_buffer_size(connection.socket()).unwrap(), bound);
+        drop(connection);
+        assert_eq!(reader.join().unwrap().unwrap(), 64 << 20);
+    }
 
     #[test]
     fn a_peer_that_trickles_does_not_put_the_deadline_off() {
