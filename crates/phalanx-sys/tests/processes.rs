@@ -7,9 +7,12 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use phalanx_sys::guard::Guard;
+use phalanx_sys::guard::{Guard, Tag};
 use phalanx_sys::signal::Catcher;
 use rustix::process::{Pid, Signal, getpid, kill_process, test_kill_process};
+
+/// No process has this in its environment: these tests are of process groups.
+const TAG: &Tag = b"phalanx-sys:no-worker-has-this:0";
 
 /// Only one catcher lives at a time, and tests run in parallel.
 static SIGNALS: Mutex<()> = Mutex::new(());
@@ -40,7 +43,7 @@ fn is_dead(pid: Pid) -> bool {
 
 #[test]
 fn a_worker_leads_a_group_and_has_default_signals() {
-    let guard = Guard::start(1).unwrap();
+    let guard = Guard::start(1, TAG).unwrap();
     let mut child =
         guard.spawn(shell("ps -o pgid= -p $$; grep SigIgn /proc/$$/status; kill -PIPE $$")).unwrap();
     let mut output = String::new();
@@ -54,7 +57,7 @@ fn a_worker_leads_a_group_and_has_default_signals() {
 
 #[test]
 fn a_worker_dies_with_the_thread_that_started_it() {
-    let guard = Guard::start(1).unwrap();
+    let guard = Guard::start(1, TAG).unwrap();
     let mut child = std::thread::scope(|scope| {
         scope.spawn(|| guard.spawn(shell("echo up; exec sleep 60")).unwrap()).join().unwrap()
     });
@@ -65,7 +68,7 @@ fn a_worker_dies_with_the_thread_that_started_it() {
 
 #[test]
 fn a_missing_program_is_an_error() {
-    let guard = Guard::start(1).unwrap();
+    let guard = Guard::start(1, TAG).unwrap();
     let error = guard.spawn(Command::new("/nonexistent/program")).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
 }
@@ -80,7 +83,7 @@ fn watched(guard: &Guard) -> (Child, Pid) {
 
 #[test]
 fn the_guard_kills_whole_groups_of_workers_that_put_themselves_on_its_list() {
-    let guard = Guard::start(2).unwrap();
+    let guard = Guard::start(2, TAG).unwrap();
     let mut workers = [watched(&guard), watched(&guard)];
     // As if this process had died.
     drop(guard);
@@ -92,7 +95,7 @@ fn the_guard_kills_whole_groups_of_workers_that_put_themselves_on_its_list() {
 
 #[test]
 fn a_group_that_was_forgotten_makes_room_and_is_left_alone() {
-    let guard = Guard::start(1).unwrap();
+    let guard = Guard::start(1, TAG).unwrap();
     let (mut old, grandchild) = watched(&guard);
     guard.forget(old.id());
     let (mut new, _) = watched(&guard);
@@ -105,7 +108,7 @@ fn a_group_that_was_forgotten_makes_room_and_is_left_alone() {
 
 #[test]
 fn a_guard_that_was_dismissed_kills_nobody_and_starts_nobody() {
-    let mut guard = Guard::start(1).unwrap();
+    let mut guard = Guard::start(1, TAG).unwrap();
     let (mut worker, grandchild) = watched(&guard);
     guard.dismiss();
     assert!(guard.spawn(shell("true")).is_err());
@@ -117,7 +120,7 @@ fn a_guard_that_was_dismissed_kills_nobody_and_starts_nobody() {
 
 #[test]
 fn without_its_guard_no_worker_starts() {
-    let guard = Guard::start(1).unwrap();
+    let guard = Guard::start(1, TAG).unwrap();
     let pid = Pid::from_raw(guard.pid().cast_signed()).unwrap();
     kill_process(pid, Signal::KILL).unwrap();
     eventually("the guard is dead", || is_dead(pid));
@@ -127,7 +130,7 @@ fn without_its_guard_no_worker_starts() {
 #[test]
 fn the_guard_holds_no_file_and_no_terminal() {
     let (mut reader, writer) = std::io::pipe().unwrap();
-    let guard = Guard::start(1).unwrap();
+    let guard = Guard::start(1, TAG).unwrap();
     drop(writer);
     // Would wait for ever if the guard held the writing end.
     assert_eq!(reader.read(&mut [0]).unwrap(), 0);

@@ -198,5 +198,5 @@ fn colours(file: &Path) -> usize {
     let mut reader = decoder.read_info().unwrap();
     let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
     reader.next_frame(&mut pixels).unwrap();
-    pixels.chunks(3).collect::<std::collections::HashSet<_>>().len()
+    pixels.chunks(3).collect::<HashSet<_>>().len()
 }
