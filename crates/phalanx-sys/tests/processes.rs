@@ -106,6 +106,30 @@ fn a_group_that_was_forgotten_makes_room_and_is_left_alone() {
     old.wait().unwrap();
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn what_carries_the_tag_is_killed_in_any_session_and_what_does_not_is_left_alone() {
+    const OURS: &Tag = b"phalanx-sys:one-worker-has-this0";
+    // Wherever it stands among much else: the guard reads some thousand bytes at a time.
+    let start = |before: usize, tag: &[u8]| {
+        let mut command = Command::new("setsid");
+        command.args(["-w", "sleep", "60"]).env_clear().env("PATH", std::env::var_os("PATH").unwrap());
+        command.env("A", "x".repeat(before)).env("B", str::from_utf8(tag).unwrap()).spawn().unwrap()
+    };
+    let guard = Guard::start(1, OURS).unwrap();
+    let mut tagged: Vec<Child> = [0, 4030, 4040, 4050, 4060, 9000].map(|before| start(before, OURS)).into();
+    let mut other = start(0, &OURS[..31]);
+    let has_executed = |child: &Child| {
+        std::fs::read(format!("/proc/{}/cmdline", child.id())).is_ok_and(|line| line.starts_with(b"sleep"))
+    };
+    eventually("all have been started", || tagged.iter().chain([&other]).all(has_executed));
+    drop(guard);
+    assert!(tagged.iter_mut().all(|child| child.wait().unwrap().signal() == Some(libc::SIGKILL)));
+    assert!(other.try_wait().unwrap().is_none());
+    other.kill().unwrap();
+    other.wait().unwrap();
+}
+
 #[test]
 fn a_guard_that_was_dismissed_kills_nobody_and_starts_nobody() {
     let mut guard = Guard::start(1, TAG).unwrap();
