@@ -119,7 +119,13 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
         let Meeting { board, way, watch, .. } = meeting;
         if way == Way::Direct {
             board.show(DONE, board.sequence);
-            let done = board.await_all(DONE, board.sequence, watch);
+            let mut done = board.await_all(DONE, board.sequence, &mut *watch);
+            if done.is_ok() {
+                // Once more. Who gave up while another still combined has taken its word back and moved its memory, so what
+                // that other has combined since, for all, may lack its part. Who takes it back after this look harms
+                // nobody: nobody combines any more.
+                done = board.await_all(DONE, board.sequence, watch);
+            }
             if done.is_err() {
                 // From now on this rank's memory may hold anything. Whoever has not seen it done has not read it to the end
                 // either, and must not take what it reads for the call's.

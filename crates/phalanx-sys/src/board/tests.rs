@@ -341,6 +341,52 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
     });
 }
 
+/// One rank gives up on one that is late; a third has seen the first done, and waits for the late one alone.
+#[test]
+fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third() {
+    const BYTES: usize = 10_000;
+    let mut ranks = boards(3).into_iter();
+    let [(mut gives_up, one), (mut waits, two), (mut late, four)] = [(); 3].map(|()| ranks.next().unwrap());
+    let (working, worked) = mpsc::channel();
+    let (failed, failure) = mpsc::channel();
+    let until = |limit: Duration| {
+        let start = Instant::now();
+        move |_| if start.elapsed() > limit { Err("enough") } else { Ok(()) }
+    };
+    let all = |meeting: &mut Meeting<'_, '_, &str>| {
+        meeting.combine(3, 64, add);
+        Ok(())
+    };
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut own = filled(&four, BYTES, 4);
+            let mut watch = until(Duration::from_secs(20));
+            let _ = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |meeting| {
+                working.send(()).unwrap();
+                failure.recv().unwrap();
+                all(meeting)
+            });
+        });
+        scope.spawn(move || {
+            let mut own = filled(&two, BYTES, 2);
+            let mut watch = until(Duration::from_secs(5));
+            let outcome = waits.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, all);
+            assert!(
+                outcome.is_err() || own.as_slice().iter().all(|byte| *byte == 7),
+                "a sum that lacks a part"
+            );
+        });
+        scope.spawn(move || {
+            let mut own = filled(&one, BYTES, 1);
+            worked.recv().unwrap();
+            let mut watch = until(Duration::from_millis(300));
+            let outcome = gives_up.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, all);
+            assert!(outcome.is_err(), "the late rank was not late");
+            failed.send(()).unwrap();
+        });
+    });
+}
+
 #[test]
 fn offsets_that_no_peer_can_have_are_no_region() {
     let (board, _) = boards(2).swap_remove(0);

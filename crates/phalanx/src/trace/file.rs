@@ -20,7 +20,7 @@ const END: &[u8] = b"\n]}\n";
 const MARK: &[u8] = b"{\"displayTimeUnit\":\"ms\",";
 /// Within so many bytes from its end a file has its last whole line.
 const TAIL: u64 = 1 << 20;
-/// How long a rank waits for others to add theirs. One that is frozen in the middle must not hold up all.
+/// How long a rank waits while the file does not grow. One that is frozen in the middle of adding must not hold up all.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Removes the trace that an earlier job has left, and nothing else.
@@ -49,16 +49,22 @@ pub(super) fn append(path: &Path, lines: &[u8]) -> io::Result<()> {
         end if end == BEGIN.len() as u64 => b"",
         _ => b",\n",
     };
-    file.write_all(&[before, lines, END].concat())
+    file.write_all(before)?;
+    file.write_all(lines)?;
+    file.write_all(END)
 }
 
 fn lock(file: &File) -> io::Result<()> {
-    let start = Instant::now();
+    let (mut length, mut since) = (file.metadata()?.len(), Instant::now());
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(()),
-            Err(TryLockError::WouldBlock) if start.elapsed() < PATIENCE => {
+            Err(TryLockError::WouldBlock) if since.elapsed() < PATIENCE => {
                 std::thread::sleep(Duration::from_millis(2));
+                let now = file.metadata()?.len();
+                if now != length {
+                    (length, since) = (now, Instant::now());
+                }
             }
             Err(TryLockError::WouldBlock) => {
                 return Err(io::Error::new(

@@ -15,6 +15,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
@@ -145,8 +146,12 @@ impl Trace {
     /// The trace that `PHALANX_TRACE` asks for; disabled if the variable is unset or empty. What an earlier job has left in
     /// the file is removed if this rank `begins` the job's.
     pub(crate) fn from_env(rank: Rank, begins: bool) -> Self {
+        static BEGUN: AtomicBool = AtomicBool::new(false);
         match std::env::var_os(TRACE_VARIABLE) {
-            Some(path) if !path.is_empty() && begins => Self::to_file(path, rank),
+            // A later group of the same process goes on with the job's trace.
+            Some(path) if !path.is_empty() && begins && !BEGUN.swap(true, Ordering::Relaxed) => {
+                Self::to_file(path, rank)
+            }
             Some(path) if !path.is_empty() => Self::onto_file(path, rank),
             _ => Self::disabled(),
         }

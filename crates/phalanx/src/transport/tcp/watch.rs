@@ -156,6 +156,10 @@ impl<'a> Watch<'a> {
             }
         }
         for (rank, reason) in gone {
+            // Its first cause stays: no other process needs to be looked at.
+            if self.health.has_failed() {
+                break;
+            }
             if !self.peers[rank.index()].said_goodbye {
                 self.health.lost(rank, &reason, self.sight_of_lost(rank));
             }

@@ -37,6 +37,8 @@ const IPPROTO_TCP: u8 = 6;
 /// The only state in which a socket's user is the one who made it: half-open and closed ones say 0.
 const ESTABLISHED: u8 = 1;
 const LISTEN: u8 = 10;
+/// The largest number of an error that Linux has.
+const MAX_ERRNO: i32 = 4095;
 /// It answers at once; nobody waits for a kernel that does not.
 const ANSWERED: Duration = Duration::from_secs(1);
 
@@ -44,16 +46,26 @@ const ANSWERED: Duration = Duration::from_secs(1);
 /// kernel was built without it does not find.
 pub(super) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
-    // A socket that is certainly there. Without a descriptor for it nothing is known yet.
+    // A socket that is certainly there. While something is short nothing is known yet, and an error of the question itself
+    // says so.
     let Some(known) = AVAILABLE.get() else {
         let Ok(listener) = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)) else { return true };
         let Ok(here) = listener.local_addr() else { return true };
         let nowhere = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0);
-        let answer = ask((here, nowhere));
-        let found = matches!(answer, Ok(Some(Found { ends, state: LISTEN, .. })) if ends.0 == here);
+        let found = match ask((here, nowhere)) {
+            Ok(answer) => matches!(answer, Some(Found { ends, state: LISTEN, .. }) if ends.0 == here),
+            Err(error) if is_passing(&error) => return true,
+            Err(_) => false,
+        };
         return *AVAILABLE.get_or_init(|| found);
     };
     *known
+}
+
+/// Is this a shortage or an interruption, and no refusal?
+fn is_passing(error: &io::Error) -> bool {
+    let passing = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::INTR, Errno::AGAIN];
+    Errno::from_io_error(error).is_some_and(|errno| passing.contains(&errno))
 }
 
 /// The user who made this socket, if it is connected so.
@@ -112,9 +124,10 @@ fn read(answer: &[u8]) -> io::Result<Option<Found>> {
     let kind = answer.get(4..6).ok_or_else(strange)?;
     if *kind == NLMSG_ERROR.to_ne_bytes() {
         let code = word(HEAD).ok_or_else(strange)?.cast_signed().wrapping_neg();
-        return match Errno::from_raw_os_error(code) {
-            Errno::NOENT => Ok(None),
-            error => Err(error.into()),
+        return match code {
+            code if code == Errno::NOENT.raw_os_error() => Ok(None),
+            1..=MAX_ERRNO => Err(io::Error::from_raw_os_error(code)),
+            _ => Err(strange()),
         };
     }
     if *kind != SOCK_DIAG_BY_FAMILY.to_ne_bytes() || answer.len() < ANSWER {
@@ -164,12 +177,17 @@ mod tests {
         assert_eq!(read(&error(-Errno::NOENT.raw_os_error())).unwrap(), None);
         let refused = read(&error(-Errno::PERM.raw_os_error())).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
-        assert!(read(&error(1)).is_err() && read(&[]).is_err());
+        assert!(
+            [0, 1, i32::MIN, -5000].iter().all(|code| read(&error(*code)).is_err()) && read(&[]).is_err()
+        );
     }
 
     proptest! {
         #[test]
-        fn garbage_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..150)) {
+        fn garbage_never_panics(mut bytes in prop::collection::vec(any::<u8>(), 0..150), is_error: bool) {
+            if let Some(kind) = bytes.get_mut(4..6).filter(|_| is_error) {
+                kind.copy_from_slice(&NLMSG_ERROR.to_ne_bytes());
+            }
             let _ = read(&bytes);
         }
     }

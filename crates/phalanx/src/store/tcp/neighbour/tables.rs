@@ -125,7 +125,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let there = (client.local_addr().unwrap(), client.peer_addr().unwrap());
-        let absent = (there.1, there.0);
+        // Nobody has connected from there.
+        let absent = (SocketAddr::new(there.0.ip(), 1), there.1);
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         LocalSet::new().block_on(&runtime, async {
             let tables = Rc::new(Tables::default());
