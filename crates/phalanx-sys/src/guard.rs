@@ -2,7 +2,7 @@
 
 #[cfg(target_os = "linux")]
 use std::ffi::CStr;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
@@ -32,6 +32,7 @@ pub struct Guard {
     /// None once it has had its last order.
     orders: Option<io::PipeWriter>,
     pid: Pid,
+    is_reaped: bool,
 }
 
 impl Guard {
@@ -48,7 +49,7 @@ impl Guard {
             -1 => Err(io::Error::last_os_error()),
             0 => stand_guard(reader.as_raw_fd(), &mut watched, tag),
             pid => match Pid::from_raw(pid) {
-                Some(pid) => Ok(Self { orders: Some(writer), pid }),
+                Some(pid) => Ok(Self { orders: Some(writer), pid, is_reaped: false }),
                 None => Err(io::ErrorKind::InvalidData.into()),
             },
         }
@@ -72,12 +73,23 @@ impl Guard {
     /// worker has ended. A set-user-ID program sheds the parent-death signal; being watched covers that.
     pub fn spawn(&self, mut command: Command) -> io::Result<Child> {
         let Some(orders) = &self.orders else { return Err(io::ErrorKind::BrokenPipe.into()) };
-        let orders = orders.as_raw_fd();
+        let (mut number, note) = io::pipe()?;
+        let (orders, noted) = (orders.as_raw_fd(), note.as_raw_fd());
         // SAFETY: `put_on_the_list` makes async-signal-safe calls alone, as is required between fork and exec. The
-        // descriptor is open whenever it runs: `self` is borrowed until `command`, which nobody else has, is dropped.
-        unsafe { command.pre_exec(move || put_on_the_list(orders)) };
+        // descriptors are open whenever it runs: `self` is borrowed, and `note` lives, until `command`, which nobody else has,
+        // has been started for the only time.
+        unsafe { command.pre_exec(move || put_on_the_list(noted).and_then(|()| put_on_the_list(orders))) };
         // Behind the other, so that it has the last word on signals.
-        prepare(&mut command).spawn()
+        let spawned = prepare(&mut command).spawn();
+        drop(note);
+        if spawned.is_err() {
+            // It may have got as far as the list, and its number belongs to nobody now, or to a stranger.
+            let mut bytes = [0; 4];
+            if number.read_exact(&mut bytes).is_ok() {
+                self.forget(u32::from_ne_bytes(bytes));
+            }
+        }
+        spawned
     }
 
     /// Takes the group that `leader` leads off the list. Call it before the leader is reaped.
@@ -95,6 +107,15 @@ impl Guard {
         self.end(DISMISS);
     }
 
+    /// Kills what it watches, and waits until that is done. Call it, too, before the leaders are reaped.
+    pub fn kill(&mut self) {
+        self.end(KILL);
+        while !self.is_reaped {
+            let outcome = waitpid(Some(self.pid), WaitOptions::empty());
+            self.is_reaped = !matches!(outcome, Err(rustix::io::Errno::INTR));
+        }
+    }
+
     /// An order, and not only a closed pipe: a child that this process has forked may hold the pipe open.
     fn end(&mut self, order: i32) {
         if let Some(mut orders) = self.orders.take() {
@@ -106,12 +127,11 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.end(KILL);
-        while matches!(waitpid(Some(self.pid), WaitOptions::empty()), Err(rustix::io::Errno::INTR)) {}
+        self.kill();
     }
 }
 
-/// Sends the number of this process, which is about to be a worker. Async-signal-safe.
+/// Writes the number of this process, which is about to be a worker. Async-signal-safe.
 fn put_on_the_list(orders: RawFd) -> io::Result<()> {
     // SAFETY: SIG_IGN is a valid disposition for SIGPIPE, which would end this process if the guard had been killed;
     // `getpid` takes nothing; `write` gets readable bytes and their number, few enough to be written whole or not at all.
@@ -253,6 +273,9 @@ fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> bool {
 /// Is `tag` somewhere in this file?
 #[cfg(target_os = "linux")]
 fn holds(file: &Open, tag: &Tag) -> bool {
+    /// More than the kernel lets a process have for its environment, with its usual limits.
+    const MAX: usize = 8 << 20;
+    let mut left = MAX;
     let mut buffer = [0_u8; 4096];
     // What may be the tag's begin stays before what is read next.
     let mut kept = 0;
@@ -261,7 +284,10 @@ fn holds(file: &Open, tag: &Tag) -> bool {
         // SAFETY: `free` is writable, and as long as is said.
         let read = unsafe { libc::read(file.0, free.as_mut_ptr().cast(), free.len()) };
         let filled = match usize::try_from(read) {
-            Ok(read) if read > 0 => kept + read,
+            Ok(read) if read > 0 && read <= left => {
+                left -= read;
+                kept + read
+            }
             Err(_) if interrupted() => continue,
             _ => return false,
         };
@@ -332,4 +358,15 @@ fn close_all_but(keep: RawFd) {
 
 fn interrupted() -> bool {
     io::Error::last_os_error().raw_os_error() == Some(libc::EINTR)
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_without_end_is_not_read_for_ever() {
+        let zeros = open_at(libc::AT_FDCWD, c"/dev/zero", 0);
+        assert!(!holds(&zeros.expect("it can be read"), b"phalanx-sys:no-process-has-this0"));
+    }
 }

@@ -106,6 +106,18 @@ fn a_group_that_was_forgotten_makes_room_and_is_left_alone() {
     old.wait().unwrap();
 }
 
+/// There is room for one: were the number of the process that failed still on the list, the next would not be watched.
+#[test]
+fn a_program_that_cannot_be_executed_leaves_nothing_on_the_list() {
+    let guard = Guard::start(1, TAG).unwrap();
+    guard.spawn(Command::new("/nonexistent/program")).unwrap_err();
+    let (mut worker, grandchild) = watched(&guard);
+    drop(guard);
+    eventually("the worker was killed", || is_dead(pid(&worker)));
+    worker.wait().unwrap();
+    eventually("the grandchild is gone", || is_dead(grandchild));
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn what_carries_the_tag_is_killed_in_any_session_and_what_does_not_is_left_alone() {

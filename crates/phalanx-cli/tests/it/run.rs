@@ -159,6 +159,40 @@ fn what_a_worker_puts_into_a_session_of_its_own_is_ended_however_it_ends() {
 }
 
 #[test]
+fn a_launcher_that_cannot_look_ends_what_a_worker_has_left_all_the_same() {
+    // From now on it can open nothing: its first eight descriptors are taken. `poll` would refuse more than the limit.
+    let script = "setsid sh -c 'echo $$; exec sleep 60' & sleep 0.5; prlimit --pid $PPID --nofile=8:8";
+    let output = output(phalanx(&["--grace-period", "0.3"], script));
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    assert!(is_gone(out.strip_prefix("[0] ").unwrap().trim()), "{out}{err}");
+}
+
+/// There, everybody who loses his parent becomes a child of the launcher, also what `docker exec` has started.
+#[test]
+fn the_first_process_of_a_container_ends_nothing_without_the_jobs_tag() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = "setsid sh -c 'trap \"touch $1; exit\" TERM; while :; do sleep 0.1; done' sh";
+    let script = format!(
+        "cd {} && ({daemon} ours &); (env -i PATH=\"$PATH\" {daemon} strange &); sleep 0.5; echo $PPID",
+        folder.path().display()
+    );
+    let inner = phalanx(&[], &script);
+    let mut outer = Command::new("unshare");
+    outer.args(["--pid", "--fork", "--mount-proc", "--kill-child"]);
+    outer.arg(inner.get_program()).args(inner.get_args());
+    inner.get_envs().for_each(|(name, _)| {
+        outer.env_remove(name);
+    });
+    outer.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let started = Instant::now();
+    let output = output(outer);
+    assert_eq!(text(&output.stdout), "[0] 1\n", "{}", text(&output.stderr));
+    let told = ["ours", "strange"].map(|name| folder.path().join(name).exists());
+    assert!(told == [true, false] && started.elapsed() < LIMIT, "{told:?} {:?}", started.elapsed());
+}
+
+#[test]
 fn what_a_worker_puts_into_a_session_of_its_own_is_ended_with_the_launcher() {
     for signal in [Signal::TERM, Signal::KILL] {
         let script = format!("{DAEMONS} sleep 60");

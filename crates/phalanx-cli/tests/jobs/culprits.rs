@@ -90,8 +90,16 @@ fn blamed() {
 }
 
 fn beside_busy_loops<T>(run: impl FnOnce() -> T) -> T {
+    /// The loops end also if `run` panics.
+    struct Over<'a>(&'a AtomicBool);
+    impl Drop for Over<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
+        let _over = Over(&over);
         for _ in 0..thread::available_parallelism().map_or(2, usize::from) {
             scope.spawn(|| {
                 while !over.load(Ordering::Relaxed) {
@@ -99,9 +107,7 @@ fn beside_busy_loops<T>(run: impl FnOnce() -> T) -> T {
                 }
             });
         }
-        let result = run();
-        over.store(true, Ordering::Relaxed);
-        result
+        run()
     })
 }
 

@@ -7,12 +7,16 @@ use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::Value;
 
 /// The longest message that is taken from a worker.
 const MAX: u64 = 64 * 1024;
+
+/// A program that goes on for so long after a panic has caught it.
+const CAUGHT: Duration = Duration::from_secs(5);
 
 /// What a worker says about its failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,6 +52,20 @@ impl ErrorFile {
     /// What the worker has left.
     pub(super) fn read(&mut self) -> Option<WorkerError> {
         parse(&self.bytes()?)
+    }
+
+    /// Does it say that the worker is about to end? A panic of long ago was caught.
+    pub(super) fn announces_an_end(&mut self) -> bool {
+        self.read().is_some_and(|error| !error.panicked || self.age().is_none_or(|age| age < CAUGHT))
+    }
+
+    /// How long ago it was written to, if that can be known.
+    fn age(&self) -> Option<Duration> {
+        let metadata = match self {
+            Self::Memory(file) => file.metadata(),
+            Self::Kept(path) => path.metadata(),
+        };
+        SystemTime::now().duration_since(metadata.ok()?.modified().ok()?).ok()
     }
 
     /// The rank that the worker has noted there, if it is a file for that.
@@ -107,6 +125,23 @@ mod tests {
         assert_eq!(file.read().unwrap(), error("panicked at a.rs:1:2: loss is \"NaN\"\nat step 3", true));
         write_to(&file.path(), "short", false).unwrap();
         assert_eq!(file.read().unwrap(), error("short", false));
+    }
+
+    #[test]
+    fn a_panic_of_long_ago_announces_no_end_but_an_error_does() {
+        let mut file = ErrorFile::create().unwrap();
+        assert!(!file.announces_an_end());
+        write_to(&file.path(), "panicked at a.rs:1:2", true).unwrap();
+        assert!(file.announces_an_end());
+        let age = |file: &ErrorFile| {
+            let ErrorFile::Memory(file) = file else { return };
+            file.set_modified(SystemTime::now() - 2 * CAUGHT).unwrap();
+        };
+        age(&file);
+        assert!(!file.announces_an_end());
+        write_to(&file.path(), "no data", false).unwrap();
+        age(&file);
+        assert!(file.announces_an_end());
     }
 
     #[test]

@@ -113,9 +113,11 @@ impl Exit {
         self == Self::Code(0)
     }
 
-    /// Does a program that panics end so, whether it unwinds or aborts? A panic that it has caught is not its end.
+    /// Does a program that panics end so, whether it unwinds or aborts, also behind a shell? A panic that it has caught is
+    /// not its end.
     pub(super) fn may_be_a_panics(self) -> bool {
-        matches!(self, Self::Code(101) | Self::Signal(Signal::ABRT))
+        const ABORTED: i32 = 128 + Signal::ABRT.number();
+        matches!(self, Self::Code(101 | ABORTED) | Self::Signal(Signal::ABRT))
     }
 
     /// The exit code with which a shell would report it: 128 + n for signal n.
@@ -262,6 +264,9 @@ mod tests {
         assert_eq!(Exit::Signal(Signal::new(40)).to_string(), "killed by signal 40");
         assert_eq!(Exit::Signal(Signal::KILL).code(), 137);
         assert!(!Exit::Lost.is_success());
+        let panics = [Exit::Code(101), Exit::Code(134), Exit::Signal(Signal::ABRT)];
+        assert!(panics.into_iter().all(Exit::may_be_a_panics));
+        assert!(!Exit::Code(1).may_be_a_panics() && !Exit::Signal(Signal::KILL).may_be_a_panics());
         let frozen = Exit::Frozen(Signal::new(19));
         assert!(frozen.to_string().starts_with("stopped (SIGSTOP) for 5 s"), "{frozen}");
         assert_eq!((frozen.is_success(), frozen.code()), (false, 137));

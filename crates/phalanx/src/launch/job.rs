@@ -241,7 +241,8 @@ impl Job {
     /// Makes this process, while the job runs, the parent of what the job's processes leave behind (Linux's child subreaper),
     /// so that all of it is ended with the job, also what has cleared its environment. Only for a program that starts no other
     /// processes meanwhile: what those leave behind would be taken for the job's. It has no effect where this process has
-    /// children already, or is a subreaper.
+    /// children already, or is a subreaper. The first process of a container (its number is 1) goes by the tag alone: whatever
+    /// loses its parent there becomes its child.
     pub fn subreaper(mut self, subreaper: bool) -> Self {
         self.subreaper = subreaper;
         self

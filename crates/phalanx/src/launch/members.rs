@@ -3,21 +3,26 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::io::Read;
+use std::io::{self, Read};
 use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::Tag;
+use rustix::io::Errno;
 use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitOptions, kill_process, pidfd_open, pidfd_send_signal, waitpid,
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process, pidfd_open, pidfd_send_signal,
+    test_kill_process, waitid, waitpid,
 };
 
 use super::job::random_name;
+use crate::deadline::Deadline;
 use crate::error::Result;
 
 /// What a process of a job has in its environment: the tags of the jobs that it is of, one inside the other.
 pub(super) const TAG_VARIABLE: &str = "PHALANX_JOB_TAG";
 /// How often the ends of adopted processes are taken note of.
-const REAP_EVERY: Duration = Duration::from_secs(60);
+const REAP_EVERY: Duration = Duration::from_secs(1);
+/// Between two looks for what a worker has left, of which both must see nobody.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// Knows the processes of one attempt again.
 #[derive(Debug)]
@@ -25,10 +30,12 @@ pub(super) struct Members {
     tag: Tag,
     /// The workers that were started so far.
     started: u32,
-    /// The guard, from which on all of the job was started.
-    guard: Option<Stat>,
+    /// The guard's process number, and its start, from which on all of the job was started.
+    guard: (i32, u64),
     /// Is this process the one to which what loses its parent belongs?
     adopts: bool,
+    /// Can processes be seen here at all?
+    has_proc: bool,
     reap_at: Instant,
 }
 
@@ -54,12 +61,15 @@ impl Stray {
     pub(super) fn signal(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.0.pid) else { return };
         match pidfd_open(pid, PidfdFlags::empty()) {
-            // Its number could belong to another process by now.
-            Ok(process) if Stat::of(self.0.pid).is_some_and(|now| now.started == self.0.started) => {
-                let _ = pidfd_send_signal(process, signal);
+            Ok(process) => {
+                // Its number could belong to another process by now.
+                let now = Stat::of(self.0.pid).ok().flatten();
+                if now.is_some_and(|now| now.started == self.0.started) {
+                    let _ = pidfd_send_signal(process, signal);
+                }
             }
-            Err(rustix::io::Errno::NOSYS) => drop(kill_process(pid, signal)),
-            Ok(_) | Err(_) => {}
+            Err(Errno::NOSYS) => drop(kill_process(pid, signal)),
+            Err(_) => {}
         }
     }
 }
@@ -72,10 +82,12 @@ impl Members {
         for (digit, drawn) in tag.iter_mut().zip((random_name()? + &random_name()?).bytes()) {
             *digit = drawn;
         }
-        // Who has other children cannot tell what they lose from what the job loses.
         let me = me();
-        let adopts = adopts && Stat::all().all(|process| process.parent != me) && become_reaper();
-        Ok(Self { tag, started: 0, guard: None, adopts, reap_at: Instant::now() + REAP_EVERY })
+        // Who has other children cannot tell what they lose from what the job loses.
+        let is_childless = || Stat::all().is_ok_and(|all| all.iter().all(|process| process.parent != me));
+        let adopts = adopts && is_childless() && become_reaper();
+        let has_proc = !matches!(Stat::of(me), Ok(None));
+        Ok(Self { tag, started: 0, guard: (0, 0), adopts, has_proc, reap_at: Instant::now() + REAP_EVERY })
     }
 
     pub(super) fn tag(&self) -> &Tag {
@@ -84,7 +96,8 @@ impl Members {
 
     /// All of the job are started after this process.
     pub(super) fn begin_with(&mut self, guard: u32) {
-        self.guard = i32::try_from(guard).ok().and_then(Stat::of);
+        let pid = i32::try_from(guard).unwrap_or(0);
+        self.guard = (pid, Stat::of(pid).ok().flatten().map_or(0, |guard| guard.started));
     }
 
     /// The tag of the next worker: what it starts can be told from what others start.
@@ -93,65 +106,90 @@ impl Members {
         format!("{}.{}.", String::from_utf8_lossy(&self.tag), self.started)
     }
 
-    /// When to [look](Self::look) at the latest.
+    /// When to [reap](Self::reap) at the latest.
     pub(super) fn wake_at(&self) -> Option<Instant> {
         self.adopts.then_some(self.reap_at)
     }
 
-    /// Takes note of the ends of processes that were adopted, now and then.
+    /// Takes note of the ends of processes that were adopted, now and then. The workers, which lead `groups`, are left.
     pub(super) fn reap(&mut self, groups: &[Pid]) {
         if self.adopts && Instant::now() >= self.reap_at {
-            self.look(groups);
+            self.reap_all_but(&numbers(groups));
             self.reap_at = Instant::now() + REAP_EVERY;
         }
     }
 
-    /// What runs of the job. Zombies do not count: a worker that has ended is kept as one, so that its number, which is its
-    /// group's, cannot become somebody else's.
+    fn reap_all_but(&self, workers: &HashSet<i32>) {
+        let me = me();
+        let dead = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        // One question, most of the time, instead of one for each process of the machine.
+        if !matches!(waitid(WaitId::All, dead), Ok(Some(_))) {
+            return;
+        }
+        for process in Stat::all().unwrap_or_default() {
+            let is_kept = process.pid == self.guard.0 || workers.contains(&process.pid);
+            if process.is_dead && process.parent == me && !is_kept {
+                reap(process.pid);
+            }
+        }
+    }
+
+    /// What runs of the job; None if that cannot be known, because `/proc` cannot be read now. Zombies do not count: a worker
+    /// that has ended is kept as one, so that its number, which is its group's, cannot become somebody else's. Nor does what
+    /// this process may not signal: another user's.
     ///
-    /// Where there is no `/proc`, nobody is seen.
-    pub(super) fn look(&self, groups: &[Pid]) -> Running {
-        let groups: HashSet<i32> = groups.iter().map(|leader| leader.as_raw_nonzero().get()).collect();
-        let (me, guard) = (me(), self.guard.map_or(0, |guard| guard.pid));
-        let processes: Vec<Stat> = Stat::all().filter(|process| process.pid != guard).collect();
-        let adopted = |process: &Stat| self.adopts && process.parent == me;
+    /// Where there was no `/proc` when the job began, nobody is seen.
+    pub(super) fn look(&self, groups: &[Pid]) -> Option<Running> {
+        if !self.has_proc {
+            return Some(Running::default());
+        }
+        let groups = numbers(groups);
+        let me = me();
+        let processes = self.processes()?;
         let mut ours: HashSet<i32> = HashSet::new();
         for process in &processes {
-            if groups.contains(&process.group) || groups.contains(&process.pid) {
-                ours.insert(process.pid);
-            } else if adopted(process) {
-                if process.is_dead {
-                    reap(process.pid);
-                }
+            let is_of_group = groups.contains(&process.group) || groups.contains(&process.pid);
+            if is_of_group || (self.adopts && is_adopted(process, me)) {
                 ours.insert(process.pid);
             }
         }
         self.add_tagged(&self.tag, &processes, &mut ours);
-        let live = || processes.iter().filter(|process| !process.is_dead && ours.contains(&process.pid));
-        Running {
-            in_groups: live().any(|process| groups.contains(&process.group)),
-            strays: live()
-                .filter(|process| !groups.contains(&process.group))
-                .map(|process| Stray(*process))
-                .collect(),
+        let (in_groups, strays): (Vec<Stat>, Vec<Stat>) =
+            living(&processes, &ours).partition(|process| groups.contains(&process.group));
+        Some(Running { in_groups: !in_groups.is_empty(), strays: strays.into_iter().map(Stray).collect() })
+    }
+
+    /// Kills all that carries the tag of one worker, and what that has started, until two looks in turn have seen nobody.
+    pub(super) fn clear(&self, tag: &str, deadline: Deadline) {
+        let mut empty = 0;
+        while self.has_proc && empty < 2 && !deadline.has_passed() {
+            let tagged = self.tagged(tag);
+            empty = if tagged.as_ref().is_some_and(Vec::is_empty) { empty + 1 } else { 0 };
+            tagged.iter().flatten().for_each(|stray| stray.signal(Signal::KILL));
+            std::thread::sleep(PAUSE);
         }
     }
 
-    /// What runs of all that carries the tag of one worker, and of what that has started.
-    pub(super) fn tagged(&self, tag: &str) -> Vec<Stray> {
-        let processes: Vec<Stat> = Stat::all().collect();
+    /// What runs of all that carries the tag of one worker, and of what that has started; None as for [`look`](Self::look).
+    pub(super) fn tagged(&self, tag: &str) -> Option<Vec<Stray>> {
+        let processes = self.processes()?;
         let mut ours = HashSet::new();
         self.add_tagged(tag.as_bytes(), &processes, &mut ours);
-        let live = processes.iter().filter(|process| !process.is_dead && ours.contains(&process.pid));
-        live.map(|process| Stray(*process)).collect()
+        Some(living(&processes, &ours).map(Stray).collect())
+    }
+
+    /// All but the guard.
+    fn processes(&self) -> Option<Vec<Stat>> {
+        let mut processes = Stat::all().ok()?;
+        processes.retain(|process| process.pid != self.guard.0);
+        Some(processes)
     }
 
     /// Adds to `ours` who carries `tag`, and all children of those.
     fn add_tagged(&self, tag: &[u8], processes: &[Stat], ours: &mut HashSet<i32>) {
         add_children(processes, ours);
-        let since = self.guard.map_or(0, |guard| guard.started);
         for process in processes {
-            let may_be = !process.is_dead && process.started >= since && !ours.contains(&process.pid);
+            let may_be = !process.is_dead && process.started >= self.guard.1 && !ours.contains(&process.pid);
             if may_be && carries(process.pid, tag) {
                 ours.insert(process.pid);
             }
@@ -163,7 +201,8 @@ impl Members {
 impl Drop for Members {
     fn drop(&mut self) {
         if self.adopts {
-            self.look(&[]);
+            // The workers have been reaped.
+            self.reap_all_but(&HashSet::new());
             #[cfg(target_os = "linux")]
             let _ = rustix::process::set_child_subreaper(None);
         }
@@ -182,13 +221,33 @@ struct Stat {
 }
 
 impl Stat {
-    fn all() -> impl Iterator<Item = Self> {
-        let folders = fs::read_dir("/proc").into_iter().flatten().flatten();
-        folders.filter_map(|folder| Self::of(folder.file_name().to_str()?.parse().ok()?))
+    /// All processes that can be seen; an error unless this one is among them.
+    fn all() -> io::Result<Vec<Self>> {
+        let mut all = Vec::new();
+        for folder in fs::read_dir("/proc")? {
+            let number = folder?.file_name().to_str().and_then(|name| name.parse().ok());
+            if let Some(pid) = number {
+                all.extend(Self::of(pid)?);
+            }
+        }
+        let me = me();
+        if all.iter().any(|process| process.pid == me) {
+            Ok(all)
+        } else {
+            Err(io::ErrorKind::NotFound.into())
+        }
     }
 
-    fn of(pid: i32) -> Option<Self> {
-        Self::parse(&fs::read(format!("/proc/{pid}/stat")).ok()?)
+    /// None if there is no such process, or it may not be seen; an error if that cannot be known.
+    fn of(pid: i32) -> io::Result<Option<Self>> {
+        match fs::read(format!("/proc/{pid}/stat")) {
+            Ok(line) => Ok(Self::parse(&line)),
+            Err(error) => match Errno::from_io_error(&error) {
+                // The last two are another user's, with the mount option `hidepid`.
+                Some(Errno::NOENT | Errno::SRCH | Errno::ACCESS | Errno::PERM) => Ok(None),
+                _ => Err(error),
+            },
+        }
     }
 
     /// `pid (name) state parent group ..`. The name may hold anything, also brackets.
@@ -201,6 +260,26 @@ impl Stat {
         let started = fields.nth(16)?.parse().ok()?;
         Some(Self { pid, is_dead, parent, group, started })
     }
+}
+
+/// Those of `ours` that live, and that this process may signal.
+fn living<'a>(processes: &'a [Stat], ours: &'a HashSet<i32>) -> impl Iterator<Item = Stat> + 'a {
+    let is_ours = |process: &&Stat| !process.is_dead && ours.contains(&process.pid);
+    processes.iter().filter(is_ours).filter(|process| may_signal(process.pid)).copied()
+}
+
+fn may_signal(pid: i32) -> bool {
+    Pid::from_raw(pid).is_some_and(|pid| test_kill_process(pid) != Err(Errno::PERM))
+}
+
+/// Has `me`, which is a subreaper, become the parent of this process? The first process of a container becomes the parent of
+/// what loses its own, whoever has started that there: then only the tag counts.
+fn is_adopted(process: &Stat, me: i32) -> bool {
+    me != 1 && process.parent == me
+}
+
+fn numbers(groups: &[Pid]) -> HashSet<i32> {
+    groups.iter().map(|leader| leader.as_raw_nonzero().get()).collect()
 }
 
 /// Adds the children of those that are there, and theirs.
@@ -267,10 +346,10 @@ mod tests {
     #[test]
     fn this_process_is_seen() {
         let members = Members::new(false).unwrap();
-        let running = members.look(&[rustix::process::getpgrp()]);
+        let running = members.look(&[rustix::process::getpgrp()]).unwrap();
         assert!(running.in_groups && !running.is_empty());
-        let me = Stat::of(me()).unwrap();
-        assert!(!me.is_dead && Stat::all().any(|process| process == me));
+        let me = Stat::of(me()).unwrap().unwrap();
+        assert!(!me.is_dead && Stat::all().unwrap().contains(&me));
     }
 
     #[test]
@@ -283,15 +362,15 @@ mod tests {
             .spawn()
             .unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
-        while members.look(&[]).is_empty() {
+        while members.look(&[]).unwrap().is_empty() {
             assert!(Instant::now() < deadline, "it was not seen");
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert!(members.tagged(&first).is_empty() && !members.tagged(&second).is_empty());
-        while !members.look(&[]).is_empty() {
-            assert!(Instant::now() < deadline, "it was not killed");
-            members.tagged(&second).iter().for_each(|stray| stray.signal(Signal::KILL));
-        }
+        assert!(members.tagged(&first).unwrap().is_empty());
+        members.clear(&first, Deadline::after(Duration::from_secs(10)));
+        assert!(!members.tagged(&second).unwrap().is_empty());
+        members.clear(&second, Deadline::after(Duration::from_secs(10)));
+        assert!(members.look(&[]).unwrap().is_empty() && Instant::now() < deadline);
         child.wait().unwrap();
     }
 
@@ -301,5 +380,29 @@ mod tests {
         let mut ours = HashSet::from([4]);
         add_children(&[stat(2, 3), stat(3, 4), stat(5, 1)], &mut ours);
         assert_eq!(ours, HashSet::from([2, 3, 4]));
+    }
+
+    #[test]
+    fn the_guard_is_no_stray_even_if_nothing_else_is_known_of_it() {
+        let mut members = Members::new(false).unwrap();
+        let tag = members.next_tag();
+        let mut child =
+            std::process::Command::new("sleep").arg("60").env(TAG_VARIABLE, &tag).spawn().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while members.look(&[]).unwrap().is_empty() {
+            assert!(Instant::now() < deadline, "it was not seen");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        members.guard = (i32::try_from(child.id()).unwrap(), 0);
+        assert!(members.look(&[]).unwrap().is_empty());
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn the_first_process_of_a_container_knows_its_own_by_the_tag_alone() {
+        let orphan = Stat { pid: 9, is_dead: false, parent: 1, group: 9, started: 0 };
+        assert!(!is_adopted(&orphan, 1));
+        assert!(is_adopted(&Stat { parent: 7, ..orphan }, 7) && !is_adopted(&orphan, 7));
     }
 }

@@ -71,6 +71,7 @@ pub(super) fn run(
         members,
         guard,
         told: Told::Nothing,
+        empty_since: None,
     };
     supervisor.start_workers()?;
     supervisor.watch()?;
@@ -94,6 +95,8 @@ struct Supervisor<'a, 'b> {
     members: Members,
     guard: Guard,
     told: Told,
+    /// Since when no look has seen anybody of the job.
+    empty_since: Option<Instant>,
 }
 
 /// What the other nodes know.
@@ -126,7 +129,10 @@ impl Supervisor<'_, '_> {
     /// Until nothing of the job is left.
     fn watch(&mut self) -> Result<()> {
         loop {
-            let over = self.policy.all_exited() && self.running().is_empty();
+            let over = self.policy.all_exited() && {
+                let running = self.running();
+                self.is_empty(running.as_ref())
+            };
             if over || self.policy.gives_up(Instant::now()) {
                 break;
             }
@@ -247,9 +253,8 @@ impl Supervisor<'_, '_> {
             }
             // What it has started would disturb its successor.
             self.workers[end.worker].signal(Raw::KILL);
-            for stray in self.members.tagged(self.workers[end.worker].tag()) {
-                stray.signal(Raw::KILL);
-            }
+            let strays = self.members.tagged(self.workers[end.worker].tag());
+            strays.iter().flatten().for_each(|stray| stray.signal(Raw::KILL));
             let replaced_in = match replacements.failed(end.worker, end.exit, Instant::now()) {
                 Verdict::TooFew => {
                     self.policy.too_few();
@@ -333,10 +338,12 @@ impl Supervisor<'_, '_> {
 
     fn replace(&mut self, place: usize) -> Result<()> {
         self.finish_output_of(place);
-        let old = &mut self.workers[place];
+        let (old, deadline) = (&mut self.workers[place], Deadline::after(REAP));
+        // What was being started when it ended, too.
+        self.members.clear(old.tag(), deadline);
         // Before its number may become somebody else's.
         self.guard.forget(old.id());
-        old.reap(Deadline::after(REAP));
+        old.reap(deadline);
         let local_rank = u32::try_from(place).unwrap_or(u32::MAX);
         let worker = self.start_worker(local_rank)?;
         let (rank, pid) = (worker.rank(), worker.id());
@@ -385,12 +392,13 @@ impl Supervisor<'_, '_> {
         }
         // After a good end, too, the groups are asked to go, but there is nothing to tell if nobody is left.
         let running = self.running();
-        if !self.policy.all_exited() || !running.is_empty() {
+        if !self.policy.all_exited() || running.as_ref().is_none_or(|running| !running.is_empty()) {
             self.tell(if signal == Signal::KILL { Event::Killing } else { Event::Ending { signal } });
         }
         if let Some(raw) = Raw::from_named_raw(signal.number()) {
             // What is outside the workers' groups gets no signal that a person, or a scheduler, has sent to them.
-            let strays = running.strays.iter().filter(|_| matches!(raw, Raw::TERM | Raw::KILL));
+            let strays = running.iter().flat_map(|running| &running.strays);
+            let strays = strays.filter(|_| matches!(raw, Raw::TERM | Raw::KILL));
             strays.clone().for_each(|stray| stray.signal(raw));
             self.send(raw);
             // A stopped process takes no signal but SIGKILL before it goes on.
@@ -402,18 +410,28 @@ impl Supervisor<'_, '_> {
     /// Kills what has been started since all were killed.
     fn handle_strays(&mut self) {
         if self.policy.has_killed() {
-            self.kill(&self.running());
+            self.kill(self.running().as_ref());
         }
         self.members.reap(&self.groups());
     }
 
-    fn kill(&self, running: &Running) {
-        running.strays.iter().for_each(|stray| stray.signal(Raw::KILL));
+    fn kill(&self, running: Option<&Running>) {
+        running.into_iter().flat_map(|running| &running.strays).for_each(|stray| stray.signal(Raw::KILL));
         self.send(Raw::KILL);
     }
 
-    fn running(&self) -> Running {
+    /// None if it cannot be known.
+    fn running(&self) -> Option<Running> {
         self.members.look(&self.groups())
+    }
+
+    /// Is nobody left? Looks a poll apart must agree: in the middle of `execve` a process has no environment, and so no tag.
+    fn is_empty(&mut self, running: Option<&Running>) -> bool {
+        if !running.is_some_and(Running::is_empty) {
+            self.empty_since = None;
+            return false;
+        }
+        self.empty_since.get_or_insert_with(Instant::now).elapsed() >= POLL
     }
 
     fn send(&self, signal: Raw) {
@@ -472,15 +490,20 @@ impl Drop for Supervisor<'_, '_> {
     /// On every path, also when a worker could not be started or the observer panics.
     fn drop(&mut self) {
         let deadline = Deadline::after(REAP);
-        loop {
+        let is_known = loop {
             let running = self.running();
-            self.kill(&running);
-            if running.strays.is_empty() || deadline.has_passed() {
-                break;
+            self.kill(running.as_ref());
+            if running.is_none() || self.is_empty(running.as_ref()) || deadline.has_passed() {
+                break running.is_some();
             }
             std::thread::sleep(POLL);
+        };
+        if is_known {
+            self.guard.dismiss();
+        } else {
+            // It may see what this process, without descriptors perhaps, does not.
+            self.guard.kill();
         }
-        self.guard.dismiss();
         for worker in &mut self.workers {
             worker.reap(deadline);
         }

@@ -212,7 +212,7 @@ impl Worker {
 
     /// Is it about to fail, as it says itself?
     pub(super) fn is_failing(&mut self) -> bool {
-        !self.has_ended() && self.error_file.as_mut().and_then(ErrorFile::read).is_some()
+        !self.has_ended() && self.error_file.as_mut().is_some_and(ErrorFile::announces_an_end)
     }
 
     /// Hands each line that has arrived to `emit`, and never waits. Not more than a pipe holds is read at a time, so

@@ -287,10 +287,18 @@ fn by_hand(rank: u32, address: &str, port: u16, expected: &str, wrapper: &str) -
         .env("MASTER_PORT", port.to_string())
         .env_remove("KUBERNETES_SERVICE_HOST");
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    let found = lines.by_ref().map_while(Result::ok).find(|line| line.contains(expected));
-    child.kill().unwrap();
-    let ended = child.wait().unwrap();
+    let stderr = BufReader::new(child.stderr.take().unwrap());
+    let (found, ended) = std::thread::scope(|scope| {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        scope.spawn(move || {
+            let line = stderr.lines().map_while(Result::ok).find(|line| line.contains(expected));
+            let _ = sender.send(line);
+        });
+        let found = receiver.recv_timeout(LIMIT).ok().flatten();
+        // Ends the other thread as well: nobody writes any more.
+        child.kill().unwrap();
+        (found, child.wait().unwrap())
+    });
     (
         found.unwrap_or_else(|| panic!("rank {rank} never says {expected:?}: {ended}")),
         ended.code().map(|code| code == 0),
