@@ -1,6 +1,8 @@
-/* The clock of `phalanx bench` (crates/phalanx-cli/src/bench/measure.rs), for peers that are called from C and C++. */
+/* The clock of `phalanx bench` (crates/phalanx-cli/src/bench/measure.rs), for peers that are called from C and C++, and
+ * what else those share. Define _GNU_SOURCE before the first include. */
 
 #include <math.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -13,6 +15,28 @@
 #define SAMPLES_LEAST 8
 #define SAMPLES_MOST 30000
 #define SAMPLE 5e-6
+
+static inline void die(const char *what) {
+    perror(what);
+    exit(1);
+}
+
+/* A processor of its own for each rank, of those that this process may use; whether there are too few, so that none is bound. */
+static inline int bind_rank(int rank, int ranks) {
+    cpu_set_t allowed, own;
+    if (sched_getaffinity(0, sizeof allowed, &allowed))
+        die("sched_getaffinity");
+    if (ranks > CPU_COUNT(&allowed))
+        return 1;
+    int cpu = 0;
+    for (int before = 0; !CPU_ISSET(cpu, &allowed) || before++ < rank;)
+        cpu++;
+    CPU_ZERO(&own);
+    CPU_SET(cpu, &own);
+    if (sched_setaffinity(0, sizeof own, &own))
+        die("sched_setaffinity");
+    return 0;
+}
 
 static double now(void) {
     struct timespec time;

@@ -94,25 +94,9 @@ static long wrong(size_t count) {
 
 static void *share(size_t bytes) {
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) {
-        perror("mmap");
-        exit(1);
-    }
+    if (memory == MAP_FAILED)
+        die("mmap");
     return memory;
-}
-
-/* Each rank to a processor of its own, if there are as many. */
-static void bind(void) {
-    cpu_set_t allowed, own;
-    sched_getaffinity(0, sizeof allowed, &allowed);
-    crowded = ranks > CPU_COUNT(&allowed);
-    for (int cpu = 0, at = 0; cpu < CPU_SETSIZE && !crowded; cpu++)
-        if (CPU_ISSET(cpu, &allowed) && at++ == rank) {
-            CPU_ZERO(&own);
-            CPU_SET(cpu, &own);
-            sched_setaffinity(0, sizeof own, &own);
-            return;
-        }
 }
 
 int main(int argc, char **argv) {
@@ -134,7 +118,7 @@ int main(int argc, char **argv) {
     }
     while (rank + 1 < ranks && fork() == 0)
         rank++;
-    bind();
+    crowded = bind_rank(rank, ranks);
     for (int argument = 2; argument < argc; argument++) {
         size_t bytes = strtoul(argv[argument], NULL, 10), count = bytes / sizeof(float);
         start = count * rank / ranks, end = count * (rank + 1) / ranks;

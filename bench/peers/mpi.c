@@ -4,6 +4,7 @@
  *
  * Any MPI will do. Sizes and results are those of `phalanx bench`, and so is the clock. */
 
+#define _GNU_SOURCE
 #include <mpi.h>
 #include <string.h>
 

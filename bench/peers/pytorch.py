@@ -22,6 +22,11 @@ import torch.multiprocessing as mp
 
 from clock import measure, tell
 
+HOST = "127.0.0.1"
+# How the names of the segments begin that both leave behind; what follows is a rank.
+DEEPSPEED = "deepspeed_allreduce_buffer_{uid}_{host}_{port}_"
+VLLM = "phalanx-peers-{port}-"
+
 
 def case(collective: str, rank: int, ranks: int, count: int):
     """What to call, and the tensor with the result beside what it must be (None where nothing ends)."""
@@ -82,7 +87,7 @@ def deepspeed(rank: int, ranks: int, port: int) -> Callable[[torch.Tensor], None
 def vllm(rank: int, ranks: int, port: int) -> Callable[[torch.Tensor], None]:
     package = Path(importlib.util.find_spec("vllm").origin).parent
     torch.ops.load_library(next(package.glob("_C_AVX512*.so")))
-    operators, name = torch.ops._C, f"phalanx-peers-{port}"
+    operators, name = torch.ops._C, VLLM.format(port=port)
     handle = operators.init_shm_manager(name, ranks, rank, 1)
     dist.barrier()
     operators.join_shm_manager(handle, name)
@@ -98,7 +103,7 @@ def bind(rank: int, ranks: int) -> None:
 
 
 def worker(rank: int, by: str, ranks: int, port: int, collective: str, sizes: list[int]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu")
+    os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     reduce = None
@@ -131,7 +136,7 @@ def main() -> None:
     if arguments.by != "gloo" and arguments.collective != "all_reduce":
         parser.error(f"{arguments.by} is timed for all_reduce only")
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((HOST, 0))
         port = free.getsockname()[1]
     # The end that run.py sends must not skip what removes the segments.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -139,9 +144,9 @@ def main() -> None:
     try:
         mp.spawn(worker, given, nprocs=arguments.ranks)
     finally:
-        # Both leave their segments behind, which have the port in their names.
-        for segment in Path("/dev/shm").glob(f"*{port}*"):
-            segment.unlink(missing_ok=True)
+        for pattern in (DEEPSPEED, VLLM):
+            for segment in Path("/dev/shm").glob(pattern.format(uid=os.getuid(), host=HOST, port=port) + "*"):
+                segment.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ after an interruption, or in several windows of a machine that is quiet for a wh
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ OURS = {REGISTERED: "registered", SHM: "shm", TCP: "tcp"}
 LIMITS = {peer.name for peer in PEERS.values() if peer.limit}
 # What the shared memory of libraries is called that leave it behind where they are ended.
 SEGMENTS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*", "deepspeed_allreduce_buffer_*", "phalanx-peers-*")
+SHARED = Path("/dev/shm")
 # A program that has been told to end has so many seconds for it.
 GRACE = 5.0
 
@@ -93,16 +95,20 @@ def times(start: Start, limit: float) -> tuple[Times, str | None]:
     )
     try:
         output, errors = process.communicate(timeout=limit)
+        ended = process.returncode
     except subprocess.TimeoutExpired as late:
-        output, errors = (late.output or b"").decode(), ""
+        # One that has ended itself, of which something lives on that holds its output, says how it ended.
+        ended = process.poll()
+        output, errors = ((text or b"").decode(errors="replace") for text in (late.output, late.stderr))
         note = f"ended after {limit:.0f} s (--limit allows more)"
     finally:
-        if stop(process):
-            for segment in segments() - before:
-                segment.unlink(missing_ok=True)
-    if process.returncode and not note:
+        stop(process)
+        left = segments() - before
+        for segment in left and left - held():
+            segment.unlink(missing_ok=True)
+    if ended:
         last = "".join(f"\n    {line}" for line in (errors or output).strip().splitlines()[-5:])
-        raise Failed(f"it ended with {process.returncode}: {' '.join(start.command)}{last}")
+        raise Failed(f"it ended with {ended}: {' '.join(start.command)}{last}")
     # Some libraries greet on standard output.
     lines = [line for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
     rows = [json.loads(line) for line in lines]
@@ -112,20 +118,42 @@ def times(start: Start, limit: float) -> tuple[Times, str | None]:
 
 
 def segments() -> set[Path]:
-    return {segment for pattern in SEGMENTS for segment in Path("/dev/shm").glob(pattern)}
+    """Those of this user."""
+    found = set()
+    for segment in (path for pattern in SEGMENTS for path in SHARED.glob(pattern)):
+        with contextlib.suppress(FileNotFoundError):
+            if segment.stat().st_uid == os.getuid():
+                found.add(segment)
+    return found
 
 
-def stop(process: subprocess.Popen) -> bool:
-    """Ends the program and what it has started, if it still runs; whether it did."""
-    if process.poll() is not None:
-        return False
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return True
+def held() -> set[Path]:
+    """The shared memory that a process has open or mapped: another job's, which began meanwhile."""
+    held = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # One that ends meanwhile, or is another user's.
+        with contextlib.suppress(OSError):
+            held |= {Path(os.readlink(file)) for file in (process / "fd").iterdir()}
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            held |= {Path(line.split(maxsplit=5)[5]) for line in lines if str(SHARED) in line}
+    return held
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ends the program and what it has started, whichever of them still runs."""
+    signals, end = [signal.SIGTERM, signal.SIGKILL], 0.0
+    while signals:
+        # The leader first: as long as nobody has asked for its end, it counts as there.
+        process.poll()
+        try:
+            os.killpg(process.pid, signals.pop(0) if time.monotonic() >= end else 0)
+        except ProcessLookupError:
+            break
+        if len(signals) == 1 and not end:
+            end = time.monotonic() + GRACE
+        time.sleep(0.01)
+    process.wait()
 
 
 def measure(arguments: argparse.Namespace, case: Case, measured: Measured) -> dict[str, str]:

@@ -11,7 +11,6 @@
 #include <fcntl.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <sched.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -29,11 +28,6 @@
 static int rank, wire;
 static float *data, *arrived;
 static size_t count;
-
-static void die(const char *what) {
-    perror(what);
-    exit(1);
-}
 
 static ssize_t moved(ssize_t bytes, const char *what) {
     if (bytes < 0 && errno != EAGAIN)
@@ -129,10 +123,7 @@ int main(int argc, char **argv) {
         return 2;
     }
     connect_ranks();
-    cpu_set_t own;
-    CPU_ZERO(&own);
-    CPU_SET(rank, &own);
-    sched_setaffinity(0, sizeof own, &own);
+    bind_rank(rank, 2);
     for (int argument = 2; argument < argc; argument++) {
         size_t bytes = strtoul(argv[argument], NULL, 10);
         count = bytes / sizeof *data;

@@ -6,6 +6,9 @@
 import contextlib
 import io
 import json
+import os
+import re
+import signal
 import sys
 import tempfile
 import unittest
@@ -30,11 +33,21 @@ def missing(_: Case) -> Start:
     raise Missing("install it")
 
 
+# Does not end when told, holds the program's output, and says who it is.
+CHILD = f"""
+import subprocess
+sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+child = subprocess.Popen([{sys.executable!r}, "-c", sleep], stdout=subprocess.PIPE)
+child.stdout.readline()
+sys.stderr.write(f"child {{child.pid}}\\n")
+"""
+
 FAKES = {
     "good": Peer("good", lambda _: program("print('a greeting')", *map(row, SIZES))),
     "gone": Peer("gone", missing),
     "false": Peer("false", lambda _: program(row(4), row(64, wrong=1))),
     "broken": Peer("broken", lambda _: program("sys.exit('no such device')")),
+    "orphaned": Peer("orphaned", lambda _: program(row(4), CHILD, "sys.exit('a rank is gone')")),
     "slow": Peer("slow", lambda _: program(row(4), "time.sleep(60)")),
 }
 
@@ -82,6 +95,35 @@ class Runs(unittest.TestCase):
         self.assertEqual(code, 0)
         self.assertIn("slow: ended after 1 s", text)
         self.assertEqual(self.rows(), {("slow", 4): [1.5]})
+
+    def test_a_launcher_that_fails_while_a_child_lives_on_has_failed_and_the_child_is_ended(self) -> None:
+        text, code = self.run_with("--rounds", "1", "--peers", "orphaned", "--limit", "1")
+        self.assertEqual(code, 1)
+        self.assertIn("orphaned: failed: it ended with 1", text)
+        self.assertIn("a rank is gone", text)
+        self.assertFalse(self.file.exists() and self.rows())
+        child = Path("/proc") / re.search(r"child (\d+)", text)[1] / "stat"
+        with contextlib.suppress(FileNotFoundError):
+            self.assertIn(") Z ", child.read_text())
+
+    def test_only_segments_of_nobody_are_removed(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(run, "SHARED", Path(folder)):
+            names = ["open", "mapped", "left"]
+            opened, mapped, left = (Path(folder) / f"mpich_shm_{name}" for name in names)
+            make = [f"open('{path}', 'w').write('x')" for path in (opened, mapped, left)]
+            hold = (
+                f"import mmap; opened = open('{opened}'); file = open('{mapped}', 'r+'); "
+                "map = mmap.mmap(file.fileno(), 1); file.close(); print('ready', flush=True); time.sleep(60)"
+            )
+            # In a session of its own: another job.
+            other = f"import subprocess; other = subprocess.Popen([{sys.executable!r}, '-c', {'import time; ' + hold!r}], "
+            other += "stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True); other.stdout.readline()"
+            pid = Path(folder) / "pid"
+            run.times(program(*make, other, f"open('{pid}', 'w').write(str(other.pid))"), 30.0)
+            try:
+                self.assertEqual([path.exists() for path in (opened, mapped, left)], [True, True, False])
+            finally:
+                os.kill(int(pid.read_text()), signal.SIGKILL)
 
     def test_a_run_goes_on_where_the_file_ends(self) -> None:
         self.run_with("--rounds", "1", "--peers", "good")

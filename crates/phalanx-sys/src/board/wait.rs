@@ -31,7 +31,7 @@ impl Waits {
     /// Among `ranks`: they look for a while if each can have a processor, and else let the others go first.
     pub(super) fn new(ranks: usize) -> Self {
         if cfg!(loom) {
-            // In a model one look says as much as many.
+            // In a model one look says as much as many: `until` takes one before it sleeps, and `a_few` one in any case.
             Self { looks: 0, spins: 0, rounds: 0 }
         } else if ranks <= processors() {
             Self { looks: LOOKS, spins: SPINS, rounds: ROUNDS }
@@ -42,7 +42,7 @@ impl Waits {
 
     /// Looks a few times, without a pause, whether it is `ready`.
     pub(super) fn a_few(&self, ready: impl Fn() -> bool) -> bool {
-        (0..self.looks).any(|_| ready())
+        (0..self.looks.max(1)).any(|_| ready())
     }
 
     /// Waits until `ready`, or until `watch` finds that there is no use.
