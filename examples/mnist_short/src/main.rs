@@ -43,25 +43,25 @@ fn main() -> anyhow::Result<()> {
 }
 
 fn train() -> anyhow::Result<()> {
-    let (group, device) = (phalanx::init()?, Device::flex().autodiff());
-    let folder = digits::FOLDER.as_ref();
+    let (group, device, folder) = (phalanx::init()?, Device::flex().autodiff(), digits::FOLDER.as_ref());
     let (digits, unseen) = (Digits::read(folder, "train")?, Digits::read(folder, "t10k")?);
     let loss_fn = CrossEntropyLossConfig::new().init(&device);
 
     let sampler = ElasticSampler::new(digits.len()).tail(Tail::Repeat);
+    let steps = 6 * sampler.steps_left(64, group.world_size());
     let state = TrainState::new(Network::new(&device), AdamWConfig::new().init(), sampler)?;
-    let mut state = state.with_scheduler(cosine_with_warmup(1e-2, 30, 330)?).with_group(&group)?;
+    let mut state = state.with_scheduler(cosine_with_warmup(1e-2, 30, steps)?).with_group(&group)?;
     let checkpoints = Checkpoints::open("runs/mnist", &group)?;
     state.resume(&checkpoints)?;
 
-    while state.progress.epoch() < 6 {
+    for epoch in state.progress.epoch() + 1..=6 {
         while let Some(indices) = state.next_batch(64) {
             let batch = digits.batch(&indices, &device);
             let loss = state.model.forward(|net| loss_fn.forward(net.forward(batch.images), batch.labels))?;
             let gradients = state.model.backward(&loss)?;
             state.scheduled_step(gradients)?;
         }
-        state.progress.next_epoch();
+        // At the end of the epoch, not yet in the next: a run that goes on from here evaluates first.
         state.checkpoint(&checkpoints)?;
 
         let mine: Vec<_> = (group.rank().index()..unseen.len()).step_by(group.world_size().count()).collect();
@@ -69,8 +69,9 @@ fn train() -> anyhow::Result<()> {
         let answers = state.model.model().forward(batch.images).argmax(1).flatten::<1>(0, 1);
         let accuracy = state.model.sum(answers.equal(batch.labels).int().sum())? / unseen.len() as f64;
         if group.rank().is_main() {
-            println!("epoch {}: {:.2} % recognised", state.progress.epoch(), 100.0 * accuracy);
+            println!("epoch {epoch}: {:.2} % recognised", 100.0 * accuracy);
         }
+        state.progress.next_epoch();
     }
     Ok(checkpoints.finish()?)
 }
