@@ -7,18 +7,23 @@ use super::outputs::Outputs;
 
 /// Do all ranks say yes?
 pub(super) fn all(group: &ProcessGroup, yes: bool) -> Result<bool> {
-    reduced(group, yes, ReduceOp::Min)
+    Ok(reduced(group, u8::from(yes), ReduceOp::Min)? != 0)
 }
 
 /// Does any rank say yes?
 pub(super) fn any(group: &ProcessGroup, yes: bool) -> Result<bool> {
-    reduced(group, yes, ReduceOp::Max)
+    Ok(highest(group, u8::from(yes))? != 0)
 }
 
-fn reduced(group: &ProcessGroup, yes: bool, op: ReduceOp) -> Result<bool> {
-    let mut answer = [u8::from(yes)];
+/// The highest level of all ranks.
+pub(super) fn highest(group: &ProcessGroup, own: u8) -> Result<u8> {
+    reduced(group, own, ReduceOp::Max)
+}
+
+fn reduced(group: &ProcessGroup, own: u8, op: ReduceOp) -> Result<u8> {
+    let mut answer = [own];
     group.all_reduce(&mut answer, op)?;
-    Ok(answer[0] != 0)
+    Ok(answer[0])
 }
 
 /// What rank 0 says.

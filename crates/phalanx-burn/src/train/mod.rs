@@ -30,7 +30,7 @@ mod samples;
 mod session;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
@@ -66,7 +66,8 @@ use crate::DdpOptions;
 /// - **Dashboard, logs and checkpoints** are rank 0's alone. All ranks must be given the same directory where it can be
 ///   read by all: to continue from a checkpoint, each reads it.
 /// - **Early stopping** is decided by rank 0, from the metrics of all, and **an interruption** of any rank ends all.
-/// - **A failure** of any rank ends the training of all: [`LearningResult::error`] has the cause.
+/// - **A failure** of any rank ends the training of all: [`LearningResult::error`] has the cause on every rank, that of the
+///   lowest rank where several fail.
 ///
 /// A model's `step` must run backward once, on the whole model. The number of steps in an epoch is that of the rank
 /// with the fewest batches.
@@ -77,7 +78,7 @@ pub struct DdpStrategy {
     options: DdpOptions,
     hook: Option<Arc<MakeHook>>,
     /// What [`sampled`](Self::sampled) has made; of all clones.
-    part: Arc<Mutex<Option<Arc<Part>>>>,
+    parts: Arc<Mutex<Vec<Weak<Part>>>>,
 }
 
 /// Makes a hook for each training.
@@ -91,7 +92,7 @@ impl DdpStrategy {
             device: Device::flex().autodiff(),
             options: DdpOptions::default(),
             hook: None,
-            part: Arc::default(),
+            parts: Arc::default(),
         }
     }
 
@@ -142,11 +143,20 @@ impl DdpStrategy {
     /// # }
     /// ```
     ///
-    /// The strategy, and each clone of it, takes the training loader for one of this data set from here on, and refuses another.
+    /// It may be called for several data sets, such as one more for evaluations: all of them are dealt out anew in each epoch. As
+    /// long as there are any, the strategy, and each clone of it, takes the training loader for one of them, and refuses a
+    /// loader with another number of samples.
     pub fn sampled<I, D: Dataset<I>>(&self, dataset: D, seed: u64) -> Sampled<D> {
         let part = Arc::new(Part::new(dataset.len(), &self.group, seed));
-        *self.part.lock() = Some(part.clone());
+        self.parts.lock().push(Arc::downgrade(&part));
         Sampled::new(dataset, part)
+    }
+
+    /// What [`sampled`](Self::sampled) has made, and is still there.
+    fn living_parts(&self) -> Vec<Arc<Part>> {
+        let mut parts = self.parts.lock();
+        parts.retain(|part| part.strong_count() > 0);
+        parts.iter().filter_map(Weak::upgrade).collect()
     }
 }
 

@@ -1,5 +1,6 @@
 //! One training, as each rank runs it.
 
+use std::cell::OnceCell;
 use std::sync::Arc;
 
 use burn::data::dataloader::Progress;
@@ -72,7 +73,7 @@ where
         for epoch in starting_epoch..=self.components.num_epochs {
             let total_items = data.share * ranks;
             self.train_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items });
-            self.train_epoch(&data.of_epoch(epoch, self.strategy), &average)?;
+            self.train_epoch(data.of_epoch(epoch, self.strategy), &average)?;
             self.train_event(|| LearnerEvent::EndSplit(epoch));
             if self.should_stop()? {
                 return Ok(());
@@ -82,7 +83,12 @@ where
             self.valid_epoch(&valid, valid_total)?;
             self.valid_event(|| LearnerEvent::EndSplit(epoch));
             self.train_event(|| LearnerEvent::EndEpoch(epoch));
-            if self.should_stop()? || self.end_epoch(epoch)? {
+            if self.should_stop()? {
+                return Ok(());
+            }
+            let last = self.end_epoch(epoch)?;
+            // Rank 0 may have failed to save.
+            if self.should_stop()? || last {
                 return Ok(());
             }
         }
@@ -191,13 +197,22 @@ where
         exchange::main_s(self.group, stop)
     }
 
-    /// Has any rank been interrupted?
+    /// Has any rank been interrupted? The error of one is the error of all; of several, that of the lowest.
     fn should_stop(&self) -> Result<bool> {
-        let stop = exchange::any(self.group, self.components.interrupter.should_stop())?;
-        if stop && !self.components.interrupter.should_stop() {
-            self.components.interrupter.stop(Some("another rank was interrupted"));
+        let interrupter = &self.components.interrupter;
+        let error = interrupter.error().map(|error| error.to_string());
+        let own = if error.is_some() { FAILED } else { u8::from(interrupter.should_stop()) };
+        let highest = exchange::highest(self.group, own)?;
+        if highest == FAILED {
+            let errors = self.group.all_gather_object(&error)?;
+            let first = errors.into_iter().enumerate().find_map(|(rank, error)| Some((rank, error?)));
+            if let (None, Some((device_id, message))) = (error, first) {
+                interrupter.fail(TrainingError::Workers(vec![WorkerFailure { device_id, message }]));
+            }
+        } else if highest > own {
+            interrupter.stop(Some("another rank was interrupted"));
         }
-        Ok(stop)
+        Ok(highest > 0)
     }
 
     /// Gives every rank rank 0's running statistics.
@@ -226,45 +241,47 @@ where
     }
 }
 
+/// More than an interruption without an error, which is 1.
+const FAILED: u8 = 2;
+
 /// What one rank trains on.
 struct Data<'a, M: LearnerModel> {
     loader: &'a TrainLoader<M>,
-    /// This rank's own, if the loader gives it that alone.
-    part: Option<Arc<Part>>,
+    /// The data sets that [`DdpStrategy::sampled`] has made; the loader is of one of them, if there are any.
+    parts: Vec<Arc<Part>>,
     /// How many samples it has in an epoch; as many as each other rank, because every rank must take as many steps.
     share: usize,
+    /// What is read in an epoch, in turn. They are kept: a loader that is made anew begins to shuffle anew.
+    stretches: Vec<OnceCell<TrainLoader<M>>>,
 }
 
 impl<'a, M: LearnerModel> Data<'a, M> {
     fn of(loader: &'a TrainLoader<M>, strategy: &DdpStrategy) -> Result<Self> {
-        let (items, part) = (loader.num_items(), strategy.part.lock().clone());
-        let share = match &part {
-            None => items / strategy.group.world_size().count(),
-            Some(part) if part.len() == items => items,
-            Some(part) => {
+        let (items, ranks) = (loader.num_items(), strategy.group.world_size().count());
+        let parts = strategy.living_parts();
+        let lengths: Vec<_> = parts.iter().map(|part| part.len()).collect();
+        let (share, stretches) = match lengths.is_empty() {
+            true => (items / ranks, ranks),
+            false if lengths.contains(&items) => (items, 1),
+            false => {
                 let cause = format!(
-                    "DdpStrategy::sampled has made a data set of {} samples a rank, and the training loader has {items}",
-                    part.len()
+                    "DdpStrategy::sampled has made data sets of {lengths:?} samples a rank, and the training loader has {items}"
                 );
                 let remedy = "make the training loader of what `sampled` gave";
                 return Err(Error::invalid_argument(cause).with_remedy(remedy));
             }
         };
-        Ok(Self { loader, part, share })
+        Ok(Self { loader, parts, share, stretches: (0..stretches).map(|_| OnceCell::new()).collect() })
     }
 
-    fn of_epoch(&self, epoch: usize, strategy: &DdpStrategy) -> TrainLoader<M> {
-        let (device, group) = (&strategy.device, &strategy.group);
-        match &self.part {
-            Some(part) => {
-                part.set_epoch(epoch as u64);
-                self.loader.to_device(device)
-            }
-            None => {
-                let stretch = (group.rank().index() + epoch - 1) % group.world_size().count();
-                self.loader.slice(stretch * self.share, (stretch + 1) * self.share).to_device(device)
-            }
-        }
+    fn of_epoch(&self, epoch: usize, strategy: &DdpStrategy) -> &TrainLoader<M> {
+        self.parts.iter().for_each(|part| part.set_epoch(epoch as u64));
+        let stretch = (strategy.group.rank().index() + epoch - 1) % self.stretches.len();
+        let (from, to) = (stretch * self.share, (stretch + 1) * self.share);
+        self.stretches[stretch].get_or_init(|| match self.parts.is_empty() {
+            true => self.loader.slice(from, to).to_device(&strategy.device),
+            false => self.loader.to_device(&strategy.device),
+        })
     }
 }
 

@@ -327,13 +327,112 @@ fn a_loader_of_other_data_than_the_strategy_deals_out_is_refused() {
     run(2, |group| {
         let folder = tempfile::tempdir().unwrap();
         let strategy = DdpStrategy::new(&group);
-        drop(strategy.sampled(data(&[1, 2, 3, 4]), 0));
+        let _another = strategy.sampled(data(&[1, 2, 3, 4]), 0);
         let training = SupervisedTraining::new(folder.path(), loader(&[1, 2, 3, 4], 2), loader(&[5, 6], 2))
             .with_application_logger(None)
             .with_training_strategy(strategy.into());
         let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
         let error = result.error.unwrap().to_string();
         assert!(error.contains("sampled"), "{error}");
+    });
+}
+
+#[test]
+fn every_sampled_data_set_is_dealt_out_anew_in_each_epoch() {
+    let valid: Vec<usize> = (100..100 + VALID).collect();
+    run(2, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let (noting, seen) = Noting::new(24);
+        let strategy = DdpStrategy::new(&group);
+        let sampled = strategy.sampled(noting, 42);
+        let _as_long = strategy.sampled(data(&[0; 24]), 7);
+        let train_loader = DataLoaderBuilder::new(Rows).batch_size(4).build(sampled);
+        let setup = Setup { accumulate: None, stop_after: EPOCHS };
+        train(Net::new(false), (train_loader, loader(&valid, 3)), folder.path(), &setup, strategy.into());
+        let mut sampler = DistributedSampler::for_group(24, &group).seed(42);
+        let expected = (1..=EPOCHS as u64).flat_map(|epoch| {
+            sampler.set_epoch(epoch);
+            sampler.indices()
+        });
+        assert_eq!(*seen.lock(), expected.collect::<Vec<_>>());
+    });
+}
+
+/// Notes the first inputs of each batch.
+#[derive(Clone)]
+struct NotingRows(Arc<Mutex<Vec<f32>>>);
+
+impl Batcher<Sample, Batch> for NotingRows {
+    fn batch(&self, items: Vec<Sample>, device: &Device) -> Batch {
+        self.0.lock().extend(items.iter().map(|(x, _)| x[0]));
+        Rows.batch(items, device)
+    }
+}
+
+#[test]
+fn a_stretch_that_comes_again_is_shuffled_anew() {
+    const SAMPLES: usize = 64;
+    run(2, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let seen = Arc::<Mutex<Vec<f32>>>::default();
+        // One batch for each worker, so that the order of the two is all that time can change.
+        let train_loader = DataLoaderBuilder::new(NotingRows(Arc::clone(&seen)))
+            .batch_size(SAMPLES / 4)
+            .num_workers(2)
+            .shuffle(1)
+            .build(data(&(0..SAMPLES).collect::<Vec<_>>()));
+        let setup = Setup { accumulate: None, stop_after: EPOCHS };
+        let strategy = DdpStrategy::new(&group).into();
+        train(Net::new(false), (train_loader, loader(&[5, 6], 1)), folder.path(), &setup, strategy);
+        let seen = seen.lock();
+        // The first and the third epoch are of the same stretch; each worker has the same half of it in both.
+        let visits: Vec<_> = seen.chunks(SAMPLES / 2).collect();
+        assert_eq!(visits.len(), EPOCHS);
+        let sorted = |visit: &[f32]| {
+            let mut visit = visit.to_vec();
+            visit.sort_by(f32::total_cmp);
+            visit
+        };
+        assert_eq!(sorted(visits[0]), sorted(visits[2]));
+        let [a, b] = [&visits[0][..SAMPLES / 4], &visits[0][SAMPLES / 4..]];
+        let [c, d] = [&visits[2][..SAMPLES / 4], &visits[2][SAMPLES / 4..]];
+        assert!((a, b) != (c, d) && (a, b) != (d, c), "the same order again");
+    });
+}
+
+/// Samples of which one cannot be read.
+struct Broken(InMemDataset<Sample>);
+
+impl Dataset<Sample> for Broken {
+    fn get(&self, index: usize) -> Result<Sample, DatasetError> {
+        match index % 8 {
+            5 => Err(DatasetError::new(std::io::Error::other("sample 5 is torn"))),
+            _ => self.0.get(index),
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+#[test]
+fn an_error_of_one_rank_is_the_error_of_every_rank() {
+    run(3, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let order: Vec<usize> = (0..TRAIN).collect();
+        let train_loader = match group.rank().index() {
+            1 => DataLoaderBuilder::new(Rows).batch_size(4).build(Broken(data(&order))),
+            _ => loader(&order, 4),
+        };
+        let training = SupervisedTraining::new(folder.path(), train_loader, loader(&[5, 6], 2))
+            .with_application_logger(None)
+            .num_epochs(EPOCHS)
+            .with_training_strategy(DdpStrategy::new(&group).into());
+        let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
+        let error = result.error.expect("an error on every rank").to_string();
+        assert!(error.contains("sample 5 is torn"), "{error}");
+        assert!(result.interrupted.is_none());
     });
 }
 
