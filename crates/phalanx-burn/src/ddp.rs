@@ -280,7 +280,8 @@ impl<M: Module> Ddp<M> {
     /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave. It communicates nothing.
     ///
     /// # Errors
-    /// If the gradients are those of another `Ddp`, such as a generator's. After a
+    /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded or it went
+    /// to another group. After a
     /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this `Ddp`, because no rank has all gradients any
     /// more and only that may step. Either ends the group: replicas would drift apart.
     pub fn step(
@@ -435,6 +436,8 @@ impl<M: Module> Ddp<M> {
         if let Engine::Together { sink, .. } = &self.engine {
             sink.deal_out(owners)?;
             self.dealt = true;
+            // Gradients from before are those of all parameters.
+            self.token = ModelToken::default();
         }
         Ok(())
     }

@@ -59,8 +59,11 @@ impl SyncedGradients {
         if Arc::ptr_eq(&self.model.0, &model.0) {
             return Ok(self.gradients);
         }
-        Err(Error::invalid_argument("the gradients of a step are those of another replicated model")
-            .with_remedy("step with what `backward` of the same Ddp (or DataParallel, TowerGradients) gave"))
+        let cause = "the gradients of a step are those of another replicated model, or of this one before it was loaded, \
+                     went to another group or had its gradients dealt out";
+        let remedy =
+            "step with what `backward` of the same Ddp (or DataParallel, TowerGradients) gave since then";
+        Err(Error::invalid_argument(cause).with_remedy(remedy))
     }
 }
 
@@ -84,7 +87,8 @@ impl fmt::Debug for SyncedGradients {
     }
 }
 
-/// Tells the gradients of one replicated model from those of another in the same program.
+/// Tells the gradients of one replicated model from those of another in the same program, and from its own before it became
+/// something else: then it gets a new token.
 #[derive(Clone, Default)]
 pub(crate) struct ModelToken(Arc<()>);
 

@@ -5,6 +5,7 @@ use phalanx::join::JoinGroup;
 use phalanx::{Caller, ProcessGroup, Result, WorldSize};
 
 use super::{Ddp, DdpOptions, Engine, engine, held, places};
+use crate::gradients::ModelToken;
 use crate::packed::Packed;
 use crate::parameters::{Inventory, Parameter};
 
@@ -63,13 +64,15 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// Replaces the model by what `change` makes of it.
+    /// Replaces the model by what `change` makes of it. Gradients from before are no longer its own.
     pub(crate) fn map(&mut self, change: impl FnOnce(M) -> M) {
+        self.token = ModelToken::default();
         self.model = self.model.take().map(change);
     }
 
     fn settle(&mut self, engine: Engine<M>) {
         self.engine = engine;
+        self.token = ModelToken::default();
         (self.buffers_stale, self.dealt) = (false, false);
         // Memory of the group before.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());

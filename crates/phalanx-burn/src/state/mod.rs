@@ -174,11 +174,15 @@ impl<M: Module, T> TrainState<M, T> {
         self
     }
 
-    /// Has [`model`](Self::model) average gradients as `options` say, in each group.
-    #[must_use]
-    pub fn with_options(mut self, options: DdpOptions) -> Self {
+    /// Has [`model`](Self::model) average gradients as `options` say, in each group. All ranks call it together, as
+    /// [`with_group`](Self::with_group), if that came before.
+    ///
+    /// # Errors
+    /// As [`Ddp::new`].
+    pub fn with_options(mut self, options: DdpOptions) -> Result<Self> {
         self.options = options;
-        self
+        let handle = self.model.handle().clone();
+        self.sharing(&handle)
     }
 
     /// Has the [model](Self::model) go from group to group by `handle`, so that what shares it goes along: layers that call

@@ -17,7 +17,7 @@ use phalanx::ProcessGroup;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{Parts, State};
 use phalanx::sampler::{ElasticSampler, Tail};
-use phalanx_burn::{FusedAdamWConfig, FusedSgdConfig, TrainState};
+use phalanx_burn::{DdpOptions, FusedAdamWConfig, FusedSgdConfig, TrainState};
 
 use crate::common::{device, floats, run, samples};
 
@@ -176,6 +176,50 @@ fn ranks_that_enter_a_group_train_alike_and_leave_it_as_they_were() {
     });
     assert_eq!(states[1], states[0]);
     assert_eq!(states[2], states[0]);
+}
+
+#[test]
+fn gradients_from_before_a_load_or_another_group_are_refused() {
+    let mut training = fresh(&SgdConfig::new().init());
+    let folder = tempfile::tempdir().unwrap();
+    saved(&training, folder.path());
+    let gradients = |training: &mut Training| {
+        let loss = training.model.forward(|model| model.loss(samples(0, 4))).unwrap();
+        training.model.backward(&loss).unwrap()
+    };
+    let before = gradients(&mut training);
+    load(&mut training, folder.path()).unwrap();
+    let error = training.step(0.1, before).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains("loaded"), "{error}");
+
+    let before = gradients(&mut training);
+    training.enter(&ProcessGroup::alone().unwrap()).unwrap();
+    assert!(training.step(0.1, before).unwrap_err().is_invalid_argument());
+    let now = gradients(&mut training);
+    training.step(0.1, now).unwrap();
+}
+
+#[test]
+fn options_hold_wherever_they_are_given() {
+    let grouped = |options_first: bool| {
+        run(2, |group| {
+            let mut options = DdpOptions::default();
+            options.broadcast_buffers = false;
+            let state = fresh(&SgdConfig::new().init());
+            let mut training = match options_first {
+                true => state.with_options(options).unwrap().with_group(&group).unwrap(),
+                false => state.with_group(&group).unwrap().with_options(options).unwrap(),
+            };
+            (0..3).for_each(|_| step(&mut training, group.rank().index(), 2));
+            drop(training.model.model().valid());
+            // The running mean: each rank's own.
+            floats(&training.model.model().norm)[2].clone()
+        })
+    };
+    for options_first in [true, false] {
+        let means = grouped(options_first);
+        assert_ne!(means[0], means[1], "options first: {options_first}");
+    }
 }
 
 #[test]

@@ -19,6 +19,17 @@ fn gradients(ddp: &mut Ddp<Mlp>, step: usize) -> SyncedGradients {
     ddp.backward(&loss).unwrap()
 }
 
+#[test]
+fn gradients_from_before_parameters_were_dealt_out_are_refused() {
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
+        let before = gradients(&mut ddp, 0);
+        let mut zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+        let error = zero.step(&mut ddp, 0.01, before).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("dealt out"), "{error}");
+    });
+}
+
 fn check(optimizer: ModuleOptimizer) {
     let start = Mlp::new(&WIDTHS);
     for ranks in [1, 2, 3, 4] {

@@ -34,7 +34,7 @@ pub fn work(folder: &Path, view: &str) -> phalanx::Result<()> {
     options.gradient_as_bucket_view = view == "view";
     // Several buckets of a few hundred bytes.
     options.reducer = options.reducer.bucket_cap_mb(256e-6).first_bucket_mb(64e-6);
-    let mut training = training()?.with_options(options);
+    let mut training = training()?.with_options(options)?;
     elastic::run_with(&Options::from_env()?, &mut training, |context: &mut Context<'_, Training>, group| {
         assert_eq!(context.state.progress.step, 0, "nobody has committed anything");
         keep(context.state, &folder.join(format!("begin-{}/{}", context.round(), group.rank())))?;
