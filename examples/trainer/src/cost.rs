@@ -51,11 +51,13 @@ pub fn measure(options: &Options) -> Result<()> {
             times.iter_mut().zip([alone, apart, together]).for_each(|(times, time)| times.push(time));
         }
     }
-    let [alone, apart, together] = times.map(|times| 1e3 * median(times) / steps as f64);
+    let [alone, apart, together] = times.map(|times| 1e3 * median(times));
     if group.rank().is_main() {
-        println!("{steps} steps of {batch_size} samples a rank; medians of {ROUNDS} rounds, ms a step");
+        println!("{steps} steps of {batch_size} samples a rank; medians of {ROUNDS} rounds");
+        let threads = std::env::var("RAYON_NUM_THREADS").unwrap_or_else(|_| "all".into());
+        println!("ms an epoch with start-up and validation, kernel threads a process: {threads}");
         println!(
-            "the trainer alone {alone:.2}, {ranks} that never speak {apart:.2}, {ranks} ranks {together:.2}"
+            "the trainer alone {alone:.0}, {ranks} that never speak {apart:.0}, {ranks} ranks {together:.0}"
         );
         println!("ranks / that never speak: {:.2}", together / apart);
     }
