@@ -50,14 +50,16 @@ pub trait Collectives: Sized {
     /// Gives every rank the tensor of rank `root`. The others bring one of the same shape and type.
     ///
     /// # Errors
-    /// See [above](Self#errors).
+    /// See [above](Self#errors); if a rank's type is not the root's, on that rank. Unsigned integers of 32 and 64 bits travel as
+    /// signed ones, and are not told from them.
     fn broadcast(self, group: &ProcessGroup, root: Rank) -> Result<Self>;
 
     /// The tensors of all ranks, one behind the other along the first dimension, in the order of ranks. They may differ in the
     /// length of that dimension: ranks may bring unequal numbers of samples.
     ///
     /// # Errors
-    /// See [above](Self#errors); if shapes differ in another dimension, with the rank that has another shape.
+    /// See [above](Self#errors); if types differ, or shapes in another dimension, with the rank that has another one; if there is
+    /// no memory for the rows of all ranks.
     #[doc(alias = "allgather")]
     fn all_gather(self, group: &ProcessGroup) -> Result<Self>;
 
@@ -81,20 +83,30 @@ impl<const D: usize, K: Basic> Collectives for Tensor<D, K> {
     }
 
     fn broadcast(self, group: &ProcessGroup, root: Rank) -> Result<Self> {
-        let (local, buffer) = local(self, group, bridge::dtype)?;
+        let (local, buffer) = local(self, group, copied)?;
         local.tensor(&group.broadcast_async(buffer, root)?.wait()?, local.shape)
     }
 
     fn all_gather(self, group: &ProcessGroup) -> Result<Self> {
-        let (local, buffer) = local(self, group, bridge::dtype)?;
+        let (local, buffer) = local(self, group, copied)?;
         let own = local.shape.map(|side| side as i64);
-        let mut shapes = vec![0; D * group.world_size().count()];
-        group.all_gather(&own, &mut shapes)?;
+        let kind = [i64::from(buffer.dtype() as u8), i64::from(is_unsigned(local.dtype))];
+        let layout = [&kind[..], &own[..]].concat();
+        let mut layouts = vec![0; layout.len() * group.world_size().count()];
+        group.all_gather(&layout, &mut layouts)?;
         let mut shape = local.shape;
         shape[0] = 0;
         let mut counts = Vec::with_capacity(group.world_size().count());
-        for (rank, other) in group.world_size().ranks().zip(shapes.chunks_exact(D)) {
-            // Every other side is this rank's own, so that nobody can make it take more memory than it says.
+        for (rank, other) in group.world_size().ranks().zip(layouts.chunks_exact(layout.len())) {
+            let (theirs, other) = other.split_at(kind.len());
+            if theirs != kind {
+                return Err(Error::mismatch(format!(
+                    "all_gather of tensors: rank {rank} brings elements of another type than rank {}'s {:?}",
+                    group.rank(),
+                    local.dtype
+                ))
+                .with_remedy("cast the tensors of all ranks to one type"));
+            }
             let rows = usize::try_from(other[0]).ok().filter(|_| other[1..] == own[1..]);
             let Some(rows) = rows else {
                 return Err(Error::mismatch(format!(
@@ -106,6 +118,16 @@ impl<const D: usize, K: Basic> Collectives for Tensor<D, K> {
             shape[0] = rows.saturating_add(shape[0]);
             counts.push(rows.saturating_mul(local.shape[1..].iter().product()));
         }
+        let elements = counts.iter().fold(0, |sum: usize, count| sum.saturating_add(*count));
+        let bytes = elements.saturating_mul(local.dtype.size());
+        // Numbers of rows are the peers' word. What there is no memory for is an error here, and no panic further down.
+        Vec::<u8>::new().try_reserve_exact(bytes).map_err(|error| {
+            Error::invalid_argument(format!(
+                "all_gather of tensors: there is no memory for the {bytes} bytes of all ranks' rows"
+            ))
+            .with_source(error)
+            .with_remedy("gather fewer rows at once")
+        })?;
         local.tensor(&group.all_gather_v_async(buffer, &counts)?.wait()?, shape)
     }
 
@@ -171,16 +193,26 @@ impl<const D: usize> Local<D> {
     }
 }
 
-/// The type as which elements are combined.
-fn combined(dtype: BurnDType) -> Result<DType> {
+/// The type as which elements are copied: one for each that has its size, except for unsigned integers of 32 and 64 bits.
+fn copied(dtype: BurnDType) -> Result<DType> {
     match dtype {
         BurnDType::I8 => Ok(DType::I8),
         BurnDType::Bool(_) if dtype.size() == 1 => Ok(DType::Bool),
-        BurnDType::U64 | BurnDType::U32 => {
-            Err(Error::invalid_argument(format!("tensors of type {dtype:?} cannot be combined"))
-                .with_remedy("cast it to a signed integer or a float"))
-        }
         other => bridge::dtype(other),
+    }
+}
+
+/// Do elements travel as signed ones of the same size?
+fn is_unsigned(dtype: BurnDType) -> bool {
+    matches!(dtype, BurnDType::U64 | BurnDType::U32)
+}
+
+/// The type as which elements are combined.
+fn combined(dtype: BurnDType) -> Result<DType> {
+    match is_unsigned(dtype) {
+        true => Err(Error::invalid_argument(format!("tensors of type {dtype:?} cannot be combined"))
+            .with_remedy("cast it to a signed integer or a float")),
+        false => copied(dtype),
     }
 }
 

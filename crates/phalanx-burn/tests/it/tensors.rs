@@ -123,6 +123,44 @@ fn shapes_that_do_not_fit_are_an_error_that_names_the_rank() {
 }
 
 #[test]
+fn element_types_that_differ_are_an_error_and_nothing_is_reinterpreted() {
+    everywhere(|group| {
+        let flex = Device::flex();
+        let error = match group.rank().is_main() {
+            true => Tensor::<1, Bool>::from_data([true, false], &flex).all_gather(&group).unwrap_err(),
+            false => Tensor::<1, Int>::ones([2], &flex).cast(IntDType::U8).all_gather(&group).unwrap_err(),
+        };
+        assert!(error.is_mismatch() && error.to_string().contains("type"), "{error}");
+        let dtype = if group.rank().is_main() { IntDType::U32 } else { IntDType::I32 };
+        let error = Tensor::<1, Int>::ones([2], &flex).cast(dtype).all_gather(&group).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("type"), "{error}");
+    });
+    everywhere(|group| {
+        let dtype = if group.rank().is_main() { IntDType::I8 } else { IntDType::U8 };
+        let own = Tensor::<1, Int>::ones([2], &Device::flex()).cast(dtype);
+        // The root only sends, and may be through before anybody has looked.
+        let outcome = own.broadcast(&group, Rank::MAIN);
+        assert!(outcome.is_err() || group.rank().is_main(), "{outcome:?}");
+    });
+}
+
+#[test]
+fn more_rows_than_memory_are_an_error() {
+    everywhere(|group| {
+        let error = match group.rank().is_main() {
+            // What a rank says that brings as many rows as there are numbers.
+            true => {
+                let mut layouts = vec![0; 4 * group.world_size().count()];
+                group.all_gather(&[1_i64, 0, i64::MAX, 2], &mut layouts).map(drop).unwrap();
+                return;
+            }
+            false => Tensor::<2>::zeros([1, 2], &Device::flex()).all_gather(&group).unwrap_err(),
+        };
+        assert!(error.to_string().contains("memory"), "{error}");
+    });
+}
+
+#[test]
 fn the_result_is_part_of_no_graph_and_stays_on_its_device() {
     everywhere(|group| {
         let weight = Tensor::<1>::ones([2], &device()).require_grad();
