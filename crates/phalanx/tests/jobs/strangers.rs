@@ -281,9 +281,7 @@ fn ten_thousand_imitators_of_another_user_disturb_nobody() {
 }
 
 fn imitate(user: Option<u32>) {
-    if !may_open(4 * STRANGERS as u64) {
-        return eprintln!("skipped: `ulimit -n` does not allow 4,000 descriptors");
-    }
+    assert!(may_open(4 * STRANGERS as u64), "this test needs more descriptors: raise `ulimit -Hn`");
     let key = JobKey::generate().unwrap();
     let server = serve(&key);
     let address = server.local_addr();
