@@ -347,41 +347,58 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
     const BYTES: usize = 10_000;
     let mut ranks = boards(3).into_iter();
     let [(mut gives_up, one), (mut waits, two), (mut late, four)] = [(); 3].map(|()| ranks.next().unwrap());
-    let (working, worked) = mpsc::channel();
+    let (alone, waits_alone) = mpsc::channel();
     let (failed, failure) = mpsc::channel();
-    let until = |limit: Duration| {
-        let start = Instant::now();
-        move |_| if start.elapsed() > limit { Err("enough") } else { Ok(()) }
-    };
-    let all = |meeting: &mut Meeting<'_, '_, &str>| {
+    let (ended, end) = mpsc::channel();
+    let combine = |meeting: &mut Meeting<'_, '_, &str>| {
+        assert_eq!(meeting.way(), Way::Direct);
         meeting.combine(3, 64, add);
         Ok(())
     };
     thread::scope(|scope| {
         scope.spawn(move || {
             let mut own = filled(&four, BYTES, 4);
-            let mut watch = until(Duration::from_secs(20));
-            let _ = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |meeting| {
-                working.send(()).unwrap();
+            let ended = Cell::new(false);
+            let mut watch = |_| {
+                ended.set(ended.get() || end.try_recv().is_ok());
+                if ended.get() { Err("the third rank has its result") } else { Ok(()) }
+            };
+            let outcome = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |meeting| {
                 failure.recv().unwrap();
-                all(meeting)
+                combine(meeting)
             });
+            assert_eq!(outcome, Err("the third rank has its result"));
         });
         scope.spawn(move || {
             let mut own = filled(&two, BYTES, 2);
-            let mut watch = until(Duration::from_secs(5));
-            let outcome = waits.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, all);
-            assert!(
-                outcome.is_err() || own.as_slice().iter().all(|byte| *byte == 7),
-                "a sum that lacks a part"
-            );
+            let combined = Cell::new(false);
+            let mut told = false;
+            let mut watch = |member| match member {
+                // Asked for the last one, once this rank is through with its part: the first has been seen done.
+                2 if combined.get() && !told => {
+                    told = true;
+                    alone.send(()).unwrap();
+                    Ok(())
+                }
+                0 if told => Err("the first rank is not done any more"),
+                _ => Ok(()),
+            };
+            let outcome = waits.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |meeting| {
+                combined.set(true);
+                combine(meeting)
+            });
+            ended.send(()).unwrap();
+            assert_eq!(outcome, Err("the first rank is not done any more"), "a sum that lacks a part");
         });
         scope.spawn(move || {
             let mut own = filled(&one, BYTES, 1);
-            worked.recv().unwrap();
-            let mut watch = until(Duration::from_millis(300));
-            let outcome = gives_up.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, all);
-            assert!(outcome.is_err(), "the late rank was not late");
+            let enough = Cell::new(false);
+            let mut watch = |_| {
+                enough.set(enough.get() || waits_alone.try_recv().is_ok());
+                if enough.get() { Err("enough") } else { Ok(()) }
+            };
+            let outcome = gives_up.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, combine);
+            assert_eq!(outcome, Err("enough"));
             failed.send(()).unwrap();
         });
     });
