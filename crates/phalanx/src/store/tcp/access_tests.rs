@@ -19,10 +19,6 @@ fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(20))
 }
 
-fn shortly() -> Deadline {
-    Deadline::after(Duration::from_millis(300))
-}
-
 fn key() -> JobKey {
     JobKey::generate().unwrap()
 }
@@ -71,7 +67,7 @@ fn who_knows_the_key_is_let_in_and_nobody_else() {
 
     let other = TcpStore::connect_with_key(server.local_addr(), &self::key(), soon()).unwrap_err();
     assert!(other.to_string().contains("does not know this job's key"), "{other}");
-    let none = TcpStore::connect(server.local_addr(), shortly()).unwrap_err();
+    let none = TcpStore::connect(server.local_addr(), soon()).unwrap_err();
     assert!(none.remedy().unwrap().contains("PHALANX_JOB_KEY_FILE"), "{none}");
 }
 
@@ -80,7 +76,7 @@ fn a_server_without_the_key_hears_nothing_but_a_number() {
     let key = key();
     // One that has no key is no store of this job, although it would answer.
     let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
-    let error = TcpStore::connect_with_key(server.local_addr(), &key, shortly()).unwrap_err();
+    let error = TcpStore::connect_with_key(server.local_addr(), &key, soon()).unwrap_err();
     assert!(error.remedy().unwrap().contains("it has no job key"), "{error}");
 
     // One that has made up its proof.

@@ -119,6 +119,10 @@ impl Link {
                 Err(Attempt::Insecure(error)) => return Err(insecure(address, error)),
                 // It may be a store that is frozen, or whose machine is busy: that passes, and a foreign server does not.
                 Err(Attempt::Silent) if deadline.remaining() <= pause => {
+                    // Its answer to the last greeting may only have come too late.
+                    if hung_up.is_some() {
+                        return Err(hangs_up(address, entry));
+                    }
                     return Err(foreign(address, "it accepts connections but does not answer"));
                 }
                 Err(Attempt::Silent) => {

@@ -197,7 +197,7 @@ fn a_foreign_server_is_named_and_its_lengths_are_not_believed() {
     assert!(TcpStore::connect(echo, soon()).unwrap_err().to_string().contains("is not a store"));
 
     let rude = foreign(drop);
-    let error = TcpStore::connect(rude, Deadline::after(Duration::from_millis(300))).unwrap_err();
+    let error = TcpStore::connect(rude, soon()).unwrap_err();
     assert!(error.to_string().contains("closes the connection when it is greeted"), "{error}");
 
     let silent = foreign(|stream| {
@@ -206,7 +206,7 @@ fn a_foreign_server_is_named_and_its_lengths_are_not_believed() {
     let started = Instant::now();
     let error = TcpStore::connect(silent, Deadline::after(Duration::from_millis(300))).unwrap_err();
     assert!(
-        error.to_string().contains("does not answer") && started.elapsed() < Duration::from_secs(3),
+        error.to_string().contains("does not answer") && started.elapsed() < Duration::from_secs(15),
         "{error}"
     );
 
@@ -250,7 +250,7 @@ fn a_client_waits_for_a_server_that_is_not_up_yet_but_not_past_its_deadline() {
     let started = Instant::now();
     let error = TcpStore::connect(address, Deadline::after(Duration::from_millis(200))).unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains(&address.to_string()), "{error}");
-    assert!(error.remedy().is_some() && started.elapsed() < Duration::from_secs(3));
+    assert!(error.remedy().is_some() && started.elapsed() < Duration::from_secs(15));
     thread::scope(|scope| {
         let early = scope.spawn(|| works(&TcpStore::connect(address, soon()).unwrap()));
         let server = TcpStoreServer::bind(address).unwrap();
