@@ -93,7 +93,7 @@ impl ProcessGroup {
         let deadline = self.patience().deadline();
         let (pending, completer) = Work::pending_in(self.inner.health.clone());
         let trace = self.trace();
-        self.inner.lane.submit(
+        self.inner.queue.submit(
             &deadline.into(),
             Box::new(move |engine| {
                 let begin = Instant::now();

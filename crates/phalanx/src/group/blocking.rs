@@ -88,7 +88,7 @@ impl ProcessGroup {
         self.begin()?;
         let patience = self.patience();
         let trace = &self.inner.trace;
-        self.inner.lane.run(&patience, |engine| {
+        self.inner.queue.run(&patience, |engine| {
             let begin = trace.is_enabled().then(Instant::now);
             let outcome = engine.collective(call, memory, &patience);
             if let Some(begin) = begin {

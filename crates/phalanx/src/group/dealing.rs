@@ -156,7 +156,7 @@ impl ProcessGroup {
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         self.begin()?;
         let call = Call::new(Operation::MonitoredBarrier, DType::U8, 0);
-        self.inner.lane.run(&self.patience(), |engine| {
+        self.inner.queue.run(&self.patience(), |engine| {
             let (deadline, patience) = (Deadline::after(timeout), Deadline::after(timeout.saturating_mul(2)));
             engine.monitored_barrier(call, deadline, patience)
         })?

@@ -159,7 +159,7 @@ impl ProcessGroup {
     pub(crate) fn tuned(self, tuning: &Tuning, caller: Caller) -> Result<Self> {
         let patience = self.patience();
         let call = self.in_call(caller).call(Operation::Barrier, DType::U8, 0);
-        self.inner.lane.run(&patience, |engine| engine.tune(tuning, call, patience.deadline()))??;
+        self.inner.queue.run(&patience, |engine| engine.tune(tuning, call, patience.deadline()))??;
         Ok(self)
     }
 }

@@ -7,7 +7,6 @@ mod dealing;
 mod dealing_async;
 mod engine;
 mod init;
-mod lane;
 mod messages;
 mod objects;
 mod origin;
@@ -15,6 +14,7 @@ mod point_to_point;
 mod sampler;
 mod subgroup;
 mod work;
+mod work_queue;
 
 use std::fmt;
 use std::sync::Arc;
@@ -27,12 +27,12 @@ pub(crate) use self::affinity::LocalPlace;
 use self::engine::Engine;
 pub(crate) use self::engine::Memory;
 pub use self::init::{GroupOptions, init};
-use self::lane::Lane;
 use self::messages::Messages;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub(crate) use self::origin::{Ground, Origin};
 pub use self::point_to_point::P2pOp;
 pub use self::work::Work;
+use self::work_queue::WorkQueue;
 use parking_lot::Mutex;
 
 use crate::buffer::Buffer;
@@ -121,13 +121,13 @@ struct Inner {
     trace: Trace,
     transport: Option<TransportKind>,
     arena: Option<Arc<Arena>>,
-    /// Finishes its operations before the health and what keeps the group alive go.
-    lane: Lane,
-    /// Does so too.
+    /// Dropped first among those below: it finishes its operations while the health and the store are there.
+    queue: WorkQueue,
+    /// Dropped after `queue`, for the same reason.
     messages: Messages,
     /// How many sub-groups have been made of this group.
     children: Mutex<u64>,
-    /// Another rank's error that a call has given this one.
+    /// Another rank's error that a call has returned on this rank.
     told: Mutex<Option<Error>>,
     /// Has this rank called [`ProcessGroup::abort`]?
     aborted: AtomicBool,
@@ -201,7 +201,7 @@ impl ProcessGroup {
         let arena = domain.as_ref().map(|domain| domain.arena().clone());
         let messages = Messages::new(rank, epoch, messages, health.clone(), local, trace.clone());
         let engine = Engine::new(rank, world, epoch, transport, (partition, domain), health.clone());
-        let lane = Lane::new(rank, engine, local)?;
+        let queue = WorkQueue::new(rank, engine, local)?;
         let inner = Inner {
             rank,
             world,
@@ -209,7 +209,7 @@ impl ProcessGroup {
             trace,
             transport: kind,
             arena,
-            lane,
+            queue,
             messages,
             children: Mutex::new(0),
             told: Mutex::default(),

@@ -44,7 +44,7 @@ impl ProcessGroup {
         let group = self.in_call(Caller::BroadcastObject);
         let root = self.member(root)?;
         let own = if self.rank() == root { written(value) } else { Ok(Vec::new()) };
-        let bytes = group.on_lane(|engine, patience| {
+        let bytes = group.on_queue(|engine, patience| {
             let mut length = [announced(&own)];
             let call = group.call(Operation::Broadcast, DType::I64, 1).rooted_at(root);
             engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut length)), patience)?;
@@ -67,7 +67,7 @@ impl ProcessGroup {
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
         let group = self.in_call(Caller::AllGatherObject);
         let own = written(Some(value));
-        let (bytes, shares) = group.on_lane(|engine, patience| {
+        let (bytes, shares) = group.on_queue(|engine, patience| {
             let shares = group.lengths(engine, &own, patience)?;
             let mut bytes = vec![0; shares.total()];
             let input = own.as_deref().unwrap_or_default();
@@ -91,7 +91,7 @@ impl ProcessGroup {
         let group = self.in_call(Caller::GatherObject);
         let root = self.member(root)?;
         let own = written(Some(value));
-        let (bytes, shares) = group.on_lane(|engine, patience| {
+        let (bytes, shares) = group.on_queue(|engine, patience| {
             // All learn the lengths, so that all refuse what is too long.
             let shares = group.lengths(engine, &own, patience)?;
             let received = if self.rank() == root { shares.clone() } else { self.nothing() };
@@ -127,7 +127,7 @@ impl ProcessGroup {
                 "scatter_object: the root must bring one value for each of {world} ranks"
             ))),
         };
-        let bytes = group.on_lane(|engine, patience| {
+        let bytes = group.on_queue(|engine, patience| {
             let mut lengths = vec![UNWRITTEN; world.count()];
             if let Ok(own) = &own {
                 lengths.iter_mut().zip(own).for_each(|(length, bytes)| *length = bytes.len() as i64);
@@ -148,10 +148,10 @@ impl ProcessGroup {
     }
 
     /// Runs the collectives of one call, between which no other may come.
-    fn on_lane<R>(&self, work: impl FnOnce(&mut Engine, &Patience) -> Result<R>) -> Result<R> {
+    fn on_queue<R>(&self, work: impl FnOnce(&mut Engine, &Patience) -> Result<R>) -> Result<R> {
         self.begin()?;
         let patience = self.patience();
-        self.inner.lane.run(&patience, |engine| work(engine, &patience))?
+        self.inner.queue.run(&patience, |engine| work(engine, &patience))?
     }
 
     /// The lengths of all ranks' objects.

@@ -1,7 +1,7 @@
-//! One operation at a time, in the order of the calls, whether the caller waits for it or not.
+//! The work queue of a group: it runs one operation at a time, in the order of the calls.
 //!
 //! Blocking calls run on the caller's own thread, with the caller's own memory; asynchronous calls run on the group's
-//! worker. A ticket decides whose turn it is, so both kinds keep one order.
+//! worker thread. A ticket decides whose turn it is, so both kinds keep one order.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,45 +20,45 @@ use crate::transport::health::Health;
 /// Asynchronous operations that may wait; a caller that is further ahead is held back.
 const CAPACITY: usize = 1024;
 
-/// What the worker does with the engine.
-pub(super) type Job = Box<dyn FnOnce(&mut Engine) + Send>;
+/// An asynchronous operation, which the worker runs on the engine.
+pub(super) type Task = Box<dyn FnOnce(&mut Engine) + Send>;
 
-/// The queue before a group's engine.
-pub(super) struct Lane {
+/// The queue in front of a group's engine.
+pub(super) struct WorkQueue {
     health: Arc<Health>,
-    shared: Arc<Shared>,
+    shared: Arc<QueueShared>,
     worker: Option<JoinHandle<()>>,
 }
 
-struct Shared {
-    state: Mutex<State>,
-    /// For callers.
+struct QueueShared {
+    state: Mutex<QueueState>,
+    /// Wakes callers.
     changed: Condvar,
-    /// For the worker. Its own: it must not wake with every blocking call.
+    /// Wakes the worker; apart from `changed`, so that blocking calls do not wake it.
     due: Condvar,
 }
 
-struct State {
-    /// Absent while somebody runs an operation on it.
+struct QueueState {
+    /// `None` while an operation runs on it.
     engine: Option<Box<Engine>>,
     next_ticket: u64,
     serving: u64,
-    jobs: VecDeque<(u64, Job)>,
+    tasks: VecDeque<(u64, Task)>,
     closed: bool,
 }
 
-impl Lane {
+impl WorkQueue {
     pub(super) fn new(rank: Rank, engine: Engine, place: LocalPlace) -> Result<Self> {
         let health = engine.health();
-        let state = State {
+        let state = QueueState {
             engine: Some(Box::new(engine)),
             next_ticket: 0,
             serving: 0,
-            jobs: VecDeque::new(),
+            tasks: VecDeque::new(),
             closed: false,
         };
         let shared =
-            Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), due: Condvar::new() });
+            Arc::new(QueueShared { state: Mutex::new(state), changed: Condvar::new(), due: Condvar::new() });
         let served = shared.clone();
         let worker = std::thread::Builder::new()
             .name(format!("phalanx-comm-{rank}"))
@@ -79,23 +79,23 @@ impl Lane {
         self.shared.with_engine(state, operation)
     }
 
-    /// Leaves `job` to the worker, as soon as there is room for it. If `patience` ends first, the group fails.
-    pub(super) fn submit(&self, patience: &Patience, job: Job) {
+    /// Queues `task` for the worker, as soon as there is room. If `patience` ends first, the group fails.
+    pub(super) fn submit(&self, patience: &Patience, task: Task) {
         let mut state = self.shared.state.lock();
-        self.wait(&mut state, patience, |state| state.jobs.len() < CAPACITY);
+        self.wait(&mut state, patience, |state| state.tasks.len() < CAPACITY);
         let ticket = state.next_ticket;
         state.next_ticket += 1;
-        state.jobs.push_back((ticket, job));
-        self.shared.hand_on(state);
+        state.tasks.push_back((ticket, task));
+        self.shared.wake_next(state);
     }
 
-    /// Waits until `ready`. An operation before this one may have a later deadline: failing the group ends it at once,
-    /// and all others that wait, so that the wait goes on only for as long as that takes.
+    /// Waits until `ready`. An operation before this one may have a later deadline. If `patience` ends first, the group
+    /// fails, which ends that operation and all that wait; this call returns when that is done.
     fn wait(
         &self,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, QueueState>,
         patience: &Patience,
-        mut ready: impl FnMut(&State) -> bool,
+        mut ready: impl FnMut(&QueueState) -> bool,
     ) {
         while !ready(state) {
             if self.shared.changed.wait_until(state, patience.deadline().instant()).timed_out()
@@ -115,25 +115,25 @@ impl Lane {
     }
 }
 
-impl Drop for Lane {
-    /// Lets the worker finish what it has been given: the peers wait for it, and every operation has a deadline.
+impl Drop for WorkQueue {
+    /// Lets the worker finish the queued operations: the peers wait for them, and each has a deadline.
     fn drop(&mut self) {
         self.shared.state.lock().closed = true;
         self.shared.due.notify_one();
         if let Some(worker) = self.worker.take()
             && worker.thread().id() != std::thread::current().id()
         {
-            // Its jobs catch their panics; there is nothing to pass on.
+            // Panics of tasks are caught where they run; there is nothing to pass on.
             let _ = worker.join();
         }
     }
 }
 
-impl Shared {
-    /// Takes the engine, which is this ticket's by now, and hands the turn on afterwards, also when `f` panics.
+impl QueueShared {
+    /// Runs `f` on the engine when it is this ticket's turn, and gives the turn to the next, also if `f` panics.
     fn with_engine<R>(
         &self,
-        mut state: MutexGuard<'_, State>,
+        mut state: MutexGuard<'_, QueueState>,
         f: impl FnOnce(&mut Engine) -> R,
     ) -> Result<R> {
         let Some(mut engine) = state.engine.take() else {
@@ -147,15 +147,15 @@ impl Shared {
         let mut state = self.state.lock();
         state.engine = Some(engine);
         state.serving += 1;
-        self.hand_on(state);
+        self.wake_next(state);
         outcome.map_err(|_| Error::aborted("an operation panicked on this rank"))
     }
 
-    /// Wakes whose turn it is.
-    fn hand_on(&self, state: MutexGuard<'_, State>) {
-        let is_workers = state.jobs.front().is_some_and(|(ticket, _)| *ticket == state.serving);
+    /// Wakes the thread whose turn is next.
+    fn wake_next(&self, state: MutexGuard<'_, QueueState>) {
+        let is_for_worker = state.tasks.front().is_some_and(|(ticket, _)| *ticket == state.serving);
         drop(state);
-        if is_workers {
+        if is_for_worker {
             self.due.notify_one();
         }
         self.changed.notify_all();
@@ -164,17 +164,17 @@ impl Shared {
     fn serve(&self) {
         loop {
             let mut state = self.state.lock();
-            let job = loop {
+            let task = loop {
                 let turn = state.serving;
-                match state.jobs.front() {
-                    Some((ticket, _)) if *ticket == turn => break state.jobs.pop_front(),
+                match state.tasks.front() {
+                    Some((ticket, _)) if *ticket == turn => break state.tasks.pop_front(),
                     None if state.closed => return,
                     _ => self.due.wait(&mut state),
                 }
             };
-            if let Some((_, job)) = job {
-                // A panic has failed the group; the job's `Work` learns of it because its completer was dropped.
-                let _ = self.with_engine(state, job);
+            if let Some((_, task)) = task {
+                // A panic has failed the group; the task's `Work` learns of it because its completer was dropped.
+                let _ = self.with_engine(state, task);
             }
         }
     }
