@@ -17,7 +17,7 @@ const EPSILON: f64 = 1e-6;
 /// `max_norm`; gives the 2-norm from before, summed in f64. This is `torch.nn.utils.clip_grad_norm_`.
 ///
 /// `gradients` must be those of the whole model, as in one process. [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm)
-/// also knows gradients that are dealt out to the ranks. Burn's own `GradientClipping` clips each parameter by itself,
+/// also knows gradients that are sharded among the ranks. Burn's own `GradientClipping` clips each parameter by itself,
 /// which changes the direction of the step.
 ///
 /// If an element is infinite or not a number, so is the norm; the gradients are then left alone.

@@ -77,7 +77,7 @@ pub struct Ddp<M> {
     broadcast_buffers: bool,
     gradient_as_bucket_view: bool,
     /// Does each rank get the averages of its own parameters only?
-    dealt: bool,
+    sharded: bool,
     /// Memory for the buffers, and for averages of the model.
     packed_buffers: Packed,
     packed_weights: Packed,
@@ -141,7 +141,7 @@ impl<M: Module> Ddp<M> {
             buffers_stale: false,
             broadcast_buffers: options.broadcast_buffers,
             gradient_as_bucket_view: options.gradient_as_bucket_view,
-            dealt: false,
+            sharded: false,
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
         })
@@ -251,7 +251,7 @@ impl<M: Module> Ddp<M> {
     /// ```
     ///
     /// It needs no communication where every rank has all averages. Where a
-    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) has dealt them out, the ranks exchange one number for
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) has sharded them, the ranks exchange one number for
     /// each parameter; the norm has the same bits either way.
     ///
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
@@ -260,7 +260,7 @@ impl<M: Module> Ddp<M> {
     /// If `max_norm` is not a positive number, a gradient is no float, or the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
-        if !self.dealt {
+        if !self.sharded {
             return clip::clip_grad_norm(self.model(), gradients, max_norm);
         }
         clip::check(max_norm)?;
@@ -290,9 +290,8 @@ impl<M: Module> Ddp<M> {
         learning_rate: impl Into<ModuleLearningRate>,
         gradients: impl Synced,
     ) -> Result<()> {
-        if matches!(self.engine, Engine::Together { .. }) && self.dealt {
-            let cause =
-                "Ddp::step was called where gradients are dealt out to the ranks: replicas would drift apart";
+        if matches!(self.engine, Engine::Together { .. }) && self.sharded {
+            let cause = "Ddp::step was called while gradients are sharded among the ranks: replicas would drift apart";
             let remedy = "step with the ZeroRedundancyOptimizer, or make a new Ddp from Ddp::into_model";
             return Err(self.fail(Error::invalid_argument(cause).with_remedy(remedy)));
         }
@@ -432,10 +431,10 @@ impl<M: Module> Ddp<M> {
 
     /// From now on each rank gets the averages of the parameters that it owns; `owners` are in the order of
     /// [`parameters`](Self::parameters).
-    pub(crate) fn deal_out(&mut self, owners: Vec<Rank>) -> Result<()> {
+    pub(crate) fn shard(&mut self, owners: Vec<Rank>) -> Result<()> {
         if let Engine::Together { sink, .. } = &self.engine {
-            sink.deal_out(owners)?;
-            self.dealt = true;
+            sink.shard(owners)?;
+            self.sharded = true;
             // Gradients from before are those of all parameters.
             self.token = ModelToken::default();
         }

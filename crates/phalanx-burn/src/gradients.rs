@@ -60,7 +60,7 @@ impl SyncedGradients {
             return Ok(self.gradients);
         }
         let cause = "the gradients of a step are those of another replicated model, or of this one before it was loaded, \
-                     went to another group or had its gradients dealt out";
+                     went to another group or sharded its gradients";
         let remedy =
             "step with what `backward` of the same Ddp (or DataParallel, TowerGradients) gave since then";
         Err(Error::invalid_argument(cause).with_remedy(remedy))

@@ -133,8 +133,8 @@ impl Sink {
     }
 
     /// From now on each parameter's average is its owner's alone.
-    pub fn deal_out(&self, owners: Vec<Rank>) -> Result<()> {
-        self.attempt(|state| state.reducer.deal_out(owners))
+    pub fn shard(&self, owners: Vec<Rank>) -> Result<()> {
+        self.attempt(|state| state.reducer.shard(owners))
     }
 
     /// Gives the reducer all ranks' parameters; `give` has those of this one.

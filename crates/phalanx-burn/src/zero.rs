@@ -54,16 +54,16 @@ pub struct ZeroRedundancyOptimizer {
 }
 
 impl ZeroRedundancyOptimizer {
-    /// Deals out the parameters of `ddp`'s model, whose gradients are each rank's own from the next step on. Of the state
-    /// that `optimizer` has, for example from a checkpoint, this rank's part stays. All ranks call it together.
+    /// Shards the parameters of `ddp`'s model: from the next step on each rank gets the gradients of its own parameters. Of
+    /// the state that `optimizer` has, for example from a checkpoint, this rank keeps its part. All ranks call it together.
     ///
     /// # Errors
     /// If the state cannot be read, or the ranks do not agree.
     pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &mut Ddp<M>) -> Result<Self> {
-        let owners = deal(ddp.parameters(), ddp.world_size());
+        let owners = assign_owners(ddp.parameters(), ddp.world_size());
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
         let own = mine.map(|(parameter, _)| parameter.id).collect();
-        ddp.deal_out(owners)?;
+        ddp.shard(owners)?;
         Ok(Self { inner: optimizer::restricted(optimizer, &own)?, own })
     }
 
@@ -123,7 +123,7 @@ fn elements(parameter: &Parameter) -> usize {
 }
 
 /// The owner of each parameter. The largest goes first, each to the rank that has least; the same on every rank.
-fn deal(parameters: &[Parameter], world: WorldSize) -> Vec<Rank> {
+fn assign_owners(parameters: &[Parameter], world: WorldSize) -> Vec<Rank> {
     let mut order: Vec<usize> = (0..parameters.len()).collect();
     order.sort_by_key(|&index| std::cmp::Reverse(elements(&parameters[index])));
     let mut owners = vec![Rank::MAIN; parameters.len()];
@@ -152,7 +152,7 @@ mod tests {
         };
         let parameters: Vec<_> = [50, 3, 20, 20, 10, 7, 1, 40].into_iter().map(parameter).collect();
         let world = WorldSize::new(3).unwrap();
-        let owners = deal(&parameters, world);
+        let owners = assign_owners(&parameters, world);
         assert_eq!(owners.len(), parameters.len());
         let load = |rank: Rank| {
             let owned = parameters.iter().zip(&owners).filter(|(_, owner)| **owner == rank);

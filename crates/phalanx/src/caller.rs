@@ -64,7 +64,7 @@ callers! {
     DdpForward = 16, "Ddp::forward";
     /// An adapter's backward pass, which averages gradients.
     DdpBackward = 17, "Ddp::backward";
-    /// An adapter's norm of gradients that are dealt out.
+    /// An adapter's norm of sharded gradients.
     DdpClipGradNorm = 18, "Ddp::clip_grad_norm";
     /// An adapter's average of parameters.
     DdpAverageParameters = 19, "Ddp::average_parameters";
@@ -72,7 +72,7 @@ callers! {
     DdpReplicasIdentical = 20, "Ddp::replicas_identical";
     /// An adapter's registration of a [hook](crate::reducer::hooks::CommHook).
     DdpRegisterCommHook = 21, "Ddp::register_comm_hook";
-    /// The constructor of an optimizer whose state is dealt out.
+    /// The constructor of an optimizer whose state is sharded.
     ZeroNew = 22, "ZeroRedundancyOptimizer::new";
     /// Its step.
     ZeroStep = 23, "ZeroRedundancyOptimizer::step";

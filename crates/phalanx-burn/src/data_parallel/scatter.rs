@@ -1,4 +1,4 @@
-//! What can be dealt out over devices.
+//! Values that can be scattered to devices.
 
 use std::ops::Range;
 

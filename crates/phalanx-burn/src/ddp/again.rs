@@ -35,9 +35,9 @@ impl<M: Module> Ddp<M> {
         self.average()
     }
 
-    /// Goes over to `group`, whose ranks are all of this one's who are left, between steps; not if gradients are dealt out.
+    /// Goes over to `group`, whose ranks are all of this one's who are left, between steps; not if gradients are sharded.
     pub(crate) fn follow(&mut self, group: &ProcessGroup) -> Result<bool> {
-        if self.dealt {
+        if self.sharded {
             return Ok(false);
         }
         self.group.rebind(group.clone())?;

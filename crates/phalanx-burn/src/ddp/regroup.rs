@@ -73,7 +73,7 @@ impl<M: Module> Ddp<M> {
     fn settle(&mut self, engine: Engine<M>) {
         self.engine = engine;
         self.token = ModelToken::default();
-        (self.buffers_stale, self.dealt) = (false, false);
+        (self.buffers_stale, self.sharded) = (false, false);
         // Memory of the group before.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
     }

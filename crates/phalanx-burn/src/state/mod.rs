@@ -26,7 +26,7 @@ use crate::{Ddp, DdpOptions};
 /// All that the next step of a training depends on: the model with its buffers, the optimizer with its state, the number of
 /// steps taken, a learning-rate [scheduler](Self::with_scheduler) if there is one, and the program's own `progress`, anything
 /// that serde can write. An [`ElasticSampler`] as `progress` is the place in the data: the
-/// epoch, and the samples of it that were dealt out. It goes on in the middle of an epoch, with as many ranks as there are
+/// epoch, and the samples of it that were distributed. It goes on in the middle of an epoch, with as many ranks as there are
 /// then, and also where workers never change.
 ///
 /// # In an elastic job
@@ -283,7 +283,7 @@ impl<M: Module> TrainState<M, ElasticSampler> {
 impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// [`Ddp::backward`] as a [step](Context::step) of an elastic job: if a worker dies in it, the others average again what
     /// they have, and none of them goes back to the last commit. `loss` is that of one [`forward`](Ddp::forward) of
-    /// `context.state.model`, or several; deal out its data by [`Context::rank`] and [`Context::world_size`].
+    /// `context.state.model`, or several; distribute its data by [`Context::rank`] and [`Context::world_size`].
     ///
     /// The average is over the ranks that are not [missing](Step::missing), each with the same weight.
     ///

@@ -53,7 +53,7 @@ use crate::DdpOptions;
 ///
 /// Every rank runs the program; what differs from one process:
 ///
-/// - **Data.** [`sampled`](Self::sampled) deals the training set out anew in each epoch, as a
+/// - **Data.** [`sampled`](Self::sampled) distributes the training set anew in each epoch, as a
 ///   [`DistributedSampler`](phalanx::sampler::DistributedSampler) does. A loader of anything else is cut into as many equal
 ///   stretches as there are ranks, which go round from epoch to epoch; up to `world_size - 1` samples at the end are left out.
 ///   Of the validation set nothing is. Batch sizes are per rank.
@@ -124,9 +124,9 @@ impl DdpStrategy {
     }
 
     /// The training set as this rank sees it: in each epoch the samples that a
-    /// [`DistributedSampler`](phalanx::sampler::DistributedSampler) with this `seed` deals to it, other ones in each epoch, in
+    /// [`DistributedSampler`](phalanx::sampler::DistributedSampler) with this `seed` gives it, other ones in each epoch, in
     /// another order. Make the training loader of it, without `shuffle`. Every rank gets equally many; some of the first are
-    /// repeated if they cannot be dealt out evenly.
+    /// repeated if they cannot be divided evenly.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -143,7 +143,7 @@ impl DdpStrategy {
     /// # }
     /// ```
     ///
-    /// It may be called for several data sets, such as one more for evaluations: all of them are dealt out anew in each epoch. As
+    /// It may be called for several data sets, such as one more for evaluations: all of them are distributed anew in each epoch. As
     /// long as there are any, the strategy, and each clone of it, takes the training loader for one of them, and refuses a
     /// loader with another number of samples.
     pub fn sampled<I, D: Dataset<I>>(&self, dataset: D, seed: u64) -> Sampled<D> {

@@ -9,7 +9,7 @@ use phalanx::ProcessGroup;
 use phalanx::sampler::DistributedSampler;
 
 /// A data set as one rank sees it: its samples of the current epoch, which a
-/// [`DistributedSampler`] deals out. [`DdpStrategy::sampled`](super::DdpStrategy::sampled) makes it.
+/// [`DistributedSampler`] gives. [`DdpStrategy::sampled`](super::DdpStrategy::sampled) makes it.
 pub struct Sampled<D> {
     dataset: D,
     part: Arc<Part>,

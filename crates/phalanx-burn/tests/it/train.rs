@@ -143,7 +143,7 @@ const VALID: usize = 11;
 const EPOCHS: usize = 3;
 
 /// Rank r's stretch, so that the batches of all ranks are those of one process.
-fn dealt(ranks: usize, batch: usize) -> Vec<usize> {
+fn distributed(ranks: usize, batch: usize) -> Vec<usize> {
     let part = |rank: usize| (0..TRAIN).filter(move |i| i / batch % ranks == rank);
     (0..ranks).flat_map(part).collect()
 }
@@ -217,7 +217,7 @@ fn check(ranks: usize, setup: &Setup) {
         let rank = group.rank().index();
         // Only rank 0 has the model that counts.
         let net = if rank == 0 { net.twin() } else { Net::new(false) };
-        let loaders = (loader(&dealt(ranks, batch), batch), loader(&valid, VALID));
+        let loaders = (loader(&distributed(ranks, batch), batch), loader(&valid, VALID));
         train(net, loaders, folders[rank].path(), setup, DdpStrategy::new(&group).into())
     });
     for ours in &trained {
@@ -263,7 +263,7 @@ fn running_statistics_are_rank_0_s_on_every_rank() {
     let valid: Vec<usize> = (100..100 + VALID).collect();
     let statistics = run(2, |group| {
         let folder = tempfile::tempdir().unwrap();
-        let loaders = (loader(&dealt(2, 4), 4), loader(&valid, 3));
+        let loaders = (loader(&distributed(2, 4), 4), loader(&valid, 3));
         let setup = Setup { accumulate: None, stop_after: EPOCHS };
         train(Net::new(true), loaders, folder.path(), &setup, DdpStrategy::new(&group).into()).weights
     });
@@ -338,7 +338,7 @@ fn a_loader_of_other_data_than_the_strategy_deals_out_is_refused() {
 }
 
 #[test]
-fn every_sampled_data_set_is_dealt_out_anew_in_each_epoch() {
+fn every_sampled_data_set_is_distributed_anew_in_each_epoch() {
     let valid: Vec<usize> = (100..100 + VALID).collect();
     run(2, |group| {
         let folder = tempfile::tempdir().unwrap();
@@ -443,10 +443,11 @@ fn configured(
 ) -> Result<Vec<Vec<f32>>, String> {
     let mut trained = run(2, |group| {
         let folder = tempfile::tempdir().unwrap();
-        let training = SupervisedTraining::new(folder.path(), loader(&dealt(2, 4), 4), loader(&[5, 6], 2))
-            .with_application_logger(None)
-            .num_epochs(EPOCHS)
-            .with_training_strategy(configure(DdpStrategy::new(&group)).into());
+        let training =
+            SupervisedTraining::new(folder.path(), loader(&distributed(2, 4), 4), loader(&[5, 6], 2))
+                .with_application_logger(None)
+                .num_epochs(EPOCHS)
+                .with_training_strategy(configure(DdpStrategy::new(&group)).into());
         let result = training.launch(Learner::new(net.twin(), SgdConfig::new().init(), 0.1));
         result.error.map_or_else(|| Ok(floats(&result.model)), |error| Err(error.to_string()))
     });

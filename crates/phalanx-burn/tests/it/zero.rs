@@ -20,13 +20,13 @@ fn gradients(ddp: &mut Ddp<Mlp>, step: usize) -> SyncedGradients {
 }
 
 #[test]
-fn gradients_from_before_parameters_were_dealt_out_are_refused() {
+fn gradients_from_before_parameters_were_sharded_are_refused() {
     run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
         let before = gradients(&mut ddp, 0);
         let mut zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
         let error = zero.step(&mut ddp, 0.01, before).unwrap_err();
-        assert!(error.is_invalid_argument() && error.to_string().contains("dealt out"), "{error}");
+        assert!(error.is_invalid_argument() && error.to_string().contains("sharded"), "{error}");
     });
 }
 
@@ -46,7 +46,7 @@ fn check(optimizer: ModuleOptimizer) {
                 sharded.step(&mut zero, 0.01, averages).unwrap();
                 assert_eq!(floats(plain.model()), floats(zero.model()), "step {step}");
                 if step == STEPS / 2 {
-                    // A checkpoint: consolidated, and dealt out again.
+                    // A checkpoint: consolidated, and sharded again.
                     let last = Rank::new(ranks - 1);
                     let consolidated = sharded.consolidate(&zero, last).unwrap();
                     assert_eq!(consolidated.is_some(), zero.rank() == last);
@@ -114,7 +114,7 @@ const WIDE: [usize; 4] = [8, 256, 256, 3];
 /// The parameters after some steps, the norms that were clipped, and the bytes that were sent.
 type Trained = (Vec<Vec<f32>>, Vec<f64>, u64);
 
-/// Trains with clipped gradients, plain and dealt out; gives both models, the norms, and what was sent for gradients.
+/// Trains with clipped gradients, plain and sharded; gives both models, the norms, and what was sent for gradients.
 fn both(group: &ProcessGroup, start: &Mlp, view: bool) -> Result<[Trained; 2]> {
     let mut options = DdpOptions::default();
     options.reducer = ReducerOptions::default().bucket_cap_mb(0.27);
@@ -186,7 +186,7 @@ fn a_hook_averages_whole_buckets_and_the_parameters_come_on_top() {
 }
 
 #[test]
-fn a_plain_step_with_gradients_that_are_dealt_out_is_an_error_on_every_rank() {
+fn a_plain_step_with_sharded_gradients_is_an_error_on_every_rank() {
     let start = Mlp::new(&WIDTHS);
     let errors = run(2, |group| {
         let mut ddp = Ddp::new(start.clone(), &group).unwrap();

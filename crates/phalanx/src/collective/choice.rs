@@ -37,7 +37,7 @@ pub struct TuningRow {
     pub doubling_max: usize,
     /// Above that, `all_reduce` of at most this uses recursive halving and doubling; beyond, a ring.
     pub halving_max: usize,
-    /// `broadcast` of at least this is dealt out in chunks, which then go round a ring; below, a binomial tree.
+    /// `broadcast` of at least this is scattered in chunks, which then go round a ring; below, a binomial tree.
     pub broadcast_ring_min: usize,
     /// `reduce` of at least this goes round a ring in chunks, which are then gathered; below, a binomial tree.
     pub reduce_ring_min: usize,

@@ -1,7 +1,7 @@
 //! Several hosts whose ranks each share memory: inside a host everybody reaches everybody's elements, so that only what
 //! must cross crosses from host to host, in as many streams as each host has ranks for.
 //!
-//! The elements are dealt in *stripes*. Of each host one rank owns stripe s, and the owners of a stripe exchange it as if
+//! The elements are divided into *stripes*. Of each host one rank owns stripe s, and the owners of a stripe exchange it as if
 //! they were a world of their own. With one stripe, one rank of each host speaks for all.
 
 use std::ops::Range;

@@ -6,12 +6,12 @@
 
 mod barrier;
 mod choice;
-mod deal;
 mod doubling;
 mod halving;
 mod hierarchy;
 pub(crate) mod kernel;
 mod op;
+mod pairwise;
 mod ring;
 mod shares;
 #[cfg(test)]
@@ -25,9 +25,9 @@ pub(crate) use barrier::dissemination;
 pub use choice::fuzz as fuzz_tuning;
 pub(crate) use choice::{Choice, all_reduce, broadcast, reduce};
 pub use choice::{Tuning, TuningRow};
-pub(crate) use deal::{all_to_all, gather, scatter};
 pub(crate) use hierarchy::{Bridge, Hierarchy};
 pub use op::ReduceOp;
+pub(crate) use pairwise::{all_to_all, gather, scatter};
 pub(crate) use ring::{all_gather, all_gather_v, reduce_scatter, reduce_scatter_v};
 pub(crate) use shares::Shares;
 pub(crate) use tree::{gather as gather_tree, scatter as scatter_tree};
@@ -118,7 +118,7 @@ impl Step {
     }
 }
 
-/// The elements of chunk `index` when `elements` are dealt to `world` ranks as evenly as possible.
+/// The elements of chunk `index` when `elements` are divided among `world` ranks as evenly as possible.
 pub(crate) fn chunk(elements: usize, world: WorldSize, index: usize) -> Range<usize> {
     let (share, extra) = (elements / world.count(), elements % world.count());
     let start = index * share + index.min(extra);

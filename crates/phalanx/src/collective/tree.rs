@@ -21,7 +21,7 @@ pub(crate) fn binomial(rank: Rank, world: WorldSize, root: Rank, elements: usize
     plan
 }
 
-/// The root deals one chunk to each rank, then the chunks go round the ring: 2(w-1) steps, 2n(w-1)/w elements from the
+/// The root sends one chunk to each rank, then the chunks go round the ring: 2(w-1) steps, 2n(w-1)/w elements from the
 /// root, n(w-1)/w from every other rank (M. Barnett et al., "Interprocessor collective communication library", 1994).
 pub(crate) fn scatter_ring(rank: Rank, world: WorldSize, root: Rank, elements: usize) -> Plan {
     let mut plan = Plan::new();
@@ -95,7 +95,7 @@ pub(crate) fn gather(rank: Rank, world: WorldSize, root: Rank, share: usize) -> 
     plan
 }
 
-/// [`gather`], the other way round: the root's buffer is dealt out.
+/// The reverse of [`gather`]: the root's buffer is scattered.
 pub(crate) fn scatter(rank: Rank, world: WorldSize, root: Rank, share: usize) -> Plan {
     let turn = |step: Step| match (step.send, step.recv) {
         (Some(send), _) => Step::recv(send.to, send.range, Combine::Replace),

@@ -11,7 +11,7 @@
 
 mod connect;
 mod direct;
-mod monitored;
+mod monitored_barrier;
 mod partition;
 mod parts;
 mod routes;
@@ -29,7 +29,7 @@ use phalanx_sys::board::{Board, Ordinary, Way};
 #[cfg(any(test, fuzzing))]
 pub(crate) use self::connect::fuzz;
 pub(crate) use self::connect::{Joined, decline, join, refused};
-pub(crate) use self::monitored::absent;
+pub(crate) use self::monitored_barrier::absent;
 pub(crate) use self::partition::Partition;
 use self::routes::{Routes, Uneven};
 #[cfg(any(test, fuzzing))]

@@ -50,7 +50,7 @@ pub(super) fn ahead(job: Job, memory: &[u8], window: &mut [u8]) {
     let given = |place| given(job, place);
     match pattern(job) {
         Some(Pattern::Combine | Pattern::Reduce) => {
-            Deal::new(job.ranks, given).fill(job.me, 0, memory, window);
+            WindowLayout::new(job.ranks, given).fill(job.me, 0, memory, window);
         }
         Some(Pattern::Collect) => for_all(job, &given).fill(job.me, 0, memory, window),
         None => {}
@@ -89,11 +89,11 @@ pub(super) fn reduce(
     fold: Fold,
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
-    let deal = Deal::new(job.ranks, share);
+    let layout = WindowLayout::new(job.ranks, share);
     let mut block = Block::default();
-    deal.inputs(meeting, job.me, |windows, memory, number| {
-        let own = deal.piece(job.me, number);
-        let sources = deal.sources(job.me, own.len(), windows);
+    layout.inputs(meeting, job.me, |windows, memory, number| {
+        let own = layout.piece(job.me, number);
+        let sources = layout.sources(job.me, own.len(), windows);
         for start in (0..own.len()).step_by(block.0.len()) {
             let part = start..own.len().min(start + block.0.len());
             let place = own.start + part.start..own.start + part.end;
@@ -113,14 +113,14 @@ pub(super) fn collect(
     job: Job,
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
-    let deal = for_all(job, &share);
-    deal.copy(meeting, job.me, &share, |memory, place, bytes| memory[place].copy_from_slice(bytes))
+    let layout = for_all(job, &share);
+    layout.copy(meeting, job.me, &share, |memory, place, bytes| memory[place].copy_from_slice(bytes))
 }
 
 /// This rank's share in one block for all others.
-fn for_all(job: Job, share: &impl Fn(usize) -> Range<usize>) -> Deal<impl Fn(usize) -> Range<usize>> {
+fn for_all(job: Job, share: &impl Fn(usize) -> Range<usize>) -> WindowLayout<impl Fn(usize) -> Range<usize>> {
     let longest = (0..job.ranks).map(|place| share(place).len()).max().unwrap_or(0);
-    Deal::of_blocks((job.ranks, 1), longest, move |_| share(job.me))
+    WindowLayout::of_blocks((job.ranks, 1), longest, move |_| share(job.me))
 }
 
 /// Combines this rank's chunk of everybody's input.
@@ -130,12 +130,12 @@ pub(super) fn reduce_apart(
     input: &[u8],
     output: &mut [u8],
 ) -> Result<()> {
-    let deal = Deal::new(job.ranks, move |place| job.chunk(place));
+    let layout = WindowLayout::new(job.ranks, move |place| job.chunk(place));
     let start = job.chunk(job.me).start;
-    deal.inputs(meeting, job.me, |windows, _, number| {
-        let own = deal.piece(job.me, number);
+    layout.inputs(meeting, job.me, |windows, _, number| {
+        let own = layout.piece(job.me, number);
         let result = &mut output[own.start - start..own.end - start];
-        let mut sources = deal.sources(job.me, own.len(), windows);
+        let mut sources = layout.sources(job.me, own.len(), windows);
         sources[job.me] = &input[own];
         job.fold().apply_to(&sources, result)
     })
@@ -150,49 +150,50 @@ pub(super) fn copy(
     output: &mut [u8],
 ) -> Result<()> {
     output[routes.place(job.me)].copy_from_slice(&input[routes.given(job.me)]);
-    let deal = Deal::of_blocks((job.ranks, routes.blocks()), routes.longest(), |to| routes.given(to));
+    let layout =
+        WindowLayout::of_blocks((job.ranks, routes.blocks()), routes.longest(), |to| routes.given(to));
     let place = |from| routes.place(from);
-    deal.copy(meeting, job.me, place, |_, place, bytes| output[place].copy_from_slice(bytes))
+    layout.copy(meeting, job.me, place, |_, place, bytes| output[place].copy_from_slice(bytes))
 }
 
 /// Each rank combines its share of everybody's memory, in the windows, where those who want all results find them.
 fn combine(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
     let (me, for_all) = (job.me, job.call.operation != Operation::Reduce);
-    let deal = Deal::new(job.ranks, |place| given(job, place));
+    let layout = WindowLayout::new(job.ranks, |place| given(job, place));
     let take_back = |meeting: &mut Staging<'_, '_>, number| {
         if !for_all && me != job.root {
             return Ok(());
         }
         meeting.take_back(|window, memory| {
             for place in (0..job.ranks).filter(|place| *place != me) {
-                let piece = deal.piece(place, number);
+                let piece = layout.piece(place, number);
                 let length = piece.len();
-                memory[piece].copy_from_slice(&window[deal.start(place)..][..length]);
+                memory[piece].copy_from_slice(&window[layout.start(place)..][..length]);
             }
             Ok(())
         })
     };
-    deal.stage(meeting, me, 0)?;
-    for number in 0..deal.count {
-        if number + 1 < deal.count {
+    layout.stage(meeting, me, 0)?;
+    for number in 0..layout.count {
+        if number + 1 < layout.count {
             // There are two buffers: the next window takes the place of the one before this.
             if number > 0 {
                 take_back(meeting, number - 1)?;
             }
-            deal.stage(meeting, me, number + 1)?;
+            layout.stage(meeting, me, number + 1)?;
         }
-        meeting.combine_staged(deal.bytes, |blocks, memory| {
-            let own = deal.piece(me, number);
+        meeting.combine_staged(layout.bytes, |blocks, memory| {
+            let own = layout.piece(me, number);
             let mut shares: Vec<_> = blocks.iter_mut().map(|block| &mut block[..own.len()]).collect();
             shares.insert(me, &mut memory[own]);
             if for_all { job.fold().apply(&mut shares) } else { direct::reduce(job, &mut shares, job.root) }
         })?;
     }
-    (deal.count.saturating_sub(2)..deal.count).try_for_each(|number| take_back(meeting, number))
+    (layout.count.saturating_sub(2)..layout.count).try_for_each(|number| take_back(meeting, number))
 }
 
-/// What a rank's input holds for each, dealt out block by block and window by window.
-struct Deal<F> {
+/// How a rank's input is divided into blocks, one for each receiver, and the blocks into windows.
+struct WindowLayout<F> {
     /// What of the input is for a rank.
     given: F,
     ranks: usize,
@@ -200,11 +201,11 @@ struct Deal<F> {
     blocks: usize,
     /// Bytes of a block in each window.
     bytes: usize,
-    /// Windows of the whole.
+    /// WindowLayout of the whole.
     count: usize,
 }
 
-impl<F: Fn(usize) -> Range<usize>> Deal<F> {
+impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
     /// A buffer of which each rank has its share.
     fn new(ranks: usize, share: F) -> Self {
         let longest = (0..ranks).map(|place| share(place).len()).max().unwrap_or(0);

@@ -23,7 +23,7 @@ pub struct Context<'a, S: State> {
     /// That of the group.
     pub(super) round: u64,
     pub(super) course: Course,
-    /// By which the data of the step in hand are dealt out.
+    /// The rank and the world size by which the data of this step are distributed.
     pub(super) place: (Rank, WorldSize),
     pub(super) ended: Option<Ended>,
     /// How much had been called of the group at the end of the last step.
@@ -125,13 +125,12 @@ impl<S: State> Context<'_, S> {
         &self.group
     }
 
-    /// This worker's rank among those to whom the data of the next step are dealt out; that of the group, but for the step
-    /// after a failure: see [`step`](Self::step).
+    /// This worker's rank for the data of the next step. It is the group's rank, except in the step after a failure: see [`step`](Self::step).
     pub fn rank(&self) -> Rank {
         self.place.0
     }
 
-    /// The number of those to whom the data of the next step are dealt out.
+    /// The number of ranks for the data of the next step.
     pub fn world_size(&self) -> WorldSize {
         self.place.1
     }

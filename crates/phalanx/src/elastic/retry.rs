@@ -15,8 +15,9 @@
 //! Who follows calls on its way what the other has called already, in the group that has failed: if that is anything
 //! besides the reduction, such as a broadcast of running statistics, it would be alone with it, and all go back.
 //!
-//! Data are dealt out to the ranks of a world, and a rank that is ahead has its part of the next step already. So the world
-//! by which data are dealt out, `dealt`, changes on all ranks behind the same step: the furthest that anybody has begun.
+//! Each step's data are distributed among the ranks of one round, and a rank that is ahead has its part of the next step
+//! already. So the round whose ranks have the data, `data_round`, changes on all ranks after the same step: the furthest that
+//! any rank has begun.
 
 /// Where a rank was cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +29,7 @@ pub(super) struct Position {
     /// How many steps it has done since its loop was called; the next one is in its hands.
     pub(super) step: u64,
     /// The round whose ranks have that step's data.
-    pub(super) dealt: u64,
+    pub(super) data_round: u64,
     /// The round in whose group all of that step was reduced; 0 if in none.
     pub(super) reduced: u64,
     /// Has it called anything else of its group since the step before? Who is behind would come to that alone.
@@ -41,16 +42,16 @@ pub(super) const NUMBERS: usize = 6;
 impl Position {
     /// As numbers; all 0 for a rank that cannot go on.
     pub(super) fn encode(position: Option<Self>) -> [i64; NUMBERS] {
-        let numbers = |Self { origin, commits, step, dealt, reduced, called }: Self| {
-            [origin, commits, step, dealt, reduced, u64::from(called)]
+        let numbers = |Self { origin, commits, step, data_round, reduced, called }: Self| {
+            [origin, commits, step, data_round, reduced, u64::from(called)]
         };
         position.map_or([0; NUMBERS], |position| numbers(position).map(u64::cast_signed))
     }
 
     pub(super) fn decode(numbers: [i64; NUMBERS]) -> Option<Self> {
-        let [origin, commits, step, dealt, reduced, called] = numbers.map(i64::cast_unsigned);
+        let [origin, commits, step, data_round, reduced, called] = numbers.map(i64::cast_unsigned);
         let called = called != 0;
-        (origin > 0).then_some(Self { origin, commits, step, dealt, reduced, called })
+        (origin > 0).then_some(Self { origin, commits, step, data_round, reduced, called })
     }
 }
 
@@ -71,7 +72,7 @@ pub(super) struct Plan {
     counts: bool,
     /// The furthest step that somebody has begun, and whose ranks have its data.
     ahead: u64,
-    dealt: u64,
+    data_round: u64,
 }
 
 /// What the ranks of a new group do who were cut off there; `None` is who has no step in its hands.
@@ -87,11 +88,11 @@ pub(super) fn decide(positions: &[Option<Position>]) -> Decision {
     let (Some(slow), Some(fast)) = (at(behind).next(), at(ahead).next()) else { return Decision::GoBack };
     let whole = slow.reduced != 0 && at(behind).all(|position| position.reduced == slow.reduced);
     let fits = positions.iter().all(alike)
-        && at(behind).all(|position| position.dealt == slow.dealt)
-        && at(ahead).all(|position| position.dealt == fast.dealt)
+        && at(behind).all(|position| position.data_round == slow.data_round)
+        && at(ahead).all(|position| position.data_round == fast.data_round)
         && (ahead == behind || (ahead == behind + 1 && whole && !at(ahead).any(|position| position.called)));
     match fits {
-        true => Decision::GoOn(Plan { behind, counts: whole, ahead, dealt: fast.dealt }),
+        true => Decision::GoOn(Plan { behind, counts: whole, ahead, data_round: fast.data_round }),
         false => Decision::GoBack,
     }
 }
@@ -101,7 +102,7 @@ pub(super) fn decide(positions: &[Option<Position>]) -> Decision {
 pub(super) struct Course {
     origin: u64,
     step: u64,
-    dealt: u64,
+    data_round: u64,
     reduced: u64,
     called: bool,
     /// Behind which step the world changes, and to that of which round.
@@ -120,12 +121,12 @@ pub(super) enum Resumed {
 impl Course {
     /// The loop is called in `round`.
     pub(super) fn new(round: u64) -> Self {
-        Self { origin: round, step: 0, dealt: round, reduced: 0, called: false, turn: None }
+        Self { origin: round, step: 0, data_round: round, reduced: 0, called: false, turn: None }
     }
 
     /// The round whose ranks have the data of the step in hand.
-    pub(super) fn dealt(&self) -> u64 {
-        self.dealt
+    pub(super) fn data_round(&self) -> u64 {
+        self.data_round
     }
 
     /// The round in whose group the step was reduced.
@@ -134,8 +135,8 @@ impl Course {
     }
 
     pub(super) fn position(&self, commits: u64) -> Position {
-        let Self { origin, step, dealt, reduced, called, .. } = *self;
-        Position { origin, commits, step, dealt, reduced, called }
+        let Self { origin, step, data_round, reduced, called, .. } = *self;
+        Position { origin, commits, step, data_round, reduced, called }
     }
 
     /// The next step begins; `called`: has this rank called something else of its group since the last one?
@@ -153,7 +154,7 @@ impl Course {
         if let Some((step, round)) = self.turn
             && step <= self.step
         {
-            (self.dealt, self.turn) = (round, None);
+            (self.data_round, self.turn) = (round, None);
         }
         self.step += 1;
         self.reduced = 0;
@@ -166,7 +167,7 @@ impl Course {
             self.done();
             if plan.behind < plan.ahead {
                 // This rank may have missed that the world had changed.
-                self.dealt = plan.dealt;
+                self.data_round = plan.data_round;
             }
             return Resumed::Done;
         }

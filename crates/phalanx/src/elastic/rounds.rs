@@ -92,7 +92,7 @@ impl Rounds {
                     let decision = decide(&positions);
                     // Of earlier worlds nobody has anything left.
                     let oldest = match (decision, position) {
-                        (Decision::GoOn(_), Some(position)) => position.dealt,
+                        (Decision::GoOn(_), Some(position)) => position.data_round,
                         _ => number,
                     };
                     self.worlds.retain(|(round, _)| *round >= oldest);

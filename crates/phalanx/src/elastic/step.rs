@@ -18,7 +18,7 @@ use crate::rank::Rank;
 pub struct Step<T> {
     /// What the ranks have reduced together.
     pub value: T,
-    /// The ranks whose part is missing, because they died before it was there: of those to whom the step's data were dealt
+    /// The ranks whose part is missing, because they died before it was there: of those to whom the step's data were distributed
     /// out. For [`ElasticSampler::put_back`](crate::sampler::ElasticSampler::put_back).
     pub missing: Vec<Rank>,
     /// Is [`Context::group`] another than before? What is bound to a group has to follow. Ranks may hear of it a step apart:
@@ -134,11 +134,11 @@ impl<S: State> Context<'_, S> {
 
     /// The step is done, which began in `round`; before its end, the course was that.
     fn conclude<T>(&mut self, value: T, before: Course, round: u64) -> Result<Step<T>> {
-        let changed = self.course.dealt() != before.dealt();
+        let changed = self.course.data_round() != before.data_round();
         let missing = match self.rounds.as_ref() {
             Some(rounds) => {
-                self.place = rounds.place(self.course.dealt())?;
-                rounds.missing(before.dealt(), before.reduced_in())?
+                self.place = rounds.place(self.course.data_round())?;
+                rounds.missing(before.data_round(), before.reduced_in())?
             }
             None => Vec::new(),
         };

@@ -51,7 +51,7 @@ impl ProcessGroup {
     /// As [`reduce_scatter`](Self::reduce_scatter); [`Work::wait`] gives this rank's share.
     ///
     /// # Errors
-    /// At once if the group has failed, the buffer cannot be dealt out evenly or `op` is not defined for its type; otherwise from [`Work::wait`].
+    /// At once if the group has failed, the buffer cannot be divided evenly or `op` is not defined for its type; otherwise from [`Work::wait`].
     pub fn reduce_scatter_async(&self, mut buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements, world) = (buffer.dtype(), buffer.len(), self.world_size());
         self.check_length("reduce_scatter", "input", elements, "output", elements / world.count())?;
@@ -79,6 +79,14 @@ impl ProcessGroup {
         self.start_with(call, move |engine, patience| {
             engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), patience)?;
             Ok(finish(buffer))
+        })
+    }
+
+    pub(super) fn start_apart(&self, call: Call, input: Buffer, mut output: Buffer) -> Result<Work> {
+        self.start_with(call, move |engine, patience| {
+            let (input, into) = (input.as_bytes(), output.as_bytes_mut());
+            engine.collective(call, Memory::Apart { input, output: into }, patience)?;
+            Ok(output)
         })
     }
 

@@ -7,7 +7,7 @@ use super::engine::Memory;
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::dtype::{DType, Element};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::rank::Rank;
 use crate::trace::Lane;
 use crate::wire::frame::{Call, Operation};
@@ -96,24 +96,6 @@ impl ProcessGroup {
             }
             outcome
         })?
-    }
-
-    pub(super) fn check_length(
-        &self,
-        operation: &str,
-        whole: &str,
-        length: usize,
-        part: &str,
-        share: usize,
-    ) -> Result<()> {
-        let world = self.world_size();
-        if share.checked_mul(world.count()) == Some(length) {
-            return Ok(());
-        }
-        Err(Error::invalid_argument(format!(
-            "{operation}: with {world} ranks the {whole} must be {world} times as long as the {part}; it has \
-             {length} elements, the {part} {share}"
-        )))
     }
 }
 

@@ -1,8 +1,8 @@
 //! Carries out plans: takes each step of a collective to the transport, on the memory of the operation.
 
-mod dealing;
+mod gather;
 mod hosts;
-mod monitored;
+mod monitored_barrier;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -143,11 +143,11 @@ impl Engine {
             Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
             Memory::Parts { data, shares } => self.parts(call, sequence, data, shares, deadline),
             Memory::Shared { input, output, sent, received } => {
-                self.deal(call, sequence, (input, sent), (output, received), deadline)
+                self.exchange_blocks(call, sequence, (input, sent), (output, received), deadline)
             }
             Memory::Apart { input, output } if call.operation == Operation::AllToAll => {
                 let shares = Shares::even(input.len() / call.dtype.size() / self.world.count(), self.world);
-                self.deal(call, sequence, (input, &shares), (output, &shares), deadline)
+                self.exchange_blocks(call, sequence, (input, &shares), (output, &shares), deadline)
             }
             Memory::Apart { input, output } if call.operation == Operation::Gather => {
                 self.gather(call, sequence, input, output, deadline)

@@ -1,16 +1,19 @@
 //! Process groups: a handle through which a rank takes part in collectives.
 
 mod affinity;
+mod all_to_all;
+mod arguments;
 mod asynchronous;
 mod blocking;
-mod dealing;
-mod dealing_async;
 mod engine;
+mod gather;
 mod init;
 mod messages;
+mod monitored_barrier;
 mod objects;
 mod origin;
 mod point_to_point;
+mod reduce;
 mod sampler;
 mod subgroup;
 mod work;

@@ -57,7 +57,7 @@ impl Reducer {
     /// It takes memory for another copy of all gradients, and the time to make it. Each rank decides for itself.
     ///
     /// # Errors
-    /// If the averages are [dealt out](Self::deal_out), or the hook keeps something
+    /// If the averages are [sharded](Self::shard), or the hook keeps something
     /// ([`CommHook::is_stateless`](super::hooks::CommHook::is_stateless)): they could not be made again.
     pub fn keep_gradients(&mut self) -> Result<()> {
         self.check_failure()?;
@@ -71,11 +71,11 @@ impl Reducer {
         Ok(())
     }
 
-    pub(super) fn check_repeatable(&self, dealt: bool, stateless: bool) -> Result<()> {
-        match (dealt, stateless) {
+    pub(super) fn check_repeatable(&self, sharded: bool, stateless: bool) -> Result<()> {
+        match (sharded, stateless) {
             (false, true) => Ok(()),
-            (true, _) => Err(Error::invalid_argument("averages that are dealt out cannot be made again")
-                .with_remedy("either keep gradients for another group, or deal the averages out")),
+            (true, _) => Err(Error::invalid_argument("sharded averages cannot be made again")
+                .with_remedy("either keep gradients for another group, or shard the averages")),
             (false, false) => Err(Error::invalid_argument(
                 "the communication hook keeps something of each step, which cannot be averaged again",
             )
@@ -128,7 +128,7 @@ impl Reducer {
     /// [`start`](Self::start). All ranks of `group` call it between the same steps; it calls no collective.
     ///
     /// # Errors
-    /// During a backward pass, and if the averages are [dealt out](Self::deal_out).
+    /// During a backward pass, and if the averages are [sharded](Self::shard).
     pub fn rebind(&mut self, group: Arc<dyn Communicator>) -> Result<()> {
         self.check_failure()?;
         if matches!(self.phase, Phase::Backward { .. }) {
@@ -137,10 +137,8 @@ impl Reducer {
             ));
         }
         if self.owners.is_some() {
-            return Err(Error::invalid_argument(
-                "averages that are dealt out to the ranks belong to one group",
-            )
-            .with_remedy("make a new reducer"));
+            return Err(Error::invalid_argument("sharded averages belong to one group")
+                .with_remedy("make a new reducer"));
         }
         self.stale = true;
         self.bind(group);

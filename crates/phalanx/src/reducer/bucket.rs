@@ -110,7 +110,7 @@ impl Bucket {
         })
     }
 
-    /// Starts to copy each rank's part of it to all others, if it is dealt out.
+    /// Starts to copy each rank's part of it to all others, if the bucket is sharded.
     pub(crate) fn gather(&mut self, group: &dyn Communicator) -> Result<()> {
         let Some(counts) = self.counts.clone() else { return Ok(()) };
         // A rank that has no part in it has not filled it.

@@ -54,7 +54,7 @@ pub(super) enum Kind {
 struct Part {
     call: Call,
     buffer: Buffer,
-    /// The bytes that are this rank's, if the buffer is dealt out.
+    /// The bytes that this rank owns, if the buffer is sharded.
     own: Range<usize>,
     completer: Completer,
 }

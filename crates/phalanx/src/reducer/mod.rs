@@ -28,10 +28,11 @@
 
 mod again;
 mod bucket;
-mod dealt;
+
 pub mod hooks;
 mod options;
 mod plan;
+mod sharding;
 mod state;
 mod sync;
 mod unused;
@@ -424,7 +425,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Deals with the parameters that got no gradient; gives the exchange of who used what, if there is one.
+    /// Handles the parameters that got no gradient; gives the exchange of who used what, if there is one.
     fn close(&mut self) -> Result<Option<Work>> {
         // When it is called again for another group, all gradients are there.
         let again = self.kept.as_ref().is_some_and(|kept| kept.closed);
@@ -541,7 +542,7 @@ impl Reducer {
         }
         let mut plan = Plan::new(&self.parameters, &order, self.limits);
         if let Some(owners) = &self.owners {
-            plan = plan.dealt(&self.parameters, owners, self.group.world_size());
+            plan = plan.sharded(&self.parameters, owners, self.group.world_size());
         }
         verify::verify_hash(group, "bucket plans", plan.hash())?;
         self.order = order;

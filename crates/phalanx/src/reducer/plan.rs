@@ -22,7 +22,7 @@ pub(crate) struct BucketPlan {
     pub(crate) elements: usize,
     /// In the order of their places.
     pub(crate) parameters: Vec<usize>,
-    /// How many elements are each rank's, if the bucket is dealt out: its parameters then stand by owner.
+    /// How many elements are each rank's, if the bucket is sharded: its parameters then stand by owner.
     pub(crate) counts: Option<Arc<[usize]>>,
 }
 
@@ -66,8 +66,8 @@ impl Plan {
         Self::of_buckets(filled.into_iter().map(|bucket| bucket.plan).collect(), parameters)
     }
 
-    /// The same buckets, dealt out to the ranks that own their parameters.
-    pub(crate) fn dealt(mut self, parameters: &[ParameterSpec], owners: &[Rank], world: WorldSize) -> Self {
+    /// The same buckets, sharded among the ranks that own their parameters.
+    pub(crate) fn sharded(mut self, parameters: &[ParameterSpec], owners: &[Rank], world: WorldSize) -> Self {
         for bucket in &mut self.buckets {
             bucket.parameters.sort_by_key(|&index| owners[index]);
             let mut counts = vec![0; world.count()];
@@ -218,16 +218,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_dealt_bucket_holds_the_same_parameters_each_rank_s_in_one_piece(
+        fn a_sharded_bucket_holds_the_same_parameters_each_rank_s_in_one_piece(
             (parameters, order) in parameters(), ranks in 1u32..5, seed in any::<u32>(),
         ) {
             let world = WorldSize::new(ranks).unwrap();
             let owner = |index: usize| Rank::new((index as u32).wrapping_mul(seed) % ranks);
             let owners: Vec<_> = (0..parameters.len()).map(owner).collect();
             let plain = Plan::new(&parameters, &order, Limits { first: 300, others: 900 });
-            let dealt = plain.clone().dealt(&parameters, &owners, world);
-            prop_assert_eq!(plain.buckets.len(), dealt.buckets.len());
-            for (plain, bucket) in plain.buckets.iter().zip(&dealt.buckets) {
+            let sharded = plain.clone().sharded(&parameters, &owners, world);
+            prop_assert_eq!(plain.buckets.len(), sharded.buckets.len());
+            for (plain, bucket) in plain.buckets.iter().zip(&sharded.buckets) {
                 let sorted = |bucket: &BucketPlan| {
                     let mut members = bucket.parameters.clone();
                     members.sort_unstable();
@@ -237,7 +237,7 @@ mod tests {
                 let counts = bucket.counts.as_ref().unwrap();
                 prop_assert_eq!(counts.iter().sum::<usize>(), bucket.elements);
                 for &index in &bucket.parameters {
-                    let (place, owner) = (dealt.places[index], owners[index].index());
+                    let (place, owner) = (sharded.places[index], owners[index].index());
                     let start: usize = counts[..owner].iter().sum();
                     prop_assert!(place.offset >= start);
                     prop_assert!(place.offset + place.elements <= start + counts[owner]);

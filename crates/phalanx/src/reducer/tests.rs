@@ -436,14 +436,14 @@ fn owners(ranks: u32, count: usize) -> Vec<Rank> {
 }
 
 #[test]
-fn dealt_out_averages_are_their_owner_s_and_updated_parameters_come_back_in_the_same_memory() {
+fn sharded_averages_are_their_owner_s_and_updated_parameters_come_back_in_the_same_memory() {
     const SIZES: [usize; 5] = [6, 1, 4, 3, 5];
     run(3, |group| {
         let rank = group.rank();
         let mut reducer = Reducer::new(group.clone(), parameters(&SIZES), buckets_of(8)).unwrap();
         let order = [4, 3, 2, 1, 0];
         one_step(&mut reducer, rank, 0, &order).unwrap();
-        reducer.deal_out(owners(3, SIZES.len())).unwrap();
+        reducer.shard(owners(3, SIZES.len())).unwrap();
         assert!(reducer.gradient(0).is_err(), "the averages before are gone");
         let mut taken = 0;
         for step in 1..4 {
@@ -483,16 +483,16 @@ fn dealt_out_averages_are_their_owner_s_and_updated_parameters_come_back_in_the_
 }
 
 #[test]
-fn parameters_are_dealt_out_alike_on_every_rank_or_not_at_all() {
+fn parameters_are_sharded_alike_on_every_rank_or_not_at_all() {
     let errors = run(2, |group| {
         let mut reducer = Reducer::new(group.clone(), parameters(&[2, 2]), buckets_of(8)).unwrap();
         assert!(reducer.gather_parameters(|_| Ok(())).unwrap_err().is_invalid_argument());
         let mine = vec![Rank::MAIN, group.rank()];
-        reducer.deal_out(mine).unwrap_err()
+        reducer.shard(mine).unwrap_err()
     });
     assert!(errors.iter().all(|error| error.to_string().contains("bucket plans")), "{errors:?}");
     run(2, |group| {
         let mut reducer = Reducer::new(group, parameters(&[2, 2]), buckets_of(8)).unwrap();
-        assert!(reducer.deal_out(vec![Rank::new(2); 2]).unwrap_err().is_invalid_argument());
+        assert!(reducer.shard(vec![Rank::new(2); 2]).unwrap_err().is_invalid_argument());
     });
 }

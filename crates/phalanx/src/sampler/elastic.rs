@@ -11,7 +11,7 @@ use crate::rank::{Rank, WorldSize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Tail {
-    /// They are dealt out as evenly as possible: the batches of that step differ by at most one sample, and some may be
+    /// They are distributed as evenly as possible: the batches of that step differ by at most one sample, and some may be
     /// empty. Every sample is seen exactly once. The default: whoever divides the sum of gradients by the number of samples
     /// of all ranks loses nothing and counts nothing twice.
     #[default]
@@ -23,7 +23,7 @@ pub enum Tail {
     Repeat,
 }
 
-/// Deals out an epoch's samples step by step, to as many ranks as there are at each step.
+/// Distributes an epoch's samples step by step, to as many ranks as there are at each step.
 ///
 /// Its state is how far the epoch has come, and nothing that depends on rank or world size: the same on every rank, a part of
 /// an elastic [`State`](crate::elastic::State). A step of `w` ranks with batches of `b` takes the next `w·b` samples of the
@@ -54,9 +54,9 @@ pub struct ElasticSampler {
     consumed: usize,
     /// Places before `consumed` that have been put back, and come next.
     again: Vec<usize>,
-    /// What was dealt out last: to be put back before the next deal or never.
+    /// What the last step got: it can be put back until the next step.
     #[serde(skip)]
-    last: Option<Deal>,
+    last: Option<StepPlaces>,
     /// The order of an epoch, once it was needed.
     #[serde(skip)]
     order: Option<(u64, Vec<usize>)>,
@@ -64,14 +64,14 @@ pub struct ElasticSampler {
 
 /// The places of one step: those that came again, and then a part of the order.
 #[derive(Clone, Debug)]
-struct Deal {
+struct StepPlaces {
     again: Vec<usize>,
     range: Range<usize>,
     ranks: usize,
 }
 
-impl Deal {
-    fn places(&self, rank: usize) -> impl Iterator<Item = usize> {
+impl StepPlaces {
+    fn of(&self, rank: usize) -> impl Iterator<Item = usize> {
         self.again.iter().copied().chain(self.range.clone()).skip(rank).step_by(self.ranks)
     }
 }
@@ -115,7 +115,7 @@ impl ElasticSampler {
         self.epoch
     }
 
-    /// How many samples of the epoch have been dealt out, to all ranks together, and not [put back](Self::put_back).
+    /// How many samples of the epoch have been distributed, to all ranks together, and not [put back](Self::put_back).
     pub fn consumed(&self) -> usize {
         self.consumed.saturating_sub(self.again.len())
     }
@@ -148,22 +148,22 @@ impl ElasticSampler {
         let all = batch.saturating_mul(ranks);
         let again: Vec<usize> = self.again.drain(..all.min(self.again.len())).collect();
         let until = self.samples.min(self.consumed.saturating_add(all - again.len()));
-        let deal = Deal { again, range: self.consumed.min(until)..until, ranks };
+        let places = StepPlaces { again, range: self.consumed.min(until)..until, ranks };
         self.consumed = until;
         let repeat = self.tail == Tail::Repeat;
         let order = self.order();
         let mut indices: Vec<usize> =
-            deal.places(rank.index()).filter_map(|place| order.get(place)).copied().collect();
-        let longest = (deal.again.len() + deal.range.len()).div_ceil(ranks);
+            places.of(rank.index()).filter_map(|place| order.get(place)).copied().collect();
+        let longest = (places.again.len() + places.range.len()).div_ceil(ranks);
         if repeat && indices.len() < longest {
             indices.push(order[rank.index() % order.len()]);
         }
-        self.last = Some(deal);
+        self.last = Some(places);
         Some(indices)
     }
 
-    /// The samples that the last [`next_batch`](Self::next_batch) dealt out to the ranks `missing` have not counted: they are
-    /// dealt out again, first. Every rank calls it alike, after the step and before the next batch, as
+    /// The samples that the last [`next_batch`](Self::next_batch) gave to the ranks `missing` have not counted: they are
+    /// distributed again, first. Every rank calls it alike, after the step and before the next batch, as
     /// [`Step::missing`](crate::elastic::Step::missing) says; with none it does nothing.
     ///
     /// ```
@@ -177,9 +177,9 @@ impl ElasticSampler {
     /// # Ok::<(), phalanx::Error>(())
     /// ```
     pub fn put_back(&mut self, missing: &[Rank]) {
-        let Some(deal) = self.last.take() else { return };
-        for rank in missing.iter().filter(|rank| rank.index() < deal.ranks) {
-            self.again.extend(deal.places(rank.index()));
+        let Some(places) = self.last.take() else { return };
+        for rank in missing.iter().filter(|rank| rank.index() < places.ranks) {
+            self.again.extend(places.of(rank.index()));
         }
     }
 

@@ -13,7 +13,7 @@
 //!
 //! So every rank makes equally many steps, and without `drop_last` every sample is seen, up to R - 1 of them twice.
 //!
-//! [`ElasticSampler`] deals out the same order step by step, to worlds whose size changes.
+//! [`ElasticSampler`] distributes the same order step by step, to worlds whose size changes.
 
 mod elastic;
 mod permutation;
@@ -26,7 +26,7 @@ use crate::error::Result;
 use crate::notice::warn;
 use crate::rank::{Rank, WorldSize};
 
-/// Deals the indices of a data set to the ranks; see the [module](self) for the exact order.
+/// Distributes the indices of a data set among the ranks; see the [module](self) for the exact order.
 ///
 /// ```
 /// use phalanx::sampler::DistributedSampler;

@@ -216,7 +216,7 @@ fn broadcast_from_every_root() {
 }
 
 #[test]
-fn all_gather_and_reduce_scatter_deal_in_the_order_of_the_ranks() {
+fn all_gather_and_reduce_scatter_keep_the_order_of_the_ranks() {
     for fabric in Fabric::ALL {
         for world in WORLDS {
             run(world, fabric, |group| {

@@ -51,7 +51,7 @@ fn ranks_without_data_change_no_result_and_all_return_together() {
 }
 
 #[test]
-fn dealt_out_sums_are_answered_too_and_a_gather_needs_every_rank() {
+fn scattered_sums_are_answered_too_and_a_gather_needs_every_rank() {
     for fabric in [Fabric::InProcess, Fabric::SharedMemory] {
         run(3, fabric, |group| {
             let group = JoinGroup::new(group);

@@ -5,9 +5,9 @@
 mod certificates;
 
 mod collectives;
-mod dealing;
 mod documentation;
 mod failures;
+mod gather;
 mod join;
 mod objects;
 mod order;

@@ -28,8 +28,8 @@ fn objects_reach_whom_they_are_for() {
                     assert_eq!(group.broadcast_object(own.as_ref(), root).unwrap(), metrics(root.get()));
                     let gathered = group.gather_object(&metrics(rank.get()), root).unwrap();
                     assert_eq!(gathered, (rank == root).then(|| all.clone()));
-                    let dealt = (rank == root).then_some(&all[..]);
-                    assert_eq!(group.scatter_object(dealt, root).unwrap(), metrics(rank.get()));
+                    let input = (rank == root).then_some(&all[..]);
+                    assert_eq!(group.scatter_object(input, root).unwrap(), metrics(rank.get()));
                 }
             });
         }

@@ -217,12 +217,12 @@ impl Seen {
         let mut seen = vec![0; SAMPLES];
         for reduced in self.last() {
             let world = WorldSize::new(reduced.world).unwrap();
-            let mut batches = deal(&mut sampler, world);
+            let mut batches = next_batches(&mut sampler, world);
             if batches.is_none() {
                 assert!(seen.iter().all(|times| *times == 1), "an epoch has lost a sample, or had one twice");
                 seen.fill(0);
                 sampler.next_epoch();
-                batches = deal(&mut sampler, world);
+                batches = next_batches(&mut sampler, world);
             }
             let mut sums = vec![0_i64; FEATURES];
             let mut count = 0;
@@ -252,7 +252,7 @@ impl Seen {
         }
     }
 
-    /// The worlds by which data were dealt out, in turn.
+    /// The worlds that data were distributed to, in turn.
     fn worlds(&self) -> Vec<u32> {
         let mut worlds: Vec<u32> = self.last().iter().map(|reduced| reduced.world).collect();
         worlds.dedup();
@@ -269,7 +269,7 @@ impl Seen {
     }
 }
 
-fn deal(sampler: &mut ElasticSampler, world: WorldSize) -> Option<Vec<Vec<usize>>> {
+fn next_batches(sampler: &mut ElasticSampler, world: WorldSize) -> Option<Vec<Vec<usize>>> {
     let mut copies = vec![sampler.clone(); world.count()];
     let batches = world.ranks().zip(&mut copies).map(|(rank, copy)| copy.next_batch(2, rank, world));
     let batches = batches.collect();

@@ -82,7 +82,7 @@ struct Seen {
     pids: BTreeMap<u32, u32>,
     begun: BTreeSet<u32>,
     ended: BTreeSet<u32>,
-    /// Of each step: the world by which its data were dealt out, and whose part is missing.
+    /// Of each step: the world that its data were distributed to, and whose part is missing.
     steps: BTreeMap<u64, (u32, Vec<u32>)>,
     /// The steps of each process.
     of: BTreeMap<u32, Vec<u64>>,
@@ -127,14 +127,14 @@ impl Seen {
         let (xs, ys) = samples(0, SAMPLES);
         for (world, missing) in self.steps.values() {
             let world = WorldSize::new(*world).unwrap();
-            let deal = |sampler: &ElasticSampler| {
+            let next_batches = |sampler: &ElasticSampler| {
                 let batches = world.ranks().map(|rank| sampler.clone().next_batch(BATCH, rank, world));
                 batches.collect::<Option<Vec<_>>>()
             };
             let sampler = &mut training.progress.sampler;
-            let batches = deal(sampler).or_else(|| {
+            let batches = next_batches(sampler).or_else(|| {
                 sampler.next_epoch();
-                deal(sampler)
+                next_batches(sampler)
             });
             sampler.next_batch(BATCH, Rank::MAIN, world).unwrap();
             sampler.put_back(&missing.iter().copied().map(Rank::new).collect::<Vec<_>>());

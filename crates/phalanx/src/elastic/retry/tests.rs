@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn at(step: u64, dealt: u64, reduced: u64) -> Option<Position> {
-    Some(Position { origin: 1, commits: 7, step, dealt, reduced, called: false })
+fn at(step: u64, data_round: u64, reduced: u64) -> Option<Position> {
+    Some(Position { origin: 1, commits: 7, step, data_round, reduced, called: false })
 }
 
 #[test]
@@ -19,7 +19,7 @@ fn positions_come_back() {
 #[test]
 fn what_all_have_counts_and_what_some_lack_is_done_again() {
     let plan = |positions: &[Option<Position>]| match decide(positions) {
-        Decision::GoOn(plan) => (plan.behind, plan.counts, plan.ahead, plan.dealt),
+        Decision::GoOn(plan) => (plan.behind, plan.counts, plan.ahead, plan.data_round),
         Decision::GoBack => panic!("{positions:?}"),
     };
     // One is ahead, in a world that the others have not heard of.
@@ -55,7 +55,7 @@ fn what_does_not_fit_leads_back() {
         vec![here, at(6, 1, 0), at(6, 2, 0)],
         vec![here, other(|position| position.origin = 2)],
         vec![here, other(|position| position.commits = 8)],
-        vec![here, other(|position| position.dealt = 2)],
+        vec![here, other(|position| position.data_round = 2)],
     ] {
         assert_eq!(decide(&positions), Decision::GoBack, "{positions:?}");
     }
@@ -71,7 +71,7 @@ enum Call {
     },
     Reduce {
         step: u64,
-        dealt: u64,
+        data_round: u64,
     },
     Agree {
         step: u64,
@@ -157,7 +157,7 @@ impl Job {
             let call = match (sim.met, &sim.held) {
                 (false, _) => Call::Exchange(Some(sim.course.position(0)).filter(|_| !sim.outside)),
                 (true, None) if due => Call::Broadcast { step },
-                (true, None) => Call::Reduce { step: sim.course.step, dealt: sim.course.dealt() },
+                (true, None) => Call::Reduce { step: sim.course.step, data_round: sim.course.data_round() },
                 (true, Some(_)) => Call::Agree { step: sim.course.step },
             };
             let sim = &mut self.ranks[rank];
@@ -228,11 +228,11 @@ impl Job {
     }
 
     fn conclude(&mut self, rank: usize, before: Course) {
-        let (dealt, reduced) = (before.dealt() as usize, before.reduced_in() as usize);
+        let (data_round, reduced) = (before.data_round() as usize, before.reduced_in() as usize);
         let value = self.ranks[rank].held.take().unwrap();
         // Whose part is said to be missing is missing, and all others' is there.
         let there: Vec<usize> =
-            self.worlds[dealt].iter().copied().filter(|id| self.worlds[reduced].contains(id)).collect();
+            self.worlds[data_round].iter().copied().filter(|id| self.worlds[reduced].contains(id)).collect();
         assert_eq!(value, there);
         let sim = &mut self.ranks[rank];
         sim.history.push(value);
@@ -304,6 +304,6 @@ proptest! {
         let mut alive = job.ranks.iter().filter(|sim| sim.alive);
         prop_assert!(alive.clone().all(|sim| sim.history.len() > before + 2));
         // The world of the data has come to be that of the survivors.
-        prop_assert!(alive.all(|sim| sim.course.dealt() == job.round()));
+        prop_assert!(alive.all(|sim| sim.course.data_round() == job.round()));
     }
 }

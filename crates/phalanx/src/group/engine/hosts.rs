@@ -50,8 +50,8 @@ impl Engine {
         }
     }
 
-    /// A `reduce_scatter_v`, or an `all_gather_v` in place. What is dealt out to ranks would cross between hosts once for
-    /// each of them; combined on each host first, and sent to hosts and not to ranks, it crosses once.
+    /// A `reduce_scatter_v`, or an `all_gather_v` in place. Between ranks, the elements would cross
+    /// between hosts once for each rank; combined on each host first, and sent to hosts and not to ranks, they cross once.
     pub(super) fn parts_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,

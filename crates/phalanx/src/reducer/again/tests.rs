@@ -133,7 +133,7 @@ fn averages_outlive_a_change_of_the_group_between_steps() {
 fn what_could_not_be_averaged_again_is_refused() {
     let group = FakeGroup::world(1).remove(0);
     let mut reducer = reducer(group.clone(), ReducerOptions::default());
-    assert!(reducer.deal_out(vec![Rank::MAIN; 4]).unwrap_err().is_invalid_argument());
+    assert!(reducer.shard(vec![Rank::MAIN; 4]).unwrap_err().is_invalid_argument());
     let hook = Box::new(PowerSgd::new(PowerSgdOptions::default()).unwrap());
     assert!(reducer.register_hook(hook).unwrap_err().to_string().contains("keeps something"));
     let spec = vec![ParameterSpec::new("p", [1], DType::F32)];
@@ -143,8 +143,8 @@ fn what_could_not_be_averaged_again_is_refused() {
     other.rebind(group).unwrap();
     on_ranks([2, 1], |group, _| {
         let spec = vec![ParameterSpec::new("p", [1], DType::F32)];
-        let mut dealt = Reducer::new(group.clone(), spec, ReducerOptions::default()).unwrap();
-        dealt.deal_out(vec![Rank::MAIN]).unwrap();
-        assert!(dealt.rebind(group).unwrap_err().remedy().is_some());
+        let mut sharded = Reducer::new(group.clone(), spec, ReducerOptions::default()).unwrap();
+        sharded.shard(vec![Rank::MAIN]).unwrap();
+        assert!(sharded.rebind(group).unwrap_err().remedy().is_some());
     });
 }

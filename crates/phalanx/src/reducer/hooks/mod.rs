@@ -88,7 +88,7 @@ pub struct GradBucket {
     /// Where in it each gradient lies.
     pub gradients: Arc<[GradientPlace]>,
     /// How many elements are each rank's, one rank's behind the other's, if a rank needs no more than its own averages;
-    /// see [`Reducer::deal_out`](super::Reducer::deal_out). A hook may average the others' too.
+    /// see [`Reducer::shard`](super::Reducer::shard). A hook may average the others' too.
     pub counts: Option<Arc<[usize]>>,
 }
 
@@ -166,7 +166,7 @@ impl std::fmt::Debug for Stage {
     }
 }
 
-/// The average as it is, in the gradients' own type; where it is dealt out, each rank gets no more than its own.
+/// The average as it is, in the gradients' own type; if it is sharded, each rank gets only its own.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AllReduce;
 

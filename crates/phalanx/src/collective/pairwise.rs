@@ -1,5 +1,5 @@
-//! Gather, scatter and all-to-all: every message is one rank's for another. What is sent stands in the input, and what is
-//! received in the output, which are memory of their own.
+//! Plans of gather, scatter and all-to-all: each message goes from one rank to one other. What is sent stands in the
+//! input, and what is received in the output, which do not overlap.
 
 use super::{Combine, Plan, Shares, Step, after, before};
 use crate::rank::{Rank, WorldSize};

@@ -1,5 +1,5 @@
-//! Averages of which each rank gets only its own, and the way of what it makes of them to the others: the two halves of
-//! an all_reduce, with the optimizer between them.
+//! Sharded averages, as ZeRO needs them: a reduce_scatter gives each rank the averages of the parameters that it owns, and
+//! an all_gather gives all ranks the parameters that the owners have updated.
 
 use std::time::Instant;
 
@@ -11,8 +11,8 @@ use crate::rank::Rank;
 use crate::trace::Lane;
 
 impl Reducer {
-    /// From the next step on each parameter's average is only its owner's: buckets are reduced and scattered, which moves
-    /// half of what an all_reduce does. All ranks call it together, between steps; the averages of the last are gone.
+    /// From the next step on only its owner gets a parameter's average: buckets are reduced and scattered, which moves half
+    /// of what an all_reduce does. All ranks call it together, between steps. It discards the averages of the last step.
     ///
     /// Within a bucket the gradients then stand by owner. A [hook](Self::register_hook) other than the plain average
     /// averages whole buckets as before. Ranks that share memory get the same bits as without it, and so do two ranks;
@@ -20,7 +20,7 @@ impl Reducer {
     ///
     /// # Errors
     /// On every rank, if the ranks' owners differ, or there is not one for each parameter.
-    pub fn deal_out(&mut self, owners: Vec<Rank>) -> Result<()> {
+    pub fn shard(&mut self, owners: Vec<Rank>) -> Result<()> {
         self.check_failure()?;
         if self.kept.is_some() {
             self.check_repeatable(true, true)?;
@@ -33,7 +33,7 @@ impl Reducer {
 
     fn lay_out_for(&mut self, owners: Vec<Rank>) -> Result<()> {
         if matches!(self.phase, Phase::Backward { .. }) {
-            return Err(Error::invalid_argument("parameters cannot be dealt out during a backward pass"));
+            return Err(Error::invalid_argument("parameters cannot be sharded during a backward pass"));
         }
         let (count, world) = (self.parameters.len(), self.group.world_size());
         if owners.len() != count || owners.iter().any(|owner| owner.index() >= world.count()) {
@@ -61,7 +61,7 @@ impl Reducer {
     /// They travel in the memory of the buckets.
     ///
     /// # Errors
-    /// If nothing is dealt out, a length is wrong, or the exchange fails.
+    /// If nothing is sharded, a length is wrong, or the exchange fails.
     pub fn gather_parameters(
         &mut self,
         give: impl FnOnce(&mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>,
@@ -69,7 +69,7 @@ impl Reducer {
         self.check_failure()?;
         if self.owners.is_none() || matches!(self.phase, Phase::Backward { .. }) {
             return Err(Error::invalid_argument(
-                "parameters are gathered between steps, once they have been dealt out",
+                "parameters are gathered between steps, after they have been sharded",
             ));
         }
         self.gather(give).map_err(|error| self.fail(error))

@@ -160,7 +160,7 @@ fn exchange(group: &ProcessGroup, table: &[Vec<usize>]) {
     assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
 }
 
-/// Combines in place and deals out `counts` elements, and gathers them again.
+/// A `reduce_scatter_v` of `counts` elements, and an `all_gather_v` in place after it.
 fn parts(group: &ProcessGroup, counts: &[usize]) {
     let (rank, world) = place(group);
     let total: usize = counts.iter().sum();
@@ -301,7 +301,7 @@ fn where_ranks_share_memory_all_see_whose_counts_differ_at_once() {
         });
         run(3, Fabric::SharedMemory, |group| {
             let rank = group.rank().index();
-            // As many for all, but dealt out in another way.
+            // The same sum, but other counts.
             let counts = if rank == 1 { [long, long + 2, long] } else { [long, long + 1, long + 1] };
             let (own, mut output) = (vec![0u8; counts[rank]], vec![0u8; 3 * long + 2]);
             let error = group.all_gather_v(&own, &mut output, &counts).unwrap_err();

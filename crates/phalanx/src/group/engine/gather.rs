@@ -1,4 +1,4 @@
-//! Collectives in which every message is one rank's for another: it goes from the input straight into the output.
+//! Gather, scatter and all-to-all: each message goes from the input of one rank straight into the output of another.
 
 use super::{Engine, Space, bytes_of};
 use crate::buffer::AlignedBytes;
@@ -10,7 +10,7 @@ use crate::wire::frame::{Call, Operation};
 
 impl Engine {
     /// An `all_gather_v`, `all_to_all` or `all_to_all_v`: input and output, with the ranks' shares of them.
-    pub(super) fn deal(
+    pub(super) fn exchange_blocks(
         &mut self,
         call: Call,
         sequence: Sequence,

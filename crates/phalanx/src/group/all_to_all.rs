@@ -1,0 +1,76 @@
+//! `all_to_all`, of blocks of the same length and of different lengths.
+
+use super::blocking::apart;
+use super::engine::Memory;
+use super::{ProcessGroup, Work};
+use crate::buffer::Buffer;
+use crate::collective::Shares;
+use crate::dtype::Element;
+use crate::error::Result;
+use crate::wire::frame::Operation;
+
+impl ProcessGroup {
+    /// Exchanges blocks among all ranks: the r-th of `world_size` equal parts of `input` goes to rank r, and the r-th of
+    /// `output` comes from rank r.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce), and if `input` and `output` are not equally long or cannot be divided evenly.
+    #[doc(alias("alltoall", "all_to_all_single"))]
+    pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
+        self.check_all_to_all(input.len(), output.len())?;
+        self.run(self.call_of::<T>(Operation::AllToAll, input.len()), apart(input, output))
+    }
+
+    /// As [`all_to_all`](Self::all_to_all); [`Work::wait`] gives a buffer with a block from each rank.
+    ///
+    /// # Errors
+    /// At once if the group has failed or the buffer cannot be divided evenly; otherwise from [`Work::wait`].
+    pub fn all_to_all_async(&self, buffer: Buffer) -> Result<Work> {
+        self.check_all_to_all(buffer.len(), buffer.len())?;
+        let output = Buffer::zeroed(buffer.dtype(), buffer.len());
+        let call = self.call(Operation::AllToAll, buffer.dtype(), buffer.len());
+        self.start_apart(call, buffer, output)
+    }
+
+    /// As [`all_to_all`](Self::all_to_all), with blocks of different lengths: `sent[r]` elements of `input` go to rank r,
+    /// and `received[r]` elements of `output` come from rank r, each behind those of the ranks before it.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); if there is not one count for each rank, or `input` and `output` are not as long
+    /// as the sums; and if a rank sends another number of elements than its peer expects.
+    #[doc(alias = "alltoallv")]
+    pub fn all_to_all_v<T: Element>(
+        &self,
+        input: &[T],
+        sent: &[usize],
+        output: &mut [T],
+        received: &[usize],
+    ) -> Result<()> {
+        let world = self.world_size();
+        let (sent, received) = (Shares::new(sent, world)?, Shares::new(received, world)?);
+        self.check_all_to_all_v((input.len(), &sent), (output.len(), &received))?;
+        let (input, output) = (bytemuck::cast_slice(input), bytemuck::cast_slice_mut(output));
+        self.run(
+            self.call_of::<T>(Operation::AllToAllV, 0),
+            Memory::Shared { input, output, sent: &sent, received: &received },
+        )
+    }
+
+    /// As [`all_to_all_v`](Self::all_to_all_v); [`Work::wait`] gives a buffer with a block from each rank.
+    ///
+    /// # Errors
+    /// At once if the group has failed or the counts do not fit; otherwise from [`Work::wait`].
+    pub fn all_to_all_v_async(&self, buffer: Buffer, sent: &[usize], received: &[usize]) -> Result<Work> {
+        let world = self.world_size();
+        let (sent, received) = (Shares::new(sent, world)?, Shares::new(received, world)?);
+        self.check_all_to_all_v((buffer.len(), &sent), (received.total(), &received))?;
+        let mut output = Buffer::zeroed(buffer.dtype(), received.total());
+        let call = self.call(Operation::AllToAllV, buffer.dtype(), 0);
+        self.start_with(call, move |engine, patience| {
+            let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
+            let memory = Memory::Shared { input, output: into, sent: &sent, received: &received };
+            engine.collective(call, memory, patience)?;
+            Ok(output)
+        })
+    }
+}

@@ -1,0 +1,144 @@
+//! `gather`, `scatter`, and `all_gather` of different lengths.
+
+use super::arguments::same_type;
+use super::blocking::apart;
+use super::engine::Memory;
+use super::{ProcessGroup, Work};
+use crate::buffer::Buffer;
+use crate::collective::Shares;
+use crate::dtype::Element;
+use crate::error::Result;
+use crate::rank::Rank;
+use crate::wire::frame::{Call, Operation};
+
+impl ProcessGroup {
+    /// Gathers `input`, equally long on every rank, on the root: rank r's elements stand at r·len in its `output`. The
+    /// other ranks' `output` is not touched, and may be empty.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather), and if `root` is no rank of this group.
+    pub fn gather<T: Element>(&self, input: &[T], output: &mut [T], root: Rank) -> Result<()> {
+        let root = self.member(root)?;
+        let output = self.root_only("gather", "output", output, root, "input", input.len())?;
+        self.run(self.call_of::<T>(Operation::Gather, input.len()).rooted_at(root), apart(input, output))
+    }
+
+    /// As [`gather`](Self::gather); [`Work::wait`] gives the root a buffer with all ranks' elements, and the others one
+    /// without any.
+    ///
+    /// # Errors
+    /// At once if the group has failed or `root` is not in it; otherwise from [`Work::wait`].
+    pub fn gather_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        let root = self.member(root)?;
+        let (dtype, elements) = (buffer.dtype(), buffer.len());
+        let whole = if self.rank() == root { elements * self.world_size().count() } else { 0 };
+        let call = self.call(Operation::Gather, dtype, elements).rooted_at(root);
+        self.start_apart(call, buffer, Buffer::zeroed(dtype, whole))
+    }
+
+    /// Distributes the root's `input`: rank r gets the elements from r·len on in `output`, equally long on every rank. The
+    /// other ranks' `input` is not read, and may be empty.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce), if `root` is no rank of this group, and if the root's `input` is not
+    /// `world_size` times as long as `output`.
+    pub fn scatter<T: Element>(&self, input: &[T], output: &mut [T], root: Rank) -> Result<()> {
+        let root = self.member(root)?;
+        if self.rank() == root {
+            self.check_length("scatter", "input", input.len(), "output", output.len())?;
+        }
+        self.run(self.call_of::<T>(Operation::Scatter, output.len()).rooted_at(root), apart(input, output))
+    }
+
+    /// As [`scatter`](Self::scatter); [`Work::wait`] gives `output`, with this rank's share.
+    ///
+    /// # Errors
+    /// At once if the group has failed, `root` is not in it, the types differ, or the root's `input` is not `world_size`
+    /// times as long as `output`; otherwise from [`Work::wait`].
+    pub fn scatter_async(&self, input: Buffer, output: Buffer, root: Rank) -> Result<Work> {
+        let root = self.member(root)?;
+        let (dtype, elements) = (output.dtype(), output.len());
+        if self.rank() == root {
+            same_type("scatter", &input, &output)?;
+            self.check_length("scatter", "input", input.len(), "output", elements)?;
+        }
+        let call = self.call(Operation::Scatter, dtype, elements).rooted_at(root);
+        self.start_apart(call, input, output)
+    }
+
+    /// Gathers inputs of different lengths from all ranks, which all know them: rank r brings `counts[r]` elements, which
+    /// stand in `output` behind those of the ranks before it.
+    ///
+    /// ```
+    /// let group = phalanx::ProcessGroup::alone()?;
+    /// let mut words = [0u8; 3];
+    /// group.all_gather_v(b"abc", &mut words, &[3])?; // one count for each rank
+    /// assert_eq!(&words, b"abc");
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); if there is not one count for each rank, `input` has not this rank's count, or
+    /// `output` not the sum of all; and if the ranks' counts differ.
+    #[doc(alias = "allgatherv")]
+    pub fn all_gather_v<T: Element>(&self, input: &[T], output: &mut [T], counts: &[usize]) -> Result<()> {
+        let shares = Shares::new(counts, self.world_size())?;
+        self.check_all_gather_v(input.len(), output.len(), &shares)?;
+        let (input, output) = (bytemuck::cast_slice(input), bytemuck::cast_slice_mut(output));
+        let memory = Memory::Shared { input, output, sent: &shares, received: &shares };
+        self.run(self.call_of::<T>(Operation::AllGatherV, shares.total()), memory)
+    }
+
+    /// As [`all_gather_v`](Self::all_gather_v); [`Work::wait`] gives a buffer with all ranks' elements.
+    ///
+    /// # Errors
+    /// At once if the group has failed or the counts do not fit; otherwise from [`Work::wait`].
+    pub fn all_gather_v_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        let shares = Shares::new(counts, self.world_size())?;
+        self.check_all_gather_v(buffer.len(), shares.total(), &shares)?;
+        let mut output = Buffer::zeroed(buffer.dtype(), shares.total());
+        let call = self.call(Operation::AllGatherV, buffer.dtype(), shares.total());
+        self.start_with(call, move |engine, patience| {
+            let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
+            let memory = Memory::Shared { input, output: into, sent: &shares, received: &shares };
+            engine.collective(call, memory, patience)?;
+            Ok(output)
+        })
+    }
+
+    /// As [`all_gather_v_async`](Self::all_gather_v_async), where each rank's elements stand in their place already: in
+    /// `buffer`, behind those of the ranks before it. [`Work::wait`] gives the buffer back, with all ranks' elements.
+    ///
+    /// # Errors
+    /// As [`all_gather_v_async`](Self::all_gather_v_async).
+    pub fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        let shares = self.parts("all_gather_v", &buffer, counts)?;
+        let call = self.call(Operation::AllGatherVInPlace, buffer.dtype(), buffer.len());
+        self.start_parts(call, buffer, shares)
+    }
+
+    pub(super) fn start_parts(&self, call: Call, mut buffer: Buffer, shares: Shares) -> Result<Work> {
+        self.start_with(call, move |engine, patience| {
+            let memory = Memory::Parts { data: buffer.as_bytes_mut(), shares: &shares };
+            engine.collective(call, memory, patience)?;
+            Ok(buffer)
+        })
+    }
+
+    /// The root's memory, after a check of its length; on other ranks an empty slice.
+    fn root_only<'a, T>(
+        &self,
+        operation: &str,
+        whole: &str,
+        memory: &'a mut [T],
+        root: Rank,
+        part: &str,
+        share: usize,
+    ) -> Result<&'a mut [T]> {
+        if self.rank() != root {
+            return Ok(&mut []);
+        }
+        self.check_length(operation, whole, memory.len(), part, share)?;
+        Ok(memory)
+    }
+}
