@@ -6,6 +6,7 @@
 
 mod barrier;
 mod choice;
+mod counts;
 mod doubling;
 mod halving;
 mod hierarchy;
@@ -13,7 +14,6 @@ pub(crate) mod kernel;
 mod op;
 mod pairwise;
 mod ring;
-mod shares;
 #[cfg(test)]
 mod simulate;
 mod tree;
@@ -25,11 +25,11 @@ pub(crate) use barrier::dissemination;
 pub use choice::fuzz as fuzz_tuning;
 pub(crate) use choice::{Choice, all_reduce, broadcast, reduce};
 pub use choice::{Tuning, TuningRow};
+pub(crate) use counts::Counts;
 pub(crate) use hierarchy::{Bridge, Hierarchy};
 pub use op::ReduceOp;
 pub(crate) use pairwise::{all_to_all, gather, scatter};
 pub(crate) use ring::{all_gather, all_gather_v, reduce_scatter, reduce_scatter_v};
-pub(crate) use shares::Shares;
 pub(crate) use tree::{gather as gather_tree, scatter as scatter_tree};
 
 use crate::rank::{Rank, WorldSize};

@@ -1,32 +1,32 @@
 //! Plans of gather, scatter and all-to-all: each message goes from one rank to one other. What is sent stands in the
 //! input, and what is received in the output, which do not overlap.
 
-use super::{Combine, Plan, Shares, Step, after, before};
+use super::{Combine, Counts, Plan, Step, after, before};
 use crate::rank::{Rank, WorldSize};
 
 /// Every rank sends its input to the root: one step, or w-1 at the root, n elements each.
-pub(crate) fn gather(rank: Rank, world: WorldSize, root: Rank, share: usize) -> Plan {
+pub(crate) fn gather(rank: Rank, world: WorldSize, root: Rank, count: usize) -> Plan {
     if rank != root {
-        return vec![Step::send(root, 0..share)];
+        return vec![Step::send(root, 0..count)];
     }
-    let shares = Shares::even(share, world);
+    let counts = Counts::even(count, world);
     let others = (1..world.count()).map(|distance| after(root, distance, world));
-    others.map(|from| Step::recv(from, shares.of(from.index()), Combine::Replace)).collect()
+    others.map(|from| Step::recv(from, counts.of(from.index()), Combine::Replace)).collect()
 }
 
-/// The root sends each rank its share: one step, or w-1 at the root, n elements each.
-pub(crate) fn scatter(rank: Rank, world: WorldSize, root: Rank, share: usize) -> Plan {
+/// The root sends each rank its elements: one step, or w-1 at the root, n elements each.
+pub(crate) fn scatter(rank: Rank, world: WorldSize, root: Rank, count: usize) -> Plan {
     if rank != root {
-        return vec![Step::recv(root, 0..share, Combine::Replace)];
+        return vec![Step::recv(root, 0..count, Combine::Replace)];
     }
-    let shares = Shares::even(share, world);
+    let counts = Counts::even(count, world);
     let others = (1..world.count()).map(|distance| after(root, distance, world));
-    others.map(|to| Step::send(to, shares.of(to.index()))).collect()
+    others.map(|to| Step::send(to, counts.of(to.index()))).collect()
 }
 
 /// Pairwise exchange: in step k each rank sends to the one k places on and receives from the one k places before. w-1
 /// steps; each rank sends what is not its own (R. Thakur, R. Rabenseifner and W. Gropp, 2005).
-pub(crate) fn all_to_all(rank: Rank, world: WorldSize, sent: &Shares, received: &Shares) -> Plan {
+pub(crate) fn all_to_all(rank: Rank, world: WorldSize, sent: &Counts, received: &Counts) -> Plan {
     (1..world.count())
         .map(|distance| {
             let (to, from) = (after(rank, distance, world), before(rank, distance, world));

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{Combine, Parts, Plan, Shares, Step, after, before, chunk};
+use super::{Combine, Counts, Parts, Plan, Step, after, before, chunk};
 use crate::rank::{Rank, WorldSize};
 
 /// 2(w-1) steps; each rank sends 2n(w-1)/w elements. Each chunk is combined along one path, in one order.
@@ -19,9 +19,9 @@ pub(crate) fn reduce_scatter(rank: Rank, world: WorldSize, elements: usize) -> P
     combine(rank, world, world.count() - 1, elements)
 }
 
-/// As [`reduce_scatter`], where the ranks' shares differ: w-1 steps; each rank sends all but its own share.
-pub(crate) fn reduce_scatter_v(rank: Rank, world: WorldSize, shares: &Shares) -> Plan {
-    joining(pass_chunks(rank, world, world.count() - 1, Combine::Prepend, |index| shares.of(index)), world)
+/// As [`reduce_scatter`], where the ranks' counts differ: w-1 steps; each rank sends all but its own elements.
+pub(crate) fn reduce_scatter_v(rank: Rank, world: WorldSize, counts: &Counts) -> Plan {
+    joining(pass_chunks(rank, world, world.count() - 1, Combine::Prepend, |index| counts.of(index)), world)
 }
 
 /// w-1 steps; each rank sends n(w-1)/w elements. Chunk r starts on rank r and ends everywhere.
@@ -29,9 +29,9 @@ pub(crate) fn all_gather(rank: Rank, world: WorldSize, elements: usize) -> Plan 
     pass(rank, world, 0, Combine::Replace, elements).collect()
 }
 
-/// As [`all_gather`], where the ranks' shares differ: w-1 steps; each rank sends all but one share.
-pub(crate) fn all_gather_v(rank: Rank, world: WorldSize, shares: &Shares) -> Plan {
-    pass_chunks(rank, world, 0, Combine::Replace, |index| shares.of(index)).collect()
+/// As [`all_gather`], where the ranks' counts differ: w-1 steps; each rank sends all but one rank's elements.
+pub(crate) fn all_gather_v(rank: Rank, world: WorldSize, counts: &Counts) -> Plan {
+    pass_chunks(rank, world, 0, Combine::Replace, |index| counts.of(index)).collect()
 }
 
 /// Combines every chunk on its way around the ring; rank r ends with chunk r+shift+1.

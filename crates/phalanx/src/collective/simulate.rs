@@ -181,12 +181,12 @@ proptest! {
     #[test]
     fn all_gather_v_brings_every_share_everywhere(counts in prop::collection::vec(0usize..300, 1..17)) {
         let world = WorldSize::new(counts.len() as u32).unwrap();
-        let shares = Shares::new(&counts, world).unwrap();
-        let mut buffers = own(world, shares.total());
-        play(&plans(world, |rank| all_gather_v(rank, world, &shares)), &mut buffers);
+        let layout = Counts::new(&counts, world).unwrap();
+        let mut buffers = own(world, layout.total());
+        play(&plans(world, |rank| all_gather_v(rank, world, &layout)), &mut buffers);
         for buffer in &buffers {
             for origin in world.ranks() {
-                prop_assert!(buffer[shares.of(origin.index())].iter().all(|value| *value == contribution(origin)));
+                prop_assert!(buffer[layout.of(origin.index())].iter().all(|value| *value == contribution(origin)));
             }
         }
     }
@@ -196,13 +196,13 @@ proptest! {
         counts in prop::collection::vec(0usize..300, 1..17),
     ) {
         let world = WorldSize::new(counts.len() as u32).unwrap();
-        let shares = Shares::new(&counts, world).unwrap();
-        let mut buffers = own(world, shares.total());
-        let sent = play(&plans(world, |rank| reduce_scatter_v(rank, world, &shares)), &mut buffers);
+        let layout = Counts::new(&counts, world).unwrap();
+        let mut buffers = own(world, layout.total());
+        let sent = play(&plans(world, |rank| reduce_scatter_v(rank, world, &layout)), &mut buffers);
         for rank in world.ranks() {
-            let part = &buffers[rank.index()][shares.of(rank.index())];
+            let part = &buffers[rank.index()][layout.of(rank.index())];
             prop_assert!(part.iter().all(|value| *value == complete(world)));
-            prop_assert_eq!(sent[rank.index()], shares.total() - counts[rank.index()]);
+            prop_assert_eq!(sent[rank.index()], layout.total() - counts[rank.index()]);
         }
     }
 
@@ -211,9 +211,9 @@ proptest! {
         table in (1usize..10).prop_flat_map(|world| prop::collection::vec(prop::collection::vec(0usize..50, world), world)),
     ) {
         let world = WorldSize::new(table.len() as u32).unwrap();
-        let sent: Vec<_> = table.iter().map(|counts| Shares::new(counts, world).unwrap()).collect();
+        let sent: Vec<_> = table.iter().map(|counts| Counts::new(counts, world).unwrap()).collect();
         let received: Vec<_> = (0..table.len())
-            .map(|rank| Shares::new(&table.iter().map(|row| row[rank]).collect::<Vec<_>>(), world).unwrap())
+            .map(|rank| Counts::new(&table.iter().map(|row| row[rank]).collect::<Vec<_>>(), world).unwrap())
             .collect();
         // From a to b: a digit for each.
         let mark = |from: usize, to: usize| (from * 32 + to + 1) as u128;
@@ -232,13 +232,13 @@ proptest! {
     #[test]
     fn the_root_meets_everybody_in_a_gather_and_a_scatter(world in worlds(), root in 0u32..17, share in 0usize..100) {
         let root = Rank::new(root % world.get());
-        let shares = Shares::even(share, world);
+        let layout = Counts::even(share, world);
         let inputs = own(world, share);
-        let whole = |rank: usize| if rank == root.index() { shares.total() } else { 0 };
+        let whole = |rank: usize| if rank == root.index() { layout.total() } else { 0 };
         let gathered = play_apart(&plans(world, |rank| gather(rank, world, root, share)), &inputs, whole);
         let others = || world.ranks().filter(|rank| *rank != root);
         for rank in others() {
-            let part = &gathered[root.index()][shares.of(rank.index())];
+            let part = &gathered[root.index()][layout.of(rank.index())];
             prop_assert!(part.iter().all(|value| *value == contribution(rank)));
         }
         let scattered = play_apart(&plans(world, |rank| scatter(rank, world, root, share)), &gathered, |_| share);

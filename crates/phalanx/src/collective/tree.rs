@@ -74,11 +74,11 @@ pub(crate) fn reduce_ring(rank: Rank, world: WorldSize, root: Rank, elements: us
     plan
 }
 
-/// A binomial gather: ceil(log2 w) rounds at the root, n(w-1) elements to it. The buffer holds `share` elements for each
+/// A binomial gather: ceil(log2 w) rounds at the root, n(w-1) elements to it. The buffer holds `count` elements for each
 /// rank, the root's first and the others' in the order of the ring.
-pub(crate) fn gather(rank: Rank, world: WorldSize, root: Rank, share: usize) -> Plan {
+pub(crate) fn gather(rank: Rank, world: WorldSize, root: Rank, count: usize) -> Plan {
     let place = before(rank, root.index(), world).index();
-    let held = |place: usize, reach: usize| place * share..(place + reach).min(world.count()) * share;
+    let held = |place: usize, reach: usize| place * count..(place + reach).min(world.count()) * count;
     let mut plan = Plan::new();
     let mut reach = 1;
     while reach < world.count() {
@@ -96,11 +96,11 @@ pub(crate) fn gather(rank: Rank, world: WorldSize, root: Rank, share: usize) -> 
 }
 
 /// The reverse of [`gather`]: the root's buffer is scattered.
-pub(crate) fn scatter(rank: Rank, world: WorldSize, root: Rank, share: usize) -> Plan {
+pub(crate) fn scatter(rank: Rank, world: WorldSize, root: Rank, count: usize) -> Plan {
     let turn = |step: Step| match (step.send, step.recv) {
         (Some(send), _) => Step::recv(send.to, send.range, Combine::Replace),
         (None, Some(recv)) => Step::send(recv.from, recv.range),
         (None, None) => Step::default(),
     };
-    gather(rank, world, root, share).into_iter().rev().map(turn).collect()
+    gather(rank, world, root, count).into_iter().rev().map(turn).collect()
 }

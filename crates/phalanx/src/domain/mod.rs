@@ -2,7 +2,7 @@
 //!
 //! All ranks of a domain meet on a board for each collective, in one of three ways:
 //!
-//! - [`direct`]: if everybody's memory is registered, each rank combines its share where it lies, for all.
+//! - [`direct`]: if everybody's memory is registered, each rank combines its chunk where it lies, for all.
 //! - [`small`]: few bytes travel in the slots in which the ranks say what they call. Everybody combines everything. The
 //!   smallest calls always do.
 //! - [`staged`]: otherwise the same passes in windows through buffers that all reach.
@@ -11,11 +11,11 @@
 
 mod connect;
 mod direct;
+mod in_place_v;
 mod monitored_barrier;
 mod partition;
-mod parts;
+mod reduce_scatter;
 mod routes;
-mod shares;
 mod small;
 mod staged;
 mod word;
@@ -45,7 +45,7 @@ use crate::transport::health::Health;
 use crate::transport::late;
 use crate::wire::frame::{Call, Header, Operation};
 
-/// Shares end where cache lines do, so that no two ranks write the same one.
+/// Counts end where cache lines do, so that no two ranks write the same one.
 const LINE: usize = 64;
 
 /// A rank's place among the ranks with which it shares memory.
@@ -93,10 +93,12 @@ impl Domain {
         let job = Job { call, me: self.board.me(), ranks: members.len(), root: root.unwrap_or(0) };
         let outcome = match memory {
             Memory::InPlace(data) => self.in_place(job, sequence, data, patience),
-            Memory::Parts { data, shares } => self.parts((call, sequence), data, shares, patience),
-            Memory::Apart { input, output } => self.apart(job, sequence, (input, output), None, patience),
-            Memory::Shared { input, output, sent, received } => {
-                self.apart(job, sequence, (input, output), Some((sent, received)), patience)
+            Memory::InPlaceV { data, counts } => self.in_place_v((call, sequence), data, counts, patience),
+            Memory::OutOfPlace { input, output } => {
+                self.out_of_place(job, sequence, (input, output), None, patience)
+            }
+            Memory::OutOfPlaceV { input, output, sent, received } => {
+                self.out_of_place(job, sequence, (input, output), Some((sent, received)), patience)
             }
         };
         if let Some(reason) = self.board.still_lent() {
@@ -135,7 +137,7 @@ impl Domain {
         })
     }
 
-    fn apart(
+    fn out_of_place(
         &mut self,
         job: Job,
         sequence: Sequence,
@@ -168,10 +170,10 @@ impl Domain {
             (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
             if job.call.operation == Operation::ReduceScatter {
                 return match meeting.way() {
-                    Way::Direct => direct::reduce_apart(meeting, job, output),
+                    Way::Direct => direct::reduce_out_of_place(meeting, job, output),
                     Way::Small => meeting
                         .words(|words, _| small::fold(job, words, job.chunk(job.me), input.len(), output)),
-                    Way::Staged => staged::reduce_apart(meeting, job, input, output),
+                    Way::Staged => staged::reduce_out_of_place(meeting, job, input, output),
                 };
             }
             let routes = Routes::new(job, uneven, members, |index| meeting.note(index))?;

@@ -4,25 +4,25 @@
 use std::ops::Range;
 
 use super::{Job, short};
-use crate::collective::Shares;
+use crate::collective::Counts;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::frame::Operation;
 
-/// A rank's shares where they differ: of its input, by whom they are for, and of its output, by whom they are from.
-pub(super) type Uneven<'a> = Option<(&'a Shares, &'a Shares)>;
+/// Counts of a `_v` collective on a rank: of its input by receiver, and of its output by sender.
+pub(super) type Uneven<'a> = Option<(&'a Counts, &'a Counts)>;
 
 /// The copies of a call, as one rank sees them.
 pub(super) struct Routes<'a> {
     job: Job,
     uneven: Uneven<'a>,
-    /// Where this rank's block begins in the input of each, if their shares say so.
+    /// Where this rank's block begins in the input of each, if there are counts.
     starts: Vec<usize>,
     /// The bytes of the longest block of all ranks.
     longest: usize,
 }
 
-/// What a rank tells the others of uneven shares: how many elements it sends to each, and how many it expects of each.
+/// What a rank tells the others of its counts: how many elements it sends to each, and how many it expects of each.
 pub(super) fn note(job: Job, uneven: Uneven<'_>) -> Vec<u8> {
     let Some((sent, received)) = uneven else { return Vec::new() };
     let sent = |to| match job.call.operation {

@@ -65,7 +65,7 @@ fn pattern(job: Job) -> Option<Pattern> {
         Operation::Reduce => Pattern::Combine,
         Operation::ReduceScatter => Pattern::Reduce,
         Operation::AllGather | Operation::Broadcast => Pattern::Collect,
-        // Not in place, without bytes, or of unequal shares.
+        // Not in place, without bytes, or with counts.
         Operation::Barrier | Operation::MonitoredBarrier | Operation::PointToPoint => return None,
         Operation::Gather | Operation::Scatter | Operation::AllToAll | Operation::AllToAllV => return None,
         Operation::AllGatherV | Operation::AllGatherVInPlace | Operation::ReduceScatterV => return None,
@@ -124,7 +124,7 @@ fn for_all(job: Job, share: &impl Fn(usize) -> Range<usize>) -> WindowLayout<imp
 }
 
 /// Combines this rank's chunk of everybody's input.
-pub(super) fn reduce_apart(
+pub(super) fn reduce_out_of_place(
     meeting: &mut Staging<'_, '_>,
     job: Job,
     input: &[u8],
@@ -184,9 +184,9 @@ fn combine(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
         }
         meeting.combine_staged(layout.bytes, |blocks, memory| {
             let own = layout.piece(me, number);
-            let mut shares: Vec<_> = blocks.iter_mut().map(|block| &mut block[..own.len()]).collect();
-            shares.insert(me, &mut memory[own]);
-            if for_all { job.fold().apply(&mut shares) } else { direct::reduce(job, &mut shares, job.root) }
+            let mut chunks: Vec<_> = blocks.iter_mut().map(|block| &mut block[..own.len()]).collect();
+            chunks.insert(me, &mut memory[own]);
+            if for_all { job.fold().apply(&mut chunks) } else { direct::reduce(job, &mut chunks, job.root) }
         })?;
     }
     (layout.count.saturating_sub(2)..layout.count).try_for_each(|number| take_back(meeting, number))

@@ -138,8 +138,8 @@ fn a_domain_reduces_into_shares_and_collects_them() {
                             .for_each(|(index, value)| *value = (index * (me + 1)) as i32);
                         let patience = Patience::new(LIMIT);
                         let reduce = (call, Sequence(number));
-                        domain.reduce_shares(reduce, data, owners, fold, &patience).unwrap();
-                        let own = Domain::share(bytes, owners, me);
+                        domain.reduce_scatter(reduce, data, owners, fold, &patience).unwrap();
+                        let own = Domain::chunk(bytes, owners, me);
                         let sum = (1..=count).sum::<usize>();
                         let start = own.start / 4;
                         let values: &mut [i32] = bytemuck::cast_slice_mut(&mut data[own]);
@@ -147,7 +147,7 @@ fn a_domain_reduces_into_shares_and_collects_them() {
                             assert_eq!(*value, ((start + index) * sum) as i32);
                             *value += 1; // What other hosts bring.
                         }
-                        domain.collect_shares((call, Sequence(number + 1)), data, owners, &patience).unwrap();
+                        domain.all_gather((call, Sequence(number + 1)), data, owners, &patience).unwrap();
                         let values: &[i32] = bytemuck::cast_slice(data);
                         assert!(
                             values

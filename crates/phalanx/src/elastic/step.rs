@@ -18,8 +18,7 @@ use crate::rank::Rank;
 pub struct Step<T> {
     /// What the ranks have reduced together.
     pub value: T,
-    /// The ranks whose part is missing, because they died before it was there: of those to whom the step's data were distributed
-    /// out. For [`ElasticSampler::put_back`](crate::sampler::ElasticSampler::put_back).
+    /// The ranks whose part is missing, because they died before it was there; ranks as in the world that got the step's data. For [`ElasticSampler::put_back`](crate::sampler::ElasticSampler::put_back).
     pub missing: Vec<Rank>,
     /// Is [`Context::group`] another than before? What is bound to a group has to follow. Ranks may hear of it a step apart:
     /// what calls collectives waits for [`changed`](Self::changed).

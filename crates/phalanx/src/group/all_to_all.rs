@@ -1,10 +1,10 @@
 //! `all_to_all`, of blocks of the same length and of different lengths.
 
-use super::blocking::apart;
+use super::blocking::out_of_place;
 use super::engine::Memory;
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
-use crate::collective::Shares;
+use crate::collective::Counts;
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::wire::frame::Operation;
@@ -18,7 +18,7 @@ impl ProcessGroup {
     #[doc(alias("alltoall", "all_to_all_single"))]
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         self.check_all_to_all(input.len(), output.len())?;
-        self.run(self.call_of::<T>(Operation::AllToAll, input.len()), apart(input, output))
+        self.run(self.call_of::<T>(Operation::AllToAll, input.len()), out_of_place(input, output))
     }
 
     /// As [`all_to_all`](Self::all_to_all); [`Work::wait`] gives a buffer with a block from each rank.
@@ -29,7 +29,7 @@ impl ProcessGroup {
         self.check_all_to_all(buffer.len(), buffer.len())?;
         let output = Buffer::zeroed(buffer.dtype(), buffer.len());
         let call = self.call(Operation::AllToAll, buffer.dtype(), buffer.len());
-        self.start_apart(call, buffer, output)
+        self.start_out_of_place(call, buffer, output)
     }
 
     /// As [`all_to_all`](Self::all_to_all), with blocks of different lengths: `sent[r]` elements of `input` go to rank r,
@@ -47,12 +47,12 @@ impl ProcessGroup {
         received: &[usize],
     ) -> Result<()> {
         let world = self.world_size();
-        let (sent, received) = (Shares::new(sent, world)?, Shares::new(received, world)?);
+        let (sent, received) = (Counts::new(sent, world)?, Counts::new(received, world)?);
         self.check_all_to_all_v((input.len(), &sent), (output.len(), &received))?;
         let (input, output) = (bytemuck::cast_slice(input), bytemuck::cast_slice_mut(output));
         self.run(
             self.call_of::<T>(Operation::AllToAllV, 0),
-            Memory::Shared { input, output, sent: &sent, received: &received },
+            Memory::OutOfPlaceV { input, output, sent: &sent, received: &received },
         )
     }
 
@@ -62,13 +62,13 @@ impl ProcessGroup {
     /// At once if the group has failed or the counts do not fit; otherwise from [`Work::wait`].
     pub fn all_to_all_v_async(&self, buffer: Buffer, sent: &[usize], received: &[usize]) -> Result<Work> {
         let world = self.world_size();
-        let (sent, received) = (Shares::new(sent, world)?, Shares::new(received, world)?);
+        let (sent, received) = (Counts::new(sent, world)?, Counts::new(received, world)?);
         self.check_all_to_all_v((buffer.len(), &sent), (received.total(), &received))?;
         let mut output = Buffer::zeroed(buffer.dtype(), received.total());
         let call = self.call(Operation::AllToAllV, buffer.dtype(), 0);
         self.start_with(call, move |engine, patience| {
             let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
-            let memory = Memory::Shared { input, output: into, sent: &sent, received: &received };
+            let memory = Memory::OutOfPlaceV { input, output: into, sent: &sent, received: &received };
             engine.collective(call, memory, patience)?;
             Ok(output)
         })

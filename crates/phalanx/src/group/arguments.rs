@@ -2,7 +2,7 @@
 
 use super::ProcessGroup;
 use crate::buffer::Buffer;
-use crate::collective::Shares;
+use crate::collective::Counts;
 use crate::error::{Error, Result};
 
 impl ProcessGroup {
@@ -24,16 +24,16 @@ impl ProcessGroup {
         )))
     }
 
-    pub(super) fn check_all_gather_v(&self, input: usize, output: usize, shares: &Shares) -> Result<()> {
-        let own = shares.of(self.rank().index()).len();
+    pub(super) fn check_all_gather_v(&self, input: usize, output: usize, counts: &Counts) -> Result<()> {
+        let own = counts.of(self.rank().index()).len();
         check_sum("all_gather_v", "input", input, "this rank's count is", own)?;
-        check_sum("all_gather_v", "output", output, "the counts add up to", shares.total())
+        check_sum("all_gather_v", "output", output, "the counts add up to", counts.total())
     }
 
-    pub(super) fn parts(&self, operation: &str, buffer: &Buffer, counts: &[usize]) -> Result<Shares> {
-        let shares = Shares::new(counts, self.world_size())?;
-        check_sum(operation, "buffer", buffer.len(), "the counts add up to", shares.total())?;
-        Ok(shares)
+    pub(super) fn counts_of(&self, operation: &str, buffer: &Buffer, counts: &[usize]) -> Result<Counts> {
+        let counts = Counts::new(counts, self.world_size())?;
+        check_sum(operation, "buffer", buffer.len(), "the counts add up to", counts.total())?;
+        Ok(counts)
     }
 
     pub(super) fn check_all_to_all(&self, input: usize, output: usize) -> Result<()> {
@@ -44,12 +44,12 @@ impl ProcessGroup {
 
     pub(super) fn check_all_to_all_v(
         &self,
-        (input, sent): (usize, &Shares),
-        (output, received): (usize, &Shares),
+        (input, sent): (usize, &Counts),
+        (output, received): (usize, &Counts),
     ) -> Result<()> {
         check_sum("all_to_all_v", "input", input, "the counts add up to", sent.total())?;
         check_sum("all_to_all_v", "output", output, "the counts add up to", received.total())?;
-        let own = |shares: &Shares| shares.of(self.rank().index()).len();
+        let own = |counts: &Counts| counts.of(self.rank().index()).len();
         check_sum("all_to_all_v", "block for this rank itself", own(sent), "it expects", own(received))
     }
 }

@@ -48,7 +48,7 @@ impl ProcessGroup {
         self.start(self.call(Operation::AllGather, dtype, elements), gathered)
     }
 
-    /// As [`reduce_scatter`](Self::reduce_scatter); [`Work::wait`] gives this rank's share.
+    /// As [`reduce_scatter`](Self::reduce_scatter); [`Work::wait`] gives this rank's chunk.
     ///
     /// # Errors
     /// At once if the group has failed, the buffer cannot be divided evenly or `op` is not defined for its type; otherwise from [`Work::wait`].
@@ -59,10 +59,10 @@ impl ProcessGroup {
         let call = self.call(Operation::ReduceScatter, dtype, elements).reducing(op);
         call.prepare(op, buffer.as_bytes_mut())?;
         self.start_then(call, buffer, move |buffer| {
-            let mut share = Buffer::zeroed(dtype, own.len());
+            let mut chunk = Buffer::zeroed(dtype, own.len());
             let bytes = own.start * dtype.size()..own.end * dtype.size();
-            share.as_bytes_mut().copy_from_slice(&buffer.as_bytes()[bytes]);
-            share
+            chunk.as_bytes_mut().copy_from_slice(&buffer.as_bytes()[bytes]);
+            chunk
         })
     }
 
@@ -82,10 +82,10 @@ impl ProcessGroup {
         })
     }
 
-    pub(super) fn start_apart(&self, call: Call, input: Buffer, mut output: Buffer) -> Result<Work> {
+    pub(super) fn start_out_of_place(&self, call: Call, input: Buffer, mut output: Buffer) -> Result<Work> {
         self.start_with(call, move |engine, patience| {
             let (input, into) = (input.as_bytes(), output.as_bytes_mut());
-            engine.collective(call, Memory::Apart { input, output: into }, patience)?;
+            engine.collective(call, Memory::OutOfPlace { input, output: into }, patience)?;
             Ok(output)
         })
     }

@@ -46,7 +46,7 @@ impl ProcessGroup {
     #[doc(alias("allgather", "all_gather_into_tensor"))]
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         self.check_length("all_gather", "output", output.len(), "input", input.len())?;
-        self.run(self.call_of::<T>(Operation::AllGather, input.len()), apart(input, output))
+        self.run(self.call_of::<T>(Operation::AllGather, input.len()), out_of_place(input, output))
     }
 
     /// Combines `input` with the other ranks' `input` and leaves rank r the elements from r·len on, in `output`.
@@ -59,12 +59,12 @@ impl ProcessGroup {
         let call = self.call_of::<T>(Operation::ReduceScatter, input.len()).reducing(op);
         call.check(op)?;
         if op.factor().is_none() {
-            return self.run(call, apart(input, output));
+            return self.run(call, out_of_place(input, output));
         }
         let mut scaled = Buffer::from_slice(input);
         call.prepare(op, scaled.as_bytes_mut())?;
         let output = bytemuck::cast_slice_mut(output);
-        self.run(call, Memory::Apart { input: scaled.as_bytes(), output })
+        self.run(call, Memory::OutOfPlace { input: scaled.as_bytes(), output })
     }
 
     /// Returns when every rank has called it.
@@ -132,6 +132,6 @@ impl Call {
     }
 }
 
-pub(super) fn apart<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
-    Memory::Apart { input: bytemuck::cast_slice(input), output: bytemuck::cast_slice_mut(output) }
+pub(super) fn out_of_place<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
+    Memory::OutOfPlace { input: bytemuck::cast_slice(input), output: bytemuck::cast_slice_mut(output) }
 }

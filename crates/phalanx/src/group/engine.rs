@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
-use crate::collective::{self, Choice, Hierarchy, Plan, ReduceOp, Shares, Step, Tuning};
+use crate::collective::{self, Choice, Counts, Hierarchy, Plan, ReduceOp, Step, Tuning};
 use crate::deadline::{Deadline, Patience};
 use crate::domain::{Domain, Partition};
 use crate::error::{Error, Result};
@@ -25,12 +25,12 @@ const REMEMBERED: usize = 64;
 pub(crate) enum Memory<'a> {
     /// The result takes the place of the input.
     InPlace(&'a mut [u8]),
-    /// The result has memory of its own.
-    Apart { input: &'a [u8], output: &'a mut [u8] },
-    /// It has, and the ranks' shares differ: of the input, by whom they are for, and of the output, by whom they are from.
-    Shared { input: &'a [u8], output: &'a mut [u8], sent: &'a Shares, received: &'a Shares },
-    /// The result takes the place of the input, and the ranks' shares of it differ.
-    Parts { data: &'a mut [u8], shares: &'a Shares },
+    /// Input and result do not overlap.
+    OutOfPlace { input: &'a [u8], output: &'a mut [u8] },
+    /// Out of place, with counts: of the input by receiver, and of the output by sender.
+    OutOfPlaceV { input: &'a [u8], output: &'a mut [u8], sent: &'a Counts, received: &'a Counts },
+    /// In place, with a count for each rank.
+    InPlaceV { data: &'a mut [u8], counts: &'a Counts },
 }
 
 /// The memory that a plan's ranges count in.
@@ -132,8 +132,8 @@ impl Engine {
                 Memory::InPlace(data) if hosts::goes_by_hosts(call.operation) => {
                     return self.by_hosts(&hierarchy, call, sequence, data, patience);
                 }
-                Memory::Parts { data, shares } => {
-                    return self.parts_by_hosts(&hierarchy, (call, sequence), data, shares, patience);
+                Memory::InPlaceV { data, counts } => {
+                    return self.in_place_v_by_hosts(&hierarchy, (call, sequence), data, counts, patience);
                 }
                 _ => self.agree_on_host(call, sequence, patience)?,
             }
@@ -141,24 +141,24 @@ impl Engine {
         let deadline = patience.deadline();
         match memory {
             Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
-            Memory::Parts { data, shares } => self.parts(call, sequence, data, shares, deadline),
-            Memory::Shared { input, output, sent, received } => {
+            Memory::InPlaceV { data, counts } => self.in_place_v(call, sequence, data, counts, deadline),
+            Memory::OutOfPlaceV { input, output, sent, received } => {
                 self.exchange_blocks(call, sequence, (input, sent), (output, received), deadline)
             }
-            Memory::Apart { input, output } if call.operation == Operation::AllToAll => {
-                let shares = Shares::even(input.len() / call.dtype.size() / self.world.count(), self.world);
-                self.exchange_blocks(call, sequence, (input, &shares), (output, &shares), deadline)
+            Memory::OutOfPlace { input, output } if call.operation == Operation::AllToAll => {
+                let counts = Counts::even(input.len() / call.dtype.size() / self.world.count(), self.world);
+                self.exchange_blocks(call, sequence, (input, &counts), (output, &counts), deadline)
             }
-            Memory::Apart { input, output } if call.operation == Operation::Gather => {
+            Memory::OutOfPlace { input, output } if call.operation == Operation::Gather => {
                 self.gather(call, sequence, input, output, deadline)
             }
-            Memory::Apart { input, output } if call.operation == Operation::Scatter => {
+            Memory::OutOfPlace { input, output } if call.operation == Operation::Scatter => {
                 self.scatter(call, sequence, input, output, deadline)
             }
-            Memory::Apart { input, output } if call.operation == Operation::ReduceScatter => {
+            Memory::OutOfPlace { input, output } if call.operation == Operation::ReduceScatter => {
                 self.through_copy(call, sequence, input, output, deadline)
             }
-            Memory::Apart { input, output } => {
+            Memory::OutOfPlace { input, output } => {
                 let start = self.rank.index() * input.len();
                 output[start..start + input.len()].copy_from_slice(input);
                 self.in_place(call, sequence, output, deadline)
@@ -221,7 +221,7 @@ impl Engine {
             | Operation::AllToAll
             | Operation::AllToAllV
             | Operation::MonitoredBarrier => Plan::new(),
-            // Their shares differ.
+            // They have plans of their own, from the counts.
             Operation::ReduceScatterV | Operation::AllGatherVInPlace => Plan::new(),
         }
     }

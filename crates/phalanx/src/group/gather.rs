@@ -1,11 +1,11 @@
 //! `gather`, `scatter`, and `all_gather` of different lengths.
 
 use super::arguments::same_type;
-use super::blocking::apart;
+use super::blocking::out_of_place;
 use super::engine::Memory;
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
-use crate::collective::Shares;
+use crate::collective::Counts;
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::rank::Rank;
@@ -20,7 +20,10 @@ impl ProcessGroup {
     pub fn gather<T: Element>(&self, input: &[T], output: &mut [T], root: Rank) -> Result<()> {
         let root = self.member(root)?;
         let output = self.root_only("gather", "output", output, root, "input", input.len())?;
-        self.run(self.call_of::<T>(Operation::Gather, input.len()).rooted_at(root), apart(input, output))
+        self.run(
+            self.call_of::<T>(Operation::Gather, input.len()).rooted_at(root),
+            out_of_place(input, output),
+        )
     }
 
     /// As [`gather`](Self::gather); [`Work::wait`] gives the root a buffer with all ranks' elements, and the others one
@@ -33,7 +36,7 @@ impl ProcessGroup {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
         let whole = if self.rank() == root { elements * self.world_size().count() } else { 0 };
         let call = self.call(Operation::Gather, dtype, elements).rooted_at(root);
-        self.start_apart(call, buffer, Buffer::zeroed(dtype, whole))
+        self.start_out_of_place(call, buffer, Buffer::zeroed(dtype, whole))
     }
 
     /// Distributes the root's `input`: rank r gets the elements from r·len on in `output`, equally long on every rank. The
@@ -47,10 +50,13 @@ impl ProcessGroup {
         if self.rank() == root {
             self.check_length("scatter", "input", input.len(), "output", output.len())?;
         }
-        self.run(self.call_of::<T>(Operation::Scatter, output.len()).rooted_at(root), apart(input, output))
+        self.run(
+            self.call_of::<T>(Operation::Scatter, output.len()).rooted_at(root),
+            out_of_place(input, output),
+        )
     }
 
-    /// As [`scatter`](Self::scatter); [`Work::wait`] gives `output`, with this rank's share.
+    /// As [`scatter`](Self::scatter); [`Work::wait`] gives `output`, with this rank's elements.
     ///
     /// # Errors
     /// At once if the group has failed, `root` is not in it, the types differ, or the root's `input` is not `world_size`
@@ -63,7 +69,7 @@ impl ProcessGroup {
             self.check_length("scatter", "input", input.len(), "output", elements)?;
         }
         let call = self.call(Operation::Scatter, dtype, elements).rooted_at(root);
-        self.start_apart(call, input, output)
+        self.start_out_of_place(call, input, output)
     }
 
     /// Gathers inputs of different lengths from all ranks, which all know them: rank r brings `counts[r]` elements, which
@@ -82,11 +88,11 @@ impl ProcessGroup {
     /// `output` not the sum of all; and if the ranks' counts differ.
     #[doc(alias = "allgatherv")]
     pub fn all_gather_v<T: Element>(&self, input: &[T], output: &mut [T], counts: &[usize]) -> Result<()> {
-        let shares = Shares::new(counts, self.world_size())?;
-        self.check_all_gather_v(input.len(), output.len(), &shares)?;
+        let counts = Counts::new(counts, self.world_size())?;
+        self.check_all_gather_v(input.len(), output.len(), &counts)?;
         let (input, output) = (bytemuck::cast_slice(input), bytemuck::cast_slice_mut(output));
-        let memory = Memory::Shared { input, output, sent: &shares, received: &shares };
-        self.run(self.call_of::<T>(Operation::AllGatherV, shares.total()), memory)
+        let memory = Memory::OutOfPlaceV { input, output, sent: &counts, received: &counts };
+        self.run(self.call_of::<T>(Operation::AllGatherV, counts.total()), memory)
     }
 
     /// As [`all_gather_v`](Self::all_gather_v); [`Work::wait`] gives a buffer with all ranks' elements.
@@ -94,13 +100,13 @@ impl ProcessGroup {
     /// # Errors
     /// At once if the group has failed or the counts do not fit; otherwise from [`Work::wait`].
     pub fn all_gather_v_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
-        let shares = Shares::new(counts, self.world_size())?;
-        self.check_all_gather_v(buffer.len(), shares.total(), &shares)?;
-        let mut output = Buffer::zeroed(buffer.dtype(), shares.total());
-        let call = self.call(Operation::AllGatherV, buffer.dtype(), shares.total());
+        let counts = Counts::new(counts, self.world_size())?;
+        self.check_all_gather_v(buffer.len(), counts.total(), &counts)?;
+        let mut output = Buffer::zeroed(buffer.dtype(), counts.total());
+        let call = self.call(Operation::AllGatherV, buffer.dtype(), counts.total());
         self.start_with(call, move |engine, patience| {
             let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
-            let memory = Memory::Shared { input, output: into, sent: &shares, received: &shares };
+            let memory = Memory::OutOfPlaceV { input, output: into, sent: &counts, received: &counts };
             engine.collective(call, memory, patience)?;
             Ok(output)
         })
@@ -112,14 +118,14 @@ impl ProcessGroup {
     /// # Errors
     /// As [`all_gather_v_async`](Self::all_gather_v_async).
     pub fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
-        let shares = self.parts("all_gather_v", &buffer, counts)?;
+        let counts = self.counts_of("all_gather_v", &buffer, counts)?;
         let call = self.call(Operation::AllGatherVInPlace, buffer.dtype(), buffer.len());
-        self.start_parts(call, buffer, shares)
+        self.start_in_place_v(call, buffer, counts)
     }
 
-    pub(super) fn start_parts(&self, call: Call, mut buffer: Buffer, shares: Shares) -> Result<Work> {
+    pub(super) fn start_in_place_v(&self, call: Call, mut buffer: Buffer, counts: Counts) -> Result<Work> {
         self.start_with(call, move |engine, patience| {
-            let memory = Memory::Parts { data: buffer.as_bytes_mut(), shares: &shares };
+            let memory = Memory::InPlaceV { data: buffer.as_bytes_mut(), counts: &counts };
             engine.collective(call, memory, patience)?;
             Ok(buffer)
         })
@@ -133,12 +139,12 @@ impl ProcessGroup {
         memory: &'a mut [T],
         root: Rank,
         part: &str,
-        share: usize,
+        length: usize,
     ) -> Result<&'a mut [T]> {
         if self.rank() != root {
             return Ok(&mut []);
         }
-        self.check_length(operation, whole, memory.len(), part, share)?;
+        self.check_length(operation, whole, memory.len(), part, length)?;
         Ok(memory)
     }
 }

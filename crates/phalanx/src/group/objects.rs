@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use super::ProcessGroup;
 use super::engine::{Engine, Memory};
 use crate::caller::Caller;
-use crate::collective::Shares;
+use crate::collective::Counts;
 use crate::deadline::Patience;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -67,16 +67,16 @@ impl ProcessGroup {
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
         let group = self.in_call(Caller::AllGatherObject);
         let own = written(Some(value));
-        let (bytes, shares) = group.on_queue(|engine, patience| {
-            let shares = group.lengths(engine, &own, patience)?;
-            let mut bytes = vec![0; shares.total()];
+        let (bytes, counts) = group.on_queue(|engine, patience| {
+            let counts = group.lengths(engine, &own, patience)?;
+            let mut bytes = vec![0; counts.total()];
             let input = own.as_deref().unwrap_or_default();
-            let call = group.call(Operation::AllGatherV, DType::U8, shares.total());
-            let memory = Memory::Shared { input, output: &mut bytes, sent: &shares, received: &shares };
+            let call = group.call(Operation::AllGatherV, DType::U8, counts.total());
+            let memory = Memory::OutOfPlaceV { input, output: &mut bytes, sent: &counts, received: &counts };
             engine.collective(call, memory, patience)?;
-            Ok((bytes, shares))
+            Ok((bytes, counts))
         })?;
-        self.read_all(&bytes, &shares)
+        self.read_all(&bytes, &counts)
     }
 
     /// Gives the root all ranks' values, by rank, and the others `None`.
@@ -91,19 +91,19 @@ impl ProcessGroup {
         let group = self.in_call(Caller::GatherObject);
         let root = self.member(root)?;
         let own = written(Some(value));
-        let (bytes, shares) = group.on_queue(|engine, patience| {
+        let (bytes, counts) = group.on_queue(|engine, patience| {
             // All learn the lengths, so that all refuse what is too long.
-            let shares = group.lengths(engine, &own, patience)?;
-            let received = if self.rank() == root { shares.clone() } else { self.nothing() };
-            let sent = self.only(root, shares.of(self.rank().index()).len())?;
+            let counts = group.lengths(engine, &own, patience)?;
+            let received = if self.rank() == root { counts.clone() } else { self.nothing() };
+            let sent = self.only(root, counts.of(self.rank().index()).len())?;
             let mut bytes = vec![0; received.total()];
             let input = own.as_deref().unwrap_or_default();
             let call = group.call(Operation::AllToAllV, DType::U8, 0);
-            let memory = Memory::Shared { input, output: &mut bytes, sent: &sent, received: &received };
+            let memory = Memory::OutOfPlaceV { input, output: &mut bytes, sent: &sent, received: &received };
             engine.collective(call, memory, patience)?;
-            Ok((bytes, shares))
+            Ok((bytes, counts))
         })?;
-        if self.rank() == root { self.read_all(&bytes, &shares).map(Some) } else { Ok(None) }
+        if self.rank() == root { self.read_all(&bytes, &counts).map(Some) } else { Ok(None) }
     }
 
     /// Gives rank r the r-th of the root's `values`. The other ranks' are not read, and may be `None`.
@@ -135,12 +135,12 @@ impl ProcessGroup {
             let call = group.call(Operation::Broadcast, DType::I64, lengths.len()).rooted_at(root);
             engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut lengths)), patience)?;
             let lengths = checked(&lengths, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?;
-            let sent = if self.rank() == root { Shares::new(&lengths, world)? } else { self.nothing() };
+            let sent = if self.rank() == root { Counts::new(&lengths, world)? } else { self.nothing() };
             let received = self.only(root, lengths[self.rank().index()])?;
             let (input, mut bytes) = (own.clone().unwrap_or_default().concat(), vec![0; received.total()]);
             let call = group.call(Operation::AllToAllV, DType::U8, 0);
             let memory =
-                Memory::Shared { input: &input, output: &mut bytes, sent: &sent, received: &received };
+                Memory::OutOfPlaceV { input: &input, output: &mut bytes, sent: &sent, received: &received };
             engine.collective(call, memory, patience)?;
             Ok(bytes)
         })?;
@@ -155,32 +155,32 @@ impl ProcessGroup {
     }
 
     /// The lengths of all ranks' objects.
-    fn lengths(&self, engine: &mut Engine, own: &Result<Vec<u8>>, patience: &Patience) -> Result<Shares> {
+    fn lengths(&self, engine: &mut Engine, own: &Result<Vec<u8>>, patience: &Patience) -> Result<Counts> {
         let mut lengths = vec![0i64; self.world_size().count()];
-        let memory = Memory::Apart {
+        let memory = Memory::OutOfPlace {
             input: &announced(own).to_ne_bytes(),
             output: bytemuck::cast_slice_mut(&mut lengths),
         };
         engine.collective(self.call(Operation::AllGather, DType::I64, 1), memory, patience)?;
         let lengths = checked(&lengths, |index| Rank::new(index as u32))
             .map_err(|error| own.clone().err().unwrap_or(error))?;
-        Shares::new(&lengths, self.world_size())
+        Counts::new(&lengths, self.world_size())
     }
 
-    fn read_all<T: DeserializeOwned>(&self, bytes: &[u8], shares: &Shares) -> Result<Vec<T>> {
-        self.world_size().ranks().map(|rank| read(&bytes[shares.of(rank.index())], rank)).collect()
+    fn read_all<T: DeserializeOwned>(&self, bytes: &[u8], counts: &Counts) -> Result<Vec<T>> {
+        self.world_size().ranks().map(|rank| read(&bytes[counts.of(rank.index())], rank)).collect()
     }
 
     /// No bytes for anybody.
-    fn nothing(&self) -> Shares {
-        Shares::even(0, self.world_size())
+    fn nothing(&self) -> Counts {
+        Counts::even(0, self.world_size())
     }
 
     /// `length` bytes for `rank` alone.
-    fn only(&self, rank: Rank, length: usize) -> Result<Shares> {
+    fn only(&self, rank: Rank, length: usize) -> Result<Counts> {
         let mut counts = vec![0; self.world_size().count()];
         counts[rank.index()] = length;
-        Shares::new(&counts, self.world_size())
+        Counts::new(&counts, self.world_size())
     }
 }
 

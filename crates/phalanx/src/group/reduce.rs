@@ -48,7 +48,7 @@ impl ProcessGroup {
 
     /// Combines `buffer` with the other ranks' buffers, and scatters the result in shards of different lengths: rank r's
     /// `counts[r]` elements stand behind those of the ranks before it. [`Work::wait`] gives the buffer back, in which this
-    /// rank's share is combined; what stands elsewhere is unspecified.
+    /// rank's shard is combined; what stands elsewhere is unspecified.
     ///
     /// With [`all_gather_v_in_place_async`](Self::all_gather_v_in_place_async) after it, it sends what one all_reduce
     /// does. Between hosts whose ranks share memory it is an all_reduce.
@@ -57,10 +57,10 @@ impl ProcessGroup {
     /// At once if the group has failed, the counts do not fit or `op` is not defined for the type; otherwise from
     /// [`Work::wait`], also if the ranks' counts differ.
     pub fn reduce_scatter_v_async(&self, mut buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
-        let shares = self.parts("reduce_scatter_v", &buffer, counts)?;
+        let counts = self.counts_of("reduce_scatter_v", &buffer, counts)?;
         let call = self.call(Operation::ReduceScatterV, buffer.dtype(), buffer.len()).reducing(op);
         call.prepare(op, buffer.as_bytes_mut())?;
-        self.start_parts(call, buffer, shares)
+        self.start_in_place_v(call, buffer, counts)
     }
 
     /// An [`all_reduce`](Self::all_reduce) of several slices as one operation: many small ones cost hardly more than one.

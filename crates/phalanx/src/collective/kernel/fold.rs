@@ -32,24 +32,24 @@ impl Fold {
         Self { dtype, op, divide_by: (op == ReduceOp::Avg).then_some(ranks) }
     }
 
-    /// Puts the result in the place of each of `shares`, which are equally long. Each share is read once and written
+    /// Puts the result in the place of each of `slices`, which are equally long. Each slice is read once and written
     /// once.
     ///
     /// # Errors
     /// If the lengths differ, or do not hold whole, aligned elements, or if the operation is not defined for the type.
-    pub(crate) fn apply(&self, shares: &mut [&mut [u8]]) -> Result<()> {
+    pub(crate) fn apply(&self, slices: &mut [&mut [u8]]) -> Result<()> {
         self.op.check(self.dtype)?;
-        same_length(shares.iter().map(|share| share.len()))?;
+        same_length(slices.iter().map(|slice| slice.len()))?;
         match self.dtype {
-            DType::F32 => self.native_shares::<f32>(shares),
-            DType::F64 => self.native_shares::<f64>(shares),
-            DType::I32 => self.native_shares::<i32>(shares),
-            DType::I64 => self.native_shares::<i64>(shares),
-            DType::U8 => self.native_shares::<u8>(shares),
-            DType::I8 => self.native_shares::<i8>(shares),
-            DType::Bool => self.native_shares::<Bool>(shares),
-            DType::F16 => self.half_shares::<f16>(shares),
-            DType::BF16 => self.half_shares::<bf16>(shares),
+            DType::F32 => self.native_slices::<f32>(slices),
+            DType::F64 => self.native_slices::<f64>(slices),
+            DType::I32 => self.native_slices::<i32>(slices),
+            DType::I64 => self.native_slices::<i64>(slices),
+            DType::U8 => self.native_slices::<u8>(slices),
+            DType::I8 => self.native_slices::<i8>(slices),
+            DType::Bool => self.native_slices::<Bool>(slices),
+            DType::F16 => self.half_slices::<f16>(slices),
+            DType::BF16 => self.half_slices::<bf16>(slices),
         }
     }
 
@@ -75,9 +75,9 @@ impl Fold {
         self.divide_by.filter(|_| index + 1 == sources)
     }
 
-    fn native_shares<T: Number>(&self, shares: &mut [&mut [u8]]) -> Result<()> {
-        let count = shares.len();
-        match shares {
+    fn native_slices<T: Number>(&self, slices: &mut [&mut [u8]]) -> Result<()> {
+        let count = slices.len();
+        match slices {
             [] => Ok(()),
             [only] => {
                 self.finish(cast_mut::<T>(only)?);
@@ -145,20 +145,20 @@ impl Fold {
         }
     }
 
-    fn half_shares<T: Half>(&self, shares: &mut [&mut [u8]]) -> Result<()> {
-        if let [left, right] = shares {
+    fn half_slices<T: Half>(&self, slices: &mut [&mut [u8]]) -> Result<()> {
+        if let [left, right] = slices {
             f32::each(self.op, self.divide_by, BothHalves(cast_mut::<T>(left)?, cast_mut(right)?));
             return Ok(());
         }
-        let Some(length) = shares.first().map(|share| share.len() / size_of::<T>()) else { return Ok(()) };
+        let Some(length) = slices.first().map(|slice| slice.len() / size_of::<T>()) else { return Ok(()) };
         let mut sum = [0.0; BLOCK];
         for start in (0..length).step_by(BLOCK) {
             let block = start..length.min(start + BLOCK);
             let sum = &mut sum[..block.len()];
-            for index in 0..shares.len() {
-                self.add::<T>(index, shares.len(), &cast(shares[index])?[block.clone()], sum);
+            for index in 0..slices.len() {
+                self.add::<T>(index, slices.len(), &cast(slices[index])?[block.clone()], sum);
             }
-            let (first, others) = shares.split_at_mut(1);
+            let (first, others) = slices.split_at_mut(1);
             let rounded = &mut cast_mut::<T>(first[0])?[block.clone()];
             narrow(sum, rounded);
             for other in others {

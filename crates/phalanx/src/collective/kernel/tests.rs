@@ -22,14 +22,14 @@ fn combine<T: Element>(op: ReduceOp, local: &[T], received: &[T]) -> Vec<T> {
 /// The result on each rank and in memory of its own, which must be the same.
 fn fold<T: Element + PartialEq + std::fmt::Debug>(op: ReduceOp, sources: &[Vec<T>]) -> Vec<T> {
     let fold = Fold::of_all(T::DTYPE, op, sources.len() as u32);
-    let mut shares: Vec<_> = sources.iter().map(|source| Buffer::from_slice(source)).collect();
-    let mut target = shares[0].clone();
-    let lent: Vec<_> = shares.iter().map(Buffer::as_bytes).collect();
+    let mut slices: Vec<_> = sources.iter().map(|source| Buffer::from_slice(source)).collect();
+    let mut target = slices[0].clone();
+    let lent: Vec<_> = slices.iter().map(Buffer::as_bytes).collect();
     fold.apply_to(&lent, target.as_bytes_mut()).unwrap();
-    let mut lent: Vec<_> = shares.iter_mut().map(Buffer::as_bytes_mut).collect();
+    let mut lent: Vec<_> = slices.iter_mut().map(Buffer::as_bytes_mut).collect();
     fold.apply(&mut lent).unwrap();
-    for share in &shares {
-        assert_eq!(share.as_bytes(), target.as_bytes(), "{op} of {}", T::DTYPE);
+    for slice in &slices {
+        assert_eq!(slice.as_bytes(), target.as_bytes(), "{op} of {}", T::DTYPE);
     }
     target.as_slice::<T>().unwrap().to_vec()
 }

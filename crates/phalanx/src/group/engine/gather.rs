@@ -2,20 +2,20 @@
 
 use super::{Engine, Space, bytes_of};
 use crate::buffer::AlignedBytes;
-use crate::collective::{self, Shares};
+use crate::collective::{self, Counts};
 use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::{Call, Operation};
 
 impl Engine {
-    /// An `all_gather_v`, `all_to_all` or `all_to_all_v`: input and output, with the ranks' shares of them.
+    /// An `all_gather_v`, `all_to_all` or `all_to_all_v`: input and output, with the ranks' counts.
     pub(super) fn exchange_blocks(
         &mut self,
         call: Call,
         sequence: Sequence,
-        (input, sent): (&[u8], &Shares),
-        (output, received): (&mut [u8], &Shares),
+        (input, sent): (&[u8], &Counts),
+        (output, received): (&mut [u8], &Counts),
         deadline: Deadline,
     ) -> Result<()> {
         let (rank, world, size) = (self.rank, self.world, call.dtype.size());
@@ -31,22 +31,22 @@ impl Engine {
     }
 
     /// A `reduce_scatter_v`, or an `all_gather_v` in place.
-    pub(super) fn parts(
+    pub(super) fn in_place_v(
         &mut self,
         call: Call,
         sequence: Sequence,
         data: &mut [u8],
-        shares: &Shares,
+        counts: &Counts,
         deadline: Deadline,
     ) -> Result<()> {
         let (rank, world, row) = (self.rank, self.world, &self.choice.row);
         let plan = match call.operation {
-            // Where rounds are what takes time: each rank gets more than its share, in fewer of them.
+            // Where rounds cost most of the time: each rank gets more than its part, in fewer rounds.
             Operation::ReduceScatterV if data.len() <= row.doubling_max.max(row.halving_max) => {
-                collective::all_reduce(row, rank, world, call.dtype, shares.total())
+                collective::all_reduce(row, rank, world, call.dtype, counts.total())
             }
-            Operation::ReduceScatterV => collective::reduce_scatter_v(rank, world, shares),
-            _ => collective::all_gather_v(rank, world, shares),
+            Operation::ReduceScatterV => collective::reduce_scatter_v(rank, world, counts),
+            _ => collective::all_gather_v(rank, world, counts),
         };
         self.execute(call, sequence, &plan, Space::One(data), deadline)
     }
@@ -60,21 +60,21 @@ impl Engine {
         output: &mut [u8],
         deadline: Deadline,
     ) -> Result<()> {
-        let (root, share) = (call.root.unwrap_or(Rank::MAIN), input.len());
-        if share > self.choice.row.tree_max {
+        let (root, block) = (call.root.unwrap_or(Rank::MAIN), input.len());
+        if block > self.choice.row.tree_max {
             if self.rank == root {
-                output[self.rank.index() * share..][..share].copy_from_slice(input);
+                output[self.rank.index() * block..][..block].copy_from_slice(input);
             }
             let plan = collective::gather(self.rank, self.world, root, call.elements as usize);
             return self.execute(call, sequence, &plan, Space::Two(input, output), deadline);
         }
         let plan = collective::gather_tree(self.rank, self.world, root, call.elements as usize);
-        self.through_tree(share, |engine, tree| {
+        self.through_tree(block, |engine, tree| {
             let place = engine.place_from(root);
-            tree[place * share..][..share].copy_from_slice(input);
+            tree[place * block..][..block].copy_from_slice(input);
             engine.execute(call, sequence, &plan, Space::One(tree), deadline)?;
             if engine.rank == root {
-                turn(output, tree, root.index() * share);
+                turn(output, tree, root.index() * block);
             }
             Ok(())
         })
@@ -89,22 +89,22 @@ impl Engine {
         output: &mut [u8],
         deadline: Deadline,
     ) -> Result<()> {
-        let (root, share) = (call.root.unwrap_or(Rank::MAIN), output.len());
-        if share > self.choice.row.tree_max {
+        let (root, block) = (call.root.unwrap_or(Rank::MAIN), output.len());
+        if block > self.choice.row.tree_max {
             if self.rank == root {
-                output.copy_from_slice(&input[self.rank.index() * share..][..share]);
+                output.copy_from_slice(&input[self.rank.index() * block..][..block]);
             }
             let plan = collective::scatter(self.rank, self.world, root, call.elements as usize);
             return self.execute(call, sequence, &plan, Space::Two(input, output), deadline);
         }
         let plan = collective::scatter_tree(self.rank, self.world, root, call.elements as usize);
-        self.through_tree(share, |engine, tree| {
+        self.through_tree(block, |engine, tree| {
             if engine.rank == root {
-                turn(tree, input, tree.len() - root.index() * share);
+                turn(tree, input, tree.len() - root.index() * block);
             }
             engine.execute(call, sequence, &plan, Space::One(tree), deadline)?;
             let place = engine.place_from(root);
-            output.copy_from_slice(&tree[place * share..][..share]);
+            output.copy_from_slice(&tree[place * block..][..block]);
             Ok(())
         })
     }
@@ -114,13 +114,13 @@ impl Engine {
         (self.rank.index() + self.world.count() - root.index()) % self.world.count()
     }
 
-    /// Lends `share` bytes for each rank: on the way through a tree a rank holds others' shares too.
+    /// Lends `block` bytes for each rank: on the way through a tree a rank holds others' blocks too.
     fn through_tree(
         &mut self,
-        share: usize,
+        block: usize,
         work: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        let length = share * self.world.count();
+        let length = block * self.world.count();
         let mut workspace: AlignedBytes = std::mem::take(&mut self.workspace);
         workspace.reserve_len(length);
         let outcome = work(self, &mut workspace.as_mut_slice()[..length]);

@@ -3,7 +3,7 @@
 
 use super::{Engine, Space, fail_operation};
 use crate::collective::kernel::Fold;
-use crate::collective::{self, Bridge, Hierarchy, Plan, ReduceOp, Shares};
+use crate::collective::{self, Bridge, Counts, Hierarchy, Plan, ReduceOp};
 use crate::deadline::Patience;
 use crate::domain::Domain;
 use crate::error::Result;
@@ -52,24 +52,24 @@ impl Engine {
 
     /// A `reduce_scatter_v`, or an `all_gather_v` in place. Between ranks, the elements would cross
     /// between hosts once for each rank; combined on each host first, and sent to hosts and not to ranks, they cross once.
-    pub(super) fn parts_by_hosts(
+    pub(super) fn in_place_v_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
         call: (Call, Sequence),
         data: &mut [u8],
-        shares: &Shares,
+        counts: &Counts,
         patience: &Patience,
     ) -> Result<()> {
         if call.0.operation == Operation::ReduceScatterV {
             return self.all_reduce_by_hosts(hierarchy, call, data, patience);
         }
         for root in self.world.ranks() {
-            let share = shares.of(root.index());
-            if share.is_empty() {
+            let range = counts.of(root.index());
+            if range.is_empty() {
                 continue;
             }
-            let part = &mut data[super::bytes_of(&share, call.0.dtype.size())];
-            let elements = share.len() as u64;
+            let part = &mut data[super::bytes_of(&range, call.0.dtype.size())];
+            let elements = range.len() as u64;
             let of_root = Call { operation: Operation::Broadcast, elements, root: Some(root), ..call.0 };
             self.broadcast_by_hosts(hierarchy, (of_root, call.1), root, part, patience)?;
         }
@@ -106,13 +106,13 @@ impl Engine {
         let stripes = if data.len() >= self.choice.row.stripes_min { hierarchy.most_stripes() } else { 1 };
         self.reduce_on_host(call, data, stripes, patience)?;
         if let Some((index, bridge)) = hierarchy.owned(stripes) {
-            let stripe = Domain::share(data.len(), stripes, index);
+            let stripe = Domain::chunk(data.len(), stripes, index);
             let (start, elements) = (stripe.start / size, stripe.len() / size);
             let row = &self.choice.row;
             let plan = collective::all_reduce(row, bridge.host, bridge.hosts, call.0.dtype, elements);
             self.across(&bridge, call, plan, (data, start), patience)?;
         }
-        self.within(call, data, patience, |domain, data| domain.collect_shares(call, data, stripes, patience))
+        self.within(call, data, patience, |domain, data| domain.all_gather(call, data, stripes, patience))
     }
 
     /// As an all-reduce in one stripe; the first rank of the root's host gets all of it and hands it to the root.
@@ -147,7 +147,7 @@ impl Engine {
         if hierarchy.host_of(self.rank) != home {
             return Ok(());
         }
-        self.within(call, data, patience, |domain, data| domain.collect_shares(call, data, 1, patience))
+        self.within(call, data, patience, |domain, data| domain.all_gather(call, data, 1, patience))
     }
 
     /// Combines the elements of this host's ranks. An average is divided here, over all ranks of all hosts, so that no sum of
@@ -169,7 +169,7 @@ impl Engine {
             return fold.apply(&mut [data]);
         }
         self.within(call, data, patience, |domain, data| {
-            domain.reduce_shares(call, data, owners, fold, patience)
+            domain.reduce_scatter(call, data, owners, fold, patience)
         })
     }
 

@@ -1,11 +1,11 @@
-//! Collectives in place of which each rank has a part of its own length.
+//! Collectives in place with a count for each rank: `reduce_scatter_v`, and `all_gather_v` in place.
 
 use std::ops::Range;
 
 use phalanx_sys::board::{Meeting, Way};
 
 use super::{Domain, Job, LINE, compare, direct, staged, watch, word};
-use crate::collective::Shares;
+use crate::collective::Counts;
 use crate::deadline::Patience;
 use crate::error::{Error, Result};
 use crate::rank::Sequence;
@@ -14,25 +14,25 @@ use crate::wire::frame::{Call, Operation};
 impl Domain {
     /// A `reduce_scatter_v`, or an `all_gather_v` in place.
     ///
-    /// Where memory is direct, the parts are the ranks', but not the work: each rank combines, or copies, an equal share
-    /// of the whole, so that nobody waits for whoever has the largest part.
-    pub(super) fn parts(
+    /// Where memory is direct, the work is divided equally, whatever the counts are: each rank combines, or copies, an equal
+    /// chunk of the whole, so that no rank waits for the one with the largest count.
+    pub(super) fn in_place_v(
         &mut self,
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
-        shares: &Shares,
+        counts: &Counts,
         patience: &Patience,
     ) -> Result<()> {
-        self.agree_on_parts(call, sequence, shares, patience)?;
+        self.compare_counts(call, sequence, counts, patience)?;
         let (bytes, size) = (data.len(), call.dtype.size());
         let part = |place: usize| {
-            let share = shares.of(place);
-            share.start * size..share.end * size
+            let range = counts.of(place);
+            range.start * size..range.end * size
         };
         let gathers = call.operation == Operation::AllGatherVInPlace;
-        self.on_shares((call, sequence), data, patience, |meeting, job| match meeting.way() {
+        self.on_data((call, sequence), data, patience, |meeting, job| match meeting.way() {
             Way::Direct => {
-                let own = Self::share(bytes, job.ranks, job.me);
+                let own = Self::chunk(bytes, job.ranks, job.me);
                 direct_parts(
                     meeting,
                     job,
@@ -51,21 +51,21 @@ impl Domain {
         })
     }
 
-    /// Ranks with other counts would take each other's elements for their own.
-    fn agree_on_parts(
+    /// An error on every rank if the counts differ: ranks would take each other's elements for their own.
+    fn compare_counts(
         &mut self,
         call: Call,
         sequence: Sequence,
-        shares: &Shares,
+        counts: &Counts,
         patience: &Patience,
     ) -> Result<()> {
         let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
-        let counts = shares.fingerprint().to_le_bytes();
+        let fingerprint = counts.fingerprint().to_le_bytes();
         let words =
-            self.board.small(word, &counts, &mut |missing| watch(health, members[missing], patience))?;
+            self.board.small(word, &fingerprint, &mut |missing| watch(health, members[missing], patience))?;
         (0..members.len()).try_for_each(|index| {
             compare(rank, call, sequence, members[index], &word, words.call(index))?;
-            if words.bytes(index) == counts {
+            if words.bytes(index) == fingerprint {
                 return Ok(());
             }
             let peer = members[index];
@@ -77,28 +77,28 @@ impl Domain {
     }
 }
 
-/// Calls `work` for each rank with what everybody's memory holds of its part, as far as this rank's share goes.
+/// Calls `work` for each rank with what everybody's memory holds of its part, within this rank's chunk.
 fn direct_parts(
     meeting: &mut Meeting<'_, '_, Error>,
     job: Job,
     part: impl Fn(usize) -> Range<usize>,
     mut work: impl FnMut(&mut [&mut [u8]], usize) -> Result<()>,
 ) -> Result<()> {
-    meeting.combine(job.ranks, LINE, |shares| {
+    meeting.combine(job.ranks, LINE, |chunks| {
         (0..job.ranks).try_for_each(|place| {
             let part = part(place);
             if part.is_empty() {
                 return Ok(());
             }
             let mut slices: Vec<&mut [u8]> =
-                shares.iter_mut().map(|share| &mut share[part.clone()]).collect();
+                chunks.iter_mut().map(|chunk| &mut chunk[part.clone()]).collect();
             work(&mut slices, place)
         })
     })
 }
 
-/// What of `part` is in `share`, counted from where that begins.
-fn within(share: &Range<usize>, part: &Range<usize>) -> Range<usize> {
-    let clamp = |at: usize| at.clamp(share.start, share.end) - share.start;
+/// The part of `part` that is in `chunk`, counted from the start of `chunk`.
+fn within(chunk: &Range<usize>, part: &Range<usize>) -> Range<usize> {
+    let clamp = |at: usize| at.clamp(chunk.start, chunk.end) - chunk.start;
     clamp(part.start)..clamp(part.end)
 }

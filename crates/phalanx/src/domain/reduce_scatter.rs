@@ -1,5 +1,5 @@
-//! The two halves of an `all_reduce` that goes on beyond the domain: before ranks of other hosts take part, the domain's
-//! elements become shares, one on each of some owners; afterwards the owners' shares go to all members.
+//! The parts within a host of an `all_reduce` of several hosts: a reduce_scatter to some owners before the exchange between
+//! hosts, and an all_gather from these owners after it.
 
 use std::ops::Range;
 
@@ -21,17 +21,17 @@ impl Domain {
             .try_for_each(|index| compare(rank, call, sequence, members[index], &word, words.call(index)))
     }
 
-    /// What of `bytes` the member at `place` owns, if the first `owners` members do.
-    pub(crate) fn share(bytes: usize, owners: usize, place: usize) -> Range<usize> {
+    /// The chunk of `bytes` that the member at `place` owns, if the first `owners` members own it all.
+    pub(crate) fn chunk(bytes: usize, owners: usize, place: usize) -> Range<usize> {
         share(bytes, LINE, owners, place)
     }
 
     /// Combines the members' `data`; afterwards each of the first `owners` members has the result in its
-    /// [`share`](Self::share), and what stands elsewhere is unspecified.
+    /// [`chunk`](Self::chunk), and what stands elsewhere is unspecified.
     ///
     /// All members make the same call, with the same owners. `fold` is given by whoever knows what follows: an average is
     /// divided once, where all ranks' elements are in.
-    pub(crate) fn reduce_shares(
+    pub(crate) fn reduce_scatter(
         &mut self,
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
@@ -40,14 +40,14 @@ impl Domain {
         patience: &Patience,
     ) -> Result<()> {
         let bytes = data.len();
-        self.on_shares((call, sequence), data, patience, |meeting, job| match meeting.way() {
-            Way::Direct => meeting.combine(owners, LINE, |shares| fold.apply(shares)),
-            _ => staged::reduce(meeting, job, fold, |place| Self::share(bytes, owners, place)),
+        self.on_data((call, sequence), data, patience, |meeting, job| match meeting.way() {
+            Way::Direct => meeting.combine(owners, LINE, |chunks| fold.apply(chunks)),
+            _ => staged::reduce(meeting, job, fold, |place| Self::chunk(bytes, owners, place)),
         })
     }
 
-    /// Copies the share of each of the first `owners` members to all others.
-    pub(crate) fn collect_shares(
+    /// Copies the chunk of each of the first `owners` members to all others.
+    pub(crate) fn all_gather(
         &mut self,
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
@@ -55,16 +55,16 @@ impl Domain {
         patience: &Patience,
     ) -> Result<()> {
         let bytes = data.len();
-        self.on_shares((call, sequence), data, patience, |meeting, job| match meeting.way() {
+        self.on_data((call, sequence), data, patience, |meeting, job| match meeting.way() {
             Way::Direct => {
-                meeting.combine(owners, LINE, |shares| direct::spread(shares, job.me));
+                meeting.combine(owners, LINE, |chunks| direct::spread(chunks, job.me));
                 Ok(())
             }
-            _ => staged::collect(meeting, job, |place| Self::share(bytes, owners, place)),
+            _ => staged::collect(meeting, job, |place| Self::chunk(bytes, owners, place)),
         })
     }
 
-    pub(super) fn on_shares(
+    pub(super) fn on_data(
         &mut self,
         (call, sequence): (Call, Sequence),
         data: &mut [u8],

@@ -1,18 +1,18 @@
-//! How a buffer is divided among the ranks.
+//! How a buffer is divided among the ranks: counts and displacements, as in MPI's vector collectives.
 
 use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::rank::WorldSize;
 
-/// Each rank's elements in a buffer, one rank's behind the other's.
+/// How many elements of a buffer each rank has; one rank's elements stand after another's.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Shares {
-    /// Where each rank's elements begin, and where the last one's end.
-    bounds: Vec<usize>,
+pub(crate) struct Counts {
+    /// Where each rank's elements begin, and at the end their sum.
+    displacements: Vec<usize>,
 }
 
-impl Shares {
+impl Counts {
     /// `counts` elements, by rank.
     ///
     /// # Errors
@@ -24,31 +24,31 @@ impl Shares {
                 counts.len()
             )));
         }
-        let mut bounds = vec![0];
+        let mut displacements = vec![0];
         let mut end = 0usize;
         for count in counts {
             end = end
                 .checked_add(*count)
                 .filter(|end| *end <= isize::MAX as usize)
                 .ok_or_else(|| Error::invalid_argument("the counts add up to more than memory can hold"))?;
-            bounds.push(end);
+            displacements.push(end);
         }
-        Ok(Self { bounds })
+        Ok(Self { displacements })
     }
 
-    /// `share` elements for each rank, of a buffer that is there.
-    pub(crate) fn even(share: usize, world: WorldSize) -> Self {
-        Self { bounds: (0..=world.count()).map(|rank| rank * share).collect() }
+    /// `count` elements for each rank, of a buffer that is there.
+    pub(crate) fn even(count: usize, world: WorldSize) -> Self {
+        Self { displacements: (0..=world.count()).map(|rank| rank * count).collect() }
     }
 
     /// The elements of rank `index`.
     pub(crate) fn of(&self, index: usize) -> Range<usize> {
-        self.bounds[index]..self.bounds[index + 1]
+        self.displacements[index]..self.displacements[index + 1]
     }
 
-    /// Differs, but for a freak of chance, where the shares do (FNV-1a).
+    /// A hash (FNV-1a) that differs, almost surely, where the counts do.
     pub(crate) fn fingerprint(&self) -> u64 {
-        let bytes = self.bounds.iter().flat_map(|bound| (*bound as u64).to_le_bytes());
+        let bytes = self.displacements.iter().flat_map(|at| (*at as u64).to_le_bytes());
         bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
@@ -56,6 +56,6 @@ impl Shares {
 
     /// All elements.
     pub(crate) fn total(&self) -> usize {
-        self.bounds[self.bounds.len() - 1]
+        self.displacements[self.displacements.len() - 1]
     }
 }
