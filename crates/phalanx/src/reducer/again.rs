@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::bucket::Bucket;
-use super::{Absentees, Phase, Reducer};
+use super::{Phase, Reducer, UnusedParameters};
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::Communicator;
@@ -168,10 +168,11 @@ impl Reducer {
         self.buckets = buckets;
         (kept.launched, kept.suspended, kept.cut_off) = (0, true, None);
         if std::mem::take(&mut kept.learned)
-            && let Absentees::Known(absent) = std::mem::replace(&mut self.absentees, Absentees::Learned)
+            && let UnusedParameters::Static(unused) =
+                std::mem::replace(&mut self.unused_parameters, UnusedParameters::StaticFirstStep)
         {
             // The other ranks may not have come so far.
-            self.absent = absent;
+            self.unused = unused;
         }
         self.phase = Phase::Backward { since: Instant::now() };
         Ok(())

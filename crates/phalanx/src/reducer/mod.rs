@@ -78,7 +78,7 @@ pub struct Reducer {
     limits: Limits,
     /// Whose averages each parameter's are, if not everybody's.
     owners: Option<Vec<Rank>>,
-    absentees: Absentees,
+    unused_parameters: UnusedParameters,
     hook: Box<dyn CommHook>,
     /// What the hook's communication goes through.
     meter: Metered,
@@ -94,7 +94,7 @@ pub struct Reducer {
     /// For each parameter: did any rank have a gradient in the last step?
     used: Vec<bool>,
     /// What this rank had no gradient for in the last step.
-    absent: Vec<usize>,
+    unused: Vec<usize>,
     warnings: unused::Warnings,
     /// If a step can be averaged again.
     kept: Option<Kept>,
@@ -115,17 +115,17 @@ enum Phase {
     Gathered,
 }
 
-/// What becomes of parameters that get no gradient.
+/// How parameters are treated that get no gradient in a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Absentees {
+enum UnusedParameters {
     /// They are an error.
     Refused,
-    /// They count as zero, and the ranks tell each other in every step.
-    Found,
-    /// As `Found` in the first step.
-    Learned,
-    /// As in the first step, in which these were absent on this rank.
-    Known(Vec<usize>),
+    /// `find_unused_parameters`: their gradients count as zero, and the ranks exchange in every step which these are.
+    Find,
+    /// `static_graph`, before the end of the first step, which is as with `Find`.
+    StaticFirstStep,
+    /// `static_graph`, after that: these parameters, by index, are unused on this rank in every step.
+    Static(Vec<usize>),
 }
 
 /// The buckets are built anew once, when the order of the gradients is known.
@@ -171,10 +171,10 @@ impl Reducer {
         verify::verify(&*group.in_call(Caller::DdpNew), &contract)?;
         let (limits, plan) = (usable?, plan?);
         let Contract { parameters, .. } = contract;
-        let absentees = match (options.is_static_graph(), options.finds_unused_parameters()) {
-            (true, _) => Absentees::Learned,
-            (false, true) => Absentees::Found,
-            (false, false) => Absentees::Refused,
+        let unused_parameters = match (options.is_static_graph(), options.finds_unused_parameters()) {
+            (true, _) => UnusedParameters::StaticFirstStep,
+            (false, true) => UnusedParameters::Find,
+            (false, false) => UnusedParameters::Refused,
         };
         let alone = group.world_size().get() == 1;
         Ok(Self {
@@ -182,12 +182,16 @@ impl Reducer {
             buckets: buckets(&plan, &parameters),
             state: State::new(&plan),
             used: vec![true; parameters.len()],
-            absent: Vec::new(),
+            unused: Vec::new(),
             warnings: unused::Warnings::new(parameters.len()),
-            rebuild: if alone || absentees == Absentees::Found { Rebuild::Done } else { Rebuild::AfterFirst },
+            rebuild: if alone || unused_parameters == UnusedParameters::Find {
+                Rebuild::Done
+            } else {
+                Rebuild::AfterFirst
+            },
             hook: Box::new(AllReduce),
             meter: Metered::new(group.clone()),
-            absentees,
+            unused_parameters,
             phase: Phase::New,
             kept: None,
             stale: false,
@@ -221,9 +225,9 @@ impl Reducer {
         self.begin_step();
         self.state.reset(&self.plan);
         self.phase = Phase::Backward { since: Instant::now() };
-        if let Absentees::Known(absent) = &self.absentees {
-            let absent = absent.clone();
-            self.fill_absent(&absent).map_err(|error| self.fail(error))?;
+        if let UnusedParameters::Static(unused) = &self.unused_parameters {
+            let unused = unused.clone();
+            self.zero_unused(&unused).map_err(|error| self.fail(error))?;
         }
         Ok(())
     }
@@ -376,8 +380,8 @@ impl Reducer {
             let error = self.no_such_parameter(index);
             return Err(self.fail(error));
         };
-        if let Absentees::Known(absent) = &self.absentees
-            && absent.contains(&index)
+        if let UnusedParameters::Static(unused) = &self.unused_parameters
+            && unused.contains(&index)
         {
             let cause = format!(
                 "on rank {}, parameter {index}, {parameter}, got a gradient, and got none in the first step",
@@ -425,25 +429,25 @@ impl Reducer {
         Ok(())
     }
 
-    /// Handles the parameters that got no gradient; gives the exchange of who used what, if there is one.
+    /// Handles the parameters that got no gradient. Returns the exchange of used parameters, if there is one.
     fn close(&mut self) -> Result<Option<Work>> {
         // When it is called again for another group, all gradients are there.
         let again = self.kept.as_ref().is_some_and(|kept| kept.closed);
-        let absent = if again { self.absent.clone() } else { self.state.absent() };
-        if matches!(self.absentees, Absentees::Refused | Absentees::Known(_)) {
-            if !absent.is_empty() {
-                return Err(unused::error(self.group.rank(), &self.parameters, &absent));
+        let unused = if again { self.unused.clone() } else { self.state.unused() };
+        if matches!(self.unused_parameters, UnusedParameters::Refused | UnusedParameters::Static(_)) {
+            if !unused.is_empty() {
+                return Err(unused::error(self.group.rank(), &self.parameters, &unused));
             }
             return self.launch_suspended().map(|()| None);
         }
         let mut used = Buffer::from_slice(&vec![1u8; self.parameters.len()]);
-        for &index in &absent {
+        for &index in &unused {
             used.as_bytes_mut()[index] = 0;
         }
         if !again {
-            self.fill_absent(&absent)?;
+            self.zero_unused(&unused)?;
         }
-        self.absent = absent;
+        self.unused = unused;
         if let Some(kept) = &mut self.kept {
             kept.closed = true;
         }
@@ -454,9 +458,9 @@ impl Reducer {
         self.group.in_call(Caller::DdpBackward).all_reduce_async(used, ReduceOp::Max).map(Some)
     }
 
-    /// Lets the parameters `absent` count as zero.
-    fn fill_absent(&mut self, absent: &[usize]) -> Result<()> {
-        for &index in absent {
+    /// Sets the gradients of the parameters `unused` to zero.
+    fn zero_unused(&mut self, unused: &[usize]) -> Result<()> {
+        for &index in unused {
             self.fill(index, |memory| {
                 memory.fill(0);
                 Ok(())
@@ -481,9 +485,9 @@ impl Reducer {
         if let Some(used) = used {
             let used = used.wait()?;
             self.used = used.as_slice::<u8>()?.iter().map(|&used| used != 0).collect();
-            self.warnings.step(self.group.rank(), &self.parameters, &self.absent, &self.used);
-            if self.absentees == Absentees::Learned {
-                self.absentees = Absentees::Known(std::mem::take(&mut self.absent));
+            self.warnings.step(self.group.rank(), &self.parameters, &self.unused, &self.used);
+            if self.unused_parameters == UnusedParameters::StaticFirstStep {
+                self.unused_parameters = UnusedParameters::Static(std::mem::take(&mut self.unused));
                 if let Some(kept) = &mut self.kept {
                     kept.learned = true;
                 }
@@ -508,7 +512,7 @@ impl Reducer {
             arrival: self.arrival.clone(),
             rebuild: self.rebuild,
             used: self.used.clone(),
-            learned: matches!(self.absentees, Absentees::Known(_)),
+            learned: matches!(self.unused_parameters, UnusedParameters::Static(_)),
         };
         let group = self.group.in_call(Caller::Join);
         let Progress { order, arrival, rebuild, used, learned } = verify::share(&*group, root, &mine)?;
@@ -517,10 +521,10 @@ impl Reducer {
             return Err(Error::protocol(format!("rank {root} sent the progress of another model")));
         }
         (self.arrival, self.rebuild, self.used) = (arrival, rebuild, used);
-        if learned && self.absentees == Absentees::Learned {
-            // This rank has seen no step: what the others use it must use too, or say so.
+        if learned && self.unused_parameters == UnusedParameters::StaticFirstStep {
+            // This rank has seen no step: it must use the parameters that the others use, or report an error.
             let unused = (0..count).filter(|&index| !self.used[index]).collect();
-            self.absentees = Absentees::Known(unused);
+            self.unused_parameters = UnusedParameters::Static(unused);
         }
         self.hook.adopt(&*group, root)?;
         self.lay_out(order, &*group)

@@ -70,7 +70,7 @@ impl State {
     }
 
     /// Parameters without a gradient.
-    pub(crate) fn absent(&self) -> Vec<usize> {
+    pub(crate) fn unused(&self) -> Vec<usize> {
         (0..self.seen.len()).filter(|&parameter| !self.seen[parameter]).collect()
     }
 
@@ -94,7 +94,7 @@ mod tests {
         fn launches_come_in_plan_order_whatever_the_order_of_gradients(
             sizes in prop::collection::vec((1usize..50, any::<bool>()), 1..30),
             seed in any::<prop::sample::Selector>(),
-            absent in 0usize..3,
+            unused in 0usize..3,
         ) {
             let parameters: Vec<_> = sizes
                 .iter()
@@ -105,7 +105,7 @@ mod tests {
             let mut state = State::new(&plan);
             let mut left = reverse.clone();
             let mut launched = Vec::new();
-            while left.len() > absent {
+            while left.len() > unused {
                 let parameter = *seed.select(&left);
                 left.retain(|&other| other != parameter);
                 let advance = state.ready(&plan, parameter).unwrap();
@@ -116,7 +116,7 @@ mod tests {
                 }
             }
             left.sort_unstable();
-            prop_assert_eq!(state.absent(), left.clone());
+            prop_assert_eq!(state.unused(), left.clone());
             let complete = plan
                 .buckets
                 .iter()
@@ -124,7 +124,7 @@ mod tests {
                 .count();
             prop_assert_eq!(launched, (0..complete).collect::<Vec<_>>());
             state.reset(&plan);
-            prop_assert_eq!(state.absent().len(), parameters.len());
+            prop_assert_eq!(state.unused().len(), parameters.len());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What is said about parameters that get no gradient: an error where that is not expected, a warning where it is.
+//! Errors and warnings about unused parameters, which get no gradient in a step.
 
 use super::ParameterSpec;
 use crate::error::Error;
@@ -8,13 +8,13 @@ use crate::rank::Rank;
 /// Names that a message lists before it only counts.
 const NAMES: usize = 16;
 
-/// The error of a step in which the parameters `absent` got no gradient.
-pub(super) fn error(rank: Rank, parameters: &[ParameterSpec], absent: &[usize]) -> Error {
+/// The error of a step in which the parameters `unused` got no gradient.
+pub(super) fn error(rank: Rank, parameters: &[ParameterSpec], unused: &[usize]) -> Error {
     Error::invalid_argument(format!(
         "rank {rank}: backward gave no gradient to {} of {} parameters: {}",
-        absent.len(),
+        unused.len(),
         parameters.len(),
-        names(parameters, absent)
+        names(parameters, unused)
     ))
     .with_remedy("let every parameter take part in the loss on every rank, or set find_unused_parameters")
 }
@@ -31,9 +31,9 @@ impl Warnings {
         Self { warned: vec![false; parameters], began: false }
     }
 
-    /// A step is over: `absent` got no gradient on this `rank`, and `used` says which got one on any.
-    pub(super) fn step(&mut self, rank: Rank, parameters: &[ParameterSpec], absent: &[usize], used: &[bool]) {
-        let (elsewhere, nowhere): (Vec<usize>, Vec<usize>) = absent
+    /// A step is over: `unused` got no gradient on this `rank`, and `used` says which got one on any.
+    pub(super) fn step(&mut self, rank: Rank, parameters: &[ParameterSpec], unused: &[usize], used: &[bool]) {
+        let (elsewhere, nowhere): (Vec<usize>, Vec<usize>) = unused
             .iter()
             .filter(|&&index| !std::mem::replace(&mut self.warned[index], true))
             .partition(|&&index| used[index]);
