@@ -1,7 +1,7 @@
 //! DistributedDataParallel: every rank has the whole model and its own part of the data.
 
-mod again;
 mod regroup;
+mod replay;
 
 use std::any::Any;
 use std::collections::HashMap;

@@ -91,7 +91,7 @@ impl Sink {
         })
     }
 
-    /// A backward pass begins that [`finish`](Self::finish) will end.
+    /// Begins a backward pass that [`finish`](Self::finish) ends.
     pub fn start(&self, delivery: Delivery) -> Result<()> {
         self.attempt(|state| {
             state.delivery = delivery;
@@ -99,8 +99,8 @@ impl Sink {
         })
     }
 
-    /// A backward pass begins whose gradients can be averaged [again](Self::finish_in).
-    pub fn start_keeping(&self, delivery: Delivery) -> Result<()> {
+    /// Begins a backward pass whose gradients can be averaged [again](Self::finish_in).
+    pub fn start_replayable(&self, delivery: Delivery) -> Result<()> {
         self.attempt(|state| state.reducer.keep_gradients())?;
         self.start(delivery)
     }
@@ -114,8 +114,7 @@ impl Sink {
         })
     }
 
-    /// As [`finish`](Self::finish), and again in another group. That the group has failed is no end: the reducer knows what
-    /// is, and ends the group with it.
+    /// As [`finish`](Self::finish), and again in another group: a failure of the group does not end the sink.
     pub fn finish_in<T>(
         &self,
         group: Arc<dyn Communicator>,
@@ -127,12 +126,12 @@ impl Sink {
         look(&mut state.reducer).inspect_err(|error| self.group.abort(error.clone()))
     }
 
-    /// Goes on in another group, between steps.
+    /// Changes to another group, between steps.
     pub fn rebind(&self, group: Arc<dyn Communicator>) -> Result<()> {
         self.attempt(|state| state.reducer.rebind(group))
     }
 
-    /// From now on each parameter's average is its owner's alone.
+    /// From now on only its owner gets a parameter's average.
     pub fn shard(&self, owners: Vec<Rank>) -> Result<()> {
         self.attempt(|state| state.reducer.shard(owners))
     }

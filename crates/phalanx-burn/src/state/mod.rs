@@ -304,8 +304,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         }
         let mut first = true;
         context.step(|state, group| match std::mem::take(&mut first) {
-            true => state.model.backward_keeping(loss),
-            false => state.model.average_again(group),
+            true => state.model.backward_replayable(loss),
+            false => state.model.replay(group),
         })
     }
 

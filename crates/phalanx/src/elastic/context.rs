@@ -30,8 +30,8 @@ pub struct Context<'a, S: State> {
     pub(super) calls: u64,
     /// Has the state gone over to the group of now?
     pub(super) followed: bool,
-    /// What a reduction begins with, while it is not certain to be the last.
-    pub(super) kept: Vec<u8>,
+    /// A copy of the input of `all_reduce`, for a replay.
+    pub(super) input: Vec<u8>,
 }
 
 /// Why the loop is to end, though nothing has failed for good.
@@ -185,7 +185,7 @@ mod tests {
             ended: None,
             calls: 0,
             followed: false,
-            kept: Vec::new(),
+            input: Vec::new(),
         }
     }
 

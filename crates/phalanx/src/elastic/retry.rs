@@ -114,8 +114,8 @@ pub(super) struct Course {
 pub(super) enum Resumed {
     /// What it has of it counts: the step is done.
     Done,
-    /// It reduces it anew.
-    Again,
+    /// It reduces it again.
+    Replay,
 }
 
 impl Course {
@@ -172,7 +172,7 @@ impl Course {
             return Resumed::Done;
         }
         self.reduced = 0;
-        Resumed::Again
+        Resumed::Replay
     }
 }
 

@@ -77,7 +77,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
             ended: None,
             calls: 0,
             followed: false,
-            kept: Vec::new(),
+            input: Vec::new(),
         };
         let outcome = round_of(&mut context, &group, &mut dirty, &mut work);
         // A step may have led to another.
@@ -156,7 +156,7 @@ fn once<S: State, T, E: From<Error>>(
         ended: None,
         calls: 0,
         followed: false,
-        kept: Vec::new(),
+        input: Vec::new(),
     };
     round_of(&mut context, &group, &mut false, &mut work)
 }

@@ -18,7 +18,8 @@ use crate::rank::Rank;
 pub struct Step<T> {
     /// What the ranks have reduced together.
     pub value: T,
-    /// The ranks whose part is missing, because they died before it was there; ranks as in the world that got the step's data. For [`ElasticSampler::put_back`](crate::sampler::ElasticSampler::put_back).
+    /// The ranks whose part is missing, because they died before it was there: the ranks that the step's data were distributed
+    /// by. For [`ElasticSampler::put_back`](crate::sampler::ElasticSampler::put_back).
     pub missing: Vec<Rank>,
     /// Is [`Context::group`] another than before? What is bound to a group has to follow. Ranks may hear of it a step apart:
     /// what calls collectives waits for [`changed`](Self::changed).
@@ -29,7 +30,7 @@ pub struct Step<T> {
 
 impl<S: State> Context<'_, S> {
     /// Has `reduce` reduce a step's gradients over all ranks; if a death cuts that off, again, over the survivors alone, in a
-    /// group that they have formed for it. So not even the step is lost, and nobody goes back to the last commit.
+    /// group that they have formed for it. So the step is not lost, and no rank goes back to the last commit.
     ///
     /// `reduce` is given the state and the group of now, calls the same collectives of that on every rank, at least one, and
     /// begins with the same gradients each time: those of this rank's data, which it must not overwrite, or must copy first. If
@@ -38,12 +39,13 @@ impl<S: State> Context<'_, S> {
     ///
     /// What the survivors do:
     ///
-    /// - If all of them have the step's result, it counts, with the part of the dead. So it is if one is through with the step.
-    /// - Else they reduce anew what they have; the dead rank's part is [missing](Step::missing).
+    /// - If all of them have the step's result, it counts, with the part of the dead. The same holds if one of them has
+    ///   completed the step.
+    /// - Else they reduce their own parts again; the dead rank's part is [missing](Step::missing).
     /// - If some cannot (they were not in a step, or have been replaced, or too few are left), all go back to the last commit:
     ///   this returns an error with [`is_regrouping`](Error::is_regrouping), which leads `?` to [`run`](super::run()), and the
-    ///   loop is called anew. So it is also if another collective than those of `reduce` was cut off, or a commit; and if a
-    ///   survivor that is ahead of another has called one since its last step.
+    ///   loop is called anew. The same holds if a collective outside `reduce`, or a commit, was cut off; and if a survivor that
+    ///   is ahead of another has called another collective since its last step.
     ///
     /// A survivor may have had its data of the next step already. So the data's world, [`rank`](Self::rank) and
     /// [`world_size`](Self::world_size), changes on all survivors behind the same step, which may be the one after this:
@@ -81,7 +83,7 @@ impl<S: State> Context<'_, S> {
         }
     }
 
-    /// [All-reduces](ProcessGroup::all_reduce) `data` in a [step](Self::step) of its own. Costs a copy of it besides.
+    /// [All-reduces](ProcessGroup::all_reduce) `data` in a [step](Self::step) of its own, and keeps a copy of `data` for it.
     ///
     /// # Errors
     /// As [`step`](Self::step).
@@ -89,22 +91,22 @@ impl<S: State> Context<'_, S> {
         if self.rounds.is_none() {
             return self.step(|_, group| group.all_reduce(data, op));
         }
-        let mut kept = std::mem::take(&mut self.kept);
-        kept.clear();
+        let mut input = std::mem::take(&mut self.input);
+        input.clear();
         let bytes: &[u8] = bytemuck::cast_slice(data);
-        kept.try_reserve(bytes.len()).map_err(|error| {
+        input.try_reserve(bytes.len()).map_err(|error| {
             Error::out_of_memory(format!("no memory to keep the {} bytes of a step", bytes.len()))
                 .with_source(error)
         })?;
-        kept.extend_from_slice(bytes);
-        let mut again = false;
+        input.extend_from_slice(bytes);
+        let mut replayed = false;
         let step = self.step(|_, group| {
-            if std::mem::replace(&mut again, true) {
-                bytemuck::cast_slice_mut(data).copy_from_slice(&kept);
+            if std::mem::replace(&mut replayed, true) {
+                bytemuck::cast_slice_mut(data).copy_from_slice(&input);
             }
             group.all_reduce(data, op)
         });
-        self.kept = kept;
+        self.input = input;
         step
     }
 

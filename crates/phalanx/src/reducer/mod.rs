@@ -26,12 +26,12 @@
 //! # }
 //! ```
 
-mod again;
 mod bucket;
 
 pub mod hooks;
 mod options;
 mod plan;
+mod replay;
 mod sharding;
 mod state;
 mod sync;
@@ -52,10 +52,10 @@ pub use options::{ParameterSpec, ReducerOptions};
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::verify_state;
 
-use self::again::Kept;
 use self::bucket::Bucket;
 use self::hooks::{AllReduce, CommHook, Metered};
 use self::plan::{Limits, Plan};
+use self::replay::Replay;
 use self::state::State;
 use self::verify::Contract;
 use crate::buffer::{Buffer, BufferPart};
@@ -97,7 +97,7 @@ pub struct Reducer {
     unused: Vec<usize>,
     warnings: unused::Warnings,
     /// If a step can be averaged again.
-    kept: Option<Kept>,
+    replay: Option<Replay>,
     /// Is the buckets' memory another group's?
     stale: bool,
     failure: Option<Error>,
@@ -193,7 +193,7 @@ impl Reducer {
             meter: Metered::new(group.clone()),
             unused_parameters,
             phase: Phase::New,
-            kept: None,
+            replay: None,
             stale: false,
             failure: None,
             group,
@@ -238,7 +238,7 @@ impl Reducer {
     /// On every rank, if the ranks' hooks or their settings differ.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.check_failure()?;
-        if self.kept.is_some() {
+        if self.replay.is_some() {
             self.check_repeatable(false, hook.is_stateless())?;
         }
         let description = vec![("communication hook".to_owned(), hook.describe())];
@@ -431,9 +431,9 @@ impl Reducer {
 
     /// Handles the parameters that got no gradient. Returns the exchange of used parameters, if there is one.
     fn close(&mut self) -> Result<Option<Work>> {
-        // When it is called again for another group, all gradients are there.
-        let again = self.kept.as_ref().is_some_and(|kept| kept.closed);
-        let unused = if again { self.unused.clone() } else { self.state.unused() };
+        // In a replay for another group all gradients are there.
+        let replayed = self.replay.as_ref().is_some_and(|replay| replay.closed);
+        let unused = if replayed { self.unused.clone() } else { self.state.unused() };
         if matches!(self.unused_parameters, UnusedParameters::Refused | UnusedParameters::Static(_)) {
             if !unused.is_empty() {
                 return Err(unused::error(self.group.rank(), &self.parameters, &unused));
@@ -444,12 +444,12 @@ impl Reducer {
         for &index in &unused {
             used.as_bytes_mut()[index] = 0;
         }
-        if !again {
+        if !replayed {
             self.zero_unused(&unused)?;
         }
         self.unused = unused;
-        if let Some(kept) = &mut self.kept {
-            kept.closed = true;
+        if let Some(replay) = &mut self.replay {
+            replay.closed = true;
         }
         self.launch_suspended()?;
         if self.group.world_size().get() == 1 {
@@ -488,8 +488,8 @@ impl Reducer {
             self.warnings.step(self.group.rank(), &self.parameters, &self.unused, &self.used);
             if self.unused_parameters == UnusedParameters::StaticFirstStep {
                 self.unused_parameters = UnusedParameters::Static(std::mem::take(&mut self.unused));
-                if let Some(kept) = &mut self.kept {
-                    kept.learned = true;
+                if let Some(replay) = &mut self.replay {
+                    replay.learned = true;
                 }
             }
         }

@@ -22,7 +22,7 @@ impl Reducer {
     /// On every rank, if the ranks' owners differ, or there is not one for each parameter.
     pub fn shard(&mut self, owners: Vec<Rank>) -> Result<()> {
         self.check_failure()?;
-        if self.kept.is_some() {
+        if self.replay.is_some() {
             self.check_repeatable(true, true)?;
         }
         if self.group.world_size().get() == 1 {

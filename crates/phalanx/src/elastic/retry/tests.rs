@@ -221,7 +221,7 @@ impl Job {
                 let before = sim.course;
                 match sim.course.resume(plan, round) {
                     Resumed::Done => self.conclude(rank, before),
-                    Resumed::Again => sim.held = None,
+                    Resumed::Replay => sim.held = None,
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! Averages of a step that a failure has cut off, made again in another group.
+//! Replay of a step: if a failure has cut off the averaging, another group averages the same gradients again.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,42 +9,42 @@ use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::Communicator;
 
-/// What it takes to average a step's gradients again.
+/// The gradients of a step, kept so that they can be averaged again.
 #[derive(Debug, Default)]
-pub(super) struct Kept {
+pub(super) struct Replay {
     /// This rank's gradients in each bucket that was launched in this step: averages take their place in the bucket.
     gradients: Vec<Vec<u8>>,
     launched: usize,
-    /// Do buckets wait for the end of backward, because the group they would have gone to has failed?
+    /// Do buckets wait for the end of backward, because the group has failed?
     suspended: bool,
-    /// Why, until there is another group.
+    /// The failure, until there is another group.
     cut_off: Option<Error>,
-    /// Has it been tried in this step to average all buckets?
+    /// Has this step tried to average all buckets?
     finished: bool,
     /// Are the parameters without a gradient known?
     pub(super) closed: bool,
-    /// Has this step shown which parameters never have one?
+    /// Has this step, the first of a static graph, shown which parameters are unused?
     pub(super) learned: bool,
 }
 
-impl Kept {
+impl Replay {
     /// Keeps the gradients of the bucket that is launched next.
     fn keep(&mut self, gradients: &[u8]) -> Result<()> {
         if self.gradients.len() <= self.launched {
             self.gradients.push(Vec::new());
         }
-        let kept = &mut self.gradients[self.launched];
-        kept.clear();
-        kept.try_reserve_exact(gradients.len()).map_err(|error| {
+        let copy = &mut self.gradients[self.launched];
+        copy.clear();
+        copy.try_reserve_exact(gradients.len()).map_err(|error| {
             Error::out_of_memory(format!("no memory to keep {} bytes of gradients", gradients.len()))
                 .with_source(error)
         })?;
-        kept.extend_from_slice(gradients);
+        copy.extend_from_slice(gradients);
         self.launched += 1;
         Ok(())
     }
 
-    /// A new step begins.
+    /// Begins a new step.
     fn begin(&mut self) {
         *self = Self { gradients: std::mem::take(&mut self.gradients), ..Self::default() };
     }
@@ -67,7 +67,7 @@ impl Reducer {
             ));
         }
         self.check_repeatable(self.owners.is_some(), self.hook.is_stateless())?;
-        self.kept.get_or_insert_default();
+        self.replay.get_or_insert_default();
         Ok(())
     }
 
@@ -113,11 +113,11 @@ impl Reducer {
     /// As [`finish`](Self::finish); and if gradients are not [kept](Self::keep_gradients).
     pub fn finish_in(&mut self, group: Arc<dyn Communicator>) -> Result<()> {
         self.check_failure()?;
-        let kept = self.kept.as_mut().ok_or_else(|| {
+        let replay = self.replay.as_mut().ok_or_else(|| {
             Error::invalid_argument("the gradients of this step were not kept")
                 .with_remedy("call keep_gradients before it")
         })?;
-        if std::mem::replace(&mut kept.finished, true) {
+        if std::mem::replace(&mut replay.finished, true) {
             self.bind(group.clone());
             self.restore(&*group).map_err(|error| self.fail(error))?;
         }
@@ -151,13 +151,13 @@ impl Reducer {
         self.group = group;
     }
 
-    /// To the end of backward, in memory of `group`: all gradients of this rank are there, and no averages.
+    /// Goes back to the end of backward, in memory of `group`: the buckets hold all gradients of this rank, and no averages.
     fn restore(&mut self, group: &dyn Communicator) -> Result<()> {
-        let Some(kept) = &mut self.kept else { return Ok(()) };
+        let Some(replay) = &mut self.replay else { return Ok(()) };
         let mut buckets = Vec::with_capacity(self.buckets.len());
         for (index, old) in self.buckets.iter().enumerate() {
             let mut bucket = Bucket::new(index, &self.plan, &self.parameters);
-            let launched = kept.gradients.get(index).filter(|_| index < kept.launched);
+            let launched = replay.gradients.get(index).filter(|_| index < replay.launched);
             let memory = bucket.bytes_mut(group)?;
             match launched.map(Vec::as_slice).or_else(|| old.bytes()) {
                 Some(gradients) if memory.len() == gradients.len() => memory.copy_from_slice(gradients),
@@ -166,64 +166,64 @@ impl Reducer {
             buckets.push(bucket);
         }
         self.buckets = buckets;
-        (kept.launched, kept.suspended, kept.cut_off) = (0, true, None);
-        if std::mem::take(&mut kept.learned)
+        (replay.launched, replay.suspended, replay.cut_off) = (0, true, None);
+        if std::mem::take(&mut replay.learned)
             && let UnusedParameters::Static(unused) =
                 std::mem::replace(&mut self.unused_parameters, UnusedParameters::StaticFirstStep)
         {
-            // The other ranks may not have come so far.
+            // The other ranks may not have finished their first step.
             self.unused = unused;
         }
         self.phase = Phase::Backward { since: Instant::now() };
         Ok(())
     }
 
-    /// A new step begins, in memory of its own group.
+    /// Begins a new step, in memory of its own group.
     pub(super) fn begin_step(&mut self) {
         if std::mem::take(&mut self.stale) {
             self.buckets = super::buckets(&self.plan, &self.parameters);
         }
-        if let Some(kept) = &mut self.kept {
-            kept.begin();
+        if let Some(replay) = &mut self.replay {
+            replay.begin();
         }
     }
 
     /// Launches `bucket`, if it does not have to wait for another group.
     pub(super) fn launch(&mut self, bucket: usize) -> Result<()> {
-        if self.kept.as_ref().is_some_and(|kept| kept.suspended) {
+        if self.replay.as_ref().is_some_and(|replay| replay.suspended) {
             return Ok(());
         }
         self.launch_now(bucket).or_else(|error| self.suspend(error))
     }
 
     fn launch_now(&mut self, bucket: usize) -> Result<()> {
-        if let (Some(kept), Some(gradients)) = (&mut self.kept, self.buckets[bucket].bytes()) {
-            kept.keep(gradients)?;
+        if let (Some(replay), Some(gradients)) = (&mut self.replay, self.buckets[bucket].bytes()) {
+            replay.keep(gradients)?;
         }
         let place = (bucket, self.plan.buckets.len());
         let meter = self.meter.in_call(Caller::DdpBackward);
         self.buckets[bucket].launch(&mut *self.hook, &*meter, place)
     }
 
-    /// At the end of backward: launches what has waited for another group, or says why there is none.
+    /// At the end of backward: launches the buckets that waited for another group, or returns the failure if there is none.
     pub(super) fn launch_suspended(&mut self) -> Result<()> {
-        match &self.kept {
-            Some(Kept { cut_off: Some(error), .. }) => return Err(error.clone()),
-            Some(kept) if kept.suspended && self.group.world_size().get() > 1 => {}
+        match &self.replay {
+            Some(Replay { cut_off: Some(error), .. }) => return Err(error.clone()),
+            Some(replay) if replay.suspended && self.group.world_size().get() > 1 => {}
             _ => return Ok(()),
         }
         (0..self.buckets.len()).try_for_each(|bucket| self.launch_now(bucket))
     }
 
-    /// Lets buckets wait for another group, if gradients are kept and this one has failed because of another rank. What is this
-    /// rank's own ends the group: the others would wait for it.
+    /// Lets buckets wait for another group, if gradients are kept and another rank has made this one fail. An error of this
+    /// rank itself ends the group: the others would wait for it.
     pub(super) fn suspend(&mut self, error: Error) -> Result<()> {
         let rank = self.group.rank();
         let is_a_peers = self.group.failure().is_some_and(|cause| cause.is_a_peers(rank));
-        match &mut self.kept {
-            Some(kept) if is_a_peers => {
-                kept.suspended = true;
-                kept.cut_off = Some(error);
+        match &mut self.replay {
+            Some(replay) if is_a_peers => {
+                replay.suspended = true;
+                replay.cut_off = Some(error);
                 Ok(())
             }
             _ => Err(error),

@@ -1,4 +1,4 @@
-//! Steps of an elastic job that a death cuts off.
+//! Replay of a step of an elastic job that a death has cut off.
 
 use std::sync::Arc;
 
@@ -11,10 +11,13 @@ use crate::gradients::{Handover, SyncedGradients, averages};
 use crate::packed::Packed;
 
 impl<M: Module> Ddp<M> {
-    /// [`backward`](Self::backward) of gradients that can be averaged [again](Self::average_again) if a peer's failure cuts it
-    /// off; unless this rank has ended the group: for what the reducer cannot do, or for statistics that a batch norm did not get,
-    /// without which gradients are no numbers.
-    pub(crate) fn backward_keeping<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
+    /// [`backward`](Self::backward) of gradients that can be [averaged again](Self::replay) if a peer's failure cuts it off.
+    /// Not if this rank itself has ended the group: because the reducer failed, or because a batch norm did not get its
+    /// statistics, without which gradients are NaN.
+    pub(crate) fn backward_replayable<const D: usize>(
+        &mut self,
+        loss: &Tensor<D>,
+    ) -> Result<SyncedGradients> {
         let Engine::Together { sink, passes } = &mut self.engine else { return self.backward(loss) };
         check_tracked(loss)?;
         if self.group.running().is_some() {
@@ -24,24 +27,24 @@ impl<M: Module> Ddp<M> {
                 ));
         }
         self.buffers_stale = true;
-        sink.start_keeping(delivery(passes)?)?;
+        sink.start_replayable(delivery(passes)?)?;
         drop(loss.backward());
         self.average()
     }
 
-    /// Averages the gradients of the last [`backward_keeping`](Self::backward_keeping) in `group`.
-    pub(crate) fn average_again(&mut self, group: &ProcessGroup) -> Result<SyncedGradients> {
+    /// Averages the gradients of the last [`backward_replayable`](Self::backward_replayable) in `group`.
+    pub(crate) fn replay(&mut self, group: &ProcessGroup) -> Result<SyncedGradients> {
         self.group.rebind(group.clone())?;
         self.average()
     }
 
-    /// Goes over to `group`, whose ranks are all of this one's who are left, between steps; not if gradients are sharded.
+    /// Changes to `group`, which has the ranks that are left of this one, between steps; not if gradients are sharded.
     pub(crate) fn follow(&mut self, group: &ProcessGroup) -> Result<bool> {
         if self.sharded {
             return Ok(false);
         }
         self.group.rebind(group.clone())?;
-        // Memory of the group before.
+        // Their memory is that of the previous group.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
         if let Engine::Together { sink, .. } = &self.engine {
             sink.rebind(Arc::new(self.group.clone()))?;
