@@ -44,7 +44,7 @@ pub struct TuningRow {
     /// `gather` and `scatter` of at most this for each rank use a binomial tree; beyond, each rank meets the root.
     pub tree_max: usize,
     /// Between hosts whose ranks share memory, `all_reduce` of at least this crosses in as many streams as each host has
-    /// ranks for; below, one rank of each host speaks for all.
+    /// ranks for; below, one leader of each host exchanges for all.
     pub stripes_min: usize,
 }
 

@@ -2,7 +2,7 @@
 //! must cross crosses from host to host, in as many streams as each host has ranks for.
 //!
 //! The elements are divided into *stripes*. Of each host one rank owns stripe s, and the owners of a stripe exchange it as if
-//! they were a world of their own. With one stripe, one rank of each host speaks for all.
+//! they were a world of their own. With one stripe, one rank of each host, its leader, does this for all.
 
 use std::ops::Range;
 
@@ -19,10 +19,11 @@ pub(crate) struct Hierarchy {
     place: usize,
 }
 
-/// Those who exchange something between hosts, one of each, and the place of this rank's host among them.
+/// The leaders' communicator: one rank of each host, which exchange elements between hosts; and this rank's host among
+/// them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Bridge {
-    pub ends: Vec<Rank>,
+pub(crate) struct Leaders {
+    pub ranks: Vec<Rank>,
     pub host: Rank,
     pub hosts: WorldSize,
 }
@@ -41,14 +42,14 @@ impl Hierarchy {
         self.hosts.iter().map(Vec::len).min().unwrap_or(1)
     }
 
-    /// The stripe that this rank owns, and with whom it exchanges it.
-    pub(crate) fn owned(&self, stripes: usize) -> Option<(usize, Bridge)> {
-        (self.place < stripes).then(|| (self.place, self.bridge(|ranks| ranks.get(self.place).copied())))
+    /// The stripe that this rank owns, and the leaders that own it on the other hosts.
+    pub(crate) fn owned(&self, stripes: usize) -> Option<(usize, Leaders)> {
+        (self.place < stripes).then(|| (self.place, self.leaders_by(|ranks| ranks.get(self.place).copied())))
     }
 
-    /// One rank of each host, which speaks for it: `root` for its own, and of every other host the first.
-    pub(crate) fn speakers(&self, root: Rank) -> Bridge {
-        self.bridge(|ranks| if ranks.contains(&root) { Some(root) } else { ranks.first().copied() })
+    /// One leader of each host: `root` on its own host, and the first rank on every other host.
+    pub(crate) fn leaders(&self, root: Rank) -> Leaders {
+        self.leaders_by(|ranks| if ranks.contains(&root) { Some(root) } else { ranks.first().copied() })
     }
 
     /// The host of `rank`, as a rank of the world of hosts.
@@ -56,28 +57,28 @@ impl Hierarchy {
         Rank::new(self.hosts.iter().position(|ranks| ranks.contains(&rank)).unwrap_or(0) as u32)
     }
 
-    fn bridge(&self, end: impl Fn(&[Rank]) -> Option<Rank>) -> Bridge {
-        let ends: Vec<Rank> = self.hosts.iter().filter_map(|ranks| end(ranks)).collect();
+    fn leaders_by(&self, leader: impl Fn(&[Rank]) -> Option<Rank>) -> Leaders {
+        let ranks: Vec<Rank> = self.hosts.iter().filter_map(|ranks| leader(ranks)).collect();
         // There are two hosts at least, and no more than ranks.
-        let hosts = WorldSize::new(ends.len() as u32).unwrap_or(WorldSize::ONE);
-        Bridge { ends, host: Rank::new(self.host as u32), hosts }
+        let hosts = WorldSize::new(ranks.len() as u32).unwrap_or(WorldSize::ONE);
+        Leaders { ranks, host: Rank::new(self.host as u32), hosts }
     }
 }
 
-impl Bridge {
-    /// Does `rank` take part?
+impl Leaders {
+    /// Is `rank` a leader?
     pub(crate) fn has(&self, rank: Rank) -> bool {
-        self.ends.contains(&rank)
+        self.ranks.contains(&rank)
     }
 
-    /// A plan of a world of hosts, as the steps of those who speak for them, for elements that begin at `start`.
-    pub(crate) fn carry(&self, plan: Plan, start: usize) -> Plan {
-        let end = |host: Rank| self.ends.get(host.index()).copied().unwrap_or(host);
+    /// Translates a plan of a world of hosts into steps of the hosts' leaders, for elements that begin at `start`.
+    pub(crate) fn translate(&self, plan: Plan, start: usize) -> Plan {
+        let leader = |host: Rank| self.ranks.get(host.index()).copied().unwrap_or(host);
         let moved = |range: Range<usize>| start + range.start..start + range.end;
         plan.into_iter()
             .map(|Step { send, recv }| Step {
-                send: send.map(|Send { to, range }| Send { to: end(to), range: moved(range) }),
-                recv: recv.map(|recv| Recv { from: end(recv.from), range: moved(recv.range), ..recv }),
+                send: send.map(|Send { to, range }| Send { to: leader(to), range: moved(range) }),
+                recv: recv.map(|recv| Recv { from: leader(recv.from), range: moved(recv.range), ..recv }),
             })
             .collect()
     }
@@ -100,17 +101,17 @@ mod tests {
     fn every_stripe_has_one_owner_on_each_host() {
         let of = |rank| Hierarchy::new(&hosts(), Rank::new(rank)).unwrap();
         assert_eq!(of(0).most_stripes(), 2);
-        let (stripe, bridge) = of(3).owned(2).unwrap();
-        assert_eq!((stripe, bridge.ends, bridge.host), (1, ranks(&[2, 3]), Rank::new(1)));
+        let (stripe, leaders) = of(3).owned(2).unwrap();
+        assert_eq!((stripe, leaders.ranks, leaders.host), (1, ranks(&[2, 3]), Rank::new(1)));
         assert!(of(4).owned(2).is_none() && of(2).owned(1).is_none());
     }
 
     #[test]
-    fn the_root_speaks_for_its_host() {
+    fn the_root_leads_its_host() {
         let hierarchy = Hierarchy::new(&hosts(), Rank::new(4)).unwrap();
-        let bridge = hierarchy.speakers(Rank::new(3));
-        assert_eq!(bridge.ends, ranks(&[0, 3]));
-        assert!(bridge.has(Rank::new(3)) && !bridge.has(Rank::new(4)));
+        let leaders = hierarchy.leaders(Rank::new(3));
+        assert_eq!(leaders.ranks, ranks(&[0, 3]));
+        assert!(leaders.has(Rank::new(3)) && !leaders.has(Rank::new(4)));
         assert_eq!(hierarchy.host_of(Rank::new(3)), Rank::new(1));
     }
 
@@ -121,12 +122,12 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_of_hosts_is_carried_out_by_those_who_speak_for_them() {
-        let (_, bridge) = Hierarchy::new(&hosts(), Rank::new(2)).unwrap().owned(2).unwrap();
+    fn a_plan_of_hosts_is_carried_out_by_their_leaders() {
+        let (_, leaders) = Hierarchy::new(&hosts(), Rank::new(2)).unwrap().owned(2).unwrap();
         let plan = vec![Step::send(Rank::new(1), 0..3).and_recv(Rank::new(1), 3..5, Combine::Replace)];
         let expected =
             vec![Step::send(Rank::new(3), 10..13).and_recv(Rank::new(3), 13..15, Combine::Replace)];
-        assert_eq!(bridge.carry(plan, 10), expected);
-        assert_eq!(bridge.carry(dissemination(bridge.host, bridge.hosts), 0).len(), 1);
+        assert_eq!(leaders.translate(plan, 10), expected);
+        assert_eq!(leaders.translate(dissemination(leaders.host, leaders.hosts), 0).len(), 1);
     }
 }

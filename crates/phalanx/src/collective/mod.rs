@@ -26,7 +26,7 @@ pub use choice::fuzz as fuzz_tuning;
 pub(crate) use choice::{Choice, all_reduce, broadcast, reduce};
 pub use choice::{Tuning, TuningRow};
 pub(crate) use counts::Counts;
-pub(crate) use hierarchy::{Bridge, Hierarchy};
+pub(crate) use hierarchy::{Hierarchy, Leaders};
 pub use op::ReduceOp;
 pub(crate) use pairwise::{all_to_all, gather, scatter};
 pub(crate) use ring::{all_gather, all_gather_v, reduce_scatter, reduce_scatter_v};

@@ -258,7 +258,7 @@ impl JoinGroup {
                     drop(group.all_reduce_async(neutral(&*group, op, dtype, elements)?, op)?);
                 }
                 Some(Announced::Broadcast { dtype, elements, root }) => {
-                    let root = speaker(root, &active);
+                    let root = acting_root(root, &active);
                     drop(group.broadcast_async(group.alloc(dtype, elements)?, root)?);
                 }
             }
@@ -303,14 +303,14 @@ impl Communicator for JoinGroup {
         self.group().all_reduce_async(buffer, op)
     }
 
-    /// If `root` has no data any more, the first rank that has speaks for it.
+    /// If `root` has no data any more, the first rank that has data acts as root.
     fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
         if self.running().is_none() {
             return self.group().broadcast_async(buffer, root);
         }
         let announced = Announced::Broadcast { dtype: buffer.dtype(), elements: buffer.len(), root };
         self.announce(announced)?.wait().and_then(|numbers| self.heard(&numbers))?;
-        let root = speaker(root, &self.state.lock().active);
+        let root = acting_root(root, &self.state.lock().active);
         self.group().broadcast_async(buffer, root)
     }
 
@@ -374,7 +374,7 @@ fn early(active: &[bool]) -> Option<Error> {
 }
 
 /// The rank whose data a broadcast carries.
-fn speaker(root: Rank, active: &[bool]) -> Rank {
+fn acting_root(root: Rank, active: &[bool]) -> Rank {
     if active.get(root.index()) == Some(&true) {
         return root;
     }

@@ -3,7 +3,7 @@
 
 use super::{Engine, Space, fail_operation};
 use crate::collective::kernel::Fold;
-use crate::collective::{self, Bridge, Counts, Hierarchy, Plan, ReduceOp};
+use crate::collective::{self, Counts, Hierarchy, Leaders, Plan, ReduceOp};
 use crate::deadline::Patience;
 use crate::domain::Domain;
 use crate::error::Result;
@@ -42,9 +42,9 @@ impl Engine {
                     })
                 };
                 meet(self)?;
-                let bridge = hierarchy.speakers(Rank::MAIN);
-                let plan = collective::dissemination(bridge.host, bridge.hosts);
-                self.across(&bridge, call, plan, (&mut [], 0), patience)?;
+                let leaders = hierarchy.leaders(Rank::MAIN);
+                let plan = collective::dissemination(leaders.host, leaders.hosts);
+                self.across(&leaders, call, plan, (&mut [], 0), patience)?;
                 meet(self)
             }
         }
@@ -84,11 +84,11 @@ impl Engine {
         data: &mut [u8],
         patience: &Patience,
     ) -> Result<()> {
-        let (bridge, elements) = (hierarchy.speakers(root), data.len() / call.0.dtype.size());
+        let (leaders, elements) = (hierarchy.leaders(root), data.len() / call.0.dtype.size());
         let (row, from) = (&self.choice.row, hierarchy.host_of(root));
-        let plan = collective::broadcast(row, bridge.host, bridge.hosts, from, call.0.dtype, elements);
-        self.across(&bridge, call, plan, (data, 0), patience)?;
-        // On the root's host it is the root that speaks; on the others the first rank, as `across` left it.
+        let plan = collective::broadcast(row, leaders.host, leaders.hosts, from, call.0.dtype, elements);
+        self.across(&leaders, call, plan, (data, 0), patience)?;
+        // On the root's host the leader is the root; on the others it is the first rank, which `across` has given the data.
         self.within(call, data, patience, |domain, data| {
             domain.collective(call.0, call.1, Memory::InPlace(data), patience)
         })
@@ -105,12 +105,12 @@ impl Engine {
         let size = call.0.dtype.size();
         let stripes = if data.len() >= self.choice.row.stripes_min { hierarchy.most_stripes() } else { 1 };
         self.reduce_on_host(call, data, stripes, patience)?;
-        if let Some((index, bridge)) = hierarchy.owned(stripes) {
+        if let Some((index, leaders)) = hierarchy.owned(stripes) {
             let stripe = Domain::chunk(data.len(), stripes, index);
             let (start, elements) = (stripe.start / size, stripe.len() / size);
             let row = &self.choice.row;
-            let plan = collective::all_reduce(row, bridge.host, bridge.hosts, call.0.dtype, elements);
-            self.across(&bridge, call, plan, (data, start), patience)?;
+            let plan = collective::all_reduce(row, leaders.host, leaders.hosts, call.0.dtype, elements);
+            self.across(&leaders, call, plan, (data, start), patience)?;
         }
         self.within(call, data, patience, |domain, data| domain.all_gather(call, data, stripes, patience))
     }
@@ -126,13 +126,13 @@ impl Engine {
     ) -> Result<()> {
         self.reduce_on_host(call, data, 1, patience)?;
         let home = hierarchy.host_of(root);
-        let Some(bridge) = hierarchy.owned(1).map(|(_, bridge)| bridge) else {
+        let Some(leaders) = hierarchy.owned(1).map(|(_, leaders)| leaders) else {
             return self.hand_out_at_home(hierarchy, home, call, data, patience);
         };
         let elements = data.len() / call.0.dtype.size();
         let row = &self.choice.row;
-        let plan = collective::reduce(row, bridge.host, bridge.hosts, home, call.0.dtype, elements);
-        self.across(&bridge, call, plan, (data, 0), patience)?;
+        let plan = collective::reduce(row, leaders.host, leaders.hosts, home, call.0.dtype, elements);
+        self.across(&leaders, call, plan, (data, 0), patience)?;
         self.hand_out_at_home(hierarchy, home, call, data, patience)
     }
 
@@ -199,19 +199,19 @@ impl Engine {
         work(domain, data).map_err(|error| fail_operation(&self.health, error, call, sequence))
     }
 
-    /// What this rank has to do between the hosts, if it speaks for its own: `plan`, on elements from `start` on.
+    /// Carries out `plan` between the hosts, on elements from `start` on, if this rank is a leader.
     fn across(
         &mut self,
-        bridge: &Bridge,
+        leaders: &Leaders,
         (call, sequence): (Call, Sequence),
         plan: Plan,
         (data, start): (&mut [u8], usize),
         patience: &Patience,
     ) -> Result<()> {
-        if !bridge.has(self.rank) {
+        if !leaders.has(self.rank) {
             return Ok(());
         }
-        let plan = bridge.carry(plan, start);
+        let plan = leaders.translate(plan, start);
         let op = call.reduce.map(sums);
         self.execute_as(op, call, sequence, &plan, Space::One(data), patience.deadline())
     }
