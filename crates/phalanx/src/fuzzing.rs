@@ -31,7 +31,6 @@ pub use crate::rendezvous::{fuzz as rendezvous, fuzz_nodes as nodes};
 #[cfg(feature = "etcd")]
 pub use crate::store::fuzz_etcd as etcd;
 pub use crate::store::{fuzz_log as store_log, fuzz_reply as store_reply};
-pub use crate::transport::fuzz as address;
 
 /// Takes any bytes; do they mean anything?
 pub type Target = fn(&[u8]) -> bool;
@@ -82,6 +81,12 @@ pub(crate) fn pieces(mut bytes: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
         }
         Some(piece)
     })
+}
+
+/// What ranks leave for each other in the store when they connect.
+pub fn address(bytes: &[u8]) -> bool {
+    let understood = [crate::transport::fuzz(bytes), crate::domain::fuzz(bytes)];
+    understood.contains(&true)
 }
 
 /// The header of a payload.

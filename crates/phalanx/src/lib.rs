@@ -40,6 +40,7 @@ mod deadline;
 mod dtype;
 mod error;
 mod frozen;
+mod health;
 mod notice;
 mod rank;
 
@@ -78,11 +79,12 @@ pub use deadline::Deadline;
 pub use dtype::{Bool, DType, Element};
 pub use error::{Error, Result};
 pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
+pub use health::Heartbeat;
 pub use key::JobKey;
-pub use rank::{Epoch, MAX_WORLD_SIZE, Rank, Sequence, WorldSize};
+pub use rank::{Epoch, MAX_WORLD_SIZE, OutOfRange, Rank, Sequence, WorldSize};
 pub use spawn::spawn;
 pub use tls::Tls;
-pub use transport::{Heartbeat, TransportKind};
+pub use transport::TransportKind;
 
 /// The guide's programs must compile.
 #[cfg(doctest)]

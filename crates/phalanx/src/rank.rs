@@ -5,10 +5,25 @@ use std::num::NonZeroU32;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
-
 /// The largest world a group accepts. A length from outside is capped by it before memory is taken.
 pub const MAX_WORLD_SIZE: u32 = 65_536;
+
+/// A world size, or a rank, that cannot be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OutOfRange {
+    /// No world has this size.
+    #[error("a world size of {0} is outside 1..={MAX_WORLD_SIZE}")]
+    WorldSize(u32),
+    /// This world has no such rank.
+    #[error("rank {rank} is outside a world of {world}: ranks run from 0 to {}", .world.get() - 1)]
+    Rank {
+        /// The rank.
+        rank: u32,
+        /// The world that it is not in.
+        world: WorldSize,
+    },
+}
 
 /// The place of a process in its group: `0..world_size`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -54,12 +69,10 @@ impl WorldSize {
     pub const ONE: Self = Self(NonZeroU32::MIN);
 
     /// Checks that `size` is between 1 and [`MAX_WORLD_SIZE`].
-    pub fn new(size: u32) -> Result<Self> {
+    pub fn new(size: u32) -> Result<Self, OutOfRange> {
         match NonZeroU32::new(size) {
             Some(size) if size.get() <= MAX_WORLD_SIZE => Ok(Self(size)),
-            _ => Err(Error::invalid_argument(format!(
-                "a world size of {size} is outside 1..={MAX_WORLD_SIZE}"
-            ))),
+            _ => Err(OutOfRange::WorldSize(size)),
         }
     }
 
@@ -74,15 +87,8 @@ impl WorldSize {
     }
 
     /// Checks that `rank` is below the world size.
-    pub fn rank(self, rank: u32) -> Result<Rank> {
-        if rank < self.get() {
-            Ok(Rank(rank))
-        } else {
-            Err(Error::invalid_argument(format!(
-                "rank {rank} is outside a world of {self}: ranks run from 0 to {}",
-                self.get() - 1
-            )))
-        }
+    pub fn rank(self, rank: u32) -> Result<Rank, OutOfRange> {
+        if rank < self.get() { Ok(Rank(rank)) } else { Err(OutOfRange::Rank { rank, world: self }) }
     }
 
     /// Every rank, in order.

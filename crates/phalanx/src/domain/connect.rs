@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 use super::{Domain, Partition};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::rank::Rank;
 use crate::transport::Place;
-use crate::transport::health::Health;
 use crate::transport::words;
 
 /// More ranks would have too little of a staging window each.

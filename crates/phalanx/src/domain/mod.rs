@@ -34,14 +34,14 @@ pub(crate) use self::partition::Partition;
 use self::routes::{Routes, Uneven};
 #[cfg(any(test, fuzzing))]
 pub use self::word::fuzz as fuzz_word;
+use crate::collective::Memory;
 use crate::collective::ReduceOp;
 use crate::collective::kernel::Fold;
 use crate::deadline::Patience;
 use crate::error::{Error, Result};
-use crate::group::Memory;
+use crate::health::Health;
 use crate::notice::warn;
 use crate::rank::{Epoch, Rank, Sequence};
-use crate::transport::health::Health;
 use crate::transport::late;
 use crate::wire::frame::{Call, Header, Operation};
 

@@ -6,10 +6,12 @@ use super::*;
 use crate::ProcessGroup;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
+use crate::group::{Connected, Wishes, connect};
+use crate::health::Heartbeat;
 use crate::rank::WorldSize;
 use crate::store::MemoryStore;
 use crate::testing::{Fabric, run};
-use crate::transport::{Connected, Heartbeat, Place, TransportKind, Wishes, connect};
+use crate::transport::{Place, TransportKind};
 
 const LIMIT: Duration = Duration::from_secs(20);
 

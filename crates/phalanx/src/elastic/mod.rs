@@ -61,7 +61,7 @@ pub(crate) use herald::Herald;
 #[cfg(any(test, fuzzing))]
 pub use journal::fuzz as fuzz_journal;
 pub use options::{Drift, Options};
-pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name, refuse_fixed_world};
+pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name};
 pub use parts::Parts;
 pub use run::{run, run_with};
 pub use state::{Plain, State};

@@ -94,18 +94,6 @@ impl Launched {
     }
 }
 
-/// An error in a worker of an elastic job, whose ranks and world are not in its environment: workers that waited for those
-/// would wait in vain for the one that has died.
-pub(crate) fn refuse_fixed_world() -> Result<()> {
-    if !is_elastic() {
-        return Ok(());
-    }
-    Err(Error::environment(
-        "this job is elastic: its workers come and go, so there is no fixed world to join",
-    )
-    .with_remedy("train inside phalanx::elastic::run, or start the program without --min-np"))
-}
-
 /// What all workers of this elastic job, and of no other, call it; none in a job of another kind. It may be written
 /// down: it says nothing of the key.
 pub(crate) fn job_name() -> Result<Option<String>> {

@@ -26,7 +26,7 @@ use std::net::IpAddr;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
-use crate::rank::{Epoch, Rank, WorldSize};
+use crate::rank::{Epoch, OutOfRange, Rank, WorldSize};
 
 /// The variables without which there is no world of several ranks.
 const REQUIRED: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
@@ -89,6 +89,18 @@ pub(crate) fn is_elastic() -> bool {
     std::env::var_os(ELASTIC).is_some_and(|workers| !workers.is_empty())
 }
 
+/// An error in a worker of an elastic job, whose ranks and world are not in its environment: workers that waited for those
+/// would wait in vain for the one that has died.
+pub(crate) fn refuse_fixed_world() -> Result<()> {
+    if !is_elastic() {
+        return Ok(());
+    }
+    Err(Error::environment(
+        "this job is elastic: its workers come and go, so there is no fixed world to join",
+    )
+    .with_remedy("train inside phalanx::elastic::run, or start the program without --min-np"))
+}
+
 impl LaunchEnv {
     /// Reads this process's environment; `None` if no launcher has set anything.
     pub fn from_process() -> Result<Option<Self>> {
@@ -148,11 +160,12 @@ impl LaunchEnv {
                 node: variables.parse_optional("GROUP_RANK")?,
             },
         };
-        let refuse =
-            |(name, value): (&str, u32), error: &Error| malformed(name, &value.to_string(), error.cause());
+        let refuse = |(name, value): (&str, u32), error: OutOfRange| {
+            malformed(name, &value.to_string(), &error.to_string())
+        };
         let world_size =
-            WorldSize::new(place.world_size.1).map_err(|error| refuse(place.world_size, &error))?;
-        let rank = world_size.rank(place.rank.1).map_err(|error| refuse(place.rank, &error))?;
+            WorldSize::new(place.world_size.1).map_err(|error| refuse(place.world_size, error))?;
+        let rank = world_size.rank(place.rank.1).map_err(|error| refuse(place.rank, error))?;
         check_local(place.local_rank, place.local_world_size, world_size)?;
         Ok(Some(Self {
             rank,

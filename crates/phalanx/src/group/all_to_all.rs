@@ -1,10 +1,10 @@
 //! `all_to_all`, of blocks of the same length and of different lengths.
 
 use super::blocking::out_of_place;
-use super::engine::Memory;
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::Counts;
+use crate::collective::Memory;
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::wire::frame::Operation;

@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use super::engine::{Engine, Memory};
+use super::engine::Engine;
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
+use crate::collective::Memory;
 use crate::collective::{self, ReduceOp};
 use crate::deadline::Patience;
 use crate::error::Result;

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use super::ProcessGroup;
-use super::engine::Memory;
 use crate::buffer::Buffer;
+use crate::collective::Memory;
 use crate::collective::ReduceOp;
 use crate::dtype::{DType, Element};
 use crate::error::Result;

@@ -9,29 +9,17 @@ use std::sync::Arc;
 
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
-use crate::collective::{self, Choice, Counts, Hierarchy, Plan, ReduceOp, Step, Tuning};
+use crate::collective::{self, Choice, Counts, Hierarchy, Memory, Plan, ReduceOp, Step, Tuning};
 use crate::deadline::{Deadline, Patience};
 use crate::domain::{Domain, Partition};
 use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::rank::{Epoch, Rank, Sequence, WorldSize};
-use crate::transport::health::Health;
 use crate::transport::{Incoming, Outgoing, Transport};
 use crate::wire::frame::{Call, Header, Operation};
 
 /// How many of its own calls a rank remembers, for an error that shows where it and another have parted.
 const REMEMBERED: usize = 64;
-
-/// The memory of a collective on this rank.
-pub(crate) enum Memory<'a> {
-    /// The result takes the place of the input.
-    InPlace(&'a mut [u8]),
-    /// Input and result do not overlap.
-    OutOfPlace { input: &'a [u8], output: &'a mut [u8] },
-    /// Out of place, with counts: of the input by receiver, and of the output by sender.
-    OutOfPlaceV { input: &'a [u8], output: &'a mut [u8], sent: &'a Counts, received: &'a Counts },
-    /// In place, with a count for each rank.
-    InPlaceV { data: &'a mut [u8], counts: &'a Counts },
-}
 
 /// The memory that a plan's ranges count in.
 enum Space<'a> {

@@ -2,10 +2,10 @@
 
 use super::arguments::same_type;
 use super::blocking::out_of_place;
-use super::engine::Memory;
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::Counts;
+use crate::collective::Memory;
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::rank::Rank;

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::connect::{Wishes, connect};
 use super::{DEFAULT_TIMEOUT, Ground, Identity, LocalPlace, Origin, ProcessGroup};
 use crate::caller::Caller;
 use crate::collective::Tuning;
@@ -11,10 +12,11 @@ use crate::deadline::Deadline;
 use crate::dtype::DType;
 use crate::env;
 use crate::error::{Error, Result};
+use crate::health::Heartbeat;
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
-use crate::transport::{self, Heartbeat, Place, TransportKind, Wishes};
+use crate::transport::{Place, TransportKind};
 use crate::wire::frame::Operation;
 use crate::worker_error;
 
@@ -141,7 +143,7 @@ impl ProcessGroup {
             heartbeat,
         };
         let wishes = Wishes { kind: transport, host: host_id.as_deref() };
-        let connected = transport::connect(&place, wishes, Deadline::after(timeout))?;
+        let connected = connect(&place, wishes, Deadline::after(timeout))?;
         let origin = Origin {
             ground: Ground::Mesh { store, interface, transport, host_id, heartbeat, credentials },
             local: LocalPlace { rank: local_rank, world_size: local_world_size },

@@ -5,6 +5,7 @@ mod all_to_all;
 mod arguments;
 mod asynchronous;
 mod blocking;
+mod connect;
 mod engine;
 mod gather;
 mod init;
@@ -27,8 +28,9 @@ use std::time::Duration;
 use phalanx_sys::arena::Arena;
 
 pub(crate) use self::affinity::LocalPlace;
+use self::connect::connect_in_process;
+pub(crate) use self::connect::{Connected, Wishes, connect};
 use self::engine::Engine;
-pub(crate) use self::engine::Memory;
 pub use self::init::{GroupOptions, init};
 use self::messages::Messages;
 pub use self::objects::MAX_OBJECT_BYTES;
@@ -44,11 +46,10 @@ use crate::collective::{ReduceOp, Tuning};
 use crate::deadline::Patience;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::trace::Trace;
-use crate::transport::health::Health;
-use crate::transport::in_process;
-use crate::transport::{Connected, TransportKind};
+use crate::transport::TransportKind;
 use crate::worker_error;
 
 /// How long an operation may take unless the group is told otherwise; PyTorch's default for groups on processors.
@@ -180,7 +181,7 @@ impl ProcessGroup {
         let ground = Ground::process();
         world
             .ranks()
-            .zip(in_process::connect(world))
+            .zip(connect_in_process(world))
             .map(|(rank, connected)| {
                 let origin = Origin {
                     ground: ground.clone(),
@@ -347,7 +348,7 @@ impl ProcessGroup {
 
     /// Checks that `rank` belongs to this group.
     fn member(&self, rank: Rank) -> Result<Rank> {
-        self.inner.world.rank(rank.get())
+        Ok(self.inner.world.rank(rank.get())?)
     }
 
     /// Checks that `rank` is another rank of this group.

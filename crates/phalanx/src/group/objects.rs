@@ -5,9 +5,9 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::ProcessGroup;
-use super::engine::{Engine, Memory};
+use super::engine::Engine;
 use crate::caller::Caller;
-use crate::collective::Counts;
+use crate::collective::{Counts, Memory};
 use crate::deadline::Patience;
 use crate::dtype::DType;
 use crate::error::{Error, Result};

@@ -8,13 +8,15 @@ use std::sync::atomic::AtomicU64;
 use parking_lot::Mutex;
 
 use super::LocalPlace;
+use super::connect::{Connected, Wishes, connect_among, connect_in_process};
 use crate::collective::Tuning;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::health::Heartbeat;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{PrefixStore, SharedStore};
-use crate::transport::{self, Connected, Heartbeat, Place, TransportKind, Wishes, in_process};
+use crate::transport::{Place, TransportKind};
 
 /// Where a group comes from, and how its sub-groups come to be.
 #[derive(Clone)]
@@ -59,7 +61,7 @@ impl Nursery {
         let mut groups = self.0.lock();
         let parts = groups
             .entry(scope.to_owned())
-            .or_insert_with(|| in_process::connect(world).into_iter().map(Some).collect());
+            .or_insert_with(|| connect_in_process(world).into_iter().map(Some).collect());
         let part = parts.get_mut(rank.index()).and_then(Option::take);
         if parts.iter().all(Option::is_none) {
             groups.remove(scope);
@@ -123,7 +125,7 @@ impl Origin {
                     credentials,
                     heartbeat: *heartbeat,
                 };
-                transport::connect_among(&place, self.members.clone(), wishes, deadline)
+                connect_among(&place, self.members.clone(), wishes, deadline)
             }
         }
     }

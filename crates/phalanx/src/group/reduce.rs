@@ -1,9 +1,9 @@
 //! Reductions to one rank, to shards of different lengths, and of several buffers at once.
 
 use super::arguments::same_type;
-use super::engine::Memory;
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
+use crate::collective::Memory;
 use crate::collective::ReduceOp;
 use crate::dtype::Element;
 use crate::error::{Error, Result};

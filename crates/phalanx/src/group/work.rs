@@ -12,7 +12,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::transport::health::Health;
+use crate::health::Health;
 
 /// An asynchronous operation that owns its buffer until it is done.
 ///

@@ -14,8 +14,8 @@ use super::affinity::{LocalPlace, keep_apart};
 use super::engine::Engine;
 use crate::deadline::Patience;
 use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::rank::Rank;
-use crate::transport::health::Health;
 
 /// Asynchronous operations that may wait; a caller that is further ahead is held back.
 const CAPACITY: usize = 1024;

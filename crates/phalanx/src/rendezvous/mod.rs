@@ -25,8 +25,7 @@ pub(crate) use self::hosts::outward;
 pub use self::membership::fuzz as fuzz_nodes;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::elastic;
-use crate::env::LaunchEnv;
+use crate::env::{LaunchEnv, refuse_fixed_world};
 use crate::error::{Error, Result};
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
@@ -71,7 +70,7 @@ impl fmt::Debug for Rendezvous {
 
 /// Meets the other ranks as the launcher's variables say; a world of one if there are none.
 pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
-    elastic::refuse_fixed_world()?;
+    refuse_fixed_world()?;
     match LaunchEnv::from_process()? {
         Some(env) => {
             env::join(&env, Credentials::from_env()?, &Identity::of_process(), Deadline::after(timeout))
@@ -115,7 +114,7 @@ pub fn from_url(
             None => Err(Error::environment("env:// needs MASTER_ADDR and MASTER_PORT, which are not set")
                 .with_remedy("start the program with `phalanx run` or torchrun, or set them for every rank")),
             Some(mut env) => {
-                elastic::refuse_fixed_world()?;
+                refuse_fixed_world()?;
                 env.world_size = world_size.unwrap_or(env.world_size);
                 env.rank = env.world_size.rank(rank.unwrap_or(env.rank).get())?;
                 env::join(&env, Credentials::from_env()?, &me, deadline)

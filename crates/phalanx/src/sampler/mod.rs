@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use self::elastic::{ElasticSampler, Tail};
 use self::permutation::random_permutation;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::notice::warn;
 use crate::rank::{Rank, WorldSize};
 
@@ -63,7 +63,8 @@ impl DistributedSampler {
     /// If `rank` lies outside the world.
     pub fn new(samples: usize, rank: Rank, world_size: WorldSize) -> Result<Self> {
         let rank = world_size.rank(rank.get()).map_err(|error| {
-            error.with_remedy("DistributedSampler::for_group(samples, &group) takes both from the group")
+            Error::from(error)
+                .with_remedy("DistributedSampler::for_group(samples, &group) takes both from the group")
         })?;
         Ok(Self::at(samples, rank, world_size))
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::{FileStore, MAX_KEY, MAX_VALUE, MemoryStore, PrefixStore, SharedStore, TcpStore, TcpStoreServer};
 use crate::deadline::Deadline;
+use crate::error::Error;
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(20))
@@ -147,7 +148,7 @@ fn waits_end_when_the_key_comes(another: &Another) {
 fn deadlines_are_obeyed_and_errors_name_the_key(another: &Another) {
     let store = another();
     store.set("there", b"", soon()).unwrap();
-    let waits: [fn(&SharedStore) -> crate::Error; 3] = [
+    let waits: [fn(&SharedStore) -> Error; 3] = [
         |store| store.get("never", at_once()).unwrap_err(),
         |store| store.wait(&["there", "never"], at_once()).unwrap_err(),
         |store| store.multi_get(&["there", "never"], at_once()).unwrap_err(),

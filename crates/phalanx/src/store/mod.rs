@@ -34,10 +34,7 @@ pub use tcp::fuzz as fuzz_reply;
 pub(crate) use tcp::{Access, Refusals, Strangers, host_port};
 pub use tcp::{TcpStore, TcpStoreServer};
 
-/// The longest key, in bytes.
-pub const MAX_KEY: usize = 8 * 1024;
-/// The longest value, in bytes.
-pub const MAX_VALUE: usize = 8 * 1024 * 1024;
+pub use crate::wire::store::{MAX_KEY, MAX_VALUE};
 
 /// A key-value store that all ranks of a job share.
 pub trait Store: Send + Sync {

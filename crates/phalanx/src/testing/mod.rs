@@ -9,10 +9,12 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::group::{Ground, Identity, LocalPlace, Origin, ProcessGroup};
+use crate::group::{Wishes, connect};
+use crate::health::Heartbeat;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{MemoryStore, SharedStore};
 use crate::trace::Trace;
-use crate::transport::{self, Heartbeat, Place, TransportKind, Wishes};
+use crate::transport::{Place, TransportKind};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,7 +113,7 @@ fn processes(
         Place { store: &*store, rank, world, epoch: Epoch::default(), interface, credentials, heartbeat };
     let deadline = Deadline::after(Duration::from_secs(20));
     let wishes = Wishes { kind, host: host_id.as_deref() };
-    let connected = transport::connect(&place, wishes, deadline)?;
+    let connected = connect(&place, wishes, deadline)?;
     let credentials = credentials.clone();
     let origin = Origin {
         ground: Ground::Mesh { store, interface, transport: kind, host_id, heartbeat, credentials },

@@ -5,13 +5,12 @@ use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::health::Health;
 use super::messages::Messages;
-use super::{Connected, Incoming, Outgoing, Transport, late};
+use super::{Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;
 use crate::deadline::Deadline;
-use crate::domain::Partition;
 use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::rank::{Rank, WorldSize};
 use crate::wire::control::Notice;
 use crate::wire::frame::Header;
@@ -22,6 +21,13 @@ pub(crate) struct InProcess {
     hub: Arc<Hub>,
     /// Says goodbye when nobody holds it any more.
     _seat: Arc<Seat>,
+}
+
+/// What one rank needs of the mailboxes.
+pub(crate) struct End {
+    pub transport: InProcess,
+    pub messages: Messages,
+    pub health: Arc<Health>,
 }
 
 /// A rank's place in the group, as long as it takes part.
@@ -42,7 +48,7 @@ struct Mailbox {
 }
 
 /// Connects all ranks of a group, by rank.
-pub(crate) fn connect(world: WorldSize) -> Vec<Connected> {
+pub(crate) fn connect(world: WorldSize) -> Vec<End> {
     let hosts = vec!["this process".to_owned(); world.count()];
     let healths: Vec<_> = world.ranks().map(|rank| Health::new(rank, hosts.clone())).collect();
     let mailboxes = world
@@ -69,15 +75,7 @@ pub(crate) fn connect(world: WorldSize) -> Vec<Connected> {
                 }
             }));
             let transport = InProcess { rank, hub: hub.clone(), _seat: seat };
-            let partition = Partition::alone(world.count());
-            Connected {
-                transport: Box::new(transport),
-                messages,
-                kind: None,
-                health,
-                partition,
-                domain: None,
-            }
+            End { transport, messages, health }
         })
         .collect()
 }

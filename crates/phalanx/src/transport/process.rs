@@ -4,7 +4,7 @@ use std::fs;
 
 use rustix::io::Errno;
 
-use super::liveness::Sight;
+use crate::health::liveness::Sight;
 use crate::wire::control::ProcessId;
 
 /// This process, as others of its host can find it; none where there is no `/proc` that counts as this process does.

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::health::Health;
 use super::tcp::Place;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::notice::Reminders;
 use crate::rank::Rank;
 

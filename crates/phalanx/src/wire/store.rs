@@ -3,8 +3,10 @@
 //! No I/O happens here. [`Decoder`] says how many bytes it wants next, never more than the caps allow, and is fed
 //! exactly those; [`Frame`] builds a request.
 
-use crate::store::{MAX_KEY, MAX_VALUE};
-
+/// The longest key, in bytes.
+pub const MAX_KEY: usize = 8 * 1024;
+/// The longest value, in bytes.
+pub const MAX_VALUE: usize = 8 * 1024 * 1024;
 /// What a client sends after [`Op::Validate`], so that a stranger is recognised.
 pub(crate) const MAGIC: u32 = 0x3C85_F7CE;
 /// The longest key on the wire: a user's key and its leading `/`.

@@ -9,6 +9,7 @@ mod documentation;
 mod failures;
 mod gather;
 mod join;
+mod modules;
 mod objects;
 mod order;
 mod point_to_point;

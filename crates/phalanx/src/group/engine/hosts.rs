@@ -2,12 +2,12 @@
 //! must cross.
 
 use super::{Engine, Space, fail_operation};
+use crate::collective::Memory;
 use crate::collective::kernel::Fold;
 use crate::collective::{self, Counts, Hierarchy, Leaders, Plan, ReduceOp};
 use crate::deadline::Patience;
 use crate::domain::Domain;
 use crate::error::Result;
-use crate::group::Memory;
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::{Call, Operation};
 

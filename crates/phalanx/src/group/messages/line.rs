@@ -4,8 +4,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::rank::Rank;
-use crate::transport::health::Health;
 use crate::transport::messages::End;
 
 /// An end of a line, and the order of those who want to use it.

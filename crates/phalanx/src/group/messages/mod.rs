@@ -23,9 +23,9 @@ use super::{P2pOp, Work};
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::rank::{Epoch, Rank, Sequence};
 use crate::trace::Trace;
-use crate::transport::health::Health;
 use crate::transport::messages::{Bell, End, Inbound, Messages as Ends, Outbound, Receiving, Sending, Step};
 use crate::wire::frame::{Call, Header, Operation};
 

@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::credentials::Credentials;
 use crate::dtype::DType;
+use crate::group::connect::{Wishes, connect};
 use crate::group::{Ground, Identity, Origin, ProcessGroup};
+use crate::health::Heartbeat;
 use crate::rank::WorldSize;
 use crate::store::MemoryStore;
-use crate::transport::{self, Heartbeat, Place, TransportKind, Wishes};
+use crate::transport::{Place, TransportKind};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const HASTE: Duration = Duration::from_millis(200);
@@ -29,7 +31,7 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
             credentials: Credentials::none(),
             heartbeat: Heartbeat::default(),
         };
-        let connected = transport::connect(&place, wishes, Deadline::after(LIMIT)).unwrap();
+        let connected = connect(&place, wishes, Deadline::after(LIMIT)).unwrap();
         let origin = Origin {
             ground: Ground::process(),
             local: LocalPlace { rank: rank.get(), world_size: 1 },

@@ -86,7 +86,7 @@ impl RemoteNode {
 
     /// How many workers this host takes.
     pub fn workers(&self) -> Result<WorldSize> {
-        WorldSize::new(self.place.workers)
+        Ok(WorldSize::new(self.place.workers)?)
     }
 
     /// `job`, with what the command has said about this host's part in it, but for the [cluster](Self::cluster).

@@ -21,11 +21,11 @@ pub(crate) use self::inbound::{Inbound, Receiving};
 pub(crate) use self::outbound::{Outbound, Sending};
 #[cfg(any(test, fuzzing))]
 pub(super) use self::rings::fuzz;
-pub(super) use self::rings::{Rings, rings};
-use super::health::Health;
+pub(crate) use self::rings::{Rings, rings};
 use super::tcp::{Connection, Connections};
 use crate::buffer::{AlignedBytes, Buffer};
 use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::rank::{Rank, WorldSize};
 use crate::wire::frame::{HEADER, Header};
 
@@ -77,7 +77,7 @@ pub(crate) trait End: Send {
 
 impl Messages {
     /// The lines of a mesh: a ring where a pair has one, else the pair's connection.
-    pub(super) fn over(
+    pub(crate) fn over(
         rank: Rank,
         connections: &Arc<Connections>,
         rings: Rings,

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::health::Health;
 use crate::rank::Rank;
-use crate::transport::health::Health;
 use crate::transport::tcp::Place;
 use crate::transport::words;
 
@@ -23,13 +23,13 @@ const MEMORY: &str = "rings";
 const MAPPED: &str = "mapped";
 
 /// The rings that join this rank with others, by rank; none where a pair shares no memory.
-pub(in crate::transport) struct Rings {
+pub(crate) struct Rings {
     pub own: Option<Arc<Segment>>,
     pub links: Vec<Option<Link>>,
 }
 
 /// What joins this rank with a peer.
-pub(in crate::transport) struct Link {
+pub(crate) struct Link {
     /// The peer's memory, for its doorbell.
     pub peer: Arc<Segment>,
     pub inbound: Consumer,
@@ -59,7 +59,7 @@ struct Lent {
 
 /// Maps the rings of the other `members` of this rank's domain, where it can, and gives those of them who could map this
 /// rank's in turn. In a rank's memory, ring p is the one that the member at place p writes.
-pub(in crate::transport) fn rings(
+pub(crate) fn rings(
     place: &Place<'_>,
     members: &[Rank],
     health: &Health,

@@ -39,7 +39,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 const MAX_HOST: usize = 255;
 
 /// One rank's connections to all others.
-pub(in crate::transport) struct Mesh {
+pub(crate) struct Mesh {
     pub connections: Connections,
     /// By rank.
     pub hosts: Vec<String>,
@@ -53,7 +53,7 @@ pub(super) struct Address {
 }
 
 /// Connects this rank with all others. A rank that cannot tells them, so that none waits for it until its deadline.
-pub(in crate::transport) fn mesh(place: &Place<'_>, deadline: Deadline) -> Result<Mesh> {
+pub(crate) fn mesh(place: &Place<'_>, deadline: Deadline) -> Result<Mesh> {
     let mut host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     host.truncate(host.floor_char_boundary(MAX_HOST));
     let (mut below, mut above) = (Vec::new(), Vec::new());
@@ -381,10 +381,10 @@ mod tests {
     use super::super::pending::HANDSHAKE;
     use super::*;
     use crate::credentials::Credentials;
+    use crate::health::Heartbeat;
     use crate::key::JobKey;
     use crate::rank::{Epoch, WorldSize};
     use crate::store::{MemoryStore, Store};
-    use crate::transport::heartbeat::Heartbeat;
     use std::io::Write;
     use std::net::Ipv4Addr;
     use std::sync::atomic::{AtomicBool, Ordering};

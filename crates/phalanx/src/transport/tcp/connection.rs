@@ -18,7 +18,7 @@ const EMPTY_READS: usize = 64;
 
 /// May be used from several threads, each of which receives, or sends, whole messages.
 #[derive(Debug)]
-pub(in crate::transport) struct Connection {
+pub(crate) struct Connection {
     socket: TcpStream,
     /// Both directions share a session; nobody waits while it is locked, unless the socket blocks.
     tls: Option<Box<Mutex<Session>>>,

@@ -13,15 +13,15 @@ use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepid
 use super::connection::Connection;
 use super::watch::Watch;
 use crate::error::{Error, Result};
+use crate::health::Health;
+use crate::health::Heartbeat;
+use crate::health::liveness::listens;
 use crate::rank::{Rank, WorldSize};
-use crate::transport::health::Health;
-use crate::transport::heartbeat::Heartbeat;
-use crate::transport::liveness::listens;
 use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, Notice};
 
 /// Watches the control connections until it is dropped; then it says goodbye.
-pub(in crate::transport) struct Monitor {
+pub(crate) struct Monitor {
     /// Its end closes the other, which wakes the thread.
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
@@ -31,7 +31,7 @@ pub(in crate::transport) struct Monitor {
 /// The connections to each peer, by rank; none for this rank itself. The transports, the watching thread and the alarm
 /// share them: duplicates would cost more descriptors for each peer.
 #[derive(Default)]
-pub(in crate::transport) struct Connections {
+pub(crate) struct Connections {
     pub control: Vec<Option<Connection>>,
     pub data: Vec<Option<Connection>>,
     pub messages: Vec<Option<Connection>>,
@@ -56,7 +56,7 @@ fn keep_alive(connection: &Connection) -> io::Result<()> {
 }
 
 impl Monitor {
-    pub(in crate::transport) fn start(
+    pub(crate) fn start(
         (rank, world): (Rank, WorldSize),
         connections: Arc<Connections>,
         health: Arc<Health>,

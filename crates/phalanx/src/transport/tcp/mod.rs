@@ -27,19 +27,19 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
     let is_card = lookout::fuzz(bytes);
     connect::fuzz(bytes) || is_card
 }
-pub(super) use self::connect::mesh;
+pub(crate) use self::connect::mesh;
 pub(super) use self::connection::Connection;
-pub(super) use self::control::{Connections, Monitor};
+pub(crate) use self::control::{Connections, Monitor};
 pub(super) use self::lookout::introduce;
 pub(super) use self::start::fail as fail_start;
 use self::stream::{Receiving, Sending};
-use super::health::Health;
-use super::heartbeat::Heartbeat;
 use super::{Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::health::Health;
+use crate::health::Heartbeat;
 use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::Store;
 
@@ -74,7 +74,7 @@ pub(crate) struct Tcp {
 
 impl Tcp {
     /// Takes over the connections of a mesh, which `monitor` watches.
-    pub(super) fn new(
+    pub(crate) fn new(
         rank: Rank,
         connections: Arc<Connections>,
         health: Arc<Health>,

@@ -217,9 +217,9 @@ mod tests {
 
     use super::*;
     use crate::credentials::Credentials;
+    use crate::health::Heartbeat;
     use crate::rank::{Epoch, WorldSize};
     use crate::store::MemoryStore;
-    use crate::transport::heartbeat::Heartbeat;
 
     proptest! {
         #[test]

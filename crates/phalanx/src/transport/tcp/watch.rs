@@ -10,11 +10,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::connection::Connection;
 use super::control::Connections;
 use crate::error::{Error, Result};
+use crate::health::Health;
+use crate::health::Heartbeat;
+use crate::health::calls::LOOK;
+use crate::health::liveness::{Liveness, Sight, Silence};
 use crate::rank::{Rank, WorldSize};
-use crate::transport::calls::LOOK;
-use crate::transport::health::Health;
-use crate::transport::heartbeat::Heartbeat;
-use crate::transport::liveness::{Liveness, Sight, Silence};
 use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, MAX_BODY, PREFIX, ProcessId};
 

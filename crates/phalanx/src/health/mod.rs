@@ -1,4 +1,9 @@
-//! The one failure of a group: set once, by whoever sees it first, and seen by everybody.
+//! Who of a group is alive, what its ranks call, and its one failure: set once, by whoever sees it first, and seen by
+//! everybody. Transports report to it; groups ask it.
+
+pub(crate) mod calls;
+mod heartbeat;
+pub(crate) mod liveness;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,8 +11,9 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::calls::Calls;
-use super::liveness::Sight;
+use self::calls::Calls;
+pub use self::heartbeat::Heartbeat;
+use self::liveness::Sight;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind};
 use crate::rank::{Rank, Sequence};

@@ -1,0 +1,67 @@
+//! The core's modules use each other in one direction, as ARCHITECTURE.md draws it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// For tests alone: they see everything.
+const OF_TESTS: &[&str] = &["fuzzing", "testing"];
+
+/// The modules from the bottom to the top, as they are drawn: each uses those before it, and none behind it.
+fn drawn() -> Vec<String> {
+    let architecture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ARCHITECTURE.md");
+    let text = fs::read_to_string(architecture).unwrap();
+    let drawing = text.split("-- modules::`").nth(1).and_then(|rest| rest.split("```").nth(1));
+    let rows = drawing.expect("a drawing of the modules").lines().rev();
+    rows.flat_map(|row| row.split_whitespace().skip(1)).map(str::to_owned).collect()
+}
+
+/// The files of a module, without its tests.
+fn files(path: &Path, found: &mut Vec<PathBuf>) {
+    if path.is_dir() {
+        let entries = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path());
+        entries.for_each(|entry| files(&entry, found));
+    } else if path.extension().is_some_and(|extension| extension == "rs")
+        && !path.file_stem().unwrap().to_str().unwrap().contains("tests")
+    {
+        found.push(path.to_owned());
+    }
+}
+
+/// What follows `crate::` in the code of a file, without comments, up to its module of tests.
+fn used(source: &str) -> impl Iterator<Item = &str> {
+    let code = source.lines().take_while(|line| !line.trim_end().ends_with("mod tests {"));
+    let code = code.filter_map(|line| line.split("//").next());
+    let uses = code.flat_map(|line| line.split("crate::").skip(1));
+    uses.filter_map(|rest| rest.split(|next: char| !next.is_alphanumeric() && next != '_').next())
+}
+
+#[test]
+fn the_modules_of_the_core_form_a_directed_graph() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let modules = drawn();
+    let place = |name: &str| modules.iter().position(|module| module == name);
+    let (mut seen, mut against) = (0, Vec::new());
+    for entry in fs::read_dir(&source).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        if name == "lib" || OF_TESTS.contains(&name) {
+            continue;
+        }
+        let own = place(name).unwrap_or_else(|| panic!("ARCHITECTURE.md's drawing lacks the module {name}"));
+        let mut found = Vec::new();
+        files(&path, &mut found);
+        for file in found {
+            for other in used(&fs::read_to_string(&file).unwrap()) {
+                seen += 1;
+                // A name that is no module's comes through lib.rs, which sees them all.
+                let below = place(other).is_some_and(|place| place <= own) || OF_TESTS.contains(&other);
+                if !below {
+                    against
+                        .push(format!("{}: crate::{other}", file.strip_prefix(&source).unwrap().display()));
+                }
+            }
+        }
+    }
+    assert!(against.is_empty(), "these uses go upwards, or through lib.rs:\n{}", against.join("\n"));
+    assert!(seen > 100, "only {seen} uses were found: has the way changed in which they are written?");
+}
