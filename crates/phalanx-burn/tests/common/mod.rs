@@ -70,14 +70,19 @@ pub fn floats<M: Module>(module: &M) -> Vec<Vec<f32>> {
     visitor.0
 }
 
-/// The largest distance of two tensors, relative to the length of the second.
+/// The largest distance of two tensors, relative to the length of the second. Should its elements happen to be near nought, as a
+/// bias's may, they count as a tenth of what elements are among all tensors.
 pub fn distance(ours: &[Vec<f32>], theirs: &[Vec<f32>]) -> f64 {
     assert_eq!(ours.len(), theirs.len());
-    let length = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
+    let of = |tensor: &[f32]| squares(&mut tensor.iter().map(|x| f64::from(*x)));
+    let (all, elements): (f64, usize) =
+        theirs.iter().fold((0.0, 0), |(all, count), tensor| (all + of(tensor), count + tensor.len()));
+    let usual = all / elements as f64;
     let relative = |(a, b): (&Vec<f32>, &Vec<f32>)| {
         assert_eq!(a.len(), b.len());
-        let apart = length(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
-        apart / length(&mut b.iter().map(|b| f64::from(*b)))
+        let apart = squares(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
+        (apart / of(b).max(b.len() as f64 * usual / 100.0)).sqrt()
     };
     ours.iter().zip(theirs).map(relative).fold(0.0, f64::max)
 }
