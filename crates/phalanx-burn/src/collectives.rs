@@ -120,7 +120,7 @@ impl<const D: usize, K: Basic> Collectives for Tensor<D, K> {
         }
         let elements = counts.iter().fold(0, |sum: usize, count| sum.saturating_add(*count));
         let bytes = elements.saturating_mul(local.dtype.size());
-        // Numbers of rows are the peers' word. What there is no memory for is an error here, and no panic further down.
+        // Peers send the numbers of rows. If there is no memory for them, this is an error here and not a panic later.
         Vec::<u8>::new().try_reserve_exact(bytes).map_err(|error| {
             Error::invalid_argument(format!(
                 "all_gather of tensors: there is no memory for the {bytes} bytes of all ranks' rows"

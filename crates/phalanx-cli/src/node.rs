@@ -12,8 +12,8 @@ use crate::cli::{Cli, Command};
 use crate::output::Output;
 use crate::run::job;
 
-/// How long the last words may take to be heard.
-const LAST_WORDS: Duration = Duration::from_secs(10);
+/// How long the last message may take to be read.
+const LAST_MESSAGE: Duration = Duration::from_secs(10);
 
 /// Started by `phalanx run -H`
 #[derive(Args, Debug)]
@@ -31,9 +31,9 @@ pub(crate) fn run(options: &Node) -> ExitCode {
     let Ok(output) = Output::start() else { return ExitCode::FAILURE };
     let mut teller = Teller(output);
     if let Some(result) = run_part(&mut teller).transpose() {
-        teller.0.push(Stream::Stdout, RemoteNode::last_words(&result));
+        teller.0.push(Stream::Stdout, RemoteNode::final_message(&result));
     }
-    teller.0.finish(LAST_WORDS);
+    teller.0.finish(LAST_MESSAGE);
     ExitCode::SUCCESS
 }
 

@@ -131,9 +131,9 @@ impl Renderer {
         self.output.reader_is_gone()
     }
 
-    /// Says `last_words` on standard error, and waits, as long as `patience` lasts, until everything has been shown.
-    pub(crate) fn finish(self, last_words: Vec<u8>, patience: Duration) {
-        self.output.push(Stream::Stderr, last_words);
+    /// Says `summary` on standard error, and waits, as long as `patience` lasts, until everything has been shown.
+    pub(crate) fn finish(self, summary: Vec<u8>, patience: Duration) {
+        self.output.push(Stream::Stderr, summary);
         self.output.finish(patience);
     }
 

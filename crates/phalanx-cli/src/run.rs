@@ -92,11 +92,11 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
         // No worker is left, and signals end this process again.
         _ => Duration::MAX,
     };
-    let last_words = match format {
-        Format::Text => last_words(report),
+    let summary = match format {
+        Format::Text => summary(report),
         Format::Json => json::ended(report, code),
     };
-    renderer.finish(last_words, patience);
+    renderer.finish(summary, patience);
     exit_code(code)
 }
 
@@ -194,7 +194,7 @@ fn look() -> Look {
     Look::of_stderr(wants_colour(&io::stderr()))
 }
 
-fn last_words(report: &Report) -> Vec<u8> {
+fn summary(report: &Report) -> Vec<u8> {
     match &report.outcome {
         Outcome::Failed(failure) => report::failure(failure, report, look()),
         Outcome::NodeFailed(failure) => report::node_failure(failure, look()),

@@ -21,7 +21,7 @@ pub use crate::checkpoint::{
     fuzz_claim as checkpoint_claim, fuzz_manifest as checkpoint_manifest, fuzz_tensors as checkpoint_tensors,
 };
 pub use crate::collective::fuzz_tuning as tuning;
-pub use crate::domain::fuzz_word as board_word;
+pub use crate::domain::fuzz_encoded_call as board_word;
 pub use crate::elastic::fuzz_journal as workers;
 pub use crate::key::fuzz as job_key;
 pub use crate::launch::{

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::Rank;
 use crate::transport::Place;
-use crate::transport::words;
+use crate::transport::bootstrap;
 
 /// More ranks would have too little of a staging window each.
 const MOST: usize = 256;
@@ -42,8 +42,8 @@ type Mapped = Vec<Result<Arc<Mapping>, String>>;
 
 /// Tells the others that this rank was told to use TCP: then no rank uses shared memory, since all plan alike.
 pub(crate) fn decline(place: &Place<'_>, deadline: Deadline) -> Result<()> {
-    words::leave::<Lent>(place, ARENA, &Ok(None), deadline)?;
-    words::leave::<Reach>(place, REACH, &Vec::new(), deadline)
+    bootstrap::publish::<Lent>(place, ARENA, &Ok(None), deadline)?;
+    bootstrap::publish::<Reach>(place, REACH, &Vec::new(), deadline)
 }
 
 /// What this rank has found out about the memory of all.
@@ -66,11 +66,11 @@ pub(crate) fn join(
     let (rank, world) = (place.rank, place.world);
     let own = lend(host, world.count());
     let lent: Lent = own.as_ref().map(|(_, address)| Some(address.copy())).map_err(Clone::clone);
-    let lent: Vec<Lent> = words::exchange(place, health, ARENA, &lent, deadline)?;
+    let lent: Vec<Lent> = bootstrap::exchange(place, health, ARENA, &lent, deadline)?;
     let mapped = map_all(rank, own.as_ref().map(|(arena, _)| arena), &lent);
     let reach: Reach =
         mapped.iter().map(|mapping| mapping.as_ref().err().cloned().unwrap_or_default()).collect();
-    let reach: Vec<Reach> = words::exchange(place, health, REACH, &reach, deadline)?;
+    let reach: Vec<Reach> = bootstrap::exchange(place, health, REACH, &reach, deadline)?;
 
     if let Some(declined) = lent.iter().position(|lent| matches!(lent, Ok(None))) {
         let reason = Some(format!("rank {declined}: it was told to use TCP"));
@@ -79,7 +79,7 @@ pub(crate) fn join(
     let obstacle = |one: usize, other: usize| match reach.get(one).and_then(|reach| reach.get(other)) {
         Some(reason) if reason.is_empty() => None,
         Some(reason) => Some(format!("rank {one}: {reason}")),
-        None => Some(format!("rank {one} left no word on the memory of rank {other}")),
+        None => Some(format!("rank {one} reported nothing about the memory of rank {other}")),
     };
     let partition =
         Partition::of(world.count(), |one, other| obstacle(one, other).or(obstacle(other, one)).is_none());

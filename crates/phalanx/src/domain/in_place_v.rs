@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use phalanx_sys::board::{Meeting, Way};
 
-use super::{Domain, Job, LINE, compare, direct, staged, watch, word};
+use super::{Domain, Job, LINE, compare, direct, encoded_call, staged, watch};
 use crate::collective::Counts;
 use crate::deadline::Patience;
 use crate::error::{Error, Result};
@@ -59,13 +59,15 @@ impl Domain {
         counts: &Counts,
         patience: &Patience,
     ) -> Result<()> {
-        let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
+        let (members, rank, health, encoded) =
+            (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
         let fingerprint = counts.fingerprint().to_le_bytes();
-        let words =
-            self.board.small(word, &fingerprint, &mut |missing| watch(health, members[missing], patience))?;
+        let slots = self
+            .board
+            .small(encoded, &fingerprint, &mut |missing| watch(health, members[missing], patience))?;
         (0..members.len()).try_for_each(|index| {
-            compare(rank, call, sequence, members[index], &word, words.call(index))?;
-            if words.bytes(index) == fingerprint {
+            compare(rank, call, sequence, members[index], &encoded, slots.call(index))?;
+            if slots.bytes(index) == fingerprint {
                 return Ok(());
             }
             let peer = members[index];

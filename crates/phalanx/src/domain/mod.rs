@@ -11,6 +11,7 @@
 
 mod connect;
 mod direct;
+mod encoded_call;
 mod in_place_v;
 mod monitored_barrier;
 mod partition;
@@ -18,7 +19,6 @@ mod reduce_scatter;
 mod routes;
 mod small;
 mod staged;
-mod word;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,11 +29,12 @@ use phalanx_sys::board::{Board, Ordinary, Way};
 #[cfg(any(test, fuzzing))]
 pub(crate) use self::connect::fuzz;
 pub(crate) use self::connect::{Joined, decline, join, refused};
+use self::encoded_call::EncodedCall;
+#[cfg(any(test, fuzzing))]
+pub use self::encoded_call::fuzz as fuzz_encoded_call;
 pub(crate) use self::monitored_barrier::absent;
 pub(crate) use self::partition::Partition;
 use self::routes::{Routes, Uneven};
-#[cfg(any(test, fuzzing))]
-pub use self::word::fuzz as fuzz_word;
 use crate::collective::Memory;
 use crate::collective::ReduceOp;
 use crate::collective::kernel::Fold;
@@ -112,26 +113,27 @@ impl Domain {
     }
 
     fn in_place(&mut self, job: Job, sequence: Sequence, data: &mut [u8], patience: &Patience) -> Result<()> {
-        let (members, rank, health, word) =
-            (&*self.members, self.rank, &*self.health, word::encode(&job.call));
+        let (members, rank, health, encoded) =
+            (&*self.members, self.rank, &*self.health, encoded_call::encode(&job.call));
         let mut watch = |missing: usize| watch(health, members[missing], patience);
-        let check = |index: usize, theirs| compare(rank, job.call, sequence, members[index], &word, theirs);
+        let check =
+            |index: usize, theirs| compare(rank, job.call, sequence, members[index], &encoded, theirs);
         let small = small::part(job, data.len(), 0);
         if let Some(own) = small.clone().filter(|_| small::always(job)) {
-            let words = self.board.small(word, &data[own], &mut watch)?;
-            (0..job.ranks).try_for_each(|index| check(index, words.call(index)))?;
-            return small::in_place(job, &words, data);
+            let slots = self.board.small(encoded, &data[own], &mut watch)?;
+            (0..job.ranks).try_for_each(|index| check(index, slots.call(index)))?;
+            return small::in_place(job, &slots, data);
         }
         let ahead = |memory: &[u8], window: &mut [u8]| {
             staged::ahead(job, memory, window);
             Ok(())
         };
         let ordinary = small.map_or(Ordinary::InWindow(&ahead), Ordinary::InSlot);
-        self.board.in_place(word, data, ordinary, &mut watch, |meeting| {
+        self.board.in_place(encoded, data, ordinary, &mut watch, |meeting| {
             (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
             match meeting.way() {
                 Way::Direct => direct::in_place(meeting, job),
-                Way::Small => meeting.words(|words, data| small::in_place(job, words, data)),
+                Way::Small => meeting.words(|slots, data| small::in_place(job, slots, data)),
                 Way::Staged => staged::in_place(meeting, job),
             }
         })
@@ -145,10 +147,11 @@ impl Domain {
         uneven: Uneven<'_>,
         patience: &Patience,
     ) -> Result<()> {
-        let (members, rank, health, word) =
-            (&*self.members, self.rank, &*self.health, word::encode(&job.call));
+        let (members, rank, health, encoded) =
+            (&*self.members, self.rank, &*self.health, encoded_call::encode(&job.call));
         let mut watch = |missing: usize| watch(health, members[missing], patience);
-        let check = |index: usize, theirs| compare(rank, job.call, sequence, members[index], &word, theirs);
+        let check =
+            |index: usize, theirs| compare(rank, job.call, sequence, members[index], &encoded, theirs);
         // What nobody else takes is not brought.
         let brought = match job.call.operation {
             Operation::Scatter if job.me != job.root => &[],
@@ -158,28 +161,28 @@ impl Domain {
         let note = routes::note(job, uneven);
         let small = small::part(job, brought.len(), note.len());
         if small::always(job) {
-            let words = self.board.small(word, brought, &mut watch)?;
-            (0..job.ranks).try_for_each(|index| check(index, words.call(index)))?;
+            let slots = self.board.small(encoded, brought, &mut watch)?;
+            (0..job.ranks).try_for_each(|index| check(index, slots.call(index)))?;
             if job.call.operation == Operation::ReduceScatter {
-                return small::fold(job, &words, job.chunk(job.me), input.len(), output);
+                return small::fold(job, &slots, job.chunk(job.me), input.len(), output);
             }
             let routes = Routes::new(job, None, members, |_| &[])?;
-            return routes.copy(input, |from| words.bytes(from), output);
+            return routes.copy(input, |from| slots.bytes(from), output);
         }
-        self.board.apart(word, &note, brought, small, &mut watch, |meeting| {
+        self.board.apart(encoded, &note, brought, small, &mut watch, |meeting| {
             (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
             if job.call.operation == Operation::ReduceScatter {
                 return match meeting.way() {
                     Way::Direct => direct::reduce_out_of_place(meeting, job, output),
                     Way::Small => meeting
-                        .words(|words, _| small::fold(job, words, job.chunk(job.me), input.len(), output)),
+                        .words(|slots, _| small::fold(job, slots, job.chunk(job.me), input.len(), output)),
                     Way::Staged => staged::reduce_out_of_place(meeting, job, input, output),
                 };
             }
             let routes = Routes::new(job, uneven, members, |index| meeting.note(index))?;
             match meeting.way() {
                 Way::Direct => meeting.read(|inputs| routes.copy(input, |from| inputs[from], output)),
-                Way::Small => meeting.words(|words, _| routes.copy(input, |from| words.bytes(from), output)),
+                Way::Small => meeting.words(|slots, _| routes.copy(input, |from| slots.bytes(from), output)),
                 Way::Staged => staged::copy(meeting, job, &routes, input, output),
             }
         })
@@ -239,16 +242,16 @@ fn compare(
     call: Call,
     sequence: Sequence,
     peer: Rank,
-    own: &word::Word,
-    theirs: word::Word,
+    own: &EncodedCall,
+    theirs: EncodedCall,
 ) -> Result<()> {
     if *own == theirs {
         return Ok(());
     }
     // The memory is of this job and epoch; the count of calls is what has brought both here.
     let header = |call| Header { call, sequence, epoch: Epoch::default(), payload: 0 };
-    // How plans are chosen is no part of the word; frames compare it.
-    header(Call { tuning: 0, ..call }).check(&header(word::decode(&theirs)?), rank, peer)
+    // The encoded call has no field for the choice of plans; frames compare that.
+    header(Call { tuning: 0, ..call }).check(&header(encoded_call::decode(&theirs)?), rank, peer)
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! A barrier that finds out who is missing.
 
-use super::{Domain, compare, watch, word};
+use super::{Domain, compare, encoded_call, watch};
 use crate::deadline::{Deadline, Patience};
 use crate::error::{Error, Result};
 use crate::rank::{Rank, Sequence};
@@ -16,12 +16,14 @@ impl Domain {
         deadline: Deadline,
         patience: Deadline,
     ) -> Result<()> {
-        let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
+        let (members, rank, health, encoded) =
+            (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
         for deadline in [if rank.is_main() { deadline } else { patience }, patience] {
             let patience = Patience::from(deadline);
             let mut watch = |missing: usize| watch(health, members[missing], &patience);
-            let met = self.board.small(word, &[], &mut watch).and_then(|words| {
-                let check = |index| compare(rank, call, sequence, members[index], &word, words.call(index));
+            let met = self.board.small(encoded, &[], &mut watch).and_then(|slots| {
+                let check =
+                    |index| compare(rank, call, sequence, members[index], &encoded, slots.call(index));
                 (0..members.len()).try_for_each(check)
             });
             if met.as_ref().is_err_and(|error| error.is_timeout() && !health.has_failed()) {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use phalanx_sys::board::{Meeting, Ordinary, Way, share};
 
-use super::{Domain, Job, LINE, compare, direct, staged, watch, word};
+use super::{Domain, Job, LINE, compare, direct, encoded_call, staged, watch};
 use crate::collective::kernel::Fold;
 use crate::deadline::Patience;
 use crate::error::{Error, Result};
@@ -15,10 +15,12 @@ use crate::wire::frame::Call;
 impl Domain {
     /// Finds out whether all members make the same call, before it goes from rank to rank.
     pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, patience: &Patience) -> Result<()> {
-        let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
-        let words = self.board.small(word, &[], &mut |missing| watch(health, members[missing], patience))?;
+        let (members, rank, health, encoded) =
+            (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
+        let slots =
+            self.board.small(encoded, &[], &mut |missing| watch(health, members[missing], patience))?;
         (0..members.len())
-            .try_for_each(|index| compare(rank, call, sequence, members[index], &word, words.call(index)))
+            .try_for_each(|index| compare(rank, call, sequence, members[index], &encoded, slots.call(index)))
     }
 
     /// The chunk of `bytes` that the member at `place` owns, if the first `owners` members own it all.
@@ -71,12 +73,13 @@ impl Domain {
         patience: &Patience,
         work: impl FnOnce(&mut Meeting<'_, '_, Error>, Job) -> Result<()>,
     ) -> Result<()> {
-        let (members, rank, health, word) = (&*self.members, self.rank, &*self.health, word::encode(&call));
+        let (members, rank, health, encoded) =
+            (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
         let job = Job { call, me: self.board.me(), ranks: members.len(), root: 0 };
         let mut watch = |missing: usize| watch(health, members[missing], patience);
-        self.board.in_place(word, data, Ordinary::Later, &mut watch, |meeting| {
+        self.board.in_place(encoded, data, Ordinary::Later, &mut watch, |meeting| {
             (0..job.ranks).try_for_each(|index| {
-                compare(rank, call, sequence, members[index], &word, meeting.call(index))
+                compare(rank, call, sequence, members[index], &encoded, meeting.call(index))
             })?;
             work(meeting, job)
         })

@@ -44,22 +44,22 @@ pub(super) fn always(job: Job) -> bool {
     }
 }
 
-pub(super) fn in_place(job: Job, words: &Words<'_>, data: &mut [u8]) -> Result<()> {
+pub(super) fn in_place(job: Job, slots: &Words<'_>, data: &mut [u8]) -> Result<()> {
     let length = data.len();
     match job.call.operation {
-        Operation::AllReduce | Operation::AllReduceCoalesced => fold(job, words, 0..length, length, data),
-        Operation::Reduce if job.me == job.root => fold(job, words, 0..length, length, data),
+        Operation::AllReduce | Operation::AllReduceCoalesced => fold(job, slots, 0..length, length, data),
+        Operation::Reduce if job.me == job.root => fold(job, slots, 0..length, length, data),
         Operation::ReduceScatter => {
             let own = job.chunk(job.me);
-            fold(job, words, own.clone(), length, &mut data[own])
+            fold(job, slots, own.clone(), length, &mut data[own])
         }
         Operation::Broadcast if job.me != job.root => {
-            data.copy_from_slice(whole(words, job.root, length)?);
+            data.copy_from_slice(whole(slots, job.root, length)?);
             Ok(())
         }
         Operation::AllGather => (0..job.ranks).try_for_each(|index| {
             let chunk = job.chunk(index);
-            data[chunk.clone()].copy_from_slice(whole(words, index, chunk.len())?);
+            data[chunk.clone()].copy_from_slice(whole(slots, index, chunk.len())?);
             Ok(())
         }),
         _ => Ok(()),
@@ -69,17 +69,17 @@ pub(super) fn in_place(job: Job, words: &Words<'_>, data: &mut [u8]) -> Result<(
 /// Combines a part of what everybody brought, which is `length` bytes.
 pub(super) fn fold(
     job: Job,
-    words: &Words<'_>,
+    slots: &Words<'_>,
     part: Range<usize>,
     length: usize,
     output: &mut [u8],
 ) -> Result<()> {
-    let part = |index| Ok(&whole(words, index, length)?[part.clone()]);
+    let part = |index| Ok(&whole(slots, index, length)?[part.clone()]);
     with_all(job.ranks, part, |sources| job.fold().apply_to(sources, output))
 }
 
-fn whole<'a>(words: &Words<'a>, index: usize, length: usize) -> Result<&'a [u8]> {
-    match words.bytes(index) {
+fn whole<'a>(slots: &Words<'a>, index: usize, length: usize) -> Result<&'a [u8]> {
+    match slots.bytes(index) {
         bytes if bytes.len() == length => Ok(bytes),
         _ => Err(short()),
     }

@@ -12,19 +12,19 @@ use crate::rank::Rank;
 /// How many parts and ranks an error names.
 const NAMED: usize = 8;
 
-/// What a rank brings to a meeting: is a worker waiting, its number of commits, the round in which the last one was made, and
+/// What a rank reports before a commit or a synchronization: is a worker waiting, its number of commits, the round in which the last one was made, and
 /// the digest of its snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Word {
+struct CommitReport {
     awaited: bool,
     commits: u64,
     round: u64,
     digest: u64,
 }
 
-const WORD: usize = 4;
+const NUMBERS: usize = 4;
 
-impl Word {
+impl CommitReport {
     fn of(snapshot: &mut Snapshot, awaited: bool, drift: Drift) -> Self {
         let (commits, round) = (snapshot.commits, snapshot.round);
         Self { awaited, commits, round, digest: snapshot.digest(drift) }
@@ -53,20 +53,20 @@ pub(super) fn commit(
     awaited: bool,
     drift: Drift,
 ) -> Result<Committed> {
-    let own = Word::of(snapshot, awaited, drift);
-    let words = exchange(group, own)?;
-    let awaited = words.iter().any(|word| word.awaited);
-    if words.iter().any(|word| word.commits != own.commits) {
-        let commits: Vec<u64> = words.iter().map(|word| word.commits).collect();
+    let own = CommitReport::of(snapshot, awaited, drift);
+    let reports = exchange(group, own)?;
+    let awaited = reports.iter().any(|report| report.awaited);
+    if reports.iter().any(|report| report.commits != own.commits) {
+        let commits: Vec<u64> = reports.iter().map(|report| report.commits).collect();
         return Err(Error::mismatch(format!("ranks are at different commits: {commits:?}"))
             .with_remedy("every rank must call commit equally often"));
     }
-    if words.iter().all(|word| word.digest == words[0].digest) {
+    if reports.iter().all(|report| report.digest == reports[0].digest) {
         return Ok(Committed { awaited, repaired: false });
     }
     if drift == Drift::Repair {
-        let all: Vec<usize> = (0..words.len()).collect();
-        let root = most_common(&words, &all);
+        let all: Vec<usize> = (0..reports.len()).collect();
+        let root = most_common(&reports, &all);
         if group.rank().is_main() {
             let commit = own.commits;
             warn(format_args!(
@@ -86,27 +86,27 @@ pub(super) fn commit(
 /// Gives every rank the snapshot of the latest commit. True if this rank's has changed.
 pub(super) fn sync(group: &ProcessGroup, snapshot: &mut Snapshot, drift: Drift) -> Result<bool> {
     // Whatever is done about drift: the hashes say what is to be sent.
-    let own = Word::of(snapshot, false, Drift::Fail);
-    let words = exchange(group, own)?;
-    let holders = furthest(&words);
+    let own = CommitReport::of(snapshot, false, Drift::Fail);
+    let reports = exchange(group, own)?;
+    let holders = furthest(&reports);
     let lowest = holders.first().copied().unwrap_or(0);
     // Equal on all ranks: then nothing is sent.
-    if words.iter().all(|word| *word == words[lowest]) {
+    if reports.iter().all(|report| *report == reports[lowest]) {
         return Ok(false);
     }
     // A failure may have come before the ranks could compare this commit. With none there is nothing to compare: workers
     // may begin with different states.
-    let drifted_apart = words[lowest].commits > 0
+    let drifted_apart = reports[lowest].commits > 0
         && drift != Drift::Ignore
-        && holders.iter().any(|holder| words[*holder].digest != words[lowest].digest);
+        && holders.iter().any(|holder| reports[*holder].digest != reports[lowest].digest);
     if drifted_apart && drift == Drift::Fail {
         let summaries = group.all_gather_object(&snapshot.summaries().to_vec())?;
         let held = summaries.into_iter().enumerate().filter(|(rank, _)| holders.contains(rank));
-        return Err(drifted(held.collect(), words[lowest].commits));
+        return Err(drifted(held.collect(), reports[lowest].commits));
     }
-    let root = if drifted_apart { most_common(&words, &holders) } else { lowest };
+    let root = if drifted_apart { most_common(&reports, &holders) } else { lowest };
     let changed = take_from(group, snapshot, rank(root))?;
-    (snapshot.commits, snapshot.round) = words[root].commit();
+    (snapshot.commits, snapshot.round) = reports[root].commit();
     Ok(changed)
 }
 
@@ -137,18 +137,18 @@ pub(super) fn take_from(group: &ProcessGroup, snapshot: &mut Snapshot, root: Ran
     Ok(own != wanted)
 }
 
-fn exchange(group: &ProcessGroup, word: Word) -> Result<Vec<Word>> {
-    let numbers = [word.commits, word.round, word.digest].map(u64::cast_signed);
-    let sent = [i64::from(word.awaited), numbers[0], numbers[1], numbers[2]];
-    let mut received = vec![0_i64; WORD * group.world_size().count()];
+fn exchange(group: &ProcessGroup, report: CommitReport) -> Result<Vec<CommitReport>> {
+    let numbers = [report.commits, report.round, report.digest].map(u64::cast_signed);
+    let sent = [i64::from(report.awaited), numbers[0], numbers[1], numbers[2]];
+    let mut received = vec![0_i64; NUMBERS * group.world_size().count()];
     group.all_gather(&sent, &mut received)?;
-    let word = |word: &[i64]| Word {
-        awaited: word[0] != 0,
-        commits: word[1].cast_unsigned(),
-        round: word[2].cast_unsigned(),
-        digest: word[3].cast_unsigned(),
+    let decode = |numbers: &[i64]| CommitReport {
+        awaited: numbers[0] != 0,
+        commits: numbers[1].cast_unsigned(),
+        round: numbers[2].cast_unsigned(),
+        digest: numbers[3].cast_unsigned(),
     };
-    Ok(received.chunks_exact(WORD).map(word).collect())
+    Ok(received.chunks_exact(NUMBERS).map(decode).collect())
 }
 
 fn rank(index: usize) -> Rank {
@@ -156,14 +156,14 @@ fn rank(index: usize) -> Rank {
 }
 
 /// The ranks that have the latest commit.
-fn furthest(words: &[Word]) -> Vec<usize> {
-    let latest = words.iter().map(Word::commit).max();
-    (0..words.len()).filter(|rank| Some(words[*rank].commit()) == latest).collect()
+fn furthest(reports: &[CommitReport]) -> Vec<usize> {
+    let latest = reports.iter().map(CommitReport::commit).max();
+    (0..reports.len()).filter(|rank| Some(reports[*rank].commit()) == latest).collect()
 }
 
 /// The lowest of those `ranks` that have what most of them have.
-fn most_common(words: &[Word], ranks: &[usize]) -> usize {
-    let count = |of: usize| ranks.iter().filter(|rank| words[**rank].digest == words[of].digest).count();
+fn most_common(reports: &[CommitReport], ranks: &[usize]) -> usize {
+    let count = |of: usize| ranks.iter().filter(|rank| reports[**rank].digest == reports[of].digest).count();
     let most = ranks.iter().map(|rank| count(*rank)).max();
     ranks.iter().copied().find(|rank| Some(count(*rank)) == most).unwrap_or(0)
 }
@@ -366,7 +366,7 @@ mod tests {
                 return commit(group, snapshot, false, Drift::Repair).map(|committed| committed.repaired);
             }
             // It dies when the others have sent all that it lacks.
-            let own = Word::of(snapshot, false, Drift::Repair);
+            let own = CommitReport::of(snapshot, false, Drift::Repair);
             exchange(group, own)?;
             take_from(group, snapshot, Rank::new(1))?;
             group.abort(Error::aborted("it died"));

@@ -32,8 +32,8 @@ use crate::transport;
 const LOOK: Duration = Duration::from_millis(200);
 /// How long the store may take to answer what does not wait for other workers.
 const ANSWER: Duration = Duration::from_secs(30);
-/// How long the last word of this worker may take.
-const LAST_WORD: Duration = Duration::from_secs(1);
+/// How long the last message of this worker may take.
+const LAST_MESSAGE: Duration = Duration::from_secs(1);
 /// How long removing what nobody needs any more may take at a time.
 const TIDY: Duration = Duration::from_secs(1);
 
@@ -253,7 +253,7 @@ impl Session {
         self.ended = true;
         let worker = self.shared.seen.lock().me.id;
         // Every member knows it by itself, unless another dies at this moment.
-        let _ = self.shared.append_until(&Entry::Done { round, worker }, Deadline::after(LAST_WORD));
+        let _ = self.shared.append_until(&Entry::Done { round, worker }, Deadline::after(LAST_MESSAGE));
     }
 
     /// The job is over; nothing is left to say.
@@ -333,7 +333,7 @@ impl Drop for Session {
         if !self.ended {
             let gone = Entry::Gone { worker: me, by: me, why: Departure::Ended };
             // If the others do not hear it, they see it.
-            let _ = self.shared.append_until(&gone, Deadline::after(LAST_WORD));
+            let _ = self.shared.append_until(&gone, Deadline::after(LAST_MESSAGE));
         }
     }
 }

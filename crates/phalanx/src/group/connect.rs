@@ -63,7 +63,7 @@ pub(crate) fn connect_among(
     let monitor = Arc::new(Monitor::start(identity, connections.clone(), health.clone(), place.heartbeat)?);
     let mut joined = Joined { partition: Partition::alone(place.world.count()), domain: None, reason: None };
     if kind != Some(TransportKind::Tcp) {
-        // A rank that gives up here says so: the others may be waiting for its word.
+        // A rank that gives up here says so: the others may be waiting for its message.
         joined = domain::join(place, host, &health, deadline).map_err(|error| health.fail(error))?;
     }
     let Joined { partition, domain, reason } = joined;

@@ -5,7 +5,7 @@ use crate::caller::Caller;
 use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, WorldSize};
 
-/// What a rank tells the others of its call: two words.
+/// What a rank tells the others of its call: two numbers.
 const RECORD: usize = 2;
 /// The color of a rank that joins no group.
 const NO_COLOR: i64 = -1;
@@ -143,7 +143,7 @@ impl ProcessGroup {
         Ok(sorted)
     }
 
-    /// Tells every rank the words of this call, and gives what each has told, by rank.
+    /// Sends the numbers of this call to every rank, and returns those of all, by rank.
     fn tell(&self, own: [i64; RECORD]) -> Result<Vec<[i64; RECORD]>> {
         let mut all = vec![0i64; RECORD * self.world_size().count()];
         self.all_gather(&own, &mut all)?;

@@ -27,27 +27,28 @@ pub(super) struct Part {
     pub(super) nodes: u32,
 }
 
-/// What becomes of a place, by its number on this host, whose worker has failed; or of the job.
+/// An instruction of the driver: what to do with the slot of a worker that has failed, by its number on this host; or that
+/// the job ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Word {
-    /// It gets another, now.
+pub(super) enum Instruction {
+    /// Start another worker in this slot, now.
     Replace(u32),
-    /// It stays empty.
+    /// Leave this slot empty.
     Vacate(u32),
-    /// On some host a worker has ended well.
+    /// A worker on some host has ended with success.
     Ending,
 }
 
-/// The part, and the words that come for it.
+/// The part, and the instructions of the driver for it.
 #[derive(Clone, Debug)]
 pub(super) struct Guest {
     pub(super) part: Part,
-    words: Arc<Words>,
+    instructions: Arc<InstructionQueue>,
 }
 
 #[derive(Debug)]
-struct Words {
-    queue: Mutex<VecDeque<Word>>,
+struct InstructionQueue {
+    queue: Mutex<VecDeque<Instruction>>,
     notice: PipeReader,
     wake: PipeWriter,
 }
@@ -56,31 +57,32 @@ impl Guest {
     pub(super) fn new(part: Part) -> Result<Self> {
         let open = || {
             let (notice, wake) = io::pipe()?;
-            // Neither end waits for the other: one byte that is there is as good as many.
+            // Neither end blocks: one byte in the pipe is enough to wake the reader.
             fcntl_setfl(&notice, fcntl_getfl(&notice)? | OFlags::NONBLOCK)?;
             fcntl_setfl(&wake, fcntl_getfl(&wake)? | OFlags::NONBLOCK)?;
-            Ok(Words { queue: Mutex::default(), notice, wake })
+            Ok(InstructionQueue { queue: Mutex::default(), notice, wake })
         };
-        let words = open()
-            .map_err(|error: io::Error| Error::io("no pipe for the words of the job's command", error))?;
-        Ok(Self { part, words: Arc::new(words) })
+        let instructions = open().map_err(|error: io::Error| {
+            Error::io("no pipe for the instructions of the job's driver", error)
+        })?;
+        Ok(Self { part, instructions: Arc::new(instructions) })
     }
 
-    /// Says what becomes of a place.
-    pub(super) fn say(&self, word: Word) {
-        self.words.queue.lock().push_back(word);
-        let _ = (&self.words.wake).write_all(&[0]);
+    /// Queues an instruction.
+    pub(super) fn send(&self, instruction: Instruction) {
+        self.instructions.queue.lock().push_back(instruction);
+        let _ = (&self.instructions.wake).write_all(&[0]);
     }
 
-    /// Readable when something has been said.
+    /// Readable when an instruction is queued.
     pub(super) fn notice(&self) -> BorrowedFd<'_> {
-        self.words.notice.as_fd()
+        self.instructions.notice.as_fd()
     }
 
-    /// The next thing that was said.
-    pub(super) fn hear(&self) -> Option<Word> {
-        while matches!((&self.words.notice).read(&mut [0; 64]), Ok(1..)) {}
-        self.words.queue.lock().pop_front()
+    /// The next instruction, if there is one.
+    pub(super) fn receive(&self) -> Option<Instruction> {
+        while matches!((&self.instructions.notice).read(&mut [0; 64]), Ok(1..)) {}
+        self.instructions.queue.lock().pop_front()
     }
 }
 
@@ -89,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_come_in_order_and_however_many_nobody_waits() {
+    fn instructions_keep_their_order_and_sending_never_blocks() {
         let part = Part {
             run_id: "x".to_owned(),
             host: "h".to_owned(),
@@ -100,10 +102,10 @@ mod tests {
             nodes: 1,
         };
         let guest = Guest::new(part).unwrap();
-        assert_eq!(guest.hear(), None);
+        assert_eq!(guest.receive(), None);
         // More than a pipe holds.
-        (0..100_000).for_each(|place| guest.say(Word::Replace(place)));
-        assert!((0..100_000).all(|place| guest.hear() == Some(Word::Replace(place))));
-        assert_eq!(guest.hear(), None);
+        (0..100_000).for_each(|place| guest.send(Instruction::Replace(place)));
+        assert!((0..100_000).all(|place| guest.receive() == Some(Instruction::Replace(place))));
+        assert_eq!(guest.receive(), None);
     }
 }

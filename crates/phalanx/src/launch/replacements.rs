@@ -222,7 +222,7 @@ mod tests {
             (replacements.vacate(0), replacements.vacate(0), replacements.vacate(9)),
             (Some(BAD), None, None)
         );
-        // A word that comes twice, or too late, starts nobody.
+        // An instruction that comes twice, or too late, starts no worker.
         replacements.replace(0, now);
         replacements.replace(1, now);
         assert_eq!((replacements.due(now), replacements.cancel()), (None, vec![(2, BAD)]));

@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal as Raw};
 use super::attempts::Control;
 use super::event::Event;
 use super::exit::{Exit, Signal};
-use super::guest::Word;
+use super::guest::Instruction;
 use super::job::Job;
 use super::logs::JobLogs;
 use super::members::{Members, Running};
@@ -146,7 +146,7 @@ impl Supervisor<'_, '_> {
             self.handle_ends();
             self.handle_nodes();
             self.handle_time();
-            self.handle_words();
+            self.handle_instructions();
             self.handle_frozen();
             self.handle_replacements();
             self.handle_logs();
@@ -278,13 +278,13 @@ impl Supervisor<'_, '_> {
     }
 
     /// Hears what becomes of empty places, if that is decided elsewhere.
-    fn handle_words(&mut self) {
-        while let Some(word) = self.nodes.next_word() {
+    fn handle_instructions(&mut self) {
+        while let Some(instruction) = self.nodes.next_instruction() {
             let Some(replacements) = &mut self.replacements else { continue };
-            match word {
-                Word::Ending => self.others_are_ending = true,
-                Word::Replace(place) => replacements.replace(place as usize, Instant::now()),
-                Word::Vacate(place) => {
+            match instruction {
+                Instruction::Ending => self.others_are_ending = true,
+                Instruction::Replace(place) => replacements.replace(place as usize, Instant::now()),
+                Instruction::Vacate(place) => {
                     let Some(exit) = replacements.vacate(place as usize) else { continue };
                     self.policy.lost(End { worker: place as usize, exit, blames: None });
                     // Perhaps nobody is left.
@@ -373,7 +373,7 @@ impl Supervisor<'_, '_> {
     /// Does a worker still run that is about to fail of itself? It has said so, or one that has failed blames it; one that is
     /// stopped does not end.
     fn awaits_failure(&mut self) -> bool {
-        if !self.policy.hears_last_words() {
+        if !self.policy.is_in_grace() {
             return false;
         }
         let blamed: Vec<usize> = self.policy.blamed().collect();

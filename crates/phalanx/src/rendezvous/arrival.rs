@@ -187,11 +187,11 @@ fn settle(roll: &PrefixStore, told: Told, deadline: Deadline) -> Result<()> {
 fn speak(roll: &PrefixStore, told: &Told, deadline: Deadline) -> Option<Vec<u8>> {
     let verdict = serde_json::to_vec(told).ok()?;
     // The others find out for themselves, at their deadlines, if the store is gone too.
-    roll.compare_set("verdict", b"", &verdict, deadline.max(Deadline::after(LAST_WORD))).ok()
+    roll.compare_set("verdict", b"", &verdict, deadline.max(Deadline::after(LAST_MESSAGE))).ok()
 }
 
 /// How long telling the others may take when the deadline has passed.
-const LAST_WORD: Duration = Duration::from_millis(100);
+const LAST_MESSAGE: Duration = Duration::from_millis(100);
 
 /// A verdict that is not "ok".
 #[derive(serde::Serialize, serde::Deserialize)]
@@ -228,7 +228,7 @@ fn awaited(roll: &PrefixStore, place: &Place, started: Instant) -> String {
     let world = place.world_size.get();
     // Many ranks that each ask for many would keep the store from those who come.
     let cause = match world <= ASKED || place.rank.is_main() {
-        true => missing(roll, place, started, Deadline::after(LAST_WORD * 10)).cause,
+        true => missing(roll, place, started, Deadline::after(LAST_MESSAGE * 10)).cause,
         false => format!("not all of the {world} ranks have arrived"),
     };
     format!("rank {} waits for the others: {cause}", place.rank)

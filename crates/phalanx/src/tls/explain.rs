@@ -1,4 +1,4 @@
-//! What rustls says, in the words of who has to put it right.
+//! Explains errors of rustls to the user who has to correct them.
 
 use std::io;
 

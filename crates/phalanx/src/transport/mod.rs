@@ -1,10 +1,10 @@
 //! Moves the bytes of plans between ranks. `collective` says what to move, `health` who is alive; `group` connects.
 
+pub(crate) mod bootstrap;
 pub(crate) mod in_process;
 pub(crate) mod messages;
 mod process;
 pub(crate) mod tcp;
-pub(crate) mod words;
 
 use std::fmt;
 use std::str::FromStr;
@@ -100,7 +100,7 @@ pub(crate) fn late(peer: Rank, host: &str) -> Error {
         )
 }
 
-/// For [`fuzzing`](crate::fuzzing): the words that ranks leave for each other in the store.
+/// For [`fuzzing`](crate::fuzzing): the messages of the bootstrap exchange.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {

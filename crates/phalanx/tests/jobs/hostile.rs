@@ -1,10 +1,10 @@
 //! A peer that knows how everything is said, key and all, and says each thing a little wrong, hundreds of times while ranks
 //! meet and while they train.
 
+mod messages;
 mod mutate;
 mod process;
 mod relay;
-mod words;
 
 use std::fs;
 use std::io::{Read, Write};
@@ -18,10 +18,10 @@ use phalanx::store::{Store, TcpStore, TcpStoreServer};
 use phalanx::{Deadline, JobKey, ReduceOp};
 
 use crate::support::ROLE;
+use messages::Insider;
 use mutate::Random;
 use process::{Process, Use};
 use relay::Relay;
-use words::Insider;
 
 /// Set for a rank: the file whose presence ends the training.
 const STOP: &str = "PHALANX_TEST_STOP";
@@ -29,14 +29,14 @@ const STOP: &str = "PHALANX_TEST_STOP";
 const SEED: &str = "PHALANX_TEST_SEED";
 const RANKS: u32 = 3;
 const LIMIT: Duration = Duration::from_secs(60);
-/// How many wrong words each listener hears, while ranks meet and then while they train.
+/// How many wrong messages each listener gets, while ranks meet and then while they train.
 const WRONG: usize = 200;
 /// How much more memory a process may have had at most than one that nobody disturbs.
 const MEMORY: u64 = 24 << 20;
 
 pub const TESTS: &[(&str, fn())] = &[(
-    "wrong_words_disturb_neither_a_start_nor_a_training",
-    wrong_words_disturb_neither_a_start_nor_a_training,
+    "wrong_messages_disturb_neither_a_start_nor_a_training",
+    wrong_messages_disturb_neither_a_start_nor_a_training,
 )];
 
 /// What this program does as a part of the job.
@@ -146,7 +146,7 @@ impl Job {
     }
 }
 
-fn wrong_words_disturb_neither_a_start_nor_a_training() {
+fn wrong_messages_disturb_neither_a_start_nor_a_training() {
     let seed = std::env::var(SEED).map_or_else(|_| Random::seed(), |seed| seed.parse().unwrap());
     let repeat = Repeat(seed);
     // How it is when nobody disturbs it.
@@ -176,13 +176,13 @@ fn wrong_words_disturb_neither_a_start_nor_a_training() {
             let mut random = Random::new(seed);
             let mut held = Vec::new();
             while !done.load(Ordering::Relaxed) {
-                let words = mutate::some(&mut random, &words::requests(), Some(&greeting));
-                say(&mut random, address, &words, &mut held);
+                let message = mutate::some(&mut random, &messages::requests(), Some(&greeting));
+                say(&mut random, address, &message, &mut held);
                 at_store.fetch_add(1, Ordering::Relaxed);
             }
         });
         // The last rank is held up between the roll-call and its first look for the others, who listen for it.
-        let relay = Relay::to(address, Some(words::MESH));
+        let relay = Relay::to(address, Some(messages::MESH));
         (1..RANKS).for_each(|_| job.start_rank(address));
         job.start_rank(relay.address());
         let insider = Insider::new(&file, &TcpStore::connect_with_key(address, &job.key, soon()).unwrap());
@@ -244,9 +244,9 @@ fn record_a_greeting(job: &Job) -> Vec<u8> {
 }
 
 /// Says so in a new connection, and perhaps stays.
-fn say(random: &mut Random, address: SocketAddr, words: &[u8], held: &mut Vec<TcpStream>) {
-    let Some(mut stream) = words::connect(address) else { return };
-    let _ = stream.write_all(words);
+fn say(random: &mut Random, address: SocketAddr, message: &[u8], held: &mut Vec<TcpStream>) {
+    let Some(mut stream) = messages::connect(address) else { return };
+    let _ = stream.write_all(message);
     if random.below(3) == 0 {
         // If it is answered at all.
         let _ = stream.set_read_timeout(Some(Duration::from_millis(10)));

@@ -147,7 +147,7 @@ fn a_stranger_takes_little_memory() {
 }
 
 /// What a client of TLS says first.
-fn first_words(credentials: &Credentials) -> Vec<u8> {
+fn client_hello(credentials: &Credentials) -> Vec<u8> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::scope(|scope| {
@@ -163,7 +163,7 @@ fn first_words(credentials: &Credentials) -> Vec<u8> {
     })
 }
 
-/// In the same way, one that has said a client's first words and waits; and one that has said most of the longest that are
+/// In the same way, one that has said a client hello and waits; and one that has said most of the longest that are
 /// heard. Few of the former have a state of TLS at once, whatever it takes, and the others have their turn.
 fn a_stranger_over_tls_takes_little_memory() {
     assert!(may_open(2 * STRANGERS as u64 + 100), "this test needs more descriptors: raise `ulimit -Hn`");
@@ -172,7 +172,7 @@ fn a_stranger_over_tls_takes_little_memory() {
     let credentials = Credentials { key: None, tls: Some(Tls::read(&ca, &certificate, &key).unwrap()) };
     // A ClientHello of 1783 bytes, in a record of its own: as long as may be.
     let long = [&[22, 3, 1, 6, 0xfb, 1, 0, 6, 0xf7][..], &[0; 1750]];
-    for (what, words) in [("all", first_words(&credentials)), ("most", long.concat())] {
+    for (what, words) in [("all", client_hello(&credentials)), ("most", long.concat())] {
         let server = TcpStoreServer::bind_with(([127, 0, 0, 1], 0).into(), credentials.clone()).unwrap();
         let before = resident();
         most_resident();
@@ -185,7 +185,7 @@ fn a_stranger_over_tls_takes_little_memory() {
             .collect();
         let store = TcpStore::connect_with(server.local_addr(), &credentials, soon()).unwrap();
         let each = most_resident().saturating_sub(before) / STRANGERS;
-        eprintln!("{STRANGERS} strangers with {what} of the first words of TLS: {each} bytes each");
+        eprintln!("{STRANGERS} strangers with {what} of the TLS client hello: {each} bytes each");
         assert!(each <= MEMORY, "{what}: {each} bytes");
         assert_eq!(store.num_keys(soon()).unwrap(), 0);
         drop(strangers);

@@ -13,7 +13,7 @@ use phalanx::{Epoch, Error, Rank, Result, TransportKind, WorldSize};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 
-use super::worker::{Word, now};
+use super::worker::{RankEvent, now};
 
 /// Nothing takes so long, unless it hangs.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -67,12 +67,12 @@ impl Trial {
     /// Lets a world train, and for a `moment` longer; gives what its survivors saw of the fault.
     pub(super) fn run(&self, moment: Duration) -> Result<Vec<Verdict>> {
         let server = TcpStoreServer::bind("127.0.0.1:0".parse().map_err(|_| unstarted("no address"))?)?;
-        let (mut ranks, words) = self.start(server.local_addr().port())?;
+        let (mut ranks, events) = self.start(server.local_addr().port())?;
         let deadline = Instant::now() + LIMIT;
         for _ in self.world.ranks() {
-            match next(&words, deadline) {
-                Some((_, Word::Trains)) => {}
-                Some((_, Word::Failed { text, .. })) => return Err(unstarted(&text)),
+            match next(&events, deadline) {
+                Some((_, RankEvent::Trains)) => {}
+                Some((_, RankEvent::Failed { text, .. })) => return Err(unstarted(&text)),
                 None => return Err(unstarted("a rank has ended, or hangs")),
             }
         }
@@ -87,12 +87,12 @@ impl Trial {
         kill_process(Pid::from_child(victim), signal).map_err(|error| {
             Error::aborted(format!("rank {} could not be signalled: {error}", self.victim))
         })?;
-        Ok(self.listen(&words, struck))
+        Ok(self.listen(&events, struck))
     }
 
-    fn start(&self, port: u16) -> Result<(Ranks, Receiver<(u32, Word)>)> {
+    fn start(&self, port: u16) -> Result<(Ranks, Receiver<(u32, RankEvent)>)> {
         let program = std::env::current_exe().map_err(|error| unstarted(&error.to_string()))?;
-        let (say, words) = channel();
+        let (say, events) = channel();
         let mut ranks = Ranks(Vec::new());
         for rank in self.world.ranks() {
             let mut command = Command::new(&program);
@@ -108,12 +108,12 @@ impl Trial {
             let (say, rank) = (say.clone(), rank.get());
             thread::spawn(move || {
                 let lines = out.into_iter().flat_map(|out| BufReader::new(out).lines());
-                let words = lines.map_while(|line| serde_json::from_str(&line.ok()?).ok());
+                let events = lines.map_while(|line| serde_json::from_str(&line.ok()?).ok());
                 // If nobody listens any more, the trial is over.
-                words.map(|word| say.send((rank, word))).take_while(Result::is_ok).for_each(drop);
+                events.map(|event| say.send((rank, event))).take_while(Result::is_ok).for_each(drop);
             });
         }
-        Ok((ranks, words))
+        Ok((ranks, events))
     }
 
     fn variables(&self, rank: Rank, port: u16) -> Vec<(&'static str, String)> {
@@ -136,15 +136,15 @@ impl Trial {
         env.variables()
     }
 
-    /// Waits for every survivor's word.
-    fn listen(&self, words: &Receiver<(u32, Word)>, struck: Duration) -> Vec<Verdict> {
+    /// Waits for every survivor's event.
+    fn listen(&self, events: &Receiver<(u32, RankEvent)>, struck: Duration) -> Vec<Verdict> {
         let deadline = Instant::now() + LIMIT;
         let mut silent: Vec<u32> =
             self.world.ranks().map(Rank::get).filter(|rank| *rank != self.victim).collect();
         let mut verdicts = Vec::new();
         while !silent.is_empty() {
-            let Some((rank, word)) = next(words, deadline) else { break };
-            let Word::Failed { at, blames, text } = word else { continue };
+            let Some((rank, event)) = next(events, deadline) else { break };
+            let RankEvent::Failed { at, blames, text } = event else { continue };
             silent.retain(|other| *other != rank);
             let complaint = (blames != Some(self.victim))
                 .then(|| format!("rank {rank} of {}, where rank {} failed: {text}", self.world, self.victim));
@@ -159,8 +159,8 @@ impl Trial {
     }
 }
 
-fn next(words: &Receiver<(u32, Word)>, deadline: Instant) -> Option<(u32, Word)> {
-    words.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
+fn next(events: &Receiver<(u32, RankEvent)>, deadline: Instant) -> Option<(u32, RankEvent)> {
+    events.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
 }
 
 fn unstarted(why: &str) -> Error {

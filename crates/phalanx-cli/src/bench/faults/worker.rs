@@ -13,9 +13,9 @@ const ELEMENTS: usize = 1 << 18;
 /// After so many steps the world is said to train.
 const WARM_UP: usize = 10;
 
-/// What a rank says, a line each.
+/// What a rank reports, a line each.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Word {
+pub(super) enum RankEvent {
     Trains,
     /// A call has returned an error, by [`now`] on its clock.
     Failed {
@@ -49,20 +49,20 @@ pub(super) fn run() -> Result<()> {
         thread::sleep(Duration::from_millis(1));
         steps += 1;
         if steps == WARM_UP {
-            say(&Word::Trains)?;
+            say(&RankEvent::Trains)?;
         }
     };
     let at = now();
     let blames = error.peer().filter(|_| error.is_peer_failure()).map(phalanx::Rank::get);
-    say(&Word::Failed { at, blames, text: error.to_string() })?;
+    say(&RankEvent::Failed { at, blames, text: error.to_string() })?;
     // Its end would be another fault.
     thread::sleep(Duration::from_secs(60));
     Ok(())
 }
 
-fn say(word: &Word) -> Result<()> {
+fn say(event: &RankEvent) -> Result<()> {
     let unsaid = |error: io::Error| Error::aborted(format!("nobody listens: {error}"));
-    let line = serde_json::to_string(word).map_err(|error| unsaid(error.into()))?;
+    let line = serde_json::to_string(event).map_err(|error| unsaid(error.into()))?;
     let mut out = io::stdout().lock();
     writeln!(out, "{line}").and_then(|()| out.flush()).map_err(unsaid)
 }

@@ -10,8 +10,8 @@ use crate::transport::{Incoming, Outgoing};
 use crate::wire::frame::{Call, Header};
 
 impl Engine {
-    /// Every rank reports to rank 0, which waits for each until `deadline` and then lets all go on, or tells them who is
-    /// missing. The others wait for its word until `patience`. Who shares memory with all looks for itself.
+    /// Every rank reports to rank 0, which waits for each until `deadline` and then lets all go on, or tells them which
+    /// ranks are missing. The others wait for its message until `patience`. In shared memory each rank looks itself.
     pub(in crate::group) fn monitored_barrier(
         &mut self,
         call: Call,

@@ -6,7 +6,7 @@ use super::{AttemptEnd, Gathered, Nodes, Settled};
 use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
 use crate::launch::exit::Outcome;
-use crate::launch::guest::{Guest, Part, Word};
+use crate::launch::guest::{Guest, Instruction, Part};
 use crate::launch::job::Job;
 use crate::launch::placement::Placement;
 use crate::rank::WorldSize;
@@ -53,8 +53,8 @@ impl Nodes for Guesthood<'_> {
 
     fn outlived(&mut self, _place: u32, _process: u32) {}
 
-    fn next_word(&mut self) -> Option<Word> {
-        self.guest.hear()
+    fn next_instruction(&mut self) -> Option<Instruction> {
+        self.guest.receive()
     }
 
     fn give_up(&mut self, _error: &Error) {}

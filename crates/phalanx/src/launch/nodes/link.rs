@@ -28,8 +28,8 @@ use crate::store::{Access, FileStore, PrefixStore, SharedStore, Store, TcpStore,
 
 /// How long the reader waits at a time: then it looks whether it is still wanted.
 const LOOK: Duration = Duration::from_millis(200);
-/// How long the last words of this launcher may take.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+/// How long the last message of this launcher may take.
+const LAST_MESSAGE: Duration = Duration::from_secs(2);
 /// How long the store stays for other launchers that have not read to the end yet.
 const DRAIN: Duration = Duration::from_secs(5);
 /// How long the system may take to look up an address.
@@ -173,7 +173,7 @@ impl Drop for Link {
         self.shared.closing.store(true, Ordering::Relaxed);
         drop(self.proposals.take());
         let Some(writer) = self.writer.take() else { return };
-        let deadline = Deadline::after(LAST_WORDS);
+        let deadline = Deadline::after(LAST_MESSAGE);
         while !writer.is_finished() {
             // A thread that is stuck in a connection ends by itself.
             if deadline.has_passed() {

@@ -9,7 +9,7 @@ use std::os::fd::BorrowedFd;
 
 use super::attempts::Control;
 use super::exit::{Failure, Outcome, Signal};
-use super::guest::Word;
+use super::guest::Instruction;
 use super::placement::Placement;
 use crate::error::{Error, Result};
 
@@ -40,7 +40,7 @@ pub(super) trait Nodes {
     fn outlived(&mut self, place: u32, process: u32);
 
     /// What becomes of a place whose worker has failed, if that is decided elsewhere.
-    fn next_word(&mut self) -> Option<Word> {
+    fn next_instruction(&mut self) -> Option<Instruction> {
         None
     }
 

@@ -191,7 +191,7 @@ impl<'a> Several<'a> {
         };
         let Some(place) = running.place(self.me) else { return Ok(None) };
         if running.ending {
-            // Over before it has begun: nothing to start, but the others wait for the word.
+            // The round has ended before it began: nothing to start, but the others wait for this message.
             self.round = Some(round);
             self.link.propose(Entry::Ended { round, node: self.me, succeeded: false });
             return Ok(None);

@@ -5,7 +5,7 @@
 
 use std::net::IpAddr;
 
-use super::words::Route;
+use super::protocol::Route;
 
 /// What is known of a node.
 #[derive(Clone, Debug)]

@@ -14,7 +14,7 @@ use super::environment::surroundings;
 use super::here::is_ours;
 use super::hosts::Host;
 use super::node::version;
-use super::words::{Complaint, Ending, News, Order, Place, Route, Said, SentKey};
+use super::protocol::{Complaint, Ending, FromLauncher, LauncherConfig, News, Route, SentKey, ToLauncher};
 use super::{RemoteJob, is_this_machine, keep};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -46,7 +46,7 @@ struct Peer {
 enum Ended {
     Reported(Ending),
     Failed(Complaint),
-    /// Without a word.
+    /// Without a instruction.
     Lost,
 }
 
@@ -169,7 +169,7 @@ impl<'a> Conductor<'a> {
     }
 
     fn tell_to_start(&mut self, node: usize, host: &str, port: u16) {
-        let place = Place {
+        let place = LauncherConfig {
             workers: self.peers[node].host.slots(),
             node: node as u32,
             nodes: self.peers.len() as u32,
@@ -179,9 +179,10 @@ impl<'a> Conductor<'a> {
             key: SentKey::new(&self.key),
             part: None,
         };
-        let arguments = self.job.arguments.iter().map(|word| word.as_bytes().to_vec()).collect();
+        let arguments =
+            self.job.arguments.iter().map(|instruction| instruction.as_bytes().to_vec()).collect();
         self.peers[node].was_told_to_start = true;
-        self.peers[node].connection.order(Order::Start { arguments, place });
+        self.peers[node].connection.order(ToLauncher::Start { arguments, place });
     }
 
     /// Hears what there is, until there is enough: true. False if the deadline has passed, or, before all have been told
@@ -222,7 +223,7 @@ impl<'a> Conductor<'a> {
                 // A job on other hosts goes on.
                 Some(Raw::TSTP | Raw::CONT) => {}
                 Some(Raw::USR1 | Raw::USR2) => {
-                    self.peers.iter().for_each(|peer| peer.connection.order(Order::Signal(number)));
+                    self.peers.iter().for_each(|peer| peer.connection.order(ToLauncher::Signal(number)));
                 }
                 _ => {
                     let signal = Signal::new(number);
@@ -245,7 +246,7 @@ impl<'a> Conductor<'a> {
         let now = Instant::now();
         for peer in &mut self.peers {
             if peer.was_told_to_start {
-                peer.connection.order(Order::Signal(signal.number()));
+                peer.connection.order(ToLauncher::Signal(signal.number()));
                 peer.connection.must_end_by(now + self.job.patience());
             } else {
                 peer.connection.close();
@@ -257,7 +258,7 @@ impl<'a> Conductor<'a> {
     fn handle(&mut self, index: usize, heard: Heard) {
         let peer = &mut self.peers[index];
         match heard {
-            Heard::Said(said) => self.handle_said(index, said),
+            Heard::Message(said) => self.handle_message(index, said),
             Heard::Line(line) => {
                 if peer.hello.is_some() {
                     let text = format!("{}: {line}", peer.host);
@@ -276,9 +277,9 @@ impl<'a> Conductor<'a> {
         }
     }
 
-    fn handle_said(&mut self, index: usize, said: Said) {
+    fn handle_message(&mut self, index: usize, said: FromLauncher) {
         match said {
-            Said::Hello { version: theirs, route } => {
+            FromLauncher::Hello { version: theirs, route } => {
                 if theirs != version() {
                     let host = &self.peers[index].host;
                     let cause = format!("{host} has Phalanx {theirs}, this machine {}", version());
@@ -286,10 +287,10 @@ impl<'a> Conductor<'a> {
                 }
                 self.peers[index].hello = Some(route);
             }
-            Said::Serving { port } => self.peers[index].serves_at = Some(port),
-            Said::Event(news) => self.show(index, &news),
-            Said::Ended(ending) => self.peers[index].ended = Some(Ended::Reported(ending)),
-            Said::Failed(complaint) => {
+            FromLauncher::Serving { port } => self.peers[index].serves_at = Some(port),
+            FromLauncher::Event(news) => self.show(index, &news),
+            FromLauncher::Ended(ending) => self.peers[index].ended = Some(Ended::Reported(ending)),
+            FromLauncher::Failed(complaint) => {
                 self.peers[index].ended = Some(Ended::Failed(complaint));
                 self.end_all(Signal::TERM);
             }
@@ -318,7 +319,7 @@ impl<'a> Conductor<'a> {
             if peer.connection.is_over() && peer.ended.is_none() {
                 peer.ended = Some(Ended::Lost);
                 peer.connection.close();
-                // Who was told to end may do so without a word.
+                // Who was told to end may do so without a instruction.
                 if !self.has_ended_all {
                     self.lose(self.diagnose(index));
                 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use super::frame;
-use super::words::{Order, Said};
+use super::protocol::{FromLauncher, ToLauncher};
 use crate::error::{Error, Result};
 
 /// How often a launcher hears that somebody is still there.
@@ -19,14 +19,14 @@ pub(super) const ALIVE: Duration = Duration::from_secs(5);
 /// The longest line of standard error that comes in one piece.
 const MAX_LINE: u64 = 4096;
 /// How long what it has written may take to be read when the process has ended. Others may hold its pipes open.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+const LAST_MESSAGE: Duration = Duration::from_secs(1);
 /// How long a process may live on when its output is closed.
 const AFTER_CLOSING: Duration = Duration::from_secs(5);
 
 /// What is heard of a host.
 #[derive(Debug)]
 pub(super) enum Heard {
-    Said(Said),
+    Message(FromLauncher),
     /// A line of standard error: the remote shell's, or the launcher's.
     Line(String),
     /// Standard error is closed.
@@ -57,7 +57,7 @@ impl Ears {
 #[derive(Debug)]
 pub(super) struct Connection {
     child: Child,
-    orders: Option<Sender<Order>>,
+    orders: Option<Sender<ToLauncher>>,
     /// Readable when the process has ended; kernels before 5.3 have none.
     pidfd: Option<OwnedFd>,
     ended: Option<(ExitStatus, Instant)>,
@@ -97,7 +97,7 @@ impl Connection {
         Ok(connection)
     }
 
-    pub(super) fn order(&self, order: Order) {
+    pub(super) fn order(&self, order: ToLauncher) {
         if let Some(orders) = &self.orders {
             // If the thread is gone, the connection is.
             let _ = orders.send(order);
@@ -151,7 +151,7 @@ impl Connection {
     /// Has it ended, and is all known that will be?
     pub(super) fn is_over(&self) -> bool {
         let all_heard = self.is_closed && self.is_quiet;
-        self.ended.is_some_and(|(_, at)| all_heard || at.elapsed() > LAST_WORDS)
+        self.ended.is_some_and(|(_, at)| all_heard || at.elapsed() > LAST_MESSAGE)
     }
 
     /// Its exit code; none if a signal has ended it.
@@ -184,11 +184,11 @@ fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
 }
 
 /// Until there are no more orders, or nobody takes them.
-fn write(mut to: ChildStdin, orders: &Receiver<Order>) {
+fn write(mut to: ChildStdin, orders: &Receiver<ToLauncher>) {
     loop {
         let order = match orders.recv_timeout(ALIVE) {
             Ok(order) => order,
-            Err(RecvTimeoutError::Timeout) => Order::Alive,
+            Err(RecvTimeoutError::Timeout) => ToLauncher::Alive,
             Err(RecvTimeoutError::Disconnected) => return,
         };
         if frame::write(&mut to, &order).is_err() {
@@ -202,7 +202,7 @@ fn read(from: ChildStdout, ears: &Ears) {
     let mut hear = || -> io::Result<()> {
         if frame::skip_to_greeting(&mut from)? {
             while let Some(said) = frame::read(&mut from)? {
-                if !ears.tell(Heard::Said(said)) {
+                if !ears.tell(Heard::Message(said)) {
                     break;
                 }
             }

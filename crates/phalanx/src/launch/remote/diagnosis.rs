@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn what_was_up_is_lost_whatever_was_said() {
-        // A worker's words are not ssh's.
+        // The output of a worker is not ssh's.
         let error = broken(255, "open x: Permission denied", true).error().to_string();
         assert!(
             error.contains("the connection to its launcher is lost (ssh ended with exit code 255)"),

@@ -3,7 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-use super::words::Order;
+use super::protocol::ToLauncher;
 use crate::error::{Error, Result};
 
 /// What belongs to a machine, a login or a terminal.
@@ -41,9 +41,9 @@ const STAYS: [&str; 29] = [
 const STAY_PREFIXES: [&str; 7] = ["BASH_FUNC_", "LISTEN_", "SSH_", "SUDO_", "SYSTEMD_", "TMUX", "XDG_"];
 
 /// What a launcher is told first: to work as if it were here.
-pub(super) fn surroundings() -> Result<Order> {
+pub(super) fn surroundings() -> Result<ToLauncher> {
     let folder = std::env::current_dir().map_err(|error| Error::io("no working directory", error))?;
-    Ok(Order::Surroundings { folder, variables: forwarded(std::env::vars_os()) })
+    Ok(ToLauncher::Surroundings { folder, variables: forwarded(std::env::vars_os()) })
 }
 
 /// Those of `all` that go to other hosts.

@@ -2,7 +2,7 @@
 //!
 //! [`RemoteJob`] starts a launcher on each host, over ssh or, on this machine, directly. It tells each over its
 //! standard input where to work, what to start and which place to take, and hears over its standard output what
-//! happens: [`words`] has who says what when. The launchers meet as those of [several nodes](super::Cluster) do; this
+//! happens: [`protocol`] has the messages and their order. The launchers meet as those of [several nodes](super::Cluster) do; this
 //! command is none of them.
 //!
 //! What has to end, ends by itself: a launcher whose standard input is closed, or silent for
@@ -19,9 +19,9 @@ mod frame;
 mod here;
 mod hosts;
 mod node;
+mod protocol;
 mod quote;
 mod shell;
-mod words;
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -233,9 +233,9 @@ fn is_this_machine(host: &Host) -> bool {
 pub fn fuzz(bytes: &[u8]) -> bool {
     let mut from = bytes;
     if frame::skip_to_greeting(&mut from).unwrap_or(false) {
-        return all_frames(from, |said: words::Said| said.fuzz());
+        return all_frames(from, |said: protocol::FromLauncher| said.fuzz());
     }
-    all_frames(bytes, |_: words::Order| {})
+    all_frames(bytes, |_: protocol::ToLauncher| {})
 }
 
 #[cfg(any(test, fuzzing))]

@@ -13,7 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, getpid, kill_process};
 
 use super::frame;
-use super::words::{Complaint, Ending, News, Order, Place, Route, Said};
+use super::protocol::{Complaint, Ending, FromLauncher, LauncherConfig, News, Route, ToLauncher};
 use crate::error::{Error, Result};
 use crate::launch::cluster::{Cluster, Hosting};
 use crate::launch::event::Event;
@@ -35,7 +35,7 @@ const ELASTIC_SILENCE: Duration = Duration::from_secs(15);
 #[derive(Debug)]
 pub struct RemoteNode {
     arguments: Vec<OsString>,
-    place: Place,
+    place: LauncherConfig,
     guest: Option<Guest>,
 }
 
@@ -45,13 +45,13 @@ impl RemoteNode {
     pub fn arrive() {
         let mut out = io::stdout();
         let route = std::env::var("SSH_CONNECTION").ok().and_then(|variable| Route::parse(&variable));
-        let hello = Said::Hello { version: version(), route };
+        let hello = FromLauncher::Hello { version: version(), route };
         let greeted = out.write_all(frame::GREETING).and_then(|()| frame::write(&mut out, &hello));
         if greeted.is_err() {
             return;
         }
         if let Err(error) = move_in() {
-            let _ = frame::write(&mut out, &Said::Failed(Complaint::of(&error)));
+            let _ = frame::write(&mut out, &FromLauncher::Failed(Complaint::of(&error)));
         }
     }
 
@@ -61,7 +61,7 @@ impl RemoteNode {
         let mut orders = Orders::open()?;
         let (arguments, place) = loop {
             match orders.next().map_err(unheard)? {
-                Some(Order::Start { arguments, place }) => break (arguments, place),
+                Some(ToLauncher::Start { arguments, place }) => break (arguments, place),
                 Some(_) => {}
                 None => return Ok(None),
             }
@@ -100,7 +100,7 @@ impl RemoteNode {
 
     /// The hosts of the job, if there are several whose launchers have to meet.
     pub fn cluster(&self) -> Result<Option<Cluster>> {
-        let Place { node, nodes, ref host, port, patience, .. } = self.place;
+        let LauncherConfig { node, nodes, ref host, port, patience, .. } = self.place;
         if nodes == 1 || self.guest.is_some() {
             return Ok(None);
         }
@@ -115,23 +115,23 @@ impl RemoteNode {
     /// `event` as the command that a person has started is to be told it, on standard output.
     pub fn tell(event: &Event<'_>) -> Vec<u8> {
         let said = match event {
-            Event::Serving { address } => Some(Said::Serving { port: address.port() }),
-            event => News::of(event).map(Said::Event),
+            Event::Serving { address } => Some(FromLauncher::Serving { port: address.port() }),
+            event => News::of(event).map(FromLauncher::Event),
         };
         said.map_or_else(Vec::new, |said| encode(&said))
     }
 
     /// In the same way, how all ended.
-    pub fn last_words(result: &Result<Report>) -> Vec<u8> {
+    pub fn final_message(result: &Result<Report>) -> Vec<u8> {
         encode(&match result {
-            Ok(report) => Said::Ended(Ending::of(report)),
-            Err(error) => Said::Failed(Complaint::of(error)),
+            Ok(report) => FromLauncher::Ended(Ending::of(report)),
+            Err(error) => FromLauncher::Failed(Complaint::of(error)),
         })
     }
 }
 
 /// What is too long to be said is left out.
-fn encode(said: &Said) -> Vec<u8> {
+fn encode(said: &FromLauncher) -> Vec<u8> {
     frame::encode(said).unwrap_or_default()
 }
 
@@ -142,7 +142,7 @@ pub(super) fn version() -> String {
 
 fn move_in() -> Result<()> {
     let (folder, variables) = match Orders::open()?.next().map_err(unheard)? {
-        Some(Order::Surroundings { folder, variables }) => (folder, variables),
+        Some(ToLauncher::Surroundings { folder, variables }) => (folder, variables),
         Some(_) => return Err(Error::protocol("what is to be done comes before where to do it")),
         None => return Ok(()),
     };
@@ -167,9 +167,9 @@ fn unheard(error: io::Error) -> Error {
 fn obey(mut orders: Orders, guest: Option<&Guest>) {
     loop {
         let signal = match orders.next() {
-            Ok(Some(Order::Signal(signal))) => Signal::from_named_raw(signal),
-            Ok(Some(Order::Place(word))) => {
-                guest.into_iter().for_each(|guest| guest.say(word));
+            Ok(Some(ToLauncher::Signal(signal))) => Signal::from_named_raw(signal),
+            Ok(Some(ToLauncher::Elastic(instruction))) => {
+                guest.into_iter().for_each(|guest| guest.send(instruction));
                 None
             }
             Ok(Some(_)) => None,
@@ -197,7 +197,7 @@ impl Orders {
         stdin.map(|stdin| Self { stdin: stdin.into(), silence: SILENCE }).map_err(unheard)
     }
 
-    fn next(&mut self) -> io::Result<Option<Order>> {
+    fn next(&mut self) -> io::Result<Option<ToLauncher>> {
         frame::read(self)
     }
 }

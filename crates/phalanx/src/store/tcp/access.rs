@@ -93,10 +93,10 @@ impl Gate {
     /// Waits until `stream` has shown that it is a client that may come in; otherwise the error says why not.
     pub async fn admit(&self, stream: &mut Stream) -> io::Result<()> {
         let first = timeout(HANDSHAKE, self.introduce(stream)).await??;
-        let (Some(tls), Some(words)) = (&self.tls, first) else { return Ok(()) };
+        let (Some(tls), Some(hello)) = (&self.tls, first) else { return Ok(()) };
         // How long others take is not this client's fault.
         let turn = self.turns.take().await?;
-        timeout(HANDSHAKE, self.secure(stream, (tls, words), turn)).await?
+        timeout(HANDSHAKE, self.secure(stream, (tls, hello), turn)).await?
     }
 
     /// Lets a client in without TLS, or gives the first record of one that comes with it. No state of TLS is made before
@@ -118,21 +118,21 @@ impl Gate {
         head[..HELLO].copy_from_slice(&hello);
         stream.read_exact(&mut head[HELLO..]).await?;
         let strange = || invalid("what it begins with is not the first record of a client of TLS".to_owned());
-        let mut words = vec![0; tls::hello_length(&head).ok_or_else(strange)?];
-        let (start, rest) = words.split_at_mut(head.len());
+        let mut hello = vec![0; tls::hello_length(&head).ok_or_else(strange)?];
+        let (start, rest) = hello.split_at_mut(head.len());
         start.copy_from_slice(&head);
         stream.read_exact(rest).await?;
-        Ok(Some(words))
+        Ok(Some(hello))
     }
 
     /// Hears the client inside TLS, which it has begun so.
     async fn secure(
         &self,
         stream: &mut Stream,
-        (tls, words): (&Tls, Vec<u8>),
+        (tls, hello): (&Tls, Vec<u8>),
         turn: Turn<'_>,
     ) -> io::Result<()> {
-        let binding = match turn.last(stream.encrypt(tls, words)).await {
+        let binding = match turn.last(stream.encrypt(tls, hello)).await {
             Ok(binding) => binding,
             Err(error) => {
                 // Somebody with a certificate of another CA is perhaps of this job. Who speaks TLS and shows none, or

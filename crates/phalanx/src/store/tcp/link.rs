@@ -245,9 +245,9 @@ impl Link {
     }
 
     /// Sends what a server answers if it lets this client go on; gives the beginning of the answer.
-    fn ask(&mut self, words: &[u8]) -> Result<[u8; 4], Attempt> {
+    fn ask(&mut self, request: &[u8]) -> Result<[u8; 4], Attempt> {
         // Who does not accept this client's certificate may have hung up already; why, it has said before.
-        let sent = self.send(words);
+        let sent = self.send(request);
         if self.tls.is_none() {
             sent.map_err(unanswered)?;
         }

@@ -57,11 +57,11 @@ impl Stream {
         binding
     }
 
-    /// Says these last words past TLS. A socket with something unread would be reset, which might take them from the
+    /// Sends a last message without TLS. A socket with something unread would be reset, which might take them from the
     /// client.
-    pub(super) fn turn_away(&self, words: &[u8]) {
+    pub(super) fn turn_away(&self, message: &[u8]) {
         // It is little, and nothing has been said before: it goes out whole or the client is gone.
-        let _ = self.socket.try_write(words);
+        let _ = self.socket.try_write(message);
         let mut rest = [0; 1024];
         for _ in 0..LAST_READS {
             if !matches!(self.socket.try_read(&mut rest), Ok(count) if count == rest.len()) {

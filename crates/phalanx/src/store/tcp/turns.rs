@@ -1,6 +1,6 @@
 //! Who may have the state of a TLS handshake: a few at once, the others wait.
 //!
-//! A client that has said its first words, and nothing more, is no burden while it waits; once rustls has heard them it is.
+//! A client that has sent its client hello, and nothing more, costs little while it waits; once rustls has read it, it costs more.
 
 use std::cell::Cell;
 use std::future::Future;

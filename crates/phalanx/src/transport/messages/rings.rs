@@ -10,8 +10,8 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::Rank;
+use crate::transport::bootstrap;
 use crate::transport::tcp::Place;
-use crate::transport::words;
 
 /// Memory that the rings into one rank may take together.
 const INBOUND: usize = 16 << 20;
@@ -72,7 +72,7 @@ pub(crate) fn rings(
     let lent = lend(layout)?;
     let address = lent.as_ref().map(Lent::address).map_err(Clone::clone);
     let addresses: Vec<Result<Address, String>> =
-        words::exchange_among(place, members, health, MEMORY, &address, deadline)?;
+        bootstrap::exchange_among(place, members, health, MEMORY, &address, deadline)?;
     let open = |(place, address): (usize, Result<Address, String>)| {
         let address = address.ok().filter(|_| lent.is_ok() && place != me)?;
         let peer = Segment::open(address.pid, address.descriptor, layout, address.nonce);
@@ -80,7 +80,8 @@ pub(crate) fn rings(
     };
     let opened: Vec<Option<Arc<Segment>>> = addresses.into_iter().enumerate().map(open).collect();
     let mapped: Vec<bool> = opened.iter().map(Option::is_some).collect();
-    let mapped: Vec<Vec<bool>> = words::exchange_among(place, members, health, MAPPED, &mapped, deadline)?;
+    let mapped: Vec<Vec<bool>> =
+        bootstrap::exchange_among(place, members, health, MAPPED, &mapped, deadline)?;
     // From here on the memory needs no descriptor: who has not mapped it will not use it.
     let Ok(Lent { own, .. }) = lent else { return Ok(none) };
 

@@ -12,10 +12,10 @@ use crate::wire::handshake::{Answerer, GroupSecret};
 use crate::wire::hello::{self, HELLO, Hello};
 use crate::wire::tls::{self as wire, HELLO_HEAD, LONGEST_HELLO};
 
-/// A stranger gets this long to introduce itself, and to prove it; with TLS, for its first words and then once more.
+/// A stranger gets this long to introduce itself, and to prove it; with TLS, for its client hello and then once more.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(2);
 /// The most TLS handshakes at once: what they take, some 12 KiB each, is rustls's state. The others wait with their first
-/// words.
+/// record.
 pub(super) const AT_ONCE: usize = 64;
 /// How long a TLS handshake may take while others wait for a turn.
 pub(super) const PATIENCE: Duration = Duration::from_millis(500);
@@ -39,7 +39,7 @@ const _: () = assert!(size_of::<Pending>() + LONGEST_HELLO <= 4096 && HELLO_HEAD
 /// What is waited for.
 enum Stage {
     /// The first record of TLS, which comes before ours; it is empty until its length is known.
-    Words(Tls, Vec<u8>),
+    ClientHello(Tls, Vec<u8>),
     /// A turn: the record is there.
     Turn(Tls, Vec<u8>),
     /// The TLS handshake, which gives way from then on.
@@ -91,7 +91,7 @@ impl Pending {
     pub(super) fn new(stream: Connection, tls: Option<&Tls>, secret: &GroupSecret) -> Self {
         Self {
             stream,
-            stage: tls.map_or(Stage::Hello, |tls| Stage::Words(tls.clone(), Vec::new())),
+            stage: tls.map_or(Stage::Hello, |tls| Stage::ClientHello(tls.clone(), Vec::new())),
             secret: secret.clone(),
             bytes: [0; HELLO],
             filled: 0,
@@ -116,7 +116,7 @@ impl Pending {
     /// How far it has got.
     pub(super) fn progress(&self) -> u8 {
         match self.stage {
-            Stage::Words(..) => 0,
+            Stage::ClientHello(..) => 0,
             Stage::Turn(..) => 1,
             Stage::Tls(_) => 2,
             Stage::Hello => 3,
@@ -170,16 +170,16 @@ impl Pending {
 
     /// Takes TLS further, if it is not done; otherwise gives what comes of that.
     fn secure(&mut self, turns: &mut Turns) -> Result<(), Progress> {
-        if let Stage::Words(..) = self.stage {
-            self.hear_words().map_err(|error| self.interrupted(error))?;
+        if let Stage::ClientHello(..) = self.stage {
+            self.read_client_hello().map_err(|error| self.interrupted(error))?;
             turns.waiting += 1;
         }
-        if let Stage::Turn(tls, words) = &mut self.stage {
+        if let Stage::Turn(tls, record) = &mut self.stage {
             if !turns.take() {
                 return Err(Progress::Waiting);
             }
             let mut session = tls.server().map_err(|_| Progress::Dropped)?;
-            session.begin_with(std::mem::take(words));
+            session.begin_with(std::mem::take(record));
             self.stream.encrypt(session);
             self.stage = Stage::Tls(Deadline::after(PATIENCE));
             // How long the others have taken is not its fault.
@@ -216,12 +216,12 @@ impl Pending {
     }
 
     /// Hears the first record of TLS to its end. Before that no state of TLS is made.
-    fn hear_words(&mut self) -> io::Result<()> {
-        let Stage::Words(tls, words) = &mut self.stage else { return Ok(()) };
-        while words.is_empty() || self.filled < words.len() {
-            let into = match words.is_empty() {
+    fn read_client_hello(&mut self) -> io::Result<()> {
+        let Stage::ClientHello(tls, record) = &mut self.stage else { return Ok(()) };
+        while record.is_empty() || self.filled < record.len() {
+            let into = match record.is_empty() {
                 true => &mut self.bytes[self.filled..HELLO_HEAD],
-                false => &mut words[self.filled..],
+                false => &mut record[self.filled..],
             };
             match self.stream.receive(&mut [IoSliceMut::new(into)])? {
                 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -231,16 +231,16 @@ impl Pending {
                 self.stream.send(&[IoSlice::new(&wire::REFUSAL)])?;
                 return Err(Refusal::plain());
             }
-            if words.is_empty()
+            if record.is_empty()
                 && self.filled == HELLO_HEAD
                 && let Some(head) = self.bytes.first_chunk::<HELLO_HEAD>()
             {
                 let length = wire::hello_length(head).ok_or(io::ErrorKind::InvalidData)?;
-                *words = vec![0; length];
-                words[..HELLO_HEAD].copy_from_slice(head);
+                *record = vec![0; length];
+                record[..HELLO_HEAD].copy_from_slice(head);
             }
         }
-        self.stage = Stage::Turn(tls.clone(), std::mem::take(words));
+        self.stage = Stage::Turn(tls.clone(), std::mem::take(record));
         self.filled = 0;
         Ok(())
     }

@@ -8,7 +8,7 @@ use std::thread;
 use super::accept::make_room;
 use super::connection::Connection;
 use super::pending::{AT_ONCE, PATIENCE, Pending, Progress, Turns};
-use super::tls_tests::first_words;
+use super::tls_tests::client_hello;
 use super::*;
 use crate::tls::Tls;
 use crate::tls::tests::good;
@@ -52,10 +52,10 @@ impl Knock {
         self.pending.advance(hello(0), 1, turns)
     }
 
-    /// One that has said all of a client's first words.
-    fn with_words(tls: &Tls, turns: &mut Turns) -> Self {
+    /// One that has said all of a client hello.
+    fn with_client_hello(tls: &Tls, turns: &mut Turns) -> Self {
         let mut knock = Self::new(Some(tls));
-        knock.say(&first_words());
+        knock.say(&client_hello());
         assert!(matches!(knock.advance(turns), Progress::Waiting));
         knock
     }
@@ -69,8 +69,8 @@ fn none() -> Turns {
 fn no_state_of_tls_is_made_before_the_first_record_is_there_and_a_turn() {
     let mut knock = Knock::new(Some(&good()));
     let mut turns = Turns { free: 1, waiting: 0 };
-    let words = first_words();
-    let (last, most) = words.split_last().unwrap();
+    let record = client_hello();
+    let (last, most) = record.split_last().unwrap();
     for byte in most {
         knock.say(&[*byte]);
         assert!(matches!(knock.advance(&mut turns), Progress::Waiting));
@@ -103,8 +103,8 @@ fn what_is_not_a_first_record_is_dropped_and_no_memory_is_made_for_it() {
 #[test]
 fn a_handshake_that_has_had_its_time_gives_way_to_one_that_waits() {
     let tls = good();
-    let mut slow = Knock::with_words(&tls, &mut Turns { free: 1, waiting: 0 });
-    let mut next = Knock::with_words(&tls, &mut none());
+    let mut slow = Knock::with_client_hello(&tls, &mut Turns { free: 1, waiting: 0 });
+    let mut next = Knock::with_client_hello(&tls, &mut none());
     let mut turns = Turns { free: 0, waiting: 1 };
     assert!(matches!(slow.advance(&mut turns), Progress::Waiting));
     assert!(slow.pending.patience(&turns).unwrap().remaining() <= PATIENCE);
@@ -117,7 +117,7 @@ fn a_handshake_that_has_had_its_time_gives_way_to_one_that_waits() {
     assert!(matches!(slow.advance(&mut turns), Progress::Waiting));
     assert!(matches!(next.advance(&mut turns), Progress::Waiting));
     assert!(next.pending.stream.is_encrypted());
-    let turns = Turns::among(&[next.pending, Knock::with_words(&tls, &mut none()).pending]);
+    let turns = Turns::among(&[next.pending, Knock::with_client_hello(&tls, &mut none()).pending]);
     assert_eq!((turns.free, turns.waiting), (AT_ONCE - 1, 1));
 }
 
@@ -129,8 +129,8 @@ fn of_those_who_have_got_least_far_the_oldest_gives_way() {
     proving.say(&hello(1).encode());
     assert!(matches!(proving.advance(&mut none()), Progress::Waiting));
     let plain = Knock::new(None);
-    let speaking = Knock::with_words(&tls, &mut turns);
-    let [waits, waits_too] = [(), ()].map(|()| Knock::with_words(&tls, &mut none()));
+    let speaking = Knock::with_client_hello(&tls, &mut turns);
+    let [waits, waits_too] = [(), ()].map(|()| Knock::with_client_hello(&tls, &mut none()));
     let [silent, silent_too] = [(), ()].map(|()| Knock::new(Some(&tls)));
     // By age, and in which order each goes.
     let knocks =

@@ -25,7 +25,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(500);
 /// made, by an accepting thread that waits for a processor before it says so.
 const REFUSALS: u32 = 3;
 /// How long the store may take to answer about that, also when the deadline has passed.
-const LAST_WORD: Duration = Duration::from_secs(1);
+const LAST_MESSAGE: Duration = Duration::from_secs(1);
 
 /// Tells the other ranks why this one cannot start. Gives what all see: the failure that was told first.
 pub(super) fn report(place: &Place<'_>, host: &str, error: Error) -> Error {
@@ -36,7 +36,7 @@ pub(super) fn report(place: &Place<'_>, host: &str, error: Error) -> Error {
     let error = error.at(place.rank, host);
     let Ok(notice) = control::encode(&Control::Failure(Notice::of(&error))) else { return error };
     // Without the store the others find out by themselves, at their deadlines.
-    let first = place.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_WORD));
+    let first = place.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE));
     match first {
         Ok(first) if first != notice => told(&first, host).unwrap_or(error),
         _ => error,
@@ -45,7 +45,7 @@ pub(super) fn report(place: &Place<'_>, host: &str, error: Error) -> Error {
 
 /// An error if some rank has reported one, or if the store is gone, with which its host has died.
 pub(super) fn check(place: &Place<'_>, host: &str) -> Result<()> {
-    let deadline = Deadline::after(LAST_WORD);
+    let deadline = Deadline::after(LAST_MESSAGE);
     let failed = place.store.check(&[KEY], deadline).and_then(|failed| match failed {
         true => place.store.get(KEY, deadline).map(Some),
         false => Ok(None),
@@ -63,7 +63,7 @@ pub(super) fn check(place: &Place<'_>, host: &str) -> Result<()> {
 pub(in crate::transport) fn fail(store: &dyn Store, error: &Error) {
     let Ok(notice) = control::encode(&Control::Failure(Notice::of(error))) else { return };
     // Without the store they find out by themselves.
-    let _ = store.compare_set(KEY, b"", &notice, Deadline::after(LAST_WORD));
+    let _ = store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE));
 }
 
 fn told(notice: &[u8], host: &str) -> Option<Error> {
@@ -113,7 +113,7 @@ pub(super) fn wait_for(
 /// How many of `keys` are there before the first that is not, if the store says so; `known` is how many were before. If that
 /// has not changed it takes one question, else as many as their number has binary digits.
 fn count_there(place: &Place<'_>, keys: &[&str], known: usize) -> usize {
-    let deadline = Deadline::after(LAST_WORD);
+    let deadline = Deadline::after(LAST_MESSAGE);
     let are_there = |from: usize, to: usize| {
         keys.get(from..to).is_some_and(|keys| place.store.check(keys, deadline).unwrap_or(false))
     };
@@ -238,7 +238,7 @@ mod tests {
             };
             let names: Vec<String> = (0..there.len()).map(|key| key.to_string()).collect();
             for (name, _) in names.iter().zip(&there).filter(|(_, is_there)| **is_there) {
-                store.set(name, b"x", Deadline::after(LAST_WORD)).unwrap();
+                store.set(name, b"x", Deadline::after(LAST_MESSAGE)).unwrap();
             }
             let first = there.iter().position(|is_there| !is_there).unwrap_or(there.len());
             let names: Vec<&str> = names.iter().map(String::as_str).collect();

@@ -121,13 +121,13 @@ fn both_ranks_are_told_at_once_if_one_has_no_certificate_or_a_bad_one() {
     assert!(started.elapsed() < Duration::from_secs(40), "{:?}", started.elapsed());
 }
 
-/// Silence, a half of a client's first words, noise in TLS's clothes, and what ranks without TLS say.
-fn stranger(number: usize, address: std::net::SocketAddr, first_words: &[u8]) -> TcpStream {
+/// Silence, a half of a client hello, noise in TLS's clothes, and what ranks without TLS say.
+fn stranger(number: usize, address: std::net::SocketAddr, client_hello: &[u8]) -> TcpStream {
     let mut stranger = TcpStream::connect(address).unwrap();
     let _ = match number % 5 {
         0 => Ok(()),
-        1 => stranger.write_all(&first_words[..first_words.len() / 2]),
-        2 => stranger.write_all(first_words),
+        1 => stranger.write_all(&client_hello[..client_hello.len() / 2]),
+        2 => stranger.write_all(client_hello),
         3 => stranger.write_all(&[22, 3, 1, 0, 100, number as u8]),
         _ => stranger.write_all(&[number as u8; 200]),
     };
@@ -135,14 +135,14 @@ fn stranger(number: usize, address: std::net::SocketAddr, first_words: &[u8]) ->
 }
 
 /// What a client of TLS says first.
-pub(super) fn first_words() -> Vec<u8> {
-    struct Words(Vec<u8>);
-    impl Read for Words {
+pub(super) fn client_hello() -> Vec<u8> {
+    struct Record(Vec<u8>);
+    impl Read for Record {
         fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
             Err(ErrorKind::WouldBlock.into())
         }
     }
-    impl Write for Words {
+    impl Write for Record {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
             self.0.write(bytes)
         }
@@ -150,19 +150,19 @@ pub(super) fn first_words() -> Vec<u8> {
             Ok(())
         }
     }
-    let mut words = Words(Vec::new());
-    let error = good().client().unwrap().handshake(&mut words).unwrap_err();
+    let mut record = Record(Vec::new());
+    let error = good().client().unwrap().handshake(&mut record).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::WouldBlock);
-    words.0
+    record.0
 }
 
 #[test]
 fn strangers_and_half_handshakes_hold_nobody_up() {
-    let (store, credentials, words) = (MemoryStore::new(), with(good()), first_words());
+    let (store, credentials, record) = (MemoryStore::new(), with(good()), client_hello());
     thread::scope(|scope| {
         let main = scope.spawn(|| join(&store, 0, 2, &credentials).map(|_| ()));
         let address = address(&store);
-        let strangers: Vec<TcpStream> = (0..200).map(|number| stranger(number, address, &words)).collect();
+        let strangers: Vec<TcpStream> = (0..200).map(|number| stranger(number, address, &record)).collect();
         // One after the other they would take longer than a join may.
         join(&store, 1, 2, &credentials).unwrap();
         main.join().unwrap().unwrap();
@@ -172,11 +172,11 @@ fn strangers_and_half_handshakes_hold_nobody_up() {
 
 #[test]
 fn more_strangers_than_have_a_turn_hold_nobody_up() {
-    let (store, credentials, words) = (MemoryStore::new(), with(good()), first_words());
+    let (store, credentials, record) = (MemoryStore::new(), with(good()), client_hello());
     thread::scope(|scope| {
         let main = scope.spawn(|| join(&store, 0, 2, &credentials).map(|_| ()));
         let address = address(&store);
-        let strangers: Vec<TcpStream> = (0..150).map(|_| stranger(2, address, &words)).collect();
+        let strangers: Vec<TcpStream> = (0..150).map(|_| stranger(2, address, &record)).collect();
         let started = Instant::now();
         join(&store, 1, 2, &credentials).unwrap();
         main.join().unwrap().unwrap();
@@ -242,14 +242,14 @@ fn records_without_content_hold_nobody_in_a_call() {
 
 #[test]
 fn a_slow_handshake_ends_with_the_strangers_time() {
-    let (store, credentials, words) = (MemoryStore::new(), with(good()), first_words());
+    let (store, credentials, record) = (MemoryStore::new(), with(good()), client_hello());
     thread::scope(|scope| {
         let main = scope.spawn(|| join(&store, 0, 2, &credentials).map(|_| ()));
         let mut slow = TcpStream::connect(address(&store)).unwrap();
         slow.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
         let started = Instant::now();
         // Byte by byte it never comes to an end.
-        let dropped = words.iter().cycle().any(|byte| {
+        let dropped = record.iter().cycle().any(|byte| {
             slow.write_all(&[*byte]).is_err()
                 || match slow.read(&mut [0; 4096]) {
                     Ok(count) => count == 0,
@@ -286,8 +286,8 @@ fn who_floods_instead_of_speaking_tls_is_hung_up_on() {
         let mut plain = TcpStream::connect(address(&store)).unwrap();
         plain.set_write_timeout(Some(Duration::from_secs(10))).unwrap();
         let started = Instant::now();
-        let words = vec![b'P'; 1 << 20];
-        while started.elapsed() < Duration::from_secs(20) && plain.write_all(&words).is_ok() {}
+        let record = vec![b'P'; 1 << 20];
+        while started.elapsed() < Duration::from_secs(20) && plain.write_all(&record).is_ok() {}
         assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
         join(&store, 1, 2, &credentials).unwrap();
         main.join().unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! Right words made wrong.
+//! Mutations of valid messages.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -31,38 +31,38 @@ impl Random {
 /// Some of the `requests`, one after the other, after a client's opening; or a recorded `greeting`, again. Wrong, most of the
 /// time.
 pub fn some(random: &mut Random, requests: &[Vec<u8>], greeting: Option<&[u8]>) -> Vec<u8> {
-    let mut words = match greeting {
+    let mut message = match greeting {
         Some(greeting) if random.below(3) == 0 => greeting.to_vec(),
         _ => {
             let count = 1 + random.below(6);
-            let mut words = requests[0].clone();
-            (0..count).for_each(|_| words.extend(&requests[1 + random.below(requests.len() - 1)]));
-            words
+            let mut message = requests[0].clone();
+            (0..count).for_each(|_| message.extend(&requests[1 + random.below(requests.len() - 1)]));
+            message
         }
     };
-    (0..random.below(4)).for_each(|_| mutate(random, &mut words));
-    words
+    (0..random.below(4)).for_each(|_| mutate(random, &mut message));
+    message
 }
 
 /// The same with one thing wrong.
-pub fn mutate(random: &mut Random, words: &mut Vec<u8>) {
-    if words.is_empty() {
+pub fn mutate(random: &mut Random, message: &mut Vec<u8>) {
+    if message.is_empty() {
         return;
     }
-    let at = random.below(words.len());
+    let at = random.below(message.len());
     match random.below(6) {
-        0 => words[at] ^= 1 << random.below(8),
-        1 => words.truncate(at),
-        2 => (0..random.below(64)).for_each(|_| words.push(random.next() as u8)),
+        0 => message[at] ^= 1 << random.below(8),
+        1 => message.truncate(at),
+        2 => (0..random.below(64)).for_each(|_| message.push(random.next() as u8)),
         // Said twice, or from the middle again.
-        3 => words.extend_from_within(at..),
+        3 => message.extend_from_within(at..),
         // A length that is another: short, long, or as long as no memory is.
         4 => {
             let lengths = [0, 1, 8192, 8 << 20, (8 << 20) + 1, u32::MAX.into(), 1 << 63, u64::MAX];
             let length = lengths[random.below(lengths.len())].to_le_bytes();
-            let end = (at + 8).min(words.len());
-            words[at..end].copy_from_slice(&length[..end - at]);
+            let end = (at + 8).min(message.len());
+            message[at..end].copy_from_slice(&length[..end - at]);
         }
-        _ => drop(words.drain(..at)),
+        _ => drop(message.drain(..at)),
     }
 }

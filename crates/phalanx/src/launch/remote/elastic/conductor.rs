@@ -20,7 +20,7 @@ use crate::key::JobKey;
 use crate::launch::attempts::Control;
 use crate::launch::event::{Event, Observer};
 use crate::launch::exit::{Exit, Failure, Outcome, Report, Signal};
-use crate::launch::guest::{Part, Word};
+use crate::launch::guest::{Instruction, Part};
 use crate::launch::job::random_name;
 use crate::launch::remote::address::{self, Known};
 use crate::launch::remote::board::Board;
@@ -29,7 +29,7 @@ use crate::launch::remote::environment::surroundings;
 use crate::launch::remote::here::is_ours;
 use crate::launch::remote::hosts::{Host, HostList};
 use crate::launch::remote::node::version;
-use crate::launch::remote::words::{News, Order, Place, Said, SentKey};
+use crate::launch::remote::protocol::{FromLauncher, LauncherConfig, News, SentKey, ToLauncher};
 use crate::launch::remote::{RemoteJob, is_this_machine, keep};
 use crate::launch::worker::host_name;
 use crate::rank::WorldSize;
@@ -50,7 +50,7 @@ pub(super) struct Conductor<'a> {
     run_id: String,
     roster: Roster,
     most: u32,
-    surroundings: Order,
+    surroundings: ToLauncher,
     /// Launchers that are there, on their way, or about to end.
     peers: Vec<Peer>,
     started_peers: usize,
@@ -165,11 +165,11 @@ impl<'a> Conductor<'a> {
             let done = match action {
                 Action::Launch { host, first, slots } => self.launch(host, first, slots),
                 Action::Replace { host, place } => {
-                    self.say(host, Word::Replace(place));
+                    self.say(host, Instruction::Replace(place));
                     Ok(())
                 }
                 Action::Vacate { host, place } => {
-                    self.say(host, Word::Vacate(place));
+                    self.say(host, Instruction::Vacate(place));
                     Ok(())
                 }
                 Action::Retire { host } => {
@@ -222,8 +222,11 @@ impl<'a> Conductor<'a> {
         Ok(())
     }
 
-    fn say(&self, host: usize, word: Word) {
-        self.peers.iter().filter(|peer| peer.index == host && !peer.leaves).for_each(|peer| peer.say(word));
+    fn say(&self, host: usize, instruction: Instruction) {
+        self.peers
+            .iter()
+            .filter(|peer| peer.index == host && !peer.leaves)
+            .for_each(|peer| peer.say(instruction));
     }
 
     fn retire(&mut self, host: usize) {
@@ -326,7 +329,7 @@ impl<'a> Conductor<'a> {
         }
         let peer = &mut self.peers[index];
         let node = u32::try_from(peer.index).unwrap_or(u32::MAX);
-        let place = Place {
+        let place = LauncherConfig {
             workers: peer.slots,
             node,
             nodes,
@@ -344,12 +347,13 @@ impl<'a> Conductor<'a> {
                 nodes,
             }),
         };
-        let arguments = self.job.arguments.iter().map(|word| word.as_bytes().to_vec()).collect();
+        let arguments =
+            self.job.arguments.iter().map(|instruction| instruction.as_bytes().to_vec()).collect();
         peer.was_told_to_start = true;
-        peer.connection.order(Order::Start { arguments, place });
-        // One that comes late has missed the word.
+        peer.connection.order(ToLauncher::Start { arguments, place });
+        // One that comes late has missed the instruction.
         if self.roster.has_succeeded() {
-            peer.say(Word::Ending);
+            peer.say(Instruction::Ending);
         }
     }
 
@@ -361,7 +365,7 @@ impl<'a> Conductor<'a> {
                 // A job on other hosts goes on.
                 Some(Raw::TSTP | Raw::CONT) => {}
                 Some(Raw::USR1 | Raw::USR2) => {
-                    self.peers.iter().for_each(|peer| peer.connection.order(Order::Signal(number)));
+                    self.peers.iter().for_each(|peer| peer.connection.order(ToLauncher::Signal(number)));
                 }
                 _ => {
                     let signal = Signal::new(number);
@@ -392,7 +396,7 @@ impl<'a> Conductor<'a> {
         let Some(index) = self.peers.iter().position(|peer| peer.id == id) else { return };
         let peer = &mut self.peers[index];
         match heard {
-            Heard::Said(said) => self.handle_said(index, said),
+            Heard::Message(said) => self.handle_message(index, said),
             Heard::Line(line) => {
                 if peer.hello.is_some() {
                     let text = format!("{}: {line}", peer.host);
@@ -411,25 +415,25 @@ impl<'a> Conductor<'a> {
         }
     }
 
-    fn handle_said(&mut self, index: usize, said: Said) {
+    fn handle_message(&mut self, index: usize, said: FromLauncher) {
         let peer = &mut self.peers[index];
         match said {
-            Said::Hello { version: theirs, route } if theirs == version() => {
+            FromLauncher::Hello { version: theirs, route } if theirs == version() => {
                 peer.hello = Some(route);
                 self.start_those_who_wait();
             }
-            Said::Hello { version: theirs, .. } => {
+            FromLauncher::Hello { version: theirs, .. } => {
                 let cause = format!("{} has Phalanx {theirs}, this machine {}", peer.host, version());
                 let error = Error::mismatch(cause).with_remedy("install the same version on all hosts");
                 peer.end = Some(End::Failed(error));
                 peer.connection.close();
                 peer.connection.must_end_by(Instant::now() + UNWANTED);
             }
-            Said::Event(news) => self.handle_news(index, &news),
-            Said::Ended(ending) => peer.end = Some(End::Reported(ending)),
-            Said::Failed(complaint) => peer.end = Some(End::Failed(complaint.at(peer.host.name()))),
+            FromLauncher::Event(news) => self.handle_news(index, &news),
+            FromLauncher::Ended(ending) => peer.end = Some(End::Reported(ending)),
+            FromLauncher::Failed(complaint) => peer.end = Some(End::Failed(complaint.at(peer.host.name()))),
             // It serves nothing.
-            Said::Serving { .. } => {}
+            FromLauncher::Serving { .. } => {}
         }
     }
 
@@ -452,7 +456,7 @@ impl<'a> Conductor<'a> {
                 if exit.is_success() {
                     self.roster.done(host, place);
                     let others = self.peers.iter().filter(|peer| peer.was_told_to_start && !peer.leaves);
-                    others.for_each(|peer| peer.say(Word::Ending));
+                    others.for_each(|peer| peer.say(Instruction::Ending));
                 }
             }
             News::Lost { failure, .. } => {
@@ -479,7 +483,7 @@ impl<'a> Conductor<'a> {
             Fate::Replaced { after } => Some(after),
             Fate::Empty | Fate::LeftOut { .. } => {
                 self.failure.get_or_insert_with(|| failure.clone());
-                self.say(host, Word::Vacate(place));
+                self.say(host, Instruction::Vacate(place));
                 None
             }
         };
@@ -580,7 +584,7 @@ impl<'a> Conductor<'a> {
 fn tell_to_end(peer: &mut Peer, signal: Signal, patience: Duration) {
     peer.leaves = true;
     if peer.was_told_to_start {
-        peer.connection.order(Order::Signal(signal.number()));
+        peer.connection.order(ToLauncher::Signal(signal.number()));
         peer.connection.must_end_by(Instant::now() + patience);
     } else {
         peer.connection.close();

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
 use crate::error::Error;
-use crate::launch::guest::Word;
+use crate::launch::guest::Instruction;
 use crate::launch::remote::connection::Connection;
 use crate::launch::remote::hosts::Host;
-use crate::launch::remote::words::{Ending, Order, Route};
+use crate::launch::remote::protocol::{Ending, Route, ToLauncher};
 use crate::rank::Rank;
 
 /// One start of a launcher on one host.
@@ -48,7 +48,7 @@ impl Peer {
         number.get().checked_sub(self.first).filter(|place| *place < self.slots)
     }
 
-    pub(super) fn say(&self, word: Word) {
-        self.connection.order(Order::Place(word));
+    pub(super) fn say(&self, instruction: Instruction) {
+        self.connection.order(ToLauncher::Elastic(instruction));
     }
 }

@@ -131,12 +131,12 @@ impl Insider {
     }
 }
 
-/// `words`, of which something that counts is wrong: what comes after them is another message.
-fn wrong(random: &mut Random, words: &[u8]) -> Vec<u8> {
-    let mut changed = words.to_vec();
+/// `message`, of which something that counts is wrong: what comes after them is another message.
+fn wrong(random: &mut Random, message: &[u8]) -> Vec<u8> {
+    let mut changed = message.to_vec();
     (0..=random.below(3)).for_each(|_| mutate(random, &mut changed));
-    if changed.starts_with(words) {
-        changed[random.below(words.len())] ^= 1 << random.below(8);
+    if changed.starts_with(message) {
+        changed[random.below(message.len())] ^= 1 << random.below(8);
     }
     changed
 }

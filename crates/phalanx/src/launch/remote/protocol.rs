@@ -1,11 +1,11 @@
-//! What the command that a person has started and the launchers on the hosts say to each other.
+//! The messages between the command that the user has started and the launchers on the hosts.
 //!
 //! ```text
 //! command -> launcher, on its standard input      launcher -> command, on its standard output
 //!                                                 Hello
 //! Surroundings
 //! Start                                           Serving (node 0 of several)
-//! Signal, Place, Alive ..                         Event ..
+//! Signal, Elastic, Alive ..                          Event ..
 //!                                                 Ended, or Failed
 //! ```
 
@@ -22,27 +22,27 @@ use crate::error::{Error, Kind};
 use crate::key::JobKey;
 use crate::launch::event::{Event, Observer, Stream};
 use crate::launch::exit::{Exit, Failure, NodeFailure, Outcome, Report, Signal};
-use crate::launch::guest::{Part, Word};
+use crate::launch::guest::{Instruction, Part};
 use crate::rank::{Rank, WorldSize};
 
-/// To a launcher.
+/// A message from the command to a launcher.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Order {
-    /// Where it is to work. It goes there, and starts itself again.
+pub(super) enum ToLauncher {
+    /// The working directory and the environment. The launcher changes to them, and executes itself again.
     Surroundings { folder: PathBuf, variables: Vec<(Vec<u8>, Vec<u8>)> },
-    /// The command line that a person has written, and this launcher's part in it.
-    Start { arguments: Vec<Vec<u8>>, place: Place },
-    /// The person's command has got this signal.
+    /// The user's command line, and what this launcher does of it.
+    Start { arguments: Vec<Vec<u8>>, place: LauncherConfig },
+    /// The command has got this signal.
     Signal(i32),
-    /// Somebody is still there.
+    /// A heartbeat.
     Alive,
-    /// What becomes of a worker's place, or of all, in an elastic job.
-    Place(Word),
+    /// An instruction of the driver of an elastic job.
+    Elastic(Instruction),
 }
 
-/// A launcher's part.
+/// The configuration of one launcher.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Place {
+pub(super) struct LauncherConfig {
     pub(super) workers: u32,
     pub(super) node: u32,
     pub(super) nodes: u32,
@@ -77,9 +77,9 @@ impl fmt::Debug for SentKey {
     }
 }
 
-/// From a launcher.
+/// A message from a launcher to the command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Said {
+pub(super) enum FromLauncher {
     Hello {
         version: String,
         route: Option<Route>,
@@ -94,7 +94,7 @@ pub(super) enum Said {
 }
 
 #[cfg(any(test, fuzzing))]
-impl Said {
+impl FromLauncher {
     /// For [`fuzzing`](crate::fuzzing): what the command does with it, but for what it prints.
     pub(super) fn fuzz(self) {
         struct Deaf;

@@ -1,4 +1,4 @@
-//! What ranks tell each other in the store while they connect.
+//! The bootstrap exchange: what ranks tell each other through the store while they connect.
 
 use std::time::Duration;
 
@@ -11,46 +11,46 @@ use crate::health::Health;
 use crate::notice::Reminders;
 use crate::rank::Rank;
 
-/// How often a rank that waits for the others asks whether they live.
+/// How often a rank that waits for the others checks whether they are alive.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Leaves this rank's word on `topic`.
-pub(crate) fn leave<T: Serialize>(
+/// Publishes this rank's message on `topic`.
+pub(crate) fn publish<T: Serialize>(
     place: &Place<'_>,
     topic: &str,
-    word: &T,
+    message: &T,
     deadline: Deadline,
 ) -> Result<()> {
-    let word = postcard::to_stdvec(word).map_err(|error| malformed(topic, error))?;
-    place.store.set(&key(topic, place.rank), &word, deadline)
+    let message = postcard::to_stdvec(message).map_err(|error| malformed(topic, error))?;
+    place.store.set(&key(topic, place.rank), &message, deadline)
 }
 
-/// Leaves this rank's word on `topic`, and gives every rank's. A rank that dies meanwhile ends the wait for it.
+/// Publishes this rank's message on `topic` and returns all ranks' messages. A rank that dies meanwhile ends the wait.
 pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
     place: &Place<'_>,
     health: &Health,
     topic: &str,
-    word: &T,
+    message: &T,
     deadline: Deadline,
 ) -> Result<Vec<T>> {
     let ranks: Vec<Rank> = place.world.ranks().collect();
-    exchange_among(place, &ranks, health, topic, word, deadline)
+    exchange_among(place, &ranks, health, topic, message, deadline)
 }
 
-/// [`exchange`] among some of the `ranks`, this one too; gives their words in that order.
+/// [`exchange`] among some of the `ranks`, including this one; returns their messages in that order.
 pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
     place: &Place<'_>,
     ranks: &[Rank],
     health: &Health,
     topic: &str,
-    word: &T,
+    message: &T,
     deadline: Deadline,
 ) -> Result<Vec<T>> {
-    leave(place, topic, word, deadline).map_err(|error| health.explain(error))?;
+    publish(place, topic, message, deadline).map_err(|error| health.explain(error))?;
     let keys: Vec<String> = ranks.iter().map(|rank| key(topic, *rank)).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let mut reminders = Reminders::new();
-    let words = loop {
+    let messages = loop {
         match place.store.multi_get(&keys, deadline.at_most(LOOK)) {
             Err(error) if error.is_timeout() && !deadline.has_passed() => {
                 if let Some(cause) = health.cause() {
@@ -70,7 +70,10 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
             outcome => break outcome.map_err(|error| health.explain(error))?,
         }
     };
-    words.iter().map(|bytes| postcard::from_bytes(bytes).map_err(|error| malformed(topic, error))).collect()
+    messages
+        .iter()
+        .map(|bytes| postcard::from_bytes(bytes).map_err(|error| malformed(topic, error)))
+        .collect()
 }
 
 fn key(topic: &str, rank: Rank) -> String {
@@ -78,5 +81,5 @@ fn key(topic: &str, rank: Rank) -> String {
 }
 
 fn malformed(topic: &str, error: postcard::Error) -> Error {
-    Error::protocol(format!("the store holds a malformed word on {topic}")).with_source(error)
+    Error::protocol(format!("the store holds a malformed message on {topic}")).with_source(error)
 }

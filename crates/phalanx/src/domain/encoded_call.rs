@@ -1,4 +1,4 @@
-//! A call in sixteen bytes, as it stands on the board.
+//! A call encoded in sixteen bytes, as ranks show it to each other in shared memory.
 
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
@@ -7,24 +7,24 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::frame::{Call, Operation};
 
-pub(super) type Word = [u8; 16];
+pub(super) type EncodedCall = [u8; 16];
 
 const NO_ROOT: u32 = u32::MAX;
 
-pub(super) fn encode(call: &Call) -> Word {
-    let mut word = [0; 16];
-    word[0] = call.operation as u8;
-    word[1] = call.dtype as u8;
-    word[2] = call.reduce.map_or(0, ReduceOp::code);
-    word[3] = call.caller.map_or(0, |caller| caller as u8);
-    word[4..8].copy_from_slice(&call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
-    word[8..].copy_from_slice(&call.elements.to_le_bytes());
-    word
+pub(super) fn encode(call: &Call) -> EncodedCall {
+    let mut bytes = [0; 16];
+    bytes[0] = call.operation as u8;
+    bytes[1] = call.dtype as u8;
+    bytes[2] = call.reduce.map_or(0, ReduceOp::code);
+    bytes[3] = call.caller.map_or(0, |caller| caller as u8);
+    bytes[4..8].copy_from_slice(&call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
+    bytes[8..].copy_from_slice(&call.elements.to_le_bytes());
+    bytes
 }
 
-pub(super) fn decode(word: &Word) -> Result<Call> {
-    let unknown = || Error::protocol(format!("a rank of this host makes the unknown call {word:02x?}"));
-    let [operation, dtype, reduce, caller, root @ ..] = *word;
+pub(super) fn decode(bytes: &EncodedCall) -> Result<Call> {
+    let unknown = || Error::protocol(format!("a rank of this host makes the unknown call {bytes:02x?}"));
+    let [operation, dtype, reduce, caller, root @ ..] = *bytes;
     let (root, elements) = root.split_at(4);
     let root = u32::from_le_bytes(root.try_into().map_err(|_| unknown())?);
     Ok(Call {
@@ -48,9 +48,9 @@ pub(super) fn decode(word: &Word) -> Result<Call> {
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
-    let Some(word) = bytes.first_chunk() else { return false };
-    let Ok(call) = decode(word) else { return false };
-    assert_eq!(encode(&call), *word);
+    let Some(bytes) = bytes.first_chunk() else { return false };
+    let Ok(call) = decode(bytes) else { return false };
+    assert_eq!(encode(&call), *bytes);
     true
 }
 
