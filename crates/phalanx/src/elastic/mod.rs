@@ -42,11 +42,11 @@
 mod agreement;
 mod beat;
 mod context;
-mod herald;
 mod journal;
 pub(crate) mod members;
 mod options;
 mod parts;
+mod publisher;
 mod retry;
 mod round_store;
 mod rounds;
@@ -57,12 +57,12 @@ mod state;
 mod step;
 
 pub use context::Context;
-pub(crate) use herald::Herald;
 #[cfg(any(test, fuzzing))]
 pub use journal::fuzz as fuzz_journal;
 pub use options::{Drift, Options};
 pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name};
 pub use parts::Parts;
+pub(crate) use publisher::Publisher;
 pub use run::{run, run_with};
 pub use state::{Plain, State};
 pub use step::Step;

@@ -9,7 +9,7 @@ use super::event::{Event, Observer};
 use super::exit::{Outcome, Report};
 use super::job::Job;
 use super::lent_key::LentKey;
-use super::nodes::{Alone, Gathered, Guesthood, Nodes, Settled, Several};
+use super::nodes::{Alone, Gathered, Led, Nodes, Settled, Several};
 use super::refusals::Refused;
 use super::supervisor;
 use crate::error::{Error, Result};
@@ -31,8 +31,8 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     if let Some(logs) = &logs {
         control.tell(Event::Logging { folder: logs.folder() });
     }
-    let mut nodes: Box<dyn Nodes + '_> = match (job.guest(), job.other_nodes()) {
-        (Some(guest), _) => Box::new(Guesthood::new(job, guest)),
+    let mut nodes: Box<dyn Nodes + '_> = match (job.agent(), job.other_nodes()) {
+        (Some(agent), _) => Box::new(Led::new(job, agent)),
         (None, Some(cluster)) => Box::new(Several::new(job, cluster, run_id, control.refused.refusals())?),
         (None, None) => Box::new(Alone::new(job, run_id)),
     };

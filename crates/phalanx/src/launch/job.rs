@@ -5,11 +5,11 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use super::agent::Agent;
 use super::attempts;
 use super::cluster::Cluster;
 use super::event::Observer;
 use super::exit::Report;
-use super::guest::Guest;
 use super::lent_key::LentKey;
 use super::logs::Logs;
 use super::placement::Placement;
@@ -64,7 +64,7 @@ pub struct Job {
     run_id: Option<String>,
     logs: Option<Logs>,
     cluster: Option<Cluster>,
-    guest: Option<Guest>,
+    agent: Option<Agent>,
     credentials: Credentials,
     open_store: bool,
     subreaper: bool,
@@ -95,7 +95,7 @@ impl Job {
             run_id: None,
             logs: None,
             cluster: None,
-            guest: None,
+            agent: None,
             credentials: Credentials::default(),
             open_store: false,
             subreaper: false,
@@ -200,8 +200,8 @@ impl Job {
     }
 
     /// Is a part of an elastic job that is led from elsewhere.
-    pub(super) fn part_of(mut self, guest: Guest) -> Self {
-        self.guest = Some(guest);
+    pub(super) fn part_of(mut self, agent: Agent) -> Self {
+        self.agent = Some(agent);
         self
     }
 
@@ -361,7 +361,7 @@ impl Job {
     pub(super) fn replacements(&self, now: Instant) -> Option<Replacements> {
         let Elastic { min, .. } = self.elastic?;
         let workers = self.workers.count();
-        Some(match self.guest {
+        Some(match self.agent {
             Some(_) => Replacements::led(workers, now),
             None => Replacements::new(workers, min.count(), self.max_restarts, now),
         })
@@ -369,7 +369,7 @@ impl Job {
 
     fn check_elastic(&self) -> Result<()> {
         let Some(Elastic { min, .. }) = self.elastic else { return Ok(()) };
-        if self.guest.is_some() {
+        if self.agent.is_some() {
             // How many there are altogether, whoever leads the job has looked at.
             return Ok(());
         }
@@ -389,8 +389,8 @@ impl Job {
         Ok(())
     }
 
-    pub(super) fn guest(&self) -> Option<&Guest> {
-        self.guest.as_ref()
+    pub(super) fn agent(&self) -> Option<&Agent> {
+        self.agent.as_ref()
     }
 
     pub(super) fn other_nodes(&self) -> Option<&Cluster> {
@@ -419,7 +419,7 @@ impl Job {
         let (workers, limit) = match self.elastic {
             Some(Elastic { min, reset_limit }) => {
                 let limit = reset_limit.map_or_else(String::new, |limit| limit.to_string());
-                let most = self.guest.as_ref().map_or(self.workers.get(), |guest| guest.part.most);
+                let most = self.agent.as_ref().map_or(self.workers.get(), |agent| agent.part.most);
                 (format!("{min}:{most}"), limit)
             }
             None => Default::default(),

@@ -38,12 +38,13 @@
 //! # Ok::<(), phalanx::Error>(())
 //! ```
 
+mod agent;
 mod attempts;
 mod cluster;
+mod crash_backoff;
 mod error_file;
 mod event;
 mod exit;
-mod guest;
 mod job;
 mod lent_key;
 mod lines;
@@ -55,7 +56,6 @@ mod policy;
 mod refusals;
 mod remote;
 mod replacements;
-mod streak;
 mod supervisor;
 mod worker;
 

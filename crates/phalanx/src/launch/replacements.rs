@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use super::crash_backoff::CrashBackoff;
 use super::exit::Exit;
-use super::streak::Streak;
 
 /// The places of an elastic job's workers on this node.
 #[derive(Debug)]
@@ -14,13 +14,13 @@ pub(super) struct Replacements {
     used: u32,
     /// Is it decided elsewhere who is replaced?
     is_led: bool,
-    places: Vec<Place>,
+    places: Vec<Slot>,
 }
 
 #[derive(Debug)]
-struct Place {
+struct Slot {
     holder: Holder,
-    streak: Streak,
+    backoff: CrashBackoff,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ pub(super) enum Verdict {
 impl Replacements {
     /// `workers` start now; with fewer than `min` there is no job.
     pub(super) fn new(workers: usize, min: usize, allowed: u32, now: Instant) -> Self {
-        let place = || Place { holder: Holder::Running { since: now }, streak: Streak::default() };
+        let place = || Slot { holder: Holder::Running { since: now }, backoff: CrashBackoff::default() };
         let places = std::iter::repeat_with(place).take(workers).collect();
         Self { min, allowed, used: 0, is_led: false, places }
     }
@@ -90,7 +90,7 @@ impl Replacements {
             Holder::Running { since } => now.saturating_duration_since(since),
             _ => Duration::ZERO,
         };
-        let pause = place.streak.failed(lived).filter(|_| !is_ending && self.used < self.allowed);
+        let pause = place.backoff.failed(lived).filter(|_| !is_ending && self.used < self.allowed);
         if let Some(after) = pause {
             self.used += 1;
             place.holder = Holder::Cooling { until: now + after, exit };
@@ -120,7 +120,7 @@ impl Replacements {
 
     /// A place whose next worker is to be started now; it counts as started.
     pub(super) fn due(&mut self, now: Instant) -> Option<usize> {
-        let is_due = |place: &Place| matches!(place.holder, Holder::Cooling { until, .. } if until <= now);
+        let is_due = |place: &Slot| matches!(place.holder, Holder::Cooling { until, .. } if until <= now);
         let worker = self.places.iter().position(is_due)?;
         self.places[worker].holder = Holder::Running { since: now };
         Some(worker)

@@ -11,10 +11,10 @@ use phalanx_sys::guard::Guard;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal as Raw};
 
+use super::agent::Instruction;
 use super::attempts::Control;
 use super::event::Event;
 use super::exit::{Exit, Signal};
-use super::guest::Instruction;
 use super::job::Job;
 use super::logs::JobLogs;
 use super::members::{Members, Running};

@@ -98,7 +98,7 @@ pub(super) fn arrive(
     let group: SharedStore =
         Arc::new(PrefixStore::new(format!("{}/{round}/group", place.scope), Arc::clone(store)));
     // Who is stopped while it waits for the others is to be seen by those who come further.
-    transport::introduce(&*group, place.rank, deadline)?;
+    transport::publish_process(&*group, place.rank, deadline)?;
     let world = entry.world_size.as_bytes();
     let expected = roll.compare_set("world", b"", world, deadline)?;
     if expected != world {

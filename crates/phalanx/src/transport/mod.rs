@@ -81,8 +81,8 @@ impl FromStr for TransportKind {
 
 /// Says in `store`, in which ranks will connect with each other, which process `rank` is: should it be stopped before, those of
 /// its host can see it.
-pub(crate) fn introduce(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
-    tcp::introduce(store, rank, deadline)
+pub(crate) fn publish_process(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
+    tcp::publish_process(store, rank, deadline)
 }
 
 /// Tells the ranks that are connecting with each other through `store` why they need not.

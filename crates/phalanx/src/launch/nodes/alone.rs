@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 
 use super::{AttemptEnd, Gathered, Nodes, Settled};
-use crate::elastic::Herald;
+use crate::elastic::Publisher;
 use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
 use crate::launch::event::Event;
@@ -20,19 +20,19 @@ pub(in crate::launch) struct Alone<'a> {
     restarts: u32,
     store: Option<TcpStoreServer>,
     /// Of an elastic job, once there is something to tell.
-    herald: Option<Herald>,
+    publisher: Option<Publisher>,
 }
 
 impl<'a> Alone<'a> {
     pub(in crate::launch) fn new(job: &'a Job, run_id: String) -> Self {
-        Self { job, run_id, restarts: 0, store: None, herald: None }
+        Self { job, run_id, restarts: 0, store: None, publisher: None }
     }
 }
 
 impl Nodes for Alone<'_> {
     fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
         // The one before lets its port go first: the next may need it.
-        (self.store, self.herald) = (None, None);
+        (self.store, self.publisher) = (None, None);
         let store = self.store.insert(self.job.serve_store(control.refused.refusals())?);
         let address = store.local_addr();
         Ok(Gathered::Placed(Placement {
@@ -59,12 +59,12 @@ impl Nodes for Alone<'_> {
 
     fn outlived(&mut self, place: u32, process: u32) {
         let Some(store) = self.store.as_ref().map(TcpStoreServer::reachable_addr) else { return };
-        if self.herald.is_none() {
-            self.herald = Herald::start(store, self.job.credentials(), &self.run_id).ok();
+        if self.publisher.is_none() {
+            self.publisher = Publisher::start(store, self.job.credentials(), &self.run_id).ok();
         }
         // Without it the other workers have to notice the end by themselves.
-        if let Some(herald) = &self.herald {
-            herald.exited(place, process);
+        if let Some(publisher) = &self.publisher {
+            publisher.exited(place, process);
         }
     }
 

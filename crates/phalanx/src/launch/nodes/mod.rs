@@ -1,20 +1,20 @@
 //! What this node's launcher agrees on with those of the others: who takes part in an attempt, and how it ended.
 
 mod alone;
-mod guest;
+mod led;
 mod link;
 mod several;
 
 use std::os::fd::BorrowedFd;
 
+use super::agent::Instruction;
 use super::attempts::Control;
 use super::exit::{Failure, Outcome, Signal};
-use super::guest::Instruction;
 use super::placement::Placement;
 use crate::error::{Error, Result};
 
 pub(super) use alone::Alone;
-pub(super) use guest::Guesthood;
+pub(super) use led::Led;
 pub(super) use several::Several;
 
 /// The nodes of a job.

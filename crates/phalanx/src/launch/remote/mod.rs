@@ -9,15 +9,15 @@
 //! [`SILENCE`](node::SILENCE), ends its workers; whose launcher is gone, is lost to the others.
 
 mod address;
-mod board;
-mod conductor;
 mod connection;
 mod diagnosis;
+mod driver;
 mod elastic;
 mod environment;
 mod frame;
 mod here;
 mod hosts;
+mod inbox;
 mod node;
 mod protocol;
 mod quote;
@@ -45,9 +45,9 @@ pub use hosts::{Host, HostList};
 pub use node::RemoteNode;
 pub use shell::RemoteShell;
 
-use conductor::Conductor;
 use connection::Connection;
 use diagnosis::Broken;
+use driver::Driver;
 use here::is_here;
 
 /// How many lines of a host's standard error are kept for an error.
@@ -170,7 +170,7 @@ impl RemoteJob {
         check_open_store(self.open_store, &self.credentials)?;
         match &self.elastic {
             Some(elastic) => elastic::run(self, elastic, observer),
-            None => Conductor::start(self, observer)?.run(),
+            None => Driver::start(self, observer)?.run(),
         }
     }
 

@@ -15,10 +15,10 @@ use rustix::process::{Signal, getpid, kill_process};
 use super::frame;
 use super::protocol::{Complaint, Ending, FromLauncher, LauncherConfig, News, Route, ToLauncher};
 use crate::error::{Error, Result};
+use crate::launch::agent::Agent;
 use crate::launch::cluster::{Cluster, Hosting};
 use crate::launch::event::Event;
 use crate::launch::exit::Report;
-use crate::launch::guest::Guest;
 use crate::launch::job::Job;
 use crate::rank::WorldSize;
 
@@ -36,7 +36,7 @@ const ELASTIC_SILENCE: Duration = Duration::from_secs(15);
 pub struct RemoteNode {
     arguments: Vec<OsString>,
     place: LauncherConfig,
-    guest: Option<Guest>,
+    agent: Option<Agent>,
 }
 
 impl RemoteNode {
@@ -66,17 +66,17 @@ impl RemoteNode {
                 None => return Ok(None),
             }
         };
-        let guest = place.part.clone().map(Guest::new).transpose()?;
-        if guest.is_some() {
+        let agent = place.part.clone().map(Agent::new).transpose()?;
+        if agent.is_some() {
             orders.silence = ELASTIC_SILENCE;
         }
-        let led = guest.clone();
+        let led = agent.clone();
         std::thread::Builder::new()
             .name("phalanx-orders".into())
             .spawn(move || obey(orders, led.as_ref()))
             .map_err(|error| Error::io("cannot start a thread for the signals of another host", error))?;
         let arguments = arguments.into_iter().map(OsString::from_vec).collect();
-        Ok(Some(Self { arguments, place, guest }))
+        Ok(Some(Self { arguments, place, agent }))
     }
 
     /// What [`RemoteJob::new`](super::RemoteJob::new) was given.
@@ -92,8 +92,8 @@ impl RemoteNode {
     /// `job`, with what the command has said about this host's part in it, but for the [cluster](Self::cluster).
     pub fn part(&self, job: Job) -> Job {
         let job = job.key(self.place.key.key());
-        match self.guest.clone() {
-            Some(guest) => job.run_id(guest.part.run_id.clone()).part_of(guest),
+        match self.agent.clone() {
+            Some(agent) => job.run_id(agent.part.run_id.clone()).part_of(agent),
             None => job,
         }
     }
@@ -101,7 +101,7 @@ impl RemoteNode {
     /// The hosts of the job, if there are several whose launchers have to meet.
     pub fn cluster(&self) -> Result<Option<Cluster>> {
         let LauncherConfig { node, nodes, ref host, port, patience, .. } = self.place;
-        if nodes == 1 || self.guest.is_some() {
+        if nodes == 1 || self.agent.is_some() {
             return Ok(None);
         }
         let cluster = match (node, port) {
@@ -164,12 +164,12 @@ fn unheard(error: io::Error) -> Error {
 }
 
 /// Until the end of the orders, which is the end of the job.
-fn obey(mut orders: Orders, guest: Option<&Guest>) {
+fn obey(mut orders: Orders, agent: Option<&Agent>) {
     loop {
         let signal = match orders.next() {
             Ok(Some(ToLauncher::Signal(signal))) => Signal::from_named_raw(signal),
             Ok(Some(ToLauncher::Elastic(instruction))) => {
-                guest.into_iter().for_each(|guest| guest.send(instruction));
+                agent.into_iter().for_each(|agent| agent.send(instruction));
                 None
             }
             Ok(Some(_)) => None,

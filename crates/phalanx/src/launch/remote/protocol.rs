@@ -20,9 +20,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind};
 use crate::key::JobKey;
+use crate::launch::agent::{AgentConfig, Instruction};
 use crate::launch::event::{Event, Observer, Stream};
 use crate::launch::exit::{Exit, Failure, NodeFailure, Outcome, Report, Signal};
-use crate::launch::guest::{Instruction, Part};
 use crate::rank::{Rank, WorldSize};
 
 /// A message from the command to a launcher.
@@ -53,7 +53,7 @@ pub(super) struct LauncherConfig {
     pub(super) patience: Duration,
     pub(super) key: SentKey,
     /// Of an elastic job, in which launchers meet nobody.
-    pub(super) part: Option<Part>,
+    pub(super) part: Option<AgentConfig>,
 }
 
 /// A job's key under way.

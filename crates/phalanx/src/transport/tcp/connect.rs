@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::accept::{Pair, accept};
 use super::connection::Connection;
 use super::control::Connections;
-use super::lookout::{self, Lookout};
+use super::stop_probe::{self, StopProbe};
 use super::{Place, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result, no_more_files};
@@ -84,7 +84,7 @@ fn build(
     above: &mut [Pair],
     deadline: Deadline,
 ) -> Result<Vec<String>> {
-    lookout::introduce(place.store, place.rank, deadline)?;
+    stop_probe::publish_process(place.store, place.rank, deadline)?;
     let job = agree_on_job(place, host, deadline)?;
     let secret = GroupSecret::new(place.credentials.key.as_ref(), &job);
     let own = Hello {
@@ -219,7 +219,7 @@ fn connect(
             }
             // The end of the patience with which the answer is read.
             io::ErrorKind::WouldBlock if !deadline.has_passed() => {
-                return Err(Lookout::new(place).explain(peer, mute(peer, address)));
+                return Err(StopProbe::new(place).explain(peer, mute(peer, address)));
             }
             _ if no_more_files(&error).is_some() => return Err(no_descriptors(&unreachable, error)),
             io::ErrorKind::ConnectionRefused => {

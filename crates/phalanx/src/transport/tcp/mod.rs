@@ -5,11 +5,11 @@ mod accept;
 mod connect;
 mod connection;
 mod control;
-mod lookout;
 mod pending;
 #[cfg(all(test, feature = "tls"))]
 mod pending_tests;
 mod start;
+mod stop_probe;
 mod stream;
 #[cfg(all(test, feature = "tls"))]
 mod tls_tests;
@@ -24,14 +24,14 @@ use rustix::net::sockopt::set_socket_send_buffer_size;
 
 #[cfg(any(test, fuzzing))]
 pub(super) fn fuzz(bytes: &[u8]) -> bool {
-    let is_card = lookout::fuzz(bytes);
-    connect::fuzz(bytes) || is_card
+    let is_process = stop_probe::fuzz(bytes);
+    connect::fuzz(bytes) || is_process
 }
 pub(crate) use self::connect::mesh;
 pub(super) use self::connection::Connection;
 pub(crate) use self::control::{Connections, Monitor};
-pub(super) use self::lookout::introduce;
 pub(super) use self::start::fail as fail_start;
+pub(super) use self::stop_probe::publish_process;
 use self::stream::{Receiving, Sending};
 use super::{Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;

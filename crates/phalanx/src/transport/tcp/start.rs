@@ -10,7 +10,7 @@ use super::Place;
 use super::accept::Pair;
 use super::connect::Address;
 use super::connection::Connection;
-use super::lookout::Lookout;
+use super::stop_probe::StopProbe;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::notice::Reminders;
@@ -82,7 +82,7 @@ pub(super) fn wait_for(
     deadline: Deadline,
 ) -> Result<()> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
-    let (mut lookout, mut there, mut reminders) = (Lookout::new(place), 0, Reminders::new());
+    let (mut probe, mut there, mut reminders) = (StopProbe::new(place), 0, Reminders::new());
     loop {
         match place.store.wait(&names, deadline.at_most(LOOK)) {
             Err(error) if error.is_timeout() => {
@@ -92,7 +92,7 @@ pub(super) fn wait_for(
                     reminders.remind(|| {
                         format!("rank {} waits for rank {rank} to say where it listens", place.rank)
                     });
-                    lookout.look(*rank)?;
+                    probe.check(*rank)?;
                 }
             }
             outcome => return outcome,
@@ -172,7 +172,7 @@ pub(super) fn watch(
     missing: &AtomicUsize,
     finished: &Receiver<()>,
 ) -> Result<()> {
-    let (mut refused, mut lookout, mut reminders) = ((usize::MAX, 0), Lookout::new(place), Reminders::new());
+    let (mut refused, mut probe, mut reminders) = ((usize::MAX, 0), StopProbe::new(place), Reminders::new());
     while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         // The connections before the store: if rank 0 dies with the store that it serves, they say who is gone.
         for ((peer, address), pair) in place.world.ranks().zip(addresses).zip(below) {
@@ -185,7 +185,7 @@ pub(super) fn watch(
             let host = &address.host;
             format!("rank {} waits for rank {peer} ({host}), which has come, to connect with it", place.rank)
         });
-        lookout.look(Rank::new(peer as u32))?;
+        probe.check(Rank::new(peer as u32))?;
         // It listens until it is connected with this rank too. To it, this is a stranger who leaves again.
         let probe = TcpStream::connect_timeout(&address.socket, LOOK);
         refused = match probe {

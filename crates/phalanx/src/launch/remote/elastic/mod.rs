@@ -1,19 +1,19 @@
-//! An elastic job on several hosts, as horovodrun has it: hosts may be lost, and others may come.
+//! An elastic job on several hosts, as `horovodrun` has it: hosts may be lost, and others may come.
 //!
-//! The command that a person has started serves the workers' store and leads: each launcher starts the workers of its
-//! host, tells what becomes of them, and is told who is replaced ([`guest`](crate::launch::guest)). Which hosts take part
-//! and when, [`roster`] decides; [`conductor`] does it; [`discovery`] asks the script.
+//! The command that the user has started is the driver, and serves the workers' store. On each host a launcher, the
+//! [`agent`](crate::launch::agent), starts the workers, reports their ends, and is told which ones to replace.
+//! [`host_manager`] decides which hosts take part and when; [`driver`] does it; [`discovery`] runs the user's script.
 
-mod conductor;
 mod discovery;
+mod driver;
+mod host_manager;
 mod peer;
-mod roster;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use self::conductor::Conductor;
-use self::roster::Limits;
+use self::driver::ElasticDriver;
+use self::host_manager::Limits;
 use super::RemoteJob;
 use crate::error::{Error, Result};
 use crate::launch::event::Observer;
@@ -134,5 +134,5 @@ impl ElasticHosts {
 
 /// Runs the job to its end.
 pub(super) fn run(job: &RemoteJob, elastic: &ElasticHosts, observer: &mut dyn Observer) -> Result<Report> {
-    Conductor::start(job, elastic, observer)?.run()
+    ElasticDriver::start(job, elastic, observer)?.run()
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
 use crate::error::Error;
-use crate::launch::guest::Instruction;
+use crate::launch::agent::Instruction;
 use crate::launch::remote::connection::Connection;
 use crate::launch::remote::hosts::Host;
 use crate::launch::remote::protocol::{Ending, Route, ToLauncher};
@@ -15,7 +15,7 @@ use crate::rank::Rank;
 pub(super) struct Peer {
     /// The number of this connection.
     pub(super) id: usize,
-    /// Its host's number in the roster.
+    /// Its host's number in the host manager.
     pub(super) index: usize,
     pub(super) host: Host,
     pub(super) is_here: bool,

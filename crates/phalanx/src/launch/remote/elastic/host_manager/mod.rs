@@ -1,5 +1,5 @@
-//! Which hosts take part in an elastic job, and which of their workers are replaced: pure. Events and the time go in;
-//! what to do comes out.
+//! The host manager of an elastic job decides which hosts take part, and which workers are replaced. It is pure: events and
+//! the time go in, actions come out.
 //!
 //! ```text
 //!          Launch                 up
@@ -13,9 +13,9 @@ mod decide;
 
 use std::time::{Duration, Instant};
 
-use crate::launch::streak::Streak;
+use crate::launch::crash_backoff::CrashBackoff;
 
-/// What the job was told.
+/// The limits that the user has set.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     /// The fewest workers with which there is a job, and the most that take part.
@@ -31,21 +31,21 @@ pub(super) struct Limits {
     pub(super) is_open: bool,
 }
 
-/// The hosts of a job, by number: a host keeps its own, whatever becomes of it.
+/// The hosts of a job, by number; a host keeps its number for the whole job.
 #[derive(Debug)]
-pub(super) struct Roster {
+pub(super) struct HostManager {
     limits: Limits,
     hosts: Vec<Host>,
     used: u32,
-    /// How many workers have ended well.
+    /// How many workers have ended with success.
     done: u32,
-    /// How many were promised, and were needed no more when the first had ended well: they would have done so too.
+    /// Promised workers that were not needed any more once the first had ended with success; they count as successful.
     spared: u32,
     /// Has any host ever been up?
     begun: bool,
     few_since: Option<Instant>,
     expected: Option<u32>,
-    /// When it was last decided what to do.
+    /// When the last decision was made.
     decided: Option<Instant>,
     is_over: bool,
 }
@@ -68,7 +68,7 @@ enum Standing {
     /// It may be started, from then on.
     Out { from: Instant },
     /// A launcher is there, or on its way.
-    In { places: Vec<Place>, slots: u32, up: Option<Instant> },
+    In { places: Vec<Slot>, slots: u32, up: Option<Instant> },
     /// Its launcher was told to end; it may be started again from then on.
     Leaving { from: Instant, places: u32 },
     /// It has failed, and no restart was left.
@@ -76,9 +76,9 @@ enum Standing {
 }
 
 #[derive(Debug)]
-struct Place {
+struct Slot {
     holder: Holder,
-    streak: Streak,
+    backoff: CrashBackoff,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,21 +90,21 @@ enum Holder {
     Cooling {
         until: Instant,
     },
-    /// It has ended well.
+    /// It has ended with success.
     Done,
     Nobody,
 }
 
-/// What is to be done.
+/// What the driver has to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     /// Start a launcher, with so many workers, of which the first has this number.
     Launch { host: usize, first: u32, slots: u32 },
-    /// Another worker takes this place.
+    /// Start another worker in this slot.
     Replace { host: usize, place: u32 },
-    /// No other worker takes this place, for which one was promised.
+    /// Leave this slot empty, though another worker was promised for it.
     Vacate { host: usize, place: u32 },
-    /// End its workers.
+    /// End the workers of this host.
     Retire { host: usize },
     /// Tell the workers how many there are.
     Expect { workers: u32 },
@@ -112,10 +112,10 @@ pub(super) enum Action {
     TooFew { there: u32 },
 }
 
-/// What becomes of a place whose worker has failed.
+/// What happens to a slot whose worker has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {
-    /// It gets another, after this time.
+    /// It gets another worker, after this time.
     Replaced { after: Duration },
     /// It stays empty.
     Empty,
@@ -124,7 +124,7 @@ pub(super) enum Fate {
 }
 
 impl Host {
-    fn places(&self) -> &[Place] {
+    fn places(&self) -> &[Slot] {
         match &self.standing {
             Standing::In { places, .. } => places,
             _ => &[],
@@ -134,7 +134,7 @@ impl Host {
     /// How many of its workers run, or will run again.
     fn active(&self) -> u32 {
         let is_active =
-            |place: &&Place| matches!(place.holder, Holder::Running { .. } | Holder::Cooling { .. });
+            |place: &&Slot| matches!(place.holder, Holder::Running { .. } | Holder::Cooling { .. });
         self.places().iter().filter(is_active).count() as u32
     }
 
@@ -155,7 +155,7 @@ impl Host {
     }
 }
 
-impl Roster {
+impl HostManager {
     pub(super) fn new(limits: Limits) -> Self {
         Self {
             limits,
@@ -229,7 +229,7 @@ impl Roster {
         let Some(place) = places.get_mut(place as usize) else { return Fate::Empty };
         // Whatever a launcher says, who does not run cannot fail.
         let Holder::Running { since } = place.holder else { return Fate::Empty };
-        let pause = place.streak.failed(now.saturating_duration_since(since));
+        let pause = place.backoff.failed(now.saturating_duration_since(since));
         place.holder = Holder::Nobody;
         match pause {
             Some(after) if may => {

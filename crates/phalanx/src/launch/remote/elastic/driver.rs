@@ -1,5 +1,5 @@
-//! Leads an elastic job: starts launchers, tells them what the [roster](Roster) decides, and the roster and the workers what
-//! has happened.
+//! The driver of an elastic job: it starts launchers, sends them the decisions of the [host manager](HostManager), and
+//! reports events to the host manager and to the workers.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -10,24 +10,24 @@ use rustix::process::Signal as Raw;
 
 use super::ElasticHosts;
 use super::discovery::Discovery;
+use super::host_manager::{Action, Fate, HostManager};
 use super::peer::{End, Peer};
-use super::roster::{Action, Fate, Roster};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::elastic::Herald;
+use crate::elastic::Publisher;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
+use crate::launch::agent::{AgentConfig, Instruction};
 use crate::launch::attempts::Control;
 use crate::launch::event::{Event, Observer};
 use crate::launch::exit::{Exit, Failure, Outcome, Report, Signal};
-use crate::launch::guest::{Instruction, Part};
 use crate::launch::job::random_name;
 use crate::launch::remote::address::{self, Known};
-use crate::launch::remote::board::Board;
 use crate::launch::remote::connection::{Connection, Heard};
 use crate::launch::remote::environment::surroundings;
 use crate::launch::remote::here::is_ours;
 use crate::launch::remote::hosts::{Host, HostList};
+use crate::launch::remote::inbox::Inbox;
 use crate::launch::remote::node::version;
 use crate::launch::remote::protocol::{FromLauncher, LauncherConfig, News, SentKey, ToLauncher};
 use crate::launch::remote::{RemoteJob, is_this_machine, keep};
@@ -41,21 +41,21 @@ const LOOK_UP: Duration = Duration::from_secs(30);
 /// How long a launcher may take to end that has not been told to start anything.
 const UNWANTED: Duration = Duration::from_secs(2);
 
-pub(super) struct Conductor<'a> {
+pub(super) struct ElasticDriver<'a> {
     job: &'a RemoteJob,
     discovery: Option<Discovery>,
     /// Could its last answer not be used?
     discovery_fails: bool,
     key: JobKey,
     run_id: String,
-    roster: Roster,
+    host_manager: HostManager,
     most: u32,
     surroundings: ToLauncher,
     /// Launchers that are there, on their way, or about to end.
     peers: Vec<Peer>,
     started_peers: usize,
     store: Option<Store>,
-    board: Board,
+    inbox: Inbox,
     control: Control<'a>,
     started: Instant,
     exits: Vec<Exit>,
@@ -69,7 +69,7 @@ pub(super) struct Conductor<'a> {
 
 /// Where the workers meet.
 struct Store {
-    herald: Herald,
+    publisher: Publisher,
     host: String,
     server: TcpStoreServer,
 }
@@ -81,29 +81,29 @@ enum Cause {
     Broken(Error),
 }
 
-impl<'a> Conductor<'a> {
+impl<'a> ElasticDriver<'a> {
     pub(super) fn start(
         job: &'a RemoteJob,
         elastic: &ElasticHosts,
         observer: &'a mut dyn Observer,
     ) -> Result<Self> {
         let limits = elastic.limits(job)?;
-        let board = Board::new()?;
+        let inbox = Inbox::new()?;
         let discovery =
-            elastic.discovery.as_ref().map(|from| Discovery::start(from, board.bell())).transpose()?;
-        let mut conductor = Self {
+            elastic.discovery.as_ref().map(|from| Discovery::start(from, inbox.bell())).transpose()?;
+        let mut driver = Self {
             job,
             discovery,
             discovery_fails: false,
             key: job.credentials.key.clone().map_or_else(JobKey::generate, Ok)?,
             run_id: elastic.run_id.clone().map_or_else(random_name, Ok)?,
-            roster: Roster::new(limits),
+            host_manager: HostManager::new(limits),
             most: limits.max,
             surroundings: surroundings()?,
             peers: Vec::new(),
             started_peers: 0,
             store: None,
-            board,
+            inbox,
             control: Control::new(observer)?,
             started: Instant::now(),
             exits: Vec::new(),
@@ -113,10 +113,10 @@ impl<'a> Conductor<'a> {
             workers: 0,
         };
         if let Some(address) = &job.master_addr {
-            conductor.serve(address)?;
+            driver.serve(address)?;
         }
-        conductor.name(&job.hosts);
-        Ok(conductor)
+        driver.name(&job.hosts);
+        Ok(driver)
     }
 
     /// Until nothing is left of the job, on any host.
@@ -128,9 +128,9 @@ impl<'a> Conductor<'a> {
             }
             let timeout = self.timeout();
             let connections = self.peers.iter().map(|peer| &peer.connection);
-            self.board.wait(&mut self.control, connections, timeout);
+            self.inbox.wait(&mut self.control, connections, timeout);
             self.handle_signals();
-            while let Some((id, heard)) = self.board.next(&mut self.control) {
+            while let Some((id, heard)) = self.inbox.next(&mut self.control) {
                 self.handle(id, heard);
             }
             self.handle_discovery();
@@ -144,24 +144,24 @@ impl<'a> Conductor<'a> {
 
     /// Is nobody left, and nobody to come?
     fn is_over(&self) -> bool {
-        self.peers.is_empty() && (self.end.is_some() || self.roster.is_ending())
+        self.peers.is_empty() && (self.end.is_some() || self.host_manager.is_ending())
     }
 
     fn timeout(&self) -> Duration {
         let silent = self.peers.iter().filter(|peer| peer.hello.is_none() && peer.end.is_none());
         // Once all are to end, nothing is decided any more.
-        let decision = self.roster.wake_at().filter(|_| self.end.is_none());
+        let decision = self.host_manager.wake_at().filter(|_| self.end.is_none());
         let wake_at = silent.map(|peer| peer.answer_by).chain(decision).min();
         wake_at.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()))
     }
 
-    // What the roster decides.
+    // What the host manager decides.
 
     fn act(&mut self) {
         if self.end.is_some() {
             return;
         }
-        for action in self.roster.decide(Instant::now()) {
+        for action in self.host_manager.decide(Instant::now()) {
             let done = match action {
                 Action::Launch { host, first, slots } => self.launch(host, first, slots),
                 Action::Replace { host, place } => {
@@ -173,8 +173,10 @@ impl<'a> Conductor<'a> {
                     Ok(())
                 }
                 Action::Retire { host } => {
-                    let text =
-                        format!("{} is no longer listed so: its workers are ended", self.roster.name(host));
+                    let text = format!(
+                        "{} is no longer listed so: its workers are ended",
+                        self.host_manager.name(host)
+                    );
                     self.control.tell(Event::Warning { text: &text });
                     self.retire(host);
                     Ok(())
@@ -182,7 +184,7 @@ impl<'a> Conductor<'a> {
                 Action::Expect { workers } => {
                     self.workers = workers;
                     if let Some(store) = &mut self.store {
-                        store.herald.expect(workers);
+                        store.publisher.expect(workers);
                     }
                     Ok(())
                 }
@@ -198,9 +200,9 @@ impl<'a> Conductor<'a> {
     }
 
     fn launch(&mut self, index: usize, first: u32, slots: u32) -> Result<()> {
-        let host = Host::named(self.roster.name(index), slots);
+        let host = Host::named(self.host_manager.name(index), slots);
         let id = self.started_peers;
-        let connection = Connection::start(self.job.command(&host), self.board.ears(id))?;
+        let connection = Connection::start(self.job.command(&host), self.inbox.ears(id))?;
         self.started_peers += 1;
         connection.order(self.surroundings.clone());
         self.peers.push(Peer {
@@ -246,7 +248,7 @@ impl<'a> Conductor<'a> {
     /// These are the hosts now.
     fn name(&mut self, hosts: &HostList) {
         let hosts = hosts.hosts().iter().map(|host| (host.name(), host.slots()));
-        self.roster.list(hosts, Instant::now());
+        self.host_manager.list(hosts, Instant::now());
     }
 
     // The store.
@@ -283,11 +285,11 @@ impl<'a> Conductor<'a> {
             Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, port), access)?,
             None => TcpStoreServer::bind_to(&host_port(host, port), access, Deadline::after(LOOK_UP))?,
         };
-        let mut herald = Herald::start(server.reachable_addr(), &credentials, &self.run_id)?;
+        let mut publisher = Publisher::start(server.reachable_addr(), &credentials, &self.run_id)?;
         if self.workers > 0 {
-            herald.expect(self.workers);
+            publisher.expect(self.workers);
         }
-        self.store = Some(Store { herald, host: host.to_owned(), server });
+        self.store = Some(Store { publisher, host: host.to_owned(), server });
         Ok(())
     }
 
@@ -337,7 +339,7 @@ impl<'a> Conductor<'a> {
             port,
             patience: self.job.start_timeout,
             key: SentKey::new(&self.key),
-            part: Some(Part {
+            part: Some(AgentConfig {
                 run_id: self.run_id.clone(),
                 host: host.to_owned(),
                 port,
@@ -352,7 +354,7 @@ impl<'a> Conductor<'a> {
         peer.was_told_to_start = true;
         peer.connection.order(ToLauncher::Start { arguments, place });
         // One that comes late has missed the instruction.
-        if self.roster.has_succeeded() {
+        if self.host_manager.has_succeeded() {
             peer.say(Instruction::Ending);
         }
     }
@@ -446,15 +448,15 @@ impl<'a> Conductor<'a> {
                     return;
                 }
                 peer.processes.insert(*rank, *pid);
-                self.roster.up(host, Instant::now());
+                self.host_manager.up(host, Instant::now());
             }
             News::Exited { rank, exit, .. } => {
                 let Some(place) = peer.place(*rank) else { return };
                 if let (Some(process), Some(store)) = (peer.processes.remove(rank), &self.store) {
-                    store.herald.exited(rank.get(), process);
+                    store.publisher.exited(rank.get(), process);
                 }
                 if exit.is_success() {
-                    self.roster.done(host, place);
+                    self.host_manager.done(host, place);
                     let others = self.peers.iter().filter(|peer| peer.was_told_to_start && !peer.leaves);
                     others.for_each(|peer| peer.say(Instruction::Ending));
                 }
@@ -476,7 +478,7 @@ impl<'a> Conductor<'a> {
     /// A worker has failed, and its launcher asks what becomes of its place.
     fn lose_worker(&mut self, host: usize, place: u32, failure: &Failure) {
         let fate = match self.end {
-            None => self.roster.failed(host, place, Instant::now()),
+            None => self.host_manager.failed(host, place, Instant::now()),
             Some(_) => Fate::Empty,
         };
         let replaced_in = match fate {
@@ -487,10 +489,10 @@ impl<'a> Conductor<'a> {
                 None
             }
         };
-        let (replacements, max_replacements) = self.roster.restarts();
+        let (replacements, max_replacements) = self.host_manager.restarts();
         self.control.tell(Event::Lost { failure, replaced_in, replacements, max_replacements });
         if let Fate::LeftOut { pause } = fate {
-            let name = self.roster.name(host);
+            let name = self.host_manager.name(host);
             let text =
                 format!("{name}: its workers fail again and again; it is left out for {}", seconds(pause));
             self.control.tell(Event::Warning { text: &text });
@@ -524,7 +526,7 @@ impl<'a> Conductor<'a> {
     fn part(&mut self, peer: Peer) {
         if let Some(store) = &self.store {
             for (number, process) in &peer.processes {
-                store.herald.exited(number.get(), *process);
+                store.publisher.exited(number.get(), *process);
             }
         }
         let error = match peer.end {
@@ -534,16 +536,16 @@ impl<'a> Conductor<'a> {
                     Outcome::Interrupted(signal) => {
                         Error::environment(format!("{}: its launcher was ended by {signal}", peer.host))
                     }
-                    _ => return self.roster.ended(peer.index),
+                    _ => return self.host_manager.ended(peer.index),
                 }
             }
             Some(End::Failed(error)) => error,
             None => self.job.diagnose(&peer.host, &peer.connection, peer.hello.is_some(), &peer.stderr),
         };
         if peer.leaves || self.end.is_some() {
-            return self.roster.ended(peer.index);
+            return self.host_manager.ended(peer.index);
         }
-        let text = match self.roster.lost(peer.index, Instant::now()) {
+        let text = match self.host_manager.lost(peer.index, Instant::now()) {
             Some(pause) => format!("{error}; it is left out for {}", seconds(pause)),
             None => format!("{error}; no restart is left for it"),
         };
@@ -575,7 +577,7 @@ impl<'a> Conductor<'a> {
             world_size: WorldSize::new(self.workers).ok(),
             nodes: u32::try_from(self.started_peers).unwrap_or(u32::MAX),
             restarts: 0,
-            replacements: self.roster.restarts().0,
+            replacements: self.host_manager.restarts().0,
             elapsed: self.started.elapsed(),
         })
     }

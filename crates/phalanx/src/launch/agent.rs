@@ -1,4 +1,4 @@
-//! A part of an elastic job whose workers meet on another machine, and are led from there.
+//! An agent: the launcher of one host of an elastic job, which takes its instructions from the job's driver.
 
 use std::collections::VecDeque;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
@@ -11,9 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Which part, and where the workers meet.
+/// The workers of this agent, and the store at which all workers meet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Part {
+pub(super) struct AgentConfig {
     pub(super) run_id: String,
     /// The store, which serves the whole job.
     pub(super) host: String,
@@ -39,10 +39,10 @@ pub(super) enum Instruction {
     Ending,
 }
 
-/// The part, and the instructions of the driver for it.
+/// The agent of this host, and the instructions of the driver for it.
 #[derive(Clone, Debug)]
-pub(super) struct Guest {
-    pub(super) part: Part,
+pub(super) struct Agent {
+    pub(super) part: AgentConfig,
     instructions: Arc<InstructionQueue>,
 }
 
@@ -53,8 +53,8 @@ struct InstructionQueue {
     wake: PipeWriter,
 }
 
-impl Guest {
-    pub(super) fn new(part: Part) -> Result<Self> {
+impl Agent {
+    pub(super) fn new(part: AgentConfig) -> Result<Self> {
         let open = || {
             let (notice, wake) = io::pipe()?;
             // Neither end blocks: one byte in the pipe is enough to wake the reader.
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn instructions_keep_their_order_and_sending_never_blocks() {
-        let part = Part {
+        let part = AgentConfig {
             run_id: "x".to_owned(),
             host: "h".to_owned(),
             port: 1,
@@ -101,11 +101,11 @@ mod tests {
             node: 0,
             nodes: 1,
         };
-        let guest = Guest::new(part).unwrap();
-        assert_eq!(guest.receive(), None);
+        let agent = Agent::new(part).unwrap();
+        assert_eq!(agent.receive(), None);
         // More than a pipe holds.
-        (0..100_000).for_each(|place| guest.send(Instruction::Replace(place)));
-        assert!((0..100_000).all(|place| guest.receive() == Some(Instruction::Replace(place))));
-        assert_eq!(guest.receive(), None);
+        (0..100_000).for_each(|place| agent.send(Instruction::Replace(place)));
+        assert!((0..100_000).all(|place| agent.receive() == Some(Instruction::Replace(place))));
+        assert_eq!(agent.receive(), None);
     }
 }

@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use super::{Action, Holder, Host, Place, Roster, Standing};
-use crate::launch::streak::Streak;
+use super::{Action, Holder, Host, HostManager, Slot, Standing};
+use crate::launch::crash_backoff::CrashBackoff;
 
-impl Roster {
+impl HostManager {
     /// What is to be done now.
     pub(in crate::launch::remote::elastic) fn decide(&mut self, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
@@ -100,7 +100,7 @@ impl Roster {
                 continue;
             }
             let first = self.free_numbers(index, workers);
-            let place = || Place { holder: Holder::Running { since: now }, streak: Streak::default() };
+            let place = || Slot { holder: Holder::Running { since: now }, backoff: CrashBackoff::default() };
             let host = &mut self.hosts[index];
             host.first = Some(first);
             let places = std::iter::repeat_with(place).take(workers as usize).collect();

@@ -14,10 +14,10 @@ fn limits(min: u32, max: u32, max_restarts: u32) -> Limits {
     Limits { min, max, max_restarts, cool_down: (FIRST, MOST), patience: PATIENCE, is_open: false }
 }
 
-fn roster(limits: Limits, hosts: &[(&str, u32)], now: Instant) -> Roster {
-    let mut roster = Roster::new(limits);
-    roster.list(hosts.iter().copied(), now);
-    roster
+fn manager_of(limits: Limits, hosts: &[(&str, u32)], now: Instant) -> HostManager {
+    let mut manager = HostManager::new(limits);
+    manager.list(hosts.iter().copied(), now);
+    manager
 }
 
 fn launch(host: usize, first: u32, slots: u32) -> Action {
@@ -35,101 +35,101 @@ fn seconds(count: u64) -> Duration {
 #[test]
 fn hosts_fill_the_world_in_order_and_one_that_waits_takes_the_place_of_one_that_is_lost() {
     let now = Instant::now();
-    let mut roster = roster(limits(1, 3, 9), &[("a", 2), ("b", 2), ("c", 1)], now);
-    assert_eq!(roster.decide(now), [launch(0, 0, 2), launch(1, 2, 1), expect(3)]);
-    (0..2).for_each(|host| roster.up(host, now));
-    assert_eq!(roster.decide(now), []);
-    assert_eq!(roster.lost(0, now), Some(FIRST));
+    let mut manager = manager_of(limits(1, 3, 9), &[("a", 2), ("b", 2), ("c", 1)], now);
+    assert_eq!(manager.decide(now), [launch(0, 0, 2), launch(1, 2, 1), expect(3)]);
+    (0..2).for_each(|host| manager.up(host, now));
+    assert_eq!(manager.decide(now), []);
+    assert_eq!(manager.lost(0, now), Some(FIRST));
     // The third has room now, and takes the numbers that are free; it is counted on at once, as it has not failed yet.
-    assert_eq!(roster.decide(now), [launch(2, 0, 1), expect(2)]);
-    assert_eq!(roster.wake_at(), Some(now + FIRST));
+    assert_eq!(manager.decide(now), [launch(2, 0, 1), expect(2)]);
+    assert_eq!(manager.wake_at(), Some(now + FIRST));
     // Of two numbers one is taken. It is not counted on before it is up.
     let now = now + FIRST;
-    assert_eq!(roster.decide(now), [launch(0, 1, 1)]);
-    roster.up(0, now);
-    assert_eq!(roster.decide(now), [expect(3)]);
-    assert_eq!(roster.wake_at(), None);
+    assert_eq!(manager.decide(now), [launch(0, 1, 1)]);
+    manager.up(0, now);
+    assert_eq!(manager.decide(now), [expect(3)]);
+    assert_eq!(manager.wake_at(), None);
 }
 
 #[test]
 fn a_host_that_is_lost_costs_a_restart_and_is_left_out_longer_each_time() {
     let mut now = Instant::now();
-    let mut roster = roster(limits(1, 4, 4), &[("a", 2), ("b", 2)], now);
-    roster.decide(now);
-    (0..2).for_each(|host| roster.up(host, now));
+    let mut manager = manager_of(limits(1, 4, 4), &[("a", 2), ("b", 2)], now);
+    manager.decide(now);
+    (0..2).for_each(|host| manager.up(host, now));
     for pause in [5, 10, 20] {
-        assert_eq!(roster.lost(1, now), Some(seconds(pause)));
-        assert!(!roster.decide(now + seconds(pause) - seconds(1)).contains(&launch(1, 2, 2)));
+        assert_eq!(manager.lost(1, now), Some(seconds(pause)));
+        assert!(!manager.decide(now + seconds(pause) - seconds(1)).contains(&launch(1, 2, 2)));
         now += seconds(pause);
-        assert!(roster.decide(now).contains(&launch(1, 2, 2)));
-        roster.up(1, now);
+        assert!(manager.decide(now).contains(&launch(1, 2, 2)));
+        manager.up(1, now);
     }
-    assert_eq!(roster.restarts(), (3, 4));
+    assert_eq!(manager.restarts(), (3, 4));
     // To fail while it is tried again costs nothing; to have worked for long makes it good.
-    assert_eq!(roster.lost(1, now + MOST), Some(FIRST));
+    assert_eq!(manager.lost(1, now + MOST), Some(FIRST));
     now += MOST + FIRST;
-    roster.decide(now);
-    assert_eq!((roster.lost(1, now), roster.restarts()), (Some(seconds(10)), (4, 4)));
+    manager.decide(now);
+    assert_eq!((manager.lost(1, now), manager.restarts()), (Some(seconds(10)), (4, 4)));
     now += seconds(10);
-    roster.decide(now);
-    roster.up(1, now);
-    assert_eq!(roster.lost(1, now), None);
+    manager.decide(now);
+    manager.up(1, now);
+    assert_eq!(manager.lost(1, now), None);
     // It was not counted on yet.
-    assert_eq!(roster.decide(now + PATIENCE), []);
+    assert_eq!(manager.decide(now + PATIENCE), []);
 }
 
 #[test]
 fn a_worker_is_replaced_and_one_that_fails_again_and_again_takes_its_host_along() {
     let mut now = Instant::now();
-    let mut roster = roster(limits(2, 4, 9), &[("a", 2), ("b", 2)], now);
-    roster.decide(now);
-    (0..2).for_each(|host| roster.up(host, now));
+    let mut manager = manager_of(limits(2, 4, 9), &[("a", 2), ("b", 2)], now);
+    manager.decide(now);
+    (0..2).for_each(|host| manager.up(host, now));
     for pause in [0, 1, 2] {
-        assert_eq!(roster.failed(1, 0, now), Fate::Replaced { after: seconds(pause) });
+        assert_eq!(manager.failed(1, 0, now), Fate::Replaced { after: seconds(pause) });
         now += seconds(pause);
-        assert!(roster.decide(now).contains(&Action::Replace { host: 1, place: 0 }));
+        assert!(manager.decide(now).contains(&Action::Replace { host: 1, place: 0 }));
     }
-    assert_eq!(roster.failed(1, 0, now), Fate::LeftOut { pause: FIRST });
-    assert_eq!(roster.decide(now), [expect(2)]);
-    roster.ended(1);
-    assert_eq!(roster.decide(now), []);
-    assert_eq!(roster.decide(now + FIRST), [launch(1, 2, 2)]);
+    assert_eq!(manager.failed(1, 0, now), Fate::LeftOut { pause: FIRST });
+    assert_eq!(manager.decide(now), [expect(2)]);
+    manager.ended(1);
+    assert_eq!(manager.decide(now), []);
+    assert_eq!(manager.decide(now + FIRST), [launch(1, 2, 2)]);
 }
 
 #[test]
 fn the_only_host_keeps_its_other_workers_which_hold_the_state() {
     let mut now = Instant::now();
-    let mut roster = roster(limits(1, 2, 9), &[("a", 2)], now);
-    roster.decide(now);
-    roster.up(0, now);
+    let mut manager = manager_of(limits(1, 2, 9), &[("a", 2)], now);
+    manager.decide(now);
+    manager.up(0, now);
     let mut fates = Vec::new();
     for _ in 0..4 {
-        fates.push(roster.failed(0, 1, now));
+        fates.push(manager.failed(0, 1, now));
         now += seconds(2);
-        roster.decide(now);
+        manager.decide(now);
     }
     let replaced = |after| Fate::Replaced { after: seconds(after) };
     assert_eq!(fates, [replaced(0), replaced(1), replaced(2), Fate::Empty]);
-    assert_eq!(roster.failed(0, 1, now), Fate::Empty);
+    assert_eq!(manager.failed(0, 1, now), Fate::Empty);
 }
 
 #[test]
 fn what_is_no_longer_named_is_retired_and_what_is_new_comes() {
     let now = Instant::now();
     let open = Limits { is_open: true, ..limits(1, 9, 0) };
-    let mut roster = roster(open, &[("a", 1)], now);
-    assert_eq!(roster.decide(now), [launch(0, 0, 1), expect(1)]);
-    roster.up(0, now);
-    roster.list([("b", 2), ("a", 1)], now);
-    assert_eq!(roster.decide(now), [launch(1, 1, 2), expect(3)]);
-    roster.up(1, now);
-    roster.list([("b", 3)], now);
+    let mut manager = manager_of(open, &[("a", 1)], now);
+    assert_eq!(manager.decide(now), [launch(0, 0, 1), expect(1)]);
+    manager.up(0, now);
+    manager.list([("b", 2), ("a", 1)], now);
+    assert_eq!(manager.decide(now), [launch(1, 1, 2), expect(3)]);
+    manager.up(1, now);
+    manager.list([("b", 3)], now);
     // Another number of slots is another start.
-    assert_eq!(roster.decide(now), [Action::Retire { host: 0 }, Action::Retire { host: 1 }, expect(0)]);
-    roster.ended(0);
-    roster.ended(1);
-    assert_eq!(roster.decide(now), [launch(1, 1, 3), expect(3)]);
-    assert_eq!(roster.restarts().0, 0);
+    assert_eq!(manager.decide(now), [Action::Retire { host: 0 }, Action::Retire { host: 1 }, expect(0)]);
+    manager.ended(0);
+    manager.ended(1);
+    assert_eq!(manager.decide(now), [launch(1, 1, 3), expect(3)]);
+    assert_eq!(manager.restarts().0, 0);
 }
 
 #[test]
@@ -137,62 +137,62 @@ fn too_few_end_the_job_at_once_if_nobody_can_come_and_else_in_time() {
     let start = Instant::now();
     for (is_open, allowed) in [(false, 0), (false, 1), (true, 0)] {
         let limits = Limits { is_open, ..limits(3, 4, allowed) };
-        let mut roster = roster(limits, &[("a", 2), ("b", 2)], start);
-        roster.decide(start);
-        (0..2).for_each(|host| roster.up(host, start));
-        assert_eq!(roster.decide(start), []);
-        roster.lost(1, start);
+        let mut manager = manager_of(limits, &[("a", 2), ("b", 2)], start);
+        manager.decide(start);
+        (0..2).for_each(|host| manager.up(host, start));
+        assert_eq!(manager.decide(start), []);
+        manager.lost(1, start);
         let over = Action::TooFew { there: 2 };
-        let actions = roster.decide(start);
+        let actions = manager.decide(start);
         assert_eq!(actions.contains(&over), !is_open && allowed == 0, "{actions:?}");
         if is_open {
-            assert_eq!(roster.wake_at(), Some(start + PATIENCE));
-            assert_eq!(roster.decide(start + PATIENCE), [over]);
+            assert_eq!(manager.wake_at(), Some(start + PATIENCE));
+            assert_eq!(manager.decide(start + PATIENCE), [over]);
         }
     }
     // If none has ever answered, the reason is the same for all, and will be the next time.
-    let mut roster = roster(limits(1, 2, 9), &[("a", 1), ("b", 1)], start);
-    roster.decide(start);
-    roster.lost(0, start);
-    assert_eq!(roster.decide(start), [expect(1)]);
-    roster.lost(1, start);
-    assert_eq!(roster.decide(start), [expect(0), Action::TooFew { there: 0 }]);
-    assert_eq!(roster.decide(start + PATIENCE), []);
+    let mut manager = manager_of(limits(1, 2, 9), &[("a", 1), ("b", 1)], start);
+    manager.decide(start);
+    manager.lost(0, start);
+    assert_eq!(manager.decide(start), [expect(1)]);
+    manager.lost(1, start);
+    assert_eq!(manager.decide(start), [expect(0), Action::TooFew { there: 0 }]);
+    assert_eq!(manager.decide(start + PATIENCE), []);
 }
 
 #[test]
 fn nobody_begins_when_one_has_ended_well() {
     let now = Instant::now();
-    let mut roster = roster(limits(2, 4, 9), &[("a", 2), ("b", 2)], now);
-    roster.decide(now);
-    (0..2).for_each(|host| roster.up(host, now));
-    assert_eq!(roster.failed(1, 1, now), Fate::Replaced { after: Duration::ZERO });
-    roster.done(0, 1);
-    assert_eq!(roster.failed(0, 0, now), Fate::Empty);
+    let mut manager = manager_of(limits(2, 4, 9), &[("a", 2), ("b", 2)], now);
+    manager.decide(now);
+    (0..2).for_each(|host| manager.up(host, now));
+    assert_eq!(manager.failed(1, 1, now), Fate::Replaced { after: Duration::ZERO });
+    manager.done(0, 1);
+    assert_eq!(manager.failed(0, 0, now), Fate::Empty);
     // The launcher waits for what becomes of the place for which one was promised.
-    assert_eq!(roster.decide(now), [Action::Vacate { host: 1, place: 1 }]);
-    assert_eq!(roster.decide(now), []);
+    assert_eq!(manager.decide(now), [Action::Vacate { host: 1, place: 1 }]);
+    assert_eq!(manager.decide(now), []);
     // Nobody is waited for by looking again and again.
-    assert_eq!(roster.wake_at(), None);
-    roster.list([("a", 2), ("c", 2)], now);
-    assert_eq!(roster.decide(now), []);
-    roster.done(1, 0);
-    assert_eq!(roster.lost(1, now), None);
-    roster.ended(0);
-    assert_eq!(roster.decide(now + PATIENCE), []);
-    assert!(roster.is_ending());
+    assert_eq!(manager.wake_at(), None);
+    manager.list([("a", 2), ("c", 2)], now);
+    assert_eq!(manager.decide(now), []);
+    manager.done(1, 0);
+    assert_eq!(manager.lost(1, now), None);
+    manager.ended(0);
+    assert_eq!(manager.decide(now + PATIENCE), []);
+    assert!(manager.is_ending());
 }
 
 #[test]
 fn who_was_promised_when_one_ended_well_is_not_missed() {
     let now = Instant::now();
-    let mut roster = roster(limits(2, 2, 9), &[("a", 1), ("b", 1)], now);
-    roster.decide(now);
-    (0..2).for_each(|host| roster.up(host, now));
-    assert_eq!(roster.failed(1, 0, now), Fate::Replaced { after: Duration::ZERO });
-    roster.done(0, 0);
-    assert_eq!(roster.decide(now), [Action::Vacate { host: 1, place: 0 }]);
-    assert_eq!(roster.decide(now + PATIENCE), []);
+    let mut manager = manager_of(limits(2, 2, 9), &[("a", 1), ("b", 1)], now);
+    manager.decide(now);
+    (0..2).for_each(|host| manager.up(host, now));
+    assert_eq!(manager.failed(1, 0, now), Fate::Replaced { after: Duration::ZERO });
+    manager.done(0, 0);
+    assert_eq!(manager.decide(now), [Action::Vacate { host: 1, place: 0 }]);
+    assert_eq!(manager.decide(now + PATIENCE), []);
 }
 
 #[derive(Clone, Debug)]
@@ -228,13 +228,13 @@ struct World {
 }
 
 impl World {
-    fn obey(&mut self, actions: Vec<Action>, roster: &Roster, now: Instant) {
+    fn obey(&mut self, actions: Vec<Action>, manager: &HostManager, now: Instant) {
         for action in actions {
             assert!(!self.over, "{action:?} comes after the end");
             match action {
                 Action::Launch { host, first, slots } => {
                     let numbers = first..first + slots;
-                    assert!(slots > 0 && roster.hosts[host].wanted && !roster.is_ending());
+                    assert!(slots > 0 && manager.hosts[host].wanted && !manager.is_ending());
                     assert!(self.left_out.get(&host).is_none_or(|until| *until <= now));
                     let is_apart = |other: &std::ops::Range<u32>| {
                         numbers.end <= other.start || other.end <= numbers.start
@@ -248,45 +248,45 @@ impl World {
                 }
                 Action::Vacate { host, place } => {
                     let (numbers, leaves) = &self.up[&host];
-                    assert!(!leaves && place < numbers.end - numbers.start && roster.is_ending());
+                    assert!(!leaves && place < numbers.end - numbers.start && manager.is_ending());
                 }
                 Action::Retire { host } => self.up.get_mut(&host).unwrap().1 = true,
                 Action::Expect { .. } => {}
                 Action::TooFew { there } => {
-                    assert!(there < roster.limits.min);
+                    assert!(there < manager.limits.min);
                     self.over = true;
                 }
             }
         }
-        let active: u32 = roster.hosts.iter().map(Host::active).sum();
-        assert!(active <= roster.limits.max && roster.used <= roster.limits.max_restarts);
+        let active: u32 = manager.hosts.iter().map(Host::active).sum();
+        assert!(active <= manager.limits.max && manager.used <= manager.limits.max_restarts);
     }
 
-    fn happen(&mut self, event: &Happens, roster: &mut Roster, now: &mut Instant) {
+    fn happen(&mut self, event: &Happens, manager: &mut HostManager, now: &mut Instant) {
         let name = |number: u8| ["a", "b", "c", "d", "e"][usize::from(number)];
         match *event {
             Happens::Later(time) => *now += seconds(time),
             Happens::Named(ref hosts) => {
                 let mut hosts: Vec<_> = hosts.iter().map(|(host, slots)| (name(*host), *slots)).collect();
                 hosts.dedup_by_key(|(name, _)| *name);
-                roster.list(hosts, *now);
+                manager.list(hosts, *now);
             }
-            Happens::Up(host) if self.up.contains_key(&host) => roster.up(host, *now),
+            Happens::Up(host) if self.up.contains_key(&host) => manager.up(host, *now),
             Happens::Lost(host) if self.up.remove(&host).is_some() => {
-                if let Some(pause) = roster.lost(host, *now) {
+                if let Some(pause) = manager.lost(host, *now) {
                     assert!((FIRST..=MOST).contains(&pause));
                     self.left_out.insert(host, *now + pause);
                 }
             }
-            Happens::Ends(host) if self.up.remove(&host).is_some() => roster.ended(host),
+            Happens::Ends(host) if self.up.remove(&host).is_some() => manager.ended(host),
             Happens::Fails(host, place) if self.up.get(&host).is_some_and(|(_, leaves)| !leaves) => {
-                if let Fate::LeftOut { pause } = roster.failed(host, place, *now) {
+                if let Fate::LeftOut { pause } = manager.failed(host, place, *now) {
                     self.left_out.insert(host, *now + pause);
                     self.up.get_mut(&host).unwrap().1 = true;
                 }
             }
             Happens::Done(host, place) if self.up.get(&host).is_some_and(|(_, leaves)| !leaves) => {
-                roster.done(host, place);
+                manager.done(host, place);
             }
             _ => {}
         }
@@ -300,27 +300,27 @@ proptest! {
     ) {
         let limits = Limits { is_open, ..limits(min, min + more, allowed) };
         let (mut now, mut world) = (Instant::now(), World::default());
-        let mut roster = roster(limits, &[("a", 2), ("b", 1)], now);
+        let mut manager = manager_of(limits, &[("a", 2), ("b", 1)], now);
         for event in &events {
-            world.obey(roster.decide(now), &roster, now);
-            world.happen(event, &mut roster, &mut now);
+            world.obey(manager.decide(now), &manager, now);
+            world.happen(event, &mut manager, &mut now);
         }
         // From now on nothing fails, and whoever was told to end does.
         for _ in 0..20 {
-            world.obey(roster.decide(now), &roster, now);
+            world.obey(manager.decide(now), &manager, now);
             let leaving: Vec<usize> = world.up.iter().filter(|(_, (_, leaves))| *leaves).map(|(host, _)| *host).collect();
-            leaving.into_iter().for_each(|host| world.happen(&Happens::Ends(host), &mut roster, &mut now));
-            (0..5).for_each(|host| world.happen(&Happens::Up(host), &mut roster, &mut now));
-            now = roster.wake_at().unwrap_or(now + seconds(1)).max(now);
+            leaving.into_iter().for_each(|host| world.happen(&Happens::Ends(host), &mut manager, &mut now));
+            (0..5).for_each(|host| world.happen(&Happens::Up(host), &mut manager, &mut now));
+            now = manager.wake_at().unwrap_or(now + seconds(1)).max(now);
         }
-        let active = roster.hosts.iter().map(Host::active).sum::<u32>() + roster.done;
-        prop_assert!(world.over || active + roster.spared >= min, "{roster:?}");
+        let active = manager.hosts.iter().map(Host::active).sum::<u32>() + manager.done;
+        prop_assert!(world.over || active + manager.spared >= min, "{manager:?}");
         // No launcher waits for ever for what becomes of a place.
-        let promised = |place: &Place| matches!(place.holder, Holder::Cooling { .. });
-        prop_assert!(!roster.is_ending() || world.over || !roster.hosts.iter().flat_map(Host::places).any(promised), "{roster:?}");
+        let promised = |place: &Slot| matches!(place.holder, Holder::Cooling { .. });
+        prop_assert!(!manager.is_ending() || world.over || !manager.hosts.iter().flat_map(Host::places).any(promised), "{manager:?}");
         // Nobody is left out who is named, could come and has room.
         let waits = |host: &Host| host.wanted && matches!(host.standing, Standing::Out { .. });
-        let room = active < limits.max && !world.over && !roster.is_ending();
-        prop_assert!(!(room && roster.hosts.iter().any(waits)), "{roster:?}");
+        let room = active < limits.max && !world.over && !manager.is_ending();
+        prop_assert!(!(room && manager.hosts.iter().any(waits)), "{manager:?}");
     }
 }

@@ -1,33 +1,33 @@
-//! A part of a job that is led from elsewhere, where its workers meet, too.
+//! The nodes of a job that a driver on another machine leads and whose store it serves.
 
 use std::os::fd::BorrowedFd;
 
 use super::{AttemptEnd, Gathered, Nodes, Settled};
 use crate::error::{Error, Result};
+use crate::launch::agent::{Agent, AgentConfig, Instruction};
 use crate::launch::attempts::Control;
 use crate::launch::exit::Outcome;
-use crate::launch::guest::{Guest, Instruction, Part};
 use crate::launch::job::Job;
 use crate::launch::placement::Placement;
 use crate::rank::WorldSize;
 
-/// It serves nothing, and decides nothing: whoever leads the job hears all that happens as events.
+/// It serves and decides nothing: the driver gets all events.
 #[derive(Debug)]
-pub(in crate::launch) struct Guesthood<'a> {
+pub(in crate::launch) struct Led<'a> {
     job: &'a Job,
-    guest: &'a Guest,
+    agent: &'a Agent,
 }
 
-impl<'a> Guesthood<'a> {
-    pub(in crate::launch) fn new(job: &'a Job, guest: &'a Guest) -> Self {
-        Self { job, guest }
+impl<'a> Led<'a> {
+    pub(in crate::launch) fn new(job: &'a Job, agent: &'a Agent) -> Self {
+        Self { job, agent }
     }
 }
 
-impl Nodes for Guesthood<'_> {
+impl Nodes for Led<'_> {
     fn gather(&mut self, _control: &mut Control<'_>) -> Result<Gathered> {
-        let Part { run_id, host, port, first, most, node, nodes } = self.guest.part.clone();
-        // Numbers have gaps where hosts have gone.
+        let AgentConfig { run_id, host, port, first, most, node, nodes } = self.agent.part.clone();
+        // Numbers have gaps where hosts have left.
         let last = first.saturating_add(self.job.workers().get());
         Ok(Gathered::Placed(Placement {
             restarts: 0,
@@ -42,7 +42,7 @@ impl Nodes for Guesthood<'_> {
     }
 
     fn notice(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.guest.notice())
+        Some(self.agent.notice())
     }
 
     fn ask_for_end(&mut self) -> bool {
@@ -54,7 +54,7 @@ impl Nodes for Guesthood<'_> {
     fn outlived(&mut self, _place: u32, _process: u32) {}
 
     fn next_instruction(&mut self) -> Option<Instruction> {
-        self.guest.receive()
+        self.agent.receive()
     }
 
     fn give_up(&mut self, _error: &Error) {}

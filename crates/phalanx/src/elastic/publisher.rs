@@ -1,4 +1,4 @@
-//! What a launcher tells the workers of its elastic job.
+//! The publisher: a launcher appends what it knows to the log of its elastic workers.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,20 +16,20 @@ use crate::store::{PrefixStore, TcpStore};
 /// How long the launcher's own store may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Tells them in a thread of its own, one thing after the other: who watches workers does not wait for a store.
+/// Appends in a thread of its own, so that the launcher, which watches workers, does not wait for the store.
 #[derive(Debug)]
-pub(crate) struct Herald {
+pub(crate) struct Publisher {
     news: Sender<Entry>,
     changes: u64,
 }
 
-impl Herald {
-    /// For the workers of `run_id`, which meet at `store`.
+impl Publisher {
+    /// Starts the thread, for the workers of `run_id`, which meet at `store`.
     pub(crate) fn start(store: SocketAddr, credentials: &Credentials, run_id: &str) -> Result<Self> {
         let (news, inbox) = channel();
         let (credentials, run_id) = (credentials.clone(), run_id.to_owned());
         std::thread::Builder::new()
-            .name("phalanx-herald".into())
+            .name("phalanx-publish".into())
             .spawn(move || tell(&inbox, || connect(store, &credentials, &run_id)))
             .map_err(|error| {
                 Error::not_started("cannot start a thread for the news to the workers", error)
@@ -37,8 +37,8 @@ impl Herald {
         Ok(Self { news, changes: 0 })
     }
 
-    /// The process in this place has ended, so that nobody has to wait for its silence. Who is in a group with it knows
-    /// already; who waits for the next one does not.
+    /// Publishes that the process in this slot has ended. Ranks of its group know already; workers that wait for the next group
+    /// would otherwise wait for its heartbeats to time out.
     pub(crate) fn exited(&self, place: u32, process: u32) {
         match random() {
             Ok(nonce) => self.tell(Entry::Exited { place, process, nonce }),
@@ -48,7 +48,7 @@ impl Herald {
         }
     }
 
-    /// So many workers run, or are being started.
+    /// Publishes how many workers run, or are being started.
     pub(crate) fn expect(&mut self, workers: u32) {
         self.changes += 1;
         self.tell(Entry::Expected { change: self.changes, workers });

@@ -1,7 +1,8 @@
-//! Looks whether the rank that is waited for is frozen, while the group is formed and nobody beats yet.
+//! The stop probe finds ranks that a signal has stopped, while the group is formed and there are no heartbeats yet.
 //!
-//! Each rank says in the store which process it is, before it waits for anybody; those of its host see in what state that
-//! is. Every rank waits for one at a time, and a frozen one is sooner or later the one that another of its host waits for.
+//! Each rank publishes in the store which process it is, before it waits for others; ranks of the same host can read the
+//! state of that process from the kernel. Every rank waits for one rank at a time, so a stopped rank is soon the one that
+//! another rank of its host waits for.
 
 use std::time::{Duration, Instant};
 
@@ -21,26 +22,26 @@ const ANSWER: Duration = Duration::from_secs(1);
 
 /// Which process a rank is.
 #[derive(Serialize, Deserialize)]
-struct Card {
+struct ProcessRecord {
     host: String,
-    /// None where others could not find it.
+    /// None where others could not find the process.
     process: Option<ProcessId>,
 }
 
-/// Says in `store` which process `rank` is.
-pub(in crate::transport) fn introduce(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
+/// Publishes in `store` which process `rank` is.
+pub(in crate::transport) fn publish_process(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let card = postcard::to_stdvec(&Card { host, process: process::own() })
+    let record = postcard::to_stdvec(&ProcessRecord { host, process: process::own() })
         .map_err(|error| Error::protocol("this rank's process cannot be written down").with_source(error))?;
-    store.set(&key(rank), &card, deadline)
+    store.set(&key(rank), &record, deadline)
 }
 
 fn key(rank: Rank) -> String {
     format!("mesh/process/{rank}")
 }
 
-/// One rank's eye on the one that it waits for.
-pub(super) struct Lookout<'a> {
+/// Checks whether the rank that this one waits for is stopped.
+pub(super) struct StopProbe<'a> {
     place: &'a Place<'a>,
     own: Option<ProcessId>,
     suspect: Option<Suspect>,
@@ -48,30 +49,30 @@ pub(super) struct Lookout<'a> {
 
 struct Suspect {
     rank: Rank,
-    card: Option<Card>,
+    record: Option<ProcessRecord>,
     frozen: Frozen,
 }
 
-impl<'a> Lookout<'a> {
+impl<'a> StopProbe<'a> {
     pub(super) fn new(place: &'a Place<'a>) -> Self {
         Self { place, own: process::own(), suspect: None }
     }
 
-    /// `rank` is waited for. An error if a signal has stopped it, all the time that this was asked for the last seconds.
-    pub(super) fn look(&mut self, rank: Rank) -> Result<()> {
+    /// Checks `rank`. An error if a signal has stopped it, at each call during the last seconds.
+    pub(super) fn check(&mut self, rank: Rank) -> Result<()> {
         let timeout = self.place.heartbeat.timeout;
         if timeout.is_zero() {
             return Ok(());
         }
         let suspect = match self.suspect.take().filter(|suspect| suspect.rank == rank) {
             Some(suspect) => suspect,
-            None => Suspect { rank, card: None, frozen: Frozen::new(1, PATIENCE.max(timeout)) },
+            None => Suspect { rank, record: None, frozen: Frozen::new(1, PATIENCE.max(timeout)) },
         };
         let suspect = self.suspect.insert(suspect);
-        if suspect.card.is_none() {
-            suspect.card = card(self.place.store, rank);
+        if suspect.record.is_none() {
+            suspect.record = read_record(self.place.store, rank);
         }
-        let Some(Card { host, process: Some(peer) }) = &suspect.card else { return Ok(()) };
+        let Some(ProcessRecord { host, process: Some(peer) }) = &suspect.record else { return Ok(()) };
         let stop = process::stop(self.own, *peer);
         match suspect.frozen.look([stop], Instant::now()).is_empty() {
             true => Ok(()),
@@ -79,10 +80,10 @@ impl<'a> Lookout<'a> {
         }
     }
 
-    /// The better reason for the silence of `rank`, if it is stopped now.
+    /// A better error for the silence of `rank`, if it is stopped now; else `error`.
     pub(super) fn explain(&self, rank: Rank, error: Error) -> Error {
-        match card(self.place.store, rank) {
-            Some(Card { host, process: Some(peer) }) if process::stop(self.own, peer).is_some() => {
+        match read_record(self.place.store, rank) {
+            Some(ProcessRecord { host, process: Some(peer) }) if process::stop(self.own, peer).is_some() => {
                 stopped(rank, &host, peer)
             }
             _ => error,
@@ -90,8 +91,8 @@ impl<'a> Lookout<'a> {
     }
 }
 
-/// What `rank` has said, if it has; a store that does not answer is somebody else's affair.
-fn card(store: &dyn Store, rank: Rank) -> Option<Card> {
+/// What `rank` has published, if it has. That the store does not answer is reported elsewhere.
+fn read_record(store: &dyn Store, rank: Rank) -> Option<ProcessRecord> {
     let (key, deadline) = (key(rank), Deadline::after(ANSWER));
     let is_there = store.check(&[&key], deadline).unwrap_or(false);
     let bytes = if is_there { store.get(&key, deadline).ok() } else { None };
@@ -110,5 +111,5 @@ fn stopped(rank: Rank, host: &str, process: ProcessId) -> Error {
 /// For [`fuzzing`](crate::fuzzing): which process a rank is.
 #[cfg(any(test, fuzzing))]
 pub(super) fn fuzz(bytes: &[u8]) -> bool {
-    postcard::from_bytes::<Card>(bytes).is_ok()
+    postcard::from_bytes::<ProcessRecord>(bytes).is_ok()
 }

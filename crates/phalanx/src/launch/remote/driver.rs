@@ -1,5 +1,5 @@
-//! What the command that a person has started does: it brings the launchers up, shows what they tell, and passes on its
-//! signals. It is none of the nodes, and agrees on nothing: they do.
+//! The driver of a job on several hosts, in the command that the user has started: it starts the launchers, shows their
+//! events, and passes on signals. It is not a node; the nodes agree among themselves.
 
 use std::collections::VecDeque;
 use std::os::unix::ffi::OsStrExt;
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal as Raw;
 
 use super::address::{self, Known};
-use super::board::Board;
 use super::connection::{Connection, Heard};
 use super::environment::surroundings;
 use super::here::is_ours;
 use super::hosts::Host;
+use super::inbox::Inbox;
 use super::node::version;
 use super::protocol::{Complaint, Ending, FromLauncher, LauncherConfig, News, Route, SentKey, ToLauncher};
 use super::{RemoteJob, is_this_machine, keep};
@@ -25,7 +25,7 @@ use crate::launch::exit::{Outcome, Report, Signal};
 use crate::launch::worker::host_name;
 use crate::rank::WorldSize;
 
-/// How long those may take that have not been told to start anything.
+/// How long a launcher may take to end that has not been told to start anything.
 const UNWANTED: Duration = Duration::from_secs(2);
 
 /// One host.
@@ -46,15 +46,15 @@ struct Peer {
 enum Ended {
     Reported(Ending),
     Failed(Complaint),
-    /// Without a instruction.
+    /// Without an instruction.
     Lost,
 }
 
-pub(super) struct Conductor<'a> {
+pub(super) struct Driver<'a> {
     job: &'a RemoteJob,
     key: JobKey,
     peers: Vec<Peer>,
-    board: Board,
+    inbox: Inbox,
     control: Control<'a>,
     started: Instant,
     /// Why all are ended, if for a reason of this command's.
@@ -66,17 +66,17 @@ pub(super) struct Conductor<'a> {
     shown: Option<u32>,
 }
 
-impl<'a> Conductor<'a> {
+impl<'a> Driver<'a> {
     /// Starts a launcher on each host.
     pub(super) fn start(job: &'a RemoteJob, observer: &'a mut dyn Observer) -> Result<Self> {
         let started = Instant::now();
         let key = job.credentials.key.clone().map_or_else(JobKey::generate, Ok)?;
         let control = Control::new(observer)?;
-        let board = Board::new()?;
+        let inbox = Inbox::new()?;
         let surroundings = surroundings()?;
         let mut peers = Vec::new();
         for (index, host) in job.hosts.hosts().iter().enumerate() {
-            let connection = Connection::start(job.command(host), board.ears(index))?;
+            let connection = Connection::start(job.command(host), inbox.ears(index))?;
             connection.order(surroundings.clone());
             peers.push(Peer {
                 host: host.clone(),
@@ -93,7 +93,7 @@ impl<'a> Conductor<'a> {
             job,
             key,
             peers,
-            board,
+            inbox,
             control,
             started,
             interrupted: None,
@@ -199,9 +199,9 @@ impl<'a> Conductor<'a> {
                 return false;
             }
             let timeout = deadline.map_or(Duration::MAX, Deadline::remaining);
-            self.board.wait(&mut self.control, self.peers.iter().map(|peer| &peer.connection), timeout);
+            self.inbox.wait(&mut self.control, self.peers.iter().map(|peer| &peer.connection), timeout);
             self.handle_signals();
-            while let Some((host, heard)) = self.board.next(&mut self.control) {
+            while let Some((host, heard)) = self.inbox.next(&mut self.control) {
                 self.handle(host, heard);
             }
             if std::mem::take(&mut self.control.stops) && !self.stopped {

@@ -1,4 +1,4 @@
-//! Where all that is heard of hosts comes together, and how this command waits for it.
+//! The inbox of the driver: messages of all hosts, and how this command waits for them.
 
 use std::io::{self, PipeReader, PipeWriter, Read};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -19,7 +19,7 @@ const WAITING: usize = 256;
 const POLL: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
-pub(super) struct Board {
+pub(super) struct Inbox {
     sender: SyncSender<(usize, Heard)>,
     heard: Receiver<(usize, Heard)>,
     wake: Arc<PipeWriter>,
@@ -28,7 +28,7 @@ pub(super) struct Board {
     left_over: bool,
 }
 
-impl Board {
+impl Inbox {
     pub(super) fn new() -> Result<Self> {
         let open = || {
             let (notice, wake) = io::pipe()?;
