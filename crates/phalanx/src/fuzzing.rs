@@ -22,7 +22,7 @@ pub use crate::checkpoint::{
 };
 pub use crate::collective::fuzz_tuning as tuning;
 pub use crate::domain::fuzz_encoded_call as board_word;
-pub use crate::elastic::fuzz_journal as workers;
+pub use crate::elastic::fuzz_compacted_log as workers;
 pub use crate::key::fuzz as job_key;
 pub use crate::launch::{
     fuzz_error_file as error_file, fuzz_hosts as hosts, fuzz_lines as lines, fuzz_remote as remote,

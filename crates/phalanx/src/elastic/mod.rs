@@ -41,8 +41,8 @@
 
 mod agreement;
 mod beat;
+mod compacted_log;
 mod context;
-mod journal;
 pub(crate) mod members;
 mod options;
 mod parts;
@@ -56,9 +56,9 @@ mod snapshot;
 mod state;
 mod step;
 
-pub use context::Context;
 #[cfg(any(test, fuzzing))]
-pub use journal::fuzz as fuzz_journal;
+pub use compacted_log::fuzz as fuzz_compacted_log;
+pub use context::Context;
 pub use options::{Drift, Options};
 pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name};
 pub use parts::Parts;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-use super::journal::Journal;
+use super::compacted_log::CompactedLog;
 use super::members::Entry;
 use super::session::{random, scope};
 use crate::credentials::Credentials;
@@ -60,12 +60,12 @@ impl Publisher {
     }
 }
 
-fn connect(store: SocketAddr, credentials: &Credentials, run_id: &str) -> Result<Journal> {
+fn connect(store: SocketAddr, credentials: &Credentials, run_id: &str) -> Result<CompactedLog> {
     let client = TcpStore::join(store, credentials, Deadline::after(PATIENCE))?;
-    Ok(Journal::new(Arc::new(PrefixStore::new(scope(run_id), Arc::new(client)))))
+    Ok(CompactedLog::new(Arc::new(PrefixStore::new(scope(run_id), Arc::new(client)))))
 }
 
-fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<Journal>) {
+fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<CompactedLog>) {
     let mut log = None;
     while let Ok(entry) = inbox.recv() {
         let mut append = || {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::beat;
-use super::journal::{self, Journal, Read, STRIDE};
+use super::compacted_log::{self, CompactedLog, Read, STRIDE};
 use super::members::{Clock, Departure, Entry, Settings, State, Step, Verdict, Worker, WorkerId};
 use super::options::{Launched, Options};
 use super::round_store::{self, RoundStore};
@@ -65,7 +65,7 @@ pub(super) struct Session {
 
 struct Shared {
     store: SharedStore,
-    journal: Journal,
+    log: CompactedLog,
     seen: Mutex<Seen>,
     changed: Condvar,
     closing: AtomicBool,
@@ -287,7 +287,7 @@ impl Session {
             // Who watches this worker expects to find its beat.
             shared.store.add(&beat::key(&worker), 1, Deadline::after(ANSWER))?;
             let join = Entry::Join { worker, settings: self.settings };
-            let index = shared.journal.try_append(&join, Deadline::after(ANSWER))?;
+            let index = shared.log.try_append(&join, Deadline::after(ANSWER))?;
             if let Some(index) = index {
                 let mut seen = shared.seen.lock();
                 seen.joined_at = Some(index);
@@ -340,7 +340,7 @@ impl Drop for Session {
 
 impl Shared {
     fn new(store: SharedStore, me: Worker) -> Result<Arc<Self>> {
-        let (state, next) = journal::begin(&*store, Deadline::after(ANSWER))?;
+        let (state, next) = compacted_log::begin(&*store, Deadline::after(ANSWER))?;
         let seen = Seen {
             state,
             next,
@@ -353,7 +353,7 @@ impl Shared {
             place: At::Waiting,
         };
         Ok(Arc::new(Self {
-            journal: Journal::new(Arc::clone(&store)),
+            log: CompactedLog::new(Arc::clone(&store)),
             store,
             seen: Mutex::new(seen),
             changed: Condvar::new(),
@@ -371,7 +371,7 @@ impl Shared {
     }
 
     fn append_until(&self, entry: &Entry, deadline: Deadline) -> Result<()> {
-        self.journal.append(entry, deadline)
+        self.log.append(entry, deadline)
     }
 
     /// The part of the store in which the members of a round connect.
@@ -464,7 +464,7 @@ pub(super) fn scope(run_id: &str) -> String {
 fn read(shared: &Shared) {
     while !shared.closing.load(Ordering::Relaxed) {
         let next = shared.seen.lock().next;
-        match journal::read(&*shared.store, next, Deadline::after(LOOK)) {
+        match compacted_log::read(&*shared.store, next, Deadline::after(LOOK)) {
             Ok(Read::Entry(entry)) => shared.take(entry),
             Ok(Read::Behind(state, next)) => shared.jump(state, next),
             Err(error) if error.is_timeout() => {}
@@ -538,7 +538,7 @@ fn tidy(shared: &Shared, deadline: Deadline) -> Result<()> {
         (seen.state.round(), seen.stop.take())
     };
     if let Some((state, index)) = stop {
-        journal::trim(&*shared.store, index, &state, deadline)?;
+        compacted_log::trim(&*shared.store, index, &state, deadline)?;
     }
     round_store::sweep(&*shared.store, round, deadline)
 }

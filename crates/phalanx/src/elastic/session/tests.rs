@@ -107,7 +107,7 @@ fn nobody_waits_for_a_silent_store_longer_than_by_the_own_deadline() {
         first.join().unwrap().unwrap();
     });
     shared.append_until(&gone(3), long).unwrap();
-    let log = [0, 1].map(|index| journal::read(&*store, index, long).unwrap());
+    let log = [0, 1].map(|index| compacted_log::read(&*store, index, long).unwrap());
     assert_eq!(log, [1, 3].map(|id| Read::Entry(gone(id))));
 }
 
@@ -137,7 +137,7 @@ fn a_frozen_successor_is_not_heard_by_the_beats_of_the_one_before() {
         look(&before, &mut unused, limit).unwrap();
         look(&watcher, &mut ears, limit).unwrap();
         if store.check(&["log/0"], limit).unwrap() {
-            break journal::read(&*store, 0, limit).unwrap();
+            break compacted_log::read(&*store, 0, limit).unwrap();
         }
         thread::sleep(interval);
     };

@@ -1,4 +1,4 @@
-//! What a store may hold in the place of a journal, for the fuzz target `workers`.
+//! What a store may hold in the place of a compacted_log, for the fuzz target `workers`.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::store::{MemoryStore, SharedStore};
 /// Nothing here waits for anybody.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// For [`fuzzing`](crate::fuzzing): the state at `base`, which is empty in a journal that has not been cut off yet, and the
+/// For [`fuzzing`](crate::fuzzing): the state at `base`, which is empty in a compacted_log that has not been cut off yet, and the
 /// entries after it.
 ///
 /// Says whether all of it could be read, and at least one entry was.

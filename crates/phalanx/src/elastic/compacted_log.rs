@@ -1,18 +1,18 @@
-//! The workers' log, which does not grow for ever.
+//! The workers' log, with compaction: its old entries are replaced by the state after them, as in Raft.
 //!
 //! ```text
-//! base          the index of the first entry that counts; what was before it is in
+//! base          the index of the first entry that counts; the entries before it are in
 //! state/<base>  the state after all entries before that one
 //! trimmed       entries before this one have been removed
 //! ```
 //!
-//! Whoever comes takes the state at `base` and reads on from there. One of the workers moves `base` forward to the last
-//! multiple of [`STRIDE`] that it has passed, where all have the same state, and then removes what lies before; if it dies
-//! meanwhile, the next one finds in `trimmed` what is left to do.
+//! A new reader takes the state at `base` and reads on from there. One of the workers moves `base` forward to the last
+//! multiple of [`STRIDE`] that it has passed, where all have the same state, and then removes the entries before it. If it
+//! dies meanwhile, the next one finds in `trimmed` what is left to remove.
 //!
-//! Somebody who was stopped may be behind `base` when he wakes. Who reads asks for `base` with each entry, at the same moment:
-//! an entry behind it does not count, whatever it is. Who appends asks for it afterwards: if it has passed the entry's place,
-//! the entry may have been written where another one was removed, and he cannot know whether anybody has read it.
+//! A process that was stopped may be behind `base` when it wakes. So a reader asks for `base` with each entry, in one request:
+//! an entry before `base` does not count. A writer asks for `base` afterwards: if `base` has passed the entry's index, the
+//! entry may have been written where another one was removed, and the writer cannot know whether anybody has read it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -30,22 +30,22 @@ const BASE: &str = "base";
 const TRIMMED: &str = "trimmed";
 /// After how many removed entries `trimmed` moves: the time may be up before all of them are.
 const MARK: u64 = 16;
-/// Before a state, as before an entry.
+/// The version byte of a state, as of an entry.
 const VERSION: u8 = 1;
-/// How long the store may take to answer what waits for nobody.
+/// How long the store may take to answer a request that does not wait.
 const ANSWER: Duration = Duration::from_secs(30);
 /// How long to wait for a state that may have been removed.
 const MOMENT: Duration = Duration::from_millis(200);
 
-/// The end of the log, for those who append. Several threads may do so at once: the store brings what they say into one
-/// order, and none of them waits longer than its own deadline because another one waits for the store.
-pub(super) struct Journal {
+/// The end of the log, for appending. Several threads may append at once: the store gives the entries one order, and no
+/// thread waits longer than its own deadline because of another.
+pub(super) struct CompactedLog {
     store: SharedStore,
-    /// Entries before this one are known to be there, or to have been.
+    /// All entries before this index are known to exist, or to have existed.
     end: AtomicU64,
 }
 
-/// What was read.
+/// The result of [`read`].
 #[derive(Debug, PartialEq)]
 pub(super) enum Read {
     Entry(Entry),
@@ -53,18 +53,18 @@ pub(super) enum Read {
     Behind(State, u64),
 }
 
-impl Journal {
+impl CompactedLog {
     pub(super) fn new(store: SharedStore) -> Self {
         Self { store, end: AtomicU64::new(0) }
     }
 
-    /// Appends `entry`, and again if that was in vain; it must be one that may be said twice.
+    /// Appends `entry`, and repeats that until it is certain; the entry must be one that may be in the log twice.
     pub(super) fn append(&self, entry: &Entry, deadline: Deadline) -> Result<()> {
         while self.try_append(entry, deadline)?.is_none() {}
         Ok(())
     }
 
-    /// Appends `entry`, and gives its index. None if that was perhaps in vain.
+    /// Appends `entry`, and returns its index; `None` if it may have been lost.
     pub(super) fn try_append(&self, entry: &Entry, deadline: Deadline) -> Result<Option<u64>> {
         let mut log = Log::new(SharedStore::clone(&self.store));
         log.skip_to(self.end.load(Ordering::Relaxed).max(base(&*self.store, deadline)?));
@@ -73,7 +73,7 @@ impl Journal {
         self.confirm(index?, deadline)
     }
 
-    /// Is what was written at `index` in the log for sure?
+    /// Is the entry written at `index` certainly in the log?
     fn confirm(&self, index: u64, deadline: Deadline) -> Result<Option<u64>> {
         if base(&*self.store, deadline)? <= index {
             return Ok(Some(index));
@@ -83,7 +83,7 @@ impl Journal {
     }
 }
 
-/// The state with which to begin, and the index of the entry after it.
+/// The state to begin with, and the index of the next entry.
 pub(super) fn begin(store: &dyn Store, deadline: Deadline) -> Result<(State, u64)> {
     loop {
         let index = base(store, deadline)?;
@@ -105,7 +105,7 @@ pub(super) fn begin(store: &dyn Store, deadline: Deadline) -> Result<(State, u64
     }
 }
 
-/// What is at `index`; waits until something is there. A time-out says that nothing is yet.
+/// Reads the entry at `index`, and waits for it. A time-out means that there is none yet.
 pub(super) fn read(store: &dyn Store, index: u64, deadline: Deadline) -> Result<Read> {
     let found = match store.multi_get(&[&log::key(index), BASE], deadline) {
         Ok(found) => Some(found),

@@ -56,18 +56,18 @@ impl Reader {
     }
 }
 
-fn filled(entries: u64) -> (SharedStore, Journal) {
+fn filled(entries: u64) -> (SharedStore, CompactedLog) {
     let store: SharedStore = Arc::new(MemoryStore::new());
-    let journal = Journal::new(Arc::clone(&store));
+    let compacted_log = CompactedLog::new(Arc::clone(&store));
     for change in 0..entries {
-        journal.append(&Entry::Expected { change, workers: 1 + change as u32 }, limit()).unwrap();
+        compacted_log.append(&Entry::Expected { change, workers: 1 + change as u32 }, limit()).unwrap();
     }
-    (store, journal)
+    (store, compacted_log)
 }
 
 #[test]
 fn a_newcomer_and_a_straggler_know_what_all_know() {
-    let (store, journal) = filled(0);
+    let (store, compacted_log) = filled(0);
     let mut straggler = Reader::new(&store);
     let mut veteran = Reader::new(&store);
     let mut index = 0;
@@ -76,7 +76,7 @@ fn a_newcomer_and_a_straggler_know_what_all_know() {
             Entry::Join { worker: worker(id, 0), settings: SETTINGS },
             Entry::Gone { worker: WorkerId(id), by: WorkerId(id), why: Departure::Died },
         ] {
-            index = journal.try_append(&entry, limit()).unwrap().unwrap();
+            index = compacted_log.try_append(&entry, limit()).unwrap().unwrap();
         }
         straggler.read_up_to(7.min(index + 1));
         veteran.read_up_to(index + 1);
@@ -94,15 +94,15 @@ fn a_newcomer_and_a_straggler_know_what_all_know() {
 
 #[test]
 fn who_was_stopped_while_he_wrote_writes_again_and_nobody_reads_what_is_in_a_hole() {
-    let (store, journal) = filled(10);
-    let late = Journal::new(Arc::clone(&store));
+    let (store, compacted_log) = filled(10);
+    let late = CompactedLog::new(Arc::clone(&store));
     let mut log = Log::new(Arc::clone(&store));
     log.skip_to(5);
     let mut behind = Reader::new(&store);
     behind.read_up_to(5);
     // While he sleeps the log goes on, and is cut off behind him.
     for change in 10..STRIDE + 3 {
-        journal.append(&Entry::Expected { change, workers: 1 }, limit()).unwrap();
+        compacted_log.append(&Entry::Expected { change, workers: 1 }, limit()).unwrap();
     }
     let mut other = Reader::new(&store);
     other.read_up_to(STRIDE + 3);
@@ -122,7 +122,7 @@ fn who_was_stopped_while_he_wrote_writes_again_and_nobody_reads_what_is_in_a_hol
 
 #[test]
 fn what_a_trimmer_leaves_that_dies_the_next_one_removes() {
-    let (store, journal) = filled(STRIDE);
+    let (store, compacted_log) = filled(STRIDE);
     let mut reader = Reader::new(&store);
     reader.read_up_to(STRIDE);
     // It has moved the base, and removed half of what was before.
@@ -132,7 +132,7 @@ fn what_a_trimmer_leaves_that_dies_the_next_one_removes() {
     store.compare_set(BASE, b"0", b"64", limit()).unwrap();
     (0..STRIDE / 2).for_each(|entry| assert!(store.delete_key(&log::key(entry), limit()).unwrap()));
     for change in STRIDE..2 * STRIDE {
-        journal.append(&Entry::Expected { change, workers: 1 }, limit()).unwrap();
+        compacted_log.append(&Entry::Expected { change, workers: 1 }, limit()).unwrap();
     }
     let mut next = Reader::new(&store);
     next.read_up_to(2 * STRIDE);
@@ -181,8 +181,8 @@ fn a_store_that_does_not_answer_is_not_taken_for_one_that_has_nothing_new() {
 
 #[test]
 fn the_store_of_a_job_with_ten_thousand_kills_stays_small() {
-    let (store, journal) = filled(0);
-    let append = |entry: Entry| journal.try_append(&entry, limit()).unwrap().unwrap();
+    let (store, compacted_log) = filled(0);
+    let append = |entry: Entry| compacted_log.try_append(&entry, limit()).unwrap().unwrap();
     let mut first = Reader::new(&store);
     let mut places: Vec<u64> = (0..4).collect();
     for (place, id) in (0..).zip(&places) {
