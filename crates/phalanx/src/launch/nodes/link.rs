@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::launch::cluster::{Cluster, Hosting, Meeting};
 use crate::launch::worker::host_name;
 use crate::rendezvous::membership::liveness::Liveness;
-use crate::rendezvous::membership::{Departure, Entry, Log, Node, NodeId, Seal, Settings, Unsealed, log};
+use crate::rendezvous::membership::{Departure, Entry, Log, Mac, Node, NodeId, Settings, Verified, log};
 #[cfg(feature = "etcd")]
 use crate::store::EtcdStore;
 use crate::store::{Access, FileStore, PrefixStore, SharedStore, Store, TcpStore, TcpStoreServer, host_port};
@@ -113,22 +113,22 @@ impl Link {
             let mut server = None;
             let work = || -> Result<()> {
                 let deadline = Deadline::after(cluster.join_timeout);
-                let seal = Seal::new(access.credentials().key.as_ref(), &scope);
+                let mac = Mac::new(access.credentials().key.as_ref(), &scope);
                 let met = meet(&cluster, &access, &scope, &thread, deadline)?;
                 server = met.server;
                 let served_at = server.as_ref().map(TcpStoreServer::local_addr);
                 let store: SharedStore = Arc::new(PrefixStore::new(scope, met.store));
                 told.tell(News::Connected { served_at, spot: met.spot });
-                let reader = (Arc::clone(&store), seal.clone(), told.clone(), Arc::clone(&thread));
+                let reader = (Arc::clone(&store), mac.clone(), told.clone(), Arc::clone(&thread));
                 let reader = std::thread::Builder::new()
                     .name("phalanx-nodes-in".into())
                     .spawn(move || read(&*reader.0, &reader.1, &reader.2, &reader.3))
                     .map_err(no_thread)?;
                 if met.has_host {
-                    wait_for_host(&*store, &seal, &cluster, &thread, deadline)?;
+                    wait_for_host(&*store, &mac, &cluster, &thread, deadline)?;
                 }
                 let join = Entry::Join { node: node(server.is_some()), settings };
-                let result = write((&store, &seal), &cluster, join, &inbox, &thread);
+                let result = write((&store, &mac), &cluster, join, &inbox, &thread);
                 if result.is_ok() {
                     let _ = reader.join();
                 }
@@ -282,7 +282,7 @@ fn connect(
 /// another one, with wrong options, it would turn away the one without which nothing goes on.
 fn wait_for_host(
     store: &dyn Store,
-    seal: &Seal,
+    mac: &Mac,
     cluster: &Cluster,
     shared: &Shared,
     deadline: Deadline,
@@ -290,7 +290,7 @@ fn wait_for_host(
     let mut index = 0;
     loop {
         match log::read(store, index, deadline.at_most(LOOK)) {
-            Ok(bytes) if seal.open(index, &bytes) == Unsealed::Forged => index += 1,
+            Ok(bytes) if mac.verify(index, &bytes) == Verified::Forged => index += 1,
             Ok(_) => return Ok(()),
             Err(error) if !error.is_timeout() || shared.closing.load(Ordering::Relaxed) => return Err(error),
             Err(_) if deadline.has_passed() => {
@@ -313,21 +313,21 @@ pub(super) fn serve_round(cluster: &Cluster, access: Access, spot: &Spot) -> Res
 }
 
 /// The reader's thread.
-fn read(store: &dyn Store, seal: &Seal, told: &Told, shared: &Shared) {
+fn read(store: &dyn Store, mac: &Mac, told: &Told, shared: &Shared) {
     let mut index = 0;
     while !shared.closing.load(Ordering::Relaxed) {
         let news = match log::read(store, index, Deadline::after(LOOK)) {
-            Ok(bytes) => match seal.open(index, &bytes) {
-                Unsealed::Entry(entry) => match Entry::from_bytes(entry) {
+            Ok(bytes) => match mac.verify(index, &bytes) {
+                Verified::Entry(entry) => match Entry::from_bytes(entry) {
                     Ok(entry) => News::Entry(entry),
                     Err(error) => News::Lost(error),
                 },
                 // Everybody passes it over, so that all still see the same list.
-                Unsealed::Forged => News::Warning(format!(
+                Verified::Forged => News::Warning(format!(
                     "entry {index} of the launchers' log was passed over, because it is not signed with this job's key. \
                      Another launcher needs the same --job-key-file; or somebody else writes to the store"
                 )),
-                Unsealed::Keyless => News::Lost(
+                Verified::Keyless => News::Lost(
                     Error::protocol("the launchers of this job sign what they say with a key")
                         .with_remedy("give this one the same --job-key-file"),
                 ),
@@ -347,7 +347,7 @@ fn read(store: &dyn Store, seal: &Seal, told: &Told, shared: &Shared) {
 
 /// The writer's thread, until the link is closed.
 fn write(
-    (store, seal): (&SharedStore, &Seal),
+    (store, mac): (&SharedStore, &Mac),
     cluster: &Cluster,
     join: Entry,
     inbox: &Receiver<Entry>,
@@ -369,11 +369,11 @@ fn write(
             store.add(&beat(me), 1, deadline)?;
             for (node, since) in listen(&**store, me, shared, &mut liveness, deadline)? {
                 let left = Entry::Left { node, why: Departure::Silent(since) };
-                log.append_sealed(&left.to_bytes()?, seal, deadline)?;
+                log.append_signed(&left.to_bytes()?, mac, deadline)?;
             }
         }
         if let Some(entry) = next.take() {
-            log.append_sealed(&entry.to_bytes()?, seal, deadline)?;
+            log.append_signed(&entry.to_bytes()?, mac, deadline)?;
         }
         next = match inbox.recv_timeout(beat_at.saturating_duration_since(Instant::now())) {
             Ok(entry) => Some(entry),
@@ -506,14 +506,14 @@ mod tests {
         assert_eq!(next, Entry::Join { node: node(7, false), settings });
     }
 
-    /// What a reader with this seal tells of `store`, whose log has so many entries.
-    fn news(store: &Arc<crate::store::MemoryStore>, seal: Seal, count: usize) -> Vec<News> {
+    /// What a reader with this mac tells of `store`, whose log has so many entries.
+    fn news(store: &Arc<crate::store::MemoryStore>, mac: Mac, count: usize) -> Vec<News> {
         let (sender, news) = channel();
         let (_notice, wake) = io::pipe().unwrap();
         let told = Told { news: sender, wake: Arc::new(wake) };
         let (shared, store) = (Arc::<Shared>::default(), Arc::clone(store));
         let closing = Arc::clone(&shared);
-        let reader = std::thread::spawn(move || read(&*store, &seal, &told, &shared));
+        let reader = std::thread::spawn(move || read(&*store, &mac, &told, &shared));
         let limit = Duration::from_secs(20);
         let told = (0..count).map(|_| news.recv_timeout(limit).unwrap()).collect();
         closing.closing.store(true, Ordering::Relaxed);
@@ -525,22 +525,22 @@ mod tests {
     fn an_entry_that_nobody_of_the_job_has_signed_is_passed_over() {
         let memory = Arc::new(crate::store::MemoryStore::new());
         let (store, deadline): (SharedStore, _) = (memory.clone(), Deadline::after(Duration::from_secs(20)));
-        let seal = |key| Seal::new(Some(&JobKey::from_bytes([key; 32])), "job");
+        let mac = |key| Mac::new(Some(&JobKey::from_bytes([key; 32])), "job");
         let entry = |round| Entry::LastCall { round, nonce: round };
         let mut log = Log::new(Arc::clone(&store));
         // Without a key, with another one, and moved from its place.
         log.append(&entry(1).to_bytes().unwrap(), deadline).unwrap();
-        log.append_sealed(&entry(2).to_bytes().unwrap(), &seal(2), deadline).unwrap();
-        log.append(&seal(1).close(0, &entry(3).to_bytes().unwrap()), deadline).unwrap();
-        log.append_sealed(&entry(4).to_bytes().unwrap(), &seal(1), deadline).unwrap();
-        let told = news(&memory, seal(1), 4);
+        log.append_signed(&entry(2).to_bytes().unwrap(), &mac(2), deadline).unwrap();
+        log.append(&mac(1).sign(0, &entry(3).to_bytes().unwrap()), deadline).unwrap();
+        log.append_signed(&entry(4).to_bytes().unwrap(), &mac(1), deadline).unwrap();
+        let told = news(&memory, mac(1), 4);
         for (number, news) in told[..3].iter().enumerate() {
             let named = format!("entry {number} of the launchers' log was passed over");
             assert!(matches!(news, News::Warning(text) if text.contains(&named)), "{news:?}");
         }
         assert!(matches!(&told[3], News::Entry(told) if *told == entry(4)), "{told:?}");
         // Whoever has no key is told which one is missing.
-        let told = news(&memory, Seal::none(), 2);
+        let told = news(&memory, Mac::none(), 2);
         let remedy = |error: &Error| error.remedy().is_some_and(|remedy| remedy.contains("--job-key-file"));
         assert!(matches!(&told[1], News::Lost(error) if remedy(error)), "{told:?}");
     }
@@ -562,7 +562,7 @@ mod tests {
         let cluster = Cluster::new(2, 2, "127.0.0.1", server.local_addr().port()).unwrap();
         let store = TcpStore::connect(server.local_addr(), Deadline::after(Duration::from_secs(20))).unwrap();
         let deadline = Deadline::after(Duration::from_millis(20));
-        let error = wait_for_host(&store, &Seal::none(), &cluster, &Shared::default(), deadline).unwrap_err();
+        let error = wait_for_host(&store, &Mac::none(), &cluster, &Shared::default(), deadline).unwrap_err();
         assert!(error.is_timeout() && error.to_string().contains("nobody has begun this job"), "{error}");
         assert!(error.remedy().unwrap().contains("--rdzv-id"));
     }

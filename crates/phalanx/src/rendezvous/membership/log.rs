@@ -3,7 +3,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::seal::Seal;
+use super::mac::Mac;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::{SharedStore, Store};
@@ -33,17 +33,17 @@ impl Log {
 
     /// Appends `entry`, which must differ from every other one and not be empty, and gives its index.
     pub(crate) fn append(&mut self, entry: &[u8], deadline: Deadline) -> Result<u64> {
-        self.append_sealed(entry, &Seal::none(), deadline)
+        self.append_signed(entry, &Mac::none(), deadline)
     }
 
-    /// The same, under a seal.
-    pub(crate) fn append_sealed(&mut self, entry: &[u8], seal: &Seal, deadline: Deadline) -> Result<u64> {
+    /// The same, under a mac.
+    pub(crate) fn append_signed(&mut self, entry: &[u8], mac: &Mac, deadline: Deadline) -> Result<u64> {
         loop {
             let index = self.end;
-            let sealed = seal.close(index, entry);
-            let there = self.store.compare_set(&key(index), b"", &sealed, deadline)?;
+            let signed = mac.sign(index, entry);
+            let there = self.store.compare_set(&key(index), b"", &signed, deadline)?;
             self.end += 1;
-            if there == sealed {
+            if there == signed {
                 return Ok(index);
             }
         }

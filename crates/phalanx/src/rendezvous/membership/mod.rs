@@ -18,21 +18,21 @@
 //! [`Ended`](Entry::Ended), or was given up. One that was given up and lives finds itself gone when it reads on, and
 //! ends its workers; what it appends has no effect.
 //!
-//! [`liveness`] finds nodes that have fallen silent, [`log`] keeps the list in a store, [`seal`] tells who may write to it.
+//! [`liveness`] finds nodes that have fallen silent, [`log`] keeps the list in a store, [`mac`] tells who may write to it.
 
 pub(crate) mod entry;
 pub(crate) mod liveness;
 pub(crate) mod log;
+pub(crate) mod mac;
 #[cfg(any(test, fuzzing))]
 mod outside;
-pub(crate) mod seal;
 pub(crate) mod state;
 
 pub(crate) use entry::{Departure, Entry, Fault, Node, NodeId, Settings};
 pub(crate) use log::Log;
+pub(crate) use mac::{Mac, Verified};
 #[cfg(any(test, fuzzing))]
 pub use outside::fuzz;
-pub(crate) use seal::{Seal, Unsealed};
 pub(crate) use state::{Cause, State, Verdict};
 
 #[cfg(test)]

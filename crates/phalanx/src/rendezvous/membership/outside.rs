@@ -11,16 +11,16 @@ use crate::rank::MAX_WORLD_SIZE;
 /// Says whether all of it could be read, and at least one entry was.
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
-    let seal = match bytes.split_first() {
-        Some((0, _)) => Seal::none(),
-        Some((1, _)) => Seal::new(Some(&JobKey::from_bytes([0; 32])), "job"),
+    let mac = match bytes.split_first() {
+        Some((0, _)) => Mac::none(),
+        Some((1, _)) => Mac::new(Some(&JobKey::from_bytes([0; 32])), "job"),
         _ => return false,
     };
     let (mut state, mut any) = (State::default(), false);
     for (index, piece) in (0..).zip(pieces(&bytes[1..])) {
         let Some(piece) = piece else { return false };
-        let Unsealed::Entry(entry) = seal.open(index, piece) else { return false };
-        assert!(seal.close(index, entry) == piece);
+        let Verified::Entry(entry) = mac.verify(index, piece) else { return false };
+        assert!(mac.sign(index, entry) == piece);
         let Ok(entry) = Entry::from_bytes(entry) else { return false };
         assert!(
             entry.to_bytes().is_ok_and(|bytes| Entry::from_bytes(&bytes).is_ok_and(|again| again == entry))
