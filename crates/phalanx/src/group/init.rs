@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::connect::{Wishes, connect};
-use super::{DEFAULT_TIMEOUT, Ground, Identity, LocalPlace, Origin, ProcessGroup};
+use super::{Backend, DEFAULT_TIMEOUT, GroupConfig, Identity, LocalPlace, ProcessGroup};
 use crate::caller::Caller;
 use crate::collective::Tuning;
 use crate::deadline::Deadline;
@@ -144,8 +144,8 @@ impl ProcessGroup {
         };
         let wishes = Wishes { kind: transport, host: host_id.as_deref() };
         let connected = connect(&place, wishes, Deadline::after(timeout))?;
-        let origin = Origin {
-            ground: Ground::Mesh { store, interface, transport, host_id, heartbeat, credentials },
+        let config = GroupConfig {
+            backend: Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials },
             local: LocalPlace { rank: local_rank, world_size: local_world_size },
             epoch,
             tuning: tuning.clone(),
@@ -153,7 +153,7 @@ impl ProcessGroup {
             members: None,
             calls: Arc::default(),
         };
-        let identity = Identity { rank, world: world_size, trace, origin };
+        let identity = Identity { rank, world: world_size, trace, config };
         Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning, Caller::Init)
     }
 

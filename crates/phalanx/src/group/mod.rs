@@ -5,6 +5,7 @@ mod all_to_all;
 mod arguments;
 mod asynchronous;
 mod blocking;
+mod config;
 mod connect;
 mod engine;
 mod gather;
@@ -12,7 +13,6 @@ mod init;
 mod messages;
 mod monitored_barrier;
 mod objects;
-mod origin;
 mod point_to_point;
 mod reduce;
 mod sampler;
@@ -28,13 +28,13 @@ use std::time::Duration;
 use phalanx_sys::arena::Arena;
 
 pub(crate) use self::affinity::LocalPlace;
+pub(crate) use self::config::{Backend, GroupConfig};
 use self::connect::connect_in_process;
 pub(crate) use self::connect::{Connected, Wishes, connect};
 use self::engine::Engine;
 pub use self::init::{GroupOptions, init};
 use self::messages::Messages;
 pub use self::objects::MAX_OBJECT_BYTES;
-pub(crate) use self::origin::{Ground, Origin};
 pub use self::point_to_point::P2pOp;
 pub use self::work::Work;
 use self::work_queue::WorkQueue;
@@ -135,8 +135,8 @@ struct Inner {
     told: Mutex<Option<Error>>,
     /// Has this rank called [`ProcessGroup::abort`]?
     aborted: AtomicBool,
-    /// Goes last: it keeps the store.
-    origin: Origin,
+    /// Dropped last: it keeps the store.
+    config: GroupConfig,
 }
 
 /// What distinguishes a group at its birth.
@@ -144,7 +144,7 @@ pub(crate) struct Identity {
     pub rank: Rank,
     pub world: WorldSize,
     pub trace: Trace,
-    pub origin: Origin,
+    pub config: GroupConfig,
 }
 
 impl ProcessGroup {
@@ -178,13 +178,13 @@ impl ProcessGroup {
     }
 
     fn in_process_in(epoch: Epoch, world: WorldSize, trace: &Trace) -> Result<Vec<Self>> {
-        let ground = Ground::process();
+        let backend = Backend::process();
         world
             .ranks()
             .zip(connect_in_process(world))
             .map(|(rank, connected)| {
-                let origin = Origin {
-                    ground: ground.clone(),
+                let config = GroupConfig {
+                    backend: backend.clone(),
                     // Threads of one process, which may be tests: they stay where the system puts them.
                     local: LocalPlace { rank: rank.get(), world_size: 1 },
                     epoch,
@@ -193,14 +193,14 @@ impl ProcessGroup {
                     members: None,
                     calls: Arc::default(),
                 };
-                Self::new(Identity { rank, world, trace: trace.clone(), origin }, connected)
+                Self::new(Identity { rank, world, trace: trace.clone(), config }, connected)
             })
             .collect()
     }
 
     pub(crate) fn new(identity: Identity, connected: Connected) -> Result<Self> {
-        let Identity { rank, world, trace, origin } = identity;
-        let Origin { local, epoch, .. } = origin;
+        let Identity { rank, world, trace, config } = identity;
+        let GroupConfig { local, epoch, .. } = config;
         let Connected { transport, messages, kind, health, partition, domain } = connected;
         let arena = domain.as_ref().map(|domain| domain.arena().clone());
         let messages = Messages::new(rank, epoch, messages, health.clone(), local, trace.clone());
@@ -218,7 +218,7 @@ impl ProcessGroup {
             children: Mutex::new(0),
             told: Mutex::default(),
             aborted: AtomicBool::new(false),
-            origin,
+            config,
         };
         Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT, caller: None })
     }
@@ -239,7 +239,7 @@ impl ProcessGroup {
     /// every group.
     #[doc(alias("get_node_local_rank", "LOCAL_RANK"))]
     pub fn local_rank(&self) -> u32 {
-        self.inner.origin.local.rank
+        self.inner.config.local.rank
     }
 
     /// What carries the data; nothing in a world of one, or between threads of one process.
@@ -290,12 +290,12 @@ impl ProcessGroup {
 
     /// Which life of the job, or round of an elastic one, this group is of.
     pub(crate) fn epoch(&self) -> Epoch {
-        self.inner.origin.epoch
+        self.inner.config.epoch
     }
 
     /// How often this rank has called something of this group or its sub-groups.
     pub(crate) fn calls(&self) -> u64 {
-        self.inner.origin.calls.load(Ordering::Relaxed)
+        self.inner.config.calls.load(Ordering::Relaxed)
     }
 
     /// Has this rank ended the group, whatever others have done? Then what it was to bring to an operation may be lost.
@@ -306,7 +306,7 @@ impl ProcessGroup {
     /// Notes that a call has given this rank `cause`, the error of another rank, though the group is sound; gives it back.
     pub(crate) fn told(&self, cause: Error) -> Error {
         if let Some(culprit) = cause.peer().filter(|peer| *peer != self.rank()) {
-            worker_error::blame(self.inner.origin.global(culprit));
+            worker_error::blame(self.inner.config.global(culprit));
         }
         *self.inner.told.lock() = Some(cause.clone());
         cause
@@ -363,7 +363,7 @@ impl ProcessGroup {
 
     /// An operation is called. After a failure none begins.
     fn begin(&self) -> Result<()> {
-        self.inner.origin.calls.fetch_add(1, Ordering::Relaxed);
+        self.inner.config.calls.fetch_add(1, Ordering::Relaxed);
         match self.failure() {
             Some(cause) if cause.remedy().is_some() => Err(cause),
             Some(cause) => Err(cause.with_remedy("the group has failed; start a new one")),

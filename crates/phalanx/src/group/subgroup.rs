@@ -120,13 +120,13 @@ impl ProcessGroup {
     /// If `rank` is no rank of this group.
     #[doc(alias = "get_global_rank")]
     pub fn global_rank(&self, rank: Rank) -> Result<Rank> {
-        self.member(rank).map(|rank| self.inner.origin.global(rank))
+        self.member(rank).map(|rank| self.inner.config.global(rank))
     }
 
     /// The rank in this group of the rank `global` of the first one; none if it is no member.
     #[doc(alias = "get_group_rank")]
     pub fn group_rank(&self, global: Rank) -> Option<Rank> {
-        self.world_size().ranks().find(|rank| self.inner.origin.global(*rank) == global)
+        self.world_size().ranks().find(|rank| self.inner.config.global(*rank) == global)
     }
 
     /// The list of members, sorted, if it is one.
@@ -180,17 +180,17 @@ impl ProcessGroup {
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
         let rank = Rank::new(rank as u32);
         let world = WorldSize::new(members.len() as u32)?;
-        let origin = self.inner.origin.part(name, members);
-        let connected = origin.connect(rank, world, self.patience().deadline()).map_err(|error| match error.kind() {
+        let config = self.inner.config.subgroup(name, members);
+        let connected = config.connect(rank, world, self.patience().deadline()).map_err(|error| match error.kind() {
             Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy(
                 "a sub-group meets in the store of the first group: does the process that serves it still run?",
             ),
             _ => error,
         })?;
-        let identity = Identity { rank, world, trace: self.trace(), origin };
+        let identity = Identity { rank, world, trace: self.trace(), config };
         let group = Self::new(identity, connected)?.with_timeout(self.timeout);
         // Its world may be another row of the table, which has not been compared yet.
-        group.tuned(&self.inner.origin.tuning, caller).map(Some)
+        group.tuned(&self.inner.config.tuning, caller).map(Some)
     }
 }
 

@@ -8,7 +8,7 @@ use crate::collective::Tuning;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::group::{Ground, Identity, LocalPlace, Origin, ProcessGroup};
+use crate::group::{Backend, GroupConfig, Identity, LocalPlace, ProcessGroup};
 use crate::group::{Wishes, connect};
 use crate::health::Heartbeat;
 use crate::rank::{Epoch, Rank, WorldSize};
@@ -115,8 +115,8 @@ fn processes(
     let wishes = Wishes { kind, host: host_id.as_deref() };
     let connected = connect(&place, wishes, deadline)?;
     let credentials = credentials.clone();
-    let origin = Origin {
-        ground: Ground::Mesh { store, interface, transport: kind, host_id, heartbeat, credentials },
+    let config = GroupConfig {
+        backend: Backend::Mesh { store, interface, transport: kind, host_id, heartbeat, credentials },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
         epoch: Epoch::default(),
         tuning: Tuning::default(),
@@ -124,5 +124,5 @@ fn processes(
         members: None,
         calls: Arc::default(),
     };
-    ProcessGroup::new(Identity { rank, world, trace: Trace::default(), origin }, connected)
+    ProcessGroup::new(Identity { rank, world, trace: Trace::default(), config }, connected)
 }

@@ -6,7 +6,7 @@ use super::*;
 use crate::credentials::Credentials;
 use crate::dtype::DType;
 use crate::group::connect::{Wishes, connect};
-use crate::group::{Ground, Identity, Origin, ProcessGroup};
+use crate::group::{Backend, GroupConfig, Identity, ProcessGroup};
 use crate::health::Heartbeat;
 use crate::rank::WorldSize;
 use crate::store::MemoryStore;
@@ -32,8 +32,8 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
             heartbeat: Heartbeat::default(),
         };
         let connected = connect(&place, wishes, Deadline::after(LIMIT)).unwrap();
-        let origin = Origin {
-            ground: Ground::process(),
+        let config = GroupConfig {
+            backend: Backend::process(),
             local: LocalPlace { rank: rank.get(), world_size: 1 },
             epoch: Epoch(0),
             tuning: crate::Tuning::default(),
@@ -41,7 +41,7 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
             members: None,
             calls: Arc::default(),
         };
-        ProcessGroup::new(Identity { rank, world, trace: Trace::default(), origin }, connected).unwrap()
+        ProcessGroup::new(Identity { rank, world, trace: Trace::default(), config }, connected).unwrap()
     };
     std::thread::scope(|scope| {
         let join = &join;

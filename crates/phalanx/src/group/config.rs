@@ -1,4 +1,4 @@
-//! What the sub-groups of a group are made of.
+//! The configuration of a group, from which its sub-groups are made.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -18,33 +18,33 @@ use crate::rank::{Epoch, Rank, WorldSize};
 use crate::store::{PrefixStore, SharedStore};
 use crate::transport::{Place, TransportKind};
 
-/// Where a group comes from, and how its sub-groups come to be.
+/// What a group was made with, and what its sub-groups are made with.
 #[derive(Clone)]
-pub(crate) struct Origin {
-    pub ground: Ground,
+pub(crate) struct GroupConfig {
+    pub backend: Backend,
     pub local: LocalPlace,
     pub epoch: Epoch,
     /// The table by which the group and its sub-groups choose algorithms.
     pub tuning: Tuning,
-    /// What must live as long as the group and its sub-groups, such as the store's server.
+    /// Kept as long as the group and its sub-groups live, such as the store's server.
     pub _keep_alive: Arc<dyn Send + Sync>,
     /// The ranks of this group in the first one, by rank; none if this is the first.
     pub members: Option<Arc<[Rank]>>,
-    /// How often this rank has called something of the group or its sub-groups.
+    /// The number of calls of this rank on the group and its sub-groups.
     pub calls: Arc<AtomicU64>,
 }
 
-/// What joins the ranks.
+/// How the ranks of a group are connected.
 #[derive(Clone)]
-pub(crate) enum Ground {
-    /// They are threads of one process.
-    Process { nursery: Arc<Nursery>, scope: String },
-    /// They are processes, which have met in a store.
+pub(crate) enum Backend {
+    /// The ranks are threads of one process.
+    Process { pending: Arc<PendingGroups>, scope: String },
+    /// The ranks are processes, which have met at a store.
     Mesh {
-        /// The part of it that is this group's.
+        /// This group's part of the store.
         store: SharedStore,
         interface: IpAddr,
-        /// What was asked for.
+        /// The transport that was asked for; `None` chooses.
         transport: Option<TransportKind>,
         host_id: Option<String>,
         heartbeat: Heartbeat,
@@ -52,11 +52,11 @@ pub(crate) enum Ground {
     },
 }
 
-/// Groups of threads of one process of which not all ranks have taken their part yet.
+/// Groups of threads of one process, until each rank has taken its connections.
 #[derive(Default)]
-pub(crate) struct Nursery(Mutex<HashMap<String, Vec<Option<Connected>>>>);
+pub(crate) struct PendingGroups(Mutex<HashMap<String, Vec<Option<Connected>>>>);
 
-impl Nursery {
+impl PendingGroups {
     fn take(&self, scope: &str, world: WorldSize, rank: Rank) -> Result<Connected> {
         let mut groups = self.0.lock();
         let parts = groups
@@ -70,17 +70,17 @@ impl Nursery {
     }
 }
 
-impl Ground {
-    /// Threads of one process that have no group yet.
+impl Backend {
+    /// For threads of one process that have no group yet.
     pub(crate) fn process() -> Self {
-        Self::Process { nursery: Arc::default(), scope: "groups".to_owned() }
+        Self::Process { pending: Arc::default(), scope: "groups".to_owned() }
     }
 
-    /// The part of this ground on which the sub-group `name` stands.
-    fn part(&self, name: &str) -> Self {
+    /// The backend of the sub-group `name`.
+    fn subgroup(&self, name: &str) -> Self {
         match self {
-            Self::Process { nursery, scope } => {
-                Self::Process { nursery: nursery.clone(), scope: format!("{scope}/{name}") }
+            Self::Process { pending, scope } => {
+                Self::Process { pending: pending.clone(), scope: format!("{scope}/{name}") }
             }
             Self::Mesh { store, interface, transport, host_id, heartbeat, credentials } => Self::Mesh {
                 store: Arc::new(PrefixStore::new(name, store.clone())),
@@ -94,7 +94,7 @@ impl Ground {
     }
 }
 
-impl Origin {
+impl GroupConfig {
     /// The rank of the first group that is `rank` here.
     pub(super) fn global(&self, rank: Rank) -> Rank {
         match &self.members {
@@ -103,18 +103,20 @@ impl Origin {
         }
     }
 
-    /// The origin of the sub-group `name`, whose ranks are these `members` of this group.
-    pub(super) fn part(&self, name: &str, members: &[Rank]) -> Self {
+    /// The configuration of the sub-group `name`, whose ranks are these `members` of this group.
+    pub(super) fn subgroup(&self, name: &str, members: &[Rank]) -> Self {
         let members = members.iter().map(|rank| self.global(*rank)).collect();
-        Self { ground: self.ground.part(name), members: Some(members), ..self.clone() }
+        Self { backend: self.backend.subgroup(name), members: Some(members), ..self.clone() }
     }
 
     /// Connects `rank` with the others of this group.
     pub(super) fn connect(&self, rank: Rank, world: WorldSize, deadline: Deadline) -> Result<Connected> {
-        match &self.ground {
-            Ground::Process { nursery, scope } => nursery.take(scope, world, rank),
-            Ground::Mesh { .. } if world == WorldSize::ONE => Nursery::default().take("alone", world, rank),
-            Ground::Mesh { store, interface, transport, host_id, heartbeat, credentials } => {
+        match &self.backend {
+            Backend::Process { pending, scope } => pending.take(scope, world, rank),
+            Backend::Mesh { .. } if world == WorldSize::ONE => {
+                PendingGroups::default().take("alone", world, rank)
+            }
+            Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials } => {
                 let wishes = Wishes { kind: *transport, host: host_id.as_deref() };
                 let place = Place {
                     store: &**store,
