@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use crate::env::LaunchEnv;
 use crate::launch::Failure;
-use crate::rank::{Epoch, Rank};
+use crate::rank::{Generation, Rank};
 use crate::store::MAX_VALUE;
 use crate::wire::auth::NONCE;
 use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
@@ -116,7 +116,7 @@ pub fn hello(bytes: &[u8]) -> bool {
 fn rank_saying_hello(rank: u32, to: u32) -> Hello {
     Hello {
         group: group_secret().name(),
-        epoch: Epoch(0),
+        generation: Generation(0),
         rank: Rank::new(rank),
         to: Rank::new(to),
         world: 2,

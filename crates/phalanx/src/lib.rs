@@ -81,7 +81,7 @@ pub use error::{Error, Result};
 pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use health::Heartbeat;
 pub use key::JobKey;
-pub use rank::{Epoch, MAX_WORLD_SIZE, OutOfRange, Rank, Sequence, WorldSize};
+pub use rank::{Generation, MAX_WORLD_SIZE, OutOfRange, Rank, Sequence, WorldSize};
 pub use spawn::spawn;
 pub use tls::Tls;
 pub use transport::TransportKind;

@@ -113,9 +113,10 @@ impl fmt::Display for Sequence {
     }
 }
 
-/// Which life of the job a group belongs to. Every frame carries it, so that a rank of an earlier life is fenced.
+/// How often the job's workers were started again before this group was made. Every frame carries it, so that messages of
+/// a rank of an earlier generation are rejected. Not an epoch of training.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Epoch(pub u64);
+pub struct Generation(pub u64);
 
 #[cfg(test)]
 mod tests {

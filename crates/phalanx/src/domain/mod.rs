@@ -42,7 +42,7 @@ use crate::deadline::Patience;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::notice::warn;
-use crate::rank::{Epoch, Rank, Sequence};
+use crate::rank::{Generation, Rank, Sequence};
 use crate::transport::late;
 use crate::wire::frame::{Call, Header, Operation};
 
@@ -248,8 +248,8 @@ fn compare(
     if *own == theirs {
         return Ok(());
     }
-    // The memory is of this job and epoch; the count of calls is what has brought both here.
-    let header = |call| Header { call, sequence, epoch: Epoch::default(), payload: 0 };
+    // The memory is of this job and generation; the count of calls is what has brought both here.
+    let header = |call| Header { call, sequence, generation: Generation::default(), payload: 0 };
     // The encoded call has no field for the choice of plans; frames compare that.
     header(Call { tuning: 0, ..call }).check(&header(encoded_call::decode(&theirs)?), rank, peer)
 }

@@ -29,7 +29,7 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                         store,
                         rank,
                         world,
-                        epoch: Epoch::default(),
+                        generation: Generation::default(),
                         interface,
                         credentials: Credentials::none(),
                         heartbeat: Heartbeat::default(),

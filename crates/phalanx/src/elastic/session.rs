@@ -22,7 +22,7 @@ use crate::env::Meeting;
 use crate::error::{Error, Kind, Result};
 use crate::group::ProcessGroup;
 use crate::notice::{Reminders, warn};
-use crate::rank::{Epoch, Rank, WorldSize};
+use crate::rank::{Generation, Rank, WorldSize};
 use crate::rendezvous::membership::liveness::Liveness;
 use crate::rendezvous::{self, Rendezvous};
 use crate::store::{PrefixStore, SharedStore, TcpStore, host_port};
@@ -312,7 +312,7 @@ impl Session {
             world_size,
             local_rank: self.local.0,
             local_world_size: self.local.1,
-            epoch: Epoch(number),
+            generation: Generation(number),
             interface: self.interface,
             credentials: self.credentials.clone(),
             ..rendezvous::alone()

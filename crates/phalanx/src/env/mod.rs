@@ -26,7 +26,7 @@ use std::net::IpAddr;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
-use crate::rank::{Epoch, OutOfRange, Rank, WorldSize};
+use crate::rank::{Generation, OutOfRange, Rank, WorldSize};
 
 /// The variables without which there is no world of several ranks.
 const REQUIRED: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
@@ -60,7 +60,7 @@ pub struct LaunchEnv {
     /// (`0.0.0.0`) opens the store to every network of the host: give the ranks a [key](crate::JobKey) then.
     pub bind: Option<IpAddr>,
     /// `TORCHELASTIC_RESTART_COUNT`: which life of the job this is; 0 if unset.
-    pub restart_count: Epoch,
+    pub restart_count: Generation,
     /// `TORCHELASTIC_RUN_ID`: the job's name, if it has one.
     pub run_id: Option<String>,
     /// `TORCHELASTIC_USE_AGENT_STORE`: the launcher serves the store, so that every rank is a client.
@@ -175,7 +175,7 @@ impl LaunchEnv {
             group_rank: place.node,
             meeting,
             bind: variables.parse_optional("PHALANX_BIND")?,
-            restart_count: Epoch(variables.parse_optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0)),
+            restart_count: Generation(variables.parse_optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0)),
             run_id: variables.text("TORCHELASTIC_RUN_ID"),
             agent_store,
         }))
@@ -211,7 +211,7 @@ pub struct WorkerEnv {
     /// The store's port.
     pub master_port: u16,
     /// How often the workers have been started again.
-    pub restart_count: Epoch,
+    pub restart_count: Generation,
     /// How often they may be.
     pub max_restarts: u32,
     /// The job's name.
@@ -361,7 +361,7 @@ mod tests {
         let env = parse(&FULL).unwrap().unwrap();
         assert_eq!((env.rank.get(), env.world_size.get()), (1, 2));
         assert_eq!(env.meeting, Meeting::Master { address: "localhost".into(), port: 29500 });
-        assert_eq!((env.local_rank, env.restart_count, env.agent_store), (None, Epoch(0), false));
+        assert_eq!((env.local_rank, env.restart_count, env.agent_store), (None, Generation(0), false));
     }
 
     #[test]
@@ -498,7 +498,7 @@ mod tests {
             role_name: "default".into(),
             master_addr: "10.0.0.1".into(),
             master_port: 29500,
-            restart_count: Epoch(2),
+            restart_count: Generation(2),
             max_restarts: 3,
             run_id: "job".into(),
             agent_store: true,
@@ -508,7 +508,10 @@ mod tests {
         let pairs: Vec<(&str, &str)> = variables.iter().map(|(k, v)| (*k, v.as_str())).collect();
         assert!(pairs.contains(&("RAYON_NUM_THREADS", "1")));
         let env = parse(&pairs).unwrap().unwrap();
-        assert_eq!((env.rank, env.world_size, env.restart_count), (worker.rank, worker.world_size, Epoch(2)));
+        assert_eq!(
+            (env.rank, env.world_size, env.restart_count),
+            (worker.rank, worker.world_size, Generation(2))
+        );
         assert_eq!((env.local_rank, env.local_world_size, env.group_rank), (Some(1), Some(2), Some(1)));
         assert_eq!((env.run_id.as_deref(), env.agent_store), (Some("job"), true));
     }

@@ -14,7 +14,7 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
-use crate::rank::{Epoch, Rank, WorldSize};
+use crate::rank::{Generation, Rank, WorldSize};
 use crate::store::{PrefixStore, SharedStore};
 use crate::transport::{Place, TransportKind};
 
@@ -23,7 +23,7 @@ use crate::transport::{Place, TransportKind};
 pub(crate) struct GroupConfig {
     pub backend: Backend,
     pub local: LocalPlace,
-    pub epoch: Epoch,
+    pub generation: Generation,
     /// The table by which the group and its sub-groups choose algorithms.
     pub tuning: Tuning,
     /// Kept as long as the group and its sub-groups live, such as the store's server.
@@ -122,7 +122,7 @@ impl GroupConfig {
                     store: &**store,
                     rank,
                     world,
-                    epoch: self.epoch,
+                    generation: self.generation,
                     interface: *interface,
                     credentials,
                     heartbeat: *heartbeat,

@@ -14,7 +14,7 @@ use crate::deadline::{Deadline, Patience};
 use crate::domain::{Domain, Partition};
 use crate::error::{Error, Result};
 use crate::health::Health;
-use crate::rank::{Epoch, Rank, Sequence, WorldSize};
+use crate::rank::{Generation, Rank, Sequence, WorldSize};
 use crate::transport::{Incoming, Outgoing, Transport};
 use crate::wire::frame::{Call, Header, Operation};
 
@@ -33,7 +33,7 @@ enum Space<'a> {
 pub(super) struct Engine {
     rank: Rank,
     world: WorldSize,
-    epoch: Epoch,
+    generation: Generation,
     choice: Choice,
     transport: Box<dyn Transport>,
     /// If there are several hosts of which some have several ranks.
@@ -56,7 +56,7 @@ impl Engine {
     pub(super) fn new(
         rank: Rank,
         world: WorldSize,
-        epoch: Epoch,
+        generation: Generation,
         transport: Box<dyn Transport>,
         (partition, domain): (Partition, Option<Domain>),
         health: Arc<Health>,
@@ -64,7 +64,7 @@ impl Engine {
         Self {
             rank,
             world,
-            epoch,
+            generation,
             choice: Tuning::default().choice(world),
             transport,
             hierarchy: Hierarchy::new(partition.domains(), rank).map(Arc::new),
@@ -101,7 +101,7 @@ impl Engine {
             let done = domain.collective(call, sequence, memory, patience);
             return done.map_err(|error| fail_operation(&self.health, error, call, sequence));
         }
-        self.health.calls.begin(Header { call, sequence, epoch: self.epoch, payload: 0 });
+        self.health.calls.begin(Header { call, sequence, generation: self.generation, payload: 0 });
         let outcome = self.between_hosts(call, sequence, memory, patience);
         self.health.calls.end();
         outcome
@@ -237,7 +237,7 @@ impl Engine {
         deadline: Deadline,
     ) -> Result<()> {
         self.check_health()?;
-        let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
+        let header = Header { call, sequence, generation: self.generation, payload: 0 };
         for step in plan {
             let done = self.step(header, reduce, step, &mut space, deadline);
             let done = done.map_err(|error| self.last_heard(error, sequence));

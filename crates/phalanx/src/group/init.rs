@@ -122,22 +122,22 @@ impl ProcessGroup {
             world_size,
             local_rank,
             local_world_size,
-            epoch,
+            generation,
             interface,
             credentials,
             keep_alive,
         } = rendezvous;
         // Before anybody can have a group, and something to write of it. Rounds of an elastic job count from 1, lives from 0.
-        let begins = local_rank == 0 && epoch.0 <= u64::from(env::is_elastic());
+        let begins = local_rank == 0 && generation.0 <= u64::from(env::is_elastic());
         let trace = Trace::from_env(rank, begins);
         if world_size == WorldSize::ONE {
-            return Ok(Self::alone_in(epoch, trace)?.with_timeout(timeout));
+            return Ok(Self::alone_in(generation, trace)?.with_timeout(timeout));
         }
         let place = Place {
             store: &*store,
             rank,
             world: world_size,
-            epoch,
+            generation,
             interface,
             credentials: &credentials,
             heartbeat,
@@ -147,7 +147,7 @@ impl ProcessGroup {
         let config = GroupConfig {
             backend: Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials },
             local: LocalPlace { rank: local_rank, world_size: local_world_size },
-            epoch,
+            generation,
             tuning: tuning.clone(),
             _keep_alive: Arc::new(keep_alive),
             members: None,

@@ -47,7 +47,7 @@ use crate::deadline::Patience;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::health::Health;
-use crate::rank::{Epoch, Rank, WorldSize};
+use crate::rank::{Generation, Rank, WorldSize};
 use crate::trace::Trace;
 use crate::transport::TransportKind;
 use crate::worker_error;
@@ -150,11 +150,11 @@ pub(crate) struct Identity {
 impl ProcessGroup {
     /// A world of one.
     pub fn alone() -> Result<Self> {
-        Self::alone_in(Epoch::default(), Trace::disabled())
+        Self::alone_in(Generation::default(), Trace::disabled())
     }
 
-    fn alone_in(epoch: Epoch, trace: Trace) -> Result<Self> {
-        let mut groups = Self::in_process_in(epoch, WorldSize::ONE, &trace)?;
+    fn alone_in(generation: Generation, trace: Trace) -> Result<Self> {
+        let mut groups = Self::in_process_in(generation, WorldSize::ONE, &trace)?;
         groups.pop().ok_or_else(|| Error::invalid_argument("a world of one has one rank"))
     }
 
@@ -174,10 +174,10 @@ impl ProcessGroup {
     /// # Ok::<(), phalanx::Error>(())
     /// ```
     pub fn in_process(world: WorldSize) -> Result<Vec<Self>> {
-        Self::in_process_in(Epoch::default(), world, &Trace::disabled())
+        Self::in_process_in(Generation::default(), world, &Trace::disabled())
     }
 
-    fn in_process_in(epoch: Epoch, world: WorldSize, trace: &Trace) -> Result<Vec<Self>> {
+    fn in_process_in(generation: Generation, world: WorldSize, trace: &Trace) -> Result<Vec<Self>> {
         let backend = Backend::process();
         world
             .ranks()
@@ -187,7 +187,7 @@ impl ProcessGroup {
                     backend: backend.clone(),
                     // Threads of one process, which may be tests: they stay where the system puts them.
                     local: LocalPlace { rank: rank.get(), world_size: 1 },
-                    epoch,
+                    generation,
                     tuning: Tuning::default(),
                     _keep_alive: Arc::new(()),
                     members: None,
@@ -200,11 +200,11 @@ impl ProcessGroup {
 
     pub(crate) fn new(identity: Identity, connected: Connected) -> Result<Self> {
         let Identity { rank, world, trace, config } = identity;
-        let GroupConfig { local, epoch, .. } = config;
+        let GroupConfig { local, generation, .. } = config;
         let Connected { transport, messages, kind, health, partition, domain } = connected;
         let arena = domain.as_ref().map(|domain| domain.arena().clone());
-        let messages = Messages::new(rank, epoch, messages, health.clone(), local, trace.clone());
-        let engine = Engine::new(rank, world, epoch, transport, (partition, domain), health.clone());
+        let messages = Messages::new(rank, generation, messages, health.clone(), local, trace.clone());
+        let engine = Engine::new(rank, world, generation, transport, (partition, domain), health.clone());
         let queue = WorkQueue::new(rank, engine, local)?;
         let inner = Inner {
             rank,
@@ -289,8 +289,8 @@ impl ProcessGroup {
     }
 
     /// Which life of the job, or round of an elastic one, this group is of.
-    pub(crate) fn epoch(&self) -> Epoch {
-        self.inner.config.epoch
+    pub(crate) fn epoch(&self) -> Generation {
+        self.inner.config.generation
     }
 
     /// How often this rank has called something of this group or its sub-groups.

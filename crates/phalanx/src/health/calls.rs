@@ -101,14 +101,14 @@ fn place(sequence: Sequence) -> usize {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::rank::Epoch;
+    use crate::rank::Generation;
     use crate::wire::frame::{Call, Operation};
 
     const ME: Rank = Rank::MAIN;
 
     fn header(operation: Operation, sequence: u64) -> Header {
         let call = Call::new(operation, DType::F32, 8);
-        Header { call, sequence: Sequence(sequence), epoch: Epoch(0), payload: 0 }
+        Header { call, sequence: Sequence(sequence), generation: Generation(0), payload: 0 }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Where the workers of this node stand in the job, in one attempt.
 
 use crate::env::WorkerEnv;
-use crate::rank::{Epoch, Rank, WorldSize};
+use crate::rank::{Generation, Rank, WorldSize};
 
 /// What one attempt's workers are told; the rest of their environment is the same in every attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ impl Placement {
             role_name: role.to_owned(),
             master_addr: self.master_addr.clone(),
             master_port: self.master_port,
-            restart_count: Epoch(self.restarts.into()),
+            restart_count: Generation(self.restarts.into()),
             max_restarts,
             run_id: self.run_id.clone(),
             agent_store: true,

@@ -18,7 +18,7 @@ pub(super) fn join(
         rank: env.rank,
         world_size: env.world_size,
         local: env.local_rank.zip(env.local_world_size),
-        epoch: env.restart_count,
+        generation: env.restart_count,
         // A launcher that serves the store keeps it over restarts, and may keep it over jobs.
         scope: format!("phalanx/{}/{}", env.run_id.as_deref().unwrap_or("none"), env.restart_count.0),
         credentials,

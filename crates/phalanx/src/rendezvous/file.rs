@@ -40,7 +40,7 @@ pub(super) fn join(path: &Path, place: &Place, me: &Identity, deadline: Deadline
         world_size: place.world_size,
         local_rank,
         local_world_size,
-        epoch: place.epoch,
+        generation: place.generation,
         interface: hosts.reachable(place.rank, Ipv4Addr::LOCALHOST.into())?,
         credentials: place.credentials.clone(),
         keep_alive: KeepAlive(Held::File { _store: file }),

@@ -27,7 +27,7 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, refuse_fixed_world};
 use crate::error::{Error, Result};
-use crate::rank::{Epoch, Rank, WorldSize};
+use crate::rank::{Generation, Rank, WorldSize};
 use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
 
 /// How long rank 0, when it is done, goes on serving the store for ranks that still use it.
@@ -46,7 +46,7 @@ pub struct Rendezvous {
     /// The number of processes on its host.
     pub local_world_size: u32,
     /// Which life of the job this is.
-    pub epoch: Epoch,
+    pub generation: Generation,
     /// The address of this host at which the other ranks reach it.
     pub interface: IpAddr,
     /// With which its processes recognise each other, if the job has them.
@@ -62,7 +62,7 @@ impl fmt::Debug for Rendezvous {
             .field("world_size", &self.world_size)
             .field("local_rank", &self.local_rank)
             .field("local_world_size", &self.local_world_size)
-            .field("epoch", &self.epoch)
+            .field("generation", &self.generation)
             .field("interface", &self.interface)
             .finish_non_exhaustive()
     }
@@ -137,7 +137,7 @@ pub fn alone() -> Rendezvous {
         world_size: WorldSize::ONE,
         local_rank: 0,
         local_world_size: 1,
-        epoch: Epoch(0),
+        generation: Generation(0),
         interface: Ipv4Addr::LOCALHOST.into(),
         credentials: Credentials::default(),
         keep_alive: KeepAlive(Held::Nothing),
@@ -184,7 +184,7 @@ struct Place {
     world_size: WorldSize,
     /// Place and number on the host, if the launcher said.
     local: Option<(u32, u32)>,
-    epoch: Epoch,
+    generation: Generation,
     /// What sets this life of this job apart in a store that outlives it.
     scope: String,
     credentials: Credentials,
@@ -198,12 +198,19 @@ impl Place {
         };
         let rank = world_size.rank(rank.get())?;
         let credentials = Credentials::default();
-        Ok(Self { rank, world_size, local: None, epoch: Epoch(0), scope: "phalanx".into(), credentials })
+        Ok(Self {
+            rank,
+            world_size,
+            local: None,
+            generation: Generation(0),
+            scope: "phalanx".into(),
+            credentials,
+        })
     }
 
     /// The world of one, at this place.
     fn alone(&self) -> Rendezvous {
-        Rendezvous { epoch: self.epoch, ..alone() }
+        Rendezvous { generation: self.generation, ..alone() }
     }
 }
 

@@ -68,7 +68,7 @@ pub(super) fn join(
         world_size: place.world_size,
         local_rank: local.0,
         local_world_size: local.1,
-        epoch: place.epoch,
+        generation: place.generation,
         interface,
         credentials: place.credentials.clone(),
         keep_alive,

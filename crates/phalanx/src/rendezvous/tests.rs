@@ -127,7 +127,7 @@ fn under_an_agent_every_rank_is_a_client_and_restarts_do_not_meet() {
             let worlds: Vec<Rendezvous> = run(&places(2), |place, i| join(place.rank.get(), restart, i));
             assert!(!worlds[0].store.check(&["said/0"], soon()).unwrap());
             talk(&worlds);
-            assert_eq!(worlds[1].epoch, Epoch(u64::from(restart)));
+            assert_eq!(worlds[1].generation, Generation(u64::from(restart)));
             assert_eq!((worlds[1].local_rank, worlds[1].local_world_size), (1, 2));
         }
     }

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::group::{Backend, GroupConfig, Identity, LocalPlace, ProcessGroup};
 use crate::group::{Wishes, connect};
 use crate::health::Heartbeat;
-use crate::rank::{Epoch, Rank, WorldSize};
+use crate::rank::{Generation, Rank, WorldSize};
 use crate::store::{MemoryStore, SharedStore};
 use crate::trace::Trace;
 use crate::transport::{Place, TransportKind};
@@ -109,8 +109,15 @@ fn processes(
     let host = if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
     let host_id = kind.is_none().then(|| host.to_owned());
     let (interface, heartbeat) = (IpAddr::V4(Ipv4Addr::LOCALHOST), Heartbeat::default());
-    let place =
-        Place { store: &*store, rank, world, epoch: Epoch::default(), interface, credentials, heartbeat };
+    let place = Place {
+        store: &*store,
+        rank,
+        world,
+        generation: Generation::default(),
+        interface,
+        credentials,
+        heartbeat,
+    };
     let deadline = Deadline::after(Duration::from_secs(20));
     let wishes = Wishes { kind, host: host_id.as_deref() };
     let connected = connect(&place, wishes, deadline)?;
@@ -118,7 +125,7 @@ fn processes(
     let config = GroupConfig {
         backend: Backend::Mesh { store, interface, transport: kind, host_id, heartbeat, credentials },
         local: LocalPlace { rank: rank.get(), world_size: 1 },
-        epoch: Epoch::default(),
+        generation: Generation::default(),
         tuning: Tuning::default(),
         _keep_alive: Arc::new(()),
         members: None,

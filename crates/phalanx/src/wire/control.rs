@@ -163,7 +163,7 @@ mod tests {
 
     use super::*;
     use crate::dtype::DType;
-    use crate::rank::Epoch;
+    use crate::rank::Generation;
     use crate::wire::frame::{Call, HEADER, Operation};
 
     #[test]
@@ -188,7 +188,7 @@ mod tests {
     #[test]
     fn a_call_is_told_as_frames_tell_it() {
         let call = Call::new(Operation::AllGather, DType::F32, 8);
-        let header = Header { call, sequence: Sequence(3), epoch: Epoch(1), payload: 0 };
+        let header = Header { call, sequence: Sequence(3), generation: Generation(1), payload: 0 };
         let bytes = encode(&Control::Waiting(header)).unwrap();
         assert_eq!(decode(&bytes).unwrap(), Some((Control::Waiting(header), bytes.len())));
         assert!(bytes.ends_with(&header.encode()));

@@ -8,7 +8,7 @@ use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::rank::{Epoch, Rank, Sequence};
+use crate::rank::{Generation, Rank, Sequence};
 use crate::wire::Fields;
 
 /// Bytes of a header.
@@ -158,7 +158,7 @@ impl fmt::Display for Call {
 pub(crate) struct Header {
     pub call: Call,
     pub sequence: Sequence,
-    pub epoch: Epoch,
+    pub generation: Generation,
     /// Bytes that follow.
     pub payload: u64,
 }
@@ -174,7 +174,7 @@ impl Header {
         bytes[8..12].copy_from_slice(&self.call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
         bytes[12..16].copy_from_slice(&self.call.tuning.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.sequence.0.to_le_bytes());
-        bytes[24..32].copy_from_slice(&self.epoch.0.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.generation.0.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.call.elements.to_le_bytes());
         bytes[40..48].copy_from_slice(&self.payload.to_le_bytes());
         bytes
@@ -210,11 +210,11 @@ impl Header {
         };
         let tuning = fields.u32();
         let sequence = Sequence(fields.u64());
-        let epoch = Epoch(fields.u64());
+        let generation = Generation(fields.u64());
         let elements = fields.u64();
         let payload = fields.u64();
         let call = Call { operation, dtype, elements, reduce, root, tuning, caller };
-        Ok(Self { call, sequence, epoch, payload })
+        Ok(Self { call, sequence, generation, payload })
     }
 
     /// Compares what `peer` sent, or says that it calls, with what this rank, by its own call, expects of it.
@@ -222,10 +222,10 @@ impl Header {
         if self == received {
             return Ok(());
         }
-        let error = if self.epoch != received.epoch {
+        let error = if self.generation != received.generation {
             Error::protocol(format!(
-                "rank {peer} speaks for epoch {}, this group is in epoch {}",
-                received.epoch.0, self.epoch.0
+                "rank {peer} speaks for generation {}, this group is in generation {}",
+                received.generation.0, self.generation.0
             ))
         } else if self.sequence == received.sequence
             && self.call == (Call { tuning: self.call.tuning, ..received.call })
@@ -287,7 +287,7 @@ mod tests {
                 caller: None,
             },
             sequence: Sequence(7),
-            epoch: Epoch(2),
+            generation: Generation(2),
             payload: 20,
         }
     }
@@ -343,9 +343,13 @@ mod tests {
         tuned.call.tuning = 6;
         let error = header().check(&tuned, Rank::MAIN, Rank::new(1)).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("different tuning tables"), "{error}");
-        let stale = Header { epoch: Epoch(1), ..header() };
+        let stale = Header { generation: Generation(1), ..header() };
         assert!(
-            header().check(&stale, Rank::MAIN, Rank::new(1)).unwrap_err().to_string().contains("epoch 1")
+            header()
+                .check(&stale, Rank::MAIN, Rank::new(1))
+                .unwrap_err()
+                .to_string()
+                .contains("generation 1")
         );
     }
 

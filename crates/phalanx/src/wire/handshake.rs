@@ -140,7 +140,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::rank::{Epoch, Rank};
+    use crate::rank::{Generation, Rank};
     use crate::wire::auth::NONCE;
     use crate::wire::hello::Channel;
 
@@ -151,7 +151,7 @@ mod tests {
     fn hello(secret: &GroupSecret, rank: u32, to: u32, channel: Channel, nonce: u8) -> Hello {
         Hello {
             group: secret.name(),
-            epoch: Epoch(4),
+            generation: Generation(4),
             rank: Rank::new(rank),
             to: Rank::new(to),
             world: 3,

@@ -1,7 +1,7 @@
 //! What two ranks of one job say about themselves when they open a connection.
 
 use crate::error::{Error, Result};
-use crate::rank::{Epoch, Rank, WorldSize};
+use crate::rank::{Generation, Rank, WorldSize};
 use crate::wire::Fields;
 use crate::wire::auth::{NONCE, Nonce};
 
@@ -47,7 +47,7 @@ pub(crate) type GroupName = [u8; 16];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub group: GroupName,
-    pub epoch: Epoch,
+    pub generation: Generation,
     pub rank: Rank,
     /// To whom.
     pub to: Rank,
@@ -73,7 +73,7 @@ impl Hello {
         bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
         bytes[6] = self.channel as u8;
         bytes[8..24].copy_from_slice(&self.group);
-        bytes[24..32].copy_from_slice(&self.epoch.0.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.generation.0.to_le_bytes());
         bytes[32..36].copy_from_slice(&self.rank.get().to_le_bytes());
         bytes[36..40].copy_from_slice(&self.to.get().to_le_bytes());
         bytes[40..44].copy_from_slice(&self.world.to_le_bytes());
@@ -94,7 +94,7 @@ impl Hello {
         let channel = match channel {
             0 => {
                 return Err(Error::protocol(
-                    "the peer says that this rank is not of its job, epoch or world, or has another job key",
+                    "the peer says that this rank is not of its job, generation or world, or has another job key",
                 ));
             }
             1 => Channel::Data,
@@ -103,21 +103,24 @@ impl Hello {
             other => return Err(Error::protocol(format!("a handshake names the unknown channel {other}"))),
         };
         let group = fields.take();
-        let epoch = Epoch(fields.u64());
+        let generation = Generation(fields.u64());
         let (rank, to) = (Rank::new(fields.u32()), Rank::new(fields.u32()));
         let world = fields.u32();
         let _reserved = fields.u32();
-        Ok(Self { group, epoch, rank, to, world, channel, nonce: fields.take() })
+        Ok(Self { group, generation, rank, to, world, channel, nonce: fields.take() })
     }
 
-    /// Does `other` come from a rank of the same job, epoch and world, on the same channel, and is it meant for this one?
+    /// Does `other` come from a rank of the same job, generation and world, on the same channel, and is it meant for this one?
     /// Whether that is true is for a proof to show.
     pub(crate) fn accept(&self, other: &Self) -> Result<()> {
         let world = WorldSize::new(self.world)?;
         let reason = if other.group != self.group {
             "it belongs to another job, or has another job key".to_owned()
-        } else if other.epoch != self.epoch {
-            format!("it belongs to epoch {}, this group to epoch {}", other.epoch.0, self.epoch.0)
+        } else if other.generation != self.generation {
+            format!(
+                "it belongs to generation {}, this group to generation {}",
+                other.generation.0, self.generation.0
+            )
         } else if other.world != self.world {
             format!("it counts {} ranks, this one {}", other.world, self.world)
         } else if other.channel != self.channel {
@@ -142,7 +145,7 @@ mod tests {
     fn hello() -> Hello {
         Hello {
             group: [7; 16],
-            epoch: Epoch(1),
+            generation: Generation(1),
             rank: Rank::new(1),
             to: Rank::MAIN,
             world: 3,
@@ -158,7 +161,7 @@ mod tests {
         own.accept(&hello()).unwrap();
         for stranger in [
             Hello { group: [8; 16], ..hello() },
-            Hello { epoch: Epoch(0), ..hello() },
+            Hello { generation: Generation(0), ..hello() },
             Hello { world: 4, ..hello() },
             Hello { rank: Rank::new(3), ..hello() },
             Hello { rank: Rank::MAIN, ..hello() },

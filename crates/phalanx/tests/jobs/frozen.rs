@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::rendezvous::{self, Rendezvous};
 use phalanx::store::{PrefixStore, Store, TcpStore};
-use phalanx::{Buffer, DType, Deadline, Epoch, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
+use phalanx::{Buffer, DType, Deadline, Generation, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::support::world::{LIMIT, World};
@@ -127,7 +127,7 @@ fn regroup() -> phalanx::Result<()> {
         world_size: left,
         local_rank: rank.get(),
         local_world_size: left.get(),
-        epoch: Epoch(1),
+        generation: Generation(1),
         interface,
         ..rendezvous::alone()
     };

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::env::WorkerEnv;
 use phalanx::store::TcpStoreServer;
-use phalanx::{Epoch, Error, Rank, Result, TransportKind, WorldSize};
+use phalanx::{Error, Generation, Rank, Result, TransportKind, WorldSize};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 
@@ -128,7 +128,7 @@ impl Trial {
             role_name: "default".into(),
             master_addr: "127.0.0.1".into(),
             master_port: port,
-            restart_count: Epoch(0),
+            restart_count: Generation(0),
             max_restarts: 0,
             run_id: "faults".into(),
             agent_store: true,

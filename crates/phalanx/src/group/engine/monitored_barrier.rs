@@ -20,7 +20,7 @@ impl Engine {
     ) -> Result<()> {
         let sequence = self.collectives.advance();
         self.check_health()?;
-        self.health.calls.begin(Header { call, sequence, epoch: self.epoch, payload: 0 });
+        self.health.calls.begin(Header { call, sequence, generation: self.generation, payload: 0 });
         let met = if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             domain.monitored_barrier(call, sequence, deadline, patience)
         } else if self.rank.is_main() {
@@ -59,7 +59,7 @@ impl Engine {
         from: Option<Rank>,
         deadline: Deadline,
     ) -> Result<()> {
-        let header = Header { call, sequence, epoch: self.epoch, payload: 0 };
+        let header = Header { call, sequence, generation: self.generation, payload: 0 };
         let send = to.map(|to| Outgoing { to, header, payload: &[] });
         let kernel = Kernel::replacing(call.dtype);
         let recv = from.map(|from| Incoming { from, expect: header, into: &mut [], kernel });

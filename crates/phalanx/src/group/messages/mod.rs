@@ -24,7 +24,7 @@ use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
-use crate::rank::{Epoch, Rank, Sequence};
+use crate::rank::{Generation, Rank, Sequence};
 use crate::trace::Trace;
 use crate::transport::messages::{Bell, End, Inbound, Messages as Ends, Outbound, Receiving, Sending, Step};
 use crate::wire::frame::{Call, Header, Operation};
@@ -44,7 +44,7 @@ pub(super) struct Messages {
 /// What callers and the worker share.
 struct Shared {
     rank: Rank,
-    epoch: Epoch,
+    generation: Generation,
     health: Arc<Health>,
     trace: Trace,
     outbound: Vec<Option<Line<Outbound>>>,
@@ -72,7 +72,7 @@ struct Queue {
 impl Messages {
     pub(super) fn new(
         rank: Rank,
-        epoch: Epoch,
+        generation: Generation,
         ends: Ends,
         health: Arc<Health>,
         place: LocalPlace,
@@ -83,7 +83,7 @@ impl Messages {
         let spins = if outbound.len() <= processors { SPINS } else { 0 };
         let shared = Shared {
             rank,
-            epoch,
+            generation,
             health,
             trace,
             outbound: outbound.into_iter().map(|end| end.map(Line::new)).collect(),
@@ -190,7 +190,7 @@ impl Drop for Messages {
 
 impl Shared {
     fn header(&self, call: Call, ticket: u64, payload: usize) -> Header {
-        Header { call, sequence: Sequence(ticket), epoch: self.epoch, payload: payload as u64 }
+        Header { call, sequence: Sequence(ticket), generation: self.generation, payload: payload as u64 }
     }
 
     /// An operation for the worker, with the next ticket of `line`.

@@ -26,7 +26,7 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
             store: &store,
             rank,
             world,
-            epoch: Epoch(0),
+            generation: Generation(0),
             interface,
             credentials: Credentials::none(),
             heartbeat: Heartbeat::default(),
@@ -35,7 +35,7 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
         let config = GroupConfig {
             backend: Backend::process(),
             local: LocalPlace { rank: rank.get(), world_size: 1 },
-            epoch: Epoch(0),
+            generation: Generation(0),
             tuning: crate::Tuning::default(),
             _keep_alive: Arc::new(()),
             members: None,

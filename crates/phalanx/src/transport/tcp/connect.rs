@@ -89,7 +89,7 @@ fn build(
     let secret = GroupSecret::new(place.credentials.key.as_ref(), &job);
     let own = Hello {
         group: secret.name(),
-        epoch: place.epoch,
+        generation: place.generation,
         rank: place.rank,
         world: place.world.get(),
         // These differ from connection to connection.
@@ -383,7 +383,7 @@ mod tests {
     use crate::credentials::Credentials;
     use crate::health::Heartbeat;
     use crate::key::JobKey;
-    use crate::rank::{Epoch, WorldSize};
+    use crate::rank::{Generation, WorldSize};
     use crate::store::{MemoryStore, Store};
     use std::io::Write;
     use std::net::Ipv4Addr;
@@ -398,7 +398,15 @@ mod tests {
         let world = WorldSize::new(world).unwrap();
         let credentials = Credentials::none();
         let heartbeat = Heartbeat::default();
-        Place { store, rank: Rank::new(rank), world, epoch: Epoch(0), interface, credentials, heartbeat }
+        Place {
+            store,
+            rank: Rank::new(rank),
+            world,
+            generation: Generation(0),
+            interface,
+            credentials,
+            heartbeat,
+        }
     }
 
     /// Leaves the address of a rank that has died since.
@@ -425,7 +433,7 @@ mod tests {
                 let mut stranger = TcpStream::connect(address.socket).unwrap();
                 let hello = Hello {
                     group: if number % 3 == 0 { group } else { [number; 16] },
-                    epoch: Epoch(u64::from(number % 2)),
+                    generation: Generation(u64::from(number % 2)),
                     rank: Rank::new(u32::from(number)),
                     to: Rank::MAIN,
                     world: 3,
@@ -473,7 +481,7 @@ mod tests {
             let job = store.get("mesh/job", deadline).unwrap().try_into().unwrap();
             let own = Hello {
                 group: GroupSecret::new(Some(&key), &job).name(),
-                epoch: Epoch(0),
+                generation: Generation(0),
                 rank: Rank::new(2),
                 to: Rank::MAIN,
                 world: 3,
@@ -626,7 +634,7 @@ mod tests {
             let secret = GroupSecret::new(None, &[1; 16]);
             let own = Hello {
                 group: secret.name(),
-                epoch: Epoch(0),
+                generation: Generation(0),
                 rank: Rank::new(1),
                 to: Rank::MAIN,
                 world: 2,

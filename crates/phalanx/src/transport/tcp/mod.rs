@@ -40,7 +40,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
-use crate::rank::{Epoch, Rank, WorldSize};
+use crate::rank::{Generation, Rank, WorldSize};
 use crate::store::Store;
 
 /// Bytes that are received before they are reduced: they stay in the processor's cache.
@@ -53,7 +53,7 @@ pub(crate) struct Place<'a> {
     pub store: &'a dyn Store,
     pub rank: Rank,
     pub world: WorldSize,
-    pub epoch: Epoch,
+    pub generation: Generation,
     /// The local address on which peers reach this rank.
     pub interface: IpAddr,
     /// With which they recognise each other.

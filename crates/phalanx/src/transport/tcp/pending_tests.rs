@@ -29,7 +29,15 @@ fn secret() -> GroupSecret {
 fn hello(rank: u32) -> Hello {
     let channel = Channel::Data;
     let (rank, to) = (Rank::new(rank), Rank::MAIN);
-    Hello { group: secret().name(), epoch: Epoch(0), rank, to, world: 2, channel, nonce: [0; NONCE] }
+    Hello {
+        group: secret().name(),
+        generation: Generation(0),
+        rank,
+        to,
+        world: 2,
+        channel,
+        nonce: [0; NONCE],
+    }
 }
 
 impl Knock {

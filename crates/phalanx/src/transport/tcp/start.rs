@@ -218,7 +218,7 @@ mod tests {
     use super::*;
     use crate::credentials::Credentials;
     use crate::health::Heartbeat;
-    use crate::rank::{Epoch, WorldSize};
+    use crate::rank::{Generation, WorldSize};
     use crate::store::MemoryStore;
 
     proptest! {
@@ -231,7 +231,7 @@ mod tests {
                 store: &store,
                 rank: Rank::MAIN,
                 world: WorldSize::ONE,
-                epoch: Epoch(0),
+                generation: Generation(0),
                 interface: Ipv4Addr::LOCALHOST.into(),
                 credentials: Credentials::none(),
                 heartbeat: Heartbeat::default(),
