@@ -36,10 +36,10 @@ impl GradientSink for Pass {
 /// The reducer, as hooks reach it.
 pub(crate) struct Sink {
     group: Arc<dyn Communicator>,
-    state: Mutex<State>,
+    state: Mutex<SinkState>,
 }
 
-struct State {
+struct SinkState {
     reducer: Reducer,
     delivery: Delivery,
     held: Vec<Held>,
@@ -66,7 +66,7 @@ impl Sink {
         let held = parameters.iter().map(slot).collect::<Result<_>>()?;
         Ok(Self {
             group,
-            state: Mutex::new(State { reducer, delivery: Delivery::Ignore, held, failure: None }),
+            state: Mutex::new(SinkState { reducer, delivery: Delivery::Ignore, held, failure: None }),
         })
     }
 
@@ -120,7 +120,7 @@ impl Sink {
         group: Arc<dyn Communicator>,
         look: impl FnOnce(&mut Reducer) -> Result<T>,
     ) -> Result<T> {
-        self.attempt(State::hand_over)?;
+        self.attempt(SinkState::hand_over)?;
         let mut state = self.state.lock();
         state.reducer.finish_in(group)?;
         look(&mut state.reducer).inspect_err(|error| self.group.abort(error.clone()))
@@ -172,7 +172,7 @@ impl Sink {
 
     /// Runs `step` unless something has failed before. A failure is kept, and ends the group: other ranks must not wait
     /// for what this one cannot do.
-    fn attempt<T>(&self, step: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
+    fn attempt<T>(&self, step: impl FnOnce(&mut SinkState) -> Result<T>) -> Result<T> {
         let mut state = self.state.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
@@ -191,7 +191,7 @@ impl Sink {
     }
 }
 
-impl State {
+impl SinkState {
     /// Backward is over: what is still held goes to the reducer.
     fn hand_over(&mut self) -> Result<()> {
         self.delivery = Delivery::Ignore;

@@ -28,13 +28,13 @@ enum Message {
 #[derive(Debug)]
 pub(crate) struct Output {
     queue: Sender<Message>,
-    state: Arc<State>,
+    state: Arc<OutputState>,
     /// Closed when the thread has written everything.
     done: Receiver<()>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct OutputState {
     waiting: AtomicUsize,
     reader_gone: AtomicBool,
 }
@@ -43,7 +43,7 @@ impl Output {
     pub(crate) fn start() -> io::Result<Self> {
         let (queue, lines) = channel();
         let (still_writing, done) = channel();
-        let state = Arc::<State>::default();
+        let state = Arc::<OutputState>::default();
         let shared = Arc::clone(&state);
         thread::Builder::new().name("phalanx-output".into()).spawn(move || {
             write_all(&lines, &shared);
@@ -80,7 +80,7 @@ impl Output {
     }
 }
 
-fn write_all(messages: &Receiver<Message>, state: &State) {
+fn write_all(messages: &Receiver<Message>, state: &OutputState) {
     let (mut out, mut err) = (io::stdout(), io::stderr());
     let mut status = StatusLine::new();
     let mut has_failed = false;

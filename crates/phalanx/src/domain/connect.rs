@@ -12,7 +12,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::Rank;
-use crate::transport::Place;
+use crate::transport::MeshConfig;
 use crate::transport::bootstrap;
 
 /// More ranks would have too little of a staging window each.
@@ -41,7 +41,7 @@ type Reach = Vec<String>;
 type Mapped = Vec<Result<Arc<Mapping>, String>>;
 
 /// Tells the others that this rank was told to use TCP: then no rank uses shared memory, since all plan alike.
-pub(crate) fn decline(place: &Place<'_>, deadline: Deadline) -> Result<()> {
+pub(crate) fn decline(place: &MeshConfig<'_>, deadline: Deadline) -> Result<()> {
     bootstrap::publish::<Lent>(place, ARENA, &Ok(None), deadline)?;
     bootstrap::publish::<Reach>(place, REACH, &Vec::new(), deadline)
 }
@@ -58,7 +58,7 @@ pub(crate) struct Joined {
 
 /// Lends this rank's memory to the others, and maps theirs.
 pub(crate) fn join(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     host: Option<&str>,
     health: &Arc<Health>,
     deadline: Deadline,

@@ -11,7 +11,7 @@ use crate::health::Heartbeat;
 use crate::rank::WorldSize;
 use crate::store::MemoryStore;
 use crate::testing::{Fabric, run};
-use crate::transport::{Place, TransportKind};
+use crate::transport::{MeshConfig, TransportKind};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -25,7 +25,7 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                 let (store, host) = (&store, Some(hosts[rank.index()]));
                 scope.spawn(move || {
                     let interface = Ipv4Addr::LOCALHOST.into();
-                    let place = Place {
+                    let place = MeshConfig {
                         store,
                         rank,
                         world,

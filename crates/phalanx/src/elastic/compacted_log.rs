@@ -17,7 +17,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::members::{Entry, State};
+use super::members::{Entry, MembersState};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rendezvous::membership::{Log, log};
@@ -50,7 +50,7 @@ pub(super) struct CompactedLog {
 pub(super) enum Read {
     Entry(Entry),
     /// It has been removed: the state after it, and the index of the next.
-    Behind(State, u64),
+    Behind(MembersState, u64),
 }
 
 impl CompactedLog {
@@ -84,17 +84,17 @@ impl CompactedLog {
 }
 
 /// The state to begin with, and the index of the next entry.
-pub(super) fn begin(store: &dyn Store, deadline: Deadline) -> Result<(State, u64)> {
+pub(super) fn begin(store: &dyn Store, deadline: Deadline) -> Result<(MembersState, u64)> {
     loop {
         let index = base(store, deadline)?;
         if index == 0 {
-            return Ok((State::default(), 0));
+            return Ok((MembersState::default(), 0));
         }
         match store.get(&state_key(index), deadline.at_most(MOMENT)) {
             // Removed between the wait for it and the answer: `base` has moved.
             Ok(bytes) if bytes.is_empty() && !deadline.has_passed() => {}
             Ok(bytes) => {
-                let state: State = log::decode(VERSION, &bytes, "another worker")?;
+                let state: MembersState = log::decode(VERSION, &bytes, "another worker")?;
                 let strange = || Error::protocol("the state of the workers' log makes no sense");
                 return state.is_sound().then_some((state, index)).ok_or_else(strange);
             }
@@ -138,7 +138,7 @@ fn answer<T>(ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
 }
 
 /// Moves `base` to `index`, a multiple of [`STRIDE`], where the log has led to `state`, and removes what is before it.
-pub(super) fn trim(store: &dyn Store, index: u64, state: &State, deadline: Deadline) -> Result<()> {
+pub(super) fn trim(store: &dyn Store, index: u64, state: &MembersState, deadline: Deadline) -> Result<()> {
     let old = base(store, deadline)?;
     if old >= index {
         return Ok(());

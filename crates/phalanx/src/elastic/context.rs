@@ -120,7 +120,7 @@ impl<S: State> Context<'_, S> {
         Ok(())
     }
 
-    /// The group of now. [`step`](Self::step) may have changed it since the loop was called.
+    /// The current group. [`step`](Self::step) may have changed it since the loop was called.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
@@ -145,7 +145,7 @@ impl<S: State> Context<'_, S> {
         self.rounds.is_some()
     }
 
-    /// The how many-th group of the job this is, from 1.
+    /// The number of this group among the groups of the job, from 1.
     pub fn round(&self) -> u64 {
         self.round
     }

@@ -1,4 +1,4 @@
-//! This process's part in the membership: the I/O around [`State`] and [`Clock`].
+//! This process's part in the membership: the I/O around [`MembersState`] and [`Clock`].
 //!
 //! Two threads beside the one that trains. One reads the log: what it finds ends the waiting of the third, and the group, if
 //! somebody of it is gone. The other says that this worker is there, and looks who is not.
@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::beat;
 use super::compacted_log::{self, CompactedLog, Read, STRIDE};
-use super::members::{Clock, Departure, Entry, Settings, State, Step, Verdict, Worker, WorkerId};
+use super::members::{Clock, Departure, Entry, MembersState, Settings, Step, Verdict, Worker, WorkerId};
 use super::options::{Launched, Options};
 use super::round_store::{self, RoundStore};
 use crate::credentials::Credentials;
@@ -73,11 +73,11 @@ struct Shared {
 
 /// What is known of the others.
 struct Seen {
-    state: State,
+    state: MembersState,
     /// The next entry to be read.
     next: u64,
     /// The state where the log may be cut off, and where that is.
-    stop: Option<(State, u64)>,
+    stop: Option<(MembersState, u64)>,
     me: Worker,
     /// Has this worker's `Join` been read, or passed?
     heard: bool,
@@ -404,7 +404,7 @@ impl Shared {
     }
 
     /// Goes on from where the others have cut the log off.
-    fn jump(&self, state: State, next: u64) {
+    fn jump(&self, state: MembersState, next: u64) {
         let mut seen = self.seen.lock();
         (seen.state, seen.next) = (state, next);
         seen.heard |= seen.joined_at.is_some_and(|index| next > index);

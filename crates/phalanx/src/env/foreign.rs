@@ -51,7 +51,7 @@ const LAUNCHERS: [Names; 4] = [
 
 /// A rank's place. Only rank and size are sure to be known.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct ForeignRank {
     pub rank: (&'static str, u32),
     pub world_size: (&'static str, u32),
     pub local_rank: Option<u32>,
@@ -60,7 +60,7 @@ pub(super) struct Place {
 }
 
 /// What the first launcher says that says both rank and size.
-pub(super) fn place<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> Result<Option<Place>> {
+pub(super) fn place<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> Result<Option<ForeignRank>> {
     for names in &LAUNCHERS {
         let (Some(rank), Some(size)) =
             (variables.parse_optional(names.rank)?, variables.parse_optional(names.size)?)
@@ -75,7 +75,7 @@ pub(super) fn place<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> 
             "" => tasks_on_node(variables, node)?,
             name => variables.parse_optional(name)?,
         };
-        return Ok(Some(Place {
+        return Ok(Some(ForeignRank {
             rank: (names.rank, rank),
             world_size: (names.size, size),
             local_rank: variables.parse_optional(names.local_rank)?,
@@ -89,7 +89,7 @@ pub(super) fn place<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> 
 /// Where all ranks of this job meet without being told, if they can: Open MPI gives each job of one host a folder there.
 pub(super) fn shared_file<F: Fn(&str) -> Option<String>>(
     variables: &Variables<F>,
-    place: &Place,
+    place: &ForeignRank,
 ) -> Option<String> {
     let one_host = place.local_world_size == Some(place.world_size.1);
     let is_open_mpi = place.rank.0.starts_with("OMPI_");

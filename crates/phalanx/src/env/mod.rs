@@ -152,7 +152,7 @@ impl LaunchEnv {
         };
         let place = match place {
             Some(place) => place,
-            None => foreign::Place {
+            None => foreign::ForeignRank {
                 rank: ("RANK", variables.parse("RANK")?),
                 world_size: ("WORLD_SIZE", variables.parse("WORLD_SIZE")?),
                 local_rank: variables.parse_optional("LOCAL_RANK")?,

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::rank::{Generation, Rank, WorldSize};
 use crate::store::{PrefixStore, SharedStore};
-use crate::transport::{Place, TransportKind};
+use crate::transport::{MeshConfig, TransportKind};
 
 /// What a group was made with, and what its sub-groups are made with.
 #[derive(Clone)]
@@ -118,7 +118,7 @@ impl GroupConfig {
             }
             Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials } => {
                 let wishes = Wishes { kind: *transport, host: host_id.as_deref() };
-                let place = Place {
+                let place = MeshConfig {
                     store: &**store,
                     rank,
                     world,

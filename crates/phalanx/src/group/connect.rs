@@ -9,7 +9,7 @@ use crate::health::Health;
 use crate::rank::{Rank, WorldSize};
 use crate::transport::messages::{self, Messages};
 use crate::transport::tcp::{self, Monitor, Tcp};
-use crate::transport::{Place, Transport, TransportKind, in_process};
+use crate::transport::{MeshConfig, Transport, TransportKind, in_process};
 use crate::worker_error;
 
 /// What a rank asks for when it connects.
@@ -35,13 +35,13 @@ pub(crate) struct Connected {
 }
 
 /// Connects every rank with every other; returns when this rank's connections all stand.
-pub(crate) fn connect(place: &Place<'_>, wishes: Wishes<'_>, deadline: Deadline) -> Result<Connected> {
+pub(crate) fn connect(place: &MeshConfig<'_>, wishes: Wishes<'_>, deadline: Deadline) -> Result<Connected> {
     connect_among(place, None, wishes, deadline)
 }
 
 /// [`connect`] for a sub-group, whose ranks are these `members` of the first group.
 pub(crate) fn connect_among(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     members: Option<Arc<[Rank]>>,
     wishes: Wishes<'_>,
     deadline: Deadline,

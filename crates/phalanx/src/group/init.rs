@@ -16,7 +16,7 @@ use crate::health::Heartbeat;
 use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
-use crate::transport::{Place, TransportKind};
+use crate::transport::{MeshConfig, TransportKind};
 use crate::wire::frame::Operation;
 use crate::worker_error;
 
@@ -133,7 +133,7 @@ impl ProcessGroup {
         if world_size == WorldSize::ONE {
             return Ok(Self::alone_in(generation, trace)?.with_timeout(timeout));
         }
-        let place = Place {
+        let place = MeshConfig {
             store: &*store,
             rank,
             world: world_size,

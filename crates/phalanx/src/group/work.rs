@@ -39,11 +39,11 @@ pub struct Work {
 }
 
 struct Slot {
-    state: Mutex<State>,
+    state: Mutex<WorkState>,
     done: Condvar,
 }
 
-enum State {
+enum WorkState {
     /// Under way, with who is to be woken, if it has been polled.
     InFlight(Option<Waker>),
     Done(Result<Buffer>),
@@ -51,7 +51,7 @@ enum State {
     Taken,
 }
 
-impl State {
+impl WorkState {
     /// The outcome, if it is there: it is given once.
     fn take(&mut self) -> Option<Result<Buffer>> {
         match std::mem::replace(self, Self::Taken) {
@@ -73,7 +73,7 @@ pub(crate) struct Completer {
 impl Work {
     /// A work, and the handle that will complete it.
     pub(crate) fn pending() -> (Self, Completer) {
-        let slot = Arc::new(Slot { state: Mutex::new(State::InFlight(None)), done: Condvar::new() });
+        let slot = Arc::new(Slot { state: Mutex::new(WorkState::InFlight(None)), done: Condvar::new() });
         (Self { slot: slot.clone(), group: None }, Completer { slot })
     }
 
@@ -93,14 +93,14 @@ impl Work {
     /// Has it succeeded or failed?
     #[doc(alias = "poll")]
     pub fn is_completed(&self) -> bool {
-        !matches!(*self.slot.state.lock(), State::InFlight(_))
+        !matches!(*self.slot.state.lock(), WorkState::InFlight(_))
     }
 
     /// Why it failed, once it has. [`wait`](Self::wait) gives the same error.
     pub fn error(&self) -> Option<Error> {
         match &*self.slot.state.lock() {
-            State::Done(outcome) => outcome.as_ref().err().cloned(),
-            State::InFlight(_) | State::Taken => None,
+            WorkState::Done(outcome) => outcome.as_ref().err().cloned(),
+            WorkState::InFlight(_) | WorkState::Taken => None,
         }
     }
 
@@ -171,8 +171,8 @@ impl Future for Work {
             return Poll::Ready(outcome);
         }
         match &mut *state {
-            State::InFlight(Some(waker)) => waker.clone_from(context.waker()),
-            waiting => *waiting = State::InFlight(Some(context.waker().clone())),
+            WorkState::InFlight(Some(waker)) => waker.clone_from(context.waker()),
+            waiting => *waiting = WorkState::InFlight(Some(context.waker().clone())),
         }
         Poll::Pending
     }
@@ -185,9 +185,9 @@ impl Completer {
 
     fn finish(&self, outcome: Result<Buffer>) {
         let mut state = self.slot.state.lock();
-        if let State::InFlight(waker) = &mut *state {
+        if let WorkState::InFlight(waker) = &mut *state {
             let waker = waker.take();
-            *state = State::Done(outcome);
+            *state = WorkState::Done(outcome);
             drop(state);
             self.slot.done.notify_all();
             if let Some(waker) = waker {

@@ -19,10 +19,10 @@ pub(crate) const LOOK: Duration = Duration::from_millis(500);
 const KEPT: usize = 64;
 
 #[derive(Default)]
-pub(crate) struct Calls(Mutex<State>);
+pub(crate) struct Calls(Mutex<CallsState>);
 
 #[derive(Default)]
-struct State {
+struct CallsState {
     /// The last calls, each at its number modulo [`KEPT`].
     last: Vec<Option<Header>>,
     /// The one that has begun and not ended.
@@ -76,7 +76,7 @@ impl Calls {
     /// An error with both calls if this rank, `own`, has made another one where a peer waits.
     pub(crate) fn compare(&self, own: Rank) -> Result<()> {
         let mut state = self.0.lock();
-        let State { last, waiting, .. } = &mut *state;
+        let CallsState { last, waiting, .. } = &mut *state;
         let mut outcome = Ok(());
         waiting.retain(|(peer, theirs)| {
             let there = last.get(place(theirs.sequence)).copied().flatten();

@@ -37,13 +37,13 @@ pub(crate) struct Health {
     of_processes: bool,
     /// Is there a cause? Asked by every operation, without the lock.
     failed: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<HealthState>,
     changed: Condvar,
     /// What this rank calls.
     pub(crate) calls: Calls,
 }
 
-struct State {
+struct HealthState {
     cause: Option<Error>,
     /// The alarm has told the peers of the cause.
     announced: bool,
@@ -72,7 +72,8 @@ impl Health {
         for (host, member) in hosts.iter_mut().zip(members.iter().flat_map(|members| members.iter())) {
             *host = format!("{host}, global rank {member}");
         }
-        let state = State { cause: None, announced: false, left: vec![false; hosts.len()], alarm: None };
+        let state =
+            HealthState { cause: None, announced: false, left: vec![false; hosts.len()], alarm: None };
         Arc::new(Self {
             rank,
             hosts,

@@ -91,13 +91,13 @@ pub struct Joined<T> {
 #[derive(Clone)]
 pub struct JoinGroup {
     group: Arc<RwLock<Arc<dyn Communicator>>>,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<JoinState>>,
     /// Of this handle alone.
     caller: Option<Caller>,
 }
 
 #[derive(Default)]
-struct State {
+struct JoinState {
     /// Set while this rank is inside the body of `join`.
     running: Option<JoinOptions>,
     /// How many announcements this rank has made in this `join`.
@@ -124,7 +124,7 @@ impl JoinGroup {
         if state.running.is_some() {
             return Err(Error::invalid_argument("a handle goes to another group outside of `join`"));
         }
-        *state = State::default();
+        *state = JoinState::default();
         drop(state);
         // The last handle of a group waits for what it has started.
         let before = std::mem::replace(&mut *self.group.write(), Arc::new(group));
@@ -155,7 +155,7 @@ impl JoinGroup {
             if state.running.is_some() {
                 return Err(Error::invalid_argument("`join` was called inside `join`"));
             }
-            *state = State { running: Some(options), ..State::default() };
+            *state = JoinState { running: Some(options), ..JoinState::default() };
         }
         let value = {
             let _end = End(&self.state);
@@ -352,7 +352,7 @@ impl fmt::Debug for JoinGroup {
 }
 
 /// The body of a `join` is over, also if it panicked.
-struct End<'a>(&'a Mutex<State>);
+struct End<'a>(&'a Mutex<JoinState>);
 
 impl Drop for End<'_> {
     fn drop(&mut self) {

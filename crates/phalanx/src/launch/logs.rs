@@ -230,7 +230,7 @@ impl JobLogs {
 pub(super) struct Log {
     file: Arc<File>,
     queue: Sender<(Arc<File>, Vec<u8>)>,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<LogState>>,
 }
 
 impl Log {
@@ -244,13 +244,13 @@ impl Log {
 #[derive(Debug)]
 struct Writer {
     queue: Sender<(Arc<File>, Vec<u8>)>,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<LogState>>,
     /// Closed when the thread has written everything.
     done: Receiver<()>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct LogState {
     waiting: usize,
     has_failed: bool,
     failure: Option<String>,
@@ -260,7 +260,7 @@ impl Writer {
     fn start() -> Result<Self> {
         let (queue, chunks) = channel();
         let (still_writing, done) = channel();
-        let state = Arc::<Mutex<State>>::default();
+        let state = Arc::<Mutex<LogState>>::default();
         let shared = Arc::clone(&state);
         std::thread::Builder::new()
             .name("phalanx-logs".into())
@@ -279,7 +279,7 @@ impl Writer {
     }
 }
 
-fn write_all(chunks: &Receiver<(Arc<File>, Vec<u8>)>, state: &Mutex<State>) {
+fn write_all(chunks: &Receiver<(Arc<File>, Vec<u8>)>, state: &Mutex<LogState>) {
     for (file, bytes) in chunks {
         let written = (&*file).write_all(&bytes);
         let mut state = state.lock();

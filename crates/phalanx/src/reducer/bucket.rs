@@ -15,7 +15,7 @@ use crate::trace::{Lane, Trace};
 /// One bucket. Its memory is taken when it is first filled; from then on it is used in every step, unless it is
 /// [taken out](Self::take).
 pub(crate) struct Bucket {
-    memory: Memory,
+    memory: BucketMemory,
     dtype: DType,
     elements: usize,
     gradients: Arc<[GradientPlace]>,
@@ -26,7 +26,7 @@ pub(crate) struct Bucket {
     done: Option<Instant>,
 }
 
-enum Memory {
+enum BucketMemory {
     None,
     Here(Buffer),
     InFlight(Pending),
@@ -44,7 +44,7 @@ impl Bucket {
             GradientPlace { parameter, shape: parameters[parameter].shape.clone(), elements }
         };
         Self {
-            memory: Memory::None,
+            memory: BucketMemory::None,
             dtype: bucket.dtype,
             elements: bucket.elements,
             gradients: bucket.parameters.iter().map(place).collect(),
@@ -59,26 +59,26 @@ impl Bucket {
     /// Its bytes; `None` while the group has them, and before it is filled.
     pub(crate) fn bytes(&self) -> Option<&[u8]> {
         match &self.memory {
-            Memory::Here(buffer) => Some(buffer.as_bytes()),
+            BucketMemory::Here(buffer) => Some(buffer.as_bytes()),
             _ => None,
         }
     }
 
     /// Its bytes, to be filled. The memory is taken from `group`, if there is none.
     pub(crate) fn bytes_mut(&mut self, group: &dyn Communicator) -> Result<&mut [u8]> {
-        if let Memory::None = self.memory {
-            self.memory = Memory::Here(group.alloc(self.dtype, self.elements)?);
+        if let BucketMemory::None = self.memory {
+            self.memory = BucketMemory::Here(group.alloc(self.dtype, self.elements)?);
         }
         match &mut self.memory {
-            Memory::Here(buffer) => Ok(buffer.as_bytes_mut()),
+            BucketMemory::Here(buffer) => Ok(buffer.as_bytes_mut()),
             _ => Err(Error::aborted("the bucket's memory is still in use")),
         }
     }
 
     /// Takes the memory out: the next step takes other.
     pub(crate) fn take(&mut self) -> Option<Buffer> {
-        match std::mem::replace(&mut self.memory, Memory::None) {
-            Memory::Here(buffer) => Some(buffer),
+        match std::mem::replace(&mut self.memory, BucketMemory::None) {
+            BucketMemory::Here(buffer) => Some(buffer),
             other => {
                 self.memory = other;
                 None
@@ -119,8 +119,8 @@ impl Bucket {
     }
 
     fn send(&mut self, start: impl FnOnce(Buffer) -> Result<Pending>) -> Result<()> {
-        match std::mem::replace(&mut self.memory, Memory::Lost) {
-            Memory::Here(buffer) => self.memory = Memory::InFlight(start(buffer)?),
+        match std::mem::replace(&mut self.memory, BucketMemory::Lost) {
+            BucketMemory::Here(buffer) => self.memory = BucketMemory::InFlight(start(buffer)?),
             other => self.memory = other,
         }
         Ok(())
@@ -129,7 +129,7 @@ impl Bucket {
     /// Notes the moment of completion, if it has come: asked between gradients, so that a trace shows more than the
     /// moment at which somebody waited.
     pub(crate) fn observe(&mut self) {
-        if let Memory::InFlight(pending) = &self.memory
+        if let BucketMemory::InFlight(pending) = &self.memory
             && self.done.is_none()
             && pending.is_completed()
         {
@@ -140,10 +140,10 @@ impl Bucket {
     /// Waits for the operation in flight; gives whether the bucket, which `plan` describes, is averaged and back.
     pub(crate) fn advance(&mut self, group: &dyn Communicator, plan: &BucketPlan) -> Result<bool> {
         self.observe();
-        match std::mem::replace(&mut self.memory, Memory::Lost) {
-            Memory::InFlight(pending) => match pending.advance(group)? {
+        match std::mem::replace(&mut self.memory, BucketMemory::Lost) {
+            BucketMemory::InFlight(pending) => match pending.advance(group)? {
                 Ok(buffer) if buffer.dtype() == plan.dtype && buffer.len() == plan.elements => {
-                    self.memory = Memory::Here(buffer);
+                    self.memory = BucketMemory::Here(buffer);
                 }
                 Ok(buffer) => {
                     return Err(Error::invalid_argument(format!(
@@ -152,7 +152,7 @@ impl Bucket {
                     )));
                 }
                 Err(pending) => {
-                    self.memory = Memory::InFlight(pending);
+                    self.memory = BucketMemory::InFlight(pending);
                     return Ok(false);
                 }
             },

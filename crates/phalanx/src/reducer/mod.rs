@@ -56,7 +56,7 @@ use self::bucket::Bucket;
 use self::hooks::{AllReduce, CommHook, Metered};
 use self::plan::{Limits, Plan};
 use self::replay::Replay;
-use self::state::State;
+use self::state::ReducerState;
 use self::verify::Contract;
 use crate::buffer::{Buffer, BufferPart};
 use crate::caller::Caller;
@@ -86,7 +86,7 @@ pub struct Reducer {
     /// The order of parameters that the plan was made from.
     order: Vec<usize>,
     buckets: Vec<Bucket>,
-    state: State,
+    state: ReducerState,
     phase: Phase,
     rebuild: Rebuild,
     /// The order in which gradients came in the last step.
@@ -180,7 +180,7 @@ impl Reducer {
         Ok(Self {
             trace: group.trace(),
             buckets: buckets(&plan, &parameters),
-            state: State::new(&plan),
+            state: ReducerState::new(&plan),
             used: vec![true; parameters.len()],
             unused: Vec::new(),
             warnings: unused::Warnings::new(parameters.len()),

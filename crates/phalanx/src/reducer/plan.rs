@@ -12,7 +12,7 @@ use crate::rank::{Rank, WorldSize};
 pub(crate) struct Plan {
     pub(crate) buckets: Vec<BucketPlan>,
     /// Where each parameter lies.
-    pub(crate) places: Vec<Place>,
+    pub(crate) places: Vec<BucketSlice>,
 }
 
 /// Parameters of one type that travel together.
@@ -28,7 +28,7 @@ pub(crate) struct BucketPlan {
 
 /// A parameter's elements within its bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct BucketSlice {
     pub(crate) bucket: usize,
     pub(crate) offset: usize,
     pub(crate) elements: usize,
@@ -80,12 +80,12 @@ impl Plan {
     }
 
     fn of_buckets(buckets: Vec<BucketPlan>, parameters: &[ParameterSpec]) -> Self {
-        let mut places = vec![Place { bucket: 0, offset: 0, elements: 0 }; parameters.len()];
+        let mut places = vec![BucketSlice { bucket: 0, offset: 0, elements: 0 }; parameters.len()];
         for (bucket, plan) in buckets.iter().enumerate() {
             let mut offset = 0;
             for &index in &plan.parameters {
                 let elements = parameters[index].elements();
-                places[index] = Place { bucket, offset, elements };
+                places[index] = BucketSlice { bucket, offset, elements };
                 offset += elements;
             }
         }
@@ -117,7 +117,7 @@ impl BucketPlan {
     }
 }
 
-impl Place {
+impl BucketSlice {
     /// The parameter's bytes within its bucket.
     pub(crate) fn bytes(self, dtype: DType) -> std::ops::Range<usize> {
         let start = self.offset * dtype.size();
@@ -193,7 +193,7 @@ mod tests {
                     seen[parameter] += 1;
                     let elements = parameters[parameter].elements();
                     prop_assert_eq!(parameters[parameter].dtype, bucket.dtype);
-                    prop_assert_eq!(plan.places[parameter], Place { bucket: index, offset, elements });
+                    prop_assert_eq!(plan.places[parameter], BucketSlice { bucket: index, offset, elements });
                     offset += elements;
                 }
                 prop_assert_eq!(offset, bucket.elements);

@@ -6,7 +6,7 @@ use super::plan::Plan;
 
 /// Which gradients of the current backward pass are there, and which buckets have been launched.
 #[derive(Clone, Debug)]
-pub(crate) struct State {
+pub(crate) struct ReducerState {
     /// Gradients still missing, for each bucket.
     missing: Vec<usize>,
     seen: Vec<bool>,
@@ -25,7 +25,7 @@ pub(crate) struct Advance {
     pub(crate) launch: Range<usize>,
 }
 
-impl State {
+impl ReducerState {
     /// Before the first gradient.
     pub(crate) fn new(plan: &Plan) -> Self {
         Self {
@@ -102,7 +102,7 @@ mod tests {
                 .collect();
             let reverse: Vec<_> = (0..parameters.len()).rev().collect();
             let plan = Plan::new(&parameters, &reverse, Limits { first: 100, others: 300 });
-            let mut state = State::new(&plan);
+            let mut state = ReducerState::new(&plan);
             let mut left = reverse.clone();
             let mut launched = Vec::new();
             while left.len() > unused {

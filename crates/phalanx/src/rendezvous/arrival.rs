@@ -16,7 +16,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Place;
+use super::RankConfig;
 use super::hosts::{Host, Hosts};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
@@ -87,7 +87,7 @@ impl Entry {
 pub(super) fn arrive(
     store: &SharedStore,
     found: Option<IpAddr>,
-    place: &Place,
+    place: &RankConfig,
     me: &Identity,
     deadline: Deadline,
 ) -> Result<Arrived> {
@@ -143,7 +143,7 @@ pub(super) fn nonce() -> Result<String> {
 /// Writes the entry into the first round in which this process has not been.
 fn sign_in(
     store: &SharedStore,
-    place: &Place,
+    place: &RankConfig,
     entry: &Entry,
     deadline: Deadline,
 ) -> Result<(PrefixStore, u64)> {
@@ -224,7 +224,7 @@ fn spoken(verdict: &[u8]) -> Error {
 }
 
 /// Says who is waited for, while there is time.
-fn awaited(roll: &PrefixStore, place: &Place, started: Instant) -> String {
+fn awaited(roll: &PrefixStore, place: &RankConfig, started: Instant) -> String {
     let world = place.world_size.get();
     // Many ranks that each ask for many would keep the store from those who come.
     let cause = match world <= ASKED || place.rank.is_main() {
@@ -235,7 +235,7 @@ fn awaited(roll: &PrefixStore, place: &Place, started: Instant) -> String {
 }
 
 /// Names the ranks that have not come.
-fn missing(roll: &PrefixStore, place: &Place, started: Instant, deadline: Deadline) -> Told {
+fn missing(roll: &PrefixStore, place: &RankConfig, started: Instant, deadline: Deadline) -> Told {
     let mut missing = Vec::new();
     for rank in place.world_size.ranks() {
         match roll.check(&[&format!("rank/{rank}")], deadline) {

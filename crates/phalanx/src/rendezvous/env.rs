@@ -1,7 +1,7 @@
 //! `env://`: what the launcher's variables say.
 
 use super::arrival::Identity;
-use super::{Place, Rendezvous, Url, file, tcp};
+use super::{RankConfig, Rendezvous, Url, file, tcp};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, Meeting};
@@ -14,7 +14,7 @@ pub(super) fn join(
     me: &Identity,
     deadline: Deadline,
 ) -> Result<Rendezvous> {
-    let place = Place {
+    let place = RankConfig {
         rank: env.rank,
         world_size: env.world_size,
         local: env.local_rank.zip(env.local_world_size),

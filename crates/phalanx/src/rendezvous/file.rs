@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::arrival::{Identity, arrive, nonce, reserve};
-use super::{Held, KeepAlive, Place, Rendezvous};
+use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::{Rank, WorldSize};
@@ -21,7 +21,7 @@ const HELLOS: &str = "hellos";
 /// How often a rank that waits looks whether the path names another file, and rank 0 for new hellos.
 const LOOK: Duration = Duration::from_millis(20);
 
-pub(super) fn join(path: &Path, place: &Place, me: &Identity, deadline: Deadline) -> Result<Rendezvous> {
+pub(super) fn join(path: &Path, place: &RankConfig, me: &Identity, deadline: Deadline) -> Result<Rendezvous> {
     if place.world_size.get() == 1 {
         return Ok(place.alone());
     }
@@ -80,7 +80,7 @@ fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> R
 }
 
 /// Another rank: finds today's file.
-fn greet(path: &Path, place: &Place, deadline: Deadline) -> Result<FileStore> {
+fn greet(path: &Path, place: &RankConfig, deadline: Deadline) -> Result<FileStore> {
     let number = nonce()?;
     loop {
         let store = FileStore::open(path, deadline)?;

@@ -103,9 +103,9 @@ pub fn from_url(
     let deadline = Deadline::after(timeout);
     let me = Identity::of_process();
     let given = |rank, world_size| {
-        Ok::<_, Error>(Place {
+        Ok::<_, Error>(RankConfig {
             credentials: Credentials::from_env()?,
-            ..Place::given(url, rank, world_size)?
+            ..RankConfig::given(url, rank, world_size)?
         })
     };
     match Url::parse(url)? {
@@ -177,20 +177,20 @@ impl Url {
     }
 }
 
-/// A rank's place, before the world has come together.
+/// What a rank brings to the rendezvous.
 #[derive(Clone, Debug)]
-struct Place {
+struct RankConfig {
     rank: Rank,
     world_size: WorldSize,
-    /// Place and number on the host, if the launcher said.
+    /// The rank on the host and the number of ranks there, if the launcher has set them.
     local: Option<(u32, u32)>,
     generation: Generation,
-    /// What sets this life of this job apart in a store that outlives it.
+    /// The prefix of this generation of the job in a store that outlives it.
     scope: String,
     credentials: Credentials,
 }
 
-impl Place {
+impl RankConfig {
     fn given(url: &str, rank: Option<Rank>, world_size: Option<WorldSize>) -> Result<Self> {
         let (Some(rank), Some(world_size)) = (rank, world_size) else {
             return Err(Error::invalid_argument(format!("{url} needs a rank and a world size"))
@@ -208,7 +208,7 @@ impl Place {
         })
     }
 
-    /// The world of one, at this place.
+    /// The world of one, in this generation.
     fn alone(&self) -> Rendezvous {
         Rendezvous { generation: self.generation, ..alone() }
     }

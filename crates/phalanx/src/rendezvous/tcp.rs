@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use super::arrival::{Identity, arrive};
-use super::{Held, KeepAlive, Place, Rendezvous};
+use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::store::{Access, SharedStore, Strangers, TcpStore, TcpStoreServer};
@@ -22,7 +22,7 @@ pub(super) enum Host {
 pub(super) fn join(
     address: &str,
     host: Host,
-    place: &Place,
+    place: &RankConfig,
     me: &Identity,
     deadline: Deadline,
 ) -> Result<Rendezvous> {

@@ -10,8 +10,8 @@ fn world(size: u32) -> WorldSize {
     WorldSize::new(size).unwrap()
 }
 
-fn place(rank: u32, size: u32) -> Place {
-    Place::given("test", Some(Rank::new(rank)), Some(world(size))).unwrap()
+fn place(rank: u32, size: u32) -> RankConfig {
+    RankConfig::given("test", Some(Rank::new(rank)), Some(world(size))).unwrap()
 }
 
 /// A process of its own, though it is a thread.
@@ -28,7 +28,7 @@ fn free_address() -> String {
 }
 
 /// Runs `join` for each of `places` in a thread of its own, and keeps all worlds until every thread is done.
-fn run<T: Send>(places: &[Place], join: impl Fn(&Place, u32) -> T + Sync) -> Vec<T> {
+fn run<T: Send>(places: &[RankConfig], join: impl Fn(&RankConfig, u32) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let join = &join;
         let threads: Vec<_> =
@@ -37,7 +37,7 @@ fn run<T: Send>(places: &[Place], join: impl Fn(&Place, u32) -> T + Sync) -> Vec
     })
 }
 
-fn places(size: u32) -> Vec<Place> {
+fn places(size: u32) -> Vec<RankConfig> {
     (0..size).map(|rank| place(rank, size)).collect()
 }
 
@@ -136,7 +136,7 @@ fn under_an_agent_every_rank_is_a_client_and_restarts_do_not_meet() {
 #[test]
 fn missing_ranks_are_named_on_every_rank_that_came() {
     let address = free_address();
-    let came: Vec<Place> = [0, 2].map(|rank| place(rank, 4)).to_vec();
+    let came: Vec<RankConfig> = [0, 2].map(|rank| place(rank, 4)).to_vec();
     let errors = run(&came, |place, i| {
         let started = Instant::now();
         // Enough for both to come on a busy machine.
@@ -153,7 +153,7 @@ fn missing_ranks_are_named_on_every_rank_that_came() {
 }
 
 /// Joins as each of `places`, in any kind of store: all must fail, and say `what`.
-fn all_fail(places: &[Place], what: &str) {
+fn all_fail(places: &[RankConfig], what: &str) {
     let address = free_address();
     let deadline = Deadline::after(Duration::from_secs(4));
     let over_tcp =
@@ -198,14 +198,14 @@ fn an_address_of_another_host_is_named() {
 fn ranks_meet_in_a_file_whatever_an_earlier_job_left_and_whoever_comes_first() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meet");
-    let join = |place: &Place, i: u32| file::join(&path, place, &identity(i, "a"), soon()).unwrap();
+    let join = |place: &RankConfig, i: u32| file::join(&path, place, &identity(i, "a"), soon()).unwrap();
     let mut stale = None;
     for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2]] {
         if let Some(stale) = &stale {
             // The whole file of an earlier job, as a crash leaves it.
             std::fs::write(&path, stale).unwrap();
         }
-        let places: Vec<Place> = order.iter().map(|rank| place(*rank, 3)).collect();
+        let places: Vec<RankConfig> = order.iter().map(|rank| place(*rank, 3)).collect();
         let worlds: Vec<Rendezvous> = run(&places, |place, i| {
             if i > 0 && stale.is_some() {
                 // The first is well on its way: it has written to the old file, or has replaced it.

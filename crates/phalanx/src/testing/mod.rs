@@ -14,7 +14,7 @@ use crate::health::Heartbeat;
 use crate::rank::{Generation, Rank, WorldSize};
 use crate::store::{MemoryStore, SharedStore};
 use crate::trace::Trace;
-use crate::transport::{Place, TransportKind};
+use crate::transport::{MeshConfig, TransportKind};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,7 +109,7 @@ fn processes(
     let host = if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
     let host_id = kind.is_none().then(|| host.to_owned());
     let (interface, heartbeat) = (IpAddr::V4(Ipv4Addr::LOCALHOST), Heartbeat::default());
-    let place = Place {
+    let place = MeshConfig {
         store: &*store,
         rank,
         world,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::tcp::Place;
+use super::tcp::MeshConfig;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
@@ -16,7 +16,7 @@ const LOOK: Duration = Duration::from_millis(200);
 
 /// Publishes this rank's message on `topic`.
 pub(crate) fn publish<T: Serialize>(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     topic: &str,
     message: &T,
     deadline: Deadline,
@@ -27,7 +27,7 @@ pub(crate) fn publish<T: Serialize>(
 
 /// Publishes this rank's message on `topic` and returns all ranks' messages. A rank that dies meanwhile ends the wait.
 pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     health: &Health,
     topic: &str,
     message: &T,
@@ -39,7 +39,7 @@ pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
 
 /// [`exchange`] among some of the `ranks`, including this one; returns their messages in that order.
 pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     ranks: &[Rank],
     health: &Health,
     topic: &str,

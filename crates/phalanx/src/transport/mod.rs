@@ -9,7 +9,7 @@ pub(crate) mod tcp;
 use std::fmt;
 use std::str::FromStr;
 
-pub(crate) use self::tcp::Place;
+pub(crate) use self::tcp::MeshConfig;
 use crate::collective::kernel::Kernel;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

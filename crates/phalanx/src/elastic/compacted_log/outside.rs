@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::super::members::{Clock, Entry, State, WorkerId};
+use super::super::members::{Clock, Entry, MembersState, WorkerId};
 use super::{BASE, Read, STRIDE, VERSION, begin, read, state_key};
 use crate::deadline::Deadline;
 use crate::fuzzing::pieces;
@@ -51,7 +51,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
 }
 
 /// What holds of every state that is believed, whoever wrote it.
-fn check(state: &State) {
+fn check(state: &MembersState) {
     assert!(state.is_sound() && state.members().len() <= MAX_WORLD_SIZE as usize);
     let ids: HashSet<WorkerId> = state.members().chain(state.waiting()).map(|worker| worker.id).collect();
     for id in ids {
@@ -62,7 +62,7 @@ fn check(state: &State) {
     let _ = Clock::new(second, second, second).look(state, Instant::now());
     // Whoever comes later begins where this one is.
     let written =
-        log::encode(VERSION, state).and_then(|bytes| log::decode::<State>(VERSION, &bytes, "itself"));
+        log::encode(VERSION, state).and_then(|bytes| log::decode::<MembersState>(VERSION, &bytes, "itself"));
     assert!(written.is_ok_and(|again| again == *state));
 }
 

@@ -20,10 +20,10 @@ fn worker(id: u64, place: u32) -> Worker {
 /// One who reads as fast as he can.
 struct Reader {
     store: SharedStore,
-    state: State,
+    state: MembersState,
     next: u64,
     /// The last place at which the log may be cut off.
-    stop: Option<(State, u64)>,
+    stop: Option<(MembersState, u64)>,
 }
 
 impl Reader {

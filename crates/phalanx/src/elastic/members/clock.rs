@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::entry::WorkerId;
-use super::state::State;
+use super::state::MembersState;
 
 /// One worker's patience. It begins anew with each round that is waited for.
 #[derive(Debug)]
@@ -36,7 +36,7 @@ impl Clock {
     }
 
     /// Somebody who waits for the round after the state's looks at it.
-    pub(crate) fn look(&mut self, state: &State, now: Instant) -> Step {
+    pub(crate) fn look(&mut self, state: &MembersState, now: Instant) -> Step {
         let next = state.round() + 1;
         if !state.is_gathering() {
             // A round may take its time: who comes to it waits for a commit, or for a place.

@@ -1,7 +1,7 @@
 //! Which workers take part in which round of an elastic job: pure.
 //!
 //! As the launchers do (`rendezvous::membership`), the workers share a log, one list of [entries](Entry) in one order, and
-//! each applies it to its own [`State`]. The two differ in what a round is. A launcher's round ends for all, and all start
+//! each applies it to its own [`MembersState`]. The two differ in what a round is. A launcher's round ends for all, and all start
 //! again; here the members of a round go over into the next one, each when it has left its group, and keep what they have
 //! in memory.
 //!
@@ -25,7 +25,7 @@ mod state;
 
 pub(super) use clock::{Clock, Step};
 pub(super) use entry::{Departure, Entry, Settings, Worker, WorkerId};
-pub(super) use state::{State, Verdict};
+pub(super) use state::{MembersState, Verdict};
 
 #[cfg(test)]
 mod tests;

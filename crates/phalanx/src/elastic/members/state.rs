@@ -7,7 +7,7 @@ use crate::rank::MAX_WORLD_SIZE;
 
 /// Who takes part, and who wants to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct State {
+pub(crate) struct MembersState {
     settings: Option<Settings>,
     /// How many workers there are, if whoever starts them says so.
     expected: Option<u32>,
@@ -52,7 +52,7 @@ pub(crate) enum Verdict {
     TooManyRounds,
 }
 
-impl State {
+impl MembersState {
     /// Takes the next entry of the log. A refusal concerns the worker that wants to join. What makes no sense any more has
     /// no effect.
     pub(crate) fn apply(&mut self, entry: Entry) -> Result<(), String> {

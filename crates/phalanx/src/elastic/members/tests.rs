@@ -39,13 +39,13 @@ fn last_call(round: u64) -> Entry {
     Entry::LastCall { round, nonce: 0 }
 }
 
-fn after(entries: impl IntoIterator<Item = Entry>) -> State {
-    let mut state = State::default();
+fn after(entries: impl IntoIterator<Item = Entry>) -> MembersState {
+    let mut state = MembersState::default();
     entries.into_iter().for_each(|entry| state.apply(entry).unwrap());
     state
 }
 
-fn members(state: &State) -> Vec<u64> {
+fn members(state: &MembersState) -> Vec<u64> {
     state.members().map(|worker| worker.id.0).collect()
 }
 
@@ -192,7 +192,7 @@ fn a_round_begins_when_all_have_come_who_can() {
 #[test]
 fn other_settings_are_refused_and_too_many_rounds_end_the_job() {
     let limited = Settings { min: 1, max: 1, reset_limit: Some(1) };
-    let mut state = State::default();
+    let mut state = MembersState::default();
     assert!(state.apply(join(9, settings(3, 2))).unwrap_err().contains("no world"));
     state.apply(join(1, limited)).unwrap();
     assert!(state.apply(join(2, settings(1, 1))).unwrap_err().contains("reset limit"));
@@ -232,7 +232,7 @@ fn the_clock_waits_for_more_then_calls_and_gives_up_who_is_late() {
 fn each_member_is_watched_by_one_and_each_newcomer_by_the_first() {
     let all = settings(1, 3);
     let mut state = after([join(1, all), join(2, all), join(3, all), join(4, all)]);
-    let watched = |state: &State, id| -> Vec<u64> {
+    let watched = |state: &MembersState, id| -> Vec<u64> {
         state.watched_by(WorkerId(id)).into_iter().map(|other| other.0).collect()
     };
     assert_eq!([1, 2, 3].map(|id| watched(&state, id)), [vec![2, 4], vec![3], vec![1]]);
@@ -274,7 +274,7 @@ fn moves() -> impl Strategy<Value = Vec<Move>> {
 /// A worker as it sees the log.
 struct Sim {
     id: u64,
-    state: State,
+    state: MembersState,
     read: usize,
     /// The round whose group it uses.
     inside: Option<u64>,
@@ -303,7 +303,7 @@ impl Job {
         let id = self.next_id;
         self.next_id += 1;
         self.log.push(join(id, self.settings));
-        self.workers.push(Sim { id, state: State::default(), read: 0, inside: None, alive: true });
+        self.workers.push(Sim { id, state: MembersState::default(), read: 0, inside: None, alive: true });
     }
 
     /// Worker `index` reads one entry and does what follows from it.

@@ -10,7 +10,7 @@ use crate::group::{Backend, GroupConfig, Identity, ProcessGroup};
 use crate::health::Heartbeat;
 use crate::rank::WorldSize;
 use crate::store::MemoryStore;
-use crate::transport::{Place, TransportKind};
+use crate::transport::{MeshConfig, TransportKind};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const HASTE: Duration = Duration::from_millis(200);
@@ -22,7 +22,7 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
     let world = WorldSize::new(wishes.len() as u32).unwrap();
     let join = |rank: Rank, wishes| {
         let interface = Ipv4Addr::LOCALHOST.into();
-        let place = Place {
+        let place = MeshConfig {
             store: &store,
             rank,
             world,

@@ -18,7 +18,9 @@ use crate::launch::job::Job;
 use crate::launch::placement::Placement;
 use crate::launch::worker::host_name;
 use crate::rank::WorldSize;
-use crate::rendezvous::membership::{Cause, Departure, Entry, Fault, Node, NodeId, Settings, State, Verdict};
+use crate::rendezvous::membership::{
+    Cause, Departure, Entry, Fault, MembershipState, Node, NodeId, Settings, Verdict,
+};
 use crate::store::{Access, Refusals, TcpStoreServer};
 
 /// This node among the others.
@@ -30,7 +32,7 @@ pub(in crate::launch) struct Several<'a> {
     run_id: String,
     me: NodeId,
     link: Link,
-    state: State,
+    state: MembershipState,
     /// Where the launchers' store listens, if here.
     served_at: Option<SocketAddr>,
     has_told_where: bool,
@@ -80,7 +82,7 @@ impl<'a> Several<'a> {
             run_id,
             me,
             link,
-            state: State::default(),
+            state: MembershipState::default(),
             served_at: None,
             has_told_where: false,
             is_connected: false,

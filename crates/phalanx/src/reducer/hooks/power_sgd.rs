@@ -102,13 +102,13 @@ impl PowerSgdOptions {
 pub struct PowerSgd {
     options: PowerSgdOptions,
     step: u64,
-    memory: Arc<Mutex<Memory>>,
+    memory: Arc<Mutex<PowerSgdState>>,
     messages: Spares,
 }
 
 /// What is kept from step to step, by parameter, because buckets may be rebuilt.
 #[derive(Default)]
-struct Memory {
+struct PowerSgdState {
     factors: HashMap<usize, Vec<f32>>,
     losses: HashMap<usize, Vec<f32>>,
 }
@@ -185,7 +185,7 @@ impl CommHook for PowerSgd {
     /// Factors and losses begin anew, and the step is the root's.
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
         self.step = super::super::verify::share(group, root, &self.step)?;
-        *self.memory.lock() = Memory::default();
+        *self.memory.lock() = PowerSgdState::default();
         self.messages.clear(); // The buckets may become others.
         Ok(())
     }
@@ -288,7 +288,7 @@ impl Layout {
         second: &Buffer,
         buffer: &mut Buffer,
         options: &PowerSgdOptions,
-        memory: &mut Memory,
+        memory: &mut PowerSgdState,
     ) -> Result<()> {
         let (first, second) = (first.as_slice::<f32>()?, second.as_slice::<f32>()?);
         let gradients = buffer.as_mut_slice::<f32>()?;

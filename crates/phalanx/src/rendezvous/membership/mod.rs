@@ -1,7 +1,7 @@
 //! Which nodes take part in a job, and in which round of it: pure.
 //!
 //! The nodes share a log, one list of [entries](Entry) in one order that is the same for all. Each applies every entry
-//! to its own [`State`], and so all agree: two nodes that have read equally far are in the same state, and there is
+//! to its own [`MembershipState`], and so all agree: two nodes that have read equally far are in the same state, and there is
 //! nobody who leads. What a node wants, it appends; what makes no sense any more when its turn comes has no effect. Only
 //! the first entry is reserved: it is the `Join` of whoever serves the store, if a launcher does, and all others must have
 //! the first one's settings.
@@ -33,7 +33,7 @@ pub(crate) use log::Log;
 pub(crate) use mac::{Mac, Verified};
 #[cfg(any(test, fuzzing))]
 pub use outside::fuzz;
-pub(crate) use state::{Cause, State, Verdict};
+pub(crate) use state::{Cause, MembershipState, Verdict};
 
 #[cfg(test)]
 mod simulated;

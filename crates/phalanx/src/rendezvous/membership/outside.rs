@@ -16,7 +16,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
         Some((1, _)) => Mac::new(Some(&JobKey::from_bytes([0; 32])), "job"),
         _ => return false,
     };
-    let (mut state, mut any) = (State::default(), false);
+    let (mut state, mut any) = (MembershipState::default(), false);
     for (index, piece) in (0..).zip(pieces(&bytes[1..])) {
         let Some(piece) = piece else { return false };
         let Verified::Entry(entry) = mac.verify(index, piece) else { return false };

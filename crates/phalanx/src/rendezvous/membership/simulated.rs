@@ -54,7 +54,7 @@ struct Launcher {
     id: NodeId,
     /// How fast its clock is.
     rate: f64,
-    state: State,
+    state: MembershipState,
     read: usize,
     has_joined: bool,
     is_there: bool,
@@ -77,7 +77,7 @@ struct Job {
     launchers: Vec<Launcher>,
     log: Vec<Entry>,
     /// Where the log has led to.
-    state: State,
+    state: MembershipState,
     beats: BTreeMap<NodeId, u64>,
     /// Who is in which round, as the first who read of it has seen it.
     rounds: BTreeMap<u64, Vec<NodeId>>,
@@ -90,7 +90,7 @@ impl Job {
         self.launchers.push(Launcher {
             id,
             rate,
-            state: State::default(),
+            state: MembershipState::default(),
             read: 0,
             has_joined: false,
             is_there: true,
@@ -283,7 +283,7 @@ impl Launcher {
 /// Runs a job of launchers with these clocks until it is over, or for long.
 fn run(rates: &[f64], settings: Settings, faults: &[Fault], seed: u64) -> Job {
     let (launchers, log, beats, rounds) = Default::default();
-    let (start, state) = (Instant::now(), State::default());
+    let (start, state) = (Instant::now(), MembershipState::default());
     let mut job = Job { start, random: seed, settings, launchers, log, state, beats, rounds };
     rates.iter().for_each(|rate| job.come(*rate));
     for now in (0..END).step_by(STEP as usize) {

@@ -5,7 +5,7 @@ use crate::rank::MAX_WORLD_SIZE;
 
 /// What has become of the job so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct State {
+pub(crate) struct MembershipState {
     settings: Option<Settings>,
     /// Counts the times that workers were started.
     round: u64,
@@ -72,7 +72,7 @@ pub(crate) enum Cause {
     },
 }
 
-impl State {
+impl MembershipState {
     /// Takes the next entry of the log. A refusal concerns the node that wants to join.
     pub(crate) fn apply(&mut self, entry: Entry) -> Result<(), String> {
         match entry {

@@ -15,8 +15,8 @@ fn settings(min_nodes: u32, max_nodes: u32, max_restarts: u32) -> Settings {
     Settings { min_nodes, max_nodes, max_restarts }
 }
 
-fn joined(settings: Settings, nodes: impl IntoIterator<Item = Node>) -> State {
-    let mut state = State::default();
+fn joined(settings: Settings, nodes: impl IntoIterator<Item = Node>) -> MembershipState {
+    let mut state = MembershipState::default();
     for node in nodes {
         state.apply(Entry::Join { node, settings }).unwrap();
     }
@@ -27,17 +27,17 @@ fn fault(rank: u32, blames: Option<u32>) -> Fault {
     Fault { rank, blames, detail: Vec::new() }
 }
 
-fn failed(state: &mut State, id: u64, rank: u32, blames: Option<u32>) {
+fn failed(state: &mut MembershipState, id: u64, rank: u32, blames: Option<u32>) {
     let round = state.round();
     state.apply(Entry::Failed { round, node: NodeId(id), fault: fault(rank, blames) }).unwrap();
 }
 
-fn ended(state: &mut State, id: u64, succeeded: bool) {
+fn ended(state: &mut MembershipState, id: u64, succeeded: bool) {
     let round = state.round();
     state.apply(Entry::Ended { round, node: NodeId(id), succeeded }).unwrap();
 }
 
-fn left(state: &mut State, id: u64, why: Departure) {
+fn left(state: &mut MembershipState, id: u64, why: Departure) {
     state.apply(Entry::Left { node: NodeId(id), why }).unwrap();
 }
 
@@ -223,7 +223,7 @@ fn act() -> impl Strategy<Value = Act> {
 /// A node: what it has read, and the round whose workers it has.
 struct Sim {
     id: NodeId,
-    state: State,
+    state: MembershipState,
     read: usize,
     workers_of: Option<u64>,
     done_with: Option<u64>,
@@ -263,8 +263,8 @@ impl Sim {
 }
 
 /// The log's whole state: whoever reads it to the end.
-fn all_of(log: &[Entry]) -> State {
-    let mut state = State::default();
+fn all_of(log: &[Entry]) -> MembershipState {
+    let mut state = MembershipState::default();
     for entry in log {
         let _ = state.apply(entry.clone());
     }
@@ -290,7 +290,7 @@ proptest! {
             node.serves_store &= is_served;
             log.push(Entry::Join { node, settings });
             let id = NodeId(id);
-            Sim { id, state: State::default(), read: 0, workers_of: None, done_with: None, is_there: true }
+            Sim { id, state: MembershipState::default(), read: 0, workers_of: None, done_with: None, is_there: true }
         }).collect();
         for (who, act) in acts {
             let Some(sim) = sims.get_mut(who) else { continue };

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::Rank;
 use crate::transport::bootstrap;
-use crate::transport::tcp::Place;
+use crate::transport::tcp::MeshConfig;
 
 /// Memory that the rings into one rank may take together.
 const INBOUND: usize = 16 << 20;
@@ -60,7 +60,7 @@ struct Lent {
 /// Maps the rings of the other `members` of this rank's domain, where it can, and gives those of them who could map this
 /// rank's in turn. In a rank's memory, ring p is the one that the member at place p writes.
 pub(crate) fn rings(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     members: &[Rank],
     health: &Health,
     deadline: Deadline,

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::Place;
+use super::MeshConfig;
 use super::connect::no_descriptors;
 use super::connection::Connection;
 use super::pending::{Pending, Progress, Turns, say};
@@ -50,7 +50,7 @@ impl Pair {
 pub(super) fn accept(
     listener: &TcpListener,
     stopped: &UnixStream,
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     (own, secret): (Hello, &GroupSecret),
     pairs: &mut [Pair],
     waits_for: &AtomicUsize,
@@ -115,7 +115,7 @@ pub(super) fn accept(
 /// when somebody else has gone.
 fn take_arrivals(
     listener: &TcpListener,
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     secret: &GroupSecret,
     pending: &mut Vec<Pending>,
 ) -> Result<bool> {

@@ -15,7 +15,7 @@ use super::accept::{Pair, accept};
 use super::connection::Connection;
 use super::control::Connections;
 use super::stop_probe::{self, StopProbe};
-use super::{Place, start};
+use super::{MeshConfig, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result, no_more_files};
 use crate::notice::Reminders;
@@ -53,7 +53,7 @@ pub(super) struct Address {
 }
 
 /// Connects this rank with all others. A rank that cannot tells them, so that none waits for it until its deadline.
-pub(crate) fn mesh(place: &Place<'_>, deadline: Deadline) -> Result<Mesh> {
+pub(crate) fn mesh(place: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
     let mut host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     host.truncate(host.floor_char_boundary(MAX_HOST));
     let (mut below, mut above) = (Vec::new(), Vec::new());
@@ -78,7 +78,7 @@ pub(crate) fn mesh(place: &Place<'_>, deadline: Deadline) -> Result<Mesh> {
 
 /// Makes the connections to the ranks below and above; gives the host of each rank.
 fn build(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     host: &str,
     below: &mut Vec<Pair>,
     above: &mut [Pair],
@@ -141,7 +141,7 @@ fn listen(interface: IpAddr) -> Result<TcpListener> {
 }
 
 /// Rank 0 draws the number that tells this group's connections from all others.
-fn agree_on_job(place: &Place<'_>, host: &str, deadline: Deadline) -> Result<JobId> {
+fn agree_on_job(place: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Result<JobId> {
     const KEY: &str = "mesh/job";
     let mut job = JobId::default();
     if place.rank.is_main() {
@@ -156,7 +156,7 @@ fn agree_on_job(place: &Place<'_>, host: &str, deadline: Deadline) -> Result<Job
 }
 
 fn exchange_addresses(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     host: &str,
     listener: &TcpListener,
     deadline: Deadline,
@@ -187,7 +187,7 @@ fn key(rank: Rank) -> String {
 /// Connects to a peer until it works or the deadline passes: a listener's queue may be full, a stranger's connection may
 /// be dropped. Gives up early where trying again is in vain.
 fn connect(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     host: &str,
     address: &Address,
     (own, secret): (Hello, &GroupSecret),
@@ -389,16 +389,16 @@ mod tests {
     use std::net::Ipv4Addr;
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    fn place(store: &MemoryStore, rank: u32) -> Place<'_> {
+    fn place(store: &MemoryStore, rank: u32) -> MeshConfig<'_> {
         place_in(store, rank, 2)
     }
 
-    fn place_in(store: &MemoryStore, rank: u32, world: u32) -> Place<'_> {
+    fn place_in(store: &MemoryStore, rank: u32, world: u32) -> MeshConfig<'_> {
         let interface = Ipv4Addr::LOCALHOST.into();
         let world = WorldSize::new(world).unwrap();
         let credentials = Credentials::none();
         let heartbeat = Heartbeat::default();
-        Place {
+        MeshConfig {
             store,
             rank: Rank::new(rank),
             world,
@@ -469,7 +469,7 @@ mod tests {
         let (store, key) = (MemoryStore::new(), JobKey::generate().unwrap());
         let credentials = Credentials::from(key.clone());
         let deadline = Deadline::after(Duration::from_secs(60));
-        let place = |rank| Place { credentials: &credentials, ..place_in(&store, rank, 3) };
+        let place = |rank| MeshConfig { credentials: &credentials, ..place_in(&store, rank, 3) };
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
             let early = [0, 1].map(|rank| {
@@ -538,7 +538,7 @@ mod tests {
         let started = Instant::now();
         thread::scope(|scope| {
             let ranks = [0, 1].map(|rank| {
-                let place = Place { credentials: &credentials[rank as usize], ..place(&store, rank) };
+                let place = MeshConfig { credentials: &credentials[rank as usize], ..place(&store, rank) };
                 scope.spawn(move || mesh(&place, deadline).err().unwrap())
             });
             for rank in ranks {

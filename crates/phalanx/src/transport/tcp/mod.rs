@@ -48,15 +48,15 @@ const SEGMENT: usize = 256 * 1024;
 /// Bytes that may wait in a connection within a host. The kernel doubles the number, for its own records.
 const LOCAL_BUFFER: usize = 256 * 1024;
 
-/// Where and as whom a rank joins the mesh.
-pub(crate) struct Place<'a> {
+/// With what a rank joins the mesh of connections.
+pub(crate) struct MeshConfig<'a> {
     pub store: &'a dyn Store,
     pub rank: Rank,
     pub world: WorldSize,
     pub generation: Generation,
     /// The local address on which peers reach this rank.
     pub interface: IpAddr,
-    /// With which they recognise each other.
+    /// With which the ranks authenticate each other.
     pub credentials: &'a Credentials,
     /// How they know that others are alive.
     pub heartbeat: Heartbeat,

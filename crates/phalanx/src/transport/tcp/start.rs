@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use super::Place;
+use super::MeshConfig;
 use super::accept::Pair;
 use super::connect::Address;
 use super::connection::Connection;
@@ -28,7 +28,7 @@ const REFUSALS: u32 = 3;
 const LAST_MESSAGE: Duration = Duration::from_secs(1);
 
 /// Tells the other ranks why this one cannot start. Gives what all see: the failure that was told first.
-pub(super) fn report(place: &Place<'_>, host: &str, error: Error) -> Error {
+pub(super) fn report(place: &MeshConfig<'_>, host: &str, error: Error) -> Error {
     let error = match error.operation() {
         Some(_) => error,
         None => error.in_operation("joining the group", None),
@@ -44,7 +44,7 @@ pub(super) fn report(place: &Place<'_>, host: &str, error: Error) -> Error {
 }
 
 /// An error if some rank has reported one, or if the store is gone, with which its host has died.
-pub(super) fn check(place: &Place<'_>, host: &str) -> Result<()> {
+pub(super) fn check(place: &MeshConfig<'_>, host: &str) -> Result<()> {
     let deadline = Deadline::after(LAST_MESSAGE);
     let failed = place.store.check(&[KEY], deadline).and_then(|failed| match failed {
         true => place.store.get(KEY, deadline).map(Some),
@@ -76,7 +76,7 @@ fn told(notice: &[u8], host: &str) -> Option<Error> {
 
 /// Waits until each of the ranks has set its key, or one of them has failed.
 pub(super) fn wait_for(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     host: &str,
     keys: &[(Rank, String)],
     deadline: Deadline,
@@ -112,7 +112,7 @@ pub(super) fn wait_for(
 
 /// How many of `keys` are there before the first that is not, if the store says so; `known` is how many were before. If that
 /// has not changed it takes one question, else as many as their number has binary digits.
-fn count_there(place: &Place<'_>, keys: &[&str], known: usize) -> usize {
+fn count_there(place: &MeshConfig<'_>, keys: &[&str], known: usize) -> usize {
     let deadline = Deadline::after(LAST_MESSAGE);
     let are_there = |from: usize, to: usize| {
         keys.get(from..to).is_some_and(|keys| place.store.check(keys, deadline).unwrap_or(false))
@@ -166,7 +166,7 @@ fn failure(mut bytes: &[u8]) -> Option<Notice> {
 /// Waits while this rank accepts those above it, until `finished` is closed at its other end. Fails if another rank has
 /// failed, or if the one that is `missing` is frozen or no longer listens.
 pub(super) fn watch(
-    place: &Place<'_>,
+    place: &MeshConfig<'_>,
     host: &str,
     (addresses, below): (&[Address], &[Pair]),
     missing: &AtomicUsize,
@@ -227,7 +227,7 @@ mod tests {
             there in prop::collection::vec(prop::bool::weighted(0.9), 1..40), known in 0_usize..40
         ) {
             let store = MemoryStore::new();
-            let place = Place {
+            let place = MeshConfig {
                 store: &store,
                 rank: Rank::MAIN,
                 world: WorldSize::ONE,

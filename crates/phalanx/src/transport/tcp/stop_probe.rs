@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::Place;
+use super::MeshConfig;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::frozen::{Frozen, PATIENCE};
@@ -42,7 +42,7 @@ fn key(rank: Rank) -> String {
 
 /// Checks whether the rank that this one waits for is stopped.
 pub(super) struct StopProbe<'a> {
-    place: &'a Place<'a>,
+    place: &'a MeshConfig<'a>,
     own: Option<ProcessId>,
     suspect: Option<Suspect>,
 }
@@ -54,7 +54,7 @@ struct Suspect {
 }
 
 impl<'a> StopProbe<'a> {
-    pub(super) fn new(place: &'a Place<'a>) -> Self {
+    pub(super) fn new(place: &'a MeshConfig<'a>) -> Self {
         Self { place, own: process::own(), suspect: None }
     }
 

@@ -30,7 +30,10 @@ fn join(store: &MemoryStore, rank: u32, world: u32, credentials: &Credentials) -
     let (rank, world) = (Rank::new(rank), WorldSize::new(world)?);
     let interface = Ipv4Addr::LOCALHOST.into();
     let heartbeat = Heartbeat::default();
-    mesh(&Place { store, rank, world, generation: Generation(0), interface, credentials, heartbeat }, soon())
+    mesh(
+        &MeshConfig { store, rank, world, generation: Generation(0), interface, credentials, heartbeat },
+        soon(),
+    )
 }
 
 /// Those of two ranks with these credentials.
