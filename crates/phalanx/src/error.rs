@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use crate::rank::{OutOfRange, Rank, Sequence};
+use crate::rank::{Rank, Sequence};
 
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -334,12 +334,6 @@ impl Error {
     /// What to do about it.
     pub fn remedy(&self) -> Option<&str> {
         self.0.remedy.as_deref()
-    }
-}
-
-impl From<OutOfRange> for Error {
-    fn from(error: OutOfRange) -> Self {
-        Self::invalid_argument(error.to_string())
     }
 }
 

@@ -70,6 +70,7 @@ pub mod trace;
 mod transport;
 mod wire;
 mod worker_error;
+mod world_size;
 
 pub use buffer::{Buffer, BufferPart};
 pub use caller::Caller;
@@ -81,10 +82,11 @@ pub use error::{Error, Result};
 pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use health::Heartbeat;
 pub use key::JobKey;
-pub use rank::{Generation, MAX_WORLD_SIZE, OutOfRange, Rank, Sequence, WorldSize};
+pub use rank::{Generation, Rank, Sequence};
 pub use spawn::spawn;
 pub use tls::Tls;
 pub use transport::TransportKind;
+pub use world_size::{MAX_WORLD_SIZE, WorldSize};
 
 /// The guide's programs must compile.
 #[cfg(doctest)]

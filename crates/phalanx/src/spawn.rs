@@ -14,8 +14,8 @@ use rustix::process::{getpid, getppid, kill_process};
 use crate::env::LaunchEnv;
 use crate::error::{Error, Kind, Result};
 use crate::launch::{Event, Job, Outcome, Output};
-use crate::rank::WorldSize;
 use crate::worker_error;
+use crate::world_size::WorldSize;
 
 /// Tells a copy of the program whose copy it is, and for which call: `parent's pid:call:location`.
 const VARIABLE: &str = "PHALANX_SPAWN";

@@ -1,7 +1,8 @@
 //! Barriers.
 
 use super::{Combine, Plan, Step, after, before};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// ceil(log2 w) rounds of empty frames: in round k, each rank tells the one 2^k places on (D. Hensgen, R. Finkel and
 /// U. Manber, "Two algorithms for barrier synchronization", 1988). Whoever leaves has heard, through others, of all.

@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 use super::{Plan, doubling, halving, ring, tree};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::rank::{MAX_WORLD_SIZE, Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
 
 /// The sizes at which one algorithm gives way to the next, for worlds of different sizes.
 ///

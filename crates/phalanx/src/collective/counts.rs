@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::error::{Error, Result};
-use crate::rank::WorldSize;
+use crate::world_size::WorldSize;
 
 /// How many elements of a buffer each rank has; one rank's elements stand after another's.
 #[derive(Clone, Debug, PartialEq, Eq)]

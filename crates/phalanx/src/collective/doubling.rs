@@ -3,7 +3,8 @@
 //! 2005, which also folds worlds that are no power of two).
 
 use super::{Combine, Parts, Plan, Step};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// ceil(log2 w) steps of n elements, and two more if w is no power of two.
 ///

@@ -6,7 +6,8 @@ use std::ops::Range;
 
 use super::doubling::{Fold, fold};
 use super::{Combine, Parts, Plan, Step};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// 2·floor(log2 w) steps, in which each rank sends 2n(w-1)/w elements; two more steps, and up to 2n, if w is no power of
 /// two. Each element is finished on one rank and then copied.

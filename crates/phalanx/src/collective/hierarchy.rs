@@ -7,7 +7,8 @@
 use std::ops::Range;
 
 use super::{Plan, Recv, Send, Step};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// A rank's place in a group of several hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]

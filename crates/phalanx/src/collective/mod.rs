@@ -34,7 +34,8 @@ pub(crate) use pairwise::{all_to_all, gather, scatter};
 pub(crate) use ring::{all_gather, all_gather_v, reduce_scatter, reduce_scatter_v};
 pub(crate) use tree::{gather as gather_tree, scatter as scatter_tree};
 
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// What one rank does in one collective, in order.
 pub(crate) type Plan = Vec<Step>;

@@ -2,7 +2,8 @@
 //! input, and what is received in the output, which do not overlap.
 
 use super::{Combine, Counts, Plan, Step, after, before};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// Every rank sends its input to the root: one step, or w-1 at the root, n elements each.
 pub(crate) fn gather(rank: Rank, world: WorldSize, root: Rank, count: usize) -> Plan {

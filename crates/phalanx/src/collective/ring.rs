@@ -4,7 +4,8 @@
 use std::ops::Range;
 
 use super::{Combine, Counts, Parts, Plan, Step, after, before, chunk};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// 2(w-1) steps; each rank sends 2n(w-1)/w elements. Each chunk is combined along one path, in one order.
 pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan {

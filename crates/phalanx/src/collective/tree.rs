@@ -1,7 +1,8 @@
 //! From one root to all, or from all to one: binomial trees for few bytes, chunks and a ring for many.
 
 use super::{Combine, Parts, Plan, Step, after, before, chunk, ring};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// ceil(log2 w) rounds of n elements: in round k, the ranks that have the data send it 2^k places on.
 pub(crate) fn binomial(rank: Rank, world: WorldSize, root: Rank, elements: usize) -> Plan {

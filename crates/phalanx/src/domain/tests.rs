@@ -8,10 +8,10 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::group::{Connected, Wishes, connect};
 use crate::health::Heartbeat;
-use crate::rank::WorldSize;
 use crate::store::MemoryStore;
 use crate::testing::{Fabric, run};
 use crate::transport::{MeshConfig, TransportKind};
+use crate::world_size::WorldSize;
 
 const LIMIT: Duration = Duration::from_secs(20);
 

@@ -215,7 +215,7 @@ fn drifted(held: Vec<(usize, Vec<Summary>)>, commit: u64) -> Error {
 mod tests {
     use super::super::{Parts, State};
     use super::*;
-    use crate::rank::WorldSize;
+    use crate::world_size::WorldSize;
 
     /// Parts by name.
     #[derive(Clone, Debug, PartialEq)]

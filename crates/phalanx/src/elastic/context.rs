@@ -9,7 +9,8 @@ use super::{Drift, State, agreement};
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// The state, and the commits by which it outlives a change of the workers.
 pub struct Context<'a, S: State> {

@@ -10,8 +10,9 @@ use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::group::{GroupOptions, ProcessGroup};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::rendezvous::Rendezvous;
+use crate::world_size::WorldSize;
 
 /// How long a group may take to hear of a failure that its sub-group has seen.
 const HEARSAY: Duration = Duration::from_millis(200);

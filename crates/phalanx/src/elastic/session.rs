@@ -22,11 +22,12 @@ use crate::env::Meeting;
 use crate::error::{Error, Kind, Result};
 use crate::group::ProcessGroup;
 use crate::notice::{Reminders, warn};
-use crate::rank::{Generation, Rank, WorldSize};
+use crate::rank::{Generation, Rank};
 use crate::rendezvous::membership::liveness::Liveness;
 use crate::rendezvous::{self, Rendezvous};
 use crate::store::{PrefixStore, SharedStore, TcpStore, host_port};
 use crate::transport;
+use crate::world_size::WorldSize;
 
 /// How long the reader waits at a time: then it looks whether it is still wanted.
 const LOOK: Duration = Duration::from_millis(200);

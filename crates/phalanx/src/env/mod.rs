@@ -26,7 +26,8 @@ use std::net::IpAddr;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
-use crate::rank::{Generation, OutOfRange, Rank, WorldSize};
+use crate::rank::{Generation, Rank};
+use crate::world_size::WorldSize;
 
 /// The variables without which there is no world of several ranks.
 const REQUIRED: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
@@ -160,12 +161,11 @@ impl LaunchEnv {
                 node: variables.parse_optional("GROUP_RANK")?,
             },
         };
-        let refuse = |(name, value): (&str, u32), error: OutOfRange| {
-            malformed(name, &value.to_string(), &error.to_string())
-        };
+        let refuse =
+            |(name, value): (&str, u32), error: &Error| malformed(name, &value.to_string(), error.cause());
         let world_size =
-            WorldSize::new(place.world_size.1).map_err(|error| refuse(place.world_size, error))?;
-        let rank = world_size.rank(place.rank.1).map_err(|error| refuse(place.rank, error))?;
+            WorldSize::new(place.world_size.1).map_err(|error| refuse(place.world_size, &error))?;
+        let rank = world_size.rank(place.rank.1).map_err(|error| refuse(place.rank, &error))?;
         check_local(place.local_rank, place.local_world_size, world_size)?;
         Ok(Some(Self {
             rank,

@@ -14,9 +14,10 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
-use crate::rank::{Generation, Rank, WorldSize};
+use crate::rank::{Generation, Rank};
 use crate::store::{PrefixStore, SharedStore};
 use crate::transport::{MeshConfig, TransportKind};
+use crate::world_size::WorldSize;
 
 /// What a group was made with, and what its sub-groups are made with.
 #[derive(Clone)]

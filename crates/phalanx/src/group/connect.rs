@@ -6,11 +6,12 @@ use crate::deadline::Deadline;
 use crate::domain::{self, Domain, Joined, Partition};
 use crate::error::Result;
 use crate::health::Health;
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::transport::messages::{self, Messages};
 use crate::transport::tcp::{self, Monitor, Tcp};
 use crate::transport::{MeshConfig, Transport, TransportKind, in_process};
 use crate::worker_error;
+use crate::world_size::WorldSize;
 
 /// What a rank asks for when it connects.
 #[derive(Clone, Copy, Debug, Default)]

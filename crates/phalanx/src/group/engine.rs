@@ -14,9 +14,10 @@ use crate::deadline::{Deadline, Patience};
 use crate::domain::{Domain, Partition};
 use crate::error::{Error, Result};
 use crate::health::Health;
-use crate::rank::{Generation, Rank, Sequence, WorldSize};
+use crate::rank::{Generation, Rank, Sequence};
 use crate::transport::{Incoming, Outgoing, Transport};
 use crate::wire::frame::{Call, Header, Operation};
+use crate::world_size::WorldSize;
 
 /// How many of its own calls a rank remembers, for an error that shows where it and another have parted.
 const REMEMBERED: usize = 64;

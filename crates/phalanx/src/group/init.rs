@@ -13,12 +13,12 @@ use crate::dtype::DType;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
-use crate::rank::WorldSize;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
 use crate::transport::{MeshConfig, TransportKind};
 use crate::wire::frame::Operation;
 use crate::worker_error;
+use crate::world_size::WorldSize;
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///

@@ -47,10 +47,11 @@ use crate::deadline::Patience;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::health::Health;
-use crate::rank::{Generation, Rank, WorldSize};
+use crate::rank::{Generation, Rank};
 use crate::trace::Trace;
 use crate::transport::TransportKind;
 use crate::worker_error;
+use crate::world_size::WorldSize;
 
 /// How long an operation may take unless the group is told otherwise; PyTorch's default for groups on processors.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
@@ -348,7 +349,7 @@ impl ProcessGroup {
 
     /// Checks that `rank` belongs to this group.
     fn member(&self, rank: Rank) -> Result<Rank> {
-        Ok(self.inner.world.rank(rank.get())?)
+        self.inner.world.rank(rank.get())
     }
 
     /// Checks that `rank` is another rank of this group.

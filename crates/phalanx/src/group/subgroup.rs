@@ -3,7 +3,8 @@
 use super::{Identity, ProcessGroup};
 use crate::caller::Caller;
 use crate::error::{Error, Kind, Result};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// What a rank tells the others of its call: two numbers.
 const RECORD: usize = 2;

@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use super::heartbeat::Heartbeat;
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// A process that is seen to run is waited for so many times as long.
 const PATIENCE: u32 = 10;

@@ -7,7 +7,8 @@ use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// Kind, operation, type, length, root, the user's call.
 const FIELDS: usize = 6;

@@ -51,8 +51,9 @@ use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{Communicator, Work};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::trace::Trace;
+use crate::world_size::WorldSize;
 
 /// What [`JoinGroup::join`] may be told. Names and defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::exit::{Exit, Failure, NodeFailure, Signal};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// A worker's output stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

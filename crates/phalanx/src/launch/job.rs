@@ -19,9 +19,9 @@ use crate::deadline::Deadline;
 use crate::elastic;
 use crate::error::{Error, Result};
 use crate::key::{self, JobKey};
-use crate::rank::WorldSize;
 use crate::store::{Access, Refusals, Strangers, TcpStoreServer, host_port};
 use crate::tls::{self, Tls};
+use crate::world_size::WorldSize;
 
 /// How long the system may take to look up the master address, which is one of this machine.
 const LOOK_UP: Duration = Duration::from_secs(30);

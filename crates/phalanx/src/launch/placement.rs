@@ -1,7 +1,8 @@
 //! Where the workers of this node stand in the job, in one attempt.
 
 use crate::env::WorkerEnv;
-use crate::rank::{Generation, Rank, WorldSize};
+use crate::rank::{Generation, Rank};
+use crate::world_size::WorldSize;
 
 /// What one attempt's workers are told; the rest of their environment is the same in every attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]

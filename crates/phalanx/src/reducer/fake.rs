@@ -13,8 +13,9 @@ use crate::collective::ReduceOp;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::group::{Communicator, Work};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::trace::Trace;
+use crate::world_size::WorldSize;
 
 /// Completes one rank's part of an operation.
 type Completer = Box<dyn FnOnce(Result<Buffer>) + Send>;

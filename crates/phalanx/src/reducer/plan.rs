@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::ParameterSpec;
 use crate::dtype::DType;
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// Every parameter in exactly one bucket, buckets in the order in which they are launched.
 #[derive(Clone, Debug, PartialEq, Eq)]

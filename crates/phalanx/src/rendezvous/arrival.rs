@@ -21,9 +21,10 @@ use super::hosts::{Host, Hosts};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::notice::while_waiting;
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::store::{PrefixStore, SharedStore, Store};
 use crate::transport;
+use crate::world_size::WorldSize;
 
 const OK: &[u8] = b"ok";
 /// How many missing ranks an error names.

@@ -13,8 +13,9 @@ use super::arrival::{Identity, arrive, nonce, reserve};
 use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::store::{FileStore, SharedStore, Store};
+use crate::world_size::WorldSize;
 
 /// All hellos: one line each, rank and number.
 const HELLOS: &str = "hellos";

@@ -27,8 +27,9 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, refuse_fixed_world};
 use crate::error::{Error, Result};
-use crate::rank::{Generation, Rank, WorldSize};
+use crate::rank::{Generation, Rank};
 use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
+use crate::world_size::WorldSize;
 
 /// How long rank 0, when it is done, goes on serving the store for ranks that still use it.
 pub const GRACE: Duration = Duration::from_secs(5);

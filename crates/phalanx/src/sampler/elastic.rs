@@ -5,7 +5,8 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::permutation::random_permutation;
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// What becomes of the last samples of an epoch, when they do not fill a batch on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -22,9 +22,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use self::elastic::{ElasticSampler, Tail};
 use self::permutation::random_permutation;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::notice::warn;
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// Distributes the indices of a data set among the ranks; see the [module](self) for the exact order.
 ///
@@ -63,8 +64,7 @@ impl DistributedSampler {
     /// If `rank` lies outside the world.
     pub fn new(samples: usize, rank: Rank, world_size: WorldSize) -> Result<Self> {
         let rank = world_size.rank(rank.get()).map_err(|error| {
-            Error::from(error)
-                .with_remedy("DistributedSampler::for_group(samples, &group) takes both from the group")
+            error.with_remedy("DistributedSampler::for_group(samples, &group) takes both from the group")
         })?;
         Ok(Self::at(samples, rank, world_size))
     }

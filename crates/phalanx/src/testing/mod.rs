@@ -11,10 +11,11 @@ use crate::error::Result;
 use crate::group::{Backend, GroupConfig, Identity, LocalPlace, ProcessGroup};
 use crate::group::{Wishes, connect};
 use crate::health::Heartbeat;
-use crate::rank::{Generation, Rank, WorldSize};
+use crate::rank::{Generation, Rank};
 use crate::store::{MemoryStore, SharedStore};
 use crate::trace::Trace;
 use crate::transport::{MeshConfig, TransportKind};
+use crate::world_size::WorldSize;
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

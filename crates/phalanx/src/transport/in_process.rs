@@ -11,9 +11,10 @@ use crate::buffer::AlignedBytes;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::wire::control::Notice;
 use crate::wire::frame::Header;
+use crate::world_size::WorldSize;
 
 /// One rank's end of the mailboxes.
 pub(crate) struct InProcess {

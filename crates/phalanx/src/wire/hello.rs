@@ -1,9 +1,10 @@
 //! What two ranks of one job say about themselves when they open a connection.
 
 use crate::error::{Error, Result};
-use crate::rank::{Generation, Rank, WorldSize};
+use crate::rank::{Generation, Rank};
 use crate::wire::Fields;
 use crate::wire::auth::{NONCE, Nonce};
+use crate::world_size::WorldSize;
 
 /// Bytes of a hello, in either direction.
 pub(crate) const HELLO: usize = 80;

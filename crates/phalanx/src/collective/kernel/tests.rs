@@ -1,7 +1,7 @@
 use super::*;
 use crate::buffer::Buffer;
 use crate::dtype::Element;
-use crate::rank::WorldSize;
+use crate::world_size::WorldSize;
 
 fn parts(local: usize, received: usize, world: u32) -> Parts {
     Parts::new(local, received, WorldSize::new(world).unwrap())

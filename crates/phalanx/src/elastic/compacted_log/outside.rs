@@ -8,9 +8,9 @@ use super::super::members::{Clock, Entry, MembersState, WorkerId};
 use super::{BASE, Read, STRIDE, VERSION, begin, read, state_key};
 use crate::deadline::Deadline;
 use crate::fuzzing::pieces;
-use crate::rank::MAX_WORLD_SIZE;
 use crate::rendezvous::membership::log;
 use crate::store::{MemoryStore, SharedStore};
+use crate::world_size::MAX_WORLD_SIZE;
 
 /// Nothing here waits for anybody.
 const LIMIT: Duration = Duration::from_secs(20);

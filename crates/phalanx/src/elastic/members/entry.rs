@@ -6,8 +6,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
-use crate::rank::MAX_WORLD_SIZE;
 use crate::rendezvous::membership::log;
+use crate::world_size::MAX_WORLD_SIZE;
 
 /// Before each entry, so that a worker of another version is told so instead of being misread.
 const VERSION: u8 = 2;

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::entry::{Departure, Entry, Settings, Worker, WorkerId};
-use crate::rank::MAX_WORLD_SIZE;
+use crate::world_size::MAX_WORLD_SIZE;
 
 /// Who takes part, and who wants to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

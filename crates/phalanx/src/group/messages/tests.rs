@@ -8,9 +8,9 @@ use crate::dtype::DType;
 use crate::group::connect::{Wishes, connect};
 use crate::group::{Backend, GroupConfig, Identity, ProcessGroup};
 use crate::health::Heartbeat;
-use crate::rank::WorldSize;
 use crate::store::MemoryStore;
 use crate::transport::{MeshConfig, TransportKind};
+use crate::world_size::WorldSize;
 
 const LIMIT: Duration = Duration::from_secs(20);
 const HASTE: Duration = Duration::from_millis(200);

@@ -9,7 +9,7 @@ use crate::launch::attempts::Control;
 use crate::launch::exit::Outcome;
 use crate::launch::job::Job;
 use crate::launch::placement::Placement;
-use crate::rank::WorldSize;
+use crate::world_size::WorldSize;
 
 /// It serves and decides nothing: the driver gets all events.
 #[derive(Debug)]

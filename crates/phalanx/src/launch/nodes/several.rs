@@ -17,11 +17,11 @@ use crate::launch::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::launch::job::Job;
 use crate::launch::placement::Placement;
 use crate::launch::worker::host_name;
-use crate::rank::WorldSize;
 use crate::rendezvous::membership::{
     Cause, Departure, Entry, Fault, MembershipState, Node, NodeId, Settings, Verdict,
 };
 use crate::store::{Access, Refusals, TcpStoreServer};
+use crate::world_size::WorldSize;
 
 /// This node among the others.
 #[derive(Debug)]

@@ -23,7 +23,7 @@ use crate::launch::attempts::Control;
 use crate::launch::event::{Event, Observer};
 use crate::launch::exit::{Outcome, Report, Signal};
 use crate::launch::worker::host_name;
-use crate::rank::WorldSize;
+use crate::world_size::WorldSize;
 
 /// How long a launcher may take to end that has not been told to start anything.
 const UNWANTED: Duration = Duration::from_secs(2);

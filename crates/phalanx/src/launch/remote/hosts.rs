@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
-use crate::rank::MAX_WORLD_SIZE;
+use crate::world_size::MAX_WORLD_SIZE;
 
 /// A host, and how many workers it has room for.
 #[derive(Clone, Debug, PartialEq, Eq)]

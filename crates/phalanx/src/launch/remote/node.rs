@@ -20,7 +20,7 @@ use crate::launch::cluster::{Cluster, Hosting};
 use crate::launch::event::Event;
 use crate::launch::exit::Report;
 use crate::launch::job::Job;
-use crate::rank::WorldSize;
+use crate::world_size::WorldSize;
 
 /// How long nothing may come from the command that a person has started; it speaks every 5 s.
 pub(super) const SILENCE: Duration = Duration::from_secs(60);
@@ -86,7 +86,7 @@ impl RemoteNode {
 
     /// How many workers this host takes.
     pub fn workers(&self) -> Result<WorldSize> {
-        Ok(WorldSize::new(self.place.workers)?)
+        WorldSize::new(self.place.workers)
     }
 
     /// `job`, with what the command has said about this host's part in it, but for the [cluster](Self::cluster).

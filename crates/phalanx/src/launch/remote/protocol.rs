@@ -23,7 +23,8 @@ use crate::key::JobKey;
 use crate::launch::agent::{AgentConfig, Instruction};
 use crate::launch::event::{Event, Observer, Stream};
 use crate::launch::exit::{Exit, Failure, NodeFailure, Outcome, Report, Signal};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
 /// A message from the command to a launcher.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,8 +9,9 @@ use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{Communicator, Work};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::trace::Trace;
+use crate::world_size::WorldSize;
 
 /// A group that notes the bytes of all buffers it is given; of operations that move half of what an all_reduce of the
 /// same buffer does, half.

@@ -189,7 +189,7 @@ impl Communicator for Alone {
     fn rank(&self) -> Rank {
         self.0.rank()
     }
-    fn world_size(&self) -> crate::rank::WorldSize {
+    fn world_size(&self) -> crate::world_size::WorldSize {
         self.0.world_size()
     }
     fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {

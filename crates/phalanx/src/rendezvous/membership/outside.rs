@@ -3,7 +3,7 @@
 use super::*;
 use crate::fuzzing::pieces;
 use crate::key::JobKey;
-use crate::rank::MAX_WORLD_SIZE;
+use crate::world_size::MAX_WORLD_SIZE;
 
 /// For [`fuzzing`](crate::fuzzing): entries as they stand in the store; after a 0 of a job without a key, after a 1 of one with
 /// a key of zeros.

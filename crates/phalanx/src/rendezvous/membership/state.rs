@@ -1,7 +1,7 @@
 //! The state that all nodes agree on.
 
 use super::entry::{Departure, Entry, Fault, Node, NodeId, Settings};
-use crate::rank::MAX_WORLD_SIZE;
+use crate::world_size::MAX_WORLD_SIZE;
 
 /// What has become of the job so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

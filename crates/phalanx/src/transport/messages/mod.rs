@@ -26,8 +26,9 @@ use super::tcp::{Connection, Connections};
 use crate::buffer::{AlignedBytes, Buffer};
 use crate::error::{Error, Result};
 use crate::health::Health;
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::wire::frame::{HEADER, Header};
+use crate::world_size::WorldSize;
 
 /// A header in a ring, with the padding that keeps the elements behind it aligned.
 const HEAD: usize = HEADER.next_multiple_of(ALIGNMENT);

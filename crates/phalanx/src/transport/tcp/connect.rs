@@ -383,8 +383,9 @@ mod tests {
     use crate::credentials::Credentials;
     use crate::health::Heartbeat;
     use crate::key::JobKey;
-    use crate::rank::{Generation, WorldSize};
+    use crate::rank::Generation;
     use crate::store::{MemoryStore, Store};
+    use crate::world_size::WorldSize;
     use std::io::Write;
     use std::net::Ipv4Addr;
     use std::sync::atomic::{AtomicBool, Ordering};

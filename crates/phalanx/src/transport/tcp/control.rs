@@ -16,9 +16,10 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
 use crate::health::liveness::listens;
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, Notice};
+use crate::world_size::WorldSize;
 
 /// Watches the control connections until it is dropped; then it says goodbye.
 pub(crate) struct Monitor {

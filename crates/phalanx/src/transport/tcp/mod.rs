@@ -40,8 +40,9 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
-use crate::rank::{Generation, Rank, WorldSize};
+use crate::rank::{Generation, Rank};
 use crate::store::Store;
+use crate::world_size::WorldSize;
 
 /// Bytes that are received before they are reduced: they stay in the processor's cache.
 const SEGMENT: usize = 256 * 1024;

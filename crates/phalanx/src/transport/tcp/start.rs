@@ -218,8 +218,9 @@ mod tests {
     use super::*;
     use crate::credentials::Credentials;
     use crate::health::Heartbeat;
-    use crate::rank::{Generation, WorldSize};
+    use crate::rank::Generation;
     use crate::store::MemoryStore;
+    use crate::world_size::WorldSize;
 
     proptest! {
         #[test]

@@ -14,9 +14,10 @@ use crate::health::Health;
 use crate::health::Heartbeat;
 use crate::health::calls::LOOK;
 use crate::health::liveness::{Liveness, Sight, Silence};
-use crate::rank::{Rank, WorldSize};
+use crate::rank::Rank;
 use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, MAX_BODY, PREFIX, ProcessId};
+use crate::world_size::WorldSize;
 
 /// How long a process may take from the end of its connections to its own.
 const ENDING: Duration = Duration::from_millis(100);

@@ -32,9 +32,9 @@ use crate::launch::remote::node::version;
 use crate::launch::remote::protocol::{FromLauncher, LauncherConfig, News, SentKey, ToLauncher};
 use crate::launch::remote::{RemoteJob, is_this_machine, keep};
 use crate::launch::worker::host_name;
-use crate::rank::WorldSize;
 use crate::rendezvous;
 use crate::store::{Access, Strangers, TcpStoreServer, host_port};
+use crate::world_size::WorldSize;
 
 /// How long the system may take to look up the address at which the store is served.
 const LOOK_UP: Duration = Duration::from_secs(30);

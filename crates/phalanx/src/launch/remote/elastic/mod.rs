@@ -18,7 +18,7 @@ use super::RemoteJob;
 use crate::error::{Error, Result};
 use crate::launch::event::Observer;
 use crate::launch::exit::Report;
-use crate::rank::{MAX_WORLD_SIZE, WorldSize};
+use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
 
 /// As long as anybody waits.
 const FOR_EVER: Duration = Duration::from_secs(365 * 24 * 3600);
