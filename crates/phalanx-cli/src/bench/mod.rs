@@ -67,6 +67,7 @@ fn work(options: &Bench) -> Result<()> {
     let algorithms = tune::algorithms(options.collective)?;
     let (groups, _keep_alive) = tune::groups(algorithms, world, &group)?;
     groups.iter().try_for_each(tune::has_a_choice)?;
+    tune::are_forced(&groups, algorithms)?;
     dispatch(options, &groups, algorithms)
 }
 

@@ -87,6 +87,23 @@ pub(super) fn has_a_choice(group: &ProcessGroup) -> Result<()> {
     }
 }
 
+/// An error if a group does not choose by what its algorithm forces, or two choose alike: the times of one algorithm would
+/// be noted as another's.
+pub(super) fn are_forced(groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
+    let rows = groups.iter().map(ProcessGroup::tuning_row).collect::<Result<Vec<_>>>()?;
+    for (index, (row, algorithm)) in rows.iter().zip(algorithms).enumerate() {
+        let mut forced = row.clone();
+        (algorithm.force)(&mut forced);
+        if forced != *row || rows[..index].contains(row) {
+            let name = algorithm.name;
+            return Err(Error::aborted(format!(
+                "the group for {name} chooses by a table that does not force it: {row:?}"
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// Notes in the table in `path`, for worlds of `world` ranks, what the times of the algorithms say. A table that is not
 /// there yet begins with the defaults; what other worlds and collectives have in it stays.
 pub(super) fn write(
@@ -176,6 +193,8 @@ fn crossovers(times: &[Vec<f64>]) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
+    use phalanx::WorldSize;
+
     use super::*;
 
     #[test]
@@ -207,6 +226,17 @@ mod tests {
                 assert!(!rows[..index].contains(row), "{collective}: {rows:?}");
             }
         }
+    }
+
+    #[test]
+    fn groups_that_choose_by_the_usual_table_are_not_timed_as_different_algorithms() {
+        let groups = ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap();
+        let algorithms = algorithms(Collective::AllReduce).unwrap();
+        assert!(are_forced(&groups, algorithms).unwrap_err().to_string().contains("doubling"));
+        let usual = Algorithm { name: "usual", force: |_| {} };
+        assert!(are_forced(&groups[..1], &[usual]).is_ok());
+        let twice = [Algorithm { name: "one", force: |_| {} }, Algorithm { name: "the same", force: |_| {} }];
+        assert!(are_forced(&groups, &twice).unwrap_err().to_string().contains("the same"));
     }
 
     #[test]

@@ -211,6 +211,11 @@ pub(crate) fn reduce(
     }
 }
 
+/// Do a gather and a scatter of `share` bytes for each rank use a tree? Otherwise each rank meets the root.
+pub(crate) fn goes_by_tree(row: &TuningRow, share: usize) -> bool {
+    share <= row.tree_max
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -223,6 +228,45 @@ mod tests {
         assert_eq!(tuning.choice(world(3)).row, tuning.rows[1]);
         assert_eq!(tuning.choice(world(900)).row, tuning.rows[2]);
         assert_ne!(tuning.choice(world(2)).fingerprint, tuning.choice(world(3)).fingerprint);
+    }
+
+    #[test]
+    fn rows_that_leave_one_algorithm_each_give_plans_that_differ_at_every_size() {
+        use crate::collective::{gather, gather_tree, scatter, scatter_tree};
+        const MAX: usize = usize::MAX;
+        let row = TuningRow::default;
+        let all_reduces = [
+            TuningRow { doubling_max: MAX, ..row() },
+            TuningRow { doubling_max: 0, halving_max: MAX, ..row() },
+            TuningRow { doubling_max: 0, halving_max: 0, ..row() },
+        ];
+        let broadcasts = [MAX, 0].map(|broadcast_ring_min| TuningRow { broadcast_ring_min, ..row() });
+        let reduces = [MAX, 0].map(|reduce_ring_min| TuningRow { reduce_ring_min, ..row() });
+        let gathers = [MAX, 0].map(|tree_max| TuningRow { tree_max, ..row() });
+        for world in [3, 4].map(|size| WorldSize::new(size).unwrap()) {
+            // Of 4 B, 1 KiB, 64 KiB and 256 KiB.
+            for elements in [1, 256, 16_384, 65_536] {
+                let differ = |rows: &[TuningRow], plan: &dyn Fn(&TuningRow, Rank) -> Plan| {
+                    let plan = |row| world.ranks().map(|rank| plan(row, rank)).collect::<Vec<_>>();
+                    let plans: Vec<_> = rows.iter().map(plan).collect();
+                    for (index, plan) in plans.iter().enumerate() {
+                        assert!(!plans[..index].contains(plan), "{index} of {elements} in {world}: {plan:?}");
+                    }
+                };
+                let (f32, root) = (DType::F32, Rank::MAIN);
+                differ(&all_reduces, &|row, rank| all_reduce(row, rank, world, f32, elements));
+                differ(&broadcasts, &|row, rank| broadcast(row, rank, world, root, f32, elements));
+                differ(&reduces, &|row, rank| reduce(row, rank, world, root, f32, elements));
+                differ(&gathers, &|row, rank| match goes_by_tree(row, elements * f32.size()) {
+                    true => gather_tree(rank, world, root, elements),
+                    false => gather(rank, world, root, elements),
+                });
+                differ(&gathers, &|row, rank| match goes_by_tree(row, elements * f32.size()) {
+                    true => scatter_tree(rank, world, root, elements),
+                    false => scatter(rank, world, root, elements),
+                });
+            }
+        }
     }
 
     #[test]

@@ -24,7 +24,7 @@ use std::ops::Range;
 pub(crate) use barrier::dissemination;
 #[cfg(any(test, fuzzing))]
 pub use choice::fuzz as fuzz_tuning;
-pub(crate) use choice::{Choice, all_reduce, broadcast, reduce};
+pub(crate) use choice::{Choice, all_reduce, broadcast, goes_by_tree, reduce};
 pub use choice::{Tuning, TuningRow};
 pub(crate) use counts::Counts;
 pub(crate) use hierarchy::{Hierarchy, Leaders};

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
-use crate::collective::{self, Choice, Counts, Hierarchy, Memory, Plan, ReduceOp, Step, Tuning};
+use crate::collective::{self, Choice, Counts, Hierarchy, Memory, Plan, ReduceOp, Step, Tuning, TuningRow};
 use crate::deadline::{Deadline, Patience};
 use crate::domain::{Domain, Partition};
 use crate::error::{Error, Result};
@@ -90,6 +90,11 @@ impl Engine {
         let call = Call { tuning: self.choice.fingerprint, ..call };
         let plan = collective::dissemination(self.rank, self.world);
         self.execute(call, Sequence::default(), &plan, Space::One(&mut []), deadline)
+    }
+
+    /// What algorithms are chosen by.
+    pub(super) fn row(&self) -> &TuningRow {
+        &self.choice.row
     }
 
     /// A collective of all ranks, on this rank's memory.

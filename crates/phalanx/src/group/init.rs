@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::connect::{Wishes, connect};
 use super::{Backend, DEFAULT_TIMEOUT, GroupConfig, Identity, LocalPlace, ProcessGroup};
 use crate::caller::Caller;
-use crate::collective::Tuning;
+use crate::collective::{Tuning, TuningRow};
 use crate::deadline::Deadline;
 use crate::dtype::DType;
 use crate::env;
@@ -163,6 +163,15 @@ impl ProcessGroup {
         let call = self.in_call(caller).call(Operation::Barrier, DType::U8, 0);
         self.inner.queue.run(&patience, |engine| engine.tune(tuning, call, patience.deadline()))??;
         Ok(self)
+    }
+
+    /// The row by which the algorithms of this group are chosen. For tools that time them.
+    ///
+    /// # Errors
+    /// If the group's worker is gone.
+    #[doc(hidden)]
+    pub fn tuning_row(&self) -> Result<TuningRow> {
+        self.inner.lane.run(&self.patience(), |engine| engine.row().clone())
     }
 }
 

@@ -109,6 +109,38 @@ fn all_reduce_of_every_type_operation_and_length() {
     }
 }
 
+#[test]
+fn all_reduce_of_the_groups_memory_on_one_rank_and_ordinary_memory_on_the_others() {
+    for fabric in Fabric::ALL {
+        for world in [2, 3] {
+            run(world, fabric, |group| {
+                let (rank, world) = (group.rank().index(), group.world_size().count());
+                // The last passes through more windows than there are.
+                for length in lengths(world).into_iter().chain([300_001]) {
+                    let expected: Vec<i64> =
+                        (0..length).map(|index| i64::from(reference(ReduceOp::Sum, world, index))).collect();
+                    for one in 0..world {
+                        // The one differs from the others, either way.
+                        for is_registered in [rank == one, rank != one] {
+                            let own = input::<i64>(rank, length);
+                            let mut buffer = if is_registered {
+                                registered(&group, &own)
+                            } else {
+                                Buffer::from_slice(&own)
+                            };
+                            group.all_reduce(buffer.as_mut_slice::<i64>().unwrap(), ReduceOp::Sum).unwrap();
+                            assert!(
+                                buffer.as_slice::<i64>().unwrap() == expected,
+                                "{length}, rank {rank}, the one is {one}"
+                            );
+                        }
+                    }
+                }
+            });
+        }
+    }
+}
+
 /// Sums whose bits tell the order of the adding, in ordinary memory and in the group's.
 fn bits(group: &ProcessGroup, length: usize) -> [Vec<u32>; 2] {
     let rank = group.rank().get() as f32;

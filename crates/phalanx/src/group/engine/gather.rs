@@ -61,7 +61,7 @@ impl Engine {
         deadline: Deadline,
     ) -> Result<()> {
         let (root, block) = (call.root.unwrap_or(Rank::MAIN), input.len());
-        if block > self.choice.row.tree_max {
+        if !collective::goes_by_tree(&self.choice.row, block) {
             if self.rank == root {
                 output[self.rank.index() * block..][..block].copy_from_slice(input);
             }
@@ -90,7 +90,7 @@ impl Engine {
         deadline: Deadline,
     ) -> Result<()> {
         let (root, block) = (call.root.unwrap_or(Rank::MAIN), output.len());
-        if block > self.choice.row.tree_max {
+        if !collective::goes_by_tree(&self.choice.row, block) {
             if self.rank == root {
                 output.copy_from_slice(&input[self.rank.index() * block..][..block]);
             }
