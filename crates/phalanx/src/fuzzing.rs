@@ -245,17 +245,22 @@ pub fn launch_env(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::path::Path;
+    use std::path::{Path, PathBuf};
 
     use super::*;
+    use crate::wire::auth::TAG;
+    use crate::wire::hello::REFUSAL;
+
+    fn seeds() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds")
+    }
 
     /// The names of seeds that are written as today's code writes begin with "valid".
     #[test]
     fn what_the_fuzzer_has_found_before_is_still_right() {
-        let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds");
         for (name, target) in TARGETS {
             let mut valid = 0;
-            for file in fs::read_dir(seeds.join(name)).unwrap() {
+            for file in fs::read_dir(seeds().join(name)).unwrap() {
                 let path = file.unwrap().path();
                 let is_valid = path.file_name().unwrap().to_str().unwrap().starts_with("valid");
                 assert_eq!(
@@ -267,6 +272,50 @@ mod tests {
                 valid += usize::from(is_valid);
             }
             assert!(valid > 0, "no seed of {name} means anything: add one as it is written today");
+        }
+    }
+
+    /// The seeds that a person cannot write: with proofs, and with the version.
+    fn handshakes() -> Vec<(&'static str, Vec<u8>)> {
+        let (secret, zero, one) = (group_secret(), rank_saying_hello(0, 1), rank_saying_hello(1, 0));
+        let stranger = Hello { group: [7; 16], generation: Generation(3), world: 9, ..one };
+        let hello = |hello: Hello, channel| hello.on(channel, hello.to).encode().to_vec();
+        let caller = Caller::new(one);
+        let said = *caller.hello();
+        let answerer = Answerer::new(&secret, &zero, one, said).unwrap();
+        let answer = *answerer.answer();
+        let answered = caller.answered(&secret, answer).unwrap();
+        let (_, welcome) = answerer.proven(&secret, answered.proof()).unwrap();
+        let connects = |proof: &[u8; TAG]| [&[0][..], &said, proof].concat();
+        let accepts = |welcome: &[u8; TAG]| [&[1][..], &answer, welcome].concat();
+        vec![
+            ("hello/valid_data", hello(one, Channel::Data)),
+            ("hello/valid_control", hello(one, Channel::Control)),
+            ("hello/valid_messages", hello(one, Channel::Messages)),
+            ("hello/valid_data_stranger", hello(stranger, Channel::Data)),
+            ("hello/valid_control_stranger", hello(stranger, Channel::Control)),
+            ("hello/refusal", REFUSAL.to_vec()),
+            ("handshake/valid_connects", connects(answered.proof())),
+            ("handshake/unproven", connects(&[5; TAG])),
+            ("handshake/valid_accepts", accepts(&welcome)),
+            ("handshake/unwelcome", accepts(&[5; TAG])),
+            ("handshake/refused", [&[1][..], &REFUSAL, &[0; 2 * TAG]].concat()),
+        ]
+    }
+
+    /// After a change of the format: `UPDATE_SEEDS=1 cargo test -p phalanx --lib seeds_of_handshakes`.
+    #[test]
+    fn seeds_of_handshakes_are_what_is_said_today() {
+        for (name, bytes) in handshakes() {
+            let path = seeds().join(name);
+            if std::env::var_os("UPDATE_SEEDS").is_some() {
+                fs::write(&path, &bytes).unwrap();
+            }
+            assert_eq!(
+                fs::read(&path).unwrap(),
+                bytes,
+                "{name}: set UPDATE_SEEDS=1 and run this test to write it"
+            );
         }
     }
 

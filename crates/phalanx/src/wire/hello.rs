@@ -10,7 +10,8 @@ use crate::world_size::WorldSize;
 pub(crate) const HELLO: usize = 80;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"PHXH");
-const VERSION: u16 = 2;
+/// Of all that ranks of one build say to each other, and leave for each other in the store.
+const VERSION: u16 = 3;
 
 /// The answer to a rank that has no business here: magic and version, and no channel.
 pub(crate) const REFUSAL: [u8; HELLO] = {
@@ -20,9 +21,16 @@ pub(crate) const REFUSAL: [u8; HELLO] = {
     bytes
 };
 
-/// Is this the beginning of a hello of another version, which may have another length?
-pub(crate) fn is_of_another_version(bytes: &[u8]) -> bool {
-    bytes.len() >= 6 && bytes.starts_with(&MAGIC.to_le_bytes()) && bytes[4..6] != VERSION.to_le_bytes()
+/// An error if this is the beginning of a hello of another version, which may have another length.
+pub(crate) fn check_version(bytes: &[u8]) -> Result<()> {
+    let version = bytes.strip_prefix(&MAGIC.to_le_bytes()).and_then(|bytes| bytes.first_chunk());
+    match version.map(|version| u16::from_le_bytes(*version)) {
+        Some(version) if version != VERSION => {
+            Err(Error::protocol(format!("a peer speaks version {version}, this one {VERSION}"))
+                .with_remedy("start every rank with the same build"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// What a connection between two ranks is for.
@@ -84,14 +92,11 @@ impl Hello {
 
     pub(crate) fn decode(bytes: &[u8; HELLO]) -> Result<Self> {
         let mut fields = Fields::new(bytes);
-        let (magic, version, channel, _) = (fields.u32(), fields.u16(), fields.u8(), fields.u8());
+        let (magic, _version, channel, _) = (fields.u32(), fields.u16(), fields.u8(), fields.u8());
         if magic != MAGIC {
             return Err(Error::protocol("a connection did not begin with a handshake"));
         }
-        if version != VERSION {
-            return Err(Error::protocol(format!("a peer speaks version {version}, this one {VERSION}"))
-                .with_remedy("start every rank with the same build"));
-        }
+        check_version(bytes)?;
         let channel = match channel {
             0 => {
                 return Err(Error::protocol(
@@ -177,10 +182,14 @@ mod tests {
     fn a_refusal_says_that_it_is_one_and_names_the_version() {
         assert!(Hello::decode(&REFUSAL).unwrap_err().to_string().contains("not of its job"));
         let mut other = REFUSAL;
-        other[4] += 1;
-        assert!(Hello::decode(&other).unwrap_err().to_string().contains("speaks version 3, this one 2"));
-        assert!(is_of_another_version(&other[..6]) && !is_of_another_version(&other[..5]));
-        assert!(!is_of_another_version(&REFUSAL) && !is_of_another_version(b"GET / "));
+        other[4] = 2;
+        for error in [Hello::decode(&other).unwrap_err(), check_version(&other[..6]).unwrap_err()] {
+            assert!(error.to_string().contains("speaks version 2, this one 3"), "{error}");
+            assert!(error.remedy().unwrap().contains("the same build"));
+        }
+        for start in [&other[..5], &REFUSAL, b"GET / "] {
+            assert!(check_version(start).is_ok());
+        }
     }
 
     proptest! {
@@ -189,7 +198,8 @@ mod tests {
             let mut hello = [0; HELLO];
             hello.copy_from_slice(&bytes);
             let _ = Hello::decode(&hello);
-            hello[..7].copy_from_slice(b"PHXH\x02\x00\x01");
+            hello[..6].copy_from_slice(&REFUSAL[..6]);
+            hello[6] = Channel::Data as u8;
             prop_assert!(Hello::decode(&hello).is_ok());
         }
     }

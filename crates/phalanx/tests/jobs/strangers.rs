@@ -90,7 +90,7 @@ fn serve(key: &JobKey) -> TcpStoreServer {
 const BEGINNINGS: [&[u8]; 5] = [
     b"",
     b"PHXS\x01\0\0\0",
-    b"PHXH\x02\0\x01\0",
+    b"PHXH\x03\0\x01\0",
     b"\0\xce\xf7\x85\x3c",
     b"\0\xce\xf7\x85\x3c\x06\xff\xff\xff\xff",
 ];

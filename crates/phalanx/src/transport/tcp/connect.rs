@@ -385,8 +385,9 @@ mod tests {
     use crate::key::JobKey;
     use crate::rank::Generation;
     use crate::store::{MemoryStore, Store};
+    use crate::wire::hello::REFUSAL;
     use crate::world_size::WorldSize;
-    use std::io::Write;
+    use std::io::{Read, Write};
     use std::net::Ipv4Addr;
     use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -621,6 +622,53 @@ mod tests {
         let store = MemoryStore::new();
         let error = mesh(&place(&store, 0), Deadline::after(Duration::from_millis(50))).err().unwrap();
         assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{error}");
+    }
+
+    #[test]
+    fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
+        let store = MemoryStore::new();
+        let deadline = Deadline::after(Duration::from_secs(60));
+        let secret = GroupSecret::new(None, &[1; 16]);
+        let own = Hello {
+            group: secret.name(),
+            generation: Generation(0),
+            rank: Rank::new(1),
+            to: Rank::MAIN,
+            world: 2,
+            channel: Channel::Data,
+            nonce: [0; NONCE],
+        };
+        let of_version_2 = |mut hello: [u8; HELLO]| {
+            hello[4..6].copy_from_slice(&2u16.to_le_bytes());
+            hello
+        };
+        thread::scope(|scope| {
+            // One that connects is told at once, and holds nobody up.
+            let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|_| ()));
+            let address = store.get(&key(Rank::MAIN), deadline).unwrap();
+            let address: Address = postcard::from_bytes(&address).unwrap();
+            let mut old = TcpStream::connect(address.socket).unwrap();
+            old.write_all(&of_version_2(own.encode())).unwrap();
+            let mut answer = [0; HELLO];
+            old.read_exact(&mut answer).unwrap();
+            assert_eq!(answer, REFUSAL);
+            mesh(&place(&store, 1), deadline).unwrap();
+            main.join().unwrap().unwrap();
+            // One that is connected to answers so.
+            let old = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+            let address = Address { socket: old.local_addr().unwrap(), host: "node7".into() };
+            old.set_nonblocking(false).unwrap();
+            scope.spawn(move || {
+                let (mut stream, _) = old.accept().unwrap();
+                stream.read_exact(&mut [0; HELLO]).unwrap();
+                stream.write_all(&of_version_2(REFUSAL)).unwrap();
+            });
+            let (store, started) = (MemoryStore::new(), Instant::now());
+            let error = connect(&place(&store, 1), "here", &address, (own, &secret), deadline).unwrap_err();
+            assert!(error.to_string().contains("a peer speaks version 2, this one 3"), "{error}");
+            assert!(error.remedy().unwrap().contains("the same build"), "{error}");
+            assert!(error.peer() == Some(Rank::MAIN) && started.elapsed() < Duration::from_secs(20));
+        });
     }
 
     #[test]

@@ -277,8 +277,8 @@ impl Pending {
 
 /// What there is to say to a connection that begins so, if that is all wrong.
 fn misunderstood(start: &[u8]) -> Option<Progress> {
-    if hello::is_of_another_version(start) {
-        return Some(turned_away(Error::protocol("it speaks another version")));
+    if let Err(error) = hello::check_version(start) {
+        return Some(turned_away(error));
     }
     wire::is_hello(start)
         .then(|| Progress::TurnedAway(Error::protocol(Refusal::wanted().to_string()), &wire::REFUSAL))

@@ -74,6 +74,17 @@ fn none() -> Turns {
 }
 
 #[test]
+fn who_speaks_another_version_is_turned_away_with_both_versions() {
+    let mut knock = Knock::new(None);
+    let mut old = hello(1).encode();
+    old[4] = 2;
+    // That much is the same in every version.
+    knock.say(&old[..6]);
+    let Progress::TurnedAway(error, _) = knock.advance(&mut none()) else { panic!("it was taken") };
+    assert!(error.to_string().contains("a peer speaks version 2, this one 3"), "{error}");
+}
+
+#[test]
 fn no_state_of_tls_is_made_before_the_first_record_is_there_and_a_turn() {
     let mut knock = Knock::new(Some(&good()));
     let mut turns = Turns { free: 1, waiting: 0 };
