@@ -43,3 +43,38 @@ pub(super) fn gather<T: Outputs>(group: &ProcessGroup, own: Option<T>, device: &
     let outputs: Vec<_> = outputs.into_iter().filter(|tensors| !tensors.is_empty()).collect();
     if outputs.is_empty() { Ok(None) } else { T::together(outputs, device).map(Some) }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Tensor;
+    use burn::train::RegressionOutput;
+    use phalanx::testing::{Fabric, run};
+
+    use super::*;
+
+    /// One rank makes the calls that a gather to rank 0 is made of itself: were the other's different ones, as those that
+    /// give every rank everything are, both would have an error.
+    #[test]
+    fn outputs_are_sent_to_rank_0_and_to_nobody_else() {
+        for by_hand in [0, 1] {
+            let together = run(2, Fabric::InProcess, |group| {
+                let device = Device::flex();
+                let rank = group.rank();
+                let rows = || Tensor::<2>::full([2, 3], f64::from(rank.get()), &device);
+                let own =
+                    RegressionOutput::new(Tensor::full([1], f64::from(rank.get()), &device), rows(), rows());
+                if rank.get() == by_hand {
+                    group.gather_object(&own.into_tensors(), Rank::MAIN).unwrap();
+                    return None;
+                }
+                let together = gather(&group, Some(own), &device).unwrap()?;
+                Some((
+                    together.loss.into_scalar::<f32>(),
+                    together.output.into_data().try_to_vec::<f32>().unwrap(),
+                ))
+            });
+            let all = [[0.0; 6], [1.0; 6]].concat();
+            assert_eq!(together, [(by_hand != 0).then_some((0.5, all)), None]);
+        }
+    }
+}
