@@ -6,7 +6,7 @@ use std::fmt::Debug;
 
 use half::{bf16, f16};
 use phalanx::testing::{Fabric, run};
-use phalanx::{Buffer, DType, Element, ProcessGroup, ReduceOp, Tuning};
+use phalanx::{Buffer, DType, Element, ProcessGroup, Rank, ReduceOp, Tuning, TuningRow};
 
 /// An element, and how it is combined with another one.
 trait Number: Element + Copy + Debug {
@@ -102,6 +102,8 @@ enum Order {
     Ring(usize),
     /// Recursive doubling and halving: neighbours first, then neighbouring pairs, and so on.
     Tree,
+    /// A binomial tree: as `Tree`, but from this rank on, once round; and if the world is no power of two, the last ones wait.
+    Binomial(usize),
     /// Two hosts that share memory: each in the order of its ranks, then both.
     Hosts,
 }
@@ -160,6 +162,14 @@ fn reference<T: Number>(op: ReduceOp, order: Order, values: &[T]) -> T {
             }
             parts[0].1
         }
+        Order::Binomial(root) => {
+            let mut parts: Vec<Part<T>> = parts.cycle().skip(root).take(world).collect();
+            while parts.len() > 1 {
+                let pairs = parts.chunks(2);
+                parts = pairs.map(|pair| pair.iter().copied().reduce(join).unwrap()).collect();
+            }
+            parts[0].1
+        }
         Order::Hosts => {
             let (lower, upper) = values.split_at(world.div_ceil(2));
             let [lower, upper] = [lower, upper].map(|values| host(op, average, values).widen());
@@ -170,27 +180,49 @@ fn reference<T: Number>(op: ReduceOp, order: Order, values: &[T]) -> T {
 
 /// The order in which an `all_reduce` of so many elements combines each.
 fn order<T: Number>(fabric: Fabric, world: usize, length: usize) -> impl Fn(usize) -> Order {
-    let tuning = Tuning::default();
-    let row = tuning.rows.iter().find(|row| row.world_max as usize >= world).unwrap();
+    let row = tuning(world);
     let is_small = length * size_of::<T>() <= row.doubling_max.max(row.halving_max);
-    // The first chunks have an element more where it does not divide.
-    let (share, longer) = (length / world, length % world);
-    let within = longer * (share + 1);
+    let chunk = chunk(world, length);
     move |index| match fabric {
         Fabric::SharedMemory => Order::Ranks,
         // Two hosts of one rank each are two ranks.
         Fabric::TwoHosts if world > 2 => Order::Hosts,
         Fabric::InProcess | Fabric::Tcp | Fabric::TwoHosts if is_small => Order::Tree,
-        Fabric::InProcess | Fabric::Tcp | Fabric::TwoHosts if index < within => {
-            Order::Ring(index / (share + 1))
-        }
-        Fabric::InProcess | Fabric::Tcp | Fabric::TwoHosts => Order::Ring(longer + (index - within) / share),
+        Fabric::InProcess | Fabric::Tcp | Fabric::TwoHosts => Order::Ring(chunk(index)),
     }
 }
 
-fn references<T: Number>(fabric: Fabric, op: ReduceOp, inputs: &[Vec<T>]) -> Vec<T> {
+/// The order in which a `reduce` of so many elements to `root` combines each.
+fn order_to<T: Number>(fabric: Fabric, world: usize, length: usize, root: usize) -> impl Fn(usize) -> Order {
+    let is_small = length * size_of::<T>() < tuning(world).reduce_ring_min;
+    let chunk = chunk(world, length);
+    move |index| match fabric {
+        Fabric::SharedMemory => Order::Ranks,
+        Fabric::TwoHosts if world > 2 => Order::Hosts,
+        Fabric::InProcess | Fabric::Tcp | Fabric::TwoHosts if is_small => Order::Binomial(root),
+        // As in a `reduce_scatter`: it begins behind the chunk's owner, and ends on it.
+        Fabric::InProcess | Fabric::Tcp | Fabric::TwoHosts => Order::Ring(chunk(index) + 1),
+    }
+}
+
+/// What algorithms are chosen by.
+fn tuning(world: usize) -> TuningRow {
+    Tuning::default().rows.into_iter().find(|row| row.world_max as usize >= world).unwrap()
+}
+
+/// In which of the `world` chunks of so many elements each is.
+fn chunk(world: usize, length: usize) -> impl Fn(usize) -> usize {
+    // The first chunks have an element more where it does not divide.
+    let (share, longer) = (length / world, length % world);
+    let within = longer * (share + 1);
+    move |index| match index < within {
+        true => index / (share + 1),
+        false => longer + (index - within) / share,
+    }
+}
+
+fn references<T: Number>(op: ReduceOp, order: impl Fn(usize) -> Order, inputs: &[Vec<T>]) -> Vec<T> {
     let length = inputs[0].len();
-    let order = order::<T>(fabric, inputs.len(), length);
     let mut values = Vec::with_capacity(inputs.len());
     let element = |index| {
         values.clear();
@@ -215,7 +247,9 @@ fn all_reduces<T: Number>(world: u32, length: usize, ops: &[ReduceOp]) {
     for fabric in [Fabric::InProcess, Fabric::Tcp, Fabric::SharedMemory, Fabric::TwoHosts] {
         // Messages are the same plans, whatever carries them.
         if fabric != Fabric::Tcp {
-            expected = ops.iter().map(|op| references(fabric, *op, &inputs)).collect();
+            let references =
+                |op: &ReduceOp| references(*op, order::<T>(fabric, world as usize, length), &inputs);
+            expected = ops.iter().map(references).collect();
         }
         run(world, fabric, |group| {
             for (op, expected) in ops.iter().zip(&expected) {
@@ -252,6 +286,52 @@ fn each_algorithm_combines_in_its_order() {
             of_every_type(world, length, &[ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product]);
         }
     }
+}
+
+/// The root has the reference's bits, whichever rank that is, in ordinary memory and in the group's.
+fn reduces<T: Number>(world: u32, length: usize, roots: &[u32]) {
+    let inputs: Vec<Vec<T>> = (0..world as usize).map(|rank| input(rank, length)).collect();
+    let ops: Vec<ReduceOp> = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product]
+        .into_iter()
+        .filter(|op| op.supports(T::DTYPE))
+        .collect();
+    for fabric in Fabric::ALL {
+        run(world, fabric, |group| {
+            for (op, &root) in ops.iter().flat_map(|op| roots.iter().map(move |root| (op, root))) {
+                let own = &inputs[group.rank().index()];
+                let mut data = own.clone();
+                group.reduce(&mut data, Rank::new(root), *op).unwrap();
+                let mut memory = group.alloc(T::DTYPE, length).unwrap();
+                memory.as_mut_slice::<T>().unwrap().copy_from_slice(own);
+                group.reduce(memory.as_mut_slice::<T>().unwrap(), Rank::new(root), *op).unwrap();
+                if group.rank() == Rank::new(root) {
+                    let order = order_to::<T>(fabric, world as usize, length, root as usize);
+                    let expected = references(*op, order, &inputs);
+                    let what =
+                        format!("{op} of {length} x {} in {world} to {root} over {fabric:?}", T::DTYPE);
+                    assert_same(&data, &expected, &what);
+                    assert_same(memory.as_slice::<T>().unwrap(), &expected, &what);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_reduce_to_any_root_combines_in_its_order() {
+    for (world, roots) in [(2, &[0, 1][..]), (3, &[0, 1, 2]), (5, &[1, 4]), (8, &[3])] {
+        for length in [1, 1000, 20_000] {
+            reduces::<f32>(world, length, roots);
+            reduces::<f64>(world, length, roots);
+            reduces::<f16>(world, length, roots);
+            reduces::<bf16>(world, length, roots);
+        }
+        reduces::<i32>(world, 1000, roots);
+    }
+    // A ring.
+    reduces::<f64>(3, 300_000, &[0, 1, 2]);
+    reduces::<f64>(5, 300_001, &[3]);
+    reduces::<bf16>(3, 1_100_000, &[2]);
 }
 
 #[test]
@@ -324,7 +404,15 @@ fn the_values_tell_orders_apart() {
     fn tells<T: Number>() {
         let values = |index| -> Vec<T> { (0..7).map(|rank| value(rank, index)).collect() };
         let result = |order, index| reference(ReduceOp::Sum, order, &values(index)).bits();
-        let orders = [Order::Ring(0), Order::Ring(1), Order::Ring(2), Order::Tree, Order::Hosts];
+        let orders = [
+            Order::Ring(0),
+            Order::Ring(1),
+            Order::Ring(2),
+            Order::Tree,
+            Order::Binomial(1),
+            Order::Binomial(2),
+            Order::Hosts,
+        ];
         for (place, one) in orders.iter().enumerate() {
             for other in &orders[..place] {
                 let differ = (0..1000).filter(|index| result(*one, *index) != result(*other, *index)).count();
