@@ -42,16 +42,32 @@ pub(super) fn append(path: &Path, lines: &[u8]) -> io::Result<()> {
     let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
     lock(&file)?;
     let end = end_of_events(&mut file)?;
-    file.set_len(end)?;
-    file.seek(SeekFrom::Start(end))?;
     let before: &[u8] = match end {
         0 => BEGIN,
         end if end == BEGIN.len() as u64 => b"",
         _ => b",\n",
     };
-    file.write_all(before)?;
-    file.write_all(lines)?;
-    file.write_all(END)
+    replace_end(&mut file, end, |file| {
+        file.write_all(before)?;
+        file.write_all(lines)?;
+        file.write_all(END)
+    })
+}
+
+/// Writes in place of all that is behind `end`. If that fails the events before it are all that is there: what will be
+/// added again must not be there twice.
+fn replace_end(file: &mut File, end: u64, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+    file.set_len(end)?;
+    file.seek(SeekFrom::Start(end))?;
+    let outcome = write(file);
+    if outcome.is_err() {
+        file.set_len(end)?;
+        file.seek(SeekFrom::Start(end))?;
+        if end > 0 {
+            file.write_all(END)?;
+        }
+    }
+    outcome
 }
 
 fn lock(file: &File) -> io::Result<()> {
@@ -190,5 +206,26 @@ impl Serialize for TraceValue {
             Self::Float(value) => serializer.serialize_f64(*value),
             Self::Text(value) => serializer.serialize_str(value),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_addition_that_fails_leaves_the_file_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("step.json");
+        append(&path, b"{\"name\":\"first\"},\n{\"name\":\"second\"}").unwrap();
+        let before = std::fs::read(&path).unwrap();
+        let mut file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let end = end_of_events(&mut file).unwrap();
+        let full = replace_end(&mut file, end, |file| {
+            file.write_all(b",\n{\"name\":\"third\"},\n{\"na")?;
+            Err(io::ErrorKind::StorageFull.into())
+        });
+        assert_eq!(full.unwrap_err().kind(), io::ErrorKind::StorageFull);
+        assert_eq!(std::fs::read(&path).unwrap(), before);
     }
 }

@@ -33,8 +33,10 @@ const MAX_EVENTS: usize = 1 << 20;
 /// Where a rank notes its events. Clones share one record; a disabled trace costs one branch.
 ///
 /// What was noted is added to the file when the last clone is dropped, and by [`flush`](Self::flush). A process that is killed,
-/// or ends with `std::process::exit`, has written only what it flushed. A file that cannot be written is a warning in the log,
-/// never an error: a trace must not end the training that it observes.
+/// or ends with `std::process::exit`, has written only what it flushed. A file that cannot be written is a warning, never an
+/// error: a trace must not end the training that it observes. What [`flush`](Self::flush) could not write is kept for the next
+/// time, in the memory that it has: a rank keeps 1 Mi events in all, and the file says how many came later. If the last time
+/// fails too, the warning says how many events are lost.
 ///
 /// ```
 /// use std::time::Instant;
@@ -126,6 +128,8 @@ struct Log {
     /// How many have been noted since the beginning.
     noted: usize,
     left_out: u64,
+    /// Has the user been told that the file cannot be written?
+    told: bool,
 }
 
 struct Event {
@@ -213,8 +217,12 @@ impl Trace {
 
     /// Adds what was noted since the last time to the file.
     pub fn flush(&self) {
-        if let Some(record) = &self.record {
-            record.write();
+        if let Some(record) = &self.record
+            && let Err(error) = record.write()
+            && !std::mem::replace(&mut record.log.lock().told, true)
+        {
+            let path = record.path.display();
+            warn(format_args!("the trace {path} cannot be written, and will be tried again: {error}"));
         }
     }
 }
@@ -268,18 +276,32 @@ impl Record {
         log.events.push(event);
     }
 
-    fn write(&self) {
+    /// Adds what there is to the file. What could not be added stays.
+    fn write(&self) -> std::io::Result<()> {
         let (events, left_out) = {
             let mut log = self.log.lock();
             (std::mem::take(&mut log.events), std::mem::take(&mut log.left_out))
         };
         if events.is_empty() && left_out == 0 {
-            return;
+            return Ok(());
         }
         let outcome = self.lines(&events, left_out).and_then(|lines| file::append(&self.path, &lines));
-        if let Err(error) = outcome {
-            warn(format_args!("the trace {} could not be written: {error}", self.path.display()));
+        if outcome.is_err() {
+            let mut log = self.log.lock();
+            // They have been counted: the limit is theirs, and that of what came meanwhile.
+            let newer = std::mem::replace(&mut log.events, events);
+            log.events.extend(newer);
+            log.left_out += left_out;
         }
+        outcome
+    }
+
+    /// Adds what there is for the last time. What to tell the user if that fails.
+    fn close(&self) -> Option<String> {
+        let error = self.write().err()?;
+        let log = self.log.lock();
+        let (path, lost) = (self.path.display(), log.events.len() as u64 + log.left_out);
+        Some(format!("the trace {path} could not be written, and {lost} events are lost: {error}"))
     }
 
     /// What these events are in the file: whose and where they are, and then each of them.
@@ -321,7 +343,7 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        self.write();
+        self.close().into_iter().for_each(warn);
     }
 }
 

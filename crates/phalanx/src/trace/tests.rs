@@ -147,8 +147,37 @@ fn a_full_trace_says_what_it_left_out() {
 }
 
 #[test]
-fn a_file_that_cannot_be_written_is_no_panic() {
-    let trace = Trace::to_file("/proc/no/such/folder/trace.json", Rank::MAIN);
-    trace.instant(Lane::Step, "b", Instant::now(), &[]);
+fn what_could_not_be_written_is_written_the_next_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("not/yet/there/trace.json");
+    let trace = Trace::with_limit(path.clone(), Rank::MAIN, 3);
+    let note = |names: &[&'static str]| {
+        names.iter().for_each(|name| trace.instant(Lane::Step, *name, Instant::now(), &[]));
+    };
+    note(&["a", "b"]);
     trace.flush();
+    note(&["c", "d"]);
+    trace.flush();
+    assert!(trace.record.as_ref().unwrap().log.lock().told);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    note(&["e"]);
+    trace.flush();
+    let document = read(&path);
+    let names: Vec<_> = events(&document, "i").into_iter().map(|event| event["name"].clone()).collect();
+    assert_eq!(names, ["a", "b", "c"], "as many as may be kept, in their order");
+    let labels = |event: &&Value| event["args"]["labels"] == "2 more events were left out";
+    assert_eq!(events(&document, "M").into_iter().filter(labels).count(), 1);
+    assert_eq!(trace.record.as_ref().unwrap().close(), None);
+}
+
+#[test]
+fn the_user_is_told_how_many_events_are_lost() {
+    let trace = Trace::with_limit("/proc/no/such/folder/trace.json".into(), Rank::MAIN, 3);
+    for _ in 0..5 {
+        trace.instant(Lane::Step, "b", Instant::now(), &[]);
+    }
+    trace.flush();
+    let told = trace.record.as_ref().unwrap().close().unwrap();
+    let expected = "the trace /proc/no/such/folder/trace.json could not be written, and 5 events are lost: ";
+    assert!(told.starts_with(expected), "{told}");
 }
