@@ -23,7 +23,7 @@ pub type Tag = [u8; 32];
 /// The parent-death signal ends a worker, but not what the worker has started; and nothing that the launcher does in
 /// its own code helps against SIGKILL. The guard holds one end of a pipe whose other end is this process. When the
 /// kernel closes that end, it sends SIGKILL to each group on its list, then to each process in whose environment it finds
-/// the tag (Linux), until there is none, and ends. It is a session of its own, so that no terminal and no group signal
+/// the tag (Linux), until there is none or some seconds have passed, and ends. It is a session of its own, so that no terminal and no group signal
 /// reaches it, and holds no file but the pipe.
 ///
 /// Dropping the guard has the same effect, unless it was [dismissed](Self::dismiss).
@@ -33,6 +33,8 @@ pub struct Guard {
     orders: Option<io::PipeWriter>,
     pid: Pid,
     is_reaped: bool,
+    /// Was nobody left when it ended?
+    is_certain: bool,
 }
 
 impl Guard {
@@ -49,7 +51,7 @@ impl Guard {
             -1 => Err(io::Error::last_os_error()),
             0 => stand_guard(reader.as_raw_fd(), &mut watched, tag),
             pid => match Pid::from_raw(pid) {
-                Some(pid) => Ok(Self { orders: Some(writer), pid, is_reaped: false }),
+                Some(pid) => Ok(Self { orders: Some(writer), pid, is_reaped: false, is_certain: true }),
                 None => Err(io::ErrorKind::InvalidData.into()),
             },
         }
@@ -108,11 +110,22 @@ impl Guard {
     }
 
     /// Kills what it watches, and waits until that is done. Call it, too, before the leaders are reaped.
-    pub fn kill(&mut self) {
+    ///
+    /// # Errors
+    /// If it is not known that nobody is left: some process could not be looked at or did not go, or the guard itself was killed.
+    pub fn kill(&mut self) -> io::Result<()> {
         self.end(KILL);
         while !self.is_reaped {
-            let outcome = waitpid(Some(self.pid), WaitOptions::empty());
-            self.is_reaped = !matches!(outcome, Err(rustix::io::Errno::INTR));
+            match waitpid(Some(self.pid), WaitOptions::empty()) {
+                Err(rustix::io::Errno::INTR) => continue,
+                Ok(Some((_, status))) if status.exit_status() == Some(0) => {}
+                _ => self.is_certain = false,
+            }
+            self.is_reaped = true;
+        }
+        match self.is_certain {
+            true => Ok(()),
+            false => Err(io::Error::other("processes that the workers have started may be left")),
         }
     }
 
@@ -127,7 +140,8 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.kill();
+        // Who wants to know has asked before.
+        let _ = self.kill();
     }
 }
 
@@ -176,37 +190,70 @@ fn stand_guard(orders: RawFd, watched: &mut [i32], tag: &Tag) -> ! {
         unsafe { libc::kill(-leader, libc::SIGKILL) };
     }
     #[cfg(target_os = "linux")]
-    sweep(tag);
+    let is_certain = sweep(tag, SWEEPS);
     #[cfg(not(target_os = "linux"))]
-    let _ = tag;
+    let is_certain = {
+        let _ = tag;
+        true
+    };
     // SAFETY: `_exit` ends the process at once; no destructor or exit handler of the copied program runs.
-    unsafe { libc::_exit(0) }
+    unsafe { libc::_exit(i32::from(!is_certain)) }
 }
 
-/// Kills what carries `tag`, until there is nobody. A process may fork while it is looked for, so there must have been
-/// nobody twice.
+/// How often to look for what is left: with the pauses between, for some seconds.
 #[cfg(target_os = "linux")]
-fn sweep(tag: &Tag) {
-    /// With the pauses between, for some seconds.
-    const SWEEPS: u32 = 500;
+const SWEEPS: u32 = 500;
+
+/// Kills what carries `tag`, until there is nobody; is that so? A process may fork while it is looked for, so there must have
+/// been nobody twice.
+#[cfg(target_os = "linux")]
+fn sweep(tag: &Tag, times: u32) -> bool {
     let (mut empty, pause) = (0, libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 });
-    for _ in 0..SWEEPS {
-        empty = if kill_tagged(tag) { 0 } else { empty + 1 };
+    for _ in 0..times {
+        empty = match kill_tagged(tag) {
+            Found::Nobody => empty + 1,
+            Found::Somebody | Found::Unknown => 0,
+        };
         if empty == 2 {
-            return;
+            return true;
         }
         // SAFETY: the first pointer is to a timespec, the second may be null.
         unsafe { libc::nanosleep(&raw const pause, std::ptr::null_mut()) };
     }
+    false
 }
 
-/// Kills what carries `tag` now; was there anybody?
+/// What a look for those with the tag has found; the later in this list outweighs the earlier.
 #[cfg(target_os = "linux")]
-fn kill_tagged(tag: &Tag) -> bool {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Found {
+    Nobody,
+    /// Who has been killed now.
+    Somebody,
+    /// Some process could not be looked at, for want of descriptors or memory: it may be one.
+    Unknown,
+}
+
+#[cfg(target_os = "linux")]
+impl Found {
+    /// Of what the last call failed to look at: nobody, if it is gone or another user's, or if there is no such thing here.
+    fn after_error() -> Self {
+        match io::Error::last_os_error().raw_os_error() {
+            Some(libc::ENOENT | libc::ESRCH | libc::EACCES | libc::EPERM) => Self::Nobody,
+            _ => Self::Unknown,
+        }
+    }
+}
+
+/// Kills what carries `tag` now.
+#[cfg(target_os = "linux")]
+fn kill_tagged(tag: &Tag) -> Found {
     /// Before the name in an entry: inode, offset, length and type.
     const NAME: usize = 19;
-    let mut found = false;
-    let Some(proc) = open_at(libc::AT_FDCWD, c"/proc", libc::O_DIRECTORY) else { return false };
+    let mut found = Found::Nobody;
+    let Some(proc) = open_at(libc::AT_FDCWD, c"/proc", libc::O_DIRECTORY) else {
+        return Found::after_error();
+    };
     // Of numbers, so that it is aligned as entries are.
     let mut entries = [0_u64; 512];
     loop {
@@ -214,7 +261,7 @@ fn kill_tagged(tag: &Tag) -> bool {
         let length = unsafe {
             libc::syscall(libc::SYS_getdents64, proc.0, entries.as_mut_ptr(), size_of_val(&entries))
         };
-        let Ok(length) = usize::try_from(length) else { return found };
+        let Ok(length) = usize::try_from(length) else { return Found::Unknown };
         if length == 0 {
             return found;
         }
@@ -227,7 +274,7 @@ fn kill_tagged(tag: &Tag) -> bool {
             let size = usize::from(u16::from_ne_bytes([*low, *high]));
             let name = bytes.get(at + NAME..at + size).and_then(|name| CStr::from_bytes_until_nul(name).ok());
             if let Some(name) = name.filter(|name| name.to_bytes().first().is_some_and(u8::is_ascii_digit)) {
-                found |= kill_if_tagged(&proc, name, tag);
+                found = found.max(kill_if_tagged(&proc, name, tag));
             }
             if size == 0 {
                 return found;
@@ -240,11 +287,12 @@ fn kill_tagged(tag: &Tag) -> bool {
 /// Kills the process of this number, if it carries `tag`. Its folder stands for the process: a later one of the same number
 /// has another.
 #[cfg(target_os = "linux")]
-fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> bool {
-    let Some(process) = open_at(proc.0, number, libc::O_DIRECTORY) else { return false };
-    let Some(environment) = open_at(process.0, c"environ", 0) else { return false };
-    if !holds(&environment, tag) {
-        return false;
+fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> Found {
+    let Some(process) = open_at(proc.0, number, libc::O_DIRECTORY) else { return Found::after_error() };
+    let Some(environment) = open_at(process.0, c"environ", 0) else { return Found::after_error() };
+    match holds(&environment, tag) {
+        Found::Somebody => {}
+        other => return other,
     }
     // SAFETY: plain numbers, and a null pointer where one is allowed.
     let sent = unsafe {
@@ -267,12 +315,12 @@ fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> bool {
             unsafe { libc::kill(pid, libc::SIGKILL) };
         }
     }
-    true
+    Found::Somebody
 }
 
 /// Is `tag` somewhere in this file?
 #[cfg(target_os = "linux")]
-fn holds(file: &Open, tag: &Tag) -> bool {
+fn holds(file: &Open, tag: &Tag) -> Found {
     /// More than the kernel lets a process have for its environment, with its usual limits.
     const MAX: usize = 8 << 20;
     let mut left = MAX;
@@ -280,7 +328,7 @@ fn holds(file: &Open, tag: &Tag) -> bool {
     // What may be the tag's begin stays before what is read next.
     let mut kept = 0;
     loop {
-        let Some(free) = buffer.get_mut(kept..) else { return false };
+        let Some(free) = buffer.get_mut(kept..) else { return Found::Unknown };
         // SAFETY: `free` is writable, and as long as is said.
         let read = unsafe { libc::read(file.0, free.as_mut_ptr().cast(), free.len()) };
         let filled = match usize::try_from(read) {
@@ -289,11 +337,13 @@ fn holds(file: &Open, tag: &Tag) -> bool {
                 kept + read
             }
             Err(_) if interrupted() => continue,
-            _ => return false,
+            Err(_) => return Found::after_error(),
+            // Its end, or more than it can be.
+            Ok(_) => return Found::Nobody,
         };
-        let Some(held) = buffer.get(..filled) else { return false };
+        let Some(held) = buffer.get(..filled) else { return Found::Unknown };
         if held.windows(tag.len()).any(|part| part == tag) {
-            return true;
+            return Found::Somebody;
         }
         kept = filled.min(tag.len() - 1);
         buffer.copy_within(filled - kept..filled, 0);
@@ -316,7 +366,8 @@ impl Drop for Open {
 fn open_at(folder: RawFd, name: &CStr, flags: libc::c_int) -> Option<Open> {
     // SAFETY: `name` ends with a zero byte, and lives until after the call.
     let fd = unsafe { libc::openat(folder, name.as_ptr(), flags | libc::O_RDONLY | libc::O_CLOEXEC) };
-    (fd >= 0).then_some(Open(fd))
+    // Not `then_some`: an `Open` that is no file would be dropped, and its `close` change `errno`.
+    (fd >= 0).then(|| Open(fd))
 }
 
 /// Cuts all ties to the terminal, the working directory, the files and the signals of the parent.
@@ -367,6 +418,31 @@ mod tests {
     #[test]
     fn a_file_without_end_is_not_read_for_ever() {
         let zeros = open_at(libc::AT_FDCWD, c"/dev/zero", 0);
-        assert!(!holds(&zeros.expect("it can be read"), b"phalanx-sys:no-process-has-this0"));
+        let found = holds(&zeros.expect("it can be read"), b"phalanx-sys:no-process-has-this0");
+        assert_eq!(found, Found::Nobody);
+    }
+
+    #[test]
+    fn without_descriptors_it_is_not_known_that_nobody_is_left() {
+        const TAG: &Tag = b"phalanx-sys:no-process-has-this1";
+        // In a process of its own, which nobody else's files are taken from.
+        // SAFETY: the child makes async-signal-safe calls alone, as the guard does, and never returns.
+        match unsafe { libc::fork() } {
+            0 => {
+                let before = kill_tagged(TAG) == Found::Nobody && sweep(TAG, 2);
+                let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+                // SAFETY: the pointer is to an `rlimit`.
+                let limited = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const none) } == 0;
+                let after = kill_tagged(TAG) == Found::Unknown && !sweep(TAG, 3);
+                // SAFETY: it ends the process at once.
+                unsafe { libc::_exit(i32::from(!(before && limited && after))) }
+            }
+            pid => {
+                let pid = Pid::from_raw(pid).expect("a child");
+                let (_, status) =
+                    waitpid(Some(pid), WaitOptions::empty()).expect("it ends").expect("it ends");
+                assert_eq!(status.exit_status(), Some(0));
+            }
+        }
     }
 }

@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 use phalanx_sys::guard::{Guard, Tag};
 use phalanx_sys::signal::Catcher;
 use rustix::process::{Pid, Signal, getpid, kill_process, test_kill_process};
+#[cfg(target_os = "linux")]
+use rustix::process::{Resource, Rlimit, prlimit};
 
 /// No process has this in its environment: these tests are of process groups.
 const TAG: &Tag = b"phalanx-sys:no-worker-has-this:0";
@@ -140,6 +142,44 @@ fn what_carries_the_tag_is_killed_in_any_session_and_what_does_not_is_left_alone
     assert!(other.try_wait().unwrap().is_none());
     other.kill().unwrap();
     other.wait().unwrap();
+}
+
+/// What it cannot look at, for want of descriptors, is not taken for nobody: it looks again.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_guard_without_descriptors_looks_again_when_it_has_some() {
+    const OURS: &Tag = b"phalanx-sys:one-worker-has-this1";
+    let mut stray = Command::new("setsid")
+        .args(["-w", "sleep", "60"])
+        .env("TAG", str::from_utf8(OURS).unwrap())
+        .spawn()
+        .unwrap();
+    let mut guard = Guard::start(1, OURS).unwrap();
+    let of_guard = Pid::from_raw(guard.pid().cast_signed());
+    let descriptors = |current| {
+        let limit = Rlimit { current: Some(current), maximum: Some(1024) };
+        prlimit(of_guard, Resource::Nofile, limit).unwrap();
+    };
+    descriptors(0);
+    let killed = std::thread::scope(|scope| {
+        let killing = scope.spawn(|| guard.kill());
+        // Many times as long as two looks that see nobody take.
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(stray.try_wait().unwrap().is_none() && !killing.is_finished());
+        descriptors(16);
+        killing.join().unwrap()
+    });
+    killed.unwrap();
+    assert_eq!(stray.wait().unwrap().signal(), Some(libc::SIGKILL));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_guard_that_was_killed_says_that_somebody_may_be_left() {
+    let mut guard = Guard::start(1, TAG).unwrap();
+    let pid = Pid::from_raw(guard.pid().cast_signed()).unwrap();
+    kill_process(pid, Signal::KILL).unwrap();
+    assert!(guard.kill().unwrap_err().to_string().contains("may be left"));
 }
 
 #[test]

@@ -26,6 +26,7 @@ use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::frozen::{Frozen, PATIENCE};
+use crate::notice::warn;
 
 /// How often to look whether a group is empty, or at what has to be polled.
 const POLL: Duration = Duration::from_millis(20);
@@ -500,9 +501,9 @@ impl Drop for Supervisor<'_, '_> {
         };
         if is_known {
             self.guard.dismiss();
-        } else {
-            // It may see what this process, without descriptors perhaps, does not.
-            self.guard.kill();
+        } else if let Err(error) = self.guard.kill() {
+            // It could have seen what this process, without descriptors perhaps, does not.
+            warn(format_args!("{error}: is there a limit of descriptors (`ulimit -n`)?"));
         }
         for worker in &mut self.workers {
             worker.reap(deadline);
