@@ -29,6 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
+pub use self::cgroup::left as memory_left_by_cgroups;
 pub use self::memory::total as total_memory;
 use self::table::Table;
 use crate::board;

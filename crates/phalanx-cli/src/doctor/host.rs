@@ -4,6 +4,7 @@ use std::fs;
 use std::num::NonZero;
 use std::thread::available_parallelism;
 
+use phalanx_sys::arena::memory_left_by_cgroups;
 use rustix::process::{Resource, getrlimit};
 
 use super::finding::Report;
@@ -28,7 +29,8 @@ pub(super) fn look(report: &mut Report, world: u32) {
     let text = |text: &std::ffi::CStr| text.to_string_lossy().into_owned();
     report.good("kernel", [system.sysname(), system.release(), system.machine()].map(text).join(" "));
     cores(report);
-    memory(report);
+    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    memory(report, &meminfo, memory_left_by_cgroups());
     address_space(report);
     cross_memory(report);
     descriptors(report, world);
@@ -48,17 +50,18 @@ fn cores(report: &mut Report) {
     }
 }
 
-fn memory(report: &mut Report) {
-    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let (Some(total), Some(free)) = (meminfo(&text, "MemTotal"), meminfo(&text, "MemAvailable")) else {
+/// What the host has, and what the control groups leave of it.
+fn memory(report: &mut Report, host: &str, left: Option<u64>) {
+    let (Some(total), Some(free)) = (meminfo(host, "MemTotal"), meminfo(host, "MemAvailable")) else {
         return report.note("memory", "/proc/meminfo does not say");
     };
     let text = format!("{} of {} available", gib(free), gib(total));
-    match cgroup_limit().filter(|limit| *limit < total) {
-        Some(limit) => report.advise(
+    match left.filter(|left| *left < free) {
+        Some(left) => report.advise(
             "memory",
-            format!("{text}; the cgroup may have {}", gib(limit)),
-            "buffers that ranks share count towards it: raise memory.max if a job is killed for memory",
+            format!("{text}; the cgroup leaves {} of that", gib(left)),
+            "buffers that ranks share count towards its limit: raise memory.max (in version 1 memory.limit_in_bytes) \
+             of it, and of those above it, if a job is killed for memory",
         ),
         None => report.good("memory", text),
     }
@@ -68,14 +71,6 @@ fn memory(report: &mut Report) {
 fn meminfo(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
-/// What the cgroup of this process may take, in the second version's tree.
-fn cgroup_limit() -> Option<u64> {
-    let text = fs::read_to_string("/proc/self/cgroup").ok()?;
-    let group = text.lines().find_map(|line| line.strip_prefix("0::"))?;
-    let limit = fs::read_to_string(format!("/sys/fs/cgroup{group}/memory.max")).ok()?;
-    limit.trim().parse().ok()
 }
 
 fn address_space(report: &mut Report) {
@@ -127,6 +122,24 @@ mod tests {
     fn worlds_are_as_large_as_descriptors_allow() {
         assert_eq!([0, 32, 35, 1024].map(largest_world), [1, 1, 2, 331]);
         assert_eq!(largest_world(u64::MAX), 65_536);
+    }
+
+    #[test]
+    fn memory_that_a_cgroup_withholds_is_told() {
+        let told = |left| {
+            let mut report = Report::new("here".to_owned());
+            memory(&mut report, "MemTotal: 8388608 kB\nMemAvailable: 6291456 kB\n", left);
+            report.findings.remove(0)
+        };
+        for enough in [None, Some(6 << 30), Some(u64::MAX)] {
+            assert_eq!(
+                (told(enough).text, told(enough).remedy),
+                ("6.0 GiB of 8.0 GiB available".into(), None)
+            );
+        }
+        let finding = told(Some(1 << 30));
+        assert_eq!(finding.text, "6.0 GiB of 8.0 GiB available; the cgroup leaves 1.0 GiB of that");
+        assert!(finding.remedy.unwrap().contains("memory.max"));
     }
 
     #[test]

@@ -6,8 +6,8 @@
 use std::fs::read_to_string;
 use std::path::{Path, PathBuf};
 
-/// What is left, if there is a limit.
-pub(super) fn left() -> Option<u64> {
+/// What the control groups of this process leave it of memory, in bytes, if there is a limit.
+pub fn left() -> Option<u64> {
     left_in(&|path| read_to_string(path).ok())
 }
 

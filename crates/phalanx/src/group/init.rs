@@ -171,7 +171,7 @@ impl ProcessGroup {
     /// If the group's worker is gone.
     #[doc(hidden)]
     pub fn tuning_row(&self) -> Result<TuningRow> {
-        self.inner.lane.run(&self.patience(), |engine| engine.row().clone())
+        self.inner.queue.run(&self.patience(), |engine| engine.row().clone())
     }
 }
 
