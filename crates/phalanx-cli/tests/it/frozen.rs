@@ -1,13 +1,11 @@
 //! `phalanx run` when a worker is stopped, and others have ended well.
 
-use std::net::TcpListener;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
 use crate::support::stand_in::Hosts;
-use crate::support::{exit_code, output, phalanx, send, start, text};
+use crate::support::{exit_code, free_port, node, output, phalanx, send, start, text};
 
 /// Longer than a worker may be stopped.
 const LONG: Duration = Duration::from_secs(7);
@@ -98,12 +96,9 @@ fn a_job_that_ctrl_z_stops_goes_on() {
 
 #[test]
 fn on_another_node_it_is_ended_too() {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
-    let node = |rank: &str| -> Command {
-        phalanx(&["--nnodes", "2", "--node-rank", rank, "--master-port", &port], FREEZES)
-    };
+    let port = free_port();
     let nodes = ["0", "1"].map(|rank| {
-        let child = node(rank).spawn().unwrap();
+        let child = node(rank, &port, &[], FREEZES).spawn().unwrap();
         crate::support::limit(&child);
         child
     });

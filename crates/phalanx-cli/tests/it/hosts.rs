@@ -4,13 +4,13 @@
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::ffi::OsStrExt;
-use std::process::{Child, Command, Output};
+use std::process::{Child, Output};
 use std::time::Instant;
 
 use rustix::process::{Pid, Signal};
 
 use crate::support::stand_in::Hosts;
-use crate::support::{LIMIT, bare, exit_code, is_gone, output, send, sorted_lines, text};
+use crate::support::{LIMIT, bare, exit_code, is_gone, output, send, sorted_lines, start, text};
 
 #[test]
 fn a_reader_that_pauses_gets_everything() {
@@ -36,20 +36,6 @@ fn a_reader_that_pauses_gets_everything() {
     out.read_to_end(&mut rest).unwrap();
     read += rest.iter().filter(|byte| **byte == b'\n').count();
     assert_eq!((exit_code(&mut child), read), (Some(0), 2 * lines));
-}
-
-/// Starts it, and waits for a line of each of `ranks` workers with its process number at the end.
-fn start(mut command: Command, ranks: usize) -> (Child, BufReader<std::process::ChildStdout>, Vec<String>) {
-    let mut child = command.spawn().unwrap();
-    let mut out = BufReader::new(child.stdout.take().unwrap());
-    let mut lines = Vec::new();
-    for _ in 0..ranks {
-        let mut line = String::new();
-        out.read_line(&mut line).unwrap();
-        lines.push(line.trim().to_owned());
-    }
-    lines.sort_unstable();
-    (child, out, lines.iter().map(|line| line.split(' ').next_back().unwrap().to_owned()).collect())
 }
 
 /// Waits until all of these processes are gone.

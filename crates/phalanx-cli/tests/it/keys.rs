@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -10,7 +9,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use crate::support::{bare, exit_code, output, phalanx, send, text};
+use crate::support::{bare, exit_code, free_port, node, output, phalanx, send, text};
 use phalanx::store::{Store, TcpStore};
 use phalanx::{Deadline, JobKey};
 
@@ -21,25 +20,8 @@ fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(20))
 }
 
-/// A port that was free a moment ago, below those that the system gives out by itself.
-fn free_port() -> String {
-    let mut port = 10_000 + (std::process::id() % 10_000) as u16;
-    static TAKEN: std::sync::Mutex<Vec<u16>> = std::sync::Mutex::new(Vec::new());
-    let mut taken = TAKEN.lock().unwrap();
-    while taken.contains(&port) || TcpListener::bind(("127.0.0.1", port)).is_err() {
-        port += 1;
-    }
-    taken.push(port);
-    port.to_string()
-}
-
 fn keygen(path: &Path) -> std::process::Output {
     Command::new(env!("CARGO_BIN_EXE_phalanx")).arg("keygen").arg(path).output().unwrap()
-}
-
-fn node(rank: &str, port: &str, options: &[&str], script: &str) -> Command {
-    let place = ["--nnodes", "2", "--node-rank", rank, "--master-port", port];
-    phalanx(&[&place[..], options].concat(), script)
 }
 
 #[test]

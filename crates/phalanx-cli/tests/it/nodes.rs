@@ -1,35 +1,12 @@
 //! `phalanx run` on several nodes: launchers as processes of this machine, on the loopback and in network namespaces.
 
 use std::io::{BufRead, BufReader, Read};
-use std::net::TcpListener;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::support::{exit_code, phalanx, send, sorted_lines, text};
-
-/// A port that was free a moment ago. It is below those that the system gives out by itself.
-fn free_port() -> String {
-    let mut port = 20_000 + (std::process::id() % 10_000) as u16;
-    while TcpListener::bind(("127.0.0.1", port)).is_err() {
-        port += 1;
-    }
-    // The tests of this file run at once.
-    static TAKEN: std::sync::Mutex<Vec<u16>> = std::sync::Mutex::new(Vec::new());
-    let mut taken = TAKEN.lock().unwrap();
-    while taken.contains(&port) {
-        port += 1;
-    }
-    taken.push(port);
-    port.to_string()
-}
-
-/// The launcher of one node.
-fn node(rank: &str, port: &str, options: &[&str], script: &str) -> Command {
-    let place = ["--nnodes", "2", "--node-rank", rank, "--master-port", port];
-    phalanx(&[&place[..], options].concat(), script)
-}
+use crate::support::{exit_code, free_port, node, phalanx, send, sorted_lines, text};
 
 /// Exit code, standard output and standard error of a launcher that has been started.
 fn end(mut child: Child) -> (Option<i32>, String, String) {

@@ -5,7 +5,9 @@ pub mod network;
 pub mod stand_in;
 
 use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -18,6 +20,25 @@ pub fn phalanx(options: &[&str], script: &str) -> Command {
     let mut command = bare();
     command.args(options).args(["--", "sh", "-c", script]);
     command
+}
+
+/// A port that was free a moment ago, and that no other test has been given. It is below those that the system gives out by
+/// itself.
+pub fn free_port() -> String {
+    static TAKEN: Mutex<Vec<u16>> = Mutex::new(Vec::new());
+    let mut taken = TAKEN.lock().unwrap();
+    let mut port = 10_000 + (std::process::id() % 20_000) as u16;
+    while taken.contains(&port) || TcpListener::bind(("127.0.0.1", port)).is_err() {
+        port += 1;
+    }
+    taken.push(port);
+    port.to_string()
+}
+
+/// The launcher of one of two nodes.
+pub fn node(rank: &str, port: &str, options: &[&str], script: &str) -> Command {
+    let place = ["--nnodes", "2", "--node-rank", rank, "--master-port", port];
+    phalanx(&[&place[..], options].concat(), script)
 }
 
 /// `phalanx run` in an environment without variables that would change it, and with the signals as a terminal has them:

@@ -11,7 +11,7 @@ use phalanx::store::{PrefixStore, Store, TcpStore};
 use phalanx::{Buffer, DType, Deadline, Generation, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
 use rustix::process::{Signal, getpid, kill_process};
 
-use crate::support::world::{LIMIT, World};
+use crate::support::world::{LIMIT, World, end_with, idle, train};
 
 /// The promise is 1.5 s, with a time-out of one; this machine may have other things to do.
 const KNOWN: Duration = Duration::from_secs(4);
@@ -28,47 +28,16 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_rank_that_thaws_disturbs_nobody", a_rank_that_thaws_disturbs_nobody),
 ];
 
-/// What a rank does; its error goes to standard error, as any program's would.
 /// What this program does as a rank.
 pub fn play(scenario: &str) {
-    let outcome = match scenario {
+    end_with(match scenario {
         "train" => train(),
         "idle" => idle(),
         "chain" => chain(),
         "regroup" => regroup(),
         "late" => late(),
         other => panic!("no scenario {other}"),
-    };
-    if let Err(error) = outcome {
-        eprintln!("{error}");
-        let code = if error.is_peer_failure() { 3 } else { 1 };
-        std::process::exit(code);
-    }
-}
-
-/// Averages gradients of all sizes until something goes wrong, or somebody says that it is enough.
-fn train() -> phalanx::Result<()> {
-    let group = phalanx::init()?;
-    let mut gradients = [1, 1 << 12, 1 << 18].map(|elements| vec![1f32; elements]);
-    for step in 0.. {
-        for gradients in &mut gradients {
-            group.all_reduce(gradients, ReduceOp::Avg)?;
-        }
-        if step == 10 {
-            println!("training");
-        }
-    }
-    Ok(())
-}
-
-/// Looks into its group only long after something has happened.
-fn idle() -> phalanx::Result<()> {
-    let group = phalanx::init()?;
-    println!("training");
-    while group.failure().is_none() {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    group.barrier()
+    });
 }
 
 /// Each rank waits for a word of the next one.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use phalanx::{Buffer, DType, P2pOp, Rank, ReduceOp};
 
 use crate::support::ROLE;
-use crate::support::world::{LIMIT, World};
+use crate::support::world::{LIMIT, World, end_with, idle, train};
 
 /// The promise: survivors know within this time that somebody died.
 const KNOWN: Duration = Duration::from_secs(1);
@@ -29,10 +29,9 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_name_without_an_address_ends_a_start_soon", a_name_without_an_address_ends_a_start_soon),
 ];
 
-/// What a rank does; its error goes to standard error, as any program's would.
 /// What this program does as a rank.
 pub fn play(scenario: &str) {
-    let outcome = match scenario {
+    end_with(match scenario {
         "train" => train(),
         "idle" => idle(),
         "talk" => talk(),
@@ -43,34 +42,7 @@ pub fn play(scenario: &str) {
         "traced" => phalanx::init().and_then(|group| group.all_reduce(&mut [1i64], ReduceOp::Sum)),
         "poor" => poor(),
         other => panic!("no scenario {other}"),
-    };
-    if let Err(error) = outcome {
-        eprintln!("{error}");
-        std::process::exit(if error.is_peer_failure() { 3 } else { 1 });
-    }
-}
-
-/// Averages gradients until something goes wrong.
-fn train() -> phalanx::Result<()> {
-    let group = phalanx::init()?;
-    let mut gradients = vec![1f32; 1 << 18];
-    for step in 0.. {
-        group.all_reduce(&mut gradients, ReduceOp::Avg)?;
-        if step == 10 {
-            println!("training");
-        }
-    }
-    Ok(())
-}
-
-/// Starts, and looks into its group only long after somebody died.
-fn idle() -> phalanx::Result<()> {
-    let group = phalanx::init()?;
-    println!("training");
-    while group.failure().is_none() {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    group.barrier()
+    });
 }
 
 /// Exchanges messages with all others until something goes wrong.

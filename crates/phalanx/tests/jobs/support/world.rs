@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use phalanx::ReduceOp;
 use phalanx::store::TcpStoreServer;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -104,5 +105,38 @@ impl Drop for World {
             let _ = rank.kill();
             let _ = rank.wait();
         }
+    }
+}
+
+/// Averages gradients of all sizes until something goes wrong.
+pub fn train() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let mut gradients = [1, 1 << 12, 1 << 18].map(|elements| vec![1f32; elements]);
+    for step in 0.. {
+        for gradients in &mut gradients {
+            group.all_reduce(gradients, ReduceOp::Avg)?;
+        }
+        if step == 10 {
+            println!("training");
+        }
+    }
+    Ok(())
+}
+
+/// Starts, and looks into its group only long after something has happened.
+pub fn idle() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    println!("training");
+    while group.failure().is_none() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    group.barrier()
+}
+
+/// Ends this rank. Its error goes to standard error, as any program's would; the failure of a peer is exit code 3.
+pub fn end_with(outcome: phalanx::Result<()>) {
+    if let Err(error) = outcome {
+        eprintln!("{error}");
+        std::process::exit(if error.is_peer_failure() { 3 } else { 1 });
     }
 }
