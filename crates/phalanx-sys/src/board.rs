@@ -16,6 +16,7 @@
 //! sequence number, and with the wait for everybody's: then all know what all call, and what memory they bring. That is
 //! all for few bytes, which travel in the slot ([`Board::small`], [`Meeting::words`]). Two slots are enough: a rank that
 //! writes call n+2 has seen everybody's word on call n+1, which nobody gives before it is done with call n.
+//! Nobody reads its own slot, but a copy: its lines have gone to the processors of those who read them.
 //!
 //! Many bytes are reached where they are, if every rank brings a whole region of its arena ([`Meeting::combine`],
 //! [`Meeting::read`]), and the call ends when everybody is done. Else they pass through the staging buffers
@@ -32,6 +33,7 @@ use std::sync::Arc;
 
 pub use self::meeting::{Meeting, Way, share};
 use self::wait::Waits;
+pub use self::wait::processors;
 use crate::arena::{Arena, Mapping, PAGE};
 use crate::shared::Doorbell;
 use crate::sync::{Ordering, fence};
@@ -44,7 +46,7 @@ const HEAD: usize = 40;
 /// The most bytes that travel in a slot, with the note before them.
 pub const SMALL: usize = 16 << 10;
 /// The most bytes of the next slot that are fetched ahead of the call.
-const READY: usize = 1 << 10;
+const READY: usize = 4 << 10;
 /// Bytes of each staging buffer: all of them stay in a second-level cache.
 pub const WINDOW: usize = if cfg!(loom) { 64 } else { 256 << 10 };
 /// Staging buffers of each rank: while the others work on one, the next is filled.
@@ -92,6 +94,13 @@ pub enum Ordinary<'a, E> {
 /// Asked now and then during a wait for the member with this index: an error ends the wait.
 pub type Watch<'a, E> = &'a mut dyn FnMut(usize) -> Result<(), E>;
 
+/// A word on a call: the call, what memory, and its length.
+type Fields = [u64; 4];
+
+/// This rank's copy of the bytes in its slot, aligned for elements of every type as those are.
+#[repr(align(64))]
+struct Said([u8; SMALL]);
+
 /// One rank's end of the board.
 pub struct Board {
     me: usize,
@@ -99,6 +108,10 @@ pub struct Board {
     members: Vec<Arc<Mapping>>,
     waits: Waits,
     sequence: u64,
+    /// This rank's own word on this call, and the bytes that travel with it. The slot is for the others: this rank's
+    /// processor would have to wait for lines that a peer's processor is reading.
+    word: Fields,
+    said: Box<Said>,
     /// Bytes of this call's note, which all ranks that make the same call have.
     note: usize,
     /// Bytes of this call in the own slot, with the note.
@@ -123,6 +136,8 @@ impl Board {
             waits: Waits::new(members.len()),
             members,
             sequence: 0,
+            word: Fields::default(),
+            said: Box::new(Said([0; SMALL])),
             note: 0,
             in_own_slot: 0,
             staged: 0,
@@ -151,7 +166,8 @@ impl Board {
     /// The members that have not given their word on this rank's latest call.
     pub fn missing(&self) -> impl Iterator<Item = usize> {
         let late = |member: &Mapping| member.word(self.slot()).load(Ordering::Acquire) < self.sequence;
-        self.members.iter().enumerate().filter_map(move |(index, member)| late(member).then_some(index))
+        let others = self.members.iter().enumerate().filter(|(index, _)| *index != self.me);
+        others.filter_map(move |(index, member)| late(member).then_some(index))
     }
 
     /// A call in which others may write into `memory`, if it is a whole region and everybody brings one of the same
@@ -244,6 +260,7 @@ impl Board {
     /// Copies `bytes` into the slot of a call that is not published yet.
     fn put(&mut self, start: usize, bytes: &[u8]) {
         assert!(start + bytes.len() <= SMALL, "too many bytes for a slot");
+        self.said.0[start..start + bytes.len()].copy_from_slice(bytes);
         let place = self.slot() + HEAD + start;
         // SAFETY: in the own slot, which no peer reads: whoever could has seen a later call; see the module.
         unsafe { self.own.mapping().lend_mut(place, bytes.len()) }.copy_from_slice(bytes);
@@ -254,11 +271,11 @@ impl Board {
         SLOTS + (self.sequence % 2) as usize * SLOT
     }
 
-    fn publish(&self, call: Call, brings: Brings, offset: usize, bytes: usize) {
+    fn publish(&mut self, call: Call, brings: Brings, offset: usize, bytes: usize) {
         let (slot, own) = (self.slot(), self.own.mapping());
         let (first, second) = call.split_at(8);
-        let words = [number(first), number(second), (offset | brings as usize) as u64, bytes as u64];
-        for (index, word) in words.into_iter().enumerate() {
+        self.word = [number(first), number(second), (offset | brings as usize) as u64, bytes as u64];
+        for (index, word) in self.word.into_iter().enumerate() {
             own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
         }
         // Whoever sleeps is woken in `meet`.
@@ -324,6 +341,9 @@ impl Board {
 
     /// A field of a member's word on this call.
     fn field(&self, member: usize, index: usize) -> u64 {
+        if member == self.me {
+            return self.word[index];
+        }
         self.members[member].word(self.slot() + 8 + 8 * index).load(Ordering::Relaxed)
     }
 
@@ -331,6 +351,9 @@ impl Board {
     fn in_slot(&self, member: usize, start: usize, bytes: usize) -> &[u8] {
         if start.checked_add(bytes).is_none_or(|end| end > SMALL) {
             return &[];
+        }
+        if member == self.me {
+            return &self.said.0[start..start + bytes];
         }
         // SAFETY: in the member's slot, whose bytes were published with the sequence number that this rank has seen, and
         // stay until this rank has given its word on the next call, which needs this borrow of the board to end.

@@ -182,6 +182,19 @@ fn who_has_not_come_is_known() {
 }
 
 #[test]
+fn what_a_peer_does_to_a_slot_is_not_its_owner_s_own_word() {
+    let mut boards = boards(2);
+    let ((other, _), (mut board, _)) = (boards.swap_remove(1), boards.swap_remove(0));
+    board.bring(CALL, &[1; 8], &[7; 16], None, Some(4..12));
+    let slot = board.slot();
+    for place in (slot + 8..slot + HEAD + 16).step_by(8) {
+        other.members[0].word(place).store(u64::MAX, Ordering::Relaxed);
+    }
+    assert_eq!((board.call_of(0), board.in_slot(0, 0, 8)), (CALL, &[1; 8][..]));
+    assert_eq!(Words { board: &board }.bytes(0), [7; 8]);
+}
+
+#[test]
 fn windows_pass_in_order() {
     run(3, |board, _| {
         let mut memory = vec![board.me() as u8; 8];

@@ -6,9 +6,13 @@ use std::time::{Duration, Instant};
 
 use crate::shared::Doorbell;
 
-/// Looks without a pause, then with one: what the peers do next is often done within a microsecond.
-const LOOKS: u32 = 64;
-const SPINS: u32 = 100;
+/// Looks before those that sleep are woken, and after: what the peers do next is often done within a microsecond. Each look
+/// takes the line from the peer that is about to write it, so there is a pause between two of them, unless ranks share
+/// processors: then the time is better spent on the others' work.
+const LOOKS: u32 = 32;
+const SPINS: u32 = 132;
+/// As many take as long without a pause.
+const CROWDED_LOOKS: u32 = 64;
 /// Rounds of looks with a turn for others in between. A peer that shares this processor comes on with its part meanwhile;
 /// where every rank has one, what may be waiting is this rank's own computation.
 const ROUNDS: u32 = 2;
@@ -24,6 +28,7 @@ const SLEEP: Duration = Duration::from_millis(10);
 pub(super) struct Waits {
     looks: u32,
     spins: u32,
+    pauses: bool,
     rounds: u32,
 }
 
@@ -32,17 +37,29 @@ impl Waits {
     pub(super) fn new(ranks: usize) -> Self {
         if cfg!(loom) {
             // In a model one look says as much as many: `until` takes one before it sleeps, and `a_few` one in any case.
-            Self { looks: 0, spins: 0, rounds: 0 }
+            Self { looks: 0, spins: 0, pauses: false, rounds: 0 }
         } else if ranks <= processors() {
-            Self { looks: LOOKS, spins: SPINS, rounds: ROUNDS }
+            Self { looks: LOOKS, spins: SPINS, pauses: true, rounds: ROUNDS }
         } else {
-            Self { looks: LOOKS, spins: 0, rounds: CROWDED_ROUNDS }
+            Self { looks: CROWDED_LOOKS, spins: 0, pauses: false, rounds: CROWDED_ROUNDS }
         }
     }
 
-    /// Looks a few times, without a pause, whether it is `ready`.
+    /// Looks a few times whether it is `ready`.
     pub(super) fn a_few(&self, ready: impl Fn() -> bool) -> bool {
-        (0..self.looks.max(1)).any(|_| ready())
+        self.look(self.looks.max(1), ready)
+    }
+
+    fn look(&self, times: u32, ready: impl Fn() -> bool) -> bool {
+        for _ in 0..times {
+            if ready() {
+                return true;
+            }
+            if self.pauses {
+                spin_loop();
+            }
+        }
+        false
     }
 
     /// Waits until `ready`, or until `watch` finds that there is no use.
@@ -52,13 +69,8 @@ impl Waits {
         doorbell: Doorbell<'_>,
         mut watch: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
-        for look in 0..self.looks + self.spins {
-            if ready() {
-                return Ok(());
-            }
-            if look >= self.looks {
-                spin_loop();
-            }
+        if self.look(self.looks + self.spins, &ready) {
+            return Ok(());
         }
         let mut rounds = 0..self.rounds;
         loop {
@@ -89,8 +101,8 @@ impl Waits {
     }
 }
 
-/// The processors of this host. Not those that this process is bound to: a launcher binds each rank to its own.
-fn processors() -> usize {
+/// The number of processors of this host. Not those that this process is bound to: a launcher binds each rank to its own.
+pub fn processors() -> usize {
     // SAFETY: it reads no memory of ours.
     let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
     usize::try_from(online).unwrap_or(1)

@@ -14,7 +14,7 @@ pub(super) const ALWAYS: usize = 512;
 const ALTOGETHER: usize = 2 * SMALL;
 
 /// The most bytes of an `all_reduce` of two ranks: beyond, each of them combines one half, and waits once more.
-const PAIR: usize = 2 << 10;
+const PAIR: usize = 4 << 10;
 
 /// What of a rank's memory of `length` bytes goes this way, if it is ordinary memory; none if it is too much, with a note
 /// of so many bytes.
