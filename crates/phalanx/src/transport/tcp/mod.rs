@@ -19,6 +19,7 @@ use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use phalanx_sys::board::processors;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
@@ -49,6 +50,10 @@ const SEGMENT: usize = 256 * 1024;
 /// Bytes that may wait in a connection within a host. The kernel doubles the number, for its own records.
 const LOCAL_BUFFER: usize = 256 * 1024;
 
+/// Looks in vain before a rank sleeps in a step, some ten microseconds: what is under way arrives sooner than a sleeper
+/// wakes.
+const LOOKS: u32 = 30;
+
 /// With what a rank joins the mesh of connections.
 pub(crate) struct MeshConfig<'a> {
     pub store: &'a dyn Store,
@@ -69,6 +74,8 @@ pub(crate) struct Tcp {
     rank: Rank,
     connections: Arc<Connections>,
     scratch: AlignedBytes,
+    /// Looks in vain before this rank sleeps.
+    looks: u32,
     /// Says goodbye when nobody holds it any more.
     _monitor: Arc<Monitor>,
 }
@@ -82,7 +89,9 @@ impl Tcp {
         monitor: Arc<Monitor>,
     ) -> Self {
         connections.data.iter().flatten().for_each(keep_in_cache);
-        Self { health, rank, connections, scratch: AlignedBytes::default(), _monitor: monitor }
+        let others = connections.data.iter().flatten().filter(|connection| connection.is_within_host());
+        let looks = looks(1 + others.count(), processors());
+        Self { health, rank, connections, scratch: AlignedBytes::default(), looks, _monitor: monitor }
     }
 }
 
@@ -96,6 +105,12 @@ fn keep_in_cache(connection: &Connection) {
     }
 }
 
+/// How often one of so many `ranks` of a host looks in vain before it sleeps: where they share processors, a peer may need
+/// this one to go on.
+fn looks(ranks: usize, processors: usize) -> u32 {
+    if ranks <= processors { LOOKS } else { 0 }
+}
+
 impl Transport for Tcp {
     fn exchange(
         &mut self,
@@ -103,7 +118,8 @@ impl Transport for Tcp {
         recv: Option<Incoming<'_>>,
         deadline: Deadline,
     ) -> Result<()> {
-        let Self { health, rank, connections, scratch, .. } = self;
+        let Self { health, rank, connections, scratch, looks, .. } = self;
+        let mut looks = *looks;
         let stream = |peer: Rank| {
             let stream = connections.data.get(peer.index()).and_then(Option::as_ref);
             stream.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of rank {rank}")))
@@ -138,6 +154,10 @@ impl Transport for Tcp {
                 (Some((to, ..)), None) => *to,
             };
             if progress {
+                continue;
+            }
+            if looks > 0 {
+                looks -= 1;
                 continue;
             }
             let out = sending.as_ref().map(|(_, stream, _)| *stream);
@@ -207,6 +227,11 @@ mod tests {
         assert_eq!(socket_send_buffer_size(connection.socket()).unwrap(), bound);
         drop(connection);
         assert_eq!(reader.join().unwrap().unwrap(), 64 << 20);
+    }
+
+    #[test]
+    fn who_shares_a_processor_with_a_peer_sleeps_at_once() {
+        assert_eq!([1, 2, 3].map(|ranks| looks(ranks, 2)), [LOOKS, LOOKS, 0]);
     }
 
     #[test]
