@@ -53,72 +53,72 @@ pub(crate) enum Command {
 const RUN: &str = "\
 Starts a program several times on this machine, or on each of several, as the ranks of one job.
 
-Each worker finds its place in its environment, under torchrun's names: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, \
+Each worker finds its rank and the store in its environment, under torchrun's names: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, \
 MASTER_PORT and so on. Any program that reads them can be a worker: one that uses Phalanx, a Python script with PyTorch, \
 a shell script. The store behind MASTER_ADDR and MASTER_PORT is served by this command (PyTorch's protocol).";
 
 const MANUAL: &str = "\
 Output:
-  Each line of a worker goes to the stream it was written to, behind its rank: `[1] loss 0.25`. Lines of different \
-workers never mix. Of a progress bar one state a second is shown, and the last. On a terminal each rank has its colour, \
+  Each line of a worker goes to the stream it was written to, with its rank as prefix: `[1] loss 0.25`. Lines of different \
+workers never mix. A progress bar is shown once a second, and at its end. On a terminal each rank has its own colour, \
 unless NO_COLOR is set, and a status line stays at the bottom.
   With --redirects or --tee there is a folder for each job, below --log-dir or the system's for temporary files: \
 <log-dir>/<name>_<random>/attempt_<restart>/<local rank>/ with stdout.log, stderr.log and error.json, as torchrun \
 makes them. With --log-format json everything is a JSON object a line: workers' lines on the stream they were \
-written to, this command's news on standard error.
+written to, this command's events on standard error.
 
 How it ends:
-  The first worker that fails ends the job, or, with --max-restarts, this life of it: the others, and all that workers have started, get SIGTERM, after the grace \
-period SIGKILL, also in sessions of their own. Then all are started again, with a new store and a higher TORCHELASTIC_RESTART_COUNT, as long as \
-restarts are left. What failed first is shown last, and its exit code is this command's (128 + n for signal n); a rank \
-that another one blames comes before it. \
+  The first worker that fails ends the job, or, with --max-restarts, this attempt: the other workers, and all processes that workers have started, also in \
+sessions of their own, get SIGTERM, and SIGKILL after the grace period. Then all workers are started again, with a new store and a higher TORCHELASTIC_RESTART_COUNT, as long as \
+restarts are left. The first failure is shown last, and its exit code is this command's (128 + n for signal n); if a failed rank \
+blames another one, the other counts as first. \
 Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period; a second Ctrl-C kills \
 at once. SIGUSR1 and SIGUSR2 are passed on and end nothing here. If this command is killed itself, its workers are killed \
 too. Workers may end with 0 at different times. If no worker can be \
 started, the exit code is 127 (the program is not found), 126 (it cannot be executed), 2 (wrong options) or 1.
 
 Elastic jobs:
-  With --min-np a worker that fails ends only itself, as long as so many are left. Another takes its place, as often as \
---max-restarts says for all together; one that fails at once, again and again, is replaced after a pause and given up \
-the fourth time. The others keep their processes and go on without it from their last commit, and take its successor in. \
-The prefix of a line is then the worker's place, not its rank, which changes. The job has succeeded when all that are \
-left have ended with 0, and are enough.
-  On several hosts (-H, --hostfile or --host-discovery-script) this command serves the store, and must not be lost; the loss of a host ends its workers only. It is left out for --blacklist-cooldown-range, and then started again, which counts as a replacement. Hosts that --host-discovery-script names later are taken in, up to --max-np workers. The job ends when fewer than --min-np are left and nobody can come, or nobody has for --elastic-timeout.
+  With --min-np a worker that fails does not end the job, as long as so many workers are left. It is replaced, at most \
+--max-restarts times for all workers together. A worker that crashes soon after each start is replaced after a pause, and \
+given up the fourth time. The others keep their processes, go on without it from their last commit, and take in its \
+replacement. The prefix of a line is then the worker's slot, not its rank, which changes. The job has succeeded when all \
+workers that are left have ended with 0, and there are at least --min-np.
+  On several hosts (-H, --hostfile or --host-discovery-script) this command serves the store, and must not be lost; the loss of a host ends its workers only. It is left out for --blacklist-cooldown-range, and then started again, which counts as a replacement. Hosts that --host-discovery-script prints later are added, up to --max-np workers. The job ends when fewer than --min-np workers are left and no more can come, or none has come for --elastic-timeout.
 
 Several hosts:
   With -H or --hostfile this command starts a launcher on each host, over ssh without a password (`ssh -o BatchMode=yes \
 HOST true` must work), and on this machine directly. The same version of phalanx must be there, at the same path or in \
-PATH, and the folder in which this command is started. The hosts get this command's environment, but for what belongs to a \
+PATH, and the folder in which this command is started. The hosts get this command's environment, except what belongs to a \
 login, through ssh's standard input. PHALANX_RSH names another program that is called as ssh is. All output comes here; \
 signals to this command, and its end, whatever the reason, end all hosts.
 
 Several nodes:
   The same command is started on every node, with the same --nnodes, --master-addr and --master-port and its own \
 --node-rank; the number of workers may differ. Node 0 serves the store at which the launchers meet, on that address \
-alone. A failure, a launcher that is ended and a node that falls silent (5 s) end the job on all nodes, or start it \
-again on all; each of them says what failed first, and on which host. With --nnodes MIN:MAX a job goes on without the \
+alone. A failure, a launcher that is ended and a node without heartbeats for 5 s end the job on all nodes, or restart it \
+on all; each node shows the first failure, and its host. With --nnodes MIN:MAX a job goes on without the \
 nodes that it loses as long as there are MIN, and takes in those that come up to MAX: all workers are then started again.
 
 Who may take part:
-  The processes of a job recognise each other by a key. On one machine it is made for the job. For several, make one with \
-`phalanx keygen FILE`, copy it to each and give --job-key-file FILE; without it whoever reaches the job's ports can take \
-part. Connections are authenticated, and not encrypted, unless each process has a certificate of one CA: make them with \
+  The processes of a job authenticate each other with a key. On one machine this command makes it. For several, make one with \
+`phalanx keygen FILE`, copy it to each and give --job-key-file FILE; without it any process that reaches the job's ports can \
+take part. Connections are authenticated, and not encrypted, unless each process has a certificate of one CA: make them with \
 `phalanx certgen FOLDER HOST...`, and give --tls-ca, --tls-cert and --tls-key on every node. Programs that do not know the key, such as PyTorch's, may use the \
 store if this user runs them on the store's own machine, or with --open-store.
 
 Environment of a worker:
-  RANK, LOCAL_RANK             its place in the job and on this machine, from 0
+  RANK, LOCAL_RANK             its rank in the job and on this machine, from 0
   WORLD_SIZE, LOCAL_WORLD_SIZE the number of workers
-  GROUP_RANK, GROUP_WORLD_SIZE the place of this machine, and the number of machines
+  GROUP_RANK, GROUP_WORLD_SIZE the rank of this machine, and the number of machines
   ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE
   MASTER_ADDR, MASTER_PORT     where the store is
   TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE,
   PHALANX_ELASTIC, PHALANX_RESET_LIMIT
                                of an elastic job: MIN:MAX workers, and how many new groups
   TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
-  PHALANX_BLAME_FILE           where Phalanx notes whose failure a worker has heard of
-  PHALANX_JOB_TAG              by which all that workers start is found, to be ended with the job
-  PHALANX_JOB_KEY_FILE         the job's key, lent by this command: by it workers recognise each other and the store
+  PHALANX_BLAME_FILE           where Phalanx notes which rank's failure a worker has seen
+  PHALANX_JOB_TAG              a tag by which all processes of the job are found and ended with it
+  PHALANX_JOB_KEY_FILE         the job's key, with which workers authenticate each other and the store
   PHALANX_TLS_CA, PHALANX_TLS_CERT, PHALANX_TLS_KEY
                                the files of --tls-ca, --tls-cert and --tls-key, if they are given
   OMP_NUM_THREADS, RAYON_NUM_THREADS

@@ -1,4 +1,4 @@
-//! Several hosts whose ranks each share memory: inside a host everybody reaches everybody's elements, so that only what
+//! Several hosts whose ranks each share memory: inside a host every rank reaches all ranks' elements, so that only what
 //! must cross crosses from host to host, in as many streams as each host has ranks for.
 //!
 //! The elements are divided into *stripes*. Of each host one rank owns stripe s, and the owners of a stripe exchange it as if

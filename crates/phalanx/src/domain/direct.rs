@@ -1,4 +1,4 @@
-//! Collectives on registered memory: each rank does its share of the work on everybody's memory, for all. No byte is
+//! Collectives on registered memory: each rank does its share of the work on all ranks' memory, for all. No byte is
 //! copied that need not be, and two waits are all.
 
 use phalanx_sys::board::Meeting;
@@ -49,7 +49,7 @@ pub(super) fn reduce(job: Job, chunks: &mut [&mut [u8]], into: usize) -> Result<
     Ok(())
 }
 
-/// Combines this rank's chunk of everybody's input.
+/// Combines this rank's chunk of all inputs.
 pub(super) fn reduce_out_of_place(
     meeting: &mut Meeting<'_, '_, Error>,
     job: Job,

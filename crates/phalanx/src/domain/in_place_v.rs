@@ -79,7 +79,7 @@ impl Domain {
     }
 }
 
-/// Calls `work` for each rank with what everybody's memory holds of its part, within this rank's chunk.
+/// Calls `work` for each rank with its part of every rank's memory, within this rank's chunk.
 fn direct_parts(
     meeting: &mut Meeting<'_, '_, Error>,
     job: Job,

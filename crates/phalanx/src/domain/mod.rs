@@ -2,8 +2,8 @@
 //!
 //! All ranks of a domain meet on a board for each collective, in one of three ways:
 //!
-//! - [`direct`]: if everybody's memory is registered, each rank combines its chunk where it lies, for all.
-//! - [`small`]: few bytes travel in the slots in which the ranks say what they call. Everybody combines everything. The
+//! - [`direct`]: if all ranks' memory is registered, each rank combines its chunk where it lies, for all.
+//! - [`small`]: few bytes travel in the slots in which the ranks say what they call. Every rank combines everything. The
 //!   smallest calls always do.
 //! - [`staged`]: otherwise the same passes in windows through buffers that all reach.
 //!
@@ -152,7 +152,7 @@ impl Domain {
         let mut watch = |missing: usize| watch(health, members[missing], patience);
         let check =
             |index: usize, theirs| compare(rank, job.call, sequence, members[index], &encoded, theirs);
-        // What nobody else takes is not brought.
+        // An input that no other rank reads is not shared.
         let brought = match job.call.operation {
             Operation::Scatter if job.me != job.root => &[],
             Operation::Gather if job.me == job.root => &[],

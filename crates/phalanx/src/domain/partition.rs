@@ -31,7 +31,7 @@ impl Partition {
         Self::of(ranks, |_, _| false)
     }
 
-    /// Is everybody in one domain?
+    /// Are all ranks in one domain?
     pub(crate) fn is_one(&self) -> bool {
         self.domains.len() == 1
     }

@@ -62,7 +62,7 @@ impl<'a> Routes<'a> {
                     if to == job.me {
                         routes.starts.push(end);
                     }
-                    // A peer's numbers need not make sense; whoever takes its bytes looks how many there are.
+                    // A peer's numbers may be wrong; the length is checked where its bytes are read.
                     let bytes = sent.saturating_mul(job.call.dtype.size());
                     routes.longest = routes.longest.max(bytes);
                     end = end.saturating_add(bytes);

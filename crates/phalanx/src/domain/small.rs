@@ -1,4 +1,4 @@
-//! Collectives of few bytes: everybody writes what it brings into its slot and reads everybody's. One wait is all.
+//! Collectives of few bytes: every rank writes its input into its slot and reads all slots. One wait is enough.
 
 use std::ops::Range;
 
@@ -66,7 +66,7 @@ pub(super) fn in_place(job: Job, slots: &Words<'_>, data: &mut [u8]) -> Result<(
     }
 }
 
-/// Combines a part of what everybody brought, which is `length` bytes.
+/// Combines a part of all inputs, which are `length` bytes each.
 pub(super) fn fold(
     job: Job,
     slots: &Words<'_>,

@@ -4,7 +4,7 @@
 //! they have something in them or not. Two buffers are enough: whoever fills the one again has itself taken what stood
 //! beside it, and waits only for those who have not taken what stood in it.
 //!
-//! What all get is combined in the windows: each rank puts the result into its block of everybody's, where the owner finds
+//! What all get is combined in the windows: each rank puts the result into its block of every window, where the owner finds
 //! it. So a line of a window goes to one other processor and comes back, and nothing is copied from window to window.
 
 use std::ops::Range;
@@ -27,7 +27,7 @@ type Staging<'a, 'w> = Meeting<'a, 'w, Error>;
 
 /// What happens to the windows of an operation in place.
 enum Pattern {
-    /// Each rank combines its share of everybody's memory; all ranks, or the root, get all results.
+    /// Each rank combines its share of all ranks' memory; all ranks, or the root, get all results.
     Combine,
     /// Each rank combines what is for it.
     Reduce,
@@ -72,7 +72,7 @@ fn pattern(job: Job) -> Option<Pattern> {
     })
 }
 
-/// What of everybody's memory the rank at `place` combines, or gives to all.
+/// The part of all ranks' memory that the rank at `place` combines, or gives to all.
 fn given(job: Job, place: usize) -> Range<usize> {
     match (job.call.operation, pattern(job)) {
         (Operation::ReduceScatter | Operation::AllGather, _) => job.chunk(place),
@@ -82,7 +82,7 @@ fn given(job: Job, place: usize) -> Range<usize> {
     }
 }
 
-/// Combines everybody's memory, each rank its share of it, in place.
+/// Combines all ranks' memory in place, each rank its share.
 pub(super) fn reduce(
     meeting: &mut Staging<'_, '_>,
     job: Job,
@@ -123,7 +123,7 @@ fn for_all(job: Job, share: &impl Fn(usize) -> Range<usize>) -> WindowLayout<imp
     WindowLayout::of_blocks((job.ranks, 1), longest, move |_| share(job.me))
 }
 
-/// Combines this rank's chunk of everybody's input.
+/// Combines this rank's chunk of all inputs.
 pub(super) fn reduce_out_of_place(
     meeting: &mut Staging<'_, '_>,
     job: Job,
@@ -156,7 +156,7 @@ pub(super) fn copy(
     layout.copy(meeting, job.me, place, |_, place, bytes| output[place].copy_from_slice(bytes))
 }
 
-/// Each rank combines its share of everybody's memory, in the windows, where those who want all results find them.
+/// Each rank combines its share of all ranks' memory, in the windows, where those who want all results find them.
 fn combine(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
     let (me, for_all) = (job.me, job.call.operation != Operation::Reduce);
     let layout = WindowLayout::new(job.ranks, |place| given(job, place));
@@ -249,7 +249,7 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         })
     }
 
-    /// Stages all, and calls `work` with everybody's windows, this rank's memory and the window's number.
+    /// Stages all, and calls `work` with all ranks' windows, this rank's memory and the window's number.
     fn inputs(
         &self,
         meeting: &mut Staging<'_, '_>,

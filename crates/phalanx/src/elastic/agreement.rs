@@ -74,7 +74,7 @@ pub(super) fn commit(
             ));
         }
         let repaired = take_from(group, snapshot, rank(root))?;
-        // A commit that has returned is every rank's: nobody returns before all are repaired. Else a failure now could leave
+        // A commit that has returned is on every rank: no rank returns before all are repaired. Else a failure now could leave
         // those that were not in the majority.
         group.barrier()?;
         return Ok(Committed { awaited, repaired });
@@ -268,7 +268,7 @@ mod tests {
         let outcomes = on_ranks(&states, |group, snapshot, _| sync(group, snapshot, Drift::Fail).unwrap());
         assert_eq!(outcomes.iter().map(|outcome| outcome.0).collect::<Vec<_>>(), [true, false, false, true]);
         assert!(outcomes.iter().all(|(_, commits, state)| (*commits, state) == (4, &named(b"newer", 4))));
-        // The lowest rank, if nobody has made a commit.
+        // The lowest rank, if no rank has made a commit.
         let states = [(0, named(b"a", 1)), (0, named(b"b", 1))];
         let outcomes = on_ranks(&states, |group, snapshot, _| sync(group, snapshot, Drift::Fail).unwrap());
         assert_eq!(outcomes.iter().map(|outcome| outcome.0).collect::<Vec<_>>(), [false, true]);

@@ -12,7 +12,7 @@
 //!
 //! A process that was stopped may be behind `base` when it wakes. So a reader asks for `base` with each entry, in one request:
 //! an entry before `base` does not count. A writer asks for `base` afterwards: if `base` has passed the entry's index, the
-//! entry may have been written where another one was removed, and the writer cannot know whether anybody has read it.
+//! entry may have been written where another one was removed, and the writer cannot know whether another process has read it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -147,7 +147,7 @@ pub(super) fn trim(store: &dyn Store, index: u64, state: &MembersState, deadline
     let new = index.to_string();
     let now = store.compare_set(BASE, old.to_string().as_bytes(), new.as_bytes(), deadline)?;
     if now != new.as_bytes() {
-        // Somebody else was faster. Where both wanted the same, it is the same state.
+        // Another process was faster. Where both wanted the same, it is the same state.
         if number(&now)? > index {
             store.delete_key(&state_key(index), deadline)?;
         }

@@ -84,7 +84,7 @@ impl<S: State> Context<'_, S> {
         }
         self.state.agree()?;
         self.snapshot.save(&*self.state)?;
-        // Counted at once: whoever gets through the collective may die with the news that all have it.
+        // Counted before the collective: a rank that completes it knows that all have the commit, and may die before it counts.
         self.snapshot.count(self.round);
         let awaited = self.rounds.as_ref().is_some_and(|rounds| rounds.is_awaited());
         let group = self.group.in_call(Caller::ElasticCommit);

@@ -6,14 +6,14 @@
 //! for each agreement:
 //!
 //! ```text
-//!     somebody is ahead        those behind have entered the agreement: what they have counts, and they follow
-//!     nobody is, all have it   it counts
-//!     nobody is, some lack it  all reduce it again, in the new group
+//!     a rank is ahead          those behind have entered the agreement: what they have counts, and they follow
+//!     none is, all have it     it counts
+//!     none is, some lack it    all reduce it again, in the new group
 //!     anything else            all go back to the last commit
 //! ```
 //!
-//! Who follows calls on its way what the other has called already, in the group that has failed: if that is anything
-//! besides the reduction, such as a broadcast of running statistics, it would be alone with it, and all go back.
+//! A rank that follows repeats the calls that the other has made in the failed group. If that is anything besides the
+//! reduction, such as a broadcast of running statistics, it would wait alone; then all go back.
 //!
 //! Each step's data are distributed among the ranks of one round, and a rank that is ahead has its part of the next step
 //! already. So the round whose ranks have the data, `data_round`, changes on all ranks after the same step: the furthest that
@@ -32,7 +32,7 @@ pub(super) struct Position {
     pub(super) data_round: u64,
     /// The round in whose group all of that step was reduced; 0 if in none.
     pub(super) reduced: u64,
-    /// Has it called anything else of its group since the step before? Who is behind would come to that alone.
+    /// Has it called anything else of its group since the step before? A rank that is behind would wait in it alone.
     pub(super) called: bool,
 }
 
@@ -70,7 +70,7 @@ pub(super) struct Plan {
     behind: u64,
     /// Does what they have of it count?
     counts: bool,
-    /// The furthest step that somebody has begun, and whose ranks have its data.
+    /// The furthest step that any rank has begun, and the round whose ranks have its data.
     ahead: u64,
     data_round: u64,
 }

@@ -106,7 +106,7 @@ impl Store for RoundStore {
     }
 }
 
-/// Removes what the rounds before `now` have left: nobody is in them any more.
+/// Removes what the rounds before `now` have left: no worker is in them any more.
 pub(super) fn sweep(store: &dyn Store, now: u64, deadline: Deadline) -> Result<()> {
     let swept = u64::try_from(store.add(SWEPT, 0, deadline)?).unwrap_or(0);
     let over = now.saturating_sub(1);

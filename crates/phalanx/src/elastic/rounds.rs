@@ -91,7 +91,7 @@ impl Rounds {
             match exchange(&group, position) {
                 Ok(positions) => {
                     let decision = decide(&positions);
-                    // Of earlier worlds nobody has anything left.
+                    // No rank has data of earlier worlds.
                     let oldest = match (decision, position) {
                         (Decision::GoOn(_), Some(position)) => position.data_round,
                         _ => number,
@@ -121,7 +121,7 @@ impl Rounds {
         self.current.as_ref().map(|current| (current.number, current.group.clone()))
     }
 
-    /// Does somebody wait for whom a new group is to be made?
+    /// Does a worker wait for a new group?
     pub(super) fn is_awaited(&self) -> bool {
         self.session.is_awaited()
     }

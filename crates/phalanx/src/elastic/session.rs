@@ -35,7 +35,7 @@ const LOOK: Duration = Duration::from_millis(200);
 const ANSWER: Duration = Duration::from_secs(30);
 /// How long the last message of this worker may take.
 const LAST_MESSAGE: Duration = Duration::from_secs(1);
-/// How long removing what nobody needs any more may take at a time.
+/// How long one removal of old keys may take.
 const TIDY: Duration = Duration::from_secs(1);
 
 /// What comes of waiting for a round.
@@ -130,7 +130,7 @@ impl Session {
         Ok(session)
     }
 
-    /// Does somebody wait for whom a new group is to be made?
+    /// Does a worker wait for a new group?
     pub(super) fn is_awaited(&self) -> bool {
         self.shared.seen.lock().state.is_awaited()
     }
@@ -178,7 +178,7 @@ impl Session {
                         .round(&mut seen, rank, me != before)
                         .map(|round| Met::Round(Box::new(round)));
                 }
-                // Somebody has left it before it came together.
+                // A member has left it before it came together.
                 left = round;
                 drop(seen);
                 self.ready(left, holds)?;
@@ -296,7 +296,7 @@ impl Session {
                 seen.heard |= seen.next > index;
                 return Ok(());
             }
-            // Perhaps somebody has read it, perhaps nobody will: it would not do to say it again under the same number.
+            // It may or may not have been read: the same number must not be used again.
             shared.append(&Entry::Gone { worker: id, by: id, why: Departure::Ended })?;
         }
     }
@@ -529,7 +529,7 @@ fn look(shared: &Shared, liveness: &mut Liveness<WorkerId>, deadline: Deadline) 
     Ok(())
 }
 
-/// Removes what nobody needs any more. One does it for all.
+/// Removes old keys. One worker does it for all.
 fn tidy(shared: &Shared, deadline: Deadline) -> Result<()> {
     let (round, stop) = {
         let mut seen = shared.seen.lock();

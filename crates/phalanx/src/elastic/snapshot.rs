@@ -37,7 +37,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Nobody may take it, here or elsewhere, if a save has failed halfway: it overwrites the only one there is.
+    /// If a save has failed halfway, no rank may take this snapshot: the save overwrites the only one there is.
     pub(super) fn whole(&self) -> Result<()> {
         self.broken.clone().map_or(Ok(()), Err)
     }

@@ -1,7 +1,7 @@
 //! Keeps the communication workers of one host's ranks on processors of their own.
 //!
 //! Workers that wait for each other are woken by each other, and a kernel likes to move a thread to the processor of
-//! whoever woke it. Left alone, the workers of all ranks gather on one processor: they slow down that rank's backward
+//! the thread that woke it. Without restriction, the workers of all ranks gather on one processor: they slow down that rank's backward
 //! pass, for which all others then wait, and each other.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};

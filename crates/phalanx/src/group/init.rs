@@ -109,7 +109,7 @@ impl ProcessGroup {
     /// Connects the ranks that have met, pairwise.
     ///
     /// # Errors
-    /// If a rank cannot be reached or answers as somebody else, if the ranks' tuning tables differ, or if shared memory was
+    /// If a rank cannot be reached or another process answers, if the ranks' tuning tables differ, or if shared memory was
     /// asked for and some rank cannot map another's; the error says which, and why.
     pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
         worker_error::report_panics();
@@ -127,7 +127,7 @@ impl ProcessGroup {
             credentials,
             keep_alive,
         } = rendezvous;
-        // Before anybody can have a group, and something to write of it. Rounds of an elastic job count from 1, lives from 0.
+        // Before any rank has a group, and something to write. Rounds of an elastic job count from 1, generations from 0.
         let begins = local_rank == 0 && generation.0 <= u64::from(env::is_elastic());
         let trace = Trace::from_env(rank, begins);
         if world_size == WorldSize::ONE {
@@ -223,7 +223,7 @@ mod tests {
             for group in groups(3, Fabric::Tcp).unwrap() {
                 scope.spawn(move || {
                     let tuning = if group.rank().get() == 1 { small() } else { Tuning::default() };
-                    // Whoever was done before hears of it later.
+                    // A rank that was done before hears of it later.
                     let outcome = group.tuned(&tuning, Caller::Init).and_then(|group| {
                         std::iter::repeat_with(|| group.barrier()).find(Result::is_err).unwrap_or(Ok(()))
                     });

@@ -171,7 +171,7 @@ impl ProcessGroup {
         self.world_size().ranks().map(|rank| read(&bytes[counts.of(rank.index())], rank)).collect()
     }
 
-    /// No bytes for anybody.
+    /// No bytes for any rank.
     fn nothing(&self) -> Counts {
         Counts::even(0, self.world_size())
     }

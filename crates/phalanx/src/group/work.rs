@@ -47,7 +47,7 @@ enum WorkState {
     /// Under way, with who is to be woken, if it has been polled.
     InFlight(Option<Waker>),
     Done(Result<Buffer>),
-    /// Somebody has the outcome.
+    /// The outcome has been taken.
     Taken,
 }
 

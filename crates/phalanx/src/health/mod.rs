@@ -1,5 +1,5 @@
-//! Who of a group is alive, what its ranks call, and its one failure: set once, by whoever sees it first, and seen by
-//! everybody. Transports report to it; groups ask it.
+//! The health of a group: which ranks are alive, what they call, and the one failure of the group. The first report sets the
+//! failure, and every waiter gets it. Transports report to it; groups ask it.
 
 pub(crate) mod calls;
 mod heartbeat;
@@ -24,7 +24,7 @@ use crate::worker_error;
 /// the thread that watches them may have to wait for a processor.
 const EXPLANATION: Duration = Duration::from_secs(1);
 
-/// What a transport does when its group fails: tell the peers, and wake whoever waits for them.
+/// What a transport does when its group fails: tell the peers, and wake the threads that wait for them.
 type Alarm = Box<dyn FnOnce(&Error) + Send>;
 
 /// A rank's view of its group's health.
@@ -116,8 +116,8 @@ impl Health {
         }
     }
 
-    /// The cause, if the group has failed. By then the peers have been told: a program that exits at the sight of it would
-    /// else be the first that they miss, and be blamed.
+    /// The cause, if the group has failed. The peers are told first: otherwise a program that exits because of it would
+    /// be the first that they miss, and be blamed.
     pub(crate) fn cause(&self) -> Option<Error> {
         if !self.has_failed() {
             return None;
@@ -162,7 +162,7 @@ impl Health {
         self.changed.notify_all();
     }
 
-    /// `peer` has said goodbye: what it sent still counts, more will not come.
+    /// `peer` has said goodbye: what it has sent stays valid, and nothing more will come.
     pub(crate) fn left(&self, peer: Rank) {
         if let Some(left) = self.state.lock().left.get_mut(peer.index()) {
             *left = true;

@@ -1,7 +1,7 @@
 //! What ranks that still have data tell those that have none, before each collective.
 //!
 //! It is an all_reduce (max) of [`FIELDS`] numbers and one flag for each rank. A rank without data gives zeros, so that
-//! everybody learns what is called next and who calls it.
+//! every rank learns what is called next and by whom.
 
 use crate::caller::Caller;
 use crate::collective::ReduceOp;

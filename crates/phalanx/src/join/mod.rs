@@ -1,8 +1,8 @@
-//! Ranks with unequal amounts of data: whoever has none left answers the others' collectives until all are done.
+//! Ranks with unequal amounts of data: a rank without data answers the others' collectives until all have finished.
 //!
 //! A collective hangs, or fails, when one rank has stopped calling it. Inside [`JoinGroup::join`] each collective is
 //! announced before it is called. A rank whose part is over listens to the announcements and calls the same collective
-//! with neutral elements (zeros for a sum or an average), so nobody waits for it. This is Horovod's `join` and
+//! with neutral elements (zeros for a sum or an average), so the others do not wait for it. This is Horovod's `join` and
 //! PyTorch's `Join`, except that what takes part in it need not know: whatever calls collectives through the
 //! [`JoinGroup`], be it a gradient reducer or a synchronised batch norm, is answered.
 //!
@@ -223,7 +223,7 @@ impl JoinGroup {
     }
 
     fn exchange(&self, numbers: Vec<i64>) -> Result<Work> {
-        // Whoever announces, and whoever answers, is inside `join`.
+        // Ranks that announce and ranks that answer are inside `join`.
         let group = self.group.read().in_call(Caller::Join);
         group.all_reduce_async(Buffer::from_slice(&numbers), ReduceOp::Max)
     }
@@ -264,7 +264,7 @@ impl JoinGroup {
                 }
             }
         }
-        // Whoever has announced the most was there to the end.
+        // The rank that has announced the most was there to the end.
         let mut counts = vec![0i64; world.count()];
         counts[self.rank().index()] = self.state.lock().announced;
         let counts = self.exchange(counts)?.wait()?;
@@ -315,7 +315,7 @@ impl Communicator for JoinGroup {
         self.group().broadcast_async(buffer, root)
     }
 
-    /// While every rank has data, it is not announced: nobody has begun to answer. Afterwards it is an all_reduce, which
+    /// While every rank has data, it is not announced: no rank has begun to answer. Afterwards it is an all_reduce, which
     /// ranks without data can answer.
     fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
         if self.running().is_none() || self.all_have_data() {
@@ -324,7 +324,7 @@ impl Communicator for JoinGroup {
         self.all_reduce_async(buffer, op)
     }
 
-    /// Fails if a rank has no data any more: nobody else could bring its share.
+    /// Fails if a rank has no data any more: no other rank could bring its part.
     fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
         if self.running().is_none() || self.all_have_data() {
             return self.group().all_gather_v_in_place_async(buffer, counts);

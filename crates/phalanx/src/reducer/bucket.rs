@@ -127,7 +127,7 @@ impl Bucket {
     }
 
     /// Notes the moment of completion, if it has come: asked between gradients, so that a trace shows more than the
-    /// moment at which somebody waited.
+    /// moment at which a thread waited.
     pub(crate) fn observe(&mut self) {
         if let BucketMemory::InFlight(pending) = &self.memory
             && self.done.is_none()

@@ -1,4 +1,4 @@
-//! A group of threads for the tests: whoever comes last to an operation does the work for all.
+//! A group of threads for the tests: the last thread to enter an operation does the work for all.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

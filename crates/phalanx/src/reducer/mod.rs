@@ -76,7 +76,7 @@ pub struct Reducer {
     trace: Trace,
     parameters: Vec<ParameterSpec>,
     limits: Limits,
-    /// Whose averages each parameter's are, if not everybody's.
+    /// The owner of each parameter's average, if averages are sharded.
     owners: Option<Vec<Rank>>,
     unused_parameters: UnusedParameters,
     hook: Box<dyn CommHook>,

@@ -20,7 +20,7 @@ use crate::world_size::WorldSize;
 pub(crate) struct InProcess {
     rank: Rank,
     hub: Arc<Hub>,
-    /// Says goodbye when nobody holds it any more.
+    /// Sends the goodbye when its last owner drops it.
     _seat: Arc<Seat>,
 }
 

@@ -12,7 +12,7 @@ use crate::rendezvous::membership::log;
 use crate::store::{MemoryStore, SharedStore};
 use crate::world_size::MAX_WORLD_SIZE;
 
-/// Nothing here waits for anybody.
+/// Nothing here waits.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// For [`fuzzing`](crate::fuzzing): the state at `base`, which is empty in a compacted_log that has not been cut off yet, and the
@@ -60,7 +60,7 @@ fn check(state: &MembersState) {
     }
     let second = Duration::from_secs(1);
     let _ = Clock::new(second, second, second).look(state, Instant::now());
-    // Whoever comes later begins where this one is.
+    // A later reader begins at this one.
     let written =
         log::encode(VERSION, state).and_then(|bytes| log::decode::<MembersState>(VERSION, &bytes, "itself"));
     assert!(written.is_ok_and(|again| again == *state));

@@ -22,7 +22,7 @@ pub(crate) struct Clock {
 pub(crate) enum Step {
     /// Wait, and look again at this time if nothing has happened.
     Wait(Instant),
-    /// Say that nobody else is waited for.
+    /// Append that no other worker is waited for.
     LastCall,
     /// Give up members that do not leave their round, after so long.
     GiveUp(Vec<WorkerId>, Duration),
@@ -35,7 +35,7 @@ impl Clock {
         Self { first_call, last_call, timeout, waits: None, enough: None }
     }
 
-    /// Somebody who waits for the round after the state's looks at it.
+    /// Called by a worker that waits for the next round.
     pub(crate) fn look(&mut self, state: &MembersState, now: Instant) -> Step {
         let next = state.round() + 1;
         if !state.is_gathering() {

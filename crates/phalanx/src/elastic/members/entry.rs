@@ -54,7 +54,7 @@ impl Settings {
 pub(crate) enum Departure {
     /// Its connections to another worker broke.
     Died,
-    /// Nobody has heard of it for so long.
+    /// It has sent no heartbeat for so long.
     Silent(Duration),
     /// It is alive, but has not left its round for so long.
     Late(Duration),

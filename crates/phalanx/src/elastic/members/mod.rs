@@ -15,7 +15,7 @@
 //!                                                     Over
 //! ```
 //!
-//! What has to hold: a round has the same members for everybody; nobody is a member before it has left the round before;
+//! What has to hold: a round has the same members for every worker; no worker is a member before it has left the round before;
 //! who was given up is in no later round under the same number; and as long as enough workers do their part, there is a
 //! next round. [`Clock`] says what the time that passes asks for.
 

@@ -9,7 +9,7 @@ use crate::world_size::MAX_WORLD_SIZE;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MembersState {
     settings: Option<Settings>,
-    /// How many workers there are, if whoever starts them says so.
+    /// How many workers there are, if the launcher has published it.
     expected: Option<u32>,
     /// The round that began last; 0 if none has.
     round: u64,
@@ -152,7 +152,7 @@ impl MembersState {
         self.round += 1;
     }
 
-    /// Can the survivors do the step again that was cut off? Then they wait for nobody: a newcomer could not take part in
+    /// Can the survivors do the step again that was cut off? Then they wait for no other worker: a newcomer could not take part in
     /// it, and is taken in at the next commit.
     fn can_resume(&self) -> bool {
         let holds = |member: &Member| member.standing == Standing::Ready { holds: true };
@@ -169,7 +169,7 @@ impl MembersState {
         self.is_free() && self.settings.is_some_and(|settings| self.waiting().count() >= most(settings))
     }
 
-    /// Can the next round begin, if nobody else is waited for?
+    /// Can the next round begin, without waiting for more workers?
     pub(crate) fn has_enough(&self) -> bool {
         self.is_free()
             && self.settings.is_some_and(|settings| self.waiting().count() >= settings.min as usize)
@@ -180,7 +180,7 @@ impl MembersState {
         self.is_gathering() && self.outstanding().next().is_none()
     }
 
-    /// Is there no round, or has somebody left it?
+    /// Is there no round, or has a member left it?
     pub(crate) fn is_gathering(&self) -> bool {
         self.round == 0 || self.members.iter().any(|member| member.standing != Standing::Working)
     }
@@ -197,7 +197,7 @@ impl MembersState {
         ready.map(|member| &member.worker).chain(&self.newcomers)
     }
 
-    /// Does somebody wait for whom there is room beside the members?
+    /// Does a worker wait for which there is room beside the members?
     pub(crate) fn is_awaited(&self) -> bool {
         let most = self.settings.map_or(0, |settings| settings.max as usize);
         !self.newcomers.is_empty() && self.members.len() < most

@@ -34,7 +34,7 @@ impl Engine {
             }
             Operation::Broadcast => self.broadcast_by_hosts(hierarchy, call, root, data, patience),
             Operation::Reduce => self.reduce_by_hosts(hierarchy, call, root, data, patience),
-            // A barrier: nobody's host may go on before all hosts have come.
+            // A barrier: no host may go on before all hosts have come.
             _ => {
                 let meet = |engine: &mut Self| {
                     engine.within(call, &mut [], patience, |domain, none| {

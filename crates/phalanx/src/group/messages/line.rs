@@ -12,7 +12,7 @@ use crate::transport::messages::End;
 pub(super) struct Line<E> {
     turns: Mutex<Turns>,
     changed: Condvar,
-    /// Locked by whoever has the turn.
+    /// Locked by the thread that has the turn.
     end: Mutex<E>,
 }
 
@@ -61,7 +61,7 @@ impl<E: End> Line<E> {
         health.cause().map_or(Ok(()), Err)
     }
 
-    /// The turn of `ticket` is over. Does anybody wait for the next?
+    /// The turn of `ticket` is over. Does a thread wait for the next?
     pub(super) fn leave(&self, ticket: u64) -> bool {
         let mut turns = self.turns.lock();
         turns.serving = turns.serving.max(ticket + 1);
@@ -78,7 +78,7 @@ impl<E: End> Line<E> {
         self.end.lock()
     }
 
-    /// The end, if nobody uses it or waits for it.
+    /// The end, if no thread uses it or waits for it.
     pub(super) fn idle_end(&self) -> Option<MutexGuard<'_, E>> {
         let turns = self.turns.lock();
         if turns.next_ticket == turns.serving { self.end.try_lock() } else { None }

@@ -55,7 +55,7 @@ struct Shared {
     arrived: Condvar,
     /// Wakes the worker where it polls sockets; there is none before the worker.
     poke: OnceLock<OwnedFd>,
-    /// Says goodbye when nobody holds it any more.
+    /// Sends the goodbye when its last owner drops it.
     _farewell: Box<dyn Send + Sync>,
 }
 
@@ -307,7 +307,7 @@ impl Shared {
         .with_peer(peer)
     }
 
-    /// The header of a message from `peer` that nobody here has asked for.
+    /// The header of a message from `peer` that no receive has been posted for.
     fn unasked(&self, peer: Rank) -> Option<Header> {
         line(&self.inbound, peer).ok()?.idle_end()?.unasked()
     }

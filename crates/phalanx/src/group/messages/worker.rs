@@ -146,7 +146,7 @@ impl Worker {
         Ok(Round { moved: sent.moved || received.moved, polls: sent.polls || received.polls })
     }
 
-    /// Waits until a line can be used, or somebody calls.
+    /// Waits until a line can be used, or another call comes.
     fn wait(&mut self) -> Result<(), Failed> {
         let Self { shared, outbound, inbound, patience } = self;
         let out = outbound.ends(&shared.outbound);
@@ -194,7 +194,7 @@ impl Worker {
                 let error = shared.health.peer_failed(peer, "it takes no part any more");
                 Err(Failed { error, call, ticket })
             }
-            // Nobody's message is at fault; the first in flight stands for all.
+            // No single message is at fault; the error names the first in flight.
             _ => match (waited, outbound.first().or_else(|| inbound.first())) {
                 (Err(error), Some((call, ticket))) => Err(Failed { error, call, ticket }),
                 _ => Ok(()),
@@ -220,7 +220,7 @@ impl Worker {
     }
 }
 
-/// The ends of one direction that somebody waits for.
+/// The ends of one direction that calls wait for.
 struct Ends<'a, E: End> {
     by_socket: Vec<(&'a Op<E>, MutexGuard<'a, E>)>,
     by_memory: Vec<(&'a Op<E>, MutexGuard<'a, E>)>,

@@ -35,7 +35,7 @@ const DRAIN: Duration = Duration::from_secs(5);
 /// How long the system may take to look up an address.
 const LOOK_UP: Duration = Duration::from_secs(30);
 
-/// How long one try to connect may take while nobody listens: then it looks whether the store is still wanted.
+/// How long one try to connect may take while nothing listens; then it checks whether the store is still wanted.
 const TRY: Duration = Duration::from_secs(1);
 /// How long what listens may take to answer as a store does.
 const SURE: Duration = Duration::from_secs(15);
@@ -322,7 +322,7 @@ fn read(store: &dyn Store, mac: &Mac, told: &Told, shared: &Shared) {
                     Ok(entry) => News::Entry(entry),
                     Err(error) => News::Lost(error),
                 },
-                // Everybody passes it over, so that all still see the same list.
+                // All launchers skip it, so that all see the same list.
                 Verified::Forged => News::Warning(format!(
                     "entry {index} of the launchers' log was passed over, because it is not signed with this job's key. \
                      Another launcher needs the same --job-key-file; or somebody else writes to the store"
@@ -539,7 +539,7 @@ mod tests {
             assert!(matches!(news, News::Warning(text) if text.contains(&named)), "{news:?}");
         }
         assert!(matches!(&told[3], News::Entry(told) if *told == entry(4)), "{told:?}");
-        // Whoever has no key is told which one is missing.
+        // A launcher without a key is told which one is missing.
         let told = news(&memory, Mac::none(), 2);
         let remedy = |error: &Error| error.remedy().is_some_and(|remedy| remedy.contains("--job-key-file"));
         assert!(matches!(&told[1], News::Lost(error) if remedy(error)), "{told:?}");

@@ -161,7 +161,7 @@ impl<'a> Several<'a> {
 
     /// Why this launcher cannot go on, if so.
     fn check(&mut self) -> Result<()> {
-        // Whoever turned this node away may have gone since.
+        // The node that refused this one may have gone since.
         if let Some(why) = &self.refusal {
             return Err(Error::mismatch(format!("this node cannot join the job: {why}")).with_remedy(
                 "start all nodes of a job with the same options, and each with its own --node-rank",

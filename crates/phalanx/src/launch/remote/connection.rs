@@ -14,7 +14,7 @@ use super::frame;
 use super::protocol::{FromLauncher, ToLauncher};
 use crate::error::{Error, Result};
 
-/// How often a launcher hears that somebody is still there.
+/// The interval of heartbeats to a launcher.
 pub(super) const ALIVE: Duration = Duration::from_secs(5);
 /// The longest line of standard error that comes in one piece.
 const MAX_LINE: u64 = 4096;
@@ -183,7 +183,7 @@ fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     started.map(drop).map_err(|error| Error::io("cannot start a thread for another host", error))
 }
 
-/// Until there are no more orders, or nobody takes them.
+/// Until there are no more messages, or the launcher does not take them.
 fn write(mut to: ChildStdin, orders: &Receiver<ToLauncher>) {
     loop {
         let order = match orders.recv_timeout(ALIVE) {

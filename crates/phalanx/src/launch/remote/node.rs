@@ -41,7 +41,7 @@ pub struct RemoteNode {
 
 impl RemoteNode {
     /// Says that it is there, and starts this program again where it is to work. It returns only if that is not
-    /// possible, and has said why, or if nobody wants it.
+    /// possible, and has said why, or if it is not wanted.
     pub fn arrive() {
         let mut out = io::stdout();
         let route = std::env::var("SSH_CONNECTION").ok().and_then(|variable| Route::parse(&variable));
@@ -55,7 +55,7 @@ impl RemoteNode {
         }
     }
 
-    /// Hears what to start; nothing if nobody wants it any more. From now on the orders of the command that a person
+    /// Hears what to start; nothing if it is not wanted any more. From now on the messages of the command that a person
     /// has started are obeyed: its signals become this process's, its end a SIGTERM.
     pub fn start() -> Result<Option<Self>> {
         let mut orders = Orders::open()?;

@@ -53,7 +53,7 @@ pub(super) struct LauncherConfig {
     /// How long they may take to come together.
     pub(super) patience: Duration,
     pub(super) key: SentKey,
-    /// Of an elastic job, in which launchers meet nobody.
+    /// In an elastic job, where launchers do not meet.
     pub(super) part: Option<AgentConfig>,
 }
 

@@ -11,9 +11,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
-/// Whoever waits for memory sleeps this long at most before it asks whether its group is still well.
+/// A wait for memory lasts at most this long before it checks the health of its group.
 pub(crate) const SLEEP: Duration = Duration::from_millis(10);
-/// Whoever waits for memory and for sockets looks at the memory this often: no call of the system waits for both.
+/// A wait for memory and sockets checks the memory this often: no call of the system waits for both.
 const GLANCE: Duration = Duration::from_micros(200);
 
 /// Wakes the threads of one rank that wait for messages.

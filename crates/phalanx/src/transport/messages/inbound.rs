@@ -86,7 +86,7 @@ impl Inbound {
         })
     }
 
-    /// The header of a message that has come though nobody has asked for it. To be called between frames only.
+    /// The header of a message that has come without a posted receive. To be called between frames only.
     pub(crate) fn unasked(&mut self) -> Option<Header> {
         let mut bytes = [0; HEADER];
         match &mut self.way {

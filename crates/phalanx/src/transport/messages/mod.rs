@@ -1,7 +1,7 @@
 //! Point-to-point messages: what carries them, apart from the collectives' data.
 //!
 //! Each pair of ranks has a line in each direction, and each line is one end here and one at the peer. Lines know nothing
-//! of each other: whoever has the turn on one drives it, from whatever thread. An end never waits; [`Bell`] does.
+//! of each other: the thread that has the turn on one drives it. An end never waits; [`Bell`] does.
 
 mod bell;
 mod inbound;
@@ -40,7 +40,7 @@ pub(crate) struct Messages {
     pub outbound: Vec<Option<Outbound>>,
     pub inbound: Vec<Option<Inbound>>,
     pub bell: Arc<Bell>,
-    /// Says goodbye once nobody uses the connections any more.
+    /// Sends the goodbye when the connections are used no more.
     pub farewell: Box<dyn Send + Sync>,
 }
 

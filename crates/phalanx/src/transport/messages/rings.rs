@@ -99,7 +99,7 @@ pub(crate) fn rings(
     Ok(Rings { own: Some(own), ..rings })
 }
 
-/// The sizes of each member's rings; none if there is nobody to share them with, or too many.
+/// The sizes of each member's rings; none if no rank shares memory, or too many do.
 fn layout(members: usize) -> Option<Layout> {
     let share = INBOUND / members.max(1);
     let ring_bytes = share.clamp(MIN_RING, RING).next_multiple_of(ALIGNMENT);

@@ -46,7 +46,7 @@ impl Pair {
 }
 
 /// Accepts the connections of every rank above this one into `pairs`, and says for whom it still waits; stops when
-/// `stopped` is closed at its other end. A stranger is dropped, and holds nobody up.
+/// `stopped` is closed at its other end. A stranger is dropped, and does not delay the ranks.
 pub(super) fn accept(
     listener: &TcpListener,
     stopped: &UnixStream,
@@ -111,8 +111,8 @@ pub(super) fn accept(
     }
 }
 
-/// Takes everybody from the listener's queue. True if there was no descriptor for the last of them, who can only come in
-/// when somebody else has gone.
+/// Accepts all connections in the listener's queue. True if there was no descriptor for the last of them, who can only come in
+/// when another connection has gone.
 fn take_arrivals(
     listener: &TcpListener,
     place: &MeshConfig<'_>,
@@ -137,7 +137,7 @@ fn take_arrivals(
                     false => Ok(true),
                 };
             }
-            // Nobody more, or somebody who has gone again.
+            // No more connections, or one that has gone again.
             Err(_) => return Ok(false),
         }
     }
@@ -154,9 +154,9 @@ pub(super) fn make_room(pending: &mut Vec<Pending>, most: usize) {
 
 enum Woken {
     Stopped,
-    /// Somebody stands in the listener's queue.
+    /// A connection is in the listener's queue.
     Knocked,
-    /// Or nobody.
+    /// The queue is empty.
     Somebody,
 }
 

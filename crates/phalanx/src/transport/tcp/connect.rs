@@ -29,7 +29,7 @@ use crate::wire::tls;
 
 /// How long one try to connect may take before the next one: its packets may have met a host that was not up yet.
 const CONNECTING: Duration = Duration::from_secs(10);
-/// A rank listens before its address is known. Whoever refuses for this long has gone.
+/// A rank listens before its address is known. A rank that refuses for this long has gone.
 const REFUSED: Duration = Duration::from_secs(1);
 /// A rank that listens answers at once, from a thread that does nothing else. Who has not for this long is frozen.
 const ANSWERING: Duration = Duration::from_secs(10);
@@ -104,7 +104,7 @@ fn build(
     let missing = AtomicUsize::new(usize::MAX);
 
     thread::scope(|scope| {
-        // Accepting begins before the address is known to anybody, so that strangers cannot fill the listener's queue.
+        // Accepting begins before the address is published, so that strangers cannot fill the listener's queue.
         let (listener, secret, missing) = (&listener, &secret, &missing);
         let accepting = scope.spawn(move || {
             let outcome = accept(listener, &stopped, place, (own, secret), above, missing, deadline);

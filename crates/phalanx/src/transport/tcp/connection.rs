@@ -20,7 +20,7 @@ const EMPTY_READS: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Connection {
     socket: TcpStream,
-    /// Both directions share a session; nobody waits while it is locked, unless the socket blocks.
+    /// Both directions share a session; no thread waits while it is locked, unless the socket blocks.
     tls: Option<Box<Mutex<Session>>>,
 }
 
@@ -106,7 +106,7 @@ impl Connection {
         self.tls.as_ref().is_some_and(|tls| tls.lock().holds_input())
     }
 
-    /// Wakes whoever waits for it, at both ends.
+    /// Wakes the threads that wait for it, at both ends.
     pub(super) fn shut(&self) {
         // One that is closed already has woken its waiter.
         let _ = self.socket.shutdown(Shutdown::Both);

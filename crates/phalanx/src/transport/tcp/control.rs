@@ -1,6 +1,6 @@
 //! The control connections: who is alive, who leaves, who died, and why the group failed.
 //!
-//! One thread watches them all, also while no operation runs, so that a death is known before anybody waits for it.
+//! One thread watches them all, also while no operation runs, so that a death is known before a rank waits for it.
 
 use std::io::{self, IoSlice};
 use std::os::unix::net::UnixStream;
@@ -103,7 +103,7 @@ impl Drop for Monitor {
 }
 
 impl Connections {
-    /// The group has failed: tell every peer why, then wake whoever waits on another connection.
+    /// The group has failed: tell every peer why, then wake the threads that wait on other connections.
     fn alarm(&self, error: &Error) {
         self.tell(&Control::Failure(Notice::of(error)), |_| true);
         self.shut();

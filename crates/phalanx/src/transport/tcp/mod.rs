@@ -76,7 +76,7 @@ pub(crate) struct Tcp {
     scratch: AlignedBytes,
     /// Looks in vain before this rank sleeps.
     looks: u32,
-    /// Says goodbye when nobody holds it any more.
+    /// Sends the goodbye when its last owner drops it.
     _monitor: Arc<Monitor>,
 }
 

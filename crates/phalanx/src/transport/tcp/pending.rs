@@ -71,7 +71,7 @@ impl Turns {
         true
     }
 
-    /// Does somebody wait for whom there is no place?
+    /// Does a connection wait for which there is no place?
     fn are_wanted(&self) -> bool {
         self.waiting > self.free
     }

@@ -192,7 +192,7 @@ impl<'a> Watch<'a> {
         });
     }
 
-    /// Fails the group if somebody has been silent for too long.
+    /// Fails the group if a rank has been silent for too long.
     fn judge(&mut self) {
         let mut silences = self.liveness.pass(Instant::now());
         if silences.is_empty() {

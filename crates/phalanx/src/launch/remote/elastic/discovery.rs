@@ -39,7 +39,7 @@ pub(super) struct Discovery {
 impl Discovery {
     /// `bell` gets a byte with each answer.
     pub(super) fn start(from: &HostDiscovery, bell: Arc<PipeWriter>) -> Result<Self> {
-        // If nobody takes the answers, the next question waits.
+        // If the answers are not taken, the next run of the script waits.
         let (sender, answers) = sync_channel(1);
         let ends = Arc::new(AtomicBool::new(false));
         let (from, stop) = (from.clone(), Arc::clone(&ends));

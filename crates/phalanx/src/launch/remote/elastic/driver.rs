@@ -142,7 +142,7 @@ impl<'a> ElasticDriver<'a> {
         }
     }
 
-    /// Is nobody left, and nobody to come?
+    /// Is no worker left, and none expected?
     fn is_over(&self) -> bool {
         self.peers.is_empty() && (self.end.is_some() || self.host_manager.is_ending())
     }

@@ -27,7 +27,7 @@ pub(super) struct Limits {
     pub(super) cool_down: (Duration, Duration),
     /// How long there may be too few workers, as long as others may come.
     pub(super) patience: Duration,
-    /// May hosts come that nobody has named yet?
+    /// May hosts come that are not named yet?
     pub(super) is_open: bool,
 }
 
@@ -108,7 +108,7 @@ pub(super) enum Action {
     Retire { host: usize },
     /// Tell the workers how many there are.
     Expect { workers: u32 },
-    /// End the job: so few are there, and nobody comes, or not in time.
+    /// End the job: so few workers are left, and no more come in time.
     TooFew { there: u32 },
 }
 
