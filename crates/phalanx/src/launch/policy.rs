@@ -9,7 +9,7 @@ const AFTER_KILL: Duration = Duration::from_secs(5);
 
 /// How long the others may take to end by themselves after the first failure. Ranks notice a dead peer within
 /// milliseconds: they say what they saw, and a rank that blames a peer which is still on its way out is put right.
-const GRACE: Duration = Duration::from_millis(500);
+const REPORTING: Duration = Duration::from_millis(500);
 
 /// How long one that is [awaited](Policy::tick) may take to end. A process that panics may write a long backtrace, and wait
 /// for a processor, while the others have heard of it already.
@@ -36,7 +36,7 @@ pub(super) struct Policy {
 enum Phase {
     Running,
     /// A worker has failed; the others may end by themselves.
-    Grace {
+    Reporting {
         until: Instant,
         at_most: Instant,
     },
@@ -94,7 +94,7 @@ impl Policy {
             }
         }
         match self.phase {
-            Phase::Running | Phase::Grace { .. } => {
+            Phase::Running | Phase::Reporting { .. } => {
                 let mut failures: Vec<End> =
                     batch.iter().filter(|end| !end.exit.is_success()).copied().collect();
                 failures.sort_by_key(|end| (!matches!(end.exit, Exit::Signal(_)), end.worker));
@@ -103,7 +103,7 @@ impl Policy {
                     return Some(self.judge(now));
                 }
                 if matches!(self.phase, Phase::Running) && !self.failures.is_empty() {
-                    self.begin_grace(now);
+                    self.collect_reports(now);
                 }
                 None
             }
@@ -157,7 +157,7 @@ impl Policy {
     /// This process got `signal`.
     pub(super) fn interrupted(&mut self, signal: Signal, now: Instant) -> Option<Signal> {
         match self.phase {
-            Phase::Running | Phase::Grace { .. } => self.end(Cause::Interrupted(signal), signal, now),
+            Phase::Running | Phase::Reporting { .. } => self.end(Cause::Interrupted(signal), signal, now),
             Phase::Ending { .. } if signal == Signal::INT => Some(self.kill(now)),
             // A worker may ignore what came first.
             Phase::Ending { kill_at, swept: false } if signal == Signal::TERM => {
@@ -172,14 +172,14 @@ impl Policy {
     pub(super) fn ended_elsewhere(&mut self, now: Instant) {
         self.elsewhere = true;
         if matches!(self.phase, Phase::Running) {
-            self.begin_grace(now);
+            self.collect_reports(now);
         }
     }
 
     /// The observer wants no more.
     pub(super) fn stopped(&mut self, now: Instant) -> Option<Signal> {
         match self.phase {
-            Phase::Running | Phase::Grace { .. } => self.end(Cause::Stopped, Signal::TERM, now),
+            Phase::Running | Phase::Reporting { .. } => self.end(Cause::Stopped, Signal::TERM, now),
             Phase::Ending { .. } | Phase::Killed { .. } => None,
         }
     }
@@ -188,9 +188,9 @@ impl Policy {
     /// came first.
     pub(super) fn tick(&mut self, now: Instant, awaited: bool) -> Option<Signal> {
         match self.phase {
-            Phase::Grace { until, at_most } if now >= until => {
+            Phase::Reporting { until, at_most } if now >= until => {
                 if awaited && now < at_most {
-                    self.phase = Phase::Grace { until: at_most.min(now + LOOK), at_most };
+                    self.phase = Phase::Reporting { until: at_most.min(now + LOOK), at_most };
                     return None;
                 }
                 Some(self.judge(now))
@@ -204,15 +204,15 @@ impl Policy {
     pub(super) fn wake_at(&self) -> Option<Instant> {
         match self.phase {
             Phase::Running => None,
-            Phase::Grace { until, .. } => Some(until),
+            Phase::Reporting { until, .. } => Some(until),
             Phase::Ending { kill_at, .. } => Some(kill_at),
             Phase::Killed { give_up_at } => Some(give_up_at),
         }
     }
 
     /// May the others still say what they saw?
-    pub(super) fn is_in_grace(&self) -> bool {
-        matches!(self.phase, Phase::Grace { .. })
+    pub(super) fn collects_reports(&self) -> bool {
+        matches!(self.phase, Phase::Reporting { .. })
     }
 
     /// The workers that have failed and whom they blame.
@@ -263,8 +263,8 @@ impl Policy {
         signal
     }
 
-    fn begin_grace(&mut self, now: Instant) {
-        self.phase = Phase::Grace { until: now + GRACE, at_most: now + ON_ITS_WAY_OUT };
+    fn collect_reports(&mut self, now: Instant) {
+        self.phase = Phase::Reporting { until: now + REPORTING, at_most: now + ON_ITS_WAY_OUT };
     }
 
     fn kill(&mut self, now: Instant) -> Signal {
@@ -305,9 +305,9 @@ mod tests {
         let (mut policy, now) = policy(3);
         assert_eq!(policy.exited(&[end(2, Exit::Code(3))], now), None);
         assert_eq!((policy.first_failure(), policy.cause()), (Some(2), None));
-        assert_eq!(policy.wake_at(), Some(now + GRACE));
+        assert_eq!(policy.wake_at(), Some(now + REPORTING));
         assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), None);
-        let now = now + GRACE;
+        let now = now + REPORTING;
         assert_eq!(policy.tick(now, false), Some(Signal::TERM));
         assert_eq!(policy.tick(now + GRACE / 2, false), None);
         assert_eq!(policy.tick(now + GRACE, false), Some(Signal::KILL));
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn when_all_have_ended_the_grace_period_is_over() {
+    fn when_all_have_ended_no_more_reports_are_waited_for() {
         let (mut policy, now) = policy(2);
         assert_eq!(policy.exited(&[end(1, Exit::Code(3))], now), None);
         assert_eq!(policy.exited(&[end(0, OK)], now), Some(Signal::TERM));
@@ -378,7 +378,7 @@ mod tests {
         let (mut policy, now) = policy(3);
         assert_eq!(policy.exited(&[blaming(0, 1)], now), None);
         assert_eq!(policy.blamed().collect::<Vec<_>>(), [1]);
-        let now = now + GRACE;
+        let now = now + REPORTING;
         assert_eq!(policy.tick(now, true), None);
         assert_eq!(policy.wake_at(), Some(now + LOOK));
         assert_eq!(policy.exited(&[end(1, Exit::Code(101))], now + LOOK / 2), None);
@@ -400,7 +400,7 @@ mod tests {
                 assert_eq!(policy.exited(&[end(1, OK)], now), None);
             }
             assert_eq!(policy.exited(&[blaming(0, blamed)], now), None);
-            assert_eq!(policy.tick(now + GRACE, false), Some(Signal::TERM));
+            assert_eq!(policy.tick(now + REPORTING, false), Some(Signal::TERM));
             assert_eq!(policy.cause(), Some(Cause::Failed { worker: 0 }));
         }
     }
@@ -410,7 +410,7 @@ mod tests {
         let (mut policy, now) = policy(2);
         policy.ended_elsewhere(now);
         assert_eq!(policy.tick(now, false), None);
-        assert_eq!(policy.tick(now + GRACE, false), Some(Signal::TERM));
+        assert_eq!(policy.tick(now + REPORTING, false), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(Cause::Elsewhere));
 
         let mut policy = Policy::new(2, GRACE);
@@ -428,7 +428,7 @@ mod tests {
         policy.too_few();
         assert_eq!(policy.exited(&[end(0, Exit::Code(7))], now), None);
         assert!(!policy.is_running());
-        assert_eq!(policy.tick(now + GRACE, false), Some(Signal::TERM));
+        assert_eq!(policy.tick(now + REPORTING, false), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(Cause::Failed { worker: 2 }));
     }
 

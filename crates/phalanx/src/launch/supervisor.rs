@@ -374,7 +374,7 @@ impl Supervisor<'_, '_> {
     /// Does a worker still run that is about to fail of itself? It has said so, or one that has failed blames it; one that is
     /// stopped does not end.
     fn awaits_failure(&mut self) -> bool {
-        if !self.policy.is_in_grace() {
+        if !self.policy.collects_reports() {
             return false;
         }
         let blamed: Vec<usize> = self.policy.blamed().collect();
