@@ -29,8 +29,10 @@ use phalanx_sys::arena::Arena;
 
 pub(crate) use self::affinity::LocalPlace;
 pub(crate) use self::config::{Backend, GroupConfig};
+pub(crate) use self::connect::Connected;
 use self::connect::connect_in_process;
-pub(crate) use self::connect::{Connected, Wishes, connect};
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use self::connect::{Wishes, connect};
 use self::engine::Engine;
 pub use self::init::{GroupOptions, init};
 use self::messages::Messages;
