@@ -33,7 +33,6 @@ use std::sync::Arc;
 
 pub use self::meeting::{Meeting, Way, share};
 use self::wait::Waits;
-pub use self::wait::processors;
 use crate::arena::{Arena, Mapping, PAGE};
 use crate::shared::Doorbell;
 use crate::sync::{Ordering, fence};
@@ -46,7 +45,9 @@ const HEAD: usize = 40;
 /// The most bytes that travel in a slot, with the note before them.
 pub const SMALL: usize = 16 << 10;
 /// The most bytes of the next slot that are fetched ahead of the call.
-const READY: usize = 4 << 10;
+const READY: usize = 1 << 10;
+/// The same where one peer alone has read it.
+const READY_FOR_ONE: usize = 4 << 10;
 /// Bytes of each staging buffer: all of them stay in a second-level cache.
 pub const WINDOW: usize = if cfg!(loom) { 64 } else { 256 << 10 };
 /// Staging buffers of each rank: while the others work on one, the next is filled.
@@ -249,18 +250,21 @@ impl Board {
         match (region, small) {
             (Some((brings, offset)), _) => self.publish(call, brings, offset, memory.len()),
             (None, Some(part)) => {
-                self.put(note.len(), &memory[part.clone()]);
-                self.in_own_slot += part.len();
-                self.publish(call, Brings::Small, 0, part.len());
+                let bytes = &memory[part];
+                self.put(note.len(), bytes);
+                self.in_own_slot += bytes.len();
+                self.publish(call, Brings::Small, 0, bytes.len());
+                self.said.0[note.len()..self.in_own_slot].copy_from_slice(bytes);
             }
             (None, None) => self.publish(call, Brings::Ordinary, 0, memory.len()),
         }
+        // Nobody waits for this copy.
+        self.said.0[..note.len()].copy_from_slice(note);
     }
 
     /// Copies `bytes` into the slot of a call that is not published yet.
     fn put(&mut self, start: usize, bytes: &[u8]) {
         assert!(start + bytes.len() <= SMALL, "too many bytes for a slot");
-        self.said.0[start..start + bytes.len()].copy_from_slice(bytes);
         let place = self.slot() + HEAD + start;
         // SAFETY: in the own slot, which no peer reads: whoever could has seen a later call; see the module.
         unsafe { self.own.mapping().lend_mut(place, bytes.len()) }.copy_from_slice(bytes);
@@ -300,7 +304,8 @@ impl Board {
     /// stood there.
     fn ready_next_slot(&self) {
         let next = SLOTS + ((self.sequence + 1) % 2) as usize * SLOT;
-        self.own.mapping().fetch_to_write(next, HEAD + self.in_own_slot.min(READY));
+        let ready = if self.members.len() == 2 { READY_FOR_ONE } else { READY };
+        self.own.mapping().fetch_to_write(next, HEAD + self.in_own_slot.min(ready));
     }
 
     /// Shows the others that this rank has reached `value`, and wakes those that sleep.

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use crate::shared::Doorbell;
 
-/// Looks before those that sleep are woken, and after: what the peers do next is often done within a microsecond. Each look
+/// Looks before the peers that sleep are woken, and after: what the peers do next is often done within a microsecond. Each look
 /// takes the line from the peer that is about to write it, so there is a pause between two of them, unless ranks share
 /// processors: then the time is better spent on the others' work.
-const LOOKS: u32 = 32;
-const SPINS: u32 = 132;
-/// As many take as long without a pause.
+const LOOKS: u32 = 8;
+const SPINS: u32 = 156;
+/// The same without pauses, before and after.
 const CROWDED_LOOKS: u32 = 64;
 /// Rounds of looks with a turn for others in between. A peer that shares this processor comes on with its part meanwhile;
 /// where every rank has one, what may be waiting is this rank's own computation.
@@ -41,7 +41,7 @@ impl Waits {
         } else if ranks <= processors() {
             Self { looks: LOOKS, spins: SPINS, pauses: true, rounds: ROUNDS }
         } else {
-            Self { looks: CROWDED_LOOKS, spins: 0, pauses: false, rounds: CROWDED_ROUNDS }
+            Self { looks: CROWDED_LOOKS, spins: CROWDED_LOOKS, pauses: false, rounds: CROWDED_ROUNDS }
         }
     }
 
@@ -69,7 +69,7 @@ impl Waits {
         doorbell: Doorbell<'_>,
         mut watch: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
-        if self.look(self.looks + self.spins, &ready) {
+        if self.look(self.spins, &ready) {
             return Ok(());
         }
         let mut rounds = 0..self.rounds;
@@ -102,7 +102,7 @@ impl Waits {
 }
 
 /// The number of processors of this host. Not those that this process is bound to: a launcher binds each rank to its own.
-pub fn processors() -> usize {
+fn processors() -> usize {
     // SAFETY: it reads no memory of ours.
     let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
     usize::try_from(online).unwrap_or(1)
@@ -119,7 +119,7 @@ mod tests {
     fn a_rank_asks_whether_to_go_on_before_it_lets_others_go_first_and_every_few_turns() {
         let (rung, sleeping) = (AtomicU32::new(0), AtomicU32::new(0));
         let doorbell = Doorbell::new(&rung, &sleeping);
-        for ranks in [1, 100_000] {
+        for (ranks, spins) in [(1, SPINS), (100_000, CROWDED_LOOKS)] {
             let (looks, asked) = (Cell::new(0), Cell::new(0));
             let outcome = Waits::new(ranks).until(
                 || {
@@ -128,7 +128,7 @@ mod tests {
                 },
                 doorbell,
                 || {
-                    let most = if asked.get() == 0 { LOOKS + SPINS } else { TURNS + 1 };
+                    let most = if asked.get() == 0 { spins } else { TURNS + 1 };
                     assert!(looks.replace(0) <= most);
                     asked.set(asked.get() + 1);
                     if asked.get() > CROWDED_ROUNDS { Err("enough") } else { Ok(()) }

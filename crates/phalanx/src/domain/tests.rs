@@ -34,7 +34,7 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                         credentials: Credentials::none(),
                         heartbeat: Heartbeat::default(),
                     };
-                    connect(&place, Wishes { kind, host }, Deadline::after(LIMIT))
+                    connect(&place, Wishes { kind, host, ..Wishes::default() }, Deadline::after(LIMIT))
                 })
             })
             .collect();

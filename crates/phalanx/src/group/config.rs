@@ -118,7 +118,8 @@ impl GroupConfig {
                 PendingGroups::default().take("alone", world, rank)
             }
             Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials } => {
-                let wishes = Wishes { kind: *transport, host: host_id.as_deref() };
+                let local_world_size = self.local.world_size;
+                let wishes = Wishes { kind: *transport, host: host_id.as_deref(), local_world_size };
                 let place = MeshConfig {
                     store: &**store,
                     rank,

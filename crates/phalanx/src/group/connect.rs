@@ -20,6 +20,8 @@ pub(crate) struct Wishes<'a> {
     pub kind: Option<TransportKind>,
     /// The identity of this host, if it is not to be found out.
     pub host: Option<&'a str>,
+    /// The ranks that the job has on this host, as far as is known.
+    pub local_world_size: u32,
 }
 
 /// What joins a rank with the others of its group.
@@ -47,7 +49,7 @@ pub(crate) fn connect_among(
     wishes: Wishes<'_>,
     deadline: Deadline,
 ) -> Result<Connected> {
-    let Wishes { kind, host } = wishes;
+    let Wishes { kind, host, local_world_size } = wishes;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that is done already.
         domain::decline(place, deadline)?;
@@ -85,7 +87,7 @@ pub(crate) fn connect_among(
     let rings = messages::rings(place, partition.domain_of(place.rank), &health, deadline);
     let rings = rings.map_err(|error| health.fail(error))?;
     let messages = Messages::over(place.rank, &connections, rings, &health, Box::new(monitor.clone()));
-    let transport = Box::new(Tcp::new(place.rank, connections, health.clone(), monitor));
+    let transport = Box::new(Tcp::new(place.rank, connections, health.clone(), monitor, local_world_size));
     let kind = Some(if shares { TransportKind::SharedMemory } else { TransportKind::Tcp });
     Ok(Connected { transport, messages, kind, health, partition, domain })
 }

@@ -142,7 +142,7 @@ impl ProcessGroup {
             credentials: &credentials,
             heartbeat,
         };
-        let wishes = Wishes { kind: transport, host: host_id.as_deref() };
+        let wishes = Wishes { kind: transport, host: host_id.as_deref(), local_world_size };
         let connected = connect(&place, wishes, Deadline::after(timeout))?;
         let config = GroupConfig {
             backend: Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials },

@@ -120,7 +120,7 @@ fn processes(
         heartbeat,
     };
     let deadline = Deadline::after(Duration::from_secs(20));
-    let wishes = Wishes { kind, host: host_id.as_deref() };
+    let wishes = Wishes { kind, host: host_id.as_deref(), ..Wishes::default() };
     let connected = connect(&place, wishes, deadline)?;
     let credentials = credentials.clone();
     let config = GroupConfig {

@@ -19,7 +19,6 @@ use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use phalanx_sys::board::processors;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
@@ -74,8 +73,8 @@ pub(crate) struct Tcp {
     rank: Rank,
     connections: Arc<Connections>,
     scratch: AlignedBytes,
-    /// Looks in vain before this rank sleeps.
-    looks: u32,
+    /// By rank: looks in vain at that peer's connection before this rank sleeps.
+    looks: Vec<u32>,
     /// Sends the goodbye when its last owner drops it.
     _monitor: Arc<Monitor>,
 }
@@ -87,10 +86,14 @@ impl Tcp {
         connections: Arc<Connections>,
         health: Arc<Health>,
         monitor: Arc<Monitor>,
+        local_world_size: u32,
     ) -> Self {
         connections.data.iter().flatten().for_each(keep_in_cache);
-        let others = connections.data.iter().flatten().filter(|connection| connection.is_within_host());
-        let looks = looks(1 + others.count(), processors());
+        let within_host =
+            |connection: &Option<Connection>| connection.as_ref().is_some_and(Connection::is_within_host);
+        let near: Vec<bool> = connections.data.iter().map(within_host).collect();
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let looks = looks(&near, local_world_size as usize, processors);
         Self { health, rank, connections, scratch: AlignedBytes::default(), looks, _monitor: monitor }
     }
 }
@@ -105,10 +108,12 @@ fn keep_in_cache(connection: &Connection) {
     }
 }
 
-/// How often one of so many `ranks` of a host looks in vain before it sleeps: where they share processors, a peer may need
-/// this one to go on.
-fn looks(ranks: usize, processors: usize) -> u32 {
-    if ranks <= processors { LOOKS } else { 0 }
+/// How often a rank looks in vain at each peer's connection before it sleeps. Only peers on this host answer sooner than a
+/// sleeper wakes; and where ranks share processors, a peer may need this one to go on. A sub-group's peers are not all of
+/// those that do: the launcher says how many ranks this host has.
+fn looks(near: &[bool], local_world_size: usize, processors: usize) -> Vec<u32> {
+    let ranks = local_world_size.max(1 + near.iter().filter(|near| **near).count());
+    near.iter().map(|near| if *near && ranks <= processors { LOOKS } else { 0 }).collect()
 }
 
 impl Transport for Tcp {
@@ -119,7 +124,7 @@ impl Transport for Tcp {
         deadline: Deadline,
     ) -> Result<()> {
         let Self { health, rank, connections, scratch, looks, .. } = self;
-        let mut looks = *looks;
+        let mut looked = 0;
         let stream = |peer: Rank| {
             let stream = connections.data.get(peer.index()).and_then(Option::as_ref);
             stream.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of rank {rank}")))
@@ -156,8 +161,8 @@ impl Transport for Tcp {
             if progress {
                 continue;
             }
-            if looks > 0 {
-                looks -= 1;
+            if looked < looks[waits_for.index()] {
+                looked += 1;
                 continue;
             }
             let out = sending.as_ref().map(|(_, stream, _)| *stream);
@@ -231,7 +236,12 @@ mod tests {
 
     #[test]
     fn who_shares_a_processor_with_a_peer_sleeps_at_once() {
-        assert_eq!([1, 2, 3].map(|ranks| looks(ranks, 2)), [LOOKS, LOOKS, 0]);
+        // A world of two, one of them elsewhere, three here, and two of the four ranks that are here.
+        let here = [false, true, true];
+        assert_eq!(looks(&here[..2], 2, 2), [0, LOOKS]);
+        assert_eq!(looks(&here[..1], 1, 2), [0]);
+        assert_eq!(looks(&here, 1, 2), [0, 0, 0]);
+        assert_eq!(looks(&here[..2], 4, 2), [0, 0]);
     }
 
     #[test]
