@@ -5,12 +5,12 @@
 //! end of the region gives the memory back. A peer reaches a region by its offset alone, so that nothing needs to be
 //! mapped or exchanged again when memory comes and goes.
 //!
-//! The arena begins with a page of its own and the owner's part of the [`board`]; regions lie behind.
+//! The arena begins with a page of its own and the owner's part of the [`control_block`](crate::control_block); regions lie behind.
 //!
 //! # Trust
 //!
 //! The owner holds a region as Rust memory, while peers could write into it at any time. They do so only within an
-//! operation to which the owner has lent the region, which the [`board`] sees to on either side; see
+//! operation to which the owner has lent the region, which the [`control_block`](crate::control_block) sees to on either side; see
 //! [`shared`](crate::shared) on who is let in. A peer that is late, because it was stopped while the operation failed
 //! for the others, would still write: the owner then cuts the region off, so that what the peer reaches is no longer
 //! what the owner holds.
@@ -32,7 +32,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 pub use self::cgroup::left as memory_left_by_cgroups;
 pub use self::memory::total as total_memory;
 use self::table::Table;
-use crate::board;
+use crate::control_block;
 use crate::memfd;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
@@ -45,7 +45,7 @@ const PIECE: usize = 1 << 20;
 /// Parts of a region are given back by themselves if they have so many bytes of whole pages: each costs a system call.
 const WORTH_A_CALL: usize = 64 << 10;
 /// What comes before the regions.
-const RESERVED: usize = PAGE + board::BYTES;
+const RESERVED: usize = PAGE + control_block::BYTES;
 
 /// The memory that this process lends to the others of its host.
 pub struct Arena {

@@ -1,7 +1,7 @@
 //! The unsafe parts of Phalanx behind a safe interface.
 //!
 //! - [`arena`]: memory that a rank allocates, and that the other ranks of its host map.
-//! - [`board`]: what the ranks of one host meet on for a collective, and how they reach each other's memory there.
+//! - [`control_block`]: what the ranks of one host meet on for a collective, and how they reach each other's memory there.
 //! - [`guard`]: child processes that cannot outlive the one that started them, nor can what they have started.
 //! - [`parts`]: memory with several owners, each of a part.
 //! - [`shared`]: rings in memory that several processes map, and a doorbell for whoever sleeps.
@@ -20,7 +20,7 @@ pub mod arena;
 #[cfg(loom)]
 #[path = "arena/modelled.rs"]
 pub mod arena;
-pub mod board;
+pub mod control_block;
 #[cfg(not(loom))]
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]

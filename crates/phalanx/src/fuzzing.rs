@@ -21,7 +21,7 @@ pub use crate::checkpoint::{
     fuzz_claim as checkpoint_claim, fuzz_manifest as checkpoint_manifest, fuzz_tensors as checkpoint_tensors,
 };
 pub use crate::collective::fuzz_tuning as tuning;
-pub use crate::domain::fuzz_encoded_call as board_word;
+pub use crate::domain::fuzz_encoded_call as encoded_call;
 pub use crate::elastic::fuzz_compacted_log as workers;
 pub use crate::key::fuzz as job_key;
 pub use crate::launch::{
@@ -38,11 +38,11 @@ pub type Target = fn(&[u8]) -> bool;
 /// All targets, by the names of their folders and programs.
 pub const TARGETS: &[(&str, Target)] = &[
     ("address", address),
-    ("board_word", board_word),
     ("checkpoint_claim", checkpoint_claim),
     ("checkpoint_manifest", checkpoint_manifest),
     ("checkpoint_tensors", checkpoint_tensors),
     ("control", control),
+    ("encoded_call", encoded_call),
     ("error_file", error_file),
     #[cfg(feature = "etcd")]
     ("etcd", etcd),

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use phalanx_sys::arena::{Arena, Mapping, total_memory};
-use phalanx_sys::board::Board;
+use phalanx_sys::control_block::ControlBlock;
 use serde::{Deserialize, Serialize};
 
 use super::{Domain, Partition};
@@ -89,17 +89,18 @@ pub(crate) fn join(
     let members = partition.domain_of(rank);
     let mappings = members.iter().filter_map(|member| mapped.get(member.index())?.clone().ok()).collect();
     let me = members.iter().position(|member| *member == rank);
-    let board = own.ok().filter(|_| members.len() > 1 || partition.is_one()).and_then(|(arena, _)| {
-        let board = Board::new(arena.clone(), mappings, me?)?;
-        (board.members() == members.len()).then_some((arena, board))
-    });
+    let control_block =
+        own.ok().filter(|_| members.len() > 1 || partition.is_one()).and_then(|(arena, _)| {
+            let control_block = ControlBlock::new(arena.clone(), mappings, me?)?;
+            (control_block.members() == members.len()).then_some((arena, control_block))
+        });
     let (members, health) = (members.to_vec(), health.clone());
-    let domain = board.map(|(arena, board)| Domain {
+    let domain = control_block.map(|(arena, control_block)| Domain {
         rank,
         members,
         is_world: partition.is_one(),
         arena,
-        board,
+        control_block,
         health,
     });
     Ok(Joined { partition, domain, reason })
@@ -109,7 +110,7 @@ pub(crate) fn join(
 fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), String> {
     // All ranks find this alike.
     if world > MOST {
-        return Err(format!("{world} ranks are too many for one board"));
+        return Err(format!("{world} ranks are too many for one control_block"));
     }
     let nonce = getrandom::u64().map_err(|error| format!("no random numbers: {error}"))?;
     // All of the host's memory, as far as there are addresses for it.

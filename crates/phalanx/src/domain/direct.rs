@@ -1,27 +1,27 @@
 //! Collectives on registered memory: each rank does its share of the work on all ranks' memory, for all. No byte is
 //! copied that need not be, and two waits are all.
 
-use phalanx_sys::board::Meeting;
+use phalanx_sys::control_block::SharedOperation;
 
 use super::{Block, Job, LINE, short};
 use crate::error::{Error, Result};
 use crate::wire::frame::Operation;
 
-pub(super) fn in_place(meeting: &mut Meeting<'_, '_, Error>, job: Job) -> Result<()> {
+pub(super) fn in_place(operation: &mut SharedOperation<'_, '_, Error>, job: Job) -> Result<()> {
     let element = job.call.dtype.size();
     match job.call.operation {
         Operation::AllReduce | Operation::AllReduceCoalesced => {
-            meeting.combine(job.ranks, LINE, |chunks| job.fold().apply(chunks))
+            operation.combine(job.ranks, LINE, |chunks| job.fold().apply(chunks))
         }
         // That the others' memory gets the result too does no harm: it is the call's.
-        Operation::ReduceScatter => meeting.combine(job.ranks, element, |chunks| job.fold().apply(chunks)),
-        Operation::Reduce => meeting.combine(job.ranks, LINE, |chunks| reduce(job, chunks, job.root)),
+        Operation::ReduceScatter => operation.combine(job.ranks, element, |chunks| job.fold().apply(chunks)),
+        Operation::Reduce => operation.combine(job.ranks, LINE, |chunks| reduce(job, chunks, job.root)),
         Operation::Broadcast => {
-            meeting.combine(job.ranks, LINE, |chunks| spread(chunks, job.root));
+            operation.combine(job.ranks, LINE, |chunks| spread(chunks, job.root));
             Ok(())
         }
         Operation::AllGather => {
-            meeting.combine(job.ranks, element, |chunks| spread(chunks, job.me));
+            operation.combine(job.ranks, element, |chunks| spread(chunks, job.me));
             Ok(())
         }
         _ => Ok(()),
@@ -51,11 +51,11 @@ pub(super) fn reduce(job: Job, chunks: &mut [&mut [u8]], into: usize) -> Result<
 
 /// Combines this rank's chunk of all inputs.
 pub(super) fn reduce_out_of_place(
-    meeting: &mut Meeting<'_, '_, Error>,
+    operation: &mut SharedOperation<'_, '_, Error>,
     job: Job,
     output: &mut [u8],
 ) -> Result<()> {
-    meeting.read(|inputs| {
+    operation.read(|inputs| {
         let chunks = inputs.iter().map(|input| input.get(job.chunk(job.me)).ok_or_else(short));
         job.fold().apply_to(&chunks.collect::<Result<Vec<_>>>()?, output)
     })

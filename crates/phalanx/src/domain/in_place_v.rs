@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::board::{Meeting, Way};
+use phalanx_sys::control_block::{Protocol, SharedOperation};
 
 use super::{Domain, Job, LINE, compare, direct, encoded_call, staged, watch};
 use crate::collective::Counts;
@@ -30,11 +30,11 @@ impl Domain {
             range.start * size..range.end * size
         };
         let gathers = call.operation == Operation::AllGatherVInPlace;
-        self.on_data((call, sequence), data, patience, |meeting, job| match meeting.way() {
-            Way::Direct => {
+        self.on_data((call, sequence), data, patience, |operation, job| match operation.protocol() {
+            Protocol::Direct => {
                 let own = Self::chunk(bytes, job.ranks, job.me);
                 direct_parts(
-                    meeting,
+                    operation,
                     job,
                     |place| within(&own, &part(place)),
                     |slices, place| {
@@ -46,8 +46,8 @@ impl Domain {
                     },
                 )
             }
-            _ if gathers => staged::collect(meeting, job, part),
-            _ => staged::reduce(meeting, job, job.fold(), part),
+            _ if gathers => staged::collect(operation, job, part),
+            _ => staged::reduce(operation, job, job.fold(), part),
         })
     }
 
@@ -63,7 +63,7 @@ impl Domain {
             (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
         let fingerprint = counts.fingerprint().to_le_bytes();
         let slots = self
-            .board
+            .control_block
             .small(encoded, &fingerprint, &mut |missing| watch(health, members[missing], patience))?;
         (0..members.len()).try_for_each(|index| {
             compare(rank, call, sequence, members[index], &encoded, slots.call(index))?;
@@ -81,12 +81,12 @@ impl Domain {
 
 /// Calls `work` for each rank with its part of every rank's memory, within this rank's chunk.
 fn direct_parts(
-    meeting: &mut Meeting<'_, '_, Error>,
+    operation: &mut SharedOperation<'_, '_, Error>,
     job: Job,
     part: impl Fn(usize) -> Range<usize>,
     mut work: impl FnMut(&mut [&mut [u8]], usize) -> Result<()>,
 ) -> Result<()> {
-    meeting.combine(job.ranks, LINE, |chunks| {
+    operation.combine(job.ranks, LINE, |chunks| {
         (0..job.ranks).try_for_each(|place| {
             let part = part(place);
             if part.is_empty() {

@@ -1,6 +1,6 @@
 //! Memory domains: ranks of one host that reach each other's memory, and their collectives.
 //!
-//! All ranks of a domain meet on a board for each collective, in one of three ways:
+//! All ranks of a domain meet on a control block for each collective, in one of three ways:
 //!
 //! - [`direct`]: if all ranks' memory is registered, each rank combines its chunk where it lies, for all.
 //! - [`small`]: few bytes travel in the slots in which the ranks say what they call. Every rank combines everything. The
@@ -24,7 +24,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use phalanx_sys::arena::Arena;
-use phalanx_sys::board::{Board, Ordinary, Way};
+use phalanx_sys::control_block::{ControlBlock, Ordinary, Protocol};
 
 #[cfg(any(test, fuzzing))]
 pub(crate) use self::connect::fuzz;
@@ -52,11 +52,11 @@ const LINE: usize = 64;
 /// A rank's place among the ranks with which it shares memory.
 pub(crate) struct Domain {
     rank: Rank,
-    /// The ranks of this domain, in order; on the board they have these places.
+    /// The ranks of this domain, in order; on the control block they have these places.
     members: Vec<Rank>,
     is_world: bool,
     arena: Arc<Arena>,
-    board: Board,
+    control_block: ControlBlock,
     health: Arc<Health>,
 }
 
@@ -91,7 +91,7 @@ impl Domain {
     ) -> Result<()> {
         let members = &*self.members;
         let root = call.root.and_then(|root| members.iter().position(|member| *member == root));
-        let job = Job { call, me: self.board.me(), ranks: members.len(), root: root.unwrap_or(0) };
+        let job = Job { call, me: self.control_block.me(), ranks: members.len(), root: root.unwrap_or(0) };
         let outcome = match memory {
             Memory::InPlace(data) => self.in_place(job, sequence, data, patience),
             Memory::InPlaceV { data, counts } => self.in_place_v((call, sequence), data, counts, patience),
@@ -102,7 +102,7 @@ impl Domain {
                 self.out_of_place(job, sequence, (input, output), Some((sent, received)), patience)
             }
         };
-        if let Some(reason) = self.board.still_lent() {
+        if let Some(reason) = self.control_block.still_lent() {
             // The group's failure is another's, and stays. This is rare: not a page, or not an address, is left.
             warn(format_args!(
                 "{call} {sequence}: a rank that is late can still write into this call's memory: do not use it for \
@@ -120,7 +120,7 @@ impl Domain {
             |index: usize, theirs| compare(rank, job.call, sequence, members[index], &encoded, theirs);
         let small = small::part(job, data.len(), 0);
         if let Some(own) = small.clone().filter(|_| small::always(job)) {
-            let slots = self.board.small(encoded, &data[own], &mut watch)?;
+            let slots = self.control_block.small(encoded, &data[own], &mut watch)?;
             (0..job.ranks).try_for_each(|index| check(index, slots.call(index)))?;
             return small::in_place(job, &slots, data);
         }
@@ -129,12 +129,12 @@ impl Domain {
             Ok(())
         };
         let ordinary = small.map_or(Ordinary::InWindow(&ahead), Ordinary::InSlot);
-        self.board.in_place(encoded, data, ordinary, &mut watch, |meeting| {
-            (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
-            match meeting.way() {
-                Way::Direct => direct::in_place(meeting, job),
-                Way::Small => meeting.words(|slots, data| small::in_place(job, slots, data)),
-                Way::Staged => staged::in_place(meeting, job),
+        self.control_block.in_place(encoded, data, ordinary, &mut watch, |operation| {
+            (0..job.ranks).try_for_each(|index| check(index, operation.call(index)))?;
+            match operation.protocol() {
+                Protocol::Direct => direct::in_place(operation, job),
+                Protocol::Small => operation.slots(|slots, data| small::in_place(job, slots, data)),
+                Protocol::Staged => staged::in_place(operation, job),
             }
         })
     }
@@ -161,7 +161,7 @@ impl Domain {
         let note = routes::note(job, uneven);
         let small = small::part(job, brought.len(), note.len());
         if small::always(job) {
-            let slots = self.board.small(encoded, brought, &mut watch)?;
+            let slots = self.control_block.small(encoded, brought, &mut watch)?;
             (0..job.ranks).try_for_each(|index| check(index, slots.call(index)))?;
             if job.call.operation == Operation::ReduceScatter {
                 return small::fold(job, &slots, job.chunk(job.me), input.len(), output);
@@ -169,21 +169,23 @@ impl Domain {
             let routes = Routes::new(job, None, members, |_| &[])?;
             return routes.copy(input, |from| slots.bytes(from), output);
         }
-        self.board.apart(encoded, &note, brought, small, &mut watch, |meeting| {
-            (0..job.ranks).try_for_each(|index| check(index, meeting.call(index)))?;
+        self.control_block.apart(encoded, &note, brought, small, &mut watch, |operation| {
+            (0..job.ranks).try_for_each(|index| check(index, operation.call(index)))?;
             if job.call.operation == Operation::ReduceScatter {
-                return match meeting.way() {
-                    Way::Direct => direct::reduce_out_of_place(meeting, job, output),
-                    Way::Small => meeting
-                        .words(|slots, _| small::fold(job, slots, job.chunk(job.me), input.len(), output)),
-                    Way::Staged => staged::reduce_out_of_place(meeting, job, input, output),
+                return match operation.protocol() {
+                    Protocol::Direct => direct::reduce_out_of_place(operation, job, output),
+                    Protocol::Small => operation
+                        .slots(|slots, _| small::fold(job, slots, job.chunk(job.me), input.len(), output)),
+                    Protocol::Staged => staged::reduce_out_of_place(operation, job, input, output),
                 };
             }
-            let routes = Routes::new(job, uneven, members, |index| meeting.note(index))?;
-            match meeting.way() {
-                Way::Direct => meeting.read(|inputs| routes.copy(input, |from| inputs[from], output)),
-                Way::Small => meeting.words(|slots, _| routes.copy(input, |from| slots.bytes(from), output)),
-                Way::Staged => staged::copy(meeting, job, &routes, input, output),
+            let routes = Routes::new(job, uneven, members, |index| operation.note(index))?;
+            match operation.protocol() {
+                Protocol::Direct => operation.read(|inputs| routes.copy(input, |from| inputs[from], output)),
+                Protocol::Small => {
+                    operation.slots(|slots, _| routes.copy(input, |from| slots.bytes(from), output))
+                }
+                Protocol::Staged => staged::copy(operation, job, &routes, input, output),
             }
         })
     }

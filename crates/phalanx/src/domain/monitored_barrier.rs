@@ -21,13 +21,13 @@ impl Domain {
         for deadline in [if rank.is_main() { deadline } else { patience }, patience] {
             let patience = Patience::from(deadline);
             let mut watch = |missing: usize| watch(health, members[missing], &patience);
-            let met = self.board.small(encoded, &[], &mut watch).and_then(|slots| {
+            let met = self.control_block.small(encoded, &[], &mut watch).and_then(|slots| {
                 let check =
                     |index| compare(rank, call, sequence, members[index], &encoded, slots.call(index));
                 (0..members.len()).try_for_each(check)
             });
             if met.as_ref().is_err_and(|error| error.is_timeout() && !health.has_failed()) {
-                let missing: Vec<_> = self.board.missing().map(|index| members[index]).collect();
+                let missing: Vec<_> = self.control_block.missing().map(|index| members[index]).collect();
                 return absent(&missing, members.len()).map_or(met, Err);
             }
             met?;
@@ -48,6 +48,6 @@ pub(crate) fn absent(missing: &[Rank], world: usize) -> Option<Error> {
         "{ranks} {}{more} of {world} {have} not reached the barrier in time",
         names.join(", ")
     ));
-    let remedy = "are they stuck, or far behind, or have they gone another way through the program?";
+    let remedy = "are they stuck, or far behind, or have they gone another protocol through the program?";
     Some(error.with_peer(first).with_remedy(remedy))
 }

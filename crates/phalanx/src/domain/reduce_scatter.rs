@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::board::{Meeting, Ordinary, Way, share};
+use phalanx_sys::control_block::{Ordinary, Protocol, SharedOperation, share};
 
 use super::{Domain, Job, LINE, compare, direct, encoded_call, staged, watch};
 use crate::collective::kernel::Fold;
@@ -17,8 +17,9 @@ impl Domain {
     pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, patience: &Patience) -> Result<()> {
         let (members, rank, health, encoded) =
             (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
-        let slots =
-            self.board.small(encoded, &[], &mut |missing| watch(health, members[missing], patience))?;
+        let slots = self
+            .control_block
+            .small(encoded, &[], &mut |missing| watch(health, members[missing], patience))?;
         (0..members.len())
             .try_for_each(|index| compare(rank, call, sequence, members[index], &encoded, slots.call(index)))
     }
@@ -42,9 +43,9 @@ impl Domain {
         patience: &Patience,
     ) -> Result<()> {
         let bytes = data.len();
-        self.on_data((call, sequence), data, patience, |meeting, job| match meeting.way() {
-            Way::Direct => meeting.combine(owners, LINE, |chunks| fold.apply(chunks)),
-            _ => staged::reduce(meeting, job, fold, |place| Self::chunk(bytes, owners, place)),
+        self.on_data((call, sequence), data, patience, |operation, job| match operation.protocol() {
+            Protocol::Direct => operation.combine(owners, LINE, |chunks| fold.apply(chunks)),
+            _ => staged::reduce(operation, job, fold, |place| Self::chunk(bytes, owners, place)),
         })
     }
 
@@ -57,12 +58,12 @@ impl Domain {
         patience: &Patience,
     ) -> Result<()> {
         let bytes = data.len();
-        self.on_data((call, sequence), data, patience, |meeting, job| match meeting.way() {
-            Way::Direct => {
-                meeting.combine(owners, LINE, |chunks| direct::spread(chunks, job.me));
+        self.on_data((call, sequence), data, patience, |operation, job| match operation.protocol() {
+            Protocol::Direct => {
+                operation.combine(owners, LINE, |chunks| direct::spread(chunks, job.me));
                 Ok(())
             }
-            _ => staged::collect(meeting, job, |place| Self::chunk(bytes, owners, place)),
+            _ => staged::collect(operation, job, |place| Self::chunk(bytes, owners, place)),
         })
     }
 
@@ -71,17 +72,17 @@ impl Domain {
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
         patience: &Patience,
-        work: impl FnOnce(&mut Meeting<'_, '_, Error>, Job) -> Result<()>,
+        work: impl FnOnce(&mut SharedOperation<'_, '_, Error>, Job) -> Result<()>,
     ) -> Result<()> {
         let (members, rank, health, encoded) =
             (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
-        let job = Job { call, me: self.board.me(), ranks: members.len(), root: 0 };
+        let job = Job { call, me: self.control_block.me(), ranks: members.len(), root: 0 };
         let mut watch = |missing: usize| watch(health, members[missing], patience);
-        self.board.in_place(encoded, data, Ordinary::Later, &mut watch, |meeting| {
+        self.control_block.in_place(encoded, data, Ordinary::Later, &mut watch, |operation| {
             (0..job.ranks).try_for_each(|index| {
-                compare(rank, call, sequence, members[index], &encoded, meeting.call(index))
+                compare(rank, call, sequence, members[index], &encoded, operation.call(index))
             })?;
-            work(meeting, job)
+            work(operation, job)
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::board::{SMALL, Words};
+use phalanx_sys::control_block::{SMALL, Slots};
 
 use super::{Job, short};
 use crate::error::Result;
@@ -44,7 +44,7 @@ pub(super) fn always(job: Job) -> bool {
     }
 }
 
-pub(super) fn in_place(job: Job, slots: &Words<'_>, data: &mut [u8]) -> Result<()> {
+pub(super) fn in_place(job: Job, slots: &Slots<'_>, data: &mut [u8]) -> Result<()> {
     let length = data.len();
     match job.call.operation {
         Operation::AllReduce | Operation::AllReduceCoalesced => fold(job, slots, 0..length, length, data),
@@ -69,7 +69,7 @@ pub(super) fn in_place(job: Job, slots: &Words<'_>, data: &mut [u8]) -> Result<(
 /// Combines a part of all inputs, which are `length` bytes each.
 pub(super) fn fold(
     job: Job,
-    slots: &Words<'_>,
+    slots: &Slots<'_>,
     part: Range<usize>,
     length: usize,
     output: &mut [u8],
@@ -78,7 +78,7 @@ pub(super) fn fold(
     with_all(job.ranks, part, |sources| job.fold().apply_to(sources, output))
 }
 
-fn whole<'a>(slots: &Words<'a>, index: usize, length: usize) -> Result<&'a [u8]> {
+fn whole<'a>(slots: &Slots<'a>, index: usize, length: usize) -> Result<&'a [u8]> {
     match slots.bytes(index) {
         bytes if bytes.len() == length => Ok(bytes),
         _ => Err(short()),

@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::board::{Meeting, WINDOW, share};
+use phalanx_sys::control_block::{SharedOperation, WINDOW, share};
 
 use super::routes::Routes;
 use super::{Block, Job, LINE, direct};
@@ -23,7 +23,7 @@ const PIECE: usize = 64 << 10;
 /// With more ranks, a result for one of them is made by all.
 const FEW: usize = 3;
 
-type Staging<'a, 'w> = Meeting<'a, 'w, Error>;
+type Staging<'a, 'w> = SharedOperation<'a, 'w, Error>;
 
 /// What happens to the windows of an operation in place.
 enum Pattern {
@@ -35,12 +35,12 @@ enum Pattern {
     Collect,
 }
 
-pub(super) fn in_place(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
+pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job) -> Result<()> {
     let given = |place| given(job, place);
     match pattern(job) {
-        Some(Pattern::Combine) => combine(meeting, job),
-        Some(Pattern::Reduce) => reduce(meeting, job, job.fold(), given),
-        Some(Pattern::Collect) => collect(meeting, job, given),
+        Some(Pattern::Combine) => combine(operation, job),
+        Some(Pattern::Reduce) => reduce(operation, job, job.fold(), given),
+        Some(Pattern::Collect) => collect(operation, job, given),
         None => Ok(()),
     }
 }
@@ -84,14 +84,14 @@ fn given(job: Job, place: usize) -> Range<usize> {
 
 /// Combines all ranks' memory in place, each rank its share.
 pub(super) fn reduce(
-    meeting: &mut Staging<'_, '_>,
+    operation: &mut Staging<'_, '_>,
     job: Job,
     fold: Fold,
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
     let layout = WindowLayout::new(job.ranks, share);
     let mut block = Block::default();
-    layout.inputs(meeting, job.me, |windows, memory, number| {
+    layout.inputs(operation, job.me, |windows, memory, number| {
         let own = layout.piece(job.me, number);
         let sources = layout.sources(job.me, own.len(), windows);
         for start in (0..own.len()).step_by(block.0.len()) {
@@ -109,12 +109,12 @@ pub(super) fn reduce(
 
 /// Copies each rank's share of its memory to all others.
 pub(super) fn collect(
-    meeting: &mut Staging<'_, '_>,
+    operation: &mut Staging<'_, '_>,
     job: Job,
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
     let layout = for_all(job, &share);
-    layout.copy(meeting, job.me, &share, |memory, place, bytes| memory[place].copy_from_slice(bytes))
+    layout.copy(operation, job.me, &share, |memory, place, bytes| memory[place].copy_from_slice(bytes))
 }
 
 /// This rank's share in one block for all others.
@@ -125,14 +125,14 @@ fn for_all(job: Job, share: &impl Fn(usize) -> Range<usize>) -> WindowLayout<imp
 
 /// Combines this rank's chunk of all inputs.
 pub(super) fn reduce_out_of_place(
-    meeting: &mut Staging<'_, '_>,
+    operation: &mut Staging<'_, '_>,
     job: Job,
     input: &[u8],
     output: &mut [u8],
 ) -> Result<()> {
     let layout = WindowLayout::new(job.ranks, move |place| job.chunk(place));
     let start = job.chunk(job.me).start;
-    layout.inputs(meeting, job.me, |windows, _, number| {
+    layout.inputs(operation, job.me, |windows, _, number| {
         let own = layout.piece(job.me, number);
         let result = &mut output[own.start - start..own.end - start];
         let mut sources = layout.sources(job.me, own.len(), windows);
@@ -143,7 +143,7 @@ pub(super) fn reduce_out_of_place(
 
 /// Copies each rank's blocks to whom they are for.
 pub(super) fn copy(
-    meeting: &mut Staging<'_, '_>,
+    operation: &mut Staging<'_, '_>,
     job: Job,
     routes: &Routes<'_>,
     input: &[u8],
@@ -153,18 +153,18 @@ pub(super) fn copy(
     let layout =
         WindowLayout::of_blocks((job.ranks, routes.blocks()), routes.longest(), |to| routes.given(to));
     let place = |from| routes.place(from);
-    layout.copy(meeting, job.me, place, |_, place, bytes| output[place].copy_from_slice(bytes))
+    layout.copy(operation, job.me, place, |_, place, bytes| output[place].copy_from_slice(bytes))
 }
 
 /// Each rank combines its share of all ranks' memory, in the windows, where those who want all results find them.
-fn combine(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
+fn combine(operation: &mut Staging<'_, '_>, job: Job) -> Result<()> {
     let (me, for_all) = (job.me, job.call.operation != Operation::Reduce);
     let layout = WindowLayout::new(job.ranks, |place| given(job, place));
-    let take_back = |meeting: &mut Staging<'_, '_>, number| {
+    let take_back = |operation: &mut Staging<'_, '_>, number| {
         if !for_all && me != job.root {
             return Ok(());
         }
-        meeting.take_back(|window, memory| {
+        operation.take_back(|window, memory| {
             for place in (0..job.ranks).filter(|place| *place != me) {
                 let piece = layout.piece(place, number);
                 let length = piece.len();
@@ -173,23 +173,23 @@ fn combine(meeting: &mut Staging<'_, '_>, job: Job) -> Result<()> {
             Ok(())
         })
     };
-    layout.stage(meeting, me, 0)?;
+    layout.stage(operation, me, 0)?;
     for number in 0..layout.count {
         if number + 1 < layout.count {
             // There are two buffers: the next window takes the place of the one before this.
             if number > 0 {
-                take_back(meeting, number - 1)?;
+                take_back(operation, number - 1)?;
             }
-            layout.stage(meeting, me, number + 1)?;
+            layout.stage(operation, me, number + 1)?;
         }
-        meeting.combine_staged(layout.bytes, |blocks, memory| {
+        operation.combine_staged(layout.bytes, |blocks, memory| {
             let own = layout.piece(me, number);
             let mut chunks: Vec<_> = blocks.iter_mut().map(|block| &mut block[..own.len()]).collect();
             chunks.insert(me, &mut memory[own]);
             if for_all { job.fold().apply(&mut chunks) } else { direct::reduce(job, &mut chunks, job.root) }
         })?;
     }
-    (layout.count.saturating_sub(2)..layout.count).try_for_each(|number| take_back(meeting, number))
+    (layout.count.saturating_sub(2)..layout.count).try_for_each(|number| take_back(operation, number))
 }
 
 /// How a rank's input is divided into blocks, one for each receiver, and the blocks into windows.
@@ -242,8 +242,8 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         }
     }
 
-    fn stage(&self, meeting: &mut Staging<'_, '_>, me: usize, number: usize) -> Result<()> {
-        meeting.stage(|memory, window| {
+    fn stage(&self, operation: &mut Staging<'_, '_>, me: usize, number: usize) -> Result<()> {
+        operation.stage(|memory, window| {
             self.fill(me, number, memory, window);
             Ok(())
         })
@@ -252,16 +252,16 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
     /// Stages all, and calls `work` with all ranks' windows, this rank's memory and the window's number.
     fn inputs(
         &self,
-        meeting: &mut Staging<'_, '_>,
+        operation: &mut Staging<'_, '_>,
         me: usize,
         mut work: impl FnMut(&[&[u8]], &mut [u8], usize) -> Result<()>,
     ) -> Result<()> {
-        self.stage(meeting, me, 0)?;
+        self.stage(operation, me, 0)?;
         for number in 0..self.count {
             if number + 1 < self.count {
-                self.stage(meeting, me, number + 1)?;
+                self.stage(operation, me, number + 1)?;
             }
-            meeting.take(|windows, memory| work(windows, memory, number))?;
+            operation.take(|windows, memory| work(windows, memory, number))?;
         }
         Ok(())
     }
@@ -270,12 +270,12 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
     /// whole block of a rank does.
     fn copy(
         &self,
-        meeting: &mut Staging<'_, '_>,
+        operation: &mut Staging<'_, '_>,
         me: usize,
         place: impl Fn(usize) -> Range<usize>,
         mut put: impl FnMut(&mut [u8], Range<usize>, &[u8]),
     ) -> Result<()> {
-        self.inputs(meeting, me, |windows, memory, number| {
+        self.inputs(operation, me, |windows, memory, number| {
             for (from, window) in windows.iter().enumerate().filter(|(from, _)| *from != me) {
                 let place = self.cut(place(from), number);
                 let bytes = &window[self.start(me)..][..place.len()];

@@ -123,7 +123,7 @@ fn a_domain_reduces_into_shares_and_collects_them() {
             scope.spawn(move || {
                 let Connected { domain, transport: _transport, .. } = connected;
                 let mut domain = domain.unwrap();
-                let (count, me) = (domain.members.len(), domain.board.me());
+                let (count, me) = (domain.members.len(), domain.control_block.me());
                 let bytes = LENGTH * size_of::<i32>();
                 let mut region = domain.arena().alloc(bytes).unwrap();
                 let mut ordinary = vec![0i32; LENGTH];

@@ -1,6 +1,6 @@
 //! What the ranks of one host meet on for a collective, and how they reach each other's memory there.
 //!
-//! Each rank has a part of the board at the start of its [`Arena`]; it writes its own part, and reads the others':
+//! Each rank has a part of the control block at the start of its [`Arena`]; it writes its own part, and reads the others':
 //!
 //! ```text
 //!   doorbell   rung, sleeping               on lines of their own, as all that follows
@@ -12,26 +12,26 @@
 //!   staging    two windows, filled in turn
 //! ```
 //!
-//! All ranks of the board make the same calls. A call begins with each rank's word in its slot, published by the
+//! All ranks of the control block make the same calls. A call begins with each rank's word in its slot, published by the
 //! sequence number, and with the wait for everybody's: then all know what all call, and what memory they bring. That is
-//! all for few bytes, which travel in the slot ([`Board::small`], [`Meeting::words`]). Two slots are enough: a rank that
+//! all for few bytes, which travel in the slot ([`ControlBlock::small`], [`SharedOperation::slots`]). Two slots are enough: a rank that
 //! writes call n+2 has seen everybody's word on call n+1, which nobody gives before it is done with call n.
 //! Nobody reads its own slot, but a copy: its lines have gone to the processors of those who read them.
 //!
-//! Many bytes are reached where they are, if every rank brings a whole region of its arena ([`Meeting::combine`],
-//! [`Meeting::read`]), and the call ends when everybody is done. Else they pass through the staging buffers
-//! ([`Meeting::stage`]): the others read a window ([`Meeting::take`]), or each of them changes its own block of it
-//! ([`Meeting::combine_staged`]) for the owner, who then finds the result where its input was ([`Meeting::take_back`]).
+//! Many bytes are reached where they are, if every rank brings a whole region of its arena ([`SharedOperation::combine`],
+//! [`SharedOperation::read`]), and the call ends when everybody is done. Else they pass through the staging buffers
+//! ([`SharedOperation::stage`]): the others read a window ([`SharedOperation::take`]), or each of them changes its own block of it
+//! ([`SharedOperation::combine_staged`]) for the owner, who then finds the result where its input was ([`SharedOperation::take_back`]).
 //! What each rank brings stands in its slot, so all decide alike.
 
-mod meeting;
+mod operation;
 mod wait;
 
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-pub use self::meeting::{Meeting, Way, share};
+pub use self::operation::{Protocol, SharedOperation, share};
 use self::wait::Waits;
 use crate::arena::{Arena, Mapping, PAGE};
 use crate::shared::Doorbell;
@@ -60,7 +60,7 @@ const TAKEN: usize = STAGED + LINE;
 const SLOTS: usize = TAKEN + LINE;
 const SLOT: usize = SMALL + LINE;
 const STAGING: usize = (SLOTS + 2 * SLOT).next_multiple_of(PAGE);
-/// Bytes of a rank's part of the board.
+/// Bytes of a rank's part of the control block.
 pub(crate) const BYTES: usize = STAGING + BUFFERS * WINDOW - START;
 
 /// A call as the ranks compare it.
@@ -102,8 +102,8 @@ type Fields = [u64; 4];
 #[repr(align(64))]
 struct Said([u8; SMALL]);
 
-/// One rank's end of the board.
-pub struct Board {
+/// One rank's end of the control block.
+pub struct ControlBlock {
     me: usize,
     own: Arc<Arena>,
     members: Vec<Arc<Mapping>>,
@@ -123,8 +123,8 @@ pub struct Board {
     still_lent: Option<io::Error>,
 }
 
-impl Board {
-    /// The board of the ranks whose arenas are given, in an order on which all agree; `own` stands at `me`. None if it
+impl ControlBlock {
+    /// The control block of the ranks whose arenas are given, in an order on which all agree; `own` stands at `me`. None if it
     /// does not, or if there is somebody twice.
     pub fn new(own: Arc<Arena>, members: Vec<Arc<Mapping>>, me: usize) -> Option<Self> {
         let distinct = members
@@ -158,10 +158,10 @@ impl Board {
     }
 
     /// A call with `bytes` in the slot, at most [`SMALL`]; gives every member's word when all have come.
-    pub fn small<E>(&mut self, call: Call, bytes: &[u8], watch: Watch<'_, E>) -> Result<Words<'_>, E> {
+    pub fn small<E>(&mut self, call: Call, bytes: &[u8], watch: Watch<'_, E>) -> Result<Slots<'_>, E> {
         self.bring(call, &[], bytes, None, Some(0..bytes.len()));
         self.meet(watch)?;
-        Ok(Words { board: self })
+        Ok(Slots { control_block: self })
     }
 
     /// The members that have not given their word on this rank's latest call.
@@ -183,10 +183,10 @@ impl Board {
         memory: &mut [u8],
         ordinary: Ordinary<'_, E>,
         watch: Watch<'_, E>,
-        work: impl FnOnce(&mut Meeting<'_, '_, E>) -> Result<R, E>,
+        work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
         let region = self.own.find(memory);
-        let lent = region.map(|offset| meeting::Lent::new(self.own.clone(), offset));
+        let lent = region.map(|offset| operation::Lent::new(self.own.clone(), offset));
         let results = self.staged;
         let (mut small, mut ahead) = (None, false);
         match ordinary {
@@ -200,8 +200,8 @@ impl Board {
             Ordinary::InWindow(_) | Ordinary::Later => {}
         }
         self.bring(call, &[], memory, region.map(|offset| (Brings::Lent, offset)), small);
-        let windows = meeting::Windows { ahead, results };
-        let outcome = Meeting::hold(self, meeting::Memory::InPlace(memory), windows, watch, work);
+        let windows = operation::Windows { ahead, results };
+        let outcome = SharedOperation::hold(self, operation::Memory::InPlace(memory), windows, watch, work);
         match (lent, &outcome) {
             (Some(lent), Ok(_)) => lent.end(),
             (Some(lent), Err(_)) => self.still_lent = lent.cut_off().err(),
@@ -226,12 +226,12 @@ impl Board {
         memory: &[u8],
         small: Option<Range<usize>>,
         watch: Watch<'_, E>,
-        work: impl FnOnce(&mut Meeting<'_, '_, E>) -> Result<R, E>,
+        work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
         let region = self.own.find(memory);
         self.bring(call, note, memory, region.map(|offset| (Brings::Shown, offset)), small);
-        let windows = meeting::Windows { ahead: false, results: self.staged };
-        Meeting::hold(self, meeting::Memory::Apart(memory), windows, watch, work)
+        let windows = operation::Windows { ahead: false, results: self.staged };
+        SharedOperation::hold(self, operation::Memory::Apart(memory), windows, watch, work)
     }
 
     /// Begins a call, with a region if there is one.
@@ -270,7 +270,7 @@ impl Board {
         unsafe { self.own.mapping().lend_mut(place, bytes.len()) }.copy_from_slice(bytes);
     }
 
-    /// Where this call's slot lies in each part of the board.
+    /// Where this call's slot lies in each part of the control block.
     fn slot(&self) -> usize {
         SLOTS + (self.sequence % 2) as usize * SLOT
     }
@@ -361,7 +361,7 @@ impl Board {
             return &self.said.0[start..start + bytes];
         }
         // SAFETY: in the member's slot, whose bytes were published with the sequence number that this rank has seen, and
-        // stay until this rank has given its word on the next call, which needs this borrow of the board to end.
+        // stay until this rank has given its word on the next call, which needs this borrow of the control block to end.
         unsafe { self.members[member].lend(self.slot() + HEAD + start, bytes) }
     }
 
@@ -374,20 +374,22 @@ impl Board {
 }
 
 /// What the members said in their slots, until the next call.
-pub struct Words<'a> {
-    board: &'a Board,
+pub struct Slots<'a> {
+    control_block: &'a ControlBlock,
 }
 
-impl<'a> Words<'a> {
+impl<'a> Slots<'a> {
     /// What `member` calls.
     pub fn call(&self, member: usize) -> Call {
-        self.board.call_of(member)
+        self.control_block.call_of(member)
     }
 
     /// The bytes that `member` sent with it; none if it sent them otherwise, which only another call does.
     pub fn bytes(&self, member: usize) -> &'a [u8] {
-        match self.board.brings(member) == Brings::Small as u64 {
-            true => self.board.in_slot(member, self.board.note, self.board.length(member)),
+        match self.control_block.brings(member) == Brings::Small as u64 {
+            true => {
+                self.control_block.in_slot(member, self.control_block.note, self.control_block.length(member))
+            }
             false => &[],
         }
     }

@@ -9,25 +9,25 @@ use crate::arena::Region;
 const ARENA: usize = 16 << 20;
 const CALL: Call = *b"sixteen letters.";
 
-/// The boards of all ranks, each with mappings of its own as processes would have.
-fn boards(ranks: usize) -> Vec<(Board, Arc<Arena>)> {
+/// The control blocks of all ranks, each with mappings of its own as processes would have.
+fn blocks(ranks: usize) -> Vec<(ControlBlock, Arc<Arena>)> {
     let arenas: Vec<_> = (0..ranks).map(|_| Arena::create(ARENA, ranks, 7).unwrap()).collect();
     let open = |arena: &Arena| Arena::open(std::process::id(), arena.descriptor(), arena.bytes(), 7).unwrap();
-    let board = |(me, own): (usize, &Arc<Arena>)| {
+    let control_block = |(me, own): (usize, &Arc<Arena>)| {
         let members = arenas.iter().enumerate();
         let members = members
             .map(|(index, arena)| if index == me { arena.mapping().clone() } else { open(arena) })
             .collect();
-        (Board::new(own.clone(), members, me).unwrap(), own.clone())
+        (ControlBlock::new(own.clone(), members, me).unwrap(), own.clone())
     };
-    arenas.iter().enumerate().map(board).collect()
+    arenas.iter().enumerate().map(control_block).collect()
 }
 
-fn run(ranks: usize, rank: impl Fn(&mut Board, &Arc<Arena>) + Sync) {
+fn run(ranks: usize, rank: impl Fn(&mut ControlBlock, &Arc<Arena>) + Sync) {
     thread::scope(|scope| {
-        for (mut board, arena) in boards(ranks) {
+        for (mut control_block, arena) in blocks(ranks) {
             let rank = &rank;
-            scope.spawn(move || rank(&mut board, &arena));
+            scope.spawn(move || rank(&mut control_block, &arena));
         }
     });
 }
@@ -54,16 +54,16 @@ fn filled(arena: &Arc<Arena>, bytes: usize, value: u8) -> Region {
 
 #[test]
 fn few_bytes_travel_in_the_slots() {
-    run(3, |board, _| {
+    run(3, |control_block, _| {
         for round in 0..20_000u32 {
             let mut call = CALL;
             call[..4].copy_from_slice(&round.to_le_bytes());
             let length = 1 + round as usize % 100;
-            let bytes = vec![(board.me() as u8).wrapping_add(round as u8); length];
-            let words = board.small(call, &bytes, &mut go_on).unwrap();
+            let bytes = vec![(control_block.me() as u8).wrapping_add(round as u8); length];
+            let slots = control_block.small(call, &bytes, &mut go_on).unwrap();
             for member in 0..3 {
-                assert_eq!(words.call(member), call);
-                assert_eq!(words.bytes(member), vec![(member as u8).wrapping_add(round as u8); length]);
+                assert_eq!(slots.call(member), call);
+                assert_eq!(slots.bytes(member), vec![(member as u8).wrapping_add(round as u8); length]);
             }
         }
     });
@@ -71,15 +71,15 @@ fn few_bytes_travel_in_the_slots() {
 
 #[test]
 fn regions_are_combined_where_they_are() {
-    run(3, |board, arena| {
+    run(3, |control_block, arena| {
         for bytes in [1, 64, 5000, 100_000] {
-            let mut region = filled(arena, bytes, 1 + board.me() as u8);
+            let mut region = filled(arena, bytes, 1 + control_block.me() as u8);
             for round in 0..100 {
-                region.as_mut_slice().fill(1 + board.me() as u8 + round);
-                board
-                    .in_place(CALL, region.as_mut_slice(), Ordinary::Later, &mut go_on, |meeting| {
-                        assert_eq!(meeting.way(), Way::Direct);
-                        meeting.combine(3, 64, add);
+                region.as_mut_slice().fill(1 + control_block.me() as u8 + round);
+                control_block
+                    .in_place(CALL, region.as_mut_slice(), Ordinary::Later, &mut go_on, |operation| {
+                        assert_eq!(operation.protocol(), Protocol::Direct);
+                        operation.combine(3, 64, add);
                         Ok(())
                     })
                     .unwrap();
@@ -91,12 +91,12 @@ fn regions_are_combined_where_they_are() {
 
 #[test]
 fn regions_are_read_where_they_are() {
-    run(4, |board, arena| {
-        let region = filled(arena, 10_000, board.me() as u8);
+    run(4, |control_block, arena| {
+        let region = filled(arena, 10_000, control_block.me() as u8);
         let mut sum = 0;
-        board
-            .apart(CALL, &[], region.as_slice(), None, &mut go_on, |meeting| {
-                sum = meeting.read(|regions| regions.iter().map(|region| u32::from(region[9_999])).sum());
+        control_block
+            .apart(CALL, &[], region.as_slice(), None, &mut go_on, |operation| {
+                sum = operation.read(|regions| regions.iter().map(|region| u32::from(region[9_999])).sum());
                 Ok(())
             })
             .unwrap();
@@ -106,99 +106,112 @@ fn regions_are_read_where_they_are() {
 
 #[test]
 fn what_is_no_whole_region_on_every_rank_is_staged() {
-    run(2, |board, arena| {
+    run(2, |control_block, arena| {
         let mut region = filled(arena, 10_000, 1);
         let mut ordinary = vec![1; 10_000];
-        let length = 10_000 - board.me();
-        let memories: [&mut [u8]; 2] =
-            [if board.me() == 0 { region.as_mut_slice() } else { &mut ordinary }, &mut [0; 10_000][..length]];
+        let length = 10_000 - control_block.me();
+        let memories: [&mut [u8]; 2] = [
+            if control_block.me() == 0 { region.as_mut_slice() } else { &mut ordinary },
+            &mut [0; 10_000][..length],
+        ];
         for memory in memories {
-            let way = board.in_place(CALL, memory, Ordinary::Later, &mut go_on, |meeting| Ok(meeting.way()));
-            assert_eq!(way, Ok(Way::Staged));
+            let protocol = control_block
+                .in_place(CALL, memory, Ordinary::Later, &mut go_on, |operation| Ok(operation.protocol()));
+            assert_eq!(protocol, Ok(Protocol::Staged));
         }
         let shorter = filled(arena, length, 1);
         let mut lent = filled(arena, length, 1);
-        let lent = board
-            .in_place(CALL, lent.as_mut_slice(), Ordinary::Later, &mut go_on, |meeting| Ok(meeting.way()));
-        assert_eq!(lent, Ok(Way::Staged), "they differ in length");
-        let shown = board.apart(CALL, &[], shorter.as_slice(), None, &mut go_on, |meeting| Ok(meeting.way()));
-        assert_eq!(shown, Ok(Way::Direct));
+        let lent =
+            control_block.in_place(CALL, lent.as_mut_slice(), Ordinary::Later, &mut go_on, |operation| {
+                Ok(operation.protocol())
+            });
+        assert_eq!(lent, Ok(Protocol::Staged), "they differ in length");
+        let shown = control_block
+            .apart(CALL, &[], shorter.as_slice(), None, &mut go_on, |operation| Ok(operation.protocol()));
+        assert_eq!(shown, Ok(Protocol::Direct));
     });
 }
 
 #[test]
 fn few_bytes_of_ordinary_memory_travel_in_the_slots_if_nobody_lends() {
-    run(2, |board, arena| {
-        let mut ordinary = vec![board.me() as u8; 100];
-        let read = |meeting: &mut Meeting<'_, '_, String>| {
-            assert_eq!(meeting.way(), Way::Small);
-            Ok(meeting.words(|words, memory| [words.bytes(0)[0], words.bytes(1)[9], memory[0]]))
+    run(2, |control_block, arena| {
+        let mut ordinary = vec![control_block.me() as u8; 100];
+        let read = |operation: &mut SharedOperation<'_, '_, String>| {
+            assert_eq!(operation.protocol(), Protocol::Small);
+            Ok(operation.slots(|slots, memory| [slots.bytes(0)[0], slots.bytes(1)[9], memory[0]]))
         };
-        let seen = board.in_place(CALL, &mut ordinary, Ordinary::InSlot(50..60), &mut go_on, read);
-        assert_eq!(seen, Ok([0, 1, board.me() as u8]));
+        let seen = control_block.in_place(CALL, &mut ordinary, Ordinary::InSlot(50..60), &mut go_on, read);
+        assert_eq!(seen, Ok([0, 1, control_block.me() as u8]));
         let mut region = filled(arena, 100, 1);
-        let memory = if board.me() == 0 { region.as_mut_slice() } else { &mut ordinary };
-        let way =
-            board.in_place(CALL, memory, Ordinary::InSlot(0..100), &mut go_on, |meeting| Ok(meeting.way()));
-        assert_eq!(way, Ok(Way::Staged));
+        let memory = if control_block.me() == 0 { region.as_mut_slice() } else { &mut ordinary };
+        let protocol =
+            control_block.in_place(CALL, memory, Ordinary::InSlot(0..100), &mut go_on, |operation| {
+                Ok(operation.protocol())
+            });
+        assert_eq!(protocol, Ok(Protocol::Staged));
     });
 }
 
 #[test]
 fn who_brings_nothing_goes_along_and_notes_reach_everybody() {
-    run(3, |board, arena| {
-        let (me, few, many) = (board.me(), [7; 10], vec![7; 100_000]);
+    run(3, |control_block, arena| {
+        let (me, few, many) = (control_block.me(), [7; 10], vec![7; 100_000]);
         let region = filled(arena, 100_000, 7);
-        for (memory, small, way) in [
-            (&few[..], Some(0..10), Way::Small),
-            (region.as_slice(), None, Way::Direct),
-            (&many, None, Way::Staged),
-            (&[], None, Way::Small),
+        for (memory, small, protocol) in [
+            (&few[..], Some(0..10), Protocol::Small),
+            (region.as_slice(), None, Protocol::Direct),
+            (&many, None, Protocol::Staged),
+            (&[], None, Protocol::Small),
         ] {
             let (memory, small) = if me == 1 { (memory, small) } else { (&[][..], None) };
-            let outcome = board.apart(CALL, &[me as u8; 24], memory, small, &mut go_on, |meeting| {
-                assert!((0..3).all(|member| meeting.note(member) == [member as u8; 24]));
-                match meeting.way() {
-                    Way::Small => meeting.words(|words, _| assert!([0, 10].contains(&words.bytes(1).len()))),
-                    Way::Direct => meeting.read(|all| assert_eq!((all[0], all[1]), (&[][..], &many[..]))),
-                    Way::Staged => {}
-                }
-                Ok(meeting.way())
-            });
-            assert_eq!(outcome, Ok(way));
+            let outcome =
+                control_block.apart(CALL, &[me as u8; 24], memory, small, &mut go_on, |operation| {
+                    assert!((0..3).all(|member| operation.note(member) == [member as u8; 24]));
+                    match operation.protocol() {
+                        Protocol::Small => {
+                            operation.slots(|slots, _| assert!([0, 10].contains(&slots.bytes(1).len())))
+                        }
+                        Protocol::Direct => {
+                            operation.read(|all| assert_eq!((all[0], all[1]), (&[][..], &many[..])))
+                        }
+                        Protocol::Staged => {}
+                    }
+                    Ok(operation.protocol())
+                });
+            assert_eq!(outcome, Ok(protocol));
         }
     });
 }
 
 #[test]
 fn who_has_not_come_is_known() {
-    let mut boards = boards(4);
-    let (mut board, _) = boards.swap_remove(2);
-    assert_eq!(board.small(CALL, &[], &mut |_| Err("enough")).map(|_| ()), Err("enough"));
-    assert_eq!(board.missing().collect::<Vec<_>>(), [0, 1, 3]);
-    let (mut other, _) = boards.swap_remove(1);
+    let mut blocks = blocks(4);
+    let (mut control_block, _) = blocks.swap_remove(2);
+    assert_eq!(control_block.small(CALL, &[], &mut |_| Err("enough")).map(|_| ()), Err("enough"));
+    assert_eq!(control_block.missing().collect::<Vec<_>>(), [0, 1, 3]);
+    let (mut other, _) = blocks.swap_remove(1);
     assert_eq!(other.small(CALL, &[], &mut |_| Err("enough")).map(|_| ()), Err("enough"));
-    assert_eq!(board.missing().collect::<Vec<_>>(), [0, 3]);
+    assert_eq!(control_block.missing().collect::<Vec<_>>(), [0, 3]);
 }
 
 #[test]
 fn what_a_peer_does_to_a_slot_is_not_its_owner_s_own_word() {
-    let mut boards = boards(2);
-    let ((other, _), (mut board, _)) = (boards.swap_remove(1), boards.swap_remove(0));
-    board.bring(CALL, &[1; 8], &[7; 16], None, Some(4..12));
-    let slot = board.slot();
+    let mut blocks = blocks(2);
+    let ((other, _), (mut control_block, _)) = (blocks.swap_remove(1), blocks.swap_remove(0));
+    control_block.bring(CALL, &[1; 8], &[7; 16], None, Some(4..12));
+    let slot = control_block.slot();
     for place in (slot + 8..slot + HEAD + 16).step_by(8) {
         other.members[0].word(place).store(u64::MAX, Ordering::Relaxed);
     }
-    assert_eq!((board.call_of(0), board.in_slot(0, 0, 8)), (CALL, &[1; 8][..]));
-    assert_eq!(Words { board: &board }.bytes(0), [7; 8]);
+    assert_eq!((control_block.call_of(0), control_block.in_slot(0, 0, 8)), (CALL, &[1; 8][..]));
+    assert_eq!(Slots { control_block: &control_block }.bytes(0), [7; 8]);
 }
 
 #[test]
 fn windows_pass_in_order() {
-    run(3, |board, _| {
-        let mut memory = vec![board.me() as u8; 8];
-        let sums = board.in_place(CALL, &mut memory, Ordinary::Later, &mut go_on, |meeting| {
+    run(3, |control_block, _| {
+        let mut memory = vec![control_block.me() as u8; 8];
+        let sums = control_block.in_place(CALL, &mut memory, Ordinary::Later, &mut go_on, |operation| {
             let mut sums = Vec::new();
             let fill = |window: u8| {
                 move |memory: &[u8], staged: &mut [u8]| {
@@ -206,12 +219,12 @@ fn windows_pass_in_order() {
                     Ok(())
                 }
             };
-            meeting.stage(fill(0))?;
+            operation.stage(fill(0))?;
             for window in 0..40 {
                 if window < 39 {
-                    meeting.stage(fill(window + 1))?;
+                    operation.stage(fill(window + 1))?;
                 }
-                meeting.take(|windows, memory| {
+                operation.take(|windows, memory| {
                     assert!(windows.iter().all(|window| window.len() == WINDOW));
                     memory[7] = window;
                     sums.push(windows.iter().map(|window| window[WINDOW - 1]).sum::<u8>());
@@ -229,8 +242,8 @@ fn windows_pass_in_order() {
 fn windows_are_combined_by_all_and_come_back() {
     const RANKS: usize = 3;
     const BLOCK: usize = WINDOW / RANKS / 64 * 64;
-    run(RANKS, |board, _| {
-        let me = board.me();
+    run(RANKS, |control_block, _| {
+        let me = control_block.me();
         // The first call finds its window staged already.
         for ahead in [true, false] {
             let fill = |_: &[u8], staged: &mut [u8]| {
@@ -238,9 +251,9 @@ fn windows_are_combined_by_all_and_come_back() {
                 Ok(())
             };
             let ordinary = if ahead { Ordinary::InWindow(&fill) } else { Ordinary::Later };
-            let outcome = board.in_place(CALL, &mut [0; 8], ordinary, &mut go_on, |meeting| {
-                let take_back = |meeting: &mut Meeting<'_, '_, String>, number: u8| {
-                    meeting.take_back(|window, _| {
+            let outcome = control_block.in_place(CALL, &mut [0; 8], ordinary, &mut go_on, |operation| {
+                let take_back = |operation: &mut SharedOperation<'_, '_, String>, number: u8| {
+                    operation.take_back(|window, _| {
                         for other in (0..RANKS).filter(|other| *other != me) {
                             let block = &window[other * BLOCK..][..BLOCK];
                             let expected = me as u8 + number + 10 * (other as u8 + 1);
@@ -249,18 +262,18 @@ fn windows_are_combined_by_all_and_come_back() {
                         Ok(())
                     })
                 };
-                meeting.stage(fill)?;
+                operation.stage(fill)?;
                 for number in 0..20 {
                     if number < 19 {
                         if number > 0 {
-                            take_back(meeting, number - 1)?;
+                            take_back(operation, number - 1)?;
                         }
-                        meeting.stage(|_, staged| {
+                        operation.stage(|_, staged| {
                             staged.fill(me as u8 + number + 1);
                             Ok(())
                         })?;
                     }
-                    meeting.combine_staged(BLOCK, |blocks, _| {
+                    operation.combine_staged(BLOCK, |blocks, _| {
                         let others = (0..RANKS as u8).filter(|other| *other != me as u8);
                         for (block, other) in blocks.iter_mut().zip(others) {
                             assert_eq!((block.len(), block[BLOCK - 1]), (BLOCK, other + number));
@@ -269,8 +282,8 @@ fn windows_are_combined_by_all_and_come_back() {
                         Ok(())
                     })?;
                 }
-                take_back(meeting, 18)?;
-                take_back(meeting, 19)
+                take_back(operation, 18)?;
+                take_back(operation, 19)
             });
             outcome.unwrap();
         }
@@ -279,13 +292,13 @@ fn windows_are_combined_by_all_and_come_back() {
 
 #[test]
 fn sleepers_are_woken() {
-    run(2, |board, _| {
+    run(2, |control_block, _| {
         for round in 0..30 {
-            if board.me() == round % 2 {
+            if control_block.me() == round % 2 {
                 thread::sleep(Duration::from_millis(2));
             }
             let start = Instant::now();
-            board.small(CALL, &[], &mut go_on).unwrap();
+            control_block.small(CALL, &[], &mut go_on).unwrap();
             assert!(start.elapsed() < Duration::from_secs(5));
         }
     });
@@ -293,36 +306,37 @@ fn sleepers_are_woken() {
 
 #[test]
 fn a_watch_ends_the_wait_and_says_for_whom_it_was() {
-    let (mut board, _) = boards(3).swap_remove(1);
+    let (mut control_block, _) = blocks(3).swap_remove(1);
     let mut give_up = |missing: usize| if missing == 0 { Err("enough") } else { Ok(()) };
-    assert_eq!(board.small(CALL, &[], &mut give_up).map(|_| ()), Err("enough"));
+    assert_eq!(control_block.small(CALL, &[], &mut give_up).map(|_| ()), Err("enough"));
 }
 
 #[test]
 fn after_a_failed_call_late_peers_do_not_reach_the_region() {
-    let mut boards = boards(2);
-    let ((mut late, other), (mut board, arena)) = (boards.swap_remove(1), boards.swap_remove(0));
+    let mut blocks = blocks(2);
+    let ((mut late, other), (mut control_block, arena)) = (blocks.swap_remove(1), blocks.swap_remove(0));
     let mut region = filled(&arena, 10_000, 1);
     let outcome =
-        board.in_place(CALL, region.as_mut_slice(), Ordinary::Later, &mut |_| Err("enough"), |_| Ok(()));
+        control_block
+            .in_place(CALL, region.as_mut_slice(), Ordinary::Later, &mut |_| Err("enough"), |_| Ok(()));
     assert_eq!(outcome, Err("enough"));
     // The peer finds the word in the slot, takes the region for lent, and writes.
     let mut own = filled(&other, 10_000, 1);
     let mut watch = |_| Err("nobody is done any more");
-    let outcome = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |meeting| {
-        assert_eq!(meeting.way(), Way::Direct);
-        meeting.combine(2, 64, |shares| shares.iter_mut().for_each(|share| share.fill(9)));
+    let outcome = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |operation| {
+        assert_eq!(operation.protocol(), Protocol::Direct);
+        operation.combine(2, 64, |shares| shares.iter_mut().for_each(|share| share.fill(9)));
         Ok(())
     });
     assert_eq!(outcome, Err("nobody is done any more"));
     assert!(region.as_slice().iter().all(|byte| *byte == 1));
-    assert_eq!(board.own.find(region.as_slice()), None);
+    assert_eq!(control_block.own.find(region.as_slice()), None);
 }
 
 #[test]
 fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
-    let mut boards = boards(2);
-    let ((mut late, other), (mut board, arena)) = (boards.swap_remove(1), boards.swap_remove(0));
+    let mut blocks = blocks(2);
+    let ((mut late, other), (mut control_block, arena)) = (blocks.swap_remove(1), blocks.swap_remove(0));
     let (working, worked) = mpsc::channel();
     let (failed, failure) = mpsc::channel();
     thread::scope(|scope| {
@@ -330,12 +344,12 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
             let own = filled(&other, 10_000, 1);
             let read = Cell::new(false);
             let mut watch = |_| if read.get() { Err("somebody is not done") } else { Ok(()) };
-            let late = late.apart(CALL, &[], own.as_slice(), None, &mut watch, |meeting| {
-                assert_eq!(meeting.way(), Way::Direct);
+            let late = late.apart(CALL, &[], own.as_slice(), None, &mut watch, |operation| {
+                assert_eq!(operation.protocol(), Protocol::Direct);
                 working.send(()).unwrap();
                 failure.recv().unwrap();
                 read.set(true);
-                Ok(meeting.read(|inputs| inputs[0][0]))
+                Ok(operation.read(|inputs| inputs[0][0]))
             });
             assert_eq!(late, Err("somebody is not done"));
         });
@@ -347,7 +361,7 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
             enough.set(enough.get() || worked.try_recv().is_ok());
             if enough.get() { Err("enough") } else { Ok(()) }
         };
-        let outcome = board.apart(CALL, &[], region.as_slice(), None, &mut watch, |_| Ok(()));
+        let outcome = control_block.apart(CALL, &[], region.as_slice(), None, &mut watch, |_| Ok(()));
         assert_eq!(outcome, Err("enough"));
         drop(region);
         failed.send(()).unwrap();
@@ -358,14 +372,14 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
 #[test]
 fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third() {
     const BYTES: usize = 10_000;
-    let mut ranks = boards(3).into_iter();
+    let mut ranks = blocks(3).into_iter();
     let [(mut gives_up, one), (mut waits, two), (mut late, four)] = [(); 3].map(|()| ranks.next().unwrap());
     let (alone, waits_alone) = mpsc::channel();
     let (failed, failure) = mpsc::channel();
     let (ended, end) = mpsc::channel();
-    let combine = |meeting: &mut Meeting<'_, '_, &str>| {
-        assert_eq!(meeting.way(), Way::Direct);
-        meeting.combine(3, 64, add);
+    let combine = |operation: &mut SharedOperation<'_, '_, &str>| {
+        assert_eq!(operation.protocol(), Protocol::Direct);
+        operation.combine(3, 64, add);
         Ok(())
     };
     thread::scope(|scope| {
@@ -376,9 +390,9 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
                 ended.set(ended.get() || end.try_recv().is_ok());
                 if ended.get() { Err("the third rank has its result") } else { Ok(()) }
             };
-            let outcome = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |meeting| {
+            let outcome = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |operation| {
                 failure.recv().unwrap();
-                combine(meeting)
+                combine(operation)
             });
             assert_eq!(outcome, Err("the third rank has its result"));
         });
@@ -396,10 +410,11 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
                 0 if told => Err("the first rank is not done any more"),
                 _ => Ok(()),
             };
-            let outcome = waits.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |meeting| {
-                combined.set(true);
-                combine(meeting)
-            });
+            let outcome =
+                waits.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |operation| {
+                    combined.set(true);
+                    combine(operation)
+                });
             ended.send(()).unwrap();
             assert_eq!(outcome, Err("the first rank is not done any more"), "a sum that lacks a part");
         });
@@ -419,15 +434,15 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
 
 #[test]
 fn offsets_that_no_peer_can_have_are_no_region() {
-    let (board, _) = boards(2).swap_remove(0);
-    let peer = &board.members[1];
-    let slot = board.slot();
+    let (control_block, _) = blocks(2).swap_remove(0);
+    let peer = &control_block.members[1];
+    let slot = control_block.slot();
     for (offset, bytes) in [(0, 8), (ARENA as u64, 8), (!3, 8), (ARENA as u64 - 4096, u64::MAX), (4096, 8)] {
         peer.word(slot + 24).store(offset | Brings::Lent as u64, Ordering::Relaxed);
         peer.word(slot + 32).store(bytes, Ordering::Relaxed);
-        assert_eq!(board.region(1, Brings::Lent), None, "{offset} {bytes}");
+        assert_eq!(control_block.region(1, Brings::Lent), None, "{offset} {bytes}");
     }
-    assert_eq!(Words { board: &board }.bytes(1), b"");
+    assert_eq!(Slots { control_block: &control_block }.bytes(1), b"");
 }
 
 #[test]

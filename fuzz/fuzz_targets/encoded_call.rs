@@ -1,5 +1,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    phalanx::fuzzing::board_word(bytes);
+    phalanx::fuzzing::encoded_call(bytes);
 });

@@ -4,7 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{BUFFERS, Board, Brings, Call, DONE, STAGED, STAGING, TAKEN, WINDOW, Watch, Words};
+use super::{BUFFERS, Brings, Call, ControlBlock, DONE, STAGED, STAGING, Slots, TAKEN, WINDOW, Watch};
 use crate::arena::Arena;
 
 /// What this rank brings.
@@ -25,7 +25,7 @@ impl Memory<'_> {
 
 /// How the bytes of a call get from rank to rank; the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Protocol {
     /// Everybody reaches everybody's memory.
     Direct,
     /// In the slots.
@@ -35,10 +35,10 @@ pub enum Way {
 }
 
 /// A call of all members, under way.
-pub struct Meeting<'a, 'w, E> {
-    board: &'a mut Board,
+pub struct SharedOperation<'a, 'w, E> {
+    control_block: &'a mut ControlBlock,
     memory: Memory<'a>,
-    way: Way,
+    protocol: Protocol,
     windows: Windows,
     watch: Watch<'w, E>,
 }
@@ -88,48 +88,49 @@ impl Drop for Lent {
     }
 }
 
-impl<'a, 'w, E> Meeting<'a, 'w, E> {
+impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     /// Waits for everybody's word, does the `work`, and waits until everybody is done.
     pub(super) fn hold<R>(
-        board: &'a mut Board,
+        control_block: &'a mut ControlBlock,
         memory: Memory<'a>,
         windows: Windows,
         watch: Watch<'w, E>,
-        work: impl FnOnce(&mut Meeting<'a, 'w, E>) -> Result<R, E>,
+        work: impl FnOnce(&mut SharedOperation<'a, 'w, E>) -> Result<R, E>,
     ) -> Result<R, E> {
-        board.meet(&mut *watch)?;
+        control_block.meet(&mut *watch)?;
         let apart = matches!(memory, Memory::Apart(_));
-        let small = |member| board.brings(member) == Brings::Small as u64;
+        let small = |member| control_block.brings(member) == Brings::Small as u64;
         let direct = |member| match &memory {
             Memory::InPlace(memory) => {
-                board.region(member, Brings::Lent).is_some_and(|region| region.len() == memory.len())
+                control_block.region(member, Brings::Lent).is_some_and(|region| region.len() == memory.len())
             }
-            Memory::Apart(_) => board.region(member, Brings::Shown).is_some(),
+            Memory::Apart(_) => control_block.region(member, Brings::Shown).is_some(),
         };
         let all = |goes: &dyn Fn(usize) -> bool| {
-            (0..board.members()).all(|member| apart && board.length(member) == 0 || goes(member))
+            (0..control_block.members())
+                .all(|member| apart && control_block.length(member) == 0 || goes(member))
         };
-        let way = match all(&small) {
-            true => Way::Small,
-            false if all(&direct) => Way::Direct,
-            false => Way::Staged,
+        let protocol = match all(&small) {
+            true => Protocol::Small,
+            false if all(&direct) => Protocol::Direct,
+            false => Protocol::Staged,
         };
-        let mut meeting = Meeting { board, memory, way, windows, watch };
-        let outcome = work(&mut meeting)?;
-        let Meeting { board, way, watch, .. } = meeting;
-        if way == Way::Direct {
-            board.show(DONE, board.sequence);
-            let mut done = board.await_all(DONE, board.sequence, &mut *watch);
+        let mut operation = SharedOperation { control_block, memory, protocol, windows, watch };
+        let outcome = work(&mut operation)?;
+        let SharedOperation { control_block, protocol, watch, .. } = operation;
+        if protocol == Protocol::Direct {
+            control_block.show(DONE, control_block.sequence);
+            let mut done = control_block.await_all(DONE, control_block.sequence, &mut *watch);
             if done.is_ok() {
                 // Once more. Who gave up while another still combined has taken its word back and moved its memory, so what
                 // that other has combined since, for all, may lack its part. Who takes it back after this look harms
                 // nobody: nobody combines any more.
-                done = board.await_all(DONE, board.sequence, watch);
+                done = control_block.await_all(DONE, control_block.sequence, watch);
             }
             if done.is_err() {
                 // From now on this rank's memory may hold anything. Whoever has not seen it done has not read it to the end
                 // either, and must not take what it reads for the call's.
-                board.withdraw();
+                control_block.withdraw();
             }
             done?;
         }
@@ -137,38 +138,38 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
     }
 
     /// How the bytes get from rank to rank.
-    pub fn way(&self) -> Way {
-        self.way
+    pub fn protocol(&self) -> Protocol {
+        self.protocol
     }
 
     /// This rank's place among the members.
     pub fn me(&self) -> usize {
-        self.board.me
+        self.control_block.me
     }
 
     /// The number of members.
     pub fn members(&self) -> usize {
-        self.board.members()
+        self.control_block.members()
     }
 
     /// What `member` calls.
     pub fn call(&self, member: usize) -> Call {
-        self.board.call_of(member)
+        self.control_block.call_of(member)
     }
 
     /// The note that `member` sent with its call.
     pub fn note(&self, member: usize) -> &[u8] {
-        self.board.in_slot(member, 0, self.board.note)
+        self.control_block.in_slot(member, 0, self.control_block.note)
     }
 
     /// What all said in their slots, and what this rank brought, to be changed.
     ///
     /// # Panics
     /// If the memory is direct.
-    pub fn words<R>(&mut self, work: impl FnOnce(&Words<'_>, &mut [u8]) -> R) -> R {
-        assert_ne!(self.way, Way::Direct, "the others may be writing into it");
+    pub fn slots<R>(&mut self, work: impl FnOnce(&Slots<'_>, &mut [u8]) -> R) -> R {
+        assert_ne!(self.protocol, Protocol::Direct, "the others may be writing into it");
         let memory = self.memory.as_mut_slice().unwrap_or_default();
-        work(&Words { board: self.board }, memory)
+        work(&Slots { control_block: self.control_block }, memory)
     }
 
     /// Lends this rank's [`share`] of every member's memory, in the order of the members. The memory is dealt out to the
@@ -178,22 +179,24 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
     /// # Panics
     /// If the memory is not direct, or not lent for writing.
     pub fn combine<R>(&mut self, owners: usize, unit: usize, work: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
-        let (board, own) = (&*self.board, self.memory.as_mut_slice());
-        assert!(self.way == Way::Direct && own.is_some(), "it is not lent");
+        let (control_block, own) = (&*self.control_block, self.memory.as_mut_slice());
+        assert!(self.protocol == Protocol::Direct && own.is_some(), "it is not lent");
         let own = own.unwrap_or_default();
         // All regions have this length, or the way would be another.
-        let share = share(own.len(), unit, owners, board.me);
+        let share = share(own.len(), unit, owners, control_block.me);
         let mut own = Some(&mut own[share.clone()]);
-        let mut shares: Vec<&mut [u8]> = (0..board.members())
+        let mut shares: Vec<&mut [u8]> = (0..control_block.members())
             .filter_map(|member| {
-                if member == board.me {
+                if member == control_block.me {
                     return own.take();
                 }
-                let region = board.region(member, Brings::Lent).unwrap_or(0..0);
+                let region = control_block.region(member, Brings::Lent).unwrap_or(0..0);
                 // SAFETY: every member has lent this region and waits until this one is done; each touches the share of
                 // its own number, and shares of one length do not overlap. The regions of different members lie in
                 // different arenas.
-                Some(unsafe { board.members[member].lend_mut(region.start + share.start, share.len()) })
+                Some(unsafe {
+                    control_block.members[member].lend_mut(region.start + share.start, share.len())
+                })
             })
             .collect();
         work(&mut shares)
@@ -204,14 +207,17 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
     /// # Panics
     /// If the memory is not direct, or is lent for writing.
     pub fn read<R>(&self, work: impl FnOnce(&[&[u8]]) -> R) -> R {
-        assert!(self.way == Way::Direct && matches!(self.memory, Memory::Apart(_)), "it is not shown");
+        assert!(
+            self.protocol == Protocol::Direct && matches!(self.memory, Memory::Apart(_)),
+            "it is not shown"
+        );
         let regions: Vec<&[u8]> = (0..self.members())
             .map(|member| {
-                let region = self.board.region(member, Brings::Shown).unwrap_or(0..0);
+                let region = self.control_block.region(member, Brings::Shown).unwrap_or(0..0);
                 // SAFETY: its owner lends it for reading, and waits until this rank is done. (One whose call failed does
                 // not wait. Then what is read is of no use, and this call ends with an error too: that member is not done,
                 // or has withdrawn.)
-                unsafe { self.board.members[member].lend(region.start, region.len()) }
+                unsafe { self.control_block.members[member].lend(region.start, region.len()) }
             })
             .collect();
         work(&regions)
@@ -219,7 +225,7 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
 
     /// Fills the next window, and shows it to the others.
     pub fn stage(&mut self, fill: impl FnOnce(&[u8], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
-        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
+        assert_eq!(self.protocol, Protocol::Staged, "the others may be writing into it");
         if std::mem::take(&mut self.windows.ahead) {
             return Ok(());
         }
@@ -227,8 +233,8 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
             Memory::InPlace(memory) => &**memory,
             Memory::Apart(memory) => memory,
         };
-        self.board.stage(&mut *self.watch, |window| fill(memory, window))?;
-        self.board.show(STAGED, self.board.staged);
+        self.control_block.stage(&mut *self.watch, |window| fill(memory, window))?;
+        self.control_block.show(STAGED, self.control_block.staged);
         Ok(())
     }
 
@@ -236,7 +242,7 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
     pub fn take(&mut self, work: impl FnOnce(&[&[u8]], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
         self.await_staged()?;
         // The windows are no part of what this rank brought.
-        let windows: Vec<&[u8]> = self.board.windows().collect();
+        let windows: Vec<&[u8]> = self.control_block.windows().collect();
         work(&windows, self.memory.as_mut_slice().unwrap_or_default())?;
         self.show_taken();
         Ok(())
@@ -255,8 +261,9 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
     ) -> Result<(), E> {
         assert!(bytes <= WINDOW / self.members(), "the blocks do not fit into a window");
         self.await_staged()?;
-        let (board, start) = (&*self.board, window(self.board.taken) + self.board.me * bytes);
-        let others = board.members.iter().enumerate().filter(|(index, _)| *index != board.me);
+        let (control_block, start) =
+            (&*self.control_block, window(self.control_block.taken) + self.control_block.me * bytes);
+        let others = control_block.members.iter().enumerate().filter(|(index, _)| *index != control_block.me);
         let mut blocks: Vec<&mut [u8]> = others
             // SAFETY: the member has staged the window, and leaves it alone until this rank has shown it as taken, which needs
             // this borrow to end. Every other rank touches the block of its own number, and blocks do not overlap.
@@ -273,36 +280,36 @@ impl<'a, 'w, E> Meeting<'a, 'w, E> {
     /// # Panics
     /// If the window has been filled again, or is not staged yet.
     pub fn take_back(&mut self, work: impl FnOnce(&[u8], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
-        let (number, staged) = (self.windows.results, self.board.staged);
+        let (number, staged) = (self.windows.results, self.control_block.staged);
         assert!(number < staged && staged - number <= BUFFERS as u64, "the window is another's by now");
-        self.board.await_all(TAKEN, number + 1, &mut *self.watch)?;
+        self.control_block.await_all(TAKEN, number + 1, &mut *self.watch)?;
         // SAFETY: everybody has shown it as taken, and nobody touches it until this rank stages it again, which has not
         // happened yet, as just checked, and needs this borrow to end.
-        let window = unsafe { self.board.own.mapping().lend(window(number), WINDOW) };
+        let window = unsafe { self.control_block.own.mapping().lend(window(number), WINDOW) };
         work(window, self.memory.as_mut_slice().unwrap_or_default())?;
         self.windows.results += 1;
         Ok(())
     }
 
     fn await_staged(&mut self) -> Result<(), E> {
-        assert_eq!(self.way, Way::Staged, "the others may be writing into it");
-        let taken = self.board.taken;
-        assert!(self.board.staged > taken, "what is taken must be staged");
-        self.board.await_all(STAGED, taken + 1, &mut *self.watch)
+        assert_eq!(self.protocol, Protocol::Staged, "the others may be writing into it");
+        let taken = self.control_block.taken;
+        assert!(self.control_block.staged > taken, "what is taken must be staged");
+        self.control_block.await_all(STAGED, taken + 1, &mut *self.watch)
     }
 
     fn show_taken(&mut self) {
-        self.board.taken += 1;
-        self.board.show(TAKEN, self.board.taken);
+        self.control_block.taken += 1;
+        self.control_block.show(TAKEN, self.control_block.taken);
     }
 }
 
-/// Where window `number` lies in each part of the board.
+/// Where window `number` lies in each part of the control block.
 fn window(number: u64) -> usize {
     STAGING + (number % BUFFERS as u64) as usize * WINDOW
 }
 
-impl Board {
+impl ControlBlock {
     /// What `member` brings to this call, by its number.
     pub(super) fn brings(&self, member: usize) -> u64 {
         self.field(member, 2) & 3
@@ -331,7 +338,7 @@ impl Board {
         // This rank too: it would wait for itself.
         assert!(self.taken >= taken, "more is staged than there are buffers");
         self.await_all(TAKEN, taken, watch)?;
-        // SAFETY: in the own part of the board. Everybody has taken what was in the window, and nobody looks at it before it
+        // SAFETY: in the own part of the control block. Everybody has taken what was in the window, and nobody looks at it before it
         // is shown, which needs this borrow to end.
         fill(unsafe { self.own.mapping().lend_mut(window(self.staged), WINDOW) })?;
         self.staged += 1;
@@ -342,8 +349,8 @@ impl Board {
     fn windows(&self) -> impl Iterator<Item = &[u8]> {
         let offset = window(self.taken);
         self.members.iter().map(move |member| {
-            // SAFETY: in the member's part of the board. It was shown as staged, and is filled again only when this rank
-            // has shown it as taken, which needs this borrow of the board to end.
+            // SAFETY: in the member's part of the control block. It was shown as staged, and is filled again only when this rank
+            // has shown it as taken, which needs this borrow of the control block to end.
             unsafe { member.lend(offset, WINDOW) }
         })
     }

@@ -1,0 +1,200 @@
+//! The control block's protocol in every order that the memory model allows, as loom tries them.
+//!
+//! Loom objects to a slot, a window or a region that somebody touches while it is another's, and to a rank that sleeps
+//! while nobody will wake it.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use loom::thread;
+
+use super::*;
+
+const CALL: Call = *b"sixteen letters.";
+/// Bytes that travel in a slot, and bytes of each rank's share of a region.
+const FEW: usize = 8;
+const SHARE: usize = 64;
+/// Bytes of each rank's block of a window.
+const BLOCK: usize = WINDOW / 2;
+const REGION: usize = STAGING + BUFFERS * WINDOW;
+
+fn arena(ranks: usize) -> Arc<Arena> {
+    let slots = || [SLOTS, SLOTS + SLOT].into_iter();
+    let words = slots().flat_map(|slot| (slot..slot + HEAD).step_by(8));
+    let words = [DONE, STAGED, TAKEN].into_iter().chain(words);
+    let blocks = BUFFERS * WINDOW / BLOCK;
+    let windows = (0..blocks).map(|index| STAGING + index * BLOCK).map(|at| at..at + BLOCK);
+    let shares = (0..ranks).map(|index| REGION + index * SHARE).map(|at| at..at + SHARE);
+    let parts = slots().map(|slot| slot + HEAD..slot + HEAD + FEW).chain(windows).chain(shares);
+    Arena::modelled(words, [START, START + LINE], parts, REGION..REGION + ranks * SHARE)
+}
+
+/// Lets `ranks` threads, each with its end of the control block, do the same, in every order; or, if `preemptions` is given, in
+/// every one in which threads are interrupted no more often than so.
+fn model(ranks: usize, preemptions: Option<usize>, rank: fn(ControlBlock)) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = preemptions;
+    builder.check(move || {
+        let arenas: Vec<_> = (0..ranks).map(|_| arena(ranks)).collect();
+        let control_block = |me: usize| {
+            let members = arenas.iter().map(|arena| arena.mapping().clone()).collect();
+            ControlBlock::new(arenas[me].clone(), members, me).unwrap()
+        };
+        let others: Vec<_> = (1..ranks)
+            .map(control_block)
+            .map(|control_block| thread::spawn(move || rank(control_block)))
+            .collect();
+        rank(control_block(0));
+        others.into_iter().for_each(|other| other.join().unwrap());
+    });
+}
+
+fn go_on(_: usize) -> Result<(), Infallible> {
+    Ok(())
+}
+
+/// More calls than there are slots.
+fn small_calls(mut control_block: ControlBlock) {
+    for call in 0..3 {
+        let bytes = [call * 16 + control_block.me() as u8; FEW];
+        let slots = control_block.small(CALL, &bytes, &mut go_on).unwrap();
+        for member in 0..slots.control_block.members() {
+            assert_eq!(slots.call(member), CALL);
+            assert_eq!(slots.bytes(member), [call * 16 + member as u8; FEW]);
+        }
+    }
+}
+
+#[test]
+fn loom_slots_hold_their_bytes_until_all_have_read_them() {
+    model(2, Some(3), small_calls);
+}
+
+#[test]
+fn loom_three_ranks_meet_in_their_slots() {
+    model(3, Some(1), small_calls);
+}
+
+/// Each rank fills its own region, all add them up, and each looks at its own.
+fn combine(mut control_block: ControlBlock) {
+    for call in 1..3 {
+        let ranks = control_block.members();
+        let own = control_block.own.clone();
+        // SAFETY: the region is the rank's own between calls.
+        let region = unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) };
+        region.fill(call);
+        control_block
+            .in_place(CALL, region, Ordinary::Later, &mut go_on, |operation| {
+                assert_eq!(operation.protocol(), Protocol::Direct);
+                operation.combine(ranks, SHARE, |shares| {
+                    let sum = shares.iter().map(|share| share[0]).sum();
+                    shares.iter_mut().for_each(|share| share.fill(sum));
+                });
+                Ok(())
+            })
+            .unwrap();
+        // SAFETY: as above.
+        let region = unsafe { own.mapping().lend(REGION, ranks * SHARE) };
+        assert!(region.iter().all(|byte| *byte == call * ranks as u8));
+    }
+}
+
+#[test]
+fn loom_regions_are_combined_by_one_rank_each_part() {
+    model(2, Some(3), combine);
+}
+
+/// Each rank reads all regions, and writes to its own again.
+fn read(mut control_block: ControlBlock) {
+    let ranks = control_block.members();
+    let own = control_block.own.clone();
+    // SAFETY: the region is the rank's own before the call.
+    let region = unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) };
+    region.fill(1 + control_block.me() as u8);
+    let sum = control_block.apart(CALL, &[], region, None, &mut go_on, |operation| {
+        Ok(operation.read(|regions| regions.iter().map(|region| region[SHARE]).sum::<u8>()))
+    });
+    assert_eq!(sum, Ok((1..=ranks as u8).sum()));
+    // SAFETY: and after it.
+    unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) }.fill(0);
+}
+
+#[test]
+fn loom_regions_stay_until_all_have_read_them() {
+    model(2, Some(3), read);
+}
+
+fn filled_with(byte: u8) -> impl Fn(&[u8], &mut [u8]) -> Result<(), Infallible> {
+    move |_, staged| {
+        staged.fill(byte);
+        Ok(())
+    }
+}
+
+/// More windows than there are buffers, staged one ahead, the first of them with the call.
+fn stage(mut control_block: ControlBlock) {
+    let mut memory = [0];
+    let first = filled_with(control_block.me() as u8);
+    let outcome =
+        control_block.in_place(CALL, &mut memory, Ordinary::InWindow(&first), &mut go_on, |operation| {
+            let me = operation.me() as u8;
+            operation.stage(|_, _| unreachable!("it is staged already"))?;
+            for window in 0..3 {
+                if window < 2 {
+                    operation.stage(filled_with(16 * (window + 1) + me))?;
+                }
+                operation.take(|windows, _| {
+                    for (member, staged) in windows.iter().enumerate() {
+                        assert!(staged.iter().all(|byte| *byte == 16 * window + member as u8));
+                    }
+                    Ok(())
+                })?;
+            }
+            Ok(operation.protocol())
+        });
+    assert_eq!(outcome, Ok(Protocol::Staged));
+}
+
+#[test]
+fn loom_windows_stay_until_all_have_taken_them() {
+    model(2, Some(2), stage);
+}
+
+/// More windows than there are buffers; each rank adds to its block of the other's, whose owner takes them back.
+fn combine_staged(mut control_block: ControlBlock) {
+    let mut memory = [0];
+    let first = filled_with(control_block.me() as u8);
+    let outcome =
+        control_block.in_place(CALL, &mut memory, Ordinary::InWindow(&first), &mut go_on, |operation| {
+            let (me, other) = (operation.me(), 1 - operation.me());
+            let take_back = |operation: &mut SharedOperation<'_, '_, Infallible>, window: u8| {
+                operation.take_back(|staged, _| {
+                    let block = &staged[other * BLOCK..][..BLOCK];
+                    assert!(block.iter().all(|byte| *byte == 16 * window + me as u8 + 2));
+                    Ok(())
+                })
+            };
+            operation.stage(|_, _| unreachable!("it is staged already"))?;
+            for window in 0..3 {
+                if window < 2 {
+                    if window > 0 {
+                        take_back(operation, window - 1)?;
+                    }
+                    operation.stage(filled_with(16 * (window + 1) + me as u8))?;
+                }
+                operation.combine_staged(BLOCK, |blocks, _| {
+                    assert_eq!(blocks[0][0], 16 * window + other as u8);
+                    blocks[0].fill(16 * window + other as u8 + 2);
+                    Ok(())
+                })?;
+            }
+            take_back(operation, 1)?;
+            take_back(operation, 2)
+        });
+    assert_eq!(outcome, Ok(()));
+}
+
+#[test]
+fn loom_windows_come_back_when_all_have_combined_into_them() {
+    model(2, Some(2), combine_staged);
+}
