@@ -3,7 +3,7 @@
 
 use phalanx_sys::control_block::SharedOperation;
 
-use super::{Block, Job, LINE, short};
+use super::{Block, Job, LINE, not_in_place, short};
 use crate::error::{Error, Result};
 use crate::wire::frame::Operation;
 
@@ -24,7 +24,16 @@ pub(super) fn in_place(operation: &mut SharedOperation<'_, '_, Error>, job: Job)
             operation.combine(job.ranks, element, |chunks| spread(chunks, job.me));
             Ok(())
         }
-        _ => Ok(()),
+        Operation::Barrier => Ok(()),
+        Operation::Gather
+        | Operation::Scatter
+        | Operation::AllToAll
+        | Operation::AllToAllV
+        | Operation::AllGatherV
+        | Operation::AllGatherVInPlace
+        | Operation::ReduceScatterV
+        | Operation::MonitoredBarrier
+        | Operation::PointToPoint => Err(not_in_place(job)),
     }
 }
 

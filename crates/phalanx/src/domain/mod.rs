@@ -234,6 +234,14 @@ fn watch(health: &Health, peer: Rank, patience: &Patience) -> Result<()> {
     Ok(())
 }
 
+/// The engine has plans of another kind for this operation.
+fn not_in_place(job: Job) -> Error {
+    Error::protocol(format!(
+        "{} was asked for in place and without counts, as which it is never done",
+        job.call.operation.name()
+    ))
+}
+
 fn short() -> Error {
     Error::protocol("a rank of this host brings another length than its call says")
 }

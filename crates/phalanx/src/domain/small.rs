@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use phalanx_sys::control_block::{SMALL, Slots};
 
-use super::{Job, short};
+use super::{Job, not_in_place, short};
 use crate::error::Result;
 use crate::wire::frame::Operation;
 
@@ -62,7 +62,17 @@ pub(super) fn in_place(job: Job, slots: &Slots<'_>, data: &mut [u8]) -> Result<(
             data[chunk.clone()].copy_from_slice(whole(slots, index, chunk.len())?);
             Ok(())
         }),
-        _ => Ok(()),
+        // Without bytes; or this rank keeps what it has.
+        Operation::Barrier | Operation::Reduce | Operation::Broadcast => Ok(()),
+        Operation::Gather
+        | Operation::Scatter
+        | Operation::AllToAll
+        | Operation::AllToAllV
+        | Operation::AllGatherV
+        | Operation::AllGatherVInPlace
+        | Operation::ReduceScatterV
+        | Operation::MonitoredBarrier
+        | Operation::PointToPoint => Err(not_in_place(job)),
     }
 }
 

@@ -12,7 +12,7 @@ use std::ops::Range;
 use phalanx_sys::control_block::{SharedOperation, WINDOW, share};
 
 use super::routes::Routes;
-use super::{Block, Job, LINE, direct};
+use super::{Block, Job, LINE, direct, not_in_place};
 use crate::collective::kernel::Fold;
 use crate::error::{Error, Result};
 use crate::wire::frame::Operation;
@@ -41,7 +41,8 @@ pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job) -> Result<()> 
         Some(Pattern::Combine) => combine(operation, job),
         Some(Pattern::Reduce) => reduce(operation, job, job.fold(), given),
         Some(Pattern::Collect) => collect(operation, job, given),
-        None => Ok(()),
+        None if job.call.operation == Operation::Barrier => Ok(()),
+        None => Err(not_in_place(job)),
     }
 }
 

@@ -60,7 +60,7 @@ impl Operation {
         Self::AllGatherVInPlace,
     ];
 
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",
             Self::Broadcast => "broadcast",
