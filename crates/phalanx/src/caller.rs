@@ -86,6 +86,8 @@ callers! {
     DdpMean = 27, "Ddp::mean";
     /// An adapter's sum of one number of each rank.
     DdpSum = 28, "Ddp::sum";
+    /// [`Checkpoints::save_sharded`](crate::checkpoint::Checkpoints::save_sharded).
+    CheckpointsSaveSharded = 29, "Checkpoints::save_sharded";
 }
 
 impl Caller {

@@ -1,5 +1,7 @@
 //! What a state is saved to and loaded from: the memory of an elastic job, or a checkpoint.
 
+use std::borrow::Cow;
+
 use burn::tensor::{Bytes, DType};
 use phalanx::checkpoint::{Saved, Snapshot};
 use phalanx::elastic::Parts;
@@ -36,12 +38,12 @@ pub(super) trait Target {
 
 pub(super) trait Source {
     /// The elements of a tensor, of any alignment.
-    fn elements(&self, name: &str) -> Result<&[u8]>;
+    fn elements(&self, name: &str) -> Result<Cow<'_, [u8]>>;
 
     fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T>;
 
     /// The elements of a tensor with this layout, which may have come from anywhere.
-    fn tensor(&self, name: &str, layout: &Layout) -> Result<&[u8]> {
+    fn tensor(&self, name: &str, layout: &Layout) -> Result<Cow<'_, [u8]>> {
         let elements = self.elements(name)?;
         if layout.bytes() == Some(elements.len()) {
             return Ok(elements);
@@ -69,8 +71,8 @@ impl Target for Parts {
 }
 
 impl Source for Parts {
-    fn elements(&self, name: &str) -> Result<&[u8]> {
-        self.bytes(name)
+    fn elements(&self, name: &str) -> Result<Cow<'_, [u8]>> {
+        self.bytes(name).map(Cow::Borrowed)
     }
 
     fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
@@ -101,8 +103,8 @@ impl AsRef<[u8]> for Owned {
 }
 
 impl Source for Saved {
-    fn elements(&self, name: &str) -> Result<&[u8]> {
-        Ok(self.tensor(name)?.bytes())
+    fn elements(&self, name: &str) -> Result<Cow<'_, [u8]>> {
+        self.tensor(name)?.bytes()
     }
 
     fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {

@@ -1,5 +1,6 @@
 //! A model's tensors: parameters, frozen or not, buffers, and what is not a float.
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
@@ -99,26 +100,26 @@ impl<T: Target> ModuleVisitor for Saver<'_, T> {
 }
 
 /// The elements of each tensor, in module order, of the lengths that they have here.
-struct Loader<'a>(std::vec::IntoIter<&'a [u8]>);
+struct Loader<'a>(std::vec::IntoIter<Cow<'a, [u8]>>);
 
 impl ModuleMapper for Loader<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         match self.0.next() {
-            Some(elements) => param.map(|old| memory::overwritten(old, elements)),
+            Some(elements) => param.map(|old| memory::overwritten(old, &elements)),
             None => param,
         }
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
         match self.0.next() {
-            Some(elements) => param.map(|old| replaced(&old, elements)),
+            Some(elements) => param.map(|old| replaced(&old, &elements)),
             None => param,
         }
     }
 
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
         match self.0.next() {
-            Some(elements) => param.map(|old| replaced(&old, elements)),
+            Some(elements) => param.map(|old| replaced(&old, &elements)),
             None => param,
         }
     }

@@ -7,7 +7,12 @@
 //!     tensors.safetensors
 //!     optimizer.part
 //!     manifest.json          written last
-//!   .writing-00000013-by-00000002/     not there yet
+//!   00000013-step-1250/      a sharded one
+//!     rank-00000-of-00002.safetensors
+//!     rank-00001-of-00002.safetensors    written by rank 1
+//!     optimizer.part
+//!     manifest.json
+//!   .writing-00000014-by-00000002/     not there yet
 //!   .removing-00000010-by-00000002/    on its way out
 //!   .owner-00000002          the claim of the one process that writes here
 //! ```
@@ -37,7 +42,6 @@ use super::manifest::{
 };
 use super::owner::Owner;
 use super::snapshot::Snapshot;
-use super::tensors;
 
 /// In front of the number of a checkpoint that is being written.
 const WRITING: &str = ".writing-";
@@ -66,65 +70,66 @@ pub(super) struct Folder {
 impl Folder {
     /// Writes `snapshot` as number `number`. When it returns `Ok`, the checkpoint survives a loss of power.
     pub fn write(&self, number: u64, step: u64, world_size: u32, snapshot: &Snapshot) -> io::Result<()> {
-        let temporary = self.path.join(format!("{WRITING}{number:08}{BY}{:08}", self.check()?));
-        let named = self.path.join(format!("{number:08}{STEP}{step}"));
-        let written = self.write_files(&temporary, step, world_size, snapshot).and_then(|()| {
+        let begun = self.begin(number)?;
+        let files = self.write_files(&begun, TENSORS, snapshot);
+        self.end(&begun, number, files.map(|files| Manifest::new(step, world_size, files)))
+    }
+
+    /// Makes the folder in which a checkpoint is written, as number `number`.
+    pub fn begin(&self, number: u64) -> io::Result<PathBuf> {
+        let begun = self.path.join(format!("{WRITING}{number:08}{BY}{:08}", self.check()?));
+        match self.disk.create_folder(&begun) {
+            Ok(()) => Ok(begun),
+            Err(error) => {
+                self.give_up(&begun);
+                Err(error)
+            }
+        }
+    }
+
+    /// Writes this process's part of a checkpoint.
+    pub fn write_files(
+        &self,
+        begun: &Path,
+        tensors: &str,
+        snapshot: &Snapshot,
+    ) -> io::Result<Vec<FileEntry>> {
+        write_files(&*self.disk, begun, tensors, snapshot, || self.check().map(drop))
+    }
+
+    /// Writes the manifest over the files that are there, and gives the checkpoint its name; or gives up. When it returns `Ok`,
+    /// the checkpoint survives a loss of power.
+    pub fn end(&self, begun: &Path, number: u64, manifest: io::Result<Manifest>) -> io::Result<()> {
+        let ended = manifest.and_then(|manifest| {
+            let bytes = manifest.encode()?;
+            if bytes.len() as u64 > MAX_MANIFEST {
+                let length = bytes.len();
+                return Err(io::Error::other(format!(
+                    "the manifest would take {length} bytes, and may take {MAX_MANIFEST}: cut fewer tensors into slices"
+                )));
+            }
             self.check()?;
-            self.disk.rename(&temporary, &named)
+            write_file(&*self.disk, begun, MANIFEST.to_owned(), std::iter::once(bytes.as_slice()))?;
+            self.disk.sync_folder(begun)?;
+            self.check()?;
+            self.disk.rename(begun, &self.path.join(format!("{number:08}{STEP}{}", manifest.step)))
         });
-        if let Err(error) = written {
-            // On a full disk its room is needed; what cannot be removed now is when the folder is opened next.
-            let _ = self.remove_tree(&temporary);
+        if let Err(error) = ended {
+            self.give_up(begun);
             return Err(error);
         }
         self.disk.sync_folder(&self.path)
+    }
+
+    /// Removes what was begun: on a full disk its room is needed. What cannot be removed now is when the folder is opened next.
+    pub fn give_up(&self, begun: &Path) {
+        let _ = self.remove_tree(begun);
     }
 
     /// The number of this process's claim, if no other process has made a later one.
     fn check(&self) -> io::Result<u64> {
         let owner = self.owner.lock();
         owner.check().map(|()| owner.number())
-    }
-
-    fn write_files(&self, folder: &Path, step: u64, world_size: u32, snapshot: &Snapshot) -> io::Result<()> {
-        self.disk.create_folder(folder)?;
-        let mut sorted: Vec<_> = snapshot.tensors.iter().collect();
-        sorted.sort_by_key(|(name, tensor)| tensors::order(tensor.dtype, name));
-        let layouts = sorted.iter().map(|(name, tensor)| {
-            (name.as_str(), tensor.dtype, tensor.shape.as_slice(), (*tensor.bytes).as_ref().len())
-        });
-        let header = tensors::header(layouts).map_err(io::Error::other)?;
-        let elements = sorted.iter().map(|(_, tensor)| (*tensor.bytes).as_ref());
-        let tensors =
-            self.write_file(folder, TENSORS.to_owned(), std::iter::once(&*header).chain(elements))?;
-        let parts = snapshot.parts.iter().map(|(name, bytes)| {
-            self.write_file(folder, format!("{name}{PART}"), std::iter::once(bytes.as_slice()))
-        });
-        // Behind its suffix a name may stand elsewhere in the order.
-        let mut parts = parts.collect::<io::Result<Vec<_>>>()?;
-        parts.sort_by(|left, right| left.name.cmp(&right.name));
-        let files = std::iter::once(tensors).chain(parts).collect();
-        let manifest = Manifest::new(step, world_size, files).encode()?;
-        self.write_file(folder, MANIFEST.to_owned(), std::iter::once(manifest.as_slice()))?;
-        self.disk.sync_folder(folder)
-    }
-
-    fn write_file<'a>(
-        &self,
-        folder: &Path,
-        name: String,
-        contents: impl Iterator<Item = &'a [u8]>,
-    ) -> io::Result<FileEntry> {
-        self.check()?;
-        let mut file = self.disk.create_file(&folder.join(&name))?;
-        let (mut length, mut checksum) = (0, Checksum::default());
-        for piece in contents.flat_map(|bytes| bytes.chunks(PIECE)) {
-            self.disk.write(&mut file, piece)?;
-            checksum.update(piece);
-            length += piece.len() as u64;
-        }
-        self.disk.sync_file(&file)?;
-        Ok(FileEntry { name, length, checksum: checksum.finish() })
     }
 
     /// Removes what is older than the newest `keep` checkpoints that have all their files.
@@ -181,6 +186,48 @@ impl Folder {
         }
         gone(self.disk.remove_folder(folder))
     }
+}
+
+/// Writes a part of a checkpoint into the folder `begun`: the tensors to the file of that name, first, and each part to one of
+/// its own. `check` may object before each file.
+pub(super) fn write_files(
+    disk: &dyn Disk,
+    begun: &Path,
+    tensors: &str,
+    snapshot: &Snapshot,
+    check: impl Fn() -> io::Result<()>,
+) -> io::Result<Vec<FileEntry>> {
+    let header = snapshot.header().map_err(io::Error::other)?;
+    let sorted = snapshot.in_order();
+    let elements = sorted.iter().map(|(_, tensor)| (*tensor.bytes).as_ref());
+    check()?;
+    let tensors =
+        write_file(disk, begun, tensors.to_owned(), std::iter::once(header.as_slice()).chain(elements))?;
+    let parts = snapshot.parts.iter().map(|(name, bytes)| {
+        check()?;
+        write_file(disk, begun, format!("{name}{PART}"), std::iter::once(bytes.as_slice()))
+    });
+    // Behind its suffix a name may stand elsewhere in the order.
+    let mut parts = parts.collect::<io::Result<Vec<_>>>()?;
+    parts.sort_by(|left, right| left.name.cmp(&right.name));
+    Ok(std::iter::once(tensors).chain(parts).collect())
+}
+
+fn write_file<'a>(
+    disk: &dyn Disk,
+    folder: &Path,
+    name: String,
+    contents: impl Iterator<Item = &'a [u8]>,
+) -> io::Result<FileEntry> {
+    let mut file = disk.create_file(&folder.join(&name))?;
+    let (mut length, mut checksum) = (0, Checksum::default());
+    for piece in contents.flat_map(|bytes| bytes.chunks(PIECE)) {
+        disk.write(&mut file, piece)?;
+        checksum.update(piece);
+        length += piece.len() as u64;
+    }
+    disk.sync_file(&file)?;
+    Ok(FileEntry { name, length, checksum: checksum.finish() })
 }
 
 /// What has gone already need not be removed, or moved.
@@ -253,37 +300,57 @@ impl Unfit {
     }
 }
 
-/// The manifest of the checkpoint in `folder`.
-pub(super) fn read_manifest(folder: &Path) -> Result<Manifest, Unfit> {
+/// The manifest of the checkpoint in `folder`, and its bytes.
+pub(super) fn read_manifest(folder: &Path) -> Result<(Manifest, Vec<u8>), Unfit> {
     let (file, length) = open(folder, MANIFEST)?;
     if length > MAX_MANIFEST {
         return Err(Unfit::Torn(format!("a manifest of {length} bytes is none")));
     }
     let bytes = read(file, MANIFEST, length)?;
-    Manifest::decode(&bytes).map_err(|error| match error {
-        Unreadable::Torn(_) => Unfit::Torn(error.to_string()),
-        Unreadable::Later(_) => Unfit::Unread(error.to_string(), None),
-    })
+    match Manifest::decode(&bytes) {
+        Ok(manifest) => Ok((manifest, bytes)),
+        Err(error @ Unreadable::Torn(_)) => Err(Unfit::Torn(error.to_string())),
+        Err(error @ Unreadable::Later(_)) => Err(Unfit::Unread(error.to_string(), None)),
+    }
 }
 
 /// What `entry` says is in `folder`.
 pub(super) fn read_entry(folder: &Path, entry: &FileEntry) -> Result<Vec<u8>, Unfit> {
     let bytes = read(open_entry(folder, entry)?, &entry.name, entry.length)?;
     if checksum(&bytes) != entry.checksum {
-        return Err(Unfit::Torn(format!("the checksum of {} is wrong", entry.name)));
+        return Err(damaged(entry));
     }
     Ok(bytes)
+}
+
+/// Has `file`, which `entry` says is in a checkpoint, the right contents? It takes little memory.
+pub(super) fn verify(file: File, entry: &FileEntry) -> Result<(), Unfit> {
+    let mut file = file.take(entry.length);
+    let (mut piece, mut checksum) = (vec![0; PIECE], Checksum::default());
+    loop {
+        match file.read(&mut piece) {
+            Ok(0) => break,
+            Ok(length) => checksum.update(piece.get(..length).unwrap_or_default()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(Unfit::of(&entry.name, error)),
+        }
+    }
+    if checksum.finish() == entry.checksum { Ok(()) } else { Err(damaged(entry)) }
+}
+
+fn damaged(entry: &FileEntry) -> Unfit {
+    Unfit::Torn(format!("the checksum of {} is wrong", entry.name))
 }
 
 /// Has the checkpoint all files, as long as they should be? The newest is only trusted when all was read; to remove old
 /// ones this will do.
 fn looks_whole(folder: &Path) -> bool {
     let manifest = read_manifest(folder);
-    manifest.is_ok_and(|manifest| manifest.files.iter().all(|entry| open_entry(folder, entry).is_ok()))
+    manifest.is_ok_and(|(manifest, _)| manifest.files.iter().all(|entry| open_entry(folder, entry).is_ok()))
 }
 
 /// The file of `entry`, if it is as long as it should be: no memory is taken for what is not there.
-fn open_entry(folder: &Path, entry: &FileEntry) -> Result<File, Unfit> {
+pub(super) fn open_entry(folder: &Path, entry: &FileEntry) -> Result<File, Unfit> {
     let (file, length) = open(folder, &entry.name)?;
     if length == entry.length {
         return Ok(file);
@@ -294,14 +361,18 @@ fn open_entry(folder: &Path, entry: &FileEntry) -> Result<File, Unfit> {
 
 /// Opens a file and says how long it is. Only a real file will do: a link leads elsewhere, and a pipe never ends.
 fn open(folder: &Path, name: &str) -> Result<(File, u64), Unfit> {
-    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let opened = File::options().read(true).custom_flags(flags.bits() as i32).open(folder.join(name));
-    let file = opened.map_err(|error| Unfit::of(name, error))?;
+    let file = open_file(&folder.join(name)).map_err(|error| Unfit::of(name, error))?;
     let metadata = file.metadata().map_err(|error| Unfit::of(name, error))?;
     if !metadata.is_file() {
         return Err(Unfit::Torn(format!("{name} is no file")));
     }
     Ok((file, metadata.len()))
+}
+
+/// Opens a file, and no link.
+pub(super) fn open_file(path: &Path) -> io::Result<File> {
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    File::options().read(true).custom_flags(flags.bits() as i32).open(path)
 }
 
 /// The `length` bytes of a file that has as many.

@@ -157,7 +157,7 @@ fn thaw(mut child: Child) -> bool {
 fn assert_nothing_torn(root: &Path, what: &dyn fmt::Debug) {
     for entry in folder::list(root).unwrap() {
         let manifest = folder::read_manifest(&entry.path);
-        let files = manifest.and_then(|manifest| {
+        let files = manifest.and_then(|(manifest, _)| {
             manifest
                 .files
                 .iter()

@@ -1,12 +1,15 @@
 //! The manifest: what belongs to a checkpoint, with lengths and checksums. No I/O.
 //!
 //! It is written last. A checkpoint is whole if its manifest is as this module writes it, and the files are as the
-//! manifest says.
+//! manifest says. That of a sharded checkpoint has version 2: its tensors are in a file for each rank, and it says where.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+use super::layout::TensorEntry;
+use crate::world_size::MAX_WORLD_SIZE;
 
 /// The manifest's name in the folder of a checkpoint.
 pub(super) const MANIFEST: &str = "manifest.json";
@@ -19,12 +22,14 @@ pub(super) const PART: &str = ".part";
 pub(super) const MAX_PARTS: usize = 1000;
 /// The longest name of a part.
 pub(super) const MAX_PART_NAME: usize = 100;
-/// The longest manifest: more than the longest names of the most parts take.
-pub(super) const MAX_MANIFEST: u64 = 1 << 20;
+/// The longest manifest: more than the longest names of the most parts take, and about a million slices.
+pub(super) const MAX_MANIFEST: u64 = 64 << 20;
 
 const FORMAT: &str = "phalanx checkpoint";
-/// The version that is written, and the only one that is read.
-const VERSION: u32 = 1;
+/// The version of what rank 0 writes alone.
+const WHOLE: u32 = 1;
+/// The version of what every rank writes a part of; the last that is read.
+const SHARDED: u32 = 2;
 
 /// What a manifest says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,8 +41,11 @@ pub(super) struct Manifest {
     pub step: u64,
     /// The number of ranks that made it.
     pub world_size: u32,
-    /// The tensors first, then the parts by name.
+    /// The tensors first, in one file or in one of each rank, then the parts by name.
     pub files: Vec<FileEntry>,
+    /// Where the tensors of a sharded checkpoint are, by name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tensors: Option<Vec<TensorEntry>>,
     /// Of the manifest, with this field empty.
     checksum: String,
 }
@@ -75,7 +83,7 @@ impl fmt::Display for Unreadable {
             Self::Later(version) => {
                 write!(
                     f,
-                    "it has version {version} of the format, and version {VERSION} is what can be read here"
+                    "it has version {version} of the format, and version {SHARDED} is the last that can be read here"
                 )
             }
         }
@@ -84,14 +92,32 @@ impl fmt::Display for Unreadable {
 
 impl Manifest {
     pub fn new(step: u64, world_size: u32, files: Vec<FileEntry>) -> Self {
-        Self { format: FORMAT.to_owned(), version: VERSION, step, world_size, files, checksum: String::new() }
+        Self {
+            format: FORMAT.to_owned(),
+            version: WHOLE,
+            step,
+            world_size,
+            files,
+            tensors: None,
+            checksum: String::new(),
+        }
+    }
+
+    /// That of a sharded checkpoint.
+    pub fn sharded(step: u64, world_size: u32, files: Vec<FileEntry>, tensors: Vec<TensorEntry>) -> Self {
+        Self { version: SHARDED, tensors: Some(tensors), ..Self::new(step, world_size, files) }
     }
 
     /// Its bytes.
     pub fn encode(&self) -> serde_json::Result<Vec<u8>> {
         let mut manifest = Self { checksum: String::new(), ..self.clone() };
-        manifest.checksum = checksum(&serde_json::to_vec_pretty(&manifest)?);
-        serde_json::to_vec_pretty(&manifest)
+        manifest.checksum = checksum(&manifest.text()?);
+        manifest.text()
+    }
+
+    fn text(&self) -> serde_json::Result<Vec<u8>> {
+        // There may be very many slices.
+        if self.tensors.is_some() { serde_json::to_vec(self) } else { serde_json::to_vec_pretty(self) }
     }
 
     /// What `bytes` say. There is one way to write a manifest, and every other is refused.
@@ -101,34 +127,74 @@ impl Manifest {
         if head.format != FORMAT {
             return Err(torn(&"it is of another format"));
         }
-        if head.version > VERSION {
+        if head.version > SHARDED {
             return Err(Unreadable::Later(head.version));
         }
         let manifest: Self = serde_json::from_slice(bytes).map_err(|error| torn(&error))?;
         if manifest.encode().map_err(|error| torn(&error))? != bytes {
             return Err(torn(&"its checksum is wrong"));
         }
-        manifest.check_files().map_err(|cause| torn(&cause))?;
+        manifest.check().map_err(|cause| torn(&cause))?;
         Ok(manifest)
     }
 
-    /// No name leads out of the folder, and none stands for two files.
-    fn check_files(&self) -> Result<(), &'static str> {
-        let Some((tensors, parts)) = self.files.split_first() else { return Err("it names no tensors") };
-        if tensors.name != TENSORS {
-            return Err("it does not begin with the tensors");
+    /// The files with tensors.
+    pub fn tensor_files(&self) -> &[FileEntry] {
+        let count = if self.tensors.is_some() { self.world_size as usize } else { 1 };
+        self.files.get(..count).unwrap_or_default()
+    }
+
+    /// The files of parts.
+    pub fn part_files(&self) -> &[FileEntry] {
+        self.files.get(self.tensor_files().len()..).unwrap_or_default()
+    }
+
+    /// No name leads out of the folder, none stands for two files, and slices are what they should be.
+    pub fn check(&self) -> Result<(), String> {
+        match (self.version, &self.tensors) {
+            (WHOLE, None) => self.check_whole()?,
+            (SHARDED, Some(tensors)) => self.check_sharded(tensors)?,
+            _ => return Err(format!("version {} is written otherwise", self.version)),
         }
+        let parts = self.part_files();
         if parts.len() > MAX_PARTS {
-            return Err("it names too many parts");
+            return Err("it names too many parts".to_owned());
         }
         if !parts.iter().all(|part| part.name.strip_suffix(PART).is_some_and(is_part_name)) {
-            return Err("it names a file that can be no part");
+            return Err("it names a file that can be no part".to_owned());
         }
         if !parts.is_sorted_by(|left, right| left.name < right.name) {
-            return Err("its parts are not in order");
+            return Err("its parts are not in order".to_owned());
         }
         Ok(())
     }
+
+    fn check_whole(&self) -> Result<(), String> {
+        match self.tensor_files() {
+            [tensors] if tensors.name == TENSORS => Ok(()),
+            _ => Err("it does not begin with the tensors".to_owned()),
+        }
+    }
+
+    fn check_sharded(&self, tensors: &[TensorEntry]) -> Result<(), String> {
+        let (world, files) = (self.world_size, self.tensor_files());
+        if !(1..=MAX_WORLD_SIZE).contains(&world) || files.len() != world as usize {
+            return Err(format!("it has {} files for {world} ranks", files.len()));
+        }
+        if !(0..).zip(files).all(|(rank, file)| file.name == shard(rank, world)) {
+            return Err("it does not begin with the files of all ranks".to_owned());
+        }
+        if !tensors.is_sorted_by(|left, right| left.name < right.name) {
+            return Err("its tensors are not in order".to_owned());
+        }
+        let lengths: Vec<u64> = files.iter().map(|file| file.length).collect();
+        tensors.iter().try_for_each(|tensor| tensor.check(&lengths))
+    }
+}
+
+/// The name of the file with a rank's tensors.
+pub(super) fn shard(rank: u32, world_size: u32) -> String {
+    format!("rank-{rank:05}-of-{world_size:05}.safetensors")
 }
 
 /// May a part have this name? Letters, digits, `_`, `-` and `.`, and no dot in front.
@@ -168,6 +234,16 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     for file in &manifest.files {
         assert!(!file.name.contains('/') && !file.name.starts_with('.'));
     }
+    // Each element is in one slice, and each slice in its file.
+    for tensor in manifest.tensors.iter().flatten() {
+        let size = tensor.dtype.size() as u128;
+        let whole: u128 = tensor.shape.iter().map(|side| *side as u128).product();
+        assert_eq!(tensor.slices.iter().map(|slice| slice.region.elements()).sum::<u128>(), whole);
+        for slice in &tensor.slices {
+            let file = &manifest.tensor_files()[slice.rank as usize];
+            assert!(u128::from(slice.start) + slice.region.elements() * size <= u128::from(file.length));
+        }
+    }
     true
 }
 
@@ -175,7 +251,10 @@ pub fn fuzz(bytes: &[u8]) -> bool {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::layout::SliceEntry;
+    use super::super::region::Region;
     use super::*;
+    use crate::dtype::DType;
 
     fn entry(name: &str) -> FileEntry {
         FileEntry { name: name.to_owned(), length: 3, checksum: checksum(b"abc") }
@@ -185,27 +264,80 @@ mod tests {
         Manifest::new(1200, 4, vec![entry(TENSORS), entry("optimizer.part"), entry("progress.part")])
     }
 
+    /// A vector of two ranks, and a part.
+    fn sharded() -> Manifest {
+        let slice = |rank: u32, from| SliceEntry {
+            rank,
+            region: Region { offsets: vec![from], shape: vec![2] },
+            start: 16,
+        };
+        let tensor = TensorEntry {
+            name: "w".to_owned(),
+            dtype: DType::F32,
+            shape: vec![4],
+            slices: vec![slice(0, 0), slice(1, 2)],
+        };
+        let files = [shard(0, 2), shard(1, 2)].map(|name| FileEntry { length: 24, ..entry(&name) });
+        let files = files.into_iter().chain([entry("progress.part")]).collect();
+        Manifest::sharded(1200, 2, files, vec![tensor])
+    }
+
     #[test]
     fn what_is_written_is_read_and_nothing_else() {
-        let bytes = sample().encode().unwrap();
-        let read = Manifest::decode(&bytes).unwrap();
-        assert_eq!((read.step, read.world_size), (1200, 4));
-        assert_eq!(read.files, sample().files);
-        for end in 0..bytes.len() {
-            assert!(matches!(Manifest::decode(&bytes[..end]), Err(Unreadable::Torn(_))), "cut at {end}");
+        for sample in [sample(), sharded()] {
+            let bytes = sample.encode().unwrap();
+            let read = Manifest::decode(&bytes).unwrap();
+            assert_eq!((read.step, read.world_size), (1200, sample.world_size));
+            assert_eq!((read.files, read.tensors), (sample.files, sample.tensors));
+            for end in 0..bytes.len() {
+                assert!(matches!(Manifest::decode(&bytes[..end]), Err(Unreadable::Torn(_))), "cut at {end}");
+            }
         }
     }
 
     #[test]
     fn every_changed_byte_is_noticed() {
-        let bytes = sample().encode().unwrap();
-        for place in 0..bytes.len() {
-            for bit in 0..8 {
-                let mut changed = bytes.clone();
-                changed[place] ^= 1 << bit;
-                assert!(Manifest::decode(&changed).is_err(), "bit {bit} of byte {place}");
+        for bytes in [sample(), sharded()].map(|sample| sample.encode().unwrap()) {
+            for place in 0..bytes.len() {
+                for bit in 0..8 {
+                    let mut changed = bytes.clone();
+                    changed[place] ^= 1 << bit;
+                    assert!(Manifest::decode(&changed).is_err(), "bit {bit} of byte {place}");
+                }
             }
         }
+    }
+
+    /// Forged manifests have the right checksum all the same.
+    #[test]
+    fn a_sharded_one_is_not_believed() {
+        let refused = |change: &dyn Fn(&mut Manifest)| {
+            let mut manifest = sharded();
+            change(&mut manifest);
+            let bytes = manifest.encode().unwrap();
+            assert!(matches!(Manifest::decode(&bytes), Err(Unreadable::Torn(_))), "{manifest:?}");
+        };
+        assert!(fuzz(&sharded().encode().unwrap()));
+        refused(&|manifest| manifest.files[1].name = "../rank-00001-of-00002.safetensors".to_owned());
+        refused(&|manifest| manifest.files[1].name = shard(0, 2));
+        refused(&|manifest| manifest.files[1].length = 23);
+        refused(&|manifest| manifest.world_size = 1);
+        refused(&|manifest| manifest.world_size = 3);
+        refused(&|manifest| manifest.world_size = u32::MAX);
+        refused(&|manifest| manifest.world_size = 0);
+        refused(&|manifest| manifest.version = 1);
+        refused(&|manifest| manifest.tensors = None);
+        let tensor = |change: &dyn Fn(&mut TensorEntry)| {
+            refused(&|manifest| manifest.tensors.iter_mut().flatten().for_each(change));
+        };
+        tensor(&|tensor| tensor.slices[1].start = u64::MAX);
+        tensor(&|tensor| tensor.slices[1].rank = 2);
+        tensor(&|tensor| tensor.slices[1].region.offsets = vec![1]);
+        tensor(&|tensor| tensor.slices[1].region.offsets = vec![]);
+        tensor(&|tensor| tensor.slices[1].region.shape = vec![usize::MAX]);
+        tensor(&|tensor| tensor.slices.truncate(1));
+        tensor(&|tensor| tensor.shape = vec![1 << 40, 1 << 40]);
+        refused(&|manifest| manifest.tensors.iter_mut().for_each(|tensors| tensors.extend(tensors.clone())));
     }
 
     #[test]
@@ -223,8 +355,8 @@ mod tests {
 
     #[test]
     fn a_later_version_is_no_damage() {
-        let later = Manifest { version: 2, ..sample() }.encode().unwrap();
-        assert!(matches!(Manifest::decode(&later), Err(Unreadable::Later(2))));
+        let later = Manifest { version: 3, ..sample() }.encode().unwrap();
+        assert!(matches!(Manifest::decode(&later), Err(Unreadable::Later(3))));
     }
 
     #[test]

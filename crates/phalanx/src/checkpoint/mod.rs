@@ -1,8 +1,9 @@
 //! Checkpoints: the state of a job on disk, from which a restarted job goes on.
 //!
-//! Every rank calls the same things in the same order; rank 0 alone writes, on a thread of its own, and what it reads it
-//! gives to all. A checkpoint is there whole or not at all: whatever is killed when, and however full the disk, the
-//! newest that was finished is found.
+//! Every rank calls the same things in the same order. Of a state that all ranks have, rank 0 alone writes, on a thread of its
+//! own, and what it reads it gives to all ([`Checkpoints::save`]); of a state that is spread over the ranks each writes its part,
+//! and reads what it needs ([`Checkpoints::save_sharded`]). A checkpoint is there whole or not at all: whatever is killed when,
+//! and however full the disk, the newest that was finished is found.
 //!
 //! ```
 //! use phalanx::checkpoint::Checkpoints;
@@ -32,7 +33,9 @@
 //! ```
 //!
 //! Each checkpoint is a folder: the tensors in `tensors.safetensors`, which many programs read, each other part in a file
-//! of its own, and `manifest.json` with all lengths and checksums (XXH3, 64 bits). The checksums find what a crash or a
+//! of its own, and `manifest.json` with all lengths and checksums (XXH3, 64 bits). Of a sharded one the tensors are in a file for
+//! each rank, such as `rank-00003-of-00008.safetensors`, where a slice has the name `weight[0:4, 0:8]`, and the manifest says
+//! which slices make up which tensor. The checksums find what a crash or a
 //! disk has damaged, not what somebody has forged; but nothing in a forged checkpoint is executed, leads out of the
 //! folder, or takes more memory than its files are long.
 
@@ -40,10 +43,13 @@ mod disk;
 mod folder;
 #[cfg(test)]
 mod frozen;
+mod layout;
 mod manifest;
 mod newest;
 mod owner;
+mod region;
 mod saved;
+mod sharded;
 mod snapshot;
 mod tensors;
 #[cfg(test)]
@@ -60,11 +66,13 @@ use parking_lot::Mutex;
 use self::disk::{Disk, SystemDisk};
 #[cfg(any(test, fuzzing))]
 pub use self::manifest::fuzz as fuzz_manifest;
+use self::newest::Search;
 pub use self::newest::Skipped;
 use self::owner::Claimant;
 #[cfg(any(test, fuzzing))]
 pub use self::owner::fuzz as fuzz_claim;
 pub use self::saved::{Saved, SavedTensor};
+use self::sharded::Together;
 pub use self::snapshot::Snapshot;
 #[cfg(any(test, fuzzing))]
 pub use self::tensors::fuzz as fuzz_tensors;
@@ -72,7 +80,7 @@ use self::writer::{Job, Writer};
 use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::elastic;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
 /// How long a call waits for the write before it, unless [`Checkpoints::with_timeout`] says otherwise.
@@ -88,14 +96,16 @@ pub struct Checkpoints {
     group: ProcessGroup,
     keep: NonZeroUsize,
     timeout: Duration,
-    /// On rank 0.
-    writer: Option<Writer>,
+    writer: Writer,
+    /// The group of the threads that write together, from the first sharded checkpoint on.
+    threads: Mutex<Option<ProcessGroup>>,
     skipped: Mutex<Vec<Skipped>>,
 }
 
 impl Checkpoints {
     /// Opens the folder at `path`, and makes it if need be; all ranks call this together. Only rank 0's folder counts, and
-    /// what a writer that died has left half done there is removed.
+    /// what a writer that died has left half done there is removed. For [sharded](Self::save_sharded) checkpoints it must be the
+    /// same folder on every rank.
     ///
     /// Opened again, by this process, it is the later one that saves, behind what was handed over before. In an
     /// [elastic](crate::elastic::run) job a later round takes the folder over from an earlier one, whose rank 0 may be frozen: when
@@ -106,19 +116,17 @@ impl Checkpoints {
     /// alone: to the others it is that rank's failure.
     pub fn open(path: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
         let path = path.as_ref().to_owned();
-        let writer = group.rank().is_main().then(|| start(&path, group));
-        let (writer, outcome) = match writer {
-            Some(Ok(writer)) => (Some(writer), Some(Ok(()))),
-            Some(Err(error)) => (None, Some(Err(error))),
-            None => (None, None),
-        };
+        let is_main = group.rank().is_main();
+        let writer = if is_main { start(&path, group) } else { Ok(Writer::member(&path, group.rank())) };
+        let outcome = is_main.then(|| writer.as_ref().map(drop).map_err(Error::clone));
         newest::agree(&group.in_call(Caller::CheckpointsOpen), outcome)?;
         Ok(Self {
             path,
             group: group.clone(),
             keep: KEEP,
             timeout: TIMEOUT,
-            writer,
+            writer: writer?,
+            threads: Mutex::default(),
             skipped: Mutex::default(),
         })
     }
@@ -130,26 +138,29 @@ impl Checkpoints {
         self
     }
 
-    /// How long [`save`](Self::save) and [`finish`](Self::finish) wait for the write in flight; 10 minutes by default.
+    /// How long [`save`](Self::save), [`save_sharded`](Self::save_sharded) and [`finish`](Self::finish) wait for the write in
+    /// flight, and how long ranks that write a sharded checkpoint wait for each other; 10 minutes by default.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
     /// The newest whole checkpoint, the same on every rank; all ranks call this together. Rank 0 reads it and sends it to
-    /// the others, so they need not see the folder. What is not whole is passed over with a warning in the log, and named
+    /// the others, so they need not see the folder. Of a sharded one it reads the parts alone; the ranks share the work of
+    /// comparing checksums of the tensors, and each reads those that it asks for ([`SavedTensor`]). What is not whole is passed over with a warning in the log, and named
     /// by [`skipped`](Self::skipped). The newest is the one that was written last, of whatever step.
     ///
     /// # Errors
     /// On every rank, if a checkpoint that may be whole cannot be read: access is denied, a later version of this crate has
-    /// written it, or some rank has too little memory. And as [`ProcessGroup::broadcast`].
+    /// written it, some rank has too little memory, or does not see a sharded one. And as [`ProcessGroup::broadcast`].
     pub fn newest(&self) -> Result<Option<Saved>> {
         // The one in flight is newer than what is there.
-        let found = self.writer.as_ref().map(|writer| {
-            writer.settle(Deadline::after(self.timeout))?;
-            newest::find(&self.path)
+        let search = self.group.rank().is_main().then(|| {
+            self.writer.settle(Deadline::after(self.timeout))?;
+            Search::new(&self.path)
         });
-        let (saved, skipped) = newest::share(&self.group.in_call(Caller::CheckpointsNewest), found)?;
+        let group = self.group.in_call(Caller::CheckpointsNewest);
+        let (saved, skipped) = newest::share(&group, &self.path, search)?;
         *self.skipped.lock() = skipped;
         Ok(saved)
     }
@@ -169,20 +180,115 @@ impl Checkpoints {
     /// What `fill` returns; then nothing is written. If the write before failed, and if it has not ended when the time-out
     /// passes; then, too, nothing is written.
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {
-        let Some(writer) = &self.writer else { return Ok(()) };
+        if !self.group.rank().is_main() {
+            return Ok(());
+        }
         let mut snapshot = Snapshot::default();
         fill(&mut snapshot)?;
-        let world_size = self.group.world_size().get();
-        let job = Job { step, world_size, keep: self.keep.get(), snapshot };
-        writer.write(job, Deadline::after(self.timeout))
+        snapshot.check_whole()?;
+        let before = self.writer.write(self.job(step, snapshot, None), Deadline::after(self.timeout))?;
+        before.map_or(Ok(()), |before| Err(self.told(before)))
     }
 
-    /// Waits until the last snapshot is on the disk. Without it the drop waits, at most 30 s, and a failure is only logged.
+    /// Saves a state after `step` of which each rank has a part; all ranks call this together. On every rank `fill` collects the
+    /// rank's own part: whole tensors, [slices](Snapshot::slice) of tensors that several ranks have together, and parts. It must
+    /// not call collectives. A thread of each rank writes it while training goes on, to a file of the rank's own; when all have
+    /// done so, rank 0 makes a checkpoint of it, which may be read by any number of ranks.
+    ///
+    /// What all ranks have alike is saved by one of them, such as rank 0. Names of tensors and parts are the checkpoint's, and
+    /// not a rank's: two ranks that save the same part, or the same element of a tensor, are an error.
+    ///
+    /// Every rank must see the folder: on one host, or on a disk that all share. The call is a collective, and waits for the
+    /// slowest rank to come to it. As with [`save`](Self::save) one write is in flight at a time: this waits for the one before, and
+    /// returns its failure, on every rank, on whichever it was. The new snapshot is written in that case too.
+    ///
+    /// The first call makes a [group](ProcessGroup::new_group) of all ranks, through which their threads agree beside the program.
+    ///
+    /// ```
+    /// use phalanx::checkpoint::Checkpoints;
+    /// use phalanx::testing::{Fabric, run};
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path();
+    ///
+    /// // Three ranks have the rows 0..4, 4..8 and 8..12 of a matrix.
+    /// run(3, Fabric::InProcess, |group| {
+    ///     let checkpoints = Checkpoints::open(path, &group).unwrap();
+    ///     let row = 4 * group.rank().index();
+    ///     let own: Vec<f32> = (row * 2..(row + 4) * 2).map(|element| element as f32).collect();
+    ///     let saved = checkpoints.save_sharded(500, |snapshot| {
+    ///         if group.rank().is_main() {
+    ///             snapshot.value("epoch", &7)?;
+    ///         }
+    ///         snapshot.slice("moments", &[12, 2], &[row, 0], &[4, 2], &own)
+    ///     });
+    ///     saved.and_then(|()| checkpoints.finish()).unwrap();
+    /// });
+    /// // Of two, the second reads its half.
+    /// run(2, Fabric::InProcess, |group| {
+    ///     let saved = Checkpoints::open(path, &group).unwrap().newest().unwrap().unwrap();
+    ///     assert_eq!(saved.value::<i32>("epoch").unwrap(), 7);
+    ///     let row = 6 * group.rank().index();
+    ///     let own = saved.tensor("moments").unwrap().slice(&[row, 0], &[6, 2]).unwrap().to_vec::<f32>().unwrap();
+    ///     assert_eq!(own[0], 12.0 * group.rank().index() as f32);
+    /// });
+    /// ```
     ///
     /// # Errors
-    /// If the last write failed, and nobody was told yet, or it has not ended when the time-out passes.
+    /// On every rank, and nothing is written: what `fill` returns on any; if slices of a tensor overlap, or leave gaps, which the
+    /// error names with their ranks; if two ranks save a part of the same name, or they save different steps; and if the write
+    /// before has not ended on some rank when the time-out passes. On every rank, and this is written all the same: the failure
+    /// of the write before. And as [`ProcessGroup::gather_object`].
+    #[doc(alias("async_save", "dcp.save", "ShardedTensor"))]
+    pub fn save_sharded(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {
+        let mut snapshot = Snapshot::default();
+        let snapshot = fill(&mut snapshot).map(|()| snapshot);
+        let deadline = Deadline::after(self.timeout);
+        let ready = match &snapshot {
+            Ok(_) => self.writer.ready(deadline),
+            Err(_) => Ok(None),
+        };
+        let mut threads = self.threads.lock();
+        let group = self.group.in_call(Caller::CheckpointsSaveSharded);
+        let connected = threads.as_ref().is_some_and(|threads| threads.failure().is_none());
+        let agreed =
+            sharded::agree(&group, step, &snapshot, ready, connected).map_err(|error| self.told(error))?;
+        let current = match threads.take().filter(|_| agreed.connected) {
+            Some(current) => current,
+            None => group.aside(Caller::CheckpointsSaveSharded, self.timeout)?,
+        };
+        *threads = Some(current.clone());
+        let together = Together { threads: current.clone(), tensors: agreed.tensors };
+        let job = self.job(step, snapshot?, Some(together));
+        if let Err(error) = self.writer.write(job, deadline) {
+            // The others write, and would wait for this rank's part.
+            current.abort(error.clone());
+            return Err(error);
+        }
+        agreed.before.map_or(Ok(()), |before| Err(self.told(before)))
+    }
+
+    fn job(&self, step: u64, snapshot: Snapshot, together: Option<Together>) -> Job {
+        Job { step, world_size: self.group.world_size().get(), keep: self.keep.get(), snapshot, together }
+    }
+
+    /// An error that may be another rank's, as this one returns it.
+    fn told(&self, error: Error) -> Error {
+        match error.peer() {
+            Some(peer) if peer != self.group.rank() && self.group.failure().is_none() => {
+                self.group.told(error)
+            }
+            _ => error,
+        }
+    }
+
+    /// Waits until the last snapshot is on the disk; if it was sharded, on every rank until that of all is. Without it the drop
+    /// waits, at most 30 s, and a failure is only logged.
+    ///
+    /// # Errors
+    /// If the last write failed, and nobody was told yet, or it has not ended when the time-out passes. Of a sharded one, on every
+    /// rank alike.
     pub fn finish(&self) -> Result<()> {
-        self.writer.as_ref().map_or(Ok(()), |writer| writer.finish(Deadline::after(self.timeout)))
+        self.writer.finish(Deadline::after(self.timeout)).map_err(|error| self.told(error))
     }
 
     /// The folder, as it was given.
@@ -194,11 +300,8 @@ impl Checkpoints {
 impl Drop for Checkpoints {
     fn drop(&mut self) {
         // The other workers wait for this one to form the next group, in which it goes on writing.
-        if self.group.failure().is_some()
-            && elastic::is_elastic()
-            && let Some(writer) = &self.writer
-        {
-            writer.leave();
+        if self.group.failure().is_some() && elastic::is_elastic() {
+            self.writer.leave();
         }
     }
 }

@@ -2,14 +2,19 @@
 //!
 //! Rank 0 reads and the others are sent what it read. Only the folder of the rank that writes is sure to hold the
 //! checkpoints, all ranks are sure to go on from the same one, and a shared disk is read once and not by each rank.
+//!
+//! A sharded one may be larger than the memory of any rank. Rank 0 sends its manifest and parts; the files with tensors are
+//! dealt out, and each rank compares the checksums of its own. If one is wrong, all go on to the one before.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::folder::{self, Unfit};
+use super::folder::{self, Entry, Unfit};
+use super::manifest::{FileEntry, MANIFEST, Manifest};
 use super::saved::{Contents, Saved};
+use super::sharded::SHARE;
 use super::tensors;
 use crate::collective::ReduceOp;
 use crate::error::{Error, Result};
@@ -36,32 +41,50 @@ pub(super) struct Found {
     pub folder: PathBuf,
     pub step: u64,
     pub world_size: u32,
+    /// All files; of a sharded one the manifest and the parts. Its tensors are there, and have not been read.
     pub contents: Contents,
+    pub is_sharded: bool,
 }
 
-/// The newest whole checkpoint in `folder`, and what was passed over for it.
-pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
-    let entries =
-        folder::list(folder).map_err(|error| unreadable(folder, "it cannot be listed", Some(error)))?;
-    let mut skipped = Vec::new();
-    for entry in entries {
-        match read(&entry.path) {
-            Ok(found) => return Ok((Some(found), skipped)),
-            Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
-            Err(Unfit::Torn(cause)) => {
-                let path = entry.path.display();
-                warn(format_args!("the checkpoint {path} is not whole and is passed over: {cause}"));
-                skipped.push(Skipped { folder: entry.path, cause });
+/// Rank 0's way through a folder, from the newest checkpoint to the oldest.
+#[derive(Debug)]
+pub(super) struct Search {
+    folder: PathBuf,
+    entries: std::vec::IntoIter<Entry>,
+    /// What was passed over.
+    pub skipped: Vec<Skipped>,
+}
+
+impl Search {
+    pub fn new(folder: &Path) -> Result<Self> {
+        let entries =
+            folder::list(folder).map_err(|error| unreadable(folder, "it cannot be listed", Some(error)))?;
+        Ok(Self { folder: folder.to_owned(), entries: entries.into_iter(), skipped: Vec::new() })
+    }
+
+    /// The next that is whole, as far as rank 0 has looked.
+    pub fn next(&mut self) -> Result<Option<Found>> {
+        while let Some(entry) = self.entries.next() {
+            match read(&entry.path) {
+                Ok(found) => return Ok(Some(found)),
+                Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
+                Err(Unfit::Torn(cause)) => self.pass_over(entry.path, cause),
             }
         }
+        if !self.skipped.is_empty() {
+            let (many, folder) = (self.skipped.len(), self.folder.display());
+            warn(format_args!(
+                "none of the {many} checkpoints in {folder} is whole: there is nothing to go on from"
+            ));
+        }
+        Ok(None)
     }
-    if !skipped.is_empty() {
-        let (many, folder) = (skipped.len(), folder.display());
-        warn(format_args!(
-            "none of the {many} checkpoints in {folder} is whole: there is nothing to go on from"
-        ));
+
+    fn pass_over(&mut self, folder: PathBuf, cause: String) {
+        let path = folder.display();
+        warn(format_args!("the checkpoint {path} is not whole and is passed over: {cause}"));
+        self.skipped.push(Skipped { folder, cause });
     }
-    Ok((None, skipped))
 }
 
 fn unreadable(path: &Path, cause: &str, source: Option<io::Error>) -> Error {
@@ -74,17 +97,26 @@ fn unreadable(path: &Path, cause: &str, source: Option<io::Error>) -> Error {
 }
 
 fn read(folder: &Path) -> Result<Found, Unfit> {
-    let manifest = folder::read_manifest(folder)?;
-    let contents =
-        manifest.files.iter().map(|file| Ok((file.name.clone(), folder::read_entry(folder, file)?)));
-    let contents = contents.collect::<Result<Contents, Unfit>>()?;
+    let (manifest, bytes) = folder::read_manifest(folder)?;
+    let is_sharded = manifest.tensors.is_some();
+    let mut contents = Vec::new();
+    if is_sharded {
+        for file in manifest.tensor_files() {
+            folder::open_entry(folder, file)?;
+        }
+        contents.push((MANIFEST.to_owned(), bytes));
+    }
+    let files = if is_sharded { manifest.part_files() } else { &manifest.files };
+    for file in files {
+        contents.push((file.name.clone(), folder::read_entry(folder, file)?));
+    }
     // The checksums are right: what it says was meant, by whoever wrote it.
-    let tensors = contents.first().map(|(_, file)| tensors::index(file));
+    let tensors = contents.first().filter(|_| !is_sharded).map(|(_, file)| tensors::index(file));
     if let Some(Err(cause)) = tensors {
         return Err(Unfit::Unread(cause, None));
     }
-    let folder = folder.to_owned();
-    Ok(Found { folder, step: manifest.step, world_size: manifest.world_size, contents })
+    let (folder, step, world_size) = (folder.to_owned(), manifest.step, manifest.world_size);
+    Ok(Found { folder, step, world_size, contents, is_sharded })
 }
 
 /// What rank 0 tells the others.
@@ -100,40 +132,129 @@ struct Announcement {
     folder: PathBuf,
     step: u64,
     world_size: u32,
+    is_sharded: bool,
     files: Vec<(String, u64)>,
 }
 
-/// Gives every rank what rank 0 has found; the others bring `None`.
+/// Gives every rank the newest whole checkpoint in the folder, which is at `path` for this rank, and what was passed over. Rank 0
+/// brings a search; the others bring `None`.
 pub(super) fn share(
     group: &ProcessGroup,
-    found: Option<Result<(Option<Found>, Vec<Skipped>)>>,
+    path: &Path,
+    search: Option<Result<Search>>,
 ) -> Result<(Option<Saved>, Vec<Skipped>)> {
-    let (own, outcome) = match found {
-        Some(Ok((found, skipped))) => {
-            let announcement = found.as_ref().map(Announcement::of);
-            (found.map(|found| found.contents), Some(Ok(Answer { skipped, found: announcement })))
-        }
-        Some(Err(error)) => (None, Some(Err(error))),
+    let (mut search, mut failure) = match search {
+        Some(Ok(search)) => (Some(search), None),
+        Some(Err(error)) => (None, Some(error)),
         None => (None, None),
     };
-    let Answer { skipped, found } = agree(group, outcome)?;
-    let Some(Announcement { folder, step, world_size, files }) = found else { return Ok((None, skipped)) };
-    let mut contents = receive(group, own, &files)?;
-    for (_, bytes) in &mut contents {
-        for piece in bytes.chunks_mut(PIECE) {
-            group.broadcast(piece, Rank::MAIN)?;
+    loop {
+        let found = match failure.take() {
+            Some(error) => Some(Err(error)),
+            None => search.as_mut().map(Search::next),
+        };
+        let (own, outcome) = match found {
+            Some(Ok(found)) => {
+                let announcement = found.as_ref().map(Announcement::of);
+                let skipped = search.as_ref().map(|search| search.skipped.clone()).unwrap_or_default();
+                (found.map(|found| found.contents), Some(Ok(Answer { skipped, found: announcement })))
+            }
+            Some(Err(error)) => (None, Some(Err(error))),
+            None => (None, None),
+        };
+        let Answer { skipped, found } = agree(group, outcome)?;
+        let Some(found) = found else { return Ok((None, skipped)) };
+        let mut contents = receive(group, own, &found.files)?;
+        for (_, bytes) in &mut contents {
+            for piece in bytes.chunks_mut(PIECE) {
+                group.broadcast(piece, Rank::MAIN)?;
+            }
+        }
+        let Announcement { folder, step, world_size, is_sharded, .. } = found;
+        if !is_sharded {
+            let saved = Saved::whole(folder.clone(), (step, world_size), contents);
+            return Ok((Some(saved.map_err(|cause| unreadable(&folder, &cause, None))?), skipped));
+        }
+        // The folder's name is the same for all, and where it is may not be.
+        let place = path.join(folder.file_name().unwrap_or_default());
+        let manifest = contents.first().map(|(_, bytes)| Manifest::decode(bytes));
+        let manifest = match manifest {
+            Some(Ok(manifest)) => manifest,
+            Some(Err(error)) => return Err(unreadable(&folder, &error.to_string(), None)),
+            None => return Err(unreadable(&folder, "its manifest was not sent", None)),
+        };
+        match verify(group, &place, &manifest)? {
+            None => return Ok((Some(Saved::sharded(folder, place, manifest, contents)), skipped)),
+            Some(cause) => {
+                search.iter_mut().for_each(|search| search.pass_over(folder.clone(), cause.clone()))
+            }
         }
     }
-    let saved = Saved::new(folder.clone(), (step, world_size), contents)
-        .map_err(|cause| unreadable(&folder, &cause, None))?;
-    Ok((Some(saved), skipped))
+}
+
+/// What a rank has found in the files that it has looked at.
+#[derive(Serialize, Deserialize)]
+enum Finding {
+    Whole,
+    Torn(String),
+    /// It may be whole, but not for this rank.
+    Unread {
+        host: String,
+        cause: String,
+    },
+}
+
+/// Compares the checksums of a sharded checkpoint's tensors, by all ranks together: none, or why it is not whole, the same on every
+/// rank.
+fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest) -> Result<Option<String>> {
+    let (rank, world) = (group.rank(), group.world_size().count());
+    let mut own = manifest.tensor_files().iter().skip(rank.index()).step_by(world);
+    let finding = match own.try_for_each(|file| verify_file(place, file, rank)) {
+        Ok(()) => Finding::Whole,
+        Err(Unfit::Torn(cause)) => Finding::Torn(cause),
+        Err(Unfit::Unread(cause, source)) => {
+            let source = source.map_or_else(String::new, |source| format!(": {source}"));
+            Finding::Unread { host: super::host(), cause: cause + &source }
+        }
+    };
+    let findings = group.all_gather_object(&finding)?;
+    let mut torn = None;
+    for (finder, finding) in group.world_size().ranks().zip(findings) {
+        match finding {
+            Finding::Whole => {}
+            Finding::Torn(cause) => torn = torn.or(Some(cause)),
+            Finding::Unread { host, cause } => {
+                let cause = format!("cannot read the checkpoint {}: {cause}", place.display());
+                let error = Error::environment(cause).at(finder, host).with_peer(finder).with_remedy(SHARE);
+                return Err(if finder == rank { error } else { group.told(error) });
+            }
+        }
+    }
+    Ok(torn)
+}
+
+/// Rank 0 has seen all files, as long as they should be: who does not sees another folder.
+fn verify_file(place: &Path, file: &FileEntry, rank: Rank) -> Result<(), Unfit> {
+    let opened = folder::open_entry(place, file).map_err(|unfit| match unfit {
+        Unfit::Torn(cause) => {
+            Unfit::Unread(format!("rank {rank} does not see what rank 0 sees: {cause}"), None)
+        }
+        unread @ Unfit::Unread(..) => unread,
+    });
+    folder::verify(opened?, file)
 }
 
 impl Announcement {
     fn of(found: &Found) -> Self {
-        let Found { folder, step, world_size, contents } = found;
+        let Found { folder, step, world_size, contents, is_sharded } = found;
         let files = contents.iter().map(|(name, bytes)| (name.clone(), bytes.len() as u64));
-        Self { folder: folder.clone(), step: *step, world_size: *world_size, files: files.collect() }
+        Self {
+            folder: folder.clone(),
+            step: *step,
+            world_size: *world_size,
+            is_sharded: *is_sharded,
+            files: files.collect(),
+        }
     }
 }
 
@@ -177,4 +298,21 @@ fn reserve((name, length): &(String, u64)) -> Result<(String, Vec<u8>)> {
     }
     bytes.resize(bytes.capacity().min(*length as usize), 0);
     Ok((name.clone(), bytes))
+}
+
+/// The newest whole checkpoint in `folder`, as a world of one finds it, and what was passed over for it.
+#[cfg(test)]
+pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
+    let mut search = Search::new(folder)?;
+    while let Some(found) = search.next()? {
+        let manifest = found.is_sharded.then(|| Manifest::decode(&found.contents[0].1).ok()).flatten();
+        let files = manifest.as_ref().map(Manifest::tensor_files).unwrap_or_default();
+        let torn = files.iter().find_map(|file| verify_file(&found.folder, file, Rank::MAIN).err());
+        match torn {
+            None => return Ok((Some(found), search.skipped)),
+            Some(Unfit::Torn(cause)) => search.pass_over(found.folder, cause),
+            Some(Unfit::Unread(cause, source)) => return Err(unreadable(&found.folder, &cause, source)),
+        }
+    }
+    Ok((None, search.skipped))
 }

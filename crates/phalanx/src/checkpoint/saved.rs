@@ -1,32 +1,47 @@
-//! A checkpoint that was read.
+//! A checkpoint that was read, or of which tensors can be.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use super::manifest::PART;
-use super::tensors::{self, Layout};
+use super::folder;
+use super::layout::{SliceEntry, TensorEntry};
+use super::manifest::{Manifest, PART};
+use super::region::{Pieces, Region, pieces};
+use super::tensors;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 
-/// A whole checkpoint, in memory.
+/// A whole checkpoint. That of rank 0 alone is in memory; of a sharded one the parts are, and tensors are read when they are asked
+/// for: as long as the folder is there, which later checkpoints may replace.
 pub struct Saved {
     folder: PathBuf,
     step: u64,
     world_size: u32,
-    file: Vec<u8>,
-    tensors: BTreeMap<String, Layout>,
+    elements: Elements,
+    tensors: BTreeMap<String, TensorEntry>,
     parts: BTreeMap<String, Vec<u8>>,
 }
 
-/// What the files of a checkpoint hold, by their names, the tensors first.
+/// Where the elements of tensors are.
+enum Elements {
+    /// In the one file, which is in memory.
+    Memory(Vec<u8>),
+    /// In the files of ranks, by rank, in a folder.
+    Files { folder: PathBuf, names: Vec<String> },
+}
+
+/// What the files of a checkpoint hold, by their names, the tensors first; of a sharded one, the manifest first.
 pub(super) type Contents = Vec<(String, Vec<u8>)>;
 
 impl Saved {
     /// Makes sense of `contents`, which are what was once written.
-    pub(super) fn new(
+    pub(super) fn whole(
         folder: PathBuf,
         (step, world_size): (u64, u32),
         contents: Contents,
@@ -34,10 +49,31 @@ impl Saved {
         let mut contents = contents.into_iter();
         let (_, file) = contents.next().ok_or("it has no tensors")?;
         let tensors = tensors::index(&file).map_err(|cause| format!("the file of tensors: {cause}"))?;
-        let parts = contents
-            .map(|(name, bytes)| (name.strip_suffix(PART).unwrap_or(&name).to_owned(), bytes))
-            .collect();
-        Ok(Self { folder, step, world_size, file, tensors, parts })
+        let tensors = tensors.into_iter().map(|(name, layout)| {
+            let slice = SliceEntry {
+                rank: 0,
+                region: Region::whole(&layout.shape),
+                start: layout.bytes.start as u64,
+            };
+            let (dtype, shape, slices) = (layout.dtype, layout.shape, vec![slice]);
+            (name.clone(), TensorEntry { name, dtype, shape, slices })
+        });
+        let (tensors, parts) = (tensors.collect(), parts(contents));
+        Ok(Self { folder, step, world_size, elements: Elements::Memory(file), tensors, parts })
+    }
+
+    /// A sharded checkpoint that rank 0 sees as `folder`, and this rank as `place`.
+    pub(super) fn sharded(folder: PathBuf, place: PathBuf, manifest: Manifest, contents: Contents) -> Self {
+        let names = manifest.tensor_files().iter().map(|file| file.name.clone()).collect();
+        let tensors = manifest.tensors.unwrap_or_default();
+        Self {
+            folder,
+            step: manifest.step,
+            world_size: manifest.world_size,
+            elements: Elements::Files { folder: place, names },
+            tensors: tensors.into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect(),
+            parts: parts(contents.into_iter().skip(1)),
+        }
     }
 
     /// The step after which it was made.
@@ -57,7 +93,7 @@ impl Saved {
 
     /// Every tensor, by name.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = (&str, SavedTensor<'_>)> {
-        self.tensors.iter().map(|(name, layout)| (name.as_str(), self.lend(name, layout)))
+        self.tensors.iter().map(|(name, entry)| (name.as_str(), self.lend(entry)))
     }
 
     /// The tensor of this name.
@@ -65,11 +101,9 @@ impl Saved {
     /// # Errors
     /// If there is none.
     pub fn tensor(&self, name: &str) -> Result<SavedTensor<'_>> {
-        let (name, layout) = self
-            .tensors
-            .get_key_value(name)
-            .ok_or_else(|| self.missing("tensor", name, self.tensors.keys()))?;
-        Ok(self.lend(name, layout))
+        let entry =
+            self.tensors.get(name).ok_or_else(|| self.missing("tensor", name, self.tensors.keys()))?;
+        Ok(self.lend(entry))
     }
 
     /// The names of all parts, in order.
@@ -103,9 +137,8 @@ impl Saved {
         }
     }
 
-    fn lend<'a>(&'a self, name: &'a str, layout: &'a Layout) -> SavedTensor<'a> {
-        let Layout { dtype, shape, bytes } = layout;
-        SavedTensor { name, dtype: *dtype, shape, bytes: &self.file[bytes.clone()] }
+    fn lend<'a>(&'a self, entry: &'a TensorEntry) -> SavedTensor<'a> {
+        SavedTensor { elements: &self.elements, entry, region: Region::whole(&entry.shape) }
     }
 
     fn missing<'a>(&self, what: &str, name: &str, there: impl Iterator<Item = &'a String>) -> Error {
@@ -126,37 +159,71 @@ impl fmt::Debug for Saved {
     }
 }
 
-/// A tensor of a checkpoint.
-#[derive(Clone, Copy)]
+fn parts(contents: impl Iterator<Item = (String, Vec<u8>)>) -> BTreeMap<String, Vec<u8>> {
+    contents.map(|(name, bytes)| (name.strip_suffix(PART).unwrap_or(&name).to_owned(), bytes)).collect()
+}
+
+/// A tensor of a checkpoint, or a [slice](Self::slice) of it. Of a sharded checkpoint the elements are read when they are asked
+/// for, from the files that have them: errors of the disk are those of the methods that give elements.
+#[derive(Clone)]
 pub struct SavedTensor<'a> {
-    name: &'a str,
-    dtype: DType,
-    shape: &'a [usize],
-    bytes: &'a [u8],
+    elements: &'a Elements,
+    entry: &'a TensorEntry,
+    region: Region,
 }
 
 impl<'a> SavedTensor<'a> {
     /// The type of its elements.
     pub fn dtype(&self) -> DType {
-        self.dtype
+        self.entry.dtype
     }
 
     /// The length of each side; none for a scalar.
-    pub fn shape(&self) -> &'a [usize] {
-        self.shape
+    pub fn shape(&self) -> &[usize] {
+        &self.region.shape
+    }
+
+    /// What begins at `offsets` and has the sides `shape`, in elements of each dimension, whatever the slices in which it was
+    /// saved.
+    ///
+    /// # Errors
+    /// If that does not lie in its own shape.
+    pub fn slice(&self, offsets: &[usize], shape: &[usize]) -> Result<Self> {
+        let mut region = Region::of(self.shape(), offsets, shape).map_err(|cause| {
+            Error::invalid_argument(format!("the slice of the tensor {:?}: {cause}", self.entry.name))
+        })?;
+        region.offsets.iter_mut().zip(&self.region.offsets).for_each(|(own, outer)| *own += outer);
+        Ok(Self { region, ..self.clone() })
     }
 
     /// Its elements, little-endian, in row-major order, of any alignment.
-    pub fn bytes(&self) -> &'a [u8] {
-        self.bytes
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn bytes(&self) -> Result<Cow<'a, [u8]>> {
+        if let (Elements::Memory(file), [slice]) = (self.elements, &*self.entry.slices)
+            && slice.region == self.region
+        {
+            return Ok(Cow::Borrowed(&file[slice.start as usize..][..self.length()]));
+        }
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(self.length()).map_err(|error| {
+            let (name, length) = (&self.entry.name, self.length());
+            Error::out_of_memory(format!("no memory for the {length} bytes of the tensor {name:?}"))
+                .with_source(error)
+        })?;
+        bytes.resize(self.length(), 0);
+        self.fill(&mut bytes)?;
+        Ok(Cow::Owned(bytes))
     }
 
     /// Its elements in row-major order.
     ///
     /// # Errors
-    /// If they are of another type.
+    /// If they are of another type, or cannot be read.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        let mut elements = vec![T::zeroed(); self.bytes.len() / size_of::<T>()];
+        self.check(T::DTYPE)?;
+        let mut elements = vec![T::zeroed(); self.length() / size_of::<T>()];
         self.copy_to(&mut elements)?;
         Ok(elements)
     }
@@ -164,34 +231,95 @@ impl<'a> SavedTensor<'a> {
     /// Copies its elements to `target`.
     ///
     /// # Errors
-    /// If they are of another type or number.
+    /// If they are of another type or number, or cannot be read; `target` is then unspecified.
     pub fn copy_to<T: Element>(&self, target: &mut [T]) -> Result<()> {
         self.check(T::DTYPE)?;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(target);
-        if bytes.len() != self.bytes.len() {
-            let (name, elements) = (self.name, target.len());
+        if bytes.len() != self.length() {
+            let (name, elements) = (&self.entry.name, target.len());
             return Err(Error::mismatch(format!(
                 "the tensor {name:?} has the shape {:?}, and is to fill {elements} elements",
-                self.shape
+                self.shape()
             )));
         }
-        bytes.copy_from_slice(self.bytes);
-        Ok(())
+        self.fill(bytes)
     }
 
     fn check(&self, dtype: DType) -> Result<()> {
-        if self.dtype == dtype {
+        if self.dtype() == dtype {
             return Ok(());
         }
-        let (name, saved) = (self.name, self.dtype);
+        let (name, saved) = (&self.entry.name, self.dtype());
         Err(Error::mismatch(format!(
             "the tensor {name:?} was saved as {saved}, and is to be read as {dtype}"
         )))
     }
+
+    /// In bytes; the whole tensor's fit into a `usize`.
+    fn length(&self) -> usize {
+        self.shape().iter().product::<usize>() * self.dtype().size()
+    }
+
+    /// Fills `target`, which is as long as it.
+    fn fill(&self, target: &mut [u8]) -> Result<()> {
+        for slice in &self.entry.slices {
+            let Some(pieces) = pieces(&slice.region, &self.region, self.dtype().size()) else { continue };
+            match self.elements {
+                Elements::Memory(file) => {
+                    let (start, length) = (slice.start as usize, pieces.length);
+                    for (from, to) in pieces {
+                        target[to..to + length].copy_from_slice(&file[start + from..][..length]);
+                    }
+                }
+                Elements::Files { folder, names } => {
+                    let name = names.get(slice.rank as usize).map_or("", String::as_str);
+                    read_pieces(folder, name, slice.start, pieces, target).map_err(|error| {
+                        let removed = error.kind() == io::ErrorKind::NotFound;
+                        let (tensor, file) = (&self.entry.name, folder.join(name));
+                        let cause = format!("cannot read the tensor {tensor:?} from {}", file.display());
+                        let remedy = removed.then_some(
+                            "a later checkpoint may have replaced this one: read all before saving, or `keep` more",
+                        );
+                        remedy.into_iter().fold(Error::io(cause, error), Error::with_remedy)
+                    })?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Copies `pieces` of what begins at `start` in a file.
+fn read_pieces(folder: &Path, name: &str, start: u64, pieces: Pieces, target: &mut [u8]) -> io::Result<()> {
+    /// Pieces shorter, and closer, than this are read together.
+    const FAR: usize = 64 << 10;
+    /// How much is read at once, for short ones.
+    const WINDOW: usize = 1 << 20;
+    let file = folder::open_file(&folder.join(name))?;
+    let (length, mut window, mut at) = (pieces.length, Vec::new(), 0);
+    let is_direct = length >= FAR || pieces.stride() >= FAR;
+    for (from, to) in pieces {
+        let target = &mut target[to..to + length];
+        let from = start + from as u64;
+        if is_direct {
+            file.read_exact_at(target, from)?;
+            continue;
+        }
+        if from < at || from + length as u64 > at + window.len() as u64 {
+            at = from;
+            let end = file.metadata()?.len();
+            window.resize((end.saturating_sub(at)).min(WINDOW as u64) as usize, 0);
+            file.read_exact_at(&mut window, at)?;
+        }
+        let inside = (from - at) as usize;
+        let piece = window.get(inside..inside + length).ok_or(io::ErrorKind::UnexpectedEof)?;
+        target.copy_from_slice(piece);
+    }
+    Ok(())
 }
 
 impl fmt::Debug for SavedTensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:?}", self.dtype, self.shape)
+        write!(f, "{} {:?}", self.dtype(), self.shape())
     }
 }

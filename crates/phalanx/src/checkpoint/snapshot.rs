@@ -5,8 +5,10 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::layout::Proposed;
 use super::manifest::{MAX_PART_NAME, MAX_PARTS, is_part_name};
-use super::tensors::{byte_length, is_tensor_name};
+use super::region::Region;
+use super::tensors::{self, byte_length, is_tensor_name};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 
@@ -15,6 +17,7 @@ use crate::error::{Error, Result};
 /// It owns what it holds, so that training goes on while it is written.
 #[derive(Debug, Default)]
 pub struct Snapshot {
+    /// By the names that they have in the file.
     pub(super) tensors: BTreeMap<String, TensorData>,
     pub(super) parts: BTreeMap<String, Vec<u8>>,
 }
@@ -24,6 +27,17 @@ pub(super) struct TensorData {
     pub dtype: DType,
     pub shape: Vec<usize>,
     pub bytes: Box<dyn AsRef<[u8]> + Send>,
+    /// The tensor of which this is a slice.
+    pub slice: Option<SliceOf>,
+}
+
+/// What a slice is a part of.
+#[derive(Clone, Debug)]
+pub(super) struct SliceOf {
+    pub name: String,
+    /// Of the whole.
+    pub shape: Vec<usize>,
+    pub region: Region,
 }
 
 impl fmt::Debug for TensorData {
@@ -52,10 +66,79 @@ impl Snapshot {
         shape: &[usize],
         bytes: impl AsRef<[u8]> + Send + 'static,
     ) -> Result<()> {
-        let length = bytes.as_ref().len();
+        let tensor = TensorData { dtype, shape: shape.to_vec(), bytes: Box::new(bytes), slice: None };
+        self.add(name, name.to_owned(), tensor)
+    }
+
+    /// Adds a copy of this rank's slice of a tensor that several ranks have together, for
+    /// [`save_sharded`](super::Checkpoints::save_sharded): the `shape` of the whole, where in it the slice begins (`offsets`) and
+    /// how long its sides are (`slice`), in elements of each dimension, and its `elements` in row-major order. A rank may add
+    /// several slices of a tensor.
+    ///
+    /// ```
+    /// use phalanx::checkpoint::Checkpoints;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let group = phalanx::ProcessGroup::alone()?;
+    /// # let checkpoints = Checkpoints::open(folder.path(), &group)?;
+    /// // Every rank has as many rows of an 8 x 2 matrix.
+    /// let (rank, world) = (group.rank().index(), group.world_size().count());
+    /// let (row, rows) = (8 / world * rank, 8 / world);
+    /// let own = vec![0.5f32; rows * 2];
+    /// checkpoints.save_sharded(100, |snapshot| snapshot.slice("embedding", &[8, 2], &[row, 0], &[rows, 2], &own))?;
+    /// # checkpoints.finish()?;
+    /// # assert_eq!(checkpoints.newest()?.unwrap().tensor("embedding")?.to_vec::<f32>()?, [0.5; 16]);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If it does not lie in the shape, has another number of elements, or was added before.
+    pub fn slice<T: Element>(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        offsets: &[usize],
+        slice: &[usize],
+        elements: &[T],
+    ) -> Result<()> {
+        self.slice_bytes(
+            name,
+            T::DTYPE,
+            shape,
+            (offsets, slice),
+            bytemuck::cast_slice::<T, u8>(elements).to_vec(),
+        )
+    }
+
+    /// Adds a [slice](Self::slice), its offsets and sides, whose memory, of whatever owner, can be given away: little-endian
+    /// elements in row-major order.
+    ///
+    /// # Errors
+    /// As [`slice`](Self::slice).
+    pub fn slice_bytes(
+        &mut self,
+        name: &str,
+        dtype: DType,
+        shape: &[usize],
+        (offsets, slice): (&[usize], &[usize]),
+        bytes: impl AsRef<[u8]> + Send + 'static,
+    ) -> Result<()> {
+        let region = Region::of(shape, offsets, slice)
+            .map_err(|cause| Error::invalid_argument(format!("the slice of the tensor {name:?}: {cause}")))?;
+        if byte_length(dtype, shape).is_none() {
+            return Err(Error::invalid_argument(format!("the tensor {name:?} cannot be {dtype} {shape:?}")));
+        }
+        // The name says what it is also to those who look into this file alone.
+        let key = format!("{name}{region}");
+        let slice = Some(SliceOf { name: name.to_owned(), shape: shape.to_vec(), region: region.clone() });
+        self.add(name, key, TensorData { dtype, shape: region.shape, bytes: Box::new(bytes), slice })
+    }
+
+    /// Adds a tensor, or a slice of it, that has the name `key` in the file.
+    fn add(&mut self, name: &str, key: String, tensor: TensorData) -> Result<()> {
+        let (dtype, shape, length) = (tensor.dtype, &tensor.shape, (*tensor.bytes).as_ref().len());
         if byte_length(dtype, shape) != Some(length) {
             return Err(Error::invalid_argument(format!(
-                "the tensor {name:?} has {length} bytes, which is not what {dtype} {shape:?} takes"
+                "the tensor {key:?} has {length} bytes, which is not what {dtype} {shape:?} takes"
             )));
         }
         if !is_tensor_name(name) {
@@ -63,11 +146,51 @@ impl Snapshot {
                 "no tensor may have the name {name:?}: the format reserves it, or it is empty or too long"
             )));
         }
-        let tensor = TensorData { dtype, shape: shape.to_vec(), bytes: Box::new(bytes) };
-        match self.tensors.insert(name.to_owned(), tensor) {
-            None => Ok(()),
-            Some(_) => Err(Error::invalid_argument(format!("there are two tensors of the name {name:?}"))),
+        if self.tensors.contains_key(&key) {
+            return Err(Error::invalid_argument(format!("there are two tensors of the name {key:?}")));
         }
+        self.tensors.insert(key, tensor);
+        Ok(())
+    }
+
+    /// Refuses slices, in what one rank saves alone.
+    pub(super) fn check_whole(&self) -> Result<()> {
+        match self.tensors.iter().find(|(_, tensor)| tensor.slice.is_some()) {
+            None => Ok(()),
+            Some((key, _)) => {
+                Err(Error::invalid_argument(format!("`save` writes whole tensors, and {key} is a slice"))
+                    .with_remedy("call `save_sharded` on every rank"))
+            }
+        }
+    }
+
+    /// All tensors in the order of the file, by their names there.
+    pub(super) fn in_order(&self) -> Vec<(&str, &TensorData)> {
+        let mut sorted: Vec<_> = self.tensors.iter().map(|(key, tensor)| (key.as_str(), tensor)).collect();
+        sorted.sort_by_key(|(key, tensor)| tensors::order(tensor.dtype, key));
+        sorted
+    }
+
+    /// What stands in front of the elements in the file.
+    pub(super) fn header(&self) -> Result<Vec<u8>, String> {
+        tensors::header(self.in_order().into_iter().map(|(key, tensor)| {
+            (key, tensor.dtype, tensor.shape.as_slice(), (*tensor.bytes).as_ref().len())
+        }))
+    }
+
+    /// What this rank brings to a sharded checkpoint: where each tensor, or slice, will be in its file.
+    pub(super) fn propose(&self) -> Result<Vec<Proposed>, String> {
+        let mut start = self.header()?.len() as u64;
+        let tensors = self.in_order().into_iter().map(|(key, tensor)| {
+            let (name, shape, region) = match &tensor.slice {
+                Some(SliceOf { name, shape, region }) => (name.clone(), shape.clone(), region.clone()),
+                None => (key.to_owned(), tensor.shape.clone(), Region::whole(&tensor.shape)),
+            };
+            let proposed = Proposed { name, dtype: tensor.dtype, shape, region, start };
+            start += (*tensor.bytes).as_ref().len() as u64;
+            proposed
+        });
+        Ok(tensors.collect())
     }
 
     /// Adds a part in a form of its own. Its name becomes a file's: letters, digits, `_`, `-` and `.`.
@@ -118,6 +241,20 @@ mod tests {
             snapshot.tensor("v", &[usize::MAX, 2], &[1f32; 4]),
             snapshot.tensor("", &[1], &[1f32]),
             snapshot.tensor("__metadata__", &[1], &[1f32]),
+        ];
+        for outcome in wrong {
+            assert!(outcome.unwrap_err().is_invalid_argument());
+        }
+        snapshot.slice("s", &[4, 2], &[0, 0], &[1, 2], &[1f32; 2]).unwrap();
+        snapshot.slice("s", &[4, 2], &[2, 0], &[2, 2], &[1f32; 4]).unwrap();
+        let wrong = [
+            snapshot.slice("s", &[4, 2], &[0, 0], &[1, 2], &[1f32; 2]),
+            snapshot.slice("s", &[4, 2], &[1, 0], &[1, 2], &[1f32; 3]),
+            snapshot.slice("s", &[4, 2], &[3, 0], &[2, 2], &[1f32; 4]),
+            snapshot.slice("s", &[4, 2], &[0], &[8], &[1f32; 8]),
+            snapshot.slice("s", &[usize::MAX, 2], &[0, 0], &[1, 2], &[1f32; 2]),
+            snapshot.slice("__metadata__", &[2], &[0], &[1], &[1f32]),
+            snapshot.check_whole(),
         ];
         for outcome in wrong {
             assert!(outcome.unwrap_err().is_invalid_argument());

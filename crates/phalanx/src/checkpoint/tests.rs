@@ -1,6 +1,6 @@
 //! What is left on the disk when a save is cut off: after each operation, with whatever part of it survived.
 //!
-//! A real save is recorded, operation by operation. Each test then plays a part of the record onto a copy of what was
+//! A real save, of rank 0 alone or of two ranks together, is recorded, operation by operation. Each test then plays a part of the record onto a copy of what was
 //! there before, as a crash would leave it, and looks for the newest checkpoint there with the real code.
 
 use std::collections::BTreeSet;
@@ -14,10 +14,12 @@ use tempfile::TempDir;
 
 use super::disk::{Disk, SystemDisk};
 use super::folder::{self, Folder};
+use super::manifest::shard;
 use super::newest::{self, Found};
 use super::owner::{Claimant, Owner};
 use super::saved::Contents;
 use super::snapshot::Snapshot;
+use super::{layout, sharded};
 
 /// What was done, to paths below the folder of checkpoints.
 #[derive(Clone, Debug)]
@@ -114,6 +116,48 @@ pub(super) fn snapshot(step: u64) -> Snapshot {
     snapshot
 }
 
+/// How a checkpoint is written.
+#[derive(Clone, Copy, Debug)]
+enum Save {
+    Whole,
+    Sharded,
+}
+
+const SAVES: [Save; 2] = [Save::Whole, Save::Sharded];
+
+impl Save {
+    /// Writes the state after `step`; of a sharded one the other rank's part on the same disk.
+    fn write(self, folder: &Folder, disk: &dyn Disk, number: u64, step: u64) -> io::Result<()> {
+        match self {
+            Self::Whole => folder.write(number, step, 4, &snapshot(step)),
+            Self::Sharded => {
+                let ranks = [half(step, 0), half(step, 1)];
+                let proposed = (0..).zip(&ranks).map(|(rank, half)| (rank, half.propose().unwrap()));
+                let tensors = layout::merged(proposed).unwrap();
+                let begun = folder.begin(number)?;
+                let files = folder.write_files(&begun, &shard(0, 2), &ranks[0]).and_then(|own| {
+                    let other = folder::write_files(disk, &begun, &shard(1, 2), &ranks[1], || Ok(()))?;
+                    Ok(vec![own, other])
+                });
+                let manifest = files.map(|files| sharded::manifest((step, 2), &tensors, files).unwrap());
+                folder.end(&begun, number, manifest)
+            }
+        }
+    }
+}
+
+/// What one of two ranks has of the state after `step`.
+fn half(step: u64, rank: usize) -> Snapshot {
+    let mut snapshot = Snapshot::default();
+    snapshot.slice("weights", &[2, 50], &[rank, 0], &[1, 50], &[step as f32; 50]).unwrap();
+    if rank == 0 {
+        snapshot.tensor("steps", &[], &[step as i64]).unwrap();
+        snapshot.part("empty", []).unwrap();
+    }
+    snapshot.value(&format!("random-{rank}"), &vec![step; 20]).unwrap();
+    snapshot
+}
+
 /// A folder with checkpoints of the steps 1 and 2, made by nobody's crash.
 pub(super) fn before() -> TempDir {
     let root = tempfile::tempdir().unwrap();
@@ -136,11 +180,11 @@ fn on(path: &Path, disk: impl Disk) -> Folder {
 }
 
 /// Saves step 3 over [`before`], keeping one checkpoint; gives what was done.
-fn record() -> Vec<Op> {
+fn record(save: Save) -> Vec<Op> {
     let root = before();
     let disk = TestDisk::at(root.path());
     let folder = on(root.path(), disk.clone());
-    folder.write(3, 3, 4, &snapshot(3)).unwrap();
+    save.write(&folder, &disk, 3, 3).unwrap();
     folder.rotate(1).unwrap();
     disk.log.lock().clone()
 }
@@ -150,14 +194,15 @@ pub(super) fn assert_found(root: &Path, steps: &[u64], what: &dyn std::fmt::Debu
     let (found, skipped) = newest::find(root).unwrap();
     let found = found.unwrap_or_else(|| panic!("nothing is left: {what:?}, {skipped:?}"));
     assert!(steps.contains(&found.step), "step {} at {what:?}, {skipped:?}", found.step);
-    assert_eq!(found.contents, saved(found.step), "{what:?}");
+    assert_eq!(found.contents, saved(&found), "{what:?}");
     (found.step, skipped.len())
 }
 
-/// The files of a checkpoint of `step`.
-fn saved(step: u64) -> Contents {
+/// The files of a checkpoint like this one: of a sharded one the manifest, whose checksums say what is in the others.
+fn saved(like: &Found) -> Contents {
     let root = tempfile::tempdir().unwrap();
-    system(root.path()).write(1, step, 4, &snapshot(step)).unwrap();
+    let save = if like.is_sharded { Save::Sharded } else { Save::Whole };
+    save.write(&system(root.path()), &TestDisk::at(root.path()), 1, like.step).unwrap();
     let Found { contents, .. } = newest::find(root.path()).unwrap().0.unwrap();
     contents
 }
@@ -240,7 +285,10 @@ fn allowed(ops: &[Op]) -> &'static [u64] {
 
 #[test]
 fn a_killed_writer_leaves_a_whole_checkpoint_wherever_it_is() {
-    let ops = record();
+    SAVES.into_iter().for_each(|save| kill_anywhere(&record(save)));
+}
+
+fn kill_anywhere(ops: &[Op]) {
     assert!(ops.len() > 25, "{ops:?}");
     let mut found = BTreeSet::new();
     for end in 0..=ops.len() {
@@ -257,7 +305,10 @@ fn a_killed_writer_leaves_a_whole_checkpoint_wherever_it_is() {
 
 #[test]
 fn a_write_that_is_cut_off_anywhere_is_no_checkpoint() {
-    let ops = record();
+    SAVES.into_iter().for_each(|save| cut_off_anywhere(&record(save)));
+}
+
+fn cut_off_anywhere(ops: &[Op]) {
     for (end, op) in ops.iter().enumerate() {
         let Op::Write(path, bytes) = op else { continue };
         for length in 0..bytes.len() {
@@ -299,7 +350,7 @@ fn lose_power(ops: &[Op]) -> Result<usize, String> {
                 }
                 let (found, skipped) = newest::find(root.path()).map_err(|error| error.to_string())?;
                 let found = found.ok_or_else(|| format!("nothing is left after {end}: {skipped:?}"))?;
-                if !allowed(ops).contains(&found.step) || found.contents != saved(found.step) {
+                if !allowed(ops).contains(&found.step) || found.contents != saved(&found) {
                     return Err(format!("step {} is found after {end}: {skipped:?}", found.step));
                 }
                 crashes += 1;
@@ -311,14 +362,23 @@ fn lose_power(ops: &[Op]) -> Result<usize, String> {
 
 #[test]
 fn a_loss_of_power_leaves_a_whole_checkpoint_whatever_the_disk_had_not_written() {
-    let crashes = lose_power(&record()).unwrap();
-    println!("{crashes} crashes");
-    assert!(crashes > 500, "{crashes}");
+    for save in SAVES {
+        let crashes = lose_power(&record(save)).unwrap();
+        println!("{save:?}: {crashes} crashes");
+        assert!(crashes > 500, "{crashes}");
+    }
 }
 
 #[test]
 fn every_sync_is_needed() {
-    let ops = record();
+    // Tensors, one part with contents, the manifest; the folder, and the one above it.
+    assert_eq!(needed_syncs(&record(Save::Whole)), 5);
+    // Tensors and a part of either rank.
+    assert_eq!(needed_syncs(&record(Save::Sharded)), 7);
+}
+
+/// Leaves out each sync of what was written; how many that are, without any of which something would be lost.
+fn needed_syncs(ops: &[Op]) -> usize {
     let is_written = |file: &PathBuf| ops.iter().any(|op| matches!(op, Op::Write(path, _) if path == file));
     let syncs = (0..ops.len()).filter(|index| match &ops[*index] {
         Op::SyncFile(file) => is_written(file),
@@ -326,13 +386,12 @@ fn every_sync_is_needed() {
     });
     let mut left_out = 0;
     for index in syncs {
-        let mut fewer = ops.clone();
+        let mut fewer = ops.to_vec();
         let sync = fewer.remove(index);
         assert!(lose_power(&fewer).is_err(), "nothing is lost without {sync:?}");
         left_out += 1;
     }
-    // Tensors, one part with contents, the manifest; the folder, and the one above it.
-    assert_eq!(left_out, 5);
+    left_out
 }
 
 /// Every choice among `count` operations; of many, those that keep or lose at most two.
@@ -343,11 +402,13 @@ fn subsets(count: usize) -> impl Iterator<Item = u32> {
 
 #[test]
 fn a_full_disk_costs_the_new_checkpoint_at_most() {
-    for full_from in 0..record().len() {
+    for (save, full_from) in
+        SAVES.into_iter().flat_map(|save| (0..record(save).len()).map(move |from| (save, from)))
+    {
         let root = before();
         let disk = TestDisk { full_from: Some(full_from), ..TestDisk::at(root.path()) };
         let folder = on(root.path(), disk.clone());
-        let outcome = folder.write(3, 3, 4, &snapshot(3));
+        let outcome = save.write(&folder, &disk, 3, 3);
         let steps: &[u64] = if outcome.is_ok() { &[3] } else { &[2, 3] };
         let _ = folder.rotate(1);
         assert_found(root.path(), steps, &disk.log.lock().last());
@@ -364,19 +425,28 @@ fn a_full_disk_costs_the_new_checkpoint_at_most() {
 
 #[test]
 fn any_damaged_bit_is_noticed_and_the_one_before_is_taken() {
-    let root = before();
-    let folder = root.path().join("00000002-step-2");
+    for save in SAVES {
+        let root = before();
+        save.write(&system(root.path()), &TestDisk::at(root.path()), 3, 3).unwrap();
+        let noticed = damage(root.path(), &root.path().join("00000003-step-3"));
+        assert!(noticed > 1000, "{noticed}");
+        assert_found(root.path(), &[3], &"repaired");
+    }
+}
+
+/// Damages each byte of the checkpoint in `folder`, and repairs it; how many that were.
+fn damage(root: &Path, folder: &Path) -> usize {
     let mut noticed = 0;
-    for entry in fs::read_dir(&folder).unwrap() {
+    for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let whole = fs::read(&path).unwrap();
         for place in 0..whole.len() {
             let mut damaged = whole.clone();
             damaged[place] ^= 1 << (place % 8);
             fs::write(&path, &damaged).unwrap();
-            match newest::find(root.path()) {
+            match newest::find(root) {
                 Ok((found, skipped)) => {
-                    assert_eq!((found.unwrap().step, skipped.len()), (1, 1), "byte {place} of {path:?}");
+                    assert_eq!((found.unwrap().step, skipped.len()), (2, 1), "byte {place} of {path:?}");
                 }
                 // The version alone cannot be told from a later one's.
                 Err(error) => assert!(error.to_string().contains("version"), "{error}"),
@@ -385,8 +455,21 @@ fn any_damaged_bit_is_noticed_and_the_one_before_is_taken() {
         }
         fs::write(&path, &whole).unwrap();
     }
-    assert!(noticed > 1000);
-    assert_found(root.path(), &[2], &"repaired");
+    noticed
+}
+
+#[test]
+fn every_shard_is_a_file_that_other_programs_read() {
+    let root = tempfile::tempdir().unwrap();
+    Save::Sharded.write(&system(root.path()), &TestDisk::at(root.path()), 1, 7).unwrap();
+    for rank in 0..2 {
+        let bytes = fs::read(root.path().join("00000001-step-7").join(shard(rank, 2))).unwrap();
+        let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let slice = theirs.tensor(&format!("weights[{rank}:{}, 0:50]", rank + 1)).unwrap();
+        assert_eq!((slice.dtype(), slice.shape()), (safetensors::Dtype::F32, &[1, 50][..]));
+        assert_eq!(slice.data(), bytemuck::cast_slice::<f32, u8>(&[7.0; 50]));
+        assert_eq!(theirs.len(), if rank == 0 { 2 } else { 1 });
+    }
 }
 
 #[test]

@@ -1,13 +1,14 @@
-//! The thread that writes, on rank 0.
+//! The thread that writes.
 //!
-//! A process has one for each folder, whoever has opened it how often: in an elastic job each round opens its checkpoints
+//! Of rank 0 a process has one for each folder, whoever has opened it how often: in an elastic job each round opens its checkpoints
 //! anew, while what the round before has handed over may still be in flight. That is why the writers of a process are in a
-//! table of the process: two of them would be in each other's way as two processes are.
+//! table of the process: two of them would be in each other's way as two processes are. The other ranks have one for each
+//! [`Checkpoints`](super::Checkpoints), from the first sharded checkpoint on.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::thread::Builder;
 use std::time::Duration;
@@ -17,6 +18,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::disk::SystemDisk;
 use super::folder::{self, Folder};
 use super::owner::{Claimant, Owner};
+use super::sharded::{self, Together};
 use super::snapshot::Snapshot;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -33,6 +35,8 @@ pub(super) struct Job {
     pub world_size: u32,
     pub keep: usize,
     pub snapshot: Snapshot,
+    /// With the other ranks, each its part; rank 0 alone, if there is nothing.
+    pub together: Option<Together>,
 }
 
 /// The writers of this process, by device and inode of their folders. It is locked for a look alone, so that a folder on a
@@ -52,10 +56,28 @@ pub(super) struct Writer {
 
 #[derive(Debug)]
 struct Shared {
-    /// Its claim is given back when the thread has ended, even if nobody waited for that.
-    folder: Folder,
+    role: Role,
+    rank: Rank,
     state: Mutex<State>,
     changed: Condvar,
+}
+
+/// What a thread may do.
+#[derive(Debug)]
+enum Role {
+    /// It writes to the folder as its owner, whose claim is given back when the thread has ended, even if nobody waited for that.
+    Owner(Folder),
+    /// It adds its part to what the owner writes in the folder at this path.
+    Member(PathBuf),
+}
+
+impl Role {
+    fn path(&self) -> &Path {
+        match self {
+            Self::Owner(folder) => &folder.path,
+            Self::Member(path) => path,
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -87,8 +109,10 @@ impl Writer {
         let mut writer = slot.lock();
         let running = writer.upgrade();
         let mut own = None;
-        if let Some(shared) = running {
-            let mut owner = shared.folder.owner.lock();
+        if let Some(shared) = running
+            && let Role::Owner(folder) = &shared.role
+        {
+            let mut owner = folder.owner.lock();
             let before = owner.number();
             let claimed = Owner::claim(path, by, Some(before))?;
             if claimed.follows(before) {
@@ -107,26 +131,46 @@ impl Writer {
         folder.sweep().map_err(unusable)?;
         let state =
             State { number: folder::next_number(path).map_err(unusable)?, ended: true, ..State::default() };
-        let shared = Arc::new(Shared { folder, state: Mutex::new(state), changed: Condvar::new() });
+        let shared = Shared::new(Role::Owner(folder), Rank::MAIN, state);
         *writer = Arc::downgrade(&shared);
         shared.hand_over().map_err(unusable)
     }
 
-    /// Hands a snapshot over once the write before has ended, and gives that one's failure.
-    pub fn write(&self, job: Job, deadline: Deadline) -> Result<()> {
+    /// The writer of another rank than 0; its thread starts with the first job.
+    pub fn member(path: &Path, rank: Rank) -> Self {
+        let state = State { handle: 1, ended: true, ..State::default() };
+        Self { shared: Shared::new(Role::Member(path.to_owned()), rank, state), handle: 1 }
+    }
+
+    /// Waits until a snapshot can be handed over; gives the failure of the write before, which is kept.
+    pub fn ready(&self, deadline: Deadline) -> Result<Option<Error>> {
+        self.open_state(deadline).map(|state| state.failure.clone())
+    }
+
+    /// Hands a snapshot over once the write before has ended, and gives that one's failure. On an error it was not handed over.
+    pub fn write(&self, job: Job, deadline: Deadline) -> Result<Option<Error>> {
+        let mut state = self.open_state(deadline)?;
+        if state.ended {
+            let error = |error| Error::not_started("cannot start the thread that writes checkpoints", error);
+            self.shared.start(&mut state).map_err(error)?;
+        }
+        state.step = Some(job.step);
+        state.next = Some(job);
+        self.shared.changed.notify_all();
+        Ok(state.failure.take())
+    }
+
+    /// The state, when nothing is in flight and something may be handed over.
+    fn open_state(&self, deadline: Deadline) -> Result<MutexGuard<'_, State>> {
         let mut state = self.idle(deadline)?;
         if state.handle != self.handle {
             return Err(Error::invalid_argument("these checkpoints have been opened anew since")
                 .with_remedy("save through what the last `Checkpoints::open` has returned"));
         }
-        let before = state.failure.take();
         if state.closed {
-            return Err(before.unwrap_or_else(panicked));
+            return Err(state.failure.take().unwrap_or_else(|| panicked(self.shared.rank)));
         }
-        state.step = Some(job.step);
-        state.next = Some(job);
-        self.shared.changed.notify_all();
-        before.map_or(Ok(()), Err)
+        Ok(state)
     }
 
     /// Waits until nothing is in flight, and gives the failure of the last write.
@@ -140,15 +184,15 @@ impl Writer {
     }
 
     fn idle(&self, deadline: Deadline) -> Result<MutexGuard<'_, State>> {
-        let Shared { folder, state, changed } = &*self.shared;
+        let Shared { role, rank, state, changed } = &*self.shared;
         let mut state = state.lock();
         while let Some(step) = state.step {
             if changed.wait_until(&mut state, deadline.instant()).timed_out() && state.step.is_some() {
-                let folder = folder.path.display();
+                let folder = role.path().display();
                 return Err(Error::timeout(format!(
                     "the checkpoint of step {step} is still being written to {folder}"
                 ))
-                .at(Rank::MAIN, super::host())
+                .at(*rank, super::host())
                 .with_remedy(
                     "save less often, write to a faster disk, or allow more time with `with_timeout`",
                 ));
@@ -190,6 +234,10 @@ fn slot(place: (u64, u64)) -> Slot {
 }
 
 impl Shared {
+    fn new(role: Role, rank: Rank, state: State) -> Arc<Self> {
+        Arc::new(Self { role, rank, state: Mutex::new(state), changed: Condvar::new() })
+    }
+
     /// A writer that takes the place of those before it, and a thread, if there is none.
     fn hand_over(self: Arc<Self>) -> io::Result<Writer> {
         let mut state = self.state.lock();
@@ -197,18 +245,25 @@ impl Shared {
         state.closed = false;
         let handle = state.handle;
         if state.ended {
-            let worker = self.clone();
-            Builder::new().name("phalanx-checkpoint".into()).spawn(move || worker.work())?;
-            state.ended = false;
+            self.start(&mut state)?;
         }
         drop(state);
         Ok(Writer { shared: self, handle })
     }
 
+    fn start(self: &Arc<Self>, state: &mut State) -> io::Result<()> {
+        let worker = Arc::clone(self);
+        Builder::new().name("phalanx-checkpoint".into()).spawn(move || worker.work())?;
+        state.ended = false;
+        Ok(())
+    }
+
     fn work(&self) {
         while let Some((number, job)) = self.next() {
-            let mut end = End { shared: self, failure: Some(panicked()) };
+            let mut end = End { shared: self, failure: Some(panicked(self.rank)) };
             end.failure = self.write(number, &job).err();
+            // What it holds of a group goes before anybody is told that the write has ended.
+            drop(job);
         }
     }
 
@@ -228,13 +283,21 @@ impl Shared {
     }
 
     fn write(&self, number: u64, job: &Job) -> Result<()> {
-        let Self { folder, .. } = self;
-        folder.write(number, job.step, job.world_size, &job.snapshot).map_err(|error| {
-            let cause =
-                format!("cannot write the checkpoint of step {} to {}", job.step, folder.path.display());
-            let remedy = remedy(&error);
-            Error::io(cause, error).at(Rank::MAIN, super::host()).with_remedy(remedy)
-        })?;
+        let folder = match (&self.role, &job.together) {
+            (Role::Owner(folder), None) => {
+                let outcome = folder.write(number, job.step, job.world_size, &job.snapshot);
+                outcome.map_err(|error| unwritten(job.step, &folder.path, self.rank, error))?;
+                folder
+            }
+            (Role::Owner(folder), Some(together)) => {
+                sharded::lead(folder, number, job, together)?;
+                folder
+            }
+            (Role::Member(path), Some(together)) => return sharded::follow(path, job, together),
+            (Role::Member(_), None) => {
+                return Err(Error::invalid_argument("rank 0 alone writes what is not sharded"));
+            }
+        };
         if let Err(error) = folder.rotate(job.keep) {
             // What was to be saved is.
             warn(format_args!("old checkpoints in {} were not removed: {error}", folder.path.display()));
@@ -265,9 +328,16 @@ pub(super) fn unusable(path: &Path, error: io::Error) -> Error {
         .with_remedy("may rank 0 make this folder, and write in it?")
 }
 
-fn panicked() -> Error {
+/// What kept a rank from writing, or from adding its part to, the checkpoint of a step.
+pub(super) fn unwritten(step: u64, path: &Path, rank: Rank, error: io::Error) -> Error {
+    let cause = format!("cannot write the checkpoint of step {step} to {}", path.display());
+    let remedy = remedy(&error);
+    Error::io(cause, error).at(rank, super::host()).with_remedy(remedy)
+}
+
+fn panicked(rank: Rank) -> Error {
     Error::aborted("the thread that writes checkpoints has panicked")
-        .at(Rank::MAIN, super::host())
+        .at(rank, super::host())
         .with_remedy("standard error says where; open the checkpoints anew")
 }
 
@@ -281,7 +351,7 @@ fn remedy(error: &io::Error) -> &'static str {
         }
         FileTooLarge => "is the size of files limited, by `ulimit -f`? The older ones are as they were",
         NotFound => "was the folder removed while the job ran?",
-        PermissionDenied | ReadOnlyFilesystem => "may rank 0 write there?",
+        PermissionDenied | ReadOnlyFilesystem => "may this rank write there?",
         _ => "the older ones are as they were",
     }
 }

@@ -1,6 +1,9 @@
 //! Groups of some of a group's ranks.
 
-use super::{Identity, ProcessGroup};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{GroupConfig, Identity, ProcessGroup};
 use crate::caller::Caller;
 use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
@@ -115,6 +118,20 @@ impl ProcessGroup {
         self.join_part(&name, &members, Caller::Split)
     }
 
+    /// A group of all ranks of this one, for threads of this crate: what is called in it is no call of the program, and gives up
+    /// after `timeout`. Every rank must call it, in the same order as its collectives, once all know that all do.
+    pub(crate) fn aside(&self, caller: Caller, timeout: Duration) -> Result<Self> {
+        let mut number = self.inner.children.lock();
+        self.begin()?;
+        *number += 1;
+        let name = format!("group/{}", *number - 1);
+        drop(number);
+        let members: Vec<Rank> = self.world_size().ranks().collect();
+        let config = GroupConfig { calls: Arc::default(), ..self.inner.config.subgroup(&name, &members) };
+        let group = self.connect_part(config, self.rank(), self.world_size(), caller)?;
+        Ok(group.with_timeout(timeout).in_call(caller))
+    }
+
     /// The rank in the first group, the one that was not made of another, of this group's `rank`.
     ///
     /// # Errors
@@ -181,7 +198,11 @@ impl ProcessGroup {
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
         let rank = Rank::new(rank as u32);
         let world = WorldSize::new(members.len() as u32)?;
-        let config = self.inner.config.subgroup(name, members);
+        self.connect_part(self.inner.config.subgroup(name, members), rank, world, caller).map(Some)
+    }
+
+    /// This rank's part of a sub-group.
+    fn connect_part(&self, config: GroupConfig, rank: Rank, world: WorldSize, caller: Caller) -> Result<Self> {
         let connected = config.connect(rank, world, self.patience().deadline()).map_err(|error| match error.kind() {
             Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy(
                 "a sub-group meets in the store of the first group: does the process that serves it still run?",
@@ -191,7 +212,7 @@ impl ProcessGroup {
         let identity = Identity { rank, world, trace: self.trace(), config };
         let group = Self::new(identity, connected)?.with_timeout(self.timeout);
         // Its world may be another row of the table, which has not been compared yet.
-        group.tuned(&self.inner.config.tuning, caller).map(Some)
+        group.tuned(&self.inner.config.tuning, caller)
     }
 }
 

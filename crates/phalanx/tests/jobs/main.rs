@@ -14,6 +14,7 @@ mod frozen;
 mod hostile;
 mod processes;
 mod retry;
+mod sharded;
 mod spawn;
 mod strangers;
 
@@ -37,6 +38,7 @@ fn main() {
     tests.add("hostile", hostile::TESTS);
     tests.add("processes", processes::TESTS);
     tests.add("retry", retry::TESTS);
+    tests.add("sharded", sharded::TESTS);
     tests.add("spawn", spawn::TESTS);
     tests.run()
 }
@@ -53,6 +55,7 @@ fn play(role: &str) {
         "hostile" => hostile::play(scenario),
         "processes" => processes::play(scenario),
         "retry" => retry::play(scenario),
+        "sharded" => sharded::play(scenario),
         "spawn" => spawn::play(scenario),
         "strangers" => strangers::play(scenario),
         other => panic!("no role {other}"),

@@ -1,0 +1,204 @@
+//! Which rank has which slices of which tensors: what ranks propose for a sharded checkpoint, and what its manifest says. No I/O.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+
+use serde::{Deserialize, Serialize};
+
+use super::region::{Region, overlap};
+use super::tensors::{byte_length, is_tensor_name};
+use crate::dtype::DType;
+
+/// The most slices of one tensor: one for each rank of the largest world.
+const MAX_SLICES: usize = crate::world_size::MAX_WORLD_SIZE as usize;
+/// Slices that an error shows.
+const SHOWN: usize = 16;
+
+/// A tensor of a checkpoint, and where its slices are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct TensorEntry {
+    pub name: String,
+    pub dtype: DType,
+    /// Of the whole.
+    pub shape: Vec<usize>,
+    /// By rank, and as they stand in its file.
+    pub slices: Vec<SliceEntry>,
+}
+
+/// A slice, or the whole, in the file of a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SliceEntry {
+    pub rank: u32,
+    pub region: Region,
+    /// Where in the file its first element is, in bytes.
+    pub start: u64,
+}
+
+/// A slice that a rank is about to write.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Proposed {
+    pub name: String,
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+    pub region: Region,
+    pub start: u64,
+}
+
+impl TensorEntry {
+    /// Do its slices lie in files of these `lengths`, and are they, together, the whole, each element once? What a manifest says
+    /// may be anything.
+    pub fn check(&self, lengths: &[u64]) -> Result<(), String> {
+        let Self { name, dtype, shape, slices } = self;
+        if !is_tensor_name(name) || byte_length(*dtype, shape).is_none() {
+            return Err(format!("no tensor can be {name:?}, {dtype} {shape:?}"));
+        }
+        for SliceEntry { rank, region, start } in slices {
+            region
+                .check(shape)
+                .map_err(|cause| format!("rank {rank}'s slice of the tensor {name:?}: {cause}"))?;
+            let length =
+                lengths.get(*rank as usize).ok_or_else(|| format!("{name:?}: no rank {rank} has written"))?;
+            let end = byte_length(*dtype, &region.shape).and_then(|bytes| start.checked_add(bytes as u64));
+            if end.is_none_or(|end| end > *length) {
+                return Err(format!(
+                    "rank {rank}'s slice {region} of the tensor {name:?} ends behind its file"
+                ));
+            }
+        }
+        self.check_cover()
+    }
+
+    /// Do the slices, which lie in the tensor, cover it, each element once?
+    fn check_cover(&self) -> Result<(), String> {
+        let Self { name, shape, slices, .. } = self;
+        if slices.len() > MAX_SLICES {
+            return Err(format!(
+                "the tensor {name:?} has {} slices, and may have {MAX_SLICES}",
+                slices.len()
+            ));
+        }
+        let regions: Vec<&Region> = slices.iter().map(|slice| &slice.region).collect();
+        if let Some((one, other)) = overlap(&regions) {
+            let (one, other) = (&slices[one], &slices[other]);
+            return Err(format!(
+                "the tensor {name:?} {shape:?} is saved twice: rank {} has {}, and rank {} has {}",
+                one.rank, one.region, other.rank, other.region
+            ));
+        }
+        let (all, there) =
+            (Region::whole(shape).elements(), regions.iter().map(|region| region.elements()).sum());
+        if all == there {
+            return Ok(());
+        }
+        let named: Vec<String> = slices
+            .iter()
+            .take(SHOWN)
+            .map(|SliceEntry { rank, region, .. }| format!("rank {rank} has {region}"))
+            .collect();
+        let more = if slices.len() > SHOWN { ", .." } else { "" };
+        Err(format!(
+            "the tensor {name:?} {shape:?} has gaps: {} of {all} elements are no rank's; {}{more}",
+            all - there,
+            named.join(", ")
+        ))
+    }
+}
+
+/// The tensors that the ranks propose together, by name.
+pub(super) fn merged(ranks: impl Iterator<Item = (u32, Vec<Proposed>)>) -> Result<Vec<TensorEntry>, String> {
+    let mut tensors: BTreeMap<String, TensorEntry> = BTreeMap::new();
+    for (rank, slices) in ranks {
+        for Proposed { name, dtype, shape, region, start } in slices {
+            region
+                .check(&shape)
+                .map_err(|cause| format!("rank {rank}'s slice of the tensor {name:?}: {cause}"))?;
+            let slice = SliceEntry { rank, region, start };
+            match tensors.entry(name) {
+                Entry::Vacant(entry) => {
+                    let name = entry.key().clone();
+                    entry.insert(TensorEntry { name, dtype, shape, slices: vec![slice] });
+                }
+                Entry::Occupied(mut entry) => {
+                    let tensor = entry.get_mut();
+                    if (tensor.dtype, &tensor.shape) != (dtype, &shape) {
+                        let first = tensor.slices.first().map_or(0, |slice| slice.rank);
+                        return Err(format!(
+                            "the tensor {:?} is {} {:?} on rank {first}, and {dtype} {shape:?} on rank {rank}",
+                            tensor.name, tensor.dtype, tensor.shape
+                        ));
+                    }
+                    tensor.slices.push(slice);
+                }
+            }
+        }
+    }
+    let tensors: Vec<TensorEntry> = tensors.into_values().collect();
+    tensors.iter().try_for_each(TensorEntry::check_cover)?;
+    Ok(tensors)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows of a matrix.
+    fn rows(dtype: DType, from: usize, to: usize) -> Vec<Proposed> {
+        let region = Region::of(&[8, 4], &[from, 0], &[to - from, 4]).unwrap();
+        vec![Proposed { name: "w".to_owned(), dtype, shape: vec![8, 4], region, start: 0 }]
+    }
+
+    #[test]
+    fn slices_that_do_not_make_up_a_tensor_are_refused_by_name_rank_and_range() {
+        let rows = |rank: u32, from, to| (rank, rows(DType::F32, from, to));
+        let whole = merged([rows(0, 0, 3), rows(1, 3, 3), rows(2, 3, 8)].into_iter()).unwrap();
+        assert_eq!((whole.len(), whole[0].slices.len()), (1, 3));
+        let twice = merged([rows(0, 0, 4), rows(1, 3, 8)].into_iter()).unwrap_err();
+        assert!(
+            twice.contains("\"w\"") && twice.contains("rank 0 has [0:4, 0:4], and rank 1 has [3:8, 0:4]"),
+            "{twice}"
+        );
+        let gap = merged([rows(0, 0, 4), rows(2, 6, 8)].into_iter()).unwrap_err();
+        assert!(
+            gap.contains("8 of 32 elements are no rank's; rank 0 has [0:4, 0:4], rank 2 has [6:8, 0:4]"),
+            "{gap}"
+        );
+        let other = (1, self::rows(DType::F64, 4, 8));
+        let differ = merged([rows(0, 0, 4), other].into_iter()).unwrap_err();
+        assert!(differ.contains("is f32 [8, 4] on rank 0, and f64 [8, 4] on rank 1"), "{differ}");
+    }
+
+    #[test]
+    fn what_a_manifest_says_is_not_believed() {
+        let slice = |rank, from: usize, length, start| SliceEntry {
+            rank,
+            region: Region { offsets: vec![from], shape: vec![length] },
+            start,
+        };
+        let tensor = |slices: Vec<SliceEntry>| TensorEntry {
+            name: "w".to_owned(),
+            dtype: DType::F32,
+            shape: vec![4],
+            slices,
+        };
+        let lengths = [24, 16];
+        tensor(vec![slice(0, 0, 2, 16), slice(1, 2, 2, 8)]).check(&lengths).unwrap();
+        for wrong in [
+            vec![slice(0, 0, 2, 17), slice(1, 2, 2, 8)],
+            vec![slice(0, 0, 2, u64::MAX), slice(1, 2, 2, 8)],
+            vec![slice(0, 0, 2, 16), slice(2, 2, 2, 8)],
+            vec![slice(0, 0, 2, 16), slice(1, 3, 2, 8)],
+            vec![slice(0, 0, 2, 16), slice(1, usize::MAX, 2, 8)],
+            vec![slice(0, 0, 2, 16)],
+            vec![slice(0, 0, 4, 0), slice(1, 2, 2, 8)],
+            vec![],
+        ] {
+            assert!(tensor(wrong.clone()).check(&lengths).is_err(), "{wrong:?}");
+        }
+        let huge = TensorEntry { shape: vec![usize::MAX, 2], ..tensor(vec![]) };
+        assert!(huge.check(&lengths).is_err());
+        let reserved = TensorEntry { name: "__metadata__".to_owned(), ..tensor(vec![slice(0, 0, 4, 0)]) };
+        assert!(reserved.check(&lengths).is_err());
+    }
+}

@@ -1,0 +1,343 @@
+//! A checkpoint that every rank writes a part of.
+//!
+//! What the ranks have is compared in the call of the user, by collectives of the user's group: who has which slices, and how the
+//! write before has ended. The threads that write then agree through a group of their own, so that nothing that the program
+//! calls meanwhile stands in their way. Rank 0 makes the folder; each rank adds its files, and syncs them; rank 0 hears of
+//! all, writes the manifest and gives the folder its name; and all hear how it has ended.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::disk::SystemDisk;
+use super::folder::{self, Folder, Unfit};
+use super::layout::{self, Proposed, TensorEntry};
+use super::manifest::{FileEntry, MAX_PARTS, Manifest, shard};
+use super::snapshot::Snapshot;
+use super::writer::{Job, unwritten};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+use crate::rank::Rank;
+
+/// How long a file system of several machines may take to show on one what another has made.
+const VISIBLE: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// What to do where ranks do not see the same files.
+pub(super) const SHARE: &str = "put the folder on a disk that all ranks share, and give every rank its path there, or call `save` on all";
+
+/// What joins the threads of all ranks in one write.
+#[derive(Debug)]
+pub(super) struct Together {
+    /// The group of the threads.
+    pub threads: ProcessGroup,
+    /// On rank 0: what all have, together.
+    pub tensors: Vec<TensorEntry>,
+}
+
+/// An error of a rank, for the others.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Told {
+    rank: u32,
+    host: String,
+    cause: String,
+    remedy: Option<String>,
+}
+
+impl Told {
+    /// What `error`, which this rank has met with, or was told, says to others.
+    fn of(error: &Error, me: Rank) -> Self {
+        Self {
+            rank: error.rank().unwrap_or(me).get(),
+            host: error.host().map_or_else(super::host, str::to_owned),
+            cause: error.full_cause(),
+            remedy: error.remedy().map(str::to_owned),
+        }
+    }
+
+    fn error(self) -> Error {
+        let rank = Rank::new(self.rank);
+        let error = Error::aborted(self.cause).at(rank, self.host).with_peer(rank);
+        self.remedy.into_iter().fold(error, Error::with_remedy)
+    }
+}
+
+/// What a rank brings to the call that saves.
+#[derive(Serialize, Deserialize)]
+struct Proposal {
+    step: u64,
+    /// Its tensors and the names of its parts; or why it can save nothing.
+    state: Result<(Vec<Proposed>, Vec<String>), Told>,
+    /// How the write before has failed.
+    before: Option<Told>,
+    /// Does it know a group of the threads that has not failed?
+    connected: bool,
+}
+
+/// What rank 0 makes of it.
+#[derive(Serialize, Deserialize)]
+struct Verdict {
+    before: Option<Told>,
+    connected: bool,
+}
+
+/// Why nothing is written.
+#[derive(Serialize, Deserialize)]
+enum Refusal {
+    /// A rank can save nothing.
+    Rank(Told),
+    /// What the ranks bring makes no checkpoint.
+    Together(String),
+}
+
+/// What all have agreed on.
+pub(super) struct Agreement {
+    /// On rank 0: what all have, together.
+    pub tensors: Vec<TensorEntry>,
+    /// How the write before has failed, on whatever rank.
+    pub before: Option<Error>,
+    /// Has every rank a group of the threads that has not failed?
+    pub connected: bool,
+}
+
+/// Compares what all ranks bring. `ready` says how the write before has failed, or why nothing can be handed over.
+pub(super) fn agree(
+    group: &ProcessGroup,
+    step: u64,
+    snapshot: &Result<Snapshot>,
+    ready: Result<Option<Error>>,
+    connected: bool,
+) -> Result<Agreement> {
+    let me = group.rank();
+    let (before, state) = match (snapshot, ready) {
+        (Ok(snapshot), Ok(before)) => {
+            let tensors = snapshot.propose().map_err(Error::invalid_argument);
+            (before, tensors.map(|tensors| (tensors, snapshot.parts.keys().cloned().collect())))
+        }
+        (Err(error), _) => (None, Err(error.clone())),
+        (Ok(_), Err(error)) => (None, Err(error)),
+    };
+    let own = state.as_ref().err().cloned();
+    let proposal = Proposal {
+        step,
+        state: state.map_err(|error| Told::of(&error, me)),
+        before: before.as_ref().map(|error| Told::of(error, me)),
+        connected,
+    };
+    let all = group.gather_object(&proposal, Rank::MAIN)?;
+    let mut tensors = Vec::new();
+    let verdict = all.map(|all| {
+        let verdict = Verdict {
+            before: all.iter().find_map(|proposal| proposal.before.clone()),
+            connected: all.iter().all(|proposal| proposal.connected),
+        };
+        tensors = merged(step, all)?;
+        Ok(verdict)
+    });
+    let verdict: Result<Verdict, Refusal> = group.broadcast_object(verdict.as_ref(), Rank::MAIN)?;
+    match verdict {
+        Ok(Verdict { before: told, connected }) => {
+            Ok(Agreement { tensors, before: before.or_else(|| told.map(Told::error)), connected })
+        }
+        Err(Refusal::Rank(told)) => Err(own.unwrap_or_else(|| told.error())),
+        Err(Refusal::Together(cause)) => Err(Error::mismatch(cause)),
+    }
+}
+
+/// The tensors that all ranks have together.
+fn merged(step: u64, all: Vec<Proposal>) -> Result<Vec<TensorEntry>, Refusal> {
+    let (mut tensors, mut parts) = (Vec::with_capacity(all.len()), BTreeMap::new());
+    for (rank, proposal) in (0..).zip(all) {
+        let (slices, names) = proposal.state.map_err(Refusal::Rank)?;
+        if proposal.step != step {
+            let cause = format!("rank 0 saves step {step}, and rank {rank} step {}", proposal.step);
+            return Err(Refusal::Together(cause));
+        }
+        for name in names {
+            if let Some(other) = parts.insert(name.clone(), rank) {
+                let cause = format!("the part {name:?} is saved twice: by rank {other}, and by rank {rank}");
+                return Err(Refusal::Together(cause));
+            }
+        }
+        tensors.push((rank, slices));
+    }
+    if parts.len() > MAX_PARTS {
+        let cause = format!("the ranks save {} parts, and a checkpoint may have {MAX_PARTS}", parts.len());
+        return Err(Refusal::Together(cause));
+    }
+    layout::merged(tensors.into_iter()).map_err(Refusal::Together)
+}
+
+/// Writes number `number`, as rank 0, with what the other ranks write.
+pub(super) fn lead(folder: &Folder, number: u64, job: &Job, together: &Together) -> Result<()> {
+    let threads = Threads::of(together);
+    let failed = |error| unwritten(job.step, &folder.path, Rank::MAIN, error);
+    let begun = folder.begin(number).map_err(failed);
+    let name = begun.as_ref().map(|begun| name(begun)).map_err(Error::clone);
+    let told = threads.tell(Some(name));
+    let begun = begun?;
+    if let Err(error) = told {
+        folder.give_up(&begun);
+        return Err(error);
+    }
+    let own = folder.write_files(&begun, &shard(0, job.world_size), &job.snapshot).map_err(failed);
+    let gathered = match threads.gather(own) {
+        Ok(gathered) => gathered,
+        Err(error) => {
+            folder.give_up(&begun);
+            return Err(error);
+        }
+    };
+    let manifest = gathered.and_then(|files| {
+        let manifest = manifest((job.step, job.world_size), &together.tensors, files)
+            .map_err(|cause| failed(io::Error::other(cause)))?;
+        manifest
+            .files
+            .iter()
+            .try_for_each(|file| see(&begun, file))
+            .map_err(|unseen| unseen.at(Rank::MAIN, super::host()))?;
+        Ok(manifest)
+    });
+    let ended = match manifest {
+        Ok(manifest) => folder.end(&begun, number, Ok(manifest)).map_err(failed),
+        Err(error) => {
+            folder.give_up(&begun);
+            Err(error)
+        }
+    };
+    threads.tell(Some(ended))
+}
+
+/// Writes this rank's part of what rank 0 writes at the same time. The folder is at `path` for this rank.
+pub(super) fn follow(path: &Path, job: &Job, together: &Together) -> Result<()> {
+    let threads = Threads::of(together);
+    let rank = together.threads.rank();
+    let name: String = threads.tell(None)?;
+    let written = visible(path, &name, rank).and_then(|begun| {
+        let file = shard(rank.get(), job.world_size);
+        // What changes the folder itself is up to rank 0, which asks whether it still owns it.
+        let written = folder::write_files(&SystemDisk, &begun, &file, &job.snapshot, || Ok(()));
+        written.map_err(|error| unwritten(job.step, path, rank, error))
+    });
+    // Rank 0 has all, and says how it has ended.
+    let _ = threads.gather(written.clone())?;
+    let ended = threads.tell(None);
+    // Its own error says more than what it is told of it.
+    written.and(ended)
+}
+
+fn name(begun: &Path) -> String {
+    begun.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// The manifest over what the ranks have written, by rank, each its tensors first.
+pub(super) fn manifest(
+    (step, world_size): (u64, u32),
+    tensors: &[TensorEntry],
+    ranks: Vec<Vec<FileEntry>>,
+) -> Result<Manifest, String> {
+    let (mut files, mut parts) = (Vec::with_capacity(ranks.len()), Vec::new());
+    for mut rank in ranks {
+        parts.extend(rank.split_off(rank.len().min(1)));
+        files.append(&mut rank);
+    }
+    parts.sort_by(|left, right| left.name.cmp(&right.name));
+    files.extend(parts);
+    let manifest = Manifest::sharded(step, world_size, files, tensors.to_vec());
+    manifest.check().map(|()| manifest)
+}
+
+/// The folder that rank 0 has made, once this rank sees it.
+fn visible(path: &Path, name: &str, rank: Rank) -> Result<PathBuf> {
+    let begun = path.join(name);
+    let found = wait(|| {
+        // A network's file system looks again when the folder above is opened.
+        let _ = std::fs::read_dir(path).map(Iterator::count);
+        begun.is_dir().then_some(()).ok_or(())
+    });
+    match found {
+        Ok(()) => Ok(begun),
+        Err(()) => {
+            let path = path.display();
+            Err(Error::environment(format!(
+                "rank {rank} does not see {name}, which rank 0 has made, in {path}"
+            ))
+            .at(rank, super::host())
+            .with_remedy(SHARE))
+        }
+    }
+}
+
+/// Sees to it that rank 0 sees the file that a rank has written.
+fn see(begun: &Path, file: &FileEntry) -> Result<()> {
+    let seen = wait(|| folder::open_entry(begun, file).map(drop));
+    seen.map_err(|unfit| {
+        let (cause, source) = match unfit {
+            Unfit::Torn(cause) => (cause, None),
+            Unfit::Unread(cause, source) => (cause, source),
+        };
+        let error = Error::environment(format!(
+            "rank 0 does not see in {} what was written: {cause}",
+            begun.display()
+        ))
+        .with_remedy(SHARE);
+        source.into_iter().fold(error, Error::with_source)
+    })
+}
+
+/// The first success of `attempt`, or its last failure, after a while.
+fn wait<T, E>(mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E> {
+    let deadline = Deadline::after(VISIBLE);
+    loop {
+        match attempt() {
+            Err(_) if !deadline.has_passed() => std::thread::sleep(PAUSE),
+            outcome => return outcome,
+        }
+    }
+}
+
+/// The threads that write. If this one ends before its part is done, the others hear of it.
+struct Threads<'a>(&'a ProcessGroup);
+
+impl<'a> Threads<'a> {
+    fn of(together: &'a Together) -> Self {
+        Self(&together.threads)
+    }
+
+    /// Gives every rank what rank 0 has come to; the others bring `None`.
+    fn tell<T: Serialize + DeserializeOwned>(&self, outcome: Option<Result<T>>) -> Result<T> {
+        let own = outcome.as_ref().and_then(|outcome| outcome.as_ref().err().cloned());
+        let told = outcome.map(|outcome| outcome.map_err(|error| Told::of(&error, self.0.rank())));
+        let told: Result<T, Told> = self.heard(self.0.broadcast_object(told.as_ref(), Rank::MAIN))?;
+        told.map_err(|told| own.unwrap_or_else(|| told.error()))
+    }
+
+    /// Gives rank 0 what each rank has written, or what the first has met with that has not; the others nothing.
+    fn gather(&self, own: Result<Vec<FileEntry>>) -> Result<Result<Vec<Vec<FileEntry>>>> {
+        let told = own.as_ref().map_err(|error| Told::of(error, self.0.rank()));
+        let told: Result<Vec<FileEntry>, Told> = told.cloned();
+        let all = self.heard(self.0.gather_object(&told, Rank::MAIN))?.unwrap_or_default();
+        let all: Result<Vec<_>, Told> = all.into_iter().collect();
+        Ok(all.map_err(|told| own.err().unwrap_or_else(|| told.error())))
+    }
+
+    /// An error of this rank's alone ends the group: nobody waits for what does not come.
+    fn heard<T>(&self, outcome: Result<T>) -> Result<T> {
+        outcome.inspect_err(|error| self.0.abort(error.clone()))
+    }
+}
+
+impl Drop for Threads<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let (rank, host) = (self.0.rank(), super::host());
+            let cause = "the thread that writes this rank's part of a checkpoint has panicked";
+            self.0.abort(Error::aborted(cause).at(rank, host).with_peer(rank));
+        }
+    }
+}
