@@ -5,12 +5,14 @@ use std::collections::HashSet;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
+use phalanx::checkpoint::{Saved, Snapshot};
 use phalanx::{Caller, Error, Rank, Result, WorldSize};
 
 use crate::Ddp;
 use crate::gradients::Synced;
 use crate::optimizer;
 use crate::parameters::Parameter;
+use crate::state::moments;
 
 /// The first stage of ZeRO (Rajbhandari et al., 2020): each rank keeps the optimizer's state of its own part of the
 /// parameters, gets the averages of their gradients, updates them, and gives them to the others. PyTorch's
@@ -102,6 +104,49 @@ impl ZeroRedundancyOptimizer {
             return Ok(None);
         }
         optimizer::merged(&self.inner, states).map(Some)
+    }
+
+    /// Adds this rank's part of the state to a sharded checkpoint, tensor by tensor, under names that begin with `name`: every
+    /// rank calls it in [`save_sharded`](phalanx::checkpoint::Checkpoints::save_sharded). Nothing is gathered, and no rank needs
+    /// memory for the state of others. The model, which all ranks have, is saved by one of them.
+    ///
+    /// ```
+    /// # use phalanx::checkpoint::Checkpoints;
+    /// # use phalanx_burn::{Ddp, ZeroRedundancyOptimizer};
+    /// # use burn::nn::Linear;
+    /// fn save(checkpoints: &Checkpoints, step: u64, ddp: &Ddp<Linear>, optimizer: &ZeroRedundancyOptimizer) -> phalanx::Result<()> {
+    ///     checkpoints.save_sharded(step, |snapshot| optimizer.save(ddp, snapshot, "optimizer"))
+    /// }
+    ///
+    /// fn load(checkpoints: &Checkpoints, ddp: &Ddp<Linear>, optimizer: &mut ZeroRedundancyOptimizer) -> phalanx::Result<()> {
+    ///     match checkpoints.newest()? {
+    ///         Some(saved) => optimizer.load(ddp, &saved, "optimizer"), // on any number of ranks
+    ///         None => Ok(()),
+    ///     }
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// If the state cannot be read, or as [`Snapshot::tensor`] and [`Snapshot::value`].
+    pub fn save<M: Module>(&self, ddp: &Ddp<M>, snapshot: &mut Snapshot, name: &str) -> Result<()> {
+        let index = format!("{name}-{}", ddp.rank());
+        moments::save_part(&self.inner, ddp.parameters(), snapshot, (&index, name))
+    }
+
+    /// Takes over this rank's part of the state that any number of ranks have [saved](Self::save) under `name`, and reads no
+    /// other rank's tensors.
+    ///
+    /// # Errors
+    /// If it is not there, cannot be read, or is that of another model; the state is then as it was.
+    pub fn load<M: Module>(&mut self, ddp: &Ddp<M>, saved: &Saved, name: &str) -> Result<()> {
+        let indexes = (0..saved.world_size()).map(|rank| format!("{name}-{rank}"));
+        let is_own = |place: usize| {
+            let parameter = ddp.parameters().get(place);
+            // What is not there is another model's, which is an error and not left out.
+            parameter.is_none_or(|parameter| self.own.contains(&parameter.id))
+        };
+        self.inner = moments::load_parts(&self.inner, ddp.parameters(), saved, (indexes, name), is_own)?;
+        Ok(())
     }
 
     /// The bytes of this rank's state, as it would be saved.

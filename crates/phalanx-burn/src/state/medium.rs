@@ -13,7 +13,7 @@ use crate::bridge;
 
 /// What a tensor is, apart from its elements.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Layout {
+pub(crate) struct Layout {
     pub dtype: DType,
     pub shape: Vec<usize>,
 }
@@ -26,7 +26,7 @@ impl Layout {
     }
 }
 
-pub(super) trait Target {
+pub(crate) trait Target {
     /// Saves a copy of a tensor's elements.
     fn tensor(&mut self, name: &str, layout: &Layout, elements: &[u8]) -> Result<()>;
 
@@ -36,7 +36,7 @@ pub(super) trait Target {
     fn value<T: Serialize>(&mut self, name: &str, value: &T) -> Result<()>;
 }
 
-pub(super) trait Source {
+pub(crate) trait Source {
     /// The elements of a tensor, of any alignment.
     fn elements(&self, name: &str) -> Result<Cow<'_, [u8]>>;
 

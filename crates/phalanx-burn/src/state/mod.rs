@@ -2,7 +2,7 @@
 
 mod medium;
 mod model;
-mod moments;
+pub(crate) mod moments;
 mod schedule;
 
 use std::fmt;

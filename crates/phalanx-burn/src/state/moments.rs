@@ -41,6 +41,16 @@ pub(super) fn save(
     target: &mut impl Target,
     prefix: &str,
 ) -> Result<()> {
+    save_part(optimizer, state, target, (prefix, prefix))
+}
+
+/// Saves the state that `optimizer` has, of whichever parameters: its tensors behind `prefix`, and the rest as the value `index_name`.
+pub(crate) fn save_part(
+    optimizer: &ModuleOptimizer,
+    state: &[Parameter],
+    target: &mut impl Target,
+    (index_name, prefix): (&str, &str),
+) -> Result<()> {
     let mut places = HashMap::new();
     for (place, parameter) in state.iter().enumerate() {
         // One that stands in several places is known by the first.
@@ -70,7 +80,7 @@ pub(super) fn save(
     index.scalars.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
     index.paths.sort_unstable();
     index.tensors = tensors.iter().map(|(key, layout, _)| (key.clone(), layout.clone())).collect();
-    target.value(prefix, &index)?;
+    target.value(index_name, &index)?;
     tensors
         .into_iter()
         .try_for_each(|(key, layout, elements)| target.owned(&name(prefix, &key, state)?, &layout, elements))
@@ -83,7 +93,24 @@ pub(super) fn load(
     source: &impl Source,
     prefix: &str,
 ) -> Result<ModuleOptimizer> {
-    let index: Index = source.value(prefix)?;
+    load_parts(optimizer, state, source, (std::iter::once(prefix.to_owned()), prefix), |_| true)
+}
+
+/// `optimizer` with the state that was saved in parts, of those parameters whose places are to be kept.
+pub(crate) fn load_parts(
+    optimizer: &ModuleOptimizer,
+    state: &[Parameter],
+    source: &impl Source,
+    (index_names, prefix): (impl Iterator<Item = String>, &str),
+    keep: impl Fn(usize) -> bool,
+) -> Result<ModuleOptimizer> {
+    let mut index = Index::default();
+    for name in index_names {
+        let part: Index = source.value(&name)?;
+        index.tensors.extend(part.tensors.into_iter().filter(|(key, _)| keep(key.place)));
+        index.scalars.extend(part.scalars.into_iter().filter(|(key, _)| keep(key.place)));
+        index.paths.extend(part.paths.into_iter().filter(|(place, _)| keep(*place)));
+    }
     let id = |place: usize| state.get(place).map(|parameter| parameter.id.val()).ok_or_else(other_model);
     let mut tensors = Vec::with_capacity(index.tensors.len());
     for (key, layout) in &index.tensors {

@@ -4,6 +4,7 @@ use crate::common::{Mlp, distance, floats, run, samples};
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, OptimizerRecord, SgdConfig};
 use burn::tensor::Bytes;
 use parking_lot::Mutex;
+use phalanx::checkpoint::Checkpoints;
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::Compressed;
 use phalanx::testing::{self, Fabric};
@@ -95,6 +96,44 @@ fn content(optimizer: &ModuleOptimizer) -> Content {
         tensors.map(|tensor| (tensor.name.clone(), tensor.into_bytes().unwrap().to_vec())).collect();
     tensors.sort();
     (tensors, scalars, paths)
+}
+
+#[test]
+fn any_number_of_ranks_goes_on_with_what_any_number_has_saved() {
+    let start = Mlp::new(&WIDTHS);
+    for ranks in [1, 2, 3] {
+        let folder = tempfile::tempdir().unwrap();
+        let outcomes = run(ranks, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+            let mut zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+            for step in 0..4 {
+                let averages = gradients(&mut ddp, step);
+                zero.step(&mut ddp, 0.01, averages).unwrap();
+            }
+            checkpoints.save_sharded(4, |snapshot| zero.save(&ddp, snapshot, "optimizer")).unwrap();
+            checkpoints.finish().unwrap();
+            let whole = zero.consolidate(&ddp, Rank::MAIN).unwrap().map(|whole| content(&whole));
+            (whole, ddp.into_model())
+        });
+        let (whole, model) = outcomes.into_iter().next().unwrap();
+        for world in [1, 2, 4] {
+            let wholes = run(world, |group| {
+                let saved = Checkpoints::open(folder.path(), &group).unwrap().newest().unwrap().unwrap();
+                let mut ddp = Ddp::new(model.clone(), &group).unwrap();
+                let mut zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+                zero.load(&ddp, &saved, "optimizer").unwrap();
+                let whole = zero.consolidate(&ddp, Rank::MAIN).unwrap().map(|whole| content(&whole));
+                let error = zero.load(&ddp, &saved, "other").unwrap_err();
+                assert!(error.is_mismatch() && error.to_string().contains("other-0"), "{error}");
+                let averages = gradients(&mut ddp, 4);
+                zero.step(&mut ddp, 0.01, averages).unwrap();
+                assert!(ddp.replicas_identical().unwrap());
+                whole
+            });
+            assert!(whole.is_some() && wholes[0] == whole, "{ranks} to {world}");
+        }
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! A real save, of rank 0 alone or of two ranks together, is recorded, operation by operation. Each test then plays a part of the record onto a copy of what was
 //! there before, as a crash would leave it, and looks for the newest checkpoint there with the real code.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -200,11 +200,16 @@ pub(super) fn assert_found(root: &Path, steps: &[u64], what: &dyn std::fmt::Debu
 
 /// The files of a checkpoint like this one: of a sharded one the manifest, whose checksums say what is in the others.
 fn saved(like: &Found) -> Contents {
-    let root = tempfile::tempdir().unwrap();
-    let save = if like.is_sharded { Save::Sharded } else { Save::Whole };
-    save.write(&system(root.path()), &TestDisk::at(root.path()), 1, like.step).unwrap();
-    let Found { contents, .. } = newest::find(root.path()).unwrap().0.unwrap();
-    contents
+    static SAVED: Mutex<BTreeMap<(bool, u64), Contents>> = Mutex::new(BTreeMap::new());
+    let mut saved = SAVED.lock();
+    let contents = saved.entry((like.is_sharded, like.step)).or_insert_with(|| {
+        let root = tempfile::tempdir().unwrap();
+        let save = if like.is_sharded { Save::Sharded } else { Save::Whole };
+        save.write(&system(root.path()), &TestDisk::at(root.path()), 1, like.step).unwrap();
+        let Found { contents, .. } = newest::find(root.path()).unwrap().0.unwrap();
+        contents
+    });
+    contents.clone()
 }
 
 /// A crash must not stand in the way of the next run.
