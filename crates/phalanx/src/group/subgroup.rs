@@ -202,7 +202,13 @@ impl ProcessGroup {
     }
 
     /// This rank's part of a sub-group.
-    fn connect_part(&self, config: GroupConfig, rank: Rank, world: WorldSize, caller: Caller) -> Result<Self> {
+    fn connect_part(
+        &self,
+        config: GroupConfig,
+        rank: Rank,
+        world: WorldSize,
+        caller: Caller,
+    ) -> Result<Self> {
         let connected = config.connect(rank, world, self.patience().deadline()).map_err(|error| match error.kind() {
             Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy(
                 "a sub-group meets in the store of the first group: does the process that serves it still run?",
