@@ -47,9 +47,8 @@ pub(super) struct Proposed {
 }
 
 impl TensorEntry {
-    /// Do its slices lie in files of these `lengths`, and are they, together, the whole, each element once? What a manifest says
-    /// may be anything.
-    pub fn check(&self, lengths: &[u64]) -> Result<(), String> {
+    /// Do its slices lie in files of these `lengths`? Adds to `places` the rank, the start and the end of what they take there.
+    fn check_places(&self, lengths: &[u64], places: &mut Vec<(u32, u64, u64)>) -> Result<(), String> {
         let Self { name, dtype, shape, slices } = self;
         if !is_tensor_name(name) || byte_length(*dtype, shape).is_none() {
             return Err(format!("no tensor can be {name:?}, {dtype} {shape:?}"));
@@ -61,13 +60,16 @@ impl TensorEntry {
             let length =
                 lengths.get(*rank as usize).ok_or_else(|| format!("{name:?}: no rank {rank} has written"))?;
             let end = byte_length(*dtype, &region.shape).and_then(|bytes| start.checked_add(bytes as u64));
-            if end.is_none_or(|end| end > *length) {
+            let Some(end) = end.filter(|end| end <= length) else {
                 return Err(format!(
                     "rank {rank}'s slice {region} of the tensor {name:?} ends behind its file"
                 ));
+            };
+            if *start < end {
+                places.push((*rank, *start, end));
             }
         }
-        self.check_cover()
+        Ok(())
     }
 
     /// Do the slices, which lie in the tensor, cover it, each element once?
@@ -104,6 +106,19 @@ impl TensorEntry {
             named.join(", ")
         ))
     }
+}
+
+/// Are these tensors in files of these `lengths`, each byte there of one element at most, and is each tensor whole, each element
+/// once? What a manifest says may be anything: what it takes to read it is no more than its files hold.
+pub(super) fn check(tensors: &[TensorEntry], lengths: &[u64]) -> Result<(), String> {
+    let mut places = Vec::new();
+    tensors.iter().try_for_each(|tensor| tensor.check_places(lengths, &mut places))?;
+    places.sort_unstable();
+    let shared = |pair: &&[(u32, u64, u64)]| matches!(pair, [(one, _, end), (other, start, _)] if one == other && start < end);
+    if let Some([(rank, start, _), ..]) = places.windows(2).find(shared) {
+        return Err(format!("two slices have the same bytes of rank {rank}'s file, behind byte {start}"));
+    }
+    tensors.iter().try_for_each(TensorEntry::check_cover)
 }
 
 /// The tensors that the ranks propose together, by name.
@@ -183,7 +198,9 @@ mod tests {
             slices,
         };
         let lengths = [24, 16];
-        tensor(vec![slice(0, 0, 2, 16), slice(1, 2, 2, 8)]).check(&lengths).unwrap();
+        let check = |tensor: TensorEntry| check(&[tensor], &lengths);
+        check(tensor(vec![slice(0, 0, 2, 16), slice(1, 2, 2, 8)])).unwrap();
+        check(tensor(vec![slice(0, 2, 2, 8), slice(0, 0, 2, 16), slice(0, 1, 0, 12)])).unwrap();
         for wrong in [
             vec![slice(0, 0, 2, 17), slice(1, 2, 2, 8)],
             vec![slice(0, 0, 2, u64::MAX), slice(1, 2, 2, 8)],
@@ -193,12 +210,19 @@ mod tests {
             vec![slice(0, 0, 2, 16)],
             vec![slice(0, 0, 4, 0), slice(1, 2, 2, 8)],
             vec![],
+            vec![slice(0, 0, 2, 16), slice(0, 2, 2, 16)],
+            vec![slice(0, 0, 2, 12), slice(0, 2, 2, 16)],
+            vec![slice(1, 0, 1, 8), slice(0, 1, 2, 8), slice(1, 3, 1, 8)],
         ] {
-            assert!(tensor(wrong.clone()).check(&lengths).is_err(), "{wrong:?}");
+            assert!(check(tensor(wrong.clone())).is_err(), "{wrong:?}");
         }
+        // A file that is read twice, as two tensors.
+        let whole = |name: &str| TensorEntry { name: name.to_owned(), ..tensor(vec![slice(0, 0, 4, 8)]) };
+        assert!(super::check(&[whole("v")], &lengths).is_ok());
+        assert!(super::check(&[whole("v"), whole("w")], &lengths).is_err());
         let huge = TensorEntry { shape: vec![usize::MAX, 2], ..tensor(vec![]) };
-        assert!(huge.check(&lengths).is_err());
+        assert!(check(huge).is_err());
         let reserved = TensorEntry { name: "__metadata__".to_owned(), ..tensor(vec![slice(0, 0, 4, 0)]) };
-        assert!(reserved.check(&lengths).is_err());
+        assert!(check(reserved).is_err());
     }
 }

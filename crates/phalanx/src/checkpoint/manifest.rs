@@ -3,12 +3,14 @@
 //! It is written last. A checkpoint is whole if its manifest is as this module writes it, and the files are as the
 //! manifest says. That of a sharded checkpoint has version 2: its tensors are in a file for each rank, and it says where.
 
+#[cfg(any(test, fuzzing))]
+use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::layout::TensorEntry;
+use super::layout::{self, TensorEntry};
 use crate::world_size::MAX_WORLD_SIZE;
 
 /// The manifest's name in the folder of a checkpoint.
@@ -18,11 +20,13 @@ pub(super) const TENSORS: &str = "tensors.safetensors";
 /// What stands behind the name of a part in the name of its file.
 pub(super) const PART: &str = ".part";
 
-/// The most parts of a checkpoint.
+/// The most parts that a rank adds to a checkpoint.
 pub(super) const MAX_PARTS: usize = 1000;
+/// The most parts of a sharded checkpoint, of however many ranks: more than one for each rank of the largest world.
+const MAX_SHARDED_PARTS: usize = 100_000;
 /// The longest name of a part.
 pub(super) const MAX_PART_NAME: usize = 100;
-/// The longest manifest: more than the longest names of the most parts take, and about a million slices.
+/// The longest manifest: more than the longest names of the most parts take, and several hundred thousand slices.
 pub(super) const MAX_MANIFEST: u64 = 64 << 20;
 
 const FORMAT: &str = "phalanx checkpoint";
@@ -157,7 +161,8 @@ impl Manifest {
             _ => return Err(format!("version {} is written otherwise", self.version)),
         }
         let parts = self.part_files();
-        if parts.len() > MAX_PARTS {
+        let most = self.tensors.as_ref().map_or(MAX_PARTS, |_| max_parts(self.world_size as usize));
+        if parts.len() > most {
             return Err("it names too many parts".to_owned());
         }
         if !parts.iter().all(|part| part.name.strip_suffix(PART).is_some_and(is_part_name)) {
@@ -188,8 +193,13 @@ impl Manifest {
             return Err("its tensors are not in order".to_owned());
         }
         let lengths: Vec<u64> = files.iter().map(|file| file.length).collect();
-        tensors.iter().try_for_each(|tensor| tensor.check(&lengths))
+        layout::check(tensors, &lengths)
     }
+}
+
+/// The most parts of a sharded checkpoint of so many ranks.
+pub(super) fn max_parts(world_size: usize) -> usize {
+    world_size.saturating_mul(MAX_PARTS).min(MAX_SHARDED_PARTS)
 }
 
 /// The name of the file with a rank's tensors.
@@ -234,15 +244,25 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     for file in &manifest.files {
         assert!(!file.name.contains('/') && !file.name.starts_with('.'));
     }
-    // Each element is in one slice, and each slice in its file.
+    // Each element is in one slice, each slice in its file, and each byte of that in one slice.
+    let mut taken: BTreeMap<(u32, u64), u64> = BTreeMap::new();
     for tensor in manifest.tensors.iter().flatten() {
         let size = tensor.dtype.size() as u128;
         let whole: u128 = tensor.shape.iter().map(|side| *side as u128).product();
         assert_eq!(tensor.slices.iter().map(|slice| slice.region.elements()).sum::<u128>(), whole);
         for slice in &tensor.slices {
             let file = &manifest.tensor_files()[slice.rank as usize];
-            assert!(u128::from(slice.start) + slice.region.elements() * size <= u128::from(file.length));
+            let end = u128::from(slice.start) + slice.region.elements() * size;
+            assert!(end <= u128::from(file.length));
+            if slice.region.elements() > 0 {
+                assert!(taken.insert((slice.rank, slice.start), end as u64).is_none());
+            }
         }
+    }
+    let mut before = None;
+    for (&(rank, start), &end) in &taken {
+        assert!(before.is_none_or(|(other, end)| other != rank || end <= start));
+        before = Some((rank, end));
     }
     true
 }
@@ -335,6 +355,11 @@ mod tests {
         tensor(&|tensor| tensor.slices[1].region.offsets = vec![1]);
         tensor(&|tensor| tensor.slices[1].region.offsets = vec![]);
         tensor(&|tensor| tensor.slices[1].region.shape = vec![usize::MAX]);
+        tensor(&|tensor| {
+            // Two halves of a file of one are the same bytes.
+            tensor.slices[1].rank = 0;
+            tensor.slices[1].start = 20;
+        });
         tensor(&|tensor| tensor.slices.truncate(1));
         tensor(&|tensor| tensor.shape = vec![1 << 40, 1 << 40]);
         refused(&|manifest| manifest.tensors.iter_mut().for_each(|tensors| tensors.extend(tensors.clone())));
@@ -357,6 +382,21 @@ mod tests {
     fn a_later_version_is_no_damage() {
         let later = Manifest { version: 3, ..sample() }.encode().unwrap();
         assert!(matches!(Manifest::decode(&later), Err(Unreadable::Later(3))));
+    }
+
+    #[test]
+    fn every_rank_may_add_parts() {
+        let saved = |world: u32, parts: usize| {
+            let shards = (0..world).map(|rank| entry(&shard(rank, world)));
+            let parts = (0..parts).map(|number| entry(&format!("optimizer-{number:06}{PART}")));
+            let bytes = Manifest::sharded(1, world, shards.chain(parts).collect(), vec![]).encode().unwrap();
+            assert!(bytes.len() as u64 <= MAX_MANIFEST);
+            Manifest::decode(&bytes).is_ok()
+        };
+        assert!(saved(1, 1000) && !saved(1, 1001));
+        assert!(saved(1001, 1001));
+        assert!(saved(1001, MAX_SHARDED_PARTS) && !saved(1001, MAX_SHARDED_PARTS + 1));
+        assert!(max_parts(MAX_WORLD_SIZE as usize) >= MAX_WORLD_SIZE as usize);
     }
 
     #[test]

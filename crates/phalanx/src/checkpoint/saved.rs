@@ -199,20 +199,14 @@ impl<'a> SavedTensor<'a> {
     /// Its elements, little-endian, in row-major order, of any alignment.
     ///
     /// # Errors
-    /// If they cannot be read.
+    /// If they cannot be read, or there is no memory for them.
     pub fn bytes(&self) -> Result<Cow<'a, [u8]>> {
         if let (Elements::Memory(file), [slice]) = (self.elements, &*self.entry.slices)
             && slice.region == self.region
         {
             return Ok(Cow::Borrowed(&file[slice.start as usize..][..self.length()]));
         }
-        let mut bytes = Vec::new();
-        bytes.try_reserve_exact(self.length()).map_err(|error| {
-            let (name, length) = (&self.entry.name, self.length());
-            Error::out_of_memory(format!("no memory for the {length} bytes of the tensor {name:?}"))
-                .with_source(error)
-        })?;
-        bytes.resize(self.length(), 0);
+        let mut bytes = self.zeros::<u8>(self.length())?;
         self.fill(&mut bytes)?;
         Ok(Cow::Owned(bytes))
     }
@@ -220,10 +214,10 @@ impl<'a> SavedTensor<'a> {
     /// Its elements in row-major order.
     ///
     /// # Errors
-    /// If they are of another type, or cannot be read.
+    /// If they are of another type, cannot be read, or there is no memory for them.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         self.check(T::DTYPE)?;
-        let mut elements = vec![T::zeroed(); self.length() / size_of::<T>()];
+        let mut elements = self.zeros::<T>(self.length() / size_of::<T>())?;
         self.copy_to(&mut elements)?;
         Ok(elements)
     }
@@ -253,6 +247,18 @@ impl<'a> SavedTensor<'a> {
         Err(Error::mismatch(format!(
             "the tensor {name:?} was saved as {saved}, and is to be read as {dtype}"
         )))
+    }
+
+    /// Memory for what it has.
+    fn zeros<T: Element>(&self, count: usize) -> Result<Vec<T>> {
+        let mut zeros = Vec::new();
+        zeros.try_reserve_exact(count).map_err(|error| {
+            let (name, length) = (&self.entry.name, self.length());
+            Error::out_of_memory(format!("no memory for the {length} bytes of the tensor {name:?}"))
+                .with_source(error)
+        })?;
+        zeros.resize(count, T::zeroed());
+        Ok(zeros)
     }
 
     /// In bytes; the whole tensor's fit into a `usize`.
@@ -321,5 +327,22 @@ fn read_pieces(folder: &Path, name: &str, start: u64, pieces: Pieces, target: &m
 impl fmt::Debug for SavedTensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:?}", self.dtype(), self.shape())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tensor_without_room_is_an_error() {
+        let shape = vec![isize::MAX as usize];
+        let slices = vec![SliceEntry { rank: 0, region: Region::whole(&shape), start: 0 }];
+        let entry = TensorEntry { name: "w".to_owned(), dtype: DType::U8, shape, slices };
+        let elements = Elements::Files { folder: PathBuf::new(), names: vec![] };
+        let tensor = SavedTensor { elements: &elements, region: Region::whole(&entry.shape), entry: &entry };
+        for error in [tensor.to_vec::<u8>().unwrap_err(), tensor.bytes().unwrap_err()] {
+            assert!(error.to_string().contains("no memory for the 9223372036854775807 bytes"), "{error}");
+        }
     }
 }

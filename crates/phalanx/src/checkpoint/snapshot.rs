@@ -196,7 +196,8 @@ impl Snapshot {
     /// Adds a part in a form of its own. Its name becomes a file's: letters, digits, `_`, `-` and `.`.
     ///
     /// # Errors
-    /// If the name can be no file's, there is a part of this name, or there are more than 1,000.
+    /// If the name can be no file's, there is a part of this name, or there are 1,000 already. In a
+    /// [sharded](super::Checkpoints::save_sharded) checkpoint every rank may add as many, and all together 100,000.
     pub fn part(&mut self, name: &str, bytes: impl Into<Vec<u8>>) -> Result<()> {
         if !is_part_name(name) {
             return Err(Error::invalid_argument(format!("no part may have the name {name:?}")).with_remedy(
@@ -204,7 +205,7 @@ impl Snapshot {
             ));
         }
         if self.parts.len() == MAX_PARTS {
-            return Err(Error::invalid_argument(format!("a checkpoint may have {MAX_PARTS} parts"))
+            return Err(Error::invalid_argument(format!("a rank may add {MAX_PARTS} parts"))
                 .with_remedy("put several values into one part"));
         }
         match self.parts.insert(name.to_owned(), bytes.into()) {
