@@ -52,7 +52,13 @@ pub(super) struct Writer {
     shared: Arc<Shared>,
     /// The how many-th this is of the same thread's.
     handle: u64,
+    untold: Arc<Untold>,
 }
+
+/// The failure of the last sharded write that a [`Writer`] has handed over, until somebody has been told. It is the writer's and
+/// not the thread's: the ranks in it are those of the writer's group, and mean others in the group of one that was opened later.
+/// Used while the state of the thread is locked.
+type Untold = Mutex<Option<Error>>;
 
 #[derive(Debug)]
 struct Shared {
@@ -87,15 +93,23 @@ struct State {
     /// The writer that may hand something over: the last one.
     handle: u64,
     /// Handed over, not begun.
-    next: Option<Job>,
+    next: Option<Handed>,
     /// The step whose write is in flight, from when it is handed over.
     step: Option<u64>,
-    /// Of the write before, until somebody has been told.
+    /// Of the last write of rank 0 alone, until somebody has been told.
     failure: Option<Error>,
     /// The thread takes nothing more.
     closed: bool,
     /// There is no thread.
     ended: bool,
+}
+
+/// A job, and who has handed it over.
+#[derive(Debug)]
+struct Handed {
+    job: Job,
+    handle: u64,
+    untold: Weak<Untold>,
 }
 
 impl Writer {
@@ -139,25 +153,34 @@ impl Writer {
     /// The writer of another rank than 0; its thread starts with the first job.
     pub fn member(path: &Path, rank: Rank) -> Self {
         let state = State { handle: 1, ended: true, ..State::default() };
-        Self { shared: Shared::new(Role::Member(path.to_owned()), rank, state), handle: 1 }
+        let shared = Shared::new(Role::Member(path.to_owned()), rank, state);
+        Self { shared, handle: 1, untold: Arc::default() }
     }
 
     /// Waits until a snapshot can be handed over; gives the failure of the write before, which is kept.
     pub fn ready(&self, deadline: Deadline) -> Result<Option<Error>> {
-        self.open_state(deadline).map(|state| state.failure.clone())
+        let state = self.open_state(deadline)?;
+        Ok(self.untold.lock().clone().or_else(|| state.failure.clone()))
     }
 
-    /// Hands a snapshot over once the write before has ended, and gives that one's failure. On an error it was not handed over.
+    /// Hands a snapshot over once the write before has ended, and gives that one's failure; that of a sharded write is kept for the
+    /// next sharded one, or [`finish`](Self::finish), which every rank calls. On an error it was not handed over.
     pub fn write(&self, job: Job, deadline: Deadline) -> Result<Option<Error>> {
         let mut state = self.open_state(deadline)?;
         if state.ended {
             let error = |error| Error::not_started("cannot start the thread that writes checkpoints", error);
             self.shared.start(&mut state).map_err(error)?;
         }
+        let failure = if job.together.is_some() { self.tell(&mut state) } else { state.failure.take() };
         state.step = Some(job.step);
-        state.next = Some(job);
+        state.next = Some(Handed { job, handle: self.handle, untold: Arc::downgrade(&self.untold) });
         self.shared.changed.notify_all();
-        Ok(state.failure.take())
+        Ok(failure)
+    }
+
+    /// The failure of which somebody is told now, that of a sharded write first.
+    fn tell(&self, state: &mut State) -> Option<Error> {
+        self.untold.lock().take().or_else(|| state.failure.take())
     }
 
     /// The state, when nothing is in flight and something may be handed over.
@@ -168,14 +191,16 @@ impl Writer {
                 .with_remedy("save through what the last `Checkpoints::open` has returned"));
         }
         if state.closed {
-            return Err(state.failure.take().unwrap_or_else(|| panicked(self.shared.rank)));
+            let untold = self.untold.lock().clone().or_else(|| state.failure.take());
+            return Err(untold.unwrap_or_else(|| panicked(self.shared.rank)));
         }
         Ok(state)
     }
 
     /// Waits until nothing is in flight, and gives the failure of the last write.
     pub fn finish(&self, deadline: Deadline) -> Result<()> {
-        self.idle(deadline)?.failure.take().map_or(Ok(()), Err)
+        let mut state = self.idle(deadline)?;
+        self.tell(&mut state).map_or(Ok(()), Err)
     }
 
     /// Waits until nothing is in flight; a failure is kept for whoever saves or finishes.
@@ -214,12 +239,17 @@ impl Writer {
 impl Drop for Writer {
     fn drop(&mut self) {
         let is_last = |state: &State| state.handle == self.handle && (!state.closed || state.ended);
-        if is_last(&self.shared.state.lock())
-            && let Err(error) = self.finish(Deadline::after(LAST))
-        {
-            warn(format_args!("the last checkpoint was not written: {error}"));
-        }
+        let is_last = is_last(&self.shared.state.lock());
+        let ended = if is_last { self.settle(Deadline::after(LAST)) } else { Ok(()) };
         self.leave();
+        let mut state = self.shared.state.lock();
+        let failure = if is_last { state.failure.take() } else { None };
+        // From here on the thread finds nobody whom it could tell, and warns of it itself.
+        let untold = std::mem::take(&mut self.untold).lock().take();
+        drop(state);
+        for error in [ended.err(), untold, failure].into_iter().flatten() {
+            unheard(&error);
+        }
     }
 }
 
@@ -248,7 +278,7 @@ impl Shared {
             self.start(&mut state)?;
         }
         drop(state);
-        Ok(Writer { shared: self, handle })
+        Ok(Writer { shared: self, handle, untold: Arc::default() })
     }
 
     fn start(self: &Arc<Self>, state: &mut State) -> io::Result<()> {
@@ -259,20 +289,21 @@ impl Shared {
     }
 
     fn work(&self) {
-        while let Some((number, job)) = self.next() {
-            let mut end = End { shared: self, failure: Some(panicked(self.rank)) };
+        while let Some((number, Handed { job, handle, untold })) = self.next() {
+            let untold = job.together.is_some().then_some(untold);
+            let mut end = End { shared: self, handle, untold, failure: Some(panicked(self.rank)) };
             end.failure = self.write(number, &job).err();
             // What it holds of a group goes before anybody is told that the write has ended.
             drop(job);
         }
     }
 
-    fn next(&self) -> Option<(u64, Job)> {
+    fn next(&self) -> Option<(u64, Handed)> {
         let mut state = self.state.lock();
         loop {
-            if let Some(job) = state.next.take() {
+            if let Some(handed) = state.next.take() {
                 state.number += 1;
-                return Some((state.number - 1, job));
+                return Some((state.number - 1, handed));
             }
             if state.closed {
                 state.ended = true;
@@ -309,6 +340,10 @@ impl Shared {
 /// Tells those who wait that a write has ended, also by a panic of the program's code that lends its memory.
 struct End<'a> {
     shared: &'a Shared,
+    /// Whose write it was.
+    handle: u64,
+    /// Of a sharded one, where its failure belongs.
+    untold: Option<Weak<Untold>>,
     failure: Option<Error>,
 }
 
@@ -316,10 +351,21 @@ impl Drop for End<'_> {
     fn drop(&mut self) {
         let mut state = self.shared.state.lock();
         state.step = None;
-        state.failure = self.failure.take();
+        let failure = self.failure.take();
+        let mut unheard_of = None;
+        match &self.untold {
+            None => state.failure = failure,
+            Some(untold) => match untold.upgrade() {
+                Some(untold) => *untold.lock() = failure,
+                None => unheard_of = failure,
+            },
+        }
         state.ended = std::thread::panicking();
-        state.closed |= state.ended;
+        // A later handle starts a thread anew.
+        state.closed |= state.ended && self.handle == state.handle;
         self.shared.changed.notify_all();
+        drop(state);
+        unheard_of.iter().for_each(unheard);
     }
 }
 
@@ -333,6 +379,11 @@ pub(super) fn unwritten(step: u64, path: &Path, rank: Rank, error: io::Error) ->
     let cause = format!("cannot write the checkpoint of step {step} to {}", path.display());
     let remedy = remedy(&error);
     Error::io(cause, error).at(rank, super::host()).with_remedy(remedy)
+}
+
+/// Nobody is left who could be told in a call.
+fn unheard(error: &Error) {
+    warn(format_args!("the last checkpoint was not written: {error}"));
 }
 
 fn panicked(rank: Rank) -> Error {
@@ -359,9 +410,13 @@ fn remedy(error: &io::Error) -> &'static str {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc;
     use std::thread;
 
+    use super::super::layout;
     use super::*;
+    use crate::dtype::DType;
+    use crate::group::ProcessGroup;
 
     fn of(job: &str) -> Claimant {
         Claimant { job: Some(job.to_owned()), round: 1 }
@@ -393,6 +448,86 @@ mod tests {
             }
             waiter.join().unwrap();
         });
+    }
+
+    /// A job of rank 0 in a group of threads.
+    fn job(step: u64, snapshot: Snapshot, threads: Option<&ProcessGroup>) -> Job {
+        let tensors = || layout::merged([(0, snapshot.propose().unwrap())].into_iter()).unwrap();
+        let together = threads.map(|threads| Together { threads: threads.clone(), tensors: tensors() });
+        Job { step, world_size: 1, keep: 3, snapshot, together }
+    }
+
+    /// A group in which a rank of its round has died.
+    fn broken() -> ProcessGroup {
+        let group = ProcessGroup::alone().unwrap();
+        group.abort(Error::aborted("rank 2 has died").with_peer(Rank::new(2)));
+        group
+    }
+
+    /// Memory that the thread that writes reads when it may, and then panics.
+    struct Held(thread::ThreadId, Mutex<mpsc::Receiver<()>>);
+
+    impl AsRef<[u8]> for Held {
+        fn as_ref(&self) -> &[u8] {
+            if thread::current().id() != self.0 {
+                self.1.lock().recv().unwrap();
+                std::panic::resume_unwind(Box::new("the memory has gone"));
+            }
+            &[0; 4]
+        }
+    }
+
+    #[test]
+    fn a_sharded_failure_is_told_to_nobody_who_has_opened_the_folder_later() {
+        let root = tempfile::tempdir().unwrap();
+        let (open, soon) = (|| Writer::open(root.path(), &of("job")).unwrap(), || Deadline::after(LAST));
+        // It has failed when the folder is opened anew.
+        let first = open();
+        first.write(job(1, Snapshot::default(), Some(&broken())), soon()).unwrap();
+        assert_eq!(first.ready(soon()).unwrap().and_then(|error| error.peer()), Some(Rank::new(2)));
+        let second = open();
+        assert!(second.ready(soon()).unwrap().is_none());
+        // It fails, by a panic even, after the folder was opened anew; whoever has handed it over is still told, or gone.
+        let mut writers = vec![first, second];
+        for gone in [false, true] {
+            let group = ProcessGroup::alone().unwrap();
+            let (release, held) = mpsc::channel();
+            let mut snapshot = Snapshot::default();
+            let lent = Held(thread::current().id(), Mutex::new(held));
+            snapshot.tensor_bytes("lent", DType::F32, &[1], lent).unwrap();
+            let before = writers.pop().unwrap();
+            assert!(before.write(job(2, snapshot, Some(&group)), soon()).unwrap().is_none());
+            let later = open();
+            if gone {
+                drop(before);
+            } else {
+                writers.push(before);
+            }
+            release.send(()).unwrap();
+            assert!(later.ready(soon()).unwrap().is_none());
+            assert!(later.write(job(3, Snapshot::default(), None), soon()).unwrap().is_none());
+            later.finish(soon()).unwrap();
+            writers.push(later);
+        }
+        assert_eq!(writers.len(), 3);
+        let told = writers.iter().map(|writer| writer.finish(soon()).err().map(|error| error.to_string()));
+        let told: Vec<_> = told.collect();
+        assert!(told[0].as_ref().is_some_and(|said| said.contains("rank 2 has died")), "{told:?}");
+        assert!(told[1].as_ref().is_some_and(|said| said.contains("panicked")), "{told:?}");
+        assert_eq!(told[2], None);
+        assert_eq!(folder::list(root.path()).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn rank_0_alone_is_not_told_of_a_sharded_failure() {
+        let root = tempfile::tempdir().unwrap();
+        let (writer, soon) = (Writer::open(root.path(), &of("job")).unwrap(), || Deadline::after(LAST));
+        writer.write(job(1, Snapshot::default(), Some(&broken())), soon()).unwrap();
+        assert!(writer.write(job(2, Snapshot::default(), None), soon()).unwrap().is_none());
+        assert!(writer.write(job(3, Snapshot::default(), None), soon()).unwrap().is_none());
+        let error = writer.finish(soon()).unwrap_err();
+        assert_eq!(error.peer(), Some(Rank::new(2)), "{error}");
+        writer.finish(soon()).unwrap();
     }
 
     #[test]
