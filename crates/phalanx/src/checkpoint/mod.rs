@@ -85,6 +85,8 @@ use crate::group::ProcessGroup;
 
 /// How long a call waits for the write before it, unless [`Checkpoints::with_timeout`] says otherwise.
 const TIMEOUT: Duration = Duration::from_secs(10 * 60);
+/// How much longer than a call waits for a disk the other ranks wait for that call: they hear what has kept it.
+const MARGIN: Duration = Duration::from_secs(30);
 /// How many checkpoints are kept, unless [`Checkpoints::keep`] says otherwise.
 const KEEP: NonZeroUsize = NonZeroUsize::MIN.saturating_add(2);
 
@@ -109,7 +111,8 @@ impl Checkpoints {
     ///
     /// Opened again, by this process, it is the later one that saves, behind what was handed over before. In an
     /// [elastic](crate::elastic::run) job a later round takes the folder over from an earlier one, whose rank 0 may be frozen: when
-    /// that one wakes, it finds out, and at most removes an old checkpoint that it was about to remove.
+    /// that one wakes, it finds out, and at most removes an old checkpoint that it was about to remove. How a sharded write of an
+    /// earlier one fails is a warning in the log: its ranks are not those of the new group.
     ///
     /// # Errors
     /// On every rank, if rank 0 cannot write there, or a process of another job writes there. In an elastic job it ends rank 0
@@ -138,8 +141,9 @@ impl Checkpoints {
         self
     }
 
-    /// How long [`save`](Self::save), [`save_sharded`](Self::save_sharded) and [`finish`](Self::finish) wait for the write in
-    /// flight, and how long ranks that write a sharded checkpoint wait for each other; 10 minutes by default.
+    /// How long [`save`](Self::save), [`save_sharded`](Self::save_sharded), [`newest`](Self::newest) and [`finish`](Self::finish)
+    /// wait for the write in flight, and how long ranks that write a sharded checkpoint wait for each other; 10 minutes by default.
+    /// In `save_sharded` and `newest` ranks wait as long for a rank whose disk is slow, also if the group's time-out is shorter.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
@@ -147,20 +151,20 @@ impl Checkpoints {
 
     /// The newest whole checkpoint, the same on every rank; all ranks call this together. Rank 0 reads it and sends it to
     /// the others, so they need not see the folder. Of a sharded one it reads the parts alone; the ranks share the work of
-    /// comparing checksums of the tensors, and each reads those that it asks for ([`SavedTensor`]). What is not whole is passed over with a warning in the log, and named
-    /// by [`skipped`](Self::skipped). The newest is the one that was written last, of whatever step.
+    /// comparing checksums of the tensors, and each reads those that it asks for ([`SavedTensor`]). What is not whole is passed over
+    /// with a warning in the log, and named by [`skipped`](Self::skipped). The newest is the one that was written last, of whatever step.
     ///
     /// # Errors
     /// On every rank, if a checkpoint that may be whole cannot be read: access is denied, a later version of this crate has
-    /// written it, some rank has too little memory, or does not see a sharded one. And as [`ProcessGroup::broadcast`].
+    /// written it, some rank has too little memory, does not see all files of a sharded one, or takes too long to compare its
+    /// checksums. And as [`ProcessGroup::broadcast`].
     pub fn newest(&self) -> Result<Option<Saved>> {
         // The one in flight is newer than what is there.
         let search = self.group.rank().is_main().then(|| {
             self.writer.settle(Deadline::after(self.timeout))?;
             Search::new(&self.path)
         });
-        let group = self.group.in_call(Caller::CheckpointsNewest);
-        let (saved, skipped) = newest::share(&group, &self.path, search)?;
+        let (saved, skipped) = newest::share(&self.patient(Caller::CheckpointsNewest), &self.path, search)?;
         *self.skipped.lock() = skipped;
         Ok(saved)
     }
@@ -174,7 +178,8 @@ impl Checkpoints {
     /// other ranks this does nothing, and `fill` is not called: it must not call collectives.
     ///
     /// One write is in flight at a time: this waits for the one before, and returns its failure. The new snapshot is
-    /// written in that case too, so a program may report the failure and go on.
+    /// written in that case too, so a program may report the failure and go on. The failure of a
+    /// [sharded](Self::save_sharded) one is kept for the next call that every rank makes, `save_sharded` or [`finish`](Self::finish).
     ///
     /// # Errors
     /// What `fill` returns; then nothing is written. If the write before failed, and if it has not ended when the time-out
@@ -248,7 +253,7 @@ impl Checkpoints {
             Err(_) => Ok(None),
         };
         let mut threads = self.threads.lock();
-        let group = self.group.in_call(Caller::CheckpointsSaveSharded);
+        let group = self.patient(Caller::CheckpointsSaveSharded);
         let connected = threads.as_ref().is_some_and(|threads| threads.failure().is_none());
         let agreed =
             sharded::agree(&group, step, &snapshot, ready, connected).map_err(|error| self.told(error))?;
@@ -265,6 +270,13 @@ impl Checkpoints {
             return Err(error);
         }
         agreed.before.map_or(Ok(()), |before| Err(self.told(before)))
+    }
+
+    /// The group in a call in which a rank may wait for a disk: a disk that is too slow is an error of the call, and not of the
+    /// group.
+    fn patient(&self, caller: Caller) -> ProcessGroup {
+        let timeout = self.group.timeout().max(self.timeout.saturating_add(MARGIN));
+        self.group.with_timeout(timeout).in_call(caller)
     }
 
     fn job(&self, step: u64, snapshot: Snapshot, together: Option<Together>) -> Job {

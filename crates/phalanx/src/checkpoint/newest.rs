@@ -3,8 +3,9 @@
 //! Rank 0 reads and the others are sent what it read. Only the folder of the rank that writes is sure to hold the
 //! checkpoints, all ranks are sure to go on from the same one, and a shared disk is read once and not by each rank.
 //!
-//! A sharded one may be larger than the memory of any rank. Rank 0 sends its manifest and parts; the files with tensors are
-//! dealt out, and each rank compares the checksums of its own. If one is wrong, all go on to the one before.
+//! A sharded one may be larger than the memory of any rank. Rank 0 sends its manifest and parts. Every rank looks whether it sees the
+//! same manifest, and files as long as that says; whoever does not sees another folder, which is an error of all. The files with
+//! tensors are dealt out, and each rank compares the checksums of its own. If one is wrong, all go on to the one before.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,8 +16,9 @@ use super::folder::{self, Entry, Unfit};
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use super::saved::{Contents, Saved};
 use super::sharded::SHARE;
-use super::tensors;
+use super::{MARGIN, tensors};
 use crate::collective::ReduceOp;
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::notice::warn;
@@ -177,13 +179,12 @@ pub(super) fn share(
         }
         // The folder's name is the same for all, and where it is may not be.
         let place = path.join(folder.file_name().unwrap_or_default());
-        let manifest = contents.first().map(|(_, bytes)| Manifest::decode(bytes));
-        let manifest = match manifest {
-            Some(Ok(manifest)) => manifest,
-            Some(Err(error)) => return Err(unreadable(&folder, &error.to_string(), None)),
-            None => return Err(unreadable(&folder, "its manifest was not sent", None)),
+        let Some((_, sent)) = contents.first() else {
+            return Err(unreadable(&folder, "its manifest was not sent", None));
         };
-        match verify(group, &place, &manifest)? {
+        let manifest =
+            Manifest::decode(sent).map_err(|error| unreadable(&folder, &error.to_string(), None))?;
+        match verify(group, &place, &manifest, sent)? {
             None => return Ok((Some(Saved::sharded(folder, place, manifest, contents)), skipped)),
             Some(cause) => {
                 search.iter_mut().for_each(|search| search.pass_over(folder.clone(), cause.clone()))
@@ -205,11 +206,15 @@ enum Finding {
 }
 
 /// Compares the checksums of a sharded checkpoint's tensors, by all ranks together: none, or why it is not whole, the same on every
-/// rank.
-fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest) -> Result<Option<String>> {
+/// rank. The manifest's bytes were `sent` by rank 0.
+fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) -> Result<Option<String>> {
     let (rank, world) = (group.rank(), group.world_size().count());
+    // The others wait for what this rank finds, or for that it has not come to an end.
+    let deadline = Deadline::after(group.timeout().saturating_sub(MARGIN));
     let mut own = manifest.tensor_files().iter().skip(rank.index()).step_by(world);
-    let finding = match own.try_for_each(|file| verify_file(place, file, rank)) {
+    let verified = see(place, manifest, sent, rank)
+        .and_then(|()| own.try_for_each(|file| verify_file(place, file, rank, deadline)));
+    let finding = match verified {
         Ok(()) => Finding::Whole,
         Err(Unfit::Torn(cause)) => Finding::Torn(cause),
         Err(Unfit::Unread(cause, source)) => {
@@ -233,15 +238,29 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest) -> Result<Opt
     Ok(torn)
 }
 
+/// Does this rank see what rank 0 does, also of the files that others compare: the manifest, and all files, as long as they should
+/// be? It may read from any of them.
+fn see(place: &Path, manifest: &Manifest, sent: &[u8], rank: Rank) -> Result<(), Unfit> {
+    if folder::manifest_bytes(place).map_err(|unfit| unseen(unfit, rank))? != sent {
+        return Err(unseen(Unfit::Torn(format!("{MANIFEST} is another")), rank));
+    }
+    let mut files = manifest.tensor_files().iter();
+    files.try_for_each(|file| folder::open_entry(place, file).map(drop)).map_err(|unfit| unseen(unfit, rank))
+}
+
+fn verify_file(place: &Path, file: &FileEntry, rank: Rank, deadline: Deadline) -> Result<(), Unfit> {
+    let opened = folder::open_entry(place, file).map_err(|unfit| unseen(unfit, rank));
+    folder::verify(opened?, file, deadline)
+}
+
 /// Rank 0 has seen all files, as long as they should be: who does not sees another folder.
-fn verify_file(place: &Path, file: &FileEntry, rank: Rank) -> Result<(), Unfit> {
-    let opened = folder::open_entry(place, file).map_err(|unfit| match unfit {
+fn unseen(unfit: Unfit, rank: Rank) -> Unfit {
+    match unfit {
         Unfit::Torn(cause) => {
             Unfit::Unread(format!("rank {rank} does not see what rank 0 sees: {cause}"), None)
         }
         unread @ Unfit::Unread(..) => unread,
-    });
-    folder::verify(opened?, file)
+    }
 }
 
 impl Announcement {
@@ -307,7 +326,9 @@ pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
     while let Some(found) = search.next()? {
         let manifest = found.is_sharded.then(|| Manifest::decode(&found.contents[0].1).ok()).flatten();
         let files = manifest.as_ref().map(Manifest::tensor_files).unwrap_or_default();
-        let torn = files.iter().find_map(|file| verify_file(&found.folder, file, Rank::MAIN).err());
+        let torn = files.iter().find_map(|file| {
+            verify_file(&found.folder, file, Rank::MAIN, Deadline::after(super::TIMEOUT)).err()
+        });
         match torn {
             None => return Ok((Some(found), search.skipped)),
             Some(Unfit::Torn(cause)) => search.pass_over(found.folder, cause),

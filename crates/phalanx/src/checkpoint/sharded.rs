@@ -13,10 +13,10 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::disk::SystemDisk;
+use super::disk::{Disk, SystemDisk};
 use super::folder::{self, Folder, Unfit};
 use super::layout::{self, Proposed, TensorEntry};
-use super::manifest::{FileEntry, MAX_PARTS, Manifest, shard};
+use super::manifest::{FileEntry, Manifest, max_parts, shard};
 use super::snapshot::Snapshot;
 use super::writer::{Job, unwritten};
 use crate::deadline::Deadline;
@@ -24,9 +24,11 @@ use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::rank::Rank;
 
-/// How long a file system of several machines may take to show on one what another has made.
-const VISIBLE: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(20);
+/// How long a file system of several machines may take to show on one what another has made, at most: NFS remembers for up to a
+/// minute what a folder had.
+const VISIBLE: Duration = Duration::from_secs(60);
+/// How often a rank looks: soon at first, and then less often.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(500));
 
 /// What to do where ranks do not see the same files.
 pub(super) const SHARE: &str = "put the folder on a disk that all ranks share, and give every rank its path there, or call `save` on all";
@@ -151,7 +153,7 @@ pub(super) fn agree(
 
 /// The tensors that all ranks have together.
 fn merged(step: u64, all: Vec<Proposal>) -> Result<Vec<TensorEntry>, Refusal> {
-    let (mut tensors, mut parts) = (Vec::with_capacity(all.len()), BTreeMap::new());
+    let (mut tensors, mut parts, world_size) = (Vec::with_capacity(all.len()), BTreeMap::new(), all.len());
     for (rank, proposal) in (0..).zip(all) {
         let (slices, names) = proposal.state.map_err(Refusal::Rank)?;
         if proposal.step != step {
@@ -166,8 +168,10 @@ fn merged(step: u64, all: Vec<Proposal>) -> Result<Vec<TensorEntry>, Refusal> {
         }
         tensors.push((rank, slices));
     }
-    if parts.len() > MAX_PARTS {
-        let cause = format!("the ranks save {} parts, and a checkpoint may have {MAX_PARTS}", parts.len());
+    let most = max_parts(world_size);
+    if parts.len() > most {
+        let cause =
+            format!("{world_size} ranks save {} parts, and their checkpoint may have {most}", parts.len());
         return Err(Refusal::Together(cause));
     }
     layout::merged(tensors.into_iter()).map_err(Refusal::Together)
@@ -196,10 +200,11 @@ pub(super) fn lead(folder: &Folder, number: u64, job: &Job, together: &Together)
     let manifest = gathered.and_then(|files| {
         let manifest = manifest((job.step, job.world_size), &together.tensors, files)
             .map_err(|cause| failed(io::Error::other(cause)))?;
+        let deadline = threads.visible();
         manifest
             .files
             .iter()
-            .try_for_each(|file| see(&begun, file))
+            .try_for_each(|file| see(&begun, file, deadline))
             .map_err(|unseen| unseen.at(Rank::MAIN, super::host()))?;
         Ok(manifest)
     });
@@ -218,10 +223,12 @@ pub(super) fn follow(path: &Path, job: &Job, together: &Together) -> Result<()> 
     let threads = Threads::of(together);
     let rank = together.threads.rank();
     let name: String = threads.tell(None)?;
-    let written = visible(path, &name, rank).and_then(|begun| {
+    let written = visible(path, &name, rank, threads.visible()).and_then(|begun| {
         let file = shard(rank.get(), job.world_size);
         // What changes the folder itself is up to rank 0, which asks whether it still owns it.
         let written = folder::write_files(&SystemDisk, &begun, &file, &job.snapshot, || Ok(()));
+        // What rank 0 syncs is what its machine has done: names that another machine has made may be that one's to sync.
+        let written = written.and_then(|files| SystemDisk.sync_folder(&begun).map(|()| files));
         written.map_err(|error| unwritten(job.step, path, rank, error))
     });
     // Rank 0 has all, and says how it has ended.
@@ -253,13 +260,9 @@ pub(super) fn manifest(
 }
 
 /// The folder that rank 0 has made, once this rank sees it.
-fn visible(path: &Path, name: &str, rank: Rank) -> Result<PathBuf> {
+fn visible(path: &Path, name: &str, rank: Rank, deadline: Deadline) -> Result<PathBuf> {
     let begun = path.join(name);
-    let found = wait(|| {
-        // A network's file system looks again when the folder above is opened.
-        let _ = std::fs::read_dir(path).map(Iterator::count);
-        begun.is_dir().then_some(()).ok_or(())
-    });
+    let found = wait(path, deadline, || begun.is_dir().then_some(()).ok_or(()));
     match found {
         Ok(()) => Ok(begun),
         Err(()) => {
@@ -274,8 +277,8 @@ fn visible(path: &Path, name: &str, rank: Rank) -> Result<PathBuf> {
 }
 
 /// Sees to it that rank 0 sees the file that a rank has written.
-fn see(begun: &Path, file: &FileEntry) -> Result<()> {
-    let seen = wait(|| folder::open_entry(begun, file).map(drop));
+fn see(begun: &Path, file: &FileEntry, deadline: Deadline) -> Result<()> {
+    let seen = wait(begun, deadline, || folder::open_entry(begun, file).map(drop));
     seen.map_err(|unfit| {
         let (cause, source) = match unfit {
             Unfit::Torn(cause) => (cause, None),
@@ -290,12 +293,17 @@ fn see(begun: &Path, file: &FileEntry) -> Result<()> {
     })
 }
 
-/// The first success of `attempt`, or its last failure, after a while.
-fn wait<T, E>(mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E> {
-    let deadline = Deadline::after(VISIBLE);
+/// The first success of `attempt`, which looks into the folder `above`; or its last failure, when the deadline passes.
+fn wait<T, E>(above: &Path, deadline: Deadline, mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E> {
+    let (mut pause, longest) = PAUSES;
     loop {
         match attempt() {
-            Err(_) if !deadline.has_passed() => std::thread::sleep(PAUSE),
+            Err(_) if !deadline.has_passed() => {
+                std::thread::sleep(pause.min(deadline.remaining()));
+                pause = (pause * 2).min(longest);
+                // A network's file system looks again when the folder is opened.
+                let _ = std::fs::read_dir(above).map(Iterator::count);
+            }
             outcome => return outcome,
         }
     }
@@ -307,6 +315,11 @@ struct Threads<'a>(&'a ProcessGroup);
 impl<'a> Threads<'a> {
     fn of(together: &'a Together) -> Self {
         Self(&together.threads)
+    }
+
+    /// Until when a rank waits to see what another has made: the others wait for it meanwhile, and are to hear of it.
+    fn visible(&self) -> Deadline {
+        Deadline::after((self.0.timeout() / 2).min(VISIBLE))
     }
 
     /// Gives every rank what rank 0 has come to; the others bring `None`.
@@ -338,6 +351,33 @@ impl Drop for Threads<'_> {
             let (rank, host) = (self.0.rank(), super::host());
             let cause = "the thread that writes this rank's part of a checkpoint has panicked";
             self.0.abort(Error::aborted(cause).at(rank, host).with_peer(rank));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rank_may_save_as_many_parts_as_one() {
+        let ranks = |world: usize, parts: usize| {
+            let proposal = |rank: usize| Proposal {
+                step: 1,
+                state: Ok((vec![], (0..parts).map(|part| format!("part-{rank}-{part}")).collect())),
+                before: None,
+                connected: false,
+            };
+            merged(1, (0..world).map(proposal).collect())
+        };
+        assert!(ranks(1, 1000).is_ok() && ranks(1001, 1).is_ok() && ranks(3, 1000).is_ok());
+        for (world, parts, said) in
+            [(1, 1001, "1 ranks save 1001 parts"), (101, 1000, "101 ranks save 101000 parts")]
+        {
+            match ranks(world, parts) {
+                Err(Refusal::Together(cause)) => assert!(cause.contains(said), "{cause}"),
+                _ => panic!("{world} ranks save {parts} parts each"),
+            }
         }
     }
 }

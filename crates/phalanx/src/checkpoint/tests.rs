@@ -492,6 +492,15 @@ fn links_and_missing_files_are_no_part_of_a_checkpoint() {
 }
 
 #[test]
+fn a_manifest_longer_than_any_is_no_damage() {
+    let root = before();
+    let manifest = root.path().join("00000002-step-2/manifest.json");
+    File::options().write(true).open(manifest).unwrap().set_len((64 << 20) + 1).unwrap();
+    let error = newest::find(root.path()).unwrap_err();
+    assert!(error.to_string().contains("manifest.json has 67108865 bytes"), "{error}");
+}
+
+#[test]
 fn the_newest_whole_one_is_never_removed() {
     let root = before();
     let folder = system(root.path());

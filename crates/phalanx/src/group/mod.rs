@@ -256,6 +256,11 @@ impl ProcessGroup {
         Self { timeout, ..self.clone() }
     }
 
+    /// How long its collectives wait.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
     /// A handle to the same group whose collectives are parts of a user's call: errors name that, and ranks that make
     /// different ones get a mismatch. If this handle is for a call already, that stays: it is what the user wrote.
     ///

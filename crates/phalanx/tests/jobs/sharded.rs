@@ -15,6 +15,8 @@ use rustix::process::{Resource, Rlimit, Signal, getpid, kill_process, setrlimit}
 use crate::support::world::{LIMIT, Place, World};
 
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
+/// The rank that does not end a write.
+const HELD: &str = "PHALANX_TEST_HELD";
 /// A rank's part of a processes' checkpoint takes about this many bytes.
 const BYTES: usize = 2 << 20;
 
@@ -23,6 +25,8 @@ pub const TESTS: &[(&str, fn())] = &[
     ("what_makes_no_whole_is_refused_on_every_rank", what_makes_no_whole_is_refused_on_every_rank),
     ("a_damaged_or_missing_shard_is_passed_over_by_all", a_damaged_or_missing_shard_is_passed_over_by_all),
     ("ranks_that_see_different_folders_are_told", ranks_that_see_different_folders_are_told),
+    ("ranks_without_a_file_of_their_own_look_too", ranks_without_a_file_of_their_own_look_too),
+    ("a_slow_disk_is_no_failure_of_the_group", a_slow_disk_is_no_failure_of_the_group),
     ("a_panic_of_one_rank_s_thread_is_named_on_all", a_panic_of_one_rank_s_thread_is_named_on_all),
     ("both_kinds_go_into_one_folder_and_old_ones_go", both_kinds_go_into_one_folder_and_old_ones_go),
     ("the_program_s_collectives_go_on_meanwhile", the_program_s_collectives_go_on_meanwhile),
@@ -262,7 +266,8 @@ fn ranks_that_see_different_folders_are_told() {
     let start = Instant::now();
     let errors = run(2, Fabric::Tcp, |group| {
         let path = if group.rank().is_main() { folder.path() } else { other.path() };
-        let checkpoints = Checkpoints::open(path, &group).unwrap();
+        // Half of that is for rank 1 to look.
+        let checkpoints = Checkpoints::open(path, &group).unwrap().with_timeout(LIMIT / 2);
         let unread = checkpoints.newest().unwrap_err();
         checkpoints.save_sharded(4, |snapshot| fill(snapshot, group.rank().index(), 2)).unwrap();
         let unwritten = checkpoints.finish().unwrap_err();
@@ -274,8 +279,73 @@ fn ranks_that_see_different_folders_are_told() {
         assert!(said.starts_with("rank 1 (") && said.contains("does not see"), "{said}");
         assert!(error.remedy().unwrap().contains("disk that all ranks share"), "{said}");
     }
-    assert_eq!(alone(folder.path()).newest().unwrap().unwrap().step(), 3);
+    // Rank 0 has removed what it had begun; to open the folder removes it in any case.
     assert_nothing_begun(folder.path());
+    assert_eq!(alone(folder.path()).newest().unwrap().unwrap().step(), 3);
+}
+
+fn ranks_without_a_file_of_their_own_look_too() {
+    let (folder, other, empty) =
+        (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    // One file of tensors, and another of the same name and length.
+    for (path, element) in [(folder.path(), 1f32), (other.path(), 2f32)] {
+        let checkpoints = alone(path);
+        checkpoints.save_sharded(1, |snapshot| snapshot.tensor("w", &[4], &[element; 4])).unwrap();
+        checkpoints.finish().unwrap();
+    }
+    for seen in [&other, &empty] {
+        let errors = run(3, Fabric::InProcess, |group| {
+            let path = if group.rank().index() == 2 { seen.path() } else { folder.path() };
+            Checkpoints::open(path, &group).unwrap().newest().unwrap_err()
+        });
+        for error in errors {
+            let said = error.to_string();
+            assert!(said.starts_with("rank 2 (") && said.contains("does not see what rank 0 sees"), "{said}");
+            assert!(error.remedy().unwrap().contains("disk that all ranks share"), "{said}");
+        }
+    }
+    run(3, Fabric::InProcess, |group| {
+        let saved = Checkpoints::open(folder.path(), &group).unwrap().newest().unwrap().unwrap();
+        assert_eq!(saved.tensor("w").unwrap().to_vec::<f32>().unwrap(), [1.0; 4]);
+    });
+}
+
+/// Memory that takes some time to read where it is written, as if the disk were slow.
+struct Slow(std::thread::ThreadId, std::cell::Cell<Duration>);
+
+impl AsRef<[u8]> for Slow {
+    fn as_ref(&self) -> &[u8] {
+        if std::thread::current().id() != self.0 {
+            std::thread::sleep(self.1.take());
+        }
+        &[0; 4]
+    }
+}
+
+fn a_slow_disk_is_no_failure_of_the_group() {
+    let (short, long) = (Duration::from_millis(1500), Duration::from_secs(4));
+    let folder = tempfile::tempdir().unwrap();
+    run(2, Fabric::Tcp, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group.with_timeout(short)).unwrap();
+        let checkpoints = checkpoints.with_timeout(LIMIT);
+        let save_slowly = |checkpoints: &Checkpoints, step| {
+            let slow = Slow(std::thread::current().id(), std::cell::Cell::new(long));
+            checkpoints.save(step, |snapshot| snapshot.tensor_bytes("slow", DType::F32, &[1], slow)).unwrap();
+        };
+        // Rank 0 waits for what it alone writes, and rank 1 for rank 0.
+        save_slowly(&checkpoints, 1);
+        checkpoints.save_sharded(2, |snapshot| fill(snapshot, group.rank().index(), 2)).unwrap();
+        save_slowly(&checkpoints, 3);
+        assert_eq!(checkpoints.newest().unwrap().unwrap().step(), 3);
+        // No longer than it may: that is an error of the call, on both.
+        let checkpoints = checkpoints.with_timeout(short / 3);
+        save_slowly(&checkpoints, 4);
+        let saved = checkpoints.save_sharded(5, |snapshot| fill(snapshot, group.rank().index(), 2));
+        let error = saved.unwrap_err();
+        assert!(error.to_string().contains("the checkpoint of step 4 is still being written"), "{error}");
+        assert!(group.failure().is_none(), "{:?}", group.failure());
+        group.barrier().unwrap();
+    });
 }
 
 /// Nothing is left of what was not finished.
@@ -387,12 +457,45 @@ fn folder() -> PathBuf {
     std::env::var_os(FOLDER).unwrap().into()
 }
 
+/// What happens to a process when a part of its file has been written.
+#[derive(Clone, Copy)]
+enum Fault {
+    Kill,
+    Hold,
+}
+
+/// A rank's elements, and what happens when the thread that writes takes them.
+struct Lent {
+    elements: Vec<u8>,
+    caller: std::thread::ThreadId,
+    rank: usize,
+    fault: Option<Fault>,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        if let Some(fault) = self.fault
+            && std::thread::current().id() != self.caller
+            && is_writing(&folder(), self.rank)
+        {
+            if let Fault::Kill = fault {
+                kill_process(getpid(), Signal::KILL).unwrap();
+            }
+            loop {
+                std::thread::park();
+            }
+        }
+        &self.elements
+    }
+}
+
 /// A rank's part of the state after `step` of a job of processes.
-fn save(checkpoints: &Checkpoints, group: &ProcessGroup, step: u64) -> Result<()> {
+fn save(checkpoints: &Checkpoints, group: &ProcessGroup, step: u64, fault: Option<Fault>) -> Result<()> {
     let (rank, world) = (group.rank().index(), group.world_size().count());
     checkpoints.save_sharded(step, |snapshot| {
-        let elements = vec![step as u8; BYTES];
-        snapshot.slice("weights", &[world, BYTES], &[rank, 0], &[1, BYTES], &elements)?;
+        let (elements, caller) = (vec![step as u8; BYTES], std::thread::current().id());
+        let (place, lent) = ((&[rank, 0][..], &[1, BYTES][..]), Lent { elements, caller, rank, fault });
+        snapshot.slice_bytes("weights", DType::U8, &[world, BYTES], place, lent)?;
         snapshot.value(&format!("step-{rank}"), &step)
     })
 }
@@ -411,38 +514,31 @@ fn check_all(saved: &Saved) -> u64 {
 fn save_thrice(fault: &str) -> Result<()> {
     let group = phalanx::init()?.with_timeout(LIMIT);
     let checkpoints = Checkpoints::open(folder(), &group)?.with_timeout(LIMIT);
-    save(&checkpoints, &group, 1)?;
+    save(&checkpoints, &group, 1, None)?;
     checkpoints.finish()?;
     let is_victim = group.rank().get() == 1;
     let limit = |current| setrlimit(Resource::Fsize, Rlimit { current, maximum: None }).unwrap();
-    if is_victim && fault == "kill" {
-        std::thread::spawn(|| {
-            while !is_writing(&folder()) {
-                std::hint::spin_loop();
-            }
-            kill_process(getpid(), Signal::KILL).unwrap();
-        });
-    }
+    let kill = (is_victim && fault == "kill").then_some(Fault::Kill);
     if is_victim && fault == "full" {
         limit(Some(BYTES as u64 / 2));
     }
     group.barrier()?;
-    let outcome = save(&checkpoints, &group, 2).and_then(|()| checkpoints.finish());
+    let outcome = save(&checkpoints, &group, 2, kill).and_then(|()| checkpoints.finish());
     println!("{}", outcome.unwrap_err());
     if fault == "kill" {
         return Ok(());
     }
     limit(None);
     // They may go on: with the same group of threads, and in the same folder.
-    save(&checkpoints, &group, 3)?;
+    save(&checkpoints, &group, 3, None)?;
     checkpoints.finish()
 }
 
-/// Has rank 1 begun to write its second part?
-fn is_writing(runs: &Path) -> bool {
+/// Has this rank of three begun to write a file that is not finished yet?
+fn is_writing(runs: &Path, rank: usize) -> bool {
     let entries = std::fs::read_dir(runs).into_iter().flatten().flatten();
     let mut begun = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(".writing-"));
-    begun.any(|entry| entry.path().join("rank-00001-of-00003.safetensors").exists())
+    begun.any(|entry| entry.path().join(format!("rank-{rank:05}-of-00003.safetensors")).exists())
 }
 
 fn a_rank_ends_while_it_writes(fault: &str) {
@@ -476,6 +572,10 @@ fn a_rank_ends_while_it_writes(fault: &str) {
             );
         }
     }
+    // Rank 0 has removed what it had begun. Where a rank has died, another may still have added to it: then `open` does.
+    if fault == "full" {
+        assert_nothing_begun(folder.path());
+    }
     let checkpoints = alone(folder.path());
     let step = check_all(&checkpoints.newest().unwrap().unwrap());
     assert_eq!(step, if fault == "kill" { 1 } else { 3 });
@@ -483,13 +583,14 @@ fn a_rank_ends_while_it_writes(fault: &str) {
     assert_nothing_begun(folder.path());
 }
 
-/// Goes on from the newest, and says which steps are safe, until it is killed.
+/// Goes on from the newest, and says which steps are safe, until it is killed. The rank that is told so never ends its third write.
 fn save_for_ever() -> Result<()> {
     let group = phalanx::init()?.with_timeout(LIMIT);
     let checkpoints = Checkpoints::open(folder(), &group)?.keep(2).with_timeout(LIMIT);
     let start = checkpoints.newest()?.map_or(0, |saved| check_all(&saved));
+    let held = std::env::var(HELD).is_ok_and(|rank| rank == group.rank().to_string());
     for step in start + 1.. {
-        save(&checkpoints, &group, step)?;
+        save(&checkpoints, &group, step, (held && step == start + 3).then_some(Fault::Hold))?;
         checkpoints.finish()?;
         println!("{step}");
     }
@@ -501,13 +602,25 @@ fn a_job_that_is_killed_at_any_moment_loses_nothing() {
     let (mut kept, mut random, mut half_done) = (0, 1u64, 0);
     for life in 0..15 {
         let path = folder.path().to_str().unwrap();
-        let mut world = World::start("sharded::save", 3, false, &[(FOLDER, path)]);
+        // Every third time some rank is sure to have half a file, and rank 0, which would remove that, is killed first.
+        let held = (life % 3 == 0).then_some(life / 3 % 3);
+        let rank = held.map_or_else(String::new, |rank| rank.to_string());
+        let mut world = World::start("sharded::save", 3, false, &[(FOLDER, path), (HELD, &rank)]);
         let mut lines = BufReader::new(world.ranks[0].stdout.take().unwrap());
         let mut line = String::new();
-        // Its first word, and then up to some moment within the next saves; the ranks in some order.
         lines.read_line(&mut line).unwrap();
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        std::thread::sleep(Duration::from_micros((random >> 33) % 30_000));
+        if let Some(rank) = held {
+            lines.read_line(&mut line).unwrap();
+            let start = Instant::now();
+            while !is_writing(folder.path(), rank) {
+                assert!(start.elapsed() < LIMIT, "rank {rank} writes nothing: {line}");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        } else {
+            // Up to some moment within the next saves; the ranks in some order.
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            std::thread::sleep(Duration::from_micros((random >> 33) % 30_000));
+        }
         for rank in 0..3 {
             world.kill((rank + life) % 3);
         }
@@ -524,9 +637,11 @@ fn a_job_that_is_killed_at_any_moment_loses_nothing() {
             .parse()
             .unwrap();
         let begun = std::fs::read_dir(folder.path()).unwrap();
-        half_done += begun
+        let begun = begun
             .filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with(".writing"))
             .count();
+        assert!(held.is_none() || begun == 1, "life {life}: {begun} were half done");
+        half_done += begun;
         let checkpoints = alone(folder.path());
         let step = check_all(&checkpoints.newest().unwrap().unwrap());
         assert!(safe > kept && step >= safe && step <= safe + 1, "life {life}: {kept}, {safe}, {step}");
@@ -534,5 +649,6 @@ fn a_job_that_is_killed_at_any_moment_loses_nothing() {
         assert_nothing_begun(folder.path());
         kept = step;
     }
+    assert!(half_done >= 5, "{half_done}");
     println!("{half_done} were half done");
 }
