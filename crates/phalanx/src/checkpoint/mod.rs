@@ -331,7 +331,7 @@ fn make(path: &Path) -> io::Result<()> {
 
 fn start(path: &Path, group: &ProcessGroup) -> Result<Writer> {
     make(path).map_err(|error| writer::unusable(path, error))?;
-    Writer::open(path, &Claimant { job: elastic::job_name()?, round: group.epoch().0 })
+    Writer::open(path, &Claimant { job: elastic::job_name()?, round: group.generation().0 })
 }
 
 fn host() -> String {

@@ -297,7 +297,7 @@ impl ProcessGroup {
     }
 
     /// Which life of the job, or round of an elastic one, this group is of.
-    pub(crate) fn epoch(&self) -> Generation {
+    pub(crate) fn generation(&self) -> Generation {
         self.inner.config.generation
     }
 
