@@ -5,12 +5,12 @@
 //! end of the region gives the memory back. A peer reaches a region by its offset alone, so that nothing needs to be
 //! mapped or exchanged again when memory comes and goes.
 //!
-//! The arena begins with a page of its own and the owner's part of the [`control_block`](crate::control_block); regions lie behind.
+//! The arena begins with a page of its own and the owner's part of the [`control_block`]; regions lie behind.
 //!
 //! # Trust
 //!
 //! The owner holds a region as Rust memory, while peers could write into it at any time. They do so only within an
-//! operation to which the owner has lent the region, which the [`control_block`](crate::control_block) sees to on either side; see
+//! operation to which the owner has lent the region, which the [`control_block`] sees to on either side; see
 //! [`shared`](crate::shared) on who is let in. A peer that is late, because it was stopped while the operation failed
 //! for the others, would still write: the owner then cuts the region off, so that what the peer reaches is no longer
 //! what the owner holds.

@@ -262,7 +262,7 @@ impl Checkpoints {
             None => group.aside(Caller::CheckpointsSaveSharded, self.timeout)?,
         };
         *threads = Some(current.clone());
-        let together = Together { threads: current.clone(), tensors: agreed.tensors };
+        let together = Together { threads: current.with_timeout(self.timeout), tensors: agreed.tensors };
         let job = self.job(step, snapshot?, Some(together));
         if let Err(error) = self.writer.write(job, deadline) {
             // The others write, and would wait for this rank's part.

@@ -20,6 +20,9 @@ use super::owner::{Claimant, Owner};
 use super::saved::Contents;
 use super::snapshot::Snapshot;
 use super::{layout, sharded};
+use crate::error::Error;
+use crate::group::ProcessGroup;
+use crate::rank::Rank;
 
 /// What was done, to paths below the folder of checkpoints.
 #[derive(Clone, Debug)]
@@ -510,4 +513,13 @@ fn the_newest_whole_one_is_never_removed() {
     folder.rotate(1).unwrap();
     assert_found(root.path(), &[2], &"after rotation");
     assert!(!root.path().join("00000001-step-1").exists());
+}
+
+#[test]
+fn another_rank_s_error_is_the_cause_until_something_else_is_called() {
+    let group = ProcessGroup::alone().unwrap();
+    let cause = group.told(Error::aborted("its disk is full").with_peer(Rank::new(1)));
+    assert_eq!(group.was_told().map(|told| told.to_string()), Some(cause.to_string()));
+    group.barrier().unwrap();
+    assert!(group.was_told().is_none());
 }

@@ -134,8 +134,8 @@ struct Inner {
     messages: Messages,
     /// How many sub-groups have been made of this group.
     children: Mutex<u64>,
-    /// Another rank's error that a call has returned on this rank.
-    told: Mutex<Option<Error>>,
+    /// Another rank's error that a call has returned on this rank, and how many calls there were by then.
+    told: Mutex<Option<(u64, Error)>>,
     /// Has this rank called [`ProcessGroup::abort`]?
     aborted: AtomicBool,
     /// Dropped last: it keeps the store.
@@ -316,13 +316,15 @@ impl ProcessGroup {
         if let Some(culprit) = cause.peer().filter(|peer| *peer != self.rank()) {
             worker_error::blame(self.inner.config.global(culprit));
         }
-        *self.inner.told.lock() = Some(cause.clone());
+        *self.inner.told.lock() = Some((self.calls(), cause.clone()));
         cause
     }
 
-    /// The error of another rank that a call has given this one last, if one has.
+    /// The error of another rank that the last call has given this one, if it has. A program that has called something since has
+    /// gone on in spite of it.
     pub(crate) fn was_told(&self) -> Option<Error> {
-        self.inner.told.lock().clone()
+        let told = self.inner.told.lock();
+        told.as_ref().filter(|(calls, _)| *calls == self.calls()).map(|(_, cause)| cause.clone())
     }
 
     /// Zeroed memory that the other ranks of this host reach, so that collectives combine it where it is. Where ranks

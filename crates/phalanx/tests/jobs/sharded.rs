@@ -323,7 +323,7 @@ impl AsRef<[u8]> for Slow {
 }
 
 fn a_slow_disk_is_no_failure_of_the_group() {
-    let (short, long) = (Duration::from_millis(1500), Duration::from_secs(4));
+    let (short, long) = (Duration::from_secs(3), Duration::from_secs(7));
     let folder = tempfile::tempdir().unwrap();
     run(2, Fabric::Tcp, |group| {
         let checkpoints = Checkpoints::open(folder.path(), &group.with_timeout(short)).unwrap();
