@@ -25,7 +25,6 @@ fn main() {
         return play(&role);
     }
     let mut tests = Tests::default();
-    // The first, because they look at how much memory this process takes.
     tests.add("strangers", strangers::TESTS);
     tests.add_privileged("strangers", strangers::PRIVILEGED);
     tests.add("checkpoint_faults", checkpoint_faults::TESTS);
