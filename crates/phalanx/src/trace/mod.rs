@@ -16,7 +16,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 
@@ -29,14 +29,18 @@ pub const TRACE_VARIABLE: &str = "PHALANX_TRACE";
 
 /// Events kept of one rank. What comes later is counted and left out, and the file says so.
 const MAX_EVENTS: usize = 1 << 20;
+/// How long [`Trace::flush`] lets a file alone that could not be written: after the first failure, and at most. Each try encodes all
+/// events that are kept.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
 /// Where a rank notes its events. Clones share one record; a disabled trace costs one branch.
 ///
 /// What was noted is added to the file when the last clone is dropped, and by [`flush`](Self::flush). A process that is killed,
 /// or ends with `std::process::exit`, has written only what it flushed. A file that cannot be written is a warning, never an
-/// error: a trace must not end the training that it observes. What [`flush`](Self::flush) could not write is kept for the next
-/// time, in the memory that it has: a rank keeps 1 Mi events in all, and the file says how many came later. If the last time
-/// fails too, the warning says how many events are lost.
+/// error: a trace must not end the training that it observes. What [`flush`](Self::flush) could not write is kept in memory and
+/// tried again by a later flush, at first after 1 s and then less and less often, up to once a minute; a flush before that does
+/// nothing. A rank keeps 1 Mi events in all, and the file says how many came later. The drop of the last clone always tries; if it
+/// fails too, its warning says how many events are lost.
 ///
 /// ```
 /// use std::time::Instant;
@@ -128,8 +132,16 @@ struct Log {
     /// How many have been noted since the beginning.
     noted: usize,
     left_out: u64,
-    /// Has the user been told that the file cannot be written?
-    told: bool,
+    /// Set while the file cannot be written.
+    retry: Option<Retry>,
+}
+
+/// When to try again.
+#[derive(Clone, Copy)]
+struct Retry {
+    at: Instant,
+    /// How long the last pause was.
+    pause: Duration,
 }
 
 struct Event {
@@ -215,14 +227,10 @@ impl Trace {
         }
     }
 
-    /// Adds what was noted since the last time to the file.
+    /// Adds what was noted since the last time to the file. While the file cannot be written, most calls do nothing.
     pub fn flush(&self) {
-        if let Some(record) = &self.record
-            && let Err(error) = record.write()
-            && !std::mem::replace(&mut record.log.lock().told, true)
-        {
-            let path = record.path.display();
-            warn(format_args!("the trace {path} cannot be written, and will be tried again: {error}"));
+        if let Some(record) = &self.record {
+            record.flush(Instant::now());
         }
     }
 }
@@ -274,6 +282,24 @@ impl Record {
         }
         log.noted += 1;
         log.events.push(event);
+    }
+
+    /// Adds what there is to the file, unless that has failed a short while ago.
+    fn flush(&self, now: Instant) {
+        let before = self.log.lock().retry;
+        if before.is_some_and(|retry| now < retry.at) {
+            return;
+        }
+        let started = Instant::now();
+        let outcome = self.write();
+        self.log.lock().retry = outcome.as_ref().err().map(|_| {
+            let pause = before.map_or(PAUSES.0, |retry| (retry.pause * 2).min(PAUSES.1));
+            Retry { at: now + started.elapsed() + pause, pause }
+        });
+        if let (None, Err(error)) = (before, outcome) {
+            let path = self.path.display();
+            warn(format_args!("the trace {path} cannot be written, and will be tried again: {error}"));
+        }
     }
 
     /// Adds what there is to the file. What could not be added stays.

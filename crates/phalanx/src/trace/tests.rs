@@ -147,27 +147,42 @@ fn a_full_trace_says_what_it_left_out() {
 }
 
 #[test]
-fn what_could_not_be_written_is_written_the_next_time() {
+fn a_file_that_cannot_be_written_is_tried_less_and_less_often_and_nothing_is_lost() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("not/yet/there/trace.json");
+    let parent = path.parent().unwrap();
     let trace = Trace::with_limit(path.clone(), Rank::MAIN, 3);
+    let record = trace.record.as_ref().unwrap();
     let note = |names: &[&'static str]| {
         names.iter().for_each(|name| trace.instant(Lane::Step, *name, Instant::now(), &[]));
     };
+    let pause = || record.log.lock().retry.map(|retry| retry.pause);
+    let start = Instant::now();
     note(&["a", "b"]);
-    trace.flush();
+    record.flush(start);
+    assert_eq!(pause(), Some(PAUSES.0));
     note(&["c", "d"]);
-    trace.flush();
-    assert!(trace.record.as_ref().unwrap().log.lock().told);
-    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    // No try: it would succeed.
+    fs::create_dir_all(parent).unwrap();
+    record.flush(start + PAUSES.0 / 2);
+    assert!(!path.exists());
+    fs::remove_dir(parent).unwrap();
+    let mut now = start;
+    for tries in 1..9 {
+        now += Duration::from_secs(100);
+        record.flush(now);
+        assert_eq!(pause(), Some(PAUSES.1.min(PAUSES.0 * (1 << tries))));
+    }
+    fs::create_dir_all(parent).unwrap();
     note(&["e"]);
-    trace.flush();
+    record.flush(now + Duration::from_secs(100));
+    assert_eq!(pause(), None);
     let document = read(&path);
     let names: Vec<_> = events(&document, "i").into_iter().map(|event| event["name"].clone()).collect();
     assert_eq!(names, ["a", "b", "c"], "as many as may be kept, in their order");
     let labels = |event: &&Value| event["args"]["labels"] == "2 more events were left out";
     assert_eq!(events(&document, "M").into_iter().filter(labels).count(), 1);
-    assert_eq!(trace.record.as_ref().unwrap().close(), None);
+    assert_eq!(record.close(), None);
 }
 
 #[test]
@@ -176,6 +191,7 @@ fn the_user_is_told_how_many_events_are_lost() {
     for _ in 0..5 {
         trace.instant(Lane::Step, "b", Instant::now(), &[]);
     }
+    // The last try is made whenever it is.
     trace.flush();
     let told = trace.record.as_ref().unwrap().close().unwrap();
     let expected = "the trace /proc/no/such/folder/trace.json could not be written, and 5 events are lost: ";
