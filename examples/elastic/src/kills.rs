@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::ControlFlow;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use phalanx::launch::{Event, Job, Outcome};
@@ -10,13 +12,35 @@ use rustix::process::{Pid, Signal, kill_process};
 
 /// A worker that lives shorter is replaced after a pause, which is not what is to be measured.
 const LIFE: Duration = Duration::from_millis(2200);
-/// How long after a kill the next commit may take.
+/// How long each step may take: from the start to the first kill, from a kill to the process's end, from there to the next commit, and
+/// from there to the next kill.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What is measured: kills on `workers` workers.
 pub struct Kills {
     pub workers: WorldSize,
     pub kills: u32,
+}
+
+/// What the job has come to.
+enum Progress {
+    /// This process was killed.
+    Killed(u32),
+    /// The launcher has seen it end.
+    Lost(u32),
+    /// The others have committed in a new group.
+    MadeGood,
+    /// The job is over.
+    Ended(Result<Vec<Duration>>),
+}
+
+/// What follows from a commit.
+#[derive(Debug, PartialEq, Eq)]
+enum Commit {
+    /// It is the first after the kill.
+    MadeGood,
+    /// This process is to be killed.
+    Kill(u32),
 }
 
 /// Who is to be killed when: pure.
@@ -55,27 +79,22 @@ impl Kills {
             .variable("STEPS", u64::MAX.to_string())
             .variable("PAUSE_MS", "2")
             .variable("COMMIT_EVERY", "5");
-        let (mut killer, mut error) = (Killer::default(), None);
-        let mut random = u64::from(std::process::id()) | 1;
-        let report = job.run(&mut |event: Event<'_>| {
-            if error.is_some() || killer.times.len() >= self.kills as usize {
-                return ControlFlow::Break(());
-            }
-            error = killer.observe(&event, &mut random).err();
-            ControlFlow::Continue(())
-        })?;
-        if let Some(error) = error {
-            return Err(error);
-        }
-        if !matches!(report.outcome, Outcome::Stopped) {
-            return Err(Error::aborted(format!("the job ended: {:?}", report.outcome)));
-        }
-        killer.times.sort_unstable();
-        let at = |share: f64| killer.times[((killer.times.len() - 1) as f64 * share).round() as usize];
+        let kills = self.kills as usize;
+        let (progress, received) = mpsc::channel();
+        // A job tells of nothing while nothing happens in it, so another thread looks at the clock. If this process ends, the
+        // launcher's guard ends the workers.
+        thread::spawn(move || {
+            let outcome = run(&job, kills, &progress);
+            // Without a receiver the process is about to end.
+            let _ = progress.send(Progress::Ended(outcome));
+        });
+        let mut times = wait(&received, PATIENCE)?;
+        times.sort_unstable();
+        let at = |share: f64| times[((times.len() - 1) as f64 * share).round() as usize];
         println!(
             "{} workers, {} kills: killed to next commit p50 {:.3} s, p99 {:.3} s, longest {:.3} s",
             self.workers,
-            killer.times.len(),
+            times.len(),
             at(0.5).as_secs_f64(),
             at(0.99).as_secs_f64(),
             at(1.0).as_secs_f64()
@@ -84,26 +103,73 @@ impl Kills {
     }
 }
 
+/// Runs the job until that many kills have been made good; how long each took.
+fn run(job: &Job, kills: usize, progress: &Sender<Progress>) -> Result<Vec<Duration>> {
+    let (mut killer, mut error) = (Killer::default(), None);
+    let mut random = u64::from(std::process::id()) | 1;
+    let report = job.run(&mut |event: Event<'_>| {
+        if error.is_some() || killer.times.len() >= kills {
+            return ControlFlow::Break(());
+        }
+        error = killer.observe(&event, &mut random, progress).err();
+        ControlFlow::Continue(())
+    })?;
+    match (error, report.outcome) {
+        (Some(error), _) => Err(error),
+        (None, Outcome::Stopped) => Ok(killer.times),
+        (None, outcome) => Err(Error::aborted(format!("the job ended: {outcome:?}"))),
+    }
+}
+
+/// Waits for the end of the job. Each step of its progress may take as long as `patience`.
+fn wait(progress: &Receiver<Progress>, patience: Duration) -> Result<Vec<Duration>> {
+    let mut missing = "no worker has been killed, since none has lived and committed long enough".to_owned();
+    loop {
+        missing = match progress.recv_timeout(patience) {
+            Ok(Progress::Ended(outcome)) => return outcome,
+            Ok(Progress::Killed(pid)) => format!("process {pid} was killed, and it has not ended"),
+            Ok(Progress::Lost(pid)) => format!("process {pid} was killed, and no new group has committed"),
+            Ok(Progress::MadeGood) => "no other worker has been killed since the last commit".to_owned(),
+            Err(RecvTimeoutError::Timeout) => {
+                return Err(Error::aborted(format!("{missing}, for {} s", patience.as_secs())));
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Error::aborted("the thread that runs the job has panicked"));
+            }
+        };
+    }
+}
+
 impl Killer {
-    fn observe(&mut self, event: &Event<'_>, random: &mut u64) -> Result<()> {
+    fn observe(&mut self, event: &Event<'_>, random: &mut u64, progress: &Sender<Progress>) -> Result<()> {
         let now = Instant::now();
-        match *event {
-            Event::Started { rank, pid, .. } => self.started(rank.get(), pid, now),
+        let step = match *event {
+            Event::Started { rank, pid, .. } => {
+                self.started(rank.get(), pid, now);
+                None
+            }
             Event::Lost { failure, .. } => self.lost(failure.pid),
             Event::Line { text, .. } => {
                 let round = std::str::from_utf8(text).ok().and_then(committed_in);
-                if let Some(pid) = round.map_or(Ok(None), |round| self.commit(round, now))? {
-                    // Not always right behind a commit.
-                    *random ^= *random << 13;
-                    *random ^= *random >> 7;
-                    *random ^= *random << 17;
-                    std::thread::sleep(Duration::from_micros(*random % 15_000));
-                    self.killed = Some(Killed { pid, since: Instant::now(), lost_in: None });
-                    kill(pid)?;
+                match round.and_then(|round| self.commit(round, now)) {
+                    Some(Commit::MadeGood) => Some(Progress::MadeGood),
+                    Some(Commit::Kill(pid)) => {
+                        // Not always right behind a commit.
+                        *random ^= *random << 13;
+                        *random ^= *random >> 7;
+                        *random ^= *random << 17;
+                        thread::sleep(Duration::from_micros(*random % 15_000));
+                        self.killed = Some(Killed { pid, since: Instant::now(), lost_in: None });
+                        kill(pid)?;
+                        Some(Progress::Killed(pid))
+                    }
+                    None => None,
                 }
             }
-            _ => {}
-        }
+            _ => None,
+        };
+        // Without a receiver the process is about to end.
+        let _ = step.map_or(Ok(()), |step| progress.send(step));
         Ok(())
     }
 
@@ -113,36 +179,28 @@ impl Killer {
     }
 
     /// A worker has died, whoever wanted that. Its number may soon be another process's.
-    fn lost(&mut self, pid: u32) {
-        if let Some(killed) = self.killed.as_mut().filter(|killed| killed.pid == pid) {
-            killed.lost_in = Some(self.round);
-        }
+    fn lost(&mut self, pid: u32) -> Option<Progress> {
         self.workers.retain(|_, (worker, _)| *worker != pid);
         self.next.retain(|place| self.workers.contains_key(place));
+        let killed = self.killed.as_mut().filter(|killed| killed.pid == pid)?;
+        killed.lost_in = Some(self.round);
+        Some(Progress::Lost(pid))
     }
 
-    /// A commit has returned on some rank, in `round`. Who is to be killed, if anybody?
-    fn commit(&mut self, round: u64, now: Instant) -> Result<Option<u32>> {
+    /// A commit has returned on some rank, in `round`. What follows from it, if anything?
+    fn commit(&mut self, round: u64, now: Instant) -> Option<Commit> {
         self.round = self.round.max(round);
-        if let Some(Killed { pid, since, lost_in }) = self.killed {
-            if lost_in.is_some_and(|before| round > before) {
-                self.times.push(now - since);
-                self.killed = None;
-            } else if now.saturating_duration_since(since) > PATIENCE {
-                let missing =
-                    if lost_in.is_some() { "no new group has committed" } else { "it has not ended" };
-                return Err(Error::aborted(format!(
-                    "process {pid} was killed {} s ago, and {missing}",
-                    PATIENCE.as_secs()
-                )));
-            }
-            return Ok(None);
+        if let Some(Killed { since, lost_in, .. }) = self.killed {
+            lost_in.filter(|before| round > *before)?;
+            self.times.push(now - since);
+            self.killed = None;
+            return Some(Commit::MadeGood);
         }
-        let Some(place) = self.next.front() else { return Ok(None) };
-        let ripe = self.workers.get(place).filter(|(_, since)| now - *since >= LIFE);
-        let Some((pid, _)) = ripe.copied() else { return Ok(None) };
+        let place = self.next.front()?;
+        let (pid, _) = self.workers.get(place).filter(|(_, since)| now - *since >= LIFE)?;
+        let pid = *pid;
         self.next.pop_front();
-        Ok(Some(pid))
+        Some(Commit::Kill(pid))
     }
 }
 
@@ -173,36 +231,46 @@ mod tests {
     #[test]
     fn who_has_died_of_itself_is_not_killed() {
         let (mut killer, now) = killer();
-        killer.lost(100);
-        assert_eq!(killer.commit(1, now).unwrap(), Some(101));
+        assert!(killer.lost(100).is_none());
+        assert_eq!(killer.commit(1, now), Some(Commit::Kill(101)));
         killer.lost(101);
-        assert_eq!(killer.commit(1, now).unwrap(), None, "nobody is left");
+        assert_eq!(killer.commit(1, now), None, "nobody is left");
         killer.started(0, 102, now);
-        assert_eq!(killer.commit(1, now).unwrap(), None, "it has only just been started");
-        assert_eq!(killer.commit(1, now + LIFE).unwrap(), Some(102));
+        assert_eq!(killer.commit(1, now), None, "it has only just been started");
+        assert_eq!(killer.commit(1, now + LIFE), Some(Commit::Kill(102)));
     }
 
     #[test]
     fn the_first_commit_of_a_later_group_makes_a_kill_good() {
         let (mut killer, now) = killer();
-        let pid = killer.commit(1, now).unwrap().unwrap();
+        let Some(Commit::Kill(pid)) = killer.commit(1, now) else { panic!("nobody is killed") };
         killer.killed = Some(Killed { pid, since: now, lost_in: None });
-        assert_eq!(killer.commit(2, now).unwrap(), None, "it has not ended yet");
-        killer.lost(pid);
-        assert_eq!(killer.commit(2, now).unwrap(), None, "that group was there before");
-        assert_eq!(killer.commit(3, now + Duration::from_millis(7)).unwrap(), None);
+        assert_eq!(killer.commit(2, now), None, "it has not ended yet");
+        assert!(matches!(killer.lost(pid), Some(Progress::Lost(lost)) if lost == pid));
+        assert_eq!(killer.commit(2, now), None, "that group was there before");
+        assert_eq!(killer.commit(3, now + Duration::from_millis(7)), Some(Commit::MadeGood));
         assert_eq!(killer.times, [Duration::from_millis(7)]);
     }
 
     #[test]
-    fn a_kill_that_has_no_consequences_is_an_error() {
-        let (mut killer, now) = killer();
-        let pid = killer.commit(1, now).unwrap().unwrap();
-        killer.killed = Some(Killed { pid, since: now, lost_in: None });
-        assert_eq!(killer.commit(1, now + PATIENCE).unwrap(), None);
-        let late = now + PATIENCE + Duration::from_millis(1);
-        assert!(killer.commit(1, late).unwrap_err().to_string().contains("it has not ended"));
-        killer.lost(pid);
-        assert!(killer.commit(1, late).unwrap_err().to_string().contains("no new group"));
+    fn a_job_in_which_nothing_happens_is_an_error_that_says_what_is_missing() {
+        const SHORT: Duration = Duration::from_millis(50);
+        let (progress, received) = mpsc::channel();
+        let missing = || wait(&received, SHORT).unwrap_err().to_string();
+        assert!(missing().contains("no worker has been killed"));
+        let steps = [
+            (Progress::Killed(7), "process 7 was killed, and it has not ended"),
+            (Progress::Lost(7), "no new group has committed"),
+            (Progress::MadeGood, "no other worker has been killed"),
+        ];
+        for (step, expected) in steps {
+            progress.send(step).unwrap();
+            let error = missing();
+            assert!(error.contains(expected), "{error}");
+        }
+        progress.send(Progress::Ended(Ok(vec![SHORT]))).unwrap();
+        assert_eq!(wait(&received, SHORT).unwrap(), [SHORT]);
+        drop(progress);
+        assert!(missing().contains("panicked"));
     }
 }
