@@ -1,11 +1,24 @@
 //! Slices of a tensor, and what of them lies where. No I/O.
 
+#[cfg(test)]
+use std::cell::Cell;
 use std::fmt;
+use std::hash::{BuildHasher, RandomState};
 
 use serde::{Deserialize, Serialize};
 
 /// The most dimensions of a tensor that is cut into slices, or of which a slice is read.
 const MAX_DIMENSIONS: usize = 64;
+/// The most pairs that [`overlap`] compares. Where ranks make a mistake, far fewer will do.
+const MAX_COMPARED: usize = 1 << 20;
+/// The prime 2^61 - 1.
+const PRIME: u64 = (1 << 61) - 1;
+
+#[cfg(test)]
+thread_local! {
+    /// How many pairs this thread has compared.
+    pub(super) static COMPARED: Cell<usize> = const { Cell::new(0) };
+}
 
 /// A box of a tensor: in each dimension where it begins and how long it is, in elements.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,6 +78,8 @@ impl Region {
 
     /// What both have, if there is any; they are of the same tensor.
     pub fn shared(&self, other: &Self) -> Option<Self> {
+        #[cfg(test)]
+        COMPARED.set(COMPARED.get() + 1);
         let dimensions = 0..self.shape.len();
         let from = |dimension: usize| self.offsets[dimension].max(other.offsets[dimension]);
         let to = |dimension: usize| self.end(dimension).min(other.end(dimension));
@@ -88,7 +103,31 @@ impl fmt::Display for Region {
     }
 }
 
-/// Two of `regions`, which lie in one tensor, that share an element.
+/// Do `regions`, which lie in a tensor of this `shape`, cover it, each element once?
+///
+/// It takes time in proportion to their number, however they lie. Every coordinate of every dimension is given a random place on
+/// its axis, in the field of the numbers modulo [`PRIME`], and the volumes of the regions are added up. Written as polynomials in
+/// those places, their sum is the volume of the whole if each element is in one region, and only then: what regions on two sides
+/// of a cut have in common cancels out, and nothing else does. By the lemma of Schwartz and Zippel, two polynomials that differ have
+/// the same value with a probability of at most `dimensions / PRIME`, less than 10^-16. The places are drawn anew each time, so
+/// that nobody can choose regions to suit them.
+pub(super) fn cover<'a>(regions: impl Iterator<Item = &'a Region>, shape: &[usize]) -> bool {
+    let random = RandomState::new();
+    let place = |dimension: usize, coordinate: usize| random.hash_one((dimension, coordinate)) % PRIME;
+    let volume = |region: &Region| {
+        (0..shape.len()).fold(1, |volume, dimension| {
+            let from = place(dimension, region.offsets[dimension]);
+            let to = place(dimension, region.end(dimension));
+            let product = u128::from(volume) * u128::from(PRIME + to - from) % u128::from(PRIME);
+            product as u64
+        })
+    };
+    let sum = regions.fold(0, |sum, region| (sum + volume(region)) % PRIME);
+    sum == volume(&Region::whole(shape))
+}
+
+/// Two of `regions`, which lie in one tensor, that share an element; for an error, since it gives up if they are many and lie
+/// across each other.
 pub(super) fn overlap(regions: &[&Region]) -> Option<(usize, usize)> {
     let mut order: Vec<usize> = (0..regions.len()).filter(|index| !regions[*index].is_empty()).collect();
     let dimensions = regions.first().map_or(0, |region| region.shape.len());
@@ -101,10 +140,11 @@ pub(super) fn overlap(regions: &[&Region]) -> Option<(usize, usize)> {
     };
     let along = (0..dimensions).max_by_key(cuts);
     order.sort_by_key(|index| along.map(|along| regions[*index].offsets[along]));
-    let mut beside: Vec<usize> = Vec::new();
+    let (mut beside, mut left): (Vec<usize>, usize) = (Vec::new(), MAX_COMPARED);
     for index in order {
         let region = regions[index];
         beside.retain(|other| along.is_none_or(|along| regions[*other].end(along) > region.offsets[along]));
+        left = left.checked_sub(beside.len())?;
         if let Some(other) = beside.iter().find(|other| regions[**other].shared(region).is_some()) {
             return Some((*other, index));
         }
@@ -232,9 +272,28 @@ mod tests {
             region(&[1..2, 1..2]),
         ];
         assert_eq!(overlap(&wheel.iter().collect::<Vec<_>>()), None);
+        assert!(cover(wheel.iter(), &[3, 3]) && !cover(wheel[..4].iter(), &[3, 3]));
         let scalars = [Region::whole(&[]), Region::whole(&[])];
         assert_eq!(overlap(&[&scalars[0]]), None);
         assert_eq!(overlap(&[&scalars[0], &scalars[1]]), Some((0, 1)));
+    }
+
+    #[test]
+    fn a_cover_has_each_element_once() {
+        let covers = |regions: &[Region], shape: &[usize]| cover(regions.iter(), shape);
+        let scalar = Region::whole(&[]);
+        assert!(covers(&[scalar.clone()], &[]));
+        assert!(!covers(&[], &[]) && !covers(&[scalar.clone(), scalar], &[]));
+        assert!(covers(&[], &[3, 0]) && !covers(&[], &[3, 1]));
+        let row = |from, to| region(&[from..to, 0..4]);
+        assert!(covers(&[row(2, 5), row(0, 2), row(5, 5)], &[5, 4]));
+        // As many elements as there are, and one row twice.
+        assert!(!covers(&[row(0, 2), row(1, 4)], &[5, 4]));
+        assert!(!covers(&[row(0, 5), row(1, 4)], &[5, 4]) && !covers(&[row(0, 4)], &[5, 4]));
+        // The corners of an empty region cancel out.
+        assert!(covers(&[row(0, 5), region(&[1..4, 2..2])], &[5, 4]));
+        let largest = region(&[0..usize::MAX, 0..1]);
+        assert!(covers(&[largest], &[usize::MAX, 1]));
     }
 
     /// A shape of up to three dimensions, and two regions in it.
@@ -270,7 +329,41 @@ mod tests {
         places
     }
 
+    /// Cuts `regions` again and again, each time one of them in two.
+    fn cut_up(mut regions: Vec<Region>, cuts: &[(usize, usize, usize)]) -> Vec<Region> {
+        for (which, dimension, at) in cuts {
+            let index = which % regions.len();
+            let first = &mut regions[index];
+            let dimension = dimension % first.shape.len();
+            let length = at % (first.shape[dimension] + 1);
+            let mut second = first.clone();
+            first.shape[dimension] = length;
+            second.offsets[dimension] += length;
+            second.shape[dimension] -= length;
+            regions.push(second);
+        }
+        regions
+    }
+
     proptest! {
+        #[test]
+        fn what_is_cut_up_is_covered_until_one_piece_changes(
+            shape in proptest::collection::vec(1usize..7, 1..4),
+            cuts in proptest::collection::vec((0usize..99, 0usize..9, 0usize..9), 0..12),
+            (which, moved) in (0usize..99, 0usize..9),
+        ) {
+            let mut regions = cut_up(vec![Region::whole(&shape)], &cuts);
+            prop_assert!(cover(regions.iter(), &shape));
+            let count = regions.len();
+            let (changed, dimension) = (&mut regions[which % count], moved % shape.len());
+            let before = changed.clone();
+            changed.offsets[dimension] = moved % (shape[dimension] - changed.shape[dimension] + 1);
+            let is_same = *changed == before || before.is_empty();
+            prop_assert_eq!(cover(regions.iter(), &shape), is_same);
+            let lost = regions.swap_remove(which % count);
+            prop_assert_eq!(cover(regions.iter(), &shape), is_same && lost.is_empty());
+        }
+
         #[test]
         fn pieces_are_what_both_have((shape, slice, wanted) in cut()) {
             let (from, to) = (places(&slice, &shape), places(&wanted, &shape));
