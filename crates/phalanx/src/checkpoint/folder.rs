@@ -37,9 +37,7 @@ use parking_lot::Mutex;
 use rustix::fs::OFlags;
 
 use super::disk::Disk;
-use super::manifest::{
-    Checksum, FileEntry, MANIFEST, MAX_MANIFEST, Manifest, PART, TENSORS, Unreadable, checksum,
-};
+use super::manifest::{Checksum, FileEntry, MANIFEST, MAX_MANIFEST, Manifest, PART, TENSORS, Unreadable};
 use super::owner::Owner;
 use super::snapshot::Snapshot;
 use crate::deadline::Deadline;
@@ -76,8 +74,10 @@ impl Folder {
         self.end(&begun, number, files.map(|files| Manifest::new(step, world_size, files)))
     }
 
-    /// Makes the folder in which a checkpoint is written, as number `number`.
+    /// Makes the folder in which a checkpoint is written, as number `number`. What an earlier write has left is removed, if that is
+    /// possible by now.
     pub fn begin(&self, number: u64) -> io::Result<PathBuf> {
+        let _ = self.sweep();
         let begun = self.path.join(format!("{WRITING}{number:08}{BY}{:08}", self.check()?));
         match self.disk.create_folder(&begun) {
             Ok(()) => Ok(begun),
@@ -122,7 +122,8 @@ impl Folder {
         self.disk.sync_folder(&self.path)
     }
 
-    /// Removes what was begun: on a full disk its room is needed. What cannot be removed now is when the folder is opened next.
+    /// Removes what was begun: on a full disk its room is needed. What cannot be removed now, or what another rank still adds to it,
+    /// is removed when the next one is begun, or the folder is opened.
     pub fn give_up(&self, begun: &Path) {
         let _ = self.remove_tree(begun);
     }
@@ -154,7 +155,8 @@ impl Folder {
         self.remove_tree(&removing)
     }
 
-    /// Removes what writers have left that died, or were frozen and have lost their claim.
+    /// Removes what writers have left: of this process, none of which is in flight, and those that died, or were frozen and have
+    /// lost their claim.
     pub fn sweep(&self) -> io::Result<()> {
         let by = self.check()?;
         for entry in fs::read_dir(&self.path)? {
@@ -163,12 +165,12 @@ impl Folder {
             let name = name.to_string_lossy();
             let left = match (name.strip_prefix(WRITING), name.strip_prefix(REMOVING)) {
                 // Moved away first: its writer, if it goes on, finds no place in which to put another file.
-                (Some(what), _) if is_claimed(what) => {
+                (Some(what), _) if claimed_by(what).is_some_and(|claim| claim <= by) => {
                     let aside = self.path.join(format!("{REMOVING}{what}{BY}{by:08}"));
                     gone(self.disk.rename(&entry.path(), &aside))?;
                     aside
                 }
-                (_, Some(what)) if is_claimed(what) => entry.path(),
+                (_, Some(what)) if claimed_by(what).is_some_and(|claim| claim <= by) => entry.path(),
                 _ => continue,
             };
             self.remove_tree(&left)?;
@@ -239,9 +241,10 @@ fn gone(outcome: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// Is it what stands behind the prefix in a name of ours: a number, and by whom?
-fn is_claimed(what: &str) -> bool {
-    what.split(BY).count() >= 2 && what.split(BY).all(|number| number.parse::<u64>().is_ok())
+/// By which claim what stands behind the prefix in a name of ours was done last, if it is a number, and by whom.
+fn claimed_by(what: &str) -> Option<u64> {
+    let (_, claim) = what.rsplit_once(BY)?;
+    what.split(BY).all(|number| number.parse::<u64>().is_ok()).then(|| claim.parse().ok())?
 }
 
 /// A folder that has the name of a checkpoint.
@@ -323,31 +326,44 @@ pub(super) fn manifest_bytes(folder: &Path) -> Result<Vec<u8>, Unfit> {
     read(file, MANIFEST, length)
 }
 
-/// What `entry` says is in `folder`.
-pub(super) fn read_entry(folder: &Path, entry: &FileEntry) -> Result<Vec<u8>, Unfit> {
-    let bytes = read(open_entry(folder, entry)?, &entry.name, entry.length)?;
-    if checksum(&bytes) != entry.checksum {
-        return Err(damaged(entry));
-    }
+/// What `entry` says is in `folder`, if it can be read by the deadline.
+pub(super) fn read_entry(folder: &Path, entry: &FileEntry, deadline: Deadline) -> Result<Vec<u8>, Unfit> {
+    let file = open_entry(folder, entry)?;
+    let mut bytes = room(&entry.name, entry.length)?;
+    compare(file, entry, deadline, |piece| bytes.extend_from_slice(piece))?;
     Ok(bytes)
 }
 
 /// Has `file`, which `entry` says is in a checkpoint, the right contents? It takes little memory, and ends at the deadline, whatever
 /// it has come to.
 pub(super) fn verify(file: File, entry: &FileEntry, deadline: Deadline) -> Result<(), Unfit> {
+    compare(file, entry, deadline, |_| {})
+}
+
+/// Compares the checksum of `file` with that of `entry`, and shows each piece to `see`.
+fn compare(
+    file: File,
+    entry: &FileEntry,
+    deadline: Deadline,
+    mut see: impl FnMut(&[u8]),
+) -> Result<(), Unfit> {
     let mut file = file.take(entry.length);
     let (mut piece, mut checksum) = (vec![0; PIECE], Checksum::default());
     loop {
         if deadline.has_passed() {
             let cause = format!(
-                "there was no time to compare the checksum of {}: allow more with `Checkpoints::with_timeout`",
+                "there was no time to read all of {}: allow more with `Checkpoints::with_timeout`",
                 entry.name
             );
             return Err(Unfit::Unread(cause, None));
         }
         match file.read(&mut piece) {
             Ok(0) => break,
-            Ok(length) => checksum.update(piece.get(..length).unwrap_or_default()),
+            Ok(length) => {
+                let piece = piece.get(..length).unwrap_or_default();
+                checksum.update(piece);
+                see(piece);
+            }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(Unfit::of(&entry.name, error)),
         }
@@ -394,11 +410,7 @@ pub(super) fn open_file(path: &Path) -> io::Result<File> {
 
 /// The `length` bytes of a file that has as many.
 fn read(mut file: File, name: &str, length: u64) -> Result<Vec<u8>, Unfit> {
-    let mut bytes = Vec::new();
-    let room = usize::try_from(length).is_ok_and(|length| bytes.try_reserve_exact(length).is_ok());
-    if !room {
-        return Err(Unfit::Unread(format!("there is no memory for the {length} bytes of {name}"), None));
-    }
+    let mut bytes = room(name, length)?;
     file.by_ref().take(length).read_to_end(&mut bytes).map_err(|error| Unfit::of(name, error))?;
     match bytes.len() as u64 == length {
         true => Ok(bytes),
@@ -406,12 +418,77 @@ fn read(mut file: File, name: &str, length: u64) -> Result<Vec<u8>, Unfit> {
     }
 }
 
+/// Memory for the `length` bytes of a file.
+fn room(name: &str, length: u64) -> Result<Vec<u8>, Unfit> {
+    let mut bytes = Vec::new();
+    match usize::try_from(length).is_ok_and(|length| bytes.try_reserve_exact(length).is_ok()) {
+        true => Ok(bytes),
+        false => Err(Unfit::Unread(format!("there is no memory for the {length} bytes of {name}"), None)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use super::super::disk::SystemDisk;
+    use super::super::manifest::checksum;
+    use super::super::owner::Claimant;
     use super::*;
 
     #[test]
+    fn what_earlier_writes_have_left_goes_when_the_next_one_begins() {
+        let root = tempfile::tempdir().unwrap();
+        let claim = |own| Owner::claim(root.path(), &Claimant::default(), own).unwrap();
+        let folder = Folder {
+            path: root.path().to_owned(),
+            disk: Box::new(SystemDisk),
+            owner: Mutex::new(claim(None)),
+        };
+        let left = || {
+            let entries = fs::read_dir(root.path()).unwrap().map(|entry| entry.unwrap().file_name());
+            entries.filter(|name| !name.to_string_lossy().starts_with(".owner")).collect::<Vec<_>>()
+        };
+        let begun = folder.begin(1).unwrap();
+        folder.give_up(&begun);
+        // A rank that is slow adds its part after rank 0 has given up, or while it does.
+        fs::create_dir(&begun).unwrap();
+        fs::write(begun.join("rank-00001-of-00002.safetensors"), "late").unwrap();
+        folder.write(2, 20, 1, &Snapshot::default()).unwrap();
+        assert_eq!(left(), ["00000002-step-20"]);
+        // The same process opens the folder anew in between.
+        folder.begin(3).unwrap();
+        let before = folder.owner.lock().number();
+        *folder.owner.lock() = claim(Some(before));
+        folder.begin(4).unwrap();
+        assert_eq!(left().len(), 2, "{:?}", left());
+        // What a later claim has begun is not touched.
+        let later = root.path().join(format!("{WRITING}00000009{BY}{:08}", folder.owner.lock().number() + 1));
+        fs::create_dir(&later).unwrap();
+        folder.write(5, 50, 1, &Snapshot::default()).unwrap();
+        assert!(later.is_dir() && left().len() == 3, "{:?}", left());
+    }
+
+    #[test]
+    fn a_file_that_takes_too_long_to_read_may_be_whole() {
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join("a.part"), "abc").unwrap();
+        let entry = FileEntry { name: "a.part".to_owned(), length: 3, checksum: checksum(b"abc") };
+        let read = |deadline| read_entry(root.path(), &entry, deadline);
+        assert_eq!(read(Deadline::after(Duration::from_secs(60))).unwrap(), b"abc");
+        match read(Deadline::now()) {
+            Err(Unfit::Unread(cause, None)) => assert!(cause.contains("with_timeout"), "{cause}"),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
     fn names_of_checkpoints_are_known_from_others() {
+        assert_eq!(claimed_by("00000012-by-00000003"), Some(3));
+        assert_eq!(claimed_by("00000012-by-00000003-by-00000004"), Some(4));
+        for name in ["00000012", "a-by-00000003", "00000012-by-", "00000012-by-3-by-x"] {
+            assert_eq!(claimed_by(name), None, "{name}");
+        }
         assert_eq!(number("00000012-step-1200"), Some(12));
         assert_eq!(number("123456789-step-0"), Some(123_456_789));
         for name in [

@@ -12,10 +12,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, waitpid};
 
+use super::TIMEOUT;
 use super::disk::Disk;
 use super::folder::{self, Folder};
 use super::owner::{Claimant, Owner};
 use super::tests::{TestDisk, assert_found, before, snapshot};
+use crate::deadline::Deadline;
 
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
 /// The operation, and whether it has been done when the process stops.
@@ -161,7 +163,7 @@ fn assert_nothing_torn(root: &Path, what: &dyn fmt::Debug) {
             manifest
                 .files
                 .iter()
-                .map(|file| folder::read_entry(&entry.path, file))
+                .map(|file| folder::read_entry(&entry.path, file, Deadline::after(TIMEOUT)))
                 .collect::<Result<Vec<_>, _>>()
         });
         assert!(files.is_ok(), "{:?} at {what:?}: {files:?}", entry.path);

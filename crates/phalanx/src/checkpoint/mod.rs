@@ -141,9 +141,12 @@ impl Checkpoints {
         self
     }
 
-    /// How long [`save`](Self::save), [`save_sharded`](Self::save_sharded), [`newest`](Self::newest) and [`finish`](Self::finish)
-    /// wait for the write in flight, and how long ranks that write a sharded checkpoint wait for each other; 10 minutes by default.
-    /// In `save_sharded` and `newest` ranks wait as long for a rank whose disk is slow, also if the group's time-out is shorter.
+    /// How long a rank may be busy with its disk in one call; 10 minutes by default. It is the longest time that
+    /// [`save`](Self::save), [`save_sharded`](Self::save_sharded), [`newest`](Self::newest) and [`finish`](Self::finish) wait for the
+    /// write in flight; that ranks which write a sharded checkpoint wait for each other; and that `newest`, after the wait, takes
+    /// to read or compare one checkpoint, on each rank. In `save_sharded` and `newest` the other ranks wait 30 s longer for it, also if
+    /// the group's time-out is shorter: what has kept a rank is an error of the call, not a failure of the group. A group's time-out
+    /// that is longer stays.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
@@ -156,15 +159,17 @@ impl Checkpoints {
     ///
     /// # Errors
     /// On every rank, if a checkpoint that may be whole cannot be read: access is denied, a later version of this crate has
-    /// written it, some rank has too little memory, does not see all files of a sharded one, or takes too long to compare its
-    /// checksums. And as [`ProcessGroup::broadcast`].
+    /// written it, some rank has too little memory, does not see all files of a sharded one, or takes too long to
+    /// read it. And as [`ProcessGroup::broadcast`].
     pub fn newest(&self) -> Result<Option<Saved>> {
-        // The one in flight is newer than what is there.
-        let search = self.group.rank().is_main().then(|| {
-            self.writer.settle(Deadline::after(self.timeout))?;
-            Search::new(&self.path)
-        });
-        let (saved, skipped) = newest::share(&self.patient(Caller::CheckpointsNewest), &self.path, search)?;
+        self.newest_by(Search::new)
+    }
+
+    fn newest_by(&self, search: impl FnOnce(&Path) -> Result<Search>) -> Result<Option<Saved>> {
+        let (group, is_main) = (self.patient(Caller::CheckpointsNewest), self.group.rank().is_main());
+        // The one in flight is newer than what is there. The others hear of its end, and from then on wait for what is read.
+        newest::agree(&group, is_main.then(|| self.writer.settle(Deadline::after(self.timeout))))?;
+        let (saved, skipped) = newest::share(&group, &self.path, is_main.then(|| search(&self.path)))?;
         *self.skipped.lock() = skipped;
         Ok(saved)
     }

@@ -64,10 +64,10 @@ impl Search {
         Ok(Self { folder: folder.to_owned(), entries: entries.into_iter(), skipped: Vec::new() })
     }
 
-    /// The next that is whole, as far as rank 0 has looked.
-    pub fn next(&mut self) -> Result<Option<Found>> {
+    /// The next that is whole, as far as rank 0 has looked, if it can be read by the deadline.
+    pub fn next(&mut self, deadline: Deadline) -> Result<Option<Found>> {
         while let Some(entry) = self.entries.next() {
-            match read(&entry.path) {
+            match read(&entry.path, deadline) {
                 Ok(found) => return Ok(Some(found)),
                 Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
                 Err(Unfit::Torn(cause)) => self.pass_over(entry.path, cause),
@@ -98,7 +98,7 @@ fn unreadable(path: &Path, cause: &str, source: Option<io::Error>) -> Error {
     error.with_remedy("put that right, or move it away if an older one will do")
 }
 
-fn read(folder: &Path) -> Result<Found, Unfit> {
+fn read(folder: &Path, deadline: Deadline) -> Result<Found, Unfit> {
     let (manifest, bytes) = folder::read_manifest(folder)?;
     let is_sharded = manifest.tensors.is_some();
     let mut contents = Vec::new();
@@ -110,7 +110,7 @@ fn read(folder: &Path) -> Result<Found, Unfit> {
     }
     let files = if is_sharded { manifest.part_files() } else { &manifest.files };
     for file in files {
-        contents.push((file.name.clone(), folder::read_entry(folder, file)?));
+        contents.push((file.name.clone(), folder::read_entry(folder, file, deadline)?));
     }
     // The checksums are right: what it says was meant, by whoever wrote it.
     let tensors = contents.first().filter(|_| !is_sharded).map(|(_, file)| tensors::index(file));
@@ -153,7 +153,7 @@ pub(super) fn share(
     loop {
         let found = match failure.take() {
             Some(error) => Some(Err(error)),
-            None => search.as_mut().map(Search::next),
+            None => search.as_mut().map(|search| search.next(patience(group))),
         };
         let (own, outcome) = match found {
             Some(Ok(found)) => {
@@ -193,6 +193,11 @@ pub(super) fn share(
     }
 }
 
+/// How long a rank may read. The others wait for what it finds, or for that it has not come to an end.
+fn patience(group: &ProcessGroup) -> Deadline {
+    Deadline::after(group.timeout().saturating_sub(MARGIN))
+}
+
 /// What a rank has found in the files that it has looked at.
 #[derive(Serialize, Deserialize)]
 enum Finding {
@@ -209,8 +214,7 @@ enum Finding {
 /// rank. The manifest's bytes were `sent` by rank 0.
 fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) -> Result<Option<String>> {
     let (rank, world) = (group.rank(), group.world_size().count());
-    // The others wait for what this rank finds, or for that it has not come to an end.
-    let deadline = Deadline::after(group.timeout().saturating_sub(MARGIN));
+    let deadline = patience(group);
     let mut own = manifest.tensor_files().iter().skip(rank.index()).step_by(world);
     let verified = see(place, manifest, sent, rank)
         .and_then(|()| own.try_for_each(|file| verify_file(place, file, rank, deadline)));
@@ -323,12 +327,11 @@ fn reserve((name, length): &(String, u64)) -> Result<(String, Vec<u8>)> {
 #[cfg(test)]
 pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
     let mut search = Search::new(folder)?;
-    while let Some(found) = search.next()? {
+    let deadline = Deadline::after(super::TIMEOUT);
+    while let Some(found) = search.next(deadline)? {
         let manifest = found.is_sharded.then(|| Manifest::decode(&found.contents[0].1).ok()).flatten();
         let files = manifest.as_ref().map(Manifest::tensor_files).unwrap_or_default();
-        let torn = files.iter().find_map(|file| {
-            verify_file(&found.folder, file, Rank::MAIN, Deadline::after(super::TIMEOUT)).err()
-        });
+        let torn = files.iter().find_map(|file| verify_file(&found.folder, file, Rank::MAIN, deadline).err());
         match torn {
             None => return Ok((Some(found), search.skipped)),
             Some(Unfit::Torn(cause)) => search.pass_over(found.folder, cause),

@@ -8,6 +8,7 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tempfile::TempDir;
@@ -15,14 +16,16 @@ use tempfile::TempDir;
 use super::disk::{Disk, SystemDisk};
 use super::folder::{self, Folder};
 use super::manifest::shard;
-use super::newest::{self, Found};
+use super::newest::{self, Found, Search};
 use super::owner::{Claimant, Owner};
 use super::saved::Contents;
 use super::snapshot::Snapshot;
-use super::{layout, sharded};
+use super::{Checkpoints, layout, sharded};
+use crate::deadline::Deadline;
 use crate::error::Error;
 use crate::group::ProcessGroup;
 use crate::rank::Rank;
+use crate::testing::{Fabric, run};
 
 /// What was done, to paths below the folder of checkpoints.
 #[derive(Clone, Debug)]
@@ -523,4 +526,30 @@ fn another_rank_s_error_is_the_cause_until_something_else_is_called() {
     assert_eq!(group.was_told().map(|told| told.to_string()), Some(cause.to_string()));
     group.barrier().unwrap();
     assert!(group.was_told().is_none());
+}
+
+#[test]
+fn the_others_wait_for_the_reading_anew_once_the_write_in_flight_has_ended() {
+    let root = before();
+    let (send, receive) = std::sync::mpsc::channel::<(ProcessGroup, u64)>();
+    let (send, receive) = (Mutex::new(Some(send)), Mutex::new(receive));
+    run(2, Fabric::InProcess, |group| {
+        let checkpoints = Checkpoints::open(root.path(), &group).unwrap();
+        let saved = if group.rank().is_main() {
+            checkpoints.newest_by(|path| {
+                let (other, calls) = receive.lock().recv().unwrap();
+                // The other rank has called something, heard of the end of the write, and called something else.
+                let deadline = Deadline::after(Duration::from_secs(60));
+                while other.calls() < calls + 2 {
+                    assert!(!deadline.has_passed(), "rank 1 waits for the first call still");
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Search::new(path)
+            })
+        } else {
+            send.lock().take().unwrap().send((group.clone(), group.calls())).unwrap();
+            checkpoints.newest()
+        };
+        assert_eq!(saved.unwrap().unwrap().step(), 2);
+    });
 }
