@@ -187,8 +187,9 @@ fn run_worker<E: Display>(worker: impl FnOnce() -> Result<(), E>) -> ! {
         }
         Err(payload) => {
             // The program's own panic hook may have taken the place of ours.
-            if !worker_error::panic_is_reported() {
-                worker_error::write(&format!("panicked: {}", panic_message(&*payload)));
+            let message = panic_message(&*payload);
+            if !worker_error::has_reported(message) {
+                worker_error::write(&format!("panicked: {message}"));
             }
             101
         }

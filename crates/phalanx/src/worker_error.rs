@@ -1,5 +1,8 @@
 //! What a worker leaves for its launcher, in case that it fails: its error, in torchrun's format, and the rank whose failure
 //! came first.
+//!
+//! A program may catch a panic, or the failure of another rank, and go on: it does when it calls something of a group that
+//! stands. What was left before is taken back then, so that whatever it fails of later is its own.
 
 use std::fs;
 use std::io;
@@ -10,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use parking_lot::Mutex;
 use serde_json::json;
 
 use crate::rank::Rank;
@@ -20,7 +24,56 @@ pub(crate) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// of something else. `phalanx run` alone sets it, since torchrun takes whatever was written first for the cause.
 pub(crate) const BLAME_FILE: &str = "PHALANX_BLAME_FILE";
 
-static PANIC_IS_REPORTED: AtomicBool = AtomicBool::new(false);
+/// What this process has left for its launcher.
+static LEFT: Left = Left::nothing();
+
+/// What may have to be taken back.
+struct Left {
+    /// Is there anything? Asked by every call of a group, without the lock.
+    any: AtomicBool,
+    notes: Mutex<Notes>,
+}
+
+#[derive(Default)]
+struct Notes {
+    /// A rank is blamed in this file.
+    blame: Option<PathBuf>,
+    /// A panic of the main thread with this message is in this file.
+    panic: Option<(PathBuf, String)>,
+}
+
+impl Left {
+    const fn nothing() -> Self {
+        Self { any: AtomicBool::new(false), notes: Mutex::new(Notes { blame: None, panic: None }) }
+    }
+
+    fn blame(&self, path: PathBuf, rank: Rank) {
+        let mut notes = self.notes.lock();
+        // Without it the launcher goes by who ended first.
+        let _ = fs::write(&path, rank.to_string());
+        notes.blame = Some(path);
+        self.any.store(true, Ordering::Relaxed);
+    }
+
+    fn panic(&self, path: PathBuf, place: &str, message: &str) {
+        let mut notes = self.notes.lock();
+        if write_to(&path, &format!("panicked{place}: {message}"), true).is_ok() {
+            notes.panic = Some((path, message.to_owned()));
+            self.any.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// `caught`: a panic of the main thread has been.
+    fn take_back(&self, caught: bool) {
+        let mut notes = self.notes.lock();
+        let panic = if caught { notes.panic.take() } else { None };
+        for path in notes.blame.take().into_iter().chain(panic.map(|(path, _)| path)) {
+            // torchrun takes any file for an error's. What a launcher holds open by itself is no file that can be removed.
+            let _ = fs::remove_file(&path).or_else(|_| fs::write(&path, ""));
+        }
+        self.any.store(notes.panic.is_some(), Ordering::Relaxed);
+    }
+}
 
 /// Leaves `message` in the error file of this process, if its launcher gave it one (`TORCHELASTIC_ERROR_FILE`).
 ///
@@ -28,15 +81,25 @@ static PANIC_IS_REPORTED: AtomicBool = AtomicBool::new(false);
 /// worker has a worse one to report.
 pub fn write(message: &str) {
     if let Some(path) = path(ERROR_FILE) {
+        let mut notes = LEFT.notes.lock();
         let _ = write_to(&path, message, false);
+        // It is not a panic's any more.
+        notes.panic = None;
     }
 }
 
-/// Notes that `rank`, counted in the first group, failed before this one did. If both fail, that is the job's first failure.
+/// Notes that `rank`, counted in the first group, failed before this one did. If both fail, that is the job's first failure, unless
+/// this one [goes on](goes_on) meanwhile.
 pub(crate) fn blame(rank: Rank) {
     if let Some(path) = path(BLAME_FILE) {
-        // Without it the launcher goes by who ended first.
-        let _ = fs::write(path, rank.to_string());
+        LEFT.blame(path, rank);
+    }
+}
+
+/// The program calls something of a group that stands: what has failed before, here or elsewhere, has not ended it.
+pub(crate) fn goes_on() {
+    if LEFT.any.load(Ordering::Relaxed) {
+        LEFT.take_back(is_main() && !thread::panicking());
     }
 }
 
@@ -51,25 +114,28 @@ pub(crate) fn report_panics() {
         let earlier = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
             earlier(info);
-            if thread::current().name() == Some("main") {
+            if is_main() {
                 write_panic(info);
             }
         }));
     });
 }
 
-/// Has a panic been left in the error file?
-pub(crate) fn panic_is_reported() -> bool {
-    PANIC_IS_REPORTED.load(Ordering::Relaxed)
+/// Has a panic with this message been left in the error file?
+pub(crate) fn has_reported(message: &str) -> bool {
+    LEFT.notes.lock().panic.as_ref().is_some_and(|(_, reported)| reported == message)
 }
 
 fn write_panic(info: &PanicHookInfo<'_>) {
     let message = info.payload_as_str().unwrap_or("with a value that is not text");
     let place = info.location().map_or_else(String::new, |location| format!(" at {location}"));
     if let Some(path) = path(ERROR_FILE) {
-        let written = write_to(&path, &format!("panicked{place}: {message}"), true);
-        PANIC_IS_REPORTED.store(written.is_ok(), Ordering::Relaxed);
+        LEFT.panic(path, &place, message);
     }
+}
+
+fn is_main() -> bool {
+    thread::current().name() == Some("main")
 }
 
 fn path(variable: &str) -> Option<PathBuf> {
@@ -81,4 +147,38 @@ pub(crate) fn write_to(path: &Path, message: &str, panicked: bool) -> io::Result
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let extra = json!({ "py_callstack": "", "timestamp": seconds.to_string(), "panicked": panicked });
     fs::write(path, json!({ "message": { "message": message, "extraInfo": extra } }).to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use rustix::fs::{MemfdFlags, memfd_create};
+
+    use super::*;
+
+    #[test]
+    fn what_a_program_has_outlived_is_taken_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let (blame, error) = (folder.path().join("blame"), folder.path().join("error.json"));
+        let left = Left::nothing();
+        let is_left = |path: &Path| fs::read(path).is_ok_and(|bytes| !bytes.is_empty());
+        left.blame(blame.clone(), Rank::new(3));
+        left.panic(error.clone(), " at a.rs:1:2", "no data");
+        // Another thread goes on; the main one may be about to end.
+        left.take_back(false);
+        assert!(!is_left(&blame) && is_left(&error) && left.any.load(Ordering::Relaxed));
+        left.take_back(true);
+        assert!(!error.exists() && !left.any.load(Ordering::Relaxed));
+        // What comes later counts.
+        left.blame(blame.clone(), Rank::new(2));
+        assert_eq!(fs::read_to_string(&blame).unwrap(), "2");
+        // Memory of the launcher stays where it is, and is empty.
+        let memory = memfd_create("phalanx-blame", MemfdFlags::CLOEXEC).unwrap();
+        let path = PathBuf::from(format!("/proc/self/fd/{}", memory.as_raw_fd()));
+        left.blame(path.clone(), Rank::new(1));
+        assert!(is_left(&path));
+        left.take_back(true);
+        assert!(path.exists() && !is_left(&path));
+    }
 }

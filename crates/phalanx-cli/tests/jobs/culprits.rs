@@ -1,10 +1,13 @@
 //! Which rank `phalanx run` blames for the end of a job, of programs that call `init` and nothing else of a launcher.
 
 use std::error::Error;
+use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use phalanx::ReduceOp;
+use phalanx::checkpoint::Checkpoints;
 
 use crate::ROLE;
 use crate::support::{bare, output, text};
@@ -17,6 +20,8 @@ const UNWRAPS: &str = "TEST_UNWRAPS";
 pub const TESTS: &[(&str, fn())] = &[
     ("a_panic_an_error_and_an_abort_are_blamed_on_the_rank_that_had_it", blamed),
     ("a_peers_end_that_a_rank_has_outlived_is_not_its_own_failure", outlived),
+    ("a_peers_error_that_a_rank_has_outlived_is_not_blamed_for_its_own", outlived_error),
+    ("a_panic_that_was_caught_is_not_reported_for_a_later_one", caught),
 ];
 
 /// What this program does as a worker, and as a `main` that returns an error does.
@@ -28,14 +33,27 @@ pub fn work() {
 }
 
 fn train() -> Result<(), Box<dyn Error>> {
-    let group = phalanx::init()?;
     let (culprit, how) = (std::env::var(CULPRIT)?, std::env::var(HOW)?);
-    let is_culprit = group.rank().to_string() == culprit;
+    let is_culprit = std::env::var("RANK")? == culprit;
+    // Who causes the end is the last to come to its own.
+    let _late = (is_culprit && how == "told").then_some(Late);
+    let group = phalanx::init()?;
+    if how == "told" {
+        // An error of rank 0, of which the other hears.
+        let opened = Checkpoints::open("/proc/no/such/folder", &group);
+        assert!(opened.is_err());
+    }
+    if how == "caught" {
+        let caught = panic::catch_unwind(|| panic!("out of luck"));
+        assert!(caught.is_err());
+    }
     let mut data = vec![1.0_f32; 1000];
     for step in 0.. {
         if is_culprit && step == 5 {
             match how.as_str() {
-                "panic" => panic!("no such sample"),
+                "panic" | "told" => panic!("no such sample"),
+                // As of a program that ends itself, without a word for its launcher.
+                "caught" => std::process::exit(101),
                 "error" => return Err("no data".into()),
                 "abort" => std::process::abort(),
                 "leave" => return Ok(()),
@@ -52,6 +70,15 @@ fn train() -> Result<(), Box<dyn Error>> {
         }
     }
     Ok(())
+}
+
+/// Takes its time when it is dropped.
+struct Late;
+
+impl Drop for Late {
+    fn drop(&mut self) {
+        thread::sleep(Duration::from_millis(500));
+    }
 }
 
 /// Standard error and the exit code of a job whose rank `culprit` ends so.
@@ -116,4 +143,19 @@ fn outlived() {
     let (_, report) = err.split_once("The first failure").unwrap();
     assert!(report.contains("rank    0 of 2") && code == Some(3), "{err}");
     assert!(!report.contains("left the group"), "{err}");
+}
+
+/// Both have heard of the other's failure: rank 1 of one that has not ended it, long ago.
+fn outlived_error() {
+    let (err, code) = run(2, 1, "told", false);
+    let (_, report) = err.split_once("The first failure").unwrap();
+    assert!(report.contains("rank    1 of 2") && code == Some(101), "{err}");
+    assert!(report.contains("no such sample"), "{err}");
+}
+
+fn caught() {
+    let (err, code) = run(2, 1, "caught", false);
+    let (_, report) = err.split_once("The first failure").unwrap();
+    assert!(report.contains("rank    1 of 2") && code == Some(101), "{err}");
+    assert!(!report.contains("error   panicked at "), "{err}");
 }

@@ -33,6 +33,8 @@ pub(crate) struct GroupConfig {
     pub members: Option<Arc<[Rank]>>,
     /// The number of calls of this rank on the group and its sub-groups.
     pub calls: Arc<AtomicU64>,
+    /// Does the program call it, and not a thread of this crate?
+    pub is_programs: bool,
 }
 
 /// How the ranks of a group are connected.

@@ -195,6 +195,7 @@ impl ProcessGroup {
                     _keep_alive: Arc::new(()),
                     members: None,
                     calls: Arc::default(),
+                    is_programs: true,
                 };
                 Self::new(Identity { rank, world, trace: trace.clone(), config }, connected)
             })
@@ -374,11 +375,18 @@ impl ProcessGroup {
     /// An operation is called. After a failure none begins.
     fn begin(&self) -> Result<()> {
         self.inner.config.calls.fetch_add(1, Ordering::Relaxed);
-        match self.failure() {
-            Some(cause) if cause.remedy().is_some() => Err(cause),
-            Some(cause) => Err(cause.with_remedy("the group has failed; start a new one")),
-            None => Ok(()),
-        }
+        let Some(cause) = self.failure() else {
+            if self.inner.config.is_programs {
+                worker_error::goes_on();
+            }
+            return Ok(());
+        };
+        // A call of another group may have taken the note back.
+        self.inner.health.blame(&cause);
+        Err(match cause.remedy() {
+            Some(_) => cause,
+            None => cause.with_remedy("the group has failed; start a new one"),
+        })
     }
 }
 

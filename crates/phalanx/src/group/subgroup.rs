@@ -127,7 +127,8 @@ impl ProcessGroup {
         let name = format!("group/{}", *number - 1);
         drop(number);
         let members: Vec<Rank> = self.world_size().ranks().collect();
-        let config = GroupConfig { calls: Arc::default(), ..self.inner.config.subgroup(&name, &members) };
+        let config = self.inner.config.subgroup(&name, &members);
+        let config = GroupConfig { calls: Arc::default(), is_programs: false, ..config };
         let group = self.connect_part(config, self.rank(), self.world_size(), caller)?;
         Ok(group.with_timeout(timeout).in_call(caller))
     }

@@ -134,6 +134,13 @@ impl Health {
         self.failed.load(Ordering::Acquire)
     }
 
+    /// Should this process fail too, its launcher knows whose failure came first.
+    pub(crate) fn blame(&self, cause: &Error) {
+        if let Some(culprit) = cause.culprit(self.rank).filter(|_| self.of_processes) {
+            worker_error::blame(self.global(culprit));
+        }
+    }
+
     /// Fails the group. The first cause stays; it is returned.
     pub(crate) fn fail(&self, error: Error) -> Error {
         self.hear(error.clone());
@@ -147,10 +154,7 @@ impl Health {
             return;
         }
         let error = if error.rank().is_none() { error.at(self.rank, self.host(self.rank)) } else { error };
-        // Should this process fail too, its launcher knows whose failure came first.
-        if let Some(culprit) = error.culprit(self.rank).filter(|_| self.of_processes) {
-            worker_error::blame(self.global(culprit));
-        }
+        self.blame(&error);
         state.cause = Some(error.clone());
         self.failed.store(true, Ordering::Release);
         let alarm = state.alarm.take();
