@@ -3,37 +3,29 @@
 
 use phalanx_sys::control_block::SharedOperation;
 
-use super::{Block, Job, LINE, not_in_place, short};
+use super::{Block, InPlace, Job, LINE, short};
 use crate::error::{Error, Result};
-use crate::wire::frame::Operation;
 
-pub(super) fn in_place(operation: &mut SharedOperation<'_, '_, Error>, job: Job) -> Result<()> {
+pub(super) fn in_place(
+    operation: &mut SharedOperation<'_, '_, Error>,
+    job: Job,
+    kind: InPlace,
+) -> Result<()> {
     let element = job.call.dtype.size();
-    match job.call.operation {
-        Operation::AllReduce | Operation::AllReduceCoalesced => {
-            operation.combine(job.ranks, LINE, |chunks| job.fold().apply(chunks))
-        }
+    match kind {
+        InPlace::AllReduce => operation.combine(job.ranks, LINE, |chunks| job.fold().apply(chunks)),
         // That the others' memory gets the result too does no harm: it is the call's.
-        Operation::ReduceScatter => operation.combine(job.ranks, element, |chunks| job.fold().apply(chunks)),
-        Operation::Reduce => operation.combine(job.ranks, LINE, |chunks| reduce(job, chunks, job.root)),
-        Operation::Broadcast => {
+        InPlace::ReduceScatter => operation.combine(job.ranks, element, |chunks| job.fold().apply(chunks)),
+        InPlace::Reduce => operation.combine(job.ranks, LINE, |chunks| reduce(job, chunks, job.root)),
+        InPlace::Broadcast => {
             operation.combine(job.ranks, LINE, |chunks| spread(chunks, job.root));
             Ok(())
         }
-        Operation::AllGather => {
+        InPlace::AllGather => {
             operation.combine(job.ranks, element, |chunks| spread(chunks, job.me));
             Ok(())
         }
-        Operation::Barrier => Ok(()),
-        Operation::Gather
-        | Operation::Scatter
-        | Operation::AllToAll
-        | Operation::AllToAllV
-        | Operation::AllGatherV
-        | Operation::AllGatherVInPlace
-        | Operation::ReduceScatterV
-        | Operation::MonitoredBarrier
-        | Operation::PointToPoint => Err(not_in_place(job)),
+        InPlace::Barrier => Ok(()),
     }
 }
 

@@ -60,6 +60,43 @@ pub(crate) struct Domain {
     health: Arc<Health>,
 }
 
+/// A collective in place whose counts are equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum InPlace {
+    AllReduce,
+    Reduce,
+    ReduceScatter,
+    Broadcast,
+    AllGather,
+    Barrier,
+}
+
+impl InPlace {
+    /// An error for operations that the engine does in another way.
+    fn of(operation: Operation) -> Result<Self> {
+        match operation {
+            Operation::AllReduce | Operation::AllReduceCoalesced => Ok(Self::AllReduce),
+            Operation::Reduce => Ok(Self::Reduce),
+            Operation::ReduceScatter => Ok(Self::ReduceScatter),
+            Operation::Broadcast => Ok(Self::Broadcast),
+            Operation::AllGather => Ok(Self::AllGather),
+            Operation::Barrier => Ok(Self::Barrier),
+            Operation::Gather
+            | Operation::Scatter
+            | Operation::AllToAll
+            | Operation::AllToAllV
+            | Operation::AllGatherV
+            | Operation::AllGatherVInPlace
+            | Operation::ReduceScatterV
+            | Operation::MonitoredBarrier
+            | Operation::PointToPoint => Err(Error::protocol(format!(
+                "{} was asked for in place and with equal counts, as which it is never done",
+                operation.name()
+            ))),
+        }
+    }
+}
+
 /// A call, as a rank at place `me` of `ranks` sees it.
 #[derive(Clone, Copy)]
 struct Job {
@@ -113,6 +150,7 @@ impl Domain {
     }
 
     fn in_place(&mut self, job: Job, sequence: Sequence, data: &mut [u8], patience: &Patience) -> Result<()> {
+        let kind = InPlace::of(job.call.operation)?;
         let (members, rank, health, encoded) =
             (&*self.members, self.rank, &*self.health, encoded_call::encode(&job.call));
         let mut watch = |missing: usize| watch(health, members[missing], patience);
@@ -122,19 +160,19 @@ impl Domain {
         if let Some(own) = small.clone().filter(|_| small::always(job)) {
             let slots = self.control_block.small(encoded, &data[own], &mut watch)?;
             (0..job.ranks).try_for_each(|index| check(index, slots.call(index)))?;
-            return small::in_place(job, &slots, data);
+            return small::in_place(job, kind, &slots, data);
         }
         let ahead = |memory: &[u8], window: &mut [u8]| {
-            staged::ahead(job, memory, window);
+            staged::ahead(job, kind, memory, window);
             Ok(())
         };
         let ordinary = small.map_or(Ordinary::InWindow(&ahead), Ordinary::InSlot);
         self.control_block.in_place(encoded, data, ordinary, &mut watch, |operation| {
             (0..job.ranks).try_for_each(|index| check(index, operation.call(index)))?;
             match operation.protocol() {
-                Protocol::Direct => direct::in_place(operation, job),
-                Protocol::Small => operation.slots(|slots, data| small::in_place(job, slots, data)),
-                Protocol::Staged => staged::in_place(operation, job),
+                Protocol::Direct => direct::in_place(operation, job, kind),
+                Protocol::Small => operation.slots(|slots, data| small::in_place(job, kind, slots, data)),
+                Protocol::Staged => staged::in_place(operation, job, kind),
             }
         })
     }
@@ -232,14 +270,6 @@ fn watch(health: &Health, peer: Rank, patience: &Patience) -> Result<()> {
         return Err(late(peer, health.host(peer)));
     }
     Ok(())
-}
-
-/// The engine has plans of another kind for this operation.
-fn not_in_place(job: Job) -> Error {
-    Error::protocol(format!(
-        "{} was asked for in place and without counts, as which it is never done",
-        job.call.operation.name()
-    ))
 }
 
 fn short() -> Error {

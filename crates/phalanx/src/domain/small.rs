@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use phalanx_sys::control_block::{SMALL, Slots};
 
-use super::{Job, not_in_place, short};
+use super::{InPlace, Job, short};
 use crate::error::Result;
 use crate::wire::frame::Operation;
 
@@ -44,35 +44,26 @@ pub(super) fn always(job: Job) -> bool {
     }
 }
 
-pub(super) fn in_place(job: Job, slots: &Slots<'_>, data: &mut [u8]) -> Result<()> {
+pub(super) fn in_place(job: Job, kind: InPlace, slots: &Slots<'_>, data: &mut [u8]) -> Result<()> {
     let length = data.len();
-    match job.call.operation {
-        Operation::AllReduce | Operation::AllReduceCoalesced => fold(job, slots, 0..length, length, data),
-        Operation::Reduce if job.me == job.root => fold(job, slots, 0..length, length, data),
-        Operation::ReduceScatter => {
+    match kind {
+        InPlace::AllReduce => fold(job, slots, 0..length, length, data),
+        InPlace::Reduce if job.me == job.root => fold(job, slots, 0..length, length, data),
+        InPlace::ReduceScatter => {
             let own = job.chunk(job.me);
             fold(job, slots, own.clone(), length, &mut data[own])
         }
-        Operation::Broadcast if job.me != job.root => {
+        InPlace::Broadcast if job.me != job.root => {
             data.copy_from_slice(whole(slots, job.root, length)?);
             Ok(())
         }
-        Operation::AllGather => (0..job.ranks).try_for_each(|index| {
+        InPlace::AllGather => (0..job.ranks).try_for_each(|index| {
             let chunk = job.chunk(index);
             data[chunk.clone()].copy_from_slice(whole(slots, index, chunk.len())?);
             Ok(())
         }),
         // Without bytes; or this rank keeps what it has.
-        Operation::Barrier | Operation::Reduce | Operation::Broadcast => Ok(()),
-        Operation::Gather
-        | Operation::Scatter
-        | Operation::AllToAll
-        | Operation::AllToAllV
-        | Operation::AllGatherV
-        | Operation::AllGatherVInPlace
-        | Operation::ReduceScatterV
-        | Operation::MonitoredBarrier
-        | Operation::PointToPoint => Err(not_in_place(job)),
+        InPlace::Barrier | InPlace::Reduce | InPlace::Broadcast => Ok(()),
     }
 }
 

@@ -12,10 +12,9 @@ use std::ops::Range;
 use phalanx_sys::control_block::{SharedOperation, WINDOW, share};
 
 use super::routes::Routes;
-use super::{Block, Job, LINE, direct, not_in_place};
+use super::{Block, InPlace, Job, LINE, direct};
 use crate::collective::kernel::Fold;
 use crate::error::{Error, Result};
-use crate::wire::frame::Operation;
 
 /// What a rank copies or combines between two waits: enough to be worth them, and little enough that the next rank finds
 /// it in a cache.
@@ -33,51 +32,49 @@ enum Pattern {
     Reduce,
     /// Each rank's share goes to all others.
     Collect,
+    /// There are none.
+    Nothing,
 }
 
-pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job) -> Result<()> {
-    let given = |place| given(job, place);
-    match pattern(job) {
-        Some(Pattern::Combine) => combine(operation, job),
-        Some(Pattern::Reduce) => reduce(operation, job, job.fold(), given),
-        Some(Pattern::Collect) => collect(operation, job, given),
-        None if job.call.operation == Operation::Barrier => Ok(()),
-        None => Err(not_in_place(job)),
+pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<()> {
+    let given = |place| given(job, kind, place);
+    match pattern(job, kind) {
+        Pattern::Combine => combine(operation, job, kind),
+        Pattern::Reduce => reduce(operation, job, job.fold(), given),
+        Pattern::Collect => collect(operation, job, given),
+        Pattern::Nothing => Ok(()),
     }
 }
 
 /// Puts the first window of an operation in place into `window`.
-pub(super) fn ahead(job: Job, memory: &[u8], window: &mut [u8]) {
-    let given = |place| given(job, place);
-    match pattern(job) {
-        Some(Pattern::Combine | Pattern::Reduce) => {
+pub(super) fn ahead(job: Job, kind: InPlace, memory: &[u8], window: &mut [u8]) {
+    let given = |place| given(job, kind, place);
+    match pattern(job, kind) {
+        Pattern::Combine | Pattern::Reduce => {
             WindowLayout::new(job.ranks, given).fill(job.me, 0, memory, window);
         }
-        Some(Pattern::Collect) => for_all(job, &given).fill(job.me, 0, memory, window),
-        None => {}
+        Pattern::Collect => for_all(job, &given).fill(job.me, 0, memory, window),
+        Pattern::Nothing => {}
     }
 }
 
-fn pattern(job: Job) -> Option<Pattern> {
-    Some(match job.call.operation {
-        Operation::AllReduce | Operation::AllReduceCoalesced => Pattern::Combine,
+fn pattern(job: Job, kind: InPlace) -> Pattern {
+    match kind {
+        InPlace::AllReduce => Pattern::Combine,
         // The root alone combines as fast as few ranks do together, and is spared the others' results.
-        Operation::Reduce if job.ranks <= FEW => Pattern::Reduce,
-        Operation::Reduce => Pattern::Combine,
-        Operation::ReduceScatter => Pattern::Reduce,
-        Operation::AllGather | Operation::Broadcast => Pattern::Collect,
-        // Not in place, without bytes, or with counts.
-        Operation::Barrier | Operation::MonitoredBarrier | Operation::PointToPoint => return None,
-        Operation::Gather | Operation::Scatter | Operation::AllToAll | Operation::AllToAllV => return None,
-        Operation::AllGatherV | Operation::AllGatherVInPlace | Operation::ReduceScatterV => return None,
-    })
+        InPlace::Reduce if job.ranks <= FEW => Pattern::Reduce,
+        InPlace::Reduce => Pattern::Combine,
+        InPlace::ReduceScatter => Pattern::Reduce,
+        InPlace::AllGather | InPlace::Broadcast => Pattern::Collect,
+        InPlace::Barrier => Pattern::Nothing,
+    }
 }
 
 /// The part of all ranks' memory that the rank at `place` combines, or gives to all.
-fn given(job: Job, place: usize) -> Range<usize> {
-    match (job.call.operation, pattern(job)) {
-        (Operation::ReduceScatter | Operation::AllGather, _) => job.chunk(place),
-        (_, Some(Pattern::Combine)) => share(job.bytes(), LINE, job.ranks, place),
+fn given(job: Job, kind: InPlace, place: usize) -> Range<usize> {
+    match (kind, pattern(job, kind)) {
+        (InPlace::ReduceScatter | InPlace::AllGather, _) => job.chunk(place),
+        (_, Pattern::Combine) => share(job.bytes(), LINE, job.ranks, place),
         _ if place == job.root => 0..job.bytes(),
         _ => 0..0,
     }
@@ -158,9 +155,9 @@ pub(super) fn copy(
 }
 
 /// Each rank combines its share of all ranks' memory, in the windows, where those who want all results find them.
-fn combine(operation: &mut Staging<'_, '_>, job: Job) -> Result<()> {
-    let (me, for_all) = (job.me, job.call.operation != Operation::Reduce);
-    let layout = WindowLayout::new(job.ranks, |place| given(job, place));
+fn combine(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<()> {
+    let (me, for_all) = (job.me, kind != InPlace::Reduce);
+    let layout = WindowLayout::new(job.ranks, |place| given(job, kind, place));
     let take_back = |operation: &mut Staging<'_, '_>, number| {
         if !for_all && me != job.root {
             return Ok(());
