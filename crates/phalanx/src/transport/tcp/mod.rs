@@ -3,8 +3,11 @@
 
 mod accept;
 mod connect;
+#[cfg(test)]
+mod connect_tests;
 mod connection;
 mod control;
+mod dial;
 mod pending;
 #[cfg(all(test, feature = "tls"))]
 mod pending_tests;

@@ -1,0 +1,318 @@
+//! Ranks that connect, with strangers, dead and frozen ranks between them.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::MeshConfig;
+use super::connect::{Address, key, listen, mesh};
+use super::dial::{ANSWERING, dial};
+use super::pending::HANDSHAKE;
+use crate::credentials::Credentials;
+use crate::deadline::Deadline;
+use crate::health::Heartbeat;
+use crate::key::JobKey;
+use crate::rank::{Generation, Rank};
+use crate::store::{MemoryStore, Store};
+use crate::wire::auth::{NONCE, TAG};
+use crate::wire::handshake::GroupSecret;
+use crate::wire::hello::{Channel, HELLO, Hello, REFUSAL};
+use crate::world_size::WorldSize;
+
+/// What rank `rank` of `world` says to rank 0, on its connection for data.
+fn hello_to_main(secret: &GroupSecret, rank: u32, world: u32) -> Hello {
+    Hello {
+        group: secret.name(),
+        generation: Generation(0),
+        rank: Rank::new(rank),
+        to: Rank::MAIN,
+        world,
+        channel: Channel::Data,
+        nonce: [0; NONCE],
+    }
+}
+
+fn place(store: &MemoryStore, rank: u32) -> MeshConfig<'_> {
+    place_in(store, rank, 2)
+}
+
+fn place_in(store: &MemoryStore, rank: u32, world: u32) -> MeshConfig<'_> {
+    let interface = Ipv4Addr::LOCALHOST.into();
+    let world = WorldSize::new(world).unwrap();
+    let credentials = Credentials::none();
+    let heartbeat = Heartbeat::default();
+    MeshConfig {
+        store,
+        rank: Rank::new(rank),
+        world,
+        generation: Generation(0),
+        interface,
+        credentials,
+        heartbeat,
+    }
+}
+
+/// Leaves the address of a rank that has died since.
+fn bury(store: &MemoryStore, rank: u32) {
+    let socket = listen(Ipv4Addr::LOCALHOST.into()).unwrap().local_addr().unwrap();
+    let own = postcard::to_stdvec(&Address { socket, host: "gone".into() }).unwrap();
+    store.set(&key(Rank::new(rank)), &own, Deadline::after(Duration::from_secs(1))).unwrap();
+}
+
+#[test]
+fn strangers_hold_nobody_up() {
+    let store = MemoryStore::new();
+    // Heard one after the other, each for as long as a handshake may take, they would take many times as long.
+    let deadline = Deadline::after(HANDSHAKE * 10);
+    thread::scope(|scope| {
+        let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|mesh| mesh.connections.data.len()));
+        let address = store.get(&key(Rank::MAIN), deadline).unwrap();
+        let address: Address = postcard::from_bytes(&address).unwrap();
+        let job = store.get("mesh/job", deadline).unwrap().try_into().unwrap();
+        let group = GroupSecret::new(None, &job).name();
+        let mut strangers = Vec::new();
+        for number in 0..200u8 {
+            let mut stranger = TcpStream::connect(address.socket).unwrap();
+            let hello = Hello {
+                group: if number % 3 == 0 { group } else { [number; 16] },
+                generation: Generation(u64::from(number % 2)),
+                rank: Rank::new(u32::from(number)),
+                to: Rank::MAIN,
+                world: 3,
+                channel: Channel::Data,
+                nonce: [number; NONCE],
+            };
+            // Silence, half a handshake, a wrong one.
+            let _ = stranger.write_all(&hello.encode()[..usize::from(number) * HELLO / 199]);
+            strangers.push(stranger);
+        }
+        mesh(&place(&store, 1), deadline).unwrap();
+        assert_eq!(main.join().unwrap().unwrap(), 2);
+    });
+}
+
+/// A peer that knows everything but the key, and says all that it can think of.
+fn noise(own: Hello, number: usize) -> Vec<u8> {
+    let mut bytes = [&own.saying([number as u8; NONCE]).encode()[..], &[number as u8; TAG]].concat();
+    match number % 4 {
+        0 => bytes.truncate(number % HELLO),
+        1 => bytes.truncate(HELLO),
+        2 => {
+            let place = number * 7 % (8 * bytes.len());
+            bytes[place / 8] ^= 1 << (place % 8);
+        }
+        _ => {}
+    }
+    bytes
+}
+
+#[test]
+fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
+    let (store, key) = (MemoryStore::new(), JobKey::generate().unwrap());
+    let credentials = Credentials::from(key.clone());
+    let deadline = Deadline::after(Duration::from_secs(60));
+    let place = |rank| MeshConfig { credentials: &credentials, ..place_in(&store, rank, 3) };
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let early = [0, 1].map(|rank| {
+            let place = place(rank);
+            scope.spawn(move || mesh(&place, deadline).map(|mesh| mesh.connections))
+        });
+        let address: Address =
+            postcard::from_bytes(&store.get(&super::connect::key(Rank::MAIN), deadline).unwrap()).unwrap();
+        let job = store.get("mesh/job", deadline).unwrap().try_into().unwrap();
+        let own = hello_to_main(&GroupSecret::new(Some(&key), &job), 2, 3);
+        let stranger = move |number| {
+            let mut stranger = TcpStream::connect(address.socket).ok()?;
+            let _ = stranger.write_all(&noise(own, number));
+            Some(stranger)
+        };
+        let done = &done;
+        scope.spawn(move || {
+            // A hundred at a time stay, and the others hang up in the middle.
+            let mut held = std::collections::VecDeque::new();
+            for number in 0.. {
+                held.extend(stranger(number));
+                if held.len() > 100 {
+                    held.pop_front();
+                }
+                if done.load(Ordering::Relaxed) {
+                    return;
+                }
+                // The system has only so many ports, and keeps those of ended connections for a while.
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        let strangers: Vec<_> = (0..1000).filter_map(|number| stranger(number * 3)).collect();
+        assert!(strangers.len() > 900, "{}", strangers.len());
+        let late = mesh(&place(2), deadline);
+        done.store(true, Ordering::Relaxed);
+        let late = late.unwrap().connections;
+        let [zero, one] = early.map(|rank| rank.join().unwrap().unwrap());
+        // What stands is what it should be: each end is the other's.
+        for (rank, (below, above)) in [(0, (&zero, &late)), (1, (&one, &late))] {
+            let pairs = [
+                (&below.data, &above.data),
+                (&below.control, &above.control),
+                (&below.messages, &above.messages),
+            ];
+            for (below, above) in pairs {
+                let (below, above) = (below[2].as_ref().unwrap(), above[rank].as_ref().unwrap());
+                assert_eq!(below.socket().peer_addr().unwrap(), above.socket().local_addr().unwrap());
+            }
+        }
+    });
+}
+
+#[test]
+fn ranks_with_different_keys_are_told_at_once() {
+    let store = MemoryStore::new();
+    let credentials = [(), ()].map(|()| Credentials::from(JobKey::generate().unwrap()));
+    let deadline = Deadline::after(Duration::from_secs(60));
+    let started = Instant::now();
+    thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| {
+            let place = MeshConfig { credentials: &credentials[rank as usize], ..place(&store, rank) };
+            scope.spawn(move || mesh(&place, deadline).err().unwrap())
+        });
+        for rank in ranks {
+            let error = rank.join().unwrap();
+            assert!(error.to_string().contains("another job key"), "{error}");
+            assert!(error.remedy().unwrap().contains("PHALANX_JOB_KEY_FILE"));
+        }
+    });
+    assert!(started.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named() {
+    let store = MemoryStore::new();
+    bury(&store, 0);
+    store.set("mesh/job", &[0; 16], Deadline::after(Duration::from_secs(1))).unwrap();
+    let deadline = Deadline::after(Duration::from_millis(100));
+    let error = mesh(&place(&store, 1), deadline).err().unwrap();
+    assert!(error.to_string().contains("rank 0 (gone) could not be reached at"), "{error}");
+    assert_eq!((error.peer(), error.rank()), (Some(Rank::MAIN), Some(Rank::new(1))));
+}
+
+#[test]
+fn a_rank_that_died_since_is_named_by_all_long_before_the_deadline() {
+    let store = MemoryStore::new();
+    bury(&store, 1);
+    let started = Instant::now();
+    let deadline = Deadline::after(Duration::from_secs(60));
+    let errors = thread::scope(|scope| {
+        let ranks = [0, 2].map(|rank| {
+            let place = place_in(&store, rank, 3);
+            scope.spawn(move || mesh(&place, deadline).err().unwrap())
+        });
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    for error in errors {
+        assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+        assert!(error.rank().is_some() && error.operation() == Some("joining the group"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
+    let store = MemoryStore::new();
+    // Its kernel takes connections; nobody accepts them.
+    let frozen = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+    let address = Address { socket: frozen.local_addr().unwrap(), host: "node7".into() };
+    let within = Deadline::after(Duration::from_secs(1));
+    store.set(&key(Rank::new(1)), &postcard::to_stdvec(&address).unwrap(), within).unwrap();
+    let started = Instant::now();
+    let deadline = Deadline::after(ANSWERING * 10);
+    let errors = thread::scope(|scope| {
+        let ranks = [0, 2].map(|rank| {
+            let place = place_in(&store, rank, 3);
+            scope.spawn(move || mesh(&place, deadline).err().unwrap())
+        });
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    assert!(started.elapsed() < ANSWERING * 2, "{:?}", started.elapsed());
+    for error in errors {
+        assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+        assert!(error.to_string().contains("rank 1 (node7) has not answered at"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_died_before_it_connected_is_named_by_those_who_accept() {
+    let store = MemoryStore::new();
+    bury(&store, 1);
+    let started = Instant::now();
+    let error = mesh(&place(&store, 0), Deadline::after(Duration::from_secs(60))).err().unwrap();
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+}
+
+#[test]
+fn a_rank_that_never_says_where_it_listens_is_named() {
+    let store = MemoryStore::new();
+    let error = mesh(&place(&store, 0), Deadline::after(Duration::from_millis(50))).err().unwrap();
+    assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{error}");
+}
+
+#[test]
+fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
+    let store = MemoryStore::new();
+    let deadline = Deadline::after(Duration::from_secs(60));
+    let secret = GroupSecret::new(None, &[1; 16]);
+    let own = hello_to_main(&secret, 1, 2);
+    let of_version_2 = |mut hello: [u8; HELLO]| {
+        hello[4..6].copy_from_slice(&2u16.to_le_bytes());
+        hello
+    };
+    thread::scope(|scope| {
+        // One that connects is told at once, and holds nobody up.
+        let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|_| ()));
+        let address = store.get(&key(Rank::MAIN), deadline).unwrap();
+        let address: Address = postcard::from_bytes(&address).unwrap();
+        let mut old = TcpStream::connect(address.socket).unwrap();
+        old.write_all(&of_version_2(own.encode())).unwrap();
+        let mut answer = [0; HELLO];
+        old.read_exact(&mut answer).unwrap();
+        assert_eq!(answer, REFUSAL);
+        mesh(&place(&store, 1), deadline).unwrap();
+        main.join().unwrap().unwrap();
+        // One that is connected to answers so.
+        let old = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let address = Address { socket: old.local_addr().unwrap(), host: "node7".into() };
+        old.set_nonblocking(false).unwrap();
+        scope.spawn(move || {
+            let (mut stream, _) = old.accept().unwrap();
+            stream.read_exact(&mut [0; HELLO]).unwrap();
+            stream.write_all(&of_version_2(REFUSAL)).unwrap();
+        });
+        let (store, started) = (MemoryStore::new(), Instant::now());
+        let error = dial(&place(&store, 1), "here", &address, (own, &secret), deadline).unwrap_err();
+        assert!(error.to_string().contains("a peer speaks version 2, this one 3"), "{error}");
+        assert!(error.remedy().unwrap().contains("the same build"), "{error}");
+        assert!(error.peer() == Some(Rank::MAIN) && started.elapsed() < Duration::from_secs(20));
+    });
+}
+
+#[test]
+fn a_rank_of_a_former_life_gives_up_at_once() {
+    let store = MemoryStore::new();
+    let deadline = Deadline::after(Duration::from_secs(60));
+    thread::scope(|scope| {
+        let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|_| ()));
+        let address = store.get(&key(Rank::MAIN), deadline).unwrap();
+        let address: Address = postcard::from_bytes(&address).unwrap();
+        let stale = place(&store, 1);
+        let secret = GroupSecret::new(None, &[1; 16]);
+        let own = hello_to_main(&secret, 1, 2);
+        let started = Instant::now();
+        let error = dial(&stale, "here", &address, (own, &secret), deadline).unwrap_err();
+        assert!(error.to_string().contains("not of its job"), "{error}");
+        assert!(started.elapsed() < Duration::from_secs(20));
+        mesh(&stale, deadline).unwrap();
+        main.join().unwrap().unwrap();
+    });
+}

@@ -1,0 +1,206 @@
+//! Connects to one rank below: tries until it answers, and introduces this one. [`accept`](super::accept) is the other end.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::net::{SocketAddr, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::connect::{Address, no_descriptors};
+use super::connection::Connection;
+use super::stop_probe::StopProbe;
+use super::{MeshConfig, start};
+use crate::deadline::Deadline;
+use crate::error::{Error, Kind, Result, no_more_files};
+use crate::notice::Reminders;
+use crate::rank::Rank;
+use crate::tls::{Refusal, Tls};
+use crate::wire::auth::{TAG, nonce};
+use crate::wire::handshake::{ANSWER, Caller, GroupSecret};
+use crate::wire::hello::{HELLO, Hello};
+use crate::wire::tls;
+
+/// How long one try to connect may take before the next one: its packets may have met a host that was not up yet.
+const CONNECTING: Duration = Duration::from_secs(10);
+/// A rank listens before its address is known. A rank that refuses for this long has gone.
+const REFUSED: Duration = Duration::from_secs(1);
+/// A rank that listens answers at once, from a thread that does nothing else. Who has not for this long is frozen.
+pub(super) const ANSWERING: Duration = Duration::from_secs(10);
+/// The longest pause between tries.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// Connects to a peer until it works or the deadline passes: a listener's queue may be full, a stranger's connection may
+/// be dropped. Gives up early where trying again is in vain.
+pub(super) fn dial(
+    place: &MeshConfig<'_>,
+    host: &str,
+    address: &Address,
+    (own, secret): (Hello, &GroupSecret),
+    deadline: Deadline,
+) -> Result<Connection> {
+    let peer = own.to;
+    let unreachable = format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket);
+    let mut pause = Duration::from_millis(1);
+    let mut refusing: Option<Instant> = None;
+    let mut reminders = Reminders::new();
+    loop {
+        let own = own.saying(nonce()?);
+        let error = match introduce(address.socket, own, secret, place.credentials.tls.as_ref(), deadline) {
+            Ok((stream, hello)) if hello.rank == peer => return Ok(stream),
+            Ok((_, hello)) => {
+                return Err(Error::protocol(format!("{unreachable}: rank {} answered", hello.rank))
+                    .with_peer(peer)
+                    .with_remedy("do all hosts have addresses of their own?"));
+            }
+            Err(error) => error,
+        };
+        match error.kind() {
+            io::ErrorKind::InvalidData => {
+                let remedy = Refusal::remedy(&error).unwrap_or(
+                    "start every rank with the same build, the same job key (PHALANX_JOB_KEY_FILE) and the same \
+                     world size",
+                );
+                return Err(Error::io(unreachable, error).with_peer(peer).with_remedy(remedy));
+            }
+            // The end of the patience with which the answer is read.
+            io::ErrorKind::WouldBlock if !deadline.has_passed() => {
+                return Err(StopProbe::new(place).explain(peer, mute(peer, address)));
+            }
+            _ if no_more_files(&error).is_some() => return Err(no_descriptors(&unreachable, error)),
+            io::ErrorKind::ConnectionRefused => {
+                if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
+                    return Err(start::gone(peer, address));
+                }
+            }
+            _ => refusing = None,
+        }
+        if deadline.remaining() <= pause {
+            return Err(Error::io(unreachable, error)
+                .with_peer(peer)
+                .with_remedy("is it alive, and does a firewall stand between?"));
+        }
+        reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", place.rank));
+        thread::sleep(pause);
+        pause = (pause * 2).min(PAUSE);
+        if pause == PAUSE {
+            start::check(place, host).map_err(|error| match error.peer() {
+                // The store is gone, and with it the rank that served it.
+                None if refusing.is_some() => start::gone(peer, address),
+                _ => error,
+            })?;
+        }
+    }
+}
+
+/// The error for a rank whose host takes connections for it, while it says nothing itself.
+fn mute(peer: Rank, address: &Address) -> Error {
+    let Address { host, socket } = address;
+    let cause = format!("rank {peer} ({host}) has not answered at {socket} for {} s", ANSWERING.as_secs());
+    Error::new(Kind::PeerFailed, cause)
+        .with_peer(peer)
+        .with_remedy("is its process stopped, or its host out of memory?")
+}
+
+/// Once it has said who it is, a rank waits for each answer, and then gives up the whole start: the peer drops the
+/// connection if it wants no more of it. Who only tried again could be counted as connected by a peer that answers late
+/// and listens no more; and who did not wait for the last answer could count on a peer that has dropped it.
+fn introduce(
+    address: SocketAddr,
+    own: Hello,
+    secret: &GroupSecret,
+    tls: Option<&Tls>,
+    deadline: Deadline,
+) -> io::Result<(Connection, Hello)> {
+    let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
+    let patience = || deadline.remaining().max(Duration::from_millis(1));
+    let stream = TcpStream::connect_timeout(&address, patience().min(CONNECTING))?;
+    stream.set_nodelay(true)?;
+    stream.set_write_timeout(Some(patience()))?;
+    let mut stream = Connection::new(stream);
+    let secret = match tls {
+        Some(tls) => &secure(&mut stream, secret, tls, deadline.at_most(ANSWERING))?,
+        None => secret,
+    };
+    let caller = Caller::new(own);
+    let said = say(&stream, caller.hello());
+    // Who does not accept this rank's certificate may have hung up already; why, it has said before.
+    if tls.is_none() {
+        said?;
+    }
+    let mut answer = [0; ANSWER];
+    let (hello, proof) = answer.split_at_mut(HELLO);
+    // A refusal is no longer than a hello, and that of a peer with TLS much shorter.
+    let (start, rest) = hello.split_at_mut(tls::REFUSAL.len());
+    hear(&stream, start, deadline)?;
+    if tls.is_none() && tls::is_alert(start) {
+        return Err(Refusal::wanted());
+    }
+    hear(&stream, rest, deadline)?;
+    if let Some(hello) = hello.first_chunk() {
+        Hello::decode(hello).map_err(invalid)?;
+    }
+    hear(&stream, proof, deadline)?;
+    let answered = caller.answered(secret, answer).map_err(invalid)?;
+    say(&stream, answered.proof())?;
+    let mut welcome = [0; TAG];
+    hear(&stream, &mut welcome, deadline)?;
+    let hello = answered.welcomed(secret, &welcome).map_err(invalid)?;
+    stream.admit();
+    stream.socket().set_nonblocking(true)?;
+    Ok((stream, hello))
+}
+
+/// Puts TLS above the connection; gives the group's secret as it is on this one.
+fn secure(
+    stream: &mut Connection,
+    secret: &GroupSecret,
+    tls: &Tls,
+    deadline: Deadline,
+) -> io::Result<GroupSecret> {
+    stream.encrypt(tls.client()?);
+    loop {
+        wait_until(stream, deadline)?;
+        if stream.handshake()? {
+            break;
+        }
+    }
+    Ok(stream.binding()?.map_or_else(|| secret.clone(), |binding| secret.bound(&binding)))
+}
+
+/// Sends all of `bytes` on a connection that blocks.
+fn say(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
+    loop {
+        let (taken, is_out) = stream.send(&[IoSlice::new(bytes)])?;
+        bytes = &bytes[taken..];
+        match (bytes.is_empty(), is_out) {
+            (true, true) => return Ok(()),
+            (_, true) => {}
+            // The time in which it was to be taken has passed.
+            (_, false) => return Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+}
+
+/// Receives as much as `into` holds from a connection that blocks, whose peer is to answer at once.
+fn hear(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> io::Result<()> {
+    let deadline = deadline.at_most(ANSWERING);
+    while !into.is_empty() {
+        wait_until(stream, deadline)?;
+        match stream.receive(&mut [IoSliceMut::new(into)]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => into = &mut into[count..],
+            // Whether the patience has ended is looked at above.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Lets the next read of a connection that blocks last until `deadline`. If that has passed, the error is that of a read
+/// which has lasted so long.
+fn wait_until(stream: &Connection, deadline: Deadline) -> io::Result<()> {
+    match deadline.remaining() {
+        Duration::ZERO => Err(io::ErrorKind::WouldBlock.into()),
+        left => stream.socket().set_read_timeout(Some(left)),
+    }
+}
