@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Two hosts on one machine: what a collective takes over a link, and what it sends over it.
 
-    cargo build --release -p phalanx-cli
+    cargo build --release -p phalanx-bench
     bench/hosts.py --rate 1gbit all_reduce -b 1M -e 16M -f 4
     bench/hosts.py --rate 1gbit all_reduce -b 1M -e 16M -f 4 --transport tcp
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-PHALANX = TARGET / "release" / "phalanx"
+PHALANX_BENCH = TARGET / "release" / "phalanx-bench"
 HOSTS = {"left": "10.77.0.1", "right": "10.77.0.2"}
 PORT = 29500
 SKIPPED = 77
@@ -107,7 +107,7 @@ def bench(link: Link, options: list[str], each: int, limit: float) -> list[dict]
             variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": HOSTS["left"], "MASTER_PORT": PORT}
             variables |= {"LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each, "PHALANX_HOST_ID": host}
             environment = os.environ | {name: str(value) for name, value in variables.items()}
-            command = [*link.inside(host), str(PHALANX), "bench", *options, "--json=-"]
+            command = [*link.inside(host), str(PHALANX_BENCH), *options, "--json=-"]
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
         end = time.monotonic() + limit
@@ -136,8 +136,8 @@ def main() -> None:
     parser.add_argument("-e", "--max-bytes", default="16M", help="[default: 16M]")
     parser.add_argument("-f", "--factor", default="4", help="[default: 4]")
     arguments, rest = parser.parse_known_args()
-    if not PHALANX.exists():
-        sys.exit(f"{PHALANX} is missing: cargo build --release -p phalanx-cli")
+    if not PHALANX_BENCH.exists():
+        sys.exit(f"{PHALANX_BENCH} is missing: cargo build --release -p phalanx-bench")
     become_root()
     for tool in ("ip", "tc"):
         if not shutil.which(tool):

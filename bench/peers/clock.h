@@ -1,4 +1,4 @@
-/* The clock of `phalanx bench` (crates/phalanx-cli/src/bench/measure.rs), for peers that are called from C and C++, and
+/* The clock of `phalanx bench` (crates/phalanx-bench/src/measure.rs), for peers that are called from C and C++, and
  * what else those share. Define _GNU_SOURCE before the first include. */
 
 #include <math.h>

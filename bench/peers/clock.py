@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 
-# The same as in crates/phalanx-cli/src/bench/measure.rs.
+# The same as in crates/phalanx-bench/src/measure.rs.
 WARM_UP = (0.1, 1.0)
 SETTLED = 0.1
 RUN = 0.02

@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parent.parent / "target"))
 FOLDER = TARGET / "peers"
-PHALANX = TARGET / "release" / "phalanx"
+PHALANX_BENCH = TARGET / "release" / "phalanx-bench"
 COLLECTIVES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"]
 COLLECTIVES += ["send_recv", "barrier"]
 SHARED = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
@@ -120,9 +120,9 @@ def tcp_floor(case: Case) -> Start:
 
 def phalanx(transport: str, memory: str) -> Callable[[Case], Start]:
     def start(case: Case) -> Start:
-        if not PHALANX.exists():
-            raise Missing(f"{PHALANX} is missing: cargo build --release -p phalanx-cli")
-        command = [str(PHALANX), "bench", case.collective, "--json=-", "--nproc-per-node", str(case.ranks)]
+        if not PHALANX_BENCH.exists():
+            raise Missing(f"{PHALANX_BENCH} is missing: cargo build --release -p phalanx-bench")
+        command = [str(PHALANX_BENCH), case.collective, "--json=-", "--nproc-per-node", str(case.ranks)]
         command += ["--min-bytes", str(case.min_bytes), "--max-bytes", str(case.max_bytes)]
         command += ["--factor", str(case.factor), "--transport", transport, "--memory", memory]
         return Start(command)

@@ -1,6 +1,6 @@
 """Phalanx against other libraries and what the hardware allows: the same work, interleaved on one machine.
 
-    cargo build --release -p phalanx-cli
+    cargo build --release -p phalanx-bench
     python bench/peers/setup.py
     python bench/peers/run.py --json peers.json --plot peers.png
 
@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peers import COLLECTIVES, FLOOR, FOLDER, PEERS, PHALANX, REGISTERED, SHM, TCP, TCP_FLOOR
+from peers import COLLECTIVES, FLOOR, FOLDER, PEERS, PHALANX_BENCH, REGISTERED, SHM, TCP, TCP_FLOOR
 from peers import Case, Missing, Start, chosen, machine
 
 OURS = {REGISTERED: "registered", SHM: "shm", TCP: "tcp"}
@@ -296,7 +296,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows = Path(folder) / "peers.json"
             rows.write_text("".join(json.dumps(row) + "\n" for row in measured.rows(case)))
-            subprocess.run([str(PHALANX), "plot", str(rows), "-o", str(arguments.plot)], check=True)
+            subprocess.run([str(PHALANX_BENCH), "plot", str(rows), "-o", str(arguments.plot)], check=True)
     if any(note.startswith("failed") for note in notes.values()) or "interrupted" in notes:
         sys.exit(1)
 

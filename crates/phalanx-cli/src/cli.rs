@@ -10,7 +10,7 @@ use clap::{Args, Parser, Subcommand};
 
 use phalanx::launch::Selection;
 
-use crate::bench::{BenchCommand, Plot};
+use crate::bench::{Bench, Plot};
 #[cfg(feature = "tls")]
 use crate::certgen::Certgen;
 use crate::doctor::Doctor;
@@ -45,7 +45,7 @@ pub(crate) enum Command {
     Keygen(Keygen),
     #[cfg(feature = "tls")]
     Certgen(Certgen),
-    Bench(Box<BenchCommand>),
+    Bench(Bench),
     Plot(Plot),
     Doctor(Doctor),
 }

@@ -19,7 +19,7 @@ const MARGIN: i32 = 70;
 const TOP: i32 = 110;
 
 /// The machine may have no fonts: the text is drawn with this one.
-static ROBOTO: &[u8] = include_bytes!("../../../crates/phalanx-cli/assets/Roboto-Regular.ttf");
+static ROBOTO: &[u8] = include_bytes!("../../../crates/phalanx-bench/assets/Roboto-Regular.ttf");
 const FONT: &str = "sans-serif";
 
 /// Okabe and Ito's colours, which the colour-blind can tell apart.

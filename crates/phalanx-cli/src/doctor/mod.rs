@@ -40,10 +40,17 @@ pub(crate) struct Doctor {
     /// Print one JSON object instead of lines
     #[arg(long)]
     json: bool,
+
+    /// Be one of the processes that are timed: so many calls a round
+    #[arg(long, value_name = "CALLS", hide = true)]
+    measure: Option<u32>,
 }
 
 /// Looks, and tells.
 pub(crate) fn run(options: &Doctor) -> ExitCode {
+    if let Some(calls) = options.measure {
+        return trial::work(calls);
+    }
     match look(options) {
         Some(report) => tell(options, &report),
         // Rank 0 tells.

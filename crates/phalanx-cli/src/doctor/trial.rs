@@ -1,23 +1,29 @@
 //! Two processes of this host, and an all_reduce between them: what shared memory and TCP really do here.
 
 use std::io::Read;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use serde::Deserialize;
+use phalanx::{Error, ProcessGroup, ReduceOp, Result};
+use serde::{Deserialize, Serialize};
 
 use super::finding::Report;
 
-/// A trial takes about a second.
+/// A trial takes some tenths of a second.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// Elements (f32) of the calls whose latency and whose bandwidth is measured: 4 B and 1 MiB.
+const SMALL: usize = 1;
+const LARGE: usize = 1 << 18;
+/// Calls are timed in so many rounds, of which the median counts.
+const ROUNDS: usize = 15;
+/// Calls of a round.
+const CALLS: u32 = 20;
 
-/// What of a line of `phalanx bench --json` is of interest.
-#[derive(Debug, Deserialize)]
-struct Row {
-    bytes: u64,
-    time_us: f64,
-    busbw_gbs: f64,
-    wrong: u64,
+/// Seconds for a call, as the first process reports them.
+#[derive(Debug, Serialize, Deserialize)]
+struct Times {
+    small: f64,
+    large: f64,
 }
 
 pub(super) fn look(report: &mut Report) {
@@ -36,14 +42,14 @@ pub(super) fn look(report: &mut Report) {
     }
 }
 
-/// What `phalanx bench` says of a small and a larger all_reduce between two ranks.
+/// What the first of two processes prints.
 fn measure(transport: &str) -> Result<String, String> {
     let program = std::env::current_exe().map_err(|error| format!("this program is not found: {error}"))?;
     let mut command = Command::new(program);
-    command.args(["bench", "all_reduce", "--nproc-per-node", "2", "--transport", transport, "--json"]);
-    command.args(["-b", "4", "-e", "1M", "-f", "262144", "-n", "300", "-w", "100"]);
+    command.args(["doctor", "--measure", &CALLS.to_string()]);
     // In an environment of its own: they are not ranks of any launcher.
     command.env_clear().envs(std::env::var_os("PATH").map(|path| ("PATH", path)));
+    command.env("PHALANX_TRANSPORT", transport);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     finish(command.spawn().map_err(|error| format!("two processes cannot be started: {error}"))?)
 }
@@ -73,21 +79,54 @@ fn finish(mut child: Child) -> Result<String, String> {
     }
 }
 
-/// Latency of the smallest, bandwidth of the largest.
 fn summary(text: &str) -> Result<String, String> {
-    let rows = text.lines().map(serde_json::from_str);
-    let rows: Vec<Row> =
-        rows.collect::<Result<_, _>>().map_err(|error| format!("not understood: {error}"))?;
-    let (Some(small), Some(large)) =
-        (rows.iter().min_by_key(|row| row.bytes), rows.iter().max_by_key(|row| row.bytes))
-    else {
-        return Err("nothing was measured".to_owned());
-    };
-    if rows.iter().any(|row| row.wrong > 0) {
-        return Err("results came out wrong".to_owned());
+    let times: Times = serde_json::from_str(text).map_err(|error| format!("not understood: {error}"))?;
+    let bytes = LARGE * size_of::<f32>();
+    let (small, rate) = (times.small * 1e6, bytes as f64 / times.large / 1e9);
+    Ok(format!("all_reduce of 2 processes: 4 B in {small:.1} µs, {bytes} B at {rate:.1} GB/s"))
+}
+
+/// Starts two processes that are timed, or is one of them; under a launcher, one of its workers.
+pub(super) fn work(calls: u32) -> ExitCode {
+    match phalanx::spawn(2, || time_both(calls)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
     }
-    let (bytes, time, large, rate) = (small.bytes, small.time_us, large.bytes, large.busbw_gbs);
-    Ok(format!("all_reduce of 2 processes: {bytes} B in {time:.1} µs, {large} B at {rate:.1} GB/s"))
+}
+
+fn time_both(calls: u32) -> Result<()> {
+    let group = phalanx::init()?;
+    let times = Times { small: time(&group, SMALL, calls)?, large: time(&group, LARGE, calls)? };
+    if group.rank().is_main() {
+        println!("{}", serde_json::to_string(&times).map_err(|error| Error::aborted(error.to_string()))?);
+    }
+    Ok(())
+}
+
+/// Seconds for an all_reduce of so many elements, whose result is checked before.
+fn time(group: &ProcessGroup, elements: usize, calls: u32) -> Result<f64> {
+    let (rank, world) = (group.rank().get(), group.world_size().get());
+    let mut data = vec![(rank + 1) as f32; elements];
+    group.all_reduce(&mut data, ReduceOp::Sum)?;
+    let sum = (1..=world).sum::<u32>() as f32;
+    if data.iter().any(|element| *element != sum) {
+        return Err(Error::aborted("results came out wrong"));
+    }
+    // Sums of zeros stay zeros, however often they are summed.
+    data.fill(0.0);
+    let mut round = || {
+        let started = Instant::now();
+        (0..calls).try_for_each(|_| group.all_reduce(&mut data, ReduceOp::Sum))?;
+        Ok(started.elapsed().as_secs_f64() / f64::from(calls.max(1)))
+    };
+    // The first is for warming up.
+    round()?;
+    let mut times = (0..ROUNDS).map(|_| round()).collect::<Result<Vec<_>>>()?;
+    times.sort_by(f64::total_cmp);
+    Ok(times[ROUNDS / 2])
 }
 
 #[cfg(test)]
@@ -95,16 +134,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_summed_up() {
-        let row = |bytes, time, rate, wrong| {
-            format!(
-                "{{\"bytes\":{bytes},\"time_us\":{time},\"busbw_gbs\":{rate},\"wrong\":{wrong},\"name\":\"x\"}}\n"
-            )
-        };
-        let text = row(4, 1.25, 0.1, 0) + &row(1048576, 50.0, 20.0, 0);
+    fn latency_and_bandwidth_are_said() {
         let said = "all_reduce of 2 processes: 4 B in 1.2 µs, 1048576 B at 20.0 GB/s";
-        assert_eq!(summary(&text), Ok(said.to_owned()));
-        assert!(summary(&row(4, 1.0, 1.0, 3)).is_err_and(|cause| cause.contains("wrong")));
-        assert!(summary("").is_err() && summary("x").is_err());
+        let times = Times { small: 1.25e-6, large: 52.4288e-6 };
+        assert_eq!(summary(&serde_json::to_string(&times).unwrap()), Ok(said.to_owned()));
+        assert!(summary("").is_err() && summary("{}").is_err());
     }
 }

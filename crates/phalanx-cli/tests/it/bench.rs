@@ -1,202 +1,55 @@
-//! `phalanx bench` with real ranks, and `phalanx plot`.
+//! `phalanx bench` and `phalanx plot` start a program of their own.
 
-use std::collections::HashSet;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use serde_json::Value;
+use crate::support::text;
 
-const COLLECTIVES: [&str; 13] = [
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "all_gather_v",
-    "all_to_all_v",
-    "all_reduce_coalesced",
-    "barrier",
-    "send_recv",
-];
-/// Few calls, of few sizes.
-const QUICK: [&str; 10] = ["-b", "4", "-e", "256K", "-f", "256", "-n", "4", "-w", "2"];
-
-#[test]
-fn every_collective_computes_what_it_should_on_every_transport() {
-    for transport in ["tcp", "shm"] {
-        for ranks in ["2", "3"] {
-            for collective in COLLECTIVES {
-                let rows = rows(&bench(&[collective, "--transport", transport, "--nproc-per-node", ranks]));
-                assert_eq!(rows.len(), if collective == "barrier" { 1 } else { 3 }, "{collective}");
-                for row in rows {
-                    assert_eq!(row["wrong"], 0, "{row}");
-                    assert_eq!(row["ranks"].to_string(), ranks);
-                    assert!(row["min_us"].as_f64() <= row["time_us"].as_f64(), "{row}");
-                }
-            }
-        }
+/// The command alone in a folder, with nothing else in PATH.
+fn command(folder: &Path, arguments: &[&str]) -> Output {
+    let phalanx = folder.join("phalanx");
+    if !phalanx.exists() {
+        fs::copy(env!("CARGO_BIN_EXE_phalanx"), &phalanx).unwrap();
     }
+    Command::new(phalanx).args(arguments).env("PATH", folder.join("path")).output().unwrap()
+}
+
+/// A program that prints its arguments.
+fn install(folder: &Path, mark: &str) {
+    fs::create_dir_all(folder).unwrap();
+    let path = folder.join("phalanx-bench");
+    fs::write(&path, format!("#!/bin/sh\necho {mark} \"$@\"; exit 3\n")).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
 #[test]
-fn types_operations_roots_and_memory_are_told() {
-    const FLOATS: [&str; 6] = ["sum", "avg", "product", "min", "max", "premul_sum"];
-    const INTEGERS: [&str; 7] = ["sum", "product", "min", "max", "band", "bor", "bxor"];
-    const TRUTH: [&str; 5] = ["sum", "product", "band", "bor", "bxor"];
-    let floats = ["f64", "f16", "bf16"].map(|dtype| (dtype, &FLOATS[..]));
-    let integers = ["i32", "i64", "u8", "i8"].map(|dtype| (dtype, &INTEGERS[..]));
-    for (dtype, ops) in floats.into_iter().chain(integers).chain([("bool", &TRUTH[..])]) {
-        for op in ops.iter().copied() {
-            let options =
-                ["all_reduce", "--dtype", dtype, "--op", op, "--check", "2", "--memory", "registered"];
-            let rows = rows(&bench(&[&options[..], &["-b", "1K", "-e", "1K"]].concat()));
-            assert_eq!((&rows[0]["dtype"], &rows[0]["op"]), (&dtype.into(), &op.into()));
-        }
-    }
-    let rows = rows(&bench(&["broadcast", "--root", "1"]));
-    assert_eq!((&rows[0]["root"], rows[0].get("op")), (&1.into(), None));
-}
-
-#[test]
-fn bandwidths_are_those_of_nccl_tests() {
-    for (collective, factor) in [("all_reduce", 4.0 / 3.0), ("all_gather", 2.0 / 3.0), ("broadcast", 1.0)] {
-        let row = &rows(&bench(&[collective, "--nproc-per-node", "3", "-b", "300", "-e", "300"]))[0];
-        let number = |name: &str| row[name].as_f64().unwrap();
-        let algbw = number("bytes") / number("time_us") / 1e3;
-        assert!((number("algbw_gbs") / algbw - 1.0).abs() < 1e-6, "{row}");
-        assert!((number("busbw_gbs") / algbw / factor - 1.0).abs() < 1e-6, "{row}");
-    }
-}
-
-#[test]
-fn the_table_is_for_people() {
-    let output = phalanx(&[&["bench", "all_gather", "--transport", "tcp"][..], &QUICK].concat());
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.starts_with("# Phalanx, tcp: all_gather, f32, 2 ranks\n"), "{text}");
-    for word in ["algbw", "busbw", "GB/s", "µs", "\n       8 B ", "\n     1 KiB ", "\n   256 KiB "] {
-        assert!(text.contains(word), "{word:?} is not in {text}");
-    }
-}
-
-#[test]
-fn what_makes_no_sense_is_answered_with_the_flag_that_mends_it() {
-    for (options, remedy) in [
-        (&["broadcast", "--op", "sum"][..], "leave --op away"),
-        (&["all_reduce", "--root", "0"], "leave --root away"),
-        (&["barrier", "--plot", "x.png"], "leave --plot away"),
-        (&["all_gather", "--tune", "x.json"], "leave --tune away"),
-        (&["all_reduce", "-b", "8", "-e", "4"], "--min-bytes"),
-        (&["all_reduce", "--dtype", "float"], "f32, f64"),
-        (&["all_reduce", "--op", "bxor"], "--op may be sum, avg"),
-        (&["broadcast", "--root", "2"], "--nproc-per-node"),
-        (&["all_reduce", "--plot", "/nowhere/x.png"], "/nowhere/x.png"),
-        (&["all_reduce", "--json", "/nowhere/x.json"], "--json /nowhere/x.json"),
-    ] {
-        let output = phalanx(&[&["bench"], options].concat());
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && text.contains(remedy), "{options:?}: {text}");
-    }
-}
-
-#[test]
-fn a_plot_shows_what_was_measured_now_and_before() {
+fn who_lacks_the_benchmarks_is_told_how_to_install_them() {
     let folder = tempfile::tempdir().unwrap();
-    let file = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-    let (json, now, again) = (file("tcp.json"), file("now.png"), file("again.png"));
-    let run = |options: &[&str]| {
-        let output = phalanx(&[&["bench", "all_reduce"], options, &QUICK].concat());
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    };
-    run(&["--transport", "tcp", "--json", &json]);
-    run(&["--transport", "shm", "--plot", &now, "--peers", &json]);
-    assert!(phalanx(&["plot", &json, "-o", &again]).status.success());
-
-    // Two curves have more colours than one.
-    assert!(colours(now.as_ref()) > colours(again.as_ref()));
-    let output = phalanx(&["plot", &json, "-o", &again, "--ranks", "4"]);
-    assert!(String::from_utf8_lossy(&output.stderr).contains("all_reduce with 2 ranks"));
-}
-
-#[test]
-fn algorithms_are_timed_apart_and_the_table_is_one_that_groups_take() {
-    let folder = tempfile::tempdir().unwrap();
-    let table = folder.path().join("tuning.json");
-    for (collective, algorithms) in
-        [("all_reduce", 3), ("broadcast", 2), ("reduce", 2), ("gather", 2), ("scatter", 2)]
+    for arguments in [&["bench", "all_reduce"][..], &["bench", "--help"], &["plot", "x.json", "-o", "x.png"]]
     {
-        let options = ["--nproc-per-node", "3", "--transport", "tcp", "--tune", table.to_str().unwrap()];
-        let rows = rows(&bench(&[&[collective], &options[..]].concat()));
-        assert_eq!(rows.len(), 3 * algorithms, "{collective}");
-        for sizes in rows.chunks(algorithms) {
-            let names: HashSet<_> = sizes.iter().map(|row| row["algorithm"].as_str().unwrap()).collect();
-            assert_eq!(names.len(), algorithms, "{collective}: {sizes:?}");
-        }
-        assert!(rows.iter().all(|row| row["wrong"] == 0), "{rows:?}");
-        assert!(
-            rows.iter().all(|row| row["name"].as_str().unwrap().starts_with("Phalanx, tcp,")),
-            "{rows:?}"
-        );
+        let output = command(folder.path(), arguments);
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(127), "{err}");
+        assert!(err.contains("cargo install --path crates/phalanx-bench"), "{err}");
     }
-    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
-    command.args(["bench", "all_reduce", "--nproc-per-node", "3"]).args(QUICK).env("PHALANX_TUNING", &table);
-    assert!(command.output().unwrap().status.success());
+    let help = text(&command(folder.path(), &["--help"]).stdout);
+    assert!(help.contains("\n  bench ") && help.contains("\n  plot "), "{help}");
 }
 
 #[test]
-fn where_no_table_is_used_there_is_nothing_to_tune() {
+fn the_benchmarks_get_all_arguments_and_are_found_beside_the_command_first() {
     let folder = tempfile::tempdir().unwrap();
-    let table = folder.path().join("tuning.json");
-    let table = table.to_str().unwrap();
-    for (options, remedy) in [
-        (&["--nproc-per-node", "2"][..], "--transport tcp"),
-        (&["--nproc-per-node", "3", "--transport", "shm"], "--transport tcp"),
-        (&["--nproc-per-node", "1"], "--nproc-per-node"),
-    ] {
-        let output = phalanx(&[&["bench", "all_reduce", "--tune", table], options, &QUICK].concat());
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && text.contains(remedy), "{options:?}: {text}");
-    }
-    assert!(!Path::new(table).exists());
-}
-
-#[test]
-fn a_start_is_timed() {
-    let output = phalanx(&["bench", "startup", "-n", "2", "--nproc-per-node", "3"]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let text = String::from_utf8_lossy(&output.stdout);
-    let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-    let names: Vec<&str> = lines.iter().skip(1).map(|line| line[0]).collect();
-    assert_eq!(names, ["program", "job", "beyond"], "{text}");
-    let times: Vec<f64> = lines.iter().skip(1).map(|line| line[1].parse().unwrap()).collect();
-    assert!(times[0] > 0.0 && times[1] > 0.0 && (times[1] - times[0] - times[2]).abs() < 0.2, "{text}");
-}
-
-fn bench(options: &[&str]) -> Output {
-    // What is given twice is refused.
-    let quick = if options.contains(&"-b") { &QUICK[6..] } else { &QUICK[..] };
-    phalanx(&[&["bench", "--json=-"], options, quick].concat())
-}
-
-fn phalanx(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
-    command.args(arguments).env_remove("RANK").env_remove("PHALANX_TRANSPORT");
-    command.output().unwrap()
-}
-
-fn rows(output: &Output) -> Vec<Value> {
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let text = String::from_utf8_lossy(&output.stdout);
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
-/// How many colours a picture has.
-fn colours(file: &Path) -> usize {
-    let decoder = png::Decoder::new(std::io::BufReader::new(std::fs::File::open(file).unwrap()));
-    let mut reader = decoder.read_info().unwrap();
-    let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
-    reader.next_frame(&mut pixels).unwrap();
-    pixels.chunks(3).collect::<HashSet<_>>().len()
+    let said = |arguments: &[&str]| {
+        let output = command(folder.path(), arguments);
+        assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    install(&folder.path().join("path"), "path");
+    assert_eq!(said(&["bench", "all_reduce", "-b", "4"]), "path all_reduce -b 4\n");
+    install(folder.path(), "beside");
+    assert_eq!(said(&["bench", "--help"]), "beside --help\n");
+    assert_eq!(said(&["bench", "faults", "-h", "--json=-"]), "beside faults -h --json=-\n");
+    assert_eq!(said(&["plot", "a.json", "-o", "a.png"]), "beside plot a.json -o a.png\n");
 }

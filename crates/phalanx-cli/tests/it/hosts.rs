@@ -10,7 +10,7 @@ use std::time::Instant;
 use rustix::process::{Pid, Signal};
 
 use crate::support::stand_in::Hosts;
-use crate::support::{LIMIT, bare, exit_code, is_gone, output, send, sorted_lines, start, text};
+use crate::support::{LIMIT, SUM, bare, exit_code, is_gone, output, send, sorted_lines, start, text};
 
 #[test]
 fn a_reader_that_pauses_gets_everything() {
@@ -88,8 +88,7 @@ fn a_file_names_the_hosts_and_a_group_spans_them() {
     std::fs::write(hosts.path().join("hosts"), "# two\nfar1 slots=2\nlocalhost:1\n").unwrap();
     let mut command = bare();
     command.env("PHALANX_RSH", hosts.path().join("rsh")).current_dir(hosts.path());
-    command.args(["--hostfile", "hosts", "--master-addr", "127.0.0.1", "--"]);
-    command.args([env!("CARGO_BIN_EXE_phalanx"), "bench", "all_reduce", "-e", "64", "-n", "8", "--json"]);
+    command.args(["--hostfile", "hosts", "--master-addr", "127.0.0.1", "--", "sh", "-c", SUM]);
     let output = output(command);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
 }

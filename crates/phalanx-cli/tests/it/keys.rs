@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use crate::support::{bare, exit_code, free_port, node, output, phalanx, send, text};
+use crate::support::{SUM, bare, exit_code, free_port, node, output, phalanx, send, text};
 use phalanx::store::{Store, TcpStore};
 use phalanx::{Deadline, JobKey};
 
@@ -120,9 +120,8 @@ fn nodes_with_the_same_key_make_one_job() {
         text(&again.stderr)
     );
     let (port, file) = (free_port(), path.to_str().unwrap());
-    let script = format!("{} bench all_reduce -e 64 -n 8 --json > /dev/null", env!("CARGO_BIN_EXE_phalanx"));
     let nodes = ["0", "1"].map(|rank| {
-        node(rank, &port, &["--nproc-per-node", "2", "--job-key-file", file], &script).spawn().unwrap()
+        node(rank, &port, &["--nproc-per-node", "2", "--job-key-file", file], SUM).spawn().unwrap()
     });
     for child in nodes {
         let output = child.wait_with_output().unwrap();

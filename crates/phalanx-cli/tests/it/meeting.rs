@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::support::{LIMIT, exit_code, phalanx, send};
+use crate::support::{LIMIT, SUM, exit_code, phalanx, send};
 
 /// A server of its own for one test.
 struct Etcd {
@@ -133,11 +133,7 @@ fn in_a_file_either_node_may_be_lost() {
 fn a_group_spans_nodes_that_meet_in_etcd() {
     let etcd = Etcd::start();
     let options = ["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", &etcd.address];
-    let bench = format!(
-        "{} bench all_reduce -e 64 -n 8 --json > /dev/null && echo up",
-        env!("CARGO_BIN_EXE_phalanx")
-    );
-    for node in [(); 2].map(|()| Node::start(phalanx(&options, &bench))) {
+    for node in [(); 2].map(|()| Node::start(phalanx(&options, SUM))) {
         let (code, err) = node.end();
         assert_eq!(code, Some(0), "{err}");
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::support::{exit_code, free_port, node, phalanx, send, sorted_lines, text};
+use crate::support::{SUM, exit_code, free_port, node, phalanx, send, sorted_lines, text};
 
 /// Exit code, standard output and standard error of a launcher that has been started.
 fn end(mut child: Child) -> (Option<i32>, String, String) {
@@ -53,10 +53,7 @@ fn two_nodes_make_one_world_with_a_store() {
 #[test]
 fn a_group_spans_the_nodes_and_comes_together_again_after_a_failure() {
     let port = free_port();
-    let script = format!(
-        "{} bench all_reduce -e 64 -n 8 --json > /dev/null && exit $((RANK == 3 && TORCHELASTIC_RESTART_COUNT == 0 ? 7 : 0))",
-        env!("CARGO_BIN_EXE_phalanx")
-    );
+    let script = format!("{SUM} && exit $((RANK == 3 && TORCHELASTIC_RESTART_COUNT == 0 ? 7 : 0))");
     let options = ["--nproc-per-node", "2", "--max-restarts", "1"];
     let nodes = ["0", "1"].map(|rank| node(rank, &port, &options, &script).spawn().unwrap());
     for child in nodes {
@@ -259,21 +256,18 @@ impl Drop for Namespaces {
 #[ignore = "needs root and iproute2: .ci/full runs it"]
 fn two_hosts_train_together_and_a_cut_cable_ends_both() {
     let hosts = Namespaces::new();
-    let bench = format!(
-        "{} bench all_reduce -e 64 -n 8 --json > /dev/null && echo up",
-        env!("CARGO_BIN_EXE_phalanx")
-    );
+    let sum = format!("{SUM} && echo up");
     let options = ["--nproc-per-node", "2", "--master-addr", "10.97.0.1"];
     let start = |script: &str| {
         [("0", "a"), ("1", "b")]
             .map(|(rank, side)| hosts.inside(side, &node(rank, "29500", &options, script)).spawn().unwrap())
     };
-    for child in start(&bench) {
+    for child in start(&sum) {
         let (code, out, err) = end(child);
         assert_eq!((code, out.matches("up").count()), (Some(0), 2), "{err}");
     }
 
-    let mut nodes = start(&format!("{bench}; exec sleep 60"));
+    let mut nodes = start(&format!("{sum}; exec sleep 60"));
     nodes.iter_mut().for_each(wait_for_line);
     let cable = format!("{}a", hosts.0);
     Command::new("ip").args(["-n", &cable, "link", "set", &cable, "down"]).status().unwrap();

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::support::{output, phalanx, sorted_lines, text};
+use crate::support::{SUM, SUMS, output, phalanx, sorted_lines, text};
 
 /// The one entry of `folder`.
 fn only(folder: &Path) -> PathBuf {
@@ -53,10 +53,7 @@ fn each_life_has_a_store_of_its_own() {
 
 #[test]
 fn a_group_comes_together_in_each_life() {
-    let script = format!(
-        "{} bench all_reduce -e 64 -n 8 --json > /dev/null && exit $((1 - TORCHELASTIC_RESTART_COUNT))",
-        env!("CARGO_BIN_EXE_phalanx")
-    );
+    let script = format!("{SUM} && exit $((1 - TORCHELASTIC_RESTART_COUNT))");
     let output = output(phalanx(&["--nproc-per-node", "2", "--max-restarts", "1"], &script));
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("restart 1 of 1"));
@@ -64,9 +61,8 @@ fn a_group_comes_together_in_each_life() {
 
 #[test]
 fn a_rank_that_freezes_starts_all_again() {
-    let bench = format!("{} bench all_reduce -e 64 --json > /dev/null", env!("CARGO_BIN_EXE_phalanx"));
     let script = format!(
-        "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exec {bench} -n 8; {bench} -n 1000000000 & \
+        "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exec {SUM}; {SUMS} & \
          [ $RANK = 1 ] && {{ sleep 0.5; kill -STOP $!; }}; wait $!"
     );
     let started = Instant::now();

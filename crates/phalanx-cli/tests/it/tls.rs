@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 use std::time::Duration;
 
 use crate::support::stand_in::Hosts;
-use crate::support::{bare, exit_code, output, text};
+use crate::support::{SUM, bare, exit_code, output, text};
 
 fn certgen(arguments: &[&str], folder: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_phalanx")).arg("certgen").arg(folder).args(arguments).output().unwrap()
@@ -29,30 +29,11 @@ fn options(folder: &Path, host: &str) -> Vec<String> {
     .collect()
 }
 
-/// A program whose ranks check sums over TCP.
-const SUMS: [&str; 15] = [
-    env!("CARGO_BIN_EXE_phalanx"),
-    "bench",
-    "all_reduce",
-    "--transport",
-    "tcp",
-    "-b",
-    "4",
-    "-e",
-    "256K",
-    "-f",
-    "256",
-    "-n",
-    "4",
-    "-w",
-    "2",
-];
-
-/// Two ranks of it.
+/// Two ranks that check a sum over TCP.
 fn run(options: &[String], variables: &[(&str, &str)]) -> Output {
     let mut command = bare();
-    command.args(["--nproc-per-node", "2"]).args(options).arg("--").args(SUMS);
-    command.envs(variables.iter().copied());
+    command.args(["--nproc-per-node", "2"]).args(options).args(["--", "sh", "-c", SUM]);
+    command.env("PHALANX_TRANSPORT", "tcp").envs(variables.iter().copied());
     output(command)
 }
 
@@ -71,7 +52,7 @@ fn hosts() -> Hosts {
 fn a_job_that_one_command_starts_on_several_hosts_runs_over_tls() {
     let hosts = hosts();
     let mut command = hosts.run("localhost:1,far1:2,far2:1", &ON_EVERY_HOST);
-    command.arg("--").args(SUMS);
+    command.args(["--", "sh", "-c", SUM]).env("PHALANX_TRANSPORT", "tcp");
     let output = output(command);
     assert!(output.status.success(), "{}", text(&output.stderr));
 

@@ -15,6 +15,10 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_s
 
 pub const LIMIT: Duration = Duration::from_secs(20);
 
+/// A program for a shell whose ranks check a sum, as `phalanx doctor` does; once or for ever.
+pub const SUM: &str = concat!(env!("CARGO_BIN_EXE_phalanx"), " doctor --measure 1 > /dev/null");
+pub const SUMS: &str = concat!(env!("CARGO_BIN_EXE_phalanx"), " doctor --measure 1000000000 > /dev/null");
+
 /// `phalanx run` with `options`, and `script` as the program.
 pub fn phalanx(options: &[&str], script: &str) -> Command {
     let mut command = bare();

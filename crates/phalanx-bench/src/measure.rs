@@ -1,8 +1,9 @@
 //! The clock: how long a call takes, and when that has been measured often enough.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use phalanx::{ProcessGroup, ReduceOp, Result};
+use rustix::time::{ClockId, clock_gettime};
 
 /// Warming up takes so many seconds at least, and so many if the times do not settle.
 const WARM_UP: std::ops::Range<f64> = 0.1..1.0;
@@ -16,24 +17,24 @@ const SAMPLES: std::ops::RangeInclusive<f64> = 8.0..=30_000.0;
 /// A sample has so many calls that it takes so many seconds. Reading the clock takes some 50 ns.
 const SAMPLE: f64 = 5e-6;
 
-/// How many calls there are to be, where the user has said so.
+/// The numbers of calls, where the user has given them.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Counts {
-    pub(super) warm_up: Option<u32>,
-    pub(super) timed: Option<u32>,
+pub(crate) struct Counts {
+    pub(crate) warm_up: Option<u32>,
+    pub(crate) timed: Option<u32>,
 }
 
 /// Seconds for one call, of the rank for which it takes longest.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Times {
-    pub(super) median: f64,
-    pub(super) min: f64,
-    pub(super) p99: f64,
+pub(crate) struct Times {
+    pub(crate) median: f64,
+    pub(crate) min: f64,
+    pub(crate) p99: f64,
 }
 
 impl Times {
     /// Times `call`, which every rank must time together.
-    pub(super) fn of(
+    pub(crate) fn of(
         group: &ProcessGroup,
         counts: Counts,
         mut call: impl FnMut() -> Result<()>,
@@ -50,11 +51,23 @@ impl Times {
             times.push(run(calls as u32, &mut call)? / calls);
         }
         times.sort_by(f64::total_cmp);
-        let mut slowest = [times[times.len() / 2], times[0], times[times.len() * 99 / 100]];
+        let mut slowest = [50, 0, 99].map(|percent| percentile(&times, percent));
         group.all_reduce(&mut slowest, ReduceOp::Max)?;
         let [median, min, p99] = slowest;
         Ok(Self { median, min, p99 })
     }
+}
+
+/// The time that `percent` of these times, in ascending order, do not exceed; NaN if there are none.
+pub(crate) fn percentile(times: &[f64], percent: usize) -> f64 {
+    let at = (times.len() * percent / 100).min(times.len().saturating_sub(1));
+    times.get(at).copied().unwrap_or(f64::NAN)
+}
+
+/// The time on the clock that all processes of a host share.
+pub(crate) fn monotonic() -> Duration {
+    let now = clock_gettime(ClockId::Monotonic);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
 /// Calls until caches are warm and processors awake; returns the seconds for one call, the same on every rank.

@@ -6,26 +6,26 @@ use std::path::{Path, PathBuf};
 use phalanx::{Error, Result};
 use serde::Deserialize;
 
-use super::collectives::Collective;
-use super::report::Row;
+use crate::collectives::Collective;
+use crate::row::Row;
 
 /// One size's time. What else stands in a line of JSON is not needed here.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub(super) struct Point {
+pub(crate) struct Point {
     /// The curve to which it belongs.
-    pub(super) name: String,
-    pub(super) collective: Collective,
-    pub(super) ranks: u32,
-    pub(super) bytes: f64,
-    pub(super) time_us: f64,
+    pub(crate) name: String,
+    pub(crate) collective: Collective,
+    pub(crate) ranks: u32,
+    pub(crate) bytes: f64,
+    pub(crate) time_us: f64,
     /// Is it what the hardware allows, and not a competitor?
     #[serde(default)]
-    pub(super) limit: bool,
+    pub(crate) limit: bool,
 }
 
 impl Point {
     /// In bytes per second.
-    pub(super) fn bus_bandwidth(&self) -> f64 {
+    pub(crate) fn bus_bandwidth(&self) -> f64 {
         self.bytes / (self.time_us * 1e-6) * self.collective.bus_factor(self.ranks)
     }
 }
@@ -44,7 +44,7 @@ impl From<&Row> for Point {
 }
 
 /// The points of all files, a line of JSON each.
-pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Point>> {
+pub(crate) fn read(files: &[PathBuf]) -> Result<Vec<Point>> {
     let mut points = Vec::new();
     for file in files {
         let text = fs::read_to_string(file).map_err(|error| refused(file, &error.to_string()))?;
@@ -54,7 +54,7 @@ pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Point>> {
 }
 
 /// Those of one collective and world, of which there must be some.
-pub(super) fn select(points: Vec<Point>, collective: Collective, ranks: u32) -> Result<Vec<Point>> {
+pub(crate) fn select(points: Vec<Point>, collective: Collective, ranks: u32) -> Result<Vec<Point>> {
     let cases = cases(&points);
     let chosen: Vec<_> =
         points.into_iter().filter(|point| (point.collective, point.ranks) == (collective, ranks)).collect();
@@ -66,7 +66,7 @@ pub(super) fn select(points: Vec<Point>, collective: Collective, ranks: u32) -> 
 }
 
 /// What has been measured, in words.
-pub(super) fn cases(points: &[Point]) -> String {
+pub(crate) fn cases(points: &[Point]) -> String {
     let mut cases: Vec<_> =
         points.iter().map(|point| format!("{} with {} ranks", point.collective, point.ranks)).collect();
     cases.sort();

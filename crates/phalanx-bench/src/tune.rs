@@ -9,41 +9,71 @@ use phalanx::rendezvous::{self, KeepAlive, Rendezvous};
 use phalanx::store::PrefixStore;
 use phalanx::{Error, GroupOptions, ProcessGroup, Result, TransportKind, Tuning, TuningRow};
 
-use super::collectives::Collective;
+use crate::collectives::Collective;
 
-/// One way to carry out a collective, and the table that leaves no other.
-pub(super) struct Algorithm {
-    pub(super) name: &'static str,
+/// One way to carry out a collective.
+pub(crate) struct Algorithm {
+    pub(crate) name: &'static str,
+    /// Changes a row of the table so that it leaves no other choice.
     force: fn(&mut TuningRow),
+    /// Notes in a row, for so many ranks, up to which size this is the best; the last algorithm has no such size.
+    note: Option<fn(&mut TuningRow, &Sizes<'_>, usize)>,
 }
 
 /// Those of a collective, from the one with the fewest steps to the one that sends least.
-pub(super) fn algorithms(collective: Collective) -> Result<&'static [Algorithm]> {
-    macro_rules! forced {
-        ($name:literal: $($field:ident = $value:expr),*) => {
-            Algorithm { name: $name, force: |row| { $(row.$field = $value;)* } }
+pub(crate) fn algorithms(collective: Collective) -> Result<&'static [Algorithm]> {
+    macro_rules! algorithm {
+        ($name:literal: $($field:ident = $value:expr),*; $note:expr) => {
+            Algorithm { name: $name, force: |row| { $(row.$field = $value;)* }, note: $note }
         };
     }
     Ok(match collective {
         Collective::AllReduce => {
             const {
                 &[
-                    forced!("doubling": doubling_max = usize::MAX),
-                    forced!("halving": doubling_max = 0, halving_max = usize::MAX),
-                    forced!("ring": doubling_max = 0, halving_max = 0),
+                    algorithm!("doubling": doubling_max = usize::MAX;
+                               Some(|row, sizes, _| row.doubling_max = sizes.last(1))),
+                    algorithm!("halving": doubling_max = 0, halving_max = usize::MAX;
+                               Some(|row, sizes, _| row.halving_max = sizes.last(1))),
+                    algorithm!("ring": doubling_max = 0, halving_max = 0; None),
                 ]
             }
         }
         Collective::Broadcast => {
-            const { &[forced!("tree": broadcast_ring_min = usize::MAX), forced!("ring": broadcast_ring_min = 0)] }
+            const {
+                &[
+                    algorithm!("tree": broadcast_ring_min = usize::MAX;
+                               Some(|row, sizes, _| row.broadcast_ring_min = sizes.next())),
+                    algorithm!("ring": broadcast_ring_min = 0; None),
+                ]
+            }
         }
         Collective::Reduce => {
-            const { &[forced!("tree": reduce_ring_min = usize::MAX), forced!("ring": reduce_ring_min = 0)] }
+            const {
+                &[
+                    algorithm!("tree": reduce_ring_min = usize::MAX;
+                               Some(|row, sizes, _| row.reduce_ring_min = sizes.next())),
+                    algorithm!("ring": reduce_ring_min = 0; None),
+                ]
+            }
         }
         Collective::Gather | Collective::Scatter => {
-            const { &[forced!("tree": tree_max = usize::MAX), forced!("direct": tree_max = 0)] }
+            const {
+                &[
+                    algorithm!("tree": tree_max = usize::MAX;
+                               Some(|row, sizes, ranks| row.tree_max = sizes.last(ranks))),
+                    algorithm!("direct": tree_max = 0; None),
+                ]
+            }
         }
-        _ => {
+        Collective::AllGather
+        | Collective::ReduceScatter
+        | Collective::AllToAll
+        | Collective::AllGatherV
+        | Collective::AllToAllV
+        | Collective::AllReduceCoalesced
+        | Collective::Barrier
+        | Collective::SendRecv => {
             return Err(Error::invalid_argument(format!("{collective} has one algorithm for all sizes"))
                 .with_remedy("leave --tune away"));
         }
@@ -51,7 +81,7 @@ pub(super) fn algorithms(collective: Collective) -> Result<&'static [Algorithm]>
 }
 
 /// A group for each algorithm, on the store of one world. What comes back second must outlive them.
-pub(super) fn groups(
+pub(crate) fn groups(
     algorithms: &[Algorithm],
     world: Rendezvous,
     options: &GroupOptions,
@@ -75,7 +105,7 @@ pub(super) fn groups(
 
 /// An error if the group does not choose by its table: where all ranks share memory, nothing is sent, and every row of the
 /// table would be timed on the same path.
-pub(super) fn has_a_choice(group: &ProcessGroup) -> Result<()> {
+pub(crate) fn has_a_choice(group: &ProcessGroup) -> Result<()> {
     match group.transport() {
         Some(TransportKind::Tcp) => Ok(()),
         Some(TransportKind::SharedMemory) => {
@@ -89,7 +119,7 @@ pub(super) fn has_a_choice(group: &ProcessGroup) -> Result<()> {
 
 /// An error if a group does not choose by what its algorithm forces, or two choose alike: the times of one algorithm would
 /// be noted as another's.
-pub(super) fn are_forced(groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
+pub(crate) fn are_forced(groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
     let rows = groups.iter().map(ProcessGroup::tuning_row).collect::<Result<Vec<_>>>()?;
     for (index, (row, algorithm)) in rows.iter().zip(algorithms).enumerate() {
         let mut forced = row.clone();
@@ -106,9 +136,9 @@ pub(super) fn are_forced(groups: &[ProcessGroup], algorithms: &[Algorithm]) -> R
 
 /// Notes in the table in `path`, for worlds of `world` ranks, what the times of the algorithms say. A table that is not
 /// there yet begins with the defaults; what other worlds and collectives have in it stays.
-pub(super) fn write(
+pub(crate) fn write(
     path: &Path,
-    collective: Collective,
+    algorithms: &[Algorithm],
     world: u32,
     sizes: &[usize],
     times: &[Vec<f64>],
@@ -119,16 +149,11 @@ pub(super) fn write(
         Err(error) if error.kind() == ErrorKind::NotFound => Tuning::default(),
         Err(error) => return Err(refused(error.to_string())),
     };
-    let ends: Vec<_> = crossovers(times).into_iter().map(|end| Sizes { sizes, end }).collect();
     let row = row_of(&mut tuning, world);
-    match (collective, ends.as_slice()) {
-        (Collective::AllReduce, [doubling, halving]) => {
-            (row.doubling_max, row.halving_max) = (doubling.last(1), halving.last(1));
+    for (algorithm, end) in algorithms.iter().zip(crossovers(times)) {
+        if let Some(note) = algorithm.note {
+            note(row, &Sizes { sizes, end }, world as usize);
         }
-        (Collective::Broadcast, [tree]) => row.broadcast_ring_min = tree.next(),
-        (Collective::Reduce, [tree]) => row.reduce_ring_min = tree.next(),
-        (Collective::Gather | Collective::Scatter, [tree]) => row.tree_max = tree.last(world as usize),
-        _ => {}
     }
     fs::write(path, tuning.to_json() + "\n").map_err(|error| refused(error.to_string()))
 }
@@ -233,9 +258,9 @@ mod tests {
         let groups = ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap();
         let algorithms = algorithms(Collective::AllReduce).unwrap();
         assert!(are_forced(&groups, algorithms).unwrap_err().to_string().contains("doubling"));
-        let usual = Algorithm { name: "usual", force: |_| {} };
+        let usual = Algorithm { name: "usual", force: |_| {}, note: None };
         assert!(are_forced(&groups[..1], &[usual]).is_ok());
-        let twice = [Algorithm { name: "one", force: |_| {} }, Algorithm { name: "the same", force: |_| {} }];
+        let twice = ["one", "the same"].map(|name| Algorithm { name, force: |_| {}, note: None });
         assert!(are_forced(&groups, &twice).unwrap_err().to_string().contains("the same"));
     }
 
@@ -252,9 +277,12 @@ mod tests {
         let path = folder.path().join("tuning.json");
         let sizes = [1024, 4096, 16384];
         let times = [vec![1.0, 1.0, 9.0], vec![9.0; 3], vec![2.0; 3]];
-        write(&path, Collective::AllReduce, 4, &sizes, &times).unwrap();
-        write(&path, Collective::Gather, 4, &sizes, &[vec![1.0, 3.0, 3.0], vec![2.0; 3]]).unwrap();
-        write(&path, Collective::Reduce, 4, &sizes, &[vec![1.0; 3], vec![2.0; 3]]).unwrap();
+        let note = |collective, times: &[Vec<f64>]| {
+            write(&path, algorithms(collective).unwrap(), 4, &sizes, times).unwrap();
+        };
+        note(Collective::AllReduce, &times);
+        note(Collective::Gather, &[vec![1.0, 3.0, 3.0], vec![2.0; 3]]);
+        note(Collective::Reduce, &[vec![1.0; 3], vec![2.0; 3]]);
 
         let tuning = Tuning::from_json(&fs::read_to_string(&path).unwrap()).unwrap();
         let rows: Vec<_> = tuning.rows.iter().filter(|row| row.world_max == 4).collect();

@@ -15,9 +15,9 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{FontStyle, register_font};
 
-use super::collectives::Collective;
-use super::points::{Point, cases, read, select};
-use super::report::size;
+use crate::collectives::Collective;
+use crate::points::{Point, cases, read, select};
+use crate::report::size;
 
 /// Pixels of the file: its width, and the height of the title, of a line of the legend and of what lies below.
 /// It is drawn `FINE` times as large in each direction: plotters does not smooth thick lines.
@@ -58,7 +58,7 @@ const LIMIT: RGBColor = RGBColor(110, 110, 110);
 const FONT: &str = "sans-serif";
 /// So many pixels lower, its small letters stand in the middle of the line.
 const LOWER: i32 = 3;
-static ROBOTO: &[u8] = include_bytes!("../../assets/Roboto-Regular.ttf");
+static ROBOTO: &[u8] = include_bytes!("../assets/Roboto-Regular.ttf");
 
 /// Draw what `bench --json` and bench/peers/run.py have measured
 #[derive(Args, Debug)]
@@ -81,7 +81,7 @@ pub(crate) struct Plot {
 }
 
 impl Plot {
-    pub(super) fn run(&self) -> Result<()> {
+    pub(crate) fn run(&self) -> Result<()> {
         let mut points = read(&self.files)?;
         points.retain(|point| self.collective.is_none_or(|collective| point.collective == collective));
         points.retain(|point| self.ranks.is_none_or(|ranks| point.ranks == ranks));
@@ -99,7 +99,7 @@ impl Plot {
 }
 
 /// A plot that grows, and is drawn at last.
-pub(super) struct Figure {
+pub(crate) struct Figure {
     path: PathBuf,
     file: File,
     title: String,
@@ -142,7 +142,7 @@ impl Look {
 impl Figure {
     /// Reads what was measured before, but for the curve that is measured now, and opens the file, so that no measurement
     /// is in vain.
-    pub(super) fn new(
+    pub(crate) fn new(
         path: &Path,
         collective: Collective,
         ranks: u32,
@@ -157,11 +157,11 @@ impl Figure {
         Ok(Self { path: path.to_owned(), file, title: format!("{collective}, {ranks} ranks"), points })
     }
 
-    pub(super) fn add(&mut self, point: Point) {
+    pub(crate) fn add(&mut self, point: Point) {
         self.points.push(point);
     }
 
-    pub(super) fn draw(self) -> Result<()> {
+    pub(crate) fn draw(self) -> Result<()> {
         let failed = |error: Box<dyn StdError>| {
             Error::aborted(format!("{} cannot be drawn: {error}", self.path.display()))
         };

@@ -13,14 +13,15 @@ use phalanx::{Error, Generation, Rank, Result, TransportKind, WorldSize};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 
-use super::worker::{RankEvent, now};
+use super::worker::RankEvent;
+use crate::measure::monotonic;
 
 /// Nothing takes so long, unless it hangs.
 const LIMIT: Duration = Duration::from_secs(20);
 
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Fault {
+pub(crate) enum Fault {
     Kill,
     Freeze,
 }
@@ -34,19 +35,19 @@ impl fmt::Display for Fault {
     }
 }
 
-pub(super) struct Trial {
-    pub(super) fault: Fault,
-    pub(super) world: WorldSize,
-    pub(super) victim: u32,
-    pub(super) transport: Option<TransportKind>,
+pub(crate) struct Trial {
+    pub(crate) fault: Fault,
+    pub(crate) world: WorldSize,
+    pub(crate) victim: u32,
+    pub(crate) transport: Option<TransportKind>,
 }
 
 /// What a survivor saw.
-pub(super) struct Verdict {
+pub(crate) struct Verdict {
     /// From the fault to its error; none if there was none.
-    pub(super) after: Option<Duration>,
+    pub(crate) after: Option<Duration>,
     /// What is wrong with it.
-    pub(super) complaint: Option<String>,
+    pub(crate) complaint: Option<String>,
 }
 
 /// Processes that are ended with this, however it ends.
@@ -65,7 +66,7 @@ impl Drop for Ranks {
 
 impl Trial {
     /// Lets a world train, and for a `moment` longer; gives what its survivors saw of the fault.
-    pub(super) fn run(&self, moment: Duration) -> Result<Vec<Verdict>> {
+    pub(crate) fn run(&self, moment: Duration) -> Result<Vec<Verdict>> {
         let server = TcpStoreServer::bind("127.0.0.1:0".parse().map_err(|_| unstarted("no address"))?)?;
         let (mut ranks, events) = self.start(server.local_addr().port())?;
         let deadline = Instant::now() + LIMIT;
@@ -83,7 +84,7 @@ impl Trial {
             Fault::Kill => Signal::KILL,
             Fault::Freeze => Signal::STOP,
         };
-        let struck = now();
+        let struck = monotonic();
         kill_process(Pid::from_child(victim), signal).map_err(|error| {
             Error::aborted(format!("rank {} could not be signalled: {error}", self.victim))
         })?;
@@ -96,7 +97,7 @@ impl Trial {
         let mut ranks = Ranks(Vec::new());
         for rank in self.world.ranks() {
             let mut command = Command::new(&program);
-            command.args(["bench", "faults", "--worker"]).envs(self.variables(rank, port));
+            command.args(["faults", "--worker"]).envs(self.variables(rank, port));
             if let Some(transport) = self.transport {
                 command.env("PHALANX_TRANSPORT", transport.to_string());
             }

@@ -1,12 +1,14 @@
 //! A rank that trains until something goes wrong, and says when that was.
 
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::thread;
 use std::time::Duration;
 
 use phalanx::{Error, ReduceOp, Result};
-use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
+
+use crate::measure::monotonic;
+use crate::report::print;
 
 /// Elements of each step's gradients: 1 MiB.
 const ELEMENTS: usize = 1 << 18;
@@ -15,9 +17,9 @@ const WARM_UP: usize = 10;
 
 /// What a rank reports, a line each.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum RankEvent {
+pub(crate) enum RankEvent {
     Trains,
-    /// A call has returned an error, by [`now`] on its clock.
+    /// A call has returned an error, at this time of the host's [`monotonic`] clock.
     Failed {
         at: Duration,
         blames: Option<u32>,
@@ -25,14 +27,8 @@ pub(super) enum RankEvent {
     },
 }
 
-/// The time on the clock that all processes of a host share.
-pub(in crate::bench) fn now() -> Duration {
-    let now = clock_gettime(ClockId::Monotonic);
-    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
-}
-
 /// Trains for as long as whoever has started it lives.
-pub(super) fn run() -> Result<()> {
+pub(crate) fn run() -> Result<()> {
     thread::spawn(|| {
         // It ends with the other end of the pipe.
         let _ = io::stdin().read(&mut [0]);
@@ -52,7 +48,7 @@ pub(super) fn run() -> Result<()> {
             say(&RankEvent::Trains)?;
         }
     };
-    let at = now();
+    let at = monotonic();
     let blames = error.peer().filter(|_| error.is_peer_failure()).map(phalanx::Rank::get);
     say(&RankEvent::Failed { at, blames, text: error.to_string() })?;
     // Its end would be another fault.
@@ -61,8 +57,6 @@ pub(super) fn run() -> Result<()> {
 }
 
 fn say(event: &RankEvent) -> Result<()> {
-    let unsaid = |error: io::Error| Error::aborted(format!("nobody listens: {error}"));
-    let line = serde_json::to_string(event).map_err(|error| unsaid(error.into()))?;
-    let mut out = io::stdout().lock();
-    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(unsaid)
+    let line = serde_json::to_string(event).map_err(|error| Error::aborted(error.to_string()))?;
+    print(&format!("{line}\n"))
 }

@@ -1,31 +1,42 @@
-//! What `phalanx bench` may be told, and how sizes are read.
+//! The options of `phalanx bench`, and how sizes are read. Their help is the manual.
 
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::builder::styling::{AnsiColor, Styles};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use phalanx::{DType, ReduceOp, TransportKind};
 
-use super::collectives::Collective;
-use super::faults::Faults;
-use super::startup::Startup;
-use super::values::FACTOR;
+use crate::collectives::Collective;
+use crate::faults::Faults;
+use crate::plot::Plot;
+use crate::startup::Startup;
+use crate::values::FACTOR;
+
+/// As those of `phalanx run --help`.
+const STYLES: Styles = Styles::styled()
+    .header(AnsiColor::Green.on_default().bold())
+    .usage(AnsiColor::Green.on_default().bold())
+    .literal(AnsiColor::Cyan.on_default().bold())
+    .placeholder(AnsiColor::Cyan.on_default());
 
 /// Time a collective, in the manner of nccl-tests, or what follows a fault
-#[derive(Args, Debug)]
+#[derive(Debug, Parser)]
+#[command(version, styles = STYLES, max_term_width = 100, arg_required_else_help = true)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 #[command(long_about = ABOUT, after_long_help = MANUAL, after_help = "`--help` says what the columns are.")]
-pub(crate) struct BenchCommand {
+pub(crate) struct Cli {
     #[command(subcommand)]
-    pub(super) other: Option<Other>,
+    pub(crate) other: Option<Other>,
     #[command(flatten)]
-    pub(super) collective: Option<Bench>,
+    pub(crate) collective: Option<Bench>,
 }
 
-/// What is timed that is no collective.
+/// All but the collectives.
 #[derive(Debug, Subcommand)]
-pub(super) enum Other {
+pub(crate) enum Other {
     Faults(Faults),
     Startup(Startup),
+    Plot(Plot),
 }
 
 // Its options stand beside the sub-commands: a comment for users would take the place of the command's own.
@@ -33,74 +44,74 @@ pub(super) enum Other {
 pub(crate) struct Bench {
     /// The collective
     #[arg(value_enum)]
-    pub(super) collective: Collective,
+    pub(crate) collective: Collective,
 
     /// The smallest size in bytes, such as 4, 64K or 1M
     #[arg(short = 'b', long, default_value = "4", value_parser = bytes, value_name = "BYTES")]
-    pub(super) min_bytes: usize,
+    pub(crate) min_bytes: usize,
 
     /// The largest size in bytes
     #[arg(short = 'e', long, default_value = "64M", value_parser = bytes, value_name = "BYTES")]
-    pub(super) max_bytes: usize,
+    pub(crate) max_bytes: usize,
 
     /// Each size is this many times the one before
     #[arg(short = 'f', long, default_value_t = 4, value_name = "FACTOR",
           value_parser = clap::value_parser!(u64).range(2..))]
-    pub(super) factor: u64,
+    pub(crate) factor: u64,
 
     /// How many processes take part; under a launcher it is the launcher that says so
     #[arg(long, visible_alias = "nproc_per_node", default_value_t = 2, value_name = "N")]
-    pub(super) nproc_per_node: u32,
+    pub(crate) nproc_per_node: u32,
 
     /// What carries the data: tcp or shm [default: shm if all ranks are on one host, else tcp]
     #[arg(long, value_name = "KIND")]
-    pub(super) transport: Option<TransportKind>,
+    pub(crate) transport: Option<TransportKind>,
 
     /// The buffers: memory of the group (`ProcessGroup::alloc`), or the program's own
     #[arg(long, value_enum, default_value_t = Memory::Ordinary, value_name = "KIND")]
-    pub(super) memory: Memory,
+    pub(crate) memory: Memory,
 
     /// The type of the elements
     #[arg(short = 'd', long, visible_alias = "datatype", default_value = "f32", value_parser = dtype,
           value_name = "TYPE")]
-    pub(super) dtype: DType,
+    pub(crate) dtype: DType,
 
     /// How elements are combined, where they are; premul_sum halves them first [default: sum]
     #[arg(short = 'o', long, value_parser = op, value_name = "OPERATION")]
-    pub(super) op: Option<ReduceOp>,
+    pub(crate) op: Option<ReduceOp>,
 
     /// The rank from which data goes out, or at which it ends [default: 0]
     #[arg(short = 'r', long, value_name = "RANK")]
-    pub(super) root: Option<u32>,
+    pub(crate) root: Option<u32>,
 
     /// How many calls are timed for each size [default: some 0.3 s of them, from 8 to 30000]
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub(super) iterations: Option<u32>,
+    pub(crate) iterations: Option<u32>,
 
     /// How many calls go before the timed ones [default: until their times have settled, for 0.1 s to 1 s]
     #[arg(short = 'w', long, value_name = "N")]
-    pub(super) warm_up: Option<u32>,
+    pub(crate) warm_up: Option<u32>,
 
     /// How many calls have every element of their results checked, before the timed ones and again after them
     #[arg(short = 'c', long, value_name = "N", default_value_t = 1, num_args = 0..=1, default_missing_value = "10")]
-    pub(super) check: u32,
+    pub(crate) check: u32,
 
     /// Print a line of JSON for each size, or write it to a file besides printing the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
-    pub(super) json: Option<PathBuf>,
+    pub(crate) json: Option<PathBuf>,
 
     /// Draw time and bus bandwidth against size
     #[arg(long, value_name = "PNG")]
-    pub(super) plot: Option<PathBuf>,
+    pub(crate) plot: Option<PathBuf>,
 
     /// What was measured before, with --json or by others, to be drawn beside it
     #[arg(long, value_name = "FILE", num_args = 1.., requires = "plot")]
-    pub(super) peers: Vec<PathBuf>,
+    pub(crate) peers: Vec<PathBuf>,
 
     /// Time each algorithm, and note in this table of PHALANX_TUNING's where one gives way to the next in such a world; only
     /// over TCP, since ranks that share memory use no table
     #[arg(long, value_name = "FILE")]
-    pub(super) tune: Option<PathBuf>,
+    pub(crate) tune: Option<PathBuf>,
 }
 
 const ABOUT: &str = "\
@@ -135,7 +146,7 @@ Examples:
 
 /// Whose memory is sent from and received into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Memory {
+pub(crate) enum Memory {
     /// The program's own
     Ordinary,
     /// The group's, which it moves without a further copy

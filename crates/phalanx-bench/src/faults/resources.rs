@@ -1,4 +1,4 @@
-//! What this process holds, so that a run of many faults shows whether it leaves something behind.
+//! Descriptors, threads and memory of this process, so that a run of many faults shows a leak.
 
 use std::fmt;
 use std::fs;
@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 const MOMENT: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Traces {
+pub(super) struct Resources {
     descriptors: usize,
     threads: usize,
 }
 
-impl Traces {
+impl Resources {
     pub(super) fn now() -> Self {
         let count = |folder| fs::read_dir(folder).map_or(0, Iterator::count);
         Self { descriptors: count("/proc/self/fd"), threads: count("/proc/self/task") }
     }
 
-    /// What there is now and was not then, if it stays.
-    pub(super) fn left(self) -> Option<String> {
+    /// Says how many more there are now than then, if it stays so.
+    pub(super) fn leaked(self) -> Option<String> {
         let deadline = Instant::now() + MOMENT;
         loop {
             let now = Self::now();
@@ -36,7 +36,7 @@ impl Traces {
     }
 }
 
-impl fmt::Display for Traces {
+impl fmt::Display for Resources {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} descriptors, {} threads", self.descriptors, self.threads)
     }

@@ -6,14 +6,14 @@ use clap::ValueEnum;
 use phalanx::{Buffer, ProcessGroup, Rank, ReduceOp, Result};
 use serde::{Deserialize, Serialize};
 
-use super::options::Memory;
-use super::values::{Value, Values};
+use crate::options::Memory;
+use crate::values::{Value, Values};
 
 /// What is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 #[value(rename_all = "snake_case")]
-pub(super) enum Collective {
+pub(crate) enum Collective {
     AllReduce,
     AllGather,
     ReduceScatter,
@@ -35,22 +35,22 @@ pub(super) enum Collective {
 
 impl Collective {
     /// Does it combine elements, so that the operation matters?
-    pub(super) fn reduces(self) -> bool {
+    pub(crate) fn reduces(self) -> bool {
         matches!(self, Self::AllReduce | Self::AllReduceCoalesced | Self::ReduceScatter | Self::Reduce)
     }
 
     /// Is there a rank that differs from the others?
-    pub(super) fn has_root(self) -> bool {
+    pub(crate) fn has_root(self) -> bool {
         matches!(self, Self::Broadcast | Self::Reduce | Self::Gather | Self::Scatter)
     }
 
     /// Does it move data?
-    pub(super) fn has_data(self) -> bool {
+    pub(crate) fn has_data(self) -> bool {
         self != Self::Barrier
     }
 
     /// Does the whole consist of equal shares, one for each rank?
-    pub(super) fn has_shares(self) -> bool {
+    pub(crate) fn has_shares(self) -> bool {
         match self {
             Self::AllGather | Self::ReduceScatter | Self::Gather | Self::Scatter | Self::AllToAll => true,
             Self::AllReduce | Self::AllReduceCoalesced | Self::AllGatherV | Self::AllToAllV => false,
@@ -59,12 +59,12 @@ impl Collective {
     }
 
     /// How often the data travels in one call.
-    pub(super) fn trips(self) -> f64 {
+    pub(crate) fn trips(self) -> f64 {
         if self == Self::SendRecv { 2.0 } else { 1.0 }
     }
 
     /// nccl-tests' factor from size over time to what each rank's link carries.
-    pub(super) fn bus_factor(self, world: u32) -> f64 {
+    pub(crate) fn bus_factor(self, world: u32) -> f64 {
         let others = f64::from(world.saturating_sub(1)) / f64::from(world.max(1));
         match self {
             Self::AllReduce | Self::AllReduceCoalesced => 2.0 * others,
@@ -82,13 +82,13 @@ impl fmt::Display for Collective {
 }
 
 /// A collective on so many elements, as one rank sees it.
-pub(super) struct Case<'a> {
-    pub(super) group: &'a ProcessGroup,
-    pub(super) collective: Collective,
-    pub(super) op: ReduceOp,
-    pub(super) root: Rank,
+pub(crate) struct Case<'a> {
+    pub(crate) group: &'a ProcessGroup,
+    pub(crate) collective: Collective,
+    pub(crate) op: ReduceOp,
+    pub(crate) root: Rank,
     /// Elements of the whole.
-    pub(super) count: usize,
+    pub(crate) count: usize,
     /// Each rank's part of the whole, in `all_gather_v` and `all_to_all_v`.
     uneven: Vec<usize>,
     /// What each rank sends to this one in `all_to_all_v`: this one's part of each whole.
@@ -99,7 +99,7 @@ pub(super) struct Case<'a> {
 const SLICES: usize = 16;
 
 /// A rank's memory for a case.
-pub(super) struct Buffers {
+pub(crate) struct Buffers {
     /// What goes in. Where the result takes its place, it is also what comes out.
     input: Buffer,
     output: Buffer,
@@ -107,14 +107,14 @@ pub(super) struct Buffers {
 
 impl Buffers {
     /// Zeros that are written: what was never written is one page, which stays in the cache.
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.input.as_bytes_mut().fill(0);
         self.output.as_bytes_mut().fill(0);
     }
 }
 
 impl<'a> Case<'a> {
-    pub(super) fn new(
+    pub(crate) fn new(
         group: &'a ProcessGroup,
         collective: Collective,
         op: ReduceOp,
@@ -131,7 +131,7 @@ impl<'a> Case<'a> {
         Self { group, collective, op, root, count, uneven, received }
     }
 
-    pub(super) fn buffers<T: Value>(&self, memory: Memory) -> Result<Buffers> {
+    pub(crate) fn buffers<T: Value>(&self, memory: Memory) -> Result<Buffers> {
         let share = self.count / self.group.world_size().count();
         let (input, output) = match self.collective {
             Collective::AllReduce | Collective::AllReduceCoalesced => (self.count, 0),
@@ -155,7 +155,7 @@ impl<'a> Case<'a> {
         Ok(Buffers { input: alloc(input)?, output: alloc(output)? })
     }
 
-    pub(super) fn call<T: Value>(&self, buffers: &mut Buffers) -> Result<()> {
+    pub(crate) fn call<T: Value>(&self, buffers: &mut Buffers) -> Result<()> {
         let group = self.group;
         let (input, output) = (buffers.input.as_mut_slice::<T>()?, buffers.output.as_mut_slice::<T>()?);
         match self.collective {
@@ -189,7 +189,7 @@ impl<'a> Case<'a> {
     }
 
     /// Calls once with elements that tell where they come from; how many came out wrong on this rank.
-    pub(super) fn check<T: Value>(&self, buffers: &mut Buffers, values: &Values) -> Result<u64> {
+    pub(crate) fn check<T: Value>(&self, buffers: &mut Buffers, values: &Values) -> Result<u64> {
         values.fill(buffers.input.as_mut_slice::<T>()?, self.group.rank().get(), 0);
         // No element of an earlier result may pass for one of this.
         buffers.output.as_bytes_mut().fill(u8::MAX);

@@ -1,11 +1,10 @@
 //! `phalanx bench faults`: how soon survivors know that a rank was killed, or is frozen.
 
-mod traces;
+mod resources;
 mod trial;
 mod worker;
 
-use std::fs::File;
-use std::io::{self, Write};
+use std::fmt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -13,11 +12,13 @@ use clap::Args;
 use phalanx::{Error, Result, TransportKind, WorldSize};
 use serde::Serialize;
 
-use self::traces::Traces;
+use self::resources::Resources;
 use self::trial::{Fault, Trial, Verdict};
-pub(super) use self::worker::now;
+use crate::measure::percentile;
+use crate::report::Report;
+use crate::values::mix;
 
-/// How often a long run says how far it is.
+/// How often a long run shows its progress.
 const PROGRESS: Duration = Duration::from_secs(10);
 
 /// Time from a fault to the survivors' errors
@@ -41,7 +42,7 @@ pub(crate) struct Faults {
     #[arg(long, value_name = "KIND")]
     transport: Option<TransportKind>,
 
-    /// Where the sequence of moments begins
+    /// The seed of the moments at which ranks fail
     #[arg(long, value_name = "NUMBER", default_value_t = 1)]
     seed: u64,
 
@@ -90,13 +91,14 @@ struct Row {
 }
 
 impl Faults {
-    pub(super) fn run(&self) -> Result<()> {
+    pub(crate) fn run(&self) -> Result<()> {
         if self.worker {
             return worker::run();
         }
-        let mut report = Report::start(self)?;
-        let (mut moments, mut bad, mut told) = (Moments(self.seed), 0, Instant::now());
-        let before = Traces::now();
+        let mut report = Report::new(self.json.as_deref())?;
+        HEADING.iter().try_for_each(|cells| report.line(&line(cells)))?;
+        let (mut delays, mut bad, mut shown) = (Delays(self.seed), 0, Instant::now());
+        let before = Resources::now();
         for ranks in &self.worlds {
             let world = WorldSize::new(*ranks)?;
             for (fault, count) in [(Fault::Kill, self.kills), (Fault::Freeze, self.freezes)] {
@@ -106,10 +108,10 @@ impl Faults {
                 let mut verdicts = Vec::new();
                 for number in 0..count {
                     let trial = Trial { fault, world, victim: number % ranks, transport: self.transport };
-                    verdicts.extend(trial.run(moments.next())?);
-                    if told.elapsed() >= PROGRESS {
-                        told = Instant::now();
-                        let (now, memory, done) = (Traces::now(), traces::resident(), number + 1);
+                    verdicts.extend(trial.run(delays.next())?);
+                    if shown.elapsed() >= PROGRESS {
+                        shown = Instant::now();
+                        let (now, memory, done) = (Resources::now(), resources::resident(), number + 1);
                         eprintln!(
                             "phalanx bench faults: {fault}, {ranks} ranks: {done} of {count}; {memory:.1} MiB, {now}"
                         );
@@ -117,14 +119,15 @@ impl Faults {
                 }
                 let row = self.row(fault, *ranks, count, &verdicts);
                 bad += row.hangs + row.unnamed;
-                report.row(&row)?;
+                report.json(&row)?;
+                report.line(&row.to_string())?;
                 for text in verdicts.iter().filter_map(|verdict| verdict.complaint.as_deref()).take(3) {
                     eprintln!("phalanx bench faults: {text}");
                 }
             }
         }
-        if let Some(left) = before.left() {
-            return Err(Error::aborted(left));
+        if let Some(leaked) = before.leaked() {
+            return Err(Error::aborted(leaked));
         }
         match bad {
             0 => Ok(()),
@@ -141,8 +144,6 @@ impl Faults {
             .map(|after| after.as_secs_f64() * 1e3)
             .collect();
         times.sort_by(f64::total_cmp);
-        let at =
-            |part: usize| times.get((times.len() * part / 100).min(times.len().saturating_sub(1))).copied();
         let hangs = verdicts.iter().filter(|verdict| verdict.after.is_none()).count();
         let complaints = verdicts.iter().filter(|verdict| verdict.complaint.is_some()).count();
         Row {
@@ -150,86 +151,44 @@ impl Faults {
             ranks,
             transport: self.transport.unwrap_or(TransportKind::SharedMemory).to_string(),
             faults,
-            p50_ms: at(50).unwrap_or(f64::NAN),
-            p99_ms: at(99).unwrap_or(f64::NAN),
-            max_ms: at(100).unwrap_or(f64::NAN),
+            p50_ms: percentile(&times, 50),
+            p99_ms: percentile(&times, 99),
+            max_ms: percentile(&times, 100),
             hangs,
             unnamed: complaints - hangs,
         }
     }
 }
 
-/// Where rows go, as they come.
-struct Report {
-    table: bool,
-    json: Option<Box<dyn Write>>,
-}
-
-impl Report {
-    fn start(options: &Faults) -> Result<Self> {
-        let (table, json): (_, Option<Box<dyn Write>>) = match &options.json {
-            None => (true, None),
-            Some(path) if path.as_os_str() == "-" => (false, Some(Box::new(io::stdout()))),
-            Some(path) => {
-                let file = File::create(path).map_err(|error| {
-                    Error::invalid_argument(format!("--json {} cannot be written: {error}", path.display()))
-                })?;
-                (true, Some(Box::new(file)))
-            }
-        };
-        let mut report = Self { table, json };
-        let heading = ["fault", "ranks", "transport", "faults", "p50", "p99", "max", "hangs", "unnamed"];
-        report.line(&heading.map(str::to_owned))?;
-        report.line(&["", "", "", "", "ms", "ms", "ms", "", ""].map(str::to_owned))?;
-        Ok(report)
-    }
-
-    fn row(&mut self, row: &Row) -> Result<()> {
-        if let Some(json) = &mut self.json {
-            let line = serde_json::to_string(row).map_err(|error| unwritten(error.into()))?;
-            writeln!(json, "{line}").and_then(|()| json.flush()).map_err(unwritten)?;
-        }
-        let Row { fault, ranks, transport, faults, p50_ms, p99_ms, max_ms, hangs, unnamed } = row;
-        let times = [p50_ms, p99_ms, max_ms].map(|time| format!("{time:.2}"));
-        let [p50, p99, max] = times;
-        self.line(&[
-            fault.to_string(),
-            ranks.to_string(),
-            transport.clone(),
-            faults.to_string(),
-            p50,
-            p99,
-            max,
-            hangs.to_string(),
-            unnamed.to_string(),
-        ])
-    }
-
-    fn line(&mut self, cells: &[String; 9]) -> Result<()> {
-        if !self.table {
-            return Ok(());
-        }
-        let [fault, ranks, transport, faults, p50, p99, max, hangs, unnamed] = cells;
-        let line = format!(
-            "{fault:<7} {ranks:>5} {transport:>9} {faults:>6} {p50:>9} {p99:>9} {max:>9} {hangs:>5} {unnamed:>7}"
-        );
-        writeln!(io::stdout(), "{}", line.trim_end()).map_err(unwritten)
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Row { fault, ranks, transport, faults, p50_ms, p99_ms, max_ms, hangs, unnamed } = self;
+        let [p50, p99, max] = [p50_ms, p99_ms, max_ms].map(|time| format!("{time:.2}"));
+        let [fault, ranks, faults] = [fault.to_string(), ranks.to_string(), faults.to_string()];
+        let [hangs, unnamed] = [hangs, unnamed].map(usize::to_string);
+        f.write_str(&line(&[&fault, &ranks, transport, &faults, &p50, &p99, &max, &hangs, &unnamed]))
     }
 }
 
-fn unwritten(error: io::Error) -> Error {
-    Error::aborted(format!("the results cannot be written: {error}"))
+const HEADING: [[&str; 9]; 2] = [
+    ["fault", "ranks", "transport", "faults", "p50", "p99", "max", "hangs", "unnamed"],
+    ["", "", "", "", "ms", "ms", "ms", "", ""],
+];
+
+fn line(cells: &[&str; 9]) -> String {
+    let [fault, ranks, transport, faults, p50, p99, max, hangs, unnamed] = cells;
+    format!(
+        "{fault:<7} {ranks:>5} {transport:>9} {faults:>6} {p50:>9} {p99:>9} {max:>9} {hangs:>5} {unnamed:>7}"
+    )
 }
 
-/// Moments within a few steps of the training, the same for the same seed (SplitMix64: Steele, Lea and Flood, 2014).
-struct Moments(u64);
+/// Delays of a few training steps, the same for the same seed (SplitMix64).
+struct Delays(u64);
 
-impl Moments {
+impl Delays {
     fn next(&mut self) -> Duration {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        Duration::from_micros((mixed ^ mixed >> 31) % 20_000)
+        Duration::from_micros(mix(self.0) % 20_000)
     }
 }
 
@@ -238,14 +197,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn moments_differ_and_come_again_for_the_same_seed() {
-        let moments = |seed| {
-            let mut moments = Moments(seed);
-            (0..100).map(|_| moments.next()).collect::<Vec<_>>()
+    fn delays_differ_and_come_again_for_the_same_seed() {
+        let delays = |seed| {
+            let mut delays = Delays(seed);
+            (0..100).map(|_| delays.next()).collect::<Vec<_>>()
         };
-        assert_eq!(moments(7), moments(7));
-        assert_ne!(moments(7), moments(8));
-        let distinct: std::collections::HashSet<_> = moments(7).into_iter().collect();
-        assert!(distinct.len() > 95 && distinct.iter().all(|moment| *moment < Duration::from_millis(20)));
+        assert_eq!(delays(7), delays(7));
+        assert_ne!(delays(7), delays(8));
+        let distinct: std::collections::HashSet<_> = delays(7).into_iter().collect();
+        assert!(distinct.len() > 95 && distinct.iter().all(|delay| *delay < Duration::from_millis(20)));
     }
 }

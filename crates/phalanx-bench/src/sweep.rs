@@ -1,59 +1,23 @@
-//! `phalanx bench`: times collectives, in the manner of nccl-tests, and checks their results; what follows faults, and how
-//! long a start takes.
-
-mod collectives;
-mod faults;
-mod measure;
-mod options;
-mod plot;
-mod points;
-mod report;
-mod startup;
-mod tune;
-mod values;
-
-use std::process::ExitCode;
+//! Times a collective at growing sizes, in the manner of nccl-tests, and checks its results.
 
 use half::{bf16, f16};
 use phalanx::{Bool, DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous};
 
-use self::collectives::Case;
-use self::measure::{Counts, Times};
-pub(crate) use self::options::BenchCommand;
-use self::options::{Bench, Memory, Other};
-use self::plot::Figure;
-pub(crate) use self::plot::Plot;
-use self::points::Point;
-use self::report::{Report, Row};
-use self::tune::Algorithm;
-use self::values::{Value, Values};
+use crate::collectives::Case;
+use crate::measure::{Counts, Times};
+use crate::options::{Bench, Memory};
+use crate::plot::Figure;
+use crate::points::Point;
+use crate::report::Report;
+use crate::row::Row;
+use crate::tune::{self, Algorithm};
+use crate::values::{Value, Values};
 
-/// Runs the benchmark: under a launcher as one of its workers, otherwise with workers of its own.
-pub(crate) fn run(command: BenchCommand) -> ExitCode {
-    let BenchCommand { other, collective } = command;
-    let outcome = match (other, collective) {
-        (Some(Other::Faults(faults)), _) => faults.run(),
-        (Some(Other::Startup(startup)), _) => startup.run(),
-        (None, Some(options)) => {
-            options.check().and_then(|()| phalanx::spawn(options.nproc_per_node, || work(&options)))
-        }
-        (None, None) => Err(Error::invalid_argument("there is nothing to time").with_remedy("see `--help`")),
-    };
-    exit("bench", outcome)
-}
-
-/// Draws what was measured before.
-pub(crate) fn plot(options: &Plot) -> ExitCode {
-    exit("plot", options.run())
-}
-
-fn exit(command: &str, outcome: Result<()>) -> ExitCode {
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("phalanx {command}: {error}");
-            ExitCode::FAILURE
-        }
+impl Bench {
+    /// Runs the benchmark: under a launcher as one of its workers, otherwise with workers of its own.
+    pub(crate) fn run(&self) -> Result<()> {
+        self.check()?;
+        phalanx::spawn(self.nproc_per_node, || work(self))
     }
 }
 
@@ -85,11 +49,11 @@ fn dispatch(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algorithm]) 
     }
 }
 
-/// Measures all sizes, each on every group: one for each algorithm, or one that chooses itself. Rank 0 tells of them.
+/// Times all sizes, each on every group: one for each algorithm, or one that chooses by size. Rank 0 writes the results.
 fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
     let Some(group) = groups.first() else { return Ok(()) };
     let (root, world) = (options.root(group)?, group.world_size().get());
-    let mut teller = Teller::new(options, group)?;
+    let mut output = Output::new(options, group)?;
     let sizes = options.sizes(world as usize);
     let mut times = vec![Vec::new(); groups.len()];
     let mut wrong = 0;
@@ -101,32 +65,37 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algor
             let row = measure::<T>(options, &case, algorithm)?;
             wrong += row.wrong;
             times[number].push(row.time_us);
-            teller.row(&row)?;
+            output.row(&row)?;
         }
     }
-    teller.finish()?;
+    output.finish()?;
+    if wrong > 0 {
+        return Err(Error::aborted(format!("{wrong} elements came out wrong")));
+    }
     match &options.tune {
-        _ if wrong > 0 => Err(Error::aborted(format!("{wrong} elements came out wrong"))),
-        Some(path) if group.rank().is_main() => tune::write(path, options.collective, world, &sizes, &times),
-        _ => Ok(()),
+        Some(path) if group.rank().is_main() => tune::write(path, algorithms, world, &sizes, &times),
+        Some(_) | None => Ok(()),
     }
 }
 
-/// Who tells of the measurements: rank 0 alone.
-struct Teller(Option<(Report, Option<Figure>)>);
+/// Table, JSON and plot, on rank 0; nothing on other ranks.
+struct Output(Option<(Report, Option<Figure>)>);
 
-impl Teller {
+impl Output {
     fn new(options: &Bench, group: &ProcessGroup) -> Result<Self> {
         if !group.rank().is_main() {
             return Ok(Self(None));
         }
-        let now = options.curve(group, None);
+        let curve = options.curve(group, None);
         let world = group.world_size().get();
         let figure = match &options.plot {
-            Some(path) => Some(Figure::new(path, options.collective, world, &now, &options.peers)?),
+            Some(path) => Some(Figure::new(path, options.collective, world, &curve, &options.peers)?),
             None => None,
         };
-        Ok(Self(Some((Report::start(options.json.as_deref(), &options.title(group))?, figure))))
+        let report = Report::new(options.json.as_deref())?;
+        report.line(&format!("# {}", options.title(group)))?;
+        Row::heading().iter().try_for_each(|line| report.line(line))?;
+        Ok(Self(Some((report, figure))))
     }
 
     fn row(&mut self, row: &Row) -> Result<()> {
@@ -134,13 +103,14 @@ impl Teller {
         if let Some(figure) = figure {
             figure.add(Point::from(row));
         }
-        report.row(row)
+        report.json(row)?;
+        report.line(&row.to_string())
     }
 
     fn finish(self) -> Result<()> {
         match self.0 {
             Some((_, Some(figure))) => figure.draw(),
-            _ => Ok(()),
+            Some((_, None)) | None => Ok(()),
         }
     }
 }
@@ -185,7 +155,7 @@ fn measure<T: Value>(options: &Bench, case: &Case<'_>, algorithm: Option<&str>) 
 }
 
 impl Bench {
-    /// What can be told before there are workers.
+    /// Refuses options that do not go together, before workers are started.
     fn check(&self) -> Result<()> {
         let collective = self.collective;
         if self.op.is_some() && !collective.reduces() {
@@ -225,7 +195,7 @@ impl Bench {
         })
     }
 
-    /// From the smallest to the largest, in whole elements of every rank's share.
+    /// All sizes in bytes, ascending, rounded up to whole elements for every rank.
     fn sizes(&self, world: usize) -> Vec<usize> {
         if !self.collective.has_data() {
             return vec![0];
@@ -240,7 +210,7 @@ impl Bench {
         sizes
     }
 
-    /// What the curve of these measurements is called.
+    /// The name of these measurements' curve in a plot.
     fn curve(&self, group: &ProcessGroup, algorithm: Option<&str>) -> String {
         let transport = group.transport().map_or("alone".to_owned(), |kind| kind.to_string());
         let memory = if self.memory == Memory::Registered { ", registered" } else { "" };

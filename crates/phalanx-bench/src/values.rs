@@ -1,4 +1,4 @@
-//! What ranks bring to a call that is checked, and what must come of it.
+//! The inputs of a call that is checked, and its expected results.
 //!
 //! Elements differ by call, rank and index without a pattern, so that one that is missing, stale or in another's place
 //! is found. They are integers, small enough that each type holds every combination of them exactly, whatever the order.
@@ -6,7 +6,7 @@
 use phalanx::{Bool, DType, Element, ReduceOp};
 
 /// A type of elements that can be checked.
-pub(super) trait Value: Element + PartialEq {
+pub(crate) trait Value: Element + PartialEq {
     /// The element next to `numerator / divisor`; of integers, the one next to it towards zero.
     fn quotient(numerator: i64, divisor: i64) -> Self;
 }
@@ -51,55 +51,57 @@ const SUM: u64 = 128;
 const FACTORS: u32 = 14;
 
 /// The factor of each rank: of all but 1 the one that leaves every sum exact.
-pub(super) const FACTOR: f64 = 0.5;
+pub(crate) const FACTOR: f64 = 0.5;
 
 /// The elements of one call.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Values {
+pub(crate) struct Values {
     op: ReduceOp,
     world: u32,
     call: u64,
 }
 
 impl Values {
-    pub(super) fn new(op: ReduceOp, world: u32, call: u64) -> Self {
+    pub(crate) fn new(op: ReduceOp, world: u32, call: u64) -> Self {
         Self { op, world, call }
     }
 
     /// What `rank` brings from its element `start` on.
-    pub(super) fn fill<T: Value>(&self, elements: &mut [T], rank: u32, start: usize) {
+    pub(crate) fn fill<T: Value>(&self, elements: &mut [T], rank: u32, start: usize) {
         for (index, element) in elements.iter_mut().enumerate() {
             *element = T::quotient(self.part::<T>(rank, start + index), 1);
         }
     }
 
     /// How many of `elements` are not what `rank` has brought from its element `start` on.
-    pub(super) fn not_copied<T: Value>(&self, elements: &[T], rank: u32, start: usize) -> u64 {
+    pub(crate) fn not_copied<T: Value>(&self, elements: &[T], rank: u32, start: usize) -> u64 {
         count(elements, |index| T::quotient(self.part::<T>(rank, start + index), 1))
     }
 
     /// How many of `elements` are not what becomes of all ranks' elements from `start` on.
-    pub(super) fn not_combined<T: Value>(&self, elements: &[T], start: usize) -> u64 {
+    pub(crate) fn not_combined<T: Value>(&self, elements: &[T], start: usize) -> u64 {
         let divisor = match self.op {
             ReduceOp::Avg => i64::from(self.world),
             ReduceOp::PreMulSum(_) => 2,
-            _ => 1,
+            ReduceOp::Sum | ReduceOp::Product | ReduceOp::Min | ReduceOp::Max => 1,
+            ReduceOp::BAnd | ReduceOp::BOr | ReduceOp::BXor => 1,
         };
         count(elements, |index| T::quotient(self.combined::<T>(start + index), divisor))
     }
 
     fn part<T: Element>(&self, rank: u32, index: usize) -> i64 {
         let noise = noise(self.call, rank, index);
-        let sums = matches!(self.op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_));
         let below = match self.op {
             _ if T::DTYPE == DType::Bool => 2,
-            _ if sums && u64::from(rank) < SUM => (SUM / u64::from(self.world)).max(2),
-            _ if sums => 1,
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) if u64::from(rank) < SUM => {
+                (SUM / u64::from(self.world)).max(2)
+            }
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => 1,
             ReduceOp::Product if rank < FACTORS => return 1 + (noise % 2) as i64,
             ReduceOp::Product => return 1,
             ReduceOp::Min | ReduceOp::Max => SUM,
             // All bits that there are.
-            _ => return noise as i64,
+            ReduceOp::BAnd | ReduceOp::BOr | ReduceOp::BXor => return noise as i64,
         };
         (noise % below) as i64
     }
@@ -122,16 +124,20 @@ fn count<T: PartialEq>(elements: &[T], expected: impl Fn(usize) -> T) -> u64 {
     elements.iter().enumerate().filter(|(index, element)| **element != expected(*index)).count() as u64
 }
 
-/// Bits that look random: the finalizer of SplitMix64 (Steele, Lea, Flood: *Fast splittable pseudorandom number
-/// generators*. OOPSLA 2014).
 fn noise(call: u64, rank: u32, index: usize) -> u64 {
-    let mut bits = (index as u64)
+    let bits = (index as u64)
         .wrapping_mul(0x9e37_79b9_7f4a_7c15)
         .wrapping_add((u64::from(rank) + 1) << 32)
         .wrapping_add(call.wrapping_mul(0xd1b5_4a32_d192_ed03));
-    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    (bits ^ (bits >> 31)) >> 32
+    mix(bits) >> 32
+}
+
+/// Bits that look random: the finalizer of SplitMix64 (Steele, Lea, Flood: *Fast splittable pseudorandom number
+/// generators*. OOPSLA 2014).
+pub(crate) fn mix(bits: u64) -> u64 {
+    let bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ (bits >> 31)
 }
 
 #[cfg(test)]

@@ -1,0 +1,47 @@
+//! The benchmarks of Phalanx, apart from the command that runs jobs: collectives in the manner of nccl-tests, how soon faults are
+//! known, how long a start takes, the sizes at which algorithms change, and plots of all that.
+//!
+//! It is a program: `cargo install --path crates/phalanx-bench` installs `phalanx-bench`, and where it is installed,
+//! `phalanx bench` and `phalanx plot` start it. `phalanx bench --help` is its manual.
+#![forbid(unsafe_code)]
+
+mod collectives;
+mod faults;
+mod measure;
+mod options;
+mod plot;
+mod points;
+mod report;
+mod row;
+mod startup;
+mod sweep;
+mod tune;
+mod values;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use phalanx::{Error, Result};
+
+use self::options::{Cli, Other};
+
+/// Runs the program, and prints its error, if there is one.
+pub fn run() -> ExitCode {
+    match dispatch(Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("phalanx bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch(cli: Cli) -> Result<()> {
+    match (cli.other, cli.collective) {
+        (Some(Other::Faults(faults)), _) => faults.run(),
+        (Some(Other::Startup(startup)), _) => startup.run(),
+        (Some(Other::Plot(plot)), _) => plot.run(),
+        (None, Some(collective)) => collective.run(),
+        (None, None) => Err(Error::invalid_argument("there is nothing to time").with_remedy("see `--help`")),
+    }
+}

@@ -1,0 +1,131 @@
+//! `phalanx bench startup`: from the command to the first collective.
+
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use clap::Args;
+use phalanx::{Error, ReduceOp, Result};
+
+use crate::measure::{monotonic, percentile};
+use crate::report::print;
+
+/// Time from the command to the first collective
+#[derive(Args, Debug)]
+#[command(long_about = ABOUT, after_long_help = MANUAL)]
+pub(crate) struct Startup {
+    /// How many processes take part
+    #[arg(long, visible_alias = "nproc_per_node", default_value_t = 2, value_name = "N",
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    nproc_per_node: u32,
+
+    /// How many jobs are started
+    #[arg(short = 'n', long, default_value_t = 200, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    iterations: u32,
+
+    /// Be one of the ranks
+    #[arg(long, hide = true)]
+    worker: bool,
+
+    /// Be a program that does nothing
+    #[arg(long, hide = true, conflicts_with = "worker")]
+    alone: bool,
+}
+
+const ABOUT: &str = "\
+Times how long a job takes from its command to the end of its first collective.
+
+Starts `phalanx run` with a program whose ranks make one all_reduce of 4 bytes each, and in turn with it the same program \
+alone, which does nothing: what the first takes longer is what launching, meeting and connecting cost.";
+
+const MANUAL: &str = "\
+Rows (milliseconds over all starts):
+  program  from when the program is started until it runs
+  job      from when `phalanx run` is started until the last rank has the result of its all_reduce
+  beyond   what the job takes longer than the median of the program
+
+Examples:
+  phalanx bench startup
+  phalanx bench startup --nproc-per-node 8 -n 1000";
+
+/// Stands before the time in nanoseconds that a process reports.
+const MARK: &str = "phalanx-startup ";
+
+impl Startup {
+    pub(crate) fn run(&self) -> Result<()> {
+        if self.alone {
+            return report_time();
+        }
+        if self.worker {
+            let group = phalanx::init()?;
+            group.all_reduce(&mut [1f32], ReduceOp::Sum)?;
+            return report_time();
+        }
+        let program = std::env::current_exe().map_err(|error| unstarted(Path::new("this program"), error))?;
+        let launcher = launcher(&program);
+        let (mut alone, mut job) = (Vec::new(), Vec::new());
+        for _ in 0..self.iterations {
+            alone.push(time(Command::new(&program).args(["startup", "--alone"]), 1)?);
+            let mut command = Command::new(&launcher);
+            command.args(["run", "--nproc-per-node", &self.nproc_per_node.to_string(), "--"]).arg(&program);
+            job.push(time(command.args(["startup", "--worker"]), self.nproc_per_node)?);
+        }
+        let (alone, job) = (Spread::of(alone), Spread::of(job));
+        let beyond = Spread { p50: job.p50 - alone.p50, p99: job.p99 - alone.p50 };
+        print(&format!("{:<8} {:>8} {:>8}\n", "", "p50", "p99"))?;
+        for (name, Spread { p50, p99 }) in [("program", alone), ("job", job), ("beyond", beyond)] {
+            print(&format!("{name:<8} {p50:>8.1} {p99:>8.1}\n"))?;
+        }
+        Ok(())
+    }
+}
+
+/// The command `phalanx`: beside this program, or else in PATH.
+fn launcher(program: &Path) -> PathBuf {
+    let beside = program.with_file_name("phalanx");
+    if beside.exists() { beside } else { "phalanx".into() }
+}
+
+/// Milliseconds.
+struct Spread {
+    p50: f64,
+    p99: f64,
+}
+
+impl Spread {
+    fn of(mut times: Vec<f64>) -> Self {
+        times.sort_by(f64::total_cmp);
+        Self { p50: percentile(&times, 50), p99: percentile(&times, 99) }
+    }
+}
+
+/// Prints the time at which this process has done its part.
+fn report_time() -> Result<()> {
+    print(&format!("{MARK}{}\n", monotonic().as_nanos()))
+}
+
+/// The milliseconds from the start of `command` until the last of so many processes has reported.
+fn time(command: &mut Command, processes: u32) -> Result<f64> {
+    let started = monotonic();
+    let output = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
+    let output = output.map_err(|error| unstarted(Path::new(command.get_program()), error))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    // A launcher shows the rank in front.
+    let reported = text.lines().filter_map(|line| line.split_once(MARK)?.1.trim().parse::<u64>().ok());
+    let reported: Vec<u64> = reported.collect();
+    match reported.iter().max() {
+        Some(last) if reported.len() == processes as usize => {
+            Ok(Duration::from_nanos(*last).saturating_sub(started).as_secs_f64() * 1e3)
+        }
+        _ => Err(Error::aborted(format!("of {processes} processes {} have reported", reported.len()))),
+    }
+}
+
+fn unstarted(program: &Path, error: io::Error) -> Error {
+    let remedy = match error.kind() {
+        ErrorKind::NotFound => "install the command: cargo install --path crates/phalanx-cli",
+        _ => "see whether other programs can be started",
+    };
+    Error::aborted(format!("{} cannot be started: {error}", program.display())).with_remedy(remedy)
+}
