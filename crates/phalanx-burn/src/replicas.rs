@@ -4,6 +4,7 @@ use burn::module::Module;
 use burn::tensor::TensorData;
 use phalanx::reducer::{StateTensor, broadcast_state_from};
 use phalanx::{Communicator, DType, Rank, ReduceOp, Result, WorldSize};
+use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::bridge;
 use crate::parameters::{self, Select};
@@ -32,43 +33,24 @@ pub(crate) fn identical<M: Module>(model: &M, group: &dyn Communicator, select: 
     if group.world_size() == WorldSize::ONE {
         return Ok(true);
     }
-    let mut hash = Hash::default();
-    for data in parameters::read(model, select) {
-        hash.add(data.as_bytes());
-    }
+    let tensors = parameters::read(model, select);
+    let hash = hash(tensors.iter().map(TensorData::as_bytes)) as i64;
     // The smallest hash, and the complement of the largest, in one operation.
     let mut bounds = group.alloc(DType::I64, 2)?;
-    bounds.as_mut_slice::<i64>()?.copy_from_slice(&[hash.0 as i64, !(hash.0 as i64)]);
+    bounds.as_mut_slice::<i64>()?.copy_from_slice(&[hash, !hash]);
     let bounds = group.all_reduce_async(bounds, ReduceOp::Min)?.wait()?;
     let bounds = bounds.as_slice::<i64>()?;
     Ok(bounds[0] == !bounds[1])
 }
 
-/// FNV-1a over words of eight bytes, and over the length of each tensor.
-struct Hash(u64);
-
-impl Default for Hash {
-    fn default() -> Self {
-        Self(0xcbf2_9ce4_8422_2325)
+/// XXH3 of all tensors' lengths and bytes.
+fn hash<'a>(tensors: impl Iterator<Item = &'a [u8]>) -> u64 {
+    let mut hash = Xxh3Default::new();
+    for bytes in tensors {
+        hash.update(&(bytes.len() as u64).to_le_bytes());
+        hash.update(bytes);
     }
-}
-
-impl Hash {
-    fn add(&mut self, bytes: &[u8]) {
-        self.word(bytes.len() as u64);
-        let (words, rest) = bytes.as_chunks::<8>();
-        for word in words {
-            self.word(u64::from_le_bytes(*word));
-        }
-        for byte in rest {
-            self.word(u64::from(*byte));
-        }
-    }
-
-    fn word(&mut self, word: u64) {
-        // The rotation brings high bits down, which a product alone never does.
-        self.0 = (self.0 ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
-    }
+    hash.digest()
 }
 
 #[cfg(test)]
@@ -77,11 +59,7 @@ mod tests {
 
     #[test]
     fn a_hash_sees_every_bit_and_where_a_tensor_ends() {
-        let of = |tensors: &[&[u8]]| {
-            let mut hash = Hash::default();
-            tensors.iter().for_each(|bytes| hash.add(bytes));
-            hash.0
-        };
+        let of = |tensors: &[&[u8]]| hash(tensors.iter().copied());
         let bytes: Vec<u8> = (0..21).collect();
         let original = of(&[&bytes]);
         for bit in 0..bytes.len() * 8 {
