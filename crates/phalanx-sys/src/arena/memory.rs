@@ -40,12 +40,14 @@ pub(super) fn page() -> usize {
 
 /// An error if `bytes` are more than the host, or one of this process's control groups, has left.
 pub(super) fn check(bytes: usize) -> io::Result<()> {
-    match available().filter(|_| bytes >= LARGE) {
-        Some(available) if available < bytes as u64 => Err(io::Error::other(format!(
-            "{bytes} bytes are needed, and {available} bytes of memory are left"
-        ))),
-        _ => Ok(()),
+    if bytes >= LARGE
+        && let Some(available) = available()
+        && available < bytes as u64
+    {
+        let cause = format!("{bytes} bytes are needed, and {available} bytes of memory are left");
+        return Err(io::Error::other(cause));
     }
+    Ok(())
 }
 
 /// What is left, as far as it is known.

@@ -319,7 +319,7 @@ fn check_local(rank: Option<u32>, size: Option<u32>, world: WorldSize) -> Result
             let why = format!("it must be below the number of workers on the host, {size}");
             Err(malformed("LOCAL_RANK", &rank.to_string(), &why))
         }
-        _ => Ok(()),
+        Some(_) | None => Ok(()),
     }
 }
 

@@ -29,7 +29,7 @@ pub(crate) fn check_version(bytes: &[u8]) -> Result<()> {
             Err(Error::protocol(format!("a peer speaks version {version}, this one {VERSION}"))
                 .with_remedy("start every rank with the same build"))
         }
-        _ => Ok(()),
+        Some(_) | None => Ok(()),
     }
 }
 

@@ -195,9 +195,10 @@ impl Worker {
                 Err(Failed { error, call, ticket })
             }
             // No single message is at fault; the error names the first in flight.
-            _ => match (waited, outbound.first().or_else(|| inbound.first())) {
+            Some(_) | None => match (waited, outbound.first().or_else(|| inbound.first())) {
                 (Err(error), Some((call, ticket))) => Err(Failed { error, call, ticket }),
-                _ => Ok(()),
+                // Nothing is in flight that a broken wait could hold up.
+                (Err(_), None) | (Ok(()), _) => Ok(()),
             },
         }
     }
