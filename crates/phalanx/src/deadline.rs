@@ -40,6 +40,38 @@ impl Deadline {
     }
 }
 
+/// Pauses between attempts. They grow by half from the first to the longest, until a deadline.
+#[derive(Debug)]
+pub(crate) struct Backoff {
+    next: Duration,
+    longest: Duration,
+    deadline: Deadline,
+}
+
+impl Backoff {
+    pub(crate) fn new((first, longest): (Duration, Duration), deadline: Deadline) -> Self {
+        Self { next: first, longest, deadline }
+    }
+
+    /// Sleeps; `false` if the deadline had passed before.
+    pub(crate) fn pause(&mut self) -> bool {
+        let left = self.deadline.remaining();
+        std::thread::sleep(self.next.min(left));
+        self.next = (self.next * 3 / 2).min(self.longest);
+        !left.is_zero()
+    }
+
+    /// Will the deadline have passed after the next pause?
+    pub(crate) fn is_last(&self) -> bool {
+        self.deadline.remaining() <= self.next
+    }
+
+    /// Have the pauses grown to the longest?
+    pub(crate) fn is_longest(&self) -> bool {
+        self.next == self.longest
+    }
+}
+
 /// A time-out whose clock starts when somebody first has to wait: most operations of one host end before it is worth
 /// reading a clock.
 #[derive(Debug)]

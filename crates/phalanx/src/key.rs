@@ -7,6 +7,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use crate::error::{Error, Result};
+use crate::random;
 use crate::secret_file::{self, Unfit};
 
 /// Where a process finds the file with its job's key.
@@ -40,10 +41,7 @@ impl JobKey {
     /// # Errors
     /// If the system gives no random numbers.
     pub fn generate() -> Result<Self> {
-        let mut bytes = [0; BYTES];
-        getrandom::fill(&mut bytes)
-            .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
-        Ok(Self(bytes))
+        random::bytes().map(Self)
     }
 
     /// Reads a key: 64 hexadecimal digits, and perhaps a line's end.

@@ -40,8 +40,13 @@ mod deadline;
 mod dtype;
 mod error;
 mod frozen;
+mod hash;
 mod health;
+mod host;
 mod notice;
+mod poll;
+mod proc_stat;
+mod random;
 mod rank;
 
 pub mod checkpoint;

@@ -338,7 +338,3 @@ fn start(path: &Path, group: &ProcessGroup) -> Result<Writer> {
     make(path).map_err(|error| writer::unusable(path, error))?;
     Writer::open(path, &Claimant { job: elastic::job_name()?, round: group.generation().0 })
 }
-
-fn host() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
-}

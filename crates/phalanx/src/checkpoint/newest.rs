@@ -21,6 +21,7 @@ use crate::collective::ReduceOp;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+use crate::host;
 use crate::notice::warn;
 use crate::rank::Rank;
 
@@ -223,7 +224,7 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
         Err(Unfit::Torn(cause)) => Finding::Torn(cause),
         Err(Unfit::Unread(cause, source)) => {
             let source = source.map_or_else(String::new, |source| format!(": {source}"));
-            Finding::Unread { host: super::host(), cause: cause + &source }
+            Finding::Unread { host: host::name(), cause: cause + &source }
         }
     };
     let findings = group.all_gather_object(&finding)?;
@@ -287,7 +288,7 @@ where
     T: Serialize + serde::de::DeserializeOwned,
 {
     let own = outcome.as_ref().and_then(|outcome| outcome.as_ref().err().cloned());
-    let told = outcome.map(|outcome| outcome.map_err(|error| (super::host(), error.full_cause())));
+    let told = outcome.map(|outcome| outcome.map_err(|error| (host::name(), error.full_cause())));
     let told: Result<T, (String, String)> = group.broadcast_object(told.as_ref(), Rank::MAIN)?;
     told.map_err(|(host, cause)| match own {
         Some(own) => own,

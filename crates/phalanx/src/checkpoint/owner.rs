@@ -8,6 +8,7 @@
 //! Who was followed learns it by looking for a higher number, which it does before each step that changes what a reader
 //! sees. [`folder`](super::folder) says why it does no harm to be frozen between the look and the step.
 
+use std::cmp::Ordering;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -20,6 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::host;
 use crate::notice::warn;
 
 /// In front of the number of a claim.
@@ -142,7 +144,7 @@ impl Owner {
             }
             std::thread::sleep(PAUSE);
         }
-        let claim = Claim { by: by.clone(), host: super::host(), process: std::process::id() };
+        let claim = Claim { by: by.clone(), host: host::name(), process: std::process::id() };
         file.write_all(&serde_json::to_vec(&claim)?)?;
         let owner = Self { folder: folder.to_owned(), number, follows, _file: file };
         if newest(folder)? > number {
@@ -168,14 +170,12 @@ impl Owner {
 
     /// Is it still this process that writes here?
     pub fn check(&self) -> io::Result<()> {
-        match newest(&self.folder)? {
-            newest if newest > self.number => Err(io::Error::other(
+        match newest(&self.folder)?.cmp(&self.number) {
+            Ordering::Greater => Err(io::Error::other(
                 "another process has taken over, in a later round of the job, since this one was given up",
             )),
-            newest if newest < self.number => {
-                Err(io::Error::other("this process's claim to the folder has been removed"))
-            }
-            _ => Ok(()),
+            Ordering::Less => Err(io::Error::other("this process's claim to the folder has been removed")),
+            Ordering::Equal => Ok(()),
         }
     }
 }

@@ -19,9 +19,10 @@ use super::layout::{self, Proposed, TensorEntry};
 use super::manifest::{FileEntry, Manifest, max_parts, shard};
 use super::snapshot::Snapshot;
 use super::writer::{Job, unwritten};
-use crate::deadline::Deadline;
+use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+use crate::host;
 use crate::rank::Rank;
 
 /// How long a file system of several machines may take to show on one what another has made, at most: NFS remembers for up to a
@@ -56,7 +57,7 @@ impl Told {
     fn of(error: &Error, me: Rank) -> Self {
         Self {
             rank: error.rank().unwrap_or(me).get(),
-            host: error.host().map_or_else(super::host, str::to_owned),
+            host: error.host().map_or_else(host::name, str::to_owned),
             cause: error.full_cause(),
             remedy: error.remedy().map(str::to_owned),
         }
@@ -205,7 +206,7 @@ pub(super) fn lead(folder: &Folder, number: u64, job: &Job, together: &Together)
             .files
             .iter()
             .try_for_each(|file| see(&begun, file, deadline))
-            .map_err(|unseen| unseen.at(Rank::MAIN, super::host()))?;
+            .map_err(|unseen| unseen.at(Rank::MAIN, host::name()))?;
         Ok(manifest)
     });
     let ended = match manifest {
@@ -270,7 +271,7 @@ fn visible(path: &Path, name: &str, rank: Rank, deadline: Deadline) -> Result<Pa
             Err(Error::environment(format!(
                 "rank {rank} does not see {name}, which rank 0 has made, in {path}"
             ))
-            .at(rank, super::host())
+            .at(rank, host::name())
             .with_remedy(SHARE))
         }
     }
@@ -295,12 +296,10 @@ fn see(begun: &Path, file: &FileEntry, deadline: Deadline) -> Result<()> {
 
 /// The first success of `attempt`, which looks into the folder `above`; or its last failure, when the deadline passes.
 fn wait<T, E>(above: &Path, deadline: Deadline, mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E> {
-    let (mut pause, longest) = PAUSES;
+    let mut backoff = Backoff::new(PAUSES, deadline);
     loop {
         match attempt() {
-            Err(_) if !deadline.has_passed() => {
-                std::thread::sleep(pause.min(deadline.remaining()));
-                pause = (pause * 2).min(longest);
+            Err(_) if backoff.pause() => {
                 // A network's file system looks again when the folder is opened.
                 let _ = std::fs::read_dir(above).map(Iterator::count);
             }
@@ -348,7 +347,7 @@ impl<'a> Threads<'a> {
 impl Drop for Threads<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let (rank, host) = (self.0.rank(), super::host());
+            let (rank, host) = (self.0.rank(), host::name());
             let cause = "the thread that writes this rank's part of a checkpoint has panicked";
             self.0.abort(Error::aborted(cause).at(rank, host).with_peer(rank));
         }

@@ -22,6 +22,7 @@ use super::sharded::{self, Together};
 use super::snapshot::Snapshot;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::host;
 use crate::notice::warn;
 use crate::rank::Rank;
 
@@ -217,7 +218,7 @@ impl Writer {
                 return Err(Error::timeout(format!(
                     "the checkpoint of step {step} is still being written to {folder}"
                 ))
-                .at(*rank, super::host())
+                .at(*rank, host::name())
                 .with_remedy(
                     "save less often, write to a faster disk, or allow more time with `with_timeout`",
                 ));
@@ -378,7 +379,7 @@ pub(super) fn unusable(path: &Path, error: io::Error) -> Error {
 pub(super) fn unwritten(step: u64, path: &Path, rank: Rank, error: io::Error) -> Error {
     let cause = format!("cannot write the checkpoint of step {step} to {}", path.display());
     let remedy = remedy(&error);
-    Error::io(cause, error).at(rank, super::host()).with_remedy(remedy)
+    Error::io(cause, error).at(rank, host::name()).with_remedy(remedy)
 }
 
 /// Nobody is left who could be told in a call.
@@ -388,7 +389,7 @@ fn unheard(error: &Error) {
 
 fn panicked(rank: Rank) -> Error {
     Error::aborted("the thread that writes checkpoints has panicked")
-        .at(rank, super::host())
+        .at(rank, host::name())
         .with_remedy("standard error says where; open the checkpoints anew")
 }
 

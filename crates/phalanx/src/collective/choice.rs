@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{Plan, doubling, halving, ring, tree};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::hash::fnv1a_32;
 use crate::rank::Rank;
 use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
 
@@ -124,7 +125,6 @@ pub(crate) struct Choice {
     pub fingerprint: u32,
 }
 
-/// FNV-1a.
 fn fingerprint(row: &TuningRow) -> u32 {
     let TuningRow {
         world_max: _,
@@ -136,8 +136,7 @@ fn fingerprint(row: &TuningRow) -> u32 {
         stripes_min,
     } = row;
     let sizes = [doubling_max, halving_max, broadcast_ring_min, reduce_ring_min, tree_max, stripes_min];
-    let bytes = sizes.into_iter().flat_map(|size| (*size as u64).to_le_bytes());
-    bytes.fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)).max(1)
+    fnv1a_32(sizes.into_iter().flat_map(|size| (*size as u64).to_le_bytes())).max(1)
 }
 
 /// For [`fuzzing`](crate::fuzzing): a table in a file.

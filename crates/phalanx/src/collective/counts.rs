@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::error::{Error, Result};
+use crate::hash::fnv1a;
 use crate::world_size::WorldSize;
 
 /// How many elements of a buffer each rank has; one rank's elements stand after another's.
@@ -46,12 +47,9 @@ impl Counts {
         self.displacements[index]..self.displacements[index + 1]
     }
 
-    /// A hash (FNV-1a) that differs, almost surely, where the counts do.
+    /// A hash that differs, almost surely, where the counts do.
     pub(crate) fn fingerprint(&self) -> u64 {
-        let bytes = self.displacements.iter().flat_map(|at| (*at as u64).to_le_bytes());
-        bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-        })
+        fnv1a(self.displacements.iter().flat_map(|at| (*at as u64).to_le_bytes()))
     }
 
     /// All elements.

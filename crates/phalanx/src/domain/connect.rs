@@ -11,6 +11,7 @@ use super::{Domain, Partition};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::random;
 use crate::rank::Rank;
 use crate::transport::MeshConfig;
 use crate::transport::bootstrap;
@@ -112,7 +113,7 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
     if world > MOST {
         return Err(format!("{world} ranks are too many for one control_block"));
     }
-    let nonce = getrandom::u64().map_err(|error| format!("no random numbers: {error}"))?;
+    let nonce = random::number().map_err(|error| error.to_string())?;
     // All of the host's memory, as far as there are addresses for it.
     let bytes = total_memory().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
     let arena = Arena::create(bytes, world, nonce).map_err(|error| format!("no shared memory: {error}"))?;

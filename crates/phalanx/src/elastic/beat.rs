@@ -5,9 +5,9 @@
 //! few for each place, which are used in turn, so that nobody has to remove any.
 
 use super::members::{Worker, WorkerId};
-use super::session::random;
 use crate::deadline::Deadline;
 use crate::error::Result;
+use crate::random;
 use crate::store::Store;
 
 /// The bits of a worker's number that say which of its place's counters is its own.
@@ -16,7 +16,7 @@ const TURNS: u64 = 7;
 /// The number of one who comes to `place` now: nobody else's, and with another counter than those of the last seven.
 pub(super) fn next_id(store: &dyn Store, place: u32, deadline: Deadline) -> Result<WorkerId> {
     let turn = u64::from_ne_bytes(store.add(&format!("stays/{place}"), 1, deadline)?.to_ne_bytes());
-    Ok(WorkerId(random()? & !TURNS | turn & TURNS))
+    Ok(WorkerId(random::number()? & !TURNS | turn & TURNS))
 }
 
 /// The key of `worker`'s counter.

@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use super::compacted_log::CompactedLog;
 use super::members::Entry;
-use super::session::{random, scope};
+use super::session::scope;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::random;
 use crate::store::{PrefixStore, TcpStore};
 
 /// How long the launcher's own store may take.
@@ -40,7 +41,7 @@ impl Publisher {
     /// Publishes that the process in this slot has ended. Ranks of its group know already; workers that wait for the next group
     /// would otherwise wait for its heartbeats to time out.
     pub(crate) fn exited(&self, place: u32, process: u32) {
-        match random() {
+        match random::number() {
             Ok(nonce) => self.tell(Entry::Exited { place, process, nonce }),
             Err(error) => {
                 tracing::debug!(%error, "the workers have to notice by themselves that one has ended")

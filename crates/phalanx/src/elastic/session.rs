@@ -21,7 +21,9 @@ use crate::deadline::Deadline;
 use crate::env::Meeting;
 use crate::error::{Error, Kind, Result};
 use crate::group::ProcessGroup;
+use crate::host;
 use crate::notice::{Reminders, warn};
+use crate::random;
 use crate::rank::{Generation, Rank};
 use crate::rendezvous::membership::liveness::Liveness;
 use crate::rendezvous::{self, Rendezvous};
@@ -114,7 +116,7 @@ impl Session {
         let (place, local) = (env.rank.get(), env.local_rank.unwrap_or(env.rank.get()));
         let process = std::process::id();
         let session = Self {
-            shared: Shared::new(store, Worker { id: WorkerId(0), host: host_name(), place, process })?,
+            shared: Shared::new(store, Worker { id: WorkerId(0), host: host::name(), place, process })?,
             interface,
             credentials,
             settings: *settings,
@@ -201,7 +203,7 @@ impl Session {
                 }
                 Step::LastCall => {
                     drop(seen);
-                    shared.append(&Entry::LastCall { round: round + 1, nonce: random()? })?;
+                    shared.append(&Entry::LastCall { round: round + 1, nonce: random::number()? })?;
                     shared.wait_for_news();
                 }
                 Step::GiveUp(late, after) => {
@@ -542,18 +544,6 @@ fn tidy(shared: &Shared, deadline: Deadline) -> Result<()> {
         compacted_log::trim(&*shared.store, index, &state, deadline)?;
     }
     round_store::sweep(&*shared.store, round, deadline)
-}
-
-pub(super) fn random() -> Result<u64> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
-    Ok(u64::from_ne_bytes(bytes))
-}
-
-fn host_name() -> String {
-    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    name.chars().filter(|letter| !letter.is_whitespace()).take(255).collect()
 }
 
 fn start_thread(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::{GroupConfig, Identity, ProcessGroup};
 use crate::caller::Caller;
 use crate::error::{Error, Kind, Result};
+use crate::hash::fnv1a;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
@@ -223,10 +224,7 @@ impl ProcessGroup {
     }
 }
 
-/// FNV-1a of a list, by which ranks compare theirs.
+/// A hash of a list, by which ranks compare theirs.
 fn digest(ranks: &[Rank]) -> i64 {
-    let bytes = ranks.iter().flat_map(|rank| rank.get().to_le_bytes());
-    bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    }) as i64
+    fnv1a(ranks.iter().flat_map(|rank| rank.get().to_le_bytes())) as i64
 }

@@ -1,15 +1,15 @@
 //! An agent: the launcher of one host of an elastic job, which takes its instructions from the job's driver.
 
 use std::collections::VecDeque;
-use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::poll::wake_pipe;
 
 /// The workers of this agent, and the store at which all workers meet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,16 +55,9 @@ struct InstructionQueue {
 
 impl Agent {
     pub(super) fn new(part: AgentConfig) -> Result<Self> {
-        let open = || {
-            let (notice, wake) = io::pipe()?;
-            // Neither end blocks: one byte in the pipe is enough to wake the reader.
-            fcntl_setfl(&notice, fcntl_getfl(&notice)? | OFlags::NONBLOCK)?;
-            fcntl_setfl(&wake, fcntl_getfl(&wake)? | OFlags::NONBLOCK)?;
-            Ok(InstructionQueue { queue: Mutex::default(), notice, wake })
-        };
-        let instructions = open().map_err(|error: io::Error| {
-            Error::io("no pipe for the instructions of the job's driver", error)
-        })?;
+        let (notice, wake) = wake_pipe()
+            .map_err(|error| Error::io("no pipe for the instructions of the job's driver", error))?;
+        let instructions = InstructionQueue { queue: Mutex::default(), notice, wake };
         Ok(Self { part, instructions: Arc::new(instructions) })
     }
 

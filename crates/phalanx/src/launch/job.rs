@@ -19,6 +19,7 @@ use crate::deadline::Deadline;
 use crate::elastic;
 use crate::error::{Error, Result};
 use crate::key::{self, JobKey};
+use crate::random;
 use crate::store::{Access, Refusals, Strangers, TcpStoreServer, host_port};
 use crate::tls::{self, Tls};
 use crate::world_size::WorldSize;
@@ -441,10 +442,7 @@ pub(super) fn check_open_store(is_open: bool, credentials: &Credentials) -> Resu
 
 /// A name for the job that no other job has.
 pub(super) fn random_name() -> Result<String> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
-    Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
+    Ok(format!("{:016x}", random::number()?))
 }
 
 #[cfg(all(test, feature = "tls"))]

@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 
 use super::event::Stream;
 use crate::error::{Error, Result};
+use crate::random;
 
 /// How much may wait to be written before the workers' output is left in their pipes.
 const ENOUGH: usize = 8 << 20;
@@ -131,10 +132,7 @@ impl Logs {
 
     /// Makes this job's folder.
     pub(super) fn open(&self, run_id: &str) -> Result<JobLogs> {
-        let mut bytes = [0; 4];
-        getrandom::fill(&mut bytes)
-            .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
-        let name = format!("{}_{:08x}", run_id.replace('/', "_"), u32::from_le_bytes(bytes));
+        let name = format!("{}_{:08x}", run_id.replace('/', "_"), u32::from_le_bytes(random::bytes()?));
         // Workers may have another working directory.
         let folder =
             std::path::absolute(&self.folder).map_err(|error| cannot_make(&self.folder, error))?.join(name);

@@ -16,6 +16,7 @@ use rustix::process::{
 use super::job::random_name;
 use crate::deadline::Deadline;
 use crate::error::Result;
+use crate::proc_stat::{ProcStat, is_gone};
 
 /// What a process of a job has in its environment: the tags of the jobs that it is of, one inside the other.
 pub(super) const TAG_VARIABLE: &str = "PHALANX_JOB_TAG";
@@ -49,7 +50,7 @@ pub(super) struct Running {
 
 /// A process outside the workers' groups.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Stray(Stat);
+pub(super) struct Stray(ProcStat);
 
 impl Running {
     pub(super) fn is_empty(&self) -> bool {
@@ -63,7 +64,7 @@ impl Stray {
         match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(process) => {
                 // Its number could belong to another process by now.
-                let now = Stat::of(self.0.pid).ok().flatten();
+                let now = visible(self.0.pid).ok().flatten();
                 if now.is_some_and(|now| now.started == self.0.started) {
                     let _ = pidfd_send_signal(process, signal);
                 }
@@ -84,9 +85,9 @@ impl Members {
         }
         let me = me();
         // Who has other children cannot tell what they lose from what the job loses.
-        let is_childless = || Stat::all().is_ok_and(|all| all.iter().all(|process| process.parent != me));
+        let is_childless = || all().is_ok_and(|all| all.iter().all(|process| process.parent != me));
         let adopts = adopts && is_childless() && become_reaper();
-        let has_proc = !matches!(Stat::of(me), Ok(None));
+        let has_proc = !matches!(visible(me), Ok(None));
         Ok(Self { tag, started: 0, guard: (0, 0), adopts, has_proc, reap_at: Instant::now() + REAP_EVERY })
     }
 
@@ -97,7 +98,7 @@ impl Members {
     /// All of the job are started after this process.
     pub(super) fn begin_with(&mut self, guard: u32) {
         let pid = i32::try_from(guard).unwrap_or(0);
-        self.guard = (pid, Stat::of(pid).ok().flatten().map_or(0, |guard| guard.started));
+        self.guard = (pid, visible(pid).ok().flatten().map_or(0, |guard| guard.started));
     }
 
     /// The tag of the next worker: what it starts can be told from what others start.
@@ -126,9 +127,9 @@ impl Members {
         if !matches!(waitid(WaitId::All, dead), Ok(Some(_))) {
             return;
         }
-        for process in Stat::all().unwrap_or_default() {
+        for process in all().unwrap_or_default() {
             let is_kept = process.pid == self.guard.0 || workers.contains(&process.pid);
-            if process.is_dead && process.parent == me && !is_kept {
+            if process.is_dead() && process.parent == me && !is_kept {
                 reap(process.pid);
             }
         }
@@ -154,7 +155,7 @@ impl Members {
             }
         }
         self.add_tagged(&self.tag, &processes, &mut ours);
-        let (in_groups, strays): (Vec<Stat>, Vec<Stat>) =
+        let (in_groups, strays): (Vec<ProcStat>, Vec<ProcStat>) =
             living(&processes, &ours).partition(|process| groups.contains(&process.group));
         Some(Running { in_groups: !in_groups.is_empty(), strays: strays.into_iter().map(Stray).collect() })
     }
@@ -179,17 +180,18 @@ impl Members {
     }
 
     /// All but the guard.
-    fn processes(&self) -> Option<Vec<Stat>> {
-        let mut processes = Stat::all().ok()?;
+    fn processes(&self) -> Option<Vec<ProcStat>> {
+        let mut processes = all().ok()?;
         processes.retain(|process| process.pid != self.guard.0);
         Some(processes)
     }
 
     /// Adds to `ours` who carries `tag`, and all children of those.
-    fn add_tagged(&self, tag: &[u8], processes: &[Stat], ours: &mut HashSet<i32>) {
+    fn add_tagged(&self, tag: &[u8], processes: &[ProcStat], ours: &mut HashSet<i32>) {
         add_children(processes, ours);
         for process in processes {
-            let may_be = !process.is_dead && process.started >= self.guard.1 && !ours.contains(&process.pid);
+            let may_be =
+                !process.is_dead() && process.started >= self.guard.1 && !ours.contains(&process.pid);
             if may_be && carries(process.pid, tag) {
                 ours.insert(process.pid);
             }
@@ -209,62 +211,32 @@ impl Drop for Members {
     }
 }
 
-/// A line of `/proc/*/stat`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stat {
-    pid: i32,
-    is_dead: bool,
-    parent: i32,
-    group: i32,
-    /// In the kernel's ticks since its own start.
-    started: u64,
+/// All processes that can be seen; an error unless this one is among them.
+fn all() -> io::Result<Vec<ProcStat>> {
+    let mut all = Vec::new();
+    for folder in fs::read_dir("/proc")? {
+        let number = folder?.file_name().to_str().and_then(|name| name.parse().ok());
+        if let Some(pid) = number {
+            all.extend(visible(pid)?);
+        }
+    }
+    let me = me();
+    if all.iter().any(|process| process.pid == me) { Ok(all) } else { Err(io::ErrorKind::NotFound.into()) }
 }
 
-impl Stat {
-    /// All processes that can be seen; an error unless this one is among them.
-    fn all() -> io::Result<Vec<Self>> {
-        let mut all = Vec::new();
-        for folder in fs::read_dir("/proc")? {
-            let number = folder?.file_name().to_str().and_then(|name| name.parse().ok());
-            if let Some(pid) = number {
-                all.extend(Self::of(pid)?);
-            }
-        }
-        let me = me();
-        if all.iter().any(|process| process.pid == me) {
-            Ok(all)
-        } else {
-            Err(io::ErrorKind::NotFound.into())
-        }
-    }
-
-    /// None if there is no such process, or it may not be seen; an error if that cannot be known.
-    fn of(pid: i32) -> io::Result<Option<Self>> {
-        match fs::read(format!("/proc/{pid}/stat")) {
-            Ok(line) => Ok(Self::parse(&line)),
-            Err(error) => match Errno::from_io_error(&error) {
-                // The last two are another user's, with the mount option `hidepid`.
-                Some(Errno::NOENT | Errno::SRCH | Errno::ACCESS | Errno::PERM) => Ok(None),
-                _ => Err(error),
-            },
-        }
-    }
-
-    /// `pid (name) state parent group ..`. The name may hold anything, also brackets.
-    fn parse(line: &[u8]) -> Option<Self> {
-        let pid = str::from_utf8(line.split(|byte| *byte == b' ').next()?).ok()?.parse().ok()?;
-        let after_name = line.iter().rposition(|byte| *byte == b')')? + 1;
-        let mut fields = str::from_utf8(&line[after_name..]).ok()?.split_whitespace();
-        let is_dead = matches!(fields.next()?, "Z" | "X" | "x");
-        let (parent, group) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-        let started = fields.nth(16)?.parse().ok()?;
-        Some(Self { pid, is_dead, parent, group, started })
-    }
+/// None if there is no such process, or it may not be seen; an error if that cannot be known.
+fn visible(pid: i32) -> io::Result<Option<ProcStat>> {
+    ProcStat::read(pid).or_else(|error| match Errno::from_io_error(&error) {
+        // Another user's, with the mount option `hidepid`.
+        Some(Errno::ACCESS | Errno::PERM) => Ok(None),
+        _ if is_gone(&error) => Ok(None),
+        _ => Err(error),
+    })
 }
 
 /// Those of `ours` that live, and that this process may signal.
-fn living<'a>(processes: &'a [Stat], ours: &'a HashSet<i32>) -> impl Iterator<Item = Stat> + 'a {
-    let is_ours = |process: &&Stat| !process.is_dead && ours.contains(&process.pid);
+fn living<'a>(processes: &'a [ProcStat], ours: &'a HashSet<i32>) -> impl Iterator<Item = ProcStat> + 'a {
+    let is_ours = |process: &&ProcStat| !process.is_dead() && ours.contains(&process.pid);
     processes.iter().filter(is_ours).filter(|process| may_signal(process.pid)).copied()
 }
 
@@ -274,7 +246,7 @@ fn may_signal(pid: i32) -> bool {
 
 /// Has `me`, which is a subreaper, become the parent of this process? The first process of a container becomes the parent of
 /// what loses its own, whoever has started that there: then only the tag counts.
-fn is_adopted(process: &Stat, me: i32) -> bool {
+fn is_adopted(process: &ProcStat, me: i32) -> bool {
     me != 1 && process.parent == me
 }
 
@@ -283,7 +255,7 @@ fn numbers(groups: &[Pid]) -> HashSet<i32> {
 }
 
 /// Adds the children of those that are there, and theirs.
-fn add_children(processes: &[Stat], ours: &mut HashSet<i32>) {
+fn add_children(processes: &[ProcStat], ours: &mut HashSet<i32>) {
     loop {
         let before = ours.len();
         for process in processes {
@@ -335,21 +307,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_read_behind_any_name() {
-        let line = b"12 (a) b (c)) S 1 77 12 0 -1 4194304 95 0 0 0 0 0 0 0 20 0 1 0 4711 2588672 210";
-        let expected = Stat { pid: 12, is_dead: false, parent: 1, group: 77, started: 4711 };
-        assert_eq!(Stat::parse(line), Some(expected));
-        assert_eq!(Stat::parse(b"12 (sh"), None);
-        assert_eq!(Stat::parse(b"12 (sh) Z 1 77 12 0 -1"), None);
-    }
-
-    #[test]
     fn this_process_is_seen() {
         let members = Members::new(false).unwrap();
         let running = members.look(&[rustix::process::getpgrp()]).unwrap();
         assert!(running.in_groups && !running.is_empty());
-        let me = Stat::of(me()).unwrap().unwrap();
-        assert!(!me.is_dead && Stat::all().unwrap().contains(&me));
+        assert!(all().unwrap().iter().any(|process| process.pid == me() && !process.is_dead()));
     }
 
     #[test]
@@ -376,7 +338,7 @@ mod tests {
 
     #[test]
     fn children_of_children_are_found_in_any_order() {
-        let stat = |pid, parent| Stat { pid, is_dead: false, parent, group: pid, started: 0 };
+        let stat = |pid, parent| ProcStat { pid, state: b'S', parent, group: pid, worked: 0, started: 0 };
         let mut ours = HashSet::from([4]);
         add_children(&[stat(2, 3), stat(3, 4), stat(5, 1)], &mut ours);
         assert_eq!(ours, HashSet::from([2, 3, 4]));
@@ -401,8 +363,8 @@ mod tests {
 
     #[test]
     fn the_first_process_of_a_container_knows_its_own_by_the_tag_alone() {
-        let orphan = Stat { pid: 9, is_dead: false, parent: 1, group: 9, started: 0 };
+        let orphan = ProcStat { pid: 9, state: b'S', parent: 1, group: 9, worked: 0, started: 0 };
         assert!(!is_adopted(&orphan, 1));
-        assert!(is_adopted(&Stat { parent: 7, ..orphan }, 7) && !is_adopted(&orphan, 7));
+        assert!(is_adopted(&ProcStat { parent: 7, ..orphan }, 7) && !is_adopted(&orphan, 7));
     }
 }

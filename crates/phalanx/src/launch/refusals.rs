@@ -1,12 +1,11 @@
 //! Clients that the job's stores have not let in, as the launcher hears of them.
 
-use std::io::{self, PipeReader, Read};
+use std::io::{PipeReader, Read};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-
 use crate::error::{Error, Result};
+use crate::poll::wake_pipe;
 use crate::store::Refusals;
 
 /// The launcher's end.
@@ -19,14 +18,10 @@ pub(super) struct Refused {
 
 impl Refused {
     pub(super) fn new() -> Result<Self> {
-        let open = || {
-            let (reader, writer) = io::pipe()?;
-            // Neither the launcher nor a store waits for the other.
-            fcntl_setfl(&reader, fcntl_getfl(&reader)? | OFlags::NONBLOCK)?;
-            fcntl_setfl(&writer, fcntl_getfl(&writer)? | OFlags::NONBLOCK)?;
-            Ok(Self { pipe: reader, told: false, refusals: Refusals(Arc::new(writer)) })
-        };
-        open().map_err(|error: io::Error| Error::io("no pipe for what the store says", error))
+        // Neither the launcher nor a store waits for the other.
+        let (pipe, writer) =
+            wake_pipe().map_err(|error| Error::io("no pipe for what the store says", error))?;
+        Ok(Self { pipe, told: false, refusals: Refusals(Arc::new(writer)) })
     }
 
     /// The stores' end.

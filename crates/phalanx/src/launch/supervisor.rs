@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::Guard;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, Signal as Raw};
 
 use super::agent::Instruction;
@@ -27,6 +27,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::frozen::{Frozen, PATIENCE};
 use crate::notice::warn;
+use crate::poll::poll;
 
 /// How often to look whether a group is empty, or at what has to be polled.
 const POLL: Duration = Duration::from_millis(20);
@@ -168,8 +169,6 @@ impl Supervisor<'_, '_> {
         if !reads || self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
             timeout = Some(timeout.map_or(POLL, |timeout| timeout.min(POLL)));
         }
-        // A duration that the system cannot express is as good as none.
-        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         let signals = self.control.signals.iter().map(AsFd::as_fd);
         let output = self.workers.iter().filter(|_| reads).flat_map(Worker::open_output);
         let mut descriptors: Vec<PollFd<'_>> = signals
@@ -179,10 +178,9 @@ impl Supervisor<'_, '_> {
             .chain(output)
             .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
             .collect();
-        match poll(&mut descriptors, timeout.as_ref()) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(Error::io("cannot wait for the workers", error.into())),
-        }
+        poll(&mut descriptors, timeout)
+            .map(drop)
+            .map_err(|error| Error::io("cannot wait for the workers", error))
     }
 
     fn handle_signals(&mut self) {

@@ -22,6 +22,7 @@ use super::members::TAG_VARIABLE;
 use super::placement::Placement;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::host;
 use crate::rank::Rank;
 use crate::worker_error::{BLAME_FILE, ERROR_FILE};
 
@@ -277,7 +278,7 @@ impl Worker {
         let error = self.error.as_ref().filter(|error| !error.panicked || exit.may_be_a_panics());
         Failure {
             rank: self.rank,
-            host: host_name(),
+            host: host::name(),
             node,
             pid: self.id(),
             exit,
@@ -315,11 +316,6 @@ impl Capture {
             }
         }
     }
-}
-
-/// This host's name.
-pub(super) fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 fn keep(tail: &mut VecDeque<Vec<u8>>, stream: Stream, line: &[u8]) {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::ParameterSpec;
 use crate::dtype::DType;
+use crate::hash::fnv1a;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
@@ -93,22 +94,16 @@ impl Plan {
         Self { buckets, places }
     }
 
-    /// A number that differs, but for chance, between plans that differ (FNV-1a over a fixed layout).
+    /// A number that differs, but for chance, between plans that differ.
     pub(crate) fn hash(&self) -> u64 {
-        let mut hash = Fnv::default();
-        for bucket in &self.buckets {
-            hash.add(bucket.dtype as u64);
-            hash.add(bucket.elements as u64);
-            hash.add(bucket.parameters.len() as u64);
-            for &index in &bucket.parameters {
-                hash.add(index as u64);
-                hash.add(self.places[index].offset as u64);
-            }
-            for &count in bucket.counts.iter().flat_map(|counts| counts.iter()) {
-                hash.add(count as u64);
-            }
-        }
-        hash.0
+        let words = self.buckets.iter().flat_map(|bucket| {
+            let head = [bucket.dtype as usize, bucket.elements, bucket.parameters.len()];
+            let parameters = bucket.parameters.iter().flat_map(|&index| [index, self.places[index].offset]);
+            head.into_iter()
+                .chain(parameters)
+                .chain(bucket.counts.iter().flat_map(|counts| counts.iter().copied()))
+        });
+        fnv1a(words.flat_map(|word| (word as u64).to_le_bytes()))
     }
 }
 
@@ -141,22 +136,6 @@ impl Open {
 
     fn has_room(&self, elements: usize) -> bool {
         self.plan.parameters.is_empty() || self.plan.bytes() + elements * self.plan.dtype.size() <= self.limit
-    }
-}
-
-struct Fnv(u64);
-
-impl Default for Fnv {
-    fn default() -> Self {
-        Self(0xcbf2_9ce4_8422_2325)
-    }
-}
-
-impl Fnv {
-    fn add(&mut self, value: u64) {
-        for byte in value.to_le_bytes() {
-            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        }
     }
 }
 

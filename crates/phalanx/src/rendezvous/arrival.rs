@@ -20,7 +20,9 @@ use super::RankConfig;
 use super::hosts::{Host, Hosts};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
+use crate::host;
 use crate::notice::while_waiting;
+use crate::random;
 use crate::rank::Rank;
 use crate::store::{PrefixStore, SharedStore, Store};
 use crate::transport;
@@ -41,8 +43,7 @@ pub(super) struct Identity {
 
 impl Identity {
     pub fn of_process() -> Self {
-        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        Self { host: host.split_whitespace().collect(), process: std::process::id().to_string() }
+        Self { host: host::name(), process: std::process::id().to_string() }
     }
 }
 
@@ -135,10 +136,7 @@ pub(super) fn reserve(deadline: Deadline) -> Duration {
 
 /// A number that nobody can guess.
 pub(super) fn nonce() -> Result<String> {
-    let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::new(Kind::Io, format!("the system gives no random bytes: {error}")))?;
-    Ok(format!("{:032x}", u128::from_ne_bytes(bytes)))
+    Ok(format!("{:032x}", u128::from_le_bytes(random::bytes()?)))
 }
 
 /// Writes the entry into the first round in which this process has not been.

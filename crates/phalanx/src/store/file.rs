@@ -17,8 +17,9 @@ pub use self::log::fuzz;
 use super::Store;
 use super::call::Call;
 use super::table::{Refusal, Table};
-use crate::deadline::Deadline;
+use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result};
+use crate::random;
 
 /// The pauses between looks at the file grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
@@ -59,7 +60,7 @@ impl FileStore {
     /// Opens the store at `path`; waits until there is one.
     pub fn open(path: impl Into<PathBuf>, deadline: Deadline) -> Result<Self> {
         let path = path.into();
-        let mut pauses = Pauses::new(deadline);
+        let mut backoff = Backoff::new(PAUSES, deadline);
         loop {
             let why = match OpenOptions::new().read(true).write(true).open(&path) {
                 Ok(file) => match Log::open(file).map_err(|error| unusable(&path, "read", error))? {
@@ -69,7 +70,7 @@ impl FileStore {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => "does not exist",
                 Err(error) => return Err(unusable(&path, "open", error)),
             };
-            if !pauses.rest() {
+            if !backoff.pause() {
                 let cause = format!("the file {} {why}", path.display());
                 return Err(Error::timeout(cause).in_operation("store open", None).with_remedy(
                     "does rank 0 run, with the same path on a file system that all ranks share?",
@@ -92,11 +93,11 @@ impl FileStore {
             }
             let keys = [];
             let call = Call::new(&store.name, "open", &keys, deadline)?;
-            let mut pauses = Pauses::new(deadline);
+            let mut backoff = Backoff::new(PAUSES, deadline);
             let log = store.log.lock();
             // Of those who find that nobody uses it, one puts another in its place; for the others it has then moved.
             while !log.try_lock().map_err(|error| call.failed(error))? {
-                if !pauses.rest() {
+                if !backoff.pause() {
                     return Err(call.locked_out());
                 }
             }
@@ -116,8 +117,8 @@ impl FileStore {
             metadata.map(|metadata| metadata.len()).map_err(|error| unusable(&self.name.0, "read", error))
         };
         let first = length()?;
-        let mut pauses = Pauses::new(deadline.at_most(patience));
-        while pauses.rest() {
+        let mut backoff = Backoff::new(PAUSES, deadline.at_most(patience));
+        while backoff.pause() {
             if length()? != first {
                 return Ok(true);
             }
@@ -138,9 +139,9 @@ impl FileStore {
         change: impl FnOnce(&mut Table) -> Result<(T, bool), Refusal>,
     ) -> Result<T> {
         let mut log = self.log(call)?;
-        let mut pauses = Pauses::new(call.deadline);
+        let mut backoff = Backoff::new(PAUSES, call.deadline);
         while !log.try_lock().map_err(|error| call.failed(error))? {
-            if !pauses.rest() {
+            if !backoff.pause() {
                 return Err(call.locked_out());
             }
         }
@@ -155,7 +156,7 @@ impl FileStore {
 
     /// Reads once `keys` are all there.
     fn read<T>(&self, call: &Call<'_>, keys: &[&str], read: impl FnOnce(&Table) -> T) -> Result<T> {
-        let mut pauses = Pauses::new(call.deadline);
+        let mut backoff = Backoff::new(PAUSES, call.deadline);
         loop {
             let mut log = self.log(call)?;
             log.catch_up().map_err(|error| call.failed(error))?;
@@ -163,7 +164,7 @@ impl FileStore {
                 return Ok(read(&log.table));
             }
             drop(log);
-            if !pauses.rest() {
+            if !backoff.pause() {
                 return Err(call.timed_out());
             }
         }
@@ -263,26 +264,6 @@ fn value(table: &Table, key: &str) -> Vec<u8> {
     table.get(key.as_bytes()).unwrap_or_default().to_vec()
 }
 
-/// Rests that grow, until a deadline.
-struct Pauses {
-    next: Duration,
-    deadline: Deadline,
-}
-
-impl Pauses {
-    fn new(deadline: Deadline) -> Self {
-        Self { next: PAUSES.0, deadline }
-    }
-
-    /// Sleeps; `false` if the deadline has passed instead.
-    fn rest(&mut self) -> bool {
-        let left = self.deadline.remaining();
-        std::thread::sleep(self.next.min(left));
-        self.next = (self.next * 2).min(PAUSES.1);
-        !left.is_zero()
-    }
-}
-
 /// Puts an empty store at `path`, whatever was there.
 fn create_in_place(path: &Path) -> io::Result<File> {
     create_by(path, |temporary| std::fs::rename(temporary, path))
@@ -304,10 +285,9 @@ fn create_beside(path: &Path) -> io::Result<Option<File>> {
 
 /// Writes an empty store beside `path`, which `place` then gives its name.
 fn create_by(path: &Path, place: impl Fn(&Path) -> io::Result<()>) -> io::Result<File> {
-    let mut nonce = [0; 8];
-    getrandom::fill(&mut nonce).map_err(|error| io::Error::other(error.to_string()))?;
+    let nonce = random::number().map_err(io::Error::other)?;
     let mut name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_os_string();
-    name.push(format!(".{:016x}.new", u64::from_ne_bytes(nonce)));
+    name.push(format!(".{nonce:016x}.new"));
     let temporary = path.with_file_name(name);
     let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary)?;
     let placed = log::write_header(&file).and_then(|()| place(&temporary));

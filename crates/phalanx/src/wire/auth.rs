@@ -1,11 +1,11 @@
 //! Proofs that both ends of a connection know the same secret: HMAC-SHA256 over what they have said.
 
-use getrandom::fill;
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::key::JobKey;
+use crate::random;
 
 /// Bytes of the random number with which each side makes sure that the other speaks now.
 pub(crate) const NONCE: usize = 32;
@@ -23,10 +23,7 @@ const BLOCK: usize = 64;
 
 /// A number that nobody has seen before.
 pub(crate) fn nonce() -> Result<Nonce> {
-    let mut nonce = [0; NONCE];
-    fill(&mut nonce)
-        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
-    Ok(nonce)
+    random::bytes()
 }
 
 /// What both ends of one kind of connection know. What is proven with one secret says nothing of another.

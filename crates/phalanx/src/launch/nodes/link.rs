@@ -13,13 +13,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::host;
 use crate::launch::cluster::{Cluster, Hosting, Meeting};
-use crate::launch::worker::host_name;
+use crate::poll::wake_pipe;
 use crate::rendezvous::membership::liveness::Liveness;
 use crate::rendezvous::membership::{Departure, Entry, Log, Mac, Node, NodeId, Settings, Verified, log};
 #[cfg(feature = "etcd")]
@@ -99,10 +99,8 @@ impl Link {
         node: impl FnOnce(bool) -> Node + Send + 'static,
         settings: Settings,
     ) -> Result<Self> {
-        let no_pipe = |error| Error::io("no pipe for the news from other nodes", error);
-        let (notice, wake) = io::pipe().map_err(no_pipe)?;
-        let flags = fcntl_getfl(&notice).map_err(|error| no_pipe(error.into()))?;
-        fcntl_setfl(&notice, flags | OFlags::NONBLOCK).map_err(|error| no_pipe(error.into()))?;
+        let (notice, wake) =
+            wake_pipe().map_err(|error| Error::io("no pipe for the news from other nodes", error))?;
         let (sender, news) = channel();
         let (proposals, inbox) = channel();
         let shared = Arc::<Shared>::default();
@@ -223,7 +221,7 @@ fn meet(cluster: &Cluster, access: &Access, job: &str, shared: &Shared, deadline
         Meeting::File(path) => (Arc::new(FileStore::meet(path, cluster.silence(), deadline)?), None),
     };
     let name = cluster.local_addr.clone().or_else(|| address.map(|address| address.to_string()));
-    let name = name.unwrap_or_else(host_name);
+    let name = name.unwrap_or_else(host::name);
     let spot = Some(Spot { listens_at: name.clone(), name });
     Ok(Met { store, server: None, spot, has_host: false })
 }

@@ -4,19 +4,21 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal as Raw;
 
 use super::link::{Link, News, Spot, serve_round};
 use super::{AttemptEnd, Gathered, Nodes, Settled};
 use crate::error::{Error, Kind, Result};
+use crate::host;
 use crate::launch::attempts::Control;
 use crate::launch::cluster::{Cluster, Meeting};
 use crate::launch::event::Event;
 use crate::launch::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::launch::job::Job;
 use crate::launch::placement::Placement;
-use crate::launch::worker::host_name;
+use crate::poll::poll;
+use crate::random;
 use crate::rendezvous::membership::{
     Cause, Departure, Entry, Fault, MembershipState, Node, NodeId, Settings, Verdict,
 };
@@ -61,9 +63,9 @@ impl<'a> Several<'a> {
         run_id: String,
         refusals: &Refusals,
     ) -> Result<Self> {
-        let me = NodeId(random()?);
+        let me = NodeId(random::number()?);
         let (workers, place) = (job.workers().get(), cluster.place);
-        let node = move |serves_store| Node { id: me, host: host_name(), workers, place, serves_store };
+        let node = move |serves_store| Node { id: me, host: host::name(), workers, place, serves_store };
         let settings = Settings {
             min_nodes: cluster.min_nodes,
             max_nodes: cluster.max_nodes,
@@ -233,10 +235,8 @@ impl<'a> Several<'a> {
             .chain(control.refused.notice())
             .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
             .collect();
-        match poll(&mut descriptors, Timespec::try_from(timeout).ok().as_ref()) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(Error::io("cannot wait for the other nodes", error.into())),
-        }
+        poll(&mut descriptors, Some(timeout))
+            .map_err(|error| Error::io("cannot wait for the other nodes", error))?;
         control.tell_refusal();
         while let Some(number) = control.read_signal() {
             match Raw::from_named_raw(number) {
@@ -337,7 +337,7 @@ impl Nodes for Several<'_> {
             if let Some(at) = enough_since {
                 timeout = self.cluster.last_call.saturating_sub(now - at);
                 if timeout.is_zero() {
-                    let (round, nonce) = (self.state.round(), random()?);
+                    let (round, nonce) = (self.state.round(), random::number()?);
                     self.link.propose(Entry::LastCall { round, nonce });
                     timeout = Duration::from_secs(1);
                 }
@@ -422,14 +422,6 @@ impl Nodes for Several<'_> {
             }
         }
     }
-}
-
-/// A number that no other launcher has drawn.
-fn random() -> Result<u64> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
-    Ok(u64::from_le_bytes(bytes))
 }
 
 /// A cause as people are told it.

@@ -18,11 +18,11 @@ use super::protocol::{Complaint, Ending, FromLauncher, LauncherConfig, News, Rou
 use super::{RemoteJob, is_this_machine, keep};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::host;
 use crate::key::JobKey;
 use crate::launch::attempts::Control;
 use crate::launch::event::{Event, Observer};
 use crate::launch::exit::{Outcome, Report, Signal};
-use crate::launch::worker::host_name;
 use crate::world_size::WorldSize;
 
 /// How long a launcher may take to end that has not been told to start anything.
@@ -154,7 +154,7 @@ impl<'a> Driver<'a> {
 
     /// The address at which node 0 is reached.
     fn meeting(&self) -> String {
-        let own = host_name();
+        let own = host::name();
         let name = |peer: &Peer| match peer.is_here {
             // Other hosts would look for "localhost" at home.
             true => own.clone(),

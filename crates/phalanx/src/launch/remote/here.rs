@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 
-use crate::launch::worker::host_name;
+use crate::host;
 
 /// Is it an address of this machine?
 pub(super) fn is_ours(address: IpAddr) -> bool {
@@ -11,7 +11,7 @@ pub(super) fn is_ours(address: IpAddr) -> bool {
 
 /// Does `name` mean this machine?
 pub(super) fn is_here(name: &str) -> bool {
-    if name == "localhost" || name == host_name() {
+    if name == "localhost" || name == host::name() {
         return true;
     }
     if let Ok(address) = name.parse::<IpAddr>() {
@@ -19,6 +19,6 @@ pub(super) fn is_here(name: &str) -> bool {
     }
     // A name with a domain, if it leads here: others may begin alike.
     let host = |name: &str| name.split('.').next().map(str::to_owned);
-    host(name) == host(&host_name())
+    host(name) == host(&host::name())
         && (name, 0).to_socket_addrs().is_ok_and(|mut found| found.any(|address| is_ours(address.ip())))
 }

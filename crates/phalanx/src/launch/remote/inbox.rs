@@ -1,17 +1,17 @@
 //! The inbox of the driver: messages of all hosts, and how this command waits for them.
 
-use std::io::{self, PipeReader, PipeWriter, Read};
+use std::io::{PipeReader, PipeWriter, Read};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::event::{PollFd, PollFlags};
 
 use super::connection::{Connection, Ears, Heard};
 use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
+use crate::poll::{poll, wake_pipe};
 
 /// How much may be heard and not yet shown; what hosts say beyond that stays with them.
 const WAITING: usize = 256;
@@ -30,13 +30,8 @@ pub(super) struct Inbox {
 
 impl Inbox {
     pub(super) fn new() -> Result<Self> {
-        let open = || {
-            let (notice, wake) = io::pipe()?;
-            fcntl_setfl(&notice, fcntl_getfl(&notice)? | OFlags::NONBLOCK)?;
-            Ok((notice, wake))
-        };
         let (notice, wake) =
-            open().map_err(|error: io::Error| Error::io("no pipe for the news from other hosts", error))?;
+            wake_pipe().map_err(|error| Error::io("no pipe for the news from other hosts", error))?;
         let (sender, heard) = sync_channel(WAITING);
         Ok(Self { sender, heard, wake: Arc::new(wake), notice, left_over: false })
     }
@@ -64,7 +59,6 @@ impl Inbox {
         } else if !is_ready || connections.clone().any(Connection::must_be_polled) {
             timeout = timeout.min(POLL);
         }
-        let timeout = Timespec::try_from(timeout).ok();
         let mut descriptors: Vec<BorrowedFd<'_>> = connections.filter_map(Connection::end_notice).collect();
         descriptors.push(self.notice.as_fd());
         descriptors.extend(control.signals.as_ref().map(AsFd::as_fd));
@@ -72,8 +66,8 @@ impl Inbox {
         let descriptors = descriptors.into_iter();
         let mut descriptors: Vec<PollFd<'_>> =
             descriptors.map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN)).collect();
-        // An interrupted wait is followed by the next.
-        let _ = poll(&mut descriptors, timeout.as_ref());
+        // A wait that fails is followed by the next.
+        let _ = poll(&mut descriptors, Some(timeout));
         drop(descriptors);
         while matches!(self.notice.read(&mut [0; 64]), Ok(1..)) {}
     }

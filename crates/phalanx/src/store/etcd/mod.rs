@@ -15,7 +15,7 @@ use self::lease::Lease;
 use super::Store;
 use super::call::Call;
 use super::table::Refusal;
-use crate::deadline::Deadline;
+use crate::deadline::{Backoff, Deadline};
 use crate::error::Result;
 
 /// The pauses between looks at a key that is waited for grow from the first to the second.
@@ -131,17 +131,14 @@ impl EtcdStore {
 
     /// Looks again and again until `look` finds what it waits for.
     fn wait_for<T>(&self, call: &Call<'_>, look: impl Fn() -> Result<Option<T>>) -> Result<T> {
-        let mut pause = PAUSES.0;
+        let mut backoff = Backoff::new(PAUSES, call.deadline);
         loop {
             if let Some(found) = look()? {
                 return Ok(found);
             }
-            let left = call.deadline.remaining();
-            if left.is_zero() {
+            if !backoff.pause() {
                 return Err(call.timed_out());
             }
-            std::thread::sleep(pause.min(left));
-            pause = (pause * 2).min(PAUSES.1);
         }
     }
 

@@ -13,6 +13,8 @@ use std::io::{self, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
 
 use rustix::fs::{FlockOperation, flock};
 
+use crate::hash::fnv1a;
+
 use super::super::table::{Refusal, Table};
 use super::super::{MAX_KEY, MAX_VALUE};
 
@@ -190,10 +192,9 @@ fn fill(reader: &mut impl Read, bytes: &mut [u8]) -> io::Result<bool> {
     }
 }
 
-/// FNV-1a: against torn writes, not against an adversary.
+/// Against torn writes, not against an adversary.
 fn checksum(pieces: &[&[u8]]) -> u64 {
-    let bytes = pieces.iter().copied().flatten();
-    bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+    fnv1a(pieces.iter().copied().flatten().copied())
 }
 
 /// For [`fuzzing`](crate::fuzzing): what is in a log, and what is put there.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::credentials::Credentials;
-use crate::deadline::Deadline;
+use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, no_more_files, no_more_processes};
 use crate::notice::while_waiting;
 use crate::store::MAX_VALUE;
@@ -96,7 +96,7 @@ impl Link {
         tells: impl Fn(&dyn Display),
     ) -> Result<Self> {
         let started = Instant::now();
-        let mut pause = PAUSES.0;
+        let mut backoff = Backoff::new(PAUSES, deadline);
         let (mut hung_up, mut nameless): (Option<Instant>, Option<Instant>) = (None, None);
         loop {
             let attempt = Self::attempt(address, entry, deadline);
@@ -108,7 +108,7 @@ impl Link {
                 Err(Attempt::Short(error)) => return Err(error),
                 Err(Attempt::Nameless(error)) => {
                     let since = *nameless.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= naming() || deadline.remaining() <= pause {
+                    if since.elapsed() >= naming() || backoff.is_last() {
                         return Err(no_address(address, error));
                     }
                     tells(&error);
@@ -118,7 +118,7 @@ impl Link {
                 Err(Attempt::Unproven) => return Err(unproven(address)),
                 Err(Attempt::Insecure(error)) => return Err(insecure(address, error)),
                 // It may be a store that is frozen, or whose machine is busy: that passes, and a foreign server does not.
-                Err(Attempt::Silent) if deadline.remaining() <= pause => {
+                Err(Attempt::Silent) if backoff.is_last() => {
                     // Its answer to the last greeting may only have come too late.
                     if hung_up.is_some() {
                         return Err(hangs_up(address, entry));
@@ -131,7 +131,7 @@ impl Link {
                 }
                 Err(Attempt::HungUp) => {
                     let since = *hung_up.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= HANGING_UP || deadline.remaining() <= pause {
+                    if since.elapsed() >= HANGING_UP || backoff.is_last() {
                         return Err(hangs_up(address, entry));
                     }
                     None
@@ -142,12 +142,11 @@ impl Link {
                 }
             };
             if let Some(error) = last
-                && deadline.remaining() <= pause
+                && backoff.is_last()
             {
                 return Err(absent(address, started.elapsed(), error));
             }
-            std::thread::sleep(pause.min(deadline.remaining()));
-            pause = (pause * 3 / 2).min(PAUSES.1);
+            backoff.pause();
         }
     }
 

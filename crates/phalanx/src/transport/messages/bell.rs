@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use phalanx_sys::shared::Segment;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::poll::poll;
 
 /// A wait for memory lasts at most this long before it checks the health of its group.
 pub(crate) const SLEEP: Duration = Duration::from_millis(10);
@@ -96,9 +97,5 @@ fn poll_all(sockets: &[(BorrowedFd<'_>, PollFlags)], timeout: Duration) -> Resul
             &mut many[..]
         }
     };
-    let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
-    match poll(fds, Some(&timeout)) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-        Err(error) => Err(Error::io("waiting for messages failed", error.into())),
-    }
+    poll(fds, Some(timeout)).map(drop).map_err(|error| Error::io("waiting for messages failed", error))
 }

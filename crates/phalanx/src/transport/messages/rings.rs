@@ -1,6 +1,5 @@
 //! Finds out, pair by pair, which ranks of a domain can map each other's rings: these exchange messages through them.
 
-use std::io;
 use std::sync::Arc;
 
 use phalanx_sys::shared::{ALIGNMENT, Consumer, Invitation, Layout, Producer, Segment};
@@ -9,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::random;
 use crate::rank::Rank;
 use crate::transport::bootstrap;
 use crate::transport::tcp::MeshConfig;
@@ -108,8 +108,7 @@ fn layout(members: usize) -> Option<Layout> {
 
 /// Rings for the others to map; or why there are none.
 fn lend(layout: Layout) -> Result<Result<Lent, String>> {
-    let nonce = getrandom::u64()
-        .map_err(|error| Error::io("no random numbers", io::Error::other(error.to_string())))?;
+    let nonce = random::number()?;
     let created = Segment::create(layout, nonce);
     Ok(created
         .map(|(own, invitation)| Lent { own, invitation, nonce })

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 
 use super::MeshConfig;
 use super::connect::no_descriptors;
@@ -15,6 +15,7 @@ use super::pending::{Pending, Progress, Turns, say};
 use super::start::{self, LOOK};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};
+use crate::poll::poll;
 use crate::rank::Rank;
 use crate::wire::auth::Tag;
 use crate::wire::handshake::GroupSecret;
@@ -180,12 +181,11 @@ fn wait_for_arrivals(
         .filter_map(|connection| connection.patience(&turns))
         .fold(deadline.at_most(LOOK), Deadline::min)
         .remaining();
-    let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
-    match poll(&mut fds, Some(&timeout)) {
+    match poll(&mut fds, Some(patience)) {
         Ok(_) if !fds[0].revents().is_empty() => Ok(Woken::Stopped),
         Ok(_) if !fds[1].revents().is_empty() => Ok(Woken::Knocked),
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(Woken::Somebody),
-        Err(error) => Err(Error::io("waiting for peers failed", error.into())),
+        Ok(_) => Ok(Woken::Somebody),
+        Err(error) => Err(Error::io("waiting for peers failed", error)),
     }
 }
 

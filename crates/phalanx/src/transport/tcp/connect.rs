@@ -7,7 +7,6 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc;
 use std::thread;
 
-use getrandom::fill;
 use serde::{Deserialize, Serialize};
 
 use super::accept::{Pair, accept};
@@ -16,6 +15,8 @@ use super::dial::dial;
 use super::{MeshConfig, start, stop_probe};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::host;
+use crate::random;
 use crate::rank::Rank;
 use crate::wire::auth::NONCE;
 use crate::wire::control::{Control, Notice};
@@ -41,8 +42,7 @@ pub(super) struct Address {
 
 /// Connects this rank with all others. A rank that cannot tells them, so that none waits for it until its deadline.
 pub(crate) fn mesh(place: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
-    let mut host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    host.truncate(host.floor_char_boundary(MAX_HOST));
+    let host = host::name();
     let (mut below, mut above) = (Vec::new(), Vec::new());
     above.resize_with(place.world.count() - place.rank.index() - 1, Pair::default);
     let hosts = build(place, &host, &mut below, &mut above, deadline);
@@ -129,10 +129,8 @@ pub(super) fn listen(interface: IpAddr) -> Result<TcpListener> {
 /// Rank 0 draws the number that tells this group's connections from all others.
 fn agree_on_job(place: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Result<JobId> {
     const KEY: &str = "mesh/job";
-    let mut job = JobId::default();
     if place.rank.is_main() {
-        fill(&mut job)
-            .map_err(|error| Error::io("no random numbers", io::Error::other(error.to_string())))?;
+        let job: JobId = random::bytes()?;
         place.store.set(KEY, &job, deadline)?;
         return Ok(job);
     }

@@ -2,14 +2,13 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::{SocketAddr, TcpStream};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use super::connect::{Address, no_descriptors};
 use super::connection::Connection;
 use super::stop_probe::StopProbe;
 use super::{MeshConfig, start};
-use crate::deadline::Deadline;
+use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Kind, Result, no_more_files};
 use crate::notice::Reminders;
 use crate::rank::Rank;
@@ -25,8 +24,8 @@ const CONNECTING: Duration = Duration::from_secs(10);
 const REFUSED: Duration = Duration::from_secs(1);
 /// A rank that listens answers at once, from a thread that does nothing else. Who has not for this long is frozen.
 pub(super) const ANSWERING: Duration = Duration::from_secs(10);
-/// The longest pause between tries.
-const PAUSE: Duration = Duration::from_millis(200);
+/// The pauses between tries grow from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
 /// Connects to a peer until it works or the deadline passes: a listener's queue may be full, a stranger's connection may
 /// be dropped. Gives up early where trying again is in vain.
@@ -39,7 +38,7 @@ pub(super) fn dial(
 ) -> Result<Connection> {
     let peer = own.to;
     let unreachable = format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket);
-    let mut pause = Duration::from_millis(1);
+    let mut backoff = Backoff::new(PAUSES, deadline);
     let mut refusing: Option<Instant> = None;
     let mut reminders = Reminders::new();
     loop {
@@ -73,15 +72,14 @@ pub(super) fn dial(
             }
             _ => refusing = None,
         }
-        if deadline.remaining() <= pause {
+        if backoff.is_last() {
             return Err(Error::io(unreachable, error)
                 .with_peer(peer)
                 .with_remedy("is it alive, and does a firewall stand between?"));
         }
         reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", place.rank));
-        thread::sleep(pause);
-        pause = (pause * 2).min(PAUSE);
-        if pause == PAUSE {
+        backoff.pause();
+        if backoff.is_longest() {
             start::check(place, host).map_err(|error| match error.peer() {
                 // The store is gone, and with it the rank that served it.
                 None if refusing.is_some() => start::gone(peer, address),

@@ -22,7 +22,7 @@ use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
 #[cfg(any(test, fuzzing))]
@@ -43,6 +43,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
+use crate::poll::poll;
 use crate::rank::{Generation, Rank};
 use crate::store::Store;
 use crate::world_size::WorldSize;
@@ -192,20 +193,18 @@ fn wait(out: Option<&impl AsFd>, into: Option<&impl AsFd>, deadline: Deadline) -
     if remaining.is_zero() {
         return Ok(false);
     }
-    let timeout =
-        Timespec { tv_sec: remaining.as_secs() as i64, tv_nsec: i64::from(remaining.subsec_nanos()) };
     let polled = match fds {
-        [Some((one, flags)), None] => poll(&mut [PollFd::from_borrowed_fd(one, flags)], Some(&timeout)),
+        [Some((one, flags)), None] => poll(&mut [PollFd::from_borrowed_fd(one, flags)], Some(remaining)),
         [Some((one, flags)), Some((two, more))] => poll(
             &mut [PollFd::from_borrowed_fd(one, flags), PollFd::from_borrowed_fd(two, more)],
-            Some(&timeout),
+            Some(remaining),
         ),
         _ => return Ok(true),
     };
     match polled {
         Ok(0) => Ok(!deadline.has_passed()),
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(true),
-        Err(error) => Err(Error::io("waiting for peers failed", error.into())),
+        Ok(_) => Ok(true),
+        Err(error) => Err(Error::io("waiting for peers failed", error)),
     }
 }
 

@@ -4,6 +4,7 @@
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::thread;
+use std::time::Duration;
 
 use super::accept::make_room;
 use super::connection::Connection;
@@ -52,8 +53,7 @@ impl Knock {
     fn say(&mut self, bytes: &[u8]) {
         self.client.write_all(bytes).unwrap();
         let mut fds = [PollFd::new(self.pending.stream.socket(), PollFlags::IN)];
-        let patience = Timespec { tv_sec: 10, tv_nsec: 0 };
-        assert_eq!(poll(&mut fds, Some(&patience)).unwrap(), 1);
+        assert_eq!(poll(&mut fds, Some(Duration::from_secs(10))).unwrap(), 1);
     }
 
     fn advance(&mut self, turns: &mut Turns) -> Progress {

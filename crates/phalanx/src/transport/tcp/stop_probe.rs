@@ -12,6 +12,7 @@ use super::MeshConfig;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::frozen::{Frozen, PATIENCE};
+use crate::host;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::transport::process;
@@ -30,8 +31,7 @@ struct ProcessRecord {
 
 /// Publishes in `store` which process `rank` is.
 pub(in crate::transport) fn publish_process(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let record = postcard::to_stdvec(&ProcessRecord { host, process: process::own() })
+    let record = postcard::to_stdvec(&ProcessRecord { host: host::name(), process: process::own() })
         .map_err(|error| Error::protocol("this rank's process cannot be written down").with_source(error))?;
     store.set(&key(rank), &record, deadline)
 }

@@ -208,7 +208,7 @@ fn with_chatter() -> (Connection, Chatter, TcpStream) {
 fn records_without_content_hold_nobody_in_a_call() {
     let is_unread = |connection: &Connection| {
         let mut fds = [PollFd::new(connection.socket(), PollFlags::IN)];
-        poll(&mut fds, Some(&Timespec { tv_sec: 10, tv_nsec: 0 })).unwrap() == 1
+        poll(&mut fds, Some(Duration::from_secs(10))).unwrap() == 1
     };
     let mut into = [0; 8];
     for looks in [true, false] {

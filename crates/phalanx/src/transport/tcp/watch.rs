@@ -5,7 +5,7 @@ use std::io::{self, IoSliceMut};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 
 use super::connection::Connection;
 use super::control::Connections;
@@ -14,6 +14,7 @@ use crate::health::Health;
 use crate::health::Heartbeat;
 use crate::health::calls::LOOK;
 use crate::health::liveness::{Liveness, Sight, Silence};
+use crate::poll::poll;
 use crate::rank::Rank;
 use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, MAX_BODY, PREFIX, ProcessId};
@@ -99,14 +100,8 @@ impl<'a> Watch<'a> {
         let holds_input = open.iter().any(|(_, stream)| stream.holds_input());
         let next = if holds_input { Some(Instant::now()) } else { next };
         let remaining = next.map(|next| next.saturating_duration_since(Instant::now()));
-        let remaining = remaining
-            .map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) });
-        match poll(&mut fds, remaining.as_ref()) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => {
-                return Err(Error::io("the control connections could not be watched", error.into()));
-            }
-        }
+        poll(&mut fds, remaining)
+            .map_err(|error| Error::io("the control connections could not be watched", error))?;
         if !fds[0].revents().is_empty() {
             return Ok(Woken::Stopped);
         }
@@ -214,9 +209,9 @@ impl<'a> Watch<'a> {
 
     fn is_readable(&self, peer: Rank) -> bool {
         let Some(Some(stream)) = self.connections.control.get(peer.index()) else { return false };
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         stream.holds_input()
-            || poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+            || poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(Duration::ZERO))
+                .is_ok_and(|ready| ready > 0)
     }
 
     /// What is seen of a peer whose connection has just ended. A process that ends closes its connections a moment before it

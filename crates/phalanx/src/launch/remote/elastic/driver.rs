@@ -16,6 +16,7 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic::Publisher;
 use crate::error::{Error, Result};
+use crate::host;
 use crate::key::JobKey;
 use crate::launch::agent::{AgentConfig, Instruction};
 use crate::launch::attempts::Control;
@@ -31,7 +32,6 @@ use crate::launch::remote::inbox::Inbox;
 use crate::launch::remote::node::version;
 use crate::launch::remote::protocol::{FromLauncher, LauncherConfig, News, SentKey, ToLauncher};
 use crate::launch::remote::{RemoteJob, is_this_machine, keep};
-use crate::launch::worker::host_name;
 use crate::rendezvous;
 use crate::store::{Access, Strangers, TcpStoreServer, host_port};
 use crate::world_size::WorldSize;
@@ -312,7 +312,7 @@ impl<'a> ElasticDriver<'a> {
             return None;
         }
         if known.iter().any(|peer| !peer.is_here) {
-            return Some(host_name());
+            return Some(host::name());
         }
         let stays_here = self.discovery.is_none() && self.job.hosts.hosts().iter().all(is_this_machine);
         // Hosts elsewhere may come later.

@@ -1,0 +1,88 @@
+//! What the kernel shows of a process of this host in `/proc/PID/stat`.
+
+use std::fs;
+use std::io;
+
+use rustix::io::Errno;
+
+/// `pid (name) state parent group ..`, with the time at work as the 14th and 15th field, in the program and in the kernel,
+/// and that of the start as the 22nd. The name may hold anything, also brackets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ProcStat {
+    pub pid: i32,
+    /// A letter: `R` runs, `T` is stopped, `Z` has ended, and so on.
+    pub state: u8,
+    pub parent: i32,
+    pub group: i32,
+    /// Processor time, in the kernel's ticks.
+    pub worked: u64,
+    /// In the kernel's ticks since its own start.
+    pub started: u64,
+}
+
+impl ProcStat {
+    /// This process; none where there is no `/proc`.
+    pub fn own() -> Option<Self> {
+        Self::parse(&fs::read("/proc/self/stat").ok()?)
+    }
+
+    /// None if what the kernel says is not understood; an error if it says nothing, for which see [`is_gone`].
+    pub fn read(pid: i32) -> io::Result<Option<Self>> {
+        fs::read(format!("/proc/{pid}/stat")).map(|line| Self::parse(&line))
+    }
+
+    fn parse(line: &[u8]) -> Option<Self> {
+        let name = line.iter().position(|byte| *byte == b'(')?;
+        let after_name = line.iter().rposition(|byte| *byte == b')')? + 1;
+        let pid = str::from_utf8(&line[..name]).ok()?.trim().parse().ok()?;
+        let mut fields = str::from_utf8(line.get(after_name..)?).ok()?.split_whitespace();
+        let state = *fields.next()?.as_bytes().first()?;
+        let (parent, group) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
+        let mut time = |skipped| -> Option<u64> { fields.nth(skipped)?.parse().ok() };
+        let worked = time(8)?.saturating_add(time(0)?);
+        Some(Self { pid, state, parent, group, worked, started: time(6)? })
+    }
+
+    /// Has it ended, even if its parent has not asked for its exit status yet?
+    pub fn is_dead(&self) -> bool {
+        matches!(self.state, b'Z' | b'X' | b'x')
+    }
+}
+
+/// Does this error of [`ProcStat::read`] say that there is no such process? One that ends while it is read is gone, too.
+pub(crate) fn is_gone(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::NOENT | Errno::SRCH))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn fields_are_found_behind_any_name() {
+        let line = b"12 (a) b (c)) T 1 77 12 0 -1 4194304 96 0 0 0 5 2 0 0 20 0 1 0 4711 3133440";
+        let stat = ProcStat { pid: 12, state: b'T', parent: 1, group: 77, worked: 7, started: 4711 };
+        assert_eq!(ProcStat::parse(line), Some(stat));
+        for bad in ["", "12 (sh", "12 (sh) Z 1 77 12 0 -1", "12 (sh) R 1 2 3"] {
+            assert_eq!(ProcStat::parse(bad.as_bytes()), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn this_process_is_seen_and_one_that_is_not_there_is_gone() {
+        let own = ProcStat::own().unwrap();
+        let again = ProcStat::read(own.pid).unwrap().unwrap();
+        assert_eq!((own.pid, own.started), (std::process::id().cast_signed(), again.started));
+        assert!(!own.is_dead());
+        assert!(is_gone(&ProcStat::read(i32::MAX).unwrap_err()));
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics(line in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = ProcStat::parse(&line);
+        }
+    }
+}

@@ -1,0 +1,22 @@
+//! Random numbers of the system, which nobody can guess.
+
+use crate::error::{Error, Result};
+
+/// Random bytes.
+///
+/// # Errors
+/// If the system gives none.
+pub(crate) fn bytes<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
+    Ok(bytes)
+}
+
+/// A random number.
+///
+/// # Errors
+/// If the system gives none.
+pub(crate) fn number() -> Result<u64> {
+    bytes().map(u64::from_le_bytes)
+}
