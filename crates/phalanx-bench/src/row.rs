@@ -33,21 +33,11 @@ pub(crate) struct Row {
     pub(crate) wrong: u64,
 }
 
-impl Row {
-    /// The lines above the table: names and units of its columns.
-    pub(crate) fn heading() -> [String; 2] {
-        [
-            format!(
-                "{:>10} {:>12} {:>11} {:>11} {:>11} {:>8} {:>8} {:>6}",
-                "size", "count", "time", "min", "p99", "algbw", "busbw", "wrong"
-            ),
-            format!(
-                "{:>10} {:>12} {:>11} {:>11} {:>11} {:>8} {:>8}",
-                "", "elements", "µs", "µs", "µs", "GB/s", "GB/s"
-            ),
-        ]
-    }
-}
+/// Names and units of the table's columns.
+pub(crate) const HEADING: [&str; 2] = [
+    "      size        count        time         min         p99    algbw    busbw  wrong",
+    "               elements          µs          µs          µs     GB/s     GB/s",
+];
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

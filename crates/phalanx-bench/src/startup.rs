@@ -71,10 +71,14 @@ impl Startup {
             command.args(["run", "--nproc-per-node", &self.nproc_per_node.to_string(), "--"]).arg(&program);
             job.push(time(command.args(["startup", "--worker"]), self.nproc_per_node)?);
         }
-        let (alone, job) = (Spread::of(alone), Spread::of(job));
-        let beyond = Spread { p50: job.p50 - alone.p50, p99: job.p99 - alone.p50 };
+        let [alone, job] = [alone, job].map(|mut times| {
+            times.sort_by(f64::total_cmp);
+            [50, 99].map(|percent| percentile(&times, percent))
+        });
         print(&format!("{:<8} {:>8} {:>8}\n", "", "p50", "p99"))?;
-        for (name, Spread { p50, p99 }) in [("program", alone), ("job", job), ("beyond", beyond)] {
+        for (name, [p50, p99]) in
+            [("program", alone), ("job", job), ("beyond", job.map(|time| time - alone[0]))]
+        {
             print(&format!("{name:<8} {p50:>8.1} {p99:>8.1}\n"))?;
         }
         Ok(())
@@ -85,19 +89,6 @@ impl Startup {
 fn launcher(program: &Path) -> PathBuf {
     let beside = program.with_file_name("phalanx");
     if beside.exists() { beside } else { "phalanx".into() }
-}
-
-/// Milliseconds.
-struct Spread {
-    p50: f64,
-    p99: f64,
-}
-
-impl Spread {
-    fn of(mut times: Vec<f64>) -> Self {
-        times.sort_by(f64::total_cmp);
-        Self { p50: percentile(&times, 50), p99: percentile(&times, 99) }
-    }
 }
 
 /// Prints the time at which this process has done its part.

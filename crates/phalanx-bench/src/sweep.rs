@@ -9,8 +9,8 @@ use crate::options::{Bench, Memory};
 use crate::plot::Figure;
 use crate::points::Point;
 use crate::report::Report;
-use crate::row::Row;
-use crate::tune::{self, Algorithm};
+use crate::row::{HEADING, Row};
+use crate::tune::{self, Algorithms};
 use crate::values::{Value, Values};
 
 impl Bench {
@@ -26,16 +26,16 @@ fn work(options: &Bench) -> Result<()> {
     group.transport = options.transport.or(group.transport);
     let world = rendezvous::from_env(group.timeout)?;
     if options.tune.is_none() {
-        return dispatch(options, &[ProcessGroup::join(world, group)?], &[]);
+        return dispatch(options, &[ProcessGroup::join(world, group)?], None);
     }
     let algorithms = tune::algorithms(options.collective)?;
-    let (groups, _keep_alive) = tune::groups(algorithms, world, &group)?;
+    let (groups, _keep_alive) = tune::groups(&algorithms, world, &group)?;
     groups.iter().try_for_each(tune::has_a_choice)?;
-    tune::are_forced(&groups, algorithms)?;
-    dispatch(options, &groups, algorithms)
+    tune::are_forced(&groups, &algorithms)?;
+    dispatch(options, &groups, Some(&algorithms))
 }
 
-fn dispatch(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
+fn dispatch(options: &Bench, groups: &[ProcessGroup], algorithms: Option<&Algorithms>) -> Result<()> {
     match options.dtype {
         DType::F32 => sweep::<f32>(options, groups, algorithms),
         DType::F64 => sweep::<f64>(options, groups, algorithms),
@@ -50,7 +50,7 @@ fn dispatch(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algorithm]) 
 }
 
 /// Times all sizes, each on every group: one for each algorithm, or one that chooses by size. Rank 0 writes the results.
-fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
+fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<&Algorithms>) -> Result<()> {
     let Some(group) = groups.first() else { return Ok(()) };
     let (root, world) = (options.root(group)?, group.world_size().get());
     let mut output = Output::new(options, group)?;
@@ -61,7 +61,7 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algor
         for (number, group) in groups.iter().enumerate() {
             let op = options.op.unwrap_or(ReduceOp::Sum);
             let case = Case::new(group, options.collective, op, root, bytes / size_of::<T>());
-            let algorithm = algorithms.get(number).map(|algorithm| algorithm.name);
+            let algorithm = algorithms.map(|algorithms| algorithms.names[number]);
             let row = measure::<T>(options, &case, algorithm)?;
             wrong += row.wrong;
             times[number].push(row.time_us);
@@ -72,10 +72,10 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: &[Algor
     if wrong > 0 {
         return Err(Error::aborted(format!("{wrong} elements came out wrong")));
     }
-    match &options.tune {
-        Some(path) if group.rank().is_main() => tune::write(path, algorithms, world, &sizes, &times),
-        Some(_) | None => Ok(()),
+    if let (Some(path), Some(algorithms), true) = (&options.tune, algorithms, group.rank().is_main()) {
+        tune::write(path, algorithms, world, &sizes, &times)?;
     }
+    Ok(())
 }
 
 /// Table, JSON and plot, on rank 0; nothing on other ranks.
@@ -94,7 +94,7 @@ impl Output {
         };
         let report = Report::new(options.json.as_deref())?;
         report.line(&format!("# {}", options.title(group)))?;
-        Row::heading().iter().try_for_each(|line| report.line(line))?;
+        HEADING.iter().try_for_each(|line| report.line(line))?;
         Ok(Self(Some((report, figure))))
     }
 

@@ -11,88 +11,68 @@ use phalanx::{Error, GroupOptions, ProcessGroup, Result, TransportKind, Tuning, 
 
 use crate::collectives::Collective;
 
-/// One way to carry out a collective.
-pub(crate) struct Algorithm {
-    pub(crate) name: &'static str,
-    /// Changes a row of the table so that it leaves no other choice.
-    force: fn(&mut TuningRow),
-    /// Notes in a row, for so many ranks, up to which size this is the best; the last algorithm has no such size.
-    note: Option<fn(&mut TuningRow, &Sizes<'_>, usize)>,
+/// A collective's algorithms, from the one with the fewest steps to the one that sends least.
+pub(crate) struct Algorithms {
+    pub(crate) names: &'static [&'static str],
+    /// Between each two of them.
+    borders: &'static [Border],
 }
 
-/// Those of a collective, from the one with the fewest steps to the one that sends least.
-pub(crate) fn algorithms(collective: Collective) -> Result<&'static [Algorithm]> {
-    macro_rules! algorithm {
-        ($name:literal: $($field:ident = $value:expr),*; $note:expr) => {
-            Algorithm { name: $name, force: |row| { $(row.$field = $value;)* }, note: $note }
-        };
+/// The field of the table that ends the sizes of one algorithm, and its value for the sizes and so many ranks. The largest number
+/// leaves the next algorithm no sizes, 0 leaves this one none.
+struct Border {
+    field: fn(&mut TuningRow) -> &mut usize,
+    value: fn(&Sizes<'_>, usize) -> usize,
+}
+
+impl Algorithms {
+    /// Changes `row` so that it leaves no choice but the algorithm `index`.
+    fn force(&self, index: usize, row: &mut TuningRow) {
+        for (border, Border { field, .. }) in self.borders.iter().enumerate() {
+            *field(row) = if border < index { 0 } else { usize::MAX };
+        }
     }
-    Ok(match collective {
-        Collective::AllReduce => {
-            const {
-                &[
-                    algorithm!("doubling": doubling_max = usize::MAX;
-                               Some(|row, sizes, _| row.doubling_max = sizes.last(1))),
-                    algorithm!("halving": doubling_max = 0, halving_max = usize::MAX;
-                               Some(|row, sizes, _| row.halving_max = sizes.last(1))),
-                    algorithm!("ring": doubling_max = 0, halving_max = 0; None),
-                ]
-            }
-        }
-        Collective::Broadcast => {
-            const {
-                &[
-                    algorithm!("tree": broadcast_ring_min = usize::MAX;
-                               Some(|row, sizes, _| row.broadcast_ring_min = sizes.next())),
-                    algorithm!("ring": broadcast_ring_min = 0; None),
-                ]
-            }
-        }
-        Collective::Reduce => {
-            const {
-                &[
-                    algorithm!("tree": reduce_ring_min = usize::MAX;
-                               Some(|row, sizes, _| row.reduce_ring_min = sizes.next())),
-                    algorithm!("ring": reduce_ring_min = 0; None),
-                ]
-            }
-        }
-        Collective::Gather | Collective::Scatter => {
-            const {
-                &[
-                    algorithm!("tree": tree_max = usize::MAX;
-                               Some(|row, sizes, ranks| row.tree_max = sizes.last(ranks))),
-                    algorithm!("direct": tree_max = 0; None),
-                ]
-            }
-        }
-        Collective::AllGather
-        | Collective::ReduceScatter
-        | Collective::AllToAll
-        | Collective::AllGatherV
-        | Collective::AllToAllV
-        | Collective::AllReduceCoalesced
-        | Collective::Barrier
-        | Collective::SendRecv => {
-            return Err(Error::invalid_argument(format!("{collective} has one algorithm for all sizes"))
-                .with_remedy("leave --tune away"));
-        }
-    })
+}
+
+/// Those of `collective`; an error if it has one alone.
+pub(crate) fn algorithms(collective: Collective) -> Result<Algorithms> {
+    const LAST: fn(&Sizes<'_>, usize) -> usize = |sizes, _| sizes.last(1);
+    const NEXT: fn(&Sizes<'_>, usize) -> usize = |sizes, _| sizes.next();
+    const ALL_REDUCE: &[Border] = &[
+        Border { field: |row| &mut row.doubling_max, value: LAST },
+        Border { field: |row| &mut row.halving_max, value: LAST },
+    ];
+    const BROADCAST: &[Border] = &[Border { field: |row| &mut row.broadcast_ring_min, value: NEXT }];
+    const REDUCE: &[Border] = &[Border { field: |row| &mut row.reduce_ring_min, value: NEXT }];
+    const TREE: &[Border] =
+        &[Border { field: |row| &mut row.tree_max, value: |sizes, ranks| sizes.last(ranks) }];
+    let (names, borders): (&[_], _) = match collective {
+        Collective::AllReduce => (&["doubling", "halving", "ring"], ALL_REDUCE),
+        Collective::Broadcast => (&["tree", "ring"], BROADCAST),
+        Collective::Reduce => (&["tree", "ring"], REDUCE),
+        Collective::Gather | Collective::Scatter => (&["tree", "direct"], TREE),
+        Collective::AllGather | Collective::ReduceScatter | Collective::AllToAll => (&[], &[]),
+        Collective::AllGatherV | Collective::AllToAllV | Collective::AllReduceCoalesced => (&[], &[]),
+        Collective::Barrier | Collective::SendRecv => (&[], &[]),
+    };
+    if names.is_empty() {
+        return Err(Error::invalid_argument(format!("{collective} has one algorithm for all sizes"))
+            .with_remedy("leave --tune away"));
+    }
+    Ok(Algorithms { names, borders })
 }
 
 /// A group for each algorithm, on the store of one world. What comes back second must outlive them.
 pub(crate) fn groups(
-    algorithms: &[Algorithm],
+    algorithms: &Algorithms,
     world: Rendezvous,
     options: &GroupOptions,
 ) -> Result<(Vec<ProcessGroup>, KeepAlive)> {
-    let groups = algorithms.iter().map(|algorithm| {
+    let groups = algorithms.names.iter().enumerate().map(|(index, name)| {
         let mut options = options.clone();
-        for row in &mut options.tuning.rows {
-            (algorithm.force)(row);
-        }
+        options.tuning.rows.iter_mut().for_each(|row| algorithms.force(index, row));
         let place = Rendezvous {
-            store: Arc::new(PrefixStore::new(algorithm.name, world.store.clone())),
+            store: Arc::new(PrefixStore::new(*name, world.store.clone())),
             credentials: world.credentials.clone(),
             keep_alive: rendezvous::alone().keep_alive,
             ..world
@@ -119,13 +99,12 @@ pub(crate) fn has_a_choice(group: &ProcessGroup) -> Result<()> {
 
 /// An error if a group does not choose by what its algorithm forces, or two choose alike: the times of one algorithm would
 /// be noted as another's.
-pub(crate) fn are_forced(groups: &[ProcessGroup], algorithms: &[Algorithm]) -> Result<()> {
+pub(crate) fn are_forced(groups: &[ProcessGroup], algorithms: &Algorithms) -> Result<()> {
     let rows = groups.iter().map(ProcessGroup::tuning_row).collect::<Result<Vec<_>>>()?;
-    for (index, (row, algorithm)) in rows.iter().zip(algorithms).enumerate() {
+    for (index, (row, name)) in rows.iter().zip(algorithms.names).enumerate() {
         let mut forced = row.clone();
-        (algorithm.force)(&mut forced);
+        algorithms.force(index, &mut forced);
         if forced != *row || rows[..index].contains(row) {
-            let name = algorithm.name;
             return Err(Error::aborted(format!(
                 "the group for {name} chooses by a table that does not force it: {row:?}"
             )));
@@ -138,7 +117,7 @@ pub(crate) fn are_forced(groups: &[ProcessGroup], algorithms: &[Algorithm]) -> R
 /// there yet begins with the defaults; what other worlds and collectives have in it stays.
 pub(crate) fn write(
     path: &Path,
-    algorithms: &[Algorithm],
+    algorithms: &Algorithms,
     world: u32,
     sizes: &[usize],
     times: &[Vec<f64>],
@@ -150,10 +129,8 @@ pub(crate) fn write(
         Err(error) => return Err(refused(error.to_string())),
     };
     let row = row_of(&mut tuning, world);
-    for (algorithm, end) in algorithms.iter().zip(crossovers(times)) {
-        if let Some(note) = algorithm.note {
-            note(row, &Sizes { sizes, end }, world as usize);
-        }
+    for (Border { field, value }, end) in algorithms.borders.iter().zip(crossovers(times)) {
+        *field(row) = value(&Sizes { sizes, end }, world as usize);
     }
     fs::write(path, tuning.to_json() + "\n").map_err(|error| refused(error.to_string()))
 }
@@ -241,12 +218,14 @@ mod tests {
             Collective::Gather,
             Collective::Scatter,
         ] {
-            let forced = |algorithm: &Algorithm| {
+            let algorithms = algorithms(collective).unwrap();
+            assert_eq!(algorithms.borders.len(), algorithms.names.len() - 1);
+            let forced = |index| {
                 let mut row = TuningRow::default();
-                (algorithm.force)(&mut row);
+                algorithms.force(index, &mut row);
                 row
             };
-            let rows: Vec<_> = algorithms(collective).unwrap().iter().map(forced).collect();
+            let rows: Vec<_> = (0..algorithms.names.len()).map(forced).collect();
             for (index, row) in rows.iter().enumerate() {
                 assert!(!rows[..index].contains(row), "{collective}: {rows:?}");
             }
@@ -257,11 +236,11 @@ mod tests {
     fn groups_that_choose_by_the_usual_table_are_not_timed_as_different_algorithms() {
         let groups = ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap();
         let algorithms = algorithms(Collective::AllReduce).unwrap();
-        assert!(are_forced(&groups, algorithms).unwrap_err().to_string().contains("doubling"));
-        let usual = Algorithm { name: "usual", force: |_| {}, note: None };
-        assert!(are_forced(&groups[..1], &[usual]).is_ok());
-        let twice = ["one", "the same"].map(|name| Algorithm { name, force: |_| {}, note: None });
-        assert!(are_forced(&groups, &twice).unwrap_err().to_string().contains("the same"));
+        assert!(are_forced(&groups, &algorithms).unwrap_err().to_string().contains("doubling"));
+        let usual = |names| Algorithms { names, borders: &[] };
+        assert!(are_forced(&groups[..1], &usual(&["usual"])).is_ok());
+        let twice = are_forced(&groups, &usual(&["one", "the same"]));
+        assert!(twice.unwrap_err().to_string().contains("the same"));
     }
 
     #[test]
@@ -278,7 +257,7 @@ mod tests {
         let sizes = [1024, 4096, 16384];
         let times = [vec![1.0, 1.0, 9.0], vec![9.0; 3], vec![2.0; 3]];
         let note = |collective, times: &[Vec<f64>]| {
-            write(&path, algorithms(collective).unwrap(), 4, &sizes, times).unwrap();
+            write(&path, &algorithms(collective).unwrap(), 4, &sizes, times).unwrap();
         };
         note(Collective::AllReduce, &times);
         note(Collective::Gather, &[vec![1.0, 3.0, 3.0], vec![2.0; 3]]);

@@ -10,36 +10,21 @@ use clap::Args;
 
 const PROGRAM: &str = "phalanx-bench";
 
-/// Time collectives, faults and starts, with the program phalanx-bench
+/// The arguments of `phalanx-bench`, whose `--help` is its manual.
 #[derive(Args, Debug)]
-#[command(disable_help_flag = true)]
-pub(crate) struct Bench {
-    /// What phalanx-bench is given; `--help` is its manual
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
-    arguments: Vec<OsString>,
+pub(crate) struct Arguments {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
+    all: Vec<OsString>,
 }
 
-/// Draw what `phalanx bench --json` has measured, with the same program
-#[derive(Args, Debug)]
-#[command(disable_help_flag = true)]
-pub(crate) struct Plot {
-    /// What phalanx-bench is given; `--help` is its manual
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
-    arguments: Vec<OsString>,
+/// Becomes `phalanx-bench`, whose help shows the name that the user has typed.
+pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    replace_by(Command::new(path()).arg0("phalanx bench").args(&arguments.all))
 }
 
-impl Bench {
-    /// Becomes `phalanx-bench ARGUMENTS`. Its help shows the name that the user has typed.
-    pub(crate) fn run(&self) -> ExitCode {
-        replace_by(Command::new(path()).arg0("phalanx bench").args(&self.arguments))
-    }
-}
-
-impl Plot {
-    /// Becomes `phalanx-bench plot ARGUMENTS`.
-    pub(crate) fn run(&self) -> ExitCode {
-        replace_by(Command::new(path()).arg0("phalanx").arg("plot").args(&self.arguments))
-    }
+/// Becomes `phalanx-bench plot`.
+pub(crate) fn plot(arguments: &Arguments) -> ExitCode {
+    replace_by(Command::new(path()).arg0("phalanx").arg("plot").args(&arguments.all))
 }
 
 /// The program beside this one, where `cargo install` puts it, or else whatever PATH has.
@@ -51,17 +36,13 @@ fn path() -> PathBuf {
 /// Ends this program in favour of `command`; comes back only if that fails.
 fn replace_by(command: &mut Command) -> ExitCode {
     let error = command.exec();
-    match error.kind() {
-        ErrorKind::NotFound => {
-            eprintln!(
-                "phalanx: {PROGRAM} is neither beside this program nor in PATH; \
-                 install it with: cargo install --path crates/phalanx-bench"
-            );
-            ExitCode::from(127)
-        }
-        _ => {
-            eprintln!("phalanx: {} cannot be executed: {error}", command.get_program().to_string_lossy());
-            ExitCode::from(126)
-        }
+    if error.kind() != ErrorKind::NotFound {
+        eprintln!("phalanx: {PROGRAM} cannot be executed: {error}");
+        return ExitCode::from(126);
     }
+    eprintln!(
+        "phalanx: {PROGRAM} is neither beside this program nor in PATH; \
+         install it with: cargo install --path crates/phalanx-bench"
+    );
+    ExitCode::from(127)
 }

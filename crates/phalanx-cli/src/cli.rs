@@ -10,7 +10,7 @@ use clap::{Args, Parser, Subcommand};
 
 use phalanx::launch::Selection;
 
-use crate::bench::{Bench, Plot};
+use crate::bench::Arguments;
 #[cfg(feature = "tls")]
 use crate::certgen::Certgen;
 use crate::doctor::Doctor;
@@ -45,8 +45,12 @@ pub(crate) enum Command {
     Keygen(Keygen),
     #[cfg(feature = "tls")]
     Certgen(Certgen),
-    Bench(Bench),
-    Plot(Plot),
+    /// Time collectives, faults and starts, with the program phalanx-bench
+    #[command(disable_help_flag = true)]
+    Bench(Arguments),
+    /// Draw what `phalanx bench --json` has measured, with the same program
+    #[command(disable_help_flag = true)]
+    Plot(Arguments),
     Doctor(Doctor),
 }
 

@@ -30,8 +30,8 @@ fn main() -> ExitCode {
         cli::Command::Keygen(options) => run::keygen(&options),
         #[cfg(feature = "tls")]
         cli::Command::Certgen(options) => certgen::run(&options),
-        cli::Command::Bench(options) => options.run(),
-        cli::Command::Plot(options) => options.run(),
+        cli::Command::Bench(arguments) => bench::run(&arguments),
+        cli::Command::Plot(arguments) => bench::plot(&arguments),
         cli::Command::Doctor(options) => doctor::run(&options),
     }
 }
