@@ -98,3 +98,18 @@ impl From<Deadline> for Patience {
         Self { timeout: Duration::ZERO, deadline: Cell::new(Some(deadline)) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_to_the_longest_and_end_with_the_deadline() {
+        let pauses = (Duration::from_millis(1), Duration::from_millis(2));
+        let mut backoff = Backoff::new(pauses, Deadline::after(Duration::from_secs(3600)));
+        assert!(!backoff.is_longest() && backoff.pause() && backoff.pause());
+        assert!(backoff.is_longest() && !backoff.is_last());
+        let mut over = Backoff::new(pauses, Deadline::now());
+        assert!(over.is_last() && !over.pause());
+    }
+}
