@@ -1,9 +1,11 @@
 //! Indices for a world whose size changes in the middle of an epoch.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::DistributedSampler;
 use super::permutation::random_permutation;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
@@ -20,8 +22,12 @@ pub enum Tail {
     /// They are left out: every batch of every step is full.
     Drop,
     /// As [`Split`](Self::Split), and ranks that got one less repeat a sample from the front of the epoch's order, so that
-    /// all batches of a step are equally long. For averages that count every rank alike.
+    /// all batches of a step are equally long. For averages that count every rank alike. In a world that stays as it is,
+    /// every rank gets what a [`DistributedSampler`](super::DistributedSampler) gives it.
     Repeat,
+    /// As [`Split`](Self::Split), and ranks that got one more leave it out: all batches of a step are equally long, and up to
+    /// `world - 1` samples are not seen. That is a `DistributedSampler` with `drop_last`.
+    Truncate,
 }
 
 /// Distributes an epoch's samples step by step, to as many ranks as there are at each step.
@@ -58,9 +64,21 @@ pub struct ElasticSampler {
     /// What the last step got: it can be put back until the next step.
     #[serde(skip)]
     last: Option<StepPlaces>,
-    /// The order of an epoch, once it was needed.
+    /// The shuffled order of an epoch, once it was needed; clones share it.
     #[serde(skip)]
-    order: Option<(u64, Vec<usize>)>,
+    order: Option<(u64, Arc<[usize]>)>,
+}
+
+impl From<&DistributedSampler> for ElasticSampler {
+    /// What gives the same samples to the same ranks in the same steps, and can go on in another world: at the start of the
+    /// sampler's epoch.
+    fn from(sampler: &DistributedSampler) -> Self {
+        let DistributedSampler { samples, shuffle, seed, drop_last, epoch, .. } = *sampler;
+        let tail = if drop_last { Tail::Truncate } else { Tail::Repeat };
+        let mut elastic = Self::new(samples).shuffle(shuffle).seed(seed).tail(tail);
+        elastic.set_epoch(epoch);
+        elastic
+    }
 }
 
 /// The places of one step: those that came again, and then a part of the order.
@@ -111,6 +129,18 @@ impl ElasticSampler {
         self
     }
 
+    /// How many samples the data set has.
+    pub fn samples(&self) -> usize {
+        self.samples
+    }
+
+    /// The same for a data set of `samples`, at the start of the epoch.
+    pub fn with_samples(&self, samples: usize) -> Self {
+        let mut other = Self { samples, order: None, ..self.clone() };
+        other.set_epoch(self.epoch);
+        other
+    }
+
     /// The epoch.
     pub fn epoch(&self) -> u64 {
         self.epoch
@@ -123,7 +153,12 @@ impl ElasticSampler {
 
     /// To the start of the next epoch, wherever this one has come to.
     pub fn next_epoch(&mut self) {
-        (self.epoch, self.consumed) = (self.epoch.wrapping_add(1), 0);
+        self.set_epoch(self.epoch.wrapping_add(1));
+    }
+
+    /// To the start of `epoch`.
+    pub fn set_epoch(&mut self, epoch: u64) {
+        (self.epoch, self.consumed) = (epoch, 0);
         self.again.clear();
         self.last = None;
     }
@@ -136,7 +171,15 @@ impl ElasticSampler {
             _ if step == 0 => 0,
             Tail::Drop => left / step,
             Tail::Split | Tail::Repeat => left.div_ceil(step),
+            Tail::Truncate => (left / world.count()).div_ceil(batch),
         }
+    }
+
+    /// How many of the [steps left](Self::steps_left) give every rank a whole batch: those of a loader that drops the last one.
+    pub fn full_steps_left(&self, batch: usize, world: WorldSize) -> usize {
+        let (left, ranks) = (self.samples - self.consumed().min(self.samples), world.count());
+        let each = if self.tail == Tail::Repeat { left.div_ceil(ranks) } else { left / ranks };
+        each.checked_div(batch).unwrap_or(0)
     }
 
     /// This rank's samples of the next step, at most `batch`; none at the end of the epoch. Every rank calls it equally
@@ -151,16 +194,23 @@ impl ElasticSampler {
         let until = self.samples.min(self.consumed.saturating_add(all - again.len()));
         let places = StepPlaces { again, range: self.consumed.min(until)..until, ranks };
         self.consumed = until;
-        let repeat = self.tail == Tail::Repeat;
-        let order = self.order();
-        let mut indices: Vec<usize> =
-            places.of(rank.index()).filter_map(|place| order.get(place)).copied().collect();
-        let longest = (places.again.len() + places.range.len()).div_ceil(ranks);
-        if repeat && indices.len() < longest {
-            indices.push(order[rank.index() % order.len()]);
+        let distributed = places.again.len() + places.range.len();
+        let mut mine: Vec<usize> = places.of(rank.index()).collect();
+        match self.tail {
+            Tail::Repeat if mine.len() < distributed.div_ceil(ranks) => {
+                // As in DistributedSampler, the order begins again behind its end.
+                mine.push((rank.index() - distributed % ranks) % self.samples.max(1));
+            }
+            Tail::Truncate => mine.truncate(distributed / ranks),
+            Tail::Repeat | Tail::Split | Tail::Drop => {}
+        }
+        if let Some(order) = self.shuffled() {
+            mine.retain_mut(|place| order.get(*place).map(|index| *place = *index).is_some());
+        } else {
+            mine.retain(|place| *place < self.samples);
         }
         self.last = Some(places);
-        Some(indices)
+        Some(mine)
     }
 
     /// The samples that the last [`next_batch`](Self::next_batch) gave to the ranks `missing` have not counted: they are
@@ -184,19 +234,17 @@ impl ElasticSampler {
         }
     }
 
-    fn order(&mut self) -> &[usize] {
+    /// The order of the epoch, unless it is that of the samples.
+    fn shuffled(&mut self) -> Option<Arc<[usize]>> {
         let Self { samples, shuffle, seed, epoch, .. } = *self;
+        if !shuffle {
+            return None;
+        }
         if self.order.as_ref().is_some_and(|(of, _)| *of != epoch) {
             self.order = None;
         }
-        let order = self.order.get_or_insert_with(|| {
-            let order = match shuffle {
-                true => random_permutation(samples, seed.wrapping_add(epoch)),
-                false => (0..samples).collect(),
-            };
-            (epoch, order)
-        });
-        &order.1
+        let order = || (epoch, random_permutation(samples, seed.wrapping_add(epoch)).into());
+        Some(self.order.get_or_insert_with(order).1.clone())
     }
 }
 
@@ -204,7 +252,6 @@ impl ElasticSampler {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::DistributedSampler;
     use super::*;
 
     #[test]
@@ -230,7 +277,7 @@ mod tests {
     }
 
     fn tail() -> impl Strategy<Value = Tail> {
-        prop_oneof![Just(Tail::Split), Just(Tail::Drop), Just(Tail::Repeat)]
+        prop_oneof![Just(Tail::Split), Just(Tail::Drop), Just(Tail::Repeat), Just(Tail::Truncate)]
     }
 
     proptest! {
@@ -275,27 +322,37 @@ mod tests {
             match tail {
                 Tail::Split => prop_assert!(seen.iter().all(|times| *times == 1)),
                 Tail::Repeat => prop_assert!(seen.iter().all(|times| *times >= 1)),
-                Tail::Drop => prop_assert!(seen.iter().all(|times| *times <= 1)),
+                Tail::Drop | Tail::Truncate => prop_assert!(seen.iter().all(|times| *times <= 1)),
             }
         }
     }
 
-    #[test]
-    fn in_a_world_that_stays_it_is_the_distributed_sampler() {
-        let (world, samples, batch) = (3, 60, 4);
-        let size = WorldSize::new(world).unwrap();
-        for epoch in 0..3 {
+    proptest! {
+        #[test]
+        fn in_a_world_that_stays_it_is_the_distributed_sampler(
+            samples in 0..80_usize, world in 1..9_u32, batch in 1..9_usize, epoch in 0..4_u64, shuffle in any::<bool>(),
+            drop_last in any::<bool>(),
+        ) {
+            let size = WorldSize::new(world).unwrap();
+            let distributed = |rank| {
+                let sampler = DistributedSampler::new(samples, rank, size).unwrap();
+                let mut sampler = sampler.seed(42).shuffle(shuffle).drop_last(drop_last);
+                sampler.set_epoch(epoch);
+                sampler
+            };
+            let mut sampler = ElasticSampler::from(&distributed(Rank::MAIN));
+            let steps = distributed(Rank::MAIN).len().div_ceil(batch);
+            prop_assert_eq!(sampler.steps_left(batch, size), steps);
             let mut all = vec![Vec::new(); world as usize];
-            let mut sampler = ElasticSampler::new(samples).seed(42);
-            (0..epoch).for_each(|_| sampler.next_epoch());
-            assert_eq!(sampler.steps_left(batch, size), 5);
+            let mut full = sampler.full_steps_left(batch, size);
             while let Some(batches) = step(&mut sampler, batch, world) {
-                all.iter_mut().zip(batches).for_each(|(all, batch)| all.extend(batch));
+                prop_assert!(batches.iter().all(|mine| (mine.len() == batch) == (full > 0)));
+                full = sampler.full_steps_left(batch, size);
+                all.iter_mut().zip(batches).for_each(|(all, batch)| all.push(batch));
             }
             for (rank, all) in size.ranks().zip(all) {
-                let mut other = DistributedSampler::new(samples, rank, size).unwrap().seed(42);
-                other.set_epoch(epoch);
-                assert_eq!(all, other.indices());
+                let other = distributed(rank).indices();
+                prop_assert_eq!(all, other.chunks(batch).map(<[usize]>::to_vec).collect::<Vec<_>>());
             }
         }
     }
@@ -327,6 +384,7 @@ mod tests {
         };
         assert_eq!(ends(Tail::Split), (Some(vec![vec![6, 9], vec![7], vec![8]]), None));
         assert_eq!(ends(Tail::Drop), (None, None));
-        assert_eq!(ends(Tail::Repeat), (Some(vec![vec![6, 9], vec![7, 1], vec![8, 2]]), None));
+        assert_eq!(ends(Tail::Repeat), (Some(vec![vec![6, 9], vec![7, 0], vec![8, 1]]), None));
+        assert_eq!(ends(Tail::Truncate), (Some(vec![vec![6], vec![7], vec![8]]), None));
     }
 }

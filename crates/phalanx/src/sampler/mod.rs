@@ -99,6 +99,21 @@ impl DistributedSampler {
         self.reminder.epoch_was_set();
     }
 
+    /// How many samples the data set has.
+    pub fn samples(&self) -> usize {
+        self.samples
+    }
+
+    /// The rank whose samples it gives.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// The number of ranks among which it distributes.
+    pub fn world_size(&self) -> WorldSize {
+        self.world_size
+    }
+
     /// The epoch whose order is given.
     pub fn epoch(&self) -> u64 {
         self.epoch

@@ -1,0 +1,178 @@
+//! Data sets of which each item can be read by its index.
+
+use std::sync::Arc;
+
+use phalanx::{Error, Result};
+
+/// A data set of which each item can be read by its index, from any thread. PyTorch's map-style `Dataset`.
+///
+/// ```
+/// use phalanx_data::Dataset;
+///
+/// /// The squares of the numbers below 100.
+/// struct Squares;
+///
+/// impl Dataset for Squares {
+///     type Item = u64;
+///
+///     fn len(&self) -> usize {
+///         100
+///     }
+///
+///     fn get(&self, index: usize) -> phalanx::Result<u64> {
+///         Ok((index * index) as u64)
+///     }
+/// }
+///
+/// assert_eq!(Squares.get(7)?, 49);
+/// assert_eq!(Squares.map(|square| Ok(square + 1)).get(7)?, 50);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+pub trait Dataset: Send + Sync {
+    /// What is read: usually one sample.
+    type Item;
+
+    /// The number of items. It stays the same.
+    fn len(&self) -> usize;
+
+    /// The item at `index`, which is less than [`len`](Self::len).
+    ///
+    /// Errors and panics reach the training loop, with this index. What is random in here draws from
+    /// [`worker_info`](crate::worker_info)'s seeds.
+    ///
+    /// # Errors
+    /// Its own, such as a file that cannot be read: `.map_err(phalanx::Error::other)`.
+    fn get(&self, index: usize) -> Result<Self::Item>;
+
+    /// Has it no item?
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Changes each item when it is read, in the worker: decoding, augmentation.
+    fn map<T, F: Fn(Self::Item) -> Result<T> + Send + Sync>(self, change: F) -> Map<Self, F>
+    where
+        Self: Sized,
+    {
+        Map { dataset: self, change }
+    }
+
+    /// The items at these `indices` alone, in this order.
+    ///
+    /// # Errors
+    /// If an index lies outside the data set.
+    #[doc(alias = "random_split")]
+    fn subset(self, indices: impl Into<Vec<usize>>) -> Result<Subset<Self>>
+    where
+        Self: Sized,
+    {
+        let (indices, len) = (indices.into(), self.len());
+        if let Some(index) = indices.iter().find(|index| **index >= len) {
+            return Err(Error::invalid_argument(format!(
+                "a subset with index {index} of a data set of {len} items"
+            )));
+        }
+        Ok(Subset { dataset: self, indices })
+    }
+}
+
+/// What [`Dataset::map`] gives.
+#[derive(Clone, Debug)]
+pub struct Map<D, F> {
+    dataset: D,
+    change: F,
+}
+
+impl<D: Dataset, T, F: Fn(D::Item) -> Result<T> + Send + Sync> Dataset for Map<D, F> {
+    type Item = T;
+
+    fn len(&self) -> usize {
+        self.dataset.len()
+    }
+
+    fn get(&self, index: usize) -> Result<T> {
+        (self.change)(self.dataset.get(index)?)
+    }
+}
+
+/// What [`Dataset::subset`] gives.
+#[derive(Clone, Debug)]
+pub struct Subset<D> {
+    dataset: D,
+    indices: Vec<usize>,
+}
+
+impl<D: Dataset> Dataset for Subset<D> {
+    type Item = D::Item;
+
+    fn len(&self) -> usize {
+        self.indices.len()
+    }
+
+    fn get(&self, index: usize) -> Result<D::Item> {
+        self.dataset.get(*item(&self.indices, index)?)
+    }
+}
+
+impl<T: Clone + Send + Sync> Dataset for Vec<T> {
+    type Item = T;
+
+    fn len(&self) -> usize {
+        self.as_slice().len()
+    }
+
+    fn get(&self, index: usize) -> Result<T> {
+        item(self, index).cloned()
+    }
+}
+
+impl<D: Dataset + ?Sized> Dataset for Arc<D> {
+    type Item = D::Item;
+
+    fn len(&self) -> usize {
+        (**self).len()
+    }
+
+    fn get(&self, index: usize) -> Result<D::Item> {
+        (**self).get(index)
+    }
+}
+
+impl<D: Dataset + ?Sized> Dataset for Box<D> {
+    type Item = D::Item;
+
+    fn len(&self) -> usize {
+        (**self).len()
+    }
+
+    fn get(&self, index: usize) -> Result<D::Item> {
+        (**self).get(index)
+    }
+}
+
+/// The element at `index`, or the error of an index that lies outside.
+pub(crate) fn item<T>(items: &[T], index: usize) -> Result<&T> {
+    items.get(index).ok_or_else(|| outside(index, items.len()))
+}
+
+pub(crate) fn outside(index: usize, len: usize) -> Error {
+    Error::invalid_argument(format!("there is no item {index}: the data set has {len}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn data_sets_are_made_of_data_sets() {
+        let letters: Vec<char> = "abcdef".chars().collect();
+        let some = letters.clone().subset([4, 0]).unwrap();
+        assert_eq!((some.len(), some.get(0).unwrap(), some.get(1).unwrap()), (2, 'e', 'a'));
+        let upper: Arc<dyn Dataset<Item = char>> =
+            Arc::new(some.map(|letter| Ok(letter.to_ascii_uppercase())));
+        assert_eq!((upper.len(), upper.get(0).unwrap(), upper.is_empty()), (2, 'E', false));
+        for error in [upper.get(2).unwrap_err(), letters.subset([6]).unwrap_err()] {
+            assert!(error.is_invalid_argument(), "{error}");
+        }
+    }
+}

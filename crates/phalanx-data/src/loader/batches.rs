@@ -1,0 +1,265 @@
+//! One pass over a data set.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use phalanx::sampler::ElasticSampler;
+use phalanx::{Error, Rank, Result, WorldSize};
+
+use super::position::over;
+use super::work::Loading;
+use super::{Inner, Progress};
+use crate::dataset::outside;
+use crate::error::During;
+use crate::pool::{Missing, Pool};
+use crate::{Dataset, LoadError, WorkerInfo};
+
+/// One pass over a data set: what [`DataLoader::iter`](super::DataLoader::iter) gives. When it is dropped its threads end; an item
+/// that is being read is waited for, at most 5 s.
+pub struct Batches<D: Dataset, B: Send + 'static> {
+    inner: Arc<Inner<D, B>>,
+    /// Which pass of the loader it is.
+    pass: u64,
+    /// None once it can give nothing more.
+    pool: Option<Pool<Loading<D, B>>>,
+    /// Why it could not begin, until that was said.
+    failure: Option<LoadError>,
+    /// Behind the batches that were handed to workers.
+    ahead: ElasticSampler,
+    /// The sampler's own order of this epoch.
+    order: Option<Arc<[usize]>>,
+    shard: (Rank, WorldSize),
+    /// How many batches have been handed to workers.
+    issued: u64,
+    /// Those that the loop has not got yet.
+    in_flight: VecDeque<InFlight>,
+    waited: Duration,
+}
+
+struct InFlight {
+    number: u64,
+    indices: Vec<usize>,
+    /// The position behind it.
+    after: ElasticSampler,
+}
+
+impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
+    pub(super) fn begin(inner: Arc<Inner<D, B>>) -> Self {
+        let (pass, position, shard) = {
+            let mut progress = inner.progress.lock();
+            if progress.begun {
+                // It was cut off, and is not gone on with.
+                progress.position.next_epoch();
+            }
+            progress.begun = true;
+            progress.passes += 1;
+            (progress.passes, progress.position.clone(), progress.shard)
+        };
+        let mut pass = Self {
+            inner,
+            pass,
+            pool: None,
+            failure: None,
+            ahead: position,
+            order: None,
+            shard,
+            issued: 0,
+            in_flight: VecDeque::new(),
+            waited: Duration::ZERO,
+        };
+        match pass.start() {
+            Ok(pool) => {
+                pass.pool = Some(pool);
+                pass.fill();
+            }
+            Err(error) => pass.failure = Some(LoadError::new(During::Start, error, None)),
+        }
+        pass
+    }
+
+    fn start(&mut self) -> Result<Pool<Loading<D, B>>> {
+        let epoch = self.ahead.epoch();
+        let (shard, samples) = (self.shard, self.inner.dataset.len());
+        if let Some(own) = &self.inner.own {
+            let order = own.order(epoch);
+            if let Some(index) = order.iter().find(|index| **index >= samples) {
+                return Err(outside(*index, samples).with_remedy("mend the sampler's order"));
+            }
+            self.ahead = over(&self.ahead, order.len());
+            self.record(&self.ahead);
+            self.order = Some(order.into());
+        }
+        if self.ahead.consumed() == 0 {
+            self.inner.check(self.ahead.samples(), shard.1)?;
+        }
+        let (inner, workers) = (self.inner.clone(), self.inner.num_workers);
+        let info = move |id| WorkerInfo::new(inner.seed, epoch, (id, workers), shard);
+        let inner = self.inner.clone();
+        Pool::start(workers, |id| format!("data-{}-{id}", shard.0), move |id| Loading::new(&inner, info(id)))
+    }
+
+    /// Hands to the workers what they may be ahead.
+    fn fill(&mut self) {
+        let Inner { batch_size, num_workers, prefetch_factor, .. } = *self.inner;
+        let most = (num_workers * prefetch_factor).max(1);
+        let (rank, world) = self.shard;
+        while let Some(pool) = self.pool.as_mut()
+            && self.in_flight.len() < most
+            && self.inner.steps_left(&self.ahead, world) > 0
+            && let Some(mut indices) = self.ahead.next_batch(batch_size, rank, world)
+        {
+            if let Some(order) = &self.order {
+                indices.iter_mut().for_each(|place| *place = order[*place]);
+            }
+            let (number, workers) = (self.issued, pool.workers() as u64);
+            self.issued += 1;
+            pool.submit((number % workers) as usize, number, indices.clone());
+            self.in_flight.push_back(InFlight { number, indices, after: self.ahead.clone() });
+        }
+    }
+
+    /// Whatever ends the next step of an elastic job: the samples of the ranks `missing` come again, and from here on this rank is
+    /// `rank` of `world_size`. Every rank calls it alike after each step, as the
+    /// [step](phalanx::elastic::Context::step) says, and before the next batch. If nothing has changed, it does nothing; else what
+    /// was loaded ahead is loaded anew.
+    ///
+    /// ```no_run
+    /// # use phalanx::elastic::{Context, Plain};
+    /// # use phalanx_data::{DataLoader, Position};
+    /// # fn train(context: &mut Context<'_, Plain<(f32, Position)>>, loader: DataLoader<Vec<f32>>) -> phalanx::Result<()> {
+    /// loader.set_group(context.group());
+    /// loader.resume(&context.state.0.1)?;
+    /// let mut batches = loader.iter();
+    /// while let Some(batch) = batches.next().transpose()? {
+    ///     let step = context.step(|_, group| {
+    ///         let mut gradient = [batch.iter().sum::<f32>()]; // backward
+    ///         group.all_reduce(&mut gradient, phalanx::ReduceOp::Sum).map(|()| gradient)
+    ///     })?;
+    ///     batches.regroup(&step.missing, context.rank(), context.world_size());
+    ///     context.state.0.0 -= step.value[0];
+    ///     context.state.0.1 = loader.position();
+    ///     context.commit()?;
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn regroup(&mut self, missing: &[Rank], rank: Rank, world_size: WorldSize) {
+        let position = {
+            let mut progress = self.inner.progress.lock();
+            if self.pass != progress.passes {
+                return;
+            }
+            // What the last batch gave can be put back once, and not behind the next one.
+            progress.position.put_back(missing);
+            progress.shard = (rank, world_size);
+            progress.position.clone()
+        };
+        if missing.is_empty() && self.shard == (rank, world_size) {
+            return;
+        }
+        self.shard = (rank, world_size);
+        self.ahead = position;
+        self.in_flight.clear();
+        if let Some(pool) = self.pool.as_mut() {
+            pool.skip_to(self.issued);
+        }
+        self.fill();
+    }
+
+    /// How long the loop has waited for batches so far.
+    pub fn waited(&self) -> Duration {
+        self.waited
+    }
+
+    /// The epoch of this pass.
+    pub fn epoch(&self) -> u64 {
+        self.ahead.epoch()
+    }
+
+    /// Notes that the loop has come to `position`, if this is the loader's newest pass.
+    fn record(&self, position: &ElasticSampler) {
+        self.progress(|progress| progress.position = position.clone());
+    }
+
+    fn progress(&self, change: impl FnOnce(&mut Progress)) {
+        let mut progress = self.inner.progress.lock();
+        if self.pass == progress.passes {
+            change(&mut progress);
+        }
+    }
+
+    /// The pass is over.
+    fn end(&mut self) {
+        if self.pool.take().is_some() {
+            self.progress(|progress| {
+                progress.position.next_epoch();
+                progress.begun = false;
+            });
+        }
+    }
+
+    fn missing(&self, missing: &Missing, indices: Vec<usize>, worker: usize) -> LoadError {
+        let cause = match missing {
+            Missing::Late => {
+                Error::aborted(format!("worker {worker} has not loaded it in {:?}", self.inner.timeout))
+                    .with_remedy("does the storage answer? Else raise the loader's `timeout`")
+            }
+            Missing::Gone => Error::aborted(format!("worker {worker} has ended before it was loaded"))
+                .with_remedy("its panic is on standard error: does dropping an item panic?"),
+        };
+        LoadError::new(During::Wait(indices), cause, None)
+    }
+}
+
+impl<D: Dataset + 'static, B: Send + 'static> Iterator for Batches<D, B> {
+    type Item = Result<B, LoadError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if let Some(failure) = self.failure.take() {
+            return Some(Err(failure));
+        }
+        self.fill();
+        let pool = self.pool.as_mut()?;
+        let Some(InFlight { number, indices, after }) = self.in_flight.pop_front() else {
+            self.end();
+            return None;
+        };
+        let begin = Instant::now();
+        let worker = (number % pool.workers() as u64) as usize;
+        let outcome = pool.receive(worker, number, self.inner.timeout);
+        self.waited += begin.elapsed();
+        match outcome {
+            Ok(Ok(batch)) => {
+                self.record(&after);
+                // While the loop computes, the workers go on.
+                self.fill();
+                Some(Ok(batch))
+            }
+            Ok(Err(error)) => Some(Err(error)),
+            Err(missing) => {
+                // The pass is not over, and cannot go on: its position stays where it is.
+                self.pool = None;
+                Some(Err(self.missing(&missing, indices, worker)))
+            }
+        }
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = match &self.pool {
+            Some(_) => self.in_flight.len() + self.inner.steps_left(&self.ahead, self.shard.1),
+            None => 0,
+        };
+        let left = left + usize::from(self.failure.is_some());
+        (left, Some(left))
+    }
+}
+
+impl<D: Dataset + 'static, B: Send + 'static> ExactSizeIterator for Batches<D, B> {}
+
+impl<D: Dataset, B: Send + 'static> fmt::Debug for Batches<D, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Batches(epoch {}, {} in flight)", self.ahead.epoch(), self.in_flight.len())
+    }
+}

@@ -1,0 +1,212 @@
+//! Batches of a [`Dataset`], loaded ahead by worker threads.
+
+mod batches;
+pub(crate) mod builder;
+mod position;
+mod work;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use phalanx::sampler::ElasticSampler;
+use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
+
+pub use self::batches::Batches;
+pub use self::builder::DataLoaderBuilder;
+pub use self::position::Position;
+use crate::{Dataset, Sampler, WorkerInfo};
+
+/// How a batch is made of its items.
+pub(crate) type Collate<I, B> = Arc<dyn Fn(Vec<I>) -> Result<B> + Send + Sync>;
+/// What a worker does before its first item.
+pub(crate) type Init = Arc<dyn Fn(&WorkerInfo) -> Result<()> + Send + Sync>;
+
+/// Loads a data set in batches, pass by pass; PyTorch's `DataLoader`, with torchdata's positions.
+///
+/// - **Order.** Batches come in the sampler's order, whatever the workers' timing. Each [`iter`](Self::iter) is the next epoch's
+///   pass: no `set_epoch` can be forgotten.
+/// - **Workers** are threads. Each loads whole batches, in turn: worker 0 the first, worker 1 the second, and so on. They stay
+///   at most [`prefetch_factor`](DataLoaderBuilder::prefetch_factor) batches each ahead of the loop, and end when the iterator
+///   is dropped.
+/// - **Errors** and panics of the data set or the collate function come out of the iterator as a
+///   [`LoadError`](crate::LoadError), in the place of their batch, with the index. The next call goes on behind that batch.
+/// - **Position.** [`position`](Self::position) is how far the loop has come, and not the workers. It goes into checkpoints and
+///   commits; [`resume`](Self::resume) goes on there, also with another number of ranks.
+///
+/// A loader has the same number of batches on every rank, unless [`Tail::Split`](phalanx::sampler::Tail::Split) is asked for:
+/// with that, batches of the last step may be empty.
+///
+/// Clones are the same loader.
+#[doc(alias("StatefulDataLoader", "torch.utils.data.DataLoader"))]
+pub struct DataLoader<D: Dataset, B = Vec<<D as Dataset>::Item>> {
+    inner: Arc<Inner<D, B>>,
+}
+
+pub(crate) struct Inner<D: Dataset, B> {
+    pub dataset: Arc<D>,
+    pub collate: Collate<D::Item, B>,
+    pub init: Option<Init>,
+    pub own: Option<Arc<dyn Sampler>>,
+    pub batch_size: usize,
+    pub drop_last: bool,
+    pub num_workers: usize,
+    pub prefetch_factor: usize,
+    pub seed: u64,
+    pub timeout: Duration,
+    pub progress: Mutex<Progress>,
+}
+
+/// How far the passes have come.
+pub(crate) struct Progress {
+    /// How many passes have begun. The last is the one whose position counts.
+    pub passes: u64,
+    /// Has the pass of this position begun?
+    pub begun: bool,
+    /// Behind the batches that the loop has got.
+    pub position: ElasticSampler,
+    pub shard: (Rank, WorldSize),
+}
+
+impl<D: Dataset + 'static> DataLoader<D> {
+    /// A loader of `dataset`: at first of batches of one item, in the data set's order, loaded on the calling thread.
+    pub fn builder(dataset: D) -> DataLoaderBuilder<D> {
+        DataLoaderBuilder::new(dataset)
+    }
+}
+
+impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
+    /// The next pass over the data: that of the epoch after the last one that was begun, or after [`resume`](Self::resume) the
+    /// one that was cut off. Workers begin at once.
+    pub fn iter(&self) -> Batches<D, B> {
+        Batches::begin(self.inner.clone())
+    }
+
+    /// How far the loop has come: behind the last batch that the newest iterator gave. The same on every rank.
+    ///
+    /// ```
+    /// use phalanx_data::{DataLoader, Position};
+    ///
+    /// let loader = || DataLoader::builder((0..100).collect::<Vec<u32>>()).shuffle(true).batch_size(10).build();
+    /// let first = loader()?;
+    /// let mut batches = first.iter();
+    /// batches.next();
+    /// let position: Position = first.position(); // saved with serde, and then the job is killed
+    ///
+    /// let second = loader()?;
+    /// second.resume(&position)?;
+    /// let (seen, rest) = (batches.next().unwrap()?, second.iter().next().unwrap()?);
+    /// assert_eq!(seen, rest);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    #[doc(alias = "state_dict")]
+    pub fn position(&self) -> Position {
+        Position::at(self.inner.progress.lock().position.clone())
+    }
+
+    /// Goes on at `position` with the next [`iter`](Self::iter). Rank and world are this loader's.
+    ///
+    /// # Errors
+    /// If the position belongs to another data set or to another order.
+    #[doc(alias = "load_state_dict")]
+    pub fn resume(&self, position: &Position) -> Result<()> {
+        let mut progress = self.inner.progress.lock();
+        let wanted = position.for_loader(&progress.position, self.inner.own.as_deref())?;
+        (progress.position, progress.begun) = (wanted, false);
+        progress.passes += 1;
+        Ok(())
+    }
+
+    /// The next [`iter`](Self::iter) is the pass `epoch`, from its beginning. Only needed to leave the order of counting.
+    pub fn set_epoch(&self, epoch: u64) {
+        let mut progress = self.inner.progress.lock();
+        progress.position.set_epoch(epoch);
+        progress.begun = false;
+        progress.passes += 1;
+    }
+
+    /// The epoch of the pass in which the loop is, or of the next one.
+    pub fn epoch(&self) -> u64 {
+        self.inner.progress.lock().position.epoch()
+    }
+
+    /// From the next [`iter`](Self::iter) on, the part of this rank of `group`: for a loader that outlives a change of the group.
+    pub fn set_group(&self, group: &ProcessGroup) {
+        self.inner.progress.lock().shard = (group.rank(), group.world_size());
+    }
+
+    /// The number of batches of a whole pass on this rank. With a [`Sampler`] of one's own, of the current epoch's.
+    pub fn len(&self) -> usize {
+        let (mut whole, (_, world)) = {
+            let progress = self.inner.progress.lock();
+            (progress.position.clone(), progress.shard)
+        };
+        if let Some(own) = &self.inner.own {
+            whole = position::over(&whole, own.order(whole.epoch()).len());
+        }
+        whole.set_epoch(whole.epoch());
+        self.inner.steps_left(&whole, world)
+    }
+
+    /// Has a pass no batch?
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The data set.
+    pub fn dataset(&self) -> &D {
+        &self.inner.dataset
+    }
+
+    /// How many items a batch has.
+    pub fn batch_size(&self) -> usize {
+        self.inner.batch_size
+    }
+}
+
+impl<D: Dataset, B> Inner<D, B> {
+    pub fn steps_left(&self, position: &ElasticSampler, world: WorldSize) -> usize {
+        if self.drop_last {
+            return position.full_steps_left(self.batch_size, world);
+        }
+        position.steps_left(self.batch_size, world)
+    }
+
+    /// Refuses a data set or an order that does not suffice for the world.
+    pub fn check(&self, samples: usize, world: WorldSize) -> Result<()> {
+        if samples == 0 || samples >= world.count() {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{samples} items are too few for {world} ranks: some would get none, or only what others have"
+        ))
+        .with_remedy("start fewer ranks, or look whether the path of the data set is right"))
+    }
+}
+
+impl<D: Dataset + 'static, B: Send + 'static> IntoIterator for &DataLoader<D, B> {
+    type Item = Result<B, crate::LoadError>;
+    type IntoIter = Batches<D, B>;
+
+    fn into_iter(self) -> Batches<D, B> {
+        self.iter()
+    }
+}
+
+impl<D: Dataset, B> Clone for DataLoader<D, B> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone() }
+    }
+}
+
+impl<D: Dataset, B> fmt::Debug for DataLoader<D, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { batch_size, num_workers, .. } = *self.inner;
+        write!(
+            f,
+            "DataLoader({} items, batches of {batch_size}, {num_workers} workers)",
+            self.inner.dataset.len()
+        )
+    }
+}

@@ -1,0 +1,76 @@
+//! How far a loop has come in its data.
+
+use phalanx::sampler::ElasticSampler;
+use phalanx::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::Sampler;
+
+/// How far a loop has come in its data: epoch, and samples of it that all ranks together have got. It depends neither on rank
+/// nor on world size, so it is the same on every rank, and good for any number of them: a part of a checkpoint, or of an elastic
+/// [`State`](phalanx::elastic::State).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Position {
+    places: ElasticSampler,
+}
+
+impl Position {
+    pub(super) fn at(places: ElasticSampler) -> Self {
+        Self { places }
+    }
+
+    /// The epoch.
+    pub fn epoch(&self) -> u64 {
+        self.places.epoch()
+    }
+
+    /// How many samples of the epoch all ranks together have got.
+    pub fn consumed(&self) -> usize {
+        self.places.consumed()
+    }
+
+    /// This position for a loader that is at `own`, if it is one of the same order.
+    pub(super) fn for_loader(
+        &self,
+        own: &ElasticSampler,
+        sampler: Option<&dyn Sampler>,
+    ) -> Result<ElasticSampler> {
+        let (mut saved, mut mine) = (self.places.clone(), own.clone());
+        if let Some(sampler) = sampler {
+            // Its length is that of the epoch.
+            mine = over(&mine, sampler.order(saved.epoch()).len());
+            if saved.consumed() == 0 {
+                // Saved before the pass began, it has the length of the epoch before.
+                saved = over(&saved, mine.samples());
+            }
+        }
+        if saved.samples() != mine.samples() {
+            return Err(Error::invalid_argument(format!(
+                "the position was saved with {} samples in the epoch; now there are {}",
+                saved.samples(),
+                mine.samples()
+            ))
+            .with_remedy(
+                "resume with the same data set and sampler, or begin with the next epoch: set_epoch",
+            ));
+        }
+        let wanted = saved.clone();
+        saved.set_epoch(0);
+        mine.set_epoch(0);
+        if saved != mine {
+            return Err(Error::invalid_argument(
+                "the position was saved in another order: the seed, `shuffle` or what becomes of the last samples differs",
+            )
+            .with_remedy("resume with the same options, or begin with the next epoch: set_epoch"));
+        }
+        Ok(wanted)
+    }
+}
+
+/// The same place of an order of `samples`, which stands for places only.
+pub(super) fn over(places: &ElasticSampler, samples: usize) -> ElasticSampler {
+    if places.samples() == samples {
+        return places.clone();
+    }
+    places.with_samples(samples)
+}

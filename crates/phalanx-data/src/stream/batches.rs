@@ -1,0 +1,154 @@
+//! One pass over a stream.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use phalanx::Error;
+
+use super::work::{Delivered, Reading};
+use super::{Inner, IterableDataset, Progress, Shard};
+use crate::error::During;
+use crate::pool::{Missing, Pool};
+use crate::{LoadError, WorkerInfo};
+
+/// One pass over a stream: what [`StreamLoader::iter`](super::StreamLoader::iter) gives. When it is dropped its threads end; an item
+/// that is being read is waited for, at most 5 s.
+pub struct StreamBatches<D: IterableDataset, B: Send + 'static> {
+    inner: Arc<Inner<D, B>>,
+    pass: u64,
+    /// None once it can give nothing more.
+    pool: Option<Pool<Reading<D, B>>>,
+    failure: Option<LoadError>,
+    /// Workers that have not come to the end of their shards, in the order of their turns.
+    turns: VecDeque<usize>,
+    issued: u64,
+    /// What was asked of which worker, and has not come yet.
+    in_flight: VecDeque<(u64, usize)>,
+    waited: Duration,
+}
+
+impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
+    pub(super) fn begin(inner: Arc<Inner<D, B>>) -> Self {
+        let (pass, position, (rank, world)) = {
+            let mut progress = inner.progress.lock();
+            if progress.begun {
+                progress.position.next_epoch();
+            }
+            progress.begun = true;
+            progress.passes += 1;
+            (progress.passes, progress.position.clone(), progress.shard)
+        };
+        let (epoch, workers) = (position.epoch(), inner.num_workers.max(1));
+        let (seed, count) = (inner.seed, position.shards());
+        let shards_of = move |id: usize| {
+            let mine = (rank.index()..count).step_by(world.count()).skip(id).step_by(workers);
+            let shard = |index: usize| {
+                let seed = WorkerInfo::new(seed, epoch, (0, 0), (rank, world)).at(seed, index).item_seed;
+                Shard { index, count, skip: position.read()[index], epoch, seed }
+            };
+            mine.map(shard).collect::<Vec<_>>()
+        };
+        let (shared, threads) = (inner.clone(), inner.num_workers);
+        let work = move |id: usize| {
+            let worker = WorkerInfo::new(seed, epoch, (id, threads), (rank, world));
+            Reading::new(&shared, worker, shards_of(id))
+        };
+        let (pool, failure) = match Pool::start(threads, |id| format!("data-{rank}-{id}"), work) {
+            Ok(pool) => (Some(pool), None),
+            Err(error) => (None, Some(LoadError::new(During::Start, error, None))),
+        };
+        let turns = (0..workers).collect();
+        let (in_flight, waited) = (VecDeque::new(), Duration::ZERO);
+        let mut pass = Self { inner, pass, pool, failure, turns, issued: 0, in_flight, waited };
+        pass.fill();
+        pass
+    }
+
+    /// Asks the workers for what they may be ahead.
+    fn fill(&mut self) {
+        let Some(pool) = self.pool.as_mut() else { return };
+        let each = if self.inner.num_workers == 0 { 1 } else { self.inner.prefetch_factor };
+        while self.in_flight.len() < self.turns.len() * each
+            && let Some(worker) = self.turns.pop_front()
+        {
+            self.turns.push_back(worker);
+            pool.submit(worker, self.issued, ());
+            self.in_flight.push_back((self.issued, worker));
+            self.issued += 1;
+        }
+    }
+
+    /// How long the loop has waited for batches so far.
+    pub fn waited(&self) -> Duration {
+        self.waited
+    }
+
+    fn progress(&self, change: impl FnOnce(&mut Progress)) {
+        let mut progress = self.inner.progress.lock();
+        if self.pass == progress.passes {
+            change(&mut progress);
+        }
+    }
+}
+
+impl<D: IterableDataset + 'static, B: Send + 'static> Iterator for StreamBatches<D, B> {
+    type Item = Result<B, LoadError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if let Some(failure) = self.failure.take() {
+            return Some(Err(failure));
+        }
+        loop {
+            self.fill();
+            let pool = self.pool.as_mut()?;
+            let Some((number, worker)) = self.in_flight.pop_front() else {
+                // The position stays at the end: other ranks may not have come to theirs.
+                self.pool = None;
+                return None;
+            };
+            let begin = Instant::now();
+            let outcome = pool.receive(worker, number, self.inner.timeout);
+            self.waited += begin.elapsed();
+            let Delivered { batch, read } = match outcome {
+                Ok(delivered) => delivered,
+                Err(missing) => {
+                    self.pool = None;
+                    let cause = match missing {
+                        Missing::Late => {
+                            let timeout = self.inner.timeout;
+                            Error::aborted(format!("worker {worker} has delivered no batch in {timeout:?}"))
+                                .with_remedy("does the source answer? Else raise the loader's `timeout`")
+                        }
+                        Missing::Gone => {
+                            Error::aborted(format!("worker {worker} has ended before its shards"))
+                                .with_remedy("its panic is on standard error: does dropping an item panic?")
+                        }
+                    };
+                    return Some(Err(LoadError::new(During::Wait(Vec::new()), cause, None)));
+                }
+            };
+            match batch {
+                Some(Ok(batch)) => {
+                    self.progress(|progress| progress.position.advance(&read));
+                    self.fill();
+                    return Some(Ok(batch));
+                }
+                Some(Err(error)) => return Some(Err(error)),
+                None => {
+                    self.progress(|progress| progress.position.advance(&read));
+                    self.turns.retain(|turn| *turn != worker);
+                    // What it was asked for besides comes to nothing.
+                    self.in_flight.retain(|(_, asked)| *asked != worker);
+                }
+            }
+        }
+    }
+}
+
+impl<D: IterableDataset, B: Send + 'static> fmt::Debug for StreamBatches<D, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StreamBatches({} in flight)", self.in_flight.len())
+    }
+}

@@ -1,0 +1,174 @@
+//! What a loader of a stream is made with.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use phalanx::group::DEFAULT_TIMEOUT;
+use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
+
+use super::{Inner, IterableDataset, Progress, StreamLoader, StreamPosition};
+use crate::WorkerInfo;
+use crate::loader::builder::{MAX_PREFETCH, MAX_WORKERS, checked};
+use crate::loader::{Collate, Init};
+
+/// A position has a number for each shard.
+const MAX_SHARDS: usize = 1 << 20;
+
+/// Makes a [`StreamLoader`].
+pub struct StreamLoaderBuilder<D: IterableDataset, B = Vec<<D as IterableDataset>::Item>> {
+    dataset: D,
+    collate: Collate<D::Item, B>,
+    init: Option<Init>,
+    shard: (Rank, WorldSize),
+    shards: Option<usize>,
+    seed: u64,
+    batch_size: usize,
+    drop_last: bool,
+    num_workers: usize,
+    prefetch_factor: usize,
+    timeout: Duration,
+}
+
+impl<D: IterableDataset + 'static> StreamLoaderBuilder<D> {
+    pub(super) fn new(dataset: D) -> Self {
+        Self {
+            dataset,
+            collate: Arc::new(Ok),
+            init: None,
+            shard: (Rank::MAIN, WorldSize::ONE),
+            shards: None,
+            seed: 0,
+            batch_size: 1,
+            drop_last: false,
+            num_workers: 0,
+            prefetch_factor: 2,
+            timeout: DEFAULT_TIMEOUT,
+        }
+    }
+}
+
+impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> {
+    /// How a batch is made of its items, in the worker. By default it is the list of them.
+    pub fn collate<C: Send + 'static>(
+        self,
+        collate: impl Fn(Vec<D::Item>) -> Result<C> + Send + Sync + 'static,
+    ) -> StreamLoaderBuilder<D, C> {
+        StreamLoaderBuilder {
+            dataset: self.dataset,
+            collate: Arc::new(collate),
+            init: self.init,
+            shard: self.shard,
+            shards: self.shards,
+            seed: self.seed,
+            batch_size: self.batch_size,
+            drop_last: self.drop_last,
+            num_workers: self.num_workers,
+            prefetch_factor: self.prefetch_factor,
+            timeout: self.timeout,
+        }
+    }
+
+    /// Items in a batch; 1 by default.
+    pub fn batch_size(self, batch_size: usize) -> Self {
+        Self { batch_size, ..self }
+    }
+
+    /// Into how many shards the stream is divided, on all ranks together. By default one for each worker of each rank; a number of
+    /// its own is needed for positions that are good for another number of ranks or workers.
+    pub fn shards(self, shards: usize) -> Self {
+        Self { shards: Some(shards), ..self }
+    }
+
+    /// The seed of [what items draw](crate::WorkerInfo::seed), and of [shards](super::Shard::seed); 0 by default.
+    pub fn seed(self, seed: u64) -> Self {
+        Self { seed, ..self }
+    }
+
+    /// Loads the part of this rank of `group`. A world of one by default.
+    pub fn group(self, group: &ProcessGroup) -> Self {
+        self.shard(group.rank(), group.world_size())
+    }
+
+    /// [`group`](Self::group), for ranks that have none.
+    pub fn shard(self, rank: Rank, world_size: WorldSize) -> Self {
+        Self { shard: (rank, world_size), ..self }
+    }
+
+    /// Leave out each worker's last batch if it is not full? False by default.
+    pub fn drop_last(self, drop_last: bool) -> Self {
+        Self { drop_last, ..self }
+    }
+
+    /// Threads that read; with 0, the default, the loop's own thread does when it asks for a batch.
+    pub fn num_workers(self, num_workers: usize) -> Self {
+        Self { num_workers, ..self }
+    }
+
+    /// Batches that each worker may be ahead of the loop; 2 by default.
+    pub fn prefetch_factor(self, prefetch_factor: usize) -> Self {
+        Self { prefetch_factor, ..self }
+    }
+
+    /// Called on each worker's thread in each pass before it opens its first shard.
+    pub fn worker_init(self, init: impl Fn(&WorkerInfo) -> Result<()> + Send + Sync + 'static) -> Self {
+        Self { init: Some(Arc::new(init)), ..self }
+    }
+
+    /// How long the loop waits for a batch of a worker before it gives an error; 30 minutes by default.
+    pub fn timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
+
+    /// The loader.
+    ///
+    /// # Errors
+    /// If an option is out of its range, or there are fewer shards than ranks.
+    pub fn build(self) -> Result<StreamLoader<D, B>> {
+        let (rank, world) = self.shard;
+        world.rank(rank.get())?;
+        checked("batch_size", self.batch_size, 1..=usize::MAX)?;
+        checked("num_workers", self.num_workers, 0..=MAX_WORKERS)?;
+        checked("prefetch_factor", self.prefetch_factor, 1..=MAX_PREFETCH)?;
+        let shards = self.shards.unwrap_or(world.count() * self.num_workers.max(1));
+        checked("shards", shards, 1..=MAX_SHARDS)?;
+        enough(shards, world)?;
+        let position = StreamPosition::start(shards);
+        let progress = Progress { passes: 0, begun: false, position, shard: self.shard };
+        let inner = Inner {
+            dataset: Arc::new(self.dataset),
+            collate: self.collate,
+            init: self.init,
+            batch_size: self.batch_size,
+            drop_last: self.drop_last,
+            num_workers: self.num_workers,
+            prefetch_factor: self.prefetch_factor,
+            seed: self.seed,
+            timeout: self.timeout,
+            progress: Mutex::new(progress),
+        };
+        Ok(StreamLoader { inner: Arc::new(inner) })
+    }
+}
+
+/// Refuses a stream of which some rank would get nothing.
+pub(super) fn enough(shards: usize, world: WorldSize) -> Result<()> {
+    if shards >= world.count() {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!(
+        "{shards} shards are too few for {world} ranks: some would get none"
+    ))
+    .with_remedy("build the loader with more shards, or start fewer ranks"))
+}
+
+impl<D: IterableDataset, B> fmt::Debug for StreamLoaderBuilder<D, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StreamLoaderBuilder")
+            .field("shards", &self.shards)
+            .field("batch_size", &self.batch_size)
+            .field("num_workers", &self.num_workers)
+            .finish_non_exhaustive()
+    }
+}

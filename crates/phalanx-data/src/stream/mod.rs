@@ -1,0 +1,205 @@
+//! Batches of items that come one after the other.
+
+mod batches;
+mod builder;
+mod position;
+mod work;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use phalanx::{ProcessGroup, Rank, Result, WorldSize};
+
+pub use self::batches::StreamBatches;
+pub use self::builder::StreamLoaderBuilder;
+pub use self::position::StreamPosition;
+use crate::LoadError;
+use crate::loader::{Collate, Init};
+
+/// Items that come one after the other: of files that are read through, a queue, a socket. PyTorch's `IterableDataset`.
+///
+/// It comes in shards. Each is read by one worker of one rank, from its beginning or from behind what was read before; so the
+/// shards together are the data set, and each item is in one of them.
+///
+/// ```
+/// use phalanx_data::{IterableDataset, Shard, StreamLoader};
+///
+/// /// The numbers below 1000.
+/// struct Numbers;
+///
+/// impl IterableDataset for Numbers {
+///     type Item = u64;
+///     type Stream = Box<dyn Iterator<Item = phalanx::Result<u64>>>;
+///
+///     fn stream(&self, shard: &Shard) -> phalanx::Result<Self::Stream> {
+///         Ok(Box::new(shard.part_of((0..1000).map(Ok)))) // or: open the shard's own file
+///     }
+/// }
+///
+/// let loader = StreamLoader::builder(Numbers).batch_size(10).num_workers(2).build()?;
+/// assert_eq!(loader.iter().next().unwrap()?, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]);
+/// assert_eq!(loader.iter().count(), 100);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// A stream may have no end, as in online learning: then the loop decides when to stop. Ranks whose shards end at different times
+/// make different numbers of steps, which `Ddp::join` is for.
+pub trait IterableDataset: Send + Sync {
+    /// What is read: usually one sample.
+    type Item;
+    /// A shard, as it is read.
+    type Stream: Iterator<Item = Result<Self::Item>>;
+
+    /// Opens a shard, on the thread that will read it, at the item behind the first [`Shard::skip`].
+    ///
+    /// # Errors
+    /// Its own, such as a file that cannot be opened.
+    fn stream(&self, shard: &Shard) -> Result<Self::Stream>;
+}
+
+/// A part of a stream that one worker reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Shard {
+    /// Which of them, from 0.
+    pub index: usize,
+    /// How many there are, on all ranks together. The same after a resume.
+    pub count: usize,
+    /// How many items of it have been read before, and are not to be read again.
+    pub skip: u64,
+    /// The pass over the data.
+    pub epoch: u64,
+    /// A seed of (the loader's seed, epoch, index of the shard).
+    pub seed: u64,
+}
+
+impl Shard {
+    /// This shard of `all` items, which every worker sees: those at `index`, `index + count`, ..., without the first `skip` of
+    /// them. For sources that cannot be opened in parts; a part passes over what is others'.
+    pub fn part_of<I: Iterator>(&self, all: I) -> impl Iterator<Item = I::Item> + use<I> {
+        let skip = usize::try_from(self.skip).unwrap_or(usize::MAX);
+        let first = self.count.saturating_mul(skip).saturating_add(self.index);
+        all.skip(first).step_by(self.count.max(1))
+    }
+}
+
+/// Loads a stream in batches; PyTorch's `DataLoader` of an `IterableDataset`.
+///
+/// Each worker makes batches of its own shards, one shard after the other; the loop gets a batch of each worker in turn, until
+/// all have come to their ends. So the order is the same in every run. Everything else is as in [`DataLoader`](crate::DataLoader).
+pub struct StreamLoader<D: IterableDataset, B = Vec<<D as IterableDataset>::Item>> {
+    inner: Arc<Inner<D, B>>,
+}
+
+pub(crate) struct Inner<D: IterableDataset, B> {
+    pub dataset: Arc<D>,
+    pub collate: Collate<D::Item, B>,
+    pub init: Option<Init>,
+    pub batch_size: usize,
+    pub drop_last: bool,
+    pub num_workers: usize,
+    pub prefetch_factor: usize,
+    pub seed: u64,
+    pub timeout: Duration,
+    pub progress: Mutex<Progress>,
+}
+
+pub(crate) struct Progress {
+    pub passes: u64,
+    pub begun: bool,
+    pub position: StreamPosition,
+    pub shard: (Rank, WorldSize),
+}
+
+impl<D: IterableDataset + 'static> StreamLoader<D> {
+    /// A loader of `dataset`: at first of batches of one item, read on the calling thread.
+    pub fn builder(dataset: D) -> StreamLoaderBuilder<D> {
+        StreamLoaderBuilder::new(dataset)
+    }
+}
+
+impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
+    /// The next pass; see [`DataLoader::iter`](crate::DataLoader::iter).
+    pub fn iter(&self) -> StreamBatches<D, B> {
+        StreamBatches::begin(self.inner.clone())
+    }
+
+    /// How far the loop of this rank has come in its shards. Other ranks' shards are where they were when the pass began: what is
+    /// saved is [all ranks' together](StreamPosition::merged).
+    ///
+    /// ```
+    /// use phalanx_data::StreamPosition;
+    /// # use phalanx_data::{IterableDataset, Shard, StreamLoader};
+    /// # struct Numbers;
+    /// # impl IterableDataset for Numbers {
+    /// #     type Item = u64;
+    /// #     type Stream = Box<dyn Iterator<Item = phalanx::Result<u64>>>;
+    /// #     fn stream(&self, shard: &Shard) -> phalanx::Result<Self::Stream> {
+    /// #         Ok(Box::new(shard.part_of((0..1000).map(Ok))))
+    /// #     }
+    /// # }
+    /// let group = phalanx::init()?;
+    /// let loader = StreamLoader::builder(Numbers).group(&group).shards(16).batch_size(10).build()?;
+    /// loader.iter().next();
+    /// let position = StreamPosition::merged(&group.all_gather_object(&loader.position())?)?;
+    /// // saved; and later, with any number of ranks up to 16:
+    /// loader.resume(&position)?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    pub fn position(&self) -> StreamPosition {
+        self.inner.progress.lock().position.clone()
+    }
+
+    /// Goes on at `position`, all ranks' together, with the next [`iter`](Self::iter). Rank and world are this loader's.
+    ///
+    /// # Errors
+    /// If the position was saved with another number of shards.
+    pub fn resume(&self, position: &StreamPosition) -> Result<()> {
+        let mut progress = self.inner.progress.lock();
+        position.fits(&progress.position)?;
+        (progress.position, progress.begun) = (position.clone(), false);
+        progress.passes += 1;
+        Ok(())
+    }
+
+    /// The epoch of the last pass that was begun, or of the one that will be gone on with. Unlike a
+    /// [`DataLoader`](crate::DataLoader)'s it does not change at the end of a pass, to which ranks may come at different times.
+    pub fn epoch(&self) -> u64 {
+        self.inner.progress.lock().position.epoch()
+    }
+
+    /// From the next [`iter`](Self::iter) on, the part of this rank of `group`.
+    ///
+    /// # Errors
+    /// If there are fewer shards than ranks.
+    pub fn set_group(&self, group: &ProcessGroup) -> Result<()> {
+        let mut progress = self.inner.progress.lock();
+        builder::enough(progress.position.shards(), group.world_size())?;
+        progress.shard = (group.rank(), group.world_size());
+        Ok(())
+    }
+}
+
+impl<D: IterableDataset + 'static, B: Send + 'static> IntoIterator for &StreamLoader<D, B> {
+    type Item = Result<B, LoadError>;
+    type IntoIter = StreamBatches<D, B>;
+
+    fn into_iter(self) -> StreamBatches<D, B> {
+        self.iter()
+    }
+}
+
+impl<D: IterableDataset, B> Clone for StreamLoader<D, B> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone() }
+    }
+}
+
+impl<D: IterableDataset, B> fmt::Debug for StreamLoader<D, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { batch_size, num_workers, .. } = *self.inner;
+        write!(f, "StreamLoader(batches of {batch_size}, {num_workers} workers)")
+    }
+}

@@ -1,0 +1,123 @@
+//! Who loads: the worker on whose thread a data set is asked.
+
+use std::cell::Cell;
+
+use phalanx::{Rank, WorldSize};
+
+/// The worker that loads, and its random seeds. Two loaders with the same seed draw alike, on every run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WorkerInfo {
+    /// Its number among this rank's workers.
+    pub id: usize,
+    /// The number of worker threads; 0 if items are loaded on the training loop's thread.
+    pub num_workers: usize,
+    /// The rank of the process.
+    pub rank: Rank,
+    /// The number of ranks.
+    pub world_size: WorldSize,
+    /// The pass over the data.
+    pub epoch: u64,
+    /// A seed of (the loader's seed, epoch, rank, worker): no two workers of a job draw alike.
+    pub seed: u64,
+    /// A seed of (the loader's seed, epoch, index of the item): the same whoever loads the item. What draws from it augments
+    /// each item alike with any number of workers and ranks, and after a resume. In a stream, of the shard in place of the item.
+    pub item_seed: u64,
+}
+
+impl WorkerInfo {
+    pub(crate) fn new(
+        seed: u64,
+        epoch: u64,
+        (id, num_workers): (usize, usize),
+        (rank, world_size): (Rank, WorldSize),
+    ) -> Self {
+        let own = mix(&[WORKER, seed, epoch, u64::from(rank.get()), id as u64]);
+        Self { id, num_workers, rank, world_size, epoch, seed: own, item_seed: 0 }
+    }
+
+    /// As it loads the item at `index` by a loader with this `seed`.
+    pub(crate) fn at(self, seed: u64, index: usize) -> Self {
+        Self { item_seed: mix(&[ITEM, seed, self.epoch, index as u64]), ..self }
+    }
+}
+
+/// What tells seeds of different purposes apart.
+const WORKER: u64 = 1;
+const ITEM: u64 = 2;
+
+/// One number of several, by splitmix64's finalizer (Steele, Lea and Flood, 2014).
+fn mix(numbers: &[u64]) -> u64 {
+    numbers.iter().fold(0, |state: u64, number| {
+        let mut z = (state ^ number).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    })
+}
+
+thread_local! {
+    static CURRENT: Cell<Option<WorkerInfo>> = const { Cell::new(None) };
+}
+
+/// The worker that runs this code, in a data set, a stream, a collate function or a `worker_init`; none elsewhere.
+///
+/// ```
+/// use phalanx_data::{DataLoader, Dataset, worker_info};
+///
+/// let noisy = vec![0.5f32; 8].map(|x| {
+///     let seed = worker_info().expect("only loaders read this").item_seed;
+///     Ok(x + (seed % 100) as f32 * 1e-3) // or a generator made from the seed
+/// });
+/// let one: Vec<_> = DataLoader::builder(noisy).num_workers(2).seed(7).build()?.iter().map(Result::unwrap).collect();
+/// assert_ne!(one[0], one[1]);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[doc(alias = "get_worker_info")]
+pub fn worker_info() -> Option<WorkerInfo> {
+    CURRENT.get()
+}
+
+/// Runs `code` as what this worker does.
+pub(crate) fn as_worker<R>(worker: WorkerInfo, code: impl FnOnce() -> R) -> R {
+    struct Back(Option<WorkerInfo>);
+    impl Drop for Back {
+        fn drop(&mut self) {
+            CURRENT.set(self.0);
+        }
+    }
+    let _back = Back(CURRENT.replace(Some(worker)));
+    code()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn seeds_differ_by_everything_they_are_made_of() {
+        let world = WorldSize::new(4).unwrap();
+        let mut seeds = HashSet::new();
+        for (seed, epoch, rank, id) in (0..256).map(|n: u64| (n & 3, n >> 2 & 3, n >> 4 & 3, n >> 6)) {
+            let place = (Rank::new(rank as u32), world);
+            let worker = WorkerInfo::new(seed, epoch, (id as usize, 4), place);
+            assert!(seeds.insert(worker.seed), "{worker:?}");
+            // The same for whatever rank and worker.
+            let elsewhere = WorkerInfo::new(seed, epoch, (9, 10), (Rank::MAIN, WorldSize::ONE));
+            assert_eq!(worker.at(seed, 5).item_seed, elsewhere.at(seed, 5).item_seed);
+            assert_ne!(worker.at(seed, 5).item_seed, worker.at(seed, 6).item_seed);
+            assert_ne!(worker.at(seed, 5).item_seed, worker.at(seed + 1, 5).item_seed);
+        }
+    }
+
+    #[test]
+    fn only_what_a_worker_runs_knows_it() {
+        let worker = WorkerInfo::new(1, 2, (3, 4), (Rank::MAIN, WorldSize::ONE));
+        assert_eq!(worker_info(), None);
+        assert_eq!(as_worker(worker, worker_info), Some(worker));
+        let _ = std::panic::catch_unwind(|| as_worker(worker, || panic!("in a data set")));
+        assert_eq!(worker_info(), None);
+    }
+}

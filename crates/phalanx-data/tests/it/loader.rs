@@ -1,0 +1,454 @@
+//! What a loader gives, and in which order.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use phalanx::sampler::{DistributedSampler, ElasticSampler, Tail};
+use phalanx::{Error, Rank, Result, WorldSize};
+use phalanx_data::{DataLoader, Dataset, LoadError, Sampler, from_fn, worker_info};
+use proptest::prelude::*;
+
+use crate::support::{Function, ThreadCount, numbers, shards, world};
+
+/// What this rank gets in all passes of `epochs`.
+fn passes<D: Dataset<Item = usize> + 'static>(loader: &DataLoader<D>, epochs: u64) -> Vec<Vec<Vec<usize>>> {
+    (0..epochs).map(|_| loader.iter().map(Result::unwrap).collect()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn ranks_get_what_pytorch_s_get(
+        len in 1..90_usize, ranks in 1..5_u32, batch in 1..9_usize, workers in 0..4_usize,
+        cut in any::<bool>(), drop_last in any::<bool>(), seed in any::<u64>(),
+    ) {
+        prop_assume!(len >= ranks as usize);
+        for (rank, world) in shards(ranks) {
+            let sampler = || DistributedSampler::new(len, rank, world).unwrap().seed(seed).drop_last(cut);
+            let loader = DataLoader::builder(numbers(len)).sampler(sampler()).batch_size(batch).drop_last(drop_last);
+            let loader = loader.num_workers(workers).build().unwrap();
+            for epoch in 0..3 {
+                let mut torch = sampler();
+                torch.set_epoch(epoch);
+                let mut expected: Vec<Vec<usize>> = torch.indices().chunks(batch).map(<[usize]>::to_vec).collect();
+                expected.retain(|chunk| !drop_last || chunk.len() == batch);
+                prop_assert_eq!(loader.epoch(), epoch);
+                prop_assert_eq!(loader.len(), expected.len());
+                prop_assert_eq!(loader.iter().len(), expected.len());
+                loader.set_epoch(epoch);
+                prop_assert_eq!(loader.iter().map(Result::unwrap).collect::<Vec<_>>(), expected);
+            }
+        }
+    }
+
+    /// However often the world changes in an epoch, each time from a position that was written and read.
+    #[test]
+    fn no_sample_is_lost_or_repeated_by_resuming_in_another_world(
+        len in 9..200_usize, batch in 1..6_usize, shuffle in any::<bool>(), own in any::<bool>(), repeat in any::<bool>(),
+        worlds in prop::collection::vec((1..9_u32, 0..5_usize), 1..6), workers in 0..3_usize,
+    ) {
+        let tail = if repeat { Tail::Repeat } else { Tail::Split };
+        let loader = |rank: Rank, world: WorldSize| {
+            let loader = DataLoader::builder(numbers(len)).shard(rank, world).batch_size(batch).num_workers(workers);
+            let loader = loader.shuffle(shuffle).seed(3).tail(tail);
+            let backwards = from_fn(move |_| (0..len).rev().collect());
+            if own { loader.sampler(backwards) } else { loader }.build().unwrap()
+        };
+        let mut seen = vec![0; len];
+        let mut position = loader(Rank::MAIN, WorldSize::ONE).position();
+        for (ranks, steps) in worlds.into_iter().chain([(2, usize::MAX)]) {
+            let positions = shards(ranks).map(|(rank, world)| {
+                let loader = loader(rank, world);
+                loader.resume(&position).unwrap();
+                // The iterator runs ahead of the loop, and is dropped: that must not count.
+                let batches = loader.iter().take(steps).map(Result::unwrap);
+                batches.flatten().for_each(|item| seen[item] += 1);
+                let written = postcard::to_stdvec(&loader.position()).unwrap();
+                postcard::from_bytes::<phalanx_data::Position>(&written).unwrap()
+            });
+            let positions: Vec<_> = positions.collect();
+            prop_assert!(positions.iter().all(|one| *one == positions[0]));
+            position = positions[0].clone();
+            if position.epoch() == 1 {
+                break;
+            }
+        }
+        prop_assert_eq!(position.epoch(), 1);
+        let repeated = seen.iter().sum::<usize>() - len;
+        prop_assert!(seen.iter().all(|times| *times >= 1) && repeated < if repeat { 8 } else { 1 }, "{seen:?}");
+    }
+
+    /// Elastic steps: ranks die in them, and their samples come again.
+    #[test]
+    fn each_sample_counts_once_when_ranks_die_in_a_step(
+        len in 9..120_usize, batch in 1..5_usize, workers in 0..3_usize,
+        deaths in prop::collection::vec(prop::option::of(0..4_u32), 1..12),
+    ) {
+        let mut ranks = 5;
+        let loaders: Vec<_> = shards(ranks)
+            .map(|shard| {
+                let sampler = ElasticSampler::new(len).seed(1);
+                let loader = DataLoader::builder(numbers(len)).sampler(sampler).shard(shard.0, shard.1);
+                loader.batch_size(batch).num_workers(workers).build().unwrap()
+            })
+            .collect();
+        let mut alive: Vec<_> = loaders.iter().map(DataLoader::iter).collect();
+        let mut seen = vec![0; len];
+        for death in deaths.into_iter().chain(std::iter::repeat(None)) {
+            let got: Vec<_> = alive.iter_mut().map(|batches| batches.next().transpose().unwrap()).collect();
+            if got.iter().all(Option::is_none) {
+                break;
+            }
+            let missing: Vec<Rank> = death.filter(|rank| *rank < ranks && ranks > 1).map(Rank::new).into_iter().collect();
+            for (rank, items) in got.into_iter().enumerate() {
+                if !missing.contains(&Rank::new(rank as u32)) {
+                    items.unwrap().into_iter().for_each(|item| seen[item] += 1);
+                }
+            }
+            if let Some(dead) = missing.first() {
+                drop(alive.remove(dead.index()));
+                ranks -= 1;
+            }
+            for (rank, batches) in alive.iter_mut().enumerate() {
+                batches.regroup(&missing, Rank::new(rank as u32), world(ranks));
+            }
+        }
+        prop_assert!(seen.iter().all(|times| *times == 1), "{seen:?}");
+    }
+}
+
+#[test]
+fn batches_come_in_order_whatever_the_timing_of_workers() {
+    let slow = Function(60, |index: usize| {
+        // Early batches are the slow ones.
+        std::thread::sleep(Duration::from_micros(4000 / (index as u64 + 1)));
+        Ok(index)
+    });
+    let loader = DataLoader::builder(slow).batch_size(3).num_workers(5).prefetch_factor(4).build().unwrap();
+    let all: Vec<usize> = loader.iter().flat_map(Result::unwrap).collect();
+    assert_eq!(all, numbers(60));
+}
+
+#[test]
+fn an_epoch_cannot_be_forgotten() {
+    let loader = DataLoader::builder(numbers(50)).shuffle(true).seed(9).build().unwrap();
+    let three = passes(&loader, 3);
+    assert!(three[0] != three[1] && three[1] != three[2]);
+    // Whoever breaks off a pass gets the next epoch's.
+    let again = DataLoader::builder(numbers(50)).shuffle(true).seed(9).build().unwrap();
+    for pass in &three {
+        assert_eq!(again.iter().next().unwrap().unwrap(), pass[0]);
+    }
+    assert_eq!(again.epoch(), 2);
+}
+
+#[test]
+fn a_position_at_the_end_of_a_pass_is_before_the_next() {
+    let loader = || DataLoader::builder(numbers(10)).batch_size(5).shuffle(true).build().unwrap();
+    let first = loader();
+    let mut batches = first.iter();
+    batches.by_ref().take(2).for_each(drop);
+    let all_but_the_end = first.position();
+    assert_eq!((all_but_the_end.epoch(), all_but_the_end.consumed()), (0, 10));
+    assert!(batches.next().is_none() && batches.next().is_none());
+    assert_eq!((first.position().epoch(), first.position().consumed()), (1, 0));
+    // Resumed there, the pass is over at once, and the loop counts its epochs right.
+    let second = loader();
+    second.resume(&all_but_the_end).unwrap();
+    assert_eq!((second.iter().count(), second.epoch(), second.iter().count()), (0, 1, 2));
+}
+
+#[test]
+fn an_older_iterator_does_not_move_the_position() {
+    let loader = DataLoader::builder(numbers(10)).build().unwrap();
+    let (mut older, mut newer) = (loader.iter(), loader.iter());
+    assert_eq!(newer.next().unwrap().unwrap(), [0]);
+    older.by_ref().for_each(drop);
+    assert_eq!((loader.position().epoch(), loader.position().consumed()), (1, 1));
+}
+
+#[test]
+fn a_position_of_something_else_is_refused() {
+    let of = |len: usize, seed| DataLoader::builder(numbers(len)).shuffle(true).seed(seed).build().unwrap();
+    let loader = of(10, 1);
+    loader.iter().next();
+    for (other, words) in [(of(11, 1), "10 samples"), (of(10, 2), "another order")] {
+        let error = other.resume(&loader.position()).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains(words), "{error}");
+    }
+    let own = DataLoader::builder(numbers(10)).sampler(from_fn(|_| vec![1, 2])).build().unwrap();
+    assert!(own.resume(&loader.position()).is_err());
+}
+
+#[test]
+fn an_order_of_one_s_own_may_change_its_length() {
+    struct Growing;
+    impl Sampler for Growing {
+        fn order(&self, epoch: u64) -> Vec<usize> {
+            (0..4 * (epoch as usize + 1)).rev().collect()
+        }
+    }
+    for (rank, world) in shards(2) {
+        let loader = || {
+            let loader = DataLoader::builder(numbers(12)).sampler(Growing).shard(rank, world);
+            loader.batch_size(2).num_workers(1).build().unwrap()
+        };
+        let first = loader();
+        assert_eq!((first.len(), first.iter().count(), first.len()), (1, 1, 2));
+        let position = first.position();
+        assert_eq!(first.iter().next().unwrap().unwrap(), [7 - rank.index(), 5 - rank.index()]);
+        let (between, within) = (loader(), loader());
+        between.resume(&position).unwrap();
+        within.resume(&first.position()).unwrap();
+        assert_eq!((between.iter().len(), within.iter().len()), (2, 1));
+        assert_eq!((between.epoch(), between.position().consumed()), (1, 0));
+    }
+    let outside = DataLoader::builder(numbers(3)).sampler(Growing).build().unwrap();
+    let error = outside.iter().next().unwrap().unwrap_err();
+    assert!(error.to_string().contains("no item 3"), "{error}");
+}
+
+#[test]
+fn errors_and_panics_come_with_the_index_in_their_place() {
+    for workers in [0, 1, 3] {
+        let flawed = Function(12, |index: usize| match index {
+            4 => Err(Error::other("broken file").with_remedy("copy it again")),
+            7 => panic!("index {index} is odd"),
+            _ => Ok(index),
+        });
+        let loader = DataLoader::builder(flawed).batch_size(3).num_workers(workers).build().unwrap();
+        let all: Vec<Result<Vec<usize>, LoadError>> = loader.iter().collect();
+        assert_eq!(all.len(), 4);
+        assert_eq!((all[0].as_ref().unwrap(), all[3].as_ref().unwrap()), (&vec![0, 1, 2], &vec![9, 10, 11]));
+        let (error, panic) = (all[1].as_ref().unwrap_err(), all[2].as_ref().unwrap_err());
+        assert_eq!(
+            (error.index(), error.is_panic(), panic.index(), panic.is_panic()),
+            (Some(4), false, Some(7), true)
+        );
+        let text = Error::from(error.clone()).to_string();
+        for word in ["item 4", "worker", "rank 0", "broken file (copy it again)"] {
+            assert!(text.contains(word), "{text}");
+        }
+        assert!(panic.to_string().contains("panicked: index 7 is odd"), "{panic}");
+        assert_eq!(error.worker().unwrap().id, if workers == 3 { 1 } else { 0 });
+        assert_eq!(loader.epoch(), 1, "the pass has come to its end");
+    }
+}
+
+#[test]
+fn a_failed_collate_names_the_items_of_its_batch() {
+    for workers in [0, 2] {
+        let loader = DataLoader::builder(numbers(40)).batch_size(20).num_workers(workers);
+        let loader = loader.collate(|items| match items[0] {
+            0 => Err(Error::other("shapes differ")),
+            _ => panic!("no memory"),
+        });
+        let all: Vec<Result<(), LoadError>> = loader.build().unwrap().iter().collect();
+        let (error, panic) = (all[0].as_ref().unwrap_err(), all[1].as_ref().unwrap_err());
+        assert_eq!((error.index(), error.indices().len(), panic.is_panic()), (None, 20, true));
+        assert!(error.to_string().contains("items [0, 1, 2, 3, 4, 5, 6, 7, ..]"), "{error}");
+        assert!(error.to_string().contains("shapes differ") && panic.to_string().contains("no memory"));
+    }
+}
+
+#[test]
+fn a_failed_batch_is_loaded_again_by_whoever_resumes() {
+    let loader = || {
+        let flawed = Function(6, |index: usize| if index == 2 { Err(Error::other("no")) } else { Ok(index) });
+        DataLoader::builder(flawed).batch_size(2).num_workers(2).build().unwrap()
+    };
+    let first = loader();
+    let mut batches = first.iter();
+    assert!(batches.next().unwrap().is_ok() && batches.next().unwrap().is_err());
+    assert_eq!(first.position().consumed(), 2);
+    // Whoever goes on has chosen to do without it.
+    assert_eq!(batches.next().unwrap().unwrap(), [4, 5]);
+    assert_eq!(first.position().consumed(), 6);
+}
+
+#[test]
+fn no_thread_outlives_its_iterator() {
+    for (taken, items) in [(0, 400), (1, 400), (7, 400), (1000, 400), (3, 4)] {
+        let count = ThreadCount::default();
+        let entering = count.clone();
+        let loader = DataLoader::builder(numbers(items)).batch_size(2).num_workers(6).prefetch_factor(8);
+        let loader = loader.worker_init(move |_| {
+            entering.enter();
+            Ok(())
+        });
+        let loader = loader.build().unwrap();
+        let mut batches = loader.iter();
+        batches.by_ref().take(taken).for_each(|batch| drop(batch.unwrap()));
+        drop(batches);
+        assert_eq!(count.alive(), 0, "{taken} of {items}");
+    }
+}
+
+#[test]
+fn threads_end_when_the_loop_panics_and_in_the_middle_of_a_batch() {
+    let count = ThreadCount::default();
+    let (entering, (items, read)) = (count.clone(), channel::<()>());
+    let items = Mutex::new(items);
+    // A batch that would take an hour.
+    let slow = Function(1 << 20, move |index: usize| {
+        std::thread::sleep(Duration::from_millis(2));
+        let _ = items.lock().unwrap().send(());
+        Ok(index)
+    });
+    let loader = DataLoader::builder(slow).batch_size(1 << 20).num_workers(2);
+    let loader = loader.worker_init(move |_| {
+        entering.enter();
+        Ok(())
+    });
+    let loader = loader.build().unwrap();
+    let panic = catch_unwind(AssertUnwindSafe(|| {
+        let _batches = loader.iter();
+        read.recv().unwrap();
+        panic!("in the loop");
+    }));
+    assert!(panic.is_err());
+    assert_eq!(count.alive(), 0);
+}
+
+#[test]
+fn a_slow_loop_holds_no_more_batches_than_it_said() {
+    struct Counted(Arc<AtomicUsize>);
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            self.0.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+    for (workers, prefetch) in [(0, 2), (1, 1), (3, 2)] {
+        let (held, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let peak = most.clone();
+        let counted = Function(240, move |_| {
+            peak.fetch_max(held.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            Ok(Counted(held.clone()))
+        });
+        let loader =
+            DataLoader::builder(counted).batch_size(4).num_workers(workers).prefetch_factor(prefetch);
+        for batch in loader.build().unwrap().iter() {
+            std::thread::sleep(Duration::from_millis(1));
+            drop(batch);
+        }
+        let most = most.load(Ordering::SeqCst);
+        // Those ahead, and the loop's own.
+        assert!(most <= 4 * (workers * prefetch + 1), "{most} items with {workers} workers");
+        assert!(workers == 0 || most > 4, "{workers} workers stayed at {most}: nothing was loaded ahead");
+    }
+}
+
+#[test]
+fn a_batch_that_does_not_come_is_an_error_in_time() {
+    let (free, blocked) = channel::<()>();
+    let blocked = Mutex::new(blocked);
+    let stuck = Function(4, move |index: usize| {
+        if index == 2 {
+            let _ = blocked.lock().unwrap().recv();
+        }
+        Ok(index)
+    });
+    let loader =
+        DataLoader::builder(stuck).num_workers(1).prefetch_factor(3).timeout(Duration::from_millis(300));
+    let loader = loader.build().unwrap();
+    let mut batches = loader.iter();
+    // A slow machine may be late with the others too.
+    let error = batches.by_ref().find_map(Result::err).unwrap();
+    assert!(error.to_string().contains("timeout") && error.indices().len() == 1, "{error}");
+    assert!(batches.next().is_none());
+    drop(free);
+    assert_eq!(loader.position().epoch(), 0, "what did not come was not seen");
+}
+
+#[test]
+fn a_worker_is_readied_once_and_seeded_by_its_place() {
+    let seeds = |workers: usize, rank: u32, epochs: u64| {
+        let all = Arc::new(Mutex::new(Vec::new()));
+        let noted = all.clone();
+        let loader =
+            DataLoader::builder(numbers(40)).num_workers(workers).seed(5).shard(Rank::new(rank), world(2));
+        let loader = loader.worker_init(move |worker| {
+            assert_eq!(worker_info(), Some(*worker));
+            noted.lock().unwrap().push((worker.epoch, worker.id, worker.seed));
+            Ok(())
+        });
+        let loader = loader.build().unwrap();
+        (0..epochs).for_each(|_| loader.iter().for_each(|batch| drop(batch.unwrap())));
+        let mut all = all.lock().unwrap().clone();
+        all.sort_unstable();
+        all
+    };
+    let two = seeds(3, 0, 2);
+    let places: Vec<_> = two.iter().map(|(epoch, id, _)| (*epoch, *id)).collect();
+    assert_eq!(places, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]);
+    assert_eq!(two, seeds(3, 0, 2), "the same on every run");
+    let mut seeds: Vec<u64> = [two, seeds(3, 1, 2)].concat().into_iter().map(|(.., seed)| seed).collect();
+    seeds.sort_unstable();
+    seeds.dedup();
+    assert_eq!(seeds.len(), 12);
+}
+
+#[test]
+fn an_item_is_augmented_alike_whoever_loads_it() {
+    let noise = |ranks: u32, workers: usize| {
+        let mut all: Vec<(usize, u64)> = shards(ranks)
+            .flat_map(|(rank, world)| {
+                let noisy = numbers(24).map(|item| Ok((item, worker_info().unwrap().item_seed)));
+                let loader =
+                    DataLoader::builder(noisy).shuffle(true).seed(4).shard(rank, world).batch_size(2);
+                let loader = loader.num_workers(workers).build().unwrap();
+                loader.iter().flat_map(Result::unwrap).collect::<Vec<_>>()
+            })
+            .collect();
+        all.sort_unstable();
+        all
+    };
+    assert_eq!(noise(1, 0), noise(3, 2));
+    assert_eq!(noise(1, 0), noise(2, 1));
+}
+
+#[test]
+fn a_worker_that_cannot_be_readied_says_so_in_each_of_its_batches() {
+    let loader = DataLoader::builder(numbers(4)).num_workers(2);
+    let loader = loader.worker_init(|worker| match worker.id {
+        1 => Err(Error::other("no device")),
+        _ => Ok(()),
+    });
+    let all: Vec<_> = loader.build().unwrap().iter().collect();
+    assert_eq!(all.iter().map(Result::is_ok).collect::<Vec<_>>(), [true, false, true, false]);
+    assert!(all[1].as_ref().unwrap_err().to_string().contains("the start of a worker"));
+}
+
+#[test]
+fn options_that_make_no_sense_are_refused() {
+    let loader = |len: usize| DataLoader::builder(numbers(len));
+    let sampler = |len| DistributedSampler::new(len, Rank::new(1), world(2)).unwrap();
+    let refused = [
+        (loader(4).batch_size(0).build(), "batch_size is 0"),
+        (loader(4).num_workers(100_000).build(), "num_workers"),
+        (loader(4).prefetch_factor(0).build(), "prefetch_factor"),
+        (loader(4).sampler(sampler(5)).build(), "for 5 items"),
+        (loader(4).sampler(sampler(4)).shard(Rank::MAIN, world(2)).build(), "the same group"),
+        (loader(4).shard(Rank::new(2), world(2)).build(), "2"),
+        (loader(0).shuffle(true).build(), "no item"),
+    ];
+    for (outcome, words) in refused {
+        let error = outcome.unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains(words), "{error}");
+    }
+    assert!(loader(4).sampler(sampler(4)).shard(Rank::new(1), world(2)).build().is_ok());
+}
+
+#[test]
+fn an_empty_data_set_has_no_batches() {
+    for (rank, world) in shards(3) {
+        let loader = DataLoader::builder(numbers(0)).shard(rank, world).num_workers(2).build().unwrap();
+        assert_eq!((loader.len(), loader.iter().count(), loader.epoch()), (0, 0, 1));
+        let error = DataLoader::builder(numbers(0)).sampler(from_fn(|_| vec![0])).build().unwrap();
+        assert!(error.iter().next().unwrap().is_err());
+    }
+}

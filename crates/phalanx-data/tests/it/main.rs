@@ -1,0 +1,7 @@
+//! Threads are enough for these: `cargo test -p phalanx-data --test it -- loader::` runs one file.
+#![allow(clippy::unwrap_used)]
+
+mod loader;
+mod lost;
+mod stream;
+mod support;

@@ -1,0 +1,188 @@
+//! Loaders of streams.
+
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, channel};
+
+use phalanx::{Error, Result};
+use phalanx_data::{IterableDataset, Shard, StreamLoader, StreamPosition, worker_info};
+use proptest::prelude::*;
+
+use crate::support::{ThreadCount, shards};
+
+type Stream<T> = Box<dyn Iterator<Item = Result<T>>>;
+
+/// The numbers below it.
+pub struct Numbers(pub u64);
+
+impl IterableDataset for Numbers {
+    type Item = u64;
+    type Stream = Stream<u64>;
+
+    fn stream(&self, shard: &Shard) -> Result<Stream<u64>> {
+        Ok(Box::new(shard.part_of((0..self.0).map(Ok))))
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// However often ranks and workers change in a pass, also when some ranks have come to their ends.
+    #[test]
+    fn no_item_is_lost_or_repeated_by_resuming_elsewhere(
+        len in 0..300_u64, batch in 1..7_usize, count in 6..20_usize,
+        worlds in prop::collection::vec((1..6_u32, 0..4_usize, 0..9_usize), 0..5),
+    ) {
+        let mut seen = vec![0; len as usize];
+        let mut position: Option<StreamPosition> = None;
+        for (ranks, workers, steps) in worlds.into_iter().chain([(3, 2, usize::MAX)]) {
+            let positions = shards(ranks).map(|(rank, world)| {
+                let loader = StreamLoader::builder(Numbers(len)).shard(rank, world).shards(count);
+                let loader = loader.num_workers(workers).batch_size(batch).build().unwrap();
+                if let Some(position) = &position {
+                    loader.resume(position).unwrap();
+                }
+                let batches = loader.iter().take(steps).map(Result::unwrap);
+                batches.flatten().for_each(|item| seen[item as usize] += 1);
+                postcard::from_bytes(&postcard::to_stdvec(&loader.position()).unwrap()).unwrap()
+            });
+            position = Some(StreamPosition::merged(&positions.collect::<Vec<_>>()).unwrap());
+        }
+        prop_assert!(seen.iter().all(|times| *times == 1), "{seen:?}");
+        prop_assert_eq!(position.unwrap().read().iter().sum::<u64>(), len);
+    }
+}
+
+#[test]
+fn workers_take_turns_until_all_have_ended() {
+    // Worker 0 reads the shards 0 and 2, worker 1 the shards 1 and 3.
+    let loader = StreamLoader::builder(Numbers(11)).shards(4).num_workers(2).batch_size(2).build().unwrap();
+    let expected = [vec![0, 4], vec![1, 5], vec![8, 2], vec![9, 3], vec![6, 10], vec![7]];
+    for epoch in 0..2 {
+        let mut batches = loader.iter();
+        assert_eq!(batches.by_ref().map(Result::unwrap).collect::<Vec<_>>(), expected);
+        assert!(batches.next().is_none());
+        assert_eq!(loader.epoch(), epoch);
+    }
+    let full = StreamLoader::builder(Numbers(11)).shards(4).num_workers(2).batch_size(2).drop_last(true);
+    assert_eq!(full.build().unwrap().iter().count(), 5);
+}
+
+/// Fails at some of its places, in each shard.
+struct Flawed;
+
+impl IterableDataset for Flawed {
+    type Item = u64;
+    type Stream = Stream<u64>;
+
+    fn stream(&self, shard: &Shard) -> Result<Stream<u64>> {
+        let index = shard.index;
+        if index == 3 {
+            return Err(Error::other("no such file"));
+        }
+        let items = (shard.skip..5).map(move |place| match (index, place) {
+            (1, 2) => Err(Error::other("bad line")),
+            (2, 2) => panic!("torn"),
+            _ => Ok(place),
+        });
+        Ok(Box::new(items))
+    }
+}
+
+#[test]
+fn errors_and_panics_name_shard_and_place() {
+    for workers in [0, 1] {
+        let loader =
+            StreamLoader::builder(Flawed).shards(4).num_workers(workers).batch_size(3).build().unwrap();
+        let all: Vec<_> = loader.iter().collect();
+        let texts = all.iter().map(|batch| match batch {
+            Ok(items) => format!("{items:?}"),
+            Err(error) => error.to_string(),
+        });
+        let texts: Vec<String> = texts.collect();
+        // Behind a bad line its shard goes on, behind a panic the next shard does; nothing else is lost.
+        let expected = [
+            "[0, 1, 2]",
+            "[3, 4, 0]",
+            "item 2 of shard 1 of the stream (epoch 0, worker 0 of rank 0): bad line",
+            "[1, 3, 4]",
+            "item 2 of shard 2 of the stream (epoch 0, worker 0 of rank 0) panicked: torn",
+            "item 0 of shard 3 of the stream (epoch 0, worker 0 of rank 0): no such file",
+            "[0, 1]",
+        ];
+        assert_eq!(texts, expected);
+        assert!(all[4].as_ref().unwrap_err().is_panic() && all[4].as_ref().unwrap_err().index().is_none());
+    }
+}
+
+/// What a producer sends, as in online learning.
+struct Queue(Mutex<Option<Receiver<u32>>>);
+
+impl IterableDataset for Queue {
+    type Item = u32;
+    type Stream = Stream<u32>;
+
+    fn stream(&self, _: &Shard) -> Result<Stream<u32>> {
+        let queue = self.0.lock().map_err(|_| Error::other("the lock was poisoned"))?.take();
+        let queue = queue.ok_or_else(|| Error::other("the queue is read already"))?;
+        Ok(Box::new(queue.into_iter().map(Ok)))
+    }
+}
+
+#[test]
+fn a_queue_is_learned_from_while_it_is_filled() {
+    let (producer, queue) = channel();
+    let loader =
+        StreamLoader::builder(Queue(Mutex::new(Some(queue)))).batch_size(2).num_workers(1).build().unwrap();
+    let mut batches = loader.iter();
+    for n in 0..50 {
+        producer.send(2 * n).unwrap();
+        producer.send(2 * n + 1).unwrap();
+        assert_eq!(batches.next().unwrap().unwrap(), [2 * n, 2 * n + 1]);
+    }
+    drop(producer);
+    assert!(batches.next().is_none());
+    assert!(loader.iter().next().unwrap().unwrap_err().to_string().contains("read already"));
+}
+
+/// Never ends, and counts the threads that read it.
+struct Endless(ThreadCount);
+
+impl IterableDataset for Endless {
+    type Item = u64;
+    type Stream = Stream<u64>;
+
+    fn stream(&self, _: &Shard) -> Result<Stream<u64>> {
+        self.0.enter();
+        Ok(Box::new(std::iter::repeat_with(|| Ok(worker_info().unwrap().item_seed))))
+    }
+}
+
+#[test]
+fn no_thread_of_an_endless_stream_outlives_its_iterator() {
+    let count = ThreadCount::default();
+    // A batch of it cannot be had.
+    let loader = StreamLoader::builder(Endless(count.clone())).batch_size(usize::MAX >> 8).num_workers(3);
+    let loader = loader.collate(|items| Ok(items.len())).build().unwrap();
+    let batches = loader.iter();
+    drop(batches);
+    assert_eq!(count.alive(), 0);
+    let loader = StreamLoader::builder(Endless(count.clone())).batch_size(4).num_workers(3).build().unwrap();
+    let mut seeds: Vec<u64> = loader.iter().take(30).flat_map(Result::unwrap).collect();
+    assert_eq!((seeds.len(), count.alive()), (120, 0));
+    seeds.sort_unstable();
+    seeds.dedup();
+    assert_eq!(seeds.len(), 3, "each shard draws from its own seed");
+}
+
+#[test]
+fn positions_of_different_passes_do_not_go_together() {
+    let loader = |count| StreamLoader::builder(Numbers(8)).shards(count).build().unwrap();
+    let (one, other) = (loader(2), loader(2));
+    one.iter().for_each(drop);
+    one.iter().next();
+    let error = StreamPosition::merged(&[one.position(), other.position()]).unwrap_err();
+    assert!(error.is_mismatch() && error.to_string().contains("epoch 1"), "{error}");
+    assert!(StreamPosition::merged(&[]).is_err());
+    let error = loader(3).resume(&one.position()).unwrap_err();
+    assert!(error.to_string().contains("`.shards(2)`"), "{error}");
+}

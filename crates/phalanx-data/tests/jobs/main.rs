@@ -1,0 +1,2 @@
+//! Tests that need processes.
+fn main() {}
