@@ -33,6 +33,7 @@
 //! | know the worker, and its seeds | [`worker_info`] | `get_worker_info` |
 //! | decide on an order | [`Sampler`] | `Sampler` |
 #![cfg_attr(feature = "lmdb", doc = "| keep many items in one file | [`lmdb`] | |")]
+//! | read files in common formats | [`folder`] | torchvision's `ImageFolder` |
 //!
 //! Every file format is behind a feature of its own: `lmdb`, `safetensors`, `npy`, `csv`, `json`, `image`.
 //!
@@ -43,6 +44,9 @@
 
 mod dataset;
 mod error;
+pub mod folder;
+#[cfg(feature = "lmdb")]
+pub mod lmdb;
 pub mod loader;
 mod pool;
 mod sampler;

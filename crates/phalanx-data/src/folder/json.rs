@@ -1,0 +1,107 @@
+//! Lines that are JSON each.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::marker::PhantomData;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use phalanx::Result;
+use serde::de::DeserializeOwned;
+
+use super::{MAX_RECORD, bad, io_error};
+use crate::Dataset;
+use crate::dataset::item;
+
+/// The lines of a file, each of them a value in JSON; empty lines are none. A line may have 64 MiB.
+///
+/// ```no_run
+/// use phalanx_data::{Dataset, folder::JsonLinesDataset};
+///
+/// #[derive(serde::Deserialize)]
+/// struct Mail {
+///     text: String,
+///     label: String,
+/// }
+///
+/// let mails = JsonLinesDataset::<Mail>::open("train.jsonl")?;
+/// println!("{}: {}", mails.get(17)?.label, mails.get(17)?.text);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+pub struct JsonLinesDataset<T> {
+    path: PathBuf,
+    file: File,
+    /// Where each begins and ends, and the line's number.
+    lines: Vec<(u64, u32, u64)>,
+    _type: PhantomData<fn() -> T>,
+}
+
+impl<T: DeserializeOwned> JsonLinesDataset<T> {
+    /// The file at `path`. It is read through once, to find the lines; 24 bytes of memory are kept for each.
+    ///
+    /// # Errors
+    /// If it cannot be read, or a line is too long.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref().to_owned();
+        let file = File::open(&path).map_err(|error| io_error(&path, &error))?;
+        let lines = lines(&path, BufReader::with_capacity(1 << 16, &file))?;
+        Ok(Self { path, file, lines, _type: PhantomData })
+    }
+}
+
+/// Finds the lines that are not empty.
+fn lines(path: &Path, mut reader: impl BufRead) -> Result<Vec<(u64, u32, u64)>> {
+    let (mut lines, mut number, mut start, mut length, mut blank) = (Vec::new(), 1_u64, 0_u64, 0_u64, true);
+    loop {
+        let piece = reader.fill_buf().map_err(|error| io_error(path, &error))?;
+        let end = piece.iter().position(|byte| *byte == b'\n');
+        let (line, taken) = end.map_or((piece, piece.len()), |end| (&piece[..end], end + 1));
+        blank &= line.iter().all(u8::is_ascii_whitespace);
+        length += line.len() as u64;
+        if length > MAX_RECORD {
+            let remedy = "are there line breaks? A line may have 64 MiB";
+            return Err(bad(path, format_args!("line {number}"), "it is too long", remedy));
+        }
+        let (over, at_end) = (end.is_some(), taken == 0);
+        reader.consume(taken);
+        if !over && !at_end {
+            continue;
+        }
+        if !blank {
+            lines.push((start, length as u32, number));
+        }
+        if at_end {
+            return Ok(lines);
+        }
+        (number, start, length, blank) = (number + 1, start + length + 1, 0, true);
+    }
+}
+
+impl<T: DeserializeOwned> Dataset for JsonLinesDataset<T> {
+    type Item = T;
+
+    fn len(&self) -> usize {
+        self.lines.len()
+    }
+
+    fn get(&self, index: usize) -> Result<T> {
+        let (start, length, number) = *item(&self.lines, index)?;
+        let mut line = vec![0; length as usize];
+        self.file.read_exact_at(&mut line, start).map_err(|error| io_error(&self.path, &error))?;
+        serde_json::from_slice(&line).map_err(|error| {
+            // Its own line is always the first.
+            let column = error.column();
+            let text = error.to_string();
+            let cause = text.split(" at line ").next().unwrap_or(&text);
+            let place = format_args!("line {number}, column {column}");
+            bad(&self.path, place, cause, "mend the line, or the type that it is read as")
+        })
+    }
+}
+
+impl<T> fmt::Debug for JsonLinesDataset<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "JsonLinesDataset({}, {} lines)", self.path.display(), self.lines.len())
+    }
+}

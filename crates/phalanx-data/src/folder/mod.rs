@@ -1,0 +1,128 @@
+//! Data sets of files in common formats. Each needs a feature of its own.
+//!
+//! | | feature | items |
+//! |---|---|---|
+#![cfg_attr(
+    feature = "safetensors",
+    doc = "| [`SafetensorsDataset`] | `safetensors` | rows of the tensors of one file or of a folder |"
+)]
+#![cfg_attr(
+    feature = "npy",
+    doc = "| [`NpyDataset`] | `npy` | rows of the arrays of one `.npy` file or of a folder |"
+)]
+#![cfg_attr(feature = "csv", doc = "| [`CsvDataset`] | `csv` | records |")]
+#![cfg_attr(feature = "json", doc = "| [`JsonLinesDataset`] | `json` | lines |")]
+#![cfg_attr(
+    feature = "image",
+    doc = "| [`ImageFolder`] | `image` | pictures, with the folder that they are in as their class |"
+)]
+//!
+//! They read a file's index when they are opened, and items when they are asked, at their places, from any thread. Errors name the
+//! file, the line, row or tensor, and what to do. Nothing takes more memory than a limit says, whatever a file announces.
+
+#[cfg(any(feature = "safetensors", feature = "npy"))]
+mod array;
+#[cfg(feature = "csv")]
+mod csv;
+#[cfg(feature = "image")]
+mod images;
+#[cfg(feature = "json")]
+mod json;
+#[cfg(feature = "npy")]
+mod npy;
+#[cfg(any(feature = "safetensors", feature = "npy"))]
+mod rows;
+#[cfg(feature = "safetensors")]
+mod safetensors;
+
+use std::fmt::Display;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use phalanx::{Error, Result};
+
+#[cfg(any(feature = "safetensors", feature = "npy"))]
+pub use self::array::Array;
+#[cfg(feature = "csv")]
+pub use self::csv::CsvDataset;
+#[cfg(feature = "image")]
+pub use self::images::{ImageFolder, ImageSample};
+#[cfg(feature = "json")]
+pub use self::json::JsonLinesDataset;
+#[cfg(feature = "npy")]
+pub use self::npy::NpyDataset;
+#[cfg(feature = "safetensors")]
+pub use self::safetensors::SafetensorsDataset;
+
+/// The most bytes of a line, or record.
+#[cfg(any(feature = "csv", feature = "json"))]
+const MAX_RECORD: u64 = 64 << 20;
+/// How deep folders may be in folders: links may lead back.
+const MAX_DEPTH: usize = 32;
+
+/// The system's error with the file.
+pub(crate) fn io_error(path: &Path, error: &io::Error) -> Error {
+    Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+}
+
+/// What is wrong with a part of a file, and what to do.
+fn bad(path: &Path, place: impl Display, cause: impl Display, remedy: &str) -> Error {
+    Error::invalid_argument(format!("{}, {place}: {cause}", path.display())).with_remedy(remedy)
+}
+
+/// The files under `path` with one of these extensions, in the order of their names; or the file that it is.
+///
+/// # Errors
+/// If there are none, or a folder cannot be listed.
+pub fn files(path: impl AsRef<Path>, extensions: &[&str]) -> Result<Vec<PathBuf>> {
+    let path = path.as_ref();
+    let mut found = Vec::new();
+    if fs::metadata(path).map_err(|error| io_error(path, &error))?.is_file() {
+        found.push(path.to_owned());
+    } else {
+        list(path, extensions, 0, &mut found)?;
+    }
+    if found.is_empty() {
+        let wanted = extensions.join(", ");
+        return Err(Error::invalid_argument(format!("{} has no file that ends in {wanted}", path.display()))
+            .with_remedy("is the path right?"));
+    }
+    Ok(found)
+}
+
+fn list(folder: &Path, extensions: &[&str], depth: usize, found: &mut Vec<PathBuf>) -> Result<()> {
+    if depth > MAX_DEPTH {
+        return Err(Error::invalid_argument(format!("{} is too deep", folder.display()))
+            .with_remedy("does a link lead back to a folder above it?"));
+    }
+    for (path, is_folder) in entries(folder)? {
+        if is_folder {
+            list(&path, extensions, depth + 1, found)?;
+        } else if extension(&path).is_some_and(|own| extensions.contains(&own.as_str())) {
+            found.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// What is in a folder, in the order of names, and which of it are folders; what is hidden is left out.
+fn entries(folder: &Path) -> Result<Vec<(PathBuf, bool)>> {
+    let failed = |error: io::Error| io_error(folder, &error);
+    let mut entries = Vec::new();
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        if !entry.file_name().as_encoded_bytes().starts_with(b".") {
+            let path = entry.path();
+            // Of what a link leads to; one that leads nowhere is no file.
+            let is_folder = path.is_dir();
+            entries.push((path, is_folder));
+        }
+    }
+    entries.sort();
+    Ok(entries)
+}
+
+fn extension(path: &Path) -> Option<String> {
+    path.extension().and_then(|extension| extension.to_str()).map(str::to_ascii_lowercase)
+}

@@ -1,0 +1,188 @@
+//! Environments: each file is opened once in a process, by whoever reads it first, and closed behind the last.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use heed::types::Bytes;
+use heed::{CommitOrAbort, Database, Env, EnvFlags, EnvOpenOptions, MdbError, RoTxn, WithTls};
+use parking_lot::Mutex;
+use phalanx::{Error, Result};
+
+use super::meta::Meta;
+
+/// Threads of all processes that may read a file at once. The first that opens it decides.
+const MAX_READERS: u32 = 4096;
+/// In which maps are measured.
+const SYSTEM_PAGE: u64 = 65536;
+
+/// LMDB may open a file once in a process: the locks of a file that is opened twice go with the first that is closed. So this
+/// table is of the process.
+static OPEN: Mutex<Option<HashMap<PathBuf, (Arc<Environment>, usize)>>> = Mutex::new(None);
+
+pub(super) struct Environment {
+    env: Env,
+    pub(super) database: Database<'static, Bytes, Bytes>,
+    pub(super) path: PathBuf,
+    pub(super) meta: Meta,
+    /// Who has opened it.
+    process: u32,
+}
+
+/// A share in an open environment.
+pub(super) struct Lease {
+    /// None only while it is dropped.
+    environment: Option<Arc<Environment>>,
+}
+
+impl Lease {
+    /// Opens the file at `path` to read from it, unless this process has it open.
+    pub fn open(path: &Path, readahead: bool) -> Result<Self> {
+        let path = fs::canonicalize(path).map_err(|error| {
+            Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+        })?;
+        // Whoever else wants it waits until it is open, or closed.
+        let mut table = OPEN.lock();
+        let table = table.get_or_insert_default();
+        if let Some((environment, shares)) = table.get_mut(&path) {
+            environment.of_this_process()?;
+            *shares += 1;
+            return Ok(Self { environment: Some(environment.clone()) });
+        }
+        let environment = Arc::new(Environment::open(&path, readahead)?);
+        table.insert(path, (environment.clone(), 1));
+        Ok(Self { environment: Some(environment) })
+    }
+
+    pub fn environment(&self) -> Result<&Environment> {
+        self.environment.as_deref().ok_or_else(|| Error::aborted("the LMDB environment is closed"))
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        // Until it is closed nobody opens it anew.
+        let mut table = OPEN.lock();
+        let (Some(table), Some(own)) = (table.as_mut(), self.environment.take()) else { return };
+        let Some((_, shares)) = table.get_mut(&own.path) else { return };
+        *shares -= 1;
+        if *shares == 0 {
+            let last = table.remove(&own.path);
+            if own.process != std::process::id() {
+                // A fork's: its locks are the parent's.
+                std::mem::forget(last);
+            }
+        }
+    }
+}
+
+impl Environment {
+    fn open(path: &Path, readahead: bool) -> Result<Self> {
+        let meta = Meta::read(path)?;
+        let mut flags = EnvFlags::NO_SUB_DIR | EnvFlags::READ_ONLY;
+        if !readahead {
+            flags |= EnvFlags::NO_READ_AHEAD;
+        }
+        // No more than there is: address space may be limited too.
+        let size = meta.file.next_multiple_of(SYSTEM_PAGE);
+        let env = match open(path, flags, size) {
+            Err(heed::Error::Io(error)) if is_read_only(&error) => {
+                // Nobody may write the lock's file here. Then nobody may change the data either, it is to be hoped.
+                open(path, flags | EnvFlags::NO_LOCK, size)
+            }
+            outcome => outcome,
+        };
+        let env = env.map_err(|error| explained(path, error))?;
+        let database = main_database(&env).map_err(|error| explained(path, error))?;
+        // Of processes that were killed while they read.
+        env.clear_stale_readers().map_err(|error| explained(path, error))?;
+        Ok(Self { env, database, path: path.to_owned(), meta, process: std::process::id() })
+    }
+
+    fn of_this_process(&self) -> Result<()> {
+        if self.process == std::process::id() {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{} was opened before this process was forked, and LMDB does not survive that",
+            self.path.display()
+        ))
+        .with_remedy("read from the data set for the first time behind the fork, or start processes with phalanx::spawn"))
+    }
+
+    /// The data as they are now.
+    pub fn read(&self) -> Result<RoTxn<'_, WithTls>> {
+        self.of_this_process()?;
+        let begun = match self.env.read_txn() {
+            Err(heed::Error::Mdb(MdbError::ReadersFull)) => {
+                self.clear_stale_readers()?;
+                self.env.read_txn()
+            }
+            outcome => outcome,
+        };
+        begun.map_err(|error| explained(&self.path, error))
+    }
+
+    pub fn clear_stale_readers(&self) -> Result<usize> {
+        self.env.clear_stale_readers().map_err(|error| explained(&self.path, error))
+    }
+}
+
+/// The database without a name.
+fn main_database(env: &Env) -> heed::Result<Database<'static, Bytes, Bytes>> {
+    let transaction = env.read_txn()?;
+    let opened = env.open_databases_and_commit(transaction, |opener, transaction| {
+        opener.open_database::<Bytes, Bytes>(transaction, None).map(CommitOrAbort::<_, ()>::Commit)
+    })?;
+    opened.commit().flatten().ok_or(heed::Error::Mdb(MdbError::NotFound))
+}
+
+/// Opens an environment of `size` bytes, for readers and for the writer.
+#[allow(unsafe_code)]
+pub(super) fn open(path: &Path, flags: EnvFlags, size: u64) -> heed::Result<Env> {
+    let size = usize::try_from(size).unwrap_or(usize::MAX);
+    let mut options = EnvOpenOptions::new();
+    options.map_size(size).max_readers(MAX_READERS);
+    // SAFETY: a map of a file is sound as long as nobody changes or cuts the file off but LMDB, whose locks keep its writers
+    // from pages that readers look at. For readers the file was compared with its meta pages right before (`Meta::read`), and it
+    // is read-only, so nothing is written to it from here. The writer works on a file that it has just made in a folder that only
+    // it knows. Without locks (NO_LOCK) only files are opened beside which this user can write none. That no program changes a
+    // data set with other means than LMDB while it is read is what the documentation of `LmdbDataset` asks for: that cannot be
+    // checked, as it cannot for any map of a file.
+    // An environment is open once in a process: heed refuses a second time.
+    unsafe {
+        options.flags(flags);
+        options.open(path)
+    }
+}
+
+fn is_read_only(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem)
+}
+
+/// LMDB's error with the file and what to do.
+pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
+    let remedy = match &error {
+        heed::Error::Mdb(MdbError::ReadersFull) => {
+            Some("more threads read it than the first reader has made room for: start fewer workers")
+        }
+        heed::Error::Mdb(MdbError::MapResized) => Some("it has grown while it was read: open it again"),
+        heed::Error::Mdb(MdbError::MapFull) => Some("raise the writer's `max_bytes`"),
+        heed::Error::Mdb(MdbError::BadRslot) => Some("read one item of a data set at a time on a thread"),
+        heed::Error::Mdb(MdbError::Invalid | MdbError::Corrupted | MdbError::PageNotFound) => {
+            Some("it is damaged: copy it again, or pack it again")
+        }
+        heed::Error::EnvAlreadyOpened => {
+            Some("this program has it open through heed itself, or writes it: close that first")
+        }
+        heed::Error::Io(error) if error.kind() == io::ErrorKind::StorageFull => Some("make room on the disk"),
+        heed::Error::Io(error) if error.kind() == io::ErrorKind::OutOfMemory => {
+            Some("there is too little address space for the file: raise `ulimit -v`")
+        }
+        _ => None,
+    };
+    let cause = Error::other(io::Error::other(format!("{}: {error}", path.display())));
+    remedy.into_iter().fold(cause, Error::with_remedy)
+}

@@ -1,0 +1,162 @@
+//! Packs items into LMDB.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use heed::types::Bytes;
+use heed::{CommitOrAbort, Database, Env, EnvFlags, PutFlags};
+use phalanx::{Error, Result};
+
+use super::environment::{explained, open};
+
+/// What is collected before it is written.
+const PIECE: usize = 16 << 20;
+/// The longest item; LMDB could take 4 GiB.
+const MAX_ITEM: usize = 1 << 30;
+
+/// Packs items into a new LMDB folder: item n under its number as 8 big-endian bytes, so in this order on the disk too.
+///
+/// It writes into a folder beside, which gets its name by [`finish`](Self::finish), when everything is on the disk. If the writer is dropped
+/// before, it is removed.
+pub struct LmdbWriter {
+    /// Dropped first.
+    env: Option<(Env, Database<'static, Bytes, Bytes>)>,
+    partial: PathBuf,
+    folder: PathBuf,
+    len: u64,
+    pending: Vec<Vec<u8>>,
+    bytes: usize,
+}
+
+impl LmdbWriter {
+    /// A writer of the new folder `folder`, for up to a tebibyte.
+    ///
+    /// # Errors
+    /// If there is something at `folder`, or beside it nothing can be written.
+    pub fn create(folder: impl AsRef<Path>) -> Result<Self> {
+        Self::with_max_bytes(folder, 1 << 40)
+    }
+
+    /// [`create`](Self::create) for up to `max_bytes`, where address space is limited: as much of it is taken.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn with_max_bytes(folder: impl AsRef<Path>, max_bytes: u64) -> Result<Self> {
+        let folder = folder.as_ref().to_owned();
+        let failed = |error: io::Error| io_error(&folder, &error);
+        if folder.symlink_metadata().is_ok() {
+            return Err(Error::invalid_argument(format!("{} is there already", folder.display()))
+                .with_remedy("remove it first, if it is to be packed anew"));
+        }
+        let Some(name) = folder.file_name() else {
+            return Err(Error::invalid_argument(format!(
+                "{} cannot be the name of a folder",
+                folder.display()
+            )));
+        };
+        let mut partial = OsString::from(".");
+        partial.push(name);
+        partial.push(format!(".partial-{}", std::process::id()));
+        let partial = folder.with_file_name(partial);
+        if let Some(parent) = folder.parent() {
+            fs::create_dir_all(parent).map_err(failed)?;
+        }
+        // Of a process that had this number before.
+        match fs::remove_dir_all(&partial) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+            _ => {}
+        }
+        fs::create_dir(&partial).map_err(failed)?;
+        let mut writer = Self { env: None, partial, folder, len: 0, pending: Vec::new(), bytes: 0 };
+        let size = max_bytes.clamp(1 << 20, 1 << 46).next_multiple_of(1 << 20);
+        writer.env = Some(writer.database(size).map_err(|error| explained(&writer.partial, error))?);
+        Ok(writer)
+    }
+
+    fn database(&self, size: u64) -> heed::Result<(Env, Database<'static, Bytes, Bytes>)> {
+        let env = open(&self.partial, EnvFlags::NO_READ_AHEAD, size)?;
+        let transaction = env.write_txn()?;
+        let created = env.create_databases_and_commit(transaction, |opener, transaction| {
+            opener.create_database::<Bytes, Bytes>(transaction, None).map(CommitOrAbort::<_, ()>::Commit)
+        })?;
+        let database = created.commit().ok_or(heed::Error::Mdb(heed::MdbError::NotFound))?;
+        Ok((env, database))
+    }
+
+    /// Adds an item, and gives its index.
+    ///
+    /// # Errors
+    /// If the item is longer than a gibibyte, or cannot be written: the disk is full, or there is more than was said.
+    pub fn push(&mut self, item: &[u8]) -> Result<usize> {
+        if item.len() > MAX_ITEM {
+            return Err(Error::invalid_argument(format!(
+                "an item of {} bytes; it may have {MAX_ITEM}",
+                item.len()
+            ))
+            .with_remedy("divide it into several"));
+        }
+        let index = self.len as usize + self.pending.len();
+        self.bytes += item.len() + size_of::<Vec<u8>>();
+        self.pending.push(item.to_vec());
+        if self.bytes >= PIECE {
+            self.flush()?;
+        }
+        Ok(index)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let Some((env, database)) = &self.env else { return Ok(()) };
+        let write = || {
+            let mut transaction = env.write_txn()?;
+            for (key, item) in (self.len..).zip(&self.pending) {
+                database.put_with_flags(&mut transaction, PutFlags::APPEND, &key.to_be_bytes(), item)?;
+            }
+            transaction.commit()
+        };
+        write().map_err(|error| explained(&self.partial, error))?;
+        self.len += self.pending.len() as u64;
+        self.pending.clear();
+        self.bytes = 0;
+        Ok(())
+    }
+
+    /// Writes what is left, and gives the folder its name. Returns the number of items.
+    ///
+    /// # Errors
+    /// If it cannot be written, or there is something of that name by now.
+    pub fn finish(mut self) -> Result<usize> {
+        self.flush()?;
+        // Closes it.
+        self.env = None;
+        let failed = |error: io::Error| io_error(&self.folder, &error);
+        // Only readers' places, of which there are none.
+        let _ = fs::remove_file(self.partial.join("lock.mdb"));
+        fs::File::open(&self.partial).and_then(|folder| folder.sync_all()).map_err(failed)?;
+        fs::rename(&self.partial, &self.folder).map_err(failed)?;
+        let parent = self.folder.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let parent = parent.unwrap_or(Path::new("."));
+        fs::File::open(parent).and_then(|folder| folder.sync_all()).map_err(failed)?;
+        Ok(self.len as usize)
+    }
+}
+
+fn io_error(path: &Path, error: &io::Error) -> Error {
+    Error::other(io::Error::new(error.kind(), format!("cannot pack {}: {error}", path.display())))
+}
+
+impl Drop for LmdbWriter {
+    fn drop(&mut self) {
+        self.env = None;
+        // It is not there any more if it was finished.
+        let _ = fs::remove_dir_all(&self.partial);
+    }
+}
+
+impl fmt::Debug for LmdbWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LmdbWriter({}, {} items)", self.folder.display(), self.len as usize + self.pending.len())
+    }
+}
