@@ -1,28 +1,31 @@
-//! What the ranks of one host meet on for a collective, and how they reach each other's memory there.
+//! The shared-memory control block: where the ranks of one host synchronise a collective and reach each other's memory.
 //!
-//! Each rank has a part of the control block at the start of its [`Arena`]; it writes its own part, and reads the others':
+//! Each rank has a part of the control block at the start of its [`Arena`]. It writes its own part, and reads the
+//! others':
 //!
 //! ```text
-//!   doorbell   rung, sleeping               on lines of their own, as all that follows
-//!   done       the last call in whose memory this rank is done; 0 again once a call has failed
+//!   doorbell   rung, sleeping               on cache lines of their own, as everything below
+//!   done       the last call in which this rank has finished with the others' memory; 0 again once a call has failed
 //!   staged     windows that this rank has filled
-//!   taken      windows of everybody's with which this rank is done
-//!   slot 0     sequence, call (16 bytes), what memory, its length, a note, then bytes that travel in the slot
-//!   slot 1     the same: calls with even numbers have the one, calls with odd numbers the other
+//!   taken      windows of all ranks that this rank has read
+//!   slot 0     header: sequence, call (16 bytes), kind and offset of memory, its length; then a note, and data
+//!   slot 1     the same; calls with even numbers use slot 0, calls with odd numbers slot 1
 //!   staging    two windows, filled in turn
 //! ```
 //!
-//! All ranks of the control block make the same calls. A call begins with each rank's word in its slot, published by the
-//! sequence number, and with the wait for everybody's: then all know what all call, and what memory they bring. That is
-//! all for few bytes, which travel in the slot ([`ControlBlock::small`], [`SharedOperation::slots`]). Two slots are enough: a rank that
-//! writes call n+2 has seen everybody's word on call n+1, which nobody gives before it is done with call n.
-//! Nobody reads its own slot, but a copy: its lines have gone to the processors of those who read them.
+//! All ranks of the control block make the same calls. At the start of a call each rank writes its slot header,
+//! publishes it with the sequence number, and waits for the headers of all ranks. Then every rank knows what all ranks
+//! call, and which memory they bring. If the data is small, it is in the slots, and the call is complete
+//! ([`ControlBlock::small`], [`SharedOperation::slots`]). Two slots are enough: a rank that writes call n+2 has seen
+//! all ranks' headers of call n+1, and a rank publishes that header only when it has finished call n. A rank does not
+//! read its own slot, but a copy: the slot's cache lines have moved to the processors of its readers.
 //!
-//! Many bytes are reached where they are, if every rank brings a whole region of its arena ([`SharedOperation::combine`],
-//! [`SharedOperation::read`]), and the call ends when everybody is done. Else they pass through the staging buffers
-//! ([`SharedOperation::stage`]): the others read a window ([`SharedOperation::take`]), or each of them changes its own block of it
-//! ([`SharedOperation::combine_staged`]) for the owner, who then finds the result where its input was ([`SharedOperation::take_back`]).
-//! What each rank brings stands in its slot, so all decide alike.
+//! Larger data is read and written in place, if every rank brings a whole region of its arena
+//! ([`SharedOperation::combine`], [`SharedOperation::read`]). The call ends when all ranks are done. Otherwise the data
+//! passes through the staging buffers ([`SharedOperation::stage`]). Either the others read a window
+//! ([`SharedOperation::take`]), or each of them changes its own block of it ([`SharedOperation::combine_staged`]), and
+//! the owner then finds the result where its input was ([`SharedOperation::take_back`]). The slot header says what each
+//! rank brings, so all ranks choose the same protocol.
 
 mod operation;
 mod wait;
@@ -39,16 +42,15 @@ use crate::sync::{Ordering, fence};
 
 /// Two cache lines: processors fetch them in pairs.
 const LINE: usize = 128;
-/// Bytes of a word on a call, before those that travel with it in the slot: so few that the smallest calls need one
-/// line.
+/// Bytes of a slot header. It is so small that the smallest calls need one cache line.
 const HEAD: usize = 40;
-/// The most bytes that travel in a slot, with the note before them.
+/// The most bytes that fit behind a slot header, including the note.
 pub const SMALL: usize = 16 << 10;
-/// The most bytes of the next slot that are fetched ahead of the call.
+/// The most bytes of the next slot that are prefetched.
 const READY: usize = 1 << 10;
-/// The same where one peer alone has read it.
+/// The same if only one peer has read the slot.
 const READY_FOR_ONE: usize = 4 << 10;
-/// Bytes of each staging buffer: all of them stay in a second-level cache.
+/// Bytes of each staging buffer: both fit into a second-level cache.
 pub const WINDOW: usize = if cfg!(loom) { 64 } else { 256 << 10 };
 /// Staging buffers of each rank: while the others work on one, the next is filled.
 const BUFFERS: usize = 2;
@@ -66,56 +68,56 @@ pub(crate) const BYTES: usize = STAGING + BUFFERS * WINDOW - START;
 /// A call as the ranks compare it.
 pub type Call = [u8; 16];
 
-/// What a rank brings to a call, besides the call itself; it stands in the lowest bits of the offset.
+/// The kind of memory that a rank brings to a call. It is in the lowest bits of the header's offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Brings {
-    /// Memory that others do not reach.
+    /// Memory that other ranks cannot access.
     Ordinary = 0,
-    /// A region that others may write.
+    /// A region that other ranks may write.
     Lent = 1,
-    /// A region that others may read.
+    /// A region that other ranks may read.
     Shown = 2,
-    /// Bytes in the slot.
+    /// Data in the slot.
     Small = 3,
 }
 
-/// Puts the first window of some memory into a staging buffer.
+/// Copies the first window of some memory into a staging buffer.
 pub type Fill<'a, E> = &'a dyn Fn(&[u8], &mut [u8]) -> Result<(), E>;
 
-/// How the bytes of ordinary memory set out when a call begins.
+/// How ordinary memory is sent when a call begins.
 pub enum Ordinary<'a, E> {
-    /// This part of it travels in the slot; the rest is nobody else's.
+    /// This part of it is copied into the slot. No other rank needs the rest.
     InSlot(Range<usize>),
-    /// The first window is staged before the call is published, so that nobody waits for it apart.
+    /// The first window is staged before the call is published, which saves a wait for it.
     InWindow(Fill<'a, E>),
-    /// It is staged when everybody has come.
+    /// It is staged after all headers have been seen.
     Later,
 }
 
-/// Asked now and then during a wait for the member with this index: an error ends the wait.
+/// Called now and then during a wait, with the index of the member waited for. An error ends the wait.
 pub type Watch<'a, E> = &'a mut dyn FnMut(usize) -> Result<(), E>;
 
-/// A word on a call: the call, what memory, and its length.
+/// A slot header without the sequence number: the call, the memory, and its length.
 type Fields = [u64; 4];
 
-/// This rank's copy of the bytes in its slot, aligned for elements of every type as those are.
+/// This rank's copy of the data in its slot, with the same alignment, which is enough for elements of every type.
 #[repr(align(64))]
 struct Said([u8; SMALL]);
 
-/// One rank's end of the control block.
+/// One rank's handle to the control block.
 pub struct ControlBlock {
     me: usize,
     own: Arc<Arena>,
     members: Vec<Arc<Mapping>>,
     waits: Waits,
     sequence: u64,
-    /// This rank's own word on this call, and the bytes that travel with it. The slot is for the others: this rank's
-    /// processor would have to wait for lines that a peer's processor is reading.
+    /// A copy of this rank's own slot header and data of this call. Reading the slot would have to wait for cache lines
+    /// that a peer's processor is reading.
     word: Fields,
     said: Box<Said>,
-    /// Bytes of this call's note, which all ranks that make the same call have.
+    /// Bytes of this call's note. All ranks that make the same call have the same length.
     note: usize,
-    /// Bytes of this call in the own slot, with the note.
+    /// Bytes of this call in this rank's own slot, including the note.
     in_own_slot: usize,
     /// Windows staged and taken so far.
     staged: u64,
@@ -124,8 +126,8 @@ pub struct ControlBlock {
 }
 
 impl ControlBlock {
-    /// The control block of the ranks whose arenas are given, in an order on which all agree; `own` stands at `me`. None if it
-    /// does not, or if there is somebody twice.
+    /// The control block of the ranks with these arenas, in an order on which all ranks agree. `own` is at index `me`.
+    /// Returns None if it is not, or if an arena is there twice.
     pub fn new(own: Arc<Arena>, members: Vec<Arc<Mapping>>, me: usize) -> Option<Self> {
         let distinct = members
             .iter()
@@ -147,7 +149,7 @@ impl ControlBlock {
         })
     }
 
-    /// This rank's place among the members.
+    /// This rank's index among the members.
     pub fn me(&self) -> usize {
         self.me
     }
@@ -157,26 +159,26 @@ impl ControlBlock {
         self.members.len()
     }
 
-    /// A call with `bytes` in the slot, at most [`SMALL`]; gives every member's word when all have come.
+    /// A call with `bytes` in the slot, at most [`SMALL`]. Returns all members' slots when all have been published.
     pub fn small<E>(&mut self, call: Call, bytes: &[u8], watch: Watch<'_, E>) -> Result<Slots<'_>, E> {
         self.bring(call, &[], bytes, None, Some(0..bytes.len()));
         self.meet(watch)?;
         Ok(Slots { control_block: self })
     }
 
-    /// The members that have not given their word on this rank's latest call.
+    /// The members that have not published their header of this rank's latest call.
     pub fn missing(&self) -> impl Iterator<Item = usize> {
         let late = |member: &Mapping| member.word(self.slot()).load(Ordering::Acquire) < self.sequence;
         let others = self.members.iter().enumerate().filter(|(index, _)| *index != self.me);
         others.filter_map(move |(index, member)| late(member).then_some(index))
     }
 
-    /// A call in which others may write into `memory`, if it is a whole region and everybody brings one of the same
-    /// length. Otherwise its bytes travel as `ordinary` says: in the slots, if nobody lends a region and all say so;
-    /// else in the windows that `work` stages.
+    /// A call in which other ranks may write into `memory`, if it is a whole region and all ranks bring one of the same
+    /// length. Otherwise the data is sent as `ordinary` says: in the slots, if all ranks do so and no rank lends a
+    /// region; else in the windows that `work` stages.
     ///
-    /// After an error the region is cut off, so that a peer that still works on the call does no harm; should that not be
-    /// possible, [`still_lent`](Self::still_lent) says why.
+    /// After an error the region is cut off, so that a peer that is still working on the call does no harm. If that
+    /// fails, [`still_lent`](Self::still_lent) says why.
     pub fn in_place<R, E>(
         &mut self,
         call: Call,
@@ -193,7 +195,7 @@ impl ControlBlock {
             Ordinary::InSlot(part) => small = Some(part),
             Ordinary::InWindow(fill) if region.is_none() => {
                 self.stage(&mut *watch, |window| fill(memory, window))?;
-                // Published with the call: nobody waits for it before.
+                // Published together with the call: no rank waits for it earlier.
                 self.own.mapping().word(STAGED).store(self.staged, Ordering::Release);
                 ahead = true;
             }
@@ -210,15 +212,15 @@ impl ControlBlock {
         outcome
     }
 
-    /// Why the memory of the last call, which failed, could not be cut off: a peer that is late may write into it yet.
+    /// Why the memory of the last call, which failed, could not be cut off. A late peer may still write into it.
     pub fn still_lent(&mut self) -> Option<io::Error> {
         self.still_lent.take()
     }
 
-    /// A call in which others may read `memory`, if it and everybody's is a whole region. Otherwise as
-    /// [`in_place`](Self::in_place). Who brings no bytes goes along with what the others bring.
+    /// A call in which other ranks may read `memory`, if all ranks' memory is a whole region. Otherwise as
+    /// [`in_place`](Self::in_place). A rank without data does not affect which protocol is used.
     ///
-    /// The `note` reaches everybody, whichever way the bytes take; that of a call is equally long on every rank.
+    /// All ranks receive the `note`, with every protocol. In one call it has the same length on every rank.
     pub fn apart<R, E>(
         &mut self,
         call: Call,
@@ -258,7 +260,7 @@ impl ControlBlock {
             }
             (None, None) => self.publish(call, Brings::Ordinary, 0, memory.len()),
         }
-        // Nobody waits for this copy.
+        // After publishing: no rank waits for this copy.
         self.said.0[..note.len()].copy_from_slice(note);
     }
 
@@ -266,11 +268,11 @@ impl ControlBlock {
     fn put(&mut self, start: usize, bytes: &[u8]) {
         assert!(start + bytes.len() <= SMALL, "too many bytes for a slot");
         let place = self.slot() + HEAD + start;
-        // SAFETY: in the own slot, which no peer reads: whoever could has seen a later call; see the module.
+        // SAFETY: in this rank's own slot. No peer reads it now, because all have seen a later call; see the module.
         unsafe { self.own.mapping().lend_mut(place, bytes.len()) }.copy_from_slice(bytes);
     }
 
-    /// Where this call's slot lies in each part of the control block.
+    /// The offset of this call's slot in each part of the control block.
     fn slot(&self) -> usize {
         SLOTS + (self.sequence % 2) as usize * SLOT
     }
@@ -282,14 +284,14 @@ impl ControlBlock {
         for (index, word) in self.word.into_iter().enumerate() {
             own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
         }
-        // Whoever sleeps is woken in `meet`.
+        // Sleeping ranks are woken in `meet`.
         own.word(slot).store(self.sequence, Ordering::Release);
     }
 
-    /// Waits for everybody's word on this call, which this rank has published.
+    /// Waits for all ranks' headers of this call. This rank has published its own.
     fn meet<E>(&self, watch: Watch<'_, E>) -> Result<(), E> {
-        // Most often all come at once. The fence before the doorbells costs less when what was written has left this
-        // processor, and nobody should wait for it.
+        // Usually all ranks come at once. The fence before the doorbells is cheaper when the stores have left this
+        // processor, and no rank should wait for the fence.
         let have_come = self.waits.a_few(|| self.missing().next().is_none());
         fence(Ordering::SeqCst);
         self.wake();
@@ -300,23 +302,23 @@ impl ControlBlock {
         Ok(())
     }
 
-    /// Fetches what this rank will write next, while it is busy with other things: the peers' processors have read what
-    /// stood there.
+    /// Prefetches the slot that this rank will write next, while it is busy with other things: the slot's cache lines
+    /// are in the caches of the peers that have read it.
     fn ready_next_slot(&self) {
         let next = SLOTS + ((self.sequence + 1) % 2) as usize * SLOT;
         let ready = if self.members.len() == 2 { READY_FOR_ONE } else { READY };
         self.own.mapping().fetch_to_write(next, HEAD + self.in_own_slot.min(ready));
     }
 
-    /// Shows the others that this rank has reached `value`, and wakes those that sleep.
+    /// Publishes that this rank's `counter` has reached `value`, and wakes sleeping ranks.
     fn show(&self, counter: usize, value: u64) {
-        // Releases what was written before. Sequentially consistent, with the load in `wake`: either that sees a sleeper's
-        // flag, or the sleeper, after its own fence, sees this.
+        // Releases earlier stores. Sequentially consistent with the load in `wake`: either that load sees a sleeper's
+        // flag, or the sleeper, after its own fence, sees this store.
         self.own.mapping().word(counter).swap(value, Ordering::SeqCst);
         self.wake();
     }
 
-    /// Wakes those that sleep.
+    /// Wakes sleeping ranks.
     fn wake(&self) {
         for (index, member) in self.members.iter().enumerate() {
             if index != self.me {
@@ -325,10 +327,11 @@ impl ControlBlock {
         }
     }
 
-    /// Takes back that this rank is done: its call has failed.
+    /// Withdraws this rank's `done`, because its call has failed.
     fn withdraw(&self) {
         self.own.mapping().word(DONE).swap(0, Ordering::SeqCst);
-        // Before whatever is written into the memory from now on: who reads that, and looks here after it, sees this.
+        // Orders this before all later stores into the memory: a rank that reads one of those, and then reads `done`,
+        // sees 0.
         fence(Ordering::SeqCst);
     }
 
@@ -344,7 +347,7 @@ impl ControlBlock {
         Ok(())
     }
 
-    /// A field of a member's word on this call.
+    /// A field of a member's header of this call.
     fn field(&self, member: usize, index: usize) -> u64 {
         if member == self.me {
             return self.word[index];
@@ -352,7 +355,7 @@ impl ControlBlock {
         self.members[member].word(self.slot() + 8 + 8 * index).load(Ordering::Relaxed)
     }
 
-    /// Bytes of a member's slot on this call; none if there is no room for so many.
+    /// Bytes of a member's slot of this call. Empty if the slot is too short for them.
     fn in_slot(&self, member: usize, start: usize, bytes: usize) -> &[u8] {
         if start.checked_add(bytes).is_none_or(|end| end > SMALL) {
             return &[];
@@ -360,8 +363,8 @@ impl ControlBlock {
         if member == self.me {
             return &self.said.0[start..start + bytes];
         }
-        // SAFETY: in the member's slot, whose bytes were published with the sequence number that this rank has seen, and
-        // stay until this rank has given its word on the next call, which needs this borrow of the control block to end.
+        // SAFETY: in the member's slot. These bytes were published with the sequence number that this rank has seen.
+        // They stay until this rank publishes the next call, which needs this borrow of the control block to end.
         unsafe { self.members[member].lend(self.slot() + HEAD + start, bytes) }
     }
 
@@ -373,18 +376,18 @@ impl ControlBlock {
     }
 }
 
-/// What the members said in their slots, until the next call.
+/// The members' slots, until the next call.
 pub struct Slots<'a> {
     control_block: &'a ControlBlock,
 }
 
 impl<'a> Slots<'a> {
-    /// What `member` calls.
+    /// The call of `member`.
     pub fn call(&self, member: usize) -> Call {
         self.control_block.call_of(member)
     }
 
-    /// The bytes that `member` sent with it; none if it sent them otherwise, which only another call does.
+    /// The data in `member`'s slot. Empty if it is not there, which happens only if the calls differ.
     pub fn bytes(&self, member: usize) -> &'a [u8] {
         match self.control_block.brings(member) == Brings::Small as u64 {
             true => {

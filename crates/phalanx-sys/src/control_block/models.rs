@@ -1,7 +1,7 @@
-//! The control block's protocol in every order that the memory model allows, as loom tries them.
+//! The control block's protocol under loom, with every interleaving that the memory model allows.
 //!
-//! Loom objects to a slot, a window or a region that somebody touches while it is another's, and to a rank that sleeps
-//! while nobody will wake it.
+//! Loom reports an access to a slot, a window or a region that belongs to another rank at that time, and a rank that
+//! sleeps and is never woken.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use loom::thread;
 use super::*;
 
 const CALL: Call = *b"sixteen letters.";
-/// Bytes that travel in a slot, and bytes of each rank's share of a region.
+/// Bytes of data in a slot, and bytes of each rank's share of a region.
 const FEW: usize = 8;
 const SHARE: usize = 64;
 /// Bytes of each rank's block of a window.
@@ -29,8 +29,8 @@ fn arena(ranks: usize) -> Arc<Arena> {
     Arena::modelled(words, [START, START + LINE], parts, REGION..REGION + ranks * SHARE)
 }
 
-/// Lets `ranks` threads, each with its end of the control block, do the same, in every order; or, if `preemptions` is given, in
-/// every one in which threads are interrupted no more often than so.
+/// Runs `rank` on `ranks` threads, each with its handle of the control block, in every interleaving. If `preemptions`
+/// is given, only interleavings with at most that many preemptions are run.
 fn model(ranks: usize, preemptions: Option<usize>, rank: fn(ControlBlock)) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = preemptions;
@@ -75,7 +75,7 @@ fn loom_three_ranks_meet_in_their_slots() {
     model(3, Some(1), small_calls);
 }
 
-/// Each rank fills its own region, all add them up, and each looks at its own.
+/// Each rank fills its own region, all ranks add the regions up, and each checks its own.
 fn combine(mut control_block: ControlBlock) {
     for call in 1..3 {
         let ranks = control_block.members();
@@ -104,7 +104,7 @@ fn loom_regions_are_combined_by_one_rank_each_part() {
     model(2, Some(3), combine);
 }
 
-/// Each rank reads all regions, and writes to its own again.
+/// Each rank reads all regions, and then writes to its own again.
 fn read(mut control_block: ControlBlock) {
     let ranks = control_block.members();
     let own = control_block.own.clone();
@@ -115,7 +115,7 @@ fn read(mut control_block: ControlBlock) {
         Ok(operation.read(|regions| regions.iter().map(|region| region[SHARE]).sum::<u8>()))
     });
     assert_eq!(sum, Ok((1..=ranks as u8).sum()));
-    // SAFETY: and after it.
+    // SAFETY: the region is the rank's own after the call.
     unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) }.fill(0);
 }
 
@@ -131,7 +131,7 @@ fn filled_with(byte: u8) -> impl Fn(&[u8], &mut [u8]) -> Result<(), Infallible> 
     }
 }
 
-/// More windows than there are buffers, staged one ahead, the first of them with the call.
+/// More windows than there are buffers, staged one ahead; the first is staged before the call.
 fn stage(mut control_block: ControlBlock) {
     let mut memory = [0];
     let first = filled_with(control_block.me() as u8);
@@ -160,7 +160,7 @@ fn loom_windows_stay_until_all_have_taken_them() {
     model(2, Some(2), stage);
 }
 
-/// More windows than there are buffers; each rank adds to its block of the other's, whose owner takes them back.
+/// More windows than there are buffers. Each rank adds to its block of the other's window, whose owner takes it back.
 fn combine_staged(mut control_block: ControlBlock) {
     let mut memory = [0];
     let first = filled_with(control_block.me() as u8);

@@ -1,4 +1,4 @@
-//! A call with many bytes, once every rank has given its word on it.
+//! A call with large data, after all slot headers have been seen.
 
 use std::io;
 use std::ops::Range;
@@ -14,7 +14,7 @@ pub(super) enum Memory<'a> {
 }
 
 impl Memory<'_> {
-    /// What the call may change.
+    /// The memory that the call may change.
     fn as_mut_slice(&mut self) -> Option<&mut [u8]> {
         match self {
             Self::InPlace(memory) => Some(memory),
@@ -23,10 +23,10 @@ impl Memory<'_> {
     }
 }
 
-/// How the bytes of a call get from rank to rank; the same on every rank.
+/// How the data of a call moves between ranks; the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
-    /// Everybody reaches everybody's memory.
+    /// All ranks access each other's memory.
     Direct,
     /// In the slots.
     Small,
@@ -34,7 +34,7 @@ pub enum Protocol {
     Staged,
 }
 
-/// A call of all members, under way.
+/// A call of all members, in progress.
 pub struct SharedOperation<'a, 'w, E> {
     control_block: &'a mut ControlBlock,
     memory: Memory<'a>,
@@ -45,13 +45,13 @@ pub struct SharedOperation<'a, 'w, E> {
 
 /// This rank's windows in a call.
 pub(super) struct Windows {
-    /// The first one is staged already.
+    /// The first window is already staged.
     pub(super) ahead: bool,
-    /// The next one that is taken back.
+    /// The number of the next window to take back.
     pub(super) results: u64,
 }
 
-/// A region that peers may write into. Unless the call comes to its end, it is cut off from them.
+/// A region that peers may write into. If the call does not complete, the region is cut off from them.
 pub(super) struct Lent {
     arena: Arc<Arena>,
     offset: usize,
@@ -63,7 +63,7 @@ impl Lent {
         Self { arena, offset, ended: false }
     }
 
-    /// Every peer has said that it is done.
+    /// All peers are done.
     pub(super) fn end(mut self) {
         self.ended = true;
     }
@@ -83,13 +83,13 @@ impl Drop for Lent {
         }
         // SAFETY: the call holds the region's memory exclusively as long as this lives.
         let cut = unsafe { self.arena.cut_off(self.offset) };
-        // The work has panicked, and there is nobody to tell.
+        // The work has panicked: there is no caller to return the error to.
         let _ = cut;
     }
 }
 
 impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
-    /// Waits for everybody's word, does the `work`, and waits until everybody is done.
+    /// Waits for all ranks' headers, does the `work`, and waits until all ranks are done.
     pub(super) fn hold<R>(
         control_block: &'a mut ControlBlock,
         memory: Memory<'a>,
@@ -122,14 +122,14 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
             control_block.show(DONE, control_block.sequence);
             let mut done = control_block.await_all(DONE, control_block.sequence, &mut *watch);
             if done.is_ok() {
-                // Once more. Who gave up while another still combined has taken its word back and moved its memory, so what
-                // that other has combined since, for all, may lack its part. Who takes it back after this look harms
-                // nobody: nobody combines any more.
+                // Check again. A rank that gave up while another was still combining has withdrawn its `done` and moved
+                // its memory. What that other rank has combined since then may lack its part. A withdrawal after this
+                // check is harmless, because no rank is combining any more.
                 done = control_block.await_all(DONE, control_block.sequence, watch);
             }
             if done.is_err() {
-                // From now on this rank's memory may hold anything. Whoever has not seen it done has not read it to the end
-                // either, and must not take what it reads for the call's.
+                // From now on this rank's memory may be overwritten. A rank that has not seen this rank's `done` may
+                // not have read all of it, and must not use what it reads as the call's data.
                 control_block.withdraw();
             }
             done?;
@@ -137,12 +137,12 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         Ok(outcome)
     }
 
-    /// How the bytes get from rank to rank.
+    /// How the data moves between ranks.
     pub fn protocol(&self) -> Protocol {
         self.protocol
     }
 
-    /// This rank's place among the members.
+    /// This rank's index among the members.
     pub fn me(&self) -> usize {
         self.control_block.me
     }
@@ -152,7 +152,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         self.control_block.members()
     }
 
-    /// What `member` calls.
+    /// The call of `member`.
     pub fn call(&self, member: usize) -> Call {
         self.control_block.call_of(member)
     }
@@ -162,27 +162,27 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         self.control_block.in_slot(member, 0, self.control_block.note)
     }
 
-    /// What all said in their slots, and what this rank brought, to be changed.
+    /// Lends the data in all slots, and this rank's memory for writing.
     ///
     /// # Panics
-    /// If the memory is direct.
+    /// If the protocol is [`Protocol::Direct`].
     pub fn slots<R>(&mut self, work: impl FnOnce(&Slots<'_>, &mut [u8]) -> R) -> R {
         assert_ne!(self.protocol, Protocol::Direct, "the others may be writing into it");
         let memory = self.memory.as_mut_slice().unwrap_or_default();
         work(&Slots { control_block: self.control_block }, memory)
     }
 
-    /// Lends this rank's [`share`] of every member's memory, in the order of the members. The memory is dealt out to the
-    /// first `owners` members in multiples of `unit`, on both of which all must agree: a process that does not keeps to
-    /// no protocol; see [`shared`](crate::shared) on trust.
+    /// Lends this rank's [`share`] of every member's memory, in the order of the members. The memory is divided among
+    /// the first `owners` members in multiples of `unit`. All members must pass the same two values; see
+    /// [`shared`](crate::shared) on trust.
     ///
     /// # Panics
-    /// If the memory is not direct, or not lent for writing.
+    /// If the protocol is not [`Protocol::Direct`], or the memory is not lent for writing.
     pub fn combine<R>(&mut self, owners: usize, unit: usize, work: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
         let (control_block, own) = (&*self.control_block, self.memory.as_mut_slice());
         assert!(self.protocol == Protocol::Direct && own.is_some(), "it is not lent");
         let own = own.unwrap_or_default();
-        // All regions have this length, or the way would be another.
+        // All regions have this length; otherwise the protocol would not be Direct.
         let share = share(own.len(), unit, owners, control_block.me);
         let mut own = Some(&mut own[share.clone()]);
         let mut shares: Vec<&mut [u8]> = (0..control_block.members())
@@ -191,8 +191,8 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
                     return own.take();
                 }
                 let region = control_block.region(member, Brings::Lent).unwrap_or(0..0);
-                // SAFETY: every member has lent this region and waits until this one is done; each touches the share of
-                // its own number, and shares of one length do not overlap. The regions of different members lie in
+                // SAFETY: every member has lent this region and waits until this rank is done. Each rank accesses only
+                // its own share, and shares of one length do not overlap. The regions of different members are in
                 // different arenas.
                 Some(unsafe {
                     control_block.members[member].lend_mut(region.start + share.start, share.len())
@@ -205,7 +205,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     /// Lends every member's whole memory, in the order of the members, for reading.
     ///
     /// # Panics
-    /// If the memory is not direct, or is lent for writing.
+    /// If the protocol is not [`Protocol::Direct`], or the memory is lent for writing.
     pub fn read<R>(&self, work: impl FnOnce(&[&[u8]]) -> R) -> R {
         assert!(
             self.protocol == Protocol::Direct && matches!(self.memory, Memory::Apart(_)),
@@ -214,16 +214,16 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         let regions: Vec<&[u8]> = (0..self.members())
             .map(|member| {
                 let region = self.control_block.region(member, Brings::Shown).unwrap_or(0..0);
-                // SAFETY: its owner lends it for reading, and waits until this rank is done. (One whose call failed does
-                // not wait. Then what is read is of no use, and this call ends with an error too: that member is not done,
-                // or has withdrawn.)
+                // SAFETY: its owner lends it for reading, and waits until this rank is done. (A rank whose call failed
+                // does not wait. Then the data read is not used, because this call fails too: that rank is not done, or
+                // has withdrawn.)
                 unsafe { self.control_block.members[member].lend(region.start, region.len()) }
             })
             .collect();
         work(&regions)
     }
 
-    /// Fills the next window, and shows it to the others.
+    /// Fills the next window, and publishes it.
     pub fn stage(&mut self, fill: impl FnOnce(&[u8], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
         assert_eq!(self.protocol, Protocol::Staged, "the others may be writing into it");
         if std::mem::take(&mut self.windows.ahead) {
@@ -238,22 +238,22 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         Ok(())
     }
 
-    /// Lends everybody's next window, in the order of the members, with what this rank brought.
+    /// Lends all members' next window, in the order of the members, together with this rank's memory.
     pub fn take(&mut self, work: impl FnOnce(&[&[u8]], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
         self.await_staged()?;
-        // The windows are no part of what this rank brought.
+        // The windows do not overlap this rank's memory.
         let windows: Vec<&[u8]> = self.control_block.windows().collect();
         work(&windows, self.memory.as_mut_slice().unwrap_or_default())?;
         self.show_taken();
         Ok(())
     }
 
-    /// Lends this rank's block of everybody else's next window, in the order of the members without this one, to be
-    /// changed, with what this rank brought. A window has a block of `bytes` for each member, on which all must agree, as
-    /// all must call this for the window; see [`shared`](crate::shared) on trust.
+    /// Lends this rank's block of each other member's next window for writing, in the order of the members without this
+    /// one, together with this rank's memory. A window has a block of `bytes` for each member. All members must pass
+    /// the same `bytes`, and all must call this for the window; see [`shared`](crate::shared) on trust.
     ///
     /// # Panics
-    /// If so many blocks do not fit into a window.
+    /// If the blocks do not fit into a window.
     pub fn combine_staged(
         &mut self,
         bytes: usize,
@@ -265,8 +265,9 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
             (&*self.control_block, window(self.control_block.taken) + self.control_block.me * bytes);
         let others = control_block.members.iter().enumerate().filter(|(index, _)| *index != control_block.me);
         let mut blocks: Vec<&mut [u8]> = others
-            // SAFETY: the member has staged the window, and leaves it alone until this rank has shown it as taken, which needs
-            // this borrow to end. Every other rank touches the block of its own number, and blocks do not overlap.
+            // SAFETY: the member has staged the window, and does not touch it until this rank has published it as
+            // taken, which needs this borrow to end. Every other rank accesses only its own block, and blocks do not
+            // overlap.
             .map(|(_, member)| unsafe { member.lend_mut(start, bytes) })
             .collect();
         work(&mut blocks, self.memory.as_mut_slice().unwrap_or_default())?;
@@ -274,8 +275,8 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         Ok(())
     }
 
-    /// Lends this rank's own window back, when everybody has combined into it, with what this rank brought. Windows come
-    /// back in the order in which they were staged.
+    /// Lends this rank's own window, after all ranks have combined into it, together with this rank's memory. Windows
+    /// are taken back in the order in which they were staged.
     ///
     /// # Panics
     /// If the window has been filled again, or is not staged yet.
@@ -283,8 +284,8 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         let (number, staged) = (self.windows.results, self.control_block.staged);
         assert!(number < staged && staged - number <= BUFFERS as u64, "the window is another's by now");
         self.control_block.await_all(TAKEN, number + 1, &mut *self.watch)?;
-        // SAFETY: everybody has shown it as taken, and nobody touches it until this rank stages it again, which has not
-        // happened yet, as just checked, and needs this borrow to end.
+        // SAFETY: all ranks have published it as taken. No rank accesses it until this rank stages it again, which has
+        // not happened yet, as just checked, and needs this borrow to end.
         let window = unsafe { self.control_block.own.mapping().lend(window(number), WINDOW) };
         work(window, self.memory.as_mut_slice().unwrap_or_default())?;
         self.windows.results += 1;
@@ -304,23 +305,24 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     }
 }
 
-/// Where window `number` lies in each part of the control block.
+/// The offset of window `number` in each part of the control block.
 fn window(number: u64) -> usize {
     STAGING + (number % BUFFERS as u64) as usize * WINDOW
 }
 
 impl ControlBlock {
-    /// What `member` brings to this call, by its number.
+    /// The kind of memory that `member` brings to this call, as a number.
     pub(super) fn brings(&self, member: usize) -> u64 {
         self.field(member, 2) & 3
     }
 
-    /// The bytes of what `member` brings, as it says.
+    /// The length of the memory that `member` brings, as its header says.
     pub(super) fn length(&self, member: usize) -> usize {
         usize::try_from(self.field(member, 3)).unwrap_or(usize::MAX)
     }
 
-    /// Where the memory is that `member` brings as `wanted`. None if it brings none, or none that it can have.
+    /// The range of the memory that `member` brings as `wanted`. None if it brings another kind, or if the range is not
+    /// valid.
     pub(super) fn region(&self, member: usize, wanted: Brings) -> Option<Range<usize>> {
         let (word, bytes) = (self.field(member, 2), self.length(member));
         let offset = usize::try_from(word & !3).ok()?;
@@ -328,36 +330,36 @@ impl ControlBlock {
             .then(|| offset..offset + bytes)
     }
 
-    /// Fills the next window, which is not shown yet.
+    /// Fills the next window without publishing it.
     pub(super) fn stage<E>(
         &mut self,
         watch: Watch<'_, E>,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let taken = (self.staged + 1).saturating_sub(BUFFERS as u64);
-        // This rank too: it would wait for itself.
+        // This includes this rank: it would wait for itself.
         assert!(self.taken >= taken, "more is staged than there are buffers");
         self.await_all(TAKEN, taken, watch)?;
-        // SAFETY: in the own part of the control block. Everybody has taken what was in the window, and nobody looks at it before it
-        // is shown, which needs this borrow to end.
+        // SAFETY: in this rank's own part of the control block. All ranks have taken the window's last content, and no
+        // rank reads it before it is published, which needs this borrow to end.
         fill(unsafe { self.own.mapping().lend_mut(window(self.staged), WINDOW) })?;
         self.staged += 1;
         Ok(())
     }
 
-    /// Everybody's window that this rank takes next, which all have staged.
+    /// The window of each member that this rank takes next. All members have staged it.
     fn windows(&self) -> impl Iterator<Item = &[u8]> {
         let offset = window(self.taken);
         self.members.iter().map(move |member| {
-            // SAFETY: in the member's part of the control block. It was shown as staged, and is filled again only when this rank
-            // has shown it as taken, which needs this borrow of the control block to end.
+            // SAFETY: in the member's part of the control block. It was published as staged, and is filled again only
+            // when this rank has published it as taken, which needs this borrow of the control block to end.
             unsafe { member.lend(offset, WINDOW) }
         })
     }
 }
 
-/// The share of number `index` when `bytes` are dealt out to `owners` in multiples of `unit`; what is over goes to the
-/// last of them, and nothing to whoever comes after.
+/// The share of owner `index` when `bytes` are divided among `owners` in multiples of `unit`. The last owner gets the
+/// remainder. An index beyond the owners gets nothing.
 pub fn share(bytes: usize, unit: usize, owners: usize, index: usize) -> Range<usize> {
     let units = bytes / unit;
     let bound = |index: usize| match index {

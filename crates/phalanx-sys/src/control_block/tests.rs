@@ -9,7 +9,7 @@ use crate::arena::Region;
 const ARENA: usize = 16 << 20;
 const CALL: Call = *b"sixteen letters.";
 
-/// The control blocks of all ranks, each with mappings of its own as processes would have.
+/// The control blocks of all ranks, each with its own mappings, as in separate processes.
 fn blocks(ranks: usize) -> Vec<(ControlBlock, Arc<Arena>)> {
     let arenas: Vec<_> = (0..ranks).map(|_| Arena::create(ARENA, ranks, 7).unwrap()).collect();
     let open = |arena: &Arena| Arena::open(std::process::id(), arena.descriptor(), arena.bytes(), 7).unwrap();
@@ -32,7 +32,7 @@ fn run(ranks: usize, rank: impl Fn(&mut ControlBlock, &Arc<Arena>) + Sync) {
     });
 }
 
-/// The others go on waiting for a rank whose test fails, but not for ever.
+/// If one rank's test fails, the others keep waiting for it, but not for ever.
 fn go_on(missing: usize) -> Result<(), String> {
     static START: OnceLock<Instant> = OnceLock::new();
     let waited = START.get_or_init(Instant::now).elapsed() > Duration::from_secs(60);
@@ -244,7 +244,7 @@ fn windows_are_combined_by_all_and_come_back() {
     const BLOCK: usize = WINDOW / RANKS / 64 * 64;
     run(RANKS, |control_block, _| {
         let me = control_block.me();
-        // The first call finds its window staged already.
+        // The first call finds its window already staged.
         for ahead in [true, false] {
             let fill = |_: &[u8], staged: &mut [u8]| {
                 staged.fill(me as u8);
@@ -320,7 +320,7 @@ fn after_a_failed_call_late_peers_do_not_reach_the_region() {
         control_block
             .in_place(CALL, region.as_mut_slice(), Ordinary::Later, &mut |_| Err("enough"), |_| Ok(()));
     assert_eq!(outcome, Err("enough"));
-    // The peer finds the word in the slot, takes the region for lent, and writes.
+    // The peer reads the header in the slot, sees that the region is lent, and writes.
     let mut own = filled(&other, 10_000, 1);
     let mut watch = |_| Err("nobody is done any more");
     let outcome = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |operation| {
@@ -353,9 +353,9 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
             });
             assert_eq!(late, Err("somebody is not done"));
         });
-        // This rank has done its part, and gives up on the other's.
+        // This rank has done its part, and gives up on the other.
         let region = filled(&arena, 10_000, 1);
-        // From then on whenever it is asked: an answer that comes with the end of a wait is not heard.
+        // From then on, every time it is called: a result that comes with the end of a wait may be ignored.
         let enough = Cell::new(false);
         let mut watch = |_| {
             enough.set(enough.get() || worked.try_recv().is_ok());
@@ -368,7 +368,7 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
     });
 }
 
-/// One rank gives up on one that is late; a third has seen the first done, and waits for the late one alone.
+/// One rank gives up on a late rank; a third has seen that the first is done, and waits only for the late one.
 #[test]
 fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third() {
     const BYTES: usize = 10_000;
@@ -401,7 +401,7 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
             let combined = Cell::new(false);
             let mut told = false;
             let mut watch = |member| match member {
-                // Asked for the last one, once this rank is through with its part: the first has been seen done.
+                // Called for the last member, after this rank has done its part: the first was seen as done.
                 2 if combined.get() && !told => {
                     told = true;
                     alone.send(()).unwrap();

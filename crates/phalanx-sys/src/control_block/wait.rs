@@ -6,25 +6,25 @@ use std::time::{Duration, Instant};
 
 use crate::shared::Doorbell;
 
-/// Looks before the peers that sleep are woken, and after: what the peers do next is often done within a microsecond. Each look
-/// takes the line from the peer that is about to write it, so there is a pause between two of them, unless ranks share
-/// processors: then the time is better spent on the others' work.
+/// Polls before sleeping peers are woken, and after. A peer often finishes its next step within a microsecond. Each
+/// poll takes the cache line from the peer that is about to write it, so there is a pause between two polls. If ranks
+/// share processors, there is none: the other ranks can use that time.
 const LOOKS: u32 = 8;
 const SPINS: u32 = 156;
 /// The same without pauses, before and after.
 const CROWDED_LOOKS: u32 = 64;
-/// Rounds of looks with a turn for others in between. A peer that shares this processor comes on with its part meanwhile;
-/// where every rank has one, what may be waiting is this rank's own computation.
+/// Rounds of polls in which the rank yields. If a peer shares this processor, it can continue meanwhile. If each rank
+/// has a processor of its own, the thread that gets the processor may be this rank's own computation.
 const ROUNDS: u32 = 2;
 const CROWDED_ROUNDS: u32 = 40;
-/// Turns in a round. Each may take others some milliseconds, and between two rounds the rank asks whether to go on.
+/// Yields in a round. Each may take some milliseconds. Between two rounds the rank calls `watch`.
 const TURNS: u32 = 25;
-/// A turn that takes others so long is no peer's quick answer: from there on, a rank that sleeps is back sooner.
+/// If a yield takes longer than this, the peer will not answer soon: sleeping then returns earlier than yielding.
 const LONG: Duration = Duration::from_micros(100);
-/// A rank sleeps this long at most before it asks whether to go on.
+/// The longest sleep before `watch` is called again.
 const SLEEP: Duration = Duration::from_millis(10);
 
-/// The waits of a rank among its peers.
+/// How a rank waits for its peers.
 pub(super) struct Waits {
     looks: u32,
     spins: u32,
@@ -33,10 +33,11 @@ pub(super) struct Waits {
 }
 
 impl Waits {
-    /// Among `ranks`: they look for a while if each can have a processor, and else let the others go first.
+    /// For `ranks` ranks: they poll for a while if each can have a processor, and otherwise yield first.
     pub(super) fn new(ranks: usize) -> Self {
         if cfg!(loom) {
-            // In a model one look says as much as many: `until` takes one before it sleeps, and `a_few` one in any case.
+            // In a model one poll is as good as many: `until` polls once before it sleeps, and `a_few` polls at least
+            // once.
             Self { looks: 0, spins: 0, pauses: false, rounds: 0 }
         } else if ranks <= processors() {
             Self { looks: LOOKS, spins: SPINS, pauses: true, rounds: ROUNDS }
@@ -45,7 +46,7 @@ impl Waits {
         }
     }
 
-    /// Looks a few times whether it is `ready`.
+    /// Polls a few times whether it is `ready`.
     pub(super) fn a_few(&self, ready: impl Fn() -> bool) -> bool {
         self.look(self.looks.max(1), ready)
     }
@@ -62,7 +63,7 @@ impl Waits {
         false
     }
 
-    /// Waits until `ready`, or until `watch` finds that there is no use.
+    /// Waits until `ready`, or until `watch` returns an error.
     pub(super) fn until<E>(
         &self,
         ready: impl Fn() -> bool,
@@ -74,7 +75,7 @@ impl Waits {
         }
         let mut rounds = 0..self.rounds;
         loop {
-            // Asked before the last look: what a peer did before it left, or died, still counts.
+            // Called before the last poll: what a peer did before it left, or died, still counts.
             let verdict = watch();
             if ready() {
                 return Ok(());
@@ -101,9 +102,10 @@ impl Waits {
     }
 }
 
-/// The number of processors of this host. Not those that this process is bound to: a launcher binds each rank to its own.
+/// The number of this host's processors, not of those that this process is bound to: a launcher may bind each rank to
+/// its own.
 fn processors() -> usize {
-    // SAFETY: it reads no memory of ours.
+    // SAFETY: it accesses no memory of this process.
     let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
     usize::try_from(online).unwrap_or(1)
 }
