@@ -1,19 +1,19 @@
 //! Memory that a rank allocates, and that the other ranks of its host map.
 //!
-//! An [`Arena`] is one large, sparse, anonymous file. Its owner and every peer map it once, whole: that takes addresses
-//! and no memory. [`Arena::alloc`] takes memory for a part of it, a [`Region`], and says so if there is too little; the
-//! end of the region gives the memory back. A peer reaches a region by its offset alone, so that nothing needs to be
-//! mapped or exchanged again when memory comes and goes.
+//! An [`Arena`] is one large, sparse, anonymous file. Its owner and every peer map all of it once, which uses addresses
+//! but no memory. [`Arena::alloc`] allocates memory for a part of it, a [`Region`], and returns an error if there is
+//! too little. Dropping the region frees the memory. A peer needs only the offset of a region, so nothing has to be
+//! mapped or exchanged again when regions come and go.
 //!
-//! The arena begins with a page of its own and the owner's part of the [`control_block`]; regions lie behind.
+//! The arena begins with a page of its own and the owner's part of the [`control_block`]. The regions follow.
 //!
 //! # Trust
 //!
 //! The owner holds a region as Rust memory, while peers could write into it at any time. They do so only within an
-//! operation to which the owner has lent the region, which the [`control_block`] sees to on either side; see
-//! [`shared`](crate::shared) on who is let in. A peer that is late, because it was stopped while the operation failed
-//! for the others, would still write: the owner then cuts the region off, so that what the peer reaches is no longer
-//! what the owner holds.
+//! operation to which the owner has lent the region; the [`control_block`] ensures this on both sides. See
+//! [`shared`](crate::shared) on which processes are trusted. A peer that was stopped while the operation failed
+//! for the others would still write when it continues. So the owner then cuts the region off: the peer's mapping no
+//! longer leads to the owner's memory.
 
 mod cgroup;
 mod memory;
@@ -38,16 +38,17 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 const NAME: &str = "phalanx-arena";
 const MAGIC: u64 = u64::from_le_bytes(*b"PHXARN01");
-/// What regions are multiples of.
+/// Regions are multiples of this.
 pub(crate) const PAGE: usize = 4096;
-/// What is copied at once when a region is cut off: its memory is not needed twice.
+/// Bytes that are copied at once when a region is cut off, so that its memory is not needed twice.
 const PIECE: usize = 1 << 20;
-/// Parts of a region are given back by themselves if they have so many bytes of whole pages: each costs a system call.
+/// Parts of a region are freed separately if they have at least this many bytes of whole pages: each costs a system
+/// call.
 const WORTH_A_CALL: usize = 64 << 10;
-/// What comes before the regions.
+/// Bytes before the regions.
 const RESERVED: usize = PAGE + control_block::BYTES;
 
-/// The memory that this process lends to the others of its host.
+/// The memory that this process lends to the other processes of its host.
 pub struct Arena {
     mapping: Arc<Mapping>,
     file: OwnedFd,
@@ -60,15 +61,15 @@ pub struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: the mapping lives as long as this does. What is shared in it is atomic, or is lent by an operation that both
-// sides follow; see the module on trust.
+// SAFETY: the mapping lives as long as this value. Shared data in it is atomic, or is lent by an operation whose
+// protocol both sides follow; see the module on trust.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl Arena {
-    /// An arena of this process with room for `bytes`, or for as many as the addresses and limits of this process allow,
-    /// which will map so many `arenas` now, and perhaps others later.
+    /// An arena of this process with room for `bytes`, or for as many as the addresses and limits of this process
+    /// allow, if it maps `arenas` arenas of this size now, and perhaps others later.
     pub fn create(bytes: usize, arenas: usize, nonce: u64) -> io::Result<Arc<Self>> {
         if !PAGE.is_multiple_of(memory::page()) {
             return Err(io::Error::other(format!("memory has pages of {} bytes", memory::page())));
@@ -83,7 +84,7 @@ impl Arena {
         Ok(Arc::new(Self { mapping: Arc::new(mapping), file, table }))
     }
 
-    /// The arena of `bytes` that process `pid` of this host lends as `descriptor`; an error if it is another one.
+    /// The arena of `bytes` that process `pid` of this host lends as `descriptor`. An error if that is another file.
     pub fn open(pid: u32, descriptor: i32, bytes: usize, nonce: u64) -> io::Result<Arc<Mapping>> {
         if bytes < RESERVED || !bytes.is_multiple_of(PAGE) || bytes > isize::MAX as usize {
             return Err(io::Error::other("an arena of impossible size"));
@@ -102,17 +103,17 @@ impl Arena {
         self.file.as_raw_fd()
     }
 
-    /// Its size, most of it not allocated.
+    /// Its size in bytes, most of them not allocated.
     pub fn bytes(&self) -> usize {
         self.mapping.bytes
     }
 
-    /// How this process itself maps it.
+    /// This process's own mapping.
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
 
-    /// `bytes` zeros of their own pages; an error if they are none, or more than there is memory for.
+    /// Allocates `bytes` zeros, on pages of their own. An error if `bytes` is 0, or more than there is memory for.
     pub fn alloc(self: &Arc<Self>, bytes: usize) -> io::Result<Region> {
         let pages = bytes.checked_next_multiple_of(PAGE).filter(|pages| *pages > 0);
         let pages = pages.ok_or_else(|| io::Error::other(format!("no region has {bytes} bytes")))?;
@@ -120,27 +121,27 @@ impl Arena {
         let offset = self.table().take(pages, bytes).ok_or_else(|| {
             io::Error::other(format!("{bytes} bytes do not fit into what is left of {} bytes", self.bytes()))
         })?;
-        // Owned from here on, so that an error below gives the place back.
+        // From here on `Region` owns the gap, so that an error below gives it back.
         let region = Region { arena: self.clone(), offset, bytes };
         memfd::allocate(&self.file, offset as u64, pages as u64)?;
         Ok(region)
     }
 
-    /// The offset of the region that `memory` is, from its first byte to its last. None if it is a part of a region, is
-    /// ordinary memory, or is cut off.
+    /// The offset of the region that is exactly `memory`. None if `memory` is a part of a region, ordinary memory, or
+    /// cut off.
     pub(crate) fn find(&self, memory: &[u8]) -> Option<usize> {
         let offset = (memory.as_ptr() as usize).checked_sub(self.mapping.base.as_ptr() as usize)?;
-        // Before the lock: ordinary memory has nothing to ask.
+        // Before the lock: ordinary memory does not need it.
         if offset >= self.bytes() {
             return None;
         }
         (self.table().bytes_at(offset)? == memory.len()).then_some(offset)
     }
 
-    /// Cuts the region at `offset` off: what it holds stays, but what peers reach is no longer it.
+    /// Cuts the region at `offset` off: its content stays, but peers' mappings no longer lead to it.
     ///
     /// # Safety
-    /// Nobody in this process touches the region meanwhile: the caller holds it exclusively.
+    /// No other code of this process accesses the region meanwhile: the caller holds it exclusively.
     pub(crate) unsafe fn cut_off(&self, offset: usize) -> io::Result<()> {
         let Some(bytes) = self.table().cut_off(offset) else { return Ok(()) };
         let pages = bytes.next_multiple_of(PAGE);
@@ -148,14 +149,14 @@ impl Arena {
         for start in (offset..offset + pages).step_by(PIECE) {
             let copy = &mut copy[..PIECE.min(offset + pages - start)];
             let place = self.mapping.at(start, copy.len()).as_ptr();
-            // SAFETY: the region's own memory and this function's, equally long. That a peer writes into the former at
-            // this moment makes the bytes unspecified, which they are after a failed operation in any case.
+            // SAFETY: the region's own memory and this function's, equally long. If a peer writes into the former at
+            // this moment, the bytes are unspecified, as they are after a failed operation in any case.
             unsafe { std::ptr::copy_nonoverlapping(place, copy.as_mut_ptr(), copy.len()) };
             let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
-            // SAFETY: new pages take the place of the region's, at the same addresses and with the same access. Nobody
-            // in this process looks at them meanwhile, by this function's contract.
+            // SAFETY: new pages replace the region's, at the same addresses and with the same access. No other code of
+            // this process reads them meanwhile, by this function's contract.
             unsafe { mmap_anonymous(place.cast(), copy.len(), access, flags) }?;
-            // SAFETY: as above; peers do not reach the new pages.
+            // SAFETY: as above; peers cannot access the new pages.
             unsafe { std::ptr::copy_nonoverlapping(copy.as_ptr(), place, copy.len()) };
             memfd::release(&self.file, start as u64, copy.len() as u64)?;
         }
@@ -163,7 +164,7 @@ impl Arena {
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        // Nothing in there panics halfway.
+        // No code that holds the lock panics halfway.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -176,7 +177,7 @@ impl fmt::Debug for Arena {
 
 impl Mapping {
     fn new(file: impl AsFd, bytes: usize) -> io::Result<Self> {
-        // SAFETY: a new mapping at an address of the kernel's choice, of a file of this size, which is sealed.
+        // SAFETY: a new mapping at an address that the kernel chooses, of a sealed file of this size.
         let base = unsafe {
             mmap(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0)
         }?;
@@ -184,41 +185,41 @@ impl Mapping {
         Ok(Self { base, bytes })
     }
 
-    /// Where `bytes` from `offset` on lie.
+    /// The address of `bytes` at `offset`.
     pub(crate) fn at(&self, offset: usize, bytes: usize) -> NonNull<u8> {
         assert!(self.has(offset, bytes), "beyond the arena");
         // SAFETY: inside the mapping, as just checked.
         unsafe { self.base.add(offset) }
     }
 
-    /// The `bytes` from `offset` on.
+    /// The `bytes` at `offset`.
     ///
     /// # Safety
     ///
-    /// As long as they are borrowed, nobody writes to these bytes, through whatever mapping.
+    /// While they are borrowed, these bytes are not written through any mapping.
     pub(crate) unsafe fn lend(&self, offset: usize, bytes: usize) -> &[u8] {
-        // SAFETY: inside the mapping, as `at` checks; the caller vouches that nobody writes.
+        // SAFETY: inside the mapping, as `at` checks; the caller guarantees that there are no writes.
         unsafe { slice::from_raw_parts(self.at(offset, bytes).as_ptr(), bytes) }
     }
 
-    /// The `bytes` from `offset` on, to be changed.
+    /// The `bytes` at `offset`, for writing.
     ///
     /// # Safety
     ///
-    /// As long as they are borrowed, nobody else reads or writes these bytes, through whatever mapping.
+    /// While they are borrowed, these bytes are not read or written by others, through any mapping.
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn lend_mut(&self, offset: usize, bytes: usize) -> &mut [u8] {
-        // SAFETY: inside the mapping, as `at` checks; the caller vouches that these bytes are its own.
+        // SAFETY: inside the mapping, as `at` checks; the caller guarantees exclusive access.
         unsafe { slice::from_raw_parts_mut(self.at(offset, bytes).as_ptr(), bytes) }
     }
 
-    /// Brings the `bytes` from `offset` on into this processor's cache, to be written soon. That is a hint alone.
+    /// Prefetches the `bytes` at `offset` into this processor's cache for writing. This is only a hint.
     pub(crate) fn fetch_to_write(&self, offset: usize, bytes: usize) {
         let start = self.at(offset, bytes).as_ptr();
         for line in (0..bytes).step_by(64) {
             #[cfg(all(target_arch = "x86_64", not(miri)))]
-            // SAFETY: the instruction changes no memory and no register, whatever the address; where a processor does not
-            // know it, it does nothing.
+            // SAFETY: the instruction changes no memory and no register, whatever the address. A processor without it
+            // does nothing.
             unsafe {
                 std::arch::asm!(
                     "prefetchw [{}]",
@@ -231,7 +232,7 @@ impl Mapping {
         }
     }
 
-    /// Do `bytes` from `offset` on lie behind what is reserved, and before the end?
+    /// Are `bytes` at `offset` inside the regions' part of the arena?
     pub(crate) fn holds(&self, offset: usize, bytes: usize) -> bool {
         offset >= RESERVED && self.has(offset, bytes)
     }
@@ -242,8 +243,8 @@ impl Mapping {
 
     pub(crate) fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= RESERVED);
-        // SAFETY: inside the mapping and aligned, as just checked; every process uses this place as an atomic alone, and
-        // zeroed memory is a valid one.
+        // SAFETY: inside the mapping and aligned, as just checked. Every process accesses this place only as an atomic,
+        // and zeroed memory is a valid one.
         unsafe { self.base.add(offset).cast().as_ref() }
     }
 
@@ -256,8 +257,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: this range of addresses is this mapping's own, whatever parts of it were replaced, and nothing borrowed
-        // from it can outlive it. Unmapping a range that was mapped cannot fail.
+        // SAFETY: this range of addresses belongs to this mapping, even if parts of it were replaced, and nothing
+        // borrowed from it can outlive it. Unmapping a mapped range cannot fail.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
@@ -268,7 +269,7 @@ impl fmt::Debug for Mapping {
     }
 }
 
-/// Memory of an arena, which peers reach while an operation lends it to them.
+/// Memory of an arena. Peers access it while an operation lends it to them.
 #[derive(Debug)]
 pub struct Region {
     arena: Arc<Arena>,
@@ -279,24 +280,24 @@ pub struct Region {
 impl Region {
     /// Its bytes.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: this region's alone; peers write only while an operation borrows it exclusively.
+        // SAFETY: only this region's bytes; peers write only while an operation borrows the region exclusively.
         unsafe { self.arena.mapping.lend(self.offset, self.bytes) }
     }
 
-    /// Its bytes, to be changed.
+    /// Its bytes, for writing.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as above; and this borrow is exclusive.
         unsafe { self.arena.mapping.lend_mut(self.offset, self.bytes) }
     }
 
-    /// Gives the memory of those pages back that lie in `range` with all their bytes, if they are many.
+    /// Frees the memory of the pages that are completely inside `range`, if they are many.
     ///
     /// # Safety
-    /// Nobody reads or writes the bytes in `range` any more.
+    /// The bytes in `range` are no longer read or written.
     pub(crate) unsafe fn release(&self, range: Range<usize>) {
         let pages = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
         if pages.end.saturating_sub(pages.start) >= WORTH_A_CALL {
-            // If this fails, they go with the region.
+            // If this fails, they are freed with the region.
             let _ = memfd::release(&self.arena.file, (self.offset + pages.start) as u64, pages.len() as u64);
         }
     }
@@ -305,15 +306,15 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         let pages = self.bytes.next_multiple_of(PAGE) as u64;
-        // First the memory, then the place: whoever gets the place next expects zeros. Where the memory cannot be given
-        // back, the place is not either.
+        // First the memory, then the gap: the next region in this gap must be zeros. If the memory cannot be freed, the
+        // gap is not reused.
         if memfd::release(&self.arena.file, self.offset as u64, pages).is_ok() {
             self.arena.table().give_back(self.offset);
         }
     }
 }
 
-// Miri has no such files.
+// Miri has no anonymous files.
 #[cfg(not(miri))]
 #[cfg(test)]
 mod tests;

@@ -8,10 +8,11 @@ use crate::shared::{Layout, Segment};
 
 const LAYOUT: Layout = Layout { rings: 1, ring_bytes: 128 };
 
-/// Does with both ends of a ring what `script` says, two bytes for each step: what, and how much. As long as both keep to
-/// the protocol, what is read is what was written; a side that does not must not get the other beyond the ring.
+/// Runs `script` on both ends of a ring, two bytes for each step: the operation, and a number. While both ends keep to
+/// the protocol, the bytes read are the bytes written. An end that breaks it must not make the other access memory
+/// outside the ring.
 ///
-/// Says whether anything was read.
+/// Returns whether anything was read.
 pub fn ring(script: &[u8]) -> bool {
     let Ok(segment) = Segment::private(LAYOUT).map(Arc::new) else { return false };
     let Some((mut producer, mut consumer)) = segment.producer(0).zip(segment.consumer(0)) else {
@@ -20,7 +21,7 @@ pub fn ring(script: &[u8]) -> bool {
     let (mut next, mut pushed, mut published) = (0u8, VecDeque::new(), VecDeque::new());
     let (mut written, mut consumed) = (0u64, 0u64);
     let (mut honest, mut any) = (true, false);
-    // A position that the other side may have, seen from this one; who asks for more than the ring holds looks at it.
+    // The position that this end believes the other to have; asking for more than the ring holds makes it read it.
     let fits = |waiting: Option<u64>| waiting.is_some_and(|waiting| waiting <= LAYOUT.ring_bytes as u64);
     for step in script.chunks_exact(2) {
         let most = usize::from(step[1]);
@@ -59,7 +60,7 @@ pub fn ring(script: &[u8]) -> bool {
                 consumed += waiting as u64;
                 published.drain(..waiting.min(published.len()));
             }
-            // From here on they are peers that break the protocol.
+            // From here on they act as peers that break the protocol.
             4 => {
                 segment.written(0).store(position(step[1]), Ordering::Relaxed);
                 honest = false;
@@ -73,7 +74,7 @@ pub fn ring(script: &[u8]) -> bool {
     any
 }
 
-/// Small ones, and those next to the end of the numbers.
+/// Small positions, and those next to the largest number.
 fn position(byte: u8) -> u64 {
     (i64::from(byte.cast_signed()) * 3).cast_unsigned()
 }

@@ -1,4 +1,4 @@
-//! A watchdog that kills all that this process has started, if it is killed itself.
+//! A guard process that kills everything this process has started, if this process is killed.
 
 #[cfg(target_os = "linux")]
 use std::ffi::CStr;
@@ -11,41 +11,41 @@ use rustix::process::{Pid, WaitOptions, waitpid};
 
 use crate::worker::prepare;
 
-/// The orders that are not process numbers.
+/// Orders other than process numbers.
 const DISMISS: i32 = 0;
 const KILL: i32 = -1;
 
-/// What the workers of one guard have in their environment, and nobody else.
+/// A value that only the workers of one guard, and their children, have in their environment.
 pub type Tag = [u8; 32];
 
-/// A process that waits for this one to die and then kills what its workers have started.
+/// A process that waits for this one to die and then kills everything its workers have started.
 ///
-/// The parent-death signal ends a worker, but not what the worker has started; and nothing that the launcher does in
-/// its own code helps against SIGKILL. The guard holds one end of a pipe whose other end is this process. When the
-/// kernel closes that end, it sends SIGKILL to each group on its list, then to each process in whose environment it finds
-/// the tag (Linux), until there is none or some seconds have passed, and ends. It is a session of its own, so that no terminal and no group signal
-/// reaches it, and holds no file but the pipe.
+/// The parent-death signal ends a worker, but not the worker's children. And no code of the launcher itself helps
+/// against SIGKILL. The guard holds one end of a pipe whose other end is this process. When the kernel closes that end,
+/// the guard sends SIGKILL to each group on its list, then to each process that has the tag in its environment (Linux),
+/// until there is none or some seconds have passed, and exits. It has a session of its own, so that no signal of a
+/// terminal or group reaches it, and holds no file but the pipe.
 ///
 /// Dropping the guard has the same effect, unless it was [dismissed](Self::dismiss).
 #[derive(Debug)]
 pub struct Guard {
-    /// None once it has had its last order.
+    /// None after the last order.
     orders: Option<io::PipeWriter>,
     pid: Pid,
     is_reaped: bool,
-    /// Was nobody left when it ended?
+    /// Did it find no process left when it ended?
     is_certain: bool,
 }
 
 impl Guard {
-    /// Starts a guard that can watch up to `capacity` groups. The caller sees to it that every worker has `tag` somewhere in
-    /// its environment: what a worker starts inherits it, in whichever group or session it is.
+    /// Starts a guard that can watch up to `capacity` groups. The caller must put `tag` into every worker's
+    /// environment. The worker's children inherit it, whatever their group or session.
     pub fn start(capacity: usize, tag: &Tag) -> io::Result<Self> {
         let (reader, writer) = io::pipe()?;
-        // Taken before the fork: the child must not allocate.
+        // Allocated before the fork: the child must not allocate.
         let mut watched = vec![0_i32; capacity];
-        // SAFETY: in the child, where only async-signal-safe calls are allowed because other threads may have held
-        // locks, nothing runs but `stand_guard`, which keeps to them and never returns. In the parent, fork has no
+        // SAFETY: the child may make only async-signal-safe calls, because other threads may have held
+        // locks. It runs only `stand_guard`, which does that and never returns. In the parent, fork has no
         // requirement.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
@@ -65,27 +65,27 @@ impl Guard {
     /// Starts `command` as a worker, which
     ///
     /// - leads a process group of its own, so that it can be ended together with everything it starts;
-    /// - is watched: it puts itself on the list before it executes anything, so that there is no moment at which this
-    ///   process may die and leave something behind;
+    /// - is watched: it puts itself on the list before it executes the program, so that at no moment this
+    ///   process can die and leave the worker behind;
     /// - is killed by the kernel when its parent dies, however it dies (Linux);
-    /// - begins with no signal blocked, and with the default reaction to those that end a process;
-    /// - may write to the terminal, although its group is never the one in the foreground.
+    /// - begins with no signal blocked, and with the default action for signals that end a process;
+    /// - may write to the terminal, although its group is never in the foreground.
     ///
-    /// The kernel takes the *thread* that starts the worker for its parent: start it from a thread that lives until the
-    /// worker has ended. A set-user-ID program sheds the parent-death signal; being watched covers that.
+    /// For the kernel, the *thread* that starts the worker is the parent: start it from a thread that lives until the
+    /// worker has ended. A set-user-ID program loses the parent-death signal; the guard still kills it.
     pub fn spawn(&self, mut command: Command) -> io::Result<Child> {
         let Some(orders) = &self.orders else { return Err(io::ErrorKind::BrokenPipe.into()) };
         let (mut number, note) = io::pipe()?;
         let (orders, noted) = (orders.as_raw_fd(), note.as_raw_fd());
-        // SAFETY: `put_on_the_list` makes async-signal-safe calls alone, as is required between fork and exec. The
-        // descriptors are open whenever it runs: `self` is borrowed, and `note` lives, until `command`, which nobody else has,
-        // has been started for the only time.
+        // SAFETY: `put_on_the_list` makes only async-signal-safe calls, as required between fork and exec. The
+        // descriptors are open whenever it runs: `self` is borrowed, and `note` lives, until `command`, of which there
+        // is no other handle, has been started for the only time.
         unsafe { command.pre_exec(move || put_on_the_list(noted).and_then(|()| put_on_the_list(orders))) };
-        // Behind the other, so that it has the last word on signals.
+        // After the closure above, so that it sets the signals last.
         let spawned = prepare(&mut command).spawn();
         drop(note);
         if spawned.is_err() {
-            // It may have got as far as the list, and its number belongs to nobody now, or to a stranger.
+            // The worker may have put itself on the list. Its number may now be free, or belong to another process.
             let mut bytes = [0; 4];
             if number.read_exact(&mut bytes).is_ok() {
                 self.forget(u32::from_ne_bytes(bytes));
@@ -94,25 +94,25 @@ impl Guard {
         spawned
     }
 
-    /// Takes the group that `leader` leads off the list. Call it before the leader is reaped.
+    /// Takes the group of `leader` off the list. Call it before the leader is reaped.
     pub fn forget(&self, leader: u32) {
         let order = i32::try_from(leader).ok().filter(|leader| *leader > 1);
         if let (Some(mut orders), Some(leader)) = (self.orders.as_ref(), order) {
-            // A guard that is gone watches nobody.
+            // If the guard is gone, it watches nothing.
             let _ = orders.write_all(&(-leader).to_ne_bytes());
         }
     }
 
-    /// Ends the guard, and nothing else. Call it before the leaders of the groups are reaped: afterwards their numbers
-    /// may belong to somebody else.
+    /// Ends the guard, and no other process. Call it before the leaders of the groups are reaped: afterwards their
+    /// numbers may belong to other processes.
     pub fn dismiss(&mut self) {
         self.end(DISMISS);
     }
 
-    /// Kills what it watches, and waits until that is done. Call it, too, before the leaders are reaped.
+    /// Kills the watched processes, and waits until they are gone. Call it before the leaders are reaped.
     ///
     /// # Errors
-    /// If it is not known that nobody is left: some process could not be looked at or did not go, or the guard itself was killed.
+    /// If processes may be left: one could not be checked or did not end, or the guard itself was killed.
     pub fn kill(&mut self) -> io::Result<()> {
         self.end(KILL);
         while !self.is_reaped {
@@ -129,10 +129,11 @@ impl Guard {
         }
     }
 
-    /// An order, and not only a closed pipe: a child that this process has forked may hold the pipe open.
+    /// Sends an order, because closing the pipe may not be enough: a child that this process has forked may hold it
+    /// open.
     fn end(&mut self, order: i32) {
         if let Some(mut orders) = self.orders.take() {
-            // One that is gone needs no order.
+            // If the guard is gone, it needs no order.
             let _ = orders.write_all(&order.to_ne_bytes());
         }
     }
@@ -140,15 +141,16 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        // Who wants to know has asked before.
+        // Callers that need the result have called `kill` before.
         let _ = self.kill();
     }
 }
 
-/// Writes the number of this process, which is about to be a worker. Async-signal-safe.
+/// Writes the number of this process, which becomes a worker. Async-signal-safe.
 fn put_on_the_list(orders: RawFd) -> io::Result<()> {
     // SAFETY: SIG_IGN is a valid disposition for SIGPIPE, which would end this process if the guard had been killed;
-    // `getpid` takes nothing; `write` gets readable bytes and their number, few enough to be written whole or not at all.
+    // `getpid` has no arguments; `write` gets readable bytes and their number, few enough to be written whole or not at
+    // all.
     let written = unsafe {
         libc::signal(libc::SIGPIPE, libc::SIG_IGN);
         let order = libc::getpid().to_ne_bytes();
@@ -157,8 +159,8 @@ fn put_on_the_list(orders: RawFd) -> io::Result<()> {
     if written == 4 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The whole life of the guard's process. Async-signal-safe: system calls on its own stack and on `watched`, which
-/// exists since before the fork; no allocation, no lock, no panic.
+/// The guard's main function. Async-signal-safe: system calls on its own stack and on `watched`, which
+/// was allocated before the fork; no allocation, no lock, no panic.
 fn stand_guard(orders: RawFd, watched: &mut [i32], tag: &Tag) -> ! {
     detach(orders);
     loop {
@@ -181,12 +183,12 @@ fn stand_guard(orders: RawFd, watched: &mut [i32], tag: &Tag) -> ! {
                 }
             }
             -1 if interrupted() => {}
-            // 0: nobody holds the other end any more.
+            // 0: the other end is closed in all processes.
             _ => break,
         }
     }
     for leader in watched.iter().filter(|leader| **leader > 1) {
-        // SAFETY: `kill` takes plain numbers; a group that is gone gives an error that needs no care.
+        // SAFETY: `kill` takes plain numbers; if the group is gone, the error can be ignored.
         unsafe { libc::kill(-leader, libc::SIGKILL) };
     }
     #[cfg(target_os = "linux")]
@@ -196,16 +198,16 @@ fn stand_guard(orders: RawFd, watched: &mut [i32], tag: &Tag) -> ! {
         let _ = tag;
         true
     };
-    // SAFETY: `_exit` ends the process at once; no destructor or exit handler of the copied program runs.
+    // SAFETY: `_exit` ends the process at once, without destructors or exit handlers of the copied program.
     unsafe { libc::_exit(i32::from(!is_certain)) }
 }
 
-/// How often to look for what is left: with the pauses between, for some seconds.
+/// How often to search for processes: with the pauses, for some seconds.
 #[cfg(target_os = "linux")]
 const SWEEPS: u32 = 500;
 
-/// Kills what carries `tag`, until there is nobody; is that so? A process may fork while it is looked for, so there must have
-/// been nobody twice.
+/// Kills processes that carry `tag`, until there is none. Returns whether that succeeded. A process may fork during a
+/// search, so two searches in a row must find none.
 #[cfg(target_os = "linux")]
 fn sweep(tag: &Tag, times: u32) -> bool {
     let (mut empty, pause) = (0, libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 });
@@ -223,20 +225,21 @@ fn sweep(tag: &Tag, times: u32) -> bool {
     false
 }
 
-/// What a look for those with the tag has found; the later in this list outweighs the earlier.
+/// The result of a search for processes with the tag. A later variant outweighs an earlier one.
 #[cfg(target_os = "linux")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Found {
     Nobody,
-    /// Who has been killed now.
+    /// One was found and killed.
     Somebody,
-    /// Some process could not be looked at, for want of descriptors or memory: it may be one.
+    /// A process could not be checked, for lack of descriptors or memory. It may be one.
     Unknown,
 }
 
 #[cfg(target_os = "linux")]
 impl Found {
-    /// Of what the last call failed to look at: nobody, if it is gone or another user's, or if there is no such thing here.
+    /// From the error of the last call: none, if the process is gone or another user's, or if this system does not have
+    /// the file.
     fn after_error() -> Self {
         match io::Error::last_os_error().raw_os_error() {
             Some(libc::ENOENT | libc::ESRCH | libc::EACCES | libc::EPERM) => Self::Nobody,
@@ -245,19 +248,19 @@ impl Found {
     }
 }
 
-/// Kills what carries `tag` now.
+/// Kills the processes that carry `tag` now.
 #[cfg(target_os = "linux")]
 fn kill_tagged(tag: &Tag) -> Found {
-    /// Before the name in an entry: inode, offset, length and type.
+    /// Bytes before the name in an entry: inode, offset, length and type.
     const NAME: usize = 19;
     let mut found = Found::Nobody;
     let Some(proc) = open_at(libc::AT_FDCWD, c"/proc", libc::O_DIRECTORY) else {
         return Found::after_error();
     };
-    // Of numbers, so that it is aligned as entries are.
+    // Of u64, so that it is aligned like the entries.
     let mut entries = [0_u64; 512];
     loop {
-        // SAFETY: the buffer is writable, and as long as is said.
+        // SAFETY: the buffer is writable and has the length that is passed.
         let length = unsafe {
             libc::syscall(libc::SYS_getdents64, proc.0, entries.as_mut_ptr(), size_of_val(&entries))
         };
@@ -265,7 +268,7 @@ fn kill_tagged(tag: &Tag) -> Found {
         if length == 0 {
             return found;
         }
-        // SAFETY: any bytes are bytes, and the slice is that of the array; it is not used after the next call.
+        // SAFETY: any bytes are valid, and the slice is that of the array; it is not used after the next call.
         let bytes = unsafe {
             std::slice::from_raw_parts(entries.as_ptr().cast::<u8>(), length.min(size_of_val(&entries)))
         };
@@ -284,8 +287,8 @@ fn kill_tagged(tag: &Tag) -> Found {
     }
 }
 
-/// Kills the process of this number, if it carries `tag`. Its folder stands for the process: a later one of the same number
-/// has another.
+/// Kills the process of this number, if it carries `tag`. Its open folder identifies the process: a later process of
+/// the same number has another folder.
 #[cfg(target_os = "linux")]
 fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> Found {
     let Some(process) = open_at(proc.0, number, libc::O_DIRECTORY) else { return Found::after_error() };
@@ -321,15 +324,15 @@ fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> Found {
 /// Is `tag` somewhere in this file?
 #[cfg(target_os = "linux")]
 fn holds(file: &Open, tag: &Tag) -> Found {
-    /// More than the kernel lets a process have for its environment, with its usual limits.
+    /// More than the kernel allows for a process's environment, with its usual limits.
     const MAX: usize = 8 << 20;
     let mut left = MAX;
     let mut buffer = [0_u8; 4096];
-    // What may be the tag's begin stays before what is read next.
+    // Bytes that may be the beginning of the tag are kept before those that are read next.
     let mut kept = 0;
     loop {
         let Some(free) = buffer.get_mut(kept..) else { return Found::Unknown };
-        // SAFETY: `free` is writable, and as long as is said.
+        // SAFETY: `free` is writable and has the length that is passed.
         let read = unsafe { libc::read(file.0, free.as_mut_ptr().cast(), free.len()) };
         let filled = match usize::try_from(read) {
             Ok(read) if read > 0 && read <= left => {
@@ -338,7 +341,7 @@ fn holds(file: &Open, tag: &Tag) -> Found {
             }
             Err(_) if interrupted() => continue,
             Err(_) => return Found::after_error(),
-            // Its end, or more than it can be.
+            // The end of the file, or more than an environment can have.
             Ok(_) => return Found::Nobody,
         };
         let Some(held) = buffer.get(..filled) else { return Found::Unknown };
@@ -357,7 +360,7 @@ struct Open(RawFd);
 #[cfg(target_os = "linux")]
 impl Drop for Open {
     fn drop(&mut self) {
-        // SAFETY: nobody else has this descriptor.
+        // SAFETY: this value is the only owner of the descriptor.
         unsafe { libc::close(self.0) };
     }
 }
@@ -366,15 +369,15 @@ impl Drop for Open {
 fn open_at(folder: RawFd, name: &CStr, flags: libc::c_int) -> Option<Open> {
     // SAFETY: `name` ends with a zero byte, and lives until after the call.
     let fd = unsafe { libc::openat(folder, name.as_ptr(), flags | libc::O_RDONLY | libc::O_CLOEXEC) };
-    // Not `then_some`: an `Open` that is no file would be dropped, and its `close` change `errno`.
+    // Not `then_some`: it would drop an `Open` of a negative number, and its `close` would change `errno`.
     (fd >= 0).then(|| Open(fd))
 }
 
-/// Cuts all ties to the terminal, the working directory, the files and the signals of the parent.
+/// Detaches from the terminal, the working directory, the files and the signals of the parent.
 fn detach(keep: RawFd) {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: `sigfillset` initialises the set before `sigprocmask` reads it. The strings end with a zero byte and
-    // live for ever. `setsid`, `chdir`, `prctl(PR_SET_NAME)` and `close` take no other memory of ours, and closing
+    // are static. `setsid`, `chdir`, `prctl(PR_SET_NAME)` and `close` access no other memory. Closing
     // descriptors is sound here because no Rust value of this process's copy will ever use or drop them.
     unsafe {
         libc::sigfillset(all.as_mut_ptr());
@@ -400,7 +403,7 @@ fn close_all_but(keep: RawFd) {
             return;
         }
     }
-    // An older kernel: one by one, as far as descriptors usually go.
+    // An older kernel: one by one, up to the usual limit.
     for fd in (0..65_536).filter(|fd| *fd != keep) {
         // SAFETY: see `detach`.
         unsafe { libc::close(fd) };
@@ -425,8 +428,8 @@ mod tests {
     #[test]
     fn without_descriptors_it_is_not_known_that_nobody_is_left() {
         const TAG: &Tag = b"phalanx-sys:no-process-has-this1";
-        // In a process of its own, which nobody else's files are taken from.
-        // SAFETY: the child makes async-signal-safe calls alone, as the guard does, and never returns.
+        // In a process of its own, so that no other test loses its files.
+        // SAFETY: the child makes only async-signal-safe calls, as the guard does, and never returns.
         match unsafe { libc::fork() } {
             0 => {
                 let before = kill_tagged(TAG) == Found::Nobody && sweep(TAG, 2);

@@ -1,12 +1,12 @@
 //! The unsafe parts of Phalanx behind a safe interface.
 //!
 //! - [`arena`]: memory that a rank allocates, and that the other ranks of its host map.
-//! - [`control_block`]: what the ranks of one host meet on for a collective, and how they reach each other's memory there.
-//! - [`guard`]: child processes that cannot outlive the one that started them, nor can what they have started.
+//! - [`control_block`]: where the ranks of one host synchronise a collective and reach each other's memory.
+//! - [`guard`]: child processes that cannot outlive the process that started them, nor can their own children.
 //! - [`parts`]: memory with several owners, each of a part.
-//! - [`shared`]: rings in memory that several processes map, and a doorbell for whoever sleeps.
-//! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions put back afterwards.
-// Models use only what they are about.
+//! - [`shared`]: rings in memory that several processes map, and a doorbell that wakes sleeping threads.
+//! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions restored afterwards.
+// Each model uses only what it tests.
 #![cfg_attr(loom, allow(dead_code))]
 
 #[cfg(not(target_os = "linux"))]

@@ -1,5 +1,5 @@
-//! Anonymous files that processes of one host map together. They have no name on any file system, and are gone with the
-//! last process that maps them, whatever ended them.
+//! Anonymous files that processes of one host map together. They have no name on any file system. The kernel frees them
+//! with the last process that maps them, however it ends.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -13,13 +13,13 @@ use rustix::fs::{
 use rustix::io::retry_on_intr;
 use rustix::process::{Resource, getrlimit};
 
-/// Memory that is allocated at once. A signal ends an allocation and undoes it, so that a large one might never end
-/// where signals come often, as under a profiler.
+/// Bytes that are allocated in one call. A signal ends an allocation and undoes it, so a large one might never end
+/// where signals are frequent, as under a profiler.
 const PIECE: u64 = 1 << 20;
 
-/// A file of `bytes`, none of them allocated yet, whose size is final.
+/// A file of `bytes`, none of them allocated yet. Its size is sealed.
 pub(crate) fn create(name: &str, bytes: u64) -> io::Result<OwnedFd> {
-    // A file beyond this limit would be answered with a signal.
+    // A larger file would get this process a signal.
     if size_limit().is_some_and(|limit| limit < bytes) {
         return Err(io::Error::other("the limit on the size of files (`ulimit -f`) is too low"));
     }
@@ -34,7 +34,7 @@ pub(crate) fn size_limit() -> Option<u64> {
     getrlimit(Resource::Fsize).current
 }
 
-/// Takes memory for a part of the file: too little is an error now, and not a bus error later.
+/// Allocates memory for a part of the file: too little memory is an error now, and not a bus error later.
 pub(crate) fn allocate(file: impl AsFd, start: u64, bytes: u64) -> io::Result<()> {
     for offset in (0..bytes).step_by(PIECE as usize) {
         let length = PIECE.min(bytes - offset);
@@ -43,17 +43,17 @@ pub(crate) fn allocate(file: impl AsFd, start: u64, bytes: u64) -> io::Result<()
     Ok(())
 }
 
-/// Gives the memory of a part of the file back; it reads as zeros.
+/// Frees the memory of a part of the file. It then reads as zeros.
 pub(crate) fn release(file: impl AsFd, start: u64, bytes: u64) -> io::Result<()> {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     Ok(retry_on_intr(|| fallocate(&file, flags, start, bytes))?)
 }
 
-/// The file that process `pid` of this host lends as `descriptor`; an error if it is none of this name and size.
+/// The file that process `pid` of this host lends as `descriptor`. An error if it does not have this name and size.
 pub(crate) fn open(name: &str, pid: u32, descriptor: i32, bytes: u64) -> io::Result<File> {
     let path = format!("/proc/{pid}/fd/{descriptor}");
-    // In a container the number may be another process's, and the file of any kind. To open a device may have
-    // effects, so its name is looked at first; should another take its place meanwhile, opening it must not wait.
+    // In a container the number may be another process's, and the file of any kind. Opening a device may have
+    // effects, so its name is checked first. If another file takes its place meanwhile, opening it must not block.
     if !std::fs::read_link(&path)?.to_string_lossy().contains(&format!("memfd:{name}")) {
         return Err(io::Error::other("it is not a segment"));
     }
@@ -62,7 +62,7 @@ pub(crate) fn open(name: &str, pid: u32, descriptor: i32, bytes: u64) -> io::Res
         .write(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
         .open(path)?;
-    // What can shrink, or is too small, would be a bus error one day.
+    // A file that can shrink, or is too small, could lead to a bus error later.
     let sealed = fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
     if !sealed || file.metadata()?.len() != bytes {
         return Err(io::Error::other("it is not a segment of this job"));

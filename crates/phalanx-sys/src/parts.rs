@@ -1,4 +1,4 @@
-//! Memory that is taken apart: each part has an owner of its own, who may write to it.
+//! Memory that is divided into parts: each part has its own owner, which may write to it.
 
 use std::fmt;
 use std::mem::size_of_val;
@@ -11,8 +11,8 @@ use bytemuck::Pod;
 
 use crate::arena::Region;
 
-/// A part of memory that was taken apart. The whole is given back with the last of its parts; of a region the pages that
-/// lie within one part go with that part.
+/// A part of divided memory. The whole is freed with the last of its parts. If it is a region, the pages that
+/// are completely inside one part are freed with that part.
 pub struct Part {
     whole: Arc<Whole>,
     place: Range<usize>,
@@ -21,23 +21,24 @@ pub struct Part {
 
 enum Whole {
     Region(Region),
-    /// Kept to be dropped.
+    /// Kept only to be dropped.
     Ordinary(#[expect(dead_code)] Box<dyn Send + Sync>),
 }
 
-/// What the next two claims rest on.
+/// The assumptions of the next two implementations.
 const _: () = {
     const fn can_be_sent_and_shared<T: Send + Sync>() {}
     can_be_sent_and_shared::<Whole>();
 };
 
-// SAFETY: a part is the only way to its bytes, as a `Box<[u8]>` is; the whole can be sent and shared.
+// SAFETY: a part is the only access to its bytes, like a `Box<[u8]>`; the whole can be sent and shared.
 unsafe impl Send for Part {}
 // SAFETY: as above; a shared part is only read.
 unsafe impl Sync for Part {}
 
 impl Part {
-    /// Takes `region` apart: the parts at `places`, counted in bytes. What lies in none is out of reach.
+    /// Divides `region` into the parts at `places`, counted in bytes. Bytes outside all places can no longer be
+    /// accessed.
     ///
     /// # Panics
     /// If places overlap, do not ascend, or lie beyond the end.
@@ -47,7 +48,7 @@ impl Part {
         Self::split(Whole::Region(region), base, bytes, places)
     }
 
-    /// Takes `elements` apart, as [`of_region`](Self::of_region) does a region.
+    /// Divides `elements`, as [`of_region`](Self::of_region) divides a region.
     pub fn of_vec<T: Pod + Send + Sync>(
         elements: Vec<T>,
         places: impl IntoIterator<Item = Range<usize>>,
@@ -57,7 +58,8 @@ impl Part {
         Self::split(Whole::Ordinary(elements), base, bytes, places)
     }
 
-    /// `base` are the `bytes` of `whole`, any bits are a value of them, and nobody but these parts uses them any more.
+    /// `base` points to the `bytes` of `whole`. Any bits must be a valid value, and only these parts may use them from
+    /// now on.
     fn split(
         whole: Whole,
         base: *mut u8,
@@ -78,11 +80,11 @@ impl Part {
 
     /// Its bytes.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: initialised, alive as long as the whole is, and no other part's: places do not overlap.
+        // SAFETY: initialised, alive as long as the whole, and not in another part: places do not overlap.
         unsafe { slice::from_raw_parts(self.memory.as_ptr(), self.place.len()) }
     }
 
-    /// Its bytes, to be changed.
+    /// Its bytes, for writing.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as above; and this borrow is exclusive.
         unsafe { slice::from_raw_parts_mut(self.memory.as_ptr(), self.place.len()) }
@@ -92,7 +94,7 @@ impl Part {
 impl Drop for Part {
     fn drop(&mut self) {
         if let Whole::Region(region) = &*self.whole {
-            // SAFETY: these bytes were this part's alone, and nobody can reach them any more.
+            // SAFETY: these bytes were only this part's, and can no longer be accessed.
             unsafe { region.release(self.place.clone()) };
         }
     }

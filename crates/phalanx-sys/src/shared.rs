@@ -1,16 +1,16 @@
-//! Memory shared by the processes of one host: byte rings, and a doorbell for whoever sleeps.
+//! Memory shared by the processes of one host: byte rings, and a doorbell that wakes sleeping threads.
 //!
 //! A [`Segment`] belongs to one process. It holds one ring for each other process, which writes into it; the owner
-//! reads. The memory is an anonymous file that others open through `/proc`: it has no name on any file system, and is
-//! gone with the last process that maps it, whatever ended them. It is allocated up front and sealed against
-//! shrinking, so that touching it can never be a bus error.
+//! reads. The memory is an anonymous file that others open through `/proc`. It has no name on any file system, and the
+//! kernel frees it with the last process that maps it, however that process ends. It is allocated at the start and
+//! sealed against shrinking, so that an access can never be a bus error.
 //!
 //! # Trust
 //!
-//! A [`Consumer`] lends bytes that another process has written, and that it must not touch until they are consumed. A
-//! process that breaks this can make them change while they are read. Bytes have no invalid values, so the reader gets
-//! wrong numbers and nothing worse; still, only processes of one job, which share their fate anyway, are let in.
-//! Positions that a peer writes are checked before they are used.
+//! A [`Consumer`] lends bytes that another process has written, and must not change until they are consumed. If a
+//! process breaks this rule, the bytes can change while they are read. Bytes have no invalid values, so the reader gets
+//! wrong numbers and nothing worse. Still, only processes of one job may map a segment, and they trust each other
+//! anyway. Positions that a peer writes are checked before they are used.
 
 mod doorbell;
 #[cfg(not(loom))]
@@ -34,14 +34,14 @@ pub use self::ring::{Consumer, Corrupt, Producer};
 
 /// Two cache lines: processors fetch them in pairs.
 const LINE: usize = 128;
-/// The segment's own fields come first: magic and nonce, the doorbell, the sleeper's flag.
+/// The segment's own fields come first: magic and nonce, the doorbell, the number of sleepers.
 const FIELDS: usize = 3 * LINE;
-/// Each ring's positions: written, consumed. Behind each stands whether that end has been given out.
+/// Each ring's positions: written, consumed. Behind each is a flag that says whether that end has been handed out.
 const POSITIONS: usize = 2 * LINE;
-/// What a ring's size is a multiple of, so that elements of any type stay aligned where it wraps.
+/// A ring's size is a multiple of this, so that elements of any type stay aligned where the ring wraps.
 pub const ALIGNMENT: usize = 64;
 
-/// The sizes of a segment, which all processes of a job know alike.
+/// The sizes of a segment; the same in all processes of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Rings in the segment.
@@ -51,7 +51,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// What is in front of the rings, and used as atomics alone.
+    /// Bytes in front of the rings, which are accessed only as atomics.
     fn words(self) -> usize {
         FIELDS + self.rings * POSITIONS
     }
@@ -69,13 +69,13 @@ impl Layout {
             && self.ring_bytes.is_multiple_of(ALIGNMENT)
             && self.rings < 1 << 16
             && self.ring_bytes <= 1 << 30
-            // Only where addresses have 32 bits: no position or length may overflow.
+            // Only relevant with 32-bit addresses: no position or length may overflow.
             && (self.rings as u64 + 1) * (self.ring_bytes as u64 + 2 * POSITIONS as u64) < isize::MAX as u64 / 2;
         if fits { Ok(self) } else { Err(io::Error::other("a segment of impossible size")) }
     }
 }
 
-/// One process's segment, as it or another process maps it.
+/// One process's segment, as mapped by it or by another process.
 #[derive(Debug)]
 pub struct Segment {
     memory: Memory,
@@ -83,7 +83,7 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// A segment of this process alone, for tests where there are no files to share.
+    /// A segment of this process only, for tests without files.
     #[cfg(not(loom))]
     #[cfg(any(test, fuzzing))]
     pub(crate) fn private(layout: Layout) -> io::Result<Self> {
@@ -91,7 +91,7 @@ impl Segment {
         Ok(Self { memory: Memory::private(layout.words(), layout.bytes())?, layout })
     }
 
-    /// Rings for the owner of this segment, from any process.
+    /// Wakes the owner of this segment, from any process.
     pub fn doorbell(&self) -> Doorbell<'_> {
         Doorbell::new(self.memory.half_word(LINE), self.memory.half_word(2 * LINE))
     }

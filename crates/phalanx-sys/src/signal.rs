@@ -7,15 +7,15 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
-/// Where the handler writes; -1 before the first [`Catcher`].
+/// The descriptor that the handler writes to; -1 before the first [`Catcher`].
 static WRITE_END: AtomicI32 = AtomicI32::new(-1);
 /// The process that catches. Its forked children run the same handler until they exec, and must not write.
 static OWNER: AtomicI32 = AtomicI32::new(0);
 static IN_USE: AtomicBool = AtomicBool::new(false);
 
-/// Catches signals for as long as it lives: each is a byte to [read](Self::read), and none ends the process.
+/// Catches signals while it is alive: each is a byte to [read](Self::read), and none ends the process.
 ///
-/// Dropping it puts the earlier dispositions back. Only one lives at a time.
+/// Dropping it restores the earlier dispositions. Only one can be alive at a time.
 #[derive(Debug)]
 pub struct Catcher {
     pipe: &'static PipeReader,
@@ -23,7 +23,7 @@ pub struct Catcher {
 }
 
 impl Catcher {
-    /// Catches `signals`. A SIGHUP that is ignored stays so: that is how `nohup` works. `None` if another catcher of
+    /// Catches `signals`. A SIGHUP that is ignored stays ignored, as `nohup` expects. `None` if another catcher of
     /// this process is alive.
     pub fn install(signals: &[i32]) -> io::Result<Option<Self>> {
         let pipe = pipe()?;
@@ -31,7 +31,7 @@ impl Catcher {
             return Ok(None);
         }
         let mut catcher = Self { pipe, earlier: Vec::with_capacity(signals.len()) };
-        // What an earlier catcher had no time to read.
+        // Bytes that an earlier catcher did not read.
         while catcher.read().is_some() {}
         OWNER.store(std::process::id().cast_signed(), Ordering::SeqCst);
         for &signal in signals {
@@ -45,7 +45,7 @@ impl Catcher {
         Ok(Some(catcher))
     }
 
-    /// The next signal that has arrived, if any; never waits.
+    /// The next signal that has arrived, if any. Does not wait.
     pub fn read(&mut self) -> Option<i32> {
         let mut byte = [0];
         loop {
@@ -68,15 +68,15 @@ impl AsFd for Catcher {
 impl Drop for Catcher {
     fn drop(&mut self) {
         for (signal, earlier) in &self.earlier {
-            // SAFETY: `earlier` is what sigaction itself gave for this signal.
+            // SAFETY: `earlier` is what sigaction itself returned for this signal.
             unsafe { libc::sigaction(*signal, earlier, std::ptr::null_mut()) };
         }
         IN_USE.store(false, Ordering::SeqCst);
     }
 }
 
-/// Makes sure that children can be waited for: an ignored SIGCHLD, which a process inherits, would have the kernel
-/// throw their exit status away.
+/// Makes sure that children can be waited for. If SIGCHLD is ignored, which a process inherits, the kernel
+/// discards their exit status.
 pub fn keep_exit_status_of_children() -> io::Result<()> {
     let current = disposition(libc::SIGCHLD)?;
     if current.sa_sigaction == libc::SIG_IGN || current.sa_flags & libc::SA_NOCLDWAIT != 0 {
@@ -88,8 +88,8 @@ pub fn keep_exit_status_of_children() -> io::Result<()> {
     Ok(())
 }
 
-/// The pipe between handler and catcher. It is never closed, so that a handler that runs late in some thread can never
-/// write to a descriptor that has become somebody else's.
+/// The pipe between handler and catcher. It is never closed, so that a handler that runs late in some thread cannot
+/// write to a descriptor that belongs to another file by then.
 fn pipe() -> io::Result<&'static PipeReader> {
     static PIPE: OnceLock<(PipeReader, PipeWriter)> = OnceLock::new();
     if PIPE.get().is_none() {
@@ -97,7 +97,7 @@ fn pipe() -> io::Result<&'static PipeReader> {
         for end in [reader.as_fd(), writer.as_fd()] {
             fcntl_setfl(end, fcntl_getfl(end)? | OFlags::NONBLOCK)?;
         }
-        // If another thread was faster, ours is closed again, unused.
+        // If another thread was faster, this pipe is closed again, unused.
         let _ = PIPE.set((reader, writer));
     }
     let (reader, writer) = PIPE.get().ok_or(io::ErrorKind::NotFound)?;
@@ -131,7 +131,7 @@ fn set_handler(signal: libc::c_int) -> io::Result<()> {
 extern "C" fn on_signal(signal: libc::c_int) {
     let byte = signal as u8;
     // SAFETY: getpid and write are async-signal-safe; `byte` is one readable byte; the descriptor is never closed, and
-    // does not block. errno, which the interrupted code may be about to read, is put back.
+    // does not block. errno, which the interrupted code may be about to read, is restored.
     unsafe {
         if libc::getpid() != OWNER.load(Ordering::SeqCst) {
             return;
@@ -143,9 +143,9 @@ extern "C" fn on_signal(signal: libc::c_int) {
     }
 }
 
-/// Where this thread's errno is.
+/// The address of this thread's errno.
 fn errno() -> *mut libc::c_int {
-    // SAFETY: takes nothing; gives a pointer that is valid for the thread's life.
+    // SAFETY: no arguments; returns a pointer that is valid while the thread lives.
     #[cfg(target_os = "linux")]
     unsafe {
         libc::__errno_location()

@@ -1,7 +1,7 @@
-//! The atomics of shared memory, and the kernel's way to sleep on one.
+//! The atomics of shared memory, and the futex to sleep on one.
 //!
-//! Under `--cfg loom` they are loom's, and the way to sleep is a model of the kernel's: what is built on them runs
-//! unchanged, in every order that the memory model allows.
+//! Under `--cfg loom` they are loom's, with a model of the futex. The code that uses them runs
+//! unchanged, with every interleaving that the memory model allows.
 
 pub(crate) use self::chosen::{AtomicU32, AtomicU64, fence, futex};
 pub(crate) use std::sync::atomic::Ordering;
@@ -10,7 +10,7 @@ pub(crate) use std::sync::atomic::Ordering;
 mod chosen {
     pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, fence};
 
-    /// Sleeping on a word that processes share.
+    /// Sleeping on an atomic that processes share.
     #[cfg(not(miri))]
     pub(crate) mod futex {
         use std::time::Duration;
@@ -20,23 +20,23 @@ mod chosen {
 
         use super::AtomicU32;
 
-        /// Sleeps while `word` is `value`, until it is woken, at most for `timeout`; possibly for no reason at all less
-        /// long.
+        /// Sleeps while `word` is `value`, until it is woken or `timeout` has passed. It may also return earlier
+        /// without a reason.
         pub(crate) fn wait(word: &AtomicU32, value: u32, timeout: Duration) {
             let timeout =
                 Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
-            // Another value already, interrupted, timed out: in each case the caller looks again.
+            // Another value already, interrupted, timed out: in each case the caller checks again.
             let _ = futex::wait(word, Flags::empty(), value, Some(&timeout));
         }
 
-        /// Wakes all that sleep on `word`.
+        /// Wakes all threads that sleep on `word`.
         pub(crate) fn wake(word: &AtomicU32) {
-            // Nobody to wake is no error.
+            // It is no error if no thread sleeps.
             let _ = futex::wake(word, Flags::empty(), u32::MAX);
         }
     }
 
-    /// Miri objects to the pointer that the system's call makes of a number: looks again and again instead.
+    /// Miri does not accept the pointer that the system call makes of a number, so this polls.
     #[cfg(miri)]
     pub(crate) mod futex {
         use std::thread;
@@ -67,8 +67,8 @@ mod chosen {
 
     use crate::sync::Ordering;
 
-    /// A word whose sequentially consistent exchanges are in one order with all fences, as the language has it. Loom
-    /// knows that order of fences alone.
+    /// An atomic whose sequentially consistent exchanges are in one order with all fences, as the language defines it.
+    /// Loom has this order only for fences.
     #[derive(Debug, Default)]
     pub(crate) struct AtomicU64(Word);
 
@@ -90,7 +90,7 @@ mod chosen {
         }
     }
 
-    /// A word with the kernel's queue of those that sleep on it.
+    /// An atomic with the kernel's queue of the threads that sleep on it.
     #[derive(Debug, Default)]
     pub(crate) struct AtomicU32 {
         word: HalfWord,
@@ -106,14 +106,14 @@ mod chosen {
         }
     }
 
-    /// As the kernel does it: the word is compared, and the sleeper queued, under a lock that whoever wakes takes too.
+    /// As in the kernel: the comparison and the queueing of the sleeper happen under a lock that wakers also take.
     pub(crate) mod futex {
         use std::time::Duration;
 
         use super::AtomicU32;
         use crate::sync::Ordering;
 
-        /// Without a time-out, so that a sleeper whom nobody wakes is a deadlock, which loom reports.
+        /// Without a time-out, so that a sleeper that is never woken is a deadlock, which loom reports.
         pub(crate) fn wait(word: &AtomicU32, value: u32, _: Duration) {
             if let Ok(queue) = word.queue.lock()
                 && word.load(Ordering::Relaxed) == value

@@ -1,4 +1,4 @@
-//! A child process that cannot outlive the one that started it.
+//! A child process that cannot outlive the process that started it.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -6,31 +6,31 @@ use std::process::Command;
 
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
-/// Dispositions that a worker must not inherit. Rust ignores SIGPIPE, and a shell ignores SIGINT and SIGQUIT in what
-/// it starts with `&`. An ignored SIGHUP is left alone: that is how `nohup` works.
+/// Dispositions that a worker must not inherit. Rust ignores SIGPIPE, and a shell ignores SIGINT and SIGQUIT in
+/// programs that it starts with `&`. An ignored SIGHUP is kept, as `nohup` expects.
 const RESET: [libc::c_int; 7] =
     [libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGPIPE, libc::SIGCHLD, libc::SIGUSR1, libc::SIGUSR2];
 
-/// Prepares `command` as [`Guard::spawn`](crate::guard::Guard::spawn) promises.
+/// Prepares `command` as [`Guard::spawn`](crate::guard::Guard::spawn) documents.
 pub(crate) fn prepare(command: &mut Command) -> &mut Command {
     let parent = getpid();
     command.process_group(0);
     let in_child = move || {
         reset_signals()?;
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died before the line above; then no signal will come.
+        // If the parent died before the line above, there will be no signal.
         if getppid() != Some(parent) {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
         Ok(())
     };
-    // SAFETY: the closure runs in the child between fork and exec, where only async-signal-safe calls are allowed.
-    // It makes the system calls sigaction, sigprocmask, prctl and getppid, and builds errors from plain error numbers:
-    // it takes no lock and no memory, and touches nothing but its captured process id.
+    // SAFETY: the closure runs in the child between fork and exec, where only async-signal-safe calls are allowed. It
+    // makes the system calls sigaction, sigprocmask, prctl and getppid, and builds errors from plain error numbers. It
+    // takes no lock, allocates no memory, and accesses only its captured process id.
     unsafe { command.pre_exec(in_child) }
 }
 
-/// The default reaction to the signals of [`RESET`], and no signal blocked. Async-signal-safe.
+/// Sets the default action for the signals of [`RESET`], and blocks no signal. Async-signal-safe.
 fn reset_signals() -> io::Result<()> {
     for signal in RESET {
         // SAFETY: SIG_DFL is a valid disposition for each of these signals, and `signal` may be called after fork.
@@ -38,13 +38,13 @@ fn reset_signals() -> io::Result<()> {
             return Err(io::Error::last_os_error());
         }
     }
-    // Otherwise, under `stty tostop`, its first line would stop it for ever.
+    // Otherwise, under `stty tostop`, its first line of output would stop it for ever.
     // SAFETY: SIG_IGN is a valid disposition for SIGTTOU.
     if unsafe { libc::signal(libc::SIGTTOU, libc::SIG_IGN) } == libc::SIG_ERR {
         return Err(io::Error::last_os_error());
     }
     let mut none = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: `sigemptyset` initialises the set that it is given, which is writable and of the right type; after it,
+    // SAFETY: `sigemptyset` initialises the set, which is writable and of the right type. Then
     // `sigprocmask` reads an initialised set, and its third argument may be null.
     let result = unsafe {
         libc::sigemptyset(none.as_mut_ptr());

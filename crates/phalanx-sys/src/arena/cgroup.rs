@@ -1,17 +1,17 @@
-//! What the control groups of this process leave of memory: its own, and all above it that can be seen.
+//! How much memory the control groups of this process have left: its own group, and all visible groups above it.
 //!
-//! `/proc/self/cgroup` names its group in each hierarchy, `/proc/self/mountinfo` where a hierarchy, or a part of it, is
-//! mounted. In a container the group's name may be that outside, of which nothing is mounted but the container's own part.
+//! `/proc/self/cgroup` names the process's group in each hierarchy, `/proc/self/mountinfo` where a hierarchy, or a part
+//! of it, is mounted. In a container the name may be the one outside, while only the container's own part is mounted.
 
 use std::fs::read_to_string;
 use std::path::{Path, PathBuf};
 
-/// What the control groups of this process leave it of memory, in bytes, if there is a limit.
+/// The memory that the control groups of this process have left, in bytes. None if there is no limit.
 pub fn left() -> Option<u64> {
     left_in(&|path| read_to_string(path).ok())
 }
 
-/// Reads a file, if it is there.
+/// Reads a file, if it exists.
 type Read<'a> = &'a dyn Fn(&Path) -> Option<String>;
 
 fn left_in(read: Read<'_>) -> Option<u64> {
@@ -23,13 +23,13 @@ fn left_in(read: Read<'_>) -> Option<u64> {
 /// A hierarchy that limits memory.
 struct Hierarchy {
     files: &'static Files,
-    /// Where it, or a part of it, is mounted.
+    /// Where the hierarchy, or a part of it, is mounted.
     mount: PathBuf,
     /// The process's group.
     group: PathBuf,
 }
 
-/// The names of what a group says.
+/// The names of a group's files.
 struct Files {
     limit: &'static str,
     used: &'static str,
@@ -45,8 +45,8 @@ static V2: Files =
     Files { limit: "memory.max", used: "memory.current", cached: ["active_file ", "inactive_file "] };
 
 impl Hierarchy {
-    /// From a line of `mountinfo`, `id parent device root mount options .. - type source options`, and all of `cgroup`,
-    /// `id:controllers:group`; `None` if it has nothing to do with memory.
+    /// Parses a line of `mountinfo`, `id parent device root mount options .. - type source options`, and all of
+    /// `cgroup`, `id:controllers:group`. `None` if the hierarchy does not control memory.
     fn parse(line: &str, groups: &str) -> Option<Self> {
         let (mount, system) = line.split_once(" - ")?;
         let mut fields = mount.split(' ').skip(3).map(unescape);
@@ -64,7 +64,7 @@ impl Hierarchy {
             let is_it = if kind == "cgroup2" { controllers.is_empty() } else { has_memory(controllers) };
             is_it.then_some(group)
         })?;
-        // What is mounted may be a part of the hierarchy; a group that is outside it cannot be seen.
+        // Only a part of the hierarchy may be mounted. A group outside that part is not visible.
         let inside = Path::new(group).strip_prefix(&root).unwrap_or(Path::new(""));
         let hidden = inside.components().any(|part| part == std::path::Component::ParentDir);
         let mount = PathBuf::from(mount);
@@ -72,7 +72,7 @@ impl Hierarchy {
         Some(Self { files, mount, group })
     }
 
-    /// The least that a group leaves, from the process's own up to what is mounted.
+    /// The least that any group has left, from the process's own up to the mounted root.
     fn left(&self, read: Read<'_>) -> Option<u64> {
         let groups = self.group.ancestors().take_while(|group| group.starts_with(&self.mount));
         groups.filter_map(|group| self.files.left(group, read)).min()
@@ -80,8 +80,8 @@ impl Hierarchy {
 }
 
 impl Files {
-    /// What a group leaves. Files that were read stay in memory as long as nobody needs it: they are counted as used, and are
-    /// as good as free.
+    /// What a group has left. The page cache counts as used memory, but the kernel frees it when memory is needed. So
+    /// it is treated as free.
     fn left(&self, group: &Path, read: Read<'_>) -> Option<u64> {
         let number = |name: &str| read(&group.join(name))?.trim().parse::<u64>().ok();
         let (limit, used) = (number(self.limit)?, number(self.used)?);
@@ -95,7 +95,7 @@ impl Files {
     }
 }
 
-/// Spaces and the like stand as `\040` there.
+/// Special characters such as spaces are written as `\040` in these files.
 fn unescape(field: &str) -> String {
     ["\\040", "\\011", "\\012", "\\134"]
         .into_iter()
@@ -113,7 +113,7 @@ mod tests {
     const V1_MOUNT: &str = "33 28 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n";
     const NO_LIMIT: &str = "9223372036854771712\n";
 
-    /// What is left where these files, and no others, are there.
+    /// The memory left if these files, and no others, exist.
     fn left(cgroup: &str, mountinfo: &str, files: &[(&str, &str)]) -> Option<u64> {
         let own = [("/proc/self/cgroup", cgroup), ("/proc/self/mountinfo", mountinfo)];
         let files: HashMap<&Path, &str> =
@@ -172,7 +172,7 @@ mod tests {
             ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "5000\n"),
         ];
         assert_eq!(left(cgroup, V1_MOUNT, &files), Some(450));
-        // Both versions: the second has processes here, and its memory is the first's.
+        // Both versions: v2 has the processes, v1 controls the memory.
         let unified = "34 28 0:31 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
         let cpu = "35 28 0:32 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n";
         assert_eq!(left(cgroup, &[cpu, unified, V1_MOUNT].concat(), &files), Some(450));
@@ -184,8 +184,8 @@ mod tests {
         let limits = |folder: &str| ["memory.max", "memory.current"].map(|name| format!("{folder}/{name}"));
         let [max, current] = limits("/sys/fs/cgroup");
         let files = [(&*max, "1000"), (&*current, "300")];
-        // With a namespace of its own; with the name outside, of which its part is mounted, or nothing else is known; and
-        // for a process that was put outside the namespace.
+        // A process with its own cgroup namespace; one with the outside name and only its part mounted, or no other
+        // information; and one that was moved outside its namespace.
         let part = V2_MOUNT.replace(" / /sys", " /docker/f00 /sys");
         for (cgroup, mount) in [
             ("0::/\n", V2_MOUNT),
@@ -200,7 +200,7 @@ mod tests {
         let [max, current] = limits("/sys/fs/cgroup/job");
         let files = [(&*max, "500"), (&*current, "300")];
         assert_eq!(left("0::/docker/f00/job\n", &part, &files), Some(200));
-        // A path with a blank.
+        // A path with a space.
         let [max, current] = limits("/my groups");
         let files = [(&*max, "500"), (&*current, "100")];
         assert_eq!(left("0::/\n", &V2_MOUNT.replace("/sys/fs/cgroup", "/my\\040groups"), &files), Some(400));

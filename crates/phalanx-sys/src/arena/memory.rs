@@ -1,5 +1,5 @@
-//! How much memory there is. An allocation of shared memory that is larger than that is not refused by the kernel, but
-//! answered with the end of some process.
+//! How much memory there is. If an allocation of shared memory is too large, the kernel does not refuse it, but kills
+//! some process later.
 
 use std::fs::read_to_string;
 use std::io;
@@ -9,14 +9,14 @@ use rustix::process::{Resource, getrlimit};
 use super::cgroup;
 use crate::memfd;
 
-/// Allocations below this are not asked about: they come often, and asking takes longer than a small one does.
+/// Smaller allocations are not checked: they are frequent, and the check takes longer than a small allocation.
 const LARGE: usize = 1 << 20;
 
-/// The addresses of a process where no limit leaves it fewer.
+/// The addresses of a process without a limit.
 const ADDRESSES: u64 = 1 << 47;
 
-/// Of `bytes` of addresses, what each of `arenas` may take: no more than this process can spare for all of them, and no
-/// file beyond the largest.
+/// How many bytes each of `arenas` may have, at most `bytes`: no more than this process can spare for all of them, and
+/// no more than the largest file allowed.
 pub(super) fn allowed(bytes: usize, arenas: usize) -> usize {
     let limit = getrlimit(Resource::As).current.unwrap_or(ADDRESSES).min(ADDRESSES);
     let taken = field("/proc/self/status", "VmSize:").unwrap_or(0);
@@ -25,20 +25,20 @@ pub(super) fn allowed(bytes: usize, arenas: usize) -> usize {
     limits.fold(bytes, |least, limit| least.min(usize::try_from(limit).unwrap_or(usize::MAX)))
 }
 
-/// What may be taken at once where so much is `taken`. One half of all addresses is left to the program; of the other,
-/// each takes a quarter of what those before it have left, so that there is some for all.
+/// How many bytes may be used at once when `taken` are in use. One half of all addresses is left to the program. Of the
+/// other half, each caller gets a quarter of the rest, so that some is left for later ones.
 fn spare(limit: u64, taken: u64) -> u64 {
     (limit / 2).saturating_sub(taken) / 4
 }
 
-/// The size of this system's pages.
+/// The page size of this system.
 pub(super) fn page() -> usize {
-    // SAFETY: it reads no memory of ours.
+    // SAFETY: it accesses no memory of this process.
     let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-/// An error if `bytes` are more than the host, or one of this process's control groups, has left.
+/// An error if the host, or one of this process's control groups, has less than `bytes` left.
 pub(super) fn check(bytes: usize) -> io::Result<()> {
     if bytes >= LARGE
         && let Some(available) = available()
@@ -50,17 +50,17 @@ pub(super) fn check(bytes: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// What is left, as far as it is known.
+/// The memory left, if known.
 fn available() -> Option<u64> {
     [cgroup::left(), field("/proc/meminfo", "MemAvailable:")].into_iter().flatten().min()
 }
 
-/// The memory of this host, in bytes, if the system says.
+/// The memory of this host, in bytes, if known.
 pub fn total() -> Option<u64> {
     field("/proc/meminfo", "MemTotal:")
 }
 
-/// A size in a table of the system's, in bytes.
+/// A size in one of the system's tables, in bytes.
 fn field(path: &str, name: &str) -> Option<u64> {
     let table = read_to_string(path).ok()?;
     let line = table.lines().find_map(|line| line.strip_prefix(name))?;

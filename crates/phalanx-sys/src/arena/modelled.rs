@@ -1,5 +1,5 @@
-//! An arena as loom sees it: it knows who has read and written which parts of it, and objects when two who did are not
-//! ordered. What is lent stands in the list of what is watched.
+//! An arena for loom: it records which threads read and write which parts, and panics if two accesses are not ordered.
+//! Each part that is lent is in the list of watched ranges.
 
 use std::cell::UnsafeCell;
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ pub struct Arena {
     region: Range<usize>,
 }
 
-/// An arena as every rank maps it.
+/// An arena as mapped by every rank.
 pub struct Mapping {
     words: BTreeMap<usize, AtomicU64>,
     half_words: BTreeMap<usize, AtomicU32>,
@@ -26,8 +26,7 @@ pub struct Mapping {
     watch: Vec<(Range<usize>, loom::cell::UnsafeCell<()>)>,
 }
 
-// SAFETY: loom runs one thread at a time; that threads would not touch the same bytes at the same time, is what it
-// checks.
+// SAFETY: loom runs one thread at a time, and checks that threads do not access the same bytes concurrently.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -49,7 +48,7 @@ impl Arena {
         Arc::new(Self { mapping: Arc::new(mapping), region })
     }
 
-    /// How everybody maps it.
+    /// The mapping that all ranks share.
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
@@ -67,16 +66,16 @@ impl Arena {
 impl Mapping {
     /// # Safety
     ///
-    /// None is needed here: loom panics where a real loan would not be sound.
+    /// No requirement here: loom panics where a real borrow would be unsound.
     pub(crate) unsafe fn lend(&self, offset: usize, bytes: usize) -> &[u8] {
         self.watched(offset, bytes).for_each(|cell| cell.with(|_| ()));
-        // SAFETY: a cell of a byte is laid out as the byte, and loom has checked the rest.
+        // SAFETY: a cell of a byte has the layout of a byte, and loom has checked the rest.
         unsafe { slice::from_raw_parts(self.bytes[offset..offset + bytes].as_ptr().cast(), bytes) }
     }
 
     /// # Safety
     ///
-    /// None is needed here: loom panics where a real loan would not be sound.
+    /// No requirement here: loom panics where a real borrow would be unsound.
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn lend_mut(&self, offset: usize, bytes: usize) -> &mut [u8] {
         self.watched(offset, bytes).for_each(|cell| cell.with_mut(|_| ()));

@@ -1,18 +1,18 @@
-//! Which parts of an arena are taken.
+//! The allocated parts of an arena.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The regions of an arena, by offset, and the gaps between them.
 pub(super) struct Table {
-    /// Where each gap starts, and its length. No gap touches the next.
+    /// The length of each gap, by its start. No two gaps touch.
     gaps: BTreeMap<usize, usize>,
     regions: BTreeMap<usize, Entry>,
 }
 
 struct Entry {
     pages: usize,
-    /// What was asked for, not rounded up.
+    /// The requested length, not rounded up.
     bytes: usize,
     cut_off: bool,
 }
@@ -22,7 +22,7 @@ impl Table {
         Self { gaps: BTreeMap::from([(room.start, room.len())]), regions: BTreeMap::new() }
     }
 
-    /// Takes the first gap of `pages`, for a region of `bytes`.
+    /// Allocates `pages` bytes of whole pages in the first gap, for a region of `bytes`.
     pub(super) fn take(&mut self, pages: usize, bytes: usize) -> Option<usize> {
         let (&offset, &room) = self.gaps.iter().find(|(_, room)| **room >= pages)?;
         self.gaps.remove(&offset);
@@ -33,8 +33,8 @@ impl Table {
         Some(offset)
     }
 
-    /// Makes a gap of a region, joined with those around it. The place of one that was cut off is never taken again: a
-    /// late peer may still write there.
+    /// Turns a region into a gap, joined with its neighbours. The place of a region that was cut off is never reused,
+    /// because a late peer may still write there.
     pub(super) fn give_back(&mut self, offset: usize) {
         let Some(Entry { mut pages, cut_off: false, .. }) = self.regions.remove(&offset) else { return };
         let mut start = offset;
@@ -54,7 +54,7 @@ impl Table {
         self.regions.get(&offset).filter(|entry| !entry.cut_off).map(|entry| entry.bytes)
     }
 
-    /// Marks a region; its length, if it was not marked before.
+    /// Marks a region as cut off. Returns its length, or None if it was marked before.
     pub(super) fn cut_off(&mut self, offset: usize) -> Option<usize> {
         let entry = self.regions.get_mut(&offset).filter(|entry| !entry.cut_off)?;
         entry.cut_off = true;

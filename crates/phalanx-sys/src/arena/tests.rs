@@ -71,7 +71,7 @@ fn what_a_late_peer_writes_does_not_reach_a_region_that_is_cut_off() {
     // SAFETY: this thread holds the region.
     unsafe { arena.cut_off(offset) }.unwrap();
     assert_eq!(arena.find(region.as_slice()), None);
-    // SAFETY: mapped, as `at` has checked, and nobody reads it.
+    // SAFETY: mapped, as `at` has checked, and not read by any other thread.
     unsafe { late.at(offset, 2 * PAGE).write_bytes(9, 2 * PAGE) };
     assert!(region.as_slice().iter().all(|byte| *byte == 3));
     region.as_mut_slice().fill(4);

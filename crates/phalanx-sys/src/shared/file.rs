@@ -1,4 +1,4 @@
-//! The anonymous file behind a segment: how a process makes it, and how another one opens it.
+//! The anonymous file behind a segment: how a process creates it, and how another one opens it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -11,7 +11,7 @@ use crate::sync::Ordering;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PHXSHM01");
 const NAME: &str = "phalanx-rings";
-/// Keeps the memory reachable for others; dropped when all have opened it.
+/// Keeps the memory available for others to open; dropped when all have opened it.
 #[derive(Debug)]
 pub struct Invitation(pub(crate) OwnedFd);
 
@@ -23,7 +23,7 @@ impl Invitation {
 }
 
 impl Segment {
-    /// A segment of this process. Its memory is allocated now: too little is an error and not a later signal.
+    /// A segment of this process. Its memory is allocated now: too little is an error, and not a signal later.
     pub fn create(layout: Layout, nonce: u64) -> io::Result<(Arc<Self>, Invitation)> {
         let bytes = layout.check()?.bytes() as u64;
         let fd = memfd::create(NAME, bytes)?;
@@ -34,7 +34,7 @@ impl Segment {
         Ok((Arc::new(segment), Invitation(fd)))
     }
 
-    /// The segment that process `pid` of this host lends as `descriptor`; an error if it is another one.
+    /// The segment that process `pid` of this host lends as `descriptor`. An error if that is another file.
     pub fn open(pid: u32, descriptor: i32, layout: Layout, nonce: u64) -> io::Result<Arc<Self>> {
         layout.check()?;
         let file = memfd::open(NAME, pid, descriptor, layout.bytes() as u64)?;
@@ -47,16 +47,16 @@ impl Segment {
         Ok(Arc::new(segment))
     }
 
-    /// All of `file`, which is at least as long as `layout` says.
+    /// Maps all of `file`, which is at least as long as `layout` says.
     fn map(file: impl AsFd, layout: Layout) -> io::Result<Self> {
-        // SAFETY: the file is sealed against shrinking (`create`), or was found to be (`open`); what its first bytes are
-        // used for is the same in every process.
+        // SAFETY: the file is sealed against shrinking (`create`), or was found to be (`open`). All processes use its
+        // first bytes in the same way.
         let memory = unsafe { Memory::map(file, layout.words(), layout.bytes()) }?;
         Ok(Self { memory, layout })
     }
 }
 
-// Miri has no such files.
+// Miri has no anonymous files.
 #[cfg(not(miri))]
 #[cfg(test)]
 mod tests {

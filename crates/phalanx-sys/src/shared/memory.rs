@@ -1,5 +1,4 @@
-//! The memory behind a segment: words in front, which everybody uses as atomics alone, and bytes behind them, each of
-//! which belongs to one side at a time.
+//! The memory behind a segment: atomics in front, and bytes behind them, each of which belongs to one side at a time.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -10,39 +9,39 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::sync::{AtomicU32, AtomicU64};
 
-/// A mapping. It lives as long as this, and cannot be cut short.
+/// A mapping. It lives as long as this value, and its file cannot shrink.
 #[derive(Debug)]
 pub(super) struct Memory {
     base: NonNull<u8>,
-    /// Where the words end.
+    /// The end of the atomics.
     words: usize,
     length: usize,
 }
 
-// SAFETY: what is shared of a mapping is atomic, or bytes that only unsafe functions give access to.
+// SAFETY: the shared content of a mapping is atomics, or bytes that only unsafe functions access.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Maps all of `file`, with `words` bytes of words.
+    /// Maps all of `file`, which begins with `words` bytes of atomics.
     ///
     /// # Safety
     ///
-    /// The file is at least `length` bytes long, and sealed against shrinking. No process touches its first `words`
-    /// bytes but as atomics.
+    /// The file is at least `length` bytes long, and sealed against shrinking. All processes access its first `words`
+    /// bytes only as atomics.
     pub unsafe fn map(file: impl AsFd, words: usize, length: usize) -> io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice, of a file that the caller vouches for.
+        // SAFETY: a new mapping at an address that the kernel chooses, of a file that meets this function's contract.
         let base = unsafe { mmap(std::ptr::null_mut(), length, access, MapFlags::SHARED, file, 0) }?;
         Self::at(base.cast(), words, length)
     }
 
-    /// Memory of this process alone.
+    /// Memory of this process only.
     #[cfg(any(test, fuzzing))]
     pub fn private(words: usize, length: usize) -> io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the system's choice.
+        // SAFETY: a new mapping at an address that the system chooses.
         let base =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), length, access, MapFlags::PRIVATE) }?;
         Self::at(base.cast(), words, length)
@@ -55,8 +54,8 @@ impl Memory {
 
     pub fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= self.words);
-        // SAFETY: inside the mapping and aligned, as just checked; every process uses this place as an atomic alone, and
-        // any bytes are a valid one.
+        // SAFETY: inside the mapping and aligned, as just checked. Every process accesses this place only as an atomic,
+        // and any bytes are a valid one.
         unsafe { self.base.add(offset).cast().as_ref() }
     }
 
@@ -70,10 +69,10 @@ impl Memory {
     ///
     /// # Safety
     ///
-    /// Until it returns, nobody else reads or writes these bytes, through whatever mapping.
+    /// Until it returns, these bytes are not read or written by others, through any mapping.
     pub unsafe fn write(&self, offset: usize, bytes: &[u8]) {
         self.check(offset, bytes.len());
-        // SAFETY: inside the mapping, as just checked, where the caller has these bytes to itself; `bytes` is memory of
+        // SAFETY: inside the mapping, as just checked, where the caller has exclusive access; `bytes` is memory of
         // this process, which does not overlap.
         unsafe { self.base.add(offset).copy_from_nonoverlapping(NonNull::from(bytes).cast(), bytes.len()) };
     }
@@ -82,10 +81,10 @@ impl Memory {
     ///
     /// # Safety
     ///
-    /// As long as they are borrowed, nobody writes to these bytes, through whatever mapping.
+    /// While they are borrowed, these bytes are not written through any mapping.
     pub unsafe fn lend(&self, offset: usize, length: usize) -> &[u8] {
         self.check(offset, length);
-        // SAFETY: inside the mapping, as just checked; the caller vouches that nobody writes.
+        // SAFETY: inside the mapping, as just checked; the caller guarantees that there are no writes.
         unsafe { slice::from_raw_parts(self.base.as_ptr().add(offset), length) }
     }
 
@@ -96,7 +95,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: this mapping is its own, and nothing borrowed from it can outlive it. Unmapping what was mapped in
+        // SAFETY: this mapping is its own, and nothing borrowed from it can outlive it. Unmapping a mapping of
         // this size cannot fail.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.length) };
     }

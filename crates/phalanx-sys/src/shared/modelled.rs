@@ -1,5 +1,5 @@
-//! [`memory`](super::memory) as loom sees it: it knows who has read and written which bytes, and objects when two who
-//! did are not ordered.
+//! [`memory`](super::memory) for loom: it records which threads read and write which bytes, and panics if two accesses
+//! are not ordered.
 
 use std::cell::UnsafeCell;
 use std::collections::BTreeMap;
@@ -9,7 +9,7 @@ use std::slice;
 use super::LINE;
 use crate::sync::{AtomicU32, AtomicU64};
 
-/// Bytes that are watched together: what models move is a multiple.
+/// Bytes that are watched together. Models move multiples of it.
 pub(super) const WATCHED: usize = 32;
 
 #[derive(Debug)]
@@ -23,14 +23,13 @@ pub(super) struct Memory {
     watch: Vec<loom::cell::UnsafeCell<()>>,
 }
 
-// SAFETY: loom runs one thread at a time; that threads would not touch the same bytes at the same time, is what it
-// checks.
+// SAFETY: loom runs one thread at a time, and checks that threads do not access the same bytes concurrently.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Only the words that are in use: two at the beginning of each line.
+    /// Only the atomics that are in use: two at the beginning of each line.
     pub fn new(words: usize, bytes: Range<usize>) -> Self {
         let lines = || (0..words).step_by(LINE);
         Self {
@@ -52,22 +51,22 @@ impl Memory {
 
     /// # Safety
     ///
-    /// None is needed here: loom panics where a real write would not be sound.
+    /// No requirement here: loom panics where a real write would be unsound.
     pub unsafe fn write(&self, offset: usize, bytes: &[u8]) {
         self.watched(offset, bytes.len()).iter().for_each(|cell| cell.with_mut(|_| ()));
         for (cell, byte) in self.bytes[offset - self.start..].iter().zip(bytes) {
-            // SAFETY: one thread runs at a time, and what was lent to others is no longer read: loom has checked.
+            // SAFETY: one thread runs at a time, and borrowed bytes are no longer read: loom has checked.
             unsafe { *cell.get() = *byte };
         }
     }
 
     /// # Safety
     ///
-    /// None is needed here: loom panics where a real loan would not be sound, at the latest when somebody writes.
+    /// No requirement here: loom panics where a real borrow would be unsound, at the latest at the next write.
     pub unsafe fn lend(&self, offset: usize, length: usize) -> &[u8] {
         self.watched(offset, length).iter().for_each(|cell| cell.with(|_| ()));
         let bytes = &self.bytes[offset - self.start..][..length];
-        // SAFETY: a cell of a byte is laid out as the byte.
+        // SAFETY: a cell of a byte has the layout of a byte.
         unsafe { slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) }
     }
 

@@ -1,6 +1,6 @@
-//! The protocols of rings and doorbells in every order that the memory model allows, as loom tries them.
+//! The protocols of rings and doorbells under loom, with every interleaving that the memory model allows.
 //!
-//! Loom objects to a byte that one side touches while it is the other's, and to a sleeper whom nobody wakes.
+//! Loom reports an access to a byte that belongs to the other side at that time, and a sleeper that is never woken.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use loom::thread;
 use super::modelled::WATCHED;
 use super::*;
 
-/// Every order, or every one in which threads are interrupted no more often than so.
+/// Runs every interleaving, or only those with at most `preemptions` preemptions.
 fn model(preemptions: Option<usize>, run: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = preemptions;
@@ -28,12 +28,12 @@ fn ends(segment: &Arc<Segment>) -> (Producer, Consumer) {
     (segment.producer(0).unwrap(), segment.consumer(0).unwrap())
 }
 
-/// What travels: `pieces` of `WATCHED` bytes, each piece another number.
+/// The bytes to send: `pieces` of `WATCHED` bytes, each piece with a different number.
 fn numbered(pieces: u8) -> Vec<u8> {
     (0..pieces).flat_map(|piece| [piece; WATCHED]).collect()
 }
 
-/// Sends `bytes`, at most `most` at once, and calls `wait` when there is no room.
+/// Sends `bytes`, at most `most` at once. Calls `wait` when there is no room.
 fn send(producer: &mut Producer, bytes: &[u8], most: usize, mut wait: impl FnMut(&mut Producer)) {
     let mut sent = 0;
     while sent < bytes.len() {
@@ -48,8 +48,8 @@ fn send(producer: &mut Producer, bytes: &[u8], most: usize, mut wait: impl FnMut
     }
 }
 
-/// Receives what should be `bytes`, at most `most` at once; calls `wait` when nothing is there, and `taken` when
-/// something was.
+/// Receives what should be `bytes`, at most `most` at once. Calls `wait` when the ring is empty, and `taken` after each
+/// read.
 fn receive(
     consumer: &mut Consumer,
     bytes: &[u8],
@@ -72,7 +72,7 @@ fn receive(
     }
 }
 
-/// `pieces` through a ring of `ring_bytes`, by threads that look again and again.
+/// `pieces` through a ring of `ring_bytes`, by threads that poll.
 fn pass(ring_bytes: usize, pieces: u8, pushed: usize, peeked: usize) {
     model(None, move || {
         let (mut producer, mut consumer) = ends(&segment(ring_bytes));
@@ -100,7 +100,7 @@ fn loom_a_full_ring_is_taken_at_once() {
     pass(ALIGNMENT, 4, usize::MAX, usize::MAX);
 }
 
-/// `pieces` through a ring of one line. As ranks do, each side sleeps on the doorbell of its own segment, when the ring
+/// `pieces` through a ring of one line. As ranks do, each side sleeps on the doorbell of its own segment when the ring
 /// is full, or empty.
 fn pass_asleep(pieces: u8, preemptions: Option<usize>) {
     model(preemptions, move || {
@@ -130,7 +130,7 @@ fn loom_both_ends_asleep_miss_nothing() {
     pass_asleep(4, Some(4));
 }
 
-/// One sleeps until all of `ringers` have come.
+/// One thread sleeps until all of `ringers` have rung.
 fn gather(ringers: usize, preemptions: Option<usize>) {
     model(preemptions, move || {
         let segment = segment(ALIGNMENT);
@@ -163,7 +163,7 @@ fn loom_no_ring_is_missed_whoever_rings() {
     gather(2, Some(3));
 }
 
-/// Two threads of a process sleep until something has come.
+/// Two threads of a process sleep until a byte has arrived.
 #[test]
 fn loom_all_sleepers_are_woken() {
     model(Some(2), || {

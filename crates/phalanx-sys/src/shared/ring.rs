@@ -7,18 +7,20 @@ use super::{FIELDS, LINE, POSITIONS, Segment};
 use crate::sync::{AtomicU64, Ordering};
 
 impl Segment {
-    /// The writing end of `ring`; none if there is no such ring, or if it was given out before, by whatever mapping.
+    /// The writing end of `ring`. None if there is no such ring, or if the end was handed out before, through any
+    /// mapping.
     pub fn producer(self: &Arc<Self>, ring: usize) -> Option<Producer> {
         self.claim(ring, 0).then(|| Producer { segment: self.clone(), ring, written: 0, consumed: 0 })
     }
 
-    /// The reading end of `ring`; none if there is no such ring, or if it was given out before, by whatever mapping.
+    /// The reading end of `ring`. None if there is no such ring, or if the end was handed out before, through any
+    /// mapping.
     pub fn consumer(self: &Arc<Self>, ring: usize) -> Option<Consumer> {
         self.claim(ring, LINE).then(|| Consumer { segment: self.clone(), ring, consumed: 0, written: 0 })
     }
 
-    /// Is this the first claim to the end of `ring` whose position stands at `end`? What says so is shared, as the ring
-    /// is: two ends of one kind would write over what the other lends, also if they are of two mappings.
+    /// Is this the first claim to the end of `ring` whose position is at `end`? The flag is in the shared memory: two
+    /// ends of one kind would overwrite what the other lends, even through two mappings.
     fn claim(&self, ring: usize, end: usize) -> bool {
         ring < self.layout.rings
             && self.memory.word(FIELDS + ring * POSITIONS + end + 8).swap(1, Ordering::Relaxed) == 0
@@ -32,7 +34,7 @@ impl Segment {
         self.memory.word(FIELDS + ring * POSITIONS + LINE)
     }
 
-    /// Where position `at` of `ring` lies, and the bytes from there to the ring's end.
+    /// The offset of position `at` of `ring`, and the number of bytes from there to the ring's end.
     fn place(&self, ring: usize, at: u64) -> (usize, usize) {
         assert!(ring < self.layout.rings);
         let offset = (at % self.layout.ring_bytes as u64) as usize;
@@ -40,7 +42,7 @@ impl Segment {
     }
 }
 
-/// A peer's position does not fit: it does not follow the protocol.
+/// A peer's position is not possible: the peer does not follow the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Corrupt;
 
@@ -50,12 +52,12 @@ pub struct Producer {
     pub(super) segment: Arc<Segment>,
     ring: usize,
     written: u64,
-    /// The consumer's position when it was last looked at.
+    /// The consumer's position when it was last read.
     consumed: u64,
 }
 
 impl Producer {
-    /// Copies as much of `bytes` into the ring as there is room for, and says how much. The consumer sees it after
+    /// Copies as much of `bytes` into the ring as there is room for, and returns how much. The consumer sees it after
     /// [`publish`](Self::publish).
     pub fn push(&mut self, bytes: &[u8]) -> Result<usize, Corrupt> {
         let free = self.segment.layout.ring_bytes as u64 - (self.written - self.consumed);
@@ -66,7 +68,7 @@ impl Producer {
             let (place, contiguous) = self.segment.place(self.ring, self.written);
             let (now, later) = rest.split_at(rest.len().min(contiguous));
             // SAFETY: `now` fits before the ring's end. These bytes are free: the consumer has given them back
-            // (`consumed`, acquired) and looks at them again only when `written` has been published.
+            // (`consumed`, acquired) and reads them again only when `written` has been published.
             unsafe { self.segment.memory.write(place, now) };
             self.written += now.len() as u64;
             rest = later;
@@ -74,7 +76,7 @@ impl Producer {
         Ok(pushed)
     }
 
-    /// The bytes that there is room for now.
+    /// The number of bytes for which there is room now.
     pub fn room(&mut self) -> Result<usize, Corrupt> {
         let capacity = self.segment.layout.ring_bytes as u64;
         let consumed = self.segment.consumed(self.ring).load(Ordering::Acquire);
@@ -84,7 +86,7 @@ impl Producer {
         Ok(room as usize)
     }
 
-    /// Shows the consumer what has been pushed.
+    /// Publishes what has been pushed to the consumer.
     pub fn publish(&self) {
         self.segment.written(self.ring).store(self.written, Ordering::Release);
     }
@@ -101,12 +103,12 @@ pub struct Consumer {
     pub(super) segment: Arc<Segment>,
     ring: usize,
     consumed: u64,
-    /// The producer's position when it was last looked at.
+    /// The producer's position when it was last read.
     written: u64,
 }
 
 impl Consumer {
-    /// The bytes that wait, as far as they lie in a row: up to `most`, and up to the ring's end.
+    /// The unread bytes, as far as they are contiguous: at most `most`, and up to the ring's end.
     pub fn peek(&mut self, most: usize) -> Result<&[u8], Corrupt> {
         if self.written - self.consumed < most as u64 {
             let written = self.segment.written(self.ring).load(Ordering::Acquire);
@@ -121,7 +123,7 @@ impl Consumer {
         Ok(unsafe { self.segment.memory.lend(place, length) })
     }
 
-    /// Gives the first `bytes` of what waits back to the producer.
+    /// Gives the first `bytes` of the unread bytes back to the producer.
     pub fn consume(&mut self, bytes: usize) {
         assert!(bytes as u64 <= self.written - self.consumed, "more is consumed than was peeked at");
         self.consumed += bytes as u64;

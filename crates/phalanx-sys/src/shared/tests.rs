@@ -6,10 +6,10 @@ use super::*;
 use crate::sync::Ordering;
 
 const LAYOUT: Layout = Layout { rings: 2, ring_bytes: 128 };
-/// What passes where passing takes time: Miri is slow.
+/// How much to send where sending takes time: Miri is slow.
 const MANY: u64 = if cfg!(miri) { 200 } else { 20_000 };
 
-/// The memory of one process as it and another process map it.
+/// The memory of one process as mapped by it and by another process.
 #[cfg(not(miri))]
 fn mapped() -> [Arc<Segment>; 2] {
     let (own, invitation) = Segment::create(LAYOUT, 7).unwrap();
@@ -17,7 +17,7 @@ fn mapped() -> [Arc<Segment>; 2] {
     [own, other]
 }
 
-/// Miri knows no files without a name: both are the same mapping.
+/// Miri has no anonymous files: both are the same mapping.
 #[cfg(miri)]
 fn mapped() -> [Arc<Segment>; 2] {
     let segment = Arc::new(Segment::private(LAYOUT).unwrap());

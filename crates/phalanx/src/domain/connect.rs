@@ -1,4 +1,4 @@
-//! Finds out, together, which ranks can reach each other's memory.
+//! Determines which ranks can reach each other's memory. All ranks take part.
 
 use std::io;
 use std::sync::Arc;
@@ -16,16 +16,16 @@ use crate::rank::Rank;
 use crate::transport::MeshConfig;
 use crate::transport::bootstrap;
 
-/// More ranks would have too little of a staging window each.
+/// With more ranks, each would have too little of a staging window.
 const MOST: usize = 256;
-/// What ranks tell each other in the store: where their memory is, and whose they can map.
+/// Keys of what ranks write to the store: where their memory is, and whose memory they can map.
 const ARENA: &str = "arena";
 const REACH: &str = "reach";
 
-/// Where a rank's memory is, as it stands in the store.
+/// Where a rank's memory is, as written to the store.
 #[derive(Serialize, Deserialize)]
 struct Address {
-    /// Tells hosts apart, also those of one name.
+    /// Distinguishes hosts, even if they have the same name.
     host: String,
     pid: u32,
     descriptor: i32,
@@ -33,25 +33,26 @@ struct Address {
     nonce: u64,
 }
 
-/// A rank's memory; none if the rank was told to use TCP, and a reason if it cannot have any.
+/// A rank's memory. None if the rank was configured to use TCP; an error text if it cannot have any.
 type Lent = Result<Option<Address>, String>;
 /// For each rank of the host, by rank, why its memory cannot be mapped; an empty text if it can.
 type Reach = Vec<String>;
 
-/// The memory that all mapped arenas are in, by rank.
+/// The mapped arenas, by rank.
 type Mapped = Vec<Result<Arc<Mapping>, String>>;
 
-/// Tells the others that this rank was told to use TCP: then no rank uses shared memory, since all plan alike.
+/// Tells the others that this rank was configured to use TCP. Then no rank uses shared memory, since all must plan
+/// alike.
 pub(crate) fn decline(place: &MeshConfig<'_>, deadline: Deadline) -> Result<()> {
     bootstrap::publish::<Lent>(place, ARENA, &Ok(None), deadline)?;
     bootstrap::publish::<Reach>(place, REACH, &Vec::new(), deadline)
 }
 
-/// What this rank has found out about the memory of all.
+/// What this rank knows about the memory of all ranks.
 pub(crate) struct Joined {
-    /// The domains of all ranks; the same on every rank, unless it was told to use TCP.
+    /// The domains of all ranks; the same on every rank, unless it was configured to use TCP.
     pub partition: Partition,
-    /// This rank's own, if it has memory that others can map.
+    /// This rank's own domain, if it has memory that others can map.
     pub domain: Option<Domain>,
     /// Why not all ranks are in this rank's domain.
     pub reason: Option<String>,
@@ -107,14 +108,14 @@ pub(crate) fn join(
     Ok(Joined { partition, domain, reason })
 }
 
-/// An arena of this rank, and where it is.
+/// An arena of this rank, and its address.
 fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), String> {
-    // All ranks find this alike.
+    // All ranks come to the same result.
     if world > MOST {
         return Err(format!("{world} ranks are too many for one control_block"));
     }
     let nonce = random::number().map_err(|error| error.to_string())?;
-    // All of the host's memory, as far as there are addresses for it.
+    // As large as the host's memory, if there are enough addresses.
     let bytes = total_memory().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
     let arena = Arena::create(bytes, world, nonce).map_err(|error| format!("no shared memory: {error}"))?;
     let host = match host {
@@ -153,13 +154,13 @@ impl Address {
     }
 }
 
-/// The error where all ranks were told to share memory and cannot.
+/// The error if all ranks were configured to share memory and cannot.
 pub(crate) fn refused(reason: &str) -> Error {
     Error::environment(format!("the ranks share no memory: {reason}"))
         .with_remedy("unset PHALANX_TRANSPORT to use TCP where memory cannot be shared")
 }
 
-/// For [`fuzzing`](crate::fuzzing): where a rank's memory is, and whose it could map.
+/// For [`fuzzing`](crate::fuzzing): decodes where a rank's memory is, and whose it could map.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn fuzz(bytes: &[u8]) -> bool {
     let lent = postcard::from_bytes::<Lent>(bytes).is_ok();

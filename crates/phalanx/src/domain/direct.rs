@@ -1,5 +1,5 @@
-//! Collectives on registered memory: each rank does its share of the work on all ranks' memory, for all. No byte is
-//! copied that need not be, and two waits are all.
+//! Collectives on registered memory: each rank does its share of the work on all ranks' memory, for all ranks. No byte
+//! is copied unnecessarily, and there are only two waits.
 
 use phalanx_sys::control_block::SharedOperation;
 
@@ -14,7 +14,7 @@ pub(super) fn in_place(
     let element = job.call.dtype.size();
     match kind {
         InPlace::AllReduce => operation.combine(job.ranks, LINE, |chunks| job.fold().apply(chunks)),
-        // That the others' memory gets the result too does no harm: it is the call's.
+        // The others' memory gets the result too, which does no harm: it belongs to the call.
         InPlace::ReduceScatter => operation.combine(job.ranks, element, |chunks| job.fold().apply(chunks)),
         InPlace::Reduce => operation.combine(job.ranks, LINE, |chunks| reduce(job, chunks, job.root)),
         InPlace::Broadcast => {
@@ -36,7 +36,7 @@ pub(super) fn spread(chunks: &mut [&mut [u8]], from: usize) {
     before.iter_mut().chain(after).for_each(|chunk| chunk.copy_from_slice(source));
 }
 
-/// Combines the chunks into that of one of them, and leaves the others as they are.
+/// Combines the chunks into one of them, and leaves the others as they are.
 pub(super) fn reduce(job: Job, chunks: &mut [&mut [u8]], into: usize) -> Result<()> {
     let mut block = Block::default();
     let length = chunks[into].len();

@@ -1,4 +1,4 @@
-//! A call encoded in sixteen bytes, as ranks show it to each other in shared memory.
+//! A call encoded in sixteen bytes, as it is in the slot headers of the control block.
 
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
@@ -44,7 +44,7 @@ pub(super) fn decode(bytes: &EncodedCall) -> Result<Call> {
     })
 }
 
-/// For [`fuzzing`](crate::fuzzing): what another rank calls.
+/// For [`fuzzing`](crate::fuzzing): decodes another rank's call.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {

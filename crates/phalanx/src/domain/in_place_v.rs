@@ -14,8 +14,8 @@ use crate::wire::frame::{Call, Operation};
 impl Domain {
     /// A `reduce_scatter_v`, or an `all_gather_v` in place.
     ///
-    /// Where memory is direct, the work is divided equally, whatever the counts are: each rank combines, or copies, an equal
-    /// chunk of the whole, so that no rank waits for the one with the largest count.
+    /// With the direct protocol the work is divided equally, whatever the counts are: each rank combines, or copies, an
+    /// equal chunk of the whole, so that no rank waits for the one with the largest count.
     pub(super) fn in_place_v(
         &mut self,
         (call, sequence): (Call, Sequence),
@@ -51,7 +51,7 @@ impl Domain {
         })
     }
 
-    /// An error on every rank if the counts differ: ranks would take each other's elements for their own.
+    /// An error on every rank if the counts differ: otherwise ranks would take each other's elements for their own.
     fn compare_counts(
         &mut self,
         call: Call,

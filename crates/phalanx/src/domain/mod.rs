@@ -1,13 +1,13 @@
 //! Memory domains: ranks of one host that reach each other's memory, and their collectives.
 //!
-//! All ranks of a domain meet on a control block for each collective, in one of three ways:
+//! All ranks of a domain synchronise each collective on a control block. A call uses one of three protocols:
 //!
-//! - [`direct`]: if all ranks' memory is registered, each rank combines its chunk where it lies, for all.
-//! - [`small`]: few bytes travel in the slots in which the ranks say what they call. Every rank combines everything. The
-//!   smallest calls always do.
-//! - [`staged`]: otherwise the same passes in windows through buffers that all reach.
+//! - [`direct`]: if all ranks' memory is registered, each rank combines its chunk in place, for all ranks.
+//! - [`small`]: little data is in the slots, behind the headers that announce the call. Every rank combines everything.
+//!   The smallest calls always use it.
+//! - [`staged`]: otherwise the data passes through staging buffers that all ranks reach, one window at a time.
 //!
-//! In each of them the elements are combined in the order of the ranks, so that all ways give the same bits.
+//! All protocols combine the elements in the order of the ranks, so that all give the same bits.
 
 mod connect;
 mod direct;
@@ -46,13 +46,13 @@ use crate::rank::{Generation, Rank, Sequence};
 use crate::transport::late;
 use crate::wire::frame::{Call, Header, Operation};
 
-/// Counts end where cache lines do, so that no two ranks write the same one.
+/// Shares end at cache lines, so that no two ranks write the same line.
 const LINE: usize = 64;
 
-/// A rank's place among the ranks with which it shares memory.
+/// A rank's membership in its domain: the ranks with which it shares memory.
 pub(crate) struct Domain {
     rank: Rank,
-    /// The ranks of this domain, in order; on the control block they have these places.
+    /// The ranks of this domain, in order. A rank's index here is its index in the control block.
     members: Vec<Rank>,
     is_world: bool,
     arena: Arc<Arena>,
@@ -97,13 +97,13 @@ impl InPlace {
     }
 }
 
-/// A call, as a rank at place `me` of `ranks` sees it.
+/// A call, as seen by the rank at index `me` of `ranks`.
 #[derive(Clone, Copy)]
 struct Job {
     call: Call,
     me: usize,
     ranks: usize,
-    /// The place of the root, if the call has one.
+    /// The index of the root, if the call has one.
     root: usize,
 }
 
@@ -140,7 +140,7 @@ impl Domain {
             }
         };
         if let Some(reason) = self.control_block.still_lent() {
-            // The group's failure is another's, and stays. This is rare: not a page, or not an address, is left.
+            // The group's failure has another cause, which stays. This is rare: there is no page, or no address, left.
             warn(format_args!(
                 "{call} {sequence}: a rank that is late can still write into this call's memory: do not use it for \
                  anything else ({reason})"
@@ -229,7 +229,7 @@ impl Domain {
     }
 }
 
-/// Memory for a result on the way to where one of its operands lies; it stays in the nearest cache.
+/// A buffer for a result that replaces one of its operands; it stays in the L1 cache.
 #[repr(align(64))]
 struct Block([u8; 8 << 10]);
 
@@ -240,12 +240,12 @@ impl Default for Block {
 }
 
 impl Job {
-    /// Bytes of the call's buffer, as the call counts it.
+    /// Bytes of the call's buffer, as the call counts them.
     fn bytes(&self) -> usize {
         self.call.elements as usize * self.call.dtype.size()
     }
 
-    /// What the rank at `place` brings to an `all_gather`, or gets of a `reduce_scatter`, within all ranks' elements.
+    /// The range that the rank at index `place` contributes to an `all_gather`, or receives from a `reduce_scatter`.
     fn chunk(&self, place: usize) -> Range<usize> {
         let bytes = match self.call.operation {
             Operation::ReduceScatter => self.bytes() / self.ranks,
@@ -255,13 +255,13 @@ impl Job {
     }
 
     fn fold(&self) -> Fold {
-        // Without an operation nothing is combined.
+        // Without a reduction nothing is combined.
         let op = self.call.reduce.unwrap_or(ReduceOp::Sum);
         Fold::of_all(self.call.dtype, op, self.ranks as u32)
     }
 }
 
-/// Is there any use in waiting for `peer`?
+/// An error if waiting for `peer` is useless.
 fn watch(health: &Health, peer: Rank, patience: &Patience) -> Result<()> {
     if health.has_failed() || health.has_left(peer) {
         return Err(health.peer_failed(peer, "it takes no part any more"));
@@ -288,9 +288,9 @@ fn compare(
     if *own == theirs {
         return Ok(());
     }
-    // The memory is of this job and generation; the count of calls is what has brought both here.
+    // The memory is of this job and generation, and both ranks have made the same number of calls.
     let header = |call| Header { call, sequence, generation: Generation::default(), payload: 0 };
-    // The encoded call has no field for the choice of plans; frames compare that.
+    // The encoded call has no field for the tuning; only frames compare that.
     header(Call { tuning: 0, ..call }).check(&header(encoded_call::decode(&theirs)?), rank, peer)
 }
 

@@ -1,4 +1,4 @@
-//! A barrier that finds out who is missing.
+//! A barrier that reports which ranks are missing.
 
 use super::{Domain, compare, encoded_call, watch};
 use crate::deadline::{Deadline, Patience};
@@ -7,8 +7,8 @@ use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Call;
 
 impl Domain {
-    /// All ranks meet, for which rank 0 waits until `deadline`, and then meet again: if rank 0 does not come to that, all
-    /// hear from it who is missing. The others wait until `patience`.
+    /// Two barriers. Rank 0 waits for the first until `deadline`. If ranks are missing, it does not enter the second,
+    /// and tells all which are missing. The others wait until `patience`.
     pub(crate) fn monitored_barrier(
         &mut self,
         call: Call,
@@ -36,7 +36,7 @@ impl Domain {
     }
 }
 
-/// The error for ranks that are missing; none if they have come by now.
+/// The error for ranks that are missing; None if all have come by now.
 pub(crate) fn absent(missing: &[Rank], world: usize) -> Option<Error> {
     const SHOWN: usize = 64;
     let first = *missing.first()?;

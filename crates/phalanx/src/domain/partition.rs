@@ -2,16 +2,16 @@
 
 use crate::rank::Rank;
 
-/// The domains of all ranks: each rank is in one. The same on every rank, in the same order.
+/// The domains of all ranks: each rank is in exactly one. The same on every rank, in the same order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Partition {
     domains: Vec<Vec<Rank>>,
-    /// The domain of each rank.
+    /// The index of each rank's domain.
     places: Vec<usize>,
 }
 
 impl Partition {
-    /// Puts each rank into the first domain all of whose members it can share memory with.
+    /// Puts each rank into the first domain with whose members, all of them, it can share memory.
     pub(super) fn of(ranks: usize, can_share: impl Fn(usize, usize) -> bool) -> Self {
         let (mut domains, mut places) = (Vec::<Vec<Rank>>::new(), Vec::new());
         for rank in 0..ranks {
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn all_members_can_share_with_all() {
-        // 1 and 2 cannot, though both can with 0.
+        // 1 and 2 cannot share memory, though both can with 0.
         let partition = Partition::of(3, |one, other| (one.min(other), one.max(other)) != (1, 2));
         assert_eq!(ranks(&partition), [vec![0, 1], vec![2]]);
     }

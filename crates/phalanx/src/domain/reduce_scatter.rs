@@ -1,5 +1,5 @@
-//! The parts within a host of an `all_reduce` of several hosts: a reduce_scatter to some owners before the exchange between
-//! hosts, and an all_gather from these owners after it.
+//! The parts within a host of an `all_reduce` of several hosts: a reduce_scatter to some owners before the exchange
+//! between hosts, and an all_gather from these owners after it.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::rank::Sequence;
 use crate::wire::frame::Call;
 
 impl Domain {
-    /// Finds out whether all members make the same call, before it goes from rank to rank.
+    /// Checks that all members make the same call, before it runs between ranks over the transport.
     pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, patience: &Patience) -> Result<()> {
         let (members, rank, health, encoded) =
             (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
@@ -24,16 +24,16 @@ impl Domain {
             .try_for_each(|index| compare(rank, call, sequence, members[index], &encoded, slots.call(index)))
     }
 
-    /// The chunk of `bytes` that the member at `place` owns, if the first `owners` members own it all.
+    /// The chunk of `bytes` that the member at index `place` owns, if the first `owners` members own all of them.
     pub(crate) fn chunk(bytes: usize, owners: usize, place: usize) -> Range<usize> {
         share(bytes, LINE, owners, place)
     }
 
-    /// Combines the members' `data`; afterwards each of the first `owners` members has the result in its
-    /// [`chunk`](Self::chunk), and what stands elsewhere is unspecified.
+    /// Combines the members' `data`. Afterwards each of the first `owners` members has the result in its
+    /// [`chunk`](Self::chunk), and the rest of `data` is unspecified.
     ///
-    /// All members make the same call, with the same owners. `fold` is given by whoever knows what follows: an average is
-    /// divided once, where all ranks' elements are in.
+    /// All members make the same call, with the same owners. The caller passes `fold`, because it knows what follows:
+    /// an average is divided once, where all ranks' elements have been added.
     pub(crate) fn reduce_scatter(
         &mut self,
         (call, sequence): (Call, Sequence),

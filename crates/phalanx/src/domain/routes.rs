@@ -1,5 +1,5 @@
-//! Where bytes come from and where they go in collectives that copy: each rank brings an input, of which every rank
-//! takes a block, and puts it in a place of its own in its output.
+//! Sources and destinations in collectives that copy: each rank brings an input. Every rank takes a block of it, and
+//! puts the block into its own output.
 
 use std::ops::Range;
 
@@ -12,17 +12,17 @@ use crate::wire::frame::Operation;
 /// Counts of a `_v` collective on a rank: of its input by receiver, and of its output by sender.
 pub(super) type Uneven<'a> = Option<(&'a Counts, &'a Counts)>;
 
-/// The copies of a call, as one rank sees them.
+/// The copies of a call, as seen by one rank.
 pub(super) struct Routes<'a> {
     job: Job,
     uneven: Uneven<'a>,
-    /// Where this rank's block begins in the input of each, if there are counts.
+    /// Where this rank's block begins in each rank's input, if there are counts.
     starts: Vec<usize>,
     /// The bytes of the longest block of all ranks.
     longest: usize,
 }
 
-/// What a rank tells the others of its counts: how many elements it sends to each, and how many it expects of each.
+/// This rank's counts for the others: how many elements it sends to each, and how many it expects from each.
 pub(super) fn note(job: Job, uneven: Uneven<'_>) -> Vec<u8> {
     let Some((sent, received)) = uneven else { return Vec::new() };
     let sent = |to| match job.call.operation {
@@ -36,7 +36,7 @@ pub(super) fn note(job: Job, uneven: Uneven<'_>) -> Vec<u8> {
 
 impl<'a> Routes<'a> {
     /// # Errors
-    /// If the ranks' notes do not fit together; every rank finds that out.
+    /// If the ranks' notes contradict each other. Every rank returns this error.
     pub(super) fn new<'n>(
         job: Job,
         uneven: Uneven<'a>,
@@ -62,7 +62,7 @@ impl<'a> Routes<'a> {
                     if to == job.me {
                         routes.starts.push(end);
                     }
-                    // A peer's numbers may be wrong; the length is checked where its bytes are read.
+                    // A peer's numbers may be wrong; the length is checked when its bytes are read.
                     let bytes = sent.saturating_mul(job.call.dtype.size());
                     routes.longest = routes.longest.max(bytes);
                     end = end.saturating_add(bytes);
@@ -93,7 +93,7 @@ impl<'a> Routes<'a> {
         }
     }
 
-    /// Where the block from `from` comes to stand in this rank's output.
+    /// The place of the block from `from` in this rank's output.
     pub(super) fn place(&self, from: usize) -> Range<usize> {
         if let Some((_, received)) = self.uneven {
             return self.bytes(received.of(from));
@@ -136,7 +136,7 @@ impl<'a> Routes<'a> {
         }
     }
 
-    /// The block for `to` in the input of `from`, where the call says all.
+    /// The block for `to` in the input of `from`, if there are no counts.
     fn even(&self, from: usize, to: usize) -> Range<usize> {
         let root = self.job.root;
         let number = match self.job.call.operation {

@@ -1,4 +1,4 @@
-//! Collectives of few bytes: every rank writes its input into its slot and reads all slots. One wait is enough.
+//! Collectives with little data: every rank writes its input into its slot and reads all slots. One wait is enough.
 
 use std::ops::Range;
 
@@ -8,16 +8,16 @@ use super::{InPlace, Job, short};
 use crate::error::Result;
 use crate::wire::frame::Operation;
 
-/// Up to this many bytes no other way is faster, whatever the memory.
+/// Up to this many bytes no other protocol is faster, whatever the memory.
 pub(super) const ALWAYS: usize = 512;
-/// The most bytes that a rank reads, where another way would spare it some of them.
+/// The most bytes that a rank reads, if another protocol would spare it some of them.
 const ALTOGETHER: usize = 2 * SMALL;
 
-/// The most bytes of an `all_reduce` of two ranks: beyond, each of them combines one half, and waits once more.
+/// The most bytes of an `all_reduce` of two ranks. Above, each of them combines one half, which takes one more wait.
 const PAIR: usize = 4 << 10;
 
-/// What of a rank's memory of `length` bytes goes this way, if it is ordinary memory; none if it is too much, with a note
-/// of so many bytes.
+/// The part of a rank's memory of `length` bytes that this protocol sends, if it is ordinary memory. None if it is too
+/// large, with a note of `note` bytes.
 pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>> {
     let own = match job.call.operation {
         Operation::Broadcast if job.me != job.root => 0..0,
@@ -35,7 +35,7 @@ pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>>
     (always(job) || read <= ALTOGETHER && own.len() <= SMALL - note).then_some(own)
 }
 
-/// Is it a call of so few bytes that no other way is looked for?
+/// Is the call so small that no other protocol is considered?
 pub(super) fn always(job: Job) -> bool {
     match job.call.operation {
         Operation::AllGatherV | Operation::AllToAllV => false,
@@ -62,7 +62,7 @@ pub(super) fn in_place(job: Job, kind: InPlace, slots: &Slots<'_>, data: &mut [u
             data[chunk.clone()].copy_from_slice(whole(slots, index, chunk.len())?);
             Ok(())
         }),
-        // Without bytes; or this rank keeps what it has.
+        // Without data; or this rank keeps its own.
         InPlace::Barrier | InPlace::Reduce | InPlace::Broadcast => Ok(()),
     }
 }
@@ -86,7 +86,7 @@ fn whole<'a>(slots: &Slots<'a>, index: usize, length: usize) -> Result<&'a [u8]>
     }
 }
 
-/// Calls `f` with the bytes of all ranks, without memory from the heap where they are few.
+/// Calls `f` with the data of all ranks. With few ranks it does not allocate.
 fn with_all<'a, R>(
     ranks: usize,
     bytes: impl Fn(usize) -> Result<&'a [u8]>,

@@ -1,11 +1,12 @@
-//! Collectives on memory that others do not reach: it passes in windows through buffers that they do.
+//! Collectives on memory that other ranks cannot reach: the data passes through staging buffers, one window at a time.
 //!
-//! While the others work on one window the next is copied. All ranks stage and take the same number of windows, whether
-//! they have something in them or not. Two buffers are enough: whoever fills the one again has itself taken what stood
-//! beside it, and waits only for those who have not taken what stood in it.
+//! While the others work on one window, the next is copied. All ranks stage and take the same number of windows, even
+//! if some are empty. Two buffers are enough: a rank that refills one has itself read the others' window in the other,
+//! and waits only for ranks that have not yet read what is in this one.
 //!
-//! What all get is combined in the windows: each rank puts the result into its block of every window, where the owner finds
-//! it. So a line of a window goes to one other processor and comes back, and nothing is copied from window to window.
+//! A result for all ranks is combined in the windows: each rank writes it into its block of every window, where the
+//! owner finds it. So a cache line of a window goes to one other processor and comes back, and no byte is copied from
+//! window to window.
 
 use std::ops::Range;
 
@@ -16,19 +17,19 @@ use super::{Block, InPlace, Job, LINE, direct};
 use crate::collective::kernel::Fold;
 use crate::error::{Error, Result};
 
-/// What a rank copies or combines between two waits: enough to be worth them, and little enough that the next rank finds
-/// it in a cache.
+/// What a rank copies or combines between two waits: large enough for the cost of a wait, and small enough that the
+/// next rank finds it in a cache.
 const PIECE: usize = 64 << 10;
-/// With more ranks, a result for one of them is made by all.
+/// With more ranks, all of them combine a result for one.
 const FEW: usize = 3;
 
 type Staging<'a, 'w> = SharedOperation<'a, 'w, Error>;
 
-/// What happens to the windows of an operation in place.
+/// How an operation in place uses windows.
 enum Pattern {
     /// Each rank combines its share of all ranks' memory; all ranks, or the root, get all results.
     Combine,
-    /// Each rank combines what is for it.
+    /// Each rank combines only its own result.
     Reduce,
     /// Each rank's share goes to all others.
     Collect,
@@ -139,7 +140,7 @@ pub(super) fn reduce_out_of_place(
     })
 }
 
-/// Copies each rank's blocks to whom they are for.
+/// Copies each rank's blocks to their receivers.
 pub(super) fn copy(
     operation: &mut Staging<'_, '_>,
     job: Job,
@@ -192,31 +193,31 @@ fn combine(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<(
 
 /// How a rank's input is divided into blocks, one for each receiver, and the blocks into windows.
 struct WindowLayout<F> {
-    /// What of the input is for a rank.
+    /// The part of the input that is for a rank.
     given: F,
     ranks: usize,
     /// Different blocks in a window: one for each rank, or one for all.
     blocks: usize,
     /// Bytes of a block in each window.
     bytes: usize,
-    /// WindowLayout of the whole.
+    /// Windows in all.
     count: usize,
 }
 
 impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
-    /// A buffer of which each rank has its share.
+    /// A buffer of which each rank has a share.
     fn new(ranks: usize, share: F) -> Self {
         let longest = (0..ranks).map(|place| share(place).len()).max().unwrap_or(0);
         Self::of_blocks((ranks, ranks), longest, share)
     }
 
-    /// The longest block must be as long on every rank, so that all have the same number of windows.
+    /// The longest block must be the same on every rank, so that all have the same number of windows.
     fn of_blocks((ranks, blocks): (usize, usize), longest: usize, given: F) -> Self {
         let bytes = (WINDOW / blocks).min(PIECE) / LINE * LINE;
         Self { given, ranks, blocks, bytes, count: longest.div_ceil(bytes).max(1) }
     }
 
-    /// What of the block for `place` is in window `number`.
+    /// The part of the block for `place` that is in window `number`.
     fn piece(&self, place: usize, number: usize) -> Range<usize> {
         self.cut((self.given)(place), number)
     }
@@ -226,12 +227,12 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         at(number)..at(number + 1)
     }
 
-    /// Where a window holds what is for `place`.
+    /// The offset in a window of the block for `place`.
     fn start(&self, place: usize) -> usize {
         place % self.blocks * self.bytes
     }
 
-    /// Puts what this rank's input holds for the others into a window.
+    /// Copies the parts of this rank's input for the others into a window.
     fn fill(&self, me: usize, number: usize, memory: &[u8], window: &mut [u8]) {
         let others = (0..self.ranks).filter(|place| *place != me);
         let pieces = others.map(|place| (place, self.piece(place, number)));
@@ -247,7 +248,7 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         })
     }
 
-    /// Stages all, and calls `work` with all ranks' windows, this rank's memory and the window's number.
+    /// Stages all windows, and calls `work` with all ranks' windows, this rank's memory and the window's number.
     fn inputs(
         &self,
         operation: &mut Staging<'_, '_>,
@@ -264,8 +265,8 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         Ok(())
     }
 
-    /// Stages all, and calls `put` with each piece that is for this rank, and where it belongs: `place` says where the
-    /// whole block of a rank does.
+    /// Stages all windows, and calls `put` with each piece for this rank and its destination. `place` returns the
+    /// destination of a rank's whole block.
     fn copy(
         &self,
         operation: &mut Staging<'_, '_>,
@@ -283,7 +284,7 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         })
     }
 
-    /// What the others' windows hold for `me`; its own part is not staged, and must take its place.
+    /// The blocks for `me` in the others' windows. Its own part is not staged; the caller must insert it.
     fn sources<'a>(&self, me: usize, length: usize, windows: &[&'a [u8]]) -> Vec<&'a [u8]> {
         windows.iter().map(|window| &window[self.start(me)..][..length]).collect()
     }

@@ -15,7 +15,7 @@ use crate::world_size::WorldSize;
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// What ranks find out that are told to be on these hosts.
+/// The result on ranks that are configured to be on these hosts.
 fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connected>> {
     let (store, world) = (MemoryStore::new(), WorldSize::new(hosts.len() as u32).unwrap());
     thread::scope(|scope| {
@@ -92,7 +92,7 @@ fn what_failed_in_registered_memory_leaves_it_usable_and_ordinary() {
             let hasty = group.with_timeout(Duration::from_millis(50));
             let error = hasty.all_reduce(buffer.as_mut_slice::<f32>().unwrap(), ReduceOp::Sum).unwrap_err();
             assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{error}");
-            // No peer reaches it any more; the program still has it.
+            // No peer can access it any more; the program still has it.
             buffer.as_mut_slice::<f32>().unwrap().fill(2.0);
             assert!(buffer.as_slice::<f32>().unwrap().iter().all(|value| *value == 2.0));
         } else {
