@@ -1,4 +1,4 @@
-//! Which algorithm for which size. The choice depends only on what is the same on every rank.
+//! Chooses the algorithm for a size. The choice depends only on values that are the same on every rank.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,10 +9,10 @@ use crate::hash::fnv1a_32;
 use crate::rank::Rank;
 use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
 
-/// The sizes at which one algorithm gives way to the next, for worlds of different sizes.
+/// The sizes at which the algorithm changes, for worlds of different sizes.
 ///
-/// They are a network's, so that they can be measured and told: [`GroupOptions`](crate::GroupOptions) takes them, and
-/// `PHALANX_TUNING` names a file with them, in JSON. All ranks must have the same: each frame carries a fingerprint of the
+/// They depend on the network, so they can be measured and configured: with [`GroupOptions`](crate::GroupOptions), or
+/// in a JSON file that `PHALANX_TUNING` names. All ranks must have the same: each frame carries a fingerprint of the
 /// table, and ranks whose tables differ get an error that says so.
 ///
 /// ```
@@ -25,11 +25,11 @@ use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tuning {
-    /// By the size of the world, ascending. A world takes the first row that reaches it; the last one reaches all.
+    /// By world size, ascending. A world uses the first row whose `world_max` is large enough; the last row covers all.
     pub rows: Vec<TuningRow>,
 }
 
-/// The sizes for one range of worlds, in bytes. What a file leaves out has its default.
+/// The sizes for one range of worlds, in bytes. A size that a file omits has its default.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TuningRow {
@@ -39,14 +39,16 @@ pub struct TuningRow {
     pub doubling_max: usize,
     /// Above that, `all_reduce` of at most this uses recursive halving and doubling; beyond, a ring.
     pub halving_max: usize,
-    /// `broadcast` of at least this is scattered in chunks, which then go round a ring; below, a binomial tree.
+    /// `broadcast` of at least this is scattered in chunks, which are then all-gathered in a ring; below, a binomial
+    /// tree.
     pub broadcast_ring_min: usize,
-    /// `reduce` of at least this goes round a ring in chunks, which are then gathered; below, a binomial tree.
+    /// `reduce` of at least this is a ring reduce-scatter, whose chunks are then gathered; below, a binomial tree.
     pub reduce_ring_min: usize,
-    /// `gather` and `scatter` of at most this for each rank use a binomial tree; beyond, each rank meets the root.
+    /// `gather` and `scatter` of at most this for each rank use a binomial tree; above, each rank exchanges with the
+    /// root.
     pub tree_max: usize,
-    /// Between hosts whose ranks share memory, `all_reduce` of at least this crosses in as many streams as each host has
-    /// ranks for; below, one leader of each host exchanges for all.
+    /// Between hosts whose ranks share memory, `all_reduce` of at least this is divided into as many stripes as every
+    /// host has ranks for; below, one leader of each host exchanges for all.
     pub stripes_min: usize,
 }
 
@@ -67,7 +69,8 @@ impl Default for TuningRow {
 impl Default for Tuning {
     /// As measured over TCP on one host, with 2, 3, 4 and 8 ranks.
     fn default() -> Self {
-        // Two ranks have all after one exchange; a chunk each takes two, and pays when the bytes are what takes time.
+        // Two ranks are done after one exchange. With a chunk each they need two, which is faster only for large
+        // buffers.
         let pair = TuningRow {
             world_max: 2,
             doubling_max: 64 * 1024,
@@ -85,7 +88,7 @@ impl Tuning {
     /// Reads a table.
     ///
     /// # Errors
-    /// If it is no such JSON, or its rows do not ascend to the largest world.
+    /// If it is not such JSON, or its rows do not ascend to the largest world.
     pub fn from_json(text: &str) -> Result<Self> {
         let tuning: Self = serde_json::from_str(text)
             .map_err(|error| Error::invalid_argument("this is no tuning table").with_source(error))?;
@@ -93,9 +96,9 @@ impl Tuning {
         Ok(tuning)
     }
 
-    /// The table as [`from_json`](Self::from_json) reads it.
+    /// The table in the format that [`from_json`](Self::from_json) reads.
     pub fn to_json(&self) -> String {
-        // Numbers in a list: there is nothing in it that JSON cannot say.
+        // Numbers in a list can always be written as JSON.
         serde_json::to_string_pretty(self).unwrap_or_default()
     }
 
@@ -110,18 +113,18 @@ impl Tuning {
         )))
     }
 
-    /// What holds for `world`.
+    /// The row for `world`.
     pub(crate) fn choice(&self, world: WorldSize) -> Choice {
         let row = self.rows.iter().find(|row| row.world_max >= world.get()).cloned().unwrap_or_default();
         Choice { fingerprint: fingerprint(&row), row }
     }
 }
 
-/// The sizes that hold for a group.
+/// The sizes for a group.
 #[derive(Clone, Debug)]
 pub(crate) struct Choice {
     pub row: TuningRow,
-    /// Differs, but for a freak of chance, where any size does. Never 0.
+    /// Differs if any size differs, except with negligible probability. Never 0.
     pub fingerprint: u32,
 }
 
@@ -139,7 +142,7 @@ fn fingerprint(row: &TuningRow) -> u32 {
     fnv1a_32(sizes.into_iter().flat_map(|size| (*size as u64).to_le_bytes())).max(1)
 }
 
-/// For [`fuzzing`](crate::fuzzing): a table in a file.
+/// For [`fuzzing`](crate::fuzzing): reads a table from a file.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
@@ -154,7 +157,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
         if world.get() > 8 {
             continue;
         }
-        // Whatever the sizes, there is a plan.
+        // There is a plan for every size.
         for elements in [0, 1, 1000] {
             let _ = all_reduce(&row, Rank::MAIN, world, DType::F32, elements);
             let _ = broadcast(&row, Rank::MAIN, world, Rank::MAIN, DType::F32, elements);
@@ -210,7 +213,7 @@ pub(crate) fn reduce(
     }
 }
 
-/// Do a gather and a scatter of `share` bytes for each rank use a tree? Otherwise each rank meets the root.
+/// Do a gather and a scatter of `share` bytes for each rank use a tree? Otherwise each rank exchanges with the root.
 pub(crate) fn goes_by_tree(row: &TuningRow, share: usize) -> bool {
     share <= row.tree_max
 }
@@ -243,7 +246,7 @@ mod tests {
         let reduces = [MAX, 0].map(|reduce_ring_min| TuningRow { reduce_ring_min, ..row() });
         let gathers = [MAX, 0].map(|tree_max| TuningRow { tree_max, ..row() });
         for world in [3, 4].map(|size| WorldSize::new(size).unwrap()) {
-            // Of 4 B, 1 KiB, 64 KiB and 256 KiB.
+            // 4 B, 1 KiB, 64 KiB and 256 KiB.
             for elements in [1, 256, 16_384, 65_536] {
                 let differ = |rows: &[TuningRow], plan: &dyn Fn(&TuningRow, Rank) -> Plan| {
                     let plan = |row| world.ranks().map(|rank| plan(row, rank)).collect::<Vec<_>>();

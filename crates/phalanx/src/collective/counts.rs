@@ -6,10 +6,10 @@ use crate::error::{Error, Result};
 use crate::hash::fnv1a;
 use crate::world_size::WorldSize;
 
-/// How many elements of a buffer each rank has; one rank's elements stand after another's.
+/// How many elements of a buffer each rank has, in the order of the ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Counts {
-    /// Where each rank's elements begin, and at the end their sum.
+    /// Where each rank's elements begin; the last entry is their sum.
     displacements: Vec<usize>,
 }
 
@@ -17,7 +17,7 @@ impl Counts {
     /// `counts` elements, by rank.
     ///
     /// # Errors
-    /// If they are not one for each rank, or more than memory can hold.
+    /// If there is not one count for each rank, or their sum is more than memory can hold.
     pub(crate) fn new(counts: &[usize], world: WorldSize) -> Result<Self> {
         if counts.len() != world.count() {
             return Err(Error::invalid_argument(format!(
@@ -37,7 +37,7 @@ impl Counts {
         Ok(Self { displacements })
     }
 
-    /// `count` elements for each rank, of a buffer that is there.
+    /// `count` elements for each rank, of an existing buffer.
     pub(crate) fn even(count: usize, world: WorldSize) -> Self {
         Self { displacements: (0..=world.count()).map(|rank| rank * count).collect() }
     }
@@ -47,7 +47,7 @@ impl Counts {
         self.displacements[index]..self.displacements[index + 1]
     }
 
-    /// A hash that differs, almost surely, where the counts do.
+    /// A hash (FNV-1a) that differs if the counts differ, except with negligible probability.
     pub(crate) fn fingerprint(&self) -> u64 {
         fnv1a(self.displacements.iter().flat_map(|at| (*at as u64).to_le_bytes()))
     }

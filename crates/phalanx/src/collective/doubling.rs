@@ -1,14 +1,14 @@
 //! Recursive doubling: the whole buffer, exchanged with partners at distance 1, 2, 4, … The fewest steps, for small
 //! buffers (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
-//! 2005, which also folds worlds that are no power of two).
+//! 2005, which also folds worlds that are not a power of two).
 
 use super::{Combine, Parts, Plan, Step};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
-/// ceil(log2 w) steps of n elements, and two more if w is no power of two.
+/// floor(log2 w) steps of n elements, and two more if w is not a power of two.
 ///
-/// Operands stand in the order of the ranks, so that every rank computes the same bits.
+/// Operands are in the order of the ranks, so every rank computes the same bits.
 pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan {
     let Fold { mut plan, place, rounds, last, folded } = match fold(rank, world, elements) {
         Ok(fold) => fold,
@@ -25,24 +25,24 @@ pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan 
     plan
 }
 
-/// A rank that takes part in the rounds of a world that has been folded to a power of two.
+/// A rank's part in the rounds of a world that has been folded to a power of two.
 pub(super) struct Fold {
-    /// What comes before the rounds.
+    /// The steps before the rounds.
     pub plan: Plan,
-    /// This rank's place among those that take part.
+    /// This rank's index among the ranks that take part.
     pub place: u32,
     pub rounds: u32,
-    /// What comes after them.
+    /// The step after the rounds.
     pub last: Option<Step>,
     pub folded: Folded,
 }
 
-/// The number of pairs that a world was folded by: the places below it stand for two ranks each.
+/// The number of pairs by which a world was folded. Indices below it represent two ranks each.
 #[derive(Clone, Copy)]
 pub(super) struct Folded(u32);
 
-/// Folds `world` to a power of two: the first ranks pair up, and the odd one of each pair hands its part over, sits out,
-/// and gets the result: its whole plan is the error.
+/// Folds `world` to a power of two. The first ranks form pairs. In each pair one rank hands its part over, does not
+/// take part in the rounds, and receives the result. For that rank this returns its whole plan as the error.
 pub(super) fn fold(rank: Rank, world: WorldSize, elements: usize) -> Result<Fold, Plan> {
     let all = 0..elements;
     let members = 1 << world.get().ilog2();
@@ -63,12 +63,12 @@ pub(super) fn fold(rank: Rank, world: WorldSize, elements: usize) -> Result<Fold
 }
 
 impl Folded {
-    /// Who stands at `place`.
+    /// The rank at index `place`.
     pub(super) fn rank_at(self, place: u32) -> Rank {
         Rank::new(if place < self.0 { 2 * place } else { place + self.0 })
     }
 
-    /// The ranks whose parts `place` holds after `bit` rounds: those of its 2^bit neighbours.
+    /// The number of ranks whose parts `place` holds after `bit` rounds: those of its 2^bit neighbours.
     pub(super) fn held(self, place: u32, bit: u32) -> usize {
         let start = place >> bit << bit;
         let pairs = self.0.saturating_sub(start).min(1 << bit);

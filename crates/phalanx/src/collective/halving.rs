@@ -1,6 +1,6 @@
-//! Recursive halving, then recursive doubling: as few bytes as a ring in as few rounds as doubling, for buffers in
-//! between (R. Rabenseifner, "Optimization of collective reduction operations", 2004; R. Thakur, R. Rabenseifner and
-//! W. Gropp, 2005).
+//! Recursive halving, then recursive doubling: as few bytes as a ring in as few rounds as doubling, for buffers of
+//! medium size (R. Rabenseifner, "Optimization of collective reduction operations", 2004; R. Thakur, R. Rabenseifner
+//! and W. Gropp, 2005).
 
 use std::ops::Range;
 
@@ -9,8 +9,8 @@ use super::{Combine, Parts, Plan, Step};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
-/// 2·floor(log2 w) steps, in which each rank sends 2n(w-1)/w elements; two more steps, and up to 2n, if w is no power of
-/// two. Each element is finished on one rank and then copied.
+/// 2·floor(log2 w) steps, in which each rank sends 2n(w-1)/w elements; two more steps, and up to 2n, if w is not a
+/// power of two. Each element is completed on one rank and then copied.
 pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan {
     let Fold { mut plan, place, rounds, last, folded } = match fold(rank, world, elements) {
         Ok(fold) => fold,
@@ -29,7 +29,7 @@ pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan 
         given.push((peer, give));
         own = keep;
     }
-    // Back the same way: what was given comes home finished.
+    // The same exchanges in reverse: what was given away comes back complete.
     for (peer, give) in given.into_iter().rev() {
         let both = own.start.min(give.start)..own.end.max(give.end);
         plan.push(Step::send(peer, own).and_recv(peer, give, Combine::Replace));

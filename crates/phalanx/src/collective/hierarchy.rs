@@ -1,8 +1,8 @@
-//! Several hosts whose ranks each share memory: inside a host every rank reaches all ranks' elements, so that only what
-//! must cross crosses from host to host, in as many streams as each host has ranks for.
+//! Collectives of several hosts whose ranks share memory. Within a host every rank reaches all ranks' elements. So only
+//! what must cross moves from host to host, in as many streams as every host has ranks for.
 //!
-//! The elements are divided into *stripes*. Of each host one rank owns stripe s, and the owners of a stripe exchange it as if
-//! they were a world of their own. With one stripe, one rank of each host, its leader, does this for all.
+//! The elements are divided into *stripes*. On each host one rank owns stripe s, and the owners of a stripe exchange it
+//! as if they were a world of their own. With one stripe, one rank of each host, its leader, does this for all.
 
 use std::ops::Range;
 
@@ -10,18 +10,18 @@ use super::{Plan, Recv, Send, Step};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
-/// A rank's place in a group of several hosts.
+/// A rank's position in a group of several hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hierarchy {
     /// The ranks of each host, in the same order on every rank.
     hosts: Vec<Vec<Rank>>,
-    /// This rank's host, and its place there.
+    /// This rank's host, and its index there.
     host: usize,
     place: usize,
 }
 
-/// The leaders' communicator: one rank of each host, which exchange elements between hosts; and this rank's host among
-/// them.
+/// The leaders' communicator: one rank of each host, which exchange elements between hosts; and the index of this
+/// rank's host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Leaders {
     pub ranks: Vec<Rank>,
@@ -30,7 +30,7 @@ pub(crate) struct Leaders {
 }
 
 impl Hierarchy {
-    /// None if there is nothing to be gained: one host, or hosts of one rank each.
+    /// None if this gains nothing: one host, or hosts with one rank each.
     pub(crate) fn new(hosts: &[Vec<Rank>], rank: Rank) -> Option<Self> {
         let host = hosts.iter().position(|ranks| ranks.contains(&rank))?;
         let place = hosts[host].iter().position(|member| *member == rank)?;
@@ -38,7 +38,7 @@ impl Hierarchy {
         (hosts.len() > 1 && shares).then(|| Self { hosts: hosts.to_vec(), host, place })
     }
 
-    /// The most stripes for which every host has a rank each.
+    /// The largest number of stripes for which every host has enough ranks.
     pub(crate) fn most_stripes(&self) -> usize {
         self.hosts.iter().map(Vec::len).min().unwrap_or(1)
     }
@@ -60,7 +60,7 @@ impl Hierarchy {
 
     fn leaders_by(&self, leader: impl Fn(&[Rank]) -> Option<Rank>) -> Leaders {
         let ranks: Vec<Rank> = self.hosts.iter().filter_map(|ranks| leader(ranks)).collect();
-        // There are two hosts at least, and no more than ranks.
+        // There are at least two hosts, and no more than ranks.
         let hosts = WorldSize::new(ranks.len() as u32).unwrap_or(WorldSize::ONE);
         Leaders { ranks, host: Rank::new(self.host as u32), hosts }
     }

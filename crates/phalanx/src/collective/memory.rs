@@ -1,10 +1,10 @@
-//! What a collective works on.
+//! The memory of a collective.
 
 use super::Counts;
 
 /// The memory of a collective on this rank.
 pub(crate) enum Memory<'a> {
-    /// The result takes the place of the input.
+    /// The result replaces the input.
     InPlace(&'a mut [u8]),
     /// Input and result do not overlap.
     OutOfPlace { input: &'a [u8], output: &'a mut [u8] },

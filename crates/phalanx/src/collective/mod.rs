@@ -1,8 +1,8 @@
-//! Pure plans of the collectives: who sends which elements to whom, step by step. No I/O happens here.
+//! Pure plans of the collectives: which rank sends which elements to which, step by step. There is no I/O here.
 //!
-//! A plan is what one rank does; the plans of all ranks fit together. The tests check every plan by playing all ranks
-//! against each other on paper: each rank's contribution enters each result exactly once. docs/algorithms.md states
-//! steps, bytes and source of each algorithm.
+//! A plan is what one rank does; the plans of all ranks fit together. The tests check every plan by simulating all
+//! ranks: each rank's contribution must enter each result exactly once. docs/algorithms.md states steps, bytes and
+//! source of each algorithm.
 
 mod barrier;
 mod choice;
@@ -65,8 +65,8 @@ pub(crate) struct Recv {
     pub parts: Parts,
 }
 
-/// How many ranks' parts the elements hold that are combined. When all have met, an average is divided at once, while the
-/// elements are in the cache.
+/// How many ranks' parts the elements hold that are combined. When all have met, an average is divided at once, while
+/// the elements are in the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Parts {
     pub local: u32,

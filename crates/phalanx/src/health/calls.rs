@@ -1,9 +1,9 @@
-//! What this rank has called last, and in which calls its peers wait.
+//! The latest calls of this rank, and the calls in which its peers wait.
 //!
-//! Ranks compare their calls with what they receive. Where they call different collectives, each may wait for a rank that
-//! sends it nothing, and none would learn of it before its time-out. So a rank that has been in one call for a while tells
-//! the others which, on their control connections, and who has called something else in its place says so. A call that is
-//! not stuck costs no message.
+//! Ranks compare their calls with the frames that they receive. But if ranks call different collectives, each may wait
+//! for a rank that sends it nothing, and would learn of it only from its time-out. So a rank that has been in one call
+//! for a while sends this call to the others, on their control connections. A rank that has called something else in
+//! its place reports it. A call that is not stuck costs no message.
 
 use std::time::Duration;
 
@@ -13,9 +13,9 @@ use crate::error::Result;
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Header;
 
-/// How often it is looked whether a call is stuck: it is if it was the same the last time.
+/// How often to check whether a call is stuck: it is, if it was already running at the last check.
 pub(crate) const LOOK: Duration = Duration::from_millis(500);
-/// Calls that are remembered: a rank may be ahead of the others by some to which it only sends.
+/// How many calls are remembered. A rank may be ahead of the others by some calls in which it only sends.
 const KEPT: usize = 64;
 
 #[derive(Default)]
@@ -23,13 +23,13 @@ pub(crate) struct Calls(Mutex<CallsState>);
 
 #[derive(Default)]
 struct CallsState {
-    /// The last calls, each at its number modulo [`KEPT`].
+    /// The latest calls, each at its number modulo [`KEPT`].
     last: Vec<Option<Header>>,
-    /// The one that has begun and not ended.
+    /// The call that has begun and not ended.
     running: Option<Header>,
-    /// That which ran when it was looked last, and whether the others know.
+    /// The call that was running at the last check, and whether the others were told.
     seen: Option<(Sequence, bool)>,
-    /// In which call each of these peers waits, if this rank has not come to it.
+    /// The calls in which peers wait, if this rank has not reached them.
     waiting: Vec<(Rank, Header)>,
 }
 
@@ -50,7 +50,7 @@ impl Calls {
         self.0.lock().running = None;
     }
 
-    /// The call that runs, if it ran already at the last look and has not been given yet.
+    /// The running call, if it was already running at the last check and has not been returned yet.
     pub(crate) fn stuck(&self) -> Option<Header> {
         let mut state = self.0.lock();
         let running = state.running?;
@@ -66,21 +66,21 @@ impl Calls {
         }
     }
 
-    /// `peer` waits in this call.
+    /// `peer` waits in the call `theirs`.
     pub(crate) fn hear(&self, peer: Rank, theirs: Header) {
         let mut state = self.0.lock();
         state.waiting.retain(|(known, _)| *known != peer);
         state.waiting.push((peer, theirs));
     }
 
-    /// An error with both calls if this rank, `own`, has made another one where a peer waits.
+    /// An error with both calls if this rank, `own`, has made another call where a peer waits.
     pub(crate) fn compare(&self, own: Rank) -> Result<()> {
         let mut state = self.0.lock();
         let CallsState { last, waiting, .. } = &mut *state;
         let mut outcome = Ok(());
         waiting.retain(|(peer, theirs)| {
             let there = last.get(place(theirs.sequence)).copied().flatten();
-            // Perhaps it comes to it yet.
+            // This rank may still reach it.
             let Some(call) = there.filter(|call| call.sequence >= theirs.sequence) else { return true };
             if call.sequence == theirs.sequence && outcome.is_ok() {
                 let checked = call.check(theirs, own, *peer);
@@ -135,9 +135,9 @@ mod tests {
         assert!(error.is_mismatch() && error.peer() == Some(peer), "{text}");
         assert!(text.contains("rank 0 calls broadcast(8 x f32) #3"), "{text}");
         assert!(text.contains("rank 2 calls all_gather(8 x f32) #3"), "{text}");
-        // It has been said.
+        // It has been reported.
         calls.compare(ME).unwrap();
-        // The same call, and one that is long over.
+        // The same call, and one that ended long ago.
         calls.hear(peer, header(Operation::Broadcast, 3));
         calls.compare(ME).unwrap();
         calls.begin(header(Operation::Barrier, 3 + KEPT as u64));

@@ -1,32 +1,32 @@
-//! How often ranks let each other know that they are alive.
+//! The settings of heartbeats.
 
 use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-/// How often a rank lets the others know that it is alive, and how long it waits to hear from them.
+/// How often a rank sends a heartbeat, and how long it waits for those of the others.
 ///
-/// A process that is killed closes its connections, which needs no heartbeat. One that is frozen, or whose host or cable
-/// is gone, does not.
+/// A process that is killed closes its connections, which needs no heartbeat. A process that is frozen, or whose host
+/// or cable is gone, does not.
 ///
-/// Silence counts only while the rank that listens is itself awake. A process of the same host that the kernel shows to
-/// be running is slow, not frozen: it is waited for ten times as long.
+/// Silence counts only while the listening rank is itself awake. If a process is on the same host, and the kernel shows
+/// that it is running, it is slow, not frozen: the others wait for it ten times as long.
 ///
-/// Ranks need not agree: each says when it starts how often it will be heard.
+/// Ranks may have different settings: each rank tells the others its interval when it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heartbeat {
-    /// How often this rank is to be heard; zero: never, and then its silence means nothing to the others.
+    /// How often this rank sends a heartbeat. Zero: never, and the others ignore its silence.
     pub interval: Duration,
-    /// A rank that is not heard for longer than this, and than three of its own intervals, after it should have been has
-    /// failed; zero: silence means nothing to this rank, as when a debugger stops the others.
+    /// How late a heartbeat may be. A rank has failed if its heartbeat is later than this, and later than three of its
+    /// own intervals. Zero: this rank ignores the others' silence, for example while a debugger stops them.
     pub timeout: Duration,
 }
 
-/// Longer intervals and time-outs say nothing about life.
+/// The largest interval and time-out.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 impl Heartbeat {
-    /// None in either direction.
+    /// No heartbeats in either direction.
     pub const OFF: Self = Self { interval: Duration::ZERO, timeout: Duration::ZERO };
 
     /// The defaults, with `PHALANX_HEARTBEAT_INTERVAL` and `PHALANX_HEARTBEAT_TIMEOUT`, in seconds.
@@ -34,7 +34,7 @@ impl Heartbeat {
         let default = Self::default();
         let interval = seconds("PHALANX_HEARTBEAT_INTERVAL")?.unwrap_or(default.interval);
         let timeout = seconds("PHALANX_HEARTBEAT_TIMEOUT")?;
-        // Whoever wants fewer packets should not have to know what else depends on it.
+        // A longer interval alone must not make the settings invalid.
         let timeout = timeout.unwrap_or_else(|| default.timeout.max(interval * 10));
         Ok(Self { interval, timeout })
     }

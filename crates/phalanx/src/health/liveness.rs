@@ -1,4 +1,4 @@
-//! Who has fallen silent: pure. Times and events go in, verdicts come out.
+//! Detects silent ranks: pure. Times and events go in, verdicts come out.
 
 use std::time::{Duration, Instant};
 
@@ -6,18 +6,18 @@ use super::heartbeat::Heartbeat;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
-/// A process that is seen to run is waited for so many times as long.
+/// How many times longer to wait for a process that is seen to run.
 const PATIENCE: u32 = 10;
-/// So many of a peer's own intervals must pass in silence, whatever the time-out.
+/// A peer may be silent for at least this many of its own intervals, whatever the time-out.
 const BEATS: u32 = 3;
-/// Up to this many ranks, all listen to all.
+/// In worlds of up to this many ranks, all listen to all.
 const ALL: u32 = 32;
 
-/// The heartbeats of the other ranks, as one rank hears them. Only its own clock counts.
+/// The heartbeats of the other ranks, as received by one rank. Only its own clock counts.
 #[derive(Debug)]
 pub(crate) struct Liveness {
     timeout: Duration,
-    /// What counts at most of the time between two looks: who has slept itself knows nothing of the others.
+    /// The most time between two checks that counts: a rank that was asleep itself knows nothing about the others.
     step: Duration,
     looked: Option<Instant>,
     peers: Vec<Option<Peer>>,
@@ -26,22 +26,22 @@ pub(crate) struct Liveness {
 #[derive(Debug)]
 struct Peer {
     limit: Duration,
-    /// How long this rank has listened in vain.
+    /// How long this rank has listened without a heartbeat.
     silent: Duration,
     heard: Instant,
 }
 
-/// A peer that has been silent for longer than it may.
+/// A peer that has been silent for too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Silence {
     pub peer: Rank,
     /// By the clock.
     pub lasted: Duration,
-    /// So much longer than it may that it does not matter what it does.
+    /// Silent for so long that it counts as failed even if its process is running.
     pub hopeless: bool,
 }
 
-/// What the kernel shows of a silent process.
+/// What the kernel shows about a silent process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sight {
     /// It is stopped, by a signal or a debugger.
@@ -50,37 +50,37 @@ pub(crate) enum Sight {
     Alive,
     /// It has ended.
     Gone,
-    /// Nothing: it is on another host, or in another container.
+    /// Not visible: it is on another host, or in another container.
     Nothing,
 }
 
 impl Silence {
-    /// Has the peer failed? One that is seen to be alive is only slow.
+    /// Has the peer failed? A peer that is seen to be alive is only slow.
     pub(crate) fn is_failure(&self, sight: Sight) -> bool {
         self.hopeless || sight != Sight::Alive
     }
 }
 
 impl Liveness {
-    /// `step` is the time that passes between two looks as a rule.
+    /// `step` is the usual time between two checks.
     pub(crate) fn new(world: WorldSize, timeout: Duration, step: Duration) -> Self {
         let peers = world.ranks().map(|_| None).collect();
         Self { timeout, step: step * 2, looked: None, peers }
     }
 
-    /// From now on `peer` is heard every `interval`, as it says; zero: it is not.
+    /// From now on `peer` sends a heartbeat every `interval`, as it says. Zero: it sends none.
     pub(crate) fn begin(&mut self, peer: Rank, interval: Duration, now: Instant) {
         if self.timeout.is_zero() || interval.is_zero() {
             return;
         }
-        // Its silence begins when it is not heard where it should have been.
+        // Its silence begins when an expected heartbeat does not come.
         let limit = self.timeout.max(interval.saturating_mul(BEATS)).saturating_add(interval);
         if let Some(place) = self.peers.get_mut(peer.index()) {
             *place = Some(Peer { limit, silent: Duration::ZERO, heard: now });
         }
     }
 
-    /// `peer` has been heard.
+    /// A heartbeat of `peer` has arrived.
     pub(crate) fn heard(&mut self, peer: Rank, now: Instant) {
         if let Some(Some(peer)) = self.peers.get_mut(peer.index()) {
             (peer.silent, peer.heard) = (Duration::ZERO, now);
@@ -94,7 +94,8 @@ impl Liveness {
         }
     }
 
-    /// Time has passed, in which all that was heard has been told. Gives who has been silent for too long.
+    /// Time has passed, and all heartbeats received in it have been reported. Returns the peers that were silent for
+    /// too long.
     pub(crate) fn pass(&mut self, now: Instant) -> Vec<Silence> {
         let passed = self.looked.map_or(Duration::ZERO, |looked| now.saturating_duration_since(looked));
         self.looked = Some(now);
@@ -114,7 +115,7 @@ impl Liveness {
 }
 
 impl Heartbeat {
-    /// How often a rank has something to do; none if it neither beats nor listens.
+    /// The interval of this rank's checks. None if it neither sends nor expects heartbeats.
     pub(crate) fn step(self) -> Option<Duration> {
         let listening = self.timeout / 5;
         let steps = [self.interval, listening].into_iter().filter(|step| !step.is_zero());
@@ -122,9 +123,9 @@ impl Heartbeat {
     }
 }
 
-/// Do these two ranks listen to each other? In a large world that would be too many packets for a host, so each rank
-/// listens to those whose distance, around the ring of all ranks, is a power of two: some of them are on other hosts,
-/// however many of one host are lost together, and whoever hears nothing tells all.
+/// Do these two ranks listen to each other? In a large world, listening to all would be too many packets for a host. So
+/// each rank listens to those whose distance, around the ring of all ranks, is a power of two. Some of them are on
+/// other hosts, however many ranks of one host are lost together, and a rank that hears nothing tells all.
 pub(crate) fn listens(one: Rank, other: Rank, world: WorldSize) -> bool {
     let distance = one.get().abs_diff(other.get());
     let around = world.get().saturating_sub(distance);
@@ -182,7 +183,7 @@ mod tests {
         let start = Instant::now();
         let mut liveness = liveness(start);
         assert!(liveness.pass(start + TIMEOUT * 3600).is_empty());
-        // Late each time: it takes longer, but not for ever.
+        // Late each time: it takes longer, but ends.
         let found = (1..).find(|look| !liveness.pass(start + TIMEOUT * (3600 + look)).is_empty());
         assert_eq!(found, Some(5));
     }
@@ -216,7 +217,7 @@ mod tests {
                 assert!(
                     !listeners.contains(&rank) && listeners.iter().all(|peer| listens(rank, *peer, world))
                 );
-                // At most twice as many as the world has binary digits, once it is large.
+                // In a large world at most twice as many as the world size has binary digits.
                 assert!(listeners.len() <= 31.max(2 * world.get().ilog2() as usize + 2));
                 for of_a_host in [1, 2, 4, 8, 16] {
                     let elsewhere = |peer: &Rank| peer.get() / of_a_host != rank.get() / of_a_host;
@@ -227,8 +228,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever delays this rank: a peer whose beats lie waiting whenever it looks is never accused, and one that has
-        /// fallen silent is, after as much time awake as it may be silent.
+        /// However this rank is delayed: a peer whose heartbeats are there at each check is never reported, and a
+        /// silent peer is reported after the permitted silence, counted while this rank is awake.
         #[test]
         fn only_silence_is_silence(pauses in prop::collection::vec(0u64..5000, 1..200)) {
             let mut now = Instant::now();

@@ -1,5 +1,5 @@
-//! The health of a group: which ranks are alive, what they call, and the one failure of the group. The first report sets the
-//! failure, and every waiter gets it. Transports report to it; groups ask it.
+//! The health of a group: which ranks are alive, what they call, and the one failure of the group. The first report
+//! sets the failure, and every waiting call returns it. Transports report to it; groups ask it.
 
 pub(crate) mod calls;
 mod heartbeat;
@@ -20,32 +20,32 @@ use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Call;
 use crate::worker_error;
 
-/// How long a broken data connection waits for the control connections to say why. They see a dead process at once, but
-/// the thread that watches them may have to wait for a processor.
+/// How long a broken data connection waits for the control connections to report the cause. They see a dead process at
+/// once, but the thread that watches them may have to wait for a processor.
 const EXPLANATION: Duration = Duration::from_secs(1);
 
-/// What a transport does when its group fails: tell the peers, and wake the threads that wait for them.
+/// What a transport does when its group fails: notify the peers, and wake waiting threads.
 type Alarm = Box<dyn FnOnce(&Error) + Send>;
 
 /// A rank's view of its group's health.
 pub(crate) struct Health {
     rank: Rank,
     hosts: Vec<String>,
-    /// The ranks of the first group, by rank of this one; none if they are the same.
+    /// The ranks in the first group, by rank in this one. None if they are the same.
     members: Option<Arc<[Rank]>>,
-    /// Are its ranks those of the job, which its launcher knows?
+    /// Are its ranks those of the job, as the launcher knows them?
     of_processes: bool,
-    /// Is there a cause? Asked by every operation, without the lock.
+    /// Is there a cause? Every operation reads it, without the lock.
     failed: AtomicBool,
     state: Mutex<HealthState>,
     changed: Condvar,
-    /// What this rank calls.
+    /// The calls of this rank and its peers.
     pub(crate) calls: Calls,
 }
 
 struct HealthState {
     cause: Option<Error>,
-    /// The alarm has told the peers of the cause.
+    /// The alarm has notified the peers of the cause.
     announced: bool,
     left: Vec<bool>,
     alarm: Option<Alarm>,
@@ -57,8 +57,8 @@ impl Health {
         Self::start(rank, hosts, None, false)
     }
 
-    /// The same of a group of processes; of a sub-group, if its ranks are these `members` of the first group. What is said
-    /// about a rank's host then names both.
+    /// The same of a group of processes. For a sub-group, `members` are its ranks in the first group. Descriptions of a
+    /// rank's host then name both.
     pub(crate) fn among(rank: Rank, hosts: Vec<String>, members: Option<Arc<[Rank]>>) -> Arc<Self> {
         Self::start(rank, hosts, members, true)
     }
@@ -91,20 +91,20 @@ impl Health {
         self.hosts.get(rank.index()).map_or("unknown host", String::as_str)
     }
 
-    /// The rank in the first group that is `rank` here.
+    /// The rank in the first group of this group's `rank`.
     fn global(&self, rank: Rank) -> Rank {
         let member = self.members.as_ref().and_then(|members| members.get(rank.index()));
         member.copied().unwrap_or(rank)
     }
 
-    /// Fails the group if this rank has called something else where a peer waits.
+    /// Fails the group if this rank has made another call where a peer waits.
     pub(crate) fn compare_calls(&self) {
         if let Err(error) = self.calls.compare(self.rank) {
             self.fail(error);
         }
     }
 
-    /// Has `alarm` called when the group fails; at once, if it has failed already.
+    /// Calls `alarm` when the group fails; at once, if it has failed already.
     pub(crate) fn on_failure(&self, alarm: Alarm) {
         let mut state = self.state.lock();
         match state.cause.clone() {
@@ -116,8 +116,8 @@ impl Health {
         }
     }
 
-    /// The cause, if the group has failed. The peers are told first: otherwise a program that exits because of it would
-    /// be the first that they miss, and be blamed.
+    /// The cause, if the group has failed. The peers are notified first: otherwise a program that exits because of the
+    /// failure would be the first that they miss, and they would blame it.
     pub(crate) fn cause(&self) -> Option<Error> {
         if !self.has_failed() {
             return None;
@@ -129,25 +129,25 @@ impl Health {
         state.cause.clone()
     }
 
-    /// Has the group failed, whether the peers have been told or not?
+    /// Has the group failed? The peers may not have been notified yet.
     pub(crate) fn has_failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
 
-    /// Should this process fail too, its launcher knows whose failure came first.
+    /// If this process fails too, its launcher knows which rank failed first.
     pub(crate) fn blame(&self, cause: &Error) {
         if let Some(culprit) = cause.culprit(self.rank).filter(|_| self.of_processes) {
             worker_error::blame(self.global(culprit));
         }
     }
 
-    /// Fails the group. The first cause stays; it is returned.
+    /// Fails the group. Returns the cause, which is the first one reported.
     pub(crate) fn fail(&self, error: Error) -> Error {
         self.hear(error.clone());
         self.cause().unwrap_or(error)
     }
 
-    /// As [`fail`](Self::fail), for alarms: they must not wait for each other.
+    /// As [`fail`](Self::fail), for use by alarms, which must not wait for each other.
     pub(crate) fn hear(&self, error: Error) {
         let mut state = self.state.lock();
         if state.cause.is_some() {
@@ -166,7 +166,7 @@ impl Health {
         self.changed.notify_all();
     }
 
-    /// `peer` has said goodbye: what it has sent stays valid, and nothing more will come.
+    /// `peer` has sent a goodbye: what it has sent stays valid, and nothing more will come.
     pub(crate) fn left(&self, peer: Rank) {
         if let Some(left) = self.state.lock().left.get_mut(peer.index()) {
             *left = true;
@@ -174,12 +174,12 @@ impl Health {
         self.changed.notify_all();
     }
 
-    /// Has `peer` said goodbye?
+    /// Has `peer` sent a goodbye?
     pub(crate) fn has_left(&self, peer: Rank) -> bool {
         self.state.lock().left.get(peer.index()).copied().unwrap_or(false)
     }
 
-    /// The connection to `peer` broke without a goodbye; what is seen of its process since.
+    /// The connection to `peer` broke without a goodbye. `sight` is what has been seen of its process since.
     pub(crate) fn lost(&self, peer: Rank, reason: &str, sight: Sight) -> Error {
         let error = match sight {
             Sight::Gone => {
@@ -202,7 +202,7 @@ impl Health {
         self.fail(error)
     }
 
-    /// `peer` has not been heard of for so long, and neither have so many `others`.
+    /// `peer` has been silent for `lasted`, and so have `others` other ranks.
     pub(crate) fn silent(&self, peer: Rank, lasted: Duration, stopped: bool, others: usize) -> Error {
         let seconds = lasted.as_secs_f64();
         let why = if stopped { ": its process is stopped" } else { "" };
@@ -221,15 +221,15 @@ impl Health {
         self.fail(Error::new(Kind::PeerFailed, cause).with_peer(peer).with_remedy(remedy))
     }
 
-    /// The error for a peer that takes no part any more, for a reason that says all that is known.
+    /// The error for a peer that no longer takes part. `reason` says what is known.
     pub(crate) fn peer_failed(&self, peer: Rank, reason: &str) -> Error {
         Error::new(Kind::PeerFailed, format!("rank {peer} ({}) was lost: {reason}", self.host(peer)))
             .with_peer(peer)
             .with_remedy(see_output(peer))
     }
 
-    /// Fails the group with what went wrong in an operation. A broken connection may only echo a failure elsewhere:
-    /// the control connections get a moment to tell the true cause first.
+    /// Fails the group with the error of an operation. A broken connection may be a consequence of another failure, so
+    /// the control connections first get a moment to report the cause.
     pub(crate) fn fail_operation(&self, error: Error, call: Call, sequence: Sequence) -> Error {
         if error.kind() == Kind::PeerFailed {
             self.await_explanation(&error);
@@ -251,8 +251,8 @@ impl Health {
         if cause.operation().is_some() { cause } else { cause.in_operation(operation, Some(sequence)) }
     }
 
-    /// What went wrong beside the connections, such as in the store, may be the end of a rank, of which they hear too: the
-    /// group's failure, if it comes within a moment.
+    /// An error outside the connections, such as in the store, may be caused by the end of a rank, which the
+    /// connections also report. Returns the group's failure, if it comes within a moment.
     pub(crate) fn explain(&self, error: Error) -> Error {
         self.await_explanation(&error);
         self.cause().unwrap_or(error)

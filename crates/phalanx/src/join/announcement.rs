@@ -1,7 +1,7 @@
-//! What ranks that still have data tell those that have none, before each collective.
+//! What ranks with data send to those without, before each collective.
 //!
-//! It is an all_reduce (max) of [`FIELDS`] numbers and one flag for each rank. A rank without data gives zeros, so that
-//! every rank learns what is called next and by whom.
+//! It is an all_reduce (max) of [`FIELDS`] numbers and one flag for each rank. A rank without data contributes zeros,
+//! so every rank learns which collective comes next and which ranks call it.
 
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
@@ -17,7 +17,7 @@ const STEP: i64 = 1;
 const ALL_REDUCE: i64 = 2;
 const BROADCAST: i64 = 3;
 
-/// The largest buffer that ranks with data may make one without take, in bytes.
+/// The largest buffer, in bytes, that ranks with data may make a rank without data allocate.
 const MAX_BYTES: i64 = 1 << 38;
 
 /// What comes next.
@@ -37,11 +37,11 @@ pub(super) enum Announced {
     },
 }
 
-/// What was announced, for which call of the user, and which ranks have data.
+/// The announcement, the user's call that it is for, and which ranks have data.
 pub(super) type Decoded = (Option<Announced>, Option<Caller>, Vec<bool>);
 
 impl Announced {
-    /// The numbers that `rank` gives; it makes the collective for `caller`.
+    /// The numbers that `rank` contributes. It makes the collective for `caller`.
     pub(super) fn encode(self, caller: Option<Caller>, rank: Rank, world: WorldSize) -> Vec<i64> {
         let mut numbers = silence(world);
         let by = caller.map_or(0, |caller| i64::from(caller as u8));
@@ -59,7 +59,8 @@ impl Announced {
         numbers
     }
 
-    /// What was announced, for which call, and who did; nothing once no rank has data.
+    /// Decodes the announcement, the user's call, and the ranks that made it. No announcement if no rank has data any
+    /// more.
     pub(super) fn decode(numbers: &[i64], world: WorldSize) -> Result<Decoded> {
         let (fields, flags) = numbers
             .split_at_checked(FIELDS)
@@ -98,7 +99,7 @@ impl Announced {
     }
 }
 
-/// What a rank without data gives.
+/// What a rank without data contributes.
 pub(super) fn silence(world: WorldSize) -> Vec<i64> {
     vec![0; FIELDS + world.count()]
 }

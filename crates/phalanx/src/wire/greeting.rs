@@ -1,7 +1,7 @@
 //! How a client and a store of one job open a connection: each proves to the other that it knows the job's key.
 //!
-//! Pure: it takes and gives bytes. The first byte is that of no request, so a server sees at once which kind of client
-//! has come. docs/wire.md draws it.
+//! Pure: bytes in, bytes out. The first byte is not that of any request, so a server sees at once which kind of client
+//! has connected. docs/wire.md shows the messages.
 
 use super::auth::{Binding, NONCE, Nonce, Secret, TAG, Tag};
 use crate::key::JobKey;
@@ -11,16 +11,16 @@ pub(crate) const CALL: usize = HEAD + NONCE;
 /// Bytes of the server's answer.
 pub(crate) const ANSWER: usize = CALL + TAG;
 
-/// Magic, version, and two bytes that are zero.
+/// Magic, version, and two zero bytes.
 const HEAD: usize = 8;
 const BEGINNING: [u8; HEAD] = *b"PHXS\x01\0\0\0";
 
 const PURPOSE: &str = "phalanx store 1";
-// What each proof says.
+// The labels of the proofs.
 const ANSWERS: &str = "answers";
 const CALLS: &str = "calls";
 
-/// What the stores of a job and their clients know.
+/// The secret that the stores of a job and their clients share.
 #[derive(Clone)]
 pub(crate) struct StoreSecret(Secret);
 
@@ -29,12 +29,12 @@ impl StoreSecret {
         Self(Secret::new(Some(key), PURPOSE, &[]))
     }
 
-    /// On the TLS session that has this binding.
+    /// The secret on the TLS session with this binding.
     pub(crate) fn bound(&self, binding: &Binding) -> Self {
         Self(self.0.bound(binding))
     }
 
-    /// For [`fuzzing`](crate::fuzzing): one that is the same every time.
+    /// For [`fuzzing`](crate::fuzzing): the same secret every time.
     #[cfg(any(test, fuzzing))]
     pub(crate) fn of_zeros() -> Self {
         Self(Secret::new(None, PURPOSE, &[]))
@@ -47,12 +47,12 @@ impl std::fmt::Debug for StoreSecret {
     }
 }
 
-/// Does a greeting, in either direction and of whatever version, begin so?
+/// Do these bytes begin a greeting, in either direction and of any version?
 pub(crate) fn is_greeting(start: &[u8; 4]) -> bool {
     BEGINNING.starts_with(start)
 }
 
-/// The client.
+/// The client side.
 pub(crate) struct Caller([u8; CALL]);
 
 impl Caller {
@@ -65,7 +65,7 @@ impl Caller {
         &self.0
     }
 
-    /// Takes the server's answer; gives the client's proof, if the server has proven that it knows the secret.
+    /// Takes the server's answer. Returns the client's proof, if the server has proven that it knows the secret.
     pub(crate) fn answered(&self, secret: &StoreSecret, answer: &[u8; ANSWER]) -> Option<Tag> {
         let (said, proof) = (answer.first_chunk::<CALL>()?, answer.last_chunk::<TAG>()?);
         let proven = said.starts_with(&BEGINNING) && secret.0.verify(ANSWERS, &[&self.0, said], proof);
@@ -73,14 +73,14 @@ impl Caller {
     }
 }
 
-/// The server, which has read a call.
+/// The server side, after it has read a call.
 pub(crate) struct Answerer {
     call: [u8; CALL],
     answer: [u8; ANSWER],
 }
 
 impl Answerer {
-    /// Answers `call`; not one of another version.
+    /// Answers `call`. None if it has another version.
     pub(crate) fn new(secret: &StoreSecret, call: [u8; CALL], nonce: Nonce) -> Option<Self> {
         if !call.starts_with(&BEGINNING) {
             return None;
@@ -97,7 +97,7 @@ impl Answerer {
         &self.answer
     }
 
-    /// Is this the proof of who called?
+    /// Is this the proof of the client that sent the call?
     pub(crate) fn proven(&self, secret: &StoreSecret, proof: &Tag) -> bool {
         secret.0.verify(CALLS, &[&self.call, &self.answer], proof)
     }
@@ -120,7 +120,8 @@ mod tests {
         StoreSecret::new(&JobKey::generate().unwrap())
     }
 
-    /// Plays the greeting; `tamper` may change message number 0 to 2 before it arrives. Is the client let in?
+    /// Simulates the greeting. `tamper` may change messages 0 to 2 before they arrive. Returns whether the client is
+    /// accepted.
     fn play(secret: &StoreSecret, nonces: (u8, u8), mut tamper: impl FnMut(usize, &mut [u8])) -> bool {
         let caller = Caller::new([nonces.0; NONCE]);
         let mut call = *caller.call();
@@ -155,13 +156,13 @@ mod tests {
         let mut heard = Vec::new();
         assert!(play(&secret, (1, 2), |_, bytes| heard.push(bytes.to_vec())));
         let tag = |bytes: &[u8]| -> Tag { bytes[bytes.len() - TAG..].try_into().unwrap() };
-        // An old proof, to a server with a new number; an old answer, to a client with a new one.
+        // An old proof, to a server with a new nonce; an old answer, to a client with a new nonce.
         let call: [u8; CALL] = heard[0].as_slice().try_into().unwrap();
         let answerer = Answerer::new(&secret, call, [3; NONCE]).unwrap();
         assert!(!answerer.proven(&secret, &tag(&heard[2])));
         let answer: [u8; ANSWER] = heard[1].as_slice().try_into().unwrap();
         assert!(Caller::new([4; NONCE]).answered(&secret, &answer).is_none());
-        // The server's proof is not the client's, nor the other way round.
+        // The server's proof is not the client's, and vice versa.
         assert!(!answerer.proven(&secret, &tag(answerer.answer())));
         let mut echo = [0; ANSWER];
         echo[..CALL].copy_from_slice(&call);
@@ -177,7 +178,7 @@ mod tests {
         assert!(caller.answered(&other, answerer.answer()).is_none());
         let proof = caller.answered(&one, answerer.answer()).unwrap();
         assert!(!answerer.proven(&other, &proof));
-        // PyTorch's are 0 to 18.
+        // PyTorch's requests are 0 to 18.
         assert!(is_greeting(caller.call().first_chunk().unwrap()) && caller.call()[0] > 32);
         const { assert!(CALL + TAG <= 256 && ANSWER <= 256) }
     }

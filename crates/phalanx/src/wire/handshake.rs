@@ -1,6 +1,6 @@
 //! The handshake between two ranks: each proves to the other that it knows the group's secret, in four messages.
 //!
-//! Pure: it takes and gives bytes. docs/wire.md draws it, and says why no message of it can be replayed, sent back or
+//! Pure: bytes in, bytes out. docs/wire.md shows the messages, and says why none of them can be replayed, sent back or
 //! moved to another connection.
 
 use super::auth::{Binding, Secret, TAG, Tag};
@@ -12,22 +12,23 @@ use crate::key::JobKey;
 pub(crate) const ANSWER: usize = HELLO + TAG;
 
 const PURPOSE: &str = "phalanx mesh 2";
-// What each proof says.
+// The labels of the proofs.
 const ANSWERS: &str = "answers";
 const CALLS: &str = "calls";
 const WELCOMES: &str = "welcomes";
 
-/// What the ranks of one group know.
+/// The secret that the ranks of one group share.
 #[derive(Clone)]
 pub(crate) struct GroupSecret(Secret);
 
 impl GroupSecret {
-    /// Of the group that drew this number. Without a job key, whoever can read the store knows it too.
+    /// The secret of the group that drew this number. Without a job key, every process that can read the store knows
+    /// it.
     pub(crate) fn new(key: Option<&JobKey>, job: &JobId) -> Self {
         Self(Secret::new(key, PURPOSE, job))
     }
 
-    /// On the TLS session that has this binding. Its name is another: that is told without.
+    /// The secret on the TLS session with this binding. The name stays that of the secret without TLS.
     pub(crate) fn bound(&self, binding: &Binding) -> Self {
         Self(self.0.bound(binding))
     }
@@ -40,7 +41,7 @@ impl GroupSecret {
     }
 }
 
-/// The connecting rank, which has said hello.
+/// The connecting rank, which has sent its hello.
 pub(crate) struct Caller {
     own: Hello,
     hello: [u8; HELLO],
@@ -56,7 +57,7 @@ impl Caller {
         &self.hello
     }
 
-    /// Takes the second message, the peer's answer: its own hello, and a proof.
+    /// Takes the second message, the peer's answer: the peer's hello, and a proof.
     pub(crate) fn answered(self, secret: &GroupSecret, answer: [u8; ANSWER]) -> Result<Answered> {
         let (hello, proof) = split(&answer);
         let peer = Hello::decode(hello)?;
@@ -69,7 +70,7 @@ impl Caller {
     }
 }
 
-/// The connecting rank, which knows whom it has reached.
+/// The connecting rank, which knows which rank it has reached.
 pub(crate) struct Answered {
     hello: [u8; HELLO],
     answer: [u8; ANSWER],
@@ -83,7 +84,7 @@ impl Answered {
         &self.proof
     }
 
-    /// Takes the last message: the peer keeps the connection. Gives its hello.
+    /// Takes the last message: the peer keeps the connection. Returns the peer's hello.
     pub(crate) fn welcomed(self, secret: &GroupSecret, welcome: &Tag) -> Result<Hello> {
         match secret.0.verify(WELCOMES, &[&self.hello, &self.answer, &self.proof], welcome) {
             true => Ok(self.peer),
@@ -92,7 +93,7 @@ impl Answered {
     }
 }
 
-/// The accepting rank, which has answered.
+/// The accepting rank, which has sent its answer.
 pub(crate) struct Answerer {
     hello: [u8; HELLO],
     answer: [u8; ANSWER],
@@ -100,7 +101,7 @@ pub(crate) struct Answerer {
 }
 
 impl Answerer {
-    /// Takes the first message. `own` is this rank's hello to whoever it is from.
+    /// Takes the first message. `own` is this rank's hello to its sender.
     pub(crate) fn new(secret: &GroupSecret, own: &Hello, peer: Hello, hello: [u8; HELLO]) -> Result<Self> {
         own.accept(&peer)?;
         let mut answer = [0; ANSWER];
@@ -115,7 +116,7 @@ impl Answerer {
         &self.answer
     }
 
-    /// Takes the third message, the peer's proof. Gives its hello, and the last message.
+    /// Takes the third message, the peer's proof. Returns the peer's hello, and the last message.
     pub(crate) fn proven(&self, secret: &GroupSecret, proof: &Tag) -> Result<(Hello, Tag)> {
         match secret.0.verify(CALLS, &[&self.hello, &self.answer], proof) {
             true => Ok((self.peer, secret.0.tag(WELCOMES, &[&self.hello, &self.answer, proof]))),
@@ -160,7 +161,7 @@ mod tests {
         }
     }
 
-    /// All four messages of rank 1's connection to rank 0, if nobody interferes.
+    /// All four messages of rank 1's connection to rank 0, unchanged.
     struct Said {
         hello: [u8; HELLO],
         answer: [u8; ANSWER],
@@ -172,7 +173,7 @@ mod tests {
         play(secret, channel, nonces, |_, _| {}).unwrap()
     }
 
-    /// Plays the handshake; `tamper` may change message number 0 to 3 before it arrives.
+    /// Simulates the handshake. `tamper` may change messages 0 to 3 before they arrive.
     fn play(
         secret: &GroupSecret,
         channel: Channel,
@@ -230,7 +231,7 @@ mod tests {
         for (i, one) in secrets.iter().chain([&other_job]).enumerate() {
             for (j, other) in secrets.iter().chain([&other_job]).enumerate() {
                 assert_eq!(one.name() == other.name(), i == j);
-                // Also if it lies about the group's name.
+                // Also if it has a false group name.
                 let caller = Caller::new(hello(other, 1, 0, Channel::Data, 1));
                 let own = hello(other, 0, 1, Channel::Data, 2);
                 let peer = Hello::decode(caller.hello()).unwrap();
@@ -244,12 +245,12 @@ mod tests {
     fn nothing_that_was_heard_is_of_use_again() {
         let secret = secret(Some(&JobKey::generate().unwrap()));
         let old = said(&secret, Channel::Data, (1, 2));
-        // To the accepting rank: it has drawn another number.
+        // To the accepting rank, which has drawn another nonce.
         let own = hello(&secret, 0, 1, Channel::Data, 3);
         let peer = Hello::decode(&old.hello).unwrap();
         let answerer = Answerer::new(&secret, &own, peer, old.hello).unwrap();
         assert!(answerer.proven(&secret, &old.proof).is_err());
-        // To the connecting rank: it has drawn another number.
+        // To the connecting rank, which has drawn another nonce.
         let caller = Caller::new(hello(&secret, 1, 0, Channel::Data, 5));
         assert!(caller.answered(&secret, old.answer).is_err());
         // The welcome of another connection.
@@ -270,7 +271,7 @@ mod tests {
         let peer = hello(&secret, 1, 0, Channel::Data, 1);
         let answerer = Answerer::new(&secret, &own, peer, peer.encode()).unwrap();
         assert!(answerer.proven(&secret, &control.proof).is_err());
-        // Rank 2's call to rank 0, relayed to rank 1.
+        // Rank 2's hello to rank 0, relayed to rank 1.
         let misled = hello(&secret, 2, 0, Channel::Data, 1);
         let own = hello(&secret, 1, 2, Channel::Data, 2);
         assert!(Answerer::new(&secret, &own, misled, misled.encode()).is_err());
@@ -280,20 +281,20 @@ mod tests {
     fn nothing_passes_for_a_message_in_the_other_direction() {
         let secret = secret(Some(&JobKey::generate().unwrap()));
         let old = said(&secret, Channel::Data, (1, 2));
-        // A rank that is answered with its own words.
+        // A rank that gets its own messages as the answer.
         let caller = Caller::new(hello(&secret, 1, 0, Channel::Data, 1));
         let mut echo = [0; ANSWER];
         echo[..HELLO].copy_from_slice(caller.hello());
         echo[HELLO..].copy_from_slice(&old.proof);
         assert!(caller.answered(&secret, echo).is_err());
-        // The accepting rank's own proof as that of who connects.
+        // The accepting rank's own proof, sent as that of the connecting rank.
         let own = hello(&secret, 0, 1, Channel::Data, 2);
         let peer = hello(&secret, 1, 0, Channel::Data, 1);
         let answerer = Answerer::new(&secret, &own, peer, peer.encode()).unwrap();
         let proof = *answerer.answer().last_chunk().unwrap();
         assert!(answerer.proven(&secret, &proof).is_err());
         assert!(answerer.proven(&secret, &old.welcome).is_err());
-        // The proof that it asks for is another one.
+        // The right proof is accepted.
         assert!(answerer.proven(&secret, &old.proof).is_ok());
     }
 
@@ -305,7 +306,7 @@ mod tests {
             bytes.copy_from_slice(answer.as_flattened());
             let caller = || Caller::new(hello(&secret, 1, 0, Channel::Data, 1));
             prop_assert!(caller().answered(&secret, bytes).is_err());
-            // Also behind a hello that is right.
+            // Also after a correct hello.
             bytes[..HELLO].copy_from_slice(&hello(&secret, 0, 1, Channel::Data, 2).encode());
             prop_assert!(caller().answered(&secret, bytes).is_err());
             let peer = hello(&secret, 1, 0, Channel::Data, 1);

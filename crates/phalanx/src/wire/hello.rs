@@ -1,4 +1,4 @@
-//! What two ranks of one job say about themselves when they open a connection.
+//! How two ranks of one job identify themselves when they open a connection.
 
 use crate::error::{Error, Result};
 use crate::rank::{Generation, Rank};
@@ -10,10 +10,10 @@ use crate::world_size::WorldSize;
 pub(crate) const HELLO: usize = 80;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"PHXH");
-/// Of all that ranks of one build say to each other, and leave for each other in the store.
+/// The version of all messages between ranks, and of what they write for each other in the store.
 const VERSION: u16 = 3;
 
-/// The answer to a rank that has no business here: magic and version, and no channel.
+/// The answer to a refused rank: magic and version, and no channel.
 pub(crate) const REFUSAL: [u8; HELLO] = {
     let mut bytes = [0; HELLO];
     bytes.split_at_mut(4).0.copy_from_slice(&MAGIC.to_le_bytes());
@@ -21,7 +21,7 @@ pub(crate) const REFUSAL: [u8; HELLO] = {
     bytes
 };
 
-/// An error if this is the beginning of a hello of another version, which may have another length.
+/// An error if these bytes begin a hello of another version, which may have another length.
 pub(crate) fn check_version(bytes: &[u8]) -> Result<()> {
     let version = bytes.strip_prefix(&MAGIC.to_le_bytes()).and_then(|bytes| bytes.first_chunk());
     match version.map(|version| u16::from_le_bytes(*version)) {
@@ -33,32 +33,32 @@ pub(crate) fn check_version(bytes: &[u8]) -> Result<()> {
     }
 }
 
-/// What a connection between two ranks is for.
+/// The purpose of a connection between two ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Channel {
     /// Frames of collectives.
     Data = 1,
-    /// Goodbyes and failures.
+    /// Heartbeats, goodbyes and failures.
     Control = 2,
     /// Frames of point-to-point messages.
     Messages = 3,
 }
 
-/// A random number that rank 0 draws for each group and leaves in the store, so that strangers and former jobs are told
-/// apart. It does not travel between ranks.
+/// A random number that rank 0 draws for each group and writes to the store. It distinguishes the group from strangers
+/// and former jobs. It does not travel between ranks.
 pub(crate) type JobId = [u8; 16];
 
-/// What stands for a group's secret in a hello. It says nothing about the secret.
+/// Represents a group's secret in a hello. It reveals nothing about the secret.
 pub(crate) type GroupName = [u8; 16];
 
-/// Who speaks. The connecting rank sends one, the accepting rank answers with its own.
+/// The identity of a rank. The connecting rank sends its own, the accepting rank answers with its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub group: GroupName,
     pub generation: Generation,
     pub rank: Rank,
-    /// To whom.
+    /// The rank that it is sent to.
     pub to: Rank,
     pub world: u32,
     pub channel: Channel,
@@ -66,12 +66,12 @@ pub(crate) struct Hello {
 }
 
 impl Hello {
-    /// The same rank's, to another one.
+    /// The same rank's hello, on `channel` to another rank.
     pub(crate) fn on(self, channel: Channel, to: Rank) -> Self {
         Self { channel, to, ..self }
     }
 
-    /// With this number.
+    /// The same with this nonce.
     pub(crate) fn saying(self, nonce: Nonce) -> Self {
         Self { nonce, ..self }
     }
@@ -116,8 +116,8 @@ impl Hello {
         Ok(Self { group, generation, rank, to, world, channel, nonce: fields.take() })
     }
 
-    /// Does `other` come from a rank of the same job, generation and world, on the same channel, and is it meant for this one?
-    /// Whether that is true is for a proof to show.
+    /// Checks that `other` is from a rank of the same job, generation and world, on the same channel, and meant for
+    /// this rank. The claims are not proven yet.
     pub(crate) fn accept(&self, other: &Self) -> Result<()> {
         let world = WorldSize::new(self.world)?;
         let reason = if other.group != self.group {

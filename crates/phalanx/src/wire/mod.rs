@@ -1,4 +1,4 @@
-//! Bounded codecs for everything that crosses a connection. No I/O happens here; docs/wire.md draws each message.
+//! Bounded codecs for everything that crosses a connection. There is no I/O here; docs/wire.md shows each message.
 
 pub(crate) mod auth;
 pub(crate) mod control;
@@ -17,7 +17,7 @@ impl<'a> Fields<'a> {
         Self(bytes)
     }
 
-    /// The next `N` bytes; zeros once the message is used up, which a check of the magic or length has excluded.
+    /// The next `N` bytes. Zeros after the end, which a check of the magic or length has excluded.
     pub(crate) fn take<const N: usize>(&mut self) -> [u8; N] {
         match self.0.split_first_chunk::<N>() {
             Some((head, tail)) => {

@@ -1,13 +1,13 @@
-//! The store's requests on the wire: PyTorch's TCPStore protocol, drawn in `docs/wire.md`.
+//! The store's requests on the wire: PyTorch's TCPStore protocol, described in `docs/wire.md`.
 //!
-//! No I/O happens here. [`Decoder`] says how many bytes it wants next, never more than the caps allow, and is fed
+//! There is no I/O here. [`Decoder`] says how many bytes it wants next, never more than the caps allow, and is fed
 //! exactly those; [`Frame`] builds a request.
 
 /// The longest key, in bytes.
 pub const MAX_KEY: usize = 8 * 1024;
 /// The longest value, in bytes.
 pub const MAX_VALUE: usize = 8 * 1024 * 1024;
-/// What a client sends after [`Op::Validate`], so that a stranger is recognised.
+/// A client sends it after [`Op::Validate`], so that a foreign client is recognised.
 pub(crate) const MAGIC: u32 = 0x3C85_F7CE;
 /// The longest key on the wire: a user's key and its leading `/`.
 pub(crate) const MAX_WIRE_KEY: usize = MAX_KEY + 1;
@@ -16,7 +16,7 @@ pub(crate) const MAX_COUNT: usize = 65_536;
 /// The most bytes of keys and values of one request.
 pub(crate) const MAX_REQUEST: usize = 64 * 1024 * 1024;
 
-/// The answer to [`Op::Wait`] and [`Op::Barrier`] when what was waited for has come.
+/// The answer to [`Op::Wait`] and [`Op::Barrier`] when the wait is over.
 pub(crate) const WAIT_DONE: u8 = 0;
 /// The answer to [`Op::CancelWait`].
 pub(crate) const WAIT_CANCELLED: u8 = 1;
@@ -76,9 +76,9 @@ const OPS: [Op; 18] = [
 enum Part {
     Key,
     Value,
-    /// So many bytes of an integer.
+    /// An integer of this many bytes.
     Int(usize),
-    /// A count, then so many times what follows.
+    /// A count, then the following parts that many times.
     Count,
 }
 
@@ -87,7 +87,7 @@ impl Op {
         OPS.into_iter().find(|op| *op as u8 == byte)
     }
 
-    /// What follows the first byte.
+    /// The parts after the first byte.
     fn parts(self) -> &'static [Part] {
         match self {
             Self::NumKeys | Self::CancelWait | Self::ListKeys => &[],
@@ -102,7 +102,7 @@ impl Op {
     }
 }
 
-/// A request, decoded.
+/// A decoded request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Request {
     pub op: Op,
@@ -112,7 +112,7 @@ pub(crate) struct Request {
     pub int: i64,
 }
 
-/// Why a request is refused; its sender is dropped.
+/// Why a request is refused. The connection of its sender is closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Malformed {
     #[error("unknown operation {0}")]
@@ -127,13 +127,13 @@ pub(crate) enum Malformed {
     Request,
 }
 
-/// Decodes requests from pieces whose sizes it dictates.
+/// Decodes requests from pieces of the sizes that it asks for.
 #[derive(Debug, Default)]
 pub(crate) struct Decoder {
     request: Option<Request>,
     /// The index in the operation's parts.
     part: usize,
-    /// How often the parts after a count are still to come.
+    /// How many repetitions of the parts after a count remain.
     repeat: usize,
     /// The length of the string whose body is next.
     body: Option<usize>,
@@ -151,13 +151,13 @@ impl Decoder {
         }
     }
 
-    /// Has no byte of the next request come yet?
+    /// Has no byte of the next request been fed yet?
     #[cfg(test)]
     pub fn is_idle(&self) -> bool {
         self.request.is_none()
     }
 
-    /// Takes exactly [`need`](Self::need) bytes; gives the request that they complete.
+    /// Takes exactly [`need`](Self::need) bytes. Returns the request if they complete one.
     pub fn feed(&mut self, bytes: Vec<u8>) -> Result<Option<Request>, Malformed> {
         debug_assert_eq!(bytes.len(), self.need());
         let Some(request) = &mut self.request else {
@@ -190,14 +190,14 @@ impl Decoder {
                     self.part = usize::MAX - 1;
                 }
             }
-            // An i64 travels as its eight bytes.
+            // An i64 is sent as its eight bytes.
             _ => request.int = number(&bytes).cast_signed(),
         }
         self.part += 1;
         Ok(self.finished())
     }
 
-    /// Checks a length before memory is taken for it.
+    /// Checks a length before memory is allocated for it.
     fn length(&mut self, part: Part, length: u64) -> Result<usize, Malformed> {
         let (cap, error) = match part {
             Part::Key => (MAX_WIRE_KEY, Malformed::Key(length)),
@@ -240,7 +240,7 @@ impl Frame {
         self
     }
 
-    /// A user's key, which travels with a leading `/`.
+    /// A user's key, which is sent with a leading `/`.
     pub fn key(self, key: &str) -> Self {
         let mut frame = self.u64(key.len() as u64 + 1);
         frame.0.push(b'/');

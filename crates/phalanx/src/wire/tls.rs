@@ -1,33 +1,34 @@
-//! How an end with TLS and one without find out about each other: by the first bytes, and by an alert that needs no
+//! How a side with TLS and one without recognise each other: by the first bytes, and by an alert that needs no
 //! session (RFC 8446, 5.1 and 6).
 
-/// The alert "protocol_version": what an end without TLS answers to one with it, and the other way round.
+/// The alert "protocol_version": the answer of a side without TLS to one with it, and vice versa.
 pub(crate) const REFUSAL: [u8; 7] = [ALERT, 3, 3, 0, 2, 2, 70];
 
 const ALERT: u8 = 21;
 const HANDSHAKE: u8 = 22;
 const CLIENT_HELLO: u8 = 1;
 
-/// The first bytes of a connection that tell how long a client's first record is.
+/// The first bytes of a connection, which contain the length of a client's first record.
 pub(crate) const HELLO_HEAD: usize = 9;
-/// The longest first record that is listened to. rustls's has about 210 bytes, and with a key share of ML-KEM 1.5 KB.
+/// The longest first record that is accepted. rustls's has about 210 bytes, and with a key share of ML-KEM 1.5 KB.
 pub(crate) const LONGEST_HELLO: usize = 1792;
 
-/// In front of a record's content, and of a message's.
+/// Length of the header of a record, and of that of a message.
 const RECORD_HEAD: usize = 5;
 const MESSAGE_HEAD: usize = 4;
 
-/// Does a client of TLS begin so? No message of ours does, nor of PyTorch's.
+/// Do these bytes begin a TLS client's handshake? No message of ours does, nor of PyTorch's.
 pub(crate) fn is_hello(bytes: &[u8]) -> bool {
     bytes.first() == Some(&HANDSHAKE)
 }
 
-/// Does an end with TLS answer so to what is not TLS?
+/// Is this the alert that a side with TLS sends to a client without?
 pub(crate) fn is_alert(bytes: &[u8]) -> bool {
     bytes.starts_with(&[ALERT, 3])
 }
 
-/// How many bytes a client's first record has that begins so; none if it is not one ClientHello, whole, and not too long.
+/// The length of a client's first record with this beginning. None if it is not exactly one complete ClientHello, or
+/// too long.
 pub(crate) fn hello_length(head: &[u8; HELLO_HEAD]) -> Option<usize> {
     let [HANDSHAKE, 3, _, record @ .., CLIENT_HELLO, a, b, c] = *head else { return None };
     let record = usize::from(u16::from_be_bytes(record));
@@ -51,11 +52,11 @@ mod tests {
     fn a_first_record_is_one_message_and_no_longer_than_allowed() {
         assert_eq!(hello_length(&head(206, 202)), Some(211));
         assert_eq!(hello_length(&head(1787, 1783)), Some(LONGEST_HELLO));
-        // Too long; in pieces; with something behind it.
+        // Too long; in pieces; with something after it.
         for (record, message) in [(1788, 1784), (206, 203), (206, 201), (0, 0), (3, 0xff_ffff)] {
             assert_eq!(hello_length(&head(record, message)), None, "{record} {message}");
         }
-        // Something else than a handshake, another protocol, another message.
+        // Not a handshake, another protocol, another message.
         for (place, byte) in [(0, 23), (1, 2), (5, 2)] {
             let mut head = head(206, 202);
             head[place] = byte;
