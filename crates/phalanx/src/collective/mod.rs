@@ -41,7 +41,7 @@ use crate::world_size::WorldSize;
 pub(crate) type Plan = Vec<Step>;
 
 /// One step of a plan: a message out and a message in, at the same time. Ranges count elements of the collective's
-/// buffer; what is sent is the buffer as it was before the step.
+/// buffer. The elements sent are those before the step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Step {
     pub send: Option<Send>,
@@ -61,11 +61,11 @@ pub(crate) struct Recv {
     pub from: Rank,
     pub range: Range<usize>,
     pub combine: Combine,
-    /// Whose parts meet, if they are combined.
+    /// How many ranks' parts are combined, if they are.
     pub parts: Parts,
 }
 
-/// How many ranks' parts the elements hold that are combined. When all have met, an average is divided at once, while
+/// How many ranks' parts the combined elements hold. When all parts are in, an average is divided at once, while
 /// the elements are in the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Parts {
@@ -80,14 +80,14 @@ impl Parts {
         Self { local: local as u32, received: received as u32, of: world.get() }
     }
 
-    /// The number of ranks, if with this every rank's part is in.
+    /// The number of ranks, if this step completes the result.
     pub(crate) fn divisor(self) -> Option<u32> {
         (self.of > 0 && self.local + self.received == self.of).then_some(self.of)
     }
 }
 
-/// How received elements join those in the buffer. Written out for both orders of the operands, so that every rank
-/// that computes the same result computes the same bits.
+/// How received elements are combined with those in the buffer. There is a variant for each order of the operands, so
+/// that all ranks that compute the same result compute the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Combine {
     /// The received elements replace the local ones.
@@ -112,7 +112,7 @@ impl Step {
         self
     }
 
-    /// Says whose parts meet in what the step receives.
+    /// Sets which parts the step combines.
     fn joining(mut self, parts: Parts) -> Self {
         if let Some(recv) = &mut self.recv {
             recv.parts = parts;

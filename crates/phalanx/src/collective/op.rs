@@ -1,4 +1,4 @@
-//! The operations with which ranks' elements are combined.
+//! The operations that combine ranks' elements.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -9,17 +9,17 @@ use super::kernel;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-/// How the elements of all ranks become one. Integers wrap on overflow; f16 and bf16 are combined in f32.
+/// How the elements of all ranks are combined. Integers wrap on overflow; f16 and bf16 are combined in f32.
 ///
-/// On truth values the sum and the largest are "or", the product and the smallest "and". Not every operation is defined
+/// For bool, the sum and the maximum are "or", the product and the minimum "and". Not every operation is defined
 /// for every type: see [`supports`](Self::supports).
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// The sum.
     #[doc(alias = "SUM")]
     Sum,
-    /// The sum divided by the world size, once. For floats alone: of integers take the sum, and divide that. Of f16 no
-    /// partial sum overflows where the average does not.
+    /// The sum divided by the world size, once. Only for floats: for integers use the sum, and divide it. With f16, no
+    /// partial sum overflows if the average does not.
     #[doc(alias("AVG", "Average", "mean"))]
     Avg,
     /// The product.
@@ -31,16 +31,16 @@ pub enum ReduceOp {
     /// The largest, with 0 above -0; NaN if any rank has NaN.
     #[doc(alias = "MAX")]
     Max,
-    /// The bits that all have.
+    /// Bitwise and.
     #[doc(alias = "BAND")]
     BAnd,
-    /// The bits that any has.
+    /// Bitwise or.
     #[doc(alias = "BOR")]
     BOr,
-    /// The bits that an odd number of ranks has.
+    /// Bitwise exclusive or.
     #[doc(alias = "BXOR")]
     BXor,
-    /// The sum of each rank's elements times that rank's own factor, which need not be the same on every rank. Each
+    /// The sum of each rank's elements times that rank's own factor, which may differ between ranks. Each
     /// product is rounded to the element's type. For averages weighted by the sizes of batches, for example.
     #[doc(alias = "PREMUL_SUM")]
     PreMulSum(f64),
@@ -60,7 +60,7 @@ impl ReduceOp {
         Self::PreMulSum(1.0),
     ];
 
-    /// Is it defined for elements of this type? Bits are those of integers and truth values; only floats have an
+    /// Is it defined for elements of this type? Bitwise operations are for integers and bool; only floats have an
     /// average and take a factor.
     pub const fn supports(self, dtype: DType) -> bool {
         match self {
@@ -86,13 +86,13 @@ impl ReduceOp {
         Err(Error::invalid_argument(format!("{self} is not defined for {dtype}")).with_remedy(remedy))
     }
 
-    /// Readies this rank's elements to be combined: checks the type, and multiplies them by its factor, if it has one.
+    /// Prepares this rank's elements: checks the type, and multiplies them by the factor, if there is one.
     pub(crate) fn prepare(self, dtype: DType, data: &mut [u8]) -> Result<()> {
         self.check(dtype)?;
         self.factor().map_or(Ok(()), |factor| kernel::scale(dtype, data, factor))
     }
 
-    /// What this rank's elements are multiplied by before they are combined.
+    /// The factor of this rank's elements, if there is one.
     pub(crate) const fn factor(self) -> Option<f64> {
         match self {
             Self::PreMulSum(factor) => Some(factor),
@@ -100,7 +100,7 @@ impl ReduceOp {
         }
     }
 
-    /// The operation as all ranks must agree on it: a factor is each rank's own.
+    /// The operation without its factor: all ranks must agree on it, while each rank has its own factor.
     pub(crate) const fn without_factor(self) -> Self {
         match self {
             Self::PreMulSum(_) => Self::PreMulSum(1.0),
@@ -126,7 +126,7 @@ impl ReduceOp {
         Self::ALL.into_iter().find(|op| op.code() == code)
     }
 
-    /// What distinguishes it: factors are compared by their bits, so that NaN equals itself.
+    /// The identity of the operation. Factors are compared by their bits, so that NaN equals itself.
     fn key(self) -> (u8, Option<u64>) {
         (self.code(), self.factor().map(f64::to_bits))
     }

@@ -1,5 +1,5 @@
-//! Plans of gather, scatter and all-to-all: each message goes from one rank to one other. What is sent stands in the
-//! input, and what is received in the output, which do not overlap.
+//! Plans of gather, scatter and all-to-all: each message goes from one rank to one other. Sent elements are in the
+//! input, and received ones in the output, which do not overlap.
 
 use super::{Combine, Counts, Plan, Step, after, before};
 use crate::rank::Rank;
@@ -25,8 +25,8 @@ pub(crate) fn scatter(rank: Rank, world: WorldSize, root: Rank, count: usize) ->
     others.map(|to| Step::send(to, counts.of(to.index()))).collect()
 }
 
-/// Pairwise exchange: in step k each rank sends to the one k places on and receives from the one k places before. w-1
-/// steps; each rank sends what is not its own (R. Thakur, R. Rabenseifner and W. Gropp, 2005).
+/// Pairwise exchange: in step k each rank sends to the rank k places after it and receives from the rank k places
+/// before it. w-1 steps; each rank sends what is not its own (R. Thakur, R. Rabenseifner and W. Gropp, 2005).
 pub(crate) fn all_to_all(rank: Rank, world: WorldSize, sent: &Counts, received: &Counts) -> Plan {
     (1..world.count())
         .map(|distance| {

@@ -10,7 +10,7 @@ use crate::world_size::WorldSize;
 /// 2(w-1) steps; each rank sends 2n(w-1)/w elements. Each chunk is combined along one path, in one order.
 pub(crate) fn all_reduce(rank: Rank, world: WorldSize, elements: usize) -> Plan {
     let mut plan = combine(rank, world, 0, elements);
-    // Rank r now holds the finished chunk r+1.
+    // Rank r now holds the complete chunk r+1.
     plan.extend(pass(rank, world, 1, Combine::Replace, elements));
     plan
 }
@@ -20,7 +20,7 @@ pub(crate) fn reduce_scatter(rank: Rank, world: WorldSize, elements: usize) -> P
     combine(rank, world, world.count() - 1, elements)
 }
 
-/// As [`reduce_scatter`], where the ranks' counts differ: w-1 steps; each rank sends all but its own elements.
+/// As [`reduce_scatter`], with different counts: w-1 steps; each rank sends all but its own elements.
 pub(crate) fn reduce_scatter_v(rank: Rank, world: WorldSize, counts: &Counts) -> Plan {
     joining(pass_chunks(rank, world, world.count() - 1, Combine::Prepend, |index| counts.of(index)), world)
 }
@@ -30,7 +30,7 @@ pub(crate) fn all_gather(rank: Rank, world: WorldSize, elements: usize) -> Plan 
     pass(rank, world, 0, Combine::Replace, elements).collect()
 }
 
-/// As [`all_gather`], where the ranks' counts differ: w-1 steps; each rank sends all but one rank's elements.
+/// As [`all_gather`], with different counts: w-1 steps; each rank sends all but one rank's elements.
 pub(crate) fn all_gather_v(rank: Rank, world: WorldSize, counts: &Counts) -> Plan {
     pass_chunks(rank, world, 0, Combine::Replace, |index| counts.of(index)).collect()
 }
@@ -40,13 +40,13 @@ fn combine(rank: Rank, world: WorldSize, shift: usize, elements: usize) -> Plan 
     joining(pass(rank, world, shift, Combine::Prepend, elements), world)
 }
 
-/// On its way around the ring a chunk meets one more rank's part in each step.
+/// Each step around the ring adds one more rank's part to a chunk.
 fn joining(steps: impl Iterator<Item = Step>, world: WorldSize) -> Plan {
     steps.enumerate().map(|(met, step)| step.joining(Parts::new(1, met + 1, world))).collect()
 }
 
-/// Passes chunks around the ring, w-1 times; the first that rank r sends is chunk r+shift, the last that it receives
-/// is chunk r+shift+1.
+/// Passes chunks around the ring, w-1 times. The first chunk that rank r sends is r+shift, the last that it receives
+/// is r+shift+1.
 fn pass(
     rank: Rank,
     world: WorldSize,

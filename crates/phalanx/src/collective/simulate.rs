@@ -1,4 +1,4 @@
-//! Plays the plans of all ranks against each other on paper, and checks every collective that way.
+//! Simulates the plans of all ranks together, and checks every collective in this way.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -23,7 +23,7 @@ fn held(partial: u128) -> u32 {
 /// Added to an element when it is complete.
 const DIVIDED: u128 = 1 << 100;
 
-/// A result of all ranks of `world`. A world of one has nothing to receive, and nothing to divide.
+/// The result of all ranks of `world`. A world of one receives nothing, and divides nothing.
 fn complete(world: WorldSize) -> u128 {
     everybody(world.count()) + if world == WorldSize::ONE { 0 } else { DIVIDED }
 }
@@ -56,7 +56,7 @@ fn play(plans: &[Plan], buffers: &mut [Vec<u128>]) -> Vec<usize> {
                         *local = received;
                         continue;
                     }
-                    // What is divided is whole, and is not divided again: the mark is a digit of its own.
+                    // Only complete elements are divided, and only once: the mark is a digit of its own.
                     if *parts != Parts::default() {
                         assert_eq!((held(*local), held(received)), (parts.local, parts.received));
                     }
@@ -80,7 +80,7 @@ fn play(plans: &[Plan], buffers: &mut [Vec<u128>]) -> Vec<usize> {
     sent
 }
 
-/// As [`play`], where what is sent stands in the inputs and what is received in outputs of `length`, which it gives.
+/// As [`play`], with separate inputs, and outputs of `length`, which it returns.
 fn play_apart(plans: &[Plan], inputs: &[Vec<u128>], length: impl Fn(usize) -> usize) -> Vec<Vec<u128>> {
     let mut behind = plans.to_vec();
     for (plan, input) in behind.iter_mut().zip(inputs) {
@@ -170,7 +170,7 @@ proptest! {
             let part = &buffers[root.index()][place(rank) * share..(place(rank) + 1) * share];
             prop_assert!(part.iter().all(|value| *value == contribution(rank)));
         }
-        // What the root has gathered goes back to whom it came from.
+        // The root's gathered elements go back to the ranks that they came from.
         play(&plans(world, |rank| tree::scatter(rank, world, root, share)), &mut buffers);
         for rank in world.ranks() {
             let part = &buffers[rank.index()][place(rank) * share..(place(rank) + 1) * share];
@@ -281,7 +281,7 @@ proptest! {
 
     #[test]
     fn nobody_leaves_a_barrier_before_all_have_come(world in worlds()) {
-        // Give each frame one element: what a rank has heard of, directly or through others.
+        // Give each frame one element: the ranks whose frames have reached this one, directly or through others.
         let with_news = |rank| dissemination(rank, world).into_iter().map(|step| {
             let (send, recv) = step.send.zip(step.recv).unwrap();
             Step::send(send.to, 0..1).and_recv(recv.from, 0..1, Combine::Append)

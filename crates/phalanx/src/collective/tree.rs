@@ -1,10 +1,10 @@
-//! From one root to all, or from all to one: binomial trees for few bytes, chunks and a ring for many.
+//! From one root to all, or from all to one: binomial trees for small buffers, chunks and a ring for large ones.
 
 use super::{Combine, Parts, Plan, Step, after, before, chunk, ring};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
-/// ceil(log2 w) rounds of n elements: in round k, the ranks that have the data send it 2^k places on.
+/// ceil(log2 w) rounds of n elements: in round k, the ranks that have the data send it 2^k places further.
 pub(crate) fn binomial(rank: Rank, world: WorldSize, root: Rank, elements: usize) -> Plan {
     let place = before(rank, root.index(), world).index();
     let mut plan = Plan::new();
@@ -22,8 +22,9 @@ pub(crate) fn binomial(rank: Rank, world: WorldSize, root: Rank, elements: usize
     plan
 }
 
-/// The root sends one chunk to each rank, then the chunks go round the ring: 2(w-1) steps, 2n(w-1)/w elements from the
-/// root, n(w-1)/w from every other rank (M. Barnett et al., "Interprocessor collective communication library", 1994).
+/// The root sends one chunk to each rank, then the chunks are all-gathered in a ring: 2(w-1) steps, 2n(w-1)/w elements
+/// from the root, n(w-1)/w from every other rank (M. Barnett et al., "Interprocessor collective communication library",
+/// 1994).
 pub(crate) fn scatter_ring(rank: Rank, world: WorldSize, root: Rank, elements: usize) -> Plan {
     let mut plan = Plan::new();
     if rank == root {
@@ -39,8 +40,8 @@ pub(crate) fn scatter_ring(rank: Rank, world: WorldSize, root: Rank, elements: u
     plan
 }
 
-/// ceil(log2 w) rounds of n elements: in round k, the ranks at distance 2^k, 3·2^k, … from the root hand over what they
-/// have combined. The binomial tree of [`binomial`], the other way round.
+/// ceil(log2 w) rounds of n elements: in round k, the ranks at distance 2^k, 3·2^k, … from the root send what they
+/// have combined. The binomial tree of [`binomial`] in reverse.
 pub(crate) fn reduce(rank: Rank, world: WorldSize, root: Rank, elements: usize) -> Plan {
     let place = before(rank, root.index(), world).index();
     let mut plan = Plan::new();
@@ -60,8 +61,8 @@ pub(crate) fn reduce(rank: Rank, world: WorldSize, root: Rank, elements: usize) 
     plan
 }
 
-/// Every rank combines one chunk on a ring and sends it to the root: 2(w-1) steps at the root, w elsewhere; each sends n
-/// elements, the root n(w-1)/w (R. Rabenseifner, 2004).
+/// Every rank combines one chunk on a ring and sends it to the root: 2(w-1) steps at the root, w elsewhere; each sends
+/// n elements, the root n(w-1)/w (R. Rabenseifner, 2004).
 pub(crate) fn reduce_ring(rank: Rank, world: WorldSize, root: Rank, elements: usize) -> Plan {
     let mut plan = ring::reduce_scatter(rank, world, elements);
     if rank == root {
@@ -75,8 +76,8 @@ pub(crate) fn reduce_ring(rank: Rank, world: WorldSize, root: Rank, elements: us
     plan
 }
 
-/// A binomial gather: ceil(log2 w) rounds at the root, n(w-1) elements to it. The buffer holds `count` elements for each
-/// rank, the root's first and the others' in the order of the ring.
+/// A binomial gather: ceil(log2 w) rounds at the root, n(w-1) elements to it. The buffer holds `count` elements for
+/// each rank, the root's first and the others' in the order of the ring.
 pub(crate) fn gather(rank: Rank, world: WorldSize, root: Rank, count: usize) -> Plan {
     let place = before(rank, root.index(), world).index();
     let held = |place: usize, reach: usize| place * count..(place + reach).min(world.count()) * count;

@@ -1,10 +1,10 @@
-//! Ranks as launchers other than torchrun tell them: pure.
+//! Ranks from the variables of launchers other than torchrun: pure.
 
 use super::Variables;
 use super::malformed;
 use crate::error::Result;
 
-/// The names that one launcher uses.
+/// The variable names of one launcher.
 struct Names {
     rank: &'static str,
     size: &'static str,
@@ -13,7 +13,7 @@ struct Names {
     node: Option<&'static str>,
 }
 
-/// In this order: a job may see more than one, and the first is then the closest.
+/// In this order: if a job sees more than one, the first is the closest.
 const LAUNCHERS: [Names; 4] = [
     // horovodrun.
     Names {
@@ -23,7 +23,7 @@ const LAUNCHERS: [Names; 4] = [
         local_size: "HOROVOD_LOCAL_SIZE",
         node: Some("HOROVOD_CROSS_RANK"),
     },
-    // Open MPI's mpirun. Its NODE_RANK is no node's number.
+    // Open MPI's mpirun. Its NODE_RANK is not the number of a node.
     Names {
         rank: "OMPI_COMM_WORLD_RANK",
         size: "OMPI_COMM_WORLD_SIZE",
@@ -49,7 +49,7 @@ const LAUNCHERS: [Names; 4] = [
     },
 ];
 
-/// A rank's place. Only rank and size are sure to be known.
+/// A rank's position. Only rank and size are always known.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct ForeignRank {
     pub rank: (&'static str, u32),
@@ -59,7 +59,7 @@ pub(super) struct ForeignRank {
     pub node: Option<u32>,
 }
 
-/// What the first launcher says that says both rank and size.
+/// The values of the first launcher that sets both rank and size.
 pub(super) fn place<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> Result<Option<ForeignRank>> {
     for names in &LAUNCHERS {
         let (Some(rank), Some(size)) =
@@ -86,7 +86,8 @@ pub(super) fn place<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> 
     Ok(None)
 }
 
-/// Where all ranks of this job meet without being told, if they can: Open MPI gives each job of one host a folder there.
+/// A file at which all ranks of this job can meet by default, if there is one: Open MPI gives each job of one host a
+/// folder.
 pub(super) fn shared_file<F: Fn(&str) -> Option<String>>(
     variables: &Variables<F>,
     place: &ForeignRank,
@@ -110,7 +111,7 @@ fn tasks_on_node<F: Fn(&str) -> Option<String>>(
     }
 }
 
-/// The `node`-th of `2(x3),1`, which stands for 2, 2, 2, 1.
+/// The `node`-th number of a list such as `2(x3),1`, which means 2, 2, 2, 1.
 fn nth_count(list: &str, node: u32) -> Option<u32> {
     let mut before = 0_u32;
     for entry in list.split(',') {

@@ -1,10 +1,10 @@
 //! The launcher's variables, parsed once.
 //!
 //! The names are torchrun's, so that a program started by `torchrun`, by `phalanx run` or by a Kubernetes PyTorchJob
-//! finds its place in the same way. Read them with [`LaunchEnv::from_process`]; a launcher sets them for each worker
+//! gets its rank in the same way. Read them with [`LaunchEnv::from_process`]; a launcher sets them for each worker
 //! with [`WorkerEnv::variables`].
 //!
-//! Where neither `RANK` nor `WORLD_SIZE` is set, the place is what another launcher says:
+//! If neither `RANK` nor `WORLD_SIZE` is set, the variables of another launcher are used:
 //!
 //! | Launcher | Variables |
 //! |---|---|
@@ -14,11 +14,11 @@
 //! | srun | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_NODEID`, `SLURM_STEP_TASKS_PER_NODE` |
 //!
 //! These do not say where ranks meet: set `MASTER_ADDR` and `MASTER_PORT`, or `PHALANX_RENDEZVOUS` to
-//! `file:///a/shared/path` or `tcp://host:port`. All ranks of Open MPI's on one host need neither.
+//! `file:///a/shared/path` or `tcp://host:port`. With Open MPI on one host neither is needed.
 //!
-//! The job's key, if there is one, is in the file that `PHALANX_JOB_KEY_FILE` names: see [`JobKey`](crate::JobKey).
-//! Its certificates, if it has any, are in those that `PHALANX_TLS_CA`, `PHALANX_TLS_CERT` and `PHALANX_TLS_KEY` name: see
-//! [`Tls`](crate::Tls).
+//! The job's key, if there is one, is in the file that `PHALANX_JOB_KEY_FILE` names: see [`JobKey`](crate::JobKey). Its
+//! certificates, if there are any, are in the files that `PHALANX_TLS_CA`, `PHALANX_TLS_CERT` and `PHALANX_TLS_KEY`
+//! name: see [`Tls`](crate::Tls).
 
 mod foreign;
 
@@ -29,38 +29,39 @@ use crate::error::{Error, Result};
 use crate::rank::{Generation, Rank};
 use crate::world_size::WorldSize;
 
-/// The variables without which there is no world of several ranks.
+/// The variables that a world of several ranks needs.
 const REQUIRED: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
 
 /// The fewest and the most workers of an elastic job, as `MIN:MAX`.
 pub(crate) const ELASTIC: &str = "PHALANX_ELASTIC";
 
-/// Where ranks meet, if not at a master's address.
+/// Where ranks meet, if it is not the master's address.
 const RENDEZVOUS: &str = "PHALANX_RENDEZVOUS";
 
 const REMEDY: &str = "start the program with `phalanx run` or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and \
                       MASTER_PORT for every rank, or none of them for a world of one; under mpirun and srun set \
                       MASTER_ADDR and MASTER_PORT, or PHALANX_RENDEZVOUS=file:///a/shared/path";
 
-/// What a launcher told this worker.
+/// The values that a launcher has set for this worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LaunchEnv {
     /// `RANK`.
     pub rank: Rank,
     /// `WORLD_SIZE`.
     pub world_size: WorldSize,
-    /// `LOCAL_RANK`: the place among the workers of this host. Some launchers (Kubernetes) do not say.
+    /// `LOCAL_RANK`: the index among the workers of this host. Some launchers (Kubernetes) do not set it.
     pub local_rank: Option<u32>,
     /// `LOCAL_WORLD_SIZE`: the number of workers on this host, if known.
     pub local_world_size: Option<u32>,
-    /// `GROUP_RANK`: the place of this host among the hosts, if known.
+    /// `GROUP_RANK`: the index of this host among the hosts, if known.
     pub group_rank: Option<u32>,
     /// Where the ranks meet.
     pub meeting: Meeting,
-    /// `PHALANX_BIND`: where rank 0, if it serves the store, listens, instead of at `MASTER_ADDR`. An unspecified address
-    /// (`0.0.0.0`) opens the store to every network of the host: give the ranks a [key](crate::JobKey) then.
+    /// `PHALANX_BIND`: the address at which rank 0 listens, if it serves the store, instead of `MASTER_ADDR`. An
+    /// unspecified address (`0.0.0.0`) opens the store to every network of the host: give the ranks a
+    /// [key](crate::JobKey) then.
     pub bind: Option<IpAddr>,
-    /// `TORCHELASTIC_RESTART_COUNT`: which life of the job this is; 0 if unset.
+    /// `TORCHELASTIC_RESTART_COUNT`: how often the job was restarted; 0 if unset.
     pub restart_count: Generation,
     /// `TORCHELASTIC_RUN_ID`: the job's name, if it has one.
     pub run_id: Option<String>,
@@ -72,26 +73,26 @@ pub struct LaunchEnv {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Meeting {
-    /// At the store behind `MASTER_ADDR` and `MASTER_PORT`.
+    /// At the store at `MASTER_ADDR` and `MASTER_PORT`.
     Master {
         /// The store's host.
         address: String,
         /// The store's port.
         port: u16,
     },
-    /// Where `PHALANX_RENDEZVOUS` says: `tcp://host:port` or `file:///path`.
+    /// At the URL in `PHALANX_RENDEZVOUS`: `tcp://host:port` or `file:///path`.
     Url(String),
-    /// Nowhere: there is but one.
+    /// Nowhere: there is only one rank.
     Nowhere,
 }
 
-/// Does the job go on when workers die, and do its epochs count groups and not lives?
+/// Does the job continue when workers die, so that generations count groups and not restarts?
 pub(crate) fn is_elastic() -> bool {
     std::env::var_os(ELASTIC).is_some_and(|workers| !workers.is_empty())
 }
 
-/// An error in a worker of an elastic job, whose ranks and world are not in its environment: workers that waited for those
-/// would wait in vain for the one that has died.
+/// An error in a worker of an elastic job, whose environment does not contain ranks and world size: workers that waited
+/// for a fixed world would wait for ever for one that has died.
 pub(crate) fn refuse_fixed_world() -> Result<()> {
     if !is_elastic() {
         return Ok(());
@@ -108,7 +109,7 @@ impl LaunchEnv {
         Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
-    /// Reads variables through `lookup`; `None` if no launcher's are set.
+    /// Reads variables through `lookup`; `None` if no launcher has set any.
     ///
     /// ```
     /// use phalanx::env::LaunchEnv;
@@ -189,18 +190,18 @@ fn check_url(url: &str) -> Result<()> {
     Err(malformed(RENDEZVOUS, url, "it is neither tcp://host:port nor file:///path"))
 }
 
-/// Where a launcher puts one worker; the reverse of [`LaunchEnv`].
+/// The position that a launcher gives to one worker; the reverse of [`LaunchEnv`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerEnv {
-    /// The worker's place in the world.
+    /// The worker's rank in the world.
     pub rank: Rank,
-    /// Its place among the workers of its host.
+    /// Its index among the workers of its host.
     pub local_rank: u32,
     /// The number of workers in all.
     pub world_size: WorldSize,
     /// The number of workers on its host.
     pub local_world_size: u32,
-    /// Its host's place among the hosts.
+    /// Its host's index among the hosts.
     pub group_rank: u32,
     /// The number of hosts.
     pub group_world_size: u32,
@@ -210,9 +211,9 @@ pub struct WorkerEnv {
     pub master_addr: String,
     /// The store's port.
     pub master_port: u16,
-    /// How often the workers have been started again.
+    /// How often the workers have been restarted.
     pub restart_count: Generation,
-    /// How often they may be.
+    /// How often they may be restarted.
     pub max_restarts: u32,
     /// The job's name.
     pub run_id: String,
@@ -221,8 +222,8 @@ pub struct WorkerEnv {
 }
 
 impl WorkerEnv {
-    /// The variables to set for this worker. Threads are limited to one for each of several workers of a host, except
-    /// where this process's environment already says something else.
+    /// The variables to set for this worker. If a host has several workers, threads are limited to one for each, except
+    /// if this process's environment already sets the limit.
     pub fn variables(&self) -> Vec<(&'static str, String)> {
         self.variables_given(|name| std::env::var_os(name).is_some())
     }
@@ -254,7 +255,7 @@ impl WorkerEnv {
     }
 }
 
-/// Variables behind a lookup; one that is empty counts as unset.
+/// Variables from a lookup; an empty one counts as unset.
 struct Variables<F> {
     lookup: F,
 }
@@ -264,7 +265,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         (self.lookup)(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
     }
 
-    /// Checks that each of `names` has a value, and names all that have none.
+    /// Checks that each of `names` has a value. The error names all that have none.
     fn require(&self, names: &[&str]) -> Result<()> {
         let lacking: Vec<String> = names
             .iter()
@@ -436,14 +437,14 @@ mod tests {
             let env = parse(&[launcher, &MASTER[..]].concat()).unwrap().unwrap();
             assert_eq!((env.rank.get(), env.world_size.get(), env.group_rank), (3, 5, node));
             assert_eq!((env.local_rank, env.local_world_size), (Some(1), Some(2)), "{launcher:?}");
-            // Without a place to meet, the error says what to set.
+            // Without a rendezvous, the error says what to set.
             let error = parse(launcher).unwrap_err();
             assert!(error.to_string().contains("MASTER_ADDR is not set"), "{error}");
             assert!(error.remedy().unwrap().contains("PHALANX_RENDEZVOUS"));
             let shared = ("PHALANX_RENDEZVOUS", "file:///shared/job7");
             let env = parse(&[launcher, &[shared]].concat()).unwrap().unwrap();
             assert_eq!(env.meeting, Meeting::Url(shared.1.into()));
-            // torchrun's, if they are there, are closer.
+            // torchrun's variables, if they are there, have priority.
             let env = parse(&[launcher, &FULL[..]].concat()).unwrap().unwrap();
             assert_eq!((env.rank.get(), env.world_size.get()), (1, 2));
         }

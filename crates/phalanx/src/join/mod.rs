@@ -1,10 +1,10 @@
 //! Ranks with unequal amounts of data: a rank without data answers the others' collectives until all have finished.
 //!
 //! A collective hangs, or fails, when one rank has stopped calling it. Inside [`JoinGroup::join`] each collective is
-//! announced before it is called. A rank whose part is over listens to the announcements and calls the same collective
-//! with neutral elements (zeros for a sum or an average), so the others do not wait for it. This is Horovod's `join` and
-//! PyTorch's `Join`, except that what takes part in it need not know: whatever calls collectives through the
-//! [`JoinGroup`], be it a gradient reducer or a synchronised batch norm, is answered.
+//! announced before it is called. A rank whose part is over receives the announcements and calls the same collective
+//! with neutral elements (zeros for a sum or an average), so the others do not wait for it. This is Horovod's `join`
+//! and PyTorch's `Join`, but the code that takes part needs no support for it: all collectives called through the
+//! [`JoinGroup`] are answered, be it from a gradient reducer or a synchronised batch norm.
 //!
 //! ```
 //! use phalanx::join::{JoinGroup, JoinOptions};
@@ -34,8 +34,8 @@
 //!
 //! # Cost
 //!
-//! A small all_reduce goes before each collective, and each [`step`](JoinGroup::step) waits for one. Outside `join` the
-//! group is as it was.
+//! A small all_reduce before each collective. Each [`step`](JoinGroup::step) waits for one. Outside `join` there is no
+//! cost.
 
 mod announcement;
 
@@ -55,16 +55,16 @@ use crate::rank::Rank;
 use crate::trace::Trace;
 use crate::world_size::WorldSize;
 
-/// What [`JoinGroup::join`] may be told. Names and defaults are PyTorch's.
+/// Options of [`JoinGroup::join`]. Names and defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct JoinOptions {
-    /// Are gradients divided by the number of all ranks, so that each sample weighs the same in every step, or by the
-    /// number of those that still have data? The group itself always divides by all ranks: an adapter that divides by
-    /// fewer corrects that with [`JoinGroup::active_ranks`].
+    /// If true, gradients are divided by the number of all ranks, so that each sample weighs the same in every step; if
+    /// false, by the number of ranks that still have data. The group itself always divides by all ranks: an adapter
+    /// that divides by fewer corrects this with [`JoinGroup::active_ranks`].
     pub divide_by_initial_world_size: bool,
-    /// Does the first rank without data end `join` on every rank, with an error? Otherwise it goes on until the last
-    /// rank has none.
+    /// If true, the first rank without data ends `join` on every rank, with an error. If false, `join` goes on until no
+    /// rank has data.
     pub throw_on_early_termination: bool,
 }
 
@@ -74,26 +74,26 @@ impl Default for JoinOptions {
     }
 }
 
-/// What [`JoinGroup::join`] leaves behind.
+/// The result of [`JoinGroup::join`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Joined<T> {
     /// What the body returned.
     pub value: T,
-    /// A rank that took part to the end; the same on every rank. Where `uneven` is set, its state is the valid one.
+    /// A rank that took part to the end; the same on every rank. If `uneven` is true, its state is the valid one.
     pub last: Rank,
     /// Did some rank end before another?
     pub uneven: bool,
 }
 
 /// A handle to a group whose ranks may end at different times. See the [module](self). Clones share their state, and
-/// [go over](Self::rebind) to another group together.
+/// [change to another group](Self::rebind) together.
 #[doc(alias("Join", "Joinable"))]
 #[derive(Clone)]
 pub struct JoinGroup {
     group: Arc<RwLock<Arc<dyn Communicator>>>,
     state: Arc<Mutex<JoinState>>,
-    /// Of this handle alone.
+    /// Of this handle only; clones have their own.
     caller: Option<Caller>,
 }
 
@@ -103,20 +103,20 @@ struct JoinState {
     running: Option<JoinOptions>,
     /// How many announcements this rank has made in this `join`.
     announced: i64,
-    /// Who had data at the last announcement that was waited for; empty before.
+    /// Which ranks had data at the last announcement whose result was awaited; empty before.
     active: Vec<bool>,
-    /// The end that `throw_on_early_termination` asked for.
+    /// The error with which `throw_on_early_termination` ended the join.
     terminated: Option<Error>,
 }
 
 impl JoinGroup {
-    /// Makes the collectives of `group` ones that can be joined. All ranks must call them through such a handle.
+    /// Makes the collectives of `group` joinable. All ranks must call them through such a handle.
     pub fn new<C: Communicator + 'static>(group: C) -> Self {
         Self { group: Arc::new(RwLock::new(Arc::new(group))), state: Arc::default(), caller: None }
     }
 
-    /// Has this handle, and all its clones, lead to `group` from now on: in an [elastic](crate::elastic) job one group follows
-    /// the other.
+    /// Makes this handle, and all its clones, use `group` from now on: in an [elastic](crate::elastic) job one group
+    /// follows the other.
     ///
     /// # Errors
     /// Inside [`join`](Self::join).
@@ -127,7 +127,7 @@ impl JoinGroup {
         }
         *state = JoinState::default();
         drop(state);
-        // The last handle of a group waits for what it has started.
+        // Dropping the last handle of a group waits for its operations.
         let before = std::mem::replace(&mut *self.group.write(), Arc::new(group));
         drop(before);
         Ok(())
@@ -148,7 +148,7 @@ impl JoinGroup {
     ///
     /// # Errors
     /// If `body` fails, which ends the group; if a collective fails; if it is called inside itself. With
-    /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination), on every rank as soon as one has no
+    /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination), on every rank when the first has no
     /// data: the error names that rank, and the group remains usable.
     pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
         {
@@ -175,12 +175,12 @@ impl JoinGroup {
         }
     }
 
-    /// A step begins, in which collectives will be called. Returns how many ranks have data for it.
+    /// Begins a step, in which collectives will be called. Returns how many ranks have data for it.
     ///
-    /// Outside `join` it does nothing, and all ranks have.
+    /// Outside `join` it does nothing, and returns the world size.
     ///
     /// # Errors
-    /// If a rank has no data and that was to be an error, or the group has failed.
+    /// If a rank has no data and `throw_on_early_termination` is set, or if the group has failed.
     pub fn step(&self) -> Result<usize> {
         let Some(options) = self.running() else { return Ok(self.world_size().count()) };
         self.announce(Announced::Step)?.wait().and_then(|numbers| self.heard(&numbers))?;
@@ -205,7 +205,7 @@ impl JoinGroup {
         }
     }
 
-    /// The options of the `join` that is under way.
+    /// The options of the running `join`.
     pub fn running(&self) -> Option<JoinOptions> {
         let alone = self.world_size() == WorldSize::ONE;
         self.state.lock().running.filter(|_| !alone)
@@ -223,19 +223,20 @@ impl JoinGroup {
     }
 
     fn exchange(&self, numbers: Vec<i64>) -> Result<Work> {
-        // Ranks that announce and ranks that answer are inside `join`.
+        // Both announcing and answering ranks are inside `join`.
         let group = self.group.read().in_call(Caller::Join);
         group.all_reduce_async(Buffer::from_slice(&numbers), ReduceOp::Max)
     }
 
-    /// Keeps what an announcement says of the ranks.
+    /// Stores which ranks have data, from an announcement.
     fn heard(&self, numbers: &Buffer) -> Result<()> {
         let (.., active) = Announced::decode(numbers.as_slice()?, self.world_size())?;
         self.state.lock().active = active;
         Ok(())
     }
 
-    /// Answers the others until none has data. Gives a rank that took part to the end, and whether some did not.
+    /// Answers the others until no rank has data. Returns a rank that took part to the end, and whether some rank did
+    /// not.
     fn shadow(&self, options: JoinOptions) -> Result<(Rank, bool)> {
         let world = self.world_size();
         if world == WorldSize::ONE {
@@ -254,7 +255,7 @@ impl JoinGroup {
                         return Err(error);
                     }
                 }
-                // Their results are nobody's: a work that is dropped still runs.
+                // The results are not needed: a `Work` that is dropped still runs.
                 Some(Announced::AllReduce { op, dtype, elements }) => {
                     drop(group.all_reduce_async(neutral(&*group, op, dtype, elements)?, op)?);
                 }
@@ -264,7 +265,7 @@ impl JoinGroup {
                 }
             }
         }
-        // The rank that has announced the most was there to the end.
+        // The rank with the most announcements took part to the end.
         let mut counts = vec![0i64; world.count()];
         counts[self.rank().index()] = self.state.lock().announced;
         let counts = self.exchange(counts)?.wait()?;
@@ -294,7 +295,7 @@ impl Communicator for JoinGroup {
 
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
         if self.running().is_some() {
-            // Not waited for: it would hold up backward, and who has data changes nothing here.
+            // Not awaited: that would delay backward, and which ranks have data changes nothing here.
             drop(self.announce(Announced::AllReduce {
                 op,
                 dtype: buffer.dtype(),
@@ -315,8 +316,8 @@ impl Communicator for JoinGroup {
         self.group().broadcast_async(buffer, root)
     }
 
-    /// While every rank has data, it is not announced: no rank has begun to answer. Afterwards it is an all_reduce, which
-    /// ranks without data can answer.
+    /// While every rank has data, it is not announced, because no rank answers yet. Afterwards it is an all_reduce,
+    /// which ranks without data can answer.
     fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
         if self.running().is_none() || self.all_have_data() {
             return self.group().reduce_scatter_v_async(buffer, counts, op);
@@ -352,7 +353,7 @@ impl fmt::Debug for JoinGroup {
     }
 }
 
-/// The body of a `join` is over, also if it panicked.
+/// Ends the body of a `join`, also if it panics.
 struct End<'a>(&'a Mutex<JoinState>);
 
 impl Drop for End<'_> {
@@ -374,7 +375,7 @@ fn early(active: &[bool]) -> Option<Error> {
     )
 }
 
-/// The rank whose data a broadcast carries.
+/// The rank that sends a broadcast's data.
 fn acting_root(root: Rank, active: &[bool]) -> Rank {
     if active.get(root.index()) == Some(&true) {
         return root;
@@ -383,7 +384,7 @@ fn acting_root(root: Rank, active: &[bool]) -> Rank {
     first.map_or(root, Rank::new)
 }
 
-/// Elements that change nothing in the others' result.
+/// Elements that do not change the result of the others.
 fn neutral(group: &dyn Communicator, op: ReduceOp, dtype: DType, elements: usize) -> Result<Buffer> {
     let mut buffer = group.alloc(dtype, elements)?;
     if let Some(pattern) = neutral_element(op, dtype) {
@@ -410,7 +411,7 @@ fn neutral_element(op: ReduceOp, dtype: DType) -> Option<Vec<u8>> {
         };
     }
     match dtype {
-        // All bits but the lowest are zero in a truth value, whatever the operation.
+        // A bool has only its lowest bit set, whatever the operation.
         DType::Bool => match op {
             ReduceOp::Product | ReduceOp::Min | ReduceOp::BAnd => Some(vec![1]),
             _ => None,

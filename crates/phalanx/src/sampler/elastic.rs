@@ -10,13 +10,13 @@ use super::permutation::random_permutation;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
-/// What becomes of the last samples of an epoch, when they do not fill a batch on every rank.
+/// What to do with the last samples of an epoch, if they do not fill a batch on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Tail {
-    /// They are distributed as evenly as possible: the batches of that step differ by at most one sample, and some may be
-    /// empty. Every sample is seen exactly once. The default: whoever divides the sum of gradients by the number of samples
-    /// of all ranks loses nothing and counts nothing twice.
+    /// They are distributed as evenly as possible: the batches of that step differ by at most one sample, and some may
+    /// be empty. Every sample is seen exactly once. The default. With the sum of gradients divided by the number of
+    /// samples of all ranks, no sample is lost and none counts twice.
     #[default]
     Split,
     /// They are left out: every batch of every step is full.
@@ -30,11 +30,11 @@ pub enum Tail {
     Truncate,
 }
 
-/// Distributes an epoch's samples step by step, to as many ranks as there are at each step.
+/// Distributes an epoch's samples step by step, to the ranks that there are at each step.
 ///
-/// Its state is how far the epoch has come, and nothing that depends on rank or world size: the same on every rank, a part of
-/// an elastic [`State`](crate::elastic::State). A step of `w` ranks with batches of `b` takes the next `w·b` samples of the
-/// epoch's order; rank r has the places r, r + w, r + 2w, ... of them. The order is that of
+/// Its state is the progress in the epoch, and does not depend on rank or world size. So it is the same on every rank,
+/// and can be a part of an elastic [`State`](crate::elastic::State). A step of `w` ranks with batches of `b` takes the
+/// next `w·b` samples of the epoch's order; rank r has the places r, r + w, r + 2w, ... of them. The order is that of
 /// [`DistributedSampler`](super::DistributedSampler), and torch's.
 ///
 /// ```
@@ -59,9 +59,9 @@ pub struct ElasticSampler {
     tail: Tail,
     epoch: u64,
     consumed: usize,
-    /// Places before `consumed` that have been put back, and come next.
+    /// Places before `consumed` that have been put back. They come next.
     again: Vec<usize>,
-    /// What the last step got: it can be put back until the next step.
+    /// The places of the last step, which can be put back until the next step.
     #[serde(skip)]
     last: Option<StepPlaces>,
     /// The shuffled order of an epoch, once it was needed; clones share it.
@@ -81,7 +81,7 @@ impl From<&DistributedSampler> for ElasticSampler {
     }
 }
 
-/// The places of one step: those that came again, and then a part of the order.
+/// The places of one step: those that were put back, and then a part of the order.
 #[derive(Clone, Debug)]
 struct StepPlaces {
     again: Vec<usize>,
@@ -96,7 +96,7 @@ impl StepPlaces {
 }
 
 impl PartialEq for ElasticSampler {
-    /// Do they stand at the same place of the same order?
+    /// Are both at the same place of the same order?
     fn eq(&self, other: &Self) -> bool {
         let place = |it: &Self| (it.samples, it.shuffle, it.seed, it.tail, it.epoch, it.consumed);
         place(self) == place(other) && self.again == other.again
@@ -111,7 +111,7 @@ impl ElasticSampler {
         Self { samples, shuffle, seed: 0, tail, epoch: 0, consumed: 0, again, last, order }
     }
 
-    /// Shuffle anew in every epoch? True by default.
+    /// Whether to shuffle in every epoch. True by default.
     pub fn shuffle(mut self, shuffle: bool) -> Self {
         (self.shuffle, self.order) = (shuffle, None);
         self
@@ -123,7 +123,7 @@ impl ElasticSampler {
         self
     }
 
-    /// What becomes of the last samples of an epoch.
+    /// What to do with the last samples of an epoch.
     pub fn tail(mut self, tail: Tail) -> Self {
         self.tail = tail;
         self
@@ -151,7 +151,7 @@ impl ElasticSampler {
         self.consumed.saturating_sub(self.again.len())
     }
 
-    /// To the start of the next epoch, wherever this one has come to.
+    /// Goes to the start of the next epoch, whatever the progress in this one.
     pub fn next_epoch(&mut self) {
         self.set_epoch(self.epoch.wrapping_add(1));
     }
@@ -182,8 +182,8 @@ impl ElasticSampler {
         each.checked_div(batch).unwrap_or(0)
     }
 
-    /// This rank's samples of the next step, at most `batch`; none at the end of the epoch. Every rank calls it equally
-    /// often, with the same batch and world.
+    /// This rank's samples of the next step, at most `batch`; None at the end of the epoch. Every rank must call it
+    /// equally often, with the same batch and world.
     pub fn next_batch(&mut self, batch: usize, rank: Rank, world: WorldSize) -> Option<Vec<usize>> {
         if self.steps_left(batch, world) == 0 {
             return None;
@@ -213,9 +213,9 @@ impl ElasticSampler {
         Some(mine)
     }
 
-    /// The samples that the last [`next_batch`](Self::next_batch) gave to the ranks `missing` have not counted: they are
-    /// distributed again, first. Every rank calls it alike, after the step and before the next batch, as
-    /// [`Step::missing`](crate::elastic::Step::missing) says; with none it does nothing.
+    /// Distributes the samples that the last [`next_batch`](Self::next_batch) gave to the ranks `missing` again, first,
+    /// because they have not counted. Every rank must call it with the same ranks, after the step and before the next
+    /// batch, as [`Step::missing`](crate::elastic::Step::missing) says. With no ranks it does nothing.
     ///
     /// ```
     /// # use phalanx::sampler::ElasticSampler;
@@ -265,7 +265,7 @@ mod tests {
         }
     }
 
-    /// What all ranks of a world get in the next step, each from its own copy, as their processes would.
+    /// The samples of all ranks of a world in the next step, each from its own copy, as in separate processes.
     fn step(sampler: &mut ElasticSampler, batch: usize, world: u32) -> Option<Vec<Vec<usize>>> {
         let world = WorldSize::new(world).unwrap();
         let mut copies: Vec<ElasticSampler> = world.ranks().map(|_| sampler.clone()).collect();
@@ -284,8 +284,8 @@ mod tests {
         #[test]
         fn whatever_the_worlds_each_sample_counts_once(
             samples in 0..400_usize, batch in 1..9_usize, seed in any::<u64>(), tail in tail(),
-            // The world of each step, whether the step is lost, so that all go back to the last commit, and whose part of it
-            // is missing.
+            // For each step: the world size, whether the step is lost, so that all go back to the last commit, and
+            // whose part of it is missing.
             steps in proptest::collection::vec((1..7_u32, 0..4_u8, 0..256_u32), 1..60),
         ) {
             let mut sampler = ElasticSampler::new(samples).seed(seed).tail(tail);
@@ -296,7 +296,7 @@ mod tests {
                 let lengths = batches.iter().map(Vec::len);
                 let (least, most) = (lengths.clone().min().unwrap(), lengths.max().unwrap());
                 prop_assert!(most <= batch && most - least <= usize::from(tail == Tail::Split));
-                // Somebody lives on; and it has a sample that nobody has had, or this would never end.
+                // One rank survives, and has a sample not seen before; otherwise this would never end.
                 let survivor = (lost % world) as usize;
                 let gets_on = batches[survivor].iter().any(|index| seen[*index] == 0);
                 let dies = |rank: &u32| gets_on && lost & (1 << rank) != 0 && *rank as usize != survivor;
@@ -307,11 +307,11 @@ mod tests {
                 sampler.put_back(&missing);
                 prop_assert!(sampler.consumed() <= before && (!missing.is_empty() || sampler.consumed() == before));
                 if fate == 0 && committed.0.consumed() < sampler.consumed() && seed % 3 != 0 {
-                    // As it comes back from a commit: written and read.
+                    // As after a commit: written and read.
                     let bytes = postcard::to_stdvec(&committed.0).unwrap();
                     sampler = postcard::from_bytes(&bytes).unwrap();
                     seen.clone_from(&committed.1);
-                    // The next one must get further, or this would never end.
+                    // The next one must get further; otherwise this would never end.
                     let Some(batches) = step(&mut sampler, batch, world) else { break };
                     batches.iter().flatten().for_each(|index| seen[*index] += 1);
                     committed = (sampler.clone(), seen.clone());
@@ -365,7 +365,7 @@ mod tests {
         sampler.put_back(&[Rank::new(1)]);
         assert_eq!((sampler.consumed(), sampler.steps_left(2, WorldSize::new(2).unwrap())), (4, 2));
         assert_eq!(step(&mut sampler, 2, 2), Some(vec![vec![2, 6], vec![5, 7]]));
-        // What comes again may be lost again.
+        // Samples that were put back may be lost again.
         sampler.put_back(&[Rank::new(1)]);
         assert_eq!(step(&mut sampler, 1, 1), Some(vec![vec![5]]));
         sampler.put_back(&[]);

@@ -1,17 +1,17 @@
-//! Which samples this rank trains on, in which order.
+//! The samples that this rank trains on, and their order.
 //!
-//! [`DistributedSampler`] gives the indices that PyTorch's class of that name gives, in the same order, for the same
+//! [`DistributedSampler`] gives the same indices as PyTorch's class of that name, in the same order, for the same
 //! length, world, seed, epoch and options:
 //!
-//! - Every rank gets `ceil(N / R)` indices (N samples, R ranks). With `drop_last`, and N no multiple of R, it gets
+//! - Every rank gets `ceil(N / R)` indices (N samples, R ranks). With `drop_last`, if N is not a multiple of R, it gets
 //!   `ceil((N - R) / R)`.
-//! - The order of all N samples is `0..N`, or with `shuffle` a permutation that depends on `seed + epoch` alone
+//! - The order of all N samples is `0..N`, or with `shuffle` a permutation that depends only on `seed + epoch`
 //!   (torch's `randperm` on the CPU; only the lower 32 bits of `seed + epoch` count).
-//! - Indices that are missing to the full count are repeated from the front of that order, again and again if need
-//!   be; with `drop_last` the end of the order is cut instead.
+//! - If there are too few samples, indices are repeated from the front of that order, several times if
+//!   needed; with `drop_last` the end of the order is cut instead.
 //! - Rank r takes the places r, r + R, r + 2R, ... of it.
 //!
-//! So every rank makes equally many steps, and without `drop_last` every sample is seen, up to R - 1 of them twice.
+//! So every rank makes the same number of steps. Without `drop_last` every sample is seen, up to R - 1 of them twice.
 //!
 //! [`ElasticSampler`] distributes the same order step by step, to worlds whose size changes.
 
@@ -57,11 +57,11 @@ pub struct DistributedSampler {
 }
 
 impl DistributedSampler {
-    /// A sampler for a data set of `samples`: shuffled with seed 0, nothing dropped, in epoch 0. For the ranks of a group
-    /// [`for_group`](Self::for_group) is shorter, and cannot fail.
+    /// A sampler for a data set of `samples`: shuffled with seed 0, nothing dropped, in epoch 0. For the ranks of a
+    /// group [`for_group`](Self::for_group) is shorter, and cannot fail.
     ///
     /// # Errors
-    /// If `rank` lies outside the world.
+    /// If `rank` is not in the world.
     pub fn new(samples: usize, rank: Rank, world_size: WorldSize) -> Result<Self> {
         let rank = world_size.rank(rank.get()).map_err(|error| {
             error.with_remedy("DistributedSampler::for_group(samples, &group) takes both from the group")
@@ -75,25 +75,26 @@ impl DistributedSampler {
         Self { samples, rank, world_size, shuffle: true, seed: 0, drop_last: false, epoch: 0, reminder }
     }
 
-    /// Shuffle anew in every epoch? True by default.
+    /// Whether to shuffle in every epoch. True by default.
     pub fn shuffle(mut self, shuffle: bool) -> Self {
         self.shuffle = shuffle;
         self
     }
 
-    /// The seed of the order; 0 by default. It must be the same on every rank, or samples are lost and repeated.
+    /// The seed of the order; 0 by default. It must be the same on every rank, otherwise samples are lost and repeated.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Cut the samples that do not fill a place on every rank, instead of repeating some? False by default.
+    /// Whether to drop the last samples that do not divide evenly among the ranks, instead of repeating some. False by
+    /// default.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.drop_last = drop_last;
         self
     }
 
-    /// Makes the order that of `epoch`. Without it every epoch has the same order.
+    /// Sets the epoch, and with it the order. Without it every epoch has the same order.
     pub fn set_epoch(&mut self, epoch: u64) {
         self.epoch = epoch;
         self.reminder.epoch_was_set();
@@ -114,7 +115,7 @@ impl DistributedSampler {
         self.world_size
     }
 
-    /// The epoch whose order is given.
+    /// The current epoch.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
@@ -125,20 +126,21 @@ impl DistributedSampler {
         if self.drop_last { self.samples / ranks } else { self.samples.div_ceil(ranks) }
     }
 
-    /// Does it give no index at all?
+    /// Is the number of indices zero?
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// This rank's indices in the current epoch.
     ///
-    /// A second pass while shuffling, without [`set_epoch`](Self::set_epoch) between them, is warned of in the log.
+    /// If a second pass with shuffling comes without [`set_epoch`](Self::set_epoch) in between, there is a warning in
+    /// the log.
     pub fn indices(&self) -> Vec<usize> {
         if self.shuffle {
             self.reminder.pass_begins();
         }
         let (first, ranks) = (self.rank.index(), self.world_size.count());
-        // Places behind the last sample are the front's again; with `drop_last` there are none.
+        // Places after the last sample start again from the front; with `drop_last` there are none.
         let samples = (0..self.len()).map(|step| (first + step * ranks) % self.samples.max(1));
         if self.shuffle {
             let order = random_permutation(self.samples, self.seed.wrapping_add(self.epoch));
@@ -163,7 +165,7 @@ impl IntoIterator for &DistributedSampler {
     }
 }
 
-/// Reminds, once, of a forgotten `set_epoch`.
+/// Warns, once, of a forgotten `set_epoch`.
 #[derive(Debug, Default)]
 struct Reminder {
     passed: AtomicBool,

@@ -1,6 +1,6 @@
 //! torch's `randperm` on the CPU, bit for bit: checked against torch 2.15 with the vectors in `tests/data`.
 
-// The crate's `new` seeds as the reference's `init_genrand`, as torch does; it has no dependencies.
+// `Mt::new` seeds like the reference's `init_genrand`, as torch does. The crate has no dependencies.
 use rand_mt::Mt;
 
 /// From this length on, torch draws 64 bits for each place.
@@ -8,13 +8,13 @@ const WIDE: usize = (u32::MAX / 20) as usize;
 
 /// A random order of `0..len`.
 ///
-/// Of `seed` only the lower 32 bits count, in torch too.
+/// Only the lower 32 bits of `seed` count, as in torch.
 pub(super) fn random_permutation(len: usize, seed: u64) -> Vec<usize> {
     let mut generator = Mt::new(seed as u32);
     if len < WIDE { narrow(len, &mut generator) } else { wide(len, &mut generator) }
 }
 
-/// Swaps each place with one of those behind it, or itself.
+/// Swaps each place with itself or one after it.
 fn narrow(len: usize, generator: &mut Mt) -> Vec<usize> {
     let mut order: Vec<usize> = (0..len).collect();
     for (place, other) in narrow_places(len, generator).enumerate() {
@@ -23,12 +23,12 @@ fn narrow(len: usize, generator: &mut Mt) -> Vec<usize> {
     order
 }
 
-/// For each place but the last: with which it is swapped.
+/// For each place but the last: the place that it is swapped with.
 fn narrow_places(len: usize, generator: &mut Mt) -> impl Iterator<Item = usize> {
     (0..len.saturating_sub(1)).map(move |place| place + generator.next_u32() as usize % (len - place))
 }
 
-/// Puts each number into one of the places up to its own, and what was there into its own.
+/// Puts each number into one of the places up to its own, and the number that was there into its own place.
 fn wide(len: usize, generator: &mut Mt) -> Vec<usize> {
     let mut order = Vec::with_capacity(len);
     for (number, place) in wide_places(len, generator).enumerate() {
@@ -38,7 +38,7 @@ fn wide(len: usize, generator: &mut Mt) -> Vec<usize> {
     order
 }
 
-/// For each number: into which place it is put.
+/// For each number: the place that it is put into.
 fn wide_places(len: usize, generator: &mut Mt) -> impl Iterator<Item = usize> {
     (0..len).map(move |number| {
         let (high, low) = (u64::from(generator.next_u32()), u64::from(generator.next_u32()));
@@ -51,14 +51,14 @@ fn wide_places(len: usize, generator: &mut Mt) -> impl Iterator<Item = usize> {
 mod tests {
     use super::*;
 
-    /// The first places of [`narrow`], which are final once they have been swapped: nothing else needs to be done. True as
-    /// long as nothing is swapped twice, which is so in a long order.
+    /// The first places of [`narrow`], which are final after they have been swapped, so nothing else is computed. True
+    /// as long as no place is swapped twice, which holds in a long order.
     fn narrow_begins_with(len: usize, generator: &mut Mt) -> [usize; 4] {
         let mut places = narrow_places(len, generator);
         [(); 4].map(|()| places.next().unwrap())
     }
 
-    /// The first places of [`wide`], which hold what was put there last.
+    /// The first places of [`wide`], which hold the number put there last.
     fn wide_begins_with(len: usize, generator: &mut Mt) -> [usize; 4] {
         let mut first = [0; 4];
         for (number, place) in wide_places(len, generator).enumerate() {

@@ -17,7 +17,7 @@ use crate::trace::Trace;
 use crate::transport::{MeshConfig, TransportKind};
 use crate::world_size::WorldSize;
 
-/// How the ranks of a test reach each other.
+/// The transport between the ranks of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fabric {
     /// Mailboxes in memory.
@@ -31,12 +31,12 @@ pub enum Fabric {
 }
 
 impl Fabric {
-    /// Every way; tests run on each.
+    /// All transports; tests run on each.
     pub const ALL: [Self; 4] = [Self::InProcess, Self::Tcp, Self::SharedMemory, Self::TwoHosts];
 }
 
-/// Runs `rank` once for each rank of a world of `world`, each on a thread of its own; gives what they returned, by
-/// rank. A panic of a rank is the caller's.
+/// Runs `rank` once for each rank of a world of `world`, each on its own thread. Returns their results, by
+/// rank. If a rank panics, so does the caller.
 ///
 /// ```
 /// use phalanx::testing::{Fabric, run};
@@ -50,7 +50,7 @@ pub fn run<R: Send>(world: u32, fabric: Fabric, rank: impl Fn(ProcessGroup) -> R
     run_with(world, fabric, Credentials::none(), rank)
 }
 
-/// [`run`], where ranks that are joined by connections prove themselves with these.
+/// [`run`], with these credentials on connections between ranks.
 ///
 /// # Panics
 /// If the world cannot be built.

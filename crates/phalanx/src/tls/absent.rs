@@ -1,4 +1,4 @@
-//! In a build without TLS: the same names, of which nothing can be made.
+//! In a build without TLS: the same names, of which no value can be made.
 
 use std::convert::Infallible;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -7,7 +7,7 @@ use std::path::Path;
 use super::Binding;
 use crate::error::{Error, Result};
 
-/// The certificates by which processes prove themselves to each other. This build has no TLS: there are none.
+/// The certificates by which processes authenticate each other. This build has no TLS, so there are none.
 #[derive(Clone, Debug)]
 pub struct Tls(Infallible);
 

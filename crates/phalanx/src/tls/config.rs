@@ -1,4 +1,4 @@
-//! The certificates of a process, and what it asks of the others.
+//! The certificates of a process, and its checks of the others'.
 
 use std::fmt;
 use std::io;
@@ -25,15 +25,15 @@ use crate::secret_file::{self, Unfit};
 /// The longest file of certificates, or of a key, that is read.
 const LONGEST: usize = 1 << 20;
 
-/// The certificates by which processes prove themselves to each other, and with which their connections are encrypted:
+/// The certificates by which processes authenticate each other, and with which their connections are encrypted:
 /// TLS 1.3, in which each side must show a certificate of the same CA.
 ///
-/// The names in a certificate are not looked at: who has one of that CA may take part. So let it be the job's or the
-/// cluster's own, which `phalanx certgen` makes.
+/// The names in a certificate are not checked: every process with a certificate of that CA may take part. So use a CA
+/// of the job's or the cluster's own; `phalanx certgen` makes one.
 #[derive(Clone)]
 pub struct Tls(Arc<Ends>);
 
-/// What each end of a connection goes by.
+/// The settings of each side of a connection.
 struct Ends {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
@@ -46,13 +46,13 @@ impl fmt::Debug for Tls {
 }
 
 impl Tls {
-    /// Reads PEM files: the CA's certificate, or those of several; this process's own certificate, followed by those
-    /// between it and the CA's, if there are any; and the private key of its own.
+    /// Reads PEM files: the CA's certificate, or those of several; this process's own certificate, followed by any
+    /// intermediate ones; and its private key.
     ///
     /// # Errors
-    /// If a file cannot be read or holds something else; if the key belongs to another user or may be used by others, or is
-    /// not the certificate's; if the certificate is not of that CA, is out of date, or is not meant for both sides of a
-    /// connection.
+    /// If a file cannot be read or holds something else; if the key belongs to another user or may be used by others,
+    /// or is not the certificate's; if the certificate is not of that CA, is out of date, or is not meant for both
+    /// sides of a connection.
     pub fn read(ca: &Path, certificate: &Path, key: &Path) -> Result<Self> {
         let provider = Arc::new(ring::default_provider());
         let roots = Arc::new(roots(ca)?);
@@ -70,7 +70,7 @@ impl Tls {
         })
     }
 
-    /// Without a look at the certificate.
+    /// Without checking the certificate.
     pub(super) fn new(
         provider: &Arc<CryptoProvider>,
         roots: Arc<RootCertStore>,
@@ -86,7 +86,7 @@ impl Tls {
             .with_protocol_versions(&[&TLS13])?
             .with_client_cert_verifier(asks_clients)
             .with_single_cert(chain.clone(), key.clone_key())?;
-        // Each connection proves everything anew.
+        // Every connection does a full handshake.
         server.send_tls13_tickets = 0;
         server.session_storage = Arc::new(NoServerSessionStorage {});
         let asks_servers = AnyOfTheCa { roots, algorithms: provider.signature_verification_algorithms };
@@ -100,22 +100,22 @@ impl Tls {
         Ok(Self(Arc::new(Ends { client: Arc::new(client), server: Arc::new(server) })))
     }
 
-    /// The connecting end of a connection.
+    /// The connecting side of a connection.
     pub(crate) fn client(&self) -> io::Result<Session> {
-        // A name that is neither sent nor looked at.
+        // A name that is neither sent nor checked.
         let name = ServerName::try_from("phalanx.invalid").map_err(io::Error::other)?;
         let connection = ClientConnection::new(Arc::clone(&self.0.client), name);
         Ok(Session::new(connection.map_err(io::Error::other)?.into()))
     }
 
-    /// The accepting end of a connection.
+    /// The accepting side of a connection.
     pub(crate) fn server(&self) -> io::Result<Session> {
         let connection = ServerConnection::new(Arc::clone(&self.0.server));
         Ok(Session::new(connection.map_err(io::Error::other)?.into()))
     }
 }
 
-/// Takes a server whose certificate is of the CA, whatever its names.
+/// Accepts a server whose certificate is of the CA, whatever its names.
 #[derive(Debug)]
 struct AnyOfTheCa {
     roots: Arc<RootCertStore>,
@@ -160,7 +160,7 @@ impl ServerCertVerifier for AnyOfTheCa {
     }
 }
 
-/// Would others take this certificate, at both ends of a connection?
+/// Would others accept this certificate, on both sides of a connection?
 fn check(
     roots: &Arc<RootCertStore>,
     chain: &[CertificateDer<'static>],
@@ -213,7 +213,7 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
         }
     })?;
     PrivateKeyDer::from_pem_slice(&text).map_err(|_| {
-        // Not what the parser says: it might say something of the key.
+        // Without the parser's error, which might contain a part of the key.
         unusable(path, "it holds no private key that can be read without a password".to_owned())
             .with_remedy(remedy)
     })

@@ -11,7 +11,7 @@ const SAME_CA: &str = "give every process of the job a certificate of the same C
 const LOOK_THERE: &str = "its own output says why; give every process of the job a certificate of the same CA \
                           (PHALANX_TLS_CA), valid today, for clients and servers";
 
-/// Why the other end is not let in, or does not let this one in.
+/// Why the other side is not accepted, or does not accept this one.
 pub(super) fn refusal(error: &Error) -> io::Error {
     match error {
         Error::InvalidCertificate(why) => Refusal::of_certificates(
@@ -19,7 +19,7 @@ pub(super) fn refusal(error: &Error) -> io::Error {
             SAME_CA,
         ),
         Error::NoCertificatesPresented => Refusal::error("it shows no certificate", SAME_CA),
-        // What an end without TLS answers to one with it.
+        // The answer of a side without TLS to one with it.
         Error::AlertReceived(AlertDescription::ProtocolVersion) => Refusal::plain(),
         Error::AlertReceived(AlertDescription::CertificateRequired) => {
             Refusal::error("it wants a certificate and was shown none", SAME_CA)
@@ -36,7 +36,7 @@ pub(super) fn refusal(error: &Error) -> io::Error {
     }
 }
 
-/// Does somebody answer so to a certificate?
+/// Is this alert about a certificate?
 fn is_of_certificates(alert: AlertDescription) -> bool {
     use AlertDescription::{
         AccessDenied, BadCertificate, CertificateExpired, CertificateRevoked, CertificateUnknown,
@@ -55,7 +55,7 @@ fn is_of_certificates(alert: AlertDescription) -> bool {
     )
 }
 
-/// Why this process's own certificate is of no use.
+/// Why this process's own certificate cannot be used.
 pub(super) fn own(error: &Error) -> String {
     match error {
         Error::InvalidCertificate(why) => certificate(why),

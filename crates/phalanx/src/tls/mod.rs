@@ -1,7 +1,7 @@
-//! Mutual TLS: what it takes, and what is said when it fails. What follows the handshake is encrypted, and only those who
-//! hold a certificate of the job's CA get so far. The job key is proven all the same, inside.
+//! Mutual TLS: its files, and its errors. Everything after the handshake is encrypted, and only processes with a
+//! certificate of the job's CA complete the handshake. The job key is still proven, inside TLS.
 //!
-//! Which of a host's names a certificate carries is not looked at: the CA is the job's or the cluster's own, and each rank
+//! The host names in a certificate are not checked: the CA is the job's or the cluster's own, and each rank
 //! is client and server, at addresses that are known only when it runs.
 
 #[cfg(not(feature = "tls"))]
@@ -30,15 +30,15 @@ pub(crate) use self::session::Session;
 use crate::error::{Error, Result};
 pub(crate) use crate::wire::auth::Binding;
 
-/// Where a process finds its certificates, and the private key of its own.
+/// The variables that name a process's certificates and its private key.
 pub(crate) const VARIABLES: [&str; 3] = ["PHALANX_TLS_CA", "PHALANX_TLS_CERT", "PHALANX_TLS_KEY"];
 
 const ALL_OR_NONE: &str = "give every process of the job its certificates (PHALANX_TLS_CA, PHALANX_TLS_CERT and \
                            PHALANX_TLS_KEY, or --tls-ca, --tls-cert and --tls-key), or none of them";
 
 impl Tls {
-    /// What `PHALANX_TLS_CA`, `PHALANX_TLS_CERT` and `PHALANX_TLS_KEY` name, as [`read`](Self::read) takes it; nothing
-    /// if none of them is set.
+    /// The files that `PHALANX_TLS_CA`, `PHALANX_TLS_CERT` and `PHALANX_TLS_KEY` name, as for [`read`](Self::read).
+    /// None if none of them is set.
     ///
     /// # Errors
     /// As those of [`read`](Self::read), and if some of the three are set and others are not.
@@ -61,23 +61,23 @@ impl Tls {
     }
 }
 
-/// Why a connection came to nothing on account of TLS.
+/// Why TLS made a connection fail.
 #[derive(Debug, thiserror::Error)]
 #[error("{what}")]
 pub(crate) struct Refusal {
     what: String,
     remedy: &'static str,
-    /// Both speak TLS, and one does not accept the other's certificate.
+    /// Both use TLS, and one does not accept the other's certificate.
     is_of_certificates: bool,
 }
 
 impl Refusal {
-    /// The other end spoke without TLS.
+    /// The other side does not use TLS.
     pub(crate) fn plain() -> io::Error {
         Self::error("it speaks no TLS, which this process has certificates for", ALL_OR_NONE)
     }
 
-    /// The other end wants TLS.
+    /// The other side requires TLS.
     pub(crate) fn wanted() -> io::Error {
         Self::error("it wants TLS, for which this process has no certificates", ALL_OR_NONE)
     }
@@ -86,18 +86,18 @@ impl Refusal {
         Self { what: what.into(), remedy, is_of_certificates: false }.into()
     }
 
-    /// One of both has no certificate that the other accepts.
+    /// One side has no certificate that the other accepts.
     #[cfg(feature = "tls")]
     fn of_certificates(what: impl Into<String>, remedy: &'static str) -> io::Error {
         Self { what: what.into(), remedy, is_of_certificates: true }.into()
     }
 
-    /// Is `error` one of these, because both speak TLS, and one does not accept the other's certificate?
+    /// Is `error` one of these, because one side does not accept the other's certificate?
     pub(crate) fn is_of_certificates(error: &io::Error) -> bool {
         Self::in_error(error).is_some_and(|refusal| refusal.is_of_certificates)
     }
 
-    /// What to do about `error`, if it is one of these.
+    /// The remedy for `error`, if it is one of these.
     pub(crate) fn remedy(error: &io::Error) -> Option<&'static str> {
         Self::in_error(error).map(|refusal| refusal.remedy)
     }

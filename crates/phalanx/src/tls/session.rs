@@ -1,6 +1,6 @@
-//! One end of a TLS connection, apart from its socket: whoever has the socket passes it in.
+//! One side of a TLS connection, without its socket, which the caller passes in.
 //!
-//! Sockets may block or not: an error of kind `WouldBlock` passes through, and nothing is lost.
+//! Sockets may block or not: an error of kind `WouldBlock` is passed through, and nothing is lost.
 
 use std::fmt;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
@@ -9,31 +9,31 @@ use rustls::Connection;
 
 use super::{Binding, Refusal, explain};
 
-/// What an end may say before it has proven itself: a chain of a few certificates.
+/// The most bytes that a side may send before it is authenticated: enough for a chain of a few certificates.
 const LONGEST_HANDSHAKE: usize = 16 * 1024;
-/// What is read from the socket at once, at first; rustls reads by less.
+/// The size of one read at first; rustls reads less at once.
 const FIRST_BUFFER: usize = 1024;
-/// And where much comes, from somebody who has proven to be of the job.
+/// The size of one read from an authenticated process of the job.
 const BUFFER: usize = 128 * 1024;
 /// Bytes that are encrypted before they are sent.
 const OUTGOING: usize = 256 * 1024;
 
-/// Reads in which nothing came that could be looked at, before whoever looks is asked to come back.
+/// The number of reads without content after which the caller is asked to come back later.
 const EMPTY_READS: usize = 64;
 
 const LABEL: &[u8] = b"EXPORTER-Channel-Binding";
 
 pub(crate) struct Session {
     tls: Connection,
-    /// Read from the socket; from `start` to `end` not decrypted yet.
+    /// Read from the socket; the bytes from `start` to `end` are not decrypted yet.
     incoming: Vec<u8>,
     start: usize,
     end: usize,
-    /// Decrypted, and looked at before it was asked for.
+    /// Decrypted, and read by `peek` only.
     plain: Vec<u8>,
-    /// Of the handshake.
+    /// Bytes of the handshake received so far.
     heard: usize,
-    /// The other end may cost memory.
+    /// The other side is authenticated and may use more memory.
     is_admitted: bool,
 }
 
@@ -49,46 +49,46 @@ impl Session {
         Self { tls, incoming: Vec::new(), start: 0, end: 0, plain: Vec::new(), heard: 0, is_admitted: false }
     }
 
-    /// These bytes have been read from the socket already.
+    /// Bytes that have already been read from the socket.
     pub(crate) fn begin_with(&mut self, bytes: Vec<u8>) {
         (self.start, self.end) = (0, bytes.len());
         self.incoming = bytes;
     }
 
-    /// Takes the handshake further, by one read at most. True when it is done: for the accepting end the other one is
-    /// then who it should be; the connecting end learns with the first answer whether it has been accepted itself.
+    /// Continues the handshake, by at most one read. Returns true when it is done. The accepting side has then
+    /// authenticated the other; the connecting side learns with the first answer whether it has been accepted.
     pub(crate) fn handshake(&mut self, io: &mut (impl Read + Write)) -> io::Result<bool> {
         if self.tls.wants_write() && !self.flush(io)? {
-            // It is little, and the connection empty.
+            // The message is small, and the connection empty.
             return Err(ErrorKind::WriteZero.into());
         }
         if self.tls.is_handshaking() {
             let filled = self.fill(io);
-            // Also why this end ends it.
+            // This also sends the alert with which this side ends the handshake.
             if self.tls.wants_write() && !self.flush(io)? {
                 return Err(ErrorKind::WriteZero.into());
             }
             filled?;
             if self.tls.is_handshaking() && !self.tls.wants_read() {
-                // It has said goodbye in the middle.
+                // The other side has closed the connection during the handshake.
                 return Err(ErrorKind::UnexpectedEof.into());
             }
         }
         Ok(!self.tls.is_handshaking())
     }
 
-    /// The other end has proven all that it has to: from now on more is read at once.
+    /// The other side is fully authenticated: from now on reads are larger.
     pub(crate) fn admit(&mut self) {
         self.is_admitted = true;
     }
 
-    /// What no other session has.
+    /// A value that no other session has.
     pub(crate) fn binding(&self) -> io::Result<Binding> {
         self.tls.export_keying_material(Binding::default(), LABEL, None).map_err(io::Error::other)
     }
 
-    /// Takes as much of `parts` as there is room for, and sends what the socket takes. Gives how much was taken, and
-    /// whether all that ever was has been sent.
+    /// Takes as much of `parts` as there is room for, and sends what the socket accepts. Returns how much was taken,
+    /// and whether everything taken so far has been sent.
     pub(crate) fn send(&mut self, io: &mut impl Write, parts: &[IoSlice<'_>]) -> io::Result<(usize, bool)> {
         if !self.flush(io)? {
             return Ok((0, false));
@@ -97,8 +97,8 @@ impl Session {
         Ok((taken, self.flush(io)?))
     }
 
-    /// Receives what has come into `parts`, which are not all empty; 0 if the other end has closed the connection. Reads
-    /// the socket once at most: an error of kind `Interrupted` says that what came was not enough to be decrypted.
+    /// Receives data into `parts`, which are not all empty. Returns 0 if the other side has closed the connection.
+    /// Reads the socket at most once: an error of kind `Interrupted` says that the data is not enough to be decrypted.
     pub(crate) fn receive(&mut self, io: &mut impl Read, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         match self.take(parts) {
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
@@ -113,8 +113,8 @@ impl Session {
         })
     }
 
-    /// Copies what will be received next, as much as has come and fits, and leaves it to be received. Reads the socket
-    /// so often at most that nobody is held here by a record in many pieces, or by some without content.
+    /// Copies the data that will be received next, as much as is there and fits, without receiving it. The number of
+    /// reads is limited, so that a record in many pieces, or records without content, cannot hold the caller here.
     pub(crate) fn peek(&mut self, io: &mut impl Read, into: &mut [u8]) -> io::Result<usize> {
         let (mut outcome, mut empty) = (Ok(()), 0);
         while self.plain.len() < into.len() && outcome.is_ok() {
@@ -123,7 +123,7 @@ impl Session {
             match self.tls.reader().take(missing).read_to_end(&mut self.plain) {
                 Ok(0) if self.plain.len() == before => outcome = Err(ErrorKind::UnexpectedEof.into()),
                 Err(error) if error.kind() != ErrorKind::WouldBlock => outcome = Err(error),
-                // All that was read is decrypted, so a poll shows whether there is more.
+                // All data that was read is decrypted, so a poll shows whether there is more.
                 _ if self.plain.len() == before && empty == EMPTY_READS => {
                     outcome = Err(ErrorKind::WouldBlock.into());
                 }
@@ -140,12 +140,12 @@ impl Session {
         }
     }
 
-    /// Is there something that no poll of the socket would show?
+    /// Is there data that no poll of the socket would show?
     pub(crate) fn holds_input(&self) -> bool {
         self.start < self.end || !self.plain.is_empty() || !self.tls.wants_read()
     }
 
-    /// Sends what is encrypted. False if the socket does not take all of it now.
+    /// Sends encrypted data. False if the socket does not accept all of it now.
     fn flush(&mut self, io: &mut impl Write) -> io::Result<bool> {
         while self.tls.wants_write() {
             match self.tls.write_tls(io) {
@@ -159,7 +159,7 @@ impl Session {
         Ok(true)
     }
 
-    /// Takes what is decrypted, and decrypts what has been read, until `parts` are full.
+    /// Takes decrypted data, and decrypts what has been read, until `parts` are full.
     fn take(&mut self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let mut count = 0;
         for part in parts {
@@ -189,7 +189,7 @@ impl Session {
         self.tls.reader().read(into)
     }
 
-    /// Reads the socket once, unless something has been read that is not decrypted yet.
+    /// Reads the socket once, unless there is data that is not decrypted yet.
     fn fill(&mut self, io: &mut impl Read) -> io::Result<()> {
         if self.start == self.end {
             if self.incoming.len() < FIRST_BUFFER {
@@ -209,7 +209,7 @@ impl Session {
         Ok(())
     }
 
-    /// Passes what has been read to rustls, until it has something to be taken, or to be sent.
+    /// Passes data that has been read to rustls, until it has data to take, or to send.
     fn decrypt(&mut self) -> io::Result<()> {
         while self.start < self.end && self.tls.wants_read() {
             let count = self.tls.read_tls(&mut &self.incoming[self.start..self.end])?;

@@ -1,4 +1,4 @@
-//! Sessions without a network, and what is refused.
+//! Sessions without a network, and refused certificates.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::ffi::OsString;
@@ -18,7 +18,7 @@ use super::*;
 pub(crate) mod certificates;
 pub(crate) mod chatter;
 
-/// Takes whatever certificate, as a program may that does not look at its own.
+/// Accepts any certificate, as a program may that does not check its own.
 pub(crate) fn unchecked(ca: &Authority, certificate: &Certificate) -> Tls {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(ca.pem.as_bytes()).unwrap()).unwrap();
@@ -27,13 +27,13 @@ pub(crate) fn unchecked(ca: &Authority, certificate: &Certificate) -> Tls {
     Tls::new(&Arc::new(ring::default_provider()), Arc::new(roots), chain, key).unwrap()
 }
 
-/// One of a CA of its own.
+/// A certificate of a CA of its own.
 pub(crate) fn good() -> Tls {
     let ca = Authority::new();
     unchecked(&ca, &ca.certificate())
 }
 
-/// Accepts every server, as a program may that does not look who it is.
+/// Accepts every server without a check.
 pub(crate) fn trusting() -> Arc<dyn ServerCertVerifier> {
     #[derive(Debug)]
     struct Trusting;
@@ -74,16 +74,16 @@ pub(crate) fn trusting() -> Arc<dyn ServerCertVerifier> {
     Arc::new(Trusting)
 }
 
-/// The bytes on their way between two ends.
+/// The bytes in transit between two sides.
 #[derive(Default)]
 struct Wire {
     there: Vec<u8>,
     back: Vec<u8>,
-    /// How much is taken and given at once.
+    /// How many bytes are sent and received at once.
     step: usize,
 }
 
-/// One end of it.
+/// One side of the connection.
 struct End<'a> {
     out: &'a mut Vec<u8>,
     into: &'a mut Vec<u8>,
@@ -123,7 +123,7 @@ impl Write for End<'_> {
     }
 }
 
-/// Goes on after what only says that there is nothing now.
+/// Continues after errors that only mean that nothing is there now.
 fn patient<T: Default>(result: io::Result<T>) -> io::Result<T> {
     match result {
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
@@ -133,7 +133,7 @@ fn patient<T: Default>(result: io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// Plays the handshake; gives why it came to nothing, at each end.
+/// Simulates the handshake. Returns why it failed, on each side.
 fn handshake(
     client: &Tls,
     server: &Tls,
@@ -155,7 +155,7 @@ fn handshake(
             return Ok((wire, client, server));
         }
         if errors[1].is_some() && errors[0].is_none() && done.0 {
-            // The client learns with the first answer that it is not accepted.
+            // The client learns with the first answer that it is refused.
             let mut byte = [0];
             errors[0] = patient(client.receive(&mut wire.client(), &mut [IoSliceMut::new(&mut byte)])).err();
         }
@@ -180,7 +180,7 @@ fn what_is_sent_arrives_however_it_is_cut_and_is_not_to_be_read_on_the_way() {
             let parts = [IoSlice::new(head), IoSlice::new(rest)];
             sent += client.send(&mut wire.client(), &parts).unwrap().0;
             assert!(!wire.there.windows(48).any(|window| window == &text[..48]));
-            // What is looked at is still there afterwards.
+            // `peek` does not consume.
             let mut seen = [0; 64];
             let ahead = patient(server.peek(&mut wire.server(), &mut seen)).unwrap();
             assert_eq!(seen[..ahead], text[received..received + ahead]);
@@ -194,7 +194,7 @@ fn what_is_sent_arrives_however_it_is_cut_and_is_not_to_be_read_on_the_way() {
 
 #[test]
 fn little_is_read_at_once_until_the_other_end_is_admitted() {
-    /// The most that was asked for.
+    /// Records the largest read.
     struct Asked<'a>(End<'a>, usize);
     impl Read for Asked<'_> {
         fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
@@ -221,7 +221,7 @@ fn little_is_read_at_once_until_the_other_end_is_admitted() {
 
 #[test]
 fn who_sends_a_record_in_pieces_holds_nobody_who_looks() {
-    /// How often it was read.
+    /// Counts the reads.
     struct Counted<'a>(End<'a>, usize);
     impl Read for Counted<'_> {
         fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
@@ -232,7 +232,7 @@ fn who_sends_a_record_in_pieces_holds_nobody_who_looks() {
     let tls = good();
     let (mut wire, mut client, mut server) = handshake(&tls, &tls, usize::MAX).unwrap();
     client.send(&mut wire.client(), &[IoSlice::new(&[7; 1000])]).unwrap();
-    // Byte by byte, so that there is something to be read all the time.
+    // Byte by byte, so that there is always something to read.
     wire.step = 1;
     let mut seen = [0; 8];
     for _ in 0..100 {
@@ -266,7 +266,7 @@ fn who_has_no_good_certificate_is_refused_by_either_end_and_both_say_why() {
     });
     for (bad, why) in [
         (unchecked(&ca, &ca.expired()), "it has expired"),
-        // It knows the CA, and is not of it.
+        // It knows the CA, but has a certificate of another.
         (unchecked(&ca, &other.certificate()), "it is of another CA"),
     ] {
         let [client, server] = handshake(&bad, &good, usize::MAX).err().unwrap().map(Option::unwrap);
@@ -325,10 +325,10 @@ fn endless_and_foreign_words_end_a_handshake() {
         let mut wire = Wire { there: words.clone(), back: Vec::new(), step: usize::MAX };
         let error = (0..100).find_map(|_| patient(server.handshake(&mut wire.server())).err()).unwrap();
         assert!(Refusal::remedy(&error).is_some(), "{error}");
-        // Who speaks no TLS is told so, in a way that it understands.
+        // A client without TLS gets an answer that it understands.
         assert!(crate::wire::tls::is_alert(&wire.back), "{:?}", wire.back);
     }
-    // A handshake message that is announced as long, in records that are all right.
+    // A handshake message whose announced length is too large, in valid records.
     let mut server = tls.server().unwrap();
     let start = [22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xf0];
     let record = [&[22, 3, 1, 0x40, 0][..], &long[..0x4000]].concat();

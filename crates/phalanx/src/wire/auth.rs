@@ -1,4 +1,4 @@
-//! Proofs that both ends of a connection know the same secret: HMAC-SHA256 over what they have said.
+//! Proofs that both sides of a connection know the same secret: HMAC-SHA256 over the messages sent.
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::key::JobKey;
 use crate::random;
 
-/// Bytes of the random number with which each side makes sure that the other speaks now.
+/// Bytes of the random number with which each side makes sure that the other's messages are fresh.
 pub(crate) const NONCE: usize = 32;
 /// Bytes of a proof.
 pub(crate) const TAG: usize = 32;
@@ -15,23 +15,23 @@ pub(crate) const TAG: usize = 32;
 pub(crate) type Nonce = [u8; NONCE];
 pub(crate) type Tag = [u8; TAG];
 
-/// What both ends of one TLS session know, and nobody else, nor any other session (RFC 9266).
+/// A value that only the two sides of one TLS session know, different for every session (RFC 9266).
 pub(crate) type Binding = [u8; 32];
 
-/// The block of SHA-256, to which HMAC pads its key.
+/// The block size of SHA-256, to which HMAC pads its key.
 const BLOCK: usize = 64;
 
-/// A number that nobody has seen before.
+/// A fresh random number.
 pub(crate) fn nonce() -> Result<Nonce> {
     random::bytes()
 }
 
-/// What both ends of one kind of connection know. What is proven with one secret says nothing of another.
+/// The secret of both sides of one kind of connection. A proof made with one secret is worthless with another.
 #[derive(Clone)]
 pub(crate) struct Secret([u8; BLOCK]);
 
 impl Secret {
-    /// The secret of one purpose, and of what else both must know. Without a job key that is all that it is made of.
+    /// The secret for one purpose and for other data that both sides know. Without a job key, it is made of these only.
     pub(crate) fn new(key: Option<&JobKey>, purpose: &str, known: &[u8]) -> Self {
         let mut padded = [0; BLOCK];
         if let Some(key) = key {
@@ -43,20 +43,20 @@ impl Secret {
         Self(secret)
     }
 
-    /// The secret of one connection, which has `binding` to itself: what is proven on it proves nothing on another.
+    /// The secret of the one connection with this `binding`: a proof made on it is worthless on another.
     pub(crate) fn bound(&self, binding: &Binding) -> Self {
         let mut secret = [0; BLOCK];
         secret[..TAG].copy_from_slice(&self.tag("bound", &[binding]));
         Self(secret)
     }
 
-    /// Proves that whoever made it knows the secret, and has seen `said`. The label says who proves what: no proof can
-    /// pass for another.
+    /// Proves that its maker knows the secret, and has seen `said`. The label says which side proves what, so that no
+    /// proof can be used as another.
     pub(crate) fn tag(&self, label: &str, said: &[&[u8]]) -> Tag {
         self.mac(label, said).finalize().into_bytes().into()
     }
 
-    /// Is `tag` that proof? Takes as long whatever differs.
+    /// Is `tag` that proof? Takes constant time.
     pub(crate) fn verify(&self, label: &str, said: &[&[u8]], tag: &Tag) -> bool {
         self.mac(label, said).verify(tag.into()).is_ok()
     }
@@ -64,9 +64,9 @@ impl Secret {
     fn mac(&self, label: &str, said: &[&[u8]]) -> Hmac<Sha256> {
         let mut mac = <Hmac<Sha256> as hmac::digest::KeyInit>::new((&self.0).into());
         mac.update(label.as_bytes());
-        // Labels have no zero byte, so that each ends where it ends.
+        // Labels have no zero byte, so this marks the end of the label.
         mac.update(&[0]);
-        // Each label goes with messages of fixed lengths: nothing can move from one to the next.
+        // Each label is used with messages of fixed lengths: no byte can move from one to the next.
         said.iter().for_each(|part| mac.update(part));
         mac
     }

@@ -1,5 +1,5 @@
-//! What ranks tell each other beside their data: that they are alive, that they leave, in which call they wait, or why the
-//! group has failed.
+//! Control messages between ranks: heartbeats, goodbyes, the call in which a rank waits, and the cause of the group's
+//! failure.
 
 use std::time::Duration;
 
@@ -13,11 +13,11 @@ use crate::wire::frame::Header;
 pub(crate) const PREFIX: usize = 5;
 /// The longest body.
 pub(crate) const MAX_BODY: usize = 4 * 1024;
-/// The longest text inside a notice; each of its four texts is cut to a share of the body.
+/// The longest text in a notice: each of its four texts has a share of the body.
 const MAX_TEXT: usize = 1000;
 
-/// A heartbeat. It is one byte: the kernel takes that whole or not at all, also where a peer that is frozen has filled
-/// the connection, and so no message behind it is torn.
+/// A heartbeat. It is one byte, which the kernel accepts whole or not at all. So even if a frozen peer's connection is
+/// full, no message after it is torn.
 const BEAT: u8 = 0;
 /// A length and a body follow.
 const MESSAGE: u8 = 1;
@@ -25,7 +25,7 @@ const MESSAGE: u8 = 1;
 /// A message on a control connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Control {
-    /// The sender has ended its part of the job in good order.
+    /// The sender has left cleanly.
     Goodbye,
     /// The sender's group has failed.
     Failure(Notice),
@@ -38,30 +38,30 @@ pub(crate) enum Control {
     Beat,
 }
 
-/// What a rank says of itself before its heartbeats.
+/// What a rank sends before its heartbeats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Introduction {
-    /// Milliseconds between its heartbeats; none will come if it is 0.
+    /// Milliseconds between its heartbeats; 0: it sends none.
     interval: u32,
-    /// Where ranks of the same host can look whether it runs.
+    /// With it, ranks of the same host can check whether the process runs.
     pub process: Option<ProcessId>,
 }
 
-/// What tells a process from all others, for those that see the same processes.
+/// Identifies a process, for others that see the same processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessId {
-    /// The kernel's name for its host since its start.
+    /// The kernel's boot id.
     pub boot: u128,
-    /// The namespaces in which `pid` counts, and in which it has its connections.
+    /// The pid namespace of `pid`, and the network namespace of its connections.
     pub namespaces: (u64, u64),
     pub pid: u32,
-    /// When it started, in the kernel's ticks: another process may have its number by now.
+    /// When it started, in the kernel's ticks: its number may have been reused since.
     pub started: u64,
 }
 
 impl Introduction {
     pub(crate) fn new(interval: Duration, process: Option<ProcessId>) -> Self {
-        // Less than a millisecond is said as one.
+        // Less than a millisecond is sent as one.
         let milliseconds = interval.as_nanos().div_ceil(1_000_000);
         Self { interval: u32::try_from(milliseconds).unwrap_or(u32::MAX), process }
     }
@@ -74,7 +74,7 @@ impl Introduction {
 /// A failure as one rank reports it to the others.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Notice {
-    /// Who saw it first, and on which host.
+    /// The rank that saw it first, and its host.
     origin: Option<(Rank, String)>,
     kind: Kind,
     cause: String,
@@ -132,7 +132,7 @@ pub(crate) fn encode(message: &Control) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The first message in `bytes`, if it is whole, and the bytes that it took.
+/// The first message in `bytes`, if it is complete, and its length.
 pub(crate) fn decode(bytes: &[u8]) -> Result<Option<(Control, usize)>> {
     match bytes.first() {
         None => return Ok(None),

@@ -1,4 +1,4 @@
-//! The header that precedes every payload: what the sender is doing, so that the receiver can compare.
+//! The header before every payload: the sender's call, for the receiver to compare with its own.
 
 use std::fmt;
 
@@ -87,19 +87,20 @@ impl Operation {
 pub(crate) struct Call {
     pub operation: Operation,
     pub dtype: DType,
-    /// Elements of the call's buffer; what each rank contributes to an `all_gather` or `gather`, and gets from a `scatter`;
-    /// of all ranks together for an `all_gather_v`; 0 for an `all_to_all_v`, where the ranks' lengths differ.
+    /// Elements of the call's buffer. For `all_gather` and `gather`: what each rank contributes. For `scatter`: what
+    /// each rank receives. For `all_gather_v`: of all ranks together. For `all_to_all_v`, where the ranks' lengths
+    /// differ: 0.
     pub elements: u64,
     pub reduce: Option<ReduceOp>,
     pub root: Option<Rank>,
     /// The fingerprint of the table by which the algorithm was chosen; 0 if there was no choice.
     pub tuning: u32,
-    /// What the user has called, if that is not the collective itself.
+    /// The user's call, if it is not the collective itself.
     pub caller: Option<Caller>,
 }
 
 impl Call {
-    /// What to do about `peer`, which makes the call `theirs` instead.
+    /// The remedy if `peer` makes the call `theirs` instead.
     fn remedy_if_not(&self, theirs: &Self, own: Rank, peer: Rank) -> String {
         let batch = |call: &Self| call.caller.is_some_and(Caller::is_for_each_batch);
         match (batch(self), batch(theirs)) {
@@ -111,7 +112,7 @@ impl Call {
         }
     }
 
-    /// What to do about `peer`'s absence from it.
+    /// The remedy if `peer` has left.
     pub(crate) fn remedy_if_left(&self, peer: Rank) -> String {
         match self.caller.is_some_and(Caller::is_for_each_batch) {
             true => uneven(peer),
@@ -120,7 +121,7 @@ impl Call {
     }
 }
 
-/// What to do about a rank that has ended before the others.
+/// The remedy if a rank has ended before the others.
 fn uneven(peer: Rank) -> String {
     format!(
         "has rank {peer} fewer batches? Run the epoch inside Ddp::join, see docs/guide/uneven-inputs.md, or give every \
@@ -152,14 +153,14 @@ impl fmt::Display for Call {
     }
 }
 
-/// What travels before a payload.
+/// The header before a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "Vec<u8>", try_from = "Vec<u8>")]
 pub(crate) struct Header {
     pub call: Call,
     pub sequence: Sequence,
     pub generation: Generation,
-    /// Bytes that follow.
+    /// Bytes of the payload that follows.
     pub payload: u64,
 }
 
@@ -217,7 +218,8 @@ impl Header {
         Ok(Self { call, sequence, generation, payload })
     }
 
-    /// Compares what `peer` sent, or says that it calls, with what this rank, by its own call, expects of it.
+    /// Compares a header that `peer` sent, or a call that it reports, with the one that this rank expects from its own
+    /// call.
     pub(crate) fn check(&self, received: &Self, own: Rank, peer: Rank) -> Result<()> {
         if self == received {
             return Ok(());
@@ -322,7 +324,7 @@ mod tests {
             text.contains("rank 1 calls broadcast(10 x bf16, root 1) #7 (every rank must make"),
             "{text}"
         );
-        // Who is through with its batches has gone on to something else.
+        // A rank that has no more batches has gone on to another call.
         let text = check(Some(Caller::DdpBackward), None);
         assert!(text.contains("has rank 1 fewer batches?") && text.contains("Ddp::join"), "{text}");
         let text = check(Some(Caller::CheckpointsNewest), Some(Caller::DdpForward));

@@ -1,4 +1,4 @@
-//! Many ranks' memory, side by side, becomes one result.
+//! Combines many ranks' memory into one result.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -10,9 +10,9 @@ use crate::collective::ReduceOp;
 use crate::dtype::{Bool, DType};
 use crate::error::Result;
 
-/// Bytes that are combined over all ranks before the next: they stay in the nearest cache until all have been added.
+/// Bytes that are combined over all ranks before the next ones: they stay in the L1 cache meanwhile.
 const STRIDE: usize = 4 * 1024;
-/// Elements whose sum is kept in f32 at a time: as many bytes.
+/// Elements whose sums are kept in f32 at a time: the same number of bytes.
 const BLOCK: usize = STRIDE / size_of::<f32>();
 
 /// Combines the elements of all ranks in the order of the ranks: ((s0 ∘ s1) ∘ s2) ∘ …
@@ -22,7 +22,7 @@ const BLOCK: usize = STRIDE / size_of::<f32>();
 pub(crate) struct Fold {
     pub dtype: DType,
     pub op: ReduceOp,
-    /// The result, if it is an average, is divided by this.
+    /// The divisor, if the result is an average.
     pub divide_by: Option<u32>,
 }
 
@@ -32,11 +32,11 @@ impl Fold {
         Self { dtype, op, divide_by: (op == ReduceOp::Avg).then_some(ranks) }
     }
 
-    /// Puts the result in the place of each of `slices`, which are equally long. Each slice is read once and written
+    /// Writes the result into each of `slices`, which have the same length. Each slice is read once and written
     /// once.
     ///
     /// # Errors
-    /// If the lengths differ, or do not hold whole, aligned elements, or if the operation is not defined for the type.
+    /// If the lengths differ, if they are not whole, aligned elements, or if the operation is not defined for the type.
     pub(crate) fn apply(&self, slices: &mut [&mut [u8]]) -> Result<()> {
         self.op.check(self.dtype)?;
         same_length(slices.iter().map(|slice| slice.len()))?;
@@ -53,7 +53,7 @@ impl Fold {
         }
     }
 
-    /// As [`apply`](Self::apply); the result goes to `target`, and the sources stay as they are.
+    /// As [`apply`](Self::apply), but writes the result to `target` and leaves the sources unchanged.
     pub(crate) fn apply_to(&self, sources: &[&[u8]], target: &mut [u8]) -> Result<()> {
         self.op.check(self.dtype)?;
         same_length(sources.iter().map(|source| source.len()).chain([target.len()]))?;
@@ -70,7 +70,7 @@ impl Fold {
         }
     }
 
-    /// The operation of source `index` of `sources`: the last one divides.
+    /// The divisor to use with source `index` of `sources`: only the last one divides.
     fn divide_after(&self, index: usize, sources: usize) -> Option<u32> {
         self.divide_by.filter(|_| index + 1 == sources)
     }
@@ -211,7 +211,7 @@ fn narrow<T: Half>(from: &[f32], to: &mut [T]) {
     );
 }
 
-/// The first takes in the second.
+/// The second is combined into the first.
 pub(super) struct Onto<'a, T>(pub &'a mut [T], pub &'a [T]);
 
 /// Both get the result.
@@ -220,7 +220,7 @@ struct Both<'a, T>(&'a mut [T], &'a mut [T]);
 /// Both get the result, rounded.
 struct BothHalves<'a, T>(&'a mut [T], &'a mut [T]);
 
-/// A sum that is rounded later takes in the second.
+/// The second is added to a sum that is rounded later.
 struct OntoWide<'a, T>(&'a mut [f32], &'a [T]);
 
 /// A third gets the result.

@@ -1,6 +1,6 @@
 //! Half precision: widened to f32, combined there, rounded.
 //!
-//! The conversions have no branches, so that they vectorise together with what lies between them.
+//! The conversions have no branches, so that they vectorise together with the arithmetic between them.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -8,7 +8,7 @@ use half::{bf16, f16};
 /// A type that is combined in f32.
 pub(super) trait Half: Pod {
     fn widen(self) -> f32;
-    /// Rounds to the nearest, of two to the even one.
+    /// Rounds to the nearest value, ties to even.
     fn narrow(wide: f32) -> Self;
 }
 
@@ -28,11 +28,11 @@ impl Half for bf16 {
     }
 }
 
-/// The least normal f16, as the bits of an f32.
+/// The smallest normal f16, as the bits of an f32.
 const LEAST_NORMAL: u32 = (127 - 14) << 23;
-/// The bits of an f32 at which f16 becomes infinite, if it has not by rounding.
+/// The bits of an f32 from which f16 is infinite, even without rounding.
 const BEYOND: u32 = (127 + 16) << 23;
-/// An f32 whose last place is the last place of f16's least numbers.
+/// An f32 whose last place is the last place of f16's subnormal numbers.
 const LAST_PLACE: u32 = (127 - 1) << 23;
 
 // After F. Giesen, "half_to_float_fast" and "float_to_half_fast3_rtne" (public domain, 2012).
@@ -56,7 +56,7 @@ impl Half for f16 {
         let (sign, magnitude) = (bits >> 16 & 0x8000, bits & 0x7fff_ffff);
         let normal =
             magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0xfff + (magnitude >> 13 & 1)) >> 13;
-        // The addition rounds where f16 rounds.
+        // The addition rounds at the place where f16 rounds.
         let tiny =
             (f32::from_bits(magnitude) + f32::from_bits(LAST_PLACE)).to_bits().wrapping_sub(LAST_PLACE);
         let finite = if magnitude < LEAST_NORMAL { tiny } else { normal };
@@ -90,7 +90,7 @@ mod tests {
         for bits in 0..=u16::MAX {
             let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
             assert_eq!(h.widen().to_bits(), h.to_f32().to_bits(), "{bits:#x}");
-            // A signalling NaN stays one here.
+            // A signalling NaN stays signalling here.
             assert!(b.widen() == b.to_f32() || (b.widen().is_nan() && b.is_nan()), "{bits:#x}");
         }
     }

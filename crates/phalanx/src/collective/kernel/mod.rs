@@ -1,8 +1,8 @@
 //! The arithmetic of reductions, on the memory of buffers.
 //!
-//! Every loop is compiled for x86-64 as such, with AVX2 and with AVX-512, and picked at run time.
+//! Every loop is compiled for plain x86-64, with AVX2 and with AVX-512, and chosen at run time.
 
-// Memory that all ranks share is folded; plans combine pairwise.
+// `fold` is for memory that all ranks share; plans combine pairwise.
 mod fold;
 mod half;
 mod number;
@@ -26,7 +26,7 @@ pub(crate) struct Kernel {
     pub dtype: DType,
     pub op: ReduceOp,
     pub combine: Combine,
-    /// Whose parts the elements hold: with all of them an average is divided.
+    /// Which ranks' parts the elements hold: when all are in, an average is divided.
     pub parts: Parts,
 }
 
@@ -36,9 +36,9 @@ impl Kernel {
         Self { dtype, op: ReduceOp::Sum, combine: Combine::Replace, parts: Parts::default() }
     }
 
-    /// Combines `received` into `local`: equally long, whole elements, aligned for the type.
+    /// Combines `received` into `local`: the same length, whole elements, aligned for the type.
     ///
-    /// Both orders of the operands give the same bits, unless both are NaNs, so that one loop serves both.
+    /// Both orders of the operands give the same bits, unless both are NaNs, so one loop is enough.
     pub(crate) fn apply(&self, local: &mut [u8], received: &[u8]) -> Result<()> {
         same_length([local.len(), received.len()])?;
         if self.combine == Combine::Replace {
@@ -70,9 +70,8 @@ impl Kernel {
         Ok(())
     }
 
-    /// The partial sums of an average can leave the range of f16, while the average itself does not. So the sum of c
-    /// ranks' parts stands there divided by the power of two that is c or the next above it, which is exact unless the
-    /// quotient is tiny.
+    /// The partial sums of an average can overflow f16 while the average does not. So the sum of c ranks' parts is
+    /// stored divided by the smallest power of two that is not below c. This is exact unless the quotient is tiny.
     fn scaled_average(&self, local: &mut [u8], received: &[u8]) -> Result<()> {
         let Parts { local: left, received: right, .. } = self.parts;
         let scale = |parts: u32| parts.next_power_of_two() as f32;
@@ -86,7 +85,7 @@ impl Kernel {
     }
 }
 
-/// Multiplies each element by `factor`: what a `premul_sum` does before it is a sum.
+/// Multiplies each element by `factor`: the first part of a `premul_sum`.
 pub(crate) fn scale(dtype: DType, data: &mut [u8], factor: f64) -> Result<()> {
     fn native<T: Number>(data: &mut [u8], factor: f64) -> Result<()> {
         let data = cast_mut::<T>(data)?;
@@ -115,7 +114,7 @@ pub(crate) fn scale(dtype: DType, data: &mut [u8], factor: f64) -> Result<()> {
     }
 }
 
-/// Half precision: the first takes in the second, in f32, and is rounded.
+/// Half precision: the second is combined into the first, in f32, and rounded.
 struct Halves<'a, T>(&'a mut [T], &'a [T]);
 
 impl<T: Half> Loop<f32> for Halves<'_, T> {
@@ -132,7 +131,7 @@ impl<T: Half> Loop<f32> for Halves<'_, T> {
     }
 }
 
-/// Runs a loop in the form that suits this processor. The closure must be inlined: mark it so.
+/// Runs a loop in the version for this processor. The closure must be marked to be inlined.
 #[inline(always)]
 fn vectorised(work: impl FnOnce()) {
     pulp::Arch::new().dispatch(work);

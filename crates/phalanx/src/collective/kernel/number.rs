@@ -1,18 +1,18 @@
-//! The arithmetic that each type brings.
+//! The arithmetic of each type.
 
 use bytemuck::Pod;
 
 use crate::collective::ReduceOp;
 use crate::dtype::Bool;
 
-/// A loop that waits for its operation, which is known when it is compiled, so that it vectorises.
+/// A loop that takes its operation at compile time, so that it vectorises.
 pub(super) trait Loop<T> {
     fn run(self, f: impl Fn(T, T) -> T + Copy);
 }
 
-/// A type that is combined as it is.
+/// A type that is combined without conversion.
 pub(super) trait Number: Pod {
-    /// Runs `work` with `op`, whose result is divided if it is the last part of an average of that many ranks.
+    /// Runs `work` with `op`. If this adds the last part of an average of `divide_by` ranks, the result is divided.
     fn each(op: ReduceOp, divide_by: Option<u32>, work: impl Loop<Self>);
 
     fn divide(self, ranks: u32) -> Self;
@@ -32,7 +32,7 @@ macro_rules! integers {
                     ReduceOp::BAnd => work.run(|a, b| a & b),
                     ReduceOp::BOr => work.run(|a, b| a | b),
                     ReduceOp::BXor => work.run(|a, b| a ^ b),
-                    // Refused at the call, as what follows.
+                    // Refused at the call.
                     ReduceOp::Avg | ReduceOp::PreMulSum(_) => {}
                 }
             }
@@ -52,7 +52,7 @@ integers!(i64, i32, i8, u8);
 impl Number for Bool {
     #[inline(always)]
     fn each(op: ReduceOp, _: Option<u32>, work: impl Loop<Self>) {
-        // Not on the bytes: of two that are true, 1 and 2, the bits have nothing in common.
+        // Not on the bytes: 1 and 2 are both true, but have no bit in common.
         match op {
             ReduceOp::Product | ReduceOp::Min | ReduceOp::BAnd => {
                 work.run(|a, b| Self::from(a.get() & b.get()));
@@ -62,7 +62,7 @@ impl Number for Bool {
         }
     }
 
-    // Refused at the call, both.
+    // Both are refused at the call.
     fn divide(self, _: u32) -> Self {
         self
     }
@@ -79,7 +79,7 @@ macro_rules! floats {
             fn each(op: ReduceOp, divide_by: Option<u32>, work: impl Loop<Self>) {
                 const SIGN: u8 = (8 * size_of::<$type>() - 1) as u8;
                 match (op, divide_by) {
-                    // The same quotient, and much faster.
+                    // The same quotient, but much faster.
                     (ReduceOp::Avg, Some(by)) if by.is_power_of_two() => {
                         let part = 1.0 / by as Self;
                         work.run(move |a, b| (a + b) * part);
@@ -89,8 +89,8 @@ macro_rules! floats {
                         work.run(move |a, b| (a + b) / by);
                     }
                     (ReduceOp::Product, _) => work.run(|a, b| a * b),
-                    // Neither smaller nor larger: the bits differ in zeros, of which "or" keeps the sign, and in NaNs,
-                    // of which it keeps that they are none. Both orders of the operands give the same bits.
+                    // Neither is smaller nor larger. Then the bits differ only for zeros, whose sign "or" keeps, and
+                    // for NaNs, which "or" keeps NaN. Both orders of the operands give the same bits.
                     (ReduceOp::Min, _) => work.run(|a, b| {
                         let even = Self::from_bits(a.to_bits() | b.to_bits());
                         if a < b { a } else if b < a { b } else { even }

@@ -19,7 +19,7 @@ fn combine<T: Element>(op: ReduceOp, local: &[T], received: &[T]) -> Vec<T> {
     joined(op, parts(1, 1, 3), local, received)
 }
 
-/// The result on each rank and in memory of its own, which must be the same.
+/// The result on each rank and in separate memory. Both must be the same.
 fn fold<T: Element + PartialEq + std::fmt::Debug>(op: ReduceOp, sources: &[Vec<T>]) -> Vec<T> {
     let fold = Fold::of_all(T::DTYPE, op, sources.len() as u32);
     let mut slices: Vec<_> = sources.iter().map(|source| Buffer::from_slice(source)).collect();
@@ -102,7 +102,7 @@ fn averages_divide_once_and_do_not_truncate() {
 #[test]
 fn an_average_of_f16_overflows_only_if_it_is_too_large_itself() {
     let large = f16::from_f32(61_440.0);
-    // As a ring does it: the partial result meets one rank after the other.
+    // As in a ring: one rank after the other adds its part to the partial result.
     for world in [2u32, 3, 5, 8] {
         let mut partial = vec![large, f16::MAX, f16::from_f32(3.0)];
         for met in 1..world as usize {
@@ -118,7 +118,7 @@ fn an_average_of_f16_overflows_only_if_it_is_too_large_itself() {
 #[test]
 fn a_fold_is_in_the_order_of_the_ranks() {
     for ranks in [1usize, 2, 3, 4, 7] {
-        // Beyond a block, and no multiple of one.
+        // More than a block, and not a multiple of one.
         let sources: Vec<Vec<f32>> = (0..ranks)
             .map(|rank| (0..5003).map(|i| ((i * 7 + rank * 31) as f32).sin() * 1e3).collect())
             .collect();
@@ -138,7 +138,7 @@ fn a_fold_is_in_the_order_of_the_ranks() {
 
 #[test]
 fn a_fold_of_half_precision_is_rounded_once() {
-    // One by one, each would be lost in the rounding.
+    // Added one by one, each would be lost in the rounding.
     let mut sources = vec![vec![bf16::from_f32(256.0); 1500]];
     sources.extend(vec![vec![bf16::from_f32(0.5); 1500]; 4]);
     assert!(fold(ReduceOp::Sum, &sources).iter().all(|sum| sum.to_f32() == 258.0));

@@ -1,4 +1,4 @@
-//! A client that is who it should be, and may then send records without content, which rustls's own never does.
+//! An authenticated client that can send records without content, which rustls's own client never does.
 
 use std::io::{Read, Write};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub(crate) struct Chatter {
     next: u64,
 }
 
-/// An accepting end, and a client that it lets in.
+/// An accepting side, and a client that it accepts.
 pub(crate) fn pair() -> (Tls, Arc<ClientConfig>) {
     let ca = Authority::new();
     let certificate = ca.certificate_with(|params| {
@@ -43,7 +43,7 @@ pub(crate) fn pair() -> (Tls, Arc<ClientConfig>) {
 }
 
 impl Chatter {
-    /// Takes part in the handshake on a connection that blocks.
+    /// Does the handshake on a blocking connection.
     pub(crate) fn connect(config: Arc<ClientConfig>, io: &mut (impl Read + Write)) -> Self {
         let mut client = ClientConnection::new(config, "host".try_into().unwrap()).unwrap();
         while client.is_handshaking() || client.wants_write() {
