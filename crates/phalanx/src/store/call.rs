@@ -1,4 +1,4 @@
-//! One call on a store: the caps it keeps, and the errors it gives.
+//! One call on a store: its caps and its errors.
 
 use std::fmt::Display;
 use std::io;
@@ -13,7 +13,7 @@ use crate::wire::store::{MAX_COUNT, MAX_REQUEST};
 /// How many keys an error names.
 const NAMED: usize = 4;
 
-/// What is asked of which store, since when, until when.
+/// What is asked of which store, with its start and its deadline.
 pub(super) struct Call<'a> {
     store: &'a dyn Display,
     operation: &'static str,
@@ -64,7 +64,7 @@ impl<'a> Call<'a> {
         self.error(Kind::Timeout, cause).with_remedy(remedy)
     }
 
-    /// Another process has kept the file's lock until the deadline.
+    /// Another process has held the file's lock until the deadline.
     pub fn locked_out(&self) -> Error {
         let waited = self.started.elapsed().as_secs_f64();
         self.error(
@@ -74,12 +74,12 @@ impl<'a> Call<'a> {
         .with_remedy("is a rank stopped in the middle of a change? On NFS the lock needs its lock service")
     }
 
-    /// The store does not do it.
+    /// The store refuses the call.
     pub fn refused(&self, refusal: &Refusal) -> Error {
         self.error(Kind::InvalidArgument, format!("{refusal}, at {}", self.store))
     }
 
-    /// More in one request than a store takes.
+    /// One request has more keys or bytes than a store accepts.
     pub fn too_much(&self, count: usize, bytes: usize) -> Error {
         let cause = format!("{count} keys and {bytes} bytes; a request takes {MAX_COUNT} and {MAX_REQUEST}");
         self.error(Kind::InvalidArgument, cause).with_remedy("make several calls of it")
@@ -90,7 +90,7 @@ impl<'a> Call<'a> {
         self.error(Kind::Protocol, format!("{why}, at {}", self.store))
     }
 
-    /// The system gave an error.
+    /// The system returned an error.
     pub fn failed(&self, error: io::Error) -> Error {
         match error.kind() {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => self.timed_out(),

@@ -1,4 +1,4 @@
-//! What every store must do, run on every kind of store.
+//! The required behaviour of every store, checked on every kind of store.
 
 use std::sync::Arc;
 use std::thread;
@@ -19,13 +19,13 @@ fn at_once() -> Deadline {
 /// A second handle on the same store, as another rank would have it.
 type Another = Box<dyn Fn() -> SharedStore>;
 
-/// Runs all checks on the store that `another` gives handles on.
+/// Runs all checks on the store to which `another` returns handles.
 fn conforms(another: &Another) {
     behaves(another);
     caps_are_kept(another);
 }
 
-/// All checks but that of the caps.
+/// All checks except those of the caps.
 fn behaves(another: &Another) {
     let checks: [fn(&Another); 7] = [
         values_are_read_back,
@@ -68,7 +68,7 @@ fn counters_add_and_refuse_text(another: &Another) {
     let error = other.add("text", 1, soon()).unwrap_err();
     let said = error.to_string();
     assert!(said.contains("\"seven\" is not a decimal number") && said.contains("add(\""), "{said}");
-    // The store lives on.
+    // The store still works.
     assert_eq!(other.get("text", soon()).unwrap(), b"seven");
     assert_eq!(store.add("counter", 1, soon()).unwrap(), -1);
 }
@@ -98,7 +98,7 @@ fn keys_are_counted_and_deleted(another: &Another) {
     assert!(!store.delete_key("counted", soon()).unwrap());
     assert!(!store.check(&["counted"], soon()).unwrap());
     assert_eq!(store.num_keys(soon()).unwrap(), before + 1);
-    // What was deleted starts anew.
+    // A counter that was deleted starts at 0 again.
     assert_eq!(store.add("counted", 3, soon()).unwrap(), 3);
 }
 
@@ -162,7 +162,7 @@ fn deadlines_are_obeyed_and_errors_name_the_key(another: &Another) {
         assert!(error.is_timeout() && error.remedy().is_some(), "{said}");
         assert!(said.contains("never\"") && said.contains("store") && said.contains(" s "), "{said}");
     }
-    // A wait that was cancelled leaves the handle usable.
+    // After a cancelled wait the handle is still usable.
     assert_eq!(store.get("there", soon()).unwrap(), b"");
 }
 
@@ -197,7 +197,7 @@ fn ranks_do_not_lose_updates(another: &Another) {
     assert_eq!(store.get("raced bytes", soon()).unwrap().len(), 200);
 }
 
-/// The same store under two prefixes deep.
+/// The same store under two nested prefixes.
 fn prefixed(another: Another) -> Another {
     Box::new(move || {
         let outer: SharedStore = Arc::new(PrefixStore::new("job", another()));
@@ -229,7 +229,7 @@ fn file() {
 #[ignore = "needs etcd: .ci/full runs it"]
 fn etcd() {
     let server = super::etcd::tests::Etcd::start();
-    // It takes no values as long as the others do.
+    // It does not accept values as long as the others do.
     let another: Another = Box::new(move || Arc::new(server.store("job")));
     behaves(&another);
 }
@@ -253,7 +253,7 @@ fn tcp_over_ipv6() {
     tcp_at("[::1]:0");
 }
 
-/// The same checks on the store at `address`, of another make, whose caps are its own.
+/// The same checks on the store of another implementation at `address`, which has other caps.
 pub(super) fn elsewhere(address: &str) {
     let address = address.to_owned();
     let another: Another = Box::new(move || Arc::new(TcpStore::connect(&address, soon()).unwrap()));

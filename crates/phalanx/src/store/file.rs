@@ -21,17 +21,17 @@ use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result};
 use crate::random;
 
-/// The pauses between looks at the file grow from the first to the second.
+/// The pause between two reads of the file grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
 /// A store in a file, for ranks that share a file system.
 ///
-/// One process [`create`](Self::create)s it, in place of whatever has that name, and removes it when it drops it;
-/// the others [`open`](Self::open) it. A writer that dies in the middle of a change leaves a torn end, which
-/// readers ignore and the next writer cuts off.
+/// One process [`create`](Self::create)s it, replacing any file of that name, and removes it when it is dropped. The
+/// others [`open`](Self::open) it. A writer that dies in the middle of a change leaves an incomplete record at the end.
+/// Readers ignore it, and the next writer removes it.
 ///
-/// A file that an earlier job left behind is a complete store, so `open` alone cannot know it from today's:
-/// a [rendezvous](crate::rendezvous) does, by a greeting that only today's rank 0 answers.
+/// A file that an earlier job left is a complete store, so `open` alone cannot distinguish it from this job's.
+/// A [rendezvous](crate::rendezvous) can, by a greeting that only this job's rank 0 answers.
 #[derive(Debug)]
 pub struct FileStore {
     name: Name,
@@ -49,7 +49,7 @@ impl fmt::Display for Name {
 }
 
 impl FileStore {
-    /// Puts a new store at `path`, at once and whole, whatever was there.
+    /// Creates a new store at `path`, atomically, replacing any existing file.
     pub fn create(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = create_in_place(&path).map_err(|error| unusable(&path, "create", error))?;
@@ -79,8 +79,9 @@ impl FileStore {
         }
     }
 
-    /// Opens the store at `path` if it is in use, which shows within `silence`: whoever has it open writes more often than
-    /// that. If nobody does, or there is none, this is a new one. It stays when it is dropped, for others may need it.
+    /// Opens the store at `path` if it is in use. Every process that has it open writes more often than once in
+    /// `silence`. If it does not grow in that time, or there is none, a new one is made. It is not removed on drop,
+    /// because others may need it.
     pub(crate) fn meet(path: impl Into<PathBuf>, silence: Duration, deadline: Deadline) -> Result<Self> {
         let path = path.into();
         loop {
@@ -95,7 +96,7 @@ impl FileStore {
             let call = Call::new(&store.name, "open", &keys, deadline)?;
             let mut backoff = Backoff::new(PAUSES, deadline);
             let log = store.log.lock();
-            // Of those who find that nobody uses it, one puts another in its place; for the others it has then moved.
+            // Of the processes that find it unused, one replaces it. For the others the path then names another file.
             while !log.try_lock().map_err(|error| call.failed(error))? {
                 if !backoff.pause() {
                     return Err(call.locked_out());
@@ -110,7 +111,7 @@ impl FileStore {
         }
     }
 
-    /// Does anybody write to it within `patience`?
+    /// Does a process write to it within `patience`?
     fn grows(&self, patience: Duration, deadline: Deadline) -> Result<bool> {
         let length = || {
             let metadata = self.log.lock().file.metadata();
@@ -131,7 +132,7 @@ impl FileStore {
         is_named(&self.log.lock().file, &self.name.0)
     }
 
-    /// Changes `keys` under the file's lock: `change` gives its result, and whether it wrote or removed them.
+    /// Changes `keys` under the file's lock. `change` returns its result, and whether it wrote or removed them.
     fn change<T>(
         &self,
         call: &Call<'_>,
@@ -154,7 +155,7 @@ impl FileStore {
         }
     }
 
-    /// Reads once `keys` are all there.
+    /// Reads when all `keys` exist.
     fn read<T>(&self, call: &Call<'_>, keys: &[&str], read: impl FnOnce(&Table) -> T) -> Result<T> {
         let mut backoff = Backoff::new(PAUSES, call.deadline);
         loop {
@@ -181,7 +182,7 @@ impl FileStore {
 impl Drop for FileStore {
     fn drop(&mut self) {
         if self.remove && self.is_current() {
-            // Whoever has it open keeps it; a file that cannot be removed is recognised as stale later.
+            // Processes that have it open keep it; a file that cannot be removed is recognised as stale later.
             let _ = std::fs::remove_file(&self.name.0);
         }
     }
@@ -264,14 +265,14 @@ fn value(table: &Table, key: &str) -> Vec<u8> {
     table.get(key.as_bytes()).unwrap_or_default().to_vec()
 }
 
-/// Puts an empty store at `path`, whatever was there.
+/// Creates an empty store at `path`, replacing any existing file.
 fn create_in_place(path: &Path) -> io::Result<File> {
     create_by(path, |temporary| std::fs::rename(temporary, path))
 }
 
-/// Puts an empty store at `path`, unless something is there.
+/// Creates an empty store at `path`, unless a file exists there.
 fn create_beside(path: &Path) -> io::Result<Option<File>> {
-    // Unlike a file that is created under its own name, a link is never seen half written.
+    // Unlike a file that is created under its final name, a link is never seen half written.
     let created = create_by(path, |temporary| {
         let linked = std::fs::hard_link(temporary, path);
         std::fs::remove_file(temporary).and(linked)
@@ -283,7 +284,7 @@ fn create_beside(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Writes an empty store beside `path`, which `place` then gives its name.
+/// Writes an empty store under a temporary name, which `place` then moves to `path`.
 fn create_by(path: &Path, place: impl Fn(&Path) -> io::Result<()>) -> io::Result<File> {
     let nonce = random::number().map_err(io::Error::other)?;
     let mut name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_os_string();
@@ -298,7 +299,7 @@ fn create_by(path: &Path, place: impl Fn(&Path) -> io::Result<()>) -> io::Result
     Ok(file)
 }
 
-/// Is `file` the one that `path` names?
+/// Does `path` still name `file`?
 fn is_named(file: &File, path: &Path) -> bool {
     let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
     let (ours, named) = (file.metadata().map(identity), std::fs::metadata(path).map(identity));
@@ -327,7 +328,7 @@ mod tests {
         let silence = Duration::from_secs(1);
         let meet = || FileStore::meet(&path, silence, soon()).unwrap();
         meet().set("left", b"behind", soon()).unwrap();
-        // Nobody uses it any more: those who come get the same new one, as long as one of them writes.
+        // No process uses it any more: the next ones get the same new one, as long as one of them writes.
         let there = AtomicU32::new(0);
         std::thread::scope(|scope| {
             let come = || {
@@ -400,7 +401,7 @@ mod tests {
         assert!(error.to_string().contains("holds no store"), "{error}");
         let error = FileStore::create(folder.path().join("no/such/folder")).unwrap_err();
         assert!(error.to_string().contains("no/such/folder") && error.remedy().is_some(), "{error}");
-        // Creation takes the place of whatever was there.
+        // Creation replaces an existing file.
         let store = FileStore::create(&path).unwrap();
         assert_eq!(FileStore::open(&path, short()).unwrap().num_keys(short()).unwrap(), 0);
         drop(store);

@@ -34,14 +34,14 @@ impl MemoryStore {
         Self::default()
     }
 
-    /// Changes the table and wakes those who wait.
+    /// Changes the table and wakes waiting threads.
     fn change<T>(&self, call: &Call<'_>, change: impl FnOnce(&mut Table) -> Result<T, Refusal>) -> Result<T> {
         let result = change(&mut self.table.lock());
         self.changed.notify_all();
         result.map_err(|refusal| call.refused(&refusal))
     }
 
-    /// Reads from the table once `keys` are all there.
+    /// Reads from the table when all `keys` exist.
     fn read<T>(
         &self,
         call: &Call<'_>,
@@ -59,7 +59,7 @@ impl MemoryStore {
             if late {
                 return Err(call.timed_out());
             }
-            // A key that came with the deadline is still seen.
+            // A key that was set just before the deadline is still seen.
             late = self.changed.wait_until(&mut table, call.deadline.instant()).timed_out();
         }
     }

@@ -38,27 +38,27 @@ pub use crate::wire::store::{MAX_KEY, MAX_VALUE};
 
 /// A key-value store that all ranks of a job share.
 pub trait Store: Send + Sync {
-    /// Writes `value`, whatever was there.
+    /// Writes `value`, replacing any earlier one.
     fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()>;
 
-    /// The value of `key`; waits until somebody has set it.
+    /// The value of `key`; waits until it has been set.
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>>;
 
-    /// Waits until every key is there.
+    /// Waits until every key exists.
     fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()>;
 
-    /// Is every key there now?
+    /// Does every key exist now?
     fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool>;
 
-    /// Adds to a decimal counter, which starts at 0, and gives the sum.
+    /// Adds to a decimal counter, which starts at 0, and returns the sum.
     fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64>;
 
     /// Writes `desired` if the value is `expected`, or if the key is absent and `expected` is empty.
-    /// Gives the value that stands there afterwards; `expected` itself if the key is absent and nothing was written,
+    /// Returns the value after the call; if the key is absent and nothing was written, `expected` itself,
     /// as PyTorch's stores do.
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>>;
 
-    /// Removes `key`; was it there?
+    /// Removes `key`. Returns whether it existed.
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool>;
 
     /// The number of keys.
@@ -67,12 +67,12 @@ pub trait Store: Send + Sync {
     /// Appends to the value of `key`, which starts empty.
     fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()>;
 
-    /// The values of all `keys`, in their order; waits until every one has been set.
+    /// The values of all `keys`, in their order; waits until all have been set.
     fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>>;
 
     /// Writes all pairs.
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()>;
 }
 
-/// A store as a group holds it.
+/// A store that a group and others share.
 pub type SharedStore = Arc<dyn Store>;

@@ -1,11 +1,11 @@
-//! A part of another store, under a prefix of its own.
+//! A view of another store under a prefix.
 
 use super::{SharedStore, Store};
 use crate::deadline::Deadline;
 use crate::error::Result;
 
-/// A view of a store in which every key `k` is the other store's `prefix/k`, so that two users of one store do not
-/// meet.
+/// A view of a store in which every key `k` is the other store's `prefix/k`, so that two users of one store do not use
+/// the same keys.
 ///
 /// As in PyTorch, [`num_keys`](Store::num_keys) counts the keys of the whole store.
 #[derive(Clone)]
@@ -15,7 +15,7 @@ pub struct PrefixStore {
 }
 
 impl PrefixStore {
-    /// The part of `store` under `prefix`.
+    /// The view of `store` under `prefix`.
     pub fn new(prefix: impl Into<String>, store: SharedStore) -> Self {
         Self { prefix: prefix.into(), store }
     }

@@ -1,4 +1,4 @@
-//! What every store does to its keys and values, with the caps that all of them keep.
+//! The operations of every store on its keys and values, with the caps of all stores.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(crate) struct Table {
     max_bytes: usize,
 }
 
-/// Why a store does not do as it is told.
+/// Why a store refuses a call.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refusal {
     #[error("the value {0:?} is not a decimal number, so nothing can be added to it")]
@@ -94,7 +94,7 @@ impl Table {
         Ok(sum)
     }
 
-    /// The value that stands there afterwards, and whether it has just been written.
+    /// The value after the call, and whether it was just written.
     pub fn compare_set(
         &mut self,
         key: &[u8],

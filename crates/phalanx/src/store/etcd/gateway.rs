@@ -1,4 +1,5 @@
-//! Requests to etcd's v3 API by its JSON gateway, which every member serves: <https://etcd.io/docs/current/dev-guide/api_grpc_gateway/>.
+//! Requests to etcd's v3 API through its JSON gateway, which every member serves:
+//! <https://etcd.io/docs/current/dev-guide/api_grpc_gateway/>.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
@@ -12,28 +13,28 @@ use serde_json::Value;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
-/// etcd takes 1.5 MiB in a request if it is not told otherwise, and base64 makes 4 bytes of 3.
+/// By default etcd accepts 1.5 MiB in a request, and base64 makes 4 bytes of 3.
 const MAX_ANSWER: u64 = 16 * 1024 * 1024;
 /// How long one member may take to answer before the next is asked.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Between two rounds of all members.
+/// The pause between two rounds of all members.
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// The members of an etcd cluster.
 #[derive(Debug)]
 pub(super) struct Gateway {
     members: Vec<String>,
-    /// The one that answered last.
+    /// The member that answered last.
     current: AtomicUsize,
     agent: ureq::Agent,
 }
 
-/// Why a member has not done what it was asked.
+/// Why a member has not carried out a request.
 #[derive(Debug)]
 pub(super) enum Refused {
-    /// It does not answer; may it have heard the request?
+    /// It does not answer. `was_heard`: it may have received the request.
     Silent { cause: io::Error, was_heard: bool },
-    /// It says why.
+    /// It returned an error.
     Said(String),
 }
 
@@ -57,7 +58,7 @@ impl Gateway {
                 .with_remedy("--rdzv-endpoint host:2379[,host:2379]"));
         }
         let agent = ureq::Agent::config_builder()
-            // What goes to etcd is not for a site's way to the web.
+            // Requests to etcd do not go through a web proxy.
             .proxy(None)
             .http_status_as_error(false)
             .build()
@@ -75,14 +76,14 @@ impl Gateway {
         let target: SocketAddr =
             self.members.iter().find_map(|member| member.to_socket_addrs().ok()?.next())?;
         let any: IpAddr = if target.is_ipv4() { [0; 4].into() } else { [0_u16; 8].into() };
-        // Nothing is sent: the kernel only looks up the way.
+        // Nothing is sent: the kernel only looks up the route.
         let socket = UdpSocket::bind((any, 0)).ok()?;
         socket.connect(target).ok()?;
         socket.local_addr().ok().map(|address| address.ip())
     }
 
-    /// Asks one member after the other until one answers. What must not be done twice is asked again only if nobody can
-    /// have heard it.
+    /// Asks one member after the other until one answers. A request that must not be carried out twice is repeated only
+    /// if no member can have received it.
     pub(super) fn ask(
         &self,
         path: &str,
@@ -122,7 +123,7 @@ impl Gateway {
             Refused::Silent { cause: error.into_io(), was_heard }
         };
         let request = self.agent.post(format!("http://{member}/v3/{path}"));
-        // A time-out of nothing would be none.
+        // A time-out of zero would mean none.
         let patience = patience.max(Duration::from_millis(1));
         let request = request.config().timeout_global(Some(patience)).build();
         let mut answer = request.header("content-type", "application/json").send(body).map_err(silent)?;
@@ -141,12 +142,12 @@ impl Gateway {
     }
 }
 
-/// Bytes as the gateway wants and gives them.
+/// Bytes in the gateway's encoding.
 pub(super) fn encode(bytes: &[u8]) -> String {
     STANDARD.encode(bytes)
 }
 
-/// What is empty is left out.
+/// The gateway omits empty values.
 pub(super) fn decode(value: &Value) -> Option<Vec<u8>> {
     match value {
         Value::Null => Some(Vec::new()),
@@ -155,7 +156,7 @@ pub(super) fn decode(value: &Value) -> Option<Vec<u8>> {
     }
 }
 
-/// 64-bit numbers are text, and 0 is left out.
+/// 64-bit numbers are text, and 0 is omitted.
 pub(super) fn number(value: &Value) -> Option<i64> {
     match value {
         Value::Null => Some(0),

@@ -1,4 +1,4 @@
-//! The lease on which all keys of a job hang.
+//! The lease to which all keys of a job are attached.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -12,19 +12,19 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::call::Call;
 
-/// How long keys stay when nobody has the store open any more.
+/// How long keys stay after the last process has closed the store.
 pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(15);
-/// How often it is kept alive.
+/// The interval of its renewal.
 const INTERVAL: Duration = Duration::from_secs(4);
 
-/// Before a lease is looked for again.
+/// The pause before a lease is searched for again.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// The job's lease, kept alive by a thread for as long as this lives. Its number is a key that hangs on it as well.
+/// The job's lease, renewed by a thread while this value lives. Its number is a key that is attached to it as well.
 #[derive(Debug)]
 pub(super) struct Lease {
     id: String,
-    // Dropped, it ends the thread.
+    // Dropping it ends the thread.
     _end: Sender<()>,
 }
 
@@ -39,7 +39,7 @@ impl Lease {
                 if keep(gateway, &id, call.deadline).is_ok_and(|lives| lives) {
                     break id;
                 }
-                // It has run out, and its key goes with it in a moment.
+                // It has expired, and its key will go in a moment.
                 std::thread::sleep(AGAIN);
             } else {
                 let granted = ask("lease/grant", json!({ "TTL": TIME_TO_LIVE.as_secs().to_string() }))?;
@@ -50,7 +50,7 @@ impl Lease {
                     "compare": [{ "key": key, "target": "MOD", "result": "EQUAL", "mod_revision": "0" }],
                     "success": [{ "request_put": put }],
                 });
-                // Whoever is second finds the first one's when it looks again; its own runs out.
+                // A process that is second finds the first one's lease in the next iteration; its own expires.
                 if ask("kv/txn", first)?["succeeded"] == true {
                     break id;
                 }
@@ -63,7 +63,7 @@ impl Lease {
         let (gateway, kept) = (Arc::clone(gateway), id.clone());
         let keeper = move || {
             while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                // If it runs out all the same, the next write says so.
+                // If it expires all the same, the next write returns the error.
                 let _ = keep(&gateway, &kept, Deadline::after(INTERVAL));
             }
         };
@@ -79,7 +79,7 @@ impl Lease {
     }
 }
 
-/// Is it still there? Then it lives on for its whole time.
+/// Renews the lease for its whole time. Returns whether it still existed.
 fn keep(gateway: &Gateway, id: &str, deadline: Deadline) -> Result<bool, Refused> {
     let answer = gateway.ask("lease/keepalive", &json!({ "ID": id }), true, deadline)?;
     Ok(number(&answer["result"]["TTL"]).is_some_and(|left| left > 0))

@@ -18,16 +18,16 @@ use super::table::Refusal;
 use crate::deadline::{Backoff, Deadline};
 use crate::error::Result;
 
-/// The pauses between looks at a key that is waited for grow from the first to the second.
+/// The pause between two reads of a key that is waited for grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
-/// etcd takes 128 operations in one transaction.
+/// etcd accepts 128 operations in one transaction.
 const MAX_OPERATIONS: usize = 128;
 
-/// A store in an etcd cluster, for launchers of which each may fail.
+/// A store in an etcd cluster, for launchers of which any may fail.
 ///
-/// All keys are below the job's name, and hang on one lease, which all who have the store open keep alive: some time
-/// after the last of them has gone, they vanish by themselves. Values are at most as long as etcd is configured to take,
-/// 1.5 MiB if it is not.
+/// All keys are below the job's name, and attached to one lease, which every process that has the store open renews.
+/// Some time after the last of them has gone, the keys expire. Values have at most the size that etcd is configured to
+/// accept, by default 1.5 MiB.
 #[derive(Debug)]
 pub(crate) struct EtcdStore {
     gateway: Arc<Gateway>,
@@ -45,7 +45,7 @@ impl fmt::Display for Name {
     }
 }
 
-/// What a key holds, and since when.
+/// The value of a key, and its revision.
 struct Found {
     value: Vec<u8>,
     revision: i64,
@@ -58,7 +58,7 @@ impl EtcdStore {
         let name = Name(gateway.names());
         let keys = [job];
         let call = Call::new(&name, "open", &keys, deadline)?;
-        // The job's name may contain slashes, and its keys may not be those of another.
+        // The job's name may contain slashes; its keys must not be those of another job.
         let scope = format!("phalanx/{}:{job}/", job.len());
         let lease = Lease::open(&gateway, &format!("{scope}lease"), &call)?;
         Ok(Self { gateway, name, prefix: format!("{scope}key/").into_bytes(), lease })
@@ -81,13 +81,13 @@ impl EtcdStore {
         answer(call, self.gateway.ask(path, request, may_repeat, call.deadline))
     }
 
-    /// What `key` holds, if it is there.
+    /// The value of `key`, if it exists.
     fn look(&self, call: &Call<'_>, key: &str) -> Result<Option<Found>> {
         let answer = self.ask(call, "kv/range", &json!({ "key": self.key(key) }), true)?;
         found(call, &answer)
     }
 
-    /// Writes `value` if nothing has changed since `seen`; if not, gives what is there now.
+    /// Writes `value` if the key has not changed since `seen`. If it has, returns the current value.
     fn swap(
         &self,
         call: &Call<'_>,
@@ -109,7 +109,7 @@ impl EtcdStore {
         found(call, &answer["responses"][0]["response_range"]).map(Some)
     }
 
-    /// Changes `key` by `change`, again and again until nobody has come between.
+    /// Changes `key` with `change`, and repeats this until no other change came in between.
     fn change<T>(
         &self,
         call: &Call<'_>,
@@ -129,7 +129,7 @@ impl EtcdStore {
         }
     }
 
-    /// Looks again and again until `look` finds what it waits for.
+    /// Calls `look` until it finds what it waits for.
     fn wait_for<T>(&self, call: &Call<'_>, look: impl Fn() -> Result<Option<T>>) -> Result<T> {
         let mut backoff = Backoff::new(PAUSES, call.deadline);
         loop {
@@ -142,7 +142,7 @@ impl EtcdStore {
         }
     }
 
-    /// The values of `keys`, if all are there.
+    /// The values of `keys`, if all exist.
     fn look_at_all(&self, call: &Call<'_>, keys: &[&str]) -> Result<Option<Vec<Vec<u8>>>> {
         let mut values = Vec::with_capacity(keys.len());
         for keys in keys.chunks(MAX_OPERATIONS) {
@@ -184,7 +184,7 @@ impl Store for EtcdStore {
         Ok(self.look_at_all(&call, keys)?.is_some())
     }
 
-    /// If etcd's answer is lost, nobody knows whether it was added, and that is an error.
+    /// If etcd's answer is lost, it is unknown whether the amount was added. This is an error.
     fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
         let keys = [key];
         let call = Call::new(&self.name, "add", &keys, deadline)?;
@@ -210,7 +210,7 @@ impl Store for EtcdStore {
                 None if !expected.is_empty() => return Ok(expected.to_vec()),
                 _ => {}
             }
-            // Asked twice, it finds its own value: what the caller wanted to see there.
+            // If it is sent twice, it finds its own value, which is what the caller wanted.
             match self.swap(&call, key, seen.as_ref(), desired, true)? {
                 None => return Ok(desired.to_vec()),
                 Some(_) if call.deadline.has_passed() => return Err(call.timed_out()),
@@ -229,7 +229,7 @@ impl Store for EtcdStore {
     fn num_keys(&self, deadline: Deadline) -> Result<usize> {
         let call = Call::new(&self.name, "num_keys", &[], deadline)?;
         let mut end = self.prefix.clone();
-        // The prefix ends in a slash: what follows all of its keys ends in the next byte.
+        // The prefix ends in a slash. The end of its range has the next byte there.
         if let Some(last) = end.last_mut() {
             *last += 1;
         }
@@ -239,7 +239,7 @@ impl Store for EtcdStore {
         count.ok_or_else(|| call.broken("it gives no number of keys"))
     }
 
-    /// As with [`add`](Self::add), a lost answer is an error.
+    /// As for [`add`](Self::add), a lost answer is an error.
     fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
         let keys = [key];
         let call = Call::new(&self.name, "append", &keys, deadline)?;
@@ -254,7 +254,7 @@ impl Store for EtcdStore {
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
         let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
         let call = Call::new(&self.name, "multi_set", &keys, deadline)?;
-        // One by one: a key may be there twice, which a transaction does not take.
+        // One by one: a key may be there twice, which a transaction does not allow.
         for (key, value) in pairs {
             call.value(value)?;
             self.ask(&call, "kv/put", &self.put(key, value), true)?;
@@ -263,7 +263,7 @@ impl Store for EtcdStore {
     }
 }
 
-/// The error of a request, as this store's callers know it.
+/// Converts the error of a request for this store's callers.
 fn answer(call: &Call<'_>, answer: Result<Value, Refused>) -> Result<Value> {
     match answer {
         Ok(value) => Ok(value),
@@ -282,7 +282,7 @@ fn found(call: &Call<'_>, answer: &Value) -> Result<Option<Found>> {
     }
 }
 
-/// For [`fuzzing`](crate::fuzzing): what a member answers to a look at a key.
+/// For [`fuzzing`](crate::fuzzing): a member's answer to a read of a key.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {

@@ -1,4 +1,4 @@
-//! On a real etcd.
+//! Tests with a real etcd.
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -56,7 +56,7 @@ fn jobs_do_not_see_each_other_and_nothing_stays() {
     let (one, other) = (etcd.store("job"), etcd.store("job/key"));
     one.set("key/x", b"1", soon()).unwrap();
     assert!(!other.check(&["x"], soon()).unwrap() && other.num_keys(soon()).unwrap() == 0);
-    // The second of a job has the first one's lease, and keeps it alive alone.
+    // The second handle of a job has the first one's lease, and renews it alone.
     let second = etcd.store("job");
     assert_eq!(second.lease.id(), one.lease.id());
     drop(one);
@@ -66,7 +66,7 @@ fn jobs_do_not_see_each_other_and_nothing_stays() {
         let answer = gateway.ask("lease/timetolive", &id, true, soon()).unwrap();
         number(&answer["TTL"]).unwrap_or(0)
     };
-    // It has less and less time left, until it is kept alive again.
+    // The time left decreases until it is renewed.
     let mut before = left();
     loop {
         std::thread::sleep(Duration::from_millis(100));

@@ -1,4 +1,4 @@
-//! Who may use a served store.
+//! Which clients may use a served store.
 
 use std::fmt;
 use std::io;
@@ -20,12 +20,12 @@ use crate::wire::greeting::{self, Answerer, CALL, StoreSecret};
 use crate::wire::store::{MAGIC, Op};
 use crate::wire::tls;
 
-/// How long a stranger may take to say, and to prove, that it is a client.
+/// How long a new connection may take to identify and authenticate itself as a client.
 const HANDSHAKE: Duration = Duration::from_secs(2);
-/// Bytes with which PyTorch's clients open, and by which the kinds of clients are told apart.
+/// The first bytes of PyTorch's clients, which distinguish the kinds of clients.
 const HELLO: usize = 5;
 
-/// Whom a server lets in.
+/// Which clients a server accepts.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Access {
     credentials: Credentials,
@@ -33,25 +33,25 @@ pub(crate) struct Access {
     refusals: Option<Refusals>,
 }
 
-/// What becomes of clients that do not know the key.
+/// How to treat clients that do not know the key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Strangers {
-    /// All are let in.
+    /// All are accepted.
     #[default]
     All,
-    /// Those that a process of this user's on this host has made.
+    /// Only those of a process of this user on this host are accepted.
     OfThisUser,
-    /// None is let in.
+    /// None is accepted.
     None,
 }
 
-/// Who hears of clients that were not let in although they are clients: their addresses, a line each. Of what else comes to
-/// a port nobody hears: it would hide them.
+/// Where to report the addresses of refused clients, one a line. Other connections, such as port scans, are not
+/// reported: they would hide these.
 #[derive(Clone, Debug)]
 pub(crate) struct Refusals(pub Arc<PipeWriter>);
 
 impl Access {
-    /// For those who have these credentials, and those `strangers`; for all if there are none.
+    /// For clients that have these credentials, and for `strangers`; for all clients if there are no credentials.
     pub(crate) fn to(credentials: Credentials, strangers: Strangers) -> Self {
         Self { credentials, strangers, refusals: None }
     }
@@ -65,7 +65,7 @@ impl Access {
     }
 }
 
-/// Where a server's clients come in.
+/// Admits a server's clients.
 pub(super) struct Gate {
     secret: Option<StoreSecret>,
     tls: Option<Tls>,
@@ -90,17 +90,17 @@ impl Gate {
         Self { secret, tls, strangers, refusals, turns, neighbours }
     }
 
-    /// Waits until `stream` has shown that it is a client that may come in; otherwise the error says why not.
+    /// Waits until `stream` has shown that it is an admissible client. Otherwise the error says why not.
     pub async fn admit(&self, stream: &mut Stream) -> io::Result<()> {
         let first = timeout(HANDSHAKE, self.introduce(stream)).await??;
         let (Some(tls), Some(hello)) = (&self.tls, first) else { return Ok(()) };
-        // How long others take is not this client's fault.
+        // A client's time does not count while it waits for the others.
         let turn = self.turns.take().await?;
         timeout(HANDSHAKE, self.secure(stream, (tls, hello), turn)).await?
     }
 
-    /// Lets a client in without TLS, or gives the first record of one that comes with it. No state of TLS is made before
-    /// that is there.
+    /// Admits a client without TLS, or returns the first record of a TLS client. There is no TLS session before that
+    /// record is complete.
     async fn introduce(&self, stream: &mut Stream) -> io::Result<Option<Vec<u8>>> {
         let mut hello = [0; HELLO];
         stream.read_exact(&mut hello).await?;
@@ -125,7 +125,7 @@ impl Gate {
         Ok(Some(hello))
     }
 
-    /// Hears the client inside TLS, which it has begun so.
+    /// Continues with a client inside TLS, of which this is the first record.
     async fn secure(
         &self,
         stream: &mut Stream,
@@ -135,22 +135,22 @@ impl Gate {
         let binding = match turn.last(stream.encrypt(tls, hello)).await {
             Ok(binding) => binding,
             Err(error) => {
-                // Somebody with a certificate of another CA is perhaps of this job. Who speaks TLS and shows none, or
-                // says something else, is not: programs that look at every port do so.
+                // A client with a certificate of another CA may be of this job. A TLS client without a certificate,
+                // or another program, is not: port scanners do so.
                 if Refusal::is_of_certificates(&error) {
                     self.refuse(stream);
                 }
                 return Err(error);
             }
         };
-        // It has a certificate: it is no stranger any more.
+        // It has a certificate: it is no longer unauthenticated.
         drop(turn);
         let mut hello = [0; HELLO];
         stream.read_exact(&mut hello).await?;
         self.greet(stream, hello, self.secret.as_ref().map(|secret| secret.bound(&binding))).await
     }
 
-    /// Hears a client that began so.
+    /// Greets a client that began with these bytes.
     async fn greet(
         &self,
         stream: &mut Stream,
@@ -182,21 +182,21 @@ impl Gate {
         Err(invalid("it does not know this job's key".to_owned()))
     }
 
-    /// Where others come by TLS: lets programs in that know nothing of it, PyTorch's, if what they say stays on this host.
+    /// With TLS required, admits programs without it, PyTorch's, if their traffic stays on this host.
     async fn admit_plain(&self, stream: &Stream, hello: &[u8; HELLO]) -> io::Result<()> {
         let may = is_validation(hello) && self.strangers != Strangers::None;
         if may && self.is_of_this_user(stream).await? {
             return Ok(());
         }
         stream.turn_away(&tls::REFUSAL);
-        // Somebody who says what no store's client says is of no job.
+        // A program that does not begin as a store's client does is not of any job.
         if is_validation(hello) || is_greeting(hello) {
             self.refuse(stream);
         }
         Err(Refusal::plain())
     }
 
-    /// Has a process of this user's on this host made the connection?
+    /// Was the connection made by a process of this user on this host?
     async fn is_of_this_user(&self, stream: &Stream) -> io::Result<bool> {
         let (peer, here) = stream.addresses()?;
         Ok(self.neighbours.user_of(peer, here).await? == Some(rustix::process::geteuid().as_raw()))
@@ -204,24 +204,24 @@ impl Gate {
 
     fn refuse(&self, stream: &Stream) {
         if let (Some(Refusals(pipe)), Some(peer)) = (&self.refusals, stream.peer()) {
-            // It does not block; who has heard of many need not hear of more.
+            // It does not block; if the pipe is full, enough has been reported.
             let _ = (&**pipe).write_all(format!("{peer}\n").as_bytes());
         }
     }
 }
 
-/// Is this how PyTorch's clients begin, and ours without a key?
+/// Do PyTorch's clients, and ours without a key, begin with these bytes?
 fn is_validation(hello: &[u8; HELLO]) -> bool {
     let [op, magic @ ..] = hello;
     *op == Op::Validate as u8 && *magic == MAGIC.to_le_bytes()
 }
 
-/// Is this how our clients begin that have a key?
+/// Do our clients with a key begin with these bytes?
 fn is_greeting(hello: &[u8; HELLO]) -> bool {
     hello.first_chunk().is_some_and(greeting::is_greeting)
 }
 
-/// Does the client that began so know the secret?
+/// Does the client that began with these bytes know the secret?
 async fn authenticate(stream: &mut Stream, secret: &StoreSecret, start: &[u8; HELLO]) -> io::Result<bool> {
     let mut call = [0; CALL];
     call[..HELLO].copy_from_slice(start);

@@ -1,4 +1,4 @@
-//! Who is let in, who is not, and what strangers cost.
+//! Which clients are accepted, which are refused, and what refused ones cost.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -57,7 +57,7 @@ fn who_knows_the_key_is_let_in_and_nobody_else() {
     let store = TcpStore::connect_with_key(server.local_addr(), &key, soon()).unwrap();
     store.set("key", b"value", soon()).unwrap();
     assert_eq!(store.get("key", soon()).unwrap(), b"value");
-    // Later connections too: this one makes its own while the other waits.
+    // Also later connections: this one is made while the other waits.
     thread::scope(|scope| {
         let waiting = scope.spawn(|| store.get("later", soon()).unwrap());
         thread::sleep(Duration::from_millis(20));
@@ -74,12 +74,12 @@ fn who_knows_the_key_is_let_in_and_nobody_else() {
 #[test]
 fn a_server_without_the_key_hears_nothing_but_a_number() {
     let key = key();
-    // One that has no key is no store of this job, although it would answer.
+    // A server without a key is not a store of this job, although it would answer.
     let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
     let error = TcpStore::connect_with_key(server.local_addr(), &key, soon()).unwrap_err();
     assert!(error.remedy().unwrap().contains("it has no job key"), "{error}");
 
-    // One that has made up its proof.
+    // A server with a false proof.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let heard = thread::spawn(move || {
@@ -110,7 +110,7 @@ fn this_users_programs_on_this_host_need_no_key_where_they_are_let_in() {
     assert_eq!(store.get("plain", soon()).unwrap(), b"3");
     let open = serve(&key, Strangers::All);
     TcpStore::connect(open.local_addr(), soon()).unwrap().num_keys(soon()).unwrap();
-    // Without a key everybody is let in, whatever else was asked for.
+    // Without a key all clients are accepted, whatever else was requested.
     let access = Access::to(Credentials::default(), Strangers::None);
     let server = TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap();
     TcpStore::connect(server.local_addr(), soon()).unwrap().num_keys(soon()).unwrap();
@@ -145,7 +145,7 @@ fn the_first_refusal_is_told_and_the_server_goes_on() {
     let (key, (mut heard, pipe)) = (key(), io::pipe().unwrap());
     let access = Access::to(key.clone().into(), Strangers::None).telling(&Refusals(Arc::new(pipe)));
     let server = TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap();
-    // What is no client is none of them: nobody hears of it.
+    // A connection that is not a client's is not reported.
     let mut junk = bound_to([127, 0, 0, 9], &server);
     junk.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     assert!(is_dropped(&junk));
@@ -156,7 +156,7 @@ fn the_first_refusal_is_told_and_the_server_goes_on() {
     heard.read_exact(&mut line).unwrap();
     assert_eq!(&line, b"127.0.0.1\n");
     drop(heard);
-    // Nobody listens any more: that harms nobody.
+    // The reader has gone: that does no harm.
     let mut unproven = connect(&server);
     unproven.write_all(&[Caller::new([1; NONCE]).call(), &[0; TAG][..]].concat()).unwrap();
     let mut answer = [0; ANSWER];
@@ -165,7 +165,7 @@ fn the_first_refusal_is_told_and_the_server_goes_on() {
     TcpStore::connect_with_key(server.local_addr(), &key, soon()).unwrap().num_keys(soon()).unwrap();
 }
 
-/// What a stranger does with its connection.
+/// What a foreign connection does.
 fn misbehave(number: usize, address: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(address).unwrap();
     let call = *Caller::new([number as u8; NONCE]).call();

@@ -1,4 +1,4 @@
-//! The client's side.
+//! The client side.
 
 use std::fmt;
 use std::io;
@@ -17,17 +17,17 @@ use crate::store::call::Call;
 use crate::store::table::decimal;
 use crate::wire::store::{CHECK_READY, Frame, MAX_COUNT, MAX_REQUEST, Op};
 
-/// The most connections kept for later.
+/// The most idle connections that are kept.
 const IDLE: usize = 8;
 
 /// A store that a [`TcpStoreServer`](super::TcpStoreServer), or PyTorch's, serves.
 ///
-/// Threads that share it do not wait for each other: each call takes a connection that is idle, or makes one.
+/// Threads that share it do not wait for each other: each call takes an idle connection, or makes one.
 #[derive(Debug)]
 pub struct TcpStore {
     name: Name,
     entry: Entry,
-    /// The one of the address's meanings at which the store was found.
+    /// The address, of those that the name resolves to, at which the store was found.
     found: SocketAddr,
     local: IpAddr,
     idle: Mutex<Vec<Link>>,
@@ -43,20 +43,20 @@ impl fmt::Display for Name {
 }
 
 impl TcpStore {
-    /// Connects to the store at `address`, a `SocketAddr` or `host:port`; tries until `deadline` while nobody
-    /// listens there. Whatever listens there but is not a store gives an error that says so.
+    /// Connects to the store at `address`, a `SocketAddr` or `host:port`. Tries until `deadline` while nothing
+    /// listens there. If the listener is not a store, the error says so.
     pub fn connect(address: impl fmt::Display, deadline: Deadline) -> Result<Self> {
         Self::join(address, &Credentials::default(), deadline)
     }
 
-    /// [`connect`](Self::connect) to a store of the job whose key this is. Each proves to the other that it knows the key
-    /// before anything is asked or answered: a server that does not, PyTorch's among them, is an error.
+    /// [`connect`](Self::connect) to a store of the job with this key. Each side proves to the other that it knows the key
+    /// before any request: a server that does not, such as PyTorch's, is an error.
     pub fn connect_with_key(address: impl fmt::Display, key: &JobKey, deadline: Deadline) -> Result<Self> {
         Self::join(address, &key.clone().into(), deadline)
     }
 
-    /// [`connect`](Self::connect) to a store of the job whose credentials these are: in the same way by a key, if there is
-    /// one, and by TLS, if there are certificates.
+    /// [`connect`](Self::connect) to a store of the job with these credentials: with the key, if there is
+    /// one, as above, and with TLS, if there are certificates.
     pub fn connect_with(
         address: impl fmt::Display,
         credentials: &Credentials,
@@ -84,7 +84,7 @@ impl TcpStore {
         self.local
     }
 
-    /// The address at which the store was found: one of its host's, if that is reached directly.
+    /// The address at which the store was found; one of its host's, unless a proxy is in between.
     pub(crate) fn found_ip(&self) -> IpAddr {
         self.found.ip()
     }
@@ -108,7 +108,8 @@ impl TcpStore {
         Ok(answer)
     }
 
-    /// Sends a request that PyTorch's protocol leaves unanswered, and a ping whose answer shows that it was obeyed.
+    /// Sends a request that has no answer in PyTorch's protocol, and a ping, whose answer shows that the request was
+    /// carried out.
     fn command(&self, call: &Call<'_>, request: Frame) -> Result<()> {
         const NONCE: u32 = 0x5048_4C58;
         let echo = self.exchange(call, request.then(Op::Ping).u32(NONCE), Link::take::<4>)?;
@@ -127,7 +128,7 @@ impl TcpStore {
         let mut link = self.link(call)?;
         let came = link.wait(&request.into_bytes()).map_err(|error| call.failed(error))?;
         let answer = if came {
-            // A key that came in the last moment is still read.
+            // A key that was set at the last moment is still read.
             link.deadline = call.deadline.max(Deadline::after(Duration::from_millis(50)));
             Some(then(&mut link).map_err(|error| call.failed(error))?)
         } else {
@@ -155,7 +156,7 @@ impl TcpStore {
         }
     }
 
-    /// Why the store hung up on an addition: the protocol cannot say.
+    /// Why the store closed the connection on an addition: the protocol cannot say.
     fn explain_add(&self, call: &Call<'_>, key: &str, error: Error) -> Error {
         let deadline = Deadline::after(Duration::from_secs(1));
         let there = self.check(&[key], deadline).unwrap_or(false);
@@ -248,7 +249,7 @@ impl Store for TcpStore {
     }
 }
 
-/// Checks the caps that hold for a whole request.
+/// Checks the caps of a whole request.
 fn check_size(call: &Call<'_>, count: usize, bytes: usize) -> Result<()> {
     if count <= MAX_COUNT && bytes <= MAX_REQUEST {
         return Ok(());

@@ -1,4 +1,4 @@
-//! One client of the server: its handshake, its requests one after the other, its wait.
+//! One client of the server: its handshake, its requests one after the other, its waits.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
@@ -32,14 +32,14 @@ pub(super) struct Shared {
     barriers: Waiters,
 }
 
-/// Serves `stream` until its client closes it, or breaks the protocol, which is the error.
+/// Serves `stream` until its client closes it. If the client breaks the protocol, that is the error.
 pub(super) async fn serve(
     mut stream: Stream,
     gate: Rc<Gate>,
     shared: Rc<RefCell<Shared>>,
     admitted: impl FnOnce(),
 ) -> io::Result<()> {
-    // Until it is in, it has no buffer.
+    // It has no buffer before it is admitted.
     gate.admit(&mut stream).await?;
     stream.admit();
     admitted();
@@ -51,7 +51,7 @@ struct Connection {
     shared: Rc<RefCell<Shared>>,
 }
 
-/// What a request leads to.
+/// The result of a request.
 enum Answer {
     Nothing,
     Bytes(Vec<u8>),
@@ -60,7 +60,7 @@ enum Answer {
     Wait(Parked),
 }
 
-/// A client that waits; it is forgotten when this is dropped.
+/// A waiting client, which is removed when this is dropped.
 struct Parked {
     shared: Rc<RefCell<Shared>>,
     barrier: bool,
@@ -77,7 +77,8 @@ impl Drop for Parked {
 
 impl Connection {
     async fn run(mut self) -> io::Result<()> {
-        // Nothing further is read before an answer has been taken: a client that does not read cannot pile up.
+        // The next request is read only when the last answer has been taken, so that a client that does not read cannot
+        // use up memory.
         while let Some(request) = self.next_request().await? {
             match execute(&self.shared, request).map_err(|refusal| invalid(refusal.to_string()))? {
                 Answer::Nothing => {}
@@ -102,7 +103,7 @@ impl Connection {
         let mut decoder = Decoder::default();
         loop {
             let need = decoder.need();
-            // Memory grows with the bytes that have come, not with the length that was announced.
+            // Memory grows with the bytes that have arrived, not with the announced length.
             let mut bytes = Vec::with_capacity(need.min(BUFFER));
             (&mut self.stream).take(need as u64).read_to_end(&mut bytes).await?;
             if bytes.len() < need {
@@ -145,7 +146,7 @@ impl Connection {
     }
 }
 
-/// Does what `request` says. A refusal closes the connection: the protocol has no answer for it.
+/// Executes `request`. A refusal closes the connection, because the protocol has no answer for it.
 fn execute(cell: &Rc<RefCell<Shared>>, request: Request) -> Result<Answer, Refusal> {
     let mut shared = cell.borrow_mut();
     let Shared { table, waiters, .. } = &mut *shared;
@@ -180,7 +181,7 @@ fn execute(cell: &Rc<RefCell<Shared>>, request: Request) -> Result<Answer, Refus
             waiters.wake_all(key);
             integer(sum)
         }
-        // As PyTorch's server: a key that is not there reads as empty. Clients wait for it first.
+        // As PyTorch's server: an absent key reads as empty. Clients wait for it first.
         (Op::Get | Op::MultiGet, keys) => {
             Answer::Values(keys.iter().map(|key| table.get(key).unwrap_or_default()).collect())
         }
@@ -253,7 +254,7 @@ impl Shared {
     }
 }
 
-/// An item counts with its key and what a small vector costs, so that empty ones are bounded too.
+/// An item counts with its key and the overhead of a small vector, so that empty ones are limited too.
 fn queue_cost(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + 64
 }

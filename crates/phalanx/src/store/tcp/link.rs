@@ -1,4 +1,4 @@
-//! A connection of the client: how it is made, and how bytes cross it before a deadline.
+//! A connection of the client: how it is made, and how data is sent and received with a deadline.
 
 use std::fmt::Display;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -23,27 +23,28 @@ use crate::wire::tls;
 const CONNECT: Duration = Duration::from_secs(5);
 /// How long a server that has accepted may take to answer the greeting.
 const GREETING: Duration = Duration::from_secs(10);
-/// For how long a server that hangs up on the greeting is tried again: one that is just ending does so too.
+/// How long to try again when a server closes the connection on the greeting: a server that is just ending does this
+/// too.
 const HANGING_UP: Duration = Duration::from_secs(2);
-/// For how long a name without an address is tried again: what looks names up may just be starting.
+/// How long to try again when a name has no address: the resolver may just be starting.
 const NAMED: Duration = Duration::from_secs(10);
-/// The pauses between attempts grow from the first to the second.
+/// The pause between two attempts grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
 /// How long a server may take to confirm that a wait is cancelled; the deadline has passed already.
 const CANCEL: Duration = Duration::from_millis(50);
 
-/// A connection that has been greeted by a store.
+/// A connection after the greeting of a store.
 #[derive(Debug)]
 pub(super) struct Link {
     stream: TcpStream,
     tls: Option<Box<Session>>,
-    /// Bytes that came with an earlier read; from `start` on they are still to be used.
+    /// Bytes that came with an earlier read; those from `start` on are unread.
     buffer: Vec<u8>,
     start: usize,
     pub deadline: Deadline,
 }
 
-/// With what a client comes in.
+/// How a client is admitted.
 #[derive(Debug)]
 pub(super) struct Entry {
     secret: Option<StoreSecret>,
@@ -58,26 +59,27 @@ impl Entry {
 
 /// Why an attempt to connect failed.
 enum Attempt {
-    /// Nobody is there, or not yet.
+    /// Nothing listens there, or not yet.
     Absent(io::Error),
-    /// It hung up.
+    /// It closed the connection.
     HungUp,
-    /// It accepts connections and says nothing.
+    /// It accepts connections but sends nothing.
     Silent,
-    /// It is something else than a store.
+    /// It is not a store.
     Foreign(String),
     /// It is a store, but does not know the key.
     Unproven,
-    /// TLS stands between.
+    /// TLS failed.
     Insecure(io::Error),
     /// The name has no address, or its address is not known yet.
     Nameless(io::Error),
-    /// This process has no descriptor, or no thread, for it.
+    /// This process has no descriptor, or no thread, left.
     Short(Error),
 }
 
 impl Link {
-    /// Connects to `address`, `host:port`, until it works or `deadline` has passed; says now and then that it does.
+    /// Connects to `address`, `host:port`, until it succeeds or `deadline` has passed. Reports now and then that it is
+    /// waiting.
     pub fn connect(address: &str, entry: &Entry, deadline: Deadline) -> Result<Self> {
         let last = Mutex::new(String::new());
         let what = || format!("this process waits for the store at {address}{}", last.lock());
@@ -88,7 +90,7 @@ impl Link {
         })
     }
 
-    /// Tries to connect, and `tells` why it did not work.
+    /// Tries to connect, and `tells` why it failed.
     fn persist(
         address: &str,
         entry: &Entry,
@@ -150,7 +152,7 @@ impl Link {
         }
     }
 
-    /// Connects to a store that has been there before: one that refuses now is gone, one that is slow is slow.
+    /// Connects to a store that has been there before. If it refuses now, it is gone; if it is slow, it is only slow.
     pub fn again(address: &str, entry: &Entry, deadline: Deadline) -> io::Result<Self> {
         use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
         loop {
@@ -167,7 +169,7 @@ impl Link {
                     return Err(TimedOut.into());
                 }
                 Err(Attempt::Silent) => {}
-                // A network may come back. Too few descriptors, or ports, do not.
+                // A network may come back. Missing descriptors or ports do not.
                 Err(Attempt::Absent(error) | Attempt::Nameless(error))
                     if matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable) =>
                 {
@@ -198,7 +200,7 @@ impl Link {
         for target in resolve(address, deadline).map_err(name)? {
             let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
             match TcpStream::connect_timeout(&target, limit) {
-                // A connection to a free port of this host may by chance be one to itself.
+                // A connection to a free port of this host may by chance be a connection to itself.
                 Ok(stream) if stream.local_addr().ok() == Some(target) => {}
                 Ok(stream) => return Self::greet(stream, entry, deadline),
                 Err(error) if no_more_files(&error).is_some() => {
@@ -226,7 +228,7 @@ impl Link {
             link.tls = Some(session);
         }
         let number = std::process::id();
-        // What lets this client in goes out in one packet with the ping, whose answer says that it is in.
+        // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
         let mut hello = match &secret {
             Some(secret) => link.authenticate(secret)?.to_vec(),
             None => Frame::new(Op::Validate).u32(MAGIC).into_bytes(),
@@ -243,9 +245,10 @@ impl Link {
         }
     }
 
-    /// Sends what a server answers if it lets this client go on; gives the beginning of the answer.
+    /// Sends a request that a server answers if it admits this client. Returns the beginning of the answer.
     fn ask(&mut self, request: &[u8]) -> Result<[u8; 4], Attempt> {
-        // Who does not accept this client's certificate may have hung up already; why, it has said before.
+        // A server that refuses this client's certificate may have closed the connection already, after an alert with
+        // the reason.
         let sent = self.send(request);
         if self.tls.is_none() {
             sent.map_err(unanswered)?;
@@ -253,7 +256,7 @@ impl Link {
         self.take().map_err(unanswered)
     }
 
-    /// Makes this the connecting end of a TLS connection.
+    /// Makes this the connecting side of a TLS connection.
     fn encrypt(&mut self, tls: &Tls) -> io::Result<Box<Session>> {
         let mut session = Box::new(tls.client()?);
         loop {
@@ -268,7 +271,7 @@ impl Link {
         }
     }
 
-    /// Makes sure that the server knows the secret; gives the proof that this client does.
+    /// Checks that the server knows the secret. Returns the proof that this client does.
     fn authenticate(&mut self, secret: &StoreSecret) -> Result<Tag, Attempt> {
         let own = nonce().map_err(|error| Attempt::Absent(io::Error::other(error)))?;
         let caller = Caller::new(own);
@@ -319,7 +322,7 @@ impl Link {
         self.take().map(i64::from_le_bytes)
     }
 
-    /// Reads a length and so many bytes; the length is checked first.
+    /// Reads a length and that many bytes; the length is checked first.
     pub fn value(&mut self) -> io::Result<Vec<u8>> {
         let length = u64::from_le_bytes(self.take()?);
         let length = usize::try_from(length).ok().filter(|length| *length <= MAX_VALUE).ok_or_else(|| {
@@ -348,7 +351,7 @@ impl Link {
     fn cancel(&mut self) -> io::Result<bool> {
         self.deadline = Deadline::after(CANCEL);
         self.send(&[Op::CancelWait as u8])?;
-        // The keys may have come at the last moment: then that is said first.
+        // The keys may have come at the last moment: then this answer comes first.
         let came = self.take()? == [WAIT_DONE];
         if came {
             self.take::<1>()?;
@@ -367,7 +370,7 @@ impl Link {
                 continue;
             }
             self.stream.set_read_timeout(Some(self.left()?))?;
-            // What is long is read where it belongs; what is short, with what follows it.
+            // Long data is read directly into its place; short data is read together with what follows it.
             const SMALL: usize = 512;
             let read = if bytes.len() >= SMALL {
                 Self::read(&mut self.stream, &mut self.tls, bytes)
@@ -395,7 +398,7 @@ impl Link {
     }
 }
 
-/// It answers a greeting otherwise than a store does.
+/// The error for an answer to the greeting that is not a store's.
 fn strange(answer: &[u8]) -> Attempt {
     if tls::is_alert(answer) {
         return Attempt::Insecure(Refusal::wanted());
@@ -411,7 +414,7 @@ fn unanswered(error: io::Error) -> Attempt {
     }
 }
 
-/// Errors after which the deadline is looked at once more.
+/// Ignores errors after which the caller checks the deadline again.
 fn retry(error: io::Error) -> io::Result<()> {
     match error.kind() {
         io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Ok(()),
@@ -419,7 +422,7 @@ fn retry(error: io::Error) -> io::Result<()> {
     }
 }
 
-/// `host:port`, with brackets around an IPv6 address whether it has them already or not.
+/// `host:port`, with brackets around an IPv6 address, whether or not it has them already.
 pub(crate) fn host_port(host: &str, port: u16) -> String {
     let host = host.trim_matches(['[', ']']);
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
@@ -437,7 +440,8 @@ pub(crate) fn resolve(address: &str, deadline: Deadline) -> io::Result<Vec<Socke
     Ok(targets)
 }
 
-/// The system's resolver knows no deadline, and may take half a minute: it runs in a thread for which nobody waits longer.
+/// The system's resolver has no deadline, and may take half a minute. So it runs in a thread, for which this waits only
+/// until the deadline.
 fn within<T: Send + 'static>(
     deadline: Deadline,
     look_up: impl FnOnce() -> io::Result<T> + Send + 'static,
@@ -452,7 +456,8 @@ fn within<T: Send + 'static>(
         .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the system is still looking up the name"))?
 }
 
-/// For how long a name without an address is tried again. In Kubernetes a pod's name has one when the pod has been placed.
+/// How long to try again when a name has no address. In Kubernetes a pod's name gets one when the pod has been
+/// scheduled.
 fn naming() -> Duration {
     match std::env::var_os("KUBERNETES_SERVICE_HOST") {
         Some(_) => Duration::MAX,
@@ -460,7 +465,7 @@ fn naming() -> Duration {
     }
 }
 
-/// What to do about an address whose name nobody knows.
+/// The remedy for an address whose name cannot be resolved.
 pub(super) const UNNAMED: &str = "is MASTER_ADDR (or the launcher's --rdzv-endpoint) spelled right, and does `getent hosts` \
                                   know it on this host? An IP address needs no look-up";
 
@@ -520,7 +525,7 @@ fn unproven(address: &str) -> Error {
         )
 }
 
-/// For [`fuzzing`](crate::fuzzing): what a store answers, to calls that the first bytes name.
+/// For [`fuzzing`](crate::fuzzing): a store's answers, to calls that the first bytes name.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
@@ -529,7 +534,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     use std::os::unix::net::UnixStream;
 
     const CALLS: usize = 4;
-    /// What a socket takes without being read.
+    /// What a socket buffers without being read.
     const MOST: usize = 64 << 10;
     let Some((calls, answer)) = bytes.split_first_chunk::<CALLS>() else { return false };
     let Ok((ours, mut store)) = UnixStream::pair() else { return false };
@@ -560,7 +565,7 @@ mod tests {
         assert!(error.kind() == io::ErrorKind::TimedOut && started.elapsed() < Duration::from_secs(5));
         drop(never);
         assert_eq!(within(Deadline::after(Duration::from_secs(20)), || Ok(7)).unwrap(), 7);
-        // What needs no lookup needs no time.
+        // An address that needs no lookup needs no time.
         let past = Deadline::after(Duration::ZERO);
         assert_eq!(resolve("[::1]:80", past).unwrap(), ["[::1]:80".parse().unwrap()]);
     }

@@ -1,6 +1,6 @@
-//! Either side's clients with either side's server. PyTorch is not needed to build or test this crate, so these are
-//! ignored unless they are asked for: `PHALANX_TEST_PYTHON=python3 cargo test -p phalanx --lib pytorch -- --ignored`, with a
-//! Python that has torch. `.ci/full` brings one.
+//! Our client with PyTorch's server, and vice versa. PyTorch is not needed to build or test this crate, so these tests
+//! are ignored by default. Run them with `PHALANX_TEST_PYTHON=python3 cargo test -p phalanx --lib pytorch -- --ignored`
+//! and a Python that has torch. `.ci/full` installs one.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -30,7 +30,7 @@ fn python(script: &str) -> Command {
 #[ignore = "needs PyTorch, in the Python that PHALANX_TEST_PYTHON names: .ci/full runs it"]
 fn pytorch_clients_work_with_our_server() {
     let address = "127.0.0.1:0".parse().unwrap();
-    // A store with a key lets them in because they are this user's.
+    // A store with a key admits them because they are this user's.
     let keyed = TcpStoreServer::bind_with_key(address, JobKey::generate().unwrap()).unwrap();
     for server in [TcpStoreServer::bind(address).unwrap(), keyed] {
         let port = server.local_addr().port().to_string();

@@ -1,4 +1,4 @@
-//! The serving side: one thread, one task a client, all of them on one runtime.
+//! The server side: one thread and one runtime, with one task for each client.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -26,13 +26,14 @@ use crate::error::{Error, Result, no_more_files};
 use crate::key::JobKey;
 use crate::notice::warn;
 
-/// The most connections at a time; further ones are closed as they come.
+/// The most connections at a time; further ones are closed at once.
 const MAX_CONNECTIONS: usize = 16_384;
-/// The most that have not shown yet who they are; the oldest gives way. A burst of a job's own ranks must fit.
+/// The most connections that are not authenticated yet; for a new one the oldest is closed. All of a job's ranks may
+/// come at once and must fit.
 const MAX_AT_THE_GATE: usize = 2048;
-/// How long accepting rests when the process has run out of descriptors.
+/// The pause in accepting when the process has run out of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
-/// After how long a silence the kernel asks whether a client's host still lives.
+/// After this silence the kernel checks whether a client's host is still alive.
 const KEEP_ALIVE: Duration = Duration::from_secs(30);
 
 /// Serves a store to [`TcpStore`](super::TcpStore)s and to PyTorch's clients.
@@ -59,10 +60,10 @@ pub struct TcpStoreServer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the owner tells the thread.
+/// An order of the owner to the thread.
 #[derive(Clone, Copy, Debug)]
 enum Order {
-    /// Serve until no client is left, or until then.
+    /// Serve until no client is left, or until this time.
     Drain(std::time::Instant),
     Stop,
 }
@@ -71,19 +72,19 @@ impl TcpStoreServer {
     /// Binds to `address`, port 0 for any, and starts to serve.
     ///
     /// # Errors
-    /// If the port is taken, if `address` is none of this host, or if it stands for all of the host's addresses: whoever
-    /// reaches this store may use it, so it must not be open to every network.
+    /// If the port is taken, if `address` is not of this host, or if it means all of the host's addresses: every
+    /// process that reaches this store may use it, so it must not be open to every network.
     pub fn bind(address: SocketAddr) -> Result<Self> {
         Self::bind_for(address, Access::default())
     }
 
-    /// [`bind`](Self::bind) for a job with this key. Clients must know it, except programs of this user's on this host:
+    /// [`bind`](Self::bind) for a job with this key. Clients must know it, except programs of this user on this host:
     /// they could read the key, and PyTorch's clients cannot use it.
     pub fn bind_with_key(address: SocketAddr, key: JobKey) -> Result<Self> {
         Self::bind_with(address, key.into())
     }
 
-    /// [`bind`](Self::bind) for a job with these credentials. Clients must have them, except programs of this user's on
+    /// [`bind`](Self::bind) for a job with these credentials. Clients must have them, except programs of this user on
     /// this host: they could read the files, and PyTorch's clients can use neither key nor TLS.
     pub fn bind_with(address: SocketAddr, credentials: Credentials) -> Result<Self> {
         Self::bind_for(address, Access::to(credentials, Strangers::OfThisUser))
@@ -100,14 +101,14 @@ impl TcpStoreServer {
         Self::bind_anywhere(address, access)
     }
 
-    /// [`bind_for`](Self::bind_for), also to all of the host's addresses at once, for somebody who has asked for that.
+    /// [`bind_for`](Self::bind_for), but allows all of the host's addresses at once, for users who have asked for it.
     pub(crate) fn bind_anywhere(address: SocketAddr, access: Access) -> Result<Self> {
         let socket = listen(address).map_err(|error| bind_error(address, error))?;
         let address = socket.local_addr().map_err(|error| bind_error(address, error))?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
-            // Reads the kernel's tables of connections, where it answers no questions about one of them.
+            // It reads the kernel's tables of connections, if the kernel does not answer queries about single ones.
             .max_blocking_threads(1)
             .build()
             .map_err(|error| Error::io("cannot start the store's runtime", error))?;
@@ -116,14 +117,14 @@ impl TcpStoreServer {
             .name("phalanx-store".into())
             .spawn(move || {
                 LocalSet::new().block_on(&runtime, run(socket, access, inbox));
-                // Nobody waits for an answer any more.
+                // The answers are no longer needed.
                 runtime.shutdown_background();
             })
             .map_err(|error| Error::not_started("cannot start the store's thread", error))?;
         Ok(Self { address, orders, thread: Some(thread) })
     }
 
-    /// Binds to the first of the meanings of `address`, `host:port`, that is an address of this host.
+    /// Binds to the first address of this host that `address`, `host:port`, resolves to.
     pub(crate) fn bind_to(address: &str, access: Access, deadline: Deadline) -> Result<Self> {
         let targets = resolve(address, deadline).map_err(|error| {
             Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
@@ -139,12 +140,12 @@ impl TcpStoreServer {
         Err(failure.unwrap_or_else(|| Error::environment(format!("{address} has no address"))))
     }
 
-    /// The address it listens on, with the port that was given to it.
+    /// The address it listens on, with the actual port.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// Where this host reaches it.
+    /// The address at which this host reaches it.
     pub(crate) fn reachable_addr(&self) -> SocketAddr {
         let mut address = self.address;
         match address.ip() {
@@ -155,13 +156,13 @@ impl TcpStoreServer {
         address
     }
 
-    /// Goes on serving until every client that was let in has closed its connections, but not past `deadline`; then stops.
+    /// Continues to serve until every admitted client has closed its connections, or until `deadline`; then stops.
     pub fn drain(mut self, deadline: Deadline) {
         self.finish(Order::Drain(deadline.instant()));
     }
 
     fn finish(&mut self, order: Order) {
-        // A thread that is gone has stopped serving, which is what was wanted.
+        // A thread that has ended has stopped serving, which is the goal.
         let _ = self.orders.send(order);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -177,7 +178,7 @@ impl Drop for TcpStoreServer {
 
 fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-    // The port is free again as soon as a former job has ended, whatever its connections' state.
+    // The port can be reused at once after a former job, whatever its connections' state.
     socket.set_reuse_address(true)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
@@ -203,8 +204,8 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
     Error::io(format!("cannot serve the store on {address}"), error).with_remedy(remedy)
 }
 
-/// The clients that have not shown yet who they are, the oldest first. Strangers that come without end must leave the
-/// process its descriptors.
+/// The clients that are not authenticated yet, the oldest first. Unlimited foreign connections must not use up the
+/// process's descriptors.
 struct AtTheGate {
     clients: VecDeque<(AbortHandle, Rc<Cell<bool>>)>,
     most: usize,
@@ -239,7 +240,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
     let gate = Rc::new(Gate::new(access));
     let mut clients = JoinSet::new();
     let mut at_the_gate = AtTheGate::new();
-    // Nobody waits for strangers.
+    // Stopping does not wait for unauthenticated clients.
     let inside = Rc::<Cell<usize>>::default();
     let (mut draining, mut told): (Option<Instant>, bool) = (None, false);
     while draining.is_none() || inside.get() > 0 {
@@ -288,7 +289,7 @@ async fn at(moment: Option<Instant>) {
     }
 }
 
-/// Small answers leave at once; a host that vanished is noticed. A socket that refuses works all the same.
+/// Small answers are sent at once; a vanished host is noticed. If a socket refuses an option, it still works.
 fn tune(stream: &TcpStream) {
     let _ = stream.set_nodelay(true);
     let keep_alive = TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE);

@@ -1,4 +1,4 @@
-//! A client's connection, at the server: a socket, and perhaps TLS above it.
+//! The server's side of a client's connection: a socket, with or without TLS.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -10,16 +10,16 @@ use tokio::net::TcpStream;
 
 use crate::tls::{Binding, Session, Tls};
 
-/// Reads of what a client still says that is turned away; who says more without end would hold the store up.
+/// Reads of what a refused client still sends; one that sends without end must not delay the store.
 const LAST_READS: usize = 64;
-/// Reads in which nothing came that could be decrypted, before others have their turn: a client may send a record in as
-/// many pieces as it likes, and some without content.
+/// Reads without decrypted content, before other clients have their turn: a client may send a record in many pieces,
+/// and records without content.
 const EMPTY_READS: usize = 16;
 
 #[derive(Debug)]
 pub(super) struct Stream {
     socket: TcpStream,
-    /// Asked for when it came: a socket that was reset does not know it any more.
+    /// Read when the client connected: a socket that was reset no longer has it.
     peer: Option<IpAddr>,
     tls: Option<Box<Session>>,
 }
@@ -30,7 +30,7 @@ impl Stream {
         Self { socket, peer, tls: None }
     }
 
-    /// The client's host, also when the client has gone.
+    /// The client's host, even after the client has gone.
     pub(super) fn peer(&self) -> Option<IpAddr> {
         self.peer
     }
@@ -40,7 +40,7 @@ impl Stream {
         Ok((self.socket.peer_addr()?, self.socket.local_addr()?))
     }
 
-    /// Makes this the accepting end of a TLS connection, whose first record has been read.
+    /// Makes this the accepting side of a TLS connection, whose first record has been read.
     pub(super) async fn encrypt(&mut self, tls: &Tls, first: Vec<u8>) -> io::Result<Binding> {
         let mut session = Box::new(tls.server()?);
         session.begin_with(first);
@@ -57,10 +57,10 @@ impl Stream {
         binding
     }
 
-    /// Sends a last message without TLS. A socket with something unread would be reset, which might take them from the
-    /// client.
+    /// Sends a last message without TLS. Closing a socket with unread data resets the connection, which might discard
+    /// this message at the client. So the data is read first.
     pub(super) fn turn_away(&self, message: &[u8]) {
-        // It is little, and nothing has been said before: it goes out whole or the client is gone.
+        // It is small, and the first message sent: it is sent whole, or the client has gone.
         let _ = self.socket.try_write(message);
         let mut rest = [0; 1024];
         for _ in 0..LAST_READS {
@@ -70,7 +70,7 @@ impl Stream {
         }
     }
 
-    /// The client has shown that it may come in.
+    /// The client has been authenticated.
     pub(super) fn admit(&mut self) {
         if let Some(session) = &mut self.tls {
             session.admit();
@@ -136,7 +136,7 @@ impl AsyncWrite for Stream {
     }
 }
 
-/// What the socket takes and gives now.
+/// The socket, with non-blocking reads and writes.
 struct Socket<'a>(&'a TcpStream);
 
 impl Read for Socket<'_> {

@@ -1,4 +1,4 @@
-//! The server and the client against strangers, garbage, and many.
+//! The server and the client with foreign peers, garbage, and many clients.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -28,7 +28,7 @@ fn client(server: &TcpStoreServer) -> TcpStore {
     TcpStore::connect(server.local_addr(), soon()).unwrap()
 }
 
-/// A raw connection that says that it is a client.
+/// A raw connection that has identified itself as a client.
 fn raw(server: &TcpStoreServer) -> TcpStream {
     let mut stream = TcpStream::connect(server.local_addr()).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
@@ -36,7 +36,7 @@ fn raw(server: &TcpStoreServer) -> TcpStream {
     stream
 }
 
-/// Does the server hang up without another byte?
+/// Does the server close the connection without another byte?
 fn is_dropped(mut stream: TcpStream) -> bool {
     match stream.read(&mut [0; 64]) {
         Ok(0) => true,
@@ -60,7 +60,7 @@ fn strangers_are_dropped_and_disturb_nobody() {
         assert!(is_dropped(stranger));
         works(&store);
     }
-    // One that says nothing, or not enough, has two seconds.
+    // A client that sends nothing, or not enough, has two seconds.
     let started = Instant::now();
     let silent = TcpStream::connect(server.local_addr()).unwrap();
     let mut half = TcpStream::connect(server.local_addr()).unwrap();
@@ -128,7 +128,7 @@ fn garbage_from_clients_disturbs_nobody() {
                     bytes.extend_from_slice(&request[..end]);
                 }
                 bytes.extend(garbage);
-                // The server may hang up in the middle of it.
+                // The server may close the connection in the middle of it.
                 let _ = stream.write_all(&bytes);
                 Ok(())
             })
@@ -151,7 +151,7 @@ fn a_waiter_that_goes_away_is_forgotten_and_one_that_cancels_goes_on() {
     stream.read_exact(&mut answer[..1]).unwrap();
     assert_eq!(answer[0], 1);
     store.set("late", b"", soon()).unwrap();
-    // A wait that has come true is answered first, and its cancellation then.
+    // A wait that is over is answered first, then its cancellation.
     stream.write_all(&Frame::new(Op::Wait).keys(&["late"]).then(Op::CancelWait).into_bytes()).unwrap();
     stream.read_exact(&mut answer).unwrap();
     assert_eq!(answer, [0, 1]);
@@ -165,14 +165,14 @@ fn a_client_that_does_not_read_stops_only_itself() {
     let mut lazy = raw(&server);
     lazy.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
     let gets = (0..50_000).fold(Frame::new(Op::Get).key("big"), |frame, _| frame.then(Op::Get).key("big"));
-    // The server stops reading its requests while their answers stand.
+    // The server stops reading its requests while their answers are unread.
     assert!(lazy.write_all(&gets.into_bytes().repeat(8)).is_err());
     for _ in 0..10 {
         works(&store);
     }
 }
 
-/// A listener that does `answer` with whoever connects, for the length of the test.
+/// A listener that runs `answer` with each connection, until the end of the test.
 fn foreign(answer: impl FnMut(TcpStream) + Send + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -210,7 +210,7 @@ fn a_foreign_server_is_named_and_its_lengths_are_not_believed() {
         "{error}"
     );
 
-    // One that greets like a store, then announces 1.3 TB.
+    // A server that greets like a store, then announces 1.3 TB.
     let liar = foreign(|mut stream| {
         let mut hello = [0; 10];
         let _ = stream.read_exact(&mut hello);
@@ -231,7 +231,7 @@ fn a_store_that_is_silent_at_first_is_asked_again() {
     let mut frozen = None;
     let address = foreign(move |client| {
         if frozen.is_none() {
-            // It takes the first connection, and says nothing.
+            // It accepts the first connection, and sends nothing.
             frozen = Some(client);
             return;
         }
@@ -279,7 +279,7 @@ fn all_networks_at_once_are_refused() {
 
 #[test]
 fn a_store_that_was_there_and_is_slow_now_is_not_taken_for_another_program() {
-    // It answers the first greeting, as a store does, and no other.
+    // It answers the first greeting, as a store does, but no other.
     let mut streams = Vec::new();
     let slow = foreign(move |mut stream| {
         let mut hello = [0; 10];
@@ -321,13 +321,13 @@ fn dropping_a_server_ends_its_waits_and_draining_lets_clients_finish() {
         store.close_idle();
         draining.join().unwrap();
     });
-    // A client that stays does not hold it for ever.
+    // A client that stays does not delay it for ever.
     let server = serve();
     let _stays = client(&server);
     server.drain(Deadline::after(Duration::from_millis(50)));
 }
 
-/// Descriptors for so many connections, both ends in this process; `false` if the system does not give them.
+/// Raises the limit for this many connections, both sides in this process; `false` if the system does not allow it.
 fn may_open(connections: u64) -> bool {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let needed = 2 * connections + 200;

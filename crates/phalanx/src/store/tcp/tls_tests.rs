@@ -1,4 +1,4 @@
-//! The store over TLS: who is let in, and what the others are told.
+//! The store over TLS: which clients are accepted, and which answer the others get.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::io::{Read, Write};
@@ -44,7 +44,7 @@ fn a_hundred_clients_share_a_store() {
                     let store = TcpStore::connect_with(address, credentials, soon()).unwrap();
                     store.set(&number.to_string(), &number.to_le_bytes(), soon()).unwrap();
                     let next = ((number + 1) % 100).to_string();
-                    // It comes when it comes.
+                    // Waits until it is set.
                     assert_eq!(store.get(&next, soon()).unwrap(), ((number + 1) % 100).to_le_bytes());
                     store.add("sum", i64::from(number), soon()).unwrap();
                 });
@@ -130,14 +130,14 @@ fn who_floods_instead_of_speaking_tls_is_hung_up_on() {
     TcpStore::connect_with(server.local_addr(), &credentials, soon()).unwrap();
 }
 
-/// A connection of another of this host's addresses, which has said this.
+/// A connection from another of this host's addresses, which has sent `words`.
 fn scanner(server: &TcpStoreServer, words: &[u8]) -> TcpStream {
     let mut stream = bound_to([127, 0, 0, 9], server);
     stream.write_all(words).unwrap();
     stream
 }
 
-/// It is hung up on, perhaps after an alert.
+/// The server closes the connection, perhaps after an alert.
 fn is_dropped(mut stream: &TcpStream) -> bool {
     match stream.read_to_end(&mut Vec::new()) {
         Ok(_) => true,
@@ -145,7 +145,7 @@ fn is_dropped(mut stream: &TcpStream) -> bool {
     }
 }
 
-/// A program that speaks TLS, accepts every certificate and shows none.
+/// A TLS client that accepts every certificate and shows none.
 fn without_certificate(mut stream: TcpStream) {
     use rustls::{ClientConfig, ClientConnection};
     let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -156,7 +156,7 @@ fn without_certificate(mut stream: TcpStream) {
         .with_custom_certificate_verifier(trusting())
         .with_no_client_auth();
     let mut client = ClientConnection::new(Arc::new(config), "host".try_into().unwrap()).unwrap();
-    // Until it is told that it may not.
+    // Until the server refuses it.
     assert!(rustls::Stream::new(&mut client, &mut stream).read_to_end(&mut Vec::new()).is_err());
 }
 
@@ -183,7 +183,7 @@ fn what_is_no_client_is_not_told_of_and_a_client_without_credentials_is() {
             &[255; 64],
         ] {
             let scanner = scanner(&server, words);
-            // It may have been hung up on before that.
+            // The server may have closed the connection before.
             let _ = scanner.shutdown(std::net::Shutdown::Write);
             assert!(is_dropped(&scanner), "{words:?}");
         }

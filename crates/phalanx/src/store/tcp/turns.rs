@@ -1,6 +1,7 @@
-//! Who may have the state of a TLS handshake: a few at once, the others wait.
+//! Limits the number of TLS handshakes at once. Other clients wait.
 //!
-//! A client that has sent its client hello, and nothing more, costs little while it waits; once rustls has read it, it costs more.
+//! A client that has sent its ClientHello, and nothing more, costs little while it waits; once rustls has read it, it
+//! costs more.
 
 use std::cell::Cell;
 use std::future::Future;
@@ -12,19 +13,19 @@ use tokio::time::sleep;
 
 /// The most handshakes at once.
 const AT_ONCE: usize = 128;
-/// How long a handshake may take while others wait for a turn. With so many at once more have their turn in the patience
-/// of a client, 10 s, than may stand at the gate: it is never in vain to wait.
+/// How long a handshake may take while others wait for a turn. With this many at once, more clients have their turn
+/// within the patience of a client, 10 s, than may wait to be admitted: so a client never waits in vain.
 const PATIENCE: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]
 pub(super) struct Turns {
     free: Semaphore,
     waiting: Cell<usize>,
-    /// Somebody has begun to wait.
+    /// A client has begun to wait.
     crowded: Notify,
 }
 
-/// The right to have such a state, until it is dropped.
+/// The right to do a handshake, until it is dropped.
 pub(super) struct Turn<'a> {
     turns: &'a Turns,
     _permit: SemaphorePermit<'a>,
@@ -39,7 +40,7 @@ impl Turns {
         Self { free: Semaphore::new(most), waiting: Cell::new(0), crowded: Notify::new() }
     }
 
-    /// Waits for a turn; who came first has it first.
+    /// Waits for a turn, in the order of arrival.
     pub async fn take(&self) -> io::Result<Turn<'_>> {
         let permit = match self.free.try_acquire() {
             Ok(permit) => permit,
@@ -54,7 +55,7 @@ impl Turns {
 }
 
 impl Turn<'_> {
-    /// Waits for the end of `handshake`. When that has had its time, and others wait, it is given up.
+    /// Waits for the end of `handshake`. After its time is over it is given up, if others wait.
     pub async fn last<T>(&self, handshake: impl Future<Output = io::Result<T>>) -> io::Result<T> {
         tokio::select! {
             biased;
@@ -73,7 +74,7 @@ impl Turn<'_> {
     }
 }
 
-/// Somebody who waits, until this is dropped.
+/// Counts a waiting client, until this is dropped.
 struct Waiting<'a>(&'a Cell<usize>);
 
 impl<'a> Waiting<'a> {
@@ -109,7 +110,7 @@ mod tests {
         run(async {
             let turns = Rc::new(Turns::of(2));
             let (slow, quick) = (turns.take().await.unwrap(), turns.take().await.unwrap());
-            // Nobody waits: it may take longer.
+            // No client waits: it may take longer.
             let alone = timeout(PATIENCE * 2, slow.last(pending::<io::Result<()>>())).await;
             assert!(alone.is_err());
             let (shared, started) = (Rc::clone(&turns), Instant::now());
@@ -117,7 +118,7 @@ mod tests {
                 let _turn = shared.take().await.unwrap();
                 started.elapsed()
             });
-            // One that is done frees its place at once.
+            // A handshake that is done frees its turn at once.
             quick.last(async { Ok(()) }).await.unwrap();
             drop(quick);
             assert!(waiter.await.unwrap() < PATIENCE);

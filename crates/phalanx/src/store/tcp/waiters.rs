@@ -1,4 +1,4 @@
-//! Who waits for which keys. Pure: waking is sending on a channel.
+//! Which clients wait for which keys. Pure: waking is sending on a channel.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -32,7 +32,7 @@ impl Waiters {
         (id, woken)
     }
 
-    /// Forgets a wait that was cancelled, or whose client is gone.
+    /// Removes a wait that was cancelled, or whose client has gone.
     pub fn remove(&mut self, id: u64) {
         let Some(wait) = self.waits.remove(&id) else { return };
         for key in &wait.missing {
@@ -45,14 +45,14 @@ impl Waiters {
         }
     }
 
-    /// Tells all who wait for `key` that it has come.
+    /// Wakes all clients that wait for `key`, which has been set.
     pub fn wake_all(&mut self, key: &[u8]) {
         for id in self.by_key.remove(key).unwrap_or_default() {
             self.count_down(id);
         }
     }
 
-    /// Tells the first who waits for `key`.
+    /// Wakes the first client that waits for `key`.
     pub fn wake_one(&mut self, key: &[u8]) {
         let Some(ids) = self.by_key.get_mut(key) else { return };
         let first = ids.pop_first();
@@ -75,7 +75,7 @@ impl Waiters {
         if wait.left == 0
             && let Some(wait) = self.waits.remove(&id)
         {
-            // A receiver that is gone has just been cancelled.
+            // A receiver that has gone has just been cancelled.
             let _ = wait.done.send(());
         }
     }

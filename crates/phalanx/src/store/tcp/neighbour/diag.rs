@@ -1,4 +1,4 @@
-//! One socket, by its ends, as the kernel's NETLINK_SOCK_DIAG knows it (`sock_diag(7)`).
+//! Queries one socket, by its two addresses, with the kernel's NETLINK_SOCK_DIAG (`sock_diag(7)`).
 //!
 //! ```text
 //! request   nlmsghdr 16 | family 1 | protocol 1 | 0 2 | states 4 | socket 48
@@ -6,7 +6,7 @@
 //! socket    port 2 | peer's port 2 | address 16 | peer's address 16 | interface 4 | cookie 8
 //! ```
 //!
-//! Ports and addresses are in network order, all else as this processor has it.
+//! Ports and addresses are in network order, everything else in this processor's.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
@@ -24,9 +24,9 @@ use super::Ends;
 
 const HEAD: usize = 16;
 const REQUEST: usize = HEAD + 56;
-/// With what is of use here; attributes may follow.
+/// The fields that are used here; attributes may follow.
 const ANSWER: usize = HEAD + 72;
-/// Where a socket stands in both, and the parts of it.
+/// The offset of the socket in both, and those of its fields.
 const SOCKET: (usize, usize) = (HEAD + 8, HEAD + 4);
 const USER: usize = ANSWER - 8;
 
@@ -34,20 +34,20 @@ const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const NLMSG_ERROR: u16 = 2;
 const NLM_F_REQUEST: u16 = 1;
 const IPPROTO_TCP: u8 = 6;
-/// The only state in which a socket's user is the one who made it: half-open and closed ones say 0.
+/// The only state in which a socket's user is its creator: half-open and closed sockets have 0.
 const ESTABLISHED: u8 = 1;
 const LISTEN: u8 = 10;
-/// The largest number of an error that Linux has.
+/// The largest error number of Linux.
 const MAX_ERRNO: i32 = 4095;
-/// It answers at once; nobody waits for a kernel that does not.
+/// The kernel answers at once; this is an upper bound.
 const ANSWERED: Duration = Duration::from_secs(1);
 
-/// Does the kernel answer such questions to this process? A container's or a service's rules may forbid them, and what a
-/// kernel was built without it does not find.
+/// Does the kernel answer such queries of this process? A container's or a service's rules may forbid them, and a
+/// kernel may be built without them.
 pub(super) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
-    // A socket that is certainly there. While something is short nothing is known yet, and an error of the question itself
-    // says so.
+    // This queries a socket that certainly exists. If resources are short, the answer is not known yet, and an error of
+    // the query itself says so.
     let Some(known) = AVAILABLE.get() else {
         let Ok(listener) = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)) else { return true };
         let Ok(here) = listener.local_addr() else { return true };
@@ -62,15 +62,15 @@ pub(super) fn is_available() -> bool {
     *known
 }
 
-/// Is this a shortage or an interruption, and no refusal?
+/// Is this a lack of resources or an interruption, and not a refusal?
 fn is_passing(error: &io::Error) -> bool {
     let passing = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::INTR, Errno::AGAIN];
     Errno::from_io_error(error).is_some_and(|errno| passing.contains(&errno))
 }
 
-/// The user who made this socket, if it is connected so.
+/// The user who created this socket, if it is connected to this peer.
 pub(super) fn user_of(ends: Ends) -> io::Result<Option<u32>> {
-    // The kernel looks for a socket that listens there if none is connected so.
+    // Without such a connection the kernel returns a listening socket.
     let found = ask(ends)?.filter(|found| found.state == ESTABLISHED && found.ends == ends);
     Ok(found.map(|found| found.user))
 }
@@ -85,7 +85,7 @@ struct Found {
 fn ask(ends: Ends) -> io::Result<Option<Found>> {
     let kind = SocketType::DGRAM;
     let socket = socket_with(AddressFamily::NETLINK, kind, SocketFlags::CLOEXEC, Some(netlink::SOCK_DIAG))?;
-    // Whose answers are taken: the kernel's.
+    // Accept only the kernel's answers.
     connect(&socket, &SocketAddrNetlink::new(0, 0))?;
     set_socket_timeout(&socket, Timeout::Recv, Some(ANSWERED))?;
     send(&socket, &request(ends), SendFlags::empty())?;
@@ -112,7 +112,7 @@ fn request((own, peer): Ends) -> [u8; REQUEST] {
             IpAddr::V6(ip) => socket[place..place + 16].copy_from_slice(&ip.octets()),
         }
     }
-    // Whichever cookie it has.
+    // With any cookie.
     socket[40..48].fill(0xff);
     bytes
 }

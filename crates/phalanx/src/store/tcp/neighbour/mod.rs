@@ -1,7 +1,7 @@
-//! Whose process is at the other end of a connection within this host?
+//! Finds the user whose process is at the other end of a connection within this host.
 //!
-//! The kernel is asked for that one socket ([`diag`]), which takes it some microseconds however many there are. Where it does
-//! not answer such questions, its tables of all connections are read ([`tables`]), once for all that are asked for.
+//! The kernel is queried for that one socket ([`diag`]), which takes some microseconds, however many there are. If it
+//! does not answer such queries, its tables of all connections are read ([`tables`]), once for all waiting queries.
 
 mod diag;
 mod tables;
@@ -12,20 +12,21 @@ use std::rc::Rc;
 
 use self::tables::Tables;
 
-/// The ends of a connection, IPv4 addresses as such: that of the socket in question, and that which it is connected to.
+/// The two addresses of a connection, IPv4 addresses as such: of the socket in question, and of its peer.
 type Ends = (SocketAddr, SocketAddr);
 
-/// Finds out who the clients of a store are.
+/// Finds the users of a store's clients.
 #[derive(Debug, Default)]
 pub(super) struct Neighbours(Rc<Tables>);
 
 impl Neighbours {
-    /// The user who made the socket at `peer` that is connected to `here`; `None` if it is not of this host, or closing.
+    /// The user who created the socket at `peer` that is connected to `here`. `None` if it is not on this host, or
+    /// closing.
     ///
     /// A remote host cannot appear in the kernel's own tables, whatever address it claims.
     pub async fn user_of(&self, peer: SocketAddr, here: SocketAddr) -> io::Result<Option<u32>> {
         let ends = (canonical(peer), canonical(here));
-        // Whoever connects from elsewhere is not worth a look.
+        // Connections from other hosts need no query.
         if !ends.0.ip().is_loopback() && ends.0.ip() != ends.1.ip() {
             return Ok(None);
         }
@@ -46,7 +47,7 @@ mod tests {
 
     use super::*;
 
-    /// What both ways say.
+    /// The result of both methods.
     fn user_of(peer: SocketAddr, here: SocketAddr) -> Option<u32> {
         let ends = (canonical(peer), canonical(here));
         let read = tables::users_of(&[ends]).unwrap().get(&ends).copied();
@@ -61,7 +62,7 @@ mod tests {
         is_this_users(&[("127.0.0.1:0", "127.0.0.1")]);
     }
 
-    /// The last is how an IPv6 socket speaks IPv4.
+    /// The last one is IPv4 over an IPv6 socket.
     #[test]
     #[ignore = "needs IPv6: .ci/full runs it"]
     fn so_it_is_over_ipv6() {
@@ -77,12 +78,12 @@ mod tests {
             let (server, peer) = listener.accept().unwrap();
             let here = server.local_addr().unwrap();
             assert_eq!(user_of(peer, here), Some(user), "{serve} {call}");
-            // Nobody has connected from there; a socket that listens there has connected to nobody.
+            // There is no connection from there; a socket that only listens there is not connected.
             let at = |address: SocketAddr, port| SocketAddr::new(address.ip(), port);
             assert_eq!(user_of(at(peer, port), here), None);
             assert_eq!(user_of(here, at(peer, 1)), None);
             assert_eq!(user_of(peer, at(here, 1)), None);
-            // A connection that has ended is nobody's.
+            // A closed connection has no user.
             drop((server, client));
             assert_eq!(user_of(peer, here), None);
         }

@@ -1,4 +1,4 @@
-//! The kernel's tables of all connections: long where there are many, so one reading answers all who ask by then.
+//! The kernel's tables of all connections. They may be long, so one reading answers all queries made by then.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -14,10 +14,10 @@ use super::Ends;
 
 /// The tables of this thread's network namespace.
 const TABLES: [&str; 2] = ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"];
-/// The only state in which a line's user is the one who made the socket: half-open and closed ones say 0.
+/// The only state in which a line's user is the socket's creator: half-open and closed sockets have 0.
 const ESTABLISHED: &str = "01";
 
-/// Those who ask. However many they are, the tables are read by one thread, one time after the other.
+/// The waiting queries. However many there are, one thread reads the tables, one time after the other.
 #[derive(Debug, Default)]
 pub(super) struct Tables {
     asked: RefCell<Vec<(Ends, oneshot::Sender<Answer>)>>,
@@ -41,7 +41,7 @@ impl Tables {
     async fn answer(self: Rc<Self>) {
         loop {
             let mut asked = self.asked.take();
-            // Nobody waits any more for those whose time was up.
+            // Queries whose time is over are no longer waiting.
             asked.retain(|(_, answer)| !answer.is_closed());
             if asked.is_empty() {
                 break self.is_read.set(false);
@@ -61,7 +61,7 @@ impl Tables {
     }
 }
 
-/// The users of those of the `wanted` sockets that are connected so.
+/// The users of those `wanted` sockets that are connected to these peers.
 pub(super) fn users_of(wanted: &[Ends]) -> io::Result<HashMap<Ends, u32>> {
     let mut users: HashMap<Ends, Option<u32>> = wanted.iter().map(|ends| (*ends, None)).collect();
     for table in TABLES {
@@ -82,7 +82,7 @@ pub(super) fn users_of(wanted: &[Ends]) -> io::Result<HashMap<Ends, u32>> {
     Ok(users.into_iter().filter_map(|(ends, user)| Some((ends, user?))).collect())
 }
 
-/// An established connection: its local end, its remote end, and its user.
+/// Parses an established connection: its local address, its remote address, and its user.
 fn parse(line: &str) -> Option<(SocketAddr, SocketAddr, u32)> {
     // sl local_address rem_address st tx:rx tr:when retrnsmt uid ..
     let mut fields = line.split_ascii_whitespace().skip(1);
@@ -93,7 +93,7 @@ fn parse(line: &str) -> Option<(SocketAddr, SocketAddr, u32)> {
     Some((local, remote, fields.nth(3)?.parse().ok()?))
 }
 
-/// `0100007F:1F90`: words of four bytes as this processor reads them, and the port.
+/// Parses `0100007F:1F90`: words of four bytes in this processor's byte order, and the port.
 fn end(text: &str) -> Option<SocketAddr> {
     let (address, port) = text.split_once(':')?;
     let word = |text: &str| Some(u32::from_str_radix(text, 16).ok()?.to_ne_bytes());
@@ -125,7 +125,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let there = (client.local_addr().unwrap(), client.peer_addr().unwrap());
-        // Nobody has connected from there.
+        // There is no connection from there.
         let absent = (SocketAddr::new(there.0.ip(), 1), there.1);
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         LocalSet::new().block_on(&runtime, async {
@@ -153,7 +153,7 @@ mod tests {
             let mapped = line.replace("0100007F", "0000000000000000FFFF00000100007F");
             assert_eq!(parse(&mapped), parse(line));
         }
-        // Half-open and closed ones say 0 where the user stands.
+        // Half-open and closed sockets have 0 as the user.
         assert_eq!(parse(&line.replace(" 01 ", " 06 ")), None);
         assert_eq!(
             parse("  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid"),
