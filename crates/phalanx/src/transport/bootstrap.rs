@@ -1,4 +1,4 @@
-//! The bootstrap exchange: what ranks tell each other through the store while they connect.
+//! The bootstrap exchange: data that ranks exchange through the store while they connect.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ pub(crate) fn publish<T: Serialize>(
     place.store.set(&key(topic, place.rank), &message, deadline)
 }
 
-/// Publishes this rank's message on `topic` and returns all ranks' messages. A rank that dies meanwhile ends the wait.
+/// Publishes this rank's message on `topic` and returns all ranks' messages. If a rank dies meanwhile, the wait ends.
 pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
     place: &MeshConfig<'_>,
     health: &Health,

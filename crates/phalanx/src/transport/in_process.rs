@@ -16,7 +16,7 @@ use crate::wire::control::Notice;
 use crate::wire::frame::Header;
 use crate::world_size::WorldSize;
 
-/// One rank's end of the mailboxes.
+/// One rank's access to the mailboxes.
 pub(crate) struct InProcess {
     rank: Rank,
     hub: Arc<Hub>,
@@ -24,14 +24,14 @@ pub(crate) struct InProcess {
     _seat: Arc<Seat>,
 }
 
-/// What one rank needs of the mailboxes.
+/// Everything that one rank needs for the mailboxes.
 pub(crate) struct End {
     pub transport: InProcess,
     pub messages: Messages,
     pub health: Arc<Health>,
 }
 
-/// A rank's place in the group, as long as it takes part.
+/// A rank's membership in the group, while it takes part.
 struct Seat {
     rank: Rank,
     hub: Arc<Hub>,
@@ -42,7 +42,7 @@ struct Hub {
     mailboxes: Vec<Mailbox>,
 }
 
-/// The frames that wait for one rank, by sender.
+/// The frames sent to one rank and not yet received, by sender.
 struct Mailbox {
     frames: Mutex<Vec<VecDeque<(Header, AlignedBytes)>>>,
     arrived: Condvar,
@@ -82,7 +82,7 @@ pub(crate) fn connect(world: WorldSize) -> Vec<End> {
 }
 
 impl Hub {
-    /// Tells every rank of a failure, and wakes those that wait.
+    /// Reports a failure to every rank, and wakes waiting ranks.
     fn spread(&self, reporter: Rank, error: &Error) {
         for (index, health) in self.healths.iter().enumerate() {
             if index != reporter.index() {
@@ -94,7 +94,7 @@ impl Hub {
 
     fn wake(&self) {
         for mailbox in &self.mailboxes {
-            // Taking the lock makes sure that nobody stands between its last look and its wait.
+            // Taking the lock makes sure that no rank is between its last check and its wait.
             drop(mailbox.frames.lock());
             mailbox.arrived.notify_all();
         }
@@ -131,11 +131,11 @@ impl InProcess {
             if let Some(frame) = frames[from.index()].pop_front() {
                 return Ok(frame);
             }
-            // Not its cause: whoever tells it takes this mailbox's lock.
+            // Not `cause`: the thread that reports it takes this mailbox's lock.
             if health.has_failed() || health.has_left(from) {
                 return Err(health.peer_failed(from, "its thread ended"));
             }
-            // A frame that came in the last moment still counts.
+            // A frame that came at the last moment still counts.
             if mailbox.arrived.wait_until(&mut frames, deadline.instant()).timed_out()
                 && frames[from.index()].is_empty()
             {

@@ -30,14 +30,14 @@ pub(crate) trait Transport: Send {
     ) -> Result<()>;
 }
 
-/// A frame to be sent.
+/// A frame to send.
 pub(crate) struct Outgoing<'a> {
     pub to: Rank,
     pub header: Header,
     pub payload: &'a [u8],
 }
 
-/// A frame to be received.
+/// A frame to receive.
 pub(crate) struct Incoming<'a> {
     pub from: Rank,
     /// The header that must arrive; its payload is as long as `into`.
@@ -46,12 +46,12 @@ pub(crate) struct Incoming<'a> {
     pub kernel: Kernel,
 }
 
-/// What carries the data between ranks that are processes.
+/// The transport of the data between ranks in different processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransportKind {
     /// TCP connections, between any hosts.
     Tcp,
-    /// Rings in memory that all ranks of one host map.
+    /// Memory that all ranks of one host map: a control block for collectives, and rings for messages.
     SharedMemory,
 }
 
@@ -79,18 +79,18 @@ impl FromStr for TransportKind {
     }
 }
 
-/// Says in `store`, in which ranks will connect with each other, which process `rank` is: should it be stopped before, those of
-/// its host can see it.
+/// Publishes in `store`, through which ranks will connect with each other, which process `rank` is, so that ranks of
+/// its host can see it if it is stopped before the connections stand.
 pub(crate) fn publish_process(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
     tcp::publish_process(store, rank, deadline)
 }
 
-/// Tells the ranks that are connecting with each other through `store` why they need not.
+/// Tells the ranks that are connecting through `store` why the start has failed.
 pub(crate) fn fail_start(store: &dyn Store, error: &Error) {
     tcp::fail_start(store, error);
 }
 
-/// The error of a peer that was waited for until the deadline.
+/// The error if a peer has not answered by the deadline.
 pub(crate) fn late(peer: Rank, host: &str) -> Error {
     Error::timeout(format!("rank {peer} ({host}) did not take part in time"))
         .with_peer(peer)

@@ -1,4 +1,4 @@
-//! What the kernel shows of the processes of this host.
+//! What the kernel shows about the processes of this host.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use crate::health::liveness::Sight;
 use crate::proc_stat::{ProcStat, is_gone};
 use crate::wire::control::ProcessId;
 
-/// This process, as others of its host can find it; none where there is no `/proc` that counts as this process does.
+/// This process, as others of its host can find it. None without a `/proc` of this process's own pid namespace.
 pub(super) fn own() -> Option<ProcessId> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let boot = u128::from_str_radix(&boot.trim().replace('-', ""), 16).ok()?;
@@ -23,8 +23,8 @@ fn namespace(kind: &str) -> Option<u64> {
     link.to_str()?.strip_prefix(kind)?.strip_prefix(":[")?.strip_suffix(']')?.parse().ok()
 }
 
-/// What can be seen of `peer` from `own`, this process. Nothing if they have networks of their own: then what is silent
-/// may be the way between them.
+/// What `own`, this process, can see of `peer`. Nothing if they are in different network namespaces: then the network
+/// between them may be the cause of the silence.
 pub(super) fn look(own: Option<ProcessId>, peer: Option<ProcessId>) -> Sight {
     let (Some(own), Some(peer)) = (own, peer) else { return Sight::Nothing };
     if (own.boot, own.namespaces) != (peer.boot, peer.namespaces) {
@@ -37,8 +37,8 @@ pub(super) fn look(own: Option<ProcessId>, peer: Option<ProcessId>) -> Sight {
     }
 }
 
-/// If a signal has stopped `peer`, as seen from `own`, this process: how much it had worked by then, which tells this stop from
-/// earlier ones. A debugger halts a process in another way.
+/// If a signal has stopped `peer`, as seen from `own`, this process: its processor time so far, which distinguishes
+/// this stop from earlier ones. A debugger halts a process in another way.
 pub(super) fn stop(own: Option<ProcessId>, peer: ProcessId) -> Option<u64> {
     let own = own?;
     if (own.boot, own.namespaces.0) != (peer.boot, peer.namespaces.0) {
@@ -54,7 +54,7 @@ fn is(stat: &ProcStat, peer: ProcessId) -> bool {
 
 fn sight(stat: &ProcStat, peer: ProcessId) -> Sight {
     match stat.state {
-        // The number has gone to another process.
+        // Another process has this number now.
         _ if !is(stat, peer) => Sight::Gone,
         b'T' | b't' => Sight::Stopped,
         b'R' | b'S' | b'D' => Sight::Alive,

@@ -1,4 +1,4 @@
-//! Waiting for lines: sockets by `poll`, memory by an event count, both by turns.
+//! Waiting for connections and rings: sockets by `poll`, memory by an event count, or both alternately.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::poll::poll;
 
 /// A wait for memory lasts at most this long before it checks the health of its group.
 pub(crate) const SLEEP: Duration = Duration::from_millis(10);
-/// A wait for memory and sockets checks the memory this often: no call of the system waits for both.
+/// A wait for memory and sockets checks the memory this often: no system call waits for both.
 const GLANCE: Duration = Duration::from_micros(200);
 
 /// Wakes the threads of one rank that wait for messages.
@@ -23,7 +23,7 @@ pub(crate) struct Bell(Way);
 enum Way {
     /// Peers ring it through the memory that they share with this rank.
     Shared(Arc<Segment>),
-    /// Rung from this process alone.
+    /// Rung only from this process.
     Local { rung: Mutex<u64>, changed: Condvar },
 }
 
@@ -36,7 +36,7 @@ impl Bell {
         })
     }
 
-    /// Wakes all who wait.
+    /// Wakes all waiting threads.
     pub(crate) fn ring(&self) {
         match &self.0 {
             Way::Shared(segment) => segment.doorbell().ring(),
@@ -47,8 +47,8 @@ impl Bell {
         }
     }
 
-    /// Waits until the bell rings, one of `sockets` can be used or `deadline` passes, unless `ready` finds that there is
-    /// something to do. `listens`: does it matter that the bell rings? May return for no reason.
+    /// Waits until the bell rings, one of `sockets` can be used or `deadline` passes, unless `ready` returns true.
+    /// `listens`: whether to wait for the bell. May return without a reason.
     pub(crate) fn wait(
         &self,
         sockets: &[(BorrowedFd<'_>, PollFlags)],

@@ -25,18 +25,19 @@ enum Way {
     Mailbox(Arc<Mailbox>),
 }
 
-/// A frame on its way in. The place of its payload is passed at each step: it may be a caller's.
+/// A frame that is being received. The buffer of its payload is passed at each step, because it may belong to the
+/// caller.
 pub(crate) struct Receiving {
     rank: Rank,
     expect: Header,
     header: [u8; HEADER],
     header_filled: usize,
-    /// Payload bytes that stand in their place.
+    /// Payload bytes already in the buffer.
     received: usize,
 }
 
 impl Receiving {
-    /// The frame that `rank` expects by its own call.
+    /// The frame that `rank` expects from its own call.
     pub(crate) fn new(rank: Rank, expect: Header) -> Self {
         Self { rank, expect, header: [0; HEADER], header_filled: 0, received: 0 }
     }
@@ -59,7 +60,7 @@ impl Inbound {
         Self { peer, way: Way::Mailbox(mailbox) }
     }
 
-    /// Receives into `into`, as long as the frame's payload, what has arrived.
+    /// Receives what has arrived into `into`, which is as long as the frame's payload.
     pub(crate) fn pull(&mut self, frame: &mut Receiving, into: &mut [u8]) -> Result<Step> {
         let before = frame.header_filled + frame.received;
         match &mut self.way {
@@ -86,7 +87,7 @@ impl Inbound {
         })
     }
 
-    /// The header of a message that has come without a posted receive. To be called between frames only.
+    /// The header of a message without a posted receive. Call it only between frames.
     pub(crate) fn unasked(&mut self) -> Option<Header> {
         let mut bytes = [0; HEADER];
         match &mut self.way {
@@ -103,7 +104,7 @@ impl Inbound {
 }
 
 fn pull_from_stream(stream: &Stream, frame: &mut Receiving, into: &mut [u8]) -> Result<()> {
-    // The payload's place can be read into before its header is checked: its length is this rank's own.
+    // The payload may be read before its header is checked, because its length is this rank's own.
     let room = &mut into[frame.received..];
     let missing = HEADER - frame.header_filled;
     let mut parts = [IoSliceMut::new(&mut frame.header[frame.header_filled..]), IoSliceMut::new(room)];
@@ -122,7 +123,7 @@ fn pull_from_stream(stream: &Stream, frame: &mut Receiving, into: &mut [u8]) -> 
     Ok(())
 }
 
-/// At most a chunk, and whole lines only: the last one of a payload is taken together with its padding.
+/// Takes at most a chunk, and only whole lines: the last line of a payload is taken together with its padding.
 fn pull_from_ring(ring: &mut Consumer, frame: &mut Receiving, into: &mut [u8], peer: Rank) -> Result<()> {
     if frame.header_filled == 0 {
         let head = ring.peek(HEAD).map_err(corrupt)?;
@@ -168,7 +169,7 @@ impl End for Inbound {
     fn is_ready(&mut self) -> bool {
         match &mut self.way {
             Way::Stream(_) => false,
-            // A state that no peer may leave the ring in counts: the next step reports it.
+            // An invalid state of the ring counts as ready: the next step returns the error.
             Way::Ring { ring, .. } => ring.peek(ALIGNMENT).map_or(true, |line| line.len() == ALIGNMENT),
             Way::Mailbox(mailbox) => !mailbox.lock().is_empty(),
         }

@@ -1,7 +1,7 @@
-//! Point-to-point messages: what carries them, apart from the collectives' data.
+//! Point-to-point messages, apart from the collectives' data.
 //!
-//! Each pair of ranks has a line in each direction, and each line is one end here and one at the peer. Lines know nothing
-//! of each other: the thread that has the turn on one drives it. An end never waits; [`Bell`] does.
+//! Each pair of ranks has a line in each direction: a connection or a ring. Each line has one end here and one at the
+//! peer. Lines are independent: the thread whose turn it is drives one. An end never waits; [`Bell`] does.
 
 mod bell;
 mod inbound;
@@ -30,9 +30,9 @@ use crate::rank::Rank;
 use crate::wire::frame::{HEADER, Header};
 use crate::world_size::WorldSize;
 
-/// A header in a ring, with the padding that keeps the elements behind it aligned.
+/// A header in a ring, with the padding that aligns the elements after it.
 const HEAD: usize = HEADER.next_multiple_of(ALIGNMENT);
-/// Bytes that enter or leave a ring at once: the other end works on them meanwhile.
+/// Bytes that are written to or read from a ring at once: the other end works on them meanwhile.
 const CHUNK: usize = 64 * 1024;
 
 /// One rank's ends of all its lines, by peer; none for itself.
@@ -40,24 +40,24 @@ pub(crate) struct Messages {
     pub outbound: Vec<Option<Outbound>>,
     pub inbound: Vec<Option<Inbound>>,
     pub bell: Arc<Bell>,
-    /// Sends the goodbye when the connections are used no more.
+    /// Sends the goodbye when the connections are no longer used.
     pub farewell: Box<dyn Send + Sync>,
 }
 
-/// What one try to move a frame has come to.
+/// The result of one attempt to move a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// Nothing could be moved.
     Idle,
     /// Something was moved, but not all.
     Moved,
-    /// The frame has gone, or has come, whole.
+    /// The whole frame has been sent, or received.
     Done,
 }
 
 /// An end of a line, in either direction.
 pub(crate) trait End: Send {
-    /// A frame of which a part may have been moved.
+    /// A frame, perhaps partly moved.
     type Frame: Send;
 
     /// Is it the receiving end?
@@ -66,18 +66,18 @@ pub(crate) trait End: Send {
     /// The rank at the other end.
     fn peer(&self) -> Rank;
 
-    /// Moves what can be moved of `frame` now, from or into `buffer`.
+    /// Moves as much of `frame` as possible now, from or into `buffer`.
     fn advance(&mut self, frame: &mut Self::Frame, buffer: &mut Buffer) -> Result<Step>;
 
-    /// What to poll for the next step; none if a bell announces it.
+    /// The socket to poll before the next step; None if a bell announces it.
     fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)>;
 
-    /// Can something be moved, as far as memory says?
+    /// Can something be moved, as far as the memory shows?
     fn is_ready(&mut self) -> bool;
 }
 
 impl Messages {
-    /// The lines of a mesh: a ring where a pair has one, else the pair's connection.
+    /// The lines of a mesh: a ring if a pair has one, else the pair's connection.
     pub(crate) fn over(
         rank: Rank,
         connections: &Arc<Connections>,
@@ -128,7 +128,7 @@ impl Messages {
     }
 }
 
-/// The frames that one rank of this process has sent another and that have not been received yet. It holds any number.
+/// The frames that one rank of this process has sent to another and that have not been received yet. It is unbounded.
 type Mailbox = Mutex<VecDeque<(Header, AlignedBytes)>>;
 
 /// The connection for messages with a peer.

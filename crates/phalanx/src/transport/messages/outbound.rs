@@ -25,13 +25,13 @@ enum Way {
     Mailbox { mailbox: Arc<Mailbox>, peer: Arc<Bell> },
 }
 
-/// A frame on its way out. Its payload is passed at each step: it may be a caller's.
+/// A frame that is being sent. Its payload is passed at each step, because it may belong to the caller.
 pub(crate) struct Sending {
     header: Header,
     head: [u8; HEAD],
     /// Bytes sent, padding included.
     sent: usize,
-    /// Has what a connection took left this process?
+    /// Have the bytes that a connection has accepted left this process?
     is_out: bool,
 }
 
@@ -65,7 +65,7 @@ impl Outbound {
         peer.doorbell().ring();
     }
 
-    /// Sends what can be sent now of a frame with this `payload`.
+    /// Sends as much as possible now of a frame with this `payload`.
     pub(crate) fn push(&mut self, frame: &mut Sending, payload: &[u8]) -> Result<Step> {
         let before = frame.sent;
         let whole = match &mut self.way {
@@ -113,7 +113,7 @@ fn push_to_stream(stream: &Stream, frame: &mut Sending, payload: &[u8]) -> Resul
     Ok(())
 }
 
-/// At most a chunk. Header and payload are each padded to whole lines, as only these are taken out.
+/// Writes at most a chunk. Header and payload are each padded to whole lines, because only whole lines are taken out.
 fn push_to_ring(ring: &mut Producer, frame: &mut Sending, payload: &[u8]) -> Result<()> {
     const PADDING: [u8; ALIGNMENT] = [0; ALIGNMENT];
     let end = HEAD + payload.len();
@@ -153,7 +153,7 @@ impl End for Outbound {
     fn is_ready(&mut self) -> bool {
         match &mut self.way {
             Way::Stream(_) => false,
-            // A state that no peer may leave the ring in counts: the next step reports it.
+            // An invalid state of the ring counts as ready: the next step returns the error.
             Way::Ring { ring, .. } => ring.room() != Ok(0),
             Way::Mailbox { .. } => true,
         }

@@ -1,4 +1,4 @@
-//! Finds out, pair by pair, which ranks of a domain can map each other's rings: these exchange messages through them.
+//! Determines, for each pair, which ranks of a domain can map each other's rings. These pairs use them for messages.
 
 use std::sync::Arc;
 
@@ -13,22 +13,22 @@ use crate::rank::Rank;
 use crate::transport::bootstrap;
 use crate::transport::tcp::MeshConfig;
 
-/// Memory that the rings into one rank may take together.
+/// The memory of all rings into one rank together.
 const INBOUND: usize = 16 << 20;
-/// A ring of this size stays in the second-level cache with what is taken out of it.
+/// A ring of this size fits into the second-level cache together with the data taken out of it.
 const RING: usize = 512 << 10;
 const MIN_RING: usize = 64 << 10;
-/// What ranks tell each other in the store: where their rings are, and whose each could map.
+/// Keys of what ranks write to the store: where their rings are, and whose each could map.
 const MEMORY: &str = "rings";
 const MAPPED: &str = "mapped";
 
-/// The rings that join this rank with others, by rank; none where a pair shares no memory.
+/// The rings between this rank and others, by rank; None if a pair shares no memory.
 pub(crate) struct Rings {
     pub own: Option<Arc<Segment>>,
     pub links: Vec<Option<Link>>,
 }
 
-/// What joins this rank with a peer.
+/// The rings between this rank and a peer.
 pub(crate) struct Link {
     /// The peer's memory, for its doorbell.
     pub peer: Arc<Segment>,
@@ -42,7 +42,7 @@ impl Rings {
     }
 }
 
-/// Where the rings into a rank are, as it stands in the store.
+/// Where the rings into a rank are, as written to the store.
 #[derive(Serialize, Deserialize)]
 struct Address {
     pid: u32,
@@ -50,15 +50,15 @@ struct Address {
     nonce: u64,
 }
 
-/// The rings into this rank, which others can map as long as this is kept.
+/// The rings into this rank, which others can map while this is kept.
 struct Lent {
     own: Arc<Segment>,
     invitation: Invitation,
     nonce: u64,
 }
 
-/// Maps the rings of the other `members` of this rank's domain, where it can, and gives those of them who could map this
-/// rank's in turn. In a rank's memory, ring p is the one that the member at place p writes.
+/// Maps the rings of the other `members` of this rank's domain, if possible, and returns those of members that could
+/// also map this rank's. In a rank's memory, ring p is written by the member at index p.
 pub(crate) fn rings(
     place: &MeshConfig<'_>,
     members: &[Rank],
@@ -67,7 +67,7 @@ pub(crate) fn rings(
 ) -> Result<Rings> {
     let none = Rings::none(place.world.count());
     let Some(me) = members.iter().position(|member| *member == place.rank) else { return Ok(none) };
-    // All members find this alike, so none needs to be told.
+    // All members come to the same result, so nothing is exchanged.
     let Some(layout) = layout(members.len()) else { return Ok(none) };
     let lent = lend(layout)?;
     let address = lent.as_ref().map(Lent::address).map_err(Clone::clone);
@@ -82,7 +82,7 @@ pub(crate) fn rings(
     let mapped: Vec<bool> = opened.iter().map(Option::is_some).collect();
     let mapped: Vec<Vec<bool>> =
         bootstrap::exchange_among(place, members, health, MAPPED, &mapped, deadline)?;
-    // From here on the memory needs no descriptor: who has not mapped it will not use it.
+    // From here on the memory needs no descriptor: a rank that has not mapped it will not use it.
     let Ok(Lent { own, .. }) = lent else { return Ok(none) };
 
     let mut rings = none;
@@ -99,7 +99,7 @@ pub(crate) fn rings(
     Ok(Rings { own: Some(own), ..rings })
 }
 
-/// The sizes of each member's rings; none if no rank shares memory, or too many do.
+/// The sizes of each member's rings. None if no rank shares memory, or too many do.
 fn layout(members: usize) -> Option<Layout> {
     let share = INBOUND / members.max(1);
     let ring_bytes = share.clamp(MIN_RING, RING).next_multiple_of(ALIGNMENT);
@@ -121,7 +121,7 @@ impl Lent {
     }
 }
 
-/// For [`fuzzing`](crate::fuzzing): where a rank's rings are, and whose it could map.
+/// For [`fuzzing`](crate::fuzzing): decodes where a rank's rings are, and whose it could map.
 #[cfg(any(test, fuzzing))]
 pub(in crate::transport) fn fuzz(bytes: &[u8]) -> bool {
     let address = postcard::from_bytes::<Result<Address, String>>(bytes).is_ok();

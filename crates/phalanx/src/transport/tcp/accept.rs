@@ -1,4 +1,4 @@
-//! Accepts the ranks above, and turns strangers away.
+//! Accepts connections of higher ranks, and drops foreign ones.
 
 use std::io::IoSlice;
 use std::net::TcpListener;
@@ -21,10 +21,11 @@ use crate::wire::auth::Tag;
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, Hello};
 
-/// Connections that may be introducing themselves at once; of those that have got least far the oldest gives way.
+/// The most connections in the handshake at once. For a new one, the oldest of those with the least progress is
+/// dropped.
 const MAX_PENDING: usize = 256;
 
-/// The connections that join this rank with another.
+/// The connections between this rank and another.
 #[derive(Default)]
 pub(super) struct Pair {
     pub data: Option<Connection>,
@@ -46,8 +47,8 @@ impl Pair {
     }
 }
 
-/// Accepts the connections of every rank above this one into `pairs`, and says for whom it still waits; stops when
-/// `stopped` is closed at its other end. A stranger is dropped, and does not delay the ranks.
+/// Accepts the connections of every higher rank into `pairs`, and reports which ranks are missing. Stops when
+/// `stopped` is closed at its other end. A foreign connection is dropped, and does not delay the ranks.
 pub(super) fn accept(
     listener: &TcpListener,
     stopped: &UnixStream,
@@ -76,7 +77,7 @@ pub(super) fn accept(
             Woken::Knocked => full = take_arrivals(listener, place, secret, &mut pending)?,
             Woken::Somebody => {}
         }
-        // By the clock: those who knock without end must not keep a death from being noticed.
+        // By the clock: a stream of new connections must not prevent that a death is noticed.
         if looked.elapsed() >= LOOK {
             looked = Instant::now();
             for (peer, pair) in place.world.ranks().skip(first).zip(pairs.iter()) {
@@ -94,7 +95,7 @@ pub(super) fn accept(
                 Progress::Dropped => {}
                 Progress::TurnedAway(error, answer) => {
                     tracing::warn!(%error, "a connection was turned away");
-                    // So that a rank that has no business here gives up at once instead of trying until its deadline.
+                    // So that a rank that is refused gives up at once instead of trying until its deadline.
                     let _ = connection.stream.send(&[IoSlice::new(answer)]);
                     connection.stream.discard();
                 }
@@ -107,13 +108,13 @@ pub(super) fn accept(
             }
         }
         pending = still_pending;
-        // A descriptor may be free again, or nobody is left who could give one back.
+        // A descriptor may be free again, or no connection is left that could free one.
         full &= !pending.is_empty() && pending.len() == before;
     }
 }
 
-/// Accepts all connections in the listener's queue. True if there was no descriptor for the last of them, who can only come in
-/// when another connection has gone.
+/// Accepts all connections in the listener's queue. True if there was no descriptor for the last of them, which can
+/// only be accepted when another connection has been closed.
 fn take_arrivals(
     listener: &TcpListener,
     place: &MeshConfig<'_>,
@@ -122,7 +123,7 @@ fn take_arrivals(
 ) -> Result<bool> {
     loop {
         match listener.accept() {
-            // What is said on it is short, and waited for.
+            // Messages on it are short, and the peer waits for each.
             Ok((stream, _))
                 if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() =>
             {
@@ -132,19 +133,20 @@ fn take_arrivals(
             }
             Ok(_) => {}
             Err(error) if no_more_files(&error).is_some() => {
-                // Strangers may hold the descriptors; if nobody is left who will go, nobody more can come.
+                // Foreign connections may hold the descriptors. If none is pending that could free one, no rank can
+                // connect.
                 return match pending.is_empty() {
                     true => Err(no_descriptors("a rank could not be accepted", error)),
                     false => Ok(true),
                 };
             }
-            // No more connections, or one that has gone again.
+            // No more connections, or one that has been closed again.
             Err(_) => return Ok(false),
         }
     }
 }
 
-/// Lets one go if there are `most`: of those that have got least far the oldest.
+/// If there are `most`, drops the oldest of those with the least progress.
 pub(super) fn make_room(pending: &mut Vec<Pending>, most: usize) {
     if pending.len() >= most
         && let Some(behind) = (0..pending.len()).min_by_key(|&index| pending[index].progress())
@@ -161,8 +163,9 @@ enum Woken {
     Somebody,
 }
 
-/// Waits until somebody connects or speaks, a patience ends, it is time to look around, or `stopped` is closed at its other end. If there is no
-/// descriptor for another connection the listener is not asked: it would be ready again and again.
+/// Waits until a connection or data arrives, a pending connection's time is over, it is time for a check, or `stopped`
+/// is closed at its other end. If there is no descriptor for another connection, the listener is not polled: it would
+/// be ready again and again.
 fn wait_for_arrivals(
     listener: &TcpListener,
     stopped: &UnixStream,
@@ -173,7 +176,7 @@ fn wait_for_arrivals(
     let at_listener = if full { PollFlags::empty() } else { PollFlags::IN };
     let mut fds = vec![PollFd::new(stopped, PollFlags::IN), PollFd::new(listener, at_listener)];
     let turns = Turns::among(pending);
-    // What a connection says that waits for its turn is not heard before: it would wake this thread again and again.
+    // A connection that waits for its turn is not read before: it would wake this thread again and again.
     let heard = pending.iter().filter(|connection| !connection.waits());
     fds.extend(heard.map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
     let patience = pending
@@ -189,7 +192,7 @@ fn wait_for_arrivals(
     }
 }
 
-/// Tells a rank above that it is expected, and keeps its connection. A rank that tries again replaces its earlier try.
+/// Welcomes a higher rank, and keeps its connection. If a rank connects again, this replaces the earlier connection.
 fn keep(stream: Connection, welcome: &Tag, place: &mut Option<Connection>) {
     if say(&stream, welcome) {
         stream.admit();

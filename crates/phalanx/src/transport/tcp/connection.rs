@@ -1,4 +1,4 @@
-//! A connection of the mesh: a socket, and perhaps TLS above it.
+//! A connection of the mesh: a socket, with or without TLS.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -10,17 +10,17 @@ use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags
 
 use crate::tls::{Binding, Session};
 
-/// Reads of what a peer still says that is hung up on; who says more without end would hold others up.
+/// Reads of what a refused peer still sends; one that sends without end must not delay others.
 const LAST_READS: usize = 64;
-/// Reads in which nothing came that could be decrypted, before the caller is asked to come back: a peer may send a record in
-/// as many pieces as it likes, and some without content.
+/// Reads without decrypted content, before the caller is asked to come back: a peer may send a record in
+/// many pieces, and records without content.
 const EMPTY_READS: usize = 64;
 
-/// May be used from several threads, each of which receives, or sends, whole messages.
+/// May be used by several threads, each of which receives, or sends, whole messages.
 #[derive(Debug)]
 pub(crate) struct Connection {
     socket: TcpStream,
-    /// Both directions share a session; no thread waits while it is locked, unless the socket blocks.
+    /// Both directions share a session. No thread waits while it is locked, unless the socket blocks.
     tls: Option<Box<Mutex<Session>>>,
 }
 
@@ -44,30 +44,30 @@ impl Connection {
         self.tls.is_some()
     }
 
-    /// Lets all that follows pass through `session`.
+    /// Passes all further data through `session`.
     pub(super) fn encrypt(&mut self, session: Session) {
         self.tls = Some(Box::new(Mutex::new(session)));
     }
 
-    /// The peer has proven that it is one of us.
+    /// The peer has been authenticated.
     pub(super) fn admit(&self) {
         if let Some(tls) = &self.tls {
             tls.lock().admit();
         }
     }
 
-    /// Takes the TLS handshake further, if there is one; true when it is done.
+    /// Continues the TLS handshake, if there is one; true when it is done.
     pub(super) fn handshake(&self) -> io::Result<bool> {
         self.tls.as_ref().map_or(Ok(true), |tls| tls.lock().handshake(&mut Socket(&self.socket)))
     }
 
-    /// What no other connection has, if it is encrypted.
+    /// A value that no other connection has, if this one is encrypted.
     pub(super) fn binding(&self) -> io::Result<Option<Binding>> {
         self.tls.as_ref().map(|tls| tls.lock().binding()).transpose()
     }
 
-    /// Sends what the connection takes now. How much did it take, and has all that it ever took left this process? If not,
-    /// it is to be called again, even with nothing.
+    /// Sends as much as the connection accepts now. Returns how much it accepted, and whether everything accepted so
+    /// far has left this process. If not, call it again, even without data.
     pub(in crate::transport) fn send(&self, parts: &[IoSlice<'_>]) -> io::Result<(usize, bool)> {
         match &self.tls {
             None => Socket(&self.socket).write_vectored(parts).map(|count| (count, true)),
@@ -75,14 +75,14 @@ impl Connection {
         }
     }
 
-    /// Receives what has come; 0 if the peer has closed the connection. An error of kind `WouldBlock` says that nothing has
-    /// that could be decrypted: of a socket that blocks, not always that its patience has ended.
+    /// Receives what has arrived; 0 if the peer has closed the connection. An error of kind `WouldBlock` says that
+    /// nothing could be decrypted. On a blocking socket it does not always mean that the time-out has passed.
     pub(in crate::transport) fn receive(&self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let Some(tls) = &self.tls else { return Socket(&self.socket).read_vectored(parts) };
         patiently(|| tls.lock().receive(&mut Socket(&self.socket), parts))
     }
 
-    /// Copies what will be received next.
+    /// Copies the data that will be received next, without receiving it.
     pub(in crate::transport) fn peek(&self, into: &mut [u8]) -> io::Result<usize> {
         match &self.tls {
             None => self.socket.peek(into),
@@ -90,8 +90,8 @@ impl Connection {
         }
     }
 
-    /// Takes the last words, before the peer is hung up on: a socket with something unread would be reset, which might
-    /// take what it was told from it.
+    /// Reads the remaining data before the connection is closed: closing a socket with unread data resets it, and the
+    /// peer might lose the last message.
     pub(super) fn discard(&self) {
         let mut rest = [0; 1024];
         for _ in 0..LAST_READS {
@@ -101,20 +101,19 @@ impl Connection {
         }
     }
 
-    /// Has something come that no poll shows?
+    /// Is there data that no poll shows?
     pub(super) fn holds_input(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.lock().holds_input())
     }
 
-    /// Wakes the threads that wait for it, at both ends.
+    /// Wakes the threads that wait for it, on both sides.
     pub(super) fn shut(&self) {
-        // One that is closed already has woken its waiter.
+        // If it is closed already, no thread waits.
         let _ = self.socket.shutdown(Shutdown::Both);
     }
 }
 
-/// Receives until there is something, or nothing, but not for ever if each time only a part of what can be decrypted at
-/// once has come.
+/// Receives until there is data, or none. It does not go on for ever if each read brings only a part of a record.
 fn patiently(mut receive: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
     for _ in 0..EMPTY_READS {
         match receive() {
@@ -122,7 +121,7 @@ fn patiently(mut receive: impl FnMut() -> io::Result<usize>) -> io::Result<usize
             received => return received,
         }
     }
-    // All that was read is decrypted, so a poll shows whether there is more.
+    // All data that was read is decrypted, so a poll shows whether there is more.
     Err(ErrorKind::WouldBlock.into())
 }
 
@@ -132,7 +131,7 @@ impl AsFd for Connection {
     }
 }
 
-/// The socket itself. A peer that has gone is an error, whatever this program does about signals.
+/// The socket itself. If the peer has gone, this is an error, whatever this program's signal settings.
 struct Socket<'a>(&'a TcpStream);
 
 impl Read for Socket<'_> {

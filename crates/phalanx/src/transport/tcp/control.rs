@@ -1,6 +1,7 @@
-//! The control connections: who is alive, who leaves, who died, and why the group failed.
+//! The control connections: heartbeats, goodbyes, deaths, and the cause of the group's failure.
 //!
-//! One thread watches them all, also while no operation runs, so that a death is known before a rank waits for it.
+//! One thread watches all of them, even while no operation runs, so that a death is known before a rank waits for the
+//! dead one.
 
 use std::io::{self, IoSlice};
 use std::os::unix::net::UnixStream;
@@ -21,16 +22,16 @@ use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, Notice};
 use crate::world_size::WorldSize;
 
-/// Watches the control connections until it is dropped; then it says goodbye.
+/// Watches the control connections until it is dropped; then it sends a goodbye.
 pub(crate) struct Monitor {
-    /// Its end closes the other, which wakes the thread.
+    /// Closing this end wakes the thread, which holds the other.
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
     connections: Arc<Connections>,
 }
 
-/// The connections to each peer, by rank; none for this rank itself. The transports, the watching thread and the alarm
-/// share them: duplicates would cost more descriptors for each peer.
+/// The connections to each peer, by rank; None for this rank itself. The transports, the watching thread and the alarm
+/// share them, because duplicates would cost more descriptors for each peer.
 #[derive(Default)]
 pub(crate) struct Connections {
     pub control: Vec<Option<Connection>>,
@@ -38,15 +39,15 @@ pub(crate) struct Connections {
     pub messages: Vec<Option<Connection>>,
 }
 
-/// A host that is silent for this long is asked whether it is there, …
+/// After this silence of a host, the kernel sends it a probe, …
 const SILENCE: Duration = Duration::from_secs(10);
-/// … this often, every `PROBE_PAUSE`, before its ranks are given up.
+/// … this many times, every `PROBE_PAUSE`, before its ranks are given up.
 const PROBES: u32 = 4;
 const PROBE_PAUSE: Duration = Duration::from_secs(5);
 
-/// Lets the kernel notice that a host has lost power or its cable, where ranks do not listen for each other's heartbeats.
-/// The peer's kernel answers, also for a process that is busy or stopped. Only for control connections: on those for data,
-/// silence ends with the operation's deadline.
+/// Lets the kernel notice that a host has lost power or its cable, for ranks that do not exchange heartbeats. The
+/// peer's kernel answers, even for a process that is busy or stopped. Only for control connections: on data
+/// connections, silence ends with the operation's deadline.
 fn keep_alive(connection: &Connection) -> io::Result<()> {
     let stream = connection.socket();
     set_socket_keepalive(stream, true)?;
@@ -68,7 +69,8 @@ impl Monitor {
         connections.control.iter().flatten().try_for_each(keep_alive).map_err(failed)?;
         let on_failure = connections.clone();
         health.on_failure(Box::new(move |error| on_failure.alarm(error)));
-        // Before the thread: who is stopped as soon as the group stands is missed, and not one of whom nothing was heard.
+        // Before the thread starts: then a rank that is stopped right after the start counts as silent, and not as one
+        // that has never sent anything.
         let introduction = Introduction::new(heartbeat.interval, process::own());
         connections.tell(&Control::Watching(introduction), |peer| listens(rank, peer, world));
         let watched = connections.clone();
@@ -94,7 +96,7 @@ impl Drop for Monitor {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // The thread catches nothing and panics nowhere; if it did, there is nobody left to tell.
+            // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
             let _ = thread.join();
         }
         self.connections.tell(&Control::Goodbye, |_| true);
@@ -103,7 +105,7 @@ impl Drop for Monitor {
 }
 
 impl Connections {
-    /// The group has failed: tell every peer why, then wake the threads that wait on other connections.
+    /// The group has failed: send the cause to every peer, then wake the threads that wait on other connections.
     fn alarm(&self, error: &Error) {
         self.tell(&Control::Failure(Notice::of(error)), |_| true);
         self.shut();
@@ -113,7 +115,8 @@ impl Connections {
         self.data.iter().chain(&self.messages).flatten().for_each(Connection::shut);
     }
 
-    /// Sends a message to every peer that is `meant`. Who cannot be told sees the connection close, or misses this rank.
+    /// Sends a message to every peer for which `meant` is true. A peer that it does not reach sees the connection
+    /// close, or no more heartbeats of this rank.
     pub(super) fn tell(&self, message: &Control, meant: impl Fn(Rank) -> bool) {
         let Ok(bytes) = control::encode(message) else { return };
         for (peer, stream) in self.control.iter().enumerate() {

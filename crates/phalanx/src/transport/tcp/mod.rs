@@ -1,4 +1,4 @@
-//! Ranks as processes, joined pairwise by three TCP connections: for the data of collectives, for messages, and for
+//! Ranks as processes, connected pairwise by three TCP connections: for the data of collectives, for messages, and for
 //! heartbeats, goodbyes and failures.
 
 mod accept;
@@ -50,24 +50,24 @@ use crate::world_size::WorldSize;
 
 /// Bytes that are received before they are reduced: they stay in the processor's cache.
 const SEGMENT: usize = 256 * 1024;
-/// Bytes that may wait in a connection within a host. The kernel doubles the number, for its own records.
+/// Bytes that may be unread in a connection within a host. The kernel doubles the number, for its own records.
 const LOCAL_BUFFER: usize = 256 * 1024;
 
-/// Looks in vain before a rank sleeps in a step, some ten microseconds: what is under way arrives sooner than a sleeper
+/// Polls in a step before a rank sleeps, some ten microseconds: data in flight arrives sooner than a sleeping thread
 /// wakes.
 const LOOKS: u32 = 30;
 
-/// With what a rank joins the mesh of connections.
+/// The parameters with which a rank joins the mesh of connections.
 pub(crate) struct MeshConfig<'a> {
     pub store: &'a dyn Store,
     pub rank: Rank,
     pub world: WorldSize,
     pub generation: Generation,
-    /// The local address on which peers reach this rank.
+    /// The local address at which peers reach this rank.
     pub interface: IpAddr,
-    /// With which the ranks authenticate each other.
+    /// The credentials with which the ranks authenticate each other.
     pub credentials: &'a Credentials,
-    /// How they know that others are alive.
+    /// The heartbeat settings.
     pub heartbeat: Heartbeat,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct Tcp {
     rank: Rank,
     connections: Arc<Connections>,
     scratch: AlignedBytes,
-    /// By rank: looks in vain at that peer's connection before this rank sleeps.
+    /// By rank: polls of that peer's connection before this rank sleeps.
     looks: Vec<u32>,
     /// Sends the goodbye when its last owner drops it.
     _monitor: Arc<Monitor>,
@@ -102,8 +102,8 @@ impl Tcp {
     }
 }
 
-/// Bounds what waits between two ranks of one host. The kernel lets it grow to some MiB, as a long line needs; but here it
-/// is copied out of a cache, or out of memory.
+/// Limits the unread data between two ranks of one host. By default the kernel lets it grow to some MiB, as a long
+/// network path needs; then the data would be copied out of memory instead of a cache.
 fn keep_in_cache(connection: &Connection) {
     if connection.is_within_host()
         && let Err(error) = set_socket_send_buffer_size(connection.socket(), LOCAL_BUFFER)
@@ -112,9 +112,9 @@ fn keep_in_cache(connection: &Connection) {
     }
 }
 
-/// How often a rank looks in vain at each peer's connection before it sleeps. Only peers on this host answer sooner than a
-/// sleeper wakes; and where ranks share processors, a peer may need this one to go on. A sub-group's peers are not all of
-/// those that do: the launcher says how many ranks this host has.
+/// Polls of each peer's connection before this rank sleeps. Only peers on this host answer sooner than a sleeping
+/// thread wakes; and if ranks share processors, a peer may need this one to go on. The peers in a sub-group may not be
+/// all ranks of this host, so the number of these comes from the launcher.
 fn looks(near: &[bool], local_world_size: usize, processors: usize) -> Vec<u32> {
     let ranks = local_world_size.max(1 + near.iter().filter(|near| **near).count());
     near.iter().map(|near| if *near && ranks <= processors { LOOKS } else { 0 }).collect()
@@ -189,7 +189,7 @@ fn wait(out: Option<&impl AsFd>, into: Option<&impl AsFd>, deadline: Deadline) -
         }
     }
     let remaining = deadline.remaining();
-    // Also if there is something to read: a peer that sends byte by byte would put the deadline off for ever.
+    // Even if there is data to read: a peer that sends byte by byte would otherwise postpone the deadline for ever.
     if remaining.is_zero() {
         return Ok(false);
     }
@@ -225,9 +225,9 @@ mod tests {
         assert!(connection.is_within_host());
         keep_in_cache(&connection);
         let bound = socket_send_buffer_size(connection.socket()).unwrap();
-        // The kernel's own bound, net.core.wmem_max, may be lower.
+        // The kernel's own limit, net.core.wmem_max, may be lower.
         assert!((1..=2 * LOCAL_BUFFER).contains(&bound), "{bound}");
-        // It would grow else, and does not any more.
+        // Otherwise it would grow.
         let (mut peer, _) = listener.accept().unwrap();
         let reader = std::thread::spawn(move || std::io::copy(&mut peer, &mut std::io::sink()));
         (0..64).for_each(|_| connection.socket().write_all(&[0; 1 << 20]).unwrap());
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn who_shares_a_processor_with_a_peer_sleeps_at_once() {
-        // A world of two, one of them elsewhere, three here, and two of the four ranks that are here.
+        // A world of two, one of them on another host; three on this host; and two of the four ranks on this host.
         let here = [false, true, true];
         assert_eq!(looks(&here[..2], 2, 2), [0, LOOKS]);
         assert_eq!(looks(&here[..1], 1, 2), [0]);
@@ -254,7 +254,7 @@ mod tests {
         peer.write_all(b"drop by drop").unwrap();
         let deadline = Deadline::after(Duration::from_millis(30));
         let start = Instant::now();
-        // There is always something to read.
+        // There is always data to read.
         while wait(None::<&TcpStream>, Some(&own), deadline).unwrap() {
             assert!(start.elapsed() < Duration::from_secs(10));
         }

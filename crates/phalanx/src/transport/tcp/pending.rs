@@ -1,4 +1,4 @@
-//! A connection that has not shown yet whose it is: what it may take, and how far it has come.
+//! A connection that is not authenticated yet: its limits, and its progress.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::time::Duration;
@@ -12,44 +12,45 @@ use crate::wire::handshake::{Answerer, GroupSecret};
 use crate::wire::hello::{self, HELLO, Hello};
 use crate::wire::tls::{self as wire, HELLO_HEAD, LONGEST_HELLO};
 
-/// A stranger gets this long to introduce itself, and to prove it; with TLS, for its client hello and then once more.
+/// The time that an unauthenticated peer has for the handshake; with TLS, once for its ClientHello and once more after
+/// that.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(2);
-/// The most TLS handshakes at once: what they take, some 12 KiB each, is rustls's state. The others wait with their first
+/// The most TLS handshakes at once: rustls's state takes some 12 KiB each. The others wait with their first
 /// record.
 pub(super) const AT_ONCE: usize = 64;
 /// How long a TLS handshake may take while others wait for a turn.
 pub(super) const PATIENCE: Duration = Duration::from_millis(500);
 
-/// A connection that has not introduced itself yet.
+/// A connection whose handshake is not complete.
 pub(super) struct Pending {
     pub stream: Connection,
     stage: Stage,
-    /// The group's, or the one that it has on this connection.
+    /// The group's secret, or the one bound to this connection.
     secret: GroupSecret,
-    /// Of the message that comes next.
+    /// The bytes of the next message.
     bytes: [u8; HELLO],
     filled: usize,
     deadline: Deadline,
 }
 
-/// All that a stranger takes, but for the few whose turn it is in TLS.
+/// All memory of an unauthenticated peer, except for the few whose TLS handshake is in progress.
 const _: () = assert!(size_of::<Pending>() + size_of::<Answerer>() <= 1024);
 const _: () = assert!(size_of::<Pending>() + LONGEST_HELLO <= 4096 && HELLO_HEAD <= HELLO);
 
-/// What is waited for.
+/// What comes next.
 enum Stage {
-    /// The first record of TLS, which comes before ours; it is empty until its length is known.
+    /// The first TLS record, which comes before our messages. It is empty until its length is known.
     ClientHello(Tls, Vec<u8>),
-    /// A turn: the record is there.
+    /// A turn for the TLS handshake: the record is complete.
     Turn(Tls, Vec<u8>),
-    /// The TLS handshake, which gives way from then on.
+    /// The TLS handshake, which can be dropped for another after this time.
     Tls(Deadline),
     Hello,
-    /// What proves the hello, which was sensible.
+    /// The proof of the hello, which was acceptable.
     Proof(Box<Answerer>),
 }
 
-/// Who may have the state of a TLS handshake.
+/// Limits the number of TLS handshakes at once.
 pub(super) struct Turns {
     pub free: usize,
     pub waiting: usize,
@@ -62,7 +63,7 @@ impl Turns {
         Self { free: AT_ONCE.saturating_sub(taken), waiting }
     }
 
-    /// For one of those that wait.
+    /// Takes a turn for one of the waiting connections.
     fn take(&mut self) -> bool {
         if self.free == 0 {
             return false;
@@ -71,7 +72,7 @@ impl Turns {
         true
     }
 
-    /// Does a connection wait for which there is no place?
+    /// Does a connection wait for a turn when none is free?
     fn are_wanted(&self) -> bool {
         self.waiting > self.free
     }
@@ -80,14 +81,14 @@ impl Turns {
 pub(super) enum Progress {
     Waiting,
     Dropped,
-    /// It speaks our language, but is not one of us; it is told so.
+    /// It follows the protocol, but is not of this group; it gets this answer.
     TurnedAway(Error, &'static [u8]),
-    /// It is who it says, and expects this answer.
+    /// It is authenticated, and expects this answer.
     Proven(Hello, Tag),
 }
 
 impl Pending {
-    /// One that has just come.
+    /// A new connection.
     pub(super) fn new(stream: Connection, tls: Option<&Tls>, secret: &GroupSecret) -> Self {
         Self {
             stream,
@@ -104,7 +105,7 @@ impl Pending {
         matches!(self.stage, Stage::Turn(..))
     }
 
-    /// When to look at it, even if it says nothing; never, if it waits for others.
+    /// The time of the next check, even without data. None if it waits for others.
     pub(super) fn patience(&self, turns: &Turns) -> Option<Deadline> {
         match &self.stage {
             Stage::Turn(..) => (turns.free > 0).then(Deadline::now),
@@ -113,7 +114,7 @@ impl Pending {
         }
     }
 
-    /// How far it has got.
+    /// Its progress.
     pub(super) fn progress(&self) -> u8 {
         match self.stage {
             Stage::ClientHello(..) => 0,
@@ -124,7 +125,8 @@ impl Pending {
         }
     }
 
-    /// Takes what has come. `own` is this rank's hello, but for what depends on who calls; the ranks from `first` on may.
+    /// Receives what has arrived. `own` is this rank's hello, without the fields that depend on the caller. Only ranks
+    /// from `first` on may connect.
     pub(super) fn advance(&mut self, own: Hello, first: usize, turns: &mut Turns) -> Progress {
         if let Err(progress) = self.secure(turns) {
             return progress;
@@ -134,7 +136,7 @@ impl Pending {
                 Stage::Proof(_) => TAG,
                 _ => HELLO,
             };
-            // Nothing beyond this message: what follows the last one is not this thread's.
+            // Only this message: data after the last one belongs to another thread.
             match self.stream.receive(&mut [IoSliceMut::new(&mut self.bytes[self.filled..length])]) {
                 Ok(0) => return Progress::Dropped,
                 Ok(count) => self.filled += count,
@@ -168,7 +170,7 @@ impl Pending {
         }
     }
 
-    /// Takes TLS further, if it is not done; otherwise gives what comes of that.
+    /// Continues the TLS handshake, if it is not done. An error is what the connection has come to.
     fn secure(&mut self, turns: &mut Turns) -> Result<(), Progress> {
         if let Stage::ClientHello(..) = self.stage {
             self.read_client_hello().map_err(|error| self.interrupted(error))?;
@@ -182,7 +184,7 @@ impl Pending {
             session.begin_with(std::mem::take(record));
             self.stream.encrypt(session);
             self.stage = Stage::Tls(Deadline::after(PATIENCE));
-            // How long the others have taken is not its fault.
+            // The time that others have taken does not count.
             self.deadline = Deadline::after(HANDSHAKE);
         }
         let Stage::Tls(gives_way) = self.stage else { return Ok(()) };
@@ -205,7 +207,7 @@ impl Pending {
                 }
             }
         }
-        // It has a certificate: it is no stranger any more.
+        // It has a certificate: it is no longer unauthenticated.
         turns.free += 1;
         self.stage = Stage::Hello;
         match self.stream.binding() {
@@ -215,7 +217,7 @@ impl Pending {
         Ok(())
     }
 
-    /// Hears the first record of TLS to its end. Before that no state of TLS is made.
+    /// Reads the first TLS record completely. There is no TLS session before that.
     fn read_client_hello(&mut self) -> io::Result<()> {
         let Stage::ClientHello(tls, record) = &mut self.stage else { return Ok(()) };
         while record.is_empty() || self.filled < record.len() {
@@ -245,10 +247,10 @@ impl Pending {
         Ok(())
     }
 
-    /// Nothing more has come, or nothing more will.
+    /// Nothing more has arrived, or the connection has ended.
     fn interrupted(&self, error: io::Error) -> Progress {
         match Refusal::remedy(&error) {
-            // It has been told, if it has spoken TLS.
+            // If it uses TLS, it has got an alert.
             Some(_) => Progress::TurnedAway(Error::protocol(error.to_string()), &[]),
             None if error.kind() == io::ErrorKind::WouldBlock && !self.deadline.has_passed() => {
                 Progress::Waiting
@@ -257,14 +259,14 @@ impl Pending {
         }
     }
 
-    /// Answers the hello that has come.
+    /// Answers the hello that has arrived.
     fn answer(&self, own: Hello, first: usize) -> Result<Answerer, Progress> {
         let hello = Hello::decode(&self.bytes).map_err(|_| Progress::Dropped)?;
         if hello.rank.index() < first {
             let error = Error::protocol(format!("rank {} does not connect here", hello.rank));
             return Err(turned_away(error));
         }
-        // Without random numbers nobody can be let in.
+        // Without random numbers no rank can be accepted.
         let nonce = nonce().map_err(turned_away)?;
         let own = own.on(hello.channel, hello.rank).saying(nonce);
         let answerer = Answerer::new(&self.secret, &own, hello, self.bytes).map_err(turned_away)?;
@@ -275,7 +277,7 @@ impl Pending {
     }
 }
 
-/// What there is to say to a connection that begins so, if that is all wrong.
+/// The answer to a connection whose first bytes are not of this protocol.
 fn misunderstood(start: &[u8]) -> Option<Progress> {
     if let Err(error) = hello::check_version(start) {
         return Some(turned_away(error));
@@ -288,7 +290,7 @@ fn turned_away(error: Error) -> Progress {
     Progress::TurnedAway(error, &hello::REFUSAL)
 }
 
-/// Few bytes into an empty connection: they go out whole or the connection is broken.
+/// Sends few bytes on an empty connection: they are sent whole or the connection is broken.
 pub(super) fn say(stream: &Connection, bytes: &[u8]) -> bool {
     stream.send(&[IoSlice::new(bytes)]).is_ok_and(|said| said == (bytes.len(), true))
 }

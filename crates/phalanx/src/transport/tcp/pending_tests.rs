@@ -1,4 +1,4 @@
-//! What a connection may take before it has shown whose it is, and who gives way to whom.
+//! The limits of an unauthenticated connection, and which one is dropped for another.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::io::Write;
@@ -17,7 +17,7 @@ use crate::wire::auth::NONCE;
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, Hello};
 
-/// Somebody at the port of rank 0 of two.
+/// A client at the port of rank 0 of two.
 struct Knock {
     client: TcpStream,
     pending: Pending,
@@ -60,7 +60,7 @@ impl Knock {
         self.pending.advance(hello(0), 1, turns)
     }
 
-    /// One that has said all of a client hello.
+    /// A client that has sent its whole ClientHello.
     fn with_client_hello(tls: &Tls, turns: &mut Turns) -> Self {
         let mut knock = Self::new(Some(tls));
         knock.say(&client_hello());
@@ -78,7 +78,7 @@ fn who_speaks_another_version_is_turned_away_with_both_versions() {
     let mut knock = Knock::new(None);
     let mut old = hello(1).encode();
     old[4] = 2;
-    // That much is the same in every version.
+    // These bytes are the same in every version.
     knock.say(&old[..6]);
     let Progress::TurnedAway(error, _) = knock.advance(&mut none()) else { panic!("it was taken") };
     assert!(error.to_string().contains("a peer speaks version 2, this one 3"), "{error}");
@@ -100,7 +100,7 @@ fn no_state_of_tls_is_made_before_the_first_record_is_there_and_a_turn() {
     assert!(matches!(knock.advance(&mut full), Progress::Waiting));
     assert!(!knock.pending.stream.is_encrypted() && knock.pending.waits());
     assert_eq!((full.free, full.waiting), (0, 1));
-    // Nobody listens to it, nor looks at the time, as long as nobody is done.
+    // It is neither read nor timed as long as no other is done.
     assert!(knock.pending.patience(&full).is_none());
     turns.waiting = 1;
     assert!(knock.pending.patience(&turns).unwrap().has_passed());
@@ -131,7 +131,7 @@ fn a_handshake_that_has_had_its_time_gives_way_to_one_that_waits() {
     thread::sleep(PATIENCE);
     assert!(matches!(slow.advance(&mut none()), Progress::Waiting));
     assert!(matches!(slow.advance(&mut turns), Progress::Dropped));
-    // For one that waits one gives way.
+    // One is dropped for the waiting one.
     assert_eq!((turns.free, turns.waiting), (1, 1));
     assert!(matches!(slow.advance(&mut turns), Progress::Waiting));
     assert!(matches!(next.advance(&mut turns), Progress::Waiting));
@@ -151,7 +151,7 @@ fn of_those_who_have_got_least_far_the_oldest_gives_way() {
     let speaking = Knock::with_client_hello(&tls, &mut turns);
     let [waits, waits_too] = [(), ()].map(|()| Knock::with_client_hello(&tls, &mut none()));
     let [silent, silent_too] = [(), ()].map(|()| Knock::new(Some(&tls)));
-    // By age, and in which order each goes.
+    // By age, and the order in which each is dropped.
     let knocks =
         [(proving, 6), (waits, 2), (silent, 0), (plain, 5), (speaking, 4), (silent_too, 1), (waits_too, 3)];
     let mut going = [None; 7];

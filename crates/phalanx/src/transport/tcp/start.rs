@@ -1,4 +1,4 @@
-//! What a start that fails on one rank tells the others: through the store, since connections are only being made.
+//! How ranks report a failed start to each other: through the store, because there are no connections yet.
 
 use std::io::ErrorKind;
 use std::net::TcpStream;
@@ -19,15 +19,15 @@ use crate::store::Store;
 use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
 
 const KEY: &str = "mesh/failure";
-/// How often a rank that waits for others looks whether one of them has failed.
+/// How often a rank that waits for others checks whether one of them has failed.
 pub(super) const LOOK: Duration = Duration::from_millis(500);
-/// A missing rank that refuses so often, `LOOK` apart, has died. Once is not enough: its connections may just have been
-/// made, by an accepting thread that waits for a processor before it says so.
+/// A missing rank has died if it refuses this many connections, `LOOK` apart. One is not enough: its connections may be
+/// complete, while its accepting thread has not yet been scheduled to report this.
 const REFUSALS: u32 = 3;
-/// How long the store may take to answer about that, also when the deadline has passed.
+/// How long the store may take for this, even after the deadline.
 const LAST_MESSAGE: Duration = Duration::from_secs(1);
 
-/// Tells the other ranks why this one cannot start. Gives what all see: the failure that was told first.
+/// Tells the other ranks why this one cannot start. Returns the failure that was reported first, which all ranks see.
 pub(super) fn report(place: &MeshConfig<'_>, host: &str, error: Error) -> Error {
     let error = match error.operation() {
         Some(_) => error,
@@ -35,7 +35,7 @@ pub(super) fn report(place: &MeshConfig<'_>, host: &str, error: Error) -> Error 
     };
     let error = error.at(place.rank, host);
     let Ok(notice) = control::encode(&Control::Failure(Notice::of(&error))) else { return error };
-    // Without the store the others find out by themselves, at their deadlines.
+    // Without the store the others time out at their deadlines.
     let first = place.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE));
     match first {
         Ok(first) if first != notice => told(&first, host).unwrap_or(error),
@@ -43,7 +43,7 @@ pub(super) fn report(place: &MeshConfig<'_>, host: &str, error: Error) -> Error 
     }
 }
 
-/// An error if some rank has reported one, or if the store is gone, with which its host has died.
+/// An error if a rank has reported one, or if the store has gone, because its host has then died.
 pub(super) fn check(place: &MeshConfig<'_>, host: &str) -> Result<()> {
     let deadline = Deadline::after(LAST_MESSAGE);
     let failed = place.store.check(&[KEY], deadline).and_then(|failed| match failed {
@@ -53,22 +53,22 @@ pub(super) fn check(place: &MeshConfig<'_>, host: &str) -> Result<()> {
     match failed {
         Ok(Some(notice)) => Err(told(&notice, host)
             .unwrap_or_else(|| Error::protocol("the store's word on the failed start cannot be read"))),
-        // A store that is slow is asked again.
+        // If the store is slow, it is asked again.
         Err(error) if !error.is_timeout() => Err(error),
         Ok(None) | Err(_) => Ok(()),
     }
 }
 
-/// Tells the ranks that wait for each other in `store` why this start has no use.
+/// Tells the ranks that wait for each other in `store` why the start has failed.
 pub(in crate::transport) fn fail(store: &dyn Store, error: &Error) {
     let Ok(notice) = control::encode(&Control::Failure(Notice::of(error))) else { return };
-    // Without the store they find out by themselves.
+    // Without the store they time out.
     let _ = store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE));
 }
 
 fn told(notice: &[u8], host: &str) -> Option<Error> {
     match control::decode(notice) {
-        // The notice names its origin; the host stands in for one that does not.
+        // The notice names its origin; if it does not, the host is used.
         Ok(Some((Control::Failure(notice), _))) => Some(notice.into_error(Rank::MAIN, host)),
         _ => None,
     }
@@ -110,8 +110,8 @@ pub(super) fn wait_for(
     }
 }
 
-/// How many of `keys` are there before the first that is not, if the store says so; `known` is how many were before. If that
-/// has not changed it takes one question, else as many as their number has binary digits.
+/// How many of `keys` exist before the first that does not, according to the store. `known` is how many there were
+/// before. If this has not changed, it takes one request; otherwise a binary search.
 fn count_there(place: &MeshConfig<'_>, keys: &[&str], known: usize) -> usize {
     let deadline = Deadline::after(LAST_MESSAGE);
     let are_there = |from: usize, to: usize| {
@@ -120,7 +120,7 @@ fn count_there(place: &MeshConfig<'_>, keys: &[&str], known: usize) -> usize {
     if !are_there(known, known + 1) {
         return known;
     }
-    // All before `low` are there, and not all before `high`, which may be one too many.
+    // All before `low` exist, and not all before `high`, which may be one too many.
     let (mut low, mut high) = (known + 1, keys.len() + 1);
     while high - low > 1 {
         let middle = low + (high - low) / 2;
@@ -132,12 +132,12 @@ fn count_there(place: &MeshConfig<'_>, keys: &[&str], known: usize) -> usize {
     low
 }
 
-/// An error if `peer` has said on its control connection why its group has failed, or has died.
+/// An error if `peer` has reported on its control connection why its group has failed, or has died.
 pub(super) fn overhear(peer: Rank, host: &str, control: &Connection) -> Result<()> {
-    // The peer's first word, that it is ready for heartbeats, may stand before its reason. Heartbeats do not: none comes
-    // before this rank has said so too.
+    // The peer's `Watching` may come before the failure. Heartbeats do not: none comes before this rank has sent
+    // `Watching` too.
     let mut bytes = [0; 2 * (PREFIX + MAX_BODY)];
-    // Only looked at: if it is something else, the watching thread is to read it.
+    // Only peeked: any other message is for the watching thread.
     match control.peek(&mut bytes) {
         Ok(count) if count > 0 => match failure(&bytes[..count]) {
             Some(notice) => Err(notice.into_error(peer, host)),
@@ -152,7 +152,7 @@ pub(super) fn overhear(peer: Rank, host: &str, control: &Connection) -> Result<(
     }
 }
 
-/// The first notice of a failure among these messages.
+/// The first notice of a failure in these messages.
 fn failure(mut bytes: &[u8]) -> Option<Notice> {
     while let Ok(Some((message, used))) = control::decode(bytes) {
         if let Control::Failure(notice) = message {
@@ -163,8 +163,8 @@ fn failure(mut bytes: &[u8]) -> Option<Notice> {
     None
 }
 
-/// Waits while this rank accepts those above it, until `finished` is closed at its other end. Fails if another rank has
-/// failed, or if the one that is `missing` is frozen or no longer listens.
+/// Waits while this rank accepts higher ranks, until `finished` is closed at its other end. Fails if another rank has
+/// failed, or if the rank that is `missing` is frozen or no longer listens.
 pub(super) fn watch(
     place: &MeshConfig<'_>,
     host: &str,
@@ -174,7 +174,7 @@ pub(super) fn watch(
 ) -> Result<()> {
     let (mut refused, mut probe, mut reminders) = ((usize::MAX, 0), StopProbe::new(place), Reminders::new());
     while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-        // The connections before the store: if rank 0 dies with the store that it serves, they say who is gone.
+        // The connections before the store: if rank 0 dies with the store that it serves, they show which rank is gone.
         for ((peer, address), pair) in place.world.ranks().zip(addresses).zip(below) {
             pair.control.as_ref().map_or(Ok(()), |control| overhear(peer, &address.host, control))?;
         }
@@ -186,7 +186,8 @@ pub(super) fn watch(
             format!("rank {} waits for rank {peer} ({host}), which has come, to connect with it", place.rank)
         });
         probe.check(Rank::new(peer as u32))?;
-        // It listens until it is connected with this rank too. To it, this is a stranger who leaves again.
+        // It listens until it is connected with this rank too. For it, this is a foreign connection that is closed
+        // again.
         let probe = TcpStream::connect_timeout(&address.socket, LOOK);
         refused = match probe {
             Err(error) if error.kind() != ErrorKind::ConnectionRefused => refused,
@@ -201,7 +202,7 @@ pub(super) fn watch(
     Ok(())
 }
 
-/// The error for a rank that no longer listens where it said.
+/// The error for a rank that no longer listens at its address.
 pub(super) fn gone(peer: Rank, address: &Address) -> Error {
     let Address { host, socket } = address;
     Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) was lost: it no longer listens at {socket}"))

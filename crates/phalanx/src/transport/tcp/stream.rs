@@ -1,4 +1,4 @@
-//! One frame on its way out of, or into, a non-blocking connection.
+//! One frame that is being sent on, or received from, a non-blocking connection.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 
@@ -17,7 +17,7 @@ pub(super) struct Sending<'a> {
     header: [u8; HEADER],
     payload: &'a [u8],
     sent: usize,
-    /// Has what the connection took left this process?
+    /// Have the bytes that the connection has accepted left this process?
     is_out: bool,
 }
 
@@ -30,7 +30,7 @@ impl<'a> Sending<'a> {
         self.sent == HEADER + self.payload.len() && self.is_out
     }
 
-    /// Sends what the connection takes now. Did it take anything?
+    /// Sends as much as the connection accepts now. Returns whether it accepted anything.
     pub(super) fn push(&mut self, stream: &Connection) -> io::Result<bool> {
         let header = &self.header[self.sent.min(HEADER)..];
         let payload = &self.payload[self.sent.saturating_sub(HEADER)..];
@@ -47,8 +47,8 @@ impl<'a> Sending<'a> {
     }
 }
 
-/// A frame of which a part has been received. What is to be reduced passes through the scratch memory, segment by
-/// segment; everything else goes straight to its place.
+/// A frame of which a part has been received. Elements to be reduced pass through the scratch memory, segment by
+/// segment; all others are received directly into their place.
 pub(super) struct Receiving<'a> {
     rank: Rank,
     from: Rank,
@@ -60,7 +60,7 @@ pub(super) struct Receiving<'a> {
     scratch: &'a mut AlignedBytes,
     /// Payload bytes received.
     received: usize,
-    /// Payload bytes that stand in `into`, combined.
+    /// Payload bytes in `into`, after combining.
     combined: usize,
 }
 
@@ -87,10 +87,10 @@ impl<'a> Receiving<'a> {
         self.header_filled == HEADER && self.combined == self.into.len()
     }
 
-    /// Receives what has arrived. Did anything? `broken` makes the error of a broken connection.
+    /// Receives what has arrived. Returns whether there was anything. `broken` makes the error of a broken connection.
     pub(super) fn pull(&mut self, stream: &Connection, broken: impl Fn(io::Error) -> Error) -> Result<bool> {
         let header_missing = HEADER - self.header_filled;
-        // The payload's room can be read into before its header is checked: its length is this rank's own.
+        // The payload may be read before its header is checked, because its length is this rank's own.
         let room = if self.kernel.combine == Combine::Replace {
             &mut self.into[self.received..]
         } else {

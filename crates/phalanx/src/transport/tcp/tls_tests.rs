@@ -1,4 +1,4 @@
-//! Meshes over TLS: who gets in, who does not, and what each is told.
+//! Meshes over TLS: which ranks are accepted, and which errors the others get.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::io::{ErrorKind, IoSlice, IoSliceMut, Read, Write};
@@ -25,7 +25,7 @@ fn with(tls: Tls) -> Credentials {
     Credentials { tls: Some(tls), ..Credentials::default() }
 }
 
-/// The mesh of rank `rank` of `world`, or why there is none.
+/// The mesh of rank `rank` of `world`, or the error.
 fn join(store: &MemoryStore, rank: u32, world: u32, credentials: &Credentials) -> Result<Mesh> {
     let (rank, world) = (Rank::new(rank), WorldSize::new(world)?);
     let interface = Ipv4Addr::LOCALHOST.into();
@@ -36,7 +36,7 @@ fn join(store: &MemoryStore, rank: u32, world: u32, credentials: &Credentials) -
     )
 }
 
-/// Those of two ranks with these credentials.
+/// The meshes of two ranks with these credentials.
 fn pair(credentials: [&Credentials; 2]) -> [Result<Mesh>; 2] {
     let store = MemoryStore::new();
     thread::scope(|scope| {
@@ -48,7 +48,7 @@ fn pair(credentials: [&Credentials; 2]) -> [Result<Mesh>; 2] {
     })
 }
 
-/// Where rank 0 listens.
+/// The address at which rank 0 listens.
 fn address(store: &MemoryStore) -> std::net::SocketAddr {
     let address = store.get("mesh/address/0", soon()).unwrap();
     postcard::from_bytes::<Address>(&address).unwrap().socket
@@ -124,7 +124,7 @@ fn both_ranks_are_told_at_once_if_one_has_no_certificate_or_a_bad_one() {
     assert!(started.elapsed() < Duration::from_secs(40), "{:?}", started.elapsed());
 }
 
-/// Silence, a half of a client hello, noise in TLS's clothes, and what ranks without TLS say.
+/// A foreign client: silence, half of a ClientHello, random TLS records, and messages of ranks without TLS.
 fn stranger(number: usize, address: std::net::SocketAddr, client_hello: &[u8]) -> TcpStream {
     let mut stranger = TcpStream::connect(address).unwrap();
     let _ = match number % 5 {
@@ -137,7 +137,7 @@ fn stranger(number: usize, address: std::net::SocketAddr, client_hello: &[u8]) -
     stranger
 }
 
-/// What a client of TLS says first.
+/// The first message of a TLS client.
 pub(super) fn client_hello() -> Vec<u8> {
     struct Record(Vec<u8>);
     impl Read for Record {
@@ -188,7 +188,7 @@ fn more_strangers_than_have_a_turn_hold_nobody_up() {
     });
 }
 
-/// A connection over TLS with somebody who has proven himself, and his end of it.
+/// A TLS connection with an authenticated client, and that client's side of it.
 fn with_chatter() -> (Connection, Chatter, TcpStream) {
     let (tls, config) = chatter::pair();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -217,7 +217,7 @@ fn records_without_content_hold_nobody_in_a_call() {
             true => connection.peek(&mut into),
             false => connection.receive(&mut [IoSliceMut::new(&mut into)]),
         };
-        // A few may come before a word.
+        // A few may come before content.
         for _ in 0..20 {
             socket.write_all(&chatter.record(&[])).unwrap();
         }
@@ -230,12 +230,12 @@ fn records_without_content_hold_nobody_in_a_call() {
             }
         };
         assert_eq!(came, 4);
-        // More than the reads of one call take, of somebody who has not been admitted.
+        // More reads than one call may do, from a client that is not admitted yet.
         let noise: Vec<u8> = (0..5000).flat_map(|_| chatter.record(&[])).collect();
         assert!(noise.len() > 100_000);
         socket.write_all(&noise).unwrap();
         if looks {
-            // What was looked at is still there.
+            // `peek` did not consume it.
             assert_eq!(connection.receive(&mut [IoSliceMut::new(&mut [0; 8])]).unwrap(), 4);
         }
         assert!(connection.receive(&mut [IoSliceMut::new(&mut [0; 8])]).is_err());
@@ -251,7 +251,7 @@ fn a_slow_handshake_ends_with_the_strangers_time() {
         let mut slow = TcpStream::connect(address(&store)).unwrap();
         slow.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
         let started = Instant::now();
-        // Byte by byte it never comes to an end.
+        // Byte by byte the record is never complete in time.
         let dropped = record.iter().cycle().any(|byte| {
             slow.write_all(&[*byte]).is_err()
                 || match slow.read(&mut [0; 4096]) {

@@ -1,5 +1,5 @@
-//! The thread that watches the control connections: it hears the others, lets them hear this rank, judges silence, and
-//! compares the calls of ranks that wait.
+//! The thread that watches the control connections: it receives and sends heartbeats, detects silence, and
+//! compares the calls of waiting ranks.
 
 use std::io::{self, IoSliceMut};
 use std::os::unix::net::UnixStream;
@@ -20,10 +20,10 @@ use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, MAX_BODY, PREFIX, ProcessId};
 use crate::world_size::WorldSize;
 
-/// How long a process may take from the end of its connections to its own.
+/// The time between the end of a process's connections and the end of the process.
 const ENDING: Duration = Duration::from_millis(100);
 
-/// What the thread knows.
+/// The thread's state.
 pub(super) struct Watch<'a> {
     world: WorldSize,
     connections: &'a Connections,
@@ -33,16 +33,16 @@ pub(super) struct Watch<'a> {
     liveness: Liveness,
     /// By rank.
     peers: Vec<Peer>,
-    /// When it last beat.
+    /// When it last sent heartbeats.
     beat: Instant,
 }
 
-/// One peer, as it is heard on its control connection.
+/// One peer's control connection.
 #[derive(Default)]
 struct Peer {
-    /// What has arrived and is not a whole message yet.
+    /// Received bytes that are not a whole message yet.
     bytes: Vec<u8>,
-    /// Its first word, after which it is ready for heartbeats.
+    /// Its first message, after which it accepts heartbeats.
     introduction: Option<Introduction>,
     said_goodbye: bool,
     closed: bool,
@@ -66,7 +66,8 @@ impl<'a> Watch<'a> {
         let mut beats = self.heartbeat.step().map(|step| Instant::now() + step);
         let mut looks = Instant::now() + LOOK;
         loop {
-            // After a failure the peers know. One that could not be told is to miss this rank.
+            // After a failure the peers have been notified. A peer that the notice did not reach must notice the
+            // silence.
             let over = self.health.has_failed();
             let next = beats.map_or(looks, |beats| beats.min(looks));
             let ready = match self.poll(stopped, (!over).then_some(next))? {
@@ -91,12 +92,12 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Waits until there is something to read, or until `next`.
+    /// Waits until there is data to read, or until `next`.
     fn poll(&self, stopped: &UnixStream, next: Option<Instant>) -> Result<Woken> {
         let open: Vec<(Rank, &Connection)> = self.open().collect();
         let mut fds = vec![PollFd::new(stopped, PollFlags::IN)];
         fds.extend(open.iter().map(|(_, stream)| PollFd::new(*stream, PollFlags::IN)));
-        // What TLS has read ahead no poll shows.
+        // A poll does not show data that TLS has read ahead.
         let holds_input = open.iter().any(|(_, stream)| stream.holds_input());
         let next = if holds_input { Some(Instant::now()) } else { next };
         let remaining = next.map(|next| next.saturating_duration_since(Instant::now()));
@@ -117,8 +118,8 @@ impl<'a> Watch<'a> {
         })
     }
 
-    /// Takes what these peers have said. A peer's reason is worth more than another peer's silence: first all is read, then
-    /// it is said who is gone.
+    /// Reads the messages of these peers. A reported cause is more useful than another peer's silence: so all messages
+    /// are read before a lost peer is reported.
     fn read(&mut self, ready: Vec<Rank>) {
         let now = Instant::now();
         let mut gone = Vec::new();
@@ -152,7 +153,7 @@ impl<'a> Watch<'a> {
             }
         }
         for (rank, reason) in gone {
-            // Its first cause stays: no other process needs to be looked at.
+            // The first cause stays: no other process needs to be checked.
             if self.health.has_failed() {
                 break;
             }
@@ -162,7 +163,7 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Beats, if it is time, for those who listen.
+    /// Sends heartbeats, if it is time, to the peers that accept them.
     fn let_hear(&mut self) {
         let now = Instant::now();
         if self.heartbeat.interval.is_zero() || now.duration_since(self.beat) < self.heartbeat.interval {
@@ -172,7 +173,7 @@ impl<'a> Watch<'a> {
         self.tell(&Control::Beat, |peer| peer.introduction.is_some());
     }
 
-    /// Tells the others in which call this rank is stuck, and looks whether it has made another one than they.
+    /// Tells the others in which call this rank is stuck, and checks whether it has made another call than they.
     fn compare_calls(&self) {
         if let Some(call) = self.health.calls.stuck() {
             self.tell(&Control::Waiting(call), |_| true);
@@ -193,7 +194,7 @@ impl<'a> Watch<'a> {
         if silences.is_empty() {
             return;
         }
-        // What came in while this thread waited for a processor counts.
+        // Messages that arrived while this thread waited for a processor count.
         self.read(
             silences.iter().map(|silence| silence.peer).filter(|peer| self.is_readable(*peer)).collect(),
         );
@@ -214,8 +215,8 @@ impl<'a> Watch<'a> {
                 .is_ok_and(|ready| ready > 0)
     }
 
-    /// What is seen of a peer whose connection has just ended. A process that ends closes its connections a moment before it
-    /// is gone.
+    /// What is seen of a peer whose connection has just ended. A process closes its connections a moment before it has
+    /// ended.
     fn sight_of_lost(&self, peer: Rank) -> Sight {
         let until = Instant::now() + ENDING;
         loop {
@@ -234,15 +235,15 @@ impl<'a> Watch<'a> {
 
 enum Woken {
     Stopped,
-    /// By those who have said something.
+    /// By the peers that have sent data.
     By(Vec<Rank>),
 }
 
 impl Peer {
-    /// Reads what has arrived; an error says how the connection ended.
+    /// Reads what has arrived. An error says how the connection ended.
     fn fill(&mut self, stream: &Connection) -> Result<(), String> {
         let mut chunk = [0; 1024];
-        // A message and a half at most wait to be taken out.
+        // At most one and a half messages are buffered.
         while self.bytes.len() <= PREFIX + MAX_BODY {
             match stream.receive(&mut [IoSliceMut::new(&mut chunk)]) {
                 Ok(0) => return Err("its connection closed".to_owned()),
