@@ -47,7 +47,7 @@ pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace)
     }
 }
 
-/// Puts the first window of an operation in place into `window`.
+/// Copies the first window of an operation in place into `window`.
 pub(super) fn ahead(job: Job, kind: InPlace, memory: &[u8], window: &mut [u8]) {
     let given = |place| given(job, kind, place);
     match pattern(job, kind) {
@@ -62,7 +62,7 @@ pub(super) fn ahead(job: Job, kind: InPlace, memory: &[u8], window: &mut [u8]) {
 fn pattern(job: Job, kind: InPlace) -> Pattern {
     match kind {
         InPlace::AllReduce => Pattern::Combine,
-        // The root alone combines as fast as few ranks do together, and is spared the others' results.
+        // The root alone is as fast as few ranks together, and need not copy the others' results.
         InPlace::Reduce if job.ranks <= FEW => Pattern::Reduce,
         InPlace::Reduce => Pattern::Combine,
         InPlace::ReduceScatter => Pattern::Reduce,
@@ -71,7 +71,7 @@ fn pattern(job: Job, kind: InPlace) -> Pattern {
     }
 }
 
-/// The part of all ranks' memory that the rank at `place` combines, or gives to all.
+/// The part of all ranks' memory that the rank at index `place` combines, or gives to all.
 fn given(job: Job, kind: InPlace, place: usize) -> Range<usize> {
     match (kind, pattern(job, kind)) {
         (InPlace::ReduceScatter | InPlace::AllGather, _) => job.chunk(place),
@@ -155,7 +155,7 @@ pub(super) fn copy(
     layout.copy(operation, job.me, place, |_, place, bytes| output[place].copy_from_slice(bytes))
 }
 
-/// Each rank combines its share of all ranks' memory, in the windows, where those who want all results find them.
+/// Each rank combines its share of all ranks' memory, in the windows. Ranks that need the results read them there.
 fn combine(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<()> {
     let (me, for_all) = (job.me, kind != InPlace::Reduce);
     let layout = WindowLayout::new(job.ranks, |place| given(job, kind, place));
