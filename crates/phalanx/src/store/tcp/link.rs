@@ -119,9 +119,9 @@ impl Link {
                 Err(Attempt::Foreign(what)) => return Err(foreign(address, &what)),
                 Err(Attempt::Unproven) => return Err(unproven(address)),
                 Err(Attempt::Insecure(error)) => return Err(insecure(address, error)),
-                // It may be a store that is frozen, or whose machine is busy: that passes, and a foreign server does not.
+                // It may be a store that is frozen, or whose machine is busy, which may pass; or a foreign server.
                 Err(Attempt::Silent) if backoff.is_last() => {
-                    // Its answer to the last greeting may only have come too late.
+                    // Its answer to the last greeting may just have come too late.
                     if hung_up.is_some() {
                         return Err(hangs_up(address, entry));
                     }
