@@ -1,4 +1,4 @@
-//! Memory that an operation in flight owns.
+//! Memory that can be owned by an operation in flight.
 
 use std::fmt;
 use std::ops::Range;
@@ -27,7 +27,7 @@ impl AlignedBytes {
         Self { lines: vec![Line::zeroed(); len.div_ceil(64)], len }
     }
 
-    /// Grows to at least `len` bytes; what is added is zero.
+    /// Grows to at least `len` bytes; the new ones are zero.
     pub(crate) fn reserve_len(&mut self, len: usize) {
         if len > self.len {
             self.lines.resize(len.div_ceil(64), Line::zeroed());
@@ -44,9 +44,9 @@ impl AlignedBytes {
     }
 }
 
-/// A run of elements of one type, owned by whoever works on it: the program, or a [`Work`](crate::Work) in flight.
+/// Elements of one type, owned by the program, or by a [`Work`](crate::Work) in flight.
 ///
-/// Because an asynchronous operation takes the buffer and gives it back when it is done, memory under a running
+/// An asynchronous operation takes the buffer and returns it when it is done. So memory of a running
 /// transfer cannot be freed or changed.
 ///
 /// ```
@@ -63,7 +63,7 @@ pub struct Buffer {
 
 enum Storage {
     Ordinary(AlignedBytes),
-    /// A group's memory, which the other ranks of this host reach.
+    /// A group's registered memory, which the other ranks of this host reach.
     Registered(Region),
 }
 
@@ -73,7 +73,7 @@ impl Buffer {
     /// # Panics
     /// As `Vec`, if they are more than the address space holds.
     pub fn zeroed(dtype: DType, elements: usize) -> Self {
-        // Wrapped around, it would be a short buffer that passes for a long one.
+        // If it wrapped around, a short buffer would be taken for a long one.
         let bytes = AlignedBytes::zeroed(elements.saturating_mul(dtype.size()));
         Self { storage: Storage::Ordinary(bytes), dtype }
     }
@@ -90,8 +90,8 @@ impl Buffer {
         Self { storage: Storage::Registered(region), dtype }
     }
 
-    /// Can the other ranks of this host reach its memory, so that collectives need no copy? What
-    /// [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) gives is registered wherever ranks share memory.
+    /// Can the other ranks of this host reach its memory, so that collectives need no copy? If ranks share memory,
+    /// [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) returns registered buffers.
     pub fn is_registered(&self) -> bool {
         matches!(self.storage, Storage::Registered(_))
     }
@@ -106,7 +106,7 @@ impl Buffer {
         self.as_bytes().len() / self.dtype.size()
     }
 
-    /// Has it no elements?
+    /// Is the number of elements zero?
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -117,7 +117,7 @@ impl Buffer {
         Ok(bytemuck::cast_slice(self.as_bytes()))
     }
 
-    /// Its elements, to be changed; an error if `T` is not its type.
+    /// Its elements, for writing; an error if `T` is not its type.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
         self.check::<T>()?;
         Ok(bytemuck::cast_slice_mut(self.as_bytes_mut()))
@@ -131,7 +131,7 @@ impl Buffer {
         }
     }
 
-    /// Its memory, to be changed.
+    /// Its memory, for writing.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.storage {
             Storage::Ordinary(bytes) => bytes.as_mut_slice(),
@@ -139,7 +139,7 @@ impl Buffer {
         }
     }
 
-    /// Takes it apart: the parts at `places`, counted in bytes. What lies in none is gone.
+    /// Splits it into the parts at `places`, counted in bytes. Bytes outside all places are lost.
     ///
     /// # Panics
     /// If places overlap, do not ascend, or lie beyond the end.
@@ -160,7 +160,7 @@ impl Buffer {
     }
 }
 
-/// A part of what was a [`Buffer`], in the buffer's memory and with an owner of its own.
+/// A part of a split [`Buffer`], in the buffer's memory and with its own owner.
 ///
 /// ```
 /// use phalanx::{Buffer, BufferPart};
@@ -171,7 +171,7 @@ impl Buffer {
 /// # Ok::<(), &str>(())
 /// ```
 ///
-/// Registered memory of many pages goes back to the system with its part; all other memory with the last part.
+/// Registered memory of many pages is freed with its part; all other memory with the last part.
 #[derive(Debug)]
 pub struct BufferPart(Part);
 
@@ -181,14 +181,14 @@ impl BufferPart {
         self.0.as_slice()
     }
 
-    /// Its memory, to be changed.
+    /// Its memory, for writing.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.0.as_mut_slice()
     }
 }
 
 impl Clone for Buffer {
-    /// A copy in ordinary memory: that cannot fail as [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) can.
+    /// A copy in ordinary memory, which cannot fail as [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) can.
     fn clone(&self) -> Self {
         let mut copy = Self::zeroed(self.dtype, self.len());
         copy.as_bytes_mut().copy_from_slice(self.as_bytes());

@@ -1,14 +1,14 @@
-//! The calls of users that collectives are parts of.
+//! The user's calls, of which collectives are parts.
 
 use serde::{Deserialize, Serialize};
 
 macro_rules! callers {
     ($($(#[$doc:meta])* $caller:ident = $code:literal, $name:literal;)*) => {
-        /// A call that a user writes and that makes collectives on the way, such as `Checkpoints::open`.
+        /// A call that a user writes and that makes collectives internally, such as `Checkpoints::open`.
         ///
-        /// What stands between users and groups, an adapter or a function of this crate, says with
-        /// [`ProcessGroup::in_call`](crate::ProcessGroup::in_call) which one it is. Every rank tells it with its collectives:
-        /// they are compared, and errors name it.
+        /// The code between users and groups, an adapter or a function of this crate, sets it with
+        /// [`ProcessGroup::in_call`](crate::ProcessGroup::in_call). Every rank sends it with its collectives:
+        /// the calls are compared, and errors name them.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
         #[non_exhaustive]
         #[repr(u8)]
@@ -19,7 +19,7 @@ macro_rules! callers {
         impl Caller {
             pub(crate) const ALL: &[Self] = &[$(Self::$caller),*];
 
-            /// As a user writes it.
+            /// The name, as a user writes it.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$caller => $name,)*
@@ -56,7 +56,7 @@ callers! {
     ElasticCommit = 12, "Context::commit";
     /// [`Context::sync`](crate::elastic::Context::sync).
     ElasticSync = 13, "Context::sync";
-    /// [`JoinGroup::join`](crate::join::JoinGroup::join) and what an adapter makes of it: `Ddp::join`.
+    /// [`JoinGroup::join`](crate::join::JoinGroup::join) and an adapter's form of it: `Ddp::join`.
     Join = 14, "Ddp::join";
     /// An adapter's constructor, which compares and copies the model.
     DdpNew = 15, "Ddp::new";
@@ -76,7 +76,7 @@ callers! {
     ZeroNew = 22, "ZeroRedundancyOptimizer::new";
     /// Its step.
     ZeroStep = 23, "ZeroRedundancyOptimizer::step";
-    /// Its state, gathered.
+    /// Gathering its state.
     ZeroConsolidate = 24, "ZeroRedundancyOptimizer::consolidate";
     /// A batch norm over all ranks, in either direction.
     SyncBatchNorm = 25, "SyncBatchNorm";
@@ -95,7 +95,7 @@ impl Caller {
         Self::ALL.iter().copied().find(|caller| *caller as u8 == code)
     }
 
-    /// Is it called once for each batch? A rank that has fewer of them ends while the others still call it.
+    /// Is it called once for each batch? A rank with fewer batches ends while the others still call it.
     pub(crate) const fn is_for_each_batch(self) -> bool {
         matches!(
             self,

@@ -1,21 +1,21 @@
-//! What a process proves itself with.
+//! The credentials of a process.
 
 use crate::error::Result;
 use crate::key::JobKey;
 use crate::tls::Tls;
 
-/// By what a process is known to the others of its job, and they to it. Each may be missing; the two do not depend on
+/// With these the processes of a job authenticate each other. Each may be missing; the two do not depend on
 /// each other.
 #[derive(Clone, Debug, Default)]
 pub struct Credentials {
-    /// Both ends of a connection prove that they know it.
+    /// Both sides of a connection prove that they know it.
     pub key: Option<JobKey>,
-    /// Both ends of a connection show a certificate, and what crosses it is encrypted.
+    /// Both sides of a connection show a certificate, and the connection is encrypted.
     pub tls: Option<Tls>,
 }
 
 impl Credentials {
-    /// Those of this process's job: [`JobKey::from_env`] and [`Tls::from_env`].
+    /// The credentials of this process's job: [`JobKey::from_env`] and [`Tls::from_env`].
     ///
     /// # Errors
     /// As those of the two.
@@ -23,7 +23,7 @@ impl Credentials {
         Ok(Self { key: JobKey::from_env()?, tls: Tls::from_env()? })
     }
 
-    /// Nothing to prove anything with.
+    /// No credentials.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn none() -> &'static Self {
         static NONE: Credentials = Credentials { key: None, tls: None };

@@ -1,9 +1,9 @@
-//! A point in time at which a wait gives up. Every wait of this crate takes one.
+//! The time at which a wait gives up. Every wait of this crate has one.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// The latest moment at which an operation may still be waiting.
+/// The latest time until which an operation may wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Deadline(Instant);
 
@@ -19,7 +19,7 @@ impl Deadline {
         Self(Instant::now())
     }
 
-    /// The time left; zero once it has passed.
+    /// The time left; zero if it has passed.
     pub fn remaining(self) -> Duration {
         self.0.saturating_duration_since(Instant::now())
     }
@@ -29,7 +29,7 @@ impl Deadline {
         Instant::now() >= self.0
     }
 
-    /// The same moment for the standard library.
+    /// The same time for the standard library.
     pub fn instant(self) -> Instant {
         self.0
     }
@@ -72,7 +72,7 @@ impl Backoff {
     }
 }
 
-/// A time-out whose clock starts when somebody first has to wait: most operations of one host end before it is worth
+/// A time-out that counts from the first wait: most operations of one host end before it is worth
 /// reading a clock.
 #[derive(Debug)]
 pub(crate) struct Patience {
@@ -85,7 +85,7 @@ impl Patience {
         Self { timeout, deadline: Cell::new(None) }
     }
 
-    /// The deadline: `timeout` from when it was first asked for.
+    /// The deadline: `timeout` after the first call of this function.
     pub(crate) fn deadline(&self) -> Deadline {
         let deadline = self.deadline.get().unwrap_or_else(|| Deadline::after(self.timeout));
         self.deadline.set(Some(deadline));

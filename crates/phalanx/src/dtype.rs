@@ -1,4 +1,4 @@
-//! Element types that travel between ranks.
+//! The types of elements that ranks exchange.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use bytemuck::{Pod, TransparentWrapper, Zeroable};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
-/// The type of a buffer's elements, as it stands in every frame.
+/// The type of a buffer's elements, as it is in every frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum DType {
@@ -26,7 +26,7 @@ pub enum DType {
     U8 = 7,
     /// 8-bit signed integer.
     I8 = 8,
-    /// A truth value, one byte: see [`Bool`].
+    /// A bool, one byte: see [`Bool`].
     Bool = 9,
 }
 
@@ -71,10 +71,10 @@ impl fmt::Display for DType {
     }
 }
 
-/// A truth value as it travels: a byte, false if it is zero.
+/// A bool as ranks exchange it: a byte, false if it is zero.
 ///
-/// Rust's `bool` must be 0 or 1, and undefined behaviour follows from any other byte; what a peer sends is any byte. This
-/// type takes each as a truth value instead, so that received memory can be read without looking through it first.
+/// Rust's `bool` must be 0 or 1; any other byte is undefined behaviour, and a peer may send any byte. This
+/// type accepts every byte, so that received memory can be read without checking it first.
 ///
 /// ```
 /// use phalanx::{Bool, ProcessGroup, ReduceOp};
@@ -95,12 +95,12 @@ impl Bool {
     /// True.
     pub const TRUE: Self = Self(1);
 
-    /// The truth value.
+    /// Its value.
     pub const fn get(self) -> bool {
         self.0 != 0
     }
 
-    /// The same memory, to be lent to a collective.
+    /// The same memory, to lend to a collective.
     pub fn of(values: &[bool]) -> &[Self] {
         Self::wrap_slice(bytemuck::cast_slice(values))
     }
@@ -136,7 +136,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A Rust type that collectives move and reduce. Sealed: the wire knows exactly these.
+/// A Rust type that collectives move and reduce. Sealed: frames have numbers only for these.
 pub trait Element: Pod + Send + Sync + sealed::Sealed {
     /// Its name on the wire.
     const DTYPE: DType;

@@ -1,4 +1,4 @@
-//! One error type, cheap to clone, so that every waiter of a failed operation gets the same cause.
+//! One error type. Clones are cheap, so that all waiting callers of a failed operation get the same cause.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -11,9 +11,9 @@ use crate::rank::{Rank, Sequence};
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, where, in which operation, because of whom, and what to do about it.
+/// What went wrong, where, in which operation, because of which peer, and the remedy.
 ///
-/// The kind is private: ask with [`is_timeout`](Self::is_timeout), [`peer`](Self::peer) and the like, so that new
+/// The kind is private: use [`is_timeout`](Self::is_timeout), [`peer`](Self::peer) and so on, so that new
 /// causes never break a `match`.
 ///
 /// ```
@@ -39,7 +39,7 @@ struct Inner {
     source: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
-/// The rank and host that speak.
+/// The rank that reports the error, and its host.
 #[derive(Clone, Debug)]
 struct Site {
     rank: Rank,
@@ -78,10 +78,9 @@ impl Error {
         }))
     }
 
-    /// An error of the program itself, from whatever it has: a text, or another error, which stays its
-    /// [source](StdError::source). [`is_aborted`](Self::is_aborted) is true of it. Other ranks see it if the function that
-    /// returns it ends the group, such as the body of a `join`, or if it is given to
-    /// [`ProcessGroup::abort`](crate::ProcessGroup::abort).
+    /// An error of the program itself, from a text or another error, which becomes its [source](StdError::source).
+    /// [`is_aborted`](Self::is_aborted) is true for it. Other ranks see it if the function that returns it ends the
+    /// group, such as the body of a `join`, or if it is passed to [`ProcessGroup::abort`](crate::ProcessGroup::abort).
     ///
     /// ```
     /// use phalanx::{Error, Result};
@@ -102,11 +101,11 @@ impl Error {
     /// ```
     pub fn other(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         let source = Arc::from(error.into());
-        // The source says it all.
+        // The source contains the whole message.
         Self::new(Kind::Aborted, "").edit(|inner| inner.source = Some(source))
     }
 
-    // The three that follow are for adapters and commands, which tell what is whose fault as this crate does.
+    // The next three are for adapters and commands, which report errors as this crate does.
 
     /// For the caller's mistakes: a wrong shape, an unknown rank, an operation that is not defined for a type.
     #[doc(hidden)]
@@ -120,7 +119,7 @@ impl Error {
         Self::new(Kind::Mismatch, cause)
     }
 
-    /// For what ends for a reason of its own.
+    /// For an operation or group that was ended for another reason.
     #[doc(hidden)]
     pub fn aborted(cause: impl Into<String>) -> Self {
         Self::new(Kind::Aborted, cause)
@@ -159,19 +158,19 @@ impl Error {
         error.with_source(source)
     }
 
-    /// For a thread or a process that the system does not start.
+    /// For a thread or a process that the system refuses to start.
     pub(crate) fn not_started(cause: impl Into<String>, source: std::io::Error) -> Self {
         let error = Self::new(Kind::Io, cause);
         let hint = no_more_processes(&source).or(no_more_files(&source));
         hint.into_iter().fold(error, Self::with_remedy).with_source(source)
     }
 
-    /// Says what to do about it.
+    /// Adds the remedy.
     pub fn with_remedy(self, remedy: impl Into<String>) -> Self {
         self.edit(|inner| inner.remedy = Some(remedy.into()))
     }
 
-    /// Says in which operation, and in which call of the group, it happened.
+    /// Adds the operation, and the number of the group's call, in which it happened.
     pub(crate) fn in_operation(self, operation: impl Into<String>, sequence: Option<Sequence>) -> Self {
         self.edit(|inner| {
             inner.operation = Some(operation.into());
@@ -179,17 +178,17 @@ impl Error {
         })
     }
 
-    /// Says at which call of the group it shows, before it is known in which this rank has met it.
+    /// Adds the number of the group's call, before it is known in which operation of this rank it happened.
     pub(crate) fn with_sequence(self, sequence: Sequence) -> Self {
         self.edit(|inner| inner.sequence = Some(sequence))
     }
 
-    /// Says which rank, on which host, speaks.
+    /// Adds the rank that reports it, and its host.
     pub(crate) fn at(self, rank: Rank, host: impl Into<String>) -> Self {
         self.edit(|inner| inner.site = Some(Site { rank, host: host.into() }))
     }
 
-    /// Says which peer is to blame.
+    /// Adds the peer to blame.
     pub(crate) fn with_peer(self, peer: Rank) -> Self {
         self.edit(|inner| inner.peer = Some(peer))
     }
@@ -199,7 +198,7 @@ impl Error {
         self.edit(|inner| inner.cause.push_str(more.as_ref()))
     }
 
-    /// Says what error of a library it came from.
+    /// Adds the error of a library from which it came.
     pub fn with_source(self, source: impl StdError + Send + Sync + 'static) -> Self {
         self.edit(|inner| inner.source = Some(Arc::new(source)))
     }
@@ -213,12 +212,12 @@ impl Error {
         self.0.kind
     }
 
-    /// What the system said, if it was the system: that a program was not found, or that access was denied.
+    /// The system's error kind, if it came from the system: a program was not found, access was denied.
     pub fn io_kind(&self) -> Option<std::io::ErrorKind> {
         self.0.source.as_ref()?.downcast_ref::<std::io::Error>().map(std::io::Error::kind)
     }
 
-    /// The system's number for it, if it was the system.
+    /// The system's error number, if it came from the system.
     pub(crate) fn errno(&self) -> Option<i32> {
         self.0.source.as_ref()?.downcast_ref::<std::io::Error>()?.raw_os_error()
     }
@@ -251,7 +250,7 @@ impl Error {
         self.0.kind == Kind::PeerLeft
     }
 
-    /// Did the ranks call different collectives, or come with different models?
+    /// Did the ranks call different collectives, or have different models?
     pub fn is_mismatch(&self) -> bool {
         self.0.kind == Kind::Mismatch
     }
@@ -266,7 +265,7 @@ impl Error {
         self.0.kind == Kind::Environment
     }
 
-    /// Is the port that was asked for taken?
+    /// Is the requested port in use?
     pub fn is_address_in_use(&self) -> bool {
         self.0.kind == Kind::AddressInUse
     }
@@ -276,12 +275,12 @@ impl Error {
         self.0.kind == Kind::Aborted
     }
 
-    /// Did a started worker end badly?
+    /// Did a worker fail?
     pub fn is_worker_failure(&self) -> bool {
         self.0.kind == Kind::WorkerFailed
     }
 
-    /// Was there too little memory for what was asked?
+    /// Was there too little memory?
     pub fn is_out_of_memory(&self) -> bool {
         self.0.kind == Kind::OutOfMemory
     }
@@ -291,15 +290,16 @@ impl Error {
         self.0.kind == Kind::Regrouping
     }
 
-    /// As the cause of a group's failure: is another rank than `me` to blame, so that the others can go on without it? Where
-    /// calls or states differ, going on would only repeat it.
+    /// For the cause of a group's failure: is another rank than `me` to blame, so that the others can go on without it?
+    /// If calls or states differ, going on would only repeat the failure.
     pub(crate) fn is_a_peers(&self, me: Rank) -> bool {
         let lost = self.is_peer_failure() || self.is_peer_left() || self.is_timeout();
         let own = self.rank().is_none_or(|rank| rank == me);
         lost || !(own || self.is_mismatch() || self.is_invalid_argument())
     }
 
-    /// The other rank whose failure, in `me`'s eyes, came first: it is gone, or it has failed of itself and told so.
+    /// The other rank whose failure came first, as seen by `me`: it is gone, or it has failed by itself and reported
+    /// this.
     pub(crate) fn culprit(&self, me: Rank) -> Option<Rank> {
         let gone = self.is_peer_failure() || self.is_peer_left();
         let culprit = if gone { self.peer() } else { self.rank() };
@@ -311,7 +311,7 @@ impl Error {
         self.0.peer
     }
 
-    /// The rank that saw it first.
+    /// The rank that reported it first.
     pub fn rank(&self) -> Option<Rank> {
         self.0.site.as_ref().map(|site| site.rank)
     }
@@ -321,7 +321,7 @@ impl Error {
         self.0.site.as_ref().map(|site| site.host.as_str())
     }
 
-    /// The operation during which it happened, as the user called it.
+    /// The operation in which it happened, as the user called it.
     pub fn operation(&self) -> Option<&str> {
         self.0.operation.as_deref()
     }
@@ -331,7 +331,7 @@ impl Error {
         self.0.sequence
     }
 
-    /// What to do about it.
+    /// The remedy.
     pub fn remedy(&self) -> Option<&str> {
         self.0.remedy.as_deref()
     }
@@ -364,7 +364,7 @@ impl fmt::Display for Error {
 }
 
 impl fmt::Debug for Error {
-    // `fn main() -> Result<(), phalanx::Error>` prints the debug form: it must read well.
+    // `fn main() -> Result<(), phalanx::Error>` prints the debug form, so it must be readable.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
@@ -372,13 +372,13 @@ impl fmt::Debug for Error {
 
 impl StdError for Error {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        // The message shows the source already; what lies below it is the source's own chain.
+        // The message already contains the source; its own source comes next.
         self.0.source.as_ref().and_then(|source| source.source())
     }
 }
 
-/// What to do if `error` says that this process, or its host, has all the open files that it may have; [`Error::io`] says so
-/// where the caller has no remedy of its own.
+/// The remedy if `error` says that this process, or its host, has no file descriptors left. [`Error::io`] adds it
+/// if the caller has no remedy of its own.
 pub(crate) fn no_more_files(error: &std::io::Error) -> Option<&'static str> {
     match Errno::from_io_error(error)? {
         Errno::MFILE => Some("this process may open no more files and sockets: raise `ulimit -n`"),
@@ -387,8 +387,8 @@ pub(crate) fn no_more_files(error: &std::io::Error) -> Option<&'static str> {
     }
 }
 
-/// What to do if `error`, of starting a process or a thread, says that there may be no more of them; of other calls it may
-/// mean something else.
+/// The remedy if `error`, of starting a process or a thread, says that no more may be started. For other calls the same
+/// error may mean something else.
 pub(crate) fn no_more_processes(error: &std::io::Error) -> Option<&'static str> {
     let hint = "this user, or this container, may start no more processes and threads: raise `ulimit -u`, or pids.max of \
                 the cgroup";
@@ -415,7 +415,7 @@ mod tests {
         assert!(
             remedy(&Error::not_started("cannot start sh", refused(Errno::MFILE))).contains("`ulimit -n`")
         );
-        // Of a socket it means that nothing is there yet.
+        // For a socket it means that there is no data yet.
         assert!(Error::io("cannot read", refused(Errno::AGAIN)).remedy().is_none());
     }
 
@@ -445,7 +445,7 @@ mod tests {
         assert_eq!(wrapped.to_string(), format!("rank 0 (node7): barrier: {text}"));
         assert_eq!(wrapped.full_cause(), text, "which is what the other ranks are told");
         assert_eq!(wrapped.io_kind(), Some(std::io::ErrorKind::StorageFull));
-        // An error of this crate stays itself.
+        // An error of this crate is kept as it is.
         let own = Error::timeout("late").with_peer(Rank::new(1));
         assert!(Error::other(own).to_string().contains("late"));
     }

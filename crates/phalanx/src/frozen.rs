@@ -1,41 +1,42 @@
-//! Which processes are frozen, and not only slow: pure.
+//! Finds processes that are frozen, and not only slow: pure.
 
 use std::time::{Duration, Instant};
 
-/// How long a process that is waited for may be stopped by a signal.
+/// How long a process that others wait for may be stopped by a signal.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
-/// How often to look.
+/// How often to check.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Some processes, as one that waits for them sees them.
+/// Some processes, as seen by a process that waits for them.
 #[derive(Debug)]
 pub(crate) struct Frozen {
     patience: Duration,
-    /// The stop in which each is, by its number, and how much of it was seen.
+    /// For each process, the number of its current stop, and how long the stop has been seen.
     stops: Vec<Option<(u64, Duration)>>,
     looked: Option<Instant>,
 }
 
 impl Frozen {
-    /// `count` processes, which may be stopped for so long.
+    /// `count` processes, each of which may be stopped for `patience`.
     pub(crate) fn new(count: usize, patience: Duration) -> Self {
         Self { patience, stops: vec![None; count], looked: None }
     }
 
-    /// When to look next; at once, if that was never done.
+    /// The time of the next check; None before the first, which is due at once.
     pub(crate) fn look_at(&self) -> Option<Instant> {
         self.looked.map(|looked| looked + LOOK)
     }
 
-    /// Takes the number of the stop in which each of them is, if it is in one, and gives those that have been for too long.
+    /// Takes the number of each process's current stop, if it is stopped. Returns the processes that have been stopped
+    /// for too long.
     pub(crate) fn look(&mut self, stops: impl IntoIterator<Item = Option<u64>>, now: Instant) -> Vec<usize> {
-        // What has passed while this process was stopped itself, as with Ctrl-Z, does not count.
+        // Time in which this process was stopped itself, as with Ctrl-Z, does not count.
         let passed = self.looked.map_or(Duration::ZERO, |at| now.saturating_duration_since(at).min(LOOK * 2));
         self.looked = Some(now);
         let mut frozen = Vec::new();
         for (worker, (known, stop)) in self.stops.iter_mut().zip(stops).enumerate() {
             *known = match (*known, stop) {
-                // Who has gone on meanwhile, however shortly, is only slow.
+                // A process that has continued meanwhile, even briefly, is only slow.
                 (Some((before, seen)), Some(stop)) if before == stop => Some((stop, seen + passed)),
                 (_, stop) => stop.map(|stop| (stop, Duration::ZERO)),
             };
@@ -60,20 +61,20 @@ mod tests {
         assert_eq!(frozen.look_at(), None);
         for look in 0..10 {
             let now = start + LOOK * look;
-            // The first is stopped all the time; the second is seen to go on once, the third never, though it does each
-            // time; the fourth is only slow.
+            // The first is stopped all the time. The second is seen to continue once. The third is never seen running,
+            // but continues between all checks. The fourth is only slow.
             let stops = [Some(1), (look != 4).then_some(1), Some(u64::from(look)), None];
             assert!(frozen.look(stops, now).is_empty(), "{look}");
             assert_eq!(frozen.look_at(), Some(now + LOOK));
         }
         let stops = [Some(1), Some(1), Some(10), None];
         assert_eq!(frozen.look(stops, start + LOOK * 10), [0]);
-        // It has been told of.
+        // It has been reported.
         assert!(frozen.look(stops, start + LOOK * 11).is_empty());
     }
 
     proptest! {
-        /// Whatever delays who looks: only the time in which it was awake counts.
+        /// However the checking process is delayed: only the time in which it was awake counts.
         #[test]
         fn who_was_stopped_itself_gives_the_others_their_time(
             pauses in prop::collection::vec(1_u64..20_000, 1..60)

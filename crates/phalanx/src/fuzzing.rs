@@ -1,7 +1,8 @@
-//! What decodes bytes from outside, for the fuzz targets in `fuzz/`.
+//! The decoders of bytes from outside, for the fuzz targets in `fuzz/`.
 //!
-//! Each function takes any bytes, checks what must hold of what they mean, and says whether they mean anything. It is
-//! built for cargo-fuzz and for this crate's own tests, which give each function what `fuzz/seeds` holds for it.
+//! Each function accepts any bytes, checks invariants of the decoded value, and returns whether the bytes are valid.
+//! They are compiled only for cargo-fuzz and for this crate's own tests, which run each function on its files in
+//! `fuzz/seeds`.
 
 use std::collections::HashMap;
 
@@ -32,7 +33,7 @@ pub use crate::rendezvous::{fuzz as rendezvous, fuzz_nodes as nodes};
 pub use crate::store::fuzz_etcd as etcd;
 pub use crate::store::{fuzz_log as store_log, fuzz_reply as store_reply};
 
-/// Takes any bytes; do they mean anything?
+/// Accepts any bytes. Returns whether they are valid.
 pub type Target = fn(&[u8]) -> bool;
 
 /// All targets, by the names of their folders and programs.
@@ -65,7 +66,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("workers", workers),
 ];
 
-/// What `bytes` consist of, each piece behind its length (u16, little-endian); `None` is an end in the middle of one.
+/// The pieces of `bytes`, each after its length (u16, little-endian); `None` for an incomplete one.
 pub(crate) fn pieces(mut bytes: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
     std::iter::from_fn(move || {
         if bytes.is_empty() {
@@ -83,7 +84,7 @@ pub(crate) fn pieces(mut bytes: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
     })
 }
 
-/// What ranks leave for each other in the store when they connect.
+/// What ranks write to the store for each other when they connect.
 pub fn address(bytes: &[u8]) -> bool {
     let understood = [crate::transport::fuzz(bytes), crate::domain::fuzz(bytes)];
     understood.contains(&true)
@@ -100,7 +101,7 @@ pub fn frame(bytes: &[u8]) -> bool {
     true
 }
 
-/// What a rank says when it connects.
+/// The hello of a rank that connects.
 pub fn hello(bytes: &[u8]) -> bool {
     let Some(hello) = bytes.first_chunk::<HELLO>() else { return false };
     let Ok(hello) = Hello::decode(hello) else { return false };
@@ -112,7 +113,7 @@ pub fn hello(bytes: &[u8]) -> bool {
     true
 }
 
-/// One of two ranks, to the other.
+/// The hello of one of two ranks to the other.
 fn rank_saying_hello(rank: u32, to: u32) -> Hello {
     Hello {
         group: group_secret().name(),
@@ -129,8 +130,8 @@ fn group_secret() -> GroupSecret {
     GroupSecret::new(None, &[0; 16])
 }
 
-/// What a rank hears in a handshake: after a 0 who connects, a hello and a proof; after a 1 who accepts, an answer and a
-/// welcome.
+/// What a rank receives in a handshake. After a 0, as the accepting rank: a hello and a proof. After a 1, as the
+/// connecting rank: an answer and a welcome.
 pub fn handshake(bytes: &[u8]) -> bool {
     let secret = group_secret();
     match bytes.split_first() {
@@ -160,8 +161,8 @@ pub fn handshake(bytes: &[u8]) -> bool {
     true
 }
 
-/// What a store and its clients hear before they trust each other: after a 0 a client's call and its proof, after a 1 a
-/// server's answer.
+/// What a store and its clients receive before they are authenticated. After a 0: a client's call and its proof. After
+/// a 1: a server's answer.
 pub fn greeting(bytes: &[u8]) -> bool {
     let secret = StoreSecret::of_zeros();
     match bytes.split_first() {
@@ -189,7 +190,7 @@ pub fn control(mut bytes: &[u8]) -> bool {
         if let Control::Failure(notice) = message {
             let error = notice.into_error(Rank::new(1), "host");
             assert!(error.rank().is_some() && error.peer().is_some() && !error.to_string().is_empty());
-            // Whoever heard of it passes it on.
+            // A rank that receives it passes it on.
             let passed_on = control::encode(&Control::Failure(Notice::of(&error)));
             assert!(passed_on.is_ok_and(|bytes| matches!(control::decode(&bytes), Ok(Some(_)))));
         }
@@ -197,7 +198,7 @@ pub fn control(mut bytes: &[u8]) -> bool {
     any
 }
 
-/// What the launcher of another node says of a worker that has failed.
+/// The report of another node's launcher about a failed worker.
 pub fn failure(bytes: &[u8]) -> bool {
     let Ok(failure) = postcard::from_bytes::<Failure>(bytes) else { return false };
     assert!(failure.to_string().contains(&failure.exit.to_string()));
@@ -210,7 +211,7 @@ pub fn failure(bytes: &[u8]) -> bool {
     true
 }
 
-/// What a client asks a store.
+/// A client's requests to a store.
 pub fn store_request(mut bytes: &[u8]) -> bool {
     let (mut decoder, mut any) = (Decoder::default(), false);
     while bytes.len() >= decoder.need() {
@@ -231,7 +232,7 @@ pub fn store_request(mut bytes: &[u8]) -> bool {
     any
 }
 
-/// What a launcher has set: a variable on each line.
+/// A launcher's variables, one on each line.
 pub fn launch_env(bytes: &[u8]) -> bool {
     let text = String::from_utf8_lossy(bytes);
     let variables: HashMap<&str, &str> = text.lines().filter_map(|line| line.split_once('=')).collect();
@@ -255,7 +256,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds")
     }
 
-    /// The names of seeds that are written as today's code writes begin with "valid".
+    /// Seeds in the current format have names that begin with "valid".
     #[test]
     fn what_the_fuzzer_has_found_before_is_still_right() {
         for (name, target) in TARGETS {
@@ -275,7 +276,7 @@ mod tests {
         }
     }
 
-    /// The seeds that a person cannot write: with proofs, and with the version.
+    /// The seeds that cannot be written by hand: with proofs, and with the version.
     fn handshakes() -> Vec<(&'static str, Vec<u8>)> {
         let (secret, zero, one) = (group_secret(), rank_saying_hello(0, 1), rank_saying_hello(1, 0));
         let stranger = Hello { group: [7; 16], generation: Generation(3), world: 9, ..one };

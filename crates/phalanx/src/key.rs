@@ -10,18 +10,18 @@ use crate::error::{Error, Result};
 use crate::random;
 use crate::secret_file::{self, Unfit};
 
-/// Where a process finds the file with its job's key.
+/// The variable that names the file with the job's key.
 pub(crate) const VARIABLE: &str = "PHALANX_JOB_KEY_FILE";
 
 const BYTES: usize = 32;
 const DIGITS: usize = 2 * BYTES;
-/// What a file may hold: the digits, and a line's end of either kind.
+/// The longest content of a file: the digits, and a line ending of either kind.
 const LONGEST: usize = DIGITS + 2;
 
-/// 32 random bytes with which processes of one job recognise each other.
+/// 32 random bytes with which processes of one job authenticate each other.
 ///
-/// Launchers make one for each job and lend it to their workers; for a job on several nodes, or without a launcher, give
-/// every process a file with the same one:
+/// Launchers make one for each job and pass it to their workers. For a job on several nodes, or without a launcher,
+/// give every process a file with the same key:
 ///
 /// ```
 /// use phalanx::JobKey;
@@ -39,15 +39,16 @@ impl JobKey {
     /// A new key.
     ///
     /// # Errors
-    /// If the system gives no random numbers.
+    /// If the system returns no random numbers.
     pub fn generate() -> Result<Self> {
         random::bytes().map(Self)
     }
 
-    /// Reads a key: 64 hexadecimal digits, and perhaps a line's end.
+    /// Reads a key: 64 hexadecimal digits, with or without a line ending.
     ///
     /// # Errors
-    /// If `path` is no regular file, belongs to somebody else, may be read or written by others, or holds anything else.
+    /// If `path` is not a regular file, belongs to another user, may be read or written by others, or holds anything
+    /// else.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let refuse = |why: String| {
@@ -70,10 +71,10 @@ impl JobKey {
         })
     }
 
-    /// Writes the key to a new file that this user alone may read.
+    /// Writes the key to a new file that only this user may read.
     ///
     /// # Errors
-    /// If there is something at `path` already, or it cannot be written.
+    /// If `path` already exists, or it cannot be written.
     pub fn write_new(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
@@ -114,7 +115,7 @@ impl JobKey {
     }
 }
 
-/// Without the key.
+/// Does not print the key.
 impl fmt::Debug for JobKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("JobKey(..)")
@@ -132,7 +133,7 @@ fn parse(bytes: &[u8]) -> Option<[u8; BYTES]> {
     Some(key)
 }
 
-/// For [`fuzzing`](crate::fuzzing): what a file holds that is said to be a key.
+/// For [`fuzzing`](crate::fuzzing): the content of a key file.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
@@ -166,7 +167,7 @@ mod tests {
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         assert_eq!(JobKey::read(&path).unwrap().0, key.0);
         assert!(JobKey::generate().unwrap().0 != key.0);
-        // What is there stays.
+        // An existing file is not changed.
         let error = key.write_new(&path).unwrap_err();
         assert!(error.to_string().contains("key") && error.remedy().is_some(), "{error}");
     }

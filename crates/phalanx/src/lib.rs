@@ -1,7 +1,7 @@
 //! Distributed data-parallel training: process groups, collectives, a gradient reducer, samplers and a launcher.
 //!
-//! This crate knows no tensor framework; `phalanx-burn` is the adapter for Burn. No state of a group is global: a
-//! [`ProcessGroup`] is a handle, and a second group is just another handle.
+//! This crate is independent of tensor frameworks; `phalanx-burn` is the adapter for Burn. No state of a group is
+//! global: a [`ProcessGroup`] is a handle, and a second group is just another handle.
 //!
 //! ```
 //! use phalanx::{Buffer, ReduceOp};
@@ -30,8 +30,8 @@
 //! | let processes find each other | [`store`] |
 //! | see where the time goes | [`trace`] |
 //!
-//! Every wait has a deadline. An [`Error`] says which rank, in which operation, because of whom, and what to do; every
-//! waiter of a failed group gets the same one.
+//! Every wait has a deadline. An [`Error`] says which rank, in which operation, because of which peer, and the remedy.
+//! All waiting callers of a failed group get the same one.
 #![forbid(unsafe_code)]
 
 mod buffer;

@@ -1,6 +1,6 @@
-//! What a user is to know although nothing has failed: work that is passed over, and who is waited for.
+//! Warnings for the user although nothing has failed: work that is skipped, and long waits.
 //!
-//! It goes to the program's `tracing` subscriber. In a program that has none it would reach nobody, so it goes to standard
+//! They go to the program's `tracing` subscriber. In a program without one they would be lost, so they go to standard
 //! error.
 
 use std::fmt::Display;
@@ -8,24 +8,24 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::{Builder, scope};
 use std::time::{Duration, Instant};
 
-/// When to say that something is waited for; after the last, once for each of that time.
+/// When to report a wait; after the last, again each time that interval has passed.
 const REMINDERS: [Duration; 4] =
     [Duration::from_secs(5), Duration::from_secs(15), Duration::from_secs(30), Duration::from_secs(60)];
 
-/// Tells the user.
+/// Warns the user.
 pub(crate) fn warn(what: impl Display) {
     tracing::warn!("{what}");
     if !tracing::dispatcher::has_been_set() {
-        // The harness of the tests shows what `eprintln` prints, and nothing else, with a failed test alone.
+        // The test harness captures what `eprintln` prints, and only that, and shows it with a failed test.
         #[cfg(test)]
         eprintln!("phalanx: warning: {what}");
-        // That would panic where standard error is closed.
+        // `eprintln` would panic if standard error is closed.
         #[cfg(not(test))]
         let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("phalanx: warning: {what}\n"));
     }
 }
 
-/// Says now and then what a wait that lasts is for.
+/// Reports a long wait now and then.
 #[derive(Debug)]
 pub(crate) struct Reminders {
     started: Instant,
@@ -38,7 +38,7 @@ impl Reminders {
         Self { started: Instant::now(), next: REMINDERS[0] }
     }
 
-    /// Tells the user `what` is waited for, if it is time to.
+    /// Reports `what` is waited for, if it is time.
     pub(crate) fn remind(&mut self, what: impl FnOnce() -> String) {
         let waited = self.started.elapsed();
         if waited >= self.next {
@@ -52,7 +52,7 @@ impl Reminders {
     }
 }
 
-/// The first reminder after so long a wait.
+/// The time of the first reminder after a wait of `waited`.
 fn after(waited: Duration) -> Duration {
     let [.., last] = REMINDERS;
     let minutes = waited.as_secs() / last.as_secs() + 1;
@@ -62,7 +62,7 @@ fn after(waited: Duration) -> Duration {
         .unwrap_or(last * u32::try_from(minutes).unwrap_or(u32::MAX))
 }
 
-/// Says now and then `what` is waited for while `wait` lasts. For waits that cannot look at the clock themselves.
+/// Reports now and then `what` is waited for while `wait` runs. For waits that cannot do it themselves.
 pub(crate) fn while_waiting<R>(what: impl Fn() -> String + Send, wait: impl FnOnce() -> R) -> R {
     let (done, ended) = channel::<()>();
     scope(|scope| {
@@ -72,7 +72,7 @@ pub(crate) fn while_waiting<R>(what: impl Fn() -> String + Send, wait: impl FnOn
                 reminders.remind(&what);
             }
         };
-        // Without a thread the wait is a silent one.
+        // If the thread cannot be started, there are no reports.
         let _ = Builder::new().name("phalanx-waiting".into()).spawn_scoped(scope, remind);
         let outcome = wait();
         drop(done);

@@ -1,15 +1,15 @@
-//! Who is who: ranks, and the numbers that order a group's work.
+//! Ranks, and the numbers that order a group's operations.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The place of a process in its group: `0..world_size`.
+/// The number of a process in its group: `0..world_size`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Rank(u32);
 
 impl Rank {
-    /// Rank 0, which hosts the store, and alone writes logs and checkpoints.
+    /// Rank 0, which hosts the store. Only this rank writes logs and checkpoints.
     pub const MAIN: Self = Self(0);
 
     /// A rank that has not been checked against a world; see [`WorldSize::rank`](crate::WorldSize::rank).
@@ -49,7 +49,7 @@ impl fmt::Display for Sequence {
     }
 }
 
-/// How often the job's workers were started again before this group was made. Every frame carries it, so that messages of
-/// a rank of an earlier generation are rejected. Not an epoch of training.
+/// How often the job's workers were started again before this group was made. Every frame carries it, so that messages
+/// of a rank of an earlier generation are rejected. Not an epoch of training.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Generation(pub u64);

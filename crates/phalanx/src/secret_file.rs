@@ -1,4 +1,4 @@
-//! Files that hold what only this user may know.
+//! Files with secrets that only this user may read.
 
 use std::fs::OpenOptions;
 use std::io::{self, Read};
@@ -7,11 +7,11 @@ use std::path::Path;
 
 use rustix::fs::OFlags;
 
-/// Why a file is not taken.
+/// Why a file is refused.
 pub(crate) enum Unfit {
     /// It cannot be read.
     Unreadable(io::Error),
-    /// It is something else than a file of this user's alone: why, and what to do about it, if that is always the same.
+    /// It is not a file of this user only: why, and the remedy, if there is a general one.
     Unsafe { why: String, remedy: Option<String> },
 }
 
@@ -21,10 +21,10 @@ impl From<io::Error> for Unfit {
     }
 }
 
-/// Reads a regular file that belongs to this user and that nobody else may use; of a longer one `longest` bytes and one
-/// more.
+/// Reads a regular file that belongs to this user and that no other user may access. Of a longer file it reads
+/// `longest` bytes and one more.
 pub(crate) fn read(path: &Path, longest: usize) -> Result<Vec<u8>, Unfit> {
-    // A pipe that nobody writes to would be waited for.
+    // Without NONBLOCK, opening a pipe without a writer would wait.
     let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     let about = file.metadata()?;

@@ -17,13 +17,13 @@ use crate::launch::{Event, Job, Outcome, Output};
 use crate::worker_error;
 use crate::world_size::WorldSize;
 
-/// Tells a copy of the program whose copy it is, and for which call: `parent's pid:call:location`.
+/// Tells a copy of the program which process and which call started it: `parent's pid:call:location`.
 const VARIABLE: &str = "PHALANX_SPAWN";
 
-/// Which call of [`spawn`] in this process is the next. A copy counts its own in the same way.
+/// The number of the next call of [`spawn`] in this process. A copy counts its own in the same way.
 static CALLS: AtomicU32 = AtomicU32::new(1);
 
-/// Starts `nprocs` copies of this program, in each of which this same call runs `worker` and ends the process.
+/// Starts `nprocs` copies of this program. In each of them this same call runs `worker` and ends the process.
 ///
 /// In the program itself it returns when all workers have ended: `Ok` if every `worker` returned `Ok`; otherwise an
 /// error that says which rank failed first and how, with [`is_worker_failure`](Error::is_worker_failure) and
@@ -44,27 +44,27 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 ///
 /// - It has this program's arguments, environment, working directory, standard output and standard error; its standard
 ///   input is empty. It leads a process group of its own.
-/// - It runs `main` from the start: **what comes before this call runs in every worker as well**, and what comes after
-///   it runs in none. Keep the way to the call short and the same in each process. Calls of `spawn` that come earlier
-///   on that way return `Ok` in a copy, and do nothing.
-/// - An error of `worker` is printed as `rank 1: ..`, and the exit code is 1. A panic ends it with code 101; what `spawn`
-///   returns then has the panic's message and place.
+/// - It runs `main` from the start: **code before this call runs in every worker as well**, and code after
+///   it runs in none. Keep the code before the call short and the same in each process. Earlier calls of `spawn`
+///   return `Ok` in a copy, and do nothing.
+/// - An error of `worker` is printed as `rank 1: ..`, and the exit code is 1. A panic ends it with code 101; the error
+///   of `spawn` then has the panic's message and source line.
 ///
 /// # Under a launcher
 ///
-/// If `phalanx run`, torchrun or the like has started this program as one of its ranks (`RANK` is set), there is nothing
-/// to start: `worker` runs here, as that rank, and `nprocs` does not count. One program thus fits every way to start.
+/// If `phalanx run`, torchrun or another launcher has started this program as one of its ranks (`RANK` is set), nothing
+/// is started: `worker` runs here, as that rank, and `nprocs` is ignored. So one program can be started in every way.
 ///
 /// # When it ends otherwise
 ///
-/// - A worker that is killed is named with the signal; the others get SIGTERM, and after 30 s SIGKILL. What workers have
-///   started is ended too, also after success, and also in sessions of its own, unless it has cleared its environment and
-///   lost its parents.
+/// - If a worker is killed, the error names the signal. The others get SIGTERM, and after 30 s SIGKILL. Processes that
+///   workers have started are ended too, also after success, and also in sessions of their own, unless they have
+///   cleared their environment and lost their parents.
 /// - Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the workers first and then this program, as that signal would have. If the
-///   program handles the signal itself, its handler is called, and if it ignores it, as a shell has programs in the
-///   background ignore Ctrl-C, nothing is: then `spawn` returns an error with [`is_aborted`](Error::is_aborted). SIGUSR1
-///   and SIGUSR2 are passed on and end nothing here.
-/// - If this process is killed, so are its workers and all that they have started.
+///   program handles the signal itself, its handler is called. If it ignores the signal, as programs in the background of a
+///   shell ignore Ctrl-C, nothing is called. In both cases `spawn` returns an error with [`is_aborted`](Error::is_aborted).
+///   SIGUSR1 and SIGUSR2 are passed on and do not end this process.
+/// - If this process is killed, so are its workers and all processes that they have started.
 ///
 /// # Errors
 ///
@@ -76,7 +76,7 @@ pub fn spawn<E: Display>(nprocs: u32, worker: impl FnOnce() -> Result<(), E>) ->
     let call =
         Call { number: CALLS.fetch_add(1, Ordering::Relaxed), location: Location::caller().to_string() };
     match Call::of_this_copy() {
-        // The first call does not come back.
+        // The first call does not return.
         None if started_by_launcher()? => match call.number {
             1 => run_worker(worker),
             _ => Err(nested()),
@@ -110,7 +110,7 @@ struct Call {
 }
 
 impl Call {
-    /// The call for which this process was started, if it is a copy; not if it is a program that a copy has started.
+    /// The call for which this process was started, if it is a copy. None for a program that a copy has started.
     fn of_this_copy() -> Option<Self> {
         let value = std::env::var(VARIABLE).ok()?;
         let mut parts = value.splitn(3, ':');
@@ -148,7 +148,7 @@ impl Call {
     }
 }
 
-/// Has something else started this process as one of its ranks?
+/// Has a launcher started this process as one of its ranks?
 fn started_by_launcher() -> Result<bool> {
     let Some(env) = LaunchEnv::from_process()? else { return Ok(false) };
     if std::env::var_os(VARIABLE).is_none() {
@@ -161,7 +161,7 @@ fn started_by_launcher() -> Result<bool> {
     )))
 }
 
-/// What to execute. A program that was replaced on disk while it runs is started as it was.
+/// The program to execute. If it was replaced on disk while it runs, the running version is started.
 fn this_program() -> Result<PathBuf> {
     let path = std::env::current_exe().map_err(|error| Error::io("this program cannot be found", error))?;
     Ok(if path.exists() { path } else { "/proc/self/exe".into() })
@@ -169,7 +169,7 @@ fn this_program() -> Result<PathBuf> {
 
 fn run_worker<E: Display>(worker: impl FnOnce() -> Result<(), E>) -> ! {
     worker_error::report_panics();
-    // Nothing of this process is used after the panic but what ends it.
+    // After the panic nothing of this process is used except to end it.
     let code = match catch_unwind(AssertUnwindSafe(worker)) {
         Ok(Ok(())) => 0,
         Ok(Err(error)) => {
@@ -180,13 +180,14 @@ fn run_worker<E: Display>(worker: impl FnOnce() -> Result<(), E>) -> ! {
             } else {
                 format!("{speaker}: {message}\n")
             };
-            // At once, since other ranks write there too. Without a standard error the error file must do.
+            // In one write, because other ranks write there too. Without a standard error there is still the error
+            // file.
             let _ = std::io::stderr().write_all(line.as_bytes());
             worker_error::write(&message);
             1
         }
         Err(payload) => {
-            // The program's own panic hook may have taken the place of ours.
+            // The program's own panic hook may have replaced ours.
             let message = panic_message(&*payload);
             if !worker_error::has_reported(message) {
                 worker_error::write(&format!("panicked: {message}"));

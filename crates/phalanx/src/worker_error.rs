@@ -1,4 +1,4 @@
-//! What a worker leaves for its launcher, in case that it fails: its error, in torchrun's format, and the rank whose failure
+//! What a worker leaves for its launcher if it fails: its error, in torchrun's format, and the rank whose failure
 //! came first.
 //!
 //! A program may catch a panic, or the failure of another rank, and go on: it does when it calls something of a group that
@@ -20,8 +20,9 @@ use crate::rank::Rank;
 
 /// torchrun's variable: the file for the error with which this process ends.
 pub(crate) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
-/// The file for the rank whose failure this one has heard of. Not part of the error: a program may go on, and end
-/// of something else. `phalanx run` alone sets it, since torchrun takes whatever was written first for the cause.
+/// The file for the rank whose failure this one was told of. It is separate from the error: a program may go on, and
+/// fail later for another reason. Only `phalanx run` sets it, because torchrun takes what was written first for the
+/// cause.
 pub(crate) const BLAME_FILE: &str = "PHALANX_BLAME_FILE";
 
 /// What this process has left for its launcher.
@@ -49,7 +50,7 @@ impl Left {
 
     fn blame(&self, path: PathBuf, rank: Rank) {
         let mut notes = self.notes.lock();
-        // Without it the launcher goes by who ended first.
+        // Without it the launcher uses the order in which workers end.
         let _ = fs::write(&path, rank.to_string());
         notes.blame = Some(path);
         self.any.store(true, Ordering::Relaxed);
@@ -75,10 +76,10 @@ impl Left {
     }
 }
 
-/// Leaves `message` in the error file of this process, if its launcher gave it one (`TORCHELASTIC_ERROR_FILE`).
+/// Writes `message` to the error file of this process, if its launcher has set one (`TORCHELASTIC_ERROR_FILE`).
 ///
-/// The launcher shows it as the cause of the failure. A file that is given but cannot be written is not an error: the
-/// worker has a worse one to report.
+/// The launcher shows it as the cause of the failure. If the file cannot be written, this is ignored: the
+/// worker has a worse error to report.
 pub fn write(message: &str) {
     if let Some(path) = path(ERROR_FILE) {
         let mut notes = LEFT.notes.lock();
@@ -103,8 +104,8 @@ pub(crate) fn goes_on() {
     }
 }
 
-/// From now on a panic of the main thread leaves its message and its place in the error file, besides what the panic hook of
-/// the program does. Another thread's panic need not end the process.
+/// From now on a panic of the main thread writes its message and source line to the error file, in addition to the
+/// program's own panic hook. A panic of another thread need not end the process.
 pub(crate) fn report_panics() {
     static ONCE: Once = Once::new();
     if path(ERROR_FILE).is_none() {
@@ -142,7 +143,7 @@ fn path(variable: &str) -> Option<PathBuf> {
     std::env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
-/// `panicked`: a panic, which counts only if it has ended the process.
+/// `panicked`: it is a panic, which counts only if it has ended the process.
 pub(crate) fn write_to(path: &Path, message: &str, panicked: bool) -> io::Result<()> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let extra = json!({ "py_callstack": "", "timestamp": seconds.to_string(), "panicked": panicked });

@@ -1,4 +1,4 @@
-//! How many ranks there are.
+//! The number of ranks.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 
-/// The largest world a group accepts. A length from outside is capped by it before memory is taken.
+/// The largest world a group accepts. Lengths from outside are capped by it before memory is allocated.
 pub const MAX_WORLD_SIZE: u32 = 65_536;
 
 /// The number of ranks in a group: at least 1, at most [`MAX_WORLD_SIZE`].
@@ -32,7 +32,7 @@ impl WorldSize {
         self.0.get()
     }
 
-    /// The size as a count of things in memory.
+    /// The size as a `usize`.
     pub const fn count(self) -> usize {
         self.0.get() as usize
     }

@@ -1,20 +1,20 @@
 //! Keeps the communication workers of one host's ranks on processors of their own.
 //!
-//! Workers that wait for each other are woken by each other, and a kernel likes to move a thread to the processor of
-//! the thread that woke it. Without restriction, the workers of all ranks gather on one processor: they slow down that rank's backward
-//! pass, for which all others then wait, and each other.
+//! A worker is woken by the workers it waits for, and the kernel tends to move a thread to the processor of the thread
+//! that woke it. Without restriction, the workers of all ranks gather on one processor. They slow down each other, and
+//! that rank's backward pass, for which all others then wait.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// A rank's place among the ranks of its host, and their number.
+/// A rank's index among the ranks of its host, and their number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LocalPlace {
     pub rank: u32,
     pub world_size: u32,
 }
 
-/// Restricts the calling thread, and no other, to this rank's share of the processors it may use. Where there are fewer
-/// of them than ranks, as where a launcher has bound each rank to a few, nothing is changed.
+/// Restricts the calling thread, and no other, to this rank's share of the processors it may use. If there are fewer
+/// processors than ranks, for example because a launcher has bound each rank to a few, nothing is changed.
 pub(super) fn keep_apart(place: LocalPlace) {
     let Ok(allowed) = sched_getaffinity(None) else { return };
     let processors: Vec<usize> =

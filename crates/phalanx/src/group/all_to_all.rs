@@ -10,18 +10,18 @@ use crate::error::Result;
 use crate::wire::frame::Operation;
 
 impl ProcessGroup {
-    /// Exchanges blocks among all ranks: the r-th of `world_size` equal parts of `input` goes to rank r, and the r-th of
-    /// `output` comes from rank r.
+    /// Exchanges blocks among all ranks: the r-th of `world_size` equal parts of `input` goes to rank r, and the r-th
+    /// of `output` comes from rank r.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), and if `input` and `output` are not equally long or cannot be divided evenly.
+    /// As [`all_reduce`](Self::all_reduce), and if `input` and `output` differ in length or cannot be divided evenly.
     #[doc(alias("alltoall", "all_to_all_single"))]
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         self.check_all_to_all(input.len(), output.len())?;
         self.run(self.call_of::<T>(Operation::AllToAll, input.len()), out_of_place(input, output))
     }
 
-    /// As [`all_to_all`](Self::all_to_all); [`Work::wait`] gives a buffer with a block from each rank.
+    /// As [`all_to_all`](Self::all_to_all); [`Work::wait`] returns a buffer with a block from each rank.
     ///
     /// # Errors
     /// At once if the group has failed or the buffer cannot be divided evenly; otherwise from [`Work::wait`].
@@ -32,12 +32,12 @@ impl ProcessGroup {
         self.start_out_of_place(call, buffer, output)
     }
 
-    /// As [`all_to_all`](Self::all_to_all), with blocks of different lengths: `sent[r]` elements of `input` go to rank r,
-    /// and `received[r]` elements of `output` come from rank r, each behind those of the ranks before it.
+    /// As [`all_to_all`](Self::all_to_all), with blocks of different lengths: `sent[r]` elements of `input` go to rank
+    /// r, and `received[r]` elements of `output` come from rank r, in the order of the ranks.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); if there is not one count for each rank, or `input` and `output` are not as long
-    /// as the sums; and if a rank sends another number of elements than its peer expects.
+    /// As [`all_reduce`](Self::all_reduce); if there is not one count for each rank, or the lengths of `input` and
+    /// `output` are not the sums; and if a rank sends another number of elements than its peer expects.
     #[doc(alias = "alltoallv")]
     pub fn all_to_all_v<T: Element>(
         &self,
@@ -56,7 +56,7 @@ impl ProcessGroup {
         )
     }
 
-    /// As [`all_to_all_v`](Self::all_to_all_v); [`Work::wait`] gives a buffer with a block from each rank.
+    /// As [`all_to_all_v`](Self::all_to_all_v); [`Work::wait`] returns a buffer with a block from each rank.
     ///
     /// # Errors
     /// At once if the group has failed or the counts do not fit; otherwise from [`Work::wait`].

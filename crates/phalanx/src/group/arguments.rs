@@ -1,4 +1,4 @@
-//! Checks of the lengths and types that collectives are called with.
+//! Checks of the lengths and types of collectives' arguments.
 
 use super::ProcessGroup;
 use crate::buffer::Buffer;

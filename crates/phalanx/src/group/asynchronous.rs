@@ -1,4 +1,5 @@
-//! Operations that run on the group's worker while the caller goes on. They own their buffers until they are done.
+//! Operations that run on the group's worker thread while the caller goes on. They own their buffers until they are
+//! done.
 
 use std::time::Instant;
 
@@ -14,7 +15,7 @@ use crate::trace::Lane;
 use crate::wire::frame::{Call, Operation};
 
 impl ProcessGroup {
-    /// As [`all_reduce`](Self::all_reduce); [`Work::wait`] gives the combined buffer.
+    /// As [`all_reduce`](Self::all_reduce); [`Work::wait`] returns the combined buffer.
     ///
     /// # Errors
     /// At once if the group has failed or `op` is not defined for the type; otherwise from [`Work::wait`].
@@ -26,7 +27,7 @@ impl ProcessGroup {
         self.start(call, buffer)
     }
 
-    /// As [`broadcast`](Self::broadcast); [`Work::wait`] gives the root's elements.
+    /// As [`broadcast`](Self::broadcast); [`Work::wait`] returns the root's elements.
     ///
     /// # Errors
     /// At once if the group has failed or `root` is not in it; otherwise from [`Work::wait`].
@@ -36,7 +37,7 @@ impl ProcessGroup {
         self.start(self.call(Operation::Broadcast, dtype, elements).rooted_at(root), buffer)
     }
 
-    /// As [`all_gather`](Self::all_gather); [`Work::wait`] gives a buffer with all ranks' elements.
+    /// As [`all_gather`](Self::all_gather); [`Work::wait`] returns a buffer with all ranks' elements.
     ///
     /// # Errors
     /// At once if the group has failed; otherwise from [`Work::wait`].
@@ -49,10 +50,11 @@ impl ProcessGroup {
         self.start(self.call(Operation::AllGather, dtype, elements), gathered)
     }
 
-    /// As [`reduce_scatter`](Self::reduce_scatter); [`Work::wait`] gives this rank's chunk.
+    /// As [`reduce_scatter`](Self::reduce_scatter); [`Work::wait`] returns this rank's chunk.
     ///
     /// # Errors
-    /// At once if the group has failed, the buffer cannot be divided evenly or `op` is not defined for its type; otherwise from [`Work::wait`].
+    /// At once if the group has failed, the buffer cannot be divided evenly or `op` is not defined for its type;
+    /// otherwise from [`Work::wait`].
     pub fn reduce_scatter_async(&self, mut buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements, world) = (buffer.dtype(), buffer.len(), self.world_size());
         self.check_length("reduce_scatter", "input", elements, "output", elements / world.count())?;
@@ -91,14 +93,14 @@ impl ProcessGroup {
         })
     }
 
-    /// Leaves `work`, which owns its buffers, to the group's worker.
+    /// Queues `work`, which owns its buffers, for the group's worker.
     pub(super) fn start_with(
         &self,
         call: Call,
         work: impl FnOnce(&mut Engine, &Patience) -> Result<Buffer> + Send + 'static,
     ) -> Result<Work> {
         self.begin()?;
-        // From now on, not from when its turn comes.
+        // The deadline counts from now, not from the operation's turn.
         let deadline = self.patience().deadline();
         let (pending, completer) = Work::pending_in(self.inner.health.clone());
         let trace = self.trace();

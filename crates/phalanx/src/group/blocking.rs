@@ -1,4 +1,4 @@
-//! Operations that return when they are done. They run on the caller's thread, on the caller's memory.
+//! Blocking operations. They run on the caller's thread, on the caller's memory.
 
 use std::time::Instant;
 
@@ -15,12 +15,13 @@ use crate::wire::frame::{Call, Operation};
 impl ProcessGroup {
     /// Combines `data` with the other ranks' `data`, element by element; every rank gets the result in place.
     ///
-    /// Through shared memory if all ranks are on one host; else small buffers by recursive doubling, larger ones by
-    /// recursive halving, large ones by a ring, as [`Tuning`](crate::Tuning) says. docs/algorithms.md states steps and bytes.
+    /// It uses shared memory if all ranks are on one host. Otherwise it uses recursive doubling for small buffers,
+    /// recursive halving for medium ones and a ring for large ones, as [`Tuning`](crate::Tuning) says.
+    /// docs/algorithms.md states steps and bytes.
     ///
     /// # Errors
-    /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified. Before anything
-    /// is sent, if `op` is not defined for the type ([`ReduceOp::supports`]).
+    /// If a peer fails, leaves or calls something else, or the time-out passes. `data` is then unspecified. Also if
+    /// `op` is not defined for the type ([`ReduceOp::supports`]), before anything is sent.
     #[doc(alias("allreduce", "MPI_Allreduce"))]
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
         let call = self.call_of::<T>(Operation::AllReduce, data.len()).reducing(op);
@@ -31,7 +32,7 @@ impl ProcessGroup {
     /// Copies the root's `data` to every rank.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), and if `root` is no rank of this group.
+    /// As [`all_reduce`](Self::all_reduce), and if `root` is not a rank of this group.
     #[doc(alias("bcast", "MPI_Bcast"))]
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: Rank) -> Result<()> {
         let root = self.member(root)?;
@@ -39,7 +40,7 @@ impl ProcessGroup {
         self.run(call, Memory::InPlace(bytemuck::cast_slice_mut(data)))
     }
 
-    /// Gathers `input`, equally long on every rank, from all ranks: rank r's elements stand at r·len in `output`.
+    /// Gathers `input`, of the same length on every rank, from all ranks: rank r's elements are at r·len in `output`.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce), and if `output` is not `world_size` times as long as `input`.
@@ -49,7 +50,7 @@ impl ProcessGroup {
         self.run(self.call_of::<T>(Operation::AllGather, input.len()), out_of_place(input, output))
     }
 
-    /// Combines `input` with the other ranks' `input` and leaves rank r the elements from r·len on, in `output`.
+    /// Combines `input` with the other ranks' `input`. Rank r gets the elements from r·len on, in `output`.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce), and if `input` is not `world_size` times as long as `output`.
@@ -75,7 +76,7 @@ impl ProcessGroup {
         self.run(self.call_of::<u8>(Operation::Barrier, 0), Memory::InPlace(&mut []))
     }
 
-    /// A collective on this handle, which the user may have called by another name.
+    /// The call of a collective on this handle, with the name of the user's call, if there is one.
     pub(super) fn call(&self, operation: Operation, dtype: DType, elements: usize) -> Call {
         Call { caller: self.caller, ..Call::new(operation, dtype, elements) }
     }
@@ -116,12 +117,12 @@ impl Call {
         Self { reduce: Some(op.without_factor()), ..self }
     }
 
-    /// An error, which names this call, if `op` is not defined for its elements.
+    /// An error that names this call, if `op` is not defined for its elements.
     pub(super) fn check(&self, op: ReduceOp) -> Result<()> {
         op.check(self.dtype).map_err(|error| error.in_operation(self.to_string(), None))
     }
 
-    /// Readies this rank's elements for `op`, if it is defined for them.
+    /// Prepares this rank's elements for `op`, if it is defined for them.
     pub(super) fn prepare(&self, op: ReduceOp, data: &mut [u8]) -> Result<()> {
         self.check(op)?;
         op.prepare(self.dtype, data)

@@ -19,7 +19,7 @@ use crate::store::{PrefixStore, SharedStore};
 use crate::transport::{MeshConfig, TransportKind};
 use crate::world_size::WorldSize;
 
-/// What a group was made with, and what its sub-groups are made with.
+/// The configuration with which a group was made, and with which its sub-groups are made.
 #[derive(Clone)]
 pub(crate) struct GroupConfig {
     pub backend: Backend,
@@ -27,9 +27,9 @@ pub(crate) struct GroupConfig {
     pub generation: Generation,
     /// The table by which the group and its sub-groups choose algorithms.
     pub tuning: Tuning,
-    /// Kept as long as the group and its sub-groups live, such as the store's server.
+    /// Kept alive as long as the group and its sub-groups, such as the store's server.
     pub _keep_alive: Arc<dyn Send + Sync>,
-    /// The ranks of this group in the first one, by rank; none if this is the first.
+    /// The ranks in the first group, by rank in this one; None if this is the first.
     pub members: Option<Arc<[Rank]>>,
     /// The number of calls of this rank on the group and its sub-groups.
     pub calls: Arc<AtomicU64>,
@@ -44,10 +44,10 @@ pub(crate) enum Backend {
     Process { pending: Arc<PendingGroups>, scope: String },
     /// The ranks are processes, which have met at a store.
     Mesh {
-        /// This group's part of the store.
+        /// The prefix of the store for this group.
         store: SharedStore,
         interface: IpAddr,
-        /// The transport that was asked for; `None` chooses.
+        /// The configured transport; `None` chooses one.
         transport: Option<TransportKind>,
         host_id: Option<String>,
         heartbeat: Heartbeat,
@@ -98,7 +98,7 @@ impl Backend {
 }
 
 impl GroupConfig {
-    /// The rank of the first group that is `rank` here.
+    /// The rank in the first group of this group's `rank`.
     pub(super) fn global(&self, rank: Rank) -> Rank {
         match &self.members {
             Some(members) => members.get(rank.index()).copied().unwrap_or(rank),
@@ -106,7 +106,7 @@ impl GroupConfig {
         }
     }
 
-    /// The configuration of the sub-group `name`, whose ranks are these `members` of this group.
+    /// The configuration of the sub-group `name` with these `members` of this group.
     pub(super) fn subgroup(&self, name: &str, members: &[Rank]) -> Self {
         let members = members.iter().map(|rank| self.global(*rank)).collect();
         Self { backend: self.backend.subgroup(name), members: Some(members), ..self.clone() }

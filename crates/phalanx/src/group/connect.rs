@@ -1,4 +1,4 @@
-//! Connects the ranks of a group: the TCP mesh between all, and the memory that those of one host share.
+//! Connects the ranks of a group: the TCP mesh between all, and the shared memory of those on one host.
 
 use std::sync::Arc;
 
@@ -13,36 +13,36 @@ use crate::transport::{MeshConfig, Transport, TransportKind, in_process};
 use crate::worker_error;
 use crate::world_size::WorldSize;
 
-/// What a rank asks for when it connects.
+/// The options with which a rank connects.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Wishes<'a> {
-    /// What carries the data. If it is left open: shared memory if all ranks can map each other's, else TCP.
+    /// The transport of the data. If None: shared memory if all ranks can map each other's, else TCP.
     pub kind: Option<TransportKind>,
-    /// The identity of this host, if it is not to be found out.
+    /// The identity of this host. If None, it is determined from the kernel.
     pub host: Option<&'a str>,
-    /// The ranks that the job has on this host, as far as is known.
+    /// The number of the job's ranks on this host, as far as known.
     pub local_world_size: u32,
 }
 
-/// What joins a rank with the others of its group.
+/// A rank's connections with the others of its group.
 pub(crate) struct Connected {
     pub transport: Box<dyn Transport>,
     pub messages: Messages,
-    /// What carries the collectives; nothing between threads of one process.
+    /// The transport of the collectives; None between threads of one process.
     pub kind: Option<TransportKind>,
     pub health: Arc<Health>,
-    /// Which ranks share memory with which.
+    /// The domains: which ranks share memory.
     pub partition: Partition,
-    /// Those that share memory with this one.
+    /// This rank's domain.
     pub domain: Option<Domain>,
 }
 
-/// Connects every rank with every other; returns when this rank's connections all stand.
+/// Connects every rank with every other; returns when all of this rank's connections stand.
 pub(crate) fn connect(place: &MeshConfig<'_>, wishes: Wishes<'_>, deadline: Deadline) -> Result<Connected> {
     connect_among(place, None, wishes, deadline)
 }
 
-/// [`connect`] for a sub-group, whose ranks are these `members` of the first group.
+/// [`connect`] for a sub-group with these `members` of the first group.
 pub(crate) fn connect_among(
     place: &MeshConfig<'_>,
     members: Option<Arc<[Rank]>>,
@@ -51,7 +51,7 @@ pub(crate) fn connect_among(
 ) -> Result<Connected> {
     let Wishes { kind, host, local_world_size } = wishes;
     if kind == Some(TransportKind::Tcp) {
-        // Before the mesh stands: later the store may be gone, with a rank that is done already.
+        // Before the mesh stands: later the store may be gone, with a rank that has already finished.
         domain::decline(place, deadline)?;
     }
     let mesh = tcp::mesh(place, deadline).inspect_err(|error| {
@@ -66,22 +66,22 @@ pub(crate) fn connect_among(
     let monitor = Arc::new(Monitor::start(identity, connections.clone(), health.clone(), place.heartbeat)?);
     let mut joined = Joined { partition: Partition::alone(place.world.count()), domain: None, reason: None };
     if kind != Some(TransportKind::Tcp) {
-        // A rank that gives up here says so: the others may be waiting for its message.
+        // A rank that gives up here reports it, because the others may be waiting for its message.
         joined = domain::join(place, host, &health, deadline).map_err(|error| health.fail(error))?;
     }
     let Joined { partition, domain, reason } = joined;
     let shares = partition.is_one() && domain.as_ref().is_some_and(Domain::is_world);
     if !shares && kind != Some(TransportKind::Tcp) {
         let reason = reason.unwrap_or_else(|| "they cannot map each other's".to_owned());
-        // Where all can share, the others meet in memory, without this rank. Where all were told to, others may have
-        // been asked for nothing, and go on.
+        // If all could share memory, the others use the control block without this rank. If all were configured to,
+        // others may have been configured differently, and go on.
         if partition.is_one() || kind == Some(TransportKind::SharedMemory) {
             return Err(health.fail(domain::refused(&reason)));
         }
         tracing::debug!(reason, "not all ranks share memory; data goes over TCP");
     }
     if domain.is_none() && partition.domain_of(place.rank).len() > 1 {
-        // The others of its host would wait for it there.
+        // The other ranks of its host would wait for it there.
         return Err(health.fail(domain::refused("this rank has no memory for it")));
     }
     let rings = messages::rings(place, partition.domain_of(place.rank), &health, deadline);
@@ -92,7 +92,7 @@ pub(crate) fn connect_among(
     Ok(Connected { transport, messages, kind, health, partition, domain })
 }
 
-/// Connects all ranks of a group whose ranks are threads of this process, by rank.
+/// Connects all ranks of a group of threads of this process, by rank.
 pub(crate) fn connect_in_process(world: WorldSize) -> Vec<Connected> {
     let connected = |in_process::End { transport, messages, health }| Connected {
         transport: Box::new(transport),

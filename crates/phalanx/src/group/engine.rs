@@ -1,4 +1,4 @@
-//! Carries out plans: takes each step of a collective to the transport, on the memory of the operation.
+//! Executes plans: passes each step of a collective to the transport, on the memory of the operation.
 
 mod gather;
 mod hosts;
@@ -19,37 +19,38 @@ use crate::transport::{Incoming, Outgoing, Transport};
 use crate::wire::frame::{Call, Header, Operation};
 use crate::world_size::WorldSize;
 
-/// How many of its own calls a rank remembers, for an error that shows where it and another have parted.
+/// How many of its own calls a rank remembers, for an error that shows where its calls and another rank's begin to
+/// differ.
 const REMEMBERED: usize = 64;
 
-/// The memory that a plan's ranges count in.
+/// The memory to which a plan's ranges refer.
 enum Space<'a> {
-    /// What is sent and what is received stand in one buffer.
+    /// Sent and received elements are in one buffer.
     One(&'a mut [u8]),
-    /// What is sent stands in the first, what is received in the second.
+    /// Sent elements are in the first, received ones in the second.
     Two(&'a [u8], &'a mut [u8]),
 }
 
-/// A group's end of its connections, with the memory that plans need on the way.
+/// A group's connections, with the scratch memory of plans.
 pub(super) struct Engine {
     rank: Rank,
     world: WorldSize,
     generation: Generation,
     choice: Choice,
     transport: Box<dyn Transport>,
-    /// If there are several hosts of which some have several ranks.
+    /// Set if there are several hosts, some of them with several ranks.
     hierarchy: Option<Arc<Hierarchy>>,
-    /// The ranks that share memory with this one.
+    /// The domain of the ranks that share memory with this one.
     domain: Option<Domain>,
     health: Arc<Health>,
-    /// What an exchange sends while the same elements are received and combined.
+    /// The elements being sent, if the same elements are received and combined in that step.
     snapshot: AlignedBytes,
-    /// The whole input of a `reduce_scatter`, which is combined step by step.
+    /// A copy of the whole input of a `reduce_scatter`, which is combined step by step.
     workspace: AlignedBytes,
     collectives: Sequence,
-    /// This rank's last calls, by their numbers modulo [`REMEMBERED`].
+    /// This rank's latest calls, by their numbers modulo [`REMEMBERED`].
     called: Vec<Option<(Call, Sequence)>>,
-    /// The call to which the last frame of each peer belonged.
+    /// The call of the last frame from each peer.
     heard: Vec<Option<(Call, Sequence)>>,
 }
 
@@ -83,8 +84,9 @@ impl Engine {
         self.health.clone()
     }
 
-    /// Chooses algorithms by `tuning` from now on. Ranks that choose by different tables could wait for each other for ever,
-    /// so they are compared at once: in the barrier `call` each rank hears from its neighbour, whatever the table says.
+    /// Chooses algorithms by `tuning` from now on. Ranks with different tables could wait for each other for ever, so
+    /// the tables are compared at once: in the barrier `call` each rank gets a frame from its neighbour, whatever the
+    /// table.
     pub(super) fn tune(&mut self, tuning: &Tuning, call: Call, deadline: Deadline) -> Result<()> {
         self.choice = tuning.choice(self.world);
         let call = Call { tuning: self.choice.fingerprint, ..call };
@@ -92,7 +94,7 @@ impl Engine {
         self.execute(call, Sequence::default(), &plan, Space::One(&mut []), deadline)
     }
 
-    /// What algorithms are chosen by.
+    /// The sizes by which algorithms are chosen.
     pub(super) fn row(&self) -> &TuningRow {
         &self.choice.row
     }
@@ -171,7 +173,7 @@ impl Engine {
         self.execute(call, sequence, &plan, Space::One(data), deadline)
     }
 
-    /// A collective that combines its input on the way: `output` gets this rank's chunk of it.
+    /// A collective that combines a copy of its input: `output` gets this rank's chunk of the result.
     fn through_copy(
         &mut self,
         call: Call,
@@ -206,7 +208,7 @@ impl Engine {
             Operation::AllGather => collective::all_gather(rank, world, elements),
             Operation::ReduceScatter => collective::reduce_scatter(rank, world, elements),
             Operation::Barrier => collective::dissemination(rank, world),
-            // No collective; it has connections of its own.
+            // Not a collective; it has connections of its own.
             Operation::PointToPoint => Plan::new(),
             // Never in place.
             Operation::Gather
@@ -215,12 +217,12 @@ impl Engine {
             | Operation::AllToAll
             | Operation::AllToAllV
             | Operation::MonitoredBarrier => Plan::new(),
-            // They have plans of their own, from the counts.
+            // Their plans are made from the counts.
             Operation::ReduceScatterV | Operation::AllGatherVInPlace => Plan::new(),
         }
     }
 
-    /// Any failure in here leaves the connections in an unknown state, so it is the whole group's failure.
+    /// Any error in here leaves the connections in an unknown state, so it fails the whole group.
     fn execute(
         &mut self,
         call: Call,
@@ -232,7 +234,7 @@ impl Engine {
         self.execute_as(call.reduce, call, sequence, plan, space, deadline)
     }
 
-    /// As [`execute`](Self::execute), where elements are combined by another operation than the call names.
+    /// As [`execute`](Self::execute), but elements are combined by another operation than the call's.
     fn execute_as(
         &mut self,
         reduce: Option<ReduceOp>,
@@ -253,7 +255,8 @@ impl Engine {
         Ok(())
     }
 
-    /// A peer that is late may itself wait for another: in which call it was last heard of says who is behind.
+    /// A peer that is late may itself wait for another: the call in which it was last heard of shows which rank is
+    /// behind.
     fn last_heard(&self, error: Error, sequence: Sequence) -> Error {
         let Some(peer) = error.peer().filter(|_| error.is_timeout()) else { return error };
         match self.heard.get(peer.index()).copied().flatten() {
@@ -265,7 +268,7 @@ impl Engine {
         }
     }
 
-    /// A root does not wait for the others, and may have gone on before it hears what a peer has called instead.
+    /// A root does not wait for the others, and may have gone on before it receives a peer's different call.
     fn where_they_parted(&self, error: Error, sequence: Sequence) -> Error {
         let theirs = error.sequence().filter(|theirs| error.is_mismatch() && *theirs < sequence);
         let Some(theirs) = theirs else { return error };
@@ -324,7 +327,7 @@ impl Engine {
     }
 }
 
-/// Fails the group with what went wrong in a call of it.
+/// Fails the group with the error of one of its calls.
 pub(super) fn fail_operation(health: &Health, error: Error, call: Call, sequence: Sequence) -> Error {
     health.fail_operation(error, call, sequence)
 }
@@ -342,7 +345,7 @@ fn bytes_of(range: &Range<usize>, size: usize) -> Range<usize> {
     range.start * size..range.end * size
 }
 
-/// What is sent and where to receive, borrowed from the same memory. If the two overlap, what is sent is copied first.
+/// Borrows what is sent and where to receive from the same memory. If they overlap, what is sent is copied first.
 fn borrow<'a>(
     data: &'a mut [u8],
     send: Option<&Range<usize>>,

@@ -12,11 +12,11 @@ use crate::rank::Rank;
 use crate::wire::frame::{Call, Operation};
 
 impl ProcessGroup {
-    /// Gathers `input`, equally long on every rank, on the root: rank r's elements stand at r·len in its `output`. The
-    /// other ranks' `output` is not touched, and may be empty.
+    /// Gathers `input`, of the same length on every rank, on the root: rank r's elements are at r·len in its `output`.
+    /// The other ranks' `output` is not used, and may be empty.
     ///
     /// # Errors
-    /// As [`all_gather`](Self::all_gather), and if `root` is no rank of this group.
+    /// As [`all_gather`](Self::all_gather), and if `root` is not a rank of this group.
     pub fn gather<T: Element>(&self, input: &[T], output: &mut [T], root: Rank) -> Result<()> {
         let root = self.member(root)?;
         let output = self.root_only("gather", "output", output, root, "input", input.len())?;
@@ -26,8 +26,8 @@ impl ProcessGroup {
         )
     }
 
-    /// As [`gather`](Self::gather); [`Work::wait`] gives the root a buffer with all ranks' elements, and the others one
-    /// without any.
+    /// As [`gather`](Self::gather); [`Work::wait`] returns a buffer with all ranks' elements on the root, and an empty
+    /// one on the others.
     ///
     /// # Errors
     /// At once if the group has failed or `root` is not in it; otherwise from [`Work::wait`].
@@ -39,11 +39,11 @@ impl ProcessGroup {
         self.start_out_of_place(call, buffer, Buffer::zeroed(dtype, whole))
     }
 
-    /// Distributes the root's `input`: rank r gets the elements from r·len on in `output`, equally long on every rank. The
-    /// other ranks' `input` is not read, and may be empty.
+    /// Distributes the root's `input`: rank r gets the elements from r·len on in `output`, of the same length on every
+    /// rank. The other ranks' `input` is not read, and may be empty.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), if `root` is no rank of this group, and if the root's `input` is not
+    /// As [`all_reduce`](Self::all_reduce), if `root` is not a rank of this group, and if the root's `input` is not
     /// `world_size` times as long as `output`.
     pub fn scatter<T: Element>(&self, input: &[T], output: &mut [T], root: Rank) -> Result<()> {
         let root = self.member(root)?;
@@ -56,11 +56,11 @@ impl ProcessGroup {
         )
     }
 
-    /// As [`scatter`](Self::scatter); [`Work::wait`] gives `output`, with this rank's elements.
+    /// As [`scatter`](Self::scatter); [`Work::wait`] returns `output`, with this rank's elements.
     ///
     /// # Errors
-    /// At once if the group has failed, `root` is not in it, the types differ, or the root's `input` is not `world_size`
-    /// times as long as `output`; otherwise from [`Work::wait`].
+    /// At once if the group has failed, `root` is not in it, the types differ, or the root's `input` is not
+    /// `world_size` times as long as `output`; otherwise from [`Work::wait`].
     pub fn scatter_async(&self, input: Buffer, output: Buffer, root: Rank) -> Result<Work> {
         let root = self.member(root)?;
         let (dtype, elements) = (output.dtype(), output.len());
@@ -72,8 +72,8 @@ impl ProcessGroup {
         self.start_out_of_place(call, input, output)
     }
 
-    /// Gathers inputs of different lengths from all ranks, which all know them: rank r brings `counts[r]` elements, which
-    /// stand in `output` behind those of the ranks before it.
+    /// Gathers inputs of different lengths from all ranks. All ranks know the lengths: rank r brings `counts[r]`
+    /// elements. They are in `output` in the order of the ranks.
     ///
     /// ```
     /// let group = phalanx::ProcessGroup::alone()?;
@@ -84,8 +84,8 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); if there is not one count for each rank, `input` has not this rank's count, or
-    /// `output` not the sum of all; and if the ranks' counts differ.
+    /// As [`all_reduce`](Self::all_reduce); if there is not one count for each rank, `input` does not have this rank's
+    /// count, or `output` does not have the sum of all; and if the ranks' counts differ.
     #[doc(alias = "allgatherv")]
     pub fn all_gather_v<T: Element>(&self, input: &[T], output: &mut [T], counts: &[usize]) -> Result<()> {
         let counts = Counts::new(counts, self.world_size())?;
@@ -95,7 +95,7 @@ impl ProcessGroup {
         self.run(self.call_of::<T>(Operation::AllGatherV, counts.total()), memory)
     }
 
-    /// As [`all_gather_v`](Self::all_gather_v); [`Work::wait`] gives a buffer with all ranks' elements.
+    /// As [`all_gather_v`](Self::all_gather_v); [`Work::wait`] returns a buffer with all ranks' elements.
     ///
     /// # Errors
     /// At once if the group has failed or the counts do not fit; otherwise from [`Work::wait`].
@@ -112,8 +112,8 @@ impl ProcessGroup {
         })
     }
 
-    /// As [`all_gather_v_async`](Self::all_gather_v_async), where each rank's elements stand in their place already: in
-    /// `buffer`, behind those of the ranks before it. [`Work::wait`] gives the buffer back, with all ranks' elements.
+    /// As [`all_gather_v_async`](Self::all_gather_v_async), but each rank's elements are already at their place in
+    /// `buffer`, in the order of the ranks. [`Work::wait`] returns the buffer, with all ranks' elements.
     ///
     /// # Errors
     /// As [`all_gather_v_async`](Self::all_gather_v_async).
@@ -131,7 +131,7 @@ impl ProcessGroup {
         })
     }
 
-    /// The root's memory, after a check of its length; on other ranks an empty slice.
+    /// The root's memory, after a check of its length; an empty slice on other ranks.
     fn root_only<'a, T>(
         &self,
         operation: &str,

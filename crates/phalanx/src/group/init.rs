@@ -22,8 +22,8 @@ use crate::world_size::WorldSize;
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
-/// `phalanx run`, [`spawn`](crate::spawn()), torchrun and the like set RANK, WORLD_SIZE, MASTER_ADDR and
-/// MASTER_PORT. For other ways to meet see [`rendezvous::from_url`] and [`ProcessGroup::join`].
+/// `phalanx run`, [`spawn`](crate::spawn()), torchrun and others set RANK, WORLD_SIZE, MASTER_ADDR and
+/// MASTER_PORT. For other rendezvous see [`rendezvous::from_url`] and [`ProcessGroup::join`].
 ///
 /// ```
 /// let group = phalanx::init()?; // `cargo run` alone: a world of one
@@ -31,8 +31,8 @@ use crate::world_size::WorldSize;
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
-/// Under a launcher that gives its workers an error file (`TORCHELASTIC_ERROR_FILE`) the program's panic hook is followed, from
-/// the first group on, by one that leaves a panic of the main thread there, with its place.
+/// If the launcher sets an error file (`TORCHELASTIC_ERROR_FILE`), a panic hook is added with the first group. It runs
+/// after the program's own hook, and writes a panic of the main thread to that file, with its source line.
 ///
 /// # Errors
 /// If a variable is missing, empty or malformed, if the port is taken, or if ranks are missing after 30 minutes.
@@ -45,17 +45,17 @@ pub fn init() -> Result<ProcessGroup> {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct GroupOptions {
-    /// Bounds the connecting, and each operation until [`ProcessGroup::with_timeout`] says otherwise.
+    /// Limits the time for connecting, and for each operation unless [`ProcessGroup::with_timeout`] changes it.
     pub timeout: Duration,
-    /// What carries the data. If it is left open: shared memory if all ranks are on one host and can map each other's
+    /// The transport of the data. If None: shared memory if all ranks are on one host and can map each other's
     /// memory, else TCP.
     pub transport: Option<TransportKind>,
-    /// The sizes at which one algorithm gives way to the next; the same on every rank.
+    /// The sizes at which the algorithm changes; the same on every rank.
     pub tuning: Tuning,
-    /// Ranks that give the same name share memory, if they can. If it is left open, the kernel's name for the host since
-    /// its start.
+    /// Ranks with the same name share memory, if they can. If None, the host's identity is the kernel's boot id and
+    /// namespaces.
     pub host_id: Option<String>,
-    /// How often the ranks let each other know that they are alive.
+    /// How often the ranks send heartbeats, and how long they wait for them.
     pub heartbeat: Heartbeat,
 }
 
@@ -72,12 +72,12 @@ impl Default for GroupOptions {
 }
 
 impl GroupOptions {
-    /// The defaults, with the transport that `PHALANX_TRANSPORT` names (`tcp`, `shm`, or `auto`), the host's identity from
-    /// `PHALANX_HOST_ID`, the [`Tuning`] in the file that `PHALANX_TUNING` names, and the [`Heartbeat`] of
+    /// The defaults, with the transport in `PHALANX_TRANSPORT` (`tcp`, `shm`, or `auto`), the host's identity in
+    /// `PHALANX_HOST_ID`, the [`Tuning`] in the file that `PHALANX_TUNING` names, and the [`Heartbeat`] in
     /// `PHALANX_HEARTBEAT_INTERVAL` and `PHALANX_HEARTBEAT_TIMEOUT`, in seconds.
     ///
     /// # Errors
-    /// If there is no such transport, no such table in the file, or no such time.
+    /// If the value of one of these is not valid, or the file holds no such table.
     pub fn from_env() -> Result<Self> {
         let transport = match std::env::var("PHALANX_TRANSPORT").unwrap_or_default().as_str() {
             "" | "auto" => None,
@@ -106,11 +106,11 @@ fn read_tuning(path: &Path) -> Result<Tuning> {
 }
 
 impl ProcessGroup {
-    /// Connects the ranks that have met, pairwise.
+    /// Connects the ranks of a rendezvous with each other.
     ///
     /// # Errors
-    /// If a rank cannot be reached or another process answers, if the ranks' tuning tables differ, or if shared memory was
-    /// asked for and some rank cannot map another's; the error says which, and why.
+    /// If a rank cannot be reached or another process answers, if the ranks' tuning tables differ, or if shared memory
+    /// was requested and some rank cannot map another's memory; the error says which, and why.
     pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
         worker_error::report_panics();
         let GroupOptions { timeout, transport, tuning, host_id, heartbeat } = options;
@@ -127,7 +127,8 @@ impl ProcessGroup {
             credentials,
             keep_alive,
         } = rendezvous;
-        // Before any rank has a group, and something to write. Rounds of an elastic job count from 1, generations from 0.
+        // Before any rank has a group, and something to write. Rounds of an elastic job count from 1, generations from
+        // 0.
         let begins = local_rank == 0 && generation.0 <= u64::from(env::is_elastic());
         let trace = Trace::from_env(rank, begins);
         if world_size == WorldSize::ONE {
@@ -158,7 +159,7 @@ impl ProcessGroup {
         Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning, Caller::Init)
     }
 
-    /// Before anything is called on it: chooses algorithms by `tuning`, on every rank.
+    /// Before the first call: chooses algorithms by `tuning`, on every rank.
     pub(crate) fn tuned(self, tuning: &Tuning, caller: Caller) -> Result<Self> {
         let patience = self.patience();
         let call = self.in_call(caller).call(Operation::Barrier, DType::U8, 0);
@@ -166,7 +167,7 @@ impl ProcessGroup {
         Ok(self)
     }
 
-    /// The row by which the algorithms of this group are chosen. For tools that time them.
+    /// The row by which this group chooses its algorithms. For tools that time them.
     ///
     /// # Errors
     /// If the group's worker is gone.
@@ -183,7 +184,7 @@ mod tests {
     use crate::collective::TuningRow;
     use crate::testing::{Fabric, groups};
 
-    /// Every algorithm has its turn at these sizes.
+    /// A table with which every algorithm is used at these sizes.
     fn small() -> Tuning {
         let row = TuningRow {
             doubling_max: 16,
@@ -224,7 +225,7 @@ mod tests {
             for group in groups(3, Fabric::Tcp).unwrap() {
                 scope.spawn(move || {
                     let tuning = if group.rank().get() == 1 { small() } else { Tuning::default() };
-                    // A rank that was done before hears of it later.
+                    // A rank that was done before gets the error later.
                     let outcome = group.tuned(&tuning, Caller::Init).and_then(|group| {
                         std::iter::repeat_with(|| group.barrier()).find(Result::is_err).unwrap_or(Ok(()))
                     });
@@ -244,7 +245,7 @@ mod tests {
             let store = store.clone();
             let rendezvous =
                 Rendezvous { store, rank, world_size: world, local_rank, local_world_size, ..alone };
-            // What holds for all three is the same; what holds for two is not.
+            // The row for three ranks is the same; the row for two is not.
             let mut tuning = Tuning::default();
             tuning.rows[0].doubling_max += rank.index();
             let (timeout, transport) = (Duration::from_secs(20), Some(TransportKind::Tcp));

@@ -55,10 +55,10 @@ use crate::transport::TransportKind;
 use crate::worker_error;
 use crate::world_size::WorldSize;
 
-/// How long an operation may take unless the group is told otherwise; PyTorch's default for groups on processors.
+/// The default time-out of an operation, the same as PyTorch's for groups on processors.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// What a reducer needs of a group, and no more, so that a test can stand in for it.
+/// The operations of a group that a reducer needs, so that tests can replace the group.
 pub trait Communicator: Send + Sync {
     /// This process's rank.
     fn rank(&self) -> Rank;
@@ -66,44 +66,44 @@ pub trait Communicator: Send + Sync {
     /// The number of ranks.
     fn world_size(&self) -> WorldSize;
 
-    /// Zeroed memory that the group can combine where it is; an error if there is too little.
+    /// Zeroed memory that the group can combine in place. An error if there is too little.
     fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer>;
 
-    /// The same group, whose collectives are parts of a user's call: see [`ProcessGroup::in_call`].
+    /// The same group, with its collectives as parts of a user's call: see [`ProcessGroup::in_call`].
     fn in_call(&self, caller: Caller) -> Arc<dyn Communicator>;
 
-    /// Starts to combine `buffer` with the other ranks' buffers; [`Work::wait`] gives the result on every rank.
+    /// Starts to combine `buffer` with the other ranks' buffers; [`Work::wait`] returns the result on every rank.
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work>;
 
     /// Starts to copy the root's `buffer` to every rank.
     fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work>;
 
-    /// Starts to combine `buffer` with the other ranks' buffers, of which rank r gets `counts[r]` elements, behind those
-    /// of the ranks before it: [`Work::wait`] gives the buffer back, in which only this rank's elements are specified.
+    /// Starts to combine `buffer` with the other ranks' buffers. Rank r gets `counts[r]` elements of the result, in the
+    /// order of the ranks. [`Work::wait`] returns the buffer, in which only this rank's elements are specified.
     fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work>;
 
-    /// Starts to copy each rank's elements, which stand in `buffer` as after a
+    /// Starts to copy each rank's elements, which are in `buffer` as after a
     /// [`reduce_scatter_v_async`](Self::reduce_scatter_v_async), to every rank.
     fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work>;
 
     /// Ends the group on every rank with `cause`: pending and later operations fail with it.
     fn abort(&self, cause: Error);
 
-    /// The cause of the group's failure, once it has failed.
+    /// The cause of the group's failure, if it has failed.
     fn failure(&self) -> Option<Error>;
 
-    /// Where this rank notes what happened when; see [`Trace`].
+    /// The recorder of this rank's events; see [`Trace`].
     fn trace(&self) -> Trace;
 }
 
 /// A handle to a group of ranks. Clones are handles to the same group.
 ///
 /// All ranks must call the same collectives, with the same sizes, in the same order. Every frame says which call it
-/// belongs to: ranks that disagree get, all of them, an error that shows both calls. Results have the same bits on
-/// every rank, and on every run with the same world.
+/// belongs to: if ranks disagree, all of them get an error that shows both calls. Results have the same bits on
+/// every rank, and on every run with the same world over the same transport.
 ///
 /// After a failure the group refuses work: pending and later operations return the first cause. When the last handle
-/// is dropped, the rank finishes what it has started and says goodbye to the others.
+/// is dropped, the rank finishes its operations and sends a goodbye to the others.
 ///
 /// ```
 /// use phalanx::{ProcessGroup, ReduceOp, WorldSize};
@@ -128,21 +128,21 @@ struct Inner {
     trace: Trace,
     transport: Option<TransportKind>,
     arena: Option<Arc<Arena>>,
-    /// Dropped first among those below: it finishes its operations while the health and the store are there.
+    /// Dropped first of the fields below: it finishes its operations while the health and the store still exist.
     queue: WorkQueue,
     /// Dropped after `queue`, for the same reason.
     messages: Messages,
-    /// How many sub-groups have been made of this group.
+    /// The number of sub-groups made of this group.
     children: Mutex<u64>,
-    /// Another rank's error that a call has returned on this rank, and how many calls there were by then.
+    /// Another rank's error that a call has returned on this rank, with the number of calls at that time.
     told: Mutex<Option<(u64, Error)>>,
     /// Has this rank called [`ProcessGroup::abort`]?
     aborted: AtomicBool,
-    /// Dropped last: it keeps the store.
+    /// Dropped last: it keeps the store alive.
     config: GroupConfig,
 }
 
-/// What distinguishes a group at its birth.
+/// The fixed properties of a group.
 pub(crate) struct Identity {
     pub rank: Rank,
     pub world: WorldSize,
@@ -161,7 +161,7 @@ impl ProcessGroup {
         groups.pop().ok_or_else(|| Error::invalid_argument("a world of one has one rank"))
     }
 
-    /// The groups of all ranks of one process, one for each thread that plays a rank.
+    /// The groups of all ranks of one process, one for each thread that acts as a rank.
     ///
     /// ```
     /// use phalanx::{ProcessGroup, ReduceOp, WorldSize};
@@ -188,7 +188,7 @@ impl ProcessGroup {
             .map(|(rank, connected)| {
                 let config = GroupConfig {
                     backend: backend.clone(),
-                    // Threads of one process, which may be tests: they stay where the system puts them.
+                    // Threads of one process, which may be tests: they are not bound to processors.
                     local: LocalPlace { rank: rank.get(), world_size: 1 },
                     generation,
                     tuning: Tuning::default(),
@@ -239,33 +239,35 @@ impl ProcessGroup {
         self.inner.world
     }
 
-    /// This process's number among the ranks of its host; a common choice of device, which is why it is the same in
+    /// This process's index among the ranks of its host. It is often used to choose a device, so it is the same in
     /// every group.
     #[doc(alias("get_node_local_rank", "LOCAL_RANK"))]
     pub fn local_rank(&self) -> u32 {
         self.inner.config.local.rank
     }
 
-    /// What carries the data; nothing in a world of one, or between threads of one process.
+    /// The transport of the data; None in a world of one, or between threads of one process.
     pub fn transport(&self) -> Option<TransportKind> {
         self.inner.transport
     }
 
-    /// A handle to the same group whose operations give up after `timeout`.
+    /// A handle to the same group whose operations have the time-out `timeout`.
     #[doc(alias = "set_timeout")]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         Self { timeout, ..self.clone() }
     }
 
-    /// How long its collectives wait.
+    /// The time-out of its collectives.
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// A handle to the same group whose collectives are parts of a user's call: errors name that, and ranks that make
-    /// different ones get a mismatch. If this handle is for a call already, that stays: it is what the user wrote.
+    /// A handle to the same group whose collectives are parts of a user's call. Errors name that call, and if ranks
+    /// make different ones, they get a mismatch. If this handle is already for a call, that call stays: it is what the
+    /// user wrote.
     ///
-    /// For adapters. Point-to-point messages and [`monitored_barrier`](Self::monitored_barrier) are always calls of their own.
+    /// For adapters. Point-to-point messages and [`monitored_barrier`](Self::monitored_barrier) are always calls of
+    /// their own.
     ///
     /// ```
     /// use phalanx::{Caller, ProcessGroup, ReduceOp};
@@ -281,7 +283,7 @@ impl ProcessGroup {
         Self { caller: self.caller.or(Some(caller)), ..self.clone() }
     }
 
-    /// The cause of the group's failure, once it has failed.
+    /// The cause of the group's failure, if it has failed.
     pub fn failure(&self) -> Option<Error> {
         self.inner.health.cause()
     }
@@ -292,27 +294,28 @@ impl ProcessGroup {
         self.inner.health.fail(cause);
     }
 
-    /// Ends the group with what has become of another rank.
+    /// Ends the group because of another rank's failure.
     pub(crate) fn fail(&self, cause: Error) {
         self.inner.health.fail(cause);
     }
 
-    /// Which life of the job, or round of an elastic one, this group is of.
+    /// The restart of the job, or the round of an elastic one, to which this group belongs.
     pub(crate) fn generation(&self) -> Generation {
         self.inner.config.generation
     }
 
-    /// How often this rank has called something of this group or its sub-groups.
+    /// How many calls this rank has made on this group or its sub-groups.
     pub(crate) fn calls(&self) -> u64 {
         self.inner.config.calls.load(Ordering::Relaxed)
     }
 
-    /// Has this rank ended the group, whatever others have done? Then what it was to bring to an operation may be lost.
+    /// Has this rank ended the group, whatever others have done? Then its contribution to an operation may be lost.
     pub(crate) fn was_aborted(&self) -> bool {
         self.inner.aborted.load(Ordering::Relaxed)
     }
 
-    /// Notes that a call has given this rank `cause`, the error of another rank, though the group is sound; gives it back.
+    /// Notes that a call has returned `cause` on this rank, the error of another rank, while the group stays usable.
+    /// Returns it.
     pub(crate) fn told(&self, cause: Error) -> Error {
         if let Some(culprit) = cause.peer().filter(|peer| *peer != self.rank()) {
             worker_error::blame(self.inner.config.global(culprit));
@@ -321,17 +324,17 @@ impl ProcessGroup {
         cause
     }
 
-    /// The error of another rank that the last call has given this one, if it has. A program that has called something since has
-    /// gone on in spite of it.
+    /// The error of another rank that the last call has returned on this one, if any. A program that has made another
+    /// call since has gone on in spite of it.
     pub(crate) fn was_told(&self) -> Option<Error> {
         let told = self.inner.told.lock();
         told.as_ref().filter(|(calls, _)| *calls == self.calls()).map(|(_, cause)| cause.clone())
     }
 
-    /// Zeroed memory that the other ranks of this host reach, so that collectives combine it where it is. Where ranks
+    /// Zeroed memory that the other ranks of this host reach, so that collectives combine it in place. If ranks
     /// share no memory, it is ordinary memory.
     ///
-    /// Each buffer takes whole pages of 4 KiB. Dropping it gives them back. A blocking call recognises such a buffer by
+    /// Each buffer takes whole pages of 4 KiB. Dropping it frees them. A blocking call recognises such a buffer by
     /// its slice, if it is the whole slice.
     ///
     /// # Errors
@@ -348,7 +351,7 @@ impl ProcessGroup {
         Ok(Buffer::registered(dtype, region))
     }
 
-    /// Where this rank notes what happened when.
+    /// The recorder of this rank's events.
     pub fn trace(&self) -> Trace {
         self.inner.trace.clone()
     }
@@ -372,7 +375,7 @@ impl ProcessGroup {
         self.member(rank)
     }
 
-    /// An operation is called. After a failure none begins.
+    /// Begins an operation. An error if the group has failed.
     fn begin(&self) -> Result<()> {
         self.inner.config.calls.fetch_add(1, Ordering::Relaxed);
         let Some(cause) = self.failure() else {
@@ -393,7 +396,7 @@ impl ProcessGroup {
 impl Drop for Inner {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // A goodbye would tell the peers that all went well.
+            // With a goodbye the peers would assume a clean end.
             self.health.fail(Error::aborted(format!("rank {} panicked", self.rank)));
         }
     }

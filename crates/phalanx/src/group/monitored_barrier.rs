@@ -9,11 +9,11 @@ use crate::error::Result;
 use crate::wire::frame::{Call, Operation};
 
 impl ProcessGroup {
-    /// A [`barrier`](Self::barrier) that finds out who is missing: if not every rank has called it `timeout` after rank 0
-    /// has, all get an error that names every missing rank. Slower than a barrier: on one host twice as slow, else 2(w-1)
-    /// messages at rank 0.
+    /// A [`barrier`](Self::barrier) that reports missing ranks: if not every rank has called it within `timeout` after
+    /// rank 0 has, all ranks get an error that names every missing rank. Slower than a barrier: on one host it takes
+    /// twice as long, else 2(w-1) messages at rank 0.
     ///
-    /// If rank 0 itself is missing, the others say so after twice the time.
+    /// If rank 0 itself is missing, the others report it after twice the time.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).

@@ -1,4 +1,4 @@
-//! Collectives on values that can be serialised, as postcard writes them. For settings, metrics and the like; tensors
+//! Collectives on values that can be serialised, with postcard. For settings, metrics and so on; tensors
 //! have collectives of their own.
 
 use serde::Serialize;
@@ -14,15 +14,15 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::frame::Operation;
 
-/// The most bytes that the objects of one call may take, of all ranks together, as they are written. What a peer
-/// announces is checked against it before memory is taken.
+/// The most bytes that the serialised objects of one call may take, of all ranks together. A peer's length is checked
+/// against it before memory is allocated.
 pub const MAX_OBJECT_BYTES: usize = 256 << 20;
 
-/// Stands for the length of an object that its rank could not write: the others need an answer all the same.
+/// Sent in place of the length if a rank could not serialise its object: the others need an answer all the same.
 const UNWRITTEN: i64 = -1;
 
 impl ProcessGroup {
-    /// Gives every rank the root's `value`. The other ranks' is not read, and may be `None`.
+    /// Returns the root's `value` on every rank. The other ranks' value is not read, and may be `None`.
     ///
     /// ```
     /// use phalanx::{ProcessGroup, Rank};
@@ -33,8 +33,8 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// As [`broadcast`](Self::broadcast); if the root has no value, or cannot write it, or it is longer than
-    /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read it.
+    /// As [`broadcast`](Self::broadcast); if the root has no value, or cannot serialise it, or it is longer than
+    /// [`MAX_OBJECT_BYTES`]; and if this rank cannot deserialise it.
     #[doc(alias = "broadcast_object_list")]
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(
         &self,
@@ -58,11 +58,11 @@ impl ProcessGroup {
         read(&bytes, root)
     }
 
-    /// Gives every rank all ranks' values, by rank.
+    /// Returns all ranks' values on every rank, by rank.
     ///
     /// # Errors
-    /// As [`all_gather`](Self::all_gather); if a rank cannot write its value, or all together are longer than
-    /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read them.
+    /// As [`all_gather`](Self::all_gather); if a rank cannot serialise its value, or all together are longer than
+    /// [`MAX_OBJECT_BYTES`]; and if this rank cannot deserialise them.
     #[doc(alias = "allgather_object")]
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
         let group = self.in_call(Caller::AllGatherObject);
@@ -79,10 +79,10 @@ impl ProcessGroup {
         self.read_all(&bytes, &counts)
     }
 
-    /// Gives the root all ranks' values, by rank, and the others `None`.
+    /// Returns all ranks' values on the root, by rank, and `None` on the others.
     ///
     /// # Errors
-    /// As [`all_gather_object`](Self::all_gather_object), and if `root` is no rank of this group.
+    /// As [`all_gather_object`](Self::all_gather_object), and if `root` is not a rank of this group.
     pub fn gather_object<T: Serialize + DeserializeOwned>(
         &self,
         value: &T,
@@ -92,7 +92,7 @@ impl ProcessGroup {
         let root = self.member(root)?;
         let own = written(Some(value));
         let (bytes, counts) = group.on_queue(|engine, patience| {
-            // All learn the lengths, so that all refuse what is too long.
+            // All ranks get the lengths, so that all refuse if they are too long.
             let counts = group.lengths(engine, &own, patience)?;
             let received = if self.rank() == root { counts.clone() } else { self.nothing() };
             let sent = self.only(root, counts.of(self.rank().index()).len())?;
@@ -106,10 +106,10 @@ impl ProcessGroup {
         if self.rank() == root { self.read_all(&bytes, &counts).map(Some) } else { Ok(None) }
     }
 
-    /// Gives rank r the r-th of the root's `values`. The other ranks' are not read, and may be `None`.
+    /// Returns the r-th of the root's `values` on rank r. The other ranks' values are not read, and may be `None`.
     ///
     /// # Errors
-    /// As [`broadcast_object`](Self::broadcast_object), and if the root has not one value for each rank.
+    /// As [`broadcast_object`](Self::broadcast_object), and if the root does not have one value for each rank.
     #[doc(alias = "scatter_object_list")]
     pub fn scatter_object<T: Serialize + DeserializeOwned>(
         &self,
@@ -147,7 +147,7 @@ impl ProcessGroup {
         read(&bytes, root)
     }
 
-    /// Runs the collectives of one call, between which no other may come.
+    /// Runs the collectives of one call, without any other in between.
     fn on_queue<R>(&self, work: impl FnOnce(&mut Engine, &Patience) -> Result<R>) -> Result<R> {
         self.begin()?;
         let patience = self.patience();
@@ -176,7 +176,7 @@ impl ProcessGroup {
         Counts::even(0, self.world_size())
     }
 
-    /// `length` bytes for `rank` alone.
+    /// `length` bytes for `rank` only.
     fn only(&self, rank: Rank, length: usize) -> Result<Counts> {
         let mut counts = vec![0; self.world_size().count()];
         counts[rank.index()] = length;
@@ -196,7 +196,7 @@ fn announced(object: &Result<Vec<u8>>) -> i64 {
     object.as_ref().map_or(UNWRITTEN, |bytes| bytes.len() as i64)
 }
 
-/// The lengths, if the objects of all ranks were written and may be received.
+/// The lengths, if all ranks' objects were serialised and are not too long.
 fn checked(lengths: &[i64], origin: impl Fn(usize) -> Rank) -> Result<Vec<usize>> {
     let mut total = 0usize;
     lengths

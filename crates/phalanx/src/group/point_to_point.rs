@@ -1,4 +1,4 @@
-//! Messages between two ranks, beside the collectives.
+//! Point-to-point messages between two ranks.
 
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
@@ -14,16 +14,16 @@ use crate::wire::frame::{Call, Operation};
 pub enum P2pOp {
     /// Sends `buffer` to the rank `to`.
     Send {
-        /// What is sent.
+        /// The elements to send.
         buffer: Buffer,
-        /// Who receives it.
+        /// The receiver.
         to: Rank,
     },
     /// Receives into `buffer` from the rank `from`.
     Recv {
-        /// Says type and length of what is received, and holds it in the end.
+        /// Its type and length are those of the message, which it holds in the end.
         buffer: Buffer,
-        /// Who sends it.
+        /// The sender.
         from: Rank,
     },
 }
@@ -49,20 +49,21 @@ impl P2pOp {
 
 /// # Messages between two ranks
 ///
-/// Messages have connections, and where ranks share memory rings, of their own: whatever is in flight, no message stands
-/// in a collective's way, nor a collective in a message's. Between two ranks the messages of one direction arrive in the
-/// order in which they were sent; the receiver names type and length, and a difference is an error on both ranks that
-/// shows both calls. There are no tags, as messages that overtake others would need memory that nobody has set aside:
-/// what must not wait for each other goes through groups of its own ([`new_group`](Self::new_group)).
+/// Messages have connections of their own, or rings if ranks share memory. So no message in flight delays a collective,
+/// and no collective delays a message. Between two ranks the messages of one direction arrive in the
+/// order in which they were sent. The receiver states type and length; if they differ, both ranks get an error that
+/// shows both calls. There are no tags, because a message that overtakes others would need memory to wait in.
+/// Use separate groups for messages that must not wait for each other ([`new_group`](Self::new_group)).
 impl ProcessGroup {
-    /// Sends `data` to `to`, which must receive as many elements of the same type. Returns when all of it is on its way,
-    /// which may be before it has arrived: a short message does not wait for its receiver, a long one does.
+    /// Sends `data` to `to`, which must receive the same number of elements of the same type. Returns when all of it
+    /// has been sent, which may be before it has arrived: a short message does not wait for its receiver, a long one
+    /// does.
     ///
-    /// Two ranks that both send a long message before they receive wait for each other until the time-out, whose error
-    /// says so. Let one receive first, or use [`isend`](Self::isend).
+    /// If two ranks both send a long message before they receive, they wait for each other until the time-out, whose
+    /// error says so. Let one receive first, or use [`isend`](Self::isend).
     ///
     /// # Errors
-    /// If `to` is this rank or no rank of this group, if a peer fails, leaves or expects something else, or if the
+    /// If `to` is this rank or not a rank of this group, if a peer fails, leaves or expects something else, or if the
     /// time-out passes.
     pub fn send<T: Element>(&self, data: &[T], to: Rank) -> Result<()> {
         let to = self.peer(to)?;
@@ -82,9 +83,9 @@ impl ProcessGroup {
         self.inner.messages.recv(call, from, bytemuck::cast_slice_mut(data), self.patience().deadline())
     }
 
-    /// Starts to send `buffer` to `to`; [`Work::wait`] gives the buffer back when all of it is on its way.
+    /// Starts to send `buffer` to `to`; [`Work::wait`] returns the buffer when all of it has been sent.
     ///
-    /// All messages in flight move at the same time, and any number may be.
+    /// Any number of messages may be in flight; all of them move at the same time.
     ///
     /// ```
     /// use phalanx::{Buffer, DType, ProcessGroup, Rank, WorldSize};
@@ -106,12 +107,13 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// At once if `to` is this rank or no rank of this group, or the group has failed; otherwise from [`Work::wait`].
+    /// At once if `to` is this rank or not a rank of this group, or the group has failed; otherwise from
+    /// [`Work::wait`].
     pub fn isend(&self, buffer: Buffer, to: Rank) -> Result<Work> {
         self.start_one(P2pOp::send(buffer, to))
     }
 
-    /// Starts to receive the next message from `from`, of the type and length of `buffer`; [`Work::wait`] gives the
+    /// Starts to receive the next message from `from`, of the type and length of `buffer`; [`Work::wait`] returns the
     /// buffer with the message in it.
     ///
     /// # Errors
@@ -120,8 +122,8 @@ impl ProcessGroup {
         self.start_one(P2pOp::recv(buffer, from))
     }
 
-    /// Starts all of `ops` at once, and gives their works in the same order. Whatever the order of the operations, they
-    /// do not wait for each other, except for those of one direction with one peer.
+    /// Starts all of `ops` at once, and returns their works in the same order. The operations do not wait for each
+    /// other, whatever their order, except for those of one direction with one peer.
     ///
     /// ```
     /// use phalanx::{Buffer, DType, P2pOp, ProcessGroup, Rank, WorldSize};

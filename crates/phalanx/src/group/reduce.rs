@@ -11,8 +11,8 @@ use crate::rank::Rank;
 use crate::wire::frame::Operation;
 
 impl ProcessGroup {
-    /// Combines `data` with the other ranks' `data`, element by element; the root gets the result in place, and the other
-    /// ranks' `data` is unspecified afterwards.
+    /// Combines `data` with the other ranks' `data`, element by element; the root gets the result in place, and the
+    /// other ranks' `data` is unspecified afterwards.
     ///
     /// ```
     /// use phalanx::{ProcessGroup, Rank, ReduceOp};
@@ -23,7 +23,7 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), and if `root` is no rank of this group.
+    /// As [`all_reduce`](Self::all_reduce), and if `root` is not a rank of this group.
     pub fn reduce<T: Element>(&self, data: &mut [T], root: Rank, op: ReduceOp) -> Result<()> {
         let root = self.member(root)?;
         let call = self.call_of::<T>(Operation::Reduce, data.len()).reducing(op).rooted_at(root);
@@ -31,7 +31,7 @@ impl ProcessGroup {
         self.run(call, Memory::InPlace(bytemuck::cast_slice_mut(data)))
     }
 
-    /// As [`reduce`](Self::reduce); [`Work::wait`] gives the buffer back, which holds the result on the root.
+    /// As [`reduce`](Self::reduce); [`Work::wait`] returns the buffer, which holds the result on the root.
     ///
     /// # Errors
     /// At once if the group has failed, `root` is not in it or `op` is not defined for the type; otherwise from
@@ -46,12 +46,12 @@ impl ProcessGroup {
         })
     }
 
-    /// Combines `buffer` with the other ranks' buffers, and scatters the result in shards of different lengths: rank r's
-    /// `counts[r]` elements stand behind those of the ranks before it. [`Work::wait`] gives the buffer back, in which this
-    /// rank's shard is combined; what stands elsewhere is unspecified.
+    /// Combines `buffer` with the other ranks' buffers, and scatters the result in shards of different lengths: rank r
+    /// has `counts[r]` elements, in the order of the ranks. [`Work::wait`] returns the buffer, in which this rank's
+    /// shard is combined; the rest is unspecified.
     ///
-    /// With [`all_gather_v_in_place_async`](Self::all_gather_v_in_place_async) after it, it sends what one all_reduce
-    /// does. Between hosts whose ranks share memory it is an all_reduce.
+    /// Together with [`all_gather_v_in_place_async`](Self::all_gather_v_in_place_async) it sends the same bytes as one
+    /// all_reduce. Between hosts whose ranks share memory it is an all_reduce.
     ///
     /// # Errors
     /// At once if the group has failed, the counts do not fit or `op` is not defined for the type; otherwise from
@@ -63,13 +63,15 @@ impl ProcessGroup {
         self.start_in_place_v(call, buffer, counts)
     }
 
-    /// An [`all_reduce`](Self::all_reduce) of several slices as one operation: many small ones cost hardly more than one.
+    /// An [`all_reduce`](Self::all_reduce) of several slices as one operation: many small ones cost hardly more than
+    /// one.
     ///
-    /// They pass through one buffer, so that elements of different slices may be combined in another order than each by
-    /// itself would be; the same on every rank.
+    /// They are copied into one buffer, so the order in which their elements are combined may be another than in
+    /// separate calls; it is the same on every rank.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce). Ranks must bring the same lengths in the same order; their sum is compared.
+    /// As [`all_reduce`](Self::all_reduce). Ranks must pass the same lengths in the same order; only their sum is
+    /// compared.
     #[doc(alias = "grouped_allreduce")]
     pub fn all_reduce_coalesced<T: Element>(&self, data: &mut [&mut [T]], op: ReduceOp) -> Result<()> {
         let mut packed = Buffer::zeroed(T::DTYPE, data.iter().map(|slice| slice.len()).sum());
@@ -91,11 +93,12 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// As [`all_reduce_coalesced`](Self::all_reduce_coalesced), of buffers of one type. [`Work::wait`] gives one buffer with
-    /// the elements of all, in their order.
+    /// As [`all_reduce_coalesced`](Self::all_reduce_coalesced), of buffers of one type. [`Work::wait`] returns one
+    /// buffer with the elements of all, in their order.
     ///
     /// # Errors
-    /// At once if the group has failed, the types differ or `op` is not defined for them; otherwise from [`Work::wait`].
+    /// At once if the group has failed, the types differ or `op` is not defined for them; otherwise from
+    /// [`Work::wait`].
     pub fn all_reduce_coalesced_async(&self, buffers: &[Buffer], op: ReduceOp) -> Result<Work> {
         let Some(first) = buffers.first() else {
             return Err(Error::invalid_argument("all_reduce_coalesced: there is no buffer"));

@@ -1,12 +1,12 @@
-//! A sampler of a group. It stands here because samplers know no group.
+//! The constructor of a sampler from a group. It is here because samplers do not depend on groups.
 
 use super::ProcessGroup;
 use crate::sampler::DistributedSampler;
 
 impl DistributedSampler {
-    /// As [`new`](Self::new), for this rank of `group`, whose size is the world's. Another group, a sub-group or the next
-    /// round of an elastic job, takes a sampler of its own; [`ElasticSampler`](crate::sampler::ElasticSampler) goes on in
-    /// the middle of an epoch instead.
+    /// As [`new`](Self::new), for this rank of `group`. For another group, such as a sub-group or the next round of an
+    /// elastic job, make a new sampler, or use [`ElasticSampler`](crate::sampler::ElasticSampler), which goes on in the
+    /// middle of an epoch.
     ///
     /// ```
     /// # use phalanx::{sampler::DistributedSampler, ProcessGroup};

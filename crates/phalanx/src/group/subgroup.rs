@@ -10,28 +10,28 @@ use crate::hash::fnv1a;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
-/// What a rank tells the others of its call: two numbers.
+/// The two numbers with which a rank describes its call to the others.
 const RECORD: usize = 2;
 /// The color of a rank that joins no group.
 const NO_COLOR: i64 = -1;
-/// Ranks of a list that an error shows.
+/// The most ranks of a list that an error shows.
 const SHOWN: usize = 16;
 
 /// # Groups of some ranks
 ///
-/// A sub-group is a group like any other: it has connections, memory, threads and a failure of its own, and may be used
-/// from another thread at the same time as the group that it comes from, and after that is dropped. Its ranks count from
+/// A sub-group is a group like any other: it has connections, memory, threads and a failure of its own. It may be used
+/// from another thread at the same time as its parent, and after its parent is dropped. Its ranks count from
 /// 0; [`global_rank`](Self::global_rank) translates. Each one costs a rank three open files for every other member, two
-/// threads, and a third from the first asynchronous message on.
+/// threads, and a third thread from the first asynchronous message on.
 ///
-/// A sub-group meets in the store through which the first group met: as long as sub-groups are made, the process that
+/// A sub-group uses the store of the first group: as long as sub-groups are made, the process that
 /// serves it (the launcher, or rank 0) must run.
 impl ProcessGroup {
-    /// A group of these `ranks` of this one, in ascending order whatever the order of the list; none on a rank that is
-    /// not among them.
+    /// A group of these `ranks` of this one, in ascending order whatever the order of the list. None on a rank that is
+    /// not in the list.
     ///
     /// Every rank of this group must call it, member or not, with the same ranks, and in the same order as its
-    /// collectives: that all ask for the same is compared first.
+    /// collectives. The lists are compared first.
     ///
     /// ```
     /// use phalanx::{ProcessGroup, Rank, ReduceOp, WorldSize};
@@ -52,8 +52,8 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// At once, on this rank alone, if the list is empty, or has a rank twice or one that is not in this group. On every
-    /// rank alike if the lists differ; the error shows two of them, and this group remains sound. On members, if they
+    /// At once, on this rank only, if the list is empty, or has a rank twice or one that is not in this group. On every
+    /// rank if the lists differ; the error shows two of them, and this group stays usable. On members, if they
     /// cannot be connected. If this group fails.
     #[doc(alias("process_set", "add_process_set"))]
     pub fn new_group(&self, ranks: &[Rank]) -> Result<Option<Self>> {
@@ -71,8 +71,8 @@ impl ProcessGroup {
         self.join_part(&name, &ranks, Caller::NewGroup)
     }
 
-    /// Splits this group: the ranks that give the same `color` form a group, ordered by `key`, and by rank where keys are
-    /// equal. None on a rank that gives no color. As `MPI_Comm_split`.
+    /// Splits this group: the ranks with the same `color` form a group, ordered by `key`, and by rank if keys are
+    /// equal. None on a rank without a color. As `MPI_Comm_split`.
     ///
     /// Every rank of this group must call it, in the same order as its collectives.
     ///
@@ -119,8 +119,9 @@ impl ProcessGroup {
         self.join_part(&name, &members, Caller::Split)
     }
 
-    /// A group of all ranks of this one, for threads of this crate: what is called in it is no call of the program, and gives up
-    /// after `timeout`. Every rank must call it, in the same order as its collectives, once all know that all do.
+    /// A group of all ranks of this one, for this crate's own threads. Calls in it do not count as the program's, and
+    /// have the time-out `timeout`. Every rank must call it, in the same order as its collectives, when all know that
+    /// all do.
     pub(crate) fn aside(&self, caller: Caller, timeout: Duration) -> Result<Self> {
         let mut number = self.inner.children.lock();
         self.begin()?;
@@ -134,22 +135,22 @@ impl ProcessGroup {
         Ok(group.with_timeout(timeout).in_call(caller))
     }
 
-    /// The rank in the first group, the one that was not made of another, of this group's `rank`.
+    /// The rank in the first group, from which all others were made, of this group's `rank`.
     ///
     /// # Errors
-    /// If `rank` is no rank of this group.
+    /// If `rank` is not a rank of this group.
     #[doc(alias = "get_global_rank")]
     pub fn global_rank(&self, rank: Rank) -> Result<Rank> {
         self.member(rank).map(|rank| self.inner.config.global(rank))
     }
 
-    /// The rank in this group of the rank `global` of the first one; none if it is no member.
+    /// The rank in this group of the rank `global` of the first one; None if it is not a member.
     #[doc(alias = "get_group_rank")]
     pub fn group_rank(&self, global: Rank) -> Option<Rank> {
         self.world_size().ranks().find(|rank| self.inner.config.global(*rank) == global)
     }
 
-    /// The list of members, sorted, if it is one.
+    /// The sorted list of members, if it is valid.
     fn checked(&self, ranks: &[Rank]) -> Result<Vec<Rank>> {
         let mut sorted = ranks.to_vec();
         sorted.sort_unstable();
@@ -170,7 +171,7 @@ impl ProcessGroup {
         Ok(all.as_chunks().0.to_vec())
     }
 
-    /// The error of lists that differ, on every rank the same: that of rank 0 and that of `other`.
+    /// The error if lists differ, the same on every rank. It shows the lists of rank 0 and of `other`.
     fn differing_lists(&self, ranks: &[Rank], records: &[[i64; RECORD]], other: usize) -> Result<Error> {
         let longest = records.iter().map(|record| record[0]).max().unwrap_or(0).max(0) as usize;
         let longest = longest.min(self.world_size().count());
@@ -203,7 +204,7 @@ impl ProcessGroup {
         self.connect_part(self.inner.config.subgroup(name, members), rank, world, caller).map(Some)
     }
 
-    /// This rank's part of a sub-group.
+    /// Connects this rank with the sub-group.
     fn connect_part(
         &self,
         config: GroupConfig,
@@ -219,7 +220,7 @@ impl ProcessGroup {
         })?;
         let identity = Identity { rank, world, trace: self.trace(), config };
         let group = Self::new(identity, connected)?.with_timeout(self.timeout);
-        // Its world may be another row of the table, which has not been compared yet.
+        // A world of another size may use another row of the table, which has not been compared yet.
         group.tuned(&self.inner.config.tuning, caller)
     }
 }

@@ -16,12 +16,12 @@ use crate::health::Health;
 
 /// An asynchronous operation that owns its buffer until it is done.
 ///
-/// It is waited for by [`wait`](Self::wait), on a thread, or as a future, by any executor: the group's worker moves the
-/// bytes and wakes it, so that it needs no runtime. It runs from the call on, whether it is polled or not, and its deadline
-/// holds either way.
+/// Wait for it with [`wait`](Self::wait), on a thread, or as a future, with any executor: the group's worker moves the
+/// data and wakes the future, so it needs no runtime. The operation runs from the call on, whether the future is polled
+/// or not, and so does its deadline.
 ///
 /// Dropping a `Work` detaches it: the operation still runs, because the other ranks need this rank's part, and its
-/// buffer is freed afterwards. A failure of it is not lost, since it ends the whole group.
+/// buffer is freed afterwards. A failure is not lost, because it ends the whole group.
 ///
 /// ```
 /// use phalanx::{Buffer, ProcessGroup, ReduceOp, Result};
@@ -34,7 +34,7 @@ use crate::health::Health;
 #[doc(alias = "Future")]
 pub struct Work {
     slot: Arc<Slot>,
-    /// None if it never was in flight.
+    /// None if it was never in flight.
     group: Option<Arc<Health>>,
 }
 
@@ -44,7 +44,7 @@ struct Slot {
 }
 
 enum WorkState {
-    /// Under way, with who is to be woken, if it has been polled.
+    /// In flight, with the waker of the task that has polled it, if any.
     InFlight(Option<Waker>),
     Done(Result<Buffer>),
     /// The outcome has been taken.
@@ -52,7 +52,7 @@ enum WorkState {
 }
 
 impl WorkState {
-    /// The outcome, if it is there: it is given once.
+    /// The outcome, if it is there and was not taken before.
     fn take(&mut self) -> Option<Result<Buffer>> {
         match std::mem::replace(self, Self::Taken) {
             Self::Done(outcome) => Some(outcome),
@@ -65,19 +65,19 @@ impl WorkState {
     }
 }
 
-/// The side that completes a [`Work`]. Dropped without an outcome (a panicked worker), it fails the work.
+/// The side that completes a [`Work`]. If it is dropped without an outcome (a panicked worker), the work fails.
 pub(crate) struct Completer {
     slot: Arc<Slot>,
 }
 
 impl Work {
-    /// A work, and the handle that will complete it.
+    /// A work, and the handle that completes it.
     pub(crate) fn pending() -> (Self, Completer) {
         let slot = Arc::new(Slot { state: Mutex::new(WorkState::InFlight(None)), done: Condvar::new() });
         (Self { slot: slot.clone(), group: None }, Completer { slot })
     }
 
-    /// A work of a group, which it can abort.
+    /// As [`pending`](Self::pending), for a group, which the work can abort.
     pub(crate) fn pending_in(group: Arc<Health>) -> (Self, Completer) {
         let (work, completer) = Self::pending();
         (Self { group: Some(group), ..work }, completer)
@@ -96,7 +96,7 @@ impl Work {
         !matches!(*self.slot.state.lock(), WorkState::InFlight(_))
     }
 
-    /// Why it failed, once it has. [`wait`](Self::wait) gives the same error.
+    /// The error, if it has failed. [`wait`](Self::wait) returns the same one.
     pub fn error(&self) -> Option<Error> {
         match &*self.slot.state.lock() {
             WorkState::Done(outcome) => outcome.as_ref().err().cloned(),
@@ -105,7 +105,7 @@ impl Work {
     }
 
     /// Ends the operation, and with it its group on every rank, as [`ProcessGroup::abort`](crate::ProcessGroup::abort)
-    /// does: the peers take part in the operation, so it cannot end here alone. A work that is completed still gives
+    /// does: the peers take part in the operation, so it cannot end only here. A work that is completed still returns
     /// its outcome.
     pub fn abort(&self, cause: Error) {
         if let Some(group) = &self.group {
@@ -113,8 +113,8 @@ impl Work {
         }
     }
 
-    /// Waits for the end, which the deadlines of this operation and of those called before it bound, and gives the
-    /// buffer back.
+    /// Waits for the end of the operation, and returns the buffer. The wait is limited by the deadlines of this
+    /// operation and of those called before it.
     #[doc(alias = "synchronize")]
     pub fn wait(self) -> Result<Buffer> {
         let mut state = self.slot.state.lock();
@@ -146,7 +146,7 @@ impl Work {
         self.wait_until(Deadline::after(timeout))
     }
 
-    /// Waits until `deadline`. If it passes first, the work itself comes back unharmed.
+    /// Waits until `deadline`. If it passes first, the work itself is returned unchanged.
     pub fn wait_until(self, deadline: Deadline) -> Result<Result<Buffer>, Self> {
         let mut state = self.slot.state.lock();
         let mut late = false;
@@ -228,7 +228,7 @@ mod tests {
         }
     }
 
-    /// The smallest executor there is.
+    /// A minimal executor.
     fn block_on<F: Future>(future: F) -> F::Output {
         let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
         let mut future = pin!(future);
@@ -240,7 +240,7 @@ mod tests {
         }
     }
 
-    /// Both outcomes, of works that are polled in turn.
+    /// Both outcomes, of works that are polled alternately.
     async fn join(mut left: Work, mut right: Work) -> (Result<Buffer>, Result<Buffer>) {
         let (mut first, mut second) = (None, None);
         poll_fn(|context| {

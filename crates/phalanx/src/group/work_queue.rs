@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::Rank;
 
-/// Asynchronous operations that may wait; a caller that is further ahead is held back.
+/// The most queued asynchronous operations; a caller that is further ahead waits.
 const CAPACITY: usize = 1024;
 
 /// An asynchronous operation, which the worker runs on the engine.
@@ -70,7 +70,7 @@ impl WorkQueue {
         Ok(Self { health, shared, worker: Some(worker) })
     }
 
-    /// Runs `operation` here, after all that was called before it. If `patience` ends first, the group fails.
+    /// Runs `operation` here, after all operations called before it. If `patience` ends first, the group fails.
     pub(super) fn run<R>(&self, patience: &Patience, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
         let mut state = self.shared.state.lock();
         let ticket = state.next_ticket;
@@ -90,7 +90,7 @@ impl WorkQueue {
     }
 
     /// Waits until `ready`. An operation before this one may have a later deadline. If `patience` ends first, the group
-    /// fails, which ends that operation and all that wait; this call returns when that is done.
+    /// fails, which ends that operation and all waiting ones; this call returns when that is done.
     fn wait(
         &self,
         state: &mut MutexGuard<'_, QueueState>,
@@ -130,7 +130,7 @@ impl Drop for WorkQueue {
 }
 
 impl QueueShared {
-    /// Runs `f` on the engine when it is this ticket's turn, and gives the turn to the next, also if `f` panics.
+    /// Runs `f` on the engine when it is this ticket's turn, and then passes the turn to the next, also if `f` panics.
     fn with_engine<R>(
         &self,
         mut state: MutexGuard<'_, QueueState>,
@@ -173,7 +173,7 @@ impl QueueShared {
                 }
             };
             if let Some((_, task)) = task {
-                // A panic has failed the group; the task's `Work` learns of it because its completer was dropped.
+                // A panic has failed the group; the task's `Work` fails because its completer was dropped.
                 let _ = self.with_engine(state, task);
             }
         }

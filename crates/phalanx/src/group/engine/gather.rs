@@ -1,4 +1,4 @@
-//! Gather, scatter and all-to-all: each message goes from the input of one rank straight into the output of another.
+//! Gather, scatter and all-to-all: each message goes from the input of one rank directly into the output of another.
 
 use super::{Engine, Space, bytes_of};
 use crate::buffer::AlignedBytes;
@@ -41,7 +41,7 @@ impl Engine {
     ) -> Result<()> {
         let (rank, world, row) = (self.rank, self.world, &self.choice.row);
         let plan = match call.operation {
-            // Where rounds cost most of the time: each rank gets more than its part, in fewer rounds.
+            // For small buffers rounds are most of the time: each rank gets more than its part, in fewer rounds.
             Operation::ReduceScatterV if data.len() <= row.doubling_max.max(row.halving_max) => {
                 collective::all_reduce(row, rank, world, call.dtype, counts.total())
             }
@@ -51,7 +51,7 @@ impl Engine {
         self.execute(call, sequence, &plan, Space::One(data), deadline)
     }
 
-    /// `output` is the root's alone.
+    /// Only the root has an `output`.
     pub(super) fn gather(
         &mut self,
         call: Call,
@@ -80,7 +80,7 @@ impl Engine {
         })
     }
 
-    /// `input` is the root's alone.
+    /// Only the root has an `input`.
     pub(super) fn scatter(
         &mut self,
         call: Call,
@@ -109,12 +109,12 @@ impl Engine {
         })
     }
 
-    /// This rank's place in a tree, in which the root stands first.
+    /// This rank's index in a tree, in which the root is first.
     fn place_from(&self, root: Rank) -> usize {
         (self.rank.index() + self.world.count() - root.index()) % self.world.count()
     }
 
-    /// Lends `block` bytes for each rank: on the way through a tree a rank holds others' blocks too.
+    /// Lends scratch memory of `block` bytes for each rank: in a tree a rank also holds others' blocks.
     fn through_tree(
         &mut self,
         block: usize,
@@ -129,7 +129,7 @@ impl Engine {
     }
 }
 
-/// Copies `from`, so that its first byte comes to stand at `start`, and what goes beyond the end at the front.
+/// Copies `from` rotated, so that its first byte is at `start`, and bytes beyond the end are at the front.
 fn turn(to: &mut [u8], from: &[u8], start: usize) {
     let (front, back) = from.split_at(from.len() - start.min(from.len()));
     let (head, tail) = to.split_at_mut(start.min(from.len()));

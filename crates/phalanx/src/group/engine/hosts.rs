@@ -1,5 +1,5 @@
-//! Collectives of several hosts whose ranks share memory: within each host through memory, and between hosts only what
-//! must cross.
+//! Collectives of several hosts whose ranks share memory: within each host through memory, and between hosts only the
+//! data that must cross.
 
 use super::{Engine, Space, fail_operation};
 use crate::collective::Memory;
@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::{Call, Operation};
 
-/// Does this collective go by way of the hosts? The others go from rank to rank.
+/// Is this collective hierarchical, within and between hosts? The others go from rank to rank.
 pub(super) fn goes_by_hosts(operation: Operation) -> bool {
     use Operation::{AllReduce, AllReduceCoalesced, Barrier, Broadcast, Reduce};
     matches!(operation, AllReduce | AllReduceCoalesced | Broadcast | Reduce | Barrier)
@@ -50,8 +50,8 @@ impl Engine {
         }
     }
 
-    /// A `reduce_scatter_v`, or an `all_gather_v` in place. Between ranks, the elements would cross
-    /// between hosts once for each rank; combined on each host first, and sent to hosts and not to ranks, they cross once.
+    /// A `reduce_scatter_v`, or an `all_gather_v` in place. From rank to rank, elements would cross between hosts once
+    /// for each rank. Combined on each host first, and sent to hosts instead of ranks, they cross once.
     pub(super) fn in_place_v_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
@@ -88,13 +88,15 @@ impl Engine {
         let (row, from) = (&self.choice.row, hierarchy.host_of(root));
         let plan = collective::broadcast(row, leaders.host, leaders.hosts, from, call.0.dtype, elements);
         self.across(&leaders, call, plan, (data, 0), patience)?;
-        // On the root's host the leader is the root; on the others it is the first rank, which `across` has given the data.
+        // On the root's host the leader is the root; on the others it is the first rank, to which `across` has sent the
+        // data.
         self.within(call, data, patience, |domain, data| {
             domain.collective(call.0, call.1, Memory::InPlace(data), patience)
         })
     }
 
-    /// Reduces each stripe to its owner on every host, then among its owners, and hands the stripes out on every host.
+    /// Reduces each stripe to its owner on every host, then among its owners, and then copies the stripes to all ranks
+    /// of each host.
     fn all_reduce_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
@@ -115,7 +117,7 @@ impl Engine {
         self.within(call, data, patience, |domain, data| domain.all_gather(call, data, stripes, patience))
     }
 
-    /// As an all-reduce in one stripe; the first rank of the root's host gets all of it and hands it to the root.
+    /// As an all-reduce in one stripe; the first rank of the root's host gets all of it and passes it to the root.
     fn reduce_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
@@ -150,8 +152,8 @@ impl Engine {
         self.within(call, data, patience, |domain, data| domain.all_gather(call, data, 1, patience))
     }
 
-    /// Combines the elements of this host's ranks. An average is divided here, over all ranks of all hosts, so that no sum of
-    /// half-precision numbers overflows between hosts.
+    /// Combines the elements of this host's ranks. An average is divided here by the number of all ranks of all hosts,
+    /// so that no sum of half-precision numbers overflows between hosts.
     fn reduce_on_host(
         &mut self,
         call: (Call, Sequence),
@@ -173,8 +175,8 @@ impl Engine {
         })
     }
 
-    /// Before a collective goes from rank to rank: ranks of which one waits for its host's, and another for a message, would
-    /// learn nothing of each other.
+    /// Called before a collective goes from rank to rank. Otherwise, if one rank waits for its host's ranks and another
+    /// for a message, neither would see the other's call.
     pub(super) fn agree_on_host(
         &mut self,
         call: Call,
@@ -184,7 +186,7 @@ impl Engine {
         self.within((call, sequence), &mut [], patience, |domain, _| domain.agree(call, sequence, patience))
     }
 
-    /// What this rank has to do within its host, if it has company there.
+    /// This rank's work within its host, if there are other ranks.
     fn within(
         &mut self,
         (call, sequence): (Call, Sequence),
@@ -194,12 +196,12 @@ impl Engine {
     ) -> Result<()> {
         self.check_health()?;
         let Some(domain) = &mut self.domain else { return Ok(()) };
-        // From the first wait on, the clock runs for all parts of the call.
+        // The deadline for all parts of the call counts from the first wait.
         patience.deadline();
         work(domain, data).map_err(|error| fail_operation(&self.health, error, call, sequence))
     }
 
-    /// Carries out `plan` between the hosts, on elements from `start` on, if this rank is a leader.
+    /// Executes `plan` between the hosts, on elements from `start` on, if this rank is a leader.
     fn across(
         &mut self,
         leaders: &Leaders,
@@ -217,7 +219,7 @@ impl Engine {
     }
 }
 
-/// What an average is until it is divided.
+/// The operation of an average before it is divided.
 fn sums(op: ReduceOp) -> ReduceOp {
     if op == ReduceOp::Avg { ReduceOp::Sum } else { op }
 }

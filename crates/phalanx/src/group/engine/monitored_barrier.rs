@@ -1,4 +1,4 @@
-//! A barrier that finds out who is missing.
+//! A barrier that reports missing ranks.
 
 use super::Engine;
 use crate::collective::kernel::Kernel;
@@ -11,7 +11,8 @@ use crate::wire::frame::{Call, Header};
 
 impl Engine {
     /// Every rank reports to rank 0, which waits for each until `deadline` and then lets all go on, or tells them which
-    /// ranks are missing. The others wait for its message until `patience`. In shared memory each rank looks itself.
+    /// ranks are missing. The others wait for its message until `patience`. With shared memory each rank checks by
+    /// itself.
     pub(in crate::group) fn monitored_barrier(
         &mut self,
         call: Call,
@@ -38,7 +39,7 @@ impl Engine {
         let (mut missing, others) = (Vec::new(), others());
         for rank in others {
             match self.token(call, sequence, None, Some(rank), deadline) {
-                // What has come by now still counts, of those after it too.
+                // Ranks that have come by now still count, including those after it.
                 Err(error) if error.is_timeout() => missing.push(rank),
                 outcome => outcome?,
             }

@@ -1,4 +1,4 @@
-//! One direction of one pair of ranks: whose turn it is.
+//! One direction of one pair of ranks, and the order of its users.
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -8,7 +8,7 @@ use crate::health::Health;
 use crate::rank::Rank;
 use crate::transport::messages::End;
 
-/// An end of a line, and the order of those who want to use it.
+/// An end of a line, and the order of the threads that use it.
 pub(super) struct Line<E> {
     turns: Mutex<Turns>,
     changed: Condvar,
@@ -33,7 +33,7 @@ impl<E: End> Line<E> {
         Self { turns: Mutex::default(), changed: Condvar::new(), end: Mutex::new(end) }
     }
 
-    /// A place in the order; the number of the message.
+    /// A place in the order, which is the number of the message.
     pub(super) fn take_ticket(&self) -> u64 {
         let mut turns = self.turns.lock();
         let ticket = turns.next_ticket;
@@ -57,11 +57,11 @@ impl<E: End> Line<E> {
             }
         }
         drop(turns);
-        // Not before its turn, which may have come because of a failure.
+        // Not before its turn: the turn may have come because of a failure.
         health.cause().map_or(Ok(()), Err)
     }
 
-    /// The turn of `ticket` is over. Does a thread wait for the next?
+    /// Ends the turn of `ticket`. Returns whether a thread waits for the next.
     pub(super) fn leave(&self, ticket: u64) -> bool {
         let mut turns = self.turns.lock();
         turns.serving = turns.serving.max(ticket + 1);
@@ -73,7 +73,7 @@ impl<E: End> Line<E> {
         awaited
     }
 
-    /// The end, for who has the turn.
+    /// The end, for the thread whose turn it is.
     pub(super) fn end(&self) -> MutexGuard<'_, E> {
         self.end.lock()
     }

@@ -1,7 +1,7 @@
-//! Point-to-point messages: every line between two ranks has an order of its own, and no other.
+//! Point-to-point messages: every line between two ranks has its own order, independent of the others.
 //!
-//! A blocking call drives its line on the caller's thread, with the caller's memory. Asynchronous ones are driven by a
-//! worker, all of them at the same time, which is started when the first one comes. Both take a ticket of their line,
+//! A blocking call drives its line on the caller's thread, with the caller's memory. Asynchronous calls are driven by a
+//! worker thread, all at the same time; it is started with the first one. Both take a ticket of their line,
 //! which is also the message's number.
 
 mod line;
@@ -29,12 +29,12 @@ use crate::trace::Trace;
 use crate::transport::messages::{Bell, End, Inbound, Messages as Ends, Outbound, Receiving, Sending, Step};
 use crate::wire::frame::{Call, Header, Operation};
 
-/// Looks at memory before a rank goes to sleep, a few microseconds, if every rank can have a processor of its own.
+/// Polls of the memory before a rank sleeps, a few microseconds, if every rank can have a processor of its own.
 const SPINS: u32 = 200;
-/// Steps between looks at the clock, while there is something to move.
+/// Steps between two reads of the clock, while there is something to move.
 const CLOCK: u64 = 256;
 
-/// A group's messages, as one rank sees them.
+/// A group's messages on one rank.
 pub(super) struct Messages {
     shared: Arc<Shared>,
     place: LocalPlace,
@@ -53,13 +53,13 @@ struct Shared {
     spins: u32,
     queue: Mutex<Queue>,
     arrived: Condvar,
-    /// Wakes the worker where it polls sockets; there is none before the worker.
+    /// Wakes the worker when it polls sockets; empty before the worker starts.
     poke: OnceLock<OwnedFd>,
     /// Sends the goodbye when its last owner drops it.
     _farewell: Box<dyn Send + Sync>,
 }
 
-/// What the worker has not seen yet.
+/// Operations that the worker has not taken yet.
 #[derive(Default)]
 struct Queue {
     outbound: Vec<(Rank, Op<Outbound>)>,
@@ -98,7 +98,7 @@ impl Messages {
         Self { shared: Arc::new(shared), place, worker: Mutex::new(None) }
     }
 
-    /// Sends from the caller's thread and memory; returns when all of `data` is on its way.
+    /// Sends from the caller's thread and memory; returns when all of `data` has been sent.
     pub(super) fn send(&self, call: Call, to: Rank, data: &[u8], deadline: Deadline) -> Result<()> {
         let line = line(&self.shared.outbound, to)?;
         let ticket = line.take_ticket();
@@ -115,14 +115,14 @@ impl Messages {
         self.shared.drive(line, (call, ticket), deadline, |end| end.pull(&mut frame, data))
     }
 
-    /// Leaves `ops`, whose ranks have been checked, to the worker.
+    /// Passes `ops`, whose ranks have been checked, to the worker.
     pub(super) fn start(&self, ops: Vec<P2pOp>, deadline: Deadline) -> Result<Vec<Work>> {
         self.employ()?;
         let shared = &*self.shared;
-        // Tickets are taken under the queue's lock: the worker is to see them in their order.
+        // Tickets are taken under the queue's lock, so that the worker sees them in their order.
         let mut queue = shared.queue.lock();
         if shared.health.has_failed() {
-            // A worker that has panicked looks here no more.
+            // If the worker has panicked, it no longer reads the queue.
             drop(queue);
             return Err(shared.health.cause().unwrap_or_else(|| Error::aborted("the group has failed")));
         }
@@ -175,7 +175,7 @@ impl Messages {
 }
 
 impl Drop for Messages {
-    /// Lets the worker finish what it has been given: the peers wait for it, and every message has a deadline.
+    /// Lets the worker finish its operations: the peers wait for them, and every message has a deadline.
     fn drop(&mut self) {
         self.shared.queue.lock().closed = true;
         self.shared.wake_worker();
@@ -239,7 +239,8 @@ impl Shared {
                 Step::Done => return Ok(()),
                 Step::Moved => {
                     (idle, steps) = (0, steps + 1);
-                    // Seldom, as the clock costs time; but a peer that trickles must not put the deadline off for ever.
+                    // Seldom, because reading the clock costs time; but a slow peer must not postpone the deadline for
+                    // ever.
                     if steps % CLOCK == 0 && deadline.has_passed() {
                         return Err(self.late::<E>(peer));
                     }
@@ -254,7 +255,7 @@ impl Shared {
                 std::hint::spin_loop();
                 continue;
             } else {
-                // Asked before the last look: what a peer published before it left, or died, still counts.
+                // Before the last check: what a peer published before it left, or died, still counts.
                 let is_over = self.is_over(peer);
                 let patience = if is_over { Deadline::now() } else { deadline };
                 let mut found = false;
@@ -272,7 +273,7 @@ impl Shared {
         }
     }
 
-    /// Will nothing more come from `peer`, nor be taken by it?
+    /// Has `peer` left or failed, so that nothing more is sent or received?
     fn is_over(&self, peer: Rank) -> bool {
         self.health.has_failed() || self.health.has_left(peer)
     }
@@ -281,7 +282,7 @@ impl Shared {
         fail_operation(&self.health, error, call, Sequence(ticket))
     }
 
-    /// The error of a peer that was waited for until the deadline.
+    /// The error if a peer has not answered by the deadline.
     fn late<E: End>(&self, peer: Rank) -> Error {
         let host = self.health.host(peer);
         if E::RECEIVES {
@@ -307,12 +308,12 @@ impl Shared {
         .with_peer(peer)
     }
 
-    /// The header of a message from `peer` that no receive has been posted for.
+    /// The header of a message from `peer` without a posted receive.
     fn unasked(&self, peer: Rank) -> Option<Header> {
         line(&self.inbound, peer).ok()?.idle_end()?.unasked()
     }
 
-    /// Has the worker look at its lines again, if it waits.
+    /// Makes the worker check its lines again, if it is waiting.
     fn poke_worker(&self) {
         let asleep = std::mem::take(&mut self.queue.lock().asleep);
         if asleep {
@@ -324,7 +325,7 @@ impl Shared {
         self.arrived.notify_all();
         self.bell.ring();
         if let Some(poke) = self.poke.get() {
-            // A counter that is full wakes the worker as well.
+            // A full counter wakes the worker as well.
             let _ = rustix::io::write(poke, &1u64.to_ne_bytes());
         }
     }

@@ -16,7 +16,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 const HASTE: Duration = Duration::from_millis(200);
 const LENGTH: usize = 1 << 27;
 
-/// The groups of ranks that came with these wishes.
+/// The groups of ranks with these options.
 fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
     let store = MemoryStore::new();
     let world = WorldSize::new(wishes.len() as u32).unwrap();
@@ -97,8 +97,8 @@ fn ranks_that_were_told_different_things_agree_on_tcp() {
     }
 }
 
-/// What rank 0 gets from a peer that, after a header, does as it likes until the rank has given up, whether the rank
-/// blocks or not.
+/// The errors on rank 0 with a peer that sends arbitrary data after a header, until the rank has given up: for a
+/// blocking and for an asynchronous receive.
 fn received_from(timeout: Duration, peer: impl Fn(&mut Outbound, &AtomicBool) + Sync) -> [Error; 2] {
     [false, true].map(|blocks| {
         let over = AtomicBool::new(false);
@@ -154,7 +154,7 @@ fn a_peer_that_leaves_within_a_line_is_noticed() {
 #[test]
 fn a_peer_that_trickles_does_not_put_the_deadline_off() {
     let errors = received_from(HASTE, |line, over| {
-        // Without a pause the whole payload would be there in time; with a sleep the rank would run idle.
+        // Without a pause the whole payload would be there in time; with a sleep the rank would be idle.
         while !over.load(Ordering::Relaxed) {
             line.push_raw(&[1; 64]);
             let pause = Instant::now();

@@ -20,7 +20,7 @@ use crate::trace::Lane;
 use crate::transport::messages::{End, Inbound, Outbound, Step};
 use crate::wire::frame::Call;
 
-/// Messages of one line that may end in a row before the other lines have their turn.
+/// The most messages of one line completed in a row before the other lines have their turn.
 const ROW: usize = 64;
 
 /// A message in flight, which owns its buffer.
@@ -31,7 +31,7 @@ pub(super) struct Op<E: End> {
     pub buffer: Buffer,
     pub deadline: Deadline,
     pub completer: Completer,
-    /// When it was called, if that is to be noted.
+    /// When it was called, if this is recorded.
     pub begin: Option<Instant>,
 }
 
@@ -39,7 +39,7 @@ pub(super) struct Worker {
     shared: Arc<Shared>,
     outbound: Pending<Outbound>,
     inbound: Pending<Inbound>,
-    /// Before this no deadline passes.
+    /// No deadline passes before this time.
     patience: Option<Deadline>,
 }
 
@@ -51,7 +51,7 @@ struct Pending<E: End> {
     active: Vec<Rank>,
 }
 
-/// What a round over all lines has come to.
+/// The result of a round over all lines.
 #[derive(Clone, Copy, Default)]
 struct Round {
     moved: bool,
@@ -59,7 +59,7 @@ struct Round {
     polls: bool,
 }
 
-/// A message that failed, and with it the group.
+/// A message that failed, which fails the group.
 struct Failed {
     error: Error,
     call: Call,
@@ -78,7 +78,7 @@ impl Worker {
         if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
             shared.health.fail(Error::aborted("the worker for messages panicked on this rank"));
         }
-        // What it held has been dropped, which its `Work`s notice; blocking calls may wait behind it.
+        // Its operations have been dropped, so their `Work`s fail; blocking calls may wait behind them.
         let mut queue = shared.queue.lock();
         queue.outbound.clear();
         queue.inbound.clear();
@@ -93,7 +93,7 @@ impl Worker {
                     idle = 0;
                     if rounds % CLOCK == 0 { self.check_deadlines() } else { Ok(()) }
                 }
-                // Asking the system costs more than a look at memory.
+                // A system call costs more than a poll of the memory.
                 Round { polls: false, .. } if idle < self.shared.spins => {
                     idle += 1;
                     std::hint::spin_loop();
@@ -110,7 +110,7 @@ impl Worker {
         }
     }
 
-    /// Takes over what has been called meanwhile; waits for it if nothing is in flight. False at the end.
+    /// Takes new operations. If nothing is in flight, waits for one. False at the end.
     fn take_news(&mut self) -> bool {
         let mut queue = self.shared.queue.lock();
         queue.asleep = false;
@@ -151,7 +151,7 @@ impl Worker {
         let Self { shared, outbound, inbound, patience } = self;
         let out = outbound.ends(&shared.outbound);
         let into = inbound.ends(&shared.inbound);
-        // Asked before the last look: what a peer published before it left, or died, still counts.
+        // Before the last check: what a peer published before it left, or died, still counts.
         let over = out.over(shared).or_else(|| into.over(shared));
         {
             let mut queue = shared.queue.lock();
@@ -183,7 +183,7 @@ impl Worker {
             found
         });
         drop(sockets);
-        // Who took the flag has poked, or is about to: then there will be one wake-up for nothing.
+        // The thread that took the flag has poked, or is about to: then there will be one unnecessary wake-up.
         if !std::mem::take(&mut shared.queue.lock().asleep)
             && let Some(poke) = shared.poke.get()
         {
@@ -194,7 +194,7 @@ impl Worker {
                 let error = shared.health.peer_failed(peer, "it takes no part any more");
                 Err(Failed { error, call, ticket })
             }
-            // No single message is at fault; the error names the first in flight.
+            // No single message is the cause; the error names the first in flight.
             Some(_) | None => match (waited, outbound.first().or_else(|| inbound.first())) {
                 (Err(error), Some((call, ticket))) => Err(Failed { error, call, ticket }),
                 // Nothing is in flight that a broken wait could hold up.
@@ -213,7 +213,7 @@ impl Worker {
         self.inbound.expired(&self.shared)
     }
 
-    /// The group has failed: so has everything in flight.
+    /// The group has failed, and with it everything in flight.
     fn give_up(&mut self) {
         let Some(cause) = self.shared.health.cause() else { return };
         self.outbound.give_up(&self.shared.outbound, &cause);
@@ -225,12 +225,12 @@ impl Worker {
 struct Ends<'a, E: End> {
     by_socket: Vec<(&'a Op<E>, MutexGuard<'a, E>)>,
     by_memory: Vec<(&'a Op<E>, MutexGuard<'a, E>)>,
-    /// Lines on which it is another's turn.
+    /// Lines whose turn belongs to another thread.
     absent: Vec<(&'a Line<E>, u64)>,
 }
 
 impl<E: End> Ends<'_, E> {
-    /// A message to or from a rank that takes no part any more, where only memory could say so.
+    /// A message to or from a rank that no longer takes part, if only the memory could show it.
     fn over(&self, shared: &Shared) -> Option<(Rank, Call, u64)> {
         let over = self.by_memory.iter().find(|(_, end)| shared.is_over(end.peer()));
         over.map(|(op, end)| (end.peer(), op.call, op.ticket))
