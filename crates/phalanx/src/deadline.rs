@@ -53,7 +53,7 @@ impl Backoff {
         Self { next: first, longest, deadline }
     }
 
-    /// Sleeps; `false` if the deadline had passed before.
+    /// Sleeps. Returns `false` at once if the deadline has passed.
     pub(crate) fn pause(&mut self) -> bool {
         let left = self.deadline.remaining();
         std::thread::sleep(self.next.min(left));

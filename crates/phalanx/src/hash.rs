@@ -1,13 +1,13 @@
-//! FNV-1a (Fowler, Noll, Vo), by which ranks compare what must be equal, and the file store finds a torn write. It tells apart
-//! what differs by mistake, not what an adversary makes.
+//! FNV-1a (Fowler, Noll, Vo). Ranks use it to compare values that must be equal, and the file store to find torn
+//! writes. It detects accidental differences, not those that an adversary makes.
 
-/// 64 bits.
+/// The 64-bit hash.
 pub(crate) fn fnv1a(bytes: impl IntoIterator<Item = u8>) -> u64 {
     let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
     bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
-/// 32 bits, which are not a part of the 64.
+/// The 32-bit hash, which is not a part of the 64-bit one.
 pub(crate) fn fnv1a_32(bytes: impl IntoIterator<Item = u8>) -> u32 {
     let step = |hash: u32, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
     bytes.into_iter().fold(0x811c_9dc5, step)

@@ -1,6 +1,6 @@
-//! This host.
+//! The name of this host.
 
-/// Its name, as errors and logs show it. Linux allows 64 bytes; spaces would end a field in a store.
+/// The name of this host, as errors and logs show it. Linux allows 64 bytes. Spaces would end a field in a store.
 pub(crate) fn name() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     name.split_whitespace().collect()

@@ -1,4 +1,4 @@
-//! Waiting for descriptors.
+//! Polling of descriptors.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::AsFd;
@@ -8,8 +8,8 @@ use rustix::event::{PollFd, Timespec};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 
-/// Waits until one of `descriptors` is ready or `timeout` has passed, and gives how many are ready: none, too, if a signal has
-/// interrupted the wait. Without a time-out, or with one that the system cannot express, it waits as long as it takes.
+/// Waits until one of `descriptors` is ready or `timeout` has passed. Returns how many are ready; 0 also if a signal
+/// has interrupted the wait. Without a time-out, or with one that the system cannot express, there is no limit.
 pub(crate) fn poll(descriptors: &mut [PollFd<'_>], timeout: Option<Duration>) -> io::Result<usize> {
     let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
     match rustix::event::poll(descriptors, timeout.as_ref()) {
@@ -18,7 +18,8 @@ pub(crate) fn poll(descriptors: &mut [PollFd<'_>], timeout: Option<Duration>) ->
     }
 }
 
-/// A pipe to end another thread's wait with. Neither end blocks: a pipe that is full of bytes has woken the reader already.
+/// A pipe with which one thread ends another's wait. Neither end blocks: if the pipe is full, the reader is awake
+/// already.
 pub(crate) fn wake_pipe() -> io::Result<(PipeReader, PipeWriter)> {
     let (reader, writer) = io::pipe()?;
     for end in [reader.as_fd(), writer.as_fd()] {

@@ -1,32 +1,32 @@
-//! What the kernel shows of a process of this host in `/proc/PID/stat`.
+//! A process of this host, as the kernel shows it in `/proc/PID/stat`.
 
 use std::fs;
 use std::io;
 
 use rustix::io::Errno;
 
-/// `pid (name) state parent group ..`, with the time at work as the 14th and 15th field, in the program and in the kernel,
-/// and that of the start as the 22nd. The name may hold anything, also brackets.
+/// `pid (name) state parent group ..`, with the processor time in the program and in the kernel as the 14th and 15th
+/// field, and the start time as the 22nd. The name may contain anything, even brackets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ProcStat {
     pub pid: i32,
-    /// A letter: `R` runs, `T` is stopped, `Z` has ended, and so on.
+    /// A letter: `R` running, `T` stopped, `Z` ended, and so on.
     pub state: u8,
     pub parent: i32,
     pub group: i32,
     /// Processor time, in the kernel's ticks.
     pub worked: u64,
-    /// In the kernel's ticks since its own start.
+    /// The start time, in the kernel's ticks since boot.
     pub started: u64,
 }
 
 impl ProcStat {
-    /// This process; none where there is no `/proc`.
+    /// This process. None without a `/proc`.
     pub fn own() -> Option<Self> {
         Self::parse(&fs::read("/proc/self/stat").ok()?)
     }
 
-    /// None if what the kernel says is not understood; an error if it says nothing, for which see [`is_gone`].
+    /// None if the line cannot be parsed. An error if the file cannot be read; see [`is_gone`].
     pub fn read(pid: i32) -> io::Result<Option<Self>> {
         fs::read(format!("/proc/{pid}/stat")).map(|line| Self::parse(&line))
     }
@@ -43,13 +43,14 @@ impl ProcStat {
         Some(Self { pid, state, parent, group, worked, started: time(6)? })
     }
 
-    /// Has it ended, even if its parent has not asked for its exit status yet?
+    /// Has it ended, even if its parent has not yet read its exit status?
     pub fn is_dead(&self) -> bool {
         matches!(self.state, b'Z' | b'X' | b'x')
     }
 }
 
-/// Does this error of [`ProcStat::read`] say that there is no such process? One that ends while it is read is gone, too.
+/// Does this error of [`ProcStat::read`] mean that there is no such process? This includes one that ends while it is
+/// read.
 pub(crate) fn is_gone(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::NOENT | Errno::SRCH))
 }

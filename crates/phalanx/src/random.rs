@@ -1,11 +1,11 @@
-//! Random numbers of the system, which nobody can guess.
+//! Unpredictable random numbers from the system.
 
 use crate::error::{Error, Result};
 
 /// Random bytes.
 ///
 /// # Errors
-/// If the system gives none.
+/// If the system returns none.
 pub(crate) fn bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes)
@@ -16,7 +16,7 @@ pub(crate) fn bytes<const N: usize>() -> Result<[u8; N]> {
 /// A random number.
 ///
 /// # Errors
-/// If the system gives none.
+/// If the system returns none.
 pub(crate) fn number() -> Result<u64> {
     bytes().map(u64::from_le_bytes)
 }

@@ -5,8 +5,8 @@
 //! record   u64 checksum of what follows · u32 key length · u32 value length, or !0 for a removal · key · value
 //! ```
 //!
-//! Integers are little-endian. Readers take no lock: a record that is not whole, or whose checksum is wrong, has not
-//! been written yet. Writers hold the file's lock, so that to them such an end is one that a writer left when it died.
+//! Integers are little-endian. Readers take no lock: for them an incomplete record, or one with a wrong checksum, has
+//! not been written yet. Writers hold the file's lock, so such a record is one whose writer has died.
 
 use std::fs::File;
 use std::io::{self, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
@@ -25,12 +25,12 @@ const REMOVED: u32 = u32::MAX;
 const MAX_LOG: u64 = 4 << 30;
 const RECORD: usize = 16;
 
-/// An open log and what it says.
+/// An open log and its content.
 #[derive(Debug)]
 pub(super) struct Log {
     pub file: File,
     pub table: Table,
-    /// The end of the last whole record.
+    /// The end of the last complete record.
     end: u64,
 }
 
@@ -44,7 +44,7 @@ impl Log {
         Self { file, table: Table::default(), end: HEADER.len() as u64 }
     }
 
-    /// `None` if the file is something else, or not yet a log.
+    /// `None` if the file is not a log, or not a complete one yet.
     pub fn open(mut file: File) -> io::Result<Option<Self>> {
         let mut header = [0; HEADER.len()];
         match file.read_exact(&mut header) {
@@ -64,15 +64,15 @@ impl Log {
     }
 
     pub fn unlock(&self) {
-        // It fails only for what is no open file.
+        // It fails only if the descriptor is not an open file.
         let _ = flock(&self.file, FlockOperation::Unlock);
     }
 
-    /// Reads what has been added since.
+    /// Reads the records added since the last call.
     pub fn catch_up(&mut self) -> io::Result<()> {
         let length = self.file.metadata()?.len();
         if length < self.end {
-            // A writer without room on the disk took back what has been read here.
+            // A writer without space on the disk has removed records that were read here.
             self.table = Table::default();
             self.end = HEADER.len() as u64;
         }
@@ -94,7 +94,7 @@ impl Log {
         Ok(())
     }
 
-    /// Changes the table and, if `change` says that it has, writes `keys`. The caller holds the lock.
+    /// Changes the table. If `change` returns that it has changed it, writes `keys`. The caller holds the lock.
     pub fn change<T>(
         &mut self,
         keys: &[&str],
@@ -110,7 +110,7 @@ impl Log {
                 Ok(Ok(value))
             }
             Err(refusal) => {
-                // What it did before it was refused is not in the file.
+                // Changes made before the refusal are not in the file.
                 self.start_over()?;
                 Ok(Err(refusal))
             }
@@ -127,7 +127,7 @@ impl Log {
             let why = format!("the log is full: it holds {} bytes", self.end);
             return Err(io::Error::new(ErrorKind::FileTooLarge, why));
         }
-        // A writer that died left bytes behind the last whole record.
+        // A writer that died may have left bytes after the last complete record.
         self.file.set_len(self.end)?;
         self.file.seek(SeekFrom::Start(self.end))?;
         if let Err(error) = self.file.write_all(&bytes) {
@@ -138,7 +138,7 @@ impl Log {
         Ok(())
     }
 
-    /// Forgets the table, so that the next look reads the file from its start.
+    /// Clears the table, so that the next call reads the file from its start.
     fn start_over(&mut self) -> io::Result<()> {
         self.table = Table::default();
         self.end = HEADER.len() as u64;
@@ -159,7 +159,7 @@ fn push_record(bytes: &mut Vec<u8>, key: &[u8], value: Option<&[u8]>) {
 
 type Record = (Vec<u8>, Option<Vec<u8>>);
 
-/// The next record; `None` if what follows is not whole.
+/// The next record; `None` if it is incomplete.
 fn read_record(reader: &mut impl Read) -> io::Result<Option<Record>> {
     let mut head = [0; RECORD];
     if !fill(reader, &mut head)? {
@@ -170,7 +170,7 @@ fn read_record(reader: &mut impl Read) -> io::Result<Option<Record>> {
     let (key_length, value_length) = (word(8) as usize, word(12));
     let present = value_length != REMOVED;
     let value_length = if present { value_length as usize } else { 0 };
-    // Checked before memory is taken.
+    // Checked before memory is allocated.
     if key_length > MAX_KEY || value_length > MAX_VALUE {
         return Ok(None);
     }
@@ -192,12 +192,12 @@ fn fill(reader: &mut impl Read, bytes: &mut [u8]) -> io::Result<bool> {
     }
 }
 
-/// Against torn writes, not against an adversary.
+/// Detects torn writes, not changes by an adversary.
 fn checksum(pieces: &[&[u8]]) -> u64 {
     fnv1a(pieces.iter().copied().flatten().copied())
 }
 
-/// For [`fuzzing`](crate::fuzzing): what is in a log, and what is put there.
+/// For [`fuzzing`](crate::fuzzing): reads a log and appends to it.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
