@@ -1,4 +1,4 @@
-//! Builds the mesh: every rank listens, connects to the ranks below it, and accepts those above.
+//! Builds the mesh: every rank listens, connects to the lower ranks, and accepts the higher ones.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
@@ -33,14 +33,14 @@ pub(crate) struct Mesh {
     pub hosts: Vec<String>,
 }
 
-/// Where a rank listens, as it stands in the store.
+/// Where a rank listens, as written to the store.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Address {
     pub socket: SocketAddr,
     pub host: String,
 }
 
-/// Connects this rank with all others. A rank that cannot tells them, so that none waits for it until its deadline.
+/// Connects this rank with all others. If that fails, it tells them, so that none waits for it until its deadline.
 pub(crate) fn mesh(place: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
     let host = host::name();
     let (mut below, mut above) = (Vec::new(), Vec::new());
@@ -56,14 +56,14 @@ pub(crate) fn mesh(place: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
         Ok(hosts) => Ok(Mesh { connections, hosts }),
         Err(error) => {
             let error = start::report(place, &host, error);
-            // Who has all its connections no longer looks into the store.
+            // A rank that has all its connections no longer reads the store.
             connections.tell(&Control::Failure(Notice::of(&error)), |_| true);
             Err(error)
         }
     }
 }
 
-/// Makes the connections to the ranks below and above; gives the host of each rank.
+/// Makes the connections to the lower and higher ranks. Returns the host of each rank.
 fn build(
     place: &MeshConfig<'_>,
     host: &str,
@@ -79,7 +79,7 @@ fn build(
         generation: place.generation,
         rank: place.rank,
         world: place.world.get(),
-        // These differ from connection to connection.
+        // These differ between connections.
         to: place.rank,
         channel: Channel::Data,
         nonce: [0; NONCE],
@@ -91,7 +91,8 @@ fn build(
     let missing = AtomicUsize::new(usize::MAX);
 
     thread::scope(|scope| {
-        // Accepting begins before the address is published, so that strangers cannot fill the listener's queue.
+        // Accepting begins before the address is published, so that foreign connections cannot fill the listener's
+        // queue.
         let (listener, secret, missing) = (&listener, &secret, &missing);
         let accepting = scope.spawn(move || {
             let outcome = accept(listener, &stopped, place, (own, secret), above, missing, deadline);
@@ -113,7 +114,7 @@ fn build(
         }
         let accepting =
             accepting.join().unwrap_or_else(|_| Err(Error::aborted("the accepting thread panicked")));
-        // If both failed, accepting did because it was stopped.
+        // If both failed, accepting failed because it was stopped.
         connecting.and_then(|hosts| accepting.map(|()| hosts))
     })
 }
@@ -126,7 +127,7 @@ pub(super) fn listen(interface: IpAddr) -> Result<TcpListener> {
     Ok(listener)
 }
 
-/// Rank 0 draws the number that tells this group's connections from all others.
+/// Rank 0 draws the number that distinguishes this group's connections from all others.
 fn agree_on_job(place: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Result<JobId> {
     const KEY: &str = "mesh/job";
     if place.rank.is_main() {
@@ -173,7 +174,7 @@ pub(super) fn no_descriptors(what: &str, error: io::Error) -> Error {
         .with_remedy("each group needs three open files for every other rank: raise the limit (`ulimit -n`)")
 }
 
-/// For [`fuzzing`](crate::fuzzing): where a rank listens.
+/// For [`fuzzing`](crate::fuzzing): decodes where a rank listens.
 #[cfg(any(test, fuzzing))]
 pub(in crate::transport) fn fuzz(bytes: &[u8]) -> bool {
     let Ok(address) = postcard::from_bytes::<Address>(bytes) else { return false };

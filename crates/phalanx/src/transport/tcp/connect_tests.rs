@@ -1,4 +1,4 @@
-//! Ranks that connect, with strangers, dead and frozen ranks between them.
+//! Ranks that connect, together with foreign clients, dead and frozen ranks.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
@@ -21,7 +21,7 @@ use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, HELLO, Hello, REFUSAL};
 use crate::world_size::WorldSize;
 
-/// What rank `rank` of `world` says to rank 0, on its connection for data.
+/// The hello of rank `rank` of `world` to rank 0, on its data connection.
 fn hello_to_main(secret: &GroupSecret, rank: u32, world: u32) -> Hello {
     Hello {
         group: secret.name(),
@@ -54,7 +54,7 @@ fn place_in(store: &MemoryStore, rank: u32, world: u32) -> MeshConfig<'_> {
     }
 }
 
-/// Leaves the address of a rank that has died since.
+/// Publishes the address of a rank that has died since.
 fn bury(store: &MemoryStore, rank: u32) {
     let socket = listen(Ipv4Addr::LOCALHOST.into()).unwrap().local_addr().unwrap();
     let own = postcard::to_stdvec(&Address { socket, host: "gone".into() }).unwrap();
@@ -64,7 +64,7 @@ fn bury(store: &MemoryStore, rank: u32) {
 #[test]
 fn strangers_hold_nobody_up() {
     let store = MemoryStore::new();
-    // Heard one after the other, each for as long as a handshake may take, they would take many times as long.
+    // One after the other, each with the time of a handshake, they would take many times as long.
     let deadline = Deadline::after(HANDSHAKE * 10);
     thread::scope(|scope| {
         let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|mesh| mesh.connections.data.len()));
@@ -93,7 +93,7 @@ fn strangers_hold_nobody_up() {
     });
 }
 
-/// A peer that knows everything but the key, and says all that it can think of.
+/// Messages of a peer that knows everything but the key.
 fn noise(own: Hello, number: usize) -> Vec<u8> {
     let mut bytes = [&own.saying([number as u8; NONCE]).encode()[..], &[number as u8; TAG]].concat();
     match number % 4 {
@@ -131,7 +131,7 @@ fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
         };
         let done = &done;
         scope.spawn(move || {
-            // A hundred at a time stay, and the others hang up in the middle.
+            // A hundred at a time stay, and the others close the connection in the middle.
             let mut held = std::collections::VecDeque::new();
             for number in 0.. {
                 held.extend(stranger(number));
@@ -141,7 +141,7 @@ fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
                 if done.load(Ordering::Relaxed) {
                     return;
                 }
-                // The system has only so many ports, and keeps those of ended connections for a while.
+                // The number of ports is limited, and those of closed connections stay in use for a while.
                 thread::sleep(Duration::from_millis(1));
             }
         });
@@ -151,7 +151,7 @@ fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
         done.store(true, Ordering::Relaxed);
         let late = late.unwrap().connections;
         let [zero, one] = early.map(|rank| rank.join().unwrap().unwrap());
-        // What stands is what it should be: each end is the other's.
+        // The connections are right: each end is the other's.
         for (rank, (below, above)) in [(0, (&zero, &late)), (1, (&one, &late))] {
             let pairs = [
                 (&below.data, &above.data),
@@ -220,7 +220,7 @@ fn a_rank_that_died_since_is_named_by_all_long_before_the_deadline() {
 #[test]
 fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
     let store = MemoryStore::new();
-    // Its kernel takes connections; nobody accepts them.
+    // Its kernel accepts connections, but the process does not.
     let frozen = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
     let address = Address { socket: frozen.local_addr().unwrap(), host: "node7".into() };
     let within = Deadline::after(Duration::from_secs(1));
@@ -269,7 +269,7 @@ fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
         hello
     };
     thread::scope(|scope| {
-        // One that connects is told at once, and holds nobody up.
+        // A rank that connects gets the error at once, and delays no other.
         let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|_| ()));
         let address = store.get(&key(Rank::MAIN), deadline).unwrap();
         let address: Address = postcard::from_bytes(&address).unwrap();
@@ -280,7 +280,7 @@ fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
         assert_eq!(answer, REFUSAL);
         mesh(&place(&store, 1), deadline).unwrap();
         main.join().unwrap().unwrap();
-        // One that is connected to answers so.
+        // A rank that is connected to answers with this.
         let old = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
         let address = Address { socket: old.local_addr().unwrap(), host: "node7".into() };
         old.set_nonblocking(false).unwrap();

@@ -1,4 +1,5 @@
-//! Connects to one rank below: tries until it answers, and introduces this one. [`accept`](super::accept) is the other end.
+//! Connects to one lower rank: tries until it answers, and does the handshake. [`accept`](super::accept) is the other
+//! side.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::{SocketAddr, TcpStream};
@@ -18,17 +19,18 @@ use crate::wire::handshake::{ANSWER, Caller, GroupSecret};
 use crate::wire::hello::{HELLO, Hello};
 use crate::wire::tls;
 
-/// How long one try to connect may take before the next one: its packets may have met a host that was not up yet.
+/// How long one attempt to connect may take before the next one: its packets may have been sent before the host was up.
 const CONNECTING: Duration = Duration::from_secs(10);
-/// A rank listens before its address is known. A rank that refuses for this long has gone.
+/// A rank listens before its address is known. If it refuses for this long, it has gone.
 const REFUSED: Duration = Duration::from_secs(1);
-/// A rank that listens answers at once, from a thread that does nothing else. Who has not for this long is frozen.
+/// A rank that listens answers at once, from a thread that does nothing else. If it has not answered for this long, it
+/// is frozen.
 pub(super) const ANSWERING: Duration = Duration::from_secs(10);
-/// The pauses between tries grow from the first to the second.
+/// The pause between two attempts grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
-/// Connects to a peer until it works or the deadline passes: a listener's queue may be full, a stranger's connection may
-/// be dropped. Gives up early where trying again is in vain.
+/// Connects to a peer until it succeeds or the deadline passes: a listener's queue may be full, or a connection may
+/// be dropped. Gives up early if another attempt is useless.
 pub(super) fn dial(
     place: &MeshConfig<'_>,
     host: &str,
@@ -60,7 +62,7 @@ pub(super) fn dial(
                 );
                 return Err(Error::io(unreachable, error).with_peer(peer).with_remedy(remedy));
             }
-            // The end of the patience with which the answer is read.
+            // The time-out for reading the answer has passed.
             io::ErrorKind::WouldBlock if !deadline.has_passed() => {
                 return Err(StopProbe::new(place).explain(peer, mute(peer, address)));
             }
@@ -81,7 +83,7 @@ pub(super) fn dial(
         backoff.pause();
         if backoff.is_longest() {
             start::check(place, host).map_err(|error| match error.peer() {
-                // The store is gone, and with it the rank that served it.
+                // The store has gone, and with it the rank that served it.
                 None if refusing.is_some() => start::gone(peer, address),
                 _ => error,
             })?;
@@ -89,7 +91,7 @@ pub(super) fn dial(
     }
 }
 
-/// The error for a rank whose host takes connections for it, while it says nothing itself.
+/// The error for a rank whose host accepts connections, while the rank itself sends nothing.
 fn mute(peer: Rank, address: &Address) -> Error {
     let Address { host, socket } = address;
     let cause = format!("rank {peer} ({host}) has not answered at {socket} for {} s", ANSWERING.as_secs());
@@ -98,9 +100,9 @@ fn mute(peer: Rank, address: &Address) -> Error {
         .with_remedy("is its process stopped, or its host out of memory?")
 }
 
-/// Once it has said who it is, a rank waits for each answer, and then gives up the whole start: the peer drops the
-/// connection if it wants no more of it. Who only tried again could be counted as connected by a peer that answers late
-/// and listens no more; and who did not wait for the last answer could count on a peer that has dropped it.
+/// After its hello, a rank waits for each answer. If the peer drops the connection then, the whole start fails. If this
+/// rank only tried again, a peer that answers late and no longer listens could count it as connected. And without
+/// waiting for the last answer, it could count on a peer that has dropped the connection.
 fn introduce(
     address: SocketAddr,
     own: Hello,
@@ -120,13 +122,14 @@ fn introduce(
     };
     let caller = Caller::new(own);
     let said = say(&stream, caller.hello());
-    // Who does not accept this rank's certificate may have hung up already; why, it has said before.
+    // A peer that refuses this rank's certificate may have closed the connection already, after an alert with the
+    // reason.
     if tls.is_none() {
         said?;
     }
     let mut answer = [0; ANSWER];
     let (hello, proof) = answer.split_at_mut(HELLO);
-    // A refusal is no longer than a hello, and that of a peer with TLS much shorter.
+    // A refusal is no longer than a hello, and that of a peer with TLS is much shorter.
     let (start, rest) = hello.split_at_mut(tls::REFUSAL.len());
     hear(&stream, start, deadline)?;
     if tls.is_none() && tls::is_alert(start) {
@@ -147,7 +150,7 @@ fn introduce(
     Ok((stream, hello))
 }
 
-/// Puts TLS above the connection; gives the group's secret as it is on this one.
+/// Starts TLS on the connection. Returns the group's secret bound to this connection.
 fn secure(
     stream: &mut Connection,
     secret: &GroupSecret,
@@ -164,7 +167,7 @@ fn secure(
     Ok(stream.binding()?.map_or_else(|| secret.clone(), |binding| secret.bound(&binding)))
 }
 
-/// Sends all of `bytes` on a connection that blocks.
+/// Sends all of `bytes` on a blocking connection.
 fn say(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
     loop {
         let (taken, is_out) = stream.send(&[IoSlice::new(bytes)])?;
@@ -172,13 +175,13 @@ fn say(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
         match (bytes.is_empty(), is_out) {
             (true, true) => return Ok(()),
             (_, true) => {}
-            // The time in which it was to be taken has passed.
+            // The time-out for sending has passed.
             (_, false) => return Err(io::ErrorKind::TimedOut.into()),
         }
     }
 }
 
-/// Receives as much as `into` holds from a connection that blocks, whose peer is to answer at once.
+/// Fills `into` from a blocking connection, whose peer should answer at once.
 fn hear(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> io::Result<()> {
     let deadline = deadline.at_most(ANSWERING);
     while !into.is_empty() {
@@ -186,7 +189,7 @@ fn hear(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> io::Res
         match stream.receive(&mut [IoSliceMut::new(into)]) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => into = &mut into[count..],
-            // Whether the patience has ended is looked at above.
+            // The loop checks above whether the time-out has passed.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => return Err(error),
         }
@@ -194,8 +197,8 @@ fn hear(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> io::Res
     Ok(())
 }
 
-/// Lets the next read of a connection that blocks last until `deadline`. If that has passed, the error is that of a read
-/// which has lasted so long.
+/// Sets the time-out of the next read of a blocking connection to `deadline`. If that has passed, returns the error of
+/// a read that has timed out.
 fn wait_until(stream: &Connection, deadline: Deadline) -> io::Result<()> {
     match deadline.remaining() {
         Duration::ZERO => Err(io::ErrorKind::WouldBlock.into()),
