@@ -52,8 +52,7 @@ pub struct GroupOptions {
     pub transport: Option<TransportKind>,
     /// The sizes at which the algorithm changes; the same on every rank.
     pub tuning: Tuning,
-    /// Ranks with the same name share memory, if they can. If None, the host's identity is the kernel's boot id and
-    /// namespaces.
+    /// Ranks with the same name share memory, if they can map each other's. If None, the name is the kernel's boot id.
     pub host_id: Option<String>,
     /// How often the ranks send heartbeats, and how long they wait for them.
     pub heartbeat: Heartbeat,
