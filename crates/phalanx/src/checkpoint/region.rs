@@ -282,7 +282,7 @@ mod tests {
     fn a_cover_has_each_element_once() {
         let covers = |regions: &[Region], shape: &[usize]| cover(regions.iter(), shape);
         let scalar = Region::whole(&[]);
-        assert!(covers(&[scalar.clone()], &[]));
+        assert!(covers(std::slice::from_ref(&scalar), &[]));
         assert!(!covers(&[], &[]) && !covers(&[scalar.clone(), scalar], &[]));
         assert!(covers(&[], &[3, 0]) && !covers(&[], &[3, 1]));
         let row = |from, to| region(&[from..to, 0..4]);
