@@ -23,12 +23,13 @@ pub use crate::checkpoint::{
 };
 pub use crate::collective::fuzz_tuning as tuning;
 pub use crate::domain::fuzz_encoded_call as encoded_call;
-pub use crate::elastic::fuzz_compacted_log as workers;
+pub use crate::elastic::fuzz_workers as workers;
 pub use crate::key::fuzz as job_key;
 pub use crate::launch::{
-    fuzz_error_file as error_file, fuzz_hosts as hosts, fuzz_lines as lines, fuzz_remote as remote,
+    fuzz_error_file as error_file, fuzz_hosts as hosts, fuzz_lines as lines, fuzz_nodes as nodes,
+    fuzz_remote as remote,
 };
-pub use crate::rendezvous::{fuzz as rendezvous, fuzz_nodes as nodes};
+pub use crate::rendezvous::fuzz as rendezvous;
 #[cfg(feature = "etcd")]
 pub use crate::store::fuzz_etcd as etcd;
 pub use crate::store::{fuzz_log as store_log, fuzz_reply as store_reply};

@@ -62,6 +62,7 @@ pub mod group;
 pub mod join;
 mod key;
 pub mod launch;
+mod log;
 pub mod reducer;
 pub mod rendezvous;
 pub mod sampler;

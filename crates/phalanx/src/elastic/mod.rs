@@ -40,8 +40,6 @@
 //! The guide `docs/guide/elastic.md` says more.
 
 mod agreement;
-mod beat;
-mod compacted_log;
 mod context;
 pub(crate) mod members;
 mod options;
@@ -56,9 +54,9 @@ mod snapshot;
 mod state;
 mod step;
 
-#[cfg(any(test, fuzzing))]
-pub use compacted_log::fuzz as fuzz_compacted_log;
 pub use context::Context;
+#[cfg(any(test, fuzzing))]
+pub use members::fuzz as fuzz_workers;
 pub use options::{Drift, Options};
 pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name};
 pub use parts::Parts;

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-use super::compacted_log::CompactedLog;
-use super::members::Entry;
+use super::members::{Entry, MembersState};
 use super::session::scope;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::log::{Log, Mac};
 use crate::random;
 use crate::store::{PrefixStore, TcpStore};
 
@@ -61,12 +61,12 @@ impl Publisher {
     }
 }
 
-fn connect(store: SocketAddr, credentials: &Credentials, run_id: &str) -> Result<CompactedLog> {
+fn connect(store: SocketAddr, credentials: &Credentials, run_id: &str) -> Result<Log<MembersState>> {
     let client = TcpStore::join(store, credentials, Deadline::after(PATIENCE))?;
-    Ok(CompactedLog::new(Arc::new(PrefixStore::new(scope(run_id), Arc::new(client)))))
+    Ok(Log::new(Arc::new(PrefixStore::new(scope(run_id), Arc::new(client))), Mac::none()))
 }
 
-fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<CompactedLog>) {
+fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<Log<MembersState>>) {
     let mut log = None;
     while let Ok(entry) = inbox.recv() {
         let mut append = || {

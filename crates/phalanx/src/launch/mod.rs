@@ -69,6 +69,8 @@ pub use job::{Job, Output};
 #[cfg(any(test, fuzzing))]
 pub use lines::fuzz as fuzz_lines;
 pub use logs::{Logs, Selection, Streams};
+#[cfg(any(test, fuzzing))]
+pub use nodes::fuzz_nodes;
 pub use remote::{ElasticHosts, Host, HostDiscovery, HostList, RemoteJob, RemoteNode, RemoteShell};
 #[cfg(any(test, fuzzing))]
 pub use remote::{fuzz as fuzz_remote, fuzz_hosts};

@@ -11,7 +11,6 @@ mod arrival;
 mod env;
 mod file;
 mod hosts;
-pub(crate) mod membership;
 mod tcp;
 
 use std::fmt;
@@ -21,8 +20,6 @@ use std::time::Duration;
 
 use self::arrival::Identity;
 pub(crate) use self::hosts::outward;
-#[cfg(any(test, fuzzing))]
-pub use self::membership::fuzz as fuzz_nodes;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, refuse_fixed_world};

@@ -5,12 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::Result;
-use crate::rendezvous::membership::log;
 use crate::world_size::MAX_WORLD_SIZE;
-
-/// Before each entry, so that a worker of another version is told so instead of being misread.
-const VERSION: u8 = 2;
 
 /// The number of one worker, in one stay: who was given up and comes back has another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -31,6 +26,27 @@ pub(crate) struct Worker {
     pub(crate) place: u32,
     /// Its process there.
     pub(crate) process: u32,
+}
+
+impl Worker {
+    /// The key of its heartbeats.
+    ///
+    /// A place may be held twice for a while: a worker that was given up has perhaps not read that when its successor comes.
+    /// So each stay in a place has a counter of its own, or a frozen successor would be kept alive by what the other sends.
+    /// There are a few for each place, which are used in turn, so that none has to be removed.
+    pub(crate) fn heartbeat_key(&self) -> String {
+        format!("beat/{}/{}", self.place, self.id.0 & WorkerId::TURNS)
+    }
+}
+
+impl WorkerId {
+    /// The bits that say which of its place's counters is its own.
+    const TURNS: u64 = 7;
+
+    /// The number of a worker that is the `turn`-th to come to its place: no other worker has it.
+    pub(crate) fn new(random: u64, turn: u64) -> Self {
+        Self(random & !Self::TURNS | turn & Self::TURNS)
+    }
 }
 
 /// What all workers must have been told alike.
@@ -98,40 +114,4 @@ pub(crate) enum Entry {
     /// So many workers run, or are being started, after so many changes of that number: as long as fewer wait, it is
     /// worth waiting for the others.
     Expected { change: u64, workers: u32 },
-}
-
-impl Entry {
-    pub(crate) fn to_bytes(&self) -> Result<Vec<u8>> {
-        log::encode(VERSION, self)
-    }
-
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        log::decode(VERSION, bytes, "another worker")
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn no_bytes_make_the_decoder_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
-            let _ = Entry::from_bytes(&bytes);
-            let _ = Entry::from_bytes(&[&[VERSION], &bytes[..]].concat());
-        }
-    }
-
-    #[test]
-    fn entries_come_back_and_nonsense_does_not() {
-        let why = Departure::Silent(Duration::from_millis(5100));
-        let entry = Entry::Gone { worker: WorkerId(7), by: WorkerId(8), why };
-        let bytes = entry.to_bytes().unwrap();
-        assert_eq!(Entry::from_bytes(&bytes).unwrap(), entry);
-        for bad in [&b""[..], &[VERSION], &[VERSION + 1, 0], &bytes[..bytes.len() - 1]] {
-            assert!(Entry::from_bytes(bad).unwrap_err().to_string().contains("cannot be read"));
-        }
-    }
 }

@@ -1,9 +1,8 @@
 //! Which workers take part in which round of an elastic job: pure.
 //!
-//! As the launchers do (`rendezvous::membership`), the workers share a log, one list of [entries](Entry) in one order, and
-//! each applies it to its own [`MembersState`]. The two differ in what a round is. A launcher's round ends for all, and all start
-//! again; here the members of a round go over into the next one, each when it has left its group, and keep what they have
-//! in memory.
+//! The workers share a [log](crate::log), whose [entries](Entry) each applies to its own [`MembersState`]. The launchers' log
+//! (`launch::nodes::membership`) differs in what a round is. A launcher's round ends for all, and all start again; here the
+//! members of a round go over into the next one, each when it has left its group, and keep what they have in memory.
 //!
 //! ```text
 //!                      all members are Ready or Gone, and
@@ -21,10 +20,14 @@
 
 mod clock;
 mod entry;
+#[cfg(any(test, fuzzing))]
+mod outside;
 mod state;
 
 pub(super) use clock::{Clock, Step};
 pub(super) use entry::{Departure, Entry, Settings, Worker, WorkerId};
+#[cfg(any(test, fuzzing))]
+pub use outside::fuzz;
 pub(super) use state::{MembersState, Verdict};
 
 #[cfg(test)]

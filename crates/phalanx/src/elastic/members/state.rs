@@ -1,8 +1,12 @@
 //! The state that all workers agree on.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use super::entry::{Departure, Entry, Settings, Worker, WorkerId};
+use crate::error::{Error, Result};
+use crate::log::{self, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
 /// Who takes part, and who wants to.
@@ -52,10 +56,23 @@ pub(crate) enum Verdict {
     TooManyRounds,
 }
 
-impl MembersState {
-    /// Takes the next entry of the log. A refusal concerns the worker that wants to join. What makes no sense any more has
-    /// no effect.
-    pub(crate) fn apply(&mut self, entry: Entry) -> Result<(), String> {
+/// The version byte of a state.
+const STATE_VERSION: u8 = 1;
+
+impl Machine for MembersState {
+    type Entry = Entry;
+    type Id = WorkerId;
+
+    const VERSION: u8 = 2;
+    const PROCESS: &'static str = "worker";
+    const AUTHOR: &'static str = "another worker";
+    const COMPACTION: Option<Compaction<Self>> = Some(Compaction {
+        encode: |state| log::encode(STATE_VERSION, state),
+        decode: Self::decode,
+        caretaker: Self::first,
+    });
+
+    fn apply(&mut self, entry: Entry) -> Result<(), String> {
         if self.verdict.is_some() {
             return match entry {
                 Entry::Join { .. } => Err("the job is over".to_owned()),
@@ -84,6 +101,52 @@ impl MembersState {
             }
         }
         Ok(())
+    }
+
+    fn joining(entry: &Entry) -> Option<WorkerId> {
+        match entry {
+            Entry::Join { worker, .. } => Some(worker.id),
+            _ => None,
+        }
+    }
+
+    /// Is it a member, or does it wait to become one?
+    fn is_present(&self, id: WorkerId) -> bool {
+        self.rank(id).is_some() || self.newcomers.iter().any(|worker| worker.id == id)
+    }
+
+    /// Whom a worker watches: while a round runs, each member the next one, and the first those who wait; else, whoever
+    /// waits all others.
+    fn watched_by(&self, id: WorkerId) -> Vec<WorkerId> {
+        let newcomers = self.newcomers.iter().map(|worker| worker.id);
+        let members = self.members.iter().filter(|member| !matches!(member.standing, Standing::Gone(_)));
+        let members: Vec<WorkerId> = members.map(|member| member.worker.id).collect();
+        let mut watched: Vec<WorkerId> = match self.rank(id) {
+            Some(rank) if !self.is_gathering() => {
+                let next = members[(rank + 1) % members.len()];
+                std::iter::once(next).chain(newcomers.filter(|_| rank == 0)).collect()
+            }
+            _ => members.into_iter().chain(newcomers).collect(),
+        };
+        watched.retain(|other| *other != id);
+        watched
+    }
+
+    fn heartbeat_key(&self, id: WorkerId) -> Option<String> {
+        self.worker(id).map(Worker::heartbeat_key)
+    }
+
+    fn silent(worker: WorkerId, by: WorkerId, since: Duration) -> Entry {
+        Entry::Gone { worker, by, why: Departure::Silent(since) }
+    }
+}
+
+impl MembersState {
+    /// A state that another worker has written.
+    fn decode(bytes: &[u8]) -> Result<Self> {
+        let state: Self = log::decode(STATE_VERSION, bytes, Self::AUTHOR)?;
+        let strange = || Error::protocol("the state of the workers' log makes no sense");
+        state.is_sound().then_some(state).ok_or_else(strange)
     }
 
     fn join(&mut self, worker: Worker, settings: Settings) -> Result<(), String> {
@@ -234,23 +297,6 @@ impl MembersState {
         })
     }
 
-    /// Whom a worker watches: while a round runs, each member the next one, and the first those who wait; else, whoever
-    /// waits all others.
-    pub(crate) fn watched_by(&self, id: WorkerId) -> Vec<WorkerId> {
-        let newcomers = self.newcomers.iter().map(|worker| worker.id);
-        let members = self.members.iter().filter(|member| !matches!(member.standing, Standing::Gone(_)));
-        let members: Vec<WorkerId> = members.map(|member| member.worker.id).collect();
-        let mut watched: Vec<WorkerId> = match self.rank(id) {
-            Some(rank) if !self.is_gathering() => {
-                let next = members[(rank + 1) % members.len()];
-                std::iter::once(next).chain(newcomers.filter(|_| rank == 0)).collect()
-            }
-            _ => members.into_iter().chain(newcomers).collect(),
-        };
-        watched.retain(|other| *other != id);
-        watched
-    }
-
     /// Could the entries of a log have led to it?
     pub(crate) fn is_sound(&self) -> bool {
         let most = MAX_WORLD_SIZE as usize;
@@ -270,10 +316,5 @@ impl MembersState {
     pub(crate) fn first(&self) -> Option<WorkerId> {
         let members = self.members.iter().filter(|member| !matches!(member.standing, Standing::Gone(_)));
         members.map(|member| &member.worker).chain(&self.newcomers).map(|worker| worker.id).next()
-    }
-
-    /// Is it a member, or does it wait to become one?
-    pub(crate) fn is_present(&self, id: WorkerId) -> bool {
-        self.rank(id).is_some() || self.newcomers.iter().any(|worker| worker.id == id)
     }
 }

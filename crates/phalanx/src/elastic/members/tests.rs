@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::*;
+use crate::log::{Log, Mac, Machine, Read};
 
 const FIRST_CALL: Duration = Duration::from_secs(30);
 const LAST_CALL: Duration = Duration::from_secs(1);
@@ -83,18 +84,17 @@ fn what_is_said_of_another_moment_is_another_entry() {
     use std::sync::Arc;
 
     use crate::deadline::Deadline;
-    use crate::rendezvous::membership::{Log, log};
     use crate::store::{MemoryStore, SharedStore};
 
     // Each author looks for the end of the log from its start; the process's number comes again.
     let store: SharedStore = Arc::new(MemoryStore::new());
     let deadline = Deadline::after(Duration::from_secs(10));
+    let log = || Log::<MembersState>::new(Arc::clone(&store), Mac::none());
+    let exited = |nonce| Entry::Exited { place: 1, process: 4, nonce };
     for nonce in [1, 2] {
-        let exited = Entry::Exited { place: 1, process: 4, nonce }.to_bytes().unwrap();
-        Log::new(Arc::clone(&store)).append(&exited, deadline).unwrap();
+        log().append(&exited(nonce), deadline).unwrap();
     }
-    let second = log::read(&*store, 1, deadline).unwrap();
-    assert_eq!(Entry::from_bytes(&second).unwrap(), Entry::Exited { place: 1, process: 4, nonce: 2 });
+    assert_eq!(log().read(1, deadline).unwrap(), Read::Entry(exited(2)));
 }
 
 #[test]

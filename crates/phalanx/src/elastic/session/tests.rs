@@ -1,146 +1,107 @@
-//! A store that says nothing, and a worker that does.
+//! Heartbeats, and what many rounds leave in the store.
+
+use std::collections::BTreeSet;
 
 use super::*;
-use crate::store::{MemoryStore, Store};
+use crate::log::{Read, STRIDE};
+use crate::store::MemoryStore;
 
-/// What is known comes at once; what would change something is not answered, in the order in which it comes, before the
-/// store is woken.
-#[derive(Default)]
-struct Silent {
-    store: MemoryStore,
-    state: Mutex<Silence>,
-    changed: Condvar,
+fn limit() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
 }
 
-#[derive(Default)]
-struct Silence {
-    asked: usize,
-    is_awake: bool,
-}
-
-impl Silent {
-    fn wait_until(&self, what: impl Fn(&Silence) -> bool, deadline: Deadline) -> Result<()> {
-        let mut state = self.state.lock();
-        let mut in_time = true;
-        while !what(&state) && in_time {
-            in_time = !self.changed.wait_until(&mut state, deadline.instant()).timed_out();
-        }
-        if what(&state) { Ok(()) } else { Err(Error::timeout("the store is silent")) }
-    }
-
-    fn change(&self, how: impl FnOnce(&mut Silence)) {
-        how(&mut self.state.lock());
-        self.changed.notify_all();
-    }
-}
-
-impl Store for Silent {
-    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        self.store.set(key, value, deadline)
-    }
-
-    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
-        self.store.get(key, deadline)
-    }
-
-    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
-        self.store.wait(keys, deadline)
-    }
-
-    fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
-        self.store.check(keys, deadline)
-    }
-
-    fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
-        self.store.add(key, amount, deadline)
-    }
-
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
-        self.change(|state| state.asked += 1);
-        self.wait_until(|state| state.is_awake, deadline)?;
-        self.store.compare_set(key, expected, desired, deadline)
-    }
-
-    fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
-        self.store.delete_key(key, deadline)
-    }
-
-    fn num_keys(&self, deadline: Deadline) -> Result<usize> {
-        self.store.num_keys(deadline)
-    }
-
-    fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        self.store.append(key, value, deadline)
-    }
-
-    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
-        self.store.multi_get(keys, deadline)
-    }
-
-    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
-        self.store.multi_set(pairs, deadline)
-    }
-}
-
-fn gone(id: u64) -> Entry {
-    Entry::Gone { worker: WorkerId(id), by: WorkerId(id), why: Departure::Ended }
+fn worker(id: WorkerId, place: u32, process: u32) -> Worker {
+    Worker { id, host: "here".to_owned(), place, process }
 }
 
 #[test]
-fn nobody_waits_for_a_silent_store_longer_than_by_the_own_deadline() {
-    let store = Arc::new(Silent::default());
-    let me = Worker { id: WorkerId(0), host: "here".to_owned(), place: 0, process: 1 };
-    let shared = Shared::new(Arc::clone(&store) as SharedStore, me).unwrap();
-    let long = Deadline::after(Duration::from_secs(20));
-    thread::scope(|scope| {
-        // As the training thread does when it has left its group.
-        let first = scope.spawn(|| shared.append_until(&gone(1), long));
-        store.wait_until(|state| state.asked > 0, long).unwrap();
-        // As its last word, or what the watch has seen.
-        let started = Instant::now();
-        let error = shared.append_until(&gone(2), Deadline::after(Duration::from_millis(50))).unwrap_err();
-        assert!(error.is_timeout(), "{error}");
-        assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
-        // And what is known is known.
-        assert!(shared.seen.lock().state.verdict().is_none());
-        store.change(|state| state.is_awake = true);
-        first.join().unwrap().unwrap();
-    });
-    shared.append_until(&gone(3), long).unwrap();
-    let log = [0, 1].map(|index| compacted_log::read(&*store, index, long).unwrap());
-    assert_eq!(log, [1, 3].map(|id| Read::Entry(gone(id))));
+fn whoever_comes_next_has_another_heartbeat_and_there_are_never_many() {
+    let store = MemoryStore::new();
+    let stay = |place| worker(next_id(&store, place, limit()).unwrap(), place, 1).heartbeat_key();
+    let keys: Vec<String> = (0..40).map(|_| stay(3)).collect();
+    for turn in keys.windows(8) {
+        assert_eq!(turn.iter().collect::<BTreeSet<_>>().len(), 8, "{turn:?}");
+    }
+    assert_eq!(keys.iter().collect::<BTreeSet<_>>().len(), 8);
+    assert!(!keys.contains(&stay(4)));
 }
 
 #[test]
-fn a_frozen_successor_is_not_heard_by_the_beats_of_the_one_before() {
-    let store: SharedStore = Arc::new(MemoryStore::new());
-    let limit = Deadline::after(Duration::from_secs(20));
-    let worker = |place, process| {
-        let id = beat::next_id(&*store, place, limit).unwrap();
-        Worker { id, host: "here".to_owned(), place, process }
-    };
+fn a_frozen_successor_is_not_kept_alive_by_the_heartbeats_of_the_one_before() {
+    let (store, limit): (SharedStore, _) = (Arc::new(MemoryStore::new()), limit());
+    let worker = |place, process| worker(next_id(&*store, place, limit).unwrap(), place, process);
     // Given up, though it has not read that yet.
-    let before = Shared::new(Arc::clone(&store), worker(1, 10)).unwrap();
+    let before = worker(1, 10);
     let (successor, me) = (worker(1, 11), worker(0, 12));
-    let watcher = Shared::new(Arc::clone(&store), me.clone()).unwrap();
     let settings = Settings { min: 2, max: 2, reset_limit: None };
-    for worker in [&me, &successor] {
-        watcher.take(Entry::Join { worker: worker.clone(), settings });
-        store.add(&beat::key(worker), 1, limit).unwrap();
-    }
+    let join = |worker: &Worker| Entry::Join { worker: worker.clone(), settings };
+    let mut watcher = participate(&store, &CurrentRound::new(Arc::clone(&store), "here")).unwrap();
+    watcher.join(me.id, me.heartbeat_key(), &join(&me), limit).unwrap();
+    store.add(&successor.heartbeat_key(), 1, limit).unwrap();
+    watcher.append(&join(&successor), limit).unwrap();
     let (interval, silence) = (Duration::from_millis(20), Duration::from_millis(200));
-    let [mut ears, mut unused] = [(), ()].map(|()| Liveness::new(interval, silence));
-    let next = watcher.seen.lock().next;
-    assert_eq!(next, 2);
-    let gone = loop {
+    watcher.watch(Heartbeats { interval, silence, must_be_answered: false }, |_, _| Ok(())).unwrap();
+    let log = Log::<MembersState>::new(Arc::clone(&store), Mac::none());
+    while !store.check(&["log/2"], limit).unwrap() {
         assert!(!limit.has_passed(), "the successor's silence was never noticed");
-        look(&before, &mut unused, limit).unwrap();
-        look(&watcher, &mut ears, limit).unwrap();
-        if store.check(&["log/0"], limit).unwrap() {
-            break compacted_log::read(&*store, 0, limit).unwrap();
-        }
-        thread::sleep(interval);
-    };
+        store.add(&before.heartbeat_key(), 1, limit).unwrap();
+        std::thread::sleep(interval);
+    }
+    let gone = log.read(2, limit).unwrap();
     let Read::Entry(Entry::Gone { worker, by, why: Departure::Silent(_) }) = gone else { panic!("{gone:?}") };
     assert_eq!((worker, by), (successor.id, me.id));
+}
+
+#[test]
+fn the_store_of_a_job_with_ten_thousand_kills_stays_small() {
+    let store: SharedStore = Arc::new(MemoryStore::new());
+    let first = participate(&store, &CurrentRound::new(Arc::clone(&store), "here")).unwrap();
+    let append = |entry: Entry| first.append(&entry, limit()).unwrap();
+    let settings = Settings { min: 1, max: 4, reset_limit: None };
+    let join = |id, place| Entry::Join { worker: worker(WorkerId(id), place, id as u32), settings };
+    let mut places: Vec<u64> = (0..4).collect();
+    (0..4).for_each(|place| append(join(place, place as u32)));
+    let mut most = 0;
+    for kill in 0..10_000_u64 {
+        let (victim, round) = ((kill % 4) as usize, kill + 1);
+        let (dead, successor) = (places[victim], kill + 4);
+        // What four ranks say while they connect.
+        let group = RoundStore::new(&store, round);
+        for rank in 0..4 {
+            for what in ["rank", "address", "host"] {
+                group.set(&format!("{what}/{rank}"), b"x", limit()).unwrap();
+            }
+            group.add("arrived", 1, limit()).unwrap();
+        }
+        append(Entry::Exited { place: victim as u32, process: dead as u32, nonce: kill });
+        for id in places.iter().filter(|id| **id != dead) {
+            append(Entry::Gone { worker: WorkerId(dead), by: WorkerId(*id), why: Departure::Died });
+            append(Entry::Ready { round, worker: WorkerId(*id), holds: false });
+        }
+        append(join(successor, victim as u32));
+        places[victim] = successor;
+        // Once a second, say.
+        if kill % 10 == 9 {
+            wait_for_round(&first, round + 1);
+            first.compact(limit()).unwrap();
+            round_store::sweep(&*store, round + 1, limit()).unwrap();
+        }
+        most = most.max(store.num_keys(limit()).unwrap());
+    }
+    // Eight entries, and the keys of a round, for each kill of that second; the entries since the last stride.
+    assert!(most < 10 * (8 + 14) + STRIDE as usize + 10, "{most}");
+    let base = String::from_utf8(store.get("base", limit()).unwrap()).unwrap();
+    assert!(base.parse::<u64>().unwrap() + 2 * STRIDE > 4 + 8 * 10_000, "{base}");
+    let newcomer = participate(&store, &CurrentRound::new(Arc::clone(&store), "here")).unwrap();
+    wait_for_round(&newcomer, 10_001);
+    assert_eq!(newcomer.replica().view().state, first.replica().view().state);
+}
+
+fn wait_for_round(participant: &Participant<MembersState>, round: u64) {
+    let (replica, limit) = (participant.replica(), limit());
+    let mut view = replica.view();
+    while view.state.round() < round {
+        assert!(!limit.has_passed(), "round {} of {round}", view.state.round());
+        replica.wait_until(&mut view, limit.instant());
+    }
 }

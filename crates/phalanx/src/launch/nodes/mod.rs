@@ -3,6 +3,7 @@
 mod alone;
 mod led;
 mod link;
+mod membership;
 mod several;
 
 use std::os::fd::BorrowedFd;
@@ -15,6 +16,8 @@ use crate::error::{Error, Result};
 
 pub(super) use alone::Alone;
 pub(super) use led::Led;
+#[cfg(any(test, fuzzing))]
+pub use membership::fuzz as fuzz_nodes;
 pub(super) use several::Several;
 
 /// The nodes of a job.

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal as Raw;
 
-use super::link::{Link, News, Spot, serve_round};
+use super::link::{Link, Reached, serve_round};
+use super::membership::{Cause, Departure, Entry, Fault, MembershipState, Node, NodeId, Settings, Verdict};
 use super::{AttemptEnd, Gathered, Nodes, Settled};
 use crate::error::{Error, Kind, Result};
 use crate::host;
@@ -17,16 +18,13 @@ use crate::launch::event::Event;
 use crate::launch::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::launch::job::Job;
 use crate::launch::placement::Placement;
+use crate::log::View;
 use crate::poll::poll;
 use crate::random;
-use crate::rendezvous::membership::{
-    Cause, Departure, Entry, Fault, MembershipState, Node, NodeId, Settings, Verdict,
-};
 use crate::store::{Access, Refusals, TcpStoreServer};
 use crate::world_size::WorldSize;
 
 /// This node among the others.
-#[derive(Debug)]
 pub(in crate::launch) struct Several<'a> {
     cluster: &'a Cluster,
     /// Who may use a round's store.
@@ -34,23 +32,17 @@ pub(in crate::launch) struct Several<'a> {
     run_id: String,
     me: NodeId,
     link: Link,
-    state: MembershipState,
-    /// Where the launchers' store listens, if here.
-    served_at: Option<SocketAddr>,
+    /// What was known at the last look.
+    view: View<MembershipState>,
+    /// The store at which the launchers meet, once it has answered.
+    reached: Option<Reached>,
     has_told_where: bool,
-    /// Has the store answered?
-    is_connected: bool,
-    /// Where this node can serve a round's store.
-    spot: Option<Spot>,
     /// The round whose workers were started last.
     round: Option<u64>,
     /// This round's store, if it is served here.
     store: Option<(u64, TcpStoreServer)>,
-    has_joined: bool,
-    refusal: Option<String>,
+    /// Why the log is lost, as a person is told.
     lost: Option<Error>,
-    /// To be told; the first stands for all.
-    warning: Option<String>,
     warned: bool,
     /// The nodes that were shown to wait.
     shown: Option<usize>,
@@ -84,61 +76,34 @@ impl<'a> Several<'a> {
             run_id,
             me,
             link,
-            state: MembershipState::default(),
-            served_at: None,
+            view: View::default(),
+            reached: None,
             has_told_where: false,
-            is_connected: false,
-            spot: None,
             round: None,
             store: None,
-            has_joined: false,
-            refusal: None,
             lost: None,
-            warning: None,
             warned: false,
             shown: None,
         })
     }
 
     fn take_news(&mut self) {
-        while let Some(news) = self.link.read() {
-            match news {
-                News::Connected { served_at, spot } => {
-                    self.is_connected = true;
-                    self.served_at = served_at;
-                    self.spot = spot;
-                }
-                News::Entry(entry) => {
-                    let mine = matches!(&entry, Entry::Join { node, .. } if node.id == self.me);
-                    let refused = self.state.apply(entry);
-                    if mine {
-                        self.has_joined = refused.is_ok();
-                        self.refusal = refused.err();
-                    }
-                    self.link.watch(self.state.present().map(|node| node.id).collect());
-                }
-                News::Warning(text) => {
-                    self.warning.get_or_insert(text);
-                }
-                // Who serves the store goes when all is said.
-                News::Lost(_) if self.state.verdict().is_some() => {}
-                News::Lost(error) => {
-                    let error = self.store_is_lost(error);
-                    self.lost.get_or_insert(error);
-                }
-            }
+        (self.reached, self.view) = self.link.look();
+        // The launcher that serves the store goes when the job is over.
+        if self.lost.is_none() && self.view.state.verdict().is_none() {
+            self.lost = self.view.lost.clone().map(|error| self.store_is_lost(error));
         }
     }
 
     fn warn(&mut self, control: &mut Control<'_>) {
-        if let Some(text) = self.warning.as_ref().filter(|_| !self.warned) {
+        if let Some(text) = self.view.warning.as_ref().filter(|_| !self.warned) {
             control.tell(Event::Warning { text });
             self.warned = true;
         }
     }
 
     fn store_is_lost(&self, error: Error) -> Error {
-        let server = self.state.present().find(|node| node.serves_store && node.id != self.me);
+        let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
         match server {
             Some(node) => {
                 let cause = format!(
@@ -154,17 +119,22 @@ impl<'a> Several<'a> {
             // It has gone before it joined, or was never heard of.
             // What answers there is another store, or none, and the error says what to do.
             _ if error.kind() == Kind::Protocol => error,
-            None if self.served_at.is_none() => error.with_remedy(
+            None if self.served_at().is_none() => error.with_remedy(
                 "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
             ),
             None => error,
         }
     }
 
+    /// Where the store at which the launchers meet listens, if it is served here.
+    fn served_at(&self) -> Option<SocketAddr> {
+        self.reached.as_ref().and_then(|reached| reached.served_at)
+    }
+
     /// Why this launcher cannot go on, if so.
     fn check(&mut self) -> Result<()> {
         // The node that refused this one may have gone since.
-        if let Some(why) = &self.refusal {
+        if let Some(why) = &self.view.refusal {
             return Err(Error::mismatch(format!("this node cannot join the job: {why}")).with_remedy(
                 "start all nodes of a job with the same options, and each with its own --node-rank",
             ));
@@ -172,10 +142,7 @@ impl<'a> Several<'a> {
         if let Some(error) = &self.lost {
             return Err(error.clone());
         }
-        let gone = self.has_joined
-            && self.state.verdict().is_none()
-            && self.state.present().all(|node| node.id != self.me);
-        if gone {
+        if self.view.is_given_up() && self.view.state.verdict().is_none() {
             let silence = self.cluster.silence().as_secs_f64();
             let cause =
                 format!("the other nodes have not heard of this one for {silence} s and go on without it");
@@ -188,8 +155,8 @@ impl<'a> Several<'a> {
 
     /// The next round, if it has begun, takes this node in, and its store is there.
     fn placement(&mut self) -> Result<Option<Placement>> {
-        let round = self.state.round();
-        let Some(running) = self.state.running().filter(|_| self.round.is_none_or(|last| last < round))
+        let round = self.view.state.round();
+        let Some(running) = self.view.state.running().filter(|_| self.round.is_none_or(|last| last < round))
         else {
             return Ok(None);
         };
@@ -202,7 +169,8 @@ impl<'a> Several<'a> {
         }
         let Some((master_addr, master_port)) = running.store.clone() else {
             let is_mine = self.store.as_ref().is_some_and(|(of, _)| *of == round);
-            if let (0, false, Some(spot)) = (place, is_mine, &self.spot) {
+            let spot = self.reached.as_ref().and_then(|reached| reached.spot.as_ref());
+            if let (0, false, Some(spot)) = (place, is_mine, spot) {
                 self.store = None;
                 let store = serve_round(self.cluster, self.access.clone(), spot)?;
                 let (host, port) = (spot.name.clone(), store.local_addr().port());
@@ -212,7 +180,7 @@ impl<'a> Several<'a> {
             return Ok(None);
         };
         let placement = Placement {
-            restarts: self.state.restarts(),
+            restarts: self.view.state.restarts(),
             first_rank: running.members[place].first_rank,
             world_size: WorldSize::new(running.world_size())?,
             node: place as u32,
@@ -265,12 +233,12 @@ impl<'a> Several<'a> {
     }
 
     fn show_waiting(&mut self, control: &mut Control<'_>) {
-        if let Some(address) = self.served_at.filter(|_| !self.has_told_where) {
+        if let Some(address) = self.served_at().filter(|_| !self.has_told_where) {
             self.has_told_where = true;
             control.tell(Event::Serving { address });
         }
-        let waiting = self.state.waiting().len();
-        if self.state.is_gathering() && self.shown != Some(waiting) {
+        let waiting = self.view.state.waiting().len();
+        if self.view.state.is_gathering() && self.shown != Some(waiting) {
             self.shown = Some(waiting);
             let (min, max) = (self.cluster.min_nodes, self.cluster.max_nodes);
             control.tell(Event::Gathering { nodes: waiting as u32, min_nodes: min, max_nodes: max });
@@ -279,7 +247,7 @@ impl<'a> Several<'a> {
 
     fn too_few(&self, since: Instant) -> Error {
         let waited = since.elapsed().as_secs_f64();
-        if !self.is_connected {
+        if self.reached.is_none() {
             let remedy = match &self.cluster.meeting {
                 Meeting::Served { .. } => {
                     "has the launcher that serves it started, and does this host reach it?"
@@ -291,7 +259,7 @@ impl<'a> Several<'a> {
                 .in_operation("rendezvous of the launchers", None)
                 .with_remedy(remedy);
         }
-        let hosts: Vec<&str> = self.state.waiting().iter().map(|node| node.host.as_str()).collect();
+        let hosts: Vec<&str> = self.view.state.waiting().iter().map(|node| node.host.as_str()).collect();
         let mut cause = format!(
             "{} of at least {} nodes have come within {waited:.0} s",
             hosts.len(),
@@ -300,7 +268,7 @@ impl<'a> Several<'a> {
         if !hosts.is_empty() {
             cause.push_str(&format!(": {}", hosts.join(", ")));
         }
-        match self.state.last_cause().map(describe) {
+        match self.view.state.last_cause().map(describe) {
             Some(Described::Worker(failure)) => cause.push_str(&format!("; before, {failure}")),
             Some(Described::Node(failure)) => cause.push_str(&format!("; before, {failure}")),
             None => {}
@@ -320,7 +288,7 @@ impl Nodes for Several<'_> {
         loop {
             self.take_news();
             self.warn(control);
-            if let Some(verdict) = self.state.verdict() {
+            if let Some(verdict) = self.view.state.verdict() {
                 return Ok(Gathered::Over(self.outcome(verdict)));
             }
             self.check()?;
@@ -330,14 +298,14 @@ impl Nodes for Several<'_> {
             self.show_waiting(control);
             let now = Instant::now();
             let mut timeout = self.cluster.join_timeout.saturating_sub(now - since);
-            if timeout.is_zero() && !self.state.has_enough() {
+            if timeout.is_zero() && !self.view.state.has_enough() {
                 return Err(self.too_few(since));
             }
-            enough_since = if self.state.has_enough() { enough_since.or(Some(now)) } else { None };
+            enough_since = if self.view.state.has_enough() { enough_since.or(Some(now)) } else { None };
             if let Some(at) = enough_since {
                 timeout = self.cluster.last_call.saturating_sub(now - at);
                 if timeout.is_zero() {
-                    let (round, nonce) = (self.state.round(), random::number()?);
+                    let (round, nonce) = (self.view.state.round(), random::number()?);
                     self.link.propose(Entry::LastCall { round, nonce });
                     timeout = Duration::from_secs(1);
                 }
@@ -355,15 +323,15 @@ impl Nodes for Several<'_> {
 
     fn ask_for_end(&mut self) -> bool {
         self.take_news();
-        let goes_on = self.state.running().is_some_and(|running| {
-            self.round == Some(self.state.round()) && !running.ending && running.place(self.me).is_some()
+        let goes_on = self.view.state.running().is_some_and(|running| {
+            self.round == Some(self.view.state.round()) && !running.ending && running.place(self.me).is_some()
         });
         !goes_on || self.lost.is_some()
     }
 
     fn are_ending(&self) -> bool {
-        self.round == Some(self.state.round())
-            && self.state.running().is_some_and(|running| running.has_finished())
+        self.round == Some(self.view.state.round())
+            && self.view.state.running().is_some_and(|running| running.has_finished())
     }
 
     fn tell(&mut self, cause: &AttemptEnd) {
@@ -402,12 +370,12 @@ impl Nodes for Several<'_> {
         loop {
             self.take_news();
             self.warn(control);
-            if let Some(verdict) = self.state.verdict() {
+            if let Some(verdict) = self.view.state.verdict() {
                 return Ok(Settled::Over(self.outcome(verdict)));
             }
             self.check()?;
-            if self.state.round() > round {
-                match self.state.last_cause().map(describe) {
+            if self.view.state.round() > round {
+                match self.view.state.last_cause().map(describe) {
                     Some(Described::Worker(failure)) => control.tell(Event::Restarting { failure: &failure }),
                     Some(Described::Node(failure)) => {
                         control.tell(Event::Regrouping { left: Some(&failure) })

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::liveness::Liveness;
 use super::*;
+use crate::log::{Liveness, Machine};
 
 const INTERVAL: Duration = Duration::from_secs(1);
 const SILENCE: Duration = Duration::from_secs(5);

@@ -5,12 +5,6 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::log;
-use crate::error::Result;
-
-/// Before each entry, so that a node of another version is told so instead of being misread.
-const VERSION: u8 = 3;
-
 /// One launcher's number, which no other has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct NodeId(pub(crate) u64);
@@ -18,6 +12,12 @@ pub(crate) struct NodeId(pub(crate) u64);
 impl fmt::Display for NodeId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)
+    }
+}
+
+impl NodeId {
+    pub(crate) fn heartbeat_key(self) -> String {
+        format!("beat/{self}")
     }
 }
 
@@ -80,39 +80,4 @@ pub(crate) enum Entry {
     Ended { round: u64, node: NodeId, succeeded: bool },
     /// A node is gone.
     Left { node: NodeId, why: Departure },
-}
-
-impl Entry {
-    pub(crate) fn to_bytes(&self) -> Result<Vec<u8>> {
-        log::encode(VERSION, self)
-    }
-
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        log::decode(VERSION, bytes, "another node's launcher")
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn no_bytes_make_the_decoder_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
-            let _ = Entry::from_bytes(&bytes);
-            let _ = Entry::from_bytes(&[&[VERSION], &bytes[..]].concat());
-        }
-    }
-
-    #[test]
-    fn entries_come_back_and_nonsense_does_not() {
-        let entry = Entry::Left { node: NodeId(7), why: Departure::Silent(Duration::from_millis(5100)) };
-        let bytes = entry.to_bytes().unwrap();
-        assert_eq!(Entry::from_bytes(&bytes).unwrap(), entry);
-        for bad in [&b""[..], &[VERSION], &[VERSION + 1, 0], &bytes[..bytes.len() - 1]] {
-            assert!(Entry::from_bytes(bad).unwrap_err().to_string().contains("cannot be read"));
-        }
-    }
 }

@@ -49,10 +49,9 @@ impl<Id: Copy + Ord> Liveness<Id> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::membership::NodeId;
 
-    const A: NodeId = NodeId(1);
-    const B: NodeId = NodeId(2);
+    const A: u32 = 1;
+    const B: u32 = 2;
 
     #[test]
     fn only_a_counter_that_stands_still_is_silence() {

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::state::Running;
 use super::*;
+use crate::log::{Log, Mac, Machine};
 
 fn node(id: u64, workers: u32, place: Option<u32>) -> Node {
     Node { id: NodeId(id), host: format!("host{id}"), workers, place, serves_store: id == 0 }
@@ -161,10 +162,10 @@ fn a_last_call_that_came_to_nothing_hides_nobodys_later_one() {
     let deadline = crate::deadline::Deadline::after(Duration::from_secs(20));
     // Each launcher looks for its place in the log from the first entry that it does not know.
     let appended = [5, 7].map(|nonce| {
-        let entry = Entry::LastCall { round: 0, nonce }.to_bytes().unwrap();
-        Log::new(std::sync::Arc::clone(&store)).append(&entry, deadline).unwrap()
+        let log = Log::<MembershipState>::new(std::sync::Arc::clone(&store), Mac::none());
+        log.try_append(&Entry::LastCall { round: 0, nonce }, deadline).unwrap()
     });
-    assert_eq!(appended, [0, 1]);
+    assert_eq!(appended, [Some(0), Some(1)]);
 }
 
 #[test]

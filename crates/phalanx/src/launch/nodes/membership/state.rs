@@ -1,6 +1,9 @@
 //! The state that all nodes agree on.
 
+use std::time::Duration;
+
 use super::entry::{Departure, Entry, Fault, Node, NodeId, Settings};
+use crate::log::{Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
 /// What has become of the job so far.
@@ -72,9 +75,16 @@ pub(crate) enum Cause {
     },
 }
 
-impl MembershipState {
-    /// Takes the next entry of the log. A refusal concerns the node that wants to join.
-    pub(crate) fn apply(&mut self, entry: Entry) -> Result<(), String> {
+impl Machine for MembershipState {
+    type Entry = Entry;
+    type Id = NodeId;
+
+    const VERSION: u8 = 3;
+    const PROCESS: &'static str = "launcher";
+    const AUTHOR: &'static str = "another node's launcher";
+    const COMPACTION: Option<Compaction<Self>> = None;
+
+    fn apply(&mut self, entry: Entry) -> Result<(), String> {
         match entry {
             Entry::Join { node, settings } => return self.join(node, settings),
             Entry::LastCall { round, .. } => {
@@ -108,6 +118,31 @@ impl MembershipState {
         Ok(())
     }
 
+    fn joining(entry: &Entry) -> Option<NodeId> {
+        match entry {
+            Entry::Join { node, .. } => Some(node.id),
+            _ => None,
+        }
+    }
+
+    fn is_present(&self, id: NodeId) -> bool {
+        self.present().any(|node| node.id == id)
+    }
+
+    fn watched_by(&self, id: NodeId) -> Vec<NodeId> {
+        self.present().map(|node| node.id).filter(|other| *other != id).collect()
+    }
+
+    fn heartbeat_key(&self, id: NodeId) -> Option<String> {
+        Some(id.heartbeat_key())
+    }
+
+    fn silent(node: NodeId, _by: NodeId, since: Duration) -> Entry {
+        Entry::Left { node, why: Departure::Silent(since) }
+    }
+}
+
+impl MembershipState {
     fn join(&mut self, node: Node, settings: Settings) -> Result<(), String> {
         if matches!(self.phase, Phase::Over(_)) {
             return Err("the job is over; give each job its own --rdzv-id".to_owned());
@@ -264,6 +299,11 @@ impl MembershipState {
         let members = self.running().map_or(&[][..], |running| &running.members);
         let members = members.iter().filter(|member| !member.gone);
         members.map(|member| &member.node).chain(&self.waiting)
+    }
+
+    /// Has an entry been applied?
+    pub(crate) fn has_begun(&self) -> bool {
+        self.settings.is_some()
     }
 
     pub(crate) fn round(&self) -> u64 {

@@ -1,0 +1,32 @@
+//! Which nodes take part in a job, and in which round of it: pure.
+//!
+//! The launchers share a [log](crate::log), whose [entries](Entry) each applies to its own [`MembershipState`]. Only the first
+//! entry is reserved: it is the `Join` of the launcher that serves the store, if one does, and all others must have its
+//! settings.
+//!
+//! ```text
+//!              Join            enough, or LastCall             all have Ended, or Left
+//!   Gathering ------> Gathering ------------------> Running ---------------------------> Over
+//!       ^                                              |
+//!       |         a failure, with restarts left; nodes that come or go                    
+//!       +----------------------------------------------+
+//! ```
+//!
+//! A round begins only when no worker of the one before is left on any node that takes part: each has said
+//! [`Ended`](Entry::Ended), or was given up. One that was given up and lives finds itself gone when it reads on, and
+//! ends its workers; what it appends has no effect.
+
+mod entry;
+#[cfg(any(test, fuzzing))]
+mod outside;
+mod state;
+
+pub(super) use entry::{Departure, Entry, Fault, Node, NodeId, Settings};
+#[cfg(any(test, fuzzing))]
+pub use outside::fuzz;
+pub(super) use state::{Cause, MembershipState, Verdict};
+
+#[cfg(test)]
+mod simulated;
+#[cfg(test)]
+mod tests;

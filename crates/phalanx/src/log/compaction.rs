@@ -1,0 +1,154 @@
+//! Compaction: old entries are replaced by the state after them, as in Raft.
+//!
+//! A new reader takes the state at `base` and reads on from there. One of the processes moves `base` forward to the last
+//! multiple of [`STRIDE`] that it has passed, where all have the same state, and then removes the entries before it. If it
+//! dies meanwhile, the next one finds in `trimmed` what is left to remove.
+//!
+//! A process that was stopped may be behind `base` when it wakes. So a reader asks for `base` with each entry, in one request:
+//! an entry before `base` does not count. A writer asks for `base` afterwards: if `base` has passed the entry's index, the
+//! entry may have been written where another one was removed, and the writer cannot know whether another process has read it.
+
+use std::time::Duration;
+
+use super::{Log, Machine, Read, key};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+
+/// How many entries lie between two states.
+pub(crate) const STRIDE: u64 = 64;
+
+pub(super) const BASE: &str = "base";
+const TRIMMED: &str = "trimmed";
+/// After how many removed entries `trimmed` moves: the time may be up before all of them are.
+const MARK: u64 = 16;
+/// How long the store may take to answer a request that does not wait.
+const ANSWER: Duration = Duration::from_secs(30);
+/// How long to wait for a state that may have been removed.
+pub(super) const MOMENT: Duration = Duration::from_millis(200);
+
+/// What a machine must have for its log to be compacted. Such a log has no MACs: a state would need one too.
+pub(crate) struct Compaction<M: Machine> {
+    /// The state as bytes.
+    pub(crate) encode: fn(&M) -> Result<Vec<u8>>,
+    /// The state that another process has written; an error if no log leads to such a state.
+    pub(crate) decode: fn(&[u8]) -> Result<M>,
+    /// The process that removes what is not needed any more.
+    pub(crate) caretaker: fn(&M) -> Option<M::Id>,
+}
+
+impl<M: Machine> Log<M> {
+    /// The state to begin with, and the index of the next entry.
+    pub(super) fn begin(&self, deadline: Deadline) -> Result<(M, u64)> {
+        let Some(compaction) = M::COMPACTION else { return Ok((M::default(), 0)) };
+        loop {
+            let index = self.base(deadline)?;
+            if index == 0 {
+                return Ok((M::default(), 0));
+            }
+            match self.store.get(&state_key(index), deadline.at_most(MOMENT)) {
+                // Removed between the wait for it and the answer: `base` has moved.
+                Ok(bytes) if bytes.is_empty() && !deadline.has_passed() => {}
+                Ok(bytes) => return Ok(((compaction.decode)(&bytes)?, index)),
+                // It has just been removed, and there is a newer one.
+                Err(error) if error.is_timeout() && !deadline.has_passed() => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// [`read`](Self::read) of a log that is compacted.
+    pub(super) fn read_compacted(&self, index: u64, deadline: Deadline) -> Result<Read<M>> {
+        let found = match self.store.multi_get(&[&key(index), BASE], deadline) {
+            Ok(found) => Some(found),
+            // An entry that has been removed never comes.
+            Err(error) if error.is_timeout() && answer::<M, _>(|deadline| self.base(deadline))? > index => {
+                None
+            }
+            Err(error) => return Err(error),
+        };
+        match found.as_deref() {
+            Some([entry, base]) if number::<M>(base)? <= index => self.decode_at(index, entry),
+            _ => answer::<M, _>(|deadline| self.begin(deadline))
+                .map(|(state, next)| Read::Compacted(state, next)),
+        }
+    }
+
+    /// Is the entry written at `index` certainly in the log?
+    pub(super) fn confirm(&self, index: u64, deadline: Deadline) -> Result<Option<u64>> {
+        if self.base(deadline)? <= index {
+            return Ok(Some(index));
+        }
+        self.store.delete_key(&key(index), deadline)?;
+        Ok(None)
+    }
+
+    /// Moves `base` to `index`, a multiple of [`STRIDE`], where the log has led to `state`, and removes what is before it.
+    pub(super) fn compact(&self, state: &M, index: u64, deadline: Deadline) -> Result<()> {
+        let Some(compaction) = M::COMPACTION else { return Ok(()) };
+        let (store, old) = (&self.store, self.base(deadline)?);
+        if old >= index {
+            return Ok(());
+        }
+        store.set(&state_key(index), &(compaction.encode)(state)?, deadline)?;
+        let new = index.to_string();
+        let now = store.compare_set(BASE, old.to_string().as_bytes(), new.as_bytes(), deadline)?;
+        if now != new.as_bytes() {
+            // Another process was faster. If both wanted the same index, it is the same state.
+            if number::<M>(&now)? > index {
+                store.delete_key(&state_key(index), deadline)?;
+            }
+            return Ok(());
+        }
+        let from = u64::try_from(store.add(TRIMMED, 0, deadline)?).unwrap_or(0);
+        let mut noted = from;
+        for entry in from..index {
+            store.delete_key(&key(entry), deadline)?;
+            if entry > 0 && entry.is_multiple_of(STRIDE) {
+                store.delete_key(&state_key(entry), deadline)?;
+            }
+            let end = entry + 1;
+            if end.is_multiple_of(MARK) || end == index {
+                let (noted_text, end_text) = (noted.to_string(), end.to_string());
+                store.compare_set(TRIMMED, noted_text.as_bytes(), end_text.as_bytes(), deadline)?;
+                noted = end;
+            }
+        }
+        Ok(())
+    }
+
+    /// The index of the first entry that still exists.
+    pub(super) fn base(&self, deadline: Deadline) -> Result<u64> {
+        if M::COMPACTION.is_none() {
+            return Ok(0);
+        }
+        // Adding 0 creates the key, so that a later `multi_get` finds it.
+        Ok(u64::try_from(self.store.add(BASE, 0, deadline)?).unwrap_or(0))
+    }
+}
+
+/// Asks a store for what does not have to be waited for. If no answer comes in time, that is an error, but no time-out: a
+/// time-out would mean that there is no new entry. It asks twice, as this process may have been stopped in between.
+pub(super) fn answer<M: Machine, T>(ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
+    let is_late = |answer: &Result<T>| answer.as_ref().is_err_and(Error::is_timeout);
+    let mut answer = ask(Deadline::after(ANSWER));
+    if is_late(&answer) {
+        answer = ask(Deadline::after(ANSWER));
+    }
+    if !is_late(&answer) {
+        return answer;
+    }
+    answer.map_err(|error| {
+        Error::environment(format!("the store in which the {}s meet does not answer", M::PROCESS))
+            .with_source(error)
+            .with_remedy("is the launcher that serves it still there, and can its host be reached?")
+    })
+}
+
+fn number<M: Machine>(text: &[u8]) -> Result<u64> {
+    let number = str::from_utf8(text).ok().and_then(|text| text.parse().ok());
+    number.ok_or_else(|| Error::protocol(format!("the begin of the {}s' log is no number", M::PROCESS)))
+}
+
+pub(super) fn state_key(index: u64) -> String {
+    format!("state/{index}")
+}

@@ -1,0 +1,178 @@
+//! A replicated log: a list of entries in a store, to which many processes append and which all read in one order.
+//!
+//! Each process applies every entry to its own copy of a pure state [`Machine`], its [`Replica`]. Two processes that have read
+//! equally far are in the same state, and no process leads. An entry that does not apply any more when it is read has no
+//! effect.
+//!
+//! ```text
+//! log/<n>       entry n: a version byte and the entry; in front of it a MAC, if the log has a key
+//! base          the index of the first entry that still exists      (in a log that is compacted)
+//! state/<base>  the state after all entries before that one         (the same)
+//! trimmed       entries before this one have been removed           (the same)
+//! ```
+//!
+//! Any store will do, since an entry needs no more than [`compare_set`](crate::store::Store::compare_set) on a key that does not exist.
+//!
+//! [`Log`] appends, reads and compacts. A [`Participant`] runs two threads: one reads the log into the replica, the other
+//! sends this process's heartbeats and appends who has become silent.
+
+mod compaction;
+mod liveness;
+mod mac;
+#[cfg(any(test, fuzzing))]
+mod outside;
+mod participant;
+mod replica;
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+pub(crate) use self::compaction::Compaction;
+#[cfg(test)]
+pub(crate) use self::compaction::STRIDE;
+#[cfg(test)]
+pub(crate) use self::liveness::Liveness;
+pub(crate) use self::mac::Mac;
+use self::mac::Verified;
+#[cfg(any(test, fuzzing))]
+pub(crate) use self::outside::read_all;
+pub(crate) use self::participant::{Heartbeats, Participant};
+pub(crate) use self::replica::{Replica, View};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::store::SharedStore;
+
+/// A pure state machine, whose inputs are the entries of a log.
+pub(crate) trait Machine: Clone + Default + Send + 'static {
+    type Entry: Serialize + DeserializeOwned + Send;
+    /// The number of a process that takes part.
+    type Id: Copy + Ord + fmt::Debug + Send;
+
+    /// The first byte of each entry. A reader of another version refuses it instead of misreading it.
+    const VERSION: u8;
+    /// The kind of process that shares the log, as errors name it, such as "launcher".
+    const PROCESS: &'static str;
+    /// Another process that shares the log, as errors name it.
+    const AUTHOR: &'static str;
+    /// How the log is compacted, unless it is kept whole.
+    const COMPACTION: Option<Compaction<Self>>;
+
+    /// Takes the next entry. An error is a refusal, and concerns only the process that wants to join.
+    fn apply(&mut self, entry: Self::Entry) -> Result<(), String>;
+
+    /// The process that joins by this entry.
+    fn joining(entry: &Self::Entry) -> Option<Self::Id>;
+
+    /// Has this process joined, and not left?
+    fn is_present(&self, id: Self::Id) -> bool;
+
+    /// The processes whose heartbeats this one watches.
+    fn watched_by(&self, id: Self::Id) -> Vec<Self::Id>;
+
+    /// The key of the heartbeats of a process that is present.
+    fn heartbeat_key(&self, id: Self::Id) -> Option<String>;
+
+    /// The entry by which `by` says that a process has been silent for so long.
+    fn silent(id: Self::Id, by: Self::Id, since: Duration) -> Self::Entry;
+}
+
+/// A log in a store. Several threads may append at once: the store gives the entries one order, and no thread waits longer
+/// than its own deadline because of another.
+pub(crate) struct Log<M> {
+    store: SharedStore,
+    mac: Mac,
+    /// All entries before this index are known to exist, or to have existed.
+    end: AtomicU64,
+    machine: PhantomData<fn() -> M>,
+}
+
+/// The result of [`Log::read`].
+#[derive(Debug, PartialEq)]
+pub(crate) enum Read<M: Machine> {
+    Entry(M::Entry),
+    /// The entry has no valid MAC. All processes skip it, so that all see the same entries.
+    Forged,
+    /// The entry has been removed: the state after it, and the index of the next entry.
+    Compacted(M, u64),
+}
+
+impl<M: Machine> Log<M> {
+    pub(crate) fn new(store: SharedStore, mac: Mac) -> Self {
+        Self { store, mac, end: AtomicU64::new(0), machine: PhantomData }
+    }
+
+    /// Appends `entry`, and repeats that until it is certainly in the log. The entry may then be in the log twice.
+    pub(crate) fn append(&self, entry: &M::Entry, deadline: Deadline) -> Result<()> {
+        while self.try_append(entry, deadline)?.is_none() {}
+        Ok(())
+    }
+
+    /// Appends `entry`, and returns its index; `None` if it may have been lost, which only happens in a log that is compacted.
+    /// An equal entry that is found at the end of the log is taken for this one.
+    pub(crate) fn try_append(&self, entry: &M::Entry, deadline: Deadline) -> Result<Option<u64>> {
+        let entry = encode(M::VERSION, entry)?;
+        let mut index = self.end.load(Ordering::Relaxed).max(self.base(deadline)?);
+        loop {
+            let signed = self.mac.sign(index, &entry);
+            let found = self.store.compare_set(&key(index), b"", &signed, deadline)?;
+            self.end.fetch_max(index + 1, Ordering::Relaxed);
+            if found == signed {
+                return self.confirm(index, deadline);
+            }
+            index += 1;
+        }
+    }
+
+    /// Reads the entry at `index`, and waits for it. A time-out means that it does not exist yet.
+    pub(crate) fn read(&self, index: u64, deadline: Deadline) -> Result<Read<M>> {
+        if M::COMPACTION.is_some() {
+            return self.read_compacted(index, deadline);
+        }
+        self.decode_at(index, &self.store.get(&key(index), deadline)?)
+    }
+
+    fn decode_at(&self, index: u64, bytes: &[u8]) -> Result<Read<M>> {
+        match self.mac.verify(index, bytes) {
+            Verified::Entry(entry) => decode(M::VERSION, entry, M::AUTHOR).map(Read::Entry),
+            Verified::Forged => Ok(Read::Forged),
+            Verified::Keyless => {
+                let cause = format!("the {}s of this job sign what they say with a key", M::PROCESS);
+                Err(Error::protocol(cause).with_remedy("give this one the same --job-key-file"))
+            }
+        }
+    }
+}
+
+/// An entry or a state as bytes, behind its version.
+pub(crate) fn encode(version: u8, value: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_extend(value, vec![version])
+        .map_err(|error| Error::protocol(format!("an entry of the log cannot be written: {error}")))
+}
+
+/// What `author` has encoded.
+pub(crate) fn decode<T: DeserializeOwned>(version: u8, bytes: &[u8], author: &str) -> Result<T> {
+    let unreadable = |why: String| {
+        Error::protocol(format!("what {author} says cannot be read: {why}"))
+            .with_remedy("start everything in a job with the same version of Phalanx")
+    };
+    match bytes.split_first() {
+        Some((found, rest)) if *found == version => {
+            postcard::from_bytes(rest).map_err(|error| unreadable(error.to_string()))
+        }
+        Some((found, _)) => Err(unreadable(format!("it is version {found}, not {version}"))),
+        None => Err(unreadable("it is empty".to_owned())),
+    }
+}
+
+/// The key of the entry at `index`.
+fn key(index: u64) -> String {
+    format!("log/{index}")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,214 @@
+//! The threads of a process that takes part in a log.
+
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::liveness::Liveness;
+use super::{Log, Machine, Read, Replica};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+
+/// How long the reader waits at a time; then it checks whether it is to end.
+const LOOK: Duration = Duration::from_millis(200);
+/// How long one removal of what is not needed any more may take.
+const TIDY: Duration = Duration::from_secs(1);
+
+/// When a process sends its heartbeats, and how long others may be silent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Heartbeats {
+    pub(crate) interval: Duration,
+    pub(crate) silence: Duration,
+    /// Is a store that does not answer a heartbeat in time lost? If not, the next heartbeat tries again.
+    pub(crate) must_be_answered: bool,
+}
+
+/// One process's part in a log. When it is dropped its threads end, soon.
+pub(crate) struct Participant<M: Machine> {
+    log: Arc<Log<M>>,
+    replica: Arc<Replica<M>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl<M: Machine> Participant<M> {
+    /// Takes the latest state in the log, and starts the thread that reads on from there.
+    pub(crate) fn start(log: Log<M>, replica: Arc<Replica<M>>, deadline: Deadline) -> Result<Self> {
+        let (state, next) = log.begin(deadline)?;
+        replica.restore(state, next);
+        let mut participant = Self { log: Arc::new(log), replica, threads: Vec::new() };
+        participant.spawn("phalanx-log-in", read)?;
+        Ok(participant)
+    }
+
+    pub(crate) fn replica(&self) -> &Replica<M> {
+        &self.replica
+    }
+
+    /// Joins as `id`, by the entry `join`. If it is `false`, nobody knows whether the others have read that: the next try
+    /// needs another number.
+    pub(crate) fn join(
+        &self,
+        id: M::Id,
+        heartbeat_key: String,
+        join: &M::Entry,
+        deadline: Deadline,
+    ) -> Result<bool> {
+        // Whoever watches this process expects to find its heartbeat.
+        self.log.store.add(&heartbeat_key, 1, deadline)?;
+        self.replica.set_own(id, heartbeat_key);
+        let index = self.log.try_append(join, deadline)?;
+        index.into_iter().for_each(|index| self.replica.set_joined_at(index));
+        Ok(index.is_some())
+    }
+
+    /// Starts the thread that sends heartbeats and watches those of others. `tidy` is called after each, in the one process
+    /// that removes what is not needed any more.
+    pub(crate) fn watch(
+        &mut self,
+        heartbeats: Heartbeats,
+        tidy: impl Fn(&M, Deadline) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        self.spawn("phalanx-log-out", move |log, replica| watch(log, replica, heartbeats, &tidy))
+    }
+
+    pub(crate) fn append(&self, entry: &M::Entry, deadline: Deadline) -> Result<()> {
+        self.log.append(entry, deadline)
+    }
+
+    /// Compacts the log now, whoever is to.
+    #[cfg(test)]
+    pub(crate) fn compact(&self, deadline: Deadline) -> Result<()> {
+        let checkpoint = self.replica.view().checkpoint.take();
+        checkpoint.map_or(Ok(()), |(state, index)| self.log.compact(&state, index, deadline))
+    }
+
+    /// Ends the threads, and waits for their ends.
+    pub(crate) fn close(mut self) {
+        self.replica.close();
+        for thread in self.threads.drain(..) {
+            // A panic of it has been printed.
+            let _ = thread.join();
+        }
+    }
+
+    fn spawn(&mut self, name: &str, body: impl FnOnce(&Log<M>, &Replica<M>) + Send + 'static) -> Result<()> {
+        let (log, replica) = (Arc::clone(&self.log), Arc::clone(&self.replica));
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || body(&log, &replica));
+        self.threads.push(thread.map_err(|error| {
+            let cause = format!("cannot start a thread for the news from other {}s", M::PROCESS);
+            Error::not_started(cause, error)
+        })?);
+        Ok(())
+    }
+}
+
+impl<M: Machine> Drop for Participant<M> {
+    fn drop(&mut self) {
+        self.replica.close();
+    }
+}
+
+/// The reader's thread.
+fn read<M: Machine>(log: &Log<M>, replica: &Replica<M>) {
+    loop {
+        let next = {
+            let view = replica.view();
+            if view.is_closing() {
+                return;
+            }
+            view.next
+        };
+        match log.read(next, Deadline::after(LOOK)) {
+            Ok(Read::Entry(entry)) => replica.apply(entry),
+            Ok(Read::Forged) => replica.skip(),
+            Ok(Read::Compacted(state, next)) => replica.restore(state, next),
+            Err(error) if error.is_timeout() => {}
+            Err(error) => return replica.lose(error),
+        }
+    }
+}
+
+/// The thread that sends heartbeats and watches those of others.
+fn watch<M: Machine>(
+    log: &Log<M>,
+    replica: &Replica<M>,
+    heartbeats: Heartbeats,
+    tidy: &dyn Fn(&M, Deadline) -> Result<()>,
+) {
+    let mut liveness = Liveness::new(heartbeats.interval, heartbeats.silence);
+    loop {
+        let next = Instant::now() + heartbeats.interval;
+        match beat(log, replica, &mut liveness, Deadline::after(heartbeats.silence)) {
+            Err(error) if heartbeats.must_be_answered => return replica.lose(error),
+            Err(error) => tracing::debug!(%error, "the other {}s could not be watched", M::PROCESS),
+            Ok(()) => {}
+        }
+        // Not for long: the next heartbeat waits for it.
+        if let Err(error) = clean(log, replica, Deadline::after(TIDY.min(heartbeats.silence / 2)), tidy) {
+            tracing::debug!(%error, "what is not needed any more could not be removed");
+        }
+        let mut view = replica.view();
+        while Instant::now() < next && !view.is_closing() {
+            replica.wait_until(&mut view, next);
+        }
+        if view.is_closing() {
+            return;
+        }
+    }
+}
+
+/// Sends a heartbeat, and appends who has become silent.
+fn beat<M: Machine>(
+    log: &Log<M>,
+    replica: &Replica<M>,
+    liveness: &mut Liveness<M::Id>,
+    deadline: Deadline,
+) -> Result<()> {
+    let (own, watched) = {
+        let view = replica.view();
+        let Some(own) = &view.own else { return Ok(()) };
+        let watched = view.state.watched_by(own.id).into_iter();
+        let watched = watched.filter_map(|id| Some((id, view.state.heartbeat_key(id)?)));
+        // A process that was given up sends none: another one may use its key by now, and stand still.
+        let key = (!view.is_given_up()).then(|| own.heartbeat_key.clone());
+        ((own.id, key), watched.collect::<Vec<_>>())
+    };
+    let (id, key) = own;
+    if let Some(key) = key {
+        log.store.add(&key, 1, deadline)?;
+    }
+    if watched.is_empty() {
+        return Ok(());
+    }
+    let (others, keys): (Vec<M::Id>, Vec<String>) = watched.into_iter().unzip();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    // They exist: a process sends a heartbeat before it joins.
+    let beats = log.store.multi_get(&keys, deadline)?;
+    let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
+    for (other, since) in liveness.observe(beats, Instant::now()) {
+        log.append(&M::silent(other, id, since), deadline)?;
+    }
+    Ok(())
+}
+
+/// Compacts the log, and calls `tidy`, if this process is to.
+fn clean<M: Machine>(
+    log: &Log<M>,
+    replica: &Replica<M>,
+    deadline: Deadline,
+    tidy: &dyn Fn(&M, Deadline) -> Result<()>,
+) -> Result<()> {
+    let Some(compaction) = M::COMPACTION else { return Ok(()) };
+    let (state, checkpoint) = {
+        let mut view = replica.view();
+        let caretaker = (compaction.caretaker)(&view.state);
+        if caretaker.is_none() || caretaker != view.id() {
+            return Ok(());
+        }
+        (view.state.clone(), view.checkpoint.take())
+    };
+    if let Some((state, index)) = checkpoint {
+        log.compact(&state, index, deadline)?;
+    }
+    tidy(&state, deadline)
+}

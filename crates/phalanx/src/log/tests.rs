@@ -1,0 +1,514 @@
+//! Readers, writers and caretakers that are late in every way, and stores that fail.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex};
+use serde::Deserialize;
+
+use super::compaction::{BASE, MOMENT, answer, state_key};
+use super::*;
+use crate::key::JobKey;
+use crate::store::{MemoryStore, Store};
+
+fn limit() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+/// Takes what is said, and knows who is there.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct Heard<const COMPACTED: bool> {
+    words: Vec<u32>,
+    present: BTreeSet<u32>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+enum Entry {
+    Word(u32),
+    Join(u32),
+    Gone(u32),
+}
+
+type Whole = Heard<false>;
+type Compacted = Heard<true>;
+
+impl<const COMPACTED: bool> Machine for Heard<COMPACTED> {
+    type Entry = Entry;
+    type Id = u32;
+
+    const VERSION: u8 = 7;
+    const PROCESS: &'static str = "tester";
+    const AUTHOR: &'static str = "another tester";
+    const COMPACTION: Option<Compaction<Self>> = if COMPACTED {
+        Some(Compaction {
+            encode: |state| encode(1, state),
+            decode: |bytes| decode(1, bytes, "another tester"),
+            caretaker: |state| state.present.first().copied(),
+        })
+    } else {
+        None
+    };
+
+    fn apply(&mut self, entry: Entry) -> Result<(), String> {
+        match entry {
+            Entry::Word(word) => self.words.push(word),
+            Entry::Join(13) => return Err("13 is unlucky".to_owned()),
+            Entry::Join(id) => drop(self.present.insert(id)),
+            Entry::Gone(id) => drop(self.present.remove(&id)),
+        }
+        Ok(())
+    }
+
+    fn joining(entry: &Entry) -> Option<u32> {
+        if let Entry::Join(id) = entry { Some(*id) } else { None }
+    }
+
+    fn is_present(&self, id: u32) -> bool {
+        self.present.contains(&id)
+    }
+
+    fn watched_by(&self, id: u32) -> Vec<u32> {
+        self.present.iter().copied().filter(|other| *other != id).collect()
+    }
+
+    fn heartbeat_key(&self, id: u32) -> Option<String> {
+        Some(format!("beat/{id}"))
+    }
+
+    fn silent(id: u32, _by: u32, _since: Duration) -> Entry {
+        Entry::Gone(id)
+    }
+}
+
+/// A store that answers nothing that would change it, or fails, for as long as it is told to.
+#[derive(Default)]
+struct Faulty {
+    store: MemoryStore,
+    fault: Mutex<Option<Fault>>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Fault {
+    /// No write is answered; whether one has been asked for.
+    Silent {
+        was_asked: bool,
+    },
+    Broken,
+}
+
+impl Faulty {
+    fn set_fault(&self, fault: Option<Fault>) {
+        *self.fault.lock() = fault;
+        self.changed.notify_all();
+    }
+
+    fn wait_until_asked(&self) {
+        let mut fault = self.fault.lock();
+        while *fault != Some(Fault::Silent { was_asked: true }) {
+            assert!(!self.changed.wait_until(&mut fault, limit().instant()).timed_out());
+        }
+    }
+
+    fn read(&self, _deadline: Deadline) -> Result<&MemoryStore> {
+        match *self.fault.lock() {
+            Some(Fault::Broken) => Err(Error::protocol("the store is broken")),
+            _ => Ok(&self.store),
+        }
+    }
+
+    fn write(&self, deadline: Deadline) -> Result<&MemoryStore> {
+        let mut fault = self.fault.lock();
+        while let Some(Fault::Silent { was_asked }) = &mut *fault {
+            *was_asked = true;
+            self.changed.notify_all();
+            if self.changed.wait_until(&mut fault, deadline.instant()).timed_out() {
+                return Err(Error::timeout("the store is silent"));
+            }
+        }
+        drop(fault);
+        self.read(deadline)
+    }
+}
+
+/// Passes each call on to the store, if reading or writing is possible.
+macro_rules! pass_on {
+    ($($access:ident $call:ident($($name:ident: $kind:ty),*) -> $result:ty;)*) => {
+        impl Store for Faulty {
+            $(fn $call(&self, $($name: $kind,)* deadline: Deadline) -> Result<$result> {
+                self.$access(deadline)?.$call($($name,)* deadline)
+            })*
+        }
+    };
+}
+
+pass_on! {
+    write set(key: &str, value: &[u8]) -> ();
+    read get(key: &str) -> Vec<u8>;
+    read wait(keys: &[&str]) -> ();
+    read check(keys: &[&str]) -> bool;
+    write add(key: &str, amount: i64) -> i64;
+    write compare_set(key: &str, expected: &[u8], desired: &[u8]) -> Vec<u8>;
+    write delete_key(key: &str) -> bool;
+    read num_keys() -> usize;
+    write append(key: &str, value: &[u8]) -> ();
+    read multi_get(keys: &[&str]) -> Vec<Vec<u8>>;
+    write multi_set(pairs: &[(&str, &[u8])]) -> ();
+}
+
+fn memory() -> SharedStore {
+    Arc::new(MemoryStore::new())
+}
+
+fn log<const COMPACTED: bool>(store: &SharedStore) -> Log<Heard<COMPACTED>> {
+    Log::new(Arc::clone(store), Mac::none())
+}
+
+/// A log of so many words.
+fn filled(words: u64) -> (SharedStore, Log<Compacted>) {
+    let store = memory();
+    let log = log(&store);
+    for word in 0..words {
+        log.append(&Entry::Word(word as u32), limit()).unwrap();
+    }
+    (store, log)
+}
+
+/// One that reads as fast as it can, without a thread.
+struct Reader {
+    log: Log<Compacted>,
+    replica: Replica<Compacted>,
+}
+
+impl Reader {
+    fn new(store: &SharedStore) -> Self {
+        let (log, replica) = (log(store), Replica::new(|_| ()));
+        let (state, next) = log.begin(limit()).unwrap();
+        replica.restore(state, next);
+        Self { log, replica }
+    }
+
+    fn next(&self) -> u64 {
+        self.replica.view().next
+    }
+
+    fn state(&self) -> Compacted {
+        self.replica.view().state.clone()
+    }
+
+    fn read_up_to(&self, end: u64) {
+        while self.next() < end {
+            let next = self.next();
+            // All are there, or have been removed.
+            match self.log.read(next, Deadline::after(MOMENT)).unwrap() {
+                Read::Entry(entry) => self.replica.apply(entry),
+                Read::Compacted(state, index) => {
+                    assert!(index > next);
+                    self.replica.restore(state, index);
+                }
+                Read::Forged => panic!("without a key nothing is forged"),
+            }
+        }
+    }
+
+    fn checkpoint(&self) -> (Compacted, u64) {
+        self.replica.view().checkpoint.take().unwrap()
+    }
+
+    fn compact(&self) {
+        let (state, index) = self.checkpoint();
+        self.log.compact(&state, index, limit()).unwrap();
+    }
+}
+
+#[test]
+fn those_who_append_at_once_get_one_order() {
+    let store = memory();
+    let shared = log::<false>(&store);
+    thread::scope(|scope| {
+        for writer in 0..4_u32 {
+            // Two have a log of their own, and two share one.
+            let (own, shared) = (log::<false>(&store), &shared);
+            scope.spawn(move || {
+                let log = if writer < 2 { &own } else { shared };
+                for number in 0..25 {
+                    log.append(&Entry::Word(writer * 100 + number), limit()).unwrap();
+                }
+            });
+        }
+    });
+    let mut next = [0; 4];
+    for index in 0..100 {
+        let Read::Entry(Entry::Word(word)) = shared.read(index, limit()).unwrap() else { panic!() };
+        let next = &mut next[word as usize / 100];
+        assert_eq!(word % 100, *next);
+        *next += 1;
+    }
+    assert!(!store.check(&["log/100"], limit()).unwrap());
+}
+
+#[test]
+fn entries_come_back_and_nonsense_does_not() {
+    let bytes = encode(7, &Entry::Join(300)).unwrap();
+    let read = |bytes: &[u8]| decode::<Entry>(7, bytes, "another tester");
+    assert_eq!(read(&bytes).unwrap(), Entry::Join(300));
+    for bad in [&b""[..], &[7], &[8, 0], &bytes[..bytes.len() - 1]] {
+        let error = read(bad).unwrap_err();
+        assert!(error.to_string().contains("what another tester says cannot be read"), "{error}");
+    }
+}
+
+#[test]
+fn a_newcomer_and_a_straggler_know_what_all_know() {
+    let (store, log) = filled(0);
+    let (straggler, veteran) = (Reader::new(&store), Reader::new(&store));
+    let mut index = 0;
+    for word in 0..STRIDE * 5 {
+        index = log.try_append(&Entry::Word(word as u32), limit()).unwrap().unwrap();
+        straggler.read_up_to(7.min(index + 1));
+        veteran.read_up_to(index + 1);
+        if word % 100 == 99 {
+            veteran.compact();
+        }
+    }
+    assert!(log.begin(limit()).unwrap().1 >= STRIDE * 4);
+    straggler.read_up_to(index + 1);
+    let newcomer = Reader::new(&store);
+    newcomer.read_up_to(index + 1);
+    assert_eq!(veteran.state(), straggler.state());
+    assert_eq!(veteran.state(), newcomer.state());
+}
+
+#[test]
+fn a_writer_that_was_stopped_writes_again_and_nobody_reads_what_is_in_a_hole() {
+    let (store, log) = filled(10);
+    let (late, behind) = (Log::<Compacted>::new(Arc::clone(&store), Mac::none()), Reader::new(&store));
+    behind.read_up_to(5);
+    // While it sleeps the log goes on, and is compacted behind it.
+    for word in 10..STRIDE + 3 {
+        log.append(&Entry::Word(word as u32), limit()).unwrap();
+    }
+    let other = Reader::new(&store);
+    other.read_up_to(STRIDE + 3);
+    other.compact();
+    let entry = Entry::Word(1000);
+    store.compare_set("log/5", b"", &encode(7, &entry).unwrap(), limit()).unwrap();
+    // Before it knows that, another one reads.
+    assert!(matches!(late.read(5, limit()).unwrap(), Read::Compacted(_, STRIDE)));
+    assert_eq!(late.confirm(5, limit()).unwrap(), None);
+    assert!(!store.check(&["log/5"], limit()).unwrap());
+    assert_eq!(late.try_append(&entry, limit()).unwrap(), Some(STRIDE + 3));
+    behind.read_up_to(STRIDE + 4);
+    other.read_up_to(STRIDE + 4);
+    assert_eq!(behind.state(), other.state());
+}
+
+#[test]
+fn what_a_caretaker_leaves_that_dies_the_next_one_removes() {
+    let (store, log) = filled(STRIDE);
+    let reader = Reader::new(&store);
+    reader.read_up_to(STRIDE);
+    // It has moved the base, and removed half of what was before.
+    let (state, index) = reader.checkpoint();
+    store.set(&state_key(index), &encode(1, &state).unwrap(), limit()).unwrap();
+    store.compare_set(BASE, b"0", b"64", limit()).unwrap();
+    (0..STRIDE / 2).for_each(|entry| assert!(store.delete_key(&key(entry), limit()).unwrap()));
+    for word in STRIDE..2 * STRIDE {
+        log.append(&Entry::Word(word as u32), limit()).unwrap();
+    }
+    let next = Reader::new(&store);
+    next.read_up_to(2 * STRIDE);
+    next.compact();
+    // The base, how far was removed, and one state.
+    assert_eq!(store.num_keys(limit()).unwrap(), 3);
+    // One that is slower, with an older state, changes nothing.
+    log.compact(&state, index, limit()).unwrap();
+    assert_eq!((log.begin(limit()).unwrap().1, store.num_keys(limit()).unwrap()), (2 * STRIDE, 3));
+}
+
+#[test]
+fn a_newcomer_that_finds_nothing_where_a_state_was_looks_for_the_next() {
+    let (store, _) = filled(2 * STRIDE);
+    let reader = Reader::new(&store);
+    reader.read_up_to(STRIDE);
+    reader.compact();
+    reader.read_up_to(2 * STRIDE);
+    // As a store answers from which it is removed while somebody waits for it.
+    store.set(&state_key(STRIDE), b"", limit()).unwrap();
+    let newcomer = thread::spawn({
+        let store = SharedStore::clone(&store);
+        move || Reader::new(&store).next()
+    });
+    // So that it looks for sure.
+    thread::sleep(MOMENT);
+    reader.compact();
+    assert_eq!(newcomer.join().unwrap(), 2 * STRIDE);
+}
+
+#[test]
+fn a_store_that_does_not_answer_is_not_taken_for_one_that_has_nothing_new() {
+    let asked = std::cell::Cell::new(0);
+    let silent_for = |times: u32| {
+        asked.set(0);
+        answer::<Compacted, _>(|_| {
+            asked.set(asked.get() + 1);
+            if asked.get() > times { Ok(()) } else { Err(Error::timeout("silent")) }
+        })
+    };
+    assert!(silent_for(1).is_ok());
+    let error = silent_for(9).unwrap_err();
+    assert!(!error.is_timeout() && error.remedy().is_some(), "{error}");
+    assert_eq!(asked.get(), 2);
+}
+
+#[test]
+fn nobody_waits_for_a_silent_store_longer_than_by_its_own_deadline() {
+    let faulty = Arc::new(Faulty::default());
+    let log = Log::<Compacted>::new(Arc::clone(&faulty) as SharedStore, Mac::none());
+    faulty.set_fault(Some(Fault::Silent { was_asked: false }));
+    thread::scope(|scope| {
+        let first = scope.spawn(|| log.append(&Entry::Word(1), limit()));
+        faulty.wait_until_asked();
+        let started = Instant::now();
+        let soon = Deadline::after(Duration::from_millis(50));
+        let error = log.append(&Entry::Word(2), soon).unwrap_err();
+        assert!(error.is_timeout(), "{error}");
+        assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+        faulty.set_fault(None);
+        first.join().unwrap().unwrap();
+    });
+    log.append(&Entry::Word(3), limit()).unwrap();
+    let read = [0, 1].map(|index| log.read(index, limit()).unwrap());
+    assert_eq!(read, [1, 3].map(|word| Read::Entry(Entry::Word(word))));
+}
+
+/// Waits until `what` holds of the replica.
+fn wait_for<M: Machine>(replica: &Replica<M>, what: impl Fn(&View<M>) -> bool) {
+    let (mut view, limit) = (replica.view(), limit());
+    while !what(&view) {
+        assert!(!limit.has_passed(), "what was waited for has not happened");
+        replica.wait_until(&mut view, limit.instant());
+    }
+}
+
+/// A participant, and what is gone when its threads are.
+fn participant<M: Machine>(store: &SharedStore, mac: Mac) -> (Participant<M>, Weak<()>) {
+    let alive = Arc::new(());
+    let gone = Arc::downgrade(&alive);
+    let replica = Replica::new(move |_| drop(Arc::clone(&alive)));
+    (Participant::start(Log::new(Arc::clone(store), mac), Arc::new(replica), limit()).unwrap(), gone)
+}
+
+fn wait_until_gone(threads: &Weak<()>) {
+    let limit = limit();
+    while threads.strong_count() > 0 {
+        assert!(!limit.has_passed(), "a thread has stayed");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+const HEARTBEATS: Heartbeats = Heartbeats {
+    interval: Duration::from_millis(20),
+    silence: Duration::from_millis(200),
+    must_be_answered: true,
+};
+
+#[test]
+fn an_entry_that_nobody_of_the_job_has_signed_is_passed_over() {
+    let store = memory();
+    let mac = |key| Mac::new(Some(&JobKey::from_bytes([key; 32])), "job");
+    let log = |mac| Log::<Whole>::new(Arc::clone(&store), mac);
+    // Without a key, with another one, and moved from its place.
+    log(Mac::none()).append(&Entry::Word(1), limit()).unwrap();
+    log(mac(2)).append(&Entry::Word(2), limit()).unwrap();
+    let moved = mac(1).sign(0, &encode(7, &Entry::Word(3)).unwrap());
+    store.set("log/2", &moved, limit()).unwrap();
+    log(mac(1)).append(&Entry::Word(4), limit()).unwrap();
+    let (member, _) = participant::<Whole>(&store, mac(1));
+    wait_for(member.replica(), |view| view.next == 4);
+    assert_eq!(member.replica().view().state.words, [4]);
+    let warning = member.replica().view().warning.clone().unwrap();
+    assert!(warning.contains("entry 0 of the testers' log was passed over"), "{warning}");
+    // A process without a key is told which one is missing.
+    let (keyless, threads) = participant::<Whole>(&store, Mac::none());
+    wait_for(keyless.replica(), |view| view.lost.is_some());
+    assert_eq!(keyless.replica().view().state.words, [1]);
+    let lost = keyless.replica().view().lost.clone().unwrap();
+    assert!(lost.remedy().is_some_and(|remedy| remedy.contains("--job-key-file")), "{lost}");
+    drop(keyless);
+    wait_until_gone(&threads);
+}
+
+#[test]
+fn one_that_sends_no_heartbeats_is_given_up_and_its_threads_end_with_it() {
+    let store = memory();
+    let (mut first, _) = participant::<Compacted>(&store, Mac::none());
+    let (second, threads) = participant::<Compacted>(&store, Mac::none());
+    for (member, id) in [(&first, 1), (&second, 2)] {
+        assert!(member.join(id, format!("beat/{id}"), &Entry::Join(id), limit()).unwrap());
+    }
+    first.watch(HEARTBEATS, |_, _| Ok(())).unwrap();
+    wait_for(second.replica(), View::is_given_up);
+    drop(second);
+    wait_until_gone(&threads);
+    // The caretaker compacts the log.
+    for word in 0..STRIDE as u32 {
+        first.append(&Entry::Word(word), limit()).unwrap();
+    }
+    let limit = limit();
+    while store.check(&["log/0"], limit).unwrap() {
+        assert!(!limit.has_passed(), "nobody has compacted the log");
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert!(!first.replica().view().is_given_up());
+}
+
+#[test]
+fn a_refusal_concerns_the_one_that_wants_to_join() {
+    let store = memory();
+    let [(refused, _), (other, _)] = [(); 2].map(|()| participant::<Whole>(&store, Mac::none()));
+    assert!(refused.join(13, "beat/13".to_owned(), &Entry::Join(13), limit()).unwrap());
+    assert!(other.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    for member in [&refused, &other] {
+        wait_for(member.replica(), |view| view.next == 2);
+    }
+    assert_eq!(refused.replica().view().refusal.as_deref(), Some("13 is unlucky"));
+    assert_eq!(other.replica().view().refusal, None);
+}
+
+#[test]
+fn a_store_that_fails_is_lost_and_no_thread_stays() {
+    for fault in [Fault::Broken, Fault::Silent { was_asked: false }] {
+        let faulty = Arc::new(Faulty::default());
+        let store = Arc::clone(&faulty) as SharedStore;
+        let (mut member, threads) = participant::<Whole>(&store, Mac::none());
+        assert!(member.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+        member.watch(HEARTBEATS, |_, _| Ok(())).unwrap();
+        faulty.set_fault(Some(fault));
+        wait_for(member.replica(), |view| view.lost.is_some());
+        member.close();
+        assert_eq!(threads.strong_count(), 0);
+    }
+}
+
+#[test]
+fn a_store_that_is_slow_for_a_while_is_not_lost_to_one_that_may_wait() {
+    let faulty = Arc::new(Faulty::default());
+    let store = Arc::clone(&faulty) as SharedStore;
+    let (mut member, threads) = participant::<Whole>(&store, Mac::none());
+    assert!(member.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    member.watch(Heartbeats { must_be_answered: false, ..HEARTBEATS }, |_, _| Ok(())).unwrap();
+    for _ in 0..3 {
+        faulty.set_fault(Some(Fault::Silent { was_asked: false }));
+        faulty.wait_until_asked();
+        thread::sleep(HEARTBEATS.silence);
+    }
+    faulty.set_fault(None);
+    member.append(&Entry::Word(1), limit()).unwrap();
+    wait_for(member.replica(), |view| !view.state.words.is_empty());
+    assert!(member.replica().view().lost.is_none());
+    member.close();
+    assert_eq!(threads.strong_count(), 0);
+}
