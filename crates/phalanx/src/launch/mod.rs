@@ -41,7 +41,6 @@
 mod agent;
 mod attempts;
 mod cluster;
-mod crash_backoff;
 mod error_file;
 mod event;
 mod exit;
@@ -56,6 +55,7 @@ mod policy;
 mod refusals;
 mod remote;
 mod replacements;
+mod slot;
 mod supervisor;
 mod worker;
 

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use super::crash_backoff::CrashBackoff;
 use super::exit::Exit;
+use super::slot::{Holder, Slot};
 
-/// The places of an elastic job's workers on this node.
+/// The slots of an elastic job's workers on this node.
 #[derive(Debug)]
 pub(super) struct Replacements {
     /// With fewer workers there is no job.
@@ -14,36 +14,12 @@ pub(super) struct Replacements {
     used: u32,
     /// Is it decided elsewhere who is replaced?
     is_led: bool,
-    places: Vec<Slot>,
+    slots: Vec<Slot>,
+    /// How the last worker that failed in each slot ended.
+    exits: Vec<Exit>,
 }
 
-#[derive(Debug)]
-struct Slot {
-    holder: Holder,
-    backoff: CrashBackoff,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Holder {
-    Running {
-        since: Instant,
-    },
-    /// Its worker has failed, and gets a successor.
-    Cooling {
-        until: Instant,
-        exit: Exit,
-    },
-    /// Its worker has failed, and whoever leads the job has not yet said what becomes of it.
-    Asking {
-        exit: Exit,
-    },
-    /// It has ended well.
-    Done,
-    /// It has failed, and gets no successor.
-    Nobody,
-}
-
-/// What becomes of a place whose worker has failed.
+/// What becomes of a slot whose worker has failed.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// It gets another, after this time.
@@ -59,9 +35,8 @@ pub(super) enum Verdict {
 impl Replacements {
     /// `workers` start now; with fewer than `min` there is no job.
     pub(super) fn new(workers: usize, min: usize, allowed: u32, now: Instant) -> Self {
-        let place = || Slot { holder: Holder::Running { since: now }, backoff: CrashBackoff::default() };
-        let places = std::iter::repeat_with(place).take(workers).collect();
-        Self { min, allowed, used: 0, is_led: false, places }
+        let (slots, exits) = (Slot::several(workers, now), vec![Exit::Lost; workers]);
+        Self { min, allowed, used: 0, is_led: false, slots, exits }
     }
 
     /// `workers` start now; whether one is replaced, and with how few there is no job, is decided elsewhere.
@@ -75,74 +50,60 @@ impl Replacements {
     }
 
     pub(super) fn ended_well(&mut self, worker: usize) {
-        self.places[worker].holder = Holder::Done;
+        self.slots[worker].holder = Holder::Done;
     }
 
     pub(super) fn failed(&mut self, worker: usize, exit: Exit, now: Instant) -> Verdict {
         // The first that ends well has seen all others do so: nobody begins any more.
-        let is_ending = self.places.iter().any(|place| place.holder == Holder::Done);
-        let place = &mut self.places[worker];
+        let is_ending = self.slots.iter().any(|slot| slot.holder == Holder::Done);
+        self.exits[worker] = exit;
+        let slot = &mut self.slots[worker];
         if self.is_led {
-            place.holder = Holder::Asking { exit };
+            slot.holder = Holder::Asking;
             return Verdict::Asked;
         }
-        let lived = match place.holder {
-            Holder::Running { since } => now.saturating_duration_since(since),
-            _ => Duration::ZERO,
-        };
-        let pause = place.backoff.failed(lived).filter(|_| !is_ending && self.used < self.allowed);
+        let pause = slot.fail(now).filter(|_| !is_ending && self.used < self.allowed);
         if let Some(after) = pause {
             self.used += 1;
-            place.holder = Holder::Cooling { until: now + after, exit };
+            slot.holder = Holder::Cooling { until: now + after };
             return Verdict::Replaced { after };
         }
-        place.holder = Holder::Nobody;
-        let there = self.places.iter().filter(|place| place.holder != Holder::Nobody).count();
+        let there = self.slots.iter().filter(|slot| slot.holder != Holder::Vacant).count();
         if there < self.min { Verdict::TooFew } else { Verdict::Empty }
     }
 
-    /// It has been decided elsewhere that a place gets another worker, now.
+    /// It has been decided elsewhere that a slot gets another worker, now.
     pub(super) fn replace(&mut self, worker: usize, now: Instant) {
-        if let Some(place) = self.places.get_mut(worker)
-            && let Holder::Asking { exit } = place.holder
-        {
-            place.holder = Holder::Cooling { until: now, exit };
+        if let Some(slot) = self.slots.get_mut(worker).filter(|slot| slot.holder == Holder::Asking) {
+            slot.holder = Holder::Cooling { until: now };
         }
     }
 
-    /// It has been decided elsewhere that a place stays empty. Gives how its last worker ended.
+    /// It has been decided elsewhere that a slot stays empty. Gives how its last worker ended.
     pub(super) fn vacate(&mut self, worker: usize) -> Option<Exit> {
-        let place = self.places.get_mut(worker)?;
-        let Holder::Asking { exit } = place.holder else { return None };
-        place.holder = Holder::Nobody;
-        Some(exit)
+        let slot = self.slots.get_mut(worker).filter(|slot| slot.holder == Holder::Asking)?;
+        slot.holder = Holder::Vacant;
+        Some(self.exits[worker])
     }
 
-    /// A place whose next worker is to be started now; it counts as started.
+    /// A slot whose next worker is to be started now; it counts as started.
     pub(super) fn due(&mut self, now: Instant) -> Option<usize> {
-        let is_due = |place: &Slot| matches!(place.holder, Holder::Cooling { until, .. } if until <= now);
-        let worker = self.places.iter().position(is_due)?;
-        self.places[worker].holder = Holder::Running { since: now };
-        Some(worker)
+        self.slots.iter_mut().position(|slot| slot.start_if_due(now))
     }
 
     /// When the next worker is due.
     pub(super) fn wake_at(&self) -> Option<Instant> {
-        let due = self.places.iter().filter_map(|place| match place.holder {
-            Holder::Cooling { until, .. } => Some(until),
-            _ => None,
-        });
-        due.min()
+        self.slots.iter().filter_map(Slot::due_at).min()
     }
 
     /// The job ends: those who were waited for will not be started. Gives them, with how the ones before them ended.
     pub(super) fn cancel(&mut self) -> Vec<(usize, Exit)> {
         let mut cancelled = Vec::new();
-        for (worker, place) in self.places.iter_mut().enumerate() {
-            if let Holder::Cooling { exit, .. } | Holder::Asking { exit } = place.holder {
+        for (worker, slot) in self.slots.iter_mut().enumerate() {
+            if slot.due_at().is_some() || slot.holder == Holder::Asking {
                 self.used -= u32::from(!self.is_led);
-                place.holder = Holder::Nobody;
-                cancelled.push((worker, exit));
+                slot.holder = Holder::Vacant;
+                cancelled.push((worker, self.exits[worker]));
             }
         }
         cancelled

@@ -1,220 +1,272 @@
 //! The driver of a job on several hosts, in the command that the user has started: it starts the launchers, shows their
-//! events, and passes on signals. It is not a node; the nodes agree among themselves.
+//! events, and passes on signals. It is not a node. What is to be started, and when, is its [`Plan`].
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::unix::ffi::OsStrExt;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal as Raw;
 
-use super::address::{self, Known};
+use super::address::Known;
 use super::connection::{Connection, Heard};
 use super::environment::surroundings;
-use super::here::is_ours;
 use super::hosts::Host;
 use super::inbox::Inbox;
 use super::node::version;
-use super::protocol::{Complaint, Ending, FromLauncher, LauncherConfig, News, Route, SentKey, ToLauncher};
-use super::{RemoteJob, is_this_machine, keep};
+use super::peer::{End, Peer};
+use super::protocol::{FromLauncher, LauncherConfig, News, SentKey, ToLauncher};
+use super::{RemoteJob, is_this_machine};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::host;
 use crate::key::JobKey;
+use crate::launch::agent::AgentConfig;
 use crate::launch::attempts::Control;
 use crate::launch::event::{Event, Observer};
-use crate::launch::exit::{Outcome, Report, Signal};
-use crate::world_size::WorldSize;
+use crate::launch::exit::{Report, Signal};
 
-/// How long a launcher may take to end that has not been told to start anything.
-const UNWANTED: Duration = Duration::from_secs(2);
+/// What a job does with its launchers: one that keeps its hosts, or an elastic one.
+pub(super) trait Plan {
+    /// Does what is due. It is called before each wait. An error ends the job.
+    fn act(&mut self, launchers: &mut Launchers<'_>) -> Result<()>;
 
-/// One host.
-#[derive(Debug)]
-struct Peer {
-    host: Host,
-    is_here: bool,
-    connection: Connection,
-    /// It has said that it is there, and how ssh has reached it.
-    hello: Option<Option<Route>>,
-    was_told_to_start: bool,
-    serves_at: Option<u16>,
-    ended: Option<Ended>,
-    stderr: VecDeque<String>,
+    /// When to act again, if nothing is heard.
+    fn wake_at(&self, launchers: &Launchers<'_>) -> Option<Instant>;
+
+    /// A launcher has told of an event.
+    fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, news: &News);
+
+    /// A launcher has said that it cannot do its part.
+    fn handle_failure(&mut self, launchers: &mut Launchers<'_>);
+
+    /// The connection to a launcher is over.
+    fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer);
+
+    /// Is nothing to be waited for any more?
+    fn is_over(&self, launchers: &Launchers<'_>) -> bool;
+
+    /// How the job ended.
+    fn conclude(self: Box<Self>, launchers: Launchers<'_>) -> Result<Report>;
 }
 
-#[derive(Debug)]
-enum Ended {
-    Reported(Ending),
-    Failed(Complaint),
-    /// Without an instruction.
-    Lost,
+/// The launchers of a job, and what this command hears of them.
+pub(super) struct Launchers<'a> {
+    pub(super) job: &'a RemoteJob,
+    pub(super) key: JobKey,
+    surroundings: ToLauncher,
+    /// Launchers that are there, on their way, or about to end.
+    pub(super) peers: Vec<Peer>,
+    /// How many were started.
+    pub(super) started_peers: usize,
+    pub(super) inbox: Inbox,
+    pub(super) control: Control<'a>,
+    pub(super) started: Instant,
+    /// Why all are ended; the first cause counts.
+    pub(super) end: Option<Cause>,
+}
+
+/// Why a job is ended.
+pub(super) enum Cause {
+    Interrupted(Signal),
+    Stopped,
+    Broken(Error),
+    /// For a reason that the plan knows.
+    Planned,
 }
 
 pub(super) struct Driver<'a> {
-    job: &'a RemoteJob,
-    key: JobKey,
-    peers: Vec<Peer>,
-    inbox: Inbox,
-    control: Control<'a>,
-    started: Instant,
-    /// Why all are ended, if for a reason of this command's.
-    interrupted: Option<Signal>,
-    stopped: bool,
-    lost: Option<Error>,
-    has_ended_all: bool,
-    /// The last start of workers that was shown.
-    shown: Option<u32>,
+    launchers: Launchers<'a>,
+    plan: Box<dyn Plan + 'a>,
+    /// Has the observer had enough?
+    is_stopped: bool,
 }
 
 impl<'a> Driver<'a> {
-    /// Starts a launcher on each host.
-    pub(super) fn start(job: &'a RemoteJob, observer: &'a mut dyn Observer) -> Result<Self> {
-        let started = Instant::now();
-        let key = job.credentials.key.clone().map_or_else(JobKey::generate, Ok)?;
-        let control = Control::new(observer)?;
-        let inbox = Inbox::new()?;
-        let surroundings = surroundings()?;
-        let mut peers = Vec::new();
-        for (index, host) in job.hosts.hosts().iter().enumerate() {
-            let connection = Connection::start(job.command(host), inbox.ears(index))?;
-            connection.order(surroundings.clone());
-            peers.push(Peer {
-                host: host.clone(),
-                is_here: is_this_machine(host),
-                connection,
-                hello: None,
-                was_told_to_start: false,
-                serves_at: None,
-                ended: None,
-                stderr: VecDeque::new(),
-            });
-        }
-        Ok(Self {
+    /// A driver with the plan that `plan` makes.
+    pub(super) fn start(
+        job: &'a RemoteJob,
+        observer: &'a mut dyn Observer,
+        plan: impl FnOnce(&mut Launchers<'a>) -> Result<Box<dyn Plan + 'a>>,
+    ) -> Result<Self> {
+        let mut launchers = Launchers {
             job,
-            key,
-            peers,
-            inbox,
-            control,
-            started,
-            interrupted: None,
-            stopped: false,
-            lost: None,
-            has_ended_all: false,
-            shown: None,
-        })
+            key: job.credentials.key.clone().map_or_else(JobKey::generate, Ok)?,
+            surroundings: surroundings()?,
+            peers: Vec::new(),
+            started_peers: 0,
+            inbox: Inbox::new()?,
+            control: Control::new(observer)?,
+            started: Instant::now(),
+            end: None,
+        };
+        let plan = plan(&mut launchers)?;
+        Ok(Self { launchers, plan, is_stopped: false })
     }
 
+    /// Until nothing is left of the job, on any host.
     pub(super) fn run(mut self) -> Result<Report> {
-        if let Err(error) = self.bring_up() {
-            self.lose(error);
+        loop {
+            if let Err(error) = self.plan.act(&mut self.launchers) {
+                self.launchers.end_all(Cause::Broken(error), Signal::TERM);
+            }
+            if self.plan.is_over(&self.launchers) {
+                return self.plan.conclude(self.launchers);
+            }
+            let wake_at = self.plan.wake_at(&self.launchers);
+            let launchers = &mut self.launchers;
+            launchers.wait(wake_at);
+            launchers.handle_signals();
+            while let Some((id, heard)) = self.launchers.inbox.next(&mut self.launchers.control) {
+                self.handle(id, heard);
+            }
+            let launchers = &mut self.launchers;
+            launchers.control.tell_refusal();
+            if std::mem::take(&mut launchers.control.stops) && !self.is_stopped {
+                self.is_stopped = true;
+                launchers.end_all(Cause::Stopped, Signal::TERM);
+            }
+            launchers.peers.iter_mut().for_each(|peer| peer.connection.look());
+            while let Some(index) = self.launchers.peers.iter().position(|peer| peer.connection.is_over()) {
+                let peer = self.launchers.peers.remove(index);
+                self.plan.handle_loss(&mut self.launchers, peer);
+            }
         }
-        self.listen(None, |peers| peers.iter().all(|peer| peer.ended.is_some()));
-        self.conclude()
     }
 
-    /// Tells every launcher what to start. It ends early if something is wrong.
-    fn bring_up(&mut self) -> Result<()> {
-        let deadline = Deadline::after(self.job.start_timeout);
-        if !self.listen(Some(deadline), |peers| peers.iter().all(|peer| peer.hello.is_some())) {
-            return self.too_late(
-                |peer| peer.hello.is_none(),
-                "has not answered",
-                "can `ssh HOST true` be run?",
-            );
-        }
-        let host = self.job.master_addr.clone().unwrap_or_else(|| self.meeting());
-        let mut port = self.job.master_port;
-        self.tell_to_start(0, &host, port);
-        if self.peers.len() > 1 {
-            let deadline = Deadline::after(self.job.start_timeout);
-            if !self.listen(Some(deadline), |peers| peers[0].serves_at.is_some()) {
-                let remedy = "does it find its own address, or does --master-addr name another host's?";
-                return self.too_late(|peer| peer.was_told_to_start, "does not serve the store", remedy);
+    fn handle(&mut self, id: usize, heard: Heard) {
+        let Launchers { peers, control, .. } = &mut self.launchers;
+        // Of one that is gone nothing is heard any more, but what was on its way.
+        let Some(index) = peers.iter().position(|peer| peer.id == id) else { return };
+        let peer = &mut peers[index];
+        match heard {
+            Heard::Message(said) => self.handle_message(index, said),
+            Heard::Line(line) => {
+                if peer.hello.is_some() {
+                    let text = format!("{}: {line}", peer.host);
+                    control.tell(Event::Warning { text: &text });
+                }
+                peer.keep(line);
             }
-            port = self.peers[0].serves_at.unwrap_or(port);
-            for node in 1..self.peers.len() {
-                self.tell_to_start(node, &host, port);
+            Heard::Quiet => peer.connection.is_quiet(),
+            Heard::Closed(error) => {
+                peer.connection.has_closed();
+                if let Some(error) = error.filter(|_| peer.end.is_none()) {
+                    let cause = format!("{}: what its launcher says cannot be read", peer.host);
+                    peer.end = Some(End::Failed(Error::io(cause, error)));
+                    self.plan.handle_failure(&mut self.launchers);
+                }
             }
         }
+    }
+
+    fn handle_message(&mut self, index: usize, said: FromLauncher) {
+        let peer = &mut self.launchers.peers[index];
+        match said {
+            FromLauncher::Hello { version: theirs, route } if theirs == version() => peer.hello = Some(route),
+            FromLauncher::Hello { version: theirs, .. } => {
+                let cause = format!("{} has Phalanx {theirs}, this machine {}", peer.host, version());
+                let error = Error::mismatch(cause).with_remedy("install the same version on all hosts");
+                peer.end = Some(End::Failed(error));
+                peer.end_unwanted();
+                self.plan.handle_failure(&mut self.launchers);
+            }
+            FromLauncher::Serving { port } => peer.serves_at = Some(port),
+            FromLauncher::Event(news) => self.plan.handle_event(&mut self.launchers, index, &news),
+            FromLauncher::Ended(ending) => peer.end = Some(End::Reported(ending)),
+            FromLauncher::Failed(complaint) => {
+                peer.end = Some(End::Failed(complaint.at(peer.host.name())));
+                self.plan.handle_failure(&mut self.launchers);
+            }
+        }
+    }
+}
+
+impl Launchers<'_> {
+    /// Starts a launcher for `host`, whose number is `index`, and whose first worker has the number `first`.
+    pub(super) fn launch(&mut self, index: usize, host: Host, first: u32) -> Result<()> {
+        let id = self.started_peers;
+        let connection = Connection::start(self.job.command(&host), self.inbox.ears(id))?;
+        self.started_peers += 1;
+        connection.order(self.surroundings.clone());
+        self.peers.push(Peer {
+            id,
+            index,
+            is_here: is_this_machine(&host),
+            connection,
+            answer_by: Deadline::after(self.job.start_timeout).instant(),
+            hello: None,
+            first,
+            slots: host.slots(),
+            host,
+            was_told_to_start: false,
+            leaves: false,
+            serves_at: None,
+            end: None,
+            processes: BTreeMap::new(),
+            stderr: VecDeque::new(),
+        });
         Ok(())
     }
 
-    /// If nothing else has ended the job, it is that these are too slow.
-    fn too_late(&self, is_missing: impl Fn(&Peer) -> bool, what: &str, remedy: &str) -> Result<()> {
-        if self.is_ending() {
-            return Ok(());
-        }
-        let missing: Vec<&str> =
-            self.peers.iter().filter(|peer| is_missing(peer)).map(|peer| peer.host.name()).collect();
-        let waited = self.job.start_timeout.as_secs_f64();
-        let first = missing.first().copied().unwrap_or_default();
-        Err(Error::timeout(format!("{} {what} within {waited} s", missing.join(", ")))
-            .with_remedy(format!("{} --start-timeout waits longer", remedy.replace("HOST", first))))
-    }
-
-    /// The address at which node 0 is reached.
-    fn meeting(&self) -> String {
-        let own = host::name();
-        let name = |peer: &Peer| match peer.is_here {
-            // Other hosts would look for "localhost" at home.
-            true => own.clone(),
-            false => peer.host.address().to_owned(),
-        };
-        let names: Vec<String> = self.peers.iter().map(name).collect();
-        let known = self.peers.iter().zip(&names).map(|(peer, name)| {
-            let route = peer.hello.flatten().filter(|_| !peer.is_here);
-            Known { name, is_here: peer.is_here, route }
-        });
-        address::of_node_0(&known.collect::<Vec<_>>(), is_ours)
-    }
-
-    fn tell_to_start(&mut self, node: usize, host: &str, port: u16) {
-        let place = LauncherConfig {
-            workers: self.peers[node].host.slots(),
-            node: node as u32,
-            nodes: self.peers.len() as u32,
+    /// Tells a launcher to start its workers, as one of `nodes`. They meet at `host` and `port`, or, of an elastic job, as
+    /// `agent` says.
+    pub(super) fn tell_to_start(
+        &mut self,
+        index: usize,
+        nodes: u32,
+        (host, port): (&str, u16),
+        agent: Option<AgentConfig>,
+    ) {
+        let peer = &mut self.peers[index];
+        let config = LauncherConfig {
+            workers: peer.slots,
+            node: u32::try_from(peer.index).unwrap_or(u32::MAX),
+            nodes,
             host: host.to_owned(),
             port,
             patience: self.job.start_timeout,
             key: SentKey::new(&self.key),
-            part: None,
+            agent,
         };
-        let arguments =
-            self.job.arguments.iter().map(|instruction| instruction.as_bytes().to_vec()).collect();
-        self.peers[node].was_told_to_start = true;
-        self.peers[node].connection.order(ToLauncher::Start { arguments, place });
+        let arguments = self.job.arguments.iter().map(|argument| argument.as_bytes().to_vec()).collect();
+        peer.was_told_to_start = true;
+        peer.connection.order(ToLauncher::Start { arguments, config });
     }
 
-    /// Hears what there is, until there is enough: true. False if the deadline has passed, or, before all have been told
-    /// to start, the job ends.
-    fn listen(&mut self, deadline: Option<Deadline>, is_enough: impl Fn(&[Peer]) -> bool) -> bool {
-        loop {
-            if deadline.is_some() && self.is_ending() {
-                return false;
-            }
-            if is_enough(&self.peers) {
-                return true;
-            }
-            if deadline.is_some_and(Deadline::has_passed) {
-                return false;
-            }
-            let timeout = deadline.map_or(Duration::MAX, Deadline::remaining);
-            self.inbox.wait(&mut self.control, self.peers.iter().map(|peer| &peer.connection), timeout);
-            self.handle_signals();
-            while let Some((host, heard)) = self.inbox.next(&mut self.control) {
-                self.handle(host, heard);
-            }
-            if std::mem::take(&mut self.control.stops) && !self.stopped {
-                self.stopped = true;
-                self.end_all(Signal::TERM);
-            }
-            self.look();
-        }
+    /// Ends the job on all hosts.
+    pub(super) fn end_all(&mut self, cause: Cause, signal: Signal) {
+        self.end.get_or_insert(cause);
+        let patience = self.job.patience();
+        self.peers.iter_mut().for_each(|peer| peer.tell_to_end(signal, patience));
     }
 
-    fn is_ending(&self) -> bool {
-        let has_ended = self.peers.iter().any(|peer| peer.ended.is_some());
-        has_ended || self.stopped || self.interrupted.is_some() || self.lost.is_some()
+    /// The launchers, as their addresses are known; each has the name that `name` gives it.
+    pub(super) fn known<'p>(&'p self, name: impl Fn(&'p Peer) -> &'p str) -> Vec<Known<'p>> {
+        let known = |peer: &'p Peer| Known {
+            name: name(peer),
+            is_here: peer.is_here,
+            route: peer.hello.flatten().filter(|_| !peer.is_here),
+        };
+        self.peers.iter().map(known).collect()
+    }
+
+    /// What these launchers, which have been waited for, have not done in time, and what to do about it.
+    pub(super) fn too_late(&self, missing: &[&Peer], what: &str, remedy: &str) -> Error {
+        let names: Vec<&str> = missing.iter().map(|peer| peer.host.name()).collect();
+        let waited = self.job.start_timeout.as_secs_f64();
+        let first = names.first().copied().unwrap_or_default();
+        Error::timeout(format!("{} {what} within {waited} s", names.join(", ")))
+            .with_remedy(format!("{} --start-timeout waits longer", remedy.replace("HOST", first)))
+    }
+
+    /// Those of `missing` have not answered in time.
+    pub(super) fn not_answered(&self, missing: &[&Peer]) -> Error {
+        self.too_late(missing, "has not answered", "can `ssh HOST true` be run?")
+    }
+
+    fn wait(&mut self, wake_at: Option<Instant>) {
+        let timeout = wake_at.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
+        let connections = self.peers.iter().map(|peer| &peer.connection);
+        self.inbox.wait(&mut self.control, connections, timeout);
     }
 
     fn handle_signals(&mut self) {
@@ -227,162 +279,50 @@ impl<'a> Driver<'a> {
                 }
                 _ => {
                     let signal = Signal::new(number);
-                    self.interrupted.get_or_insert(signal);
-                    self.end_all(signal);
+                    self.end_all(Cause::Interrupted(signal), signal);
                 }
             }
         }
-    }
-
-    /// The job cannot go on; the first reason counts.
-    fn lose(&mut self, error: Error) {
-        self.lost.get_or_insert(error);
-        self.end_all(Signal::TERM);
-    }
-
-    /// Ends the job on all hosts.
-    fn end_all(&mut self, signal: Signal) {
-        self.has_ended_all = true;
-        let now = Instant::now();
-        for peer in &mut self.peers {
-            if peer.was_told_to_start {
-                peer.connection.order(ToLauncher::Signal(signal.number()));
-                peer.connection.must_end_by(now + self.job.patience());
-            } else {
-                peer.connection.close();
-                peer.connection.must_end_by(now + UNWANTED);
-            }
-        }
-    }
-
-    fn handle(&mut self, index: usize, heard: Heard) {
-        let peer = &mut self.peers[index];
-        match heard {
-            Heard::Message(said) => self.handle_message(index, said),
-            Heard::Line(line) => {
-                if peer.hello.is_some() {
-                    let text = format!("{}: {line}", peer.host);
-                    self.control.tell(Event::Warning { text: &text });
-                }
-                keep(&mut self.peers[index].stderr, line);
-            }
-            Heard::Quiet => peer.connection.is_quiet(),
-            Heard::Closed(error) => {
-                if let Some(error) = error {
-                    let cause = format!("{}: what its launcher says cannot be read", peer.host);
-                    self.lose(Error::io(cause, error));
-                }
-                self.peers[index].connection.has_closed();
-            }
-        }
-    }
-
-    fn handle_message(&mut self, index: usize, said: FromLauncher) {
-        match said {
-            FromLauncher::Hello { version: theirs, route } => {
-                if theirs != version() {
-                    let host = &self.peers[index].host;
-                    let cause = format!("{host} has Phalanx {theirs}, this machine {}", version());
-                    self.lose(Error::mismatch(cause).with_remedy("install the same version on all hosts"));
-                }
-                self.peers[index].hello = Some(route);
-            }
-            FromLauncher::Serving { port } => self.peers[index].serves_at = Some(port),
-            FromLauncher::Event(news) => self.show(index, &news),
-            FromLauncher::Ended(ending) => self.peers[index].ended = Some(Ended::Reported(ending)),
-            FromLauncher::Failed(complaint) => {
-                self.peers[index].ended = Some(Ended::Failed(complaint));
-                self.end_all(Signal::TERM);
-            }
-        }
-    }
-
-    /// What all nodes tell alike is shown once.
-    fn show(&mut self, index: usize, news: &News) {
-        let speaker = self.peers.iter().position(|peer| peer.ended.is_none());
-        let is_shown = match news {
-            News::Line { .. } | News::Started { .. } | News::Exited { .. } | News::Warning { .. } => true,
-            // Before the first line of the first that starts.
-            News::Starting { restarts, .. } => self.shown.replace(*restarts) != Some(*restarts),
-            _ => speaker == Some(index),
-        };
-        if is_shown {
-            self.control.stops |= news.tell(self.control.observer).is_break();
-        }
-    }
-
-    /// Sees to connections that have ended, or have to.
-    fn look(&mut self) {
-        for index in 0..self.peers.len() {
-            let peer = &mut self.peers[index];
-            peer.connection.look();
-            if peer.connection.is_over() && peer.ended.is_none() {
-                peer.ended = Some(Ended::Lost);
-                peer.connection.close();
-                // Who was told to end may do so without a instruction.
-                if !self.has_ended_all {
-                    self.lose(self.diagnose(index));
-                }
-            }
-        }
-    }
-
-    fn diagnose(&self, index: usize) -> Error {
-        let peer = &self.peers[index];
-        self.job.diagnose(&peer.host, &peer.connection, peer.hello.is_some(), &peer.stderr)
-    }
-
-    /// How the job ended, of all that was heard.
-    fn conclude(mut self) -> Result<Report> {
-        let mut report = Report {
-            outcome: Outcome::Succeeded,
-            exits: Vec::new(),
-            world_size: None,
-            nodes: self.peers.len() as u32,
-            restarts: 0,
-            replacements: 0,
-            elapsed: self.started.elapsed(),
-        };
-        let mut worst = 0;
-        let mut failed = None;
-        for peer in &mut self.peers {
-            match peer.ended.take() {
-                Some(Ended::Reported(ending)) => {
-                    report.exits.extend(ending.exits);
-                    report.restarts = report.restarts.max(ending.restarts);
-                    report.replacements += ending.replacements;
-                    report.world_size = ending.world_size.and_then(|size| WorldSize::new(size).ok());
-                    if severity(&ending.outcome) > worst {
-                        worst = severity(&ending.outcome);
-                        report.outcome = ending.outcome;
-                    }
-                }
-                Some(Ended::Failed(complaint)) if failed.is_none() => {
-                    failed = Some(complaint.at(peer.host.name()));
-                }
-                _ => {}
-            }
-        }
-        if let Some(signal) = self.interrupted {
-            report.outcome = Outcome::Interrupted(signal);
-        } else if self.stopped {
-            report.outcome = Outcome::Stopped;
-        } else if !matches!(report.outcome, Outcome::Failed(_))
-            && let Some(error) = self.lost.or(failed)
-        {
-            return Err(error);
-        }
-        Ok(report)
     }
 }
 
-/// Of what nodes report, the nearest to the cause counts.
-fn severity(outcome: &Outcome) -> u8 {
-    match outcome {
-        Outcome::Succeeded => 0,
-        Outcome::Stopped => 1,
-        Outcome::Interrupted(_) => 2,
-        Outcome::NodeFailed(_) => 3,
-        Outcome::Failed(_) => 4,
+#[cfg(test)]
+pub(super) mod tests {
+    use std::ffi::OsString;
+    use std::fs;
+    use std::ops::ControlFlow;
+
+    use super::*;
+    use crate::launch::exit::Outcome;
+    use crate::launch::remote::fixed::FixedHosts;
+    use crate::launch::remote::protocol::Ending;
+    use crate::launch::remote::{HostList, RemoteShell};
+
+    /// A job on these hosts, none of which ever answers.
+    pub(in crate::launch::remote) fn silent_job(hosts: &str) -> (tempfile::TempDir, RemoteJob) {
+        let folder = tempfile::tempdir().unwrap();
+        let shell = folder.path().join("shell");
+        fs::write(&shell, "exec sleep 600\n").unwrap();
+        let program = OsString::from(format!("sh {}", shell.display()));
+        let hosts: HostList = hosts.parse().unwrap();
+        let job = RemoteJob::new(hosts, "phalanx", Vec::<OsString>::new());
+        (folder, job.shell(RemoteShell::default().program(&program)))
+    }
+
+    #[test]
+    fn a_launcher_that_ends_before_all_were_told_to_start_ends_the_job() {
+        let (_folder, job) = silent_job("node1,node2");
+        let mut observer = |_: Event<'_>| ControlFlow::Continue(());
+        let mut driver =
+            Driver::start(&job, &mut observer, |launchers| Ok(Box::new(FixedHosts::start(launchers)?) as _))
+                .unwrap();
+        let outcome = Outcome::Interrupted(Signal::TERM);
+        let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
+        let ending = Ending { outcome, exits, world_size, nodes, restarts, replacements };
+        driver.launchers.peers[0].end = Some(End::Reported(ending));
+        // The other one never answers, and is not waited for.
+        let report = driver.run().unwrap();
+        assert!(matches!(report.outcome, Outcome::Interrupted(Signal::TERM)), "{report:?}");
+        assert!(report.elapsed < job.start_timeout, "{report:?}");
     }
 }

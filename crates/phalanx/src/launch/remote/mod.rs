@@ -14,16 +14,17 @@ mod diagnosis;
 mod driver;
 mod elastic;
 mod environment;
+mod fixed;
 mod frame;
 mod here;
 mod hosts;
 mod inbox;
 mod node;
+mod peer;
 mod protocol;
 mod quote;
 mod shell;
 
-use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -45,10 +46,11 @@ pub use hosts::{Host, HostList};
 pub use node::RemoteNode;
 pub use shell::RemoteShell;
 
-use connection::Connection;
 use diagnosis::Broken;
-use driver::Driver;
+use driver::{Driver, Launchers};
+use fixed::FixedHosts;
 use here::is_here;
+use peer::Peer;
 
 /// How many lines of a host's standard error are kept for an error.
 const KEPT_LINES: usize = 20;
@@ -169,8 +171,14 @@ impl RemoteJob {
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
         check_open_store(self.open_store, &self.credentials)?;
         match &self.elastic {
-            Some(elastic) => elastic::run(self, elastic, observer),
-            None => Driver::start(self, observer)?.run(),
+            Some(elastic) => {
+                let plan = |launchers: &mut Launchers<'_>| Ok(Box::new(elastic.plan(launchers)?) as _);
+                Driver::start(self, observer, plan)?.run()
+            }
+            None => {
+                let plan = |launchers: &mut Launchers<'_>| Ok(Box::new(FixedHosts::start(launchers)?) as _);
+                Driver::start(self, observer, plan)?.run()
+            }
         }
     }
 
@@ -190,35 +198,21 @@ impl RemoteJob {
         self.grace.min(Duration::from_secs(365 * 24 * 3600)) + BEYOND_GRACE
     }
 
-    /// Why the connection to `host` has ended, which has written `stderr`.
-    fn diagnose(
-        &self,
-        host: &Host,
-        connection: &Connection,
-        was_up: bool,
-        stderr: &VecDeque<String>,
-    ) -> Error {
-        let stderr = stderr.iter().map(String::as_str).collect::<Vec<_>>().join("\n");
+    /// Why the connection to a launcher has ended.
+    fn diagnose(&self, peer: &Peer) -> Error {
+        let stderr = peer.stderr.iter().map(String::as_str).collect::<Vec<_>>().join("\n");
         let (launcher, shell) = (self.launcher.to_string_lossy(), self.shell.name());
         let broken = Broken {
-            host: host.name(),
+            host: peer.host.name(),
             shell: &shell,
-            is_here: is_this_machine(host),
-            was_up,
-            code: connection.code(),
+            is_here: peer.is_here,
+            was_up: peer.hello.is_some(),
+            code: peer.connection.code(),
             stderr: &stderr,
             launcher: &launcher,
         };
         broken.error()
     }
-}
-
-/// Adds `line` to the last ones of a host.
-fn keep(lines: &mut VecDeque<String>, line: String) {
-    if lines.len() == KEPT_LINES {
-        lines.pop_front();
-    }
-    lines.push_back(line);
 }
 
 /// Another user of this machine is reached as on any other.

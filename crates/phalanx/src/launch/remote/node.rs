@@ -35,7 +35,7 @@ const ELASTIC_SILENCE: Duration = Duration::from_secs(15);
 #[derive(Debug)]
 pub struct RemoteNode {
     arguments: Vec<OsString>,
-    place: LauncherConfig,
+    config: LauncherConfig,
     agent: Option<Agent>,
 }
 
@@ -59,14 +59,14 @@ impl RemoteNode {
     /// has started are obeyed: its signals become this process's, its end a SIGTERM.
     pub fn start() -> Result<Option<Self>> {
         let mut orders = Orders::open()?;
-        let (arguments, place) = loop {
+        let (arguments, config) = loop {
             match orders.next().map_err(unheard)? {
-                Some(ToLauncher::Start { arguments, place }) => break (arguments, place),
+                Some(ToLauncher::Start { arguments, config }) => break (arguments, config),
                 Some(_) => {}
                 None => return Ok(None),
             }
         };
-        let agent = place.part.clone().map(Agent::new).transpose()?;
+        let agent = config.agent.clone().map(Agent::new).transpose()?;
         if agent.is_some() {
             orders.silence = ELASTIC_SILENCE;
         }
@@ -76,7 +76,7 @@ impl RemoteNode {
             .spawn(move || obey(orders, led.as_ref()))
             .map_err(|error| Error::io("cannot start a thread for the signals of another host", error))?;
         let arguments = arguments.into_iter().map(OsString::from_vec).collect();
-        Ok(Some(Self { arguments, place, agent }))
+        Ok(Some(Self { arguments, config, agent }))
     }
 
     /// What [`RemoteJob::new`](super::RemoteJob::new) was given.
@@ -86,12 +86,12 @@ impl RemoteNode {
 
     /// How many workers this host takes.
     pub fn workers(&self) -> Result<WorldSize> {
-        WorldSize::new(self.place.workers)
+        WorldSize::new(self.config.workers)
     }
 
     /// `job`, with what the command has said about this host's part in it, but for the [cluster](Self::cluster).
     pub fn part(&self, job: Job) -> Job {
-        let job = job.key(self.place.key.key());
+        let job = job.key(self.config.key.key());
         match self.agent.clone() {
             Some(agent) => job.run_id(agent.part.run_id.clone()).part_of(agent),
             None => job,
@@ -100,7 +100,7 @@ impl RemoteNode {
 
     /// The hosts of the job, if there are several whose launchers have to meet.
     pub fn cluster(&self) -> Result<Option<Cluster>> {
-        let LauncherConfig { node, nodes, ref host, port, patience, .. } = self.place;
+        let LauncherConfig { node, nodes, ref host, port, patience, .. } = self.config;
         if nodes == 1 || self.agent.is_some() {
             return Ok(None);
         }

@@ -32,7 +32,7 @@ pub(super) enum ToLauncher {
     /// The working directory and the environment. The launcher changes to them, and executes itself again.
     Surroundings { folder: PathBuf, variables: Vec<(Vec<u8>, Vec<u8>)> },
     /// The user's command line, and what this launcher does of it.
-    Start { arguments: Vec<Vec<u8>>, place: LauncherConfig },
+    Start { arguments: Vec<Vec<u8>>, config: LauncherConfig },
     /// The command has got this signal.
     Signal(i32),
     /// A heartbeat.
@@ -54,7 +54,7 @@ pub(super) struct LauncherConfig {
     pub(super) patience: Duration,
     pub(super) key: SentKey,
     /// In an elastic job, where launchers do not meet.
-    pub(super) part: Option<AgentConfig>,
+    pub(super) agent: Option<AgentConfig>,
 }
 
 /// A job's key under way.

@@ -1,23 +1,21 @@
 //! An elastic job on several hosts, as `horovodrun` has it: hosts may be lost, and others may come.
 //!
-//! The command that the user has started is the driver, and serves the workers' store. On each host a launcher, the
+//! The command that the user has started serves the workers' store. On each host a launcher, the
 //! [`agent`](crate::launch::agent), starts the workers, reports their ends, and is told which ones to replace.
-//! [`host_manager`] decides which hosts take part and when; [`driver`] does it; [`discovery`] runs the user's script.
+//! [`host_manager`] decides which hosts take part and when; [`plan`] does it; [`discovery`] runs the user's script.
 
 mod discovery;
-mod driver;
 mod host_manager;
-mod peer;
+mod plan;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use self::driver::ElasticDriver;
 use self::host_manager::Limits;
+use self::plan::ElasticPlan;
 use super::RemoteJob;
+use super::driver::Launchers;
 use crate::error::{Error, Result};
-use crate::launch::event::Observer;
-use crate::launch::exit::Report;
 use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
 
 /// As long as anybody waits.
@@ -107,6 +105,12 @@ impl ElasticHosts {
         self
     }
 
+    /// How a job on these hosts is driven.
+    pub(super) fn plan(&self, launchers: &mut Launchers<'_>) -> Result<ElasticPlan> {
+        let limits = self.limits(launchers.job)?;
+        ElasticPlan::start(self, limits, launchers)
+    }
+
     fn limits(&self, job: &RemoteJob) -> Result<Limits> {
         let slots = job.hosts.hosts().iter().fold(0_u32, |slots, host| slots.saturating_add(host.slots()));
         let is_open = self.discovery.is_some();
@@ -130,9 +134,4 @@ impl ElasticHosts {
             is_open,
         })
     }
-}
-
-/// Runs the job to its end.
-pub(super) fn run(job: &RemoteJob, elastic: &ElasticHosts, observer: &mut dyn Observer) -> Result<Report> {
-    ElasticDriver::start(job, elastic, observer)?.run()
 }

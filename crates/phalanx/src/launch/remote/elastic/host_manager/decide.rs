@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use super::{Action, Holder, Host, HostManager, Slot, Standing};
-use crate::launch::crash_backoff::CrashBackoff;
+use super::{Action, Host, HostManager, Standing};
+use crate::launch::slot::{Holder, Slot};
 
 impl HostManager {
     /// What is to be done now.
@@ -42,22 +42,19 @@ impl HostManager {
             Standing::Out { from } if host.wanted => Some(from),
             _ => None,
         });
-        let places = self.hosts.iter().flat_map(Host::places).filter_map(|place| match place.holder {
-            Holder::Cooling { until } => Some(until),
-            _ => None,
-        });
+        let slots = self.hosts.iter().flat_map(Host::slots).filter_map(Slot::due_at);
         // Who has been due for long waits for room, or for the end, and not for the time.
         let due = |at: &Instant| self.decided.is_none_or(|decided| *at > decided);
-        limits.into_iter().chain(standings).chain(places).filter(due).min()
+        limits.into_iter().chain(standings).chain(slots).filter(due).min()
     }
 
     /// Hosts that are named no more, or with another number of workers.
     fn retire(&mut self, now: Instant, actions: &mut Vec<Action>) {
         for (index, host) in self.hosts.iter_mut().enumerate() {
-            let Standing::In { slots, .. } = host.standing else { continue };
-            if !host.wanted || slots != host.slots {
-                let places = host.places().len() as u32;
-                host.standing = Standing::Leaving { from: now, places };
+            let Standing::In { listed, .. } = host.standing else { continue };
+            if !host.wanted || listed != host.slots {
+                let count = host.slots().len() as u32;
+                host.standing = Standing::Leaving { from: now, count };
                 actions.push(Action::Retire { host: index });
             }
         }
@@ -65,25 +62,24 @@ impl HostManager {
 
     fn replace(&mut self, now: Instant, actions: &mut Vec<Action>) {
         for (index, host) in self.hosts.iter_mut().enumerate() {
-            let Standing::In { places, .. } = &mut host.standing else { continue };
-            for (number, place) in (0..).zip(places) {
-                if matches!(place.holder, Holder::Cooling { until } if until <= now) {
-                    place.holder = Holder::Running { since: now };
-                    actions.push(Action::Replace { host: index, place: number });
+            let Standing::In { slots, .. } = &mut host.standing else { continue };
+            for (number, slot) in (0..).zip(slots) {
+                if slot.start_if_due(now) {
+                    actions.push(Action::Replace { host: index, slot: number });
                 }
             }
         }
     }
 
-    /// Who was promised is needed no more; a launcher waits for what becomes of the place.
+    /// Who was promised is needed no more; a launcher waits for what becomes of the slot.
     fn vacate(&mut self, actions: &mut Vec<Action>) {
         for (index, host) in self.hosts.iter_mut().enumerate() {
-            let Standing::In { places, .. } = &mut host.standing else { continue };
-            for (number, place) in (0..).zip(places) {
-                if matches!(place.holder, Holder::Cooling { .. }) {
-                    place.holder = Holder::Nobody;
+            let Standing::In { slots, .. } = &mut host.standing else { continue };
+            for (number, slot) in (0..).zip(slots) {
+                if slot.due_at().is_some() {
+                    slot.holder = Holder::Vacant;
                     self.spared += 1;
-                    actions.push(Action::Vacate { host: index, place: number });
+                    actions.push(Action::Vacate { host: index, slot: number });
                 }
             }
         }
@@ -100,11 +96,10 @@ impl HostManager {
                 continue;
             }
             let first = self.free_numbers(index, workers);
-            let place = || Slot { holder: Holder::Running { since: now }, backoff: CrashBackoff::default() };
             let host = &mut self.hosts[index];
             host.first = Some(first);
-            let places = std::iter::repeat_with(place).take(workers as usize).collect();
-            host.standing = Standing::In { places, slots: host.slots, up: None };
+            let slots = Slot::several(workers as usize, now);
+            host.standing = Standing::In { slots, listed: host.slots, up: None };
             actions.push(Action::Launch { host: index, first, slots: workers });
         }
     }

@@ -13,7 +13,7 @@ mod decide;
 
 use std::time::{Duration, Instant};
 
-use crate::launch::crash_backoff::CrashBackoff;
+use crate::launch::slot::{Holder, Slot};
 
 /// The limits that the user has set.
 #[derive(Clone, Copy, Debug)]
@@ -67,32 +67,12 @@ struct Host {
 enum Standing {
     /// It may be started, from then on.
     Out { from: Instant },
-    /// A launcher is there, or on its way.
-    In { places: Vec<Slot>, slots: u32, up: Option<Instant> },
+    /// A launcher is there, or on its way. So many slots were listed, of which the world may have had no room for all.
+    In { slots: Vec<Slot>, listed: u32, up: Option<Instant> },
     /// Its launcher was told to end; it may be started again from then on.
-    Leaving { from: Instant, places: u32 },
+    Leaving { from: Instant, count: u32 },
     /// It has failed, and no restart was left.
     Spent,
-}
-
-#[derive(Debug)]
-struct Slot {
-    holder: Holder,
-    backoff: CrashBackoff,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Holder {
-    Running {
-        since: Instant,
-    },
-    /// Its worker has failed, and gets a successor then.
-    Cooling {
-        until: Instant,
-    },
-    /// It has ended with success.
-    Done,
-    Nobody,
 }
 
 /// What the driver has to do.
@@ -101,9 +81,9 @@ pub(super) enum Action {
     /// Start a launcher, with so many workers, of which the first has this number.
     Launch { host: usize, first: u32, slots: u32 },
     /// Start another worker in this slot.
-    Replace { host: usize, place: u32 },
+    Replace { host: usize, slot: u32 },
     /// Leave this slot empty, though another worker was promised for it.
-    Vacate { host: usize, place: u32 },
+    Vacate { host: usize, slot: u32 },
     /// End the workers of this host.
     Retire { host: usize },
     /// Tell the workers how many there are.
@@ -124,25 +104,24 @@ pub(super) enum Fate {
 }
 
 impl Host {
-    fn places(&self) -> &[Slot] {
+    /// The slots of the launcher that is there.
+    fn slots(&self) -> &[Slot] {
         match &self.standing {
-            Standing::In { places, .. } => places,
+            Standing::In { slots, .. } => slots,
             _ => &[],
         }
     }
 
     /// How many of its workers run, or will run again.
     fn active(&self) -> u32 {
-        let is_active =
-            |place: &&Slot| matches!(place.holder, Holder::Running { .. } | Holder::Cooling { .. });
-        self.places().iter().filter(is_active).count() as u32
+        self.slots().iter().filter(|slot| slot.is_running() || slot.due_at().is_some()).count() as u32
     }
 
     /// The numbers that its workers have.
     fn numbers(&self) -> std::ops::Range<u32> {
         let count = match &self.standing {
-            Standing::In { places, .. } => places.len() as u32,
-            Standing::Leaving { places, .. } => *places,
+            Standing::In { slots, .. } => slots.len() as u32,
+            Standing::Leaving { count, .. } => *count,
             Standing::Out { .. } | Standing::Spent => 0,
         };
         let first = self.first.unwrap_or(0);
@@ -206,34 +185,30 @@ impl HostManager {
 
     /// Its launcher has answered, and its workers start.
     pub(super) fn up(&mut self, host: usize, now: Instant) {
-        if let Standing::In { up: up @ None, places, .. } = &mut self.hosts[host].standing {
+        if let Standing::In { up: up @ None, slots, .. } = &mut self.hosts[host].standing {
             *up = Some(now);
-            for place in places {
-                // A worker may have failed before this was heard.
-                if let Holder::Running { since } = &mut place.holder {
-                    *since = now;
-                }
+            // A worker may have failed before this was heard.
+            for slot in slots.iter_mut().filter(|slot| slot.is_running()) {
+                slot.holder = Holder::Running { since: now };
             }
             self.begun = true;
         }
     }
 
     /// A worker has failed.
-    pub(super) fn failed(&mut self, host: usize, place: u32, now: Instant) -> Fate {
+    pub(super) fn failed(&mut self, host: usize, slot: u32, now: Instant) -> Fate {
         let may = !self.is_ending() && self.used < self.limits.max_restarts;
         let enough_elsewhere = {
             let others = self.hosts.iter().enumerate().filter(|(index, _)| *index != host);
             others.map(|(_, other)| other.active()).sum::<u32>() >= self.limits.min
         };
-        let Standing::In { places, .. } = &mut self.hosts[host].standing else { return Fate::Empty };
-        let Some(place) = places.get_mut(place as usize) else { return Fate::Empty };
+        let Standing::In { slots, .. } = &mut self.hosts[host].standing else { return Fate::Empty };
         // Whatever a launcher says, who does not run cannot fail.
-        let Holder::Running { since } = place.holder else { return Fate::Empty };
-        let pause = place.backoff.failed(now.saturating_duration_since(since));
-        place.holder = Holder::Nobody;
-        match pause {
+        let slot = slots.get_mut(slot as usize).filter(|slot| slot.is_running());
+        let Some(slot) = slot else { return Fate::Empty };
+        match slot.fail(now) {
             Some(after) if may => {
-                place.holder = Holder::Cooling { until: now + after };
+                slot.holder = Holder::Cooling { until: now + after };
                 self.used += 1;
                 Fate::Replaced { after }
             }
@@ -247,19 +222,13 @@ impl HostManager {
     }
 
     /// A worker has ended well.
-    pub(super) fn done(&mut self, host: usize, place: u32) {
-        if let Standing::In { places, .. } = &mut self.hosts[host].standing
-            && let Some(place) = places.get_mut(place as usize)
-            && matches!(place.holder, Holder::Running { .. })
+    pub(super) fn done(&mut self, host: usize, slot: u32) {
+        if let Standing::In { slots, .. } = &mut self.hosts[host].standing
+            && let Some(slot) = slots.get_mut(slot as usize).filter(|slot| slot.is_running())
         {
-            place.holder = Holder::Done;
+            slot.holder = Holder::Done;
             self.done += 1;
         }
-    }
-
-    /// Has a worker ended well?
-    pub(super) fn has_succeeded(&self) -> bool {
-        self.done > 0
     }
 
     /// Its launcher has ended without being told to, or could not be reached: how long the host is left out, or none if
@@ -311,8 +280,8 @@ impl HostManager {
     /// Its workers are ended, and it may come again later.
     fn leave_out(&mut self, host: usize, now: Instant) -> Duration {
         let pause = self.pause(host);
-        let places = self.hosts[host].places().len() as u32;
-        self.hosts[host].standing = Standing::Leaving { from: now + pause, places };
+        let count = self.hosts[host].slots().len() as u32;
+        self.hosts[host].standing = Standing::Leaving { from: now + pause, count };
         pause
     }
 }

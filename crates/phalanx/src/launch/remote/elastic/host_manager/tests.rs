@@ -87,7 +87,7 @@ fn a_worker_is_replaced_and_one_that_fails_again_and_again_takes_its_host_along(
     for pause in [0, 1, 2] {
         assert_eq!(manager.failed(1, 0, now), Fate::Replaced { after: seconds(pause) });
         now += seconds(pause);
-        assert!(manager.decide(now).contains(&Action::Replace { host: 1, place: 0 }));
+        assert!(manager.decide(now).contains(&Action::Replace { host: 1, slot: 0 }));
     }
     assert_eq!(manager.failed(1, 0, now), Fate::LeftOut { pause: FIRST });
     assert_eq!(manager.decide(now), [expect(2)]);
@@ -169,8 +169,8 @@ fn nobody_begins_when_one_has_ended_well() {
     assert_eq!(manager.failed(1, 1, now), Fate::Replaced { after: Duration::ZERO });
     manager.done(0, 1);
     assert_eq!(manager.failed(0, 0, now), Fate::Empty);
-    // The launcher waits for what becomes of the place for which one was promised.
-    assert_eq!(manager.decide(now), [Action::Vacate { host: 1, place: 1 }]);
+    // The launcher waits for what becomes of the slot for which one was promised.
+    assert_eq!(manager.decide(now), [Action::Vacate { host: 1, slot: 1 }]);
     assert_eq!(manager.decide(now), []);
     // Nobody is waited for by looking again and again.
     assert_eq!(manager.wake_at(), None);
@@ -191,7 +191,7 @@ fn who_was_promised_when_one_ended_well_is_not_missed() {
     (0..2).for_each(|host| manager.up(host, now));
     assert_eq!(manager.failed(1, 0, now), Fate::Replaced { after: Duration::ZERO });
     manager.done(0, 0);
-    assert_eq!(manager.decide(now), [Action::Vacate { host: 1, place: 0 }]);
+    assert_eq!(manager.decide(now), [Action::Vacate { host: 1, slot: 0 }]);
     assert_eq!(manager.decide(now + PATIENCE), []);
 }
 
@@ -213,8 +213,8 @@ fn happenings() -> impl Strategy<Value = Vec<Happens>> {
         4 => (0..5_usize).prop_map(Happens::Up),
         3 => (0..5_usize).prop_map(Happens::Lost),
         3 => (0..5_usize).prop_map(Happens::Ends),
-        4 => (0..5_usize, 0..3_u32).prop_map(|(host, place)| Happens::Fails(host, place)),
-        1 => (0..5_usize, 0..3_u32).prop_map(|(host, place)| Happens::Done(host, place)),
+        4 => (0..5_usize, 0..3_u32).prop_map(|(host, slot)| Happens::Fails(host, slot)),
+        1 => (0..5_usize, 0..3_u32).prop_map(|(host, slot)| Happens::Done(host, slot)),
     ];
     proptest::collection::vec(one, 0..120)
 }
@@ -242,13 +242,13 @@ impl World {
                     assert!(self.up.values().all(|(other, _)| is_apart(other)));
                     assert!(self.up.insert(host, (numbers, false)).is_none(), "two launchers on one host");
                 }
-                Action::Replace { host, place } => {
+                Action::Replace { host, slot } => {
                     let (numbers, leaves) = &self.up[&host];
-                    assert!(!leaves && place < numbers.end - numbers.start);
+                    assert!(!leaves && slot < numbers.end - numbers.start);
                 }
-                Action::Vacate { host, place } => {
+                Action::Vacate { host, slot } => {
                     let (numbers, leaves) = &self.up[&host];
-                    assert!(!leaves && place < numbers.end - numbers.start && manager.is_ending());
+                    assert!(!leaves && slot < numbers.end - numbers.start && manager.is_ending());
                 }
                 Action::Retire { host } => self.up.get_mut(&host).unwrap().1 = true,
                 Action::Expect { .. } => {}
@@ -279,14 +279,14 @@ impl World {
                 }
             }
             Happens::Ends(host) if self.up.remove(&host).is_some() => manager.ended(host),
-            Happens::Fails(host, place) if self.up.get(&host).is_some_and(|(_, leaves)| !leaves) => {
-                if let Fate::LeftOut { pause } = manager.failed(host, place, *now) {
+            Happens::Fails(host, slot) if self.up.get(&host).is_some_and(|(_, leaves)| !leaves) => {
+                if let Fate::LeftOut { pause } = manager.failed(host, slot, *now) {
                     self.left_out.insert(host, *now + pause);
                     self.up.get_mut(&host).unwrap().1 = true;
                 }
             }
-            Happens::Done(host, place) if self.up.get(&host).is_some_and(|(_, leaves)| !leaves) => {
-                manager.done(host, place);
+            Happens::Done(host, slot) if self.up.get(&host).is_some_and(|(_, leaves)| !leaves) => {
+                manager.done(host, slot);
             }
             _ => {}
         }
@@ -315,9 +315,9 @@ proptest! {
         }
         let active = manager.hosts.iter().map(Host::active).sum::<u32>() + manager.done;
         prop_assert!(world.over || active + manager.spared >= min, "{manager:?}");
-        // No launcher waits for ever for what becomes of a place.
-        let promised = |place: &Slot| matches!(place.holder, Holder::Cooling { .. });
-        prop_assert!(!manager.is_ending() || world.over || !manager.hosts.iter().flat_map(Host::places).any(promised), "{manager:?}");
+        // No launcher waits for ever for what becomes of a slot.
+        let promised = |slot: &Slot| slot.due_at().is_some();
+        prop_assert!(!manager.is_ending() || world.over || !manager.hosts.iter().flat_map(Host::slots).any(promised), "{manager:?}");
         // Nobody is left out who is named, could come and has room.
         let waits = |host: &Host| host.wanted && matches!(host.standing, Standing::Out { .. });
         let room = active < limits.max && !world.over && !manager.is_ending();

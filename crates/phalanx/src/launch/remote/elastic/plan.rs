@@ -1,0 +1,424 @@
+//! The plan of an elastic job: it does what the [host manager](HostManager) decides, and reports events to the host manager
+//! and to the workers.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use super::ElasticHosts;
+use super::discovery::Discovery;
+use super::host_manager::{Action, Fate, HostManager, Limits};
+use crate::credentials::Credentials;
+use crate::deadline::Deadline;
+use crate::elastic::Publisher;
+use crate::error::{Error, Result};
+use crate::host;
+use crate::launch::agent::{AgentConfig, Instruction};
+use crate::launch::event::Event;
+use crate::launch::exit::{Exit, Failure, Outcome, Report, Signal};
+use crate::launch::job::random_name;
+use crate::launch::remote::address;
+use crate::launch::remote::driver::{Cause, Launchers, Plan};
+use crate::launch::remote::here::is_ours;
+use crate::launch::remote::hosts::{Host, HostList};
+use crate::launch::remote::is_this_machine;
+use crate::launch::remote::peer::{End, Peer};
+use crate::launch::remote::protocol::News;
+use crate::rendezvous;
+use crate::store::{Access, Strangers, TcpStoreServer, host_port};
+use crate::world_size::WorldSize;
+
+/// How long the system may take to look up the address at which the store is served.
+const LOOK_UP: Duration = Duration::from_secs(30);
+
+pub(in crate::launch::remote) struct ElasticPlan {
+    discovery: Option<Discovery>,
+    /// Could its last answer not be used?
+    discovery_fails: bool,
+    run_id: String,
+    host_manager: HostManager,
+    most: u32,
+    store: Option<Store>,
+    exits: Vec<Exit>,
+    /// Failures that were not made good: of a worker, and of a host.
+    failure: Option<Failure>,
+    trouble: Option<Error>,
+    /// How many workers were left, if the job is ended because they are too few.
+    too_few: Option<u32>,
+    workers: u32,
+}
+
+/// Where the workers meet.
+struct Store {
+    publisher: Publisher,
+    host: String,
+    server: TcpStoreServer,
+}
+
+impl ElasticPlan {
+    pub(super) fn start(
+        elastic: &ElasticHosts,
+        limits: Limits,
+        launchers: &mut Launchers<'_>,
+    ) -> Result<Self> {
+        let job = launchers.job;
+        let bell = launchers.inbox.bell();
+        let discovery = elastic.discovery.as_ref().map(|from| Discovery::start(from, bell)).transpose()?;
+        let mut plan = Self {
+            discovery,
+            discovery_fails: false,
+            run_id: elastic.run_id.clone().map_or_else(random_name, Ok)?,
+            host_manager: HostManager::new(limits),
+            most: limits.max,
+            store: None,
+            exits: Vec::new(),
+            failure: None,
+            trouble: None,
+            too_few: None,
+            workers: 0,
+        };
+        if let Some(address) = &job.master_addr {
+            plan.serve(launchers, address)?;
+        }
+        plan.list(&job.hosts);
+        Ok(plan)
+    }
+
+    fn list(&mut self, hosts: &HostList) {
+        let hosts = hosts.hosts().iter().map(|host| (host.name(), host.slots()));
+        self.host_manager.list(hosts, Instant::now());
+    }
+
+    /// Does what the host manager decides.
+    fn decide(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
+        for action in self.host_manager.decide(Instant::now()) {
+            match action {
+                Action::Launch { host, first, slots } => {
+                    let named = Host::named(self.host_manager.name(host), slots);
+                    launchers.launch(host, named, first)?;
+                }
+                Action::Replace { host, slot } => say(launchers, host, Instruction::Replace(slot)),
+                Action::Vacate { host, slot } => say(launchers, host, Instruction::Vacate(slot)),
+                Action::Retire { host } => {
+                    let name = self.host_manager.name(host);
+                    let text = format!("{name} is no longer listed so: its workers are ended");
+                    launchers.control.tell(Event::Warning { text: &text });
+                    retire(launchers, host);
+                }
+                Action::Expect { workers } => {
+                    self.workers = workers;
+                    if let Some(store) = &mut self.store {
+                        store.publisher.expect(workers);
+                    }
+                }
+                Action::TooFew { there } => {
+                    self.too_few = Some(there);
+                    launchers.end_all(Cause::Planned, Signal::TERM);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives up launchers that have not answered in time.
+    fn give_up_late(launchers: &mut Launchers<'_>) {
+        let now = Instant::now();
+        while let Some(index) = launchers.peers.iter().position(|peer| peer.is_late(now)) {
+            let error = launchers.not_answered(&[&launchers.peers[index]]);
+            let peer = &mut launchers.peers[index];
+            peer.end = Some(End::Failed(error));
+            peer.connection.close();
+            peer.connection.must_end_by(now);
+        }
+    }
+
+    /// Serves the store, once it is known at which address, and tells those to start who have waited for that.
+    fn start_those_who_wait(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
+        if self.store.is_none()
+            && let Some(address) = self.address(launchers)
+        {
+            self.serve(launchers, &address)?;
+        }
+        if let Some(store) = &self.store {
+            let (host, port) = (store.host.clone(), store.server.local_addr().port());
+            for index in 0..launchers.peers.len() {
+                let peer = &launchers.peers[index];
+                if peer.hello.is_some() && !peer.was_told_to_start && !peer.leaves {
+                    self.tell_to_start(launchers, index, &host, port);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn serve(&mut self, launchers: &Launchers<'_>, host: &str) -> Result<()> {
+        let job = launchers.job;
+        let access = if job.open_store { Strangers::All } else { Strangers::OfThisUser };
+        let credentials = Credentials { key: Some(launchers.key.clone()), ..job.credentials.clone() };
+        let access = Access::to(credentials.clone(), access).telling(launchers.control.refused.refusals());
+        let port = job.master_port;
+        let server = match job.bind {
+            Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, port), access)?,
+            None => TcpStoreServer::bind_to(&host_port(host, port), access, Deadline::after(LOOK_UP))?,
+        };
+        let mut publisher = Publisher::start(server.reachable_addr(), &credentials, &self.run_id)?;
+        if self.workers > 0 {
+            publisher.expect(self.workers);
+        }
+        self.store = Some(Store { publisher, host: host.to_owned(), server });
+        Ok(())
+    }
+
+    /// Where the hosts find this machine, as far as they have answered; none, if it is worth waiting for another answer.
+    fn address(&self, launchers: &Launchers<'_>) -> Option<String> {
+        let known = launchers.known(|peer| peer.host.name());
+        if let Some(address) = address::seen_by_others(&known, is_ours) {
+            return Some(address.to_string());
+        }
+        let is_waited_for = |peer: &Peer| !peer.is_here && peer.hello.is_none() && !peer.leaves;
+        if launchers.peers.iter().any(is_waited_for) {
+            return None;
+        }
+        if known.iter().any(|peer| !peer.is_here) {
+            return Some(host::name());
+        }
+        let stays_here = self.discovery.is_none() && launchers.job.hosts.hosts().iter().all(is_this_machine);
+        // Hosts elsewhere may come later.
+        let address = if stays_here { None } else { rendezvous::outward().ok() };
+        Some(address.unwrap_or_else(|| IpAddr::from([127, 0, 0, 1])).to_string())
+    }
+
+    fn tell_to_start(&self, launchers: &mut Launchers<'_>, index: usize, host: &str, port: u16) {
+        let nodes = u32::try_from(launchers.peers.len()).unwrap_or(u32::MAX);
+        if !launchers.peers.iter().any(|peer| peer.was_told_to_start)
+            && self.exits.is_empty()
+            && let Ok(world_size) = WorldSize::new(self.workers.max(1))
+        {
+            let (restarts, max_restarts, node) = (0, 0, 0);
+            launchers.control.tell(Event::Starting { restarts, max_restarts, world_size, node, nodes });
+        }
+        let peer = &launchers.peers[index];
+        let agent = AgentConfig {
+            run_id: self.run_id.clone(),
+            host: host.to_owned(),
+            port,
+            first: peer.first,
+            most: self.most,
+            node: u32::try_from(peer.index).unwrap_or(u32::MAX),
+            nodes,
+        };
+        launchers.tell_to_start(index, nodes, (host, port), Some(agent));
+        // One that comes late has missed the instruction.
+        if self.host_manager.is_ending() {
+            launchers.peers[index].say(Instruction::Ending);
+        }
+    }
+
+    fn handle_discovery(&mut self, launchers: &mut Launchers<'_>) {
+        while let Some(answer) = self.discovery.as_ref().and_then(Discovery::next) {
+            match answer {
+                Ok(hosts) => {
+                    self.discovery_fails = false;
+                    self.list(&hosts);
+                }
+                // The last list stands.
+                Err(error) if !std::mem::replace(&mut self.discovery_fails, true) => {
+                    launchers.control.tell(Event::Warning { text: &error.to_string() });
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// A worker has failed, and its launcher asks what becomes of its slot.
+    fn lose_worker(&mut self, launchers: &mut Launchers<'_>, host: usize, slot: u32, failure: &Failure) {
+        let fate = match launchers.end {
+            None => self.host_manager.failed(host, slot, Instant::now()),
+            Some(_) => Fate::Empty,
+        };
+        let replaced_in = match fate {
+            Fate::Replaced { after } => Some(after),
+            Fate::Empty | Fate::LeftOut { .. } => {
+                self.failure.get_or_insert_with(|| failure.clone());
+                say(launchers, host, Instruction::Vacate(slot));
+                None
+            }
+        };
+        let (replacements, max_replacements) = self.host_manager.restarts();
+        launchers.control.tell(Event::Lost { failure, replaced_in, replacements, max_replacements });
+        if let Fate::LeftOut { pause } = fate {
+            let name = self.host_manager.name(host);
+            let text =
+                format!("{name}: its workers fail again and again; it is left out for {}", seconds(pause));
+            launchers.control.tell(Event::Warning { text: &text });
+            retire(launchers, host);
+        }
+    }
+}
+
+impl Plan for ElasticPlan {
+    fn act(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
+        Self::give_up_late(launchers);
+        if launchers.end.is_some() {
+            // It waits until the script has ended.
+            self.discovery = None;
+            return Ok(());
+        }
+        self.handle_discovery(launchers);
+        self.decide(launchers)?;
+        // Afterwards: the address of the store depends on the launchers whose answers are still awaited.
+        if launchers.end.is_none() { self.start_those_who_wait(launchers) } else { Ok(()) }
+    }
+
+    fn wake_at(&self, launchers: &Launchers<'_>) -> Option<Instant> {
+        let silent = launchers.peers.iter().filter(|peer| peer.hello.is_none() && peer.end.is_none());
+        // Once all are to end, nothing is decided any more.
+        let decision = self.host_manager.wake_at().filter(|_| launchers.end.is_none());
+        silent.map(|peer| peer.answer_by).chain(decision).min()
+    }
+
+    fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, news: &News) {
+        let peer = &mut launchers.peers[index];
+        let host = peer.index;
+        match news {
+            News::Started { rank, pid, .. } => {
+                if peer.slot(*rank).is_none() {
+                    return;
+                }
+                peer.processes.insert(*rank, *pid);
+                self.host_manager.up(host, Instant::now());
+            }
+            News::Exited { rank, exit, .. } => {
+                let Some(slot) = peer.slot(*rank) else { return };
+                if let (Some(process), Some(store)) = (peer.processes.remove(rank), &self.store) {
+                    store.publisher.exited(rank.get(), process);
+                }
+                if exit.is_success() {
+                    self.host_manager.done(host, slot);
+                    let others = launchers.peers.iter().filter(|peer| peer.was_told_to_start && !peer.leaves);
+                    others.for_each(|peer| peer.say(Instruction::Ending));
+                }
+            }
+            News::Lost { failure, .. } => {
+                if let Some(slot) = peer.slot(failure.rank) {
+                    self.lose_worker(launchers, host, slot, failure);
+                }
+                return;
+            }
+            News::Line { .. } | News::Logging { .. } | News::Warning { .. } => {}
+            // Told once for all.
+            News::Ending { .. } | News::Killing if launchers.end.is_some() => {}
+            _ => return,
+        }
+        launchers.control.stops |= news.tell(launchers.control.observer).is_break();
+    }
+
+    // The others go on.
+    fn handle_failure(&mut self, _launchers: &mut Launchers<'_>) {}
+
+    fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer) {
+        if let Some(store) = &self.store {
+            for (number, process) in &peer.processes {
+                store.publisher.exited(number.get(), *process);
+            }
+        }
+        let (host, leaves) = (peer.index, peer.leaves);
+        let error = match peer.end {
+            Some(End::Reported(ending)) => {
+                self.exits.extend(ending.exits);
+                match ending.outcome {
+                    Outcome::Interrupted(signal) => {
+                        Error::environment(format!("{}: its launcher was ended by {signal}", peer.host))
+                    }
+                    _ => return self.host_manager.ended(host),
+                }
+            }
+            Some(End::Failed(error)) => error,
+            None => launchers.job.diagnose(&peer),
+        };
+        if leaves || launchers.end.is_some() {
+            return self.host_manager.ended(host);
+        }
+        let text = match self.host_manager.lost(host, Instant::now()) {
+            Some(pause) => format!("{error}; it is left out for {}", seconds(pause)),
+            None => format!("{error}; no restart is left for it"),
+        };
+        launchers.control.tell(Event::Warning { text: &text });
+        self.trouble.get_or_insert(error);
+    }
+
+    /// Is no worker left, and none expected?
+    fn is_over(&self, launchers: &Launchers<'_>) -> bool {
+        launchers.peers.is_empty() && (launchers.end.is_some() || self.host_manager.is_ending())
+    }
+
+    fn conclude(self: Box<Self>, launchers: Launchers<'_>) -> Result<Report> {
+        let outcome = match launchers.end {
+            Some(Cause::Interrupted(signal)) => Outcome::Interrupted(signal),
+            Some(Cause::Stopped) => Outcome::Stopped,
+            Some(Cause::Broken(error)) => return Err(error),
+            Some(Cause::Planned) => match (self.failure, self.trouble) {
+                (Some(failure), _) => Outcome::Failed(failure),
+                (None, Some(error)) => return Err(error),
+                (None, None) => {
+                    let there = self.too_few.unwrap_or(0);
+                    return Err(Error::timeout(format!(
+                        "{there} workers are there, and no others have come"
+                    ))
+                    .with_remedy("does the host list name enough hosts? --elastic-timeout waits longer"));
+                }
+            },
+            None => Outcome::Succeeded,
+        };
+        Ok(Report {
+            outcome,
+            exits: self.exits,
+            world_size: WorldSize::new(self.workers).ok(),
+            nodes: u32::try_from(launchers.started_peers).unwrap_or(u32::MAX),
+            restarts: 0,
+            replacements: self.host_manager.restarts().0,
+            elapsed: launchers.started.elapsed(),
+        })
+    }
+}
+
+/// Tells a host's launcher, unless it is about to end.
+fn say(launchers: &Launchers<'_>, host: usize, instruction: Instruction) {
+    let peers = launchers.peers.iter().filter(|peer| peer.index == host && !peer.leaves);
+    peers.for_each(|peer| peer.say(instruction));
+}
+
+/// Ends the workers of a host.
+fn retire(launchers: &mut Launchers<'_>, host: usize) {
+    let patience = launchers.job.patience();
+    let peers = launchers.peers.iter_mut().filter(|peer| peer.index == host);
+    peers.for_each(|peer| peer.tell_to_end(Signal::TERM, patience));
+}
+
+fn seconds(pause: Duration) -> String {
+    format!("{} s", (pause.as_secs_f64() * 10.0).round() / 10.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::launch::remote::driver::{Driver, tests::silent_job};
+
+    #[test]
+    fn the_store_is_served_only_when_a_host_has_answered_where_it_finds_this_one() {
+        let (_folder, job) = silent_job("node1,node2");
+        let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+        let elastic = ElasticHosts::new(WorldSize::new(1).unwrap());
+        let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+        let driver = Driver::start(&job, &mut observer, |launchers| {
+            let mut plan = elastic.plan(launchers)?;
+            plan.act(launchers)?;
+            assert_eq!((launchers.peers.len(), plan.store.is_some()), (2, false));
+            launchers.peers[0].end = Some(End::Failed(Error::timeout("it has not answered")));
+            launchers.peers.iter_mut().for_each(|peer| peer.leaves = true);
+            plan.act(launchers)?;
+            assert!(plan.store.is_some(), "nobody is waited for any more");
+            Ok(Box::new(plan) as _)
+        });
+        drop(driver.unwrap());
+    }
+}

@@ -1,0 +1,206 @@
+//! A job that keeps its hosts: it has them all, or it ends. The launchers agree among themselves, at the store of node 0.
+
+use std::time::Instant;
+
+use super::address;
+use super::driver::{Cause, Launchers, Plan};
+use super::here::is_ours;
+use super::peer::{End, Peer};
+use super::protocol::News;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::host;
+use crate::launch::exit::{Outcome, Report, Signal};
+use crate::world_size::WorldSize;
+
+/// The hosts of a job, in their order, all of which are needed.
+pub(super) struct FixedHosts {
+    stage: Stage,
+    /// How the launchers ended whose connections are over, by the numbers of their hosts.
+    ended: Vec<(usize, End)>,
+    /// The last start of workers that was shown.
+    shown: Option<u32>,
+}
+
+/// How far the launchers are.
+#[derive(Clone, Debug)]
+enum Stage {
+    /// All have to answer.
+    Answering(Deadline),
+    /// Node 0 has to serve the store, at this host.
+    Serving(Deadline, String),
+    Running,
+}
+
+impl FixedHosts {
+    /// Starts a launcher on each host.
+    pub(super) fn start(launchers: &mut Launchers<'_>) -> Result<Self> {
+        let job = launchers.job;
+        for (index, host) in job.hosts.hosts().iter().enumerate() {
+            launchers.launch(index, host.clone(), 0)?;
+        }
+        let stage = Stage::Answering(Deadline::after(job.start_timeout));
+        Ok(Self { stage, ended: Vec::new(), shown: None })
+    }
+
+    /// The launchers' ends, by the numbers of their hosts; a launcher that was lost has none.
+    fn ends(&mut self, launchers: &mut Launchers<'_>) -> Vec<(usize, End)> {
+        let mut ends = std::mem::take(&mut self.ended);
+        ends.extend(launchers.peers.drain(..).filter_map(|peer| Some((peer.index, peer.end?))));
+        ends.sort_by_key(|(index, _)| *index);
+        ends
+    }
+}
+
+impl Plan for FixedHosts {
+    /// Tells every launcher what to start.
+    fn act(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
+        let bringing_up = !matches!(self.stage, Stage::Running);
+        let any_has_ended = !self.ended.is_empty() || launchers.peers.iter().any(|peer| peer.end.is_some());
+        if bringing_up && any_has_ended {
+            // The others would wait for what to start.
+            launchers.end_all(Cause::Planned, Signal::TERM);
+        }
+        if launchers.end.is_some() {
+            self.stage = Stage::Running;
+        }
+        let nodes = launchers.job.hosts.hosts().len() as u32;
+        match &self.stage {
+            Stage::Answering(deadline) => {
+                let missing: Vec<&Peer> =
+                    launchers.peers.iter().filter(|peer| peer.hello.is_none()).collect();
+                if !missing.is_empty() {
+                    let late = deadline.has_passed().then(|| launchers.not_answered(&missing));
+                    return late.map_or(Ok(()), Err);
+                }
+                let host = launchers.job.master_addr.clone().unwrap_or_else(|| meeting(launchers));
+                launchers.tell_to_start(0, nodes, (&host, launchers.job.master_port), None);
+                let deadline = Deadline::after(launchers.job.start_timeout);
+                self.stage = if nodes > 1 { Stage::Serving(deadline, host) } else { Stage::Running };
+            }
+            Stage::Serving(deadline, host) => match launchers.peers[0].serves_at {
+                Some(port) => {
+                    for node in 1..launchers.peers.len() {
+                        launchers.tell_to_start(node, nodes, (host, port), None);
+                    }
+                    self.stage = Stage::Running;
+                }
+                None if deadline.has_passed() => {
+                    let remedy = "does it find its own address, or does --master-addr name another host's?";
+                    return Err(launchers.too_late(
+                        &[&launchers.peers[0]],
+                        "does not serve the store",
+                        remedy,
+                    ));
+                }
+                None => {}
+            },
+            Stage::Running => {}
+        }
+        Ok(())
+    }
+
+    fn wake_at(&self, _launchers: &Launchers<'_>) -> Option<Instant> {
+        match &self.stage {
+            Stage::Answering(deadline) | Stage::Serving(deadline, _) => Some(deadline.instant()),
+            Stage::Running => None,
+        }
+    }
+
+    /// What all nodes tell alike is shown once.
+    fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, news: &News) {
+        let speaker = launchers.peers.iter().position(|peer| peer.end.is_none());
+        let is_shown = match news {
+            News::Line { .. } | News::Started { .. } | News::Exited { .. } | News::Warning { .. } => true,
+            // Before the first line of the first that starts.
+            News::Starting { restarts, .. } => self.shown.replace(*restarts) != Some(*restarts),
+            _ => speaker == Some(index),
+        };
+        if is_shown {
+            launchers.control.stops |= news.tell(launchers.control.observer).is_break();
+        }
+    }
+
+    fn handle_failure(&mut self, launchers: &mut Launchers<'_>) {
+        launchers.end_all(Cause::Planned, Signal::TERM);
+    }
+
+    fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer) {
+        match peer.end {
+            Some(end) => self.ended.push((peer.index, end)),
+            // A launcher that was told to end may do so without a word.
+            None if launchers.end.is_some() => {}
+            None => {
+                let error = launchers.job.diagnose(&peer);
+                launchers.end_all(Cause::Broken(error), Signal::TERM);
+            }
+        }
+    }
+
+    fn is_over(&self, launchers: &Launchers<'_>) -> bool {
+        launchers.peers.iter().all(|peer| peer.end.is_some())
+    }
+
+    /// How the job ended, of all that was heard.
+    fn conclude(mut self: Box<Self>, mut launchers: Launchers<'_>) -> Result<Report> {
+        let mut report = Report {
+            outcome: Outcome::Succeeded,
+            exits: Vec::new(),
+            world_size: None,
+            nodes: launchers.started_peers as u32,
+            restarts: 0,
+            replacements: 0,
+            elapsed: launchers.started.elapsed(),
+        };
+        let mut failed: Option<Error> = None;
+        for (_, end) in self.ends(&mut launchers) {
+            match end {
+                End::Reported(ending) => {
+                    report.exits.extend(ending.exits);
+                    report.restarts = report.restarts.max(ending.restarts);
+                    report.replacements += ending.replacements;
+                    report.world_size = ending.world_size.and_then(|size| WorldSize::new(size).ok());
+                    if severity(&ending.outcome) > severity(&report.outcome) {
+                        report.outcome = ending.outcome;
+                    }
+                }
+                End::Failed(error) => failed = failed.or(Some(error)),
+            }
+        }
+        let error = match launchers.end {
+            Some(Cause::Interrupted(signal)) => {
+                report.outcome = Outcome::Interrupted(signal);
+                None
+            }
+            Some(Cause::Stopped) => {
+                report.outcome = Outcome::Stopped;
+                None
+            }
+            Some(Cause::Broken(error)) => Some(error),
+            Some(Cause::Planned) | None => failed,
+        };
+        match error {
+            Some(error) if !matches!(report.outcome, Outcome::Failed(_)) => Err(error),
+            _ => Ok(report),
+        }
+    }
+}
+
+/// The address at which node 0 is reached.
+fn meeting(launchers: &Launchers<'_>) -> String {
+    let own = host::name();
+    // Other hosts would look for "localhost" at home.
+    let known = launchers.known(|peer| if peer.is_here { &own } else { peer.host.address() });
+    address::of_node_0(&known, is_ours)
+}
+
+/// Of what nodes report, the nearest to the cause counts.
+fn severity(outcome: &Outcome) -> u8 {
+    match outcome {
+        Outcome::Succeeded => 0,
+        Outcome::Stopped => 1,
+        Outcome::Interrupted(_) => 2,
+        Outcome::NodeFailed(_) => 3,
+        Outcome::Failed(_) => 4,
+    }
+}

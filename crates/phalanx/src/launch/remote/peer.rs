@@ -1,0 +1,92 @@
+//! One launcher, as the command sees it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use super::KEPT_LINES;
+use super::connection::Connection;
+use super::hosts::Host;
+use super::protocol::{Ending, Route, ToLauncher};
+use crate::error::Error;
+use crate::launch::agent::Instruction;
+use crate::launch::exit::Signal;
+use crate::rank::Rank;
+
+/// How long a launcher may take to end that has not been told to start anything.
+const UNWANTED: Duration = Duration::from_secs(2);
+
+/// One start of a launcher on one host.
+#[derive(Debug)]
+pub(super) struct Peer {
+    /// The number of this connection.
+    pub(super) id: usize,
+    /// Its host's number.
+    pub(super) index: usize,
+    pub(super) host: Host,
+    pub(super) is_here: bool,
+    pub(super) connection: Connection,
+    /// When it has to have answered.
+    pub(super) answer_by: Instant,
+    /// It has answered, and how ssh has reached it.
+    pub(super) hello: Option<Option<Route>>,
+    /// The number of its first worker, and how many it has.
+    pub(super) first: u32,
+    pub(super) slots: u32,
+    pub(super) was_told_to_start: bool,
+    /// It was told to end.
+    pub(super) leaves: bool,
+    /// The port of the store that it serves.
+    pub(super) serves_at: Option<u16>,
+    pub(super) end: Option<End>,
+    /// Its workers' processes, by their numbers.
+    pub(super) processes: BTreeMap<Rank, u32>,
+    pub(super) stderr: VecDeque<String>,
+}
+
+/// What a launcher has said last.
+#[derive(Debug)]
+pub(super) enum End {
+    Reported(Ending),
+    Failed(Error),
+}
+
+impl Peer {
+    /// The slot on its host of the worker with this number.
+    pub(super) fn slot(&self, number: Rank) -> Option<u32> {
+        number.get().checked_sub(self.first).filter(|slot| *slot < self.slots)
+    }
+
+    /// Was its answer due before `now`?
+    pub(super) fn is_late(&self, now: Instant) -> bool {
+        self.hello.is_none() && self.end.is_none() && now >= self.answer_by
+    }
+
+    pub(super) fn say(&self, instruction: Instruction) {
+        self.connection.order(ToLauncher::Elastic(instruction));
+    }
+
+    /// Tells it to end, and its workers, which may take `patience`.
+    pub(super) fn tell_to_end(&mut self, signal: Signal, patience: Duration) {
+        self.leaves = true;
+        if self.was_told_to_start {
+            self.connection.order(ToLauncher::Signal(signal.number()));
+            self.connection.must_end_by(Instant::now() + patience);
+        } else {
+            self.end_unwanted();
+        }
+    }
+
+    /// Ends a launcher that has started nothing.
+    pub(super) fn end_unwanted(&mut self) {
+        self.connection.close();
+        self.connection.must_end_by(Instant::now() + UNWANTED);
+    }
+
+    /// Keeps a line of its standard error for an error.
+    pub(super) fn keep(&mut self, line: String) {
+        if self.stderr.len() == KEPT_LINES {
+            self.stderr.pop_front();
+        }
+        self.stderr.push_back(line);
+    }
+}

@@ -1,0 +1,105 @@
+//! A slot of an elastic job: its worker, and the pause before the next one. Pure.
+
+use std::time::{Duration, Instant};
+
+/// A worker that fails sooner after its start counts as a crash: the next one may well crash too.
+const QUICK: Duration = Duration::from_secs(2);
+/// After so many crashes in a row the slot is given up.
+const GIVEN_UP: u32 = 4;
+/// How long the slot stays empty after the second crash in a row; after the third twice as long.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// A slot: it holds one worker, and then that worker's successors.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Slot {
+    pub(super) holder: Holder,
+    backoff: CrashBackoff,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Holder {
+    Running {
+        since: Instant,
+    },
+    /// Its worker has failed, and gets a successor then.
+    Cooling {
+        until: Instant,
+    },
+    /// Its worker has failed, and the driver has not said yet whether it gets a successor.
+    Asking,
+    /// Its worker has ended with success.
+    Done,
+    /// Its worker has failed, and gets no successor.
+    Vacant,
+}
+
+impl Slot {
+    /// As many slots, whose workers start now.
+    pub(super) fn several(count: usize, now: Instant) -> Vec<Self> {
+        vec![Self { holder: Holder::Running { since: now }, backoff: CrashBackoff::default() }; count]
+    }
+
+    /// Its worker has failed, and has no successor yet. Returns how long one would have to wait; `None` if the slot's workers
+    /// crash again and again.
+    pub(super) fn fail(&mut self, now: Instant) -> Option<Duration> {
+        let lived = match self.holder {
+            Holder::Running { since } => now.saturating_duration_since(since),
+            _ => Duration::ZERO,
+        };
+        self.holder = Holder::Vacant;
+        self.backoff.failed(lived)
+    }
+
+    /// Its next worker starts, if it is due.
+    pub(super) fn start_if_due(&mut self, now: Instant) -> bool {
+        let is_due = self.due_at().is_some_and(|until| until <= now);
+        if is_due {
+            self.holder = Holder::Running { since: now };
+        }
+        is_due
+    }
+
+    /// When its next worker is due, if one was promised.
+    pub(super) fn due_at(&self) -> Option<Instant> {
+        match self.holder {
+            Holder::Cooling { until } => Some(until),
+            _ => None,
+        }
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self.holder, Holder::Running { .. })
+    }
+}
+
+/// The crashes in a row of one slot's workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct CrashBackoff(u32);
+
+impl CrashBackoff {
+    /// A worker has failed after it had run for `lived`. Returns how long to wait before the next start; `None` gives up.
+    fn failed(&mut self, lived: Duration) -> Option<Duration> {
+        self.0 = if lived < QUICK { self.0.saturating_add(1) } else { 0 };
+        match self.0 {
+            0 | 1 => Some(Duration::ZERO),
+            quick @ 2..GIVEN_UP => Some(PAUSE * (1 << (quick - 2))),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_crash_in_a_row_waits_longer_until_the_slot_is_given_up() {
+        let mut backoff = CrashBackoff::default();
+        let pauses = [Some(0), Some(1), Some(2), None, None].map(|wait| wait.map(Duration::from_secs));
+        for pause in pauses {
+            assert_eq!(backoff.failed(Duration::from_secs(1)), pause);
+        }
+        assert_eq!(backoff.failed(QUICK), Some(Duration::ZERO));
+        assert_eq!(backoff.failed(Duration::ZERO), Some(Duration::ZERO));
+    }
+}
