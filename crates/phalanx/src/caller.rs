@@ -88,6 +88,10 @@ callers! {
     DdpSum = 28, "Ddp::sum";
     /// [`Checkpoints::save_sharded`](crate::checkpoint::Checkpoints::save_sharded).
     CheckpointsSaveSharded = 29, "Checkpoints::save_sharded";
+    /// [`ProcessGroup::main_process_first`](crate::ProcessGroup::main_process_first).
+    MainProcessFirst = 30, "main_process_first";
+    /// [`ProcessGroup::local_main_process_first`](crate::ProcessGroup::local_main_process_first).
+    LocalMainProcessFirst = 31, "local_main_process_first";
 }
 
 impl Caller {

@@ -21,7 +21,7 @@ use super::snapshot::Snapshot;
 use super::writer::{Job, unwritten};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result};
-use crate::group::ProcessGroup;
+use crate::group::{ProcessGroup, Told};
 use crate::host;
 use crate::rank::Rank;
 
@@ -41,33 +41,6 @@ pub(super) struct Together {
     pub threads: ProcessGroup,
     /// On rank 0: what all have, together.
     pub tensors: Vec<TensorEntry>,
-}
-
-/// An error of a rank, for the others.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct Told {
-    rank: u32,
-    host: String,
-    cause: String,
-    remedy: Option<String>,
-}
-
-impl Told {
-    /// What `error`, which this rank has met with, or was told, says to others.
-    fn of(error: &Error, me: Rank) -> Self {
-        Self {
-            rank: error.rank().unwrap_or(me).get(),
-            host: error.host().map_or_else(host::name, str::to_owned),
-            cause: error.full_cause(),
-            remedy: error.remedy().map(str::to_owned),
-        }
-    }
-
-    fn error(self) -> Error {
-        let rank = Rank::new(self.rank);
-        let error = Error::aborted(self.cause).at(rank, self.host).with_peer(rank);
-        self.remedy.into_iter().fold(error, Error::with_remedy)
-    }
 }
 
 /// What a rank brings to the call that saves.

@@ -9,6 +9,7 @@ mod documentation;
 mod failures;
 mod gather;
 mod join;
+mod main_process_first;
 mod modules;
 mod objects;
 mod order;

@@ -1,0 +1,102 @@
+//! One rank prepares what all read.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use super::ProcessGroup;
+use super::config::Backend;
+use super::told::Told;
+use crate::caller::Caller;
+use crate::error::{Error, Result};
+use crate::host;
+
+impl ProcessGroup {
+    /// Runs `prepare` on rank 0, and then on all others: rank 0 downloads, unpacks or tokenizes, and the others find it done.
+    /// Accelerate's `main_process_first`.
+    ///
+    /// Every rank must call it. `prepare` may call nothing of this group, since the others wait. They wait as long as the group's
+    /// time-out; for what takes longer, call it on [`with_timeout`](Self::with_timeout).
+    ///
+    /// ```
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let cache = folder.path().join("tokens");
+    /// let group = phalanx::init()?;
+    /// let tokens = group.main_process_first(|| {
+    ///     if !cache.exists() {
+    ///         std::fs::write(&cache, "17 4 3").map_err(phalanx::Error::other)?; // rank 0 alone
+    ///     }
+    ///     std::fs::read_to_string(&cache).map_err(phalanx::Error::other) // all
+    /// })?;
+    /// assert_eq!(tokens, "17 4 3");
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// What `prepare` gives. If it fails on rank 0, or panics there, it runs nowhere else, and every rank gets that with its cause; the
+    /// group remains sound. As [`all_gather_object`](Self::all_gather_object).
+    pub fn main_process_first<T>(&self, prepare: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.in_call(Caller::MainProcessFirst).some_first(self.rank().is_main(), prepare)
+    }
+
+    /// [`main_process_first`](Self::main_process_first) on each host: runs `prepare` on the lowest rank of every host, and when it
+    /// has run on all hosts, on the others. For what is prepared on a host's own disk.
+    ///
+    /// # Errors
+    /// As [`main_process_first`](Self::main_process_first): a failure on one host is an error on all.
+    pub fn local_main_process_first<T>(&self, prepare: impl FnOnce() -> Result<T>) -> Result<T> {
+        let group = self.in_call(Caller::LocalMainProcessFirst);
+        let hosts: Vec<String> = group.all_gather_object(&group.host_identity())?;
+        let own = hosts.get(self.rank().index());
+        let is_main = hosts.iter().position(|host| Some(host) == own) == Some(self.rank().index());
+        group.some_first(is_main, prepare)
+    }
+
+    /// Runs `prepare` on the ranks that are `first`, and then on the others.
+    fn some_first<T>(&self, first: bool, prepare: impl FnOnce() -> Result<T>) -> Result<T> {
+        if !first {
+            self.prepared(Ok(()))?;
+            return prepare();
+        }
+        let outcome = catch_unwind(AssertUnwindSafe(prepare));
+        let me = self.rank();
+        let prepared = match &outcome {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err(Told::of(error, me)),
+            Err(panic) => {
+                let said = panic.downcast_ref::<&str>().copied();
+                let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+                let cause = format!("rank {me} panicked: {}", said.unwrap_or("without a message"));
+                Err(Told::of(&Error::aborted(cause), me))
+            }
+        };
+        let heard = self.prepared(prepared);
+        match outcome {
+            Ok(outcome) => outcome.and_then(|value| heard.map(|()| value)),
+            Err(panic) => resume_unwind(panic),
+        }
+    }
+
+    /// Waits until all have come here, and hears whether all that came first are ready.
+    fn prepared(&self, own: Result<(), Told>) -> Result<()> {
+        let all: Vec<Result<(), Told>> = self.all_gather_object(&own)?;
+        match all.into_iter().find_map(Result::err) {
+            None => Ok(()),
+            Some(failed) => {
+                let operation = self.caller.map_or("main_process_first", Caller::name);
+                Err(self.told(failed.error().in_operation(operation, None)))
+            }
+        }
+    }
+
+    /// The same on all ranks that have their disk in common: those of one host, or of one container.
+    fn host_identity(&self) -> String {
+        match &self.inner.config.backend {
+            Backend::Process { .. } => "this process".to_owned(),
+            Backend::Mesh { host_id: Some(id), .. } => id.clone(),
+            Backend::Mesh { host_id: None, .. } => {
+                // Names alone may be the same on two hosts.
+                let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+                format!("{} {}", host::name(), boot.trim())
+            }
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! An error of a rank, for the others.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::host;
+use crate::rank::Rank;
+
+/// An error of a rank, for the others.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Told {
+    rank: u32,
+    host: String,
+    cause: String,
+    remedy: Option<String>,
+}
+
+impl Told {
+    /// What `error`, which this rank has met with, or was told, says to others.
+    pub(crate) fn of(error: &Error, me: Rank) -> Self {
+        Self {
+            rank: error.rank().unwrap_or(me).get(),
+            host: error.host().map_or_else(host::name, str::to_owned),
+            cause: error.full_cause(),
+            remedy: error.remedy().map(str::to_owned),
+        }
+    }
+
+    pub(crate) fn error(self) -> Error {
+        let rank = Rank::new(self.rank);
+        let error = Error::aborted(self.cause).at(rank, self.host).with_peer(rank);
+        self.remedy.into_iter().fold(error, Error::with_remedy)
+    }
+}
