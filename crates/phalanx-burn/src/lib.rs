@@ -142,6 +142,7 @@
 //! | [`TrainState`] | model, optimizer, learning-rate scheduler and progress as one value: for elastic jobs and for checkpoints |
 //! | [`Collectives`] | `all_reduce`, `broadcast`, `all_gather`, `reduce` and `reduce_scatter` of tensors; [`Ddp::mean`] and [`Ddp::sum`] of a loss or a count |
 //! | [`DataParallel`], [`TowerGradients`] | several devices in one process, for comparison and where there is no other way |
+//! | `data::BurnLoader` | loaders of `phalanx-data`, with workers and positions, as Burn's; needs the feature `data` |
 //! | `train::DdpStrategy` | Burn's own trainer in several processes; needs the feature `train` |
 //!
 //! # Limits
@@ -156,6 +157,8 @@ mod averager;
 mod bridge;
 mod clip;
 mod collectives;
+#[cfg(feature = "data")]
+pub mod data;
 mod data_parallel;
 mod ddp;
 mod fused;

@@ -59,3 +59,12 @@ pub use loader::{Batches, DataLoader, DataLoaderBuilder, Position};
 pub use sampler::{Sampler, Sampling, from_fn};
 pub use stream::{IterableDataset, Shard, StreamBatches, StreamLoader, StreamLoaderBuilder, StreamPosition};
 pub use worker::{WorkerInfo, worker_info};
+
+/// The guide's programs must compile.
+#[cfg(all(doctest, feature = "json", feature = "lmdb"))]
+mod guide {
+    #[doc = include_str!("../../../docs/guide/loading-data.md")]
+    struct LoadingData;
+    #[doc = include_str!("../../../docs/guide/lmdb.md")]
+    struct Lmdb;
+}

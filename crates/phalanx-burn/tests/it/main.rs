@@ -5,6 +5,7 @@
 mod common;
 
 mod configurations;
+mod data;
 mod data_parallel;
 mod ddp;
 mod equivalence;

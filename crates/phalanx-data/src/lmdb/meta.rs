@@ -54,8 +54,9 @@ impl Meta {
         };
         let first = at(0)?;
         let second = match &first {
-            Some(first) => at(u64::from(u32_at(first, PAGE_SIZE)))?,
-            None => None,
+            Some(first) if is_meta(first) => at(u64::from(u32_at(first, PAGE_SIZE)))?,
+            // What is no such page tells nothing of a second.
+            first => *first,
         };
         check(first.zip(second), length).map_err(|cause| {
             Error::invalid_argument(format!("{} is no whole LMDB file: {cause}", path.display())).with_remedy(
@@ -71,7 +72,7 @@ fn check(pages: Option<([u8; LENGTH], [u8; LENGTH])>, length: u64) -> Result<Met
         return Err(format!("it has {length} bytes, less than its first two pages"));
     };
     for page in [&first, &second] {
-        if u16_at(page, PAGE_FLAGS) & IS_META == 0 || u32_at(page, MAGIC.0) != MAGIC.1 {
+        if !is_meta(page) {
             return Err("its first two pages are not LMDB's".into());
         }
         let version = u32_at(page, VERSION.0);
@@ -100,6 +101,10 @@ fn check(pages: Option<([u8; LENGTH], [u8; LENGTH])>, length: u64) -> Result<Met
         return Err("its keys may have several values".into());
     }
     Ok(Meta { entries, file: length })
+}
+
+fn is_meta(page: &[u8; LENGTH]) -> bool {
+    u16_at(page, PAGE_FLAGS) & IS_META != 0 && u32_at(page, MAGIC.0) == MAGIC.1
 }
 
 fn u16_at(page: &[u8; LENGTH], at: usize) -> u16 {

@@ -19,8 +19,8 @@ const MAX_ITEM: usize = 1 << 30;
 
 /// Packs items into a new LMDB folder: item n under its number as 8 big-endian bytes, so in this order on the disk too.
 ///
-/// It writes into a folder beside, which gets its name by [`finish`](Self::finish), when everything is on the disk. If the writer is dropped
-/// before, it is removed.
+/// It writes into a hidden folder beside, which gets its name by [`finish`](Self::finish), when everything is on the disk. If the
+/// writer is dropped before, that is removed; if its process is killed, it stays (`.NAME.partial-..`), and may be removed by hand.
 pub struct LmdbWriter {
     /// Dropped first.
     env: Option<(Env, Database<'static, Bytes, Bytes>)>,

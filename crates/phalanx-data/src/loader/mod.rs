@@ -6,17 +6,18 @@ mod position;
 mod work;
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use phalanx::sampler::ElasticSampler;
+use phalanx::sampler::{ElasticSampler, Tail};
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
 pub use self::batches::Batches;
 pub use self::builder::DataLoaderBuilder;
 pub use self::position::Position;
-use crate::{Dataset, Sampler, WorkerInfo};
+use crate::{Dataset, Sampler, Sampling, WorkerInfo};
 
 /// How a batch is made of its items.
 pub(crate) type Collate<I, B> = Arc<dyn Fn(Vec<I>) -> Result<B> + Send + Sync>;
@@ -154,6 +155,43 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         self.len() == 0
     }
 
+    /// The number of items of a whole pass on this rank, those of a last batch that is dropped too.
+    pub fn items(&self) -> usize {
+        self.indices().len()
+    }
+
+    /// The same loader with another collate function, and with a position of its own, which begins at this one's.
+    pub fn with_collate<C: Send + 'static>(
+        &self,
+        collate: impl Fn(Vec<D::Item>) -> Result<C> + Send + Sync + 'static,
+    ) -> DataLoader<D, C> {
+        let progress = self.inner.progress.lock().anew();
+        DataLoader { inner: Arc::new(self.inner.with(Arc::new(collate), self.inner.own.clone(), progress)) }
+    }
+
+    /// A loader of a part of what this rank gets: of its items in a pass, those at these places. It begins with this loader's epoch,
+    /// and has a position of its own. For trainers that divide a loader among ranks by themselves.
+    pub fn slice(&self, places: Range<usize>) -> Self {
+        let mut progress = self.inner.progress.lock().anew();
+        let of = Sampling {
+            places: progress.position.clone(),
+            own: self.inner.own.clone(),
+            shard: Some(progress.shard),
+        };
+        progress.shard = (Rank::MAIN, WorldSize::ONE);
+        let epoch = progress.position.epoch();
+        progress.position = ElasticSampler::new(0).shuffle(false).tail(Tail::Repeat);
+        progress.position.set_epoch(epoch);
+        let own: Arc<dyn Sampler> = Arc::new(Slice { of, places });
+        Self { inner: Arc::new(self.inner.with(self.inner.collate.clone(), Some(own), progress)) }
+    }
+
+    /// The indices of this rank's items in the current pass, from its beginning.
+    fn indices(&self) -> Vec<usize> {
+        let progress = self.inner.progress.lock();
+        indices(&progress.position, self.inner.own.as_deref(), progress.shard, progress.position.epoch())
+    }
+
     /// The data set.
     pub fn dataset(&self) -> &D {
         &self.inner.dataset
@@ -165,7 +203,70 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     }
 }
 
+/// The indices of a rank's items in the pass `epoch`.
+fn indices(
+    places: &ElasticSampler,
+    own: Option<&dyn Sampler>,
+    (rank, world): (Rank, WorldSize),
+    epoch: u64,
+) -> Vec<usize> {
+    let order = own.map(|own| own.order(epoch));
+    let mut whole = places.with_samples(order.as_ref().map_or(places.samples(), Vec::len));
+    whole.set_epoch(epoch);
+    // One step has them all.
+    let mine = whole.next_batch(whole.samples(), rank, world).unwrap_or_default();
+    match order {
+        Some(order) => mine.into_iter().map(|place| order[place]).collect(),
+        None => mine,
+    }
+}
+
+/// Some of the places of what a rank gets.
+struct Slice {
+    of: Sampling,
+    places: Range<usize>,
+}
+
+impl Sampler for Slice {
+    fn order(&self, epoch: u64) -> Vec<usize> {
+        let shard = self.of.shard.unwrap_or((Rank::MAIN, WorldSize::ONE));
+        let mut all = indices(&self.of.places, self.of.own.as_deref(), shard, epoch);
+        all.truncate(self.places.end);
+        all.drain(..self.places.start.min(all.len()));
+        all
+    }
+}
+
+impl Progress {
+    /// At the same place, with nothing begun.
+    fn anew(&self) -> Self {
+        Self { passes: 0, begun: false, position: self.position.clone(), shard: self.shard }
+    }
+}
+
 impl<D: Dataset, B> Inner<D, B> {
+    /// The same with another collate function, order and place.
+    fn with<C>(
+        &self,
+        collate: Collate<D::Item, C>,
+        own: Option<Arc<dyn Sampler>>,
+        progress: Progress,
+    ) -> Inner<D, C> {
+        Inner {
+            dataset: self.dataset.clone(),
+            collate,
+            init: self.init.clone(),
+            own,
+            batch_size: self.batch_size,
+            drop_last: self.drop_last,
+            num_workers: self.num_workers,
+            prefetch_factor: self.prefetch_factor,
+            seed: self.seed,
+            timeout: self.timeout,
+            progress: Mutex::new(progress),
+        }
+    }
+
     pub fn steps_left(&self, position: &ElasticSampler, world: WorldSize) -> usize {
         if self.drop_last {
             return position.full_steps_left(self.batch_size, world);

@@ -444,6 +444,25 @@ fn options_that_make_no_sense_are_refused() {
 }
 
 #[test]
+fn slices_are_what_a_rank_gets_in_parts() {
+    for (rank, world) in shards(2) {
+        let loader = DataLoader::builder(numbers(21)).shuffle(true).seed(8).shard(rank, world).batch_size(4);
+        let loader = loader.num_workers(1).build().unwrap();
+        assert_eq!(loader.items(), 11);
+        let (front, back) = (loader.slice(0..5), loader.slice(5..99));
+        assert_eq!((front.items(), front.len(), back.items(), back.len()), (5, 2, 6, 2));
+        for _ in 0..3 {
+            let all: Vec<usize> = loader.iter().flat_map(Result::unwrap).collect();
+            let parts = front.iter().chain(back.iter()).flat_map(Result::unwrap);
+            assert_eq!(parts.collect::<Vec<_>>(), all);
+        }
+        let doubled = front.with_collate(|items| Ok(items.len() * 2));
+        assert_eq!(doubled.iter().map(Result::unwrap).collect::<Vec<_>>(), [8, 2]);
+        assert_eq!((doubled.epoch(), front.epoch(), loader.slice(3..2).iter().count()), (4, 3, 0));
+    }
+}
+
+#[test]
 fn an_empty_data_set_has_no_batches() {
     for (rank, world) in shards(3) {
         let loader = DataLoader::builder(numbers(0)).shard(rank, world).num_workers(2).build().unwrap();

@@ -1,6 +1,8 @@
 //! Threads are enough for these: `cargo test -p phalanx-data --test it -- loader::` runs one file.
 #![allow(clippy::unwrap_used)]
 
+mod folder;
+mod lmdb;
 mod loader;
 mod lost;
 mod stream;

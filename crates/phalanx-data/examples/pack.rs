@@ -1,0 +1,73 @@
+//! Packs the files of a folder into LMDB, with the folder that each is in as its class.
+//!
+//! ```sh
+//! cargo run --release -p phalanx-data --features lmdb --example pack -- photos/ photos.lmdb
+//! ```
+//!
+//! Item n is the n-th file in the order of names: 4 bytes with the number of its class (little-endian), and then the file. The names
+//! of the classes go beside it, into `classes.txt`, in their order. The second command line shows what was packed:
+//!
+//! ```sh
+//! cargo run --release -p phalanx-data --features lmdb --example pack -- photos.lmdb
+//! ```
+
+use std::error::Error;
+use std::fs;
+use std::path::Path;
+
+use phalanx_data::Dataset;
+use phalanx_data::lmdb::{LmdbDataset, LmdbWriter};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match arguments.as_slice() {
+        [folder, packed] => pack(Path::new(folder), Path::new(packed)),
+        [packed] => show(Path::new(packed)),
+        _ => Err("pack FOLDER PACKED, or pack PACKED to show what is in it".into()),
+    }
+}
+
+fn pack(folder: &Path, packed: &Path) -> Result<(), Box<dyn Error>> {
+    let mut writer = LmdbWriter::create(packed)?;
+    let mut classes = Vec::new();
+    for class in sorted(folder)? {
+        if !class.is_dir() {
+            continue;
+        }
+        let number = u32::try_from(classes.len())?.to_le_bytes();
+        for file in sorted(&class)? {
+            if file.is_file() {
+                writer.push(&[&number[..], &fs::read(file)?].concat())?;
+            }
+        }
+        classes.push(class.file_name().unwrap_or_default().to_string_lossy().into_owned());
+    }
+    let items = writer.finish()?;
+    fs::write(packed.join("classes.txt"), classes.join("\n"))?;
+    println!("{items} files of {} classes", classes.len());
+    Ok(())
+}
+
+fn sorted(folder: &Path) -> std::io::Result<Vec<std::path::PathBuf>> {
+    let mut paths =
+        fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
+    paths.sort();
+    Ok(paths)
+}
+
+fn show(packed: &Path) -> Result<(), Box<dyn Error>> {
+    let dataset = LmdbDataset::open(packed)?;
+    let classes = fs::read_to_string(packed.join("classes.txt"))?;
+    let classes: Vec<&str> = classes.lines().collect();
+    let mut counts = vec![(0_usize, 0_usize); classes.len()];
+    for index in 0..dataset.len() {
+        let (class, bytes) = dataset
+            .read(index, |item| (item.first_chunk().map(|class| u32::from_le_bytes(*class)), item.len()))?;
+        let class = class.and_then(|class| counts.get_mut(class as usize)).ok_or("an item has no class")?;
+        *class = (class.0 + 1, class.1 + bytes - 4);
+    }
+    for (class, (files, bytes)) in classes.iter().zip(counts) {
+        println!("{class:<20} {files:>8} files {bytes:>12} bytes");
+    }
+    Ok(())
+}

@@ -1,0 +1,131 @@
+//! LMDB in several processes.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use phalanx_data::lmdb::{LmdbDataset, LmdbWriter};
+use phalanx_data::{DataLoader, Dataset};
+
+use crate::ROLE;
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("a_spawned_worker_and_a_moved_data_set_just_work", a_spawned_worker_and_a_moved_data_set_just_work),
+    ("a_killed_reader_leaves_no_stale_slot", a_killed_reader_leaves_no_stale_slot),
+    ("a_killed_packing_leaves_no_data_set", a_killed_packing_leaves_no_data_set),
+];
+
+const ITEMS: u64 = 500;
+
+fn packed(folder: &Path) -> PathBuf {
+    let path = folder.join("packed");
+    let mut writer = LmdbWriter::create(&path).unwrap();
+    for n in 0..ITEMS {
+        writer.push(&n.to_le_bytes()).unwrap();
+    }
+    writer.finish().unwrap();
+    path
+}
+
+/// This program in a role, with something on its standard input.
+fn start(role: &str, input: &[u8]) -> Child {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .env(ROLE, role)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input).unwrap();
+    child
+}
+
+/// What it says when it is ready.
+fn line(child: &mut Child) -> String {
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    line.trim().to_owned()
+}
+
+pub fn play(role: &str) {
+    let mut input = Vec::new();
+    std::io::stdin().read_to_end(&mut input).unwrap();
+    match role {
+        "pack" => {
+            let path = PathBuf::from(String::from_utf8(input).unwrap());
+            let mut writer = LmdbWriter::create(path).unwrap();
+            for n in 0.. {
+                writer.push(&[0; 1 << 20]).unwrap();
+                if n == 40 {
+                    println!("packing");
+                }
+            }
+        }
+        _ => {
+            let dataset: LmdbDataset = postcard::from_bytes(&input).unwrap();
+            if role == "sum" {
+                let loader = DataLoader::builder(dataset).batch_size(9).num_workers(3).build().unwrap();
+                let items = loader.iter().flat_map(Result::unwrap);
+                println!("{}", items.map(|item| u64::from_le_bytes(item.try_into().unwrap())).sum::<u64>());
+            } else {
+                // In the middle of a read.
+                let _ = dataset.read(0, |_| {
+                    println!("reading");
+                    loop {
+                        std::thread::park();
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// A data set that has been read from here goes to another process and to other threads.
+fn a_spawned_worker_and_a_moved_data_set_just_work() {
+    let folder = tempfile::tempdir().unwrap();
+    let dataset = LmdbDataset::open(packed(folder.path())).unwrap();
+    assert_eq!(dataset.get(7).unwrap(), 7_u64.to_le_bytes());
+    let written = postcard::to_stdvec(&dataset).unwrap();
+    let mut workers: Vec<Child> = (0..3).map(|_| start("sum", &written)).collect();
+    for worker in &mut workers {
+        assert_eq!(line(worker), (ITEMS * (ITEMS - 1) / 2).to_string());
+        assert!(worker.wait().unwrap().success());
+    }
+    let moved = std::thread::spawn(move || (dataset.get(9).unwrap(), dataset));
+    let (item, dataset) = moved.join().unwrap();
+    assert_eq!((item, dataset.get(8).unwrap()), (9_u64.to_le_bytes().to_vec(), 8_u64.to_le_bytes().to_vec()));
+}
+
+fn killed_while_it_reads(dataset: &LmdbDataset) {
+    let mut reader = start("stay", &postcard::to_stdvec(dataset).unwrap());
+    assert_eq!(line(&mut reader), "reading");
+    reader.kill().unwrap();
+    reader.wait().unwrap();
+}
+
+fn a_killed_reader_leaves_no_stale_slot() {
+    let folder = tempfile::tempdir().unwrap();
+    let dataset = LmdbDataset::open(packed(folder.path())).unwrap();
+    // Somebody else reads all the time, or the table of readers would begin anew with the next.
+    dataset.get(0).unwrap();
+    killed_while_it_reads(&dataset);
+    assert_eq!(dataset.clear_stale_readers().unwrap(), 1, "it had a place, which it has left behind");
+    killed_while_it_reads(&dataset);
+    // Whoever opens it next clears it.
+    let mut other = start("sum", &postcard::to_stdvec(&dataset).unwrap());
+    assert!(other.wait().unwrap().success());
+    assert_eq!(dataset.clear_stale_readers().unwrap(), 0);
+    assert_eq!(dataset.get(1).unwrap(), 1_u64.to_le_bytes());
+}
+
+fn a_killed_packing_leaves_no_data_set() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("packed");
+    let mut packing = start("pack", path.to_str().unwrap().as_bytes());
+    assert_eq!(line(&mut packing), "packing");
+    packing.kill().unwrap();
+    packing.wait().unwrap();
+    assert!(LmdbDataset::open(&path).is_err());
+    // Packing again needs no hand.
+    packed(folder.path());
+    assert_eq!(LmdbDataset::open(&path).unwrap().len() as u64, ITEMS);
+}
