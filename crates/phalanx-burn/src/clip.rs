@@ -7,8 +7,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, bf16, f16};
 use phalanx::{Error, Result};
 
-use crate::bridge::Lent;
-use crate::memory;
+use crate::tensor_bytes::{self, TensorBytes};
 
 /// Added to the norm, so that a gradient of zero divides by something.
 const EPSILON: f64 = 1e-6;
@@ -74,7 +73,7 @@ impl ModuleVisitor for Squares<'_> {
             return;
         }
         let (Some(gradient), Ok(sums)) = (self.gradients.get::<D>(param.id), &mut self.sums) else { return };
-        match memory::lend(gradient, squares).and_then(|squares| squares) {
+        match tensor_bytes::with_bytes(gradient, squares).and_then(|squares| squares) {
             Ok(squares) => sums.push((param.id, squares)),
             Err(error) => self.sums = Err(error),
         }
@@ -97,7 +96,7 @@ impl ModuleVisitor for Scale<'_> {
     }
 }
 
-fn squares(Lent { dtype, bytes }: Lent<'_>) -> Result<f64> {
+fn squares(TensorBytes { dtype, bytes }: TensorBytes<'_>) -> Result<f64> {
     match dtype {
         DType::F64 => Ok(sum_of_squares::<f64>(bytes, |x| x)),
         DType::F32 | DType::Flex32 => Ok(sum_of_squares::<f32>(bytes, f64::from)),

@@ -6,7 +6,7 @@ use burn::tensor::{DType as BurnDType, Device, Tensor, TensorData};
 use phalanx::{Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
 
 use crate::Ddp;
-use crate::bridge;
+use crate::tensor_bytes;
 
 /// Collectives on Burn's tensors of any rank: floats, integers and truth values. What `torch.distributed` has under the same
 /// names.
@@ -188,7 +188,7 @@ impl<const D: usize> Local<D> {
                 bytes.len()
             )));
         }
-        let data = bridge::tensor_data(bytes, &shape, self.dtype);
+        let data = tensor_bytes::tensor_data(bytes, &shape, self.dtype);
         Ok(Tensor::from_data(data, (&self.device, self.dtype)))
     }
 }
@@ -198,7 +198,7 @@ fn copied(dtype: BurnDType) -> Result<DType> {
     match dtype {
         BurnDType::I8 => Ok(DType::I8),
         BurnDType::Bool(_) if dtype.size() == 1 => Ok(DType::Bool),
-        other => bridge::dtype(other),
+        other => tensor_bytes::dtype(other),
     }
 }
 
@@ -237,7 +237,7 @@ impl<M: Module> Ddp<M> {
     /// # Errors
     /// If a tensor has more than one element, or the exchange fails.
     pub fn mean(&self, value: impl Scalar) -> Result<f64> {
-        Ok(self.total(value, Caller::DdpMean)? / self.active_ranks() as f64)
+        Ok(self.total(value, Caller::DdpMean)? / self.group().active_ranks() as f64)
     }
 
     /// The sum of all ranks' `value`, the same on every rank. All ranks call it together.
@@ -249,7 +249,7 @@ impl<M: Module> Ddp<M> {
     }
 
     fn total(&self, value: impl Scalar, caller: Caller) -> Result<f64> {
-        let (buffer, group) = (Buffer::from_slice(&[value.number()?]), self.communicator(caller));
+        let (buffer, group) = (Buffer::from_slice(&[value.number()?]), self.group().in_call(caller));
         let sum = group.all_reduce_async(buffer, ReduceOp::Sum)?.wait()?;
         Ok(sum.as_slice::<f64>()?.iter().sum())
     }

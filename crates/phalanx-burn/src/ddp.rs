@@ -1,34 +1,33 @@
 //! DistributedDataParallel: every rank has the whole model and its own part of the data.
 
+mod engine;
 mod regroup;
-mod replay;
+mod replica;
 
-use std::any::Any;
-use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Instant;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
-use burn::module::{Module, ParamId};
+use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
-use burn::tensor::{Gradients, Tensor};
+use burn::tensor::Tensor;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::hooks::CommHook;
-use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, verify_state};
+use phalanx::reducer::{Reducer, ReducerOptions};
 use phalanx::trace::Lane;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
-use crate::bridge;
+pub(crate) use self::engine::Engine;
+use self::engine::{alone, check_tracked, delivery, live, traced};
+use self::regroup::prepare;
 use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
-use crate::memory;
-use crate::optimizer;
 use crate::packed::Packed;
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
-use crate::sink::{Delivery, Pass, Sink};
+use crate::sink::{Delivery, Pass};
 
 /// What [`Ddp::with_options`] may be told. The defaults are PyTorch's.
 #[derive(Clone, Debug)]
@@ -64,8 +63,6 @@ pub struct Ddp<M> {
     /// Always there, except while an optimizer has it.
     model: Option<M>,
     inventory: Inventory,
-    /// Where each parameter stands in the inventory.
-    places: HashMap<ParamId, usize>,
     /// What all of its collectives go through.
     group: JoinGroup,
     engine: Engine<M>,
@@ -83,57 +80,34 @@ pub struct Ddp<M> {
     packed_weights: Packed,
 }
 
-/// A world of one needs neither hooks nor a reducer.
-enum Engine<M> {
-    Alone { held: Option<GradientsAccumulator<M>> },
-    Together { sink: Arc<Sink>, passes: Vec<Weak<Pass>> },
-}
-
 impl<M: Module> Ddp<M> {
     /// Checks that `model` is the same on every rank, and gives every rank rank 0's parameters and buffers.
     ///
     /// The error of a mismatch names the parameter. A model without any parameter that needs a gradient is refused.
     /// Parameters that need none when this is called are left out of the averages.
+    ///
+    /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle), or a [`JoinGroup`] that other
+    /// parts of the program share, such as synchronised batch norms, whose collectives are then joined with these. A
+    /// [`Communicator`] of the program's own becomes one by [`JoinGroup::new`].
     #[doc(alias = "broadcast_parameters")]
-    pub fn new<C: Communicator + Clone + 'static>(model: M, group: &C) -> Result<Self> {
+    pub fn new(model: M, group: impl Into<JoinGroup>) -> Result<Self> {
         Self::with_options(model, group, DdpOptions::default())
     }
 
     /// Like [`new`](Self::new), with options.
-    pub fn with_options<C: Communicator + Clone + 'static>(
-        model: M,
-        group: &C,
-        options: DdpOptions,
-    ) -> Result<Self> {
-        // A `JoinGroup` may have other users, such as synchronised batch norms, whose collectives are joined with ours.
-        let group = match (group as &dyn Any).downcast_ref::<JoinGroup>() {
-            Some(group) => group.clone(),
-            None => JoinGroup::new(group.clone()),
-        };
-        let ddp = Self::build(model, group.clone(), options);
-        if let Err(error) = &ddp
-            && group.world_size() != WorldSize::ONE
-        {
-            // The other ranks may be waiting to compare their model with this one's.
-            group.abort(error.clone());
-        }
-        ddp
-    }
-
-    fn build(model: M, group: JoinGroup, options: DdpOptions) -> Result<Self> {
-        let inventory = Inventory::of(&model)?;
-        let engine = engine(&inventory, &group, &options)?;
+    pub fn with_options(model: M, group: impl Into<JoinGroup>, options: DdpOptions) -> Result<Self> {
+        let group = group.into();
+        let (inventory, engine) = prepare(&model, &group, &options)?;
         let model = match engine {
             Engine::Alone { .. } => model,
             Engine::Together { .. } => {
-                replicas::from_rank(model, &group.in_call(Caller::DdpNew), Rank::MAIN, Select::All)?
+                replicas::from_rank(model, &group.in_call(Caller::DdpNew), Rank::MAIN, Select::All)
+                    .inspect_err(|error| group.abort(error.clone()))?
             }
         };
-        let places = places(&inventory);
         Ok(Self {
             model: Some(model),
             inventory,
-            places,
             group,
             engine,
             step_began: None,
@@ -195,14 +169,14 @@ impl<M: Module> Ddp<M> {
             Engine::Together { sink, passes } => {
                 sink.start(delivery(passes)?)?;
                 drop(loss.backward());
-                let view = self.gradient_as_bucket_view;
                 let scale = match self.group.running() {
                     Some(options) if !options.divide_by_initial_world_size => {
                         self.group.world_size().count() as f64 / self.group.active_ranks() as f64
                     }
                     _ => 1.0,
                 };
-                sink.finish(|reducer| averages(model, reducer, &self.places, Handover { scale, view }))?
+                let sink = sink.clone();
+                sink.finish(|reducer| self.averages(reducer, scale))?
             }
         };
         Ok(SyncedGradients::new(gradients, &self.token))
@@ -226,9 +200,9 @@ impl<M: Module> Ddp<M> {
             }
             Engine::Together { sink, passes } => {
                 live(passes)?;
-                sink.hold()?;
+                sink.set_delivery(Delivery::Hold)?;
                 drop(traced(&self.group, loss));
-                sink.release()
+                sink.set_delivery(Delivery::Ignore)
             }
         }
     }
@@ -264,9 +238,10 @@ impl<M: Module> Ddp<M> {
             return clip::clip_grad_norm(self.model(), gradients, max_norm);
         }
         clip::check(max_norm)?;
-        let mut squares = vec![0.0; self.places.len()];
+        let indices = &self.inventory.indices;
+        let mut squares = vec![0.0; indices.len()];
         for (id, sum) in clip::squares_of(self.model(), gradients)? {
-            if let Some(square) = self.places.get(&id).and_then(|&place| squares.get_mut(place)) {
+            if let Some(square) = indices.get(&id).and_then(|&index| squares.get_mut(index)) {
                 *square = sum;
             }
         }
@@ -290,7 +265,7 @@ impl<M: Module> Ddp<M> {
         learning_rate: impl Into<ModuleLearningRate>,
         gradients: impl Synced,
     ) -> Result<()> {
-        if matches!(self.engine, Engine::Together { .. }) && self.sharded {
+        if self.sharded {
             let cause = "Ddp::step was called while gradients are sharded among the ranks: replicas would drift apart";
             let remedy = "step with the ZeroRedundancyOptimizer, or make a new Ddp from Ddp::into_model";
             return Err(self.fail(Error::invalid_argument(cause).with_remedy(remedy)));
@@ -318,10 +293,16 @@ impl<M: Module> Ddp<M> {
 
     /// Ends the group with `error`.
     fn fail(&self, error: Error) -> Error {
-        if let Engine::Together { sink, .. } = &self.engine {
-            sink.fail(error.clone());
+        if let Some(sink) = self.engine.sink() {
+            sink.with_reducer(|reducer| reducer.abort(error.clone()));
         }
         error
+    }
+
+    /// The averages in the buckets, times `scale`, as Burn's optimizers take them.
+    fn averages(&self, reducer: &mut Reducer, scale: f64) -> Result<GradientsParams> {
+        let handover = Handover { scale, view: self.gradient_as_bucket_view };
+        averages(held(&self.model), reducer, &self.inventory.indices, handover)
     }
 
     /// Runs `body`, such as an epoch, whose number of batches may differ between ranks. A rank that is done answers the
@@ -351,20 +332,6 @@ impl<M: Module> Ddp<M> {
         Ok(joined.value)
     }
 
-    /// Takes over all of rank `root`'s state.
-    fn adopt(&mut self, root: Rank, optimizer: &mut ModuleOptimizer) -> Result<()> {
-        if let Engine::Together { sink, .. } = &self.engine {
-            sink.adopt(root)?;
-        }
-        drop(self.model().valid()); // As in `refresh_buffers`.
-        let model = self.model().clone();
-        let group = self.group.in_call(Caller::Join);
-        self.model = Some(replicas::from_rank(model, &group, root, Select::All)?);
-        self.buffers_stale = false;
-        *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.parameters)?;
-        Ok(())
-    }
-
     /// The model, for evaluation (`ddp.model().valid()`) and for saving.
     pub fn model(&self) -> &M {
         held(&self.model)
@@ -384,79 +351,20 @@ impl<M: Module> Ddp<M> {
     /// # Errors
     /// On every rank, if the hooks differ.
     pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
-        match &self.engine {
-            Engine::Alone { .. } => Ok(()),
-            Engine::Together { sink, .. } => sink.register_hook(Box::new(hook)),
+        match self.engine.sink() {
+            Some(sink) => sink.call(|reducer| reducer.register_hook(Box::new(hook))),
+            None => Ok(()),
         }
     }
 
     /// The bytes of all buffers that gradients have travelled in, once for each operation.
     pub fn communicated_bytes(&self) -> u64 {
-        match &self.engine {
-            Engine::Alone { .. } => 0,
-            Engine::Together { sink, .. } => sink.communicated_bytes(),
-        }
-    }
-
-    /// Makes the parameters of all replicas their average. All ranks call it together; inside [`join`](Self::join), all
-    /// that still have data, and the average is theirs.
-    ///
-    /// # Errors
-    /// If an averaging fails.
-    pub fn average_parameters(&mut self) -> Result<()> {
-        if self.group.world_size() == WorldSize::ONE {
-            return Ok(());
-        }
-        let (ranks, weights) = (self.group.active_ranks(), Select::Weights(&self.inventory.buffers));
-        let group = self.group.in_call(Caller::DdpAverageParameters);
-        self.packed_weights.average(held(&self.model), &group, ranks, weights)?;
-        // Moved and not cloned, so that parameters are written where they are.
-        self.model = self.model.take().map(|model| self.packed_weights.unpack(model, weights));
-        Ok(())
+        self.engine.sink().map_or(0, |sink| sink.with_reducer(|reducer| reducer.communicated_bytes()))
     }
 
     /// The parameters that need a gradient.
     pub(crate) fn parameters(&self) -> &[Parameter] {
         &self.inventory.parameters
-    }
-
-    /// Inside [`join`](Self::join), the number of ranks that still have data.
-    pub(crate) fn active_ranks(&self) -> usize {
-        self.group.active_ranks()
-    }
-
-    pub(crate) fn communicator(&self, caller: Caller) -> JoinGroup {
-        self.group.in_call(caller)
-    }
-
-    /// From now on each rank gets the averages of the parameters that it owns; `owners` are in the order of
-    /// [`parameters`](Self::parameters).
-    pub(crate) fn shard(&mut self, owners: Vec<Rank>) -> Result<()> {
-        if let Engine::Together { sink, .. } = &self.engine {
-            sink.shard(owners)?;
-            self.sharded = true;
-            // Gradients from before are those of all parameters.
-            self.token = ModelToken::default();
-        }
-        Ok(())
-    }
-
-    /// Takes each rank's own parameters from it.
-    pub(crate) fn gather_parameters(&mut self) -> Result<()> {
-        let Engine::Together { sink, .. } = &self.engine else { return Ok(()) };
-        let places = &self.places;
-        sink.gather(|give| memory::each(held(&self.model), places, |place, lent| give(place, lent.bytes)))?;
-        // Moved and not cloned, so that parameters are written where they are.
-        let model = self.model.take();
-        self.model = sink.with_reducer(|reducer| {
-            let others = |place| reducer.parameter(place).ok().filter(|_| !reducer.owns(place));
-            let model = model.map(|model| memory::replaced(model, places, others));
-            if self.gradient_as_bucket_view {
-                reducer.release();
-            }
-            model
-        });
-        Ok(())
     }
 
     /// This process's rank.
@@ -467,34 +375,6 @@ impl<M: Module> Ddp<M> {
     /// The number of replicas.
     pub fn world_size(&self) -> WorldSize {
         self.group.world_size()
-    }
-
-    /// Are the parameters of all replicas the same, bit for bit? Every rank must ask, and gets the same answer.
-    pub fn replicas_identical(&self) -> Result<bool> {
-        let group = self.group.in_call(Caller::DdpReplicasIdentical);
-        replicas::identical(self.model(), &group, Select::Weights(&self.inventory.buffers))
-    }
-
-    /// Before the first forward pass after a synchronised backward pass, takes over rank 0's buffers.
-    fn refresh_buffers(&mut self) -> Result<()> {
-        let wanted = self.broadcast_buffers && !self.inventory.buffers.is_empty();
-        let alone = matches!(self.engine, Engine::Alone { .. });
-        if !std::mem::take(&mut self.buffers_stale) || !wanted || alone {
-            return Ok(());
-        }
-        self.take_buffers(Caller::DdpForward)
-    }
-
-    /// Takes over rank 0's buffers.
-    fn take_buffers(&mut self, caller: Caller) -> Result<()> {
-        let select = Select::Only(&self.inventory.buffers);
-        // Running state applies the last forward pass's update late; this does it now, for all clones of the state.
-        drop(self.model().valid());
-        self.packed_buffers.receive(held(&self.model), &self.group.in_call(caller), Rank::MAIN, select)?;
-        if self.group.rank() != Rank::MAIN {
-            self.model = self.model.take().map(|model| self.packed_buffers.unpack(model, select));
-        }
-        Ok(())
     }
 }
 
@@ -509,41 +389,6 @@ impl<M> fmt::Debug for Ddp<M> {
     }
 }
 
-/// What averages the gradients of a model in `group`, whose ranks have compared it.
-fn engine<M>(inventory: &Inventory, group: &JoinGroup, options: &DdpOptions) -> Result<Engine<M>> {
-    Ok(match sink(inventory, Arc::new(group.clone()), options)? {
-        Some(sink) => Engine::Together { sink, passes: Vec::new() },
-        None => Engine::Alone { held: None },
-    })
-}
-
-/// What hooks deliver the gradients of a model to, if `group` is more than a world of one; its ranks compare the model.
-pub(crate) fn sink(
-    inventory: &Inventory,
-    group: Arc<dyn Communicator>,
-    options: &DdpOptions,
-) -> Result<Option<Arc<Sink>>> {
-    if group.world_size() == WorldSize::ONE {
-        return Ok(None);
-    }
-    verify_state(&*group.in_call(Caller::DdpNew), inventory.state.iter().map(spec).collect::<Result<_>>()?)?;
-    let specs = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
-    let reducer = Reducer::new(group.clone(), specs, options.reducer.clone())?;
-    Ok(Some(Arc::new(Sink::new(reducer, group, &inventory.parameters)?)))
-}
-
-pub(crate) fn places(inventory: &Inventory) -> HashMap<ParamId, usize> {
-    inventory.parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect()
-}
-
-fn spec(parameter: &Parameter) -> Result<ParameterSpec> {
-    Ok(ParameterSpec::new(
-        parameter.name.as_str(),
-        parameter.shape.as_slice(),
-        bridge::dtype(parameter.dtype)?,
-    ))
-}
-
 fn held<M>(model: &Option<M>) -> &M {
     match model {
         Some(model) => model,
@@ -555,47 +400,4 @@ fn held<M>(model: &Option<M>) -> &M {
 #[allow(clippy::panic)]
 fn missing() -> ! {
     panic!("the optimizer panicked in Ddp::step and took the model with it")
-}
-
-fn check_tracked<const D: usize>(loss: &Tensor<D>) -> Result<()> {
-    if loss.is_tracked() {
-        return Ok(());
-    }
-    Err(Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
-        .with_remedy("compute it in Ddp::forward, from the model that the closure gets"))
-}
-
-/// How gradients go to the reducer: hooks of several passes may report one parameter several times, and only the end of
-/// backward tells.
-fn delivery(passes: &mut Vec<Weak<Pass>>) -> Result<Delivery> {
-    Ok(if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now })
-}
-
-/// The number of forward passes that can still run backward.
-fn live(passes: &mut Vec<Weak<Pass>>) -> Result<usize> {
-    passes.retain(|pass| pass.strong_count() > 0);
-    if passes.is_empty() {
-        let cause = "the loss was not computed in Ddp::forward, or its forward pass has run backward already";
-        return Err(Error::invalid_argument(cause).with_remedy(
-            "let loss = ddp.forward(|model| ...)?; the model that Ddp::model gives reports nothing; several losses \
-             of one forward pass: add up and run backward once",
-        ));
-    }
-    Ok(passes.len())
-}
-
-fn alone<M: Module, const D: usize>(
-    group: &dyn Communicator,
-    model: &M,
-    loss: &Tensor<D>,
-) -> GradientsParams {
-    GradientsParams::from_grads(traced(group, loss), model)
-}
-
-/// Runs backward, and notes when; where gradients are averaged, the reducer does that.
-fn traced<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradients {
-    let start = Instant::now();
-    let gradients = loss.backward();
-    group.trace().complete(Lane::Backward, "backward", start, Instant::now(), &[]);
-    gradients
 }

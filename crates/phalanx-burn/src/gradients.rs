@@ -11,7 +11,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 use phalanx::reducer::Reducer;
 use phalanx::{BufferPart, Error, Result};
 
-use crate::bridge;
+use crate::tensor_bytes;
 use crate::view;
 
 /// Gradients that all replicas have alike, as [`Ddp::backward`](crate::Ddp::backward) gives them: a step takes these, and no
@@ -123,11 +123,11 @@ pub(crate) struct Handover {
     pub view: bool,
 }
 
-/// Collects the averages under the ids of `model`'s parameters, whose places in the reducer `places` knows.
+/// Collects the averages under the ids of `model`'s parameters, whose indices in the reducer are `indices`.
 pub(crate) fn averages<M: Module>(
     model: &M,
     reducer: &mut Reducer,
-    places: &HashMap<ParamId, usize>,
+    indices: &HashMap<ParamId, usize>,
     handover: Handover,
 ) -> Result<GradientsParams> {
     let source = match handover.view {
@@ -135,7 +135,7 @@ pub(crate) fn averages<M: Module>(
         false => Source::Reducer(reducer),
     };
     let mut averages =
-        Averages { source, places, scale: handover.scale, gradients: Ok(GradientsParams::new()) };
+        Averages { source, indices, scale: handover.scale, gradients: Ok(GradientsParams::new()) };
     model.visit(&mut averages);
     averages.gradients
 }
@@ -147,7 +147,7 @@ enum Source<'a> {
 
 struct Averages<'a> {
     source: Source<'a>,
-    places: &'a HashMap<ParamId, usize>,
+    indices: &'a HashMap<ParamId, usize>,
     scale: f64,
     gradients: Result<GradientsParams>,
 }
@@ -156,7 +156,7 @@ impl Averages<'_> {
     fn data(&mut self, index: usize, shape: &[usize], dtype: DType) -> Result<Option<TensorData>> {
         Ok(match &mut self.source {
             Source::Reducer(reducer) => {
-                reducer.gradient(index)?.map(|average| bridge::tensor_data(average, shape, dtype))
+                reducer.gradient(index)?.map(|average| tensor_bytes::tensor_data(average, shape, dtype))
             }
             Source::Taken(parts) => {
                 let part = parts.get_mut(index).and_then(Option::take);
@@ -168,7 +168,7 @@ impl Averages<'_> {
 
 impl ModuleVisitor for Averages<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(&index) = self.places.get(&param.id) else { return };
+        let Some(&index) = self.indices.get(&param.id) else { return };
         let dtype = param.dtype();
         let data = self.data(index, param.shape().as_slice(), dtype);
         match (data, &mut self.gradients) {

@@ -27,7 +27,7 @@ use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
 
-use crate::bridge::{Lend, Lent};
+use crate::tensor_bytes::{BorrowBytes, TensorBytes};
 
 /// Levels of depth between the hooks of neighbouring parameters: about the operations a layer has per parameter.
 const LEVELS: usize = 4;
@@ -37,7 +37,7 @@ const LEVELS: usize = 4;
 /// Backward cannot return an error, so a sink keeps its own until somebody asks.
 pub(crate) trait GradientSink: Send + Sync {
     /// The gradient of parameter `index` is finished; its memory is lent until this returns.
-    fn ready(&self, index: usize, gradient: Lent<'_>);
+    fn ready(&self, index: usize, gradient: TensorBytes<'_>);
 }
 
 /// Where a hook delivers.
@@ -117,7 +117,7 @@ impl GradientHook for Flex {
     }
 }
 
-impl<B: Backend + Lend, C: CheckpointStrategy> GradientHook for Autodiff<B, C> {
+impl<B: Backend + BorrowBytes, C: CheckpointStrategy> GradientHook for Autodiff<B, C> {
     fn gradient_hook(
         tensor: FloatTensor<Self>,
         token: FloatTensor<Self>,
@@ -144,7 +144,7 @@ impl<B: Backend + Lend, C: CheckpointStrategy> GradientHook for Autodiff<B, C> {
 #[derive(Debug)]
 struct Deliver;
 
-impl<B: Backend + Lend> Backward<B, 2> for Deliver {
+impl<B: Backend + BorrowBytes> Backward<B, 2> for Deliver {
     type State = Target;
 
     fn backward(self, ops: Ops<Target, 2>, gradients: &mut Gradients, _: &mut Checkpointer) {
@@ -152,7 +152,7 @@ impl<B: Backend + Lend> Backward<B, 2> for Deliver {
         // now and not after the last layer.
         let gradient = gradients.consume::<B>(&ops.node);
         let Target { sink, index } = ops.state;
-        B::lend(&gradient, |lent| sink.ready(index, lent));
+        B::with_bytes(&gradient, |gradient| sink.ready(index, gradient));
     }
 }
 
@@ -178,7 +178,7 @@ mod tests {
     struct Order(Mutex<Vec<usize>>);
 
     impl GradientSink for Order {
-        fn ready(&self, index: usize, _: Lent<'_>) {
+        fn ready(&self, index: usize, _: TensorBytes<'_>) {
             self.0.lock().push(index);
         }
     }

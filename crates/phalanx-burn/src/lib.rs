@@ -154,7 +154,6 @@
 #![deny(unsafe_code)]
 
 mod averager;
-mod bridge;
 mod clip;
 mod collectives;
 #[cfg(feature = "data")]
@@ -165,7 +164,6 @@ mod fused;
 mod gradients;
 mod hook;
 mod lr;
-mod memory;
 mod optimizer;
 mod packed;
 mod parameters;
@@ -173,6 +171,7 @@ mod replicas;
 mod sink;
 mod state;
 mod sync_batch_norm;
+mod tensor_bytes;
 #[cfg(feature = "train")]
 pub mod train;
 mod view;

@@ -1,20 +1,130 @@
-//! An optimizer's state on its way between ranks.
+//! An optimizer's state: on its way between ranks, into checkpoints, and back.
 //!
-//! Burn keys it by parameter ids, which each process draws by itself, so on the way it is keyed by the parameter's
-//! place in the model.
+//! Burn keys it by parameter ids, which each process draws by itself, and shows it as one record, in no order. Here it is keyed by
+//! the parameter's index in the model, and only [`OptimizerState`] reads and writes records.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
 use burn::module::ParamId;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Bytes;
-use burn_pack::{Reader, Tensor, Writer};
-use phalanx::{Buffer, Communicator, DType, Error, Rank, Result};
+use burn_pack::{Reader, Scalar, Tensor, Writer};
+use phalanx::reducer::broadcast_bytes;
+use phalanx::{Communicator, Error, Rank, Result};
+use serde::{Deserialize, Serialize};
 
 use crate::parameters::Parameter;
+use crate::state::Layout;
 
 /// The most bytes of state that one rank may make another take.
 const MAX_BYTES: usize = 1 << 38;
+
+/// The scalar under which Burn keeps the number of a parameter's dimensions.
+const RANK: &str = "__rank";
+
+/// All that an optimizer keeps, in the order of its keys; `E` are a tensor's elements.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct OptimizerState<E = Bytes> {
+    pub tensors: Vec<(Key, Layout, E)>,
+    pub scalars: Vec<(Key, Scalar)>,
+    /// The parameters' paths, by which Burn finds the group that a parameter belongs to.
+    pub paths: Vec<(usize, String)>,
+}
+
+/// A field of a parameter's state.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) struct Key {
+    /// The parameter's index in the model.
+    pub index: usize,
+    pub field: String,
+}
+
+impl OptimizerState {
+    pub fn empty() -> Self {
+        Self { tensors: Vec::new(), scalars: Vec::new(), paths: Vec::new() }
+    }
+
+    /// The state that `optimizer` has of `parameters`.
+    pub fn of(optimizer: &ModuleOptimizer, parameters: &[Parameter]) -> Result<Self> {
+        let mut indices = HashMap::new();
+        for (index, parameter) in parameters.iter().enumerate() {
+            // One that stands in several places is known by the first.
+            indices.entry(parameter.id.val()).or_insert(index);
+        }
+        Self::read(optimizer.to_record().into_bytes().map_err(unreadable)?, |id| indices.get(&id).copied())
+    }
+
+    /// `optimizer` with this state of `parameters`.
+    pub fn load(self, optimizer: &ModuleOptimizer, parameters: &[Parameter]) -> Result<ModuleOptimizer> {
+        let dimensions =
+            |index: usize| parameters.get(index).map(|parameter| Scalar::from(parameter.shape.len()));
+        let mut ranks = self.scalars.iter().filter(|(key, _)| key.field == RANK);
+        if ranks.any(|(key, rank)| dimensions(key.index) != Some(*rank)) {
+            return Err(other_model());
+        }
+        let id = |index: usize| parameters.get(index).map(|parameter| parameter.id.val());
+        let record = OptimizerRecord::from_bytes(self.write(id)?).map_err(unreadable)?;
+        Ok(optimizer.clone().load_record(record))
+    }
+
+    /// Reads a record whose keys mean the indices that `index` says; what means none is left out.
+    fn read(record: Bytes, index: impl Fn(u64) -> Option<usize>) -> Result<Self> {
+        let index = |key: &str| index(key.parse().ok()?);
+        // Names are the key, a dot, and the field.
+        let key = |name: &str| {
+            let (key, field) = name.split_once('.')?;
+            Some(Key { index: index(key)?, field: field.to_owned() })
+        };
+        let reader = Reader::from_bytes(record).map_err(unreadable)?;
+        let scalars = reader.scalars().iter().filter_map(|(name, value)| Some((key(name)?, *value)));
+        let paths = reader.metadata().iter().filter_map(|(key, path)| Some((index(key)?, path.clone())));
+        let mut state = Self { tensors: Vec::new(), scalars: scalars.collect(), paths: paths.collect() };
+        for tensor in reader.into_tensors().map_err(unreadable)? {
+            let (name, dtype, shape, _, elements) = tensor.into_parts().map_err(unreadable)?;
+            if let Some(key) = key(&name) {
+                let layout = Layout { dtype, shape: shape.as_slice().to_vec() };
+                state.tensors.push((key, layout, elements));
+            }
+        }
+        state.tensors.sort_unstable_by(|(one, ..), (other, ..)| one.cmp(other));
+        state.scalars.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
+        state.paths.sort_unstable();
+        Ok(state)
+    }
+
+    /// Writes a record in which each index has the key that `key` says.
+    fn write(self, key: impl Fn(usize) -> Option<u64>) -> Result<Bytes> {
+        let key = |index: usize| key(index).ok_or_else(other_model);
+        let mut tensors = Vec::with_capacity(self.tensors.len());
+        for (Key { index, field }, Layout { dtype, shape }, elements) in self.tensors {
+            let key = key(index)?;
+            tensors.push(Tensor::new(format!("{key}.{field}"), dtype, shape.as_slice(), Some(key), elements));
+        }
+        let mut writer = Writer::new(tensors);
+        for (Key { index, field }, value) in &self.scalars {
+            writer = writer.with_scalar(&format!("{}.{field}", key(*index)?), *value);
+        }
+        for (index, path) in &self.paths {
+            writer = writer.with_metadata(&key(*index)?.to_string(), path);
+        }
+        writer.into_bytes().map_err(unreadable)
+    }
+
+    /// As it travels: a record whose keys are indices.
+    fn into_bytes(self) -> Result<Bytes> {
+        self.write(|index| u64::try_from(index).ok())
+    }
+
+    fn from_bytes(bytes: Bytes) -> Result<Self> {
+        Self::read(bytes, |index| usize::try_from(index).ok())
+    }
+
+    fn extend(&mut self, other: Self) {
+        self.tensors.extend(other.tensors);
+        self.scalars.extend(other.scalars);
+        self.paths.extend(other.paths);
+    }
+}
 
 /// `optimizer` with the state of rank `root`, for the same `parameters`.
 pub(crate) fn from_rank(
@@ -23,27 +133,42 @@ pub(crate) fn from_rank(
     root: Rank,
     parameters: &[Parameter],
 ) -> Result<ModuleOptimizer> {
-    let ids: Vec<u64> = parameters.iter().map(|parameter| parameter.id.val()).collect();
-    let mine =
-        if group.rank() == root { places(optimizer, &ids)? } else { Bytes::from_bytes_vec(Vec::new()) };
-    let state = broadcast(group, root, &mine)?;
     if group.rank() == root {
+        broadcast(group, root, &OptimizerState::of(optimizer, parameters)?.into_bytes()?)?;
         return Ok(optimizer.clone());
     }
-    let state =
-        rekeyed(state, |place| usize::try_from(place).ok().and_then(|place| ids.get(place).copied()))?;
-    Ok(optimizer.clone().load_record(OptimizerRecord::from_bytes(state).map_err(unreadable)?))
+    OptimizerState::from_bytes(broadcast(group, root, &[])?)?.load(optimizer, parameters)
 }
 
-/// `optimizer` with the state of the parameters in `keep` only.
-pub(crate) fn restricted(optimizer: ModuleOptimizer, keep: &HashSet<ParamId>) -> Result<ModuleOptimizer> {
-    let state = optimizer.to_record();
-    if state.is_empty() {
+/// `optimizer` with the states of all ranks together, on rank `to`; elsewhere nothing.
+pub(crate) fn gather(
+    optimizer: &ModuleOptimizer,
+    group: &dyn Communicator,
+    to: Rank,
+    parameters: &[Parameter],
+) -> Result<Option<ModuleOptimizer>> {
+    let mine = OptimizerState::of(optimizer, parameters)?.into_bytes()?;
+    let mut whole = OptimizerState::empty();
+    for rank in group.world_size().ranks() {
+        let state = broadcast(group, rank, &mine)?;
+        if group.rank() == to {
+            whole.extend(OptimizerState::from_bytes(state)?);
+        }
+    }
+    (group.rank() == to).then(|| whole.load(optimizer, parameters)).transpose()
+}
+
+/// `optimizer` with the state of only those `parameters` that are in `keep`.
+pub(crate) fn restricted(
+    optimizer: ModuleOptimizer,
+    parameters: &[Parameter],
+    keep: &HashSet<ParamId>,
+) -> Result<ModuleOptimizer> {
+    if optimizer.to_record().is_empty() {
         return Ok(optimizer);
     }
-    let keep: HashSet<u64> = keep.iter().map(ParamId::val).collect();
-    let state = rekeyed(state.into_bytes().map_err(unreadable)?, |id| keep.contains(&id).then_some(id))?;
-    Ok(optimizer.load_record(OptimizerRecord::from_bytes(state).map_err(unreadable)?))
+    let kept: Vec<_> = parameters.iter().filter(|parameter| keep.contains(&parameter.id)).cloned().collect();
+    OptimizerState::of(&optimizer, &kept)?.load(&optimizer, &kept)
 }
 
 /// How large the state is when it is saved.
@@ -51,98 +176,15 @@ pub(crate) fn bytes(optimizer: &ModuleOptimizer) -> Result<usize> {
     optimizer.to_record().into_bytes().map(|bytes| bytes.len()).map_err(unreadable)
 }
 
-/// The states of all ranks, on rank `to`, keyed by its own ids; elsewhere nothing.
-pub(crate) fn gather(
-    optimizer: &ModuleOptimizer,
-    group: &dyn Communicator,
-    to: Rank,
-    parameters: &[Parameter],
-) -> Result<Vec<Bytes>> {
-    let ids: Vec<u64> = parameters.iter().map(|parameter| parameter.id.val()).collect();
-    let mine = places(optimizer, &ids)?;
-    let mut states = Vec::new();
-    for rank in group.world_size().ranks() {
-        let state = broadcast(group, rank, &mine)?;
-        if group.rank() == to {
-            states.push(rekeyed(state, |place| ids.get(usize::try_from(place).ok()?).copied())?);
-        }
-    }
-    Ok(states)
-}
-
-/// `optimizer` with all of `states` together.
-pub(crate) fn merged(optimizer: &ModuleOptimizer, states: Vec<Bytes>) -> Result<ModuleOptimizer> {
-    let mut tensors = Vec::new();
-    let (mut scalars, mut paths) = (BTreeMap::new(), BTreeMap::new());
-    for state in states {
-        let reader = Reader::from_bytes(state).map_err(unreadable)?;
-        scalars.extend(reader.scalars().clone());
-        paths.extend(reader.metadata().clone());
-        tensors.extend(reader.into_tensors().map_err(unreadable)?);
-    }
-    let mut writer = Writer::new(tensors);
-    for (name, value) in &scalars {
-        writer = writer.with_scalar(name, *value);
-    }
-    for (key, path) in &paths {
-        writer = writer.with_metadata(key, path);
-    }
-    let state = writer.into_bytes().map_err(unreadable)?;
-    Ok(optimizer.clone().load_record(OptimizerRecord::from_bytes(state).map_err(unreadable)?))
-}
-
-/// The state, keyed by places.
-fn places(optimizer: &ModuleOptimizer, ids: &[u64]) -> Result<Bytes> {
-    let places: HashMap<u64, u64> = ids.iter().copied().zip(0..).collect();
-    let state = optimizer.to_record().into_bytes().map_err(unreadable)?;
-    rekeyed(state, |id| places.get(&id).copied())
-}
-
-/// `state` under other keys; what has no new key is left out.
-fn rekeyed(state: Bytes, new: impl Fn(u64) -> Option<u64>) -> Result<Bytes> {
-    let reader = Reader::from_bytes(state).map_err(unreadable)?;
-    let (scalars, paths) = (reader.scalars().clone(), reader.metadata().clone());
-    // Names are the key, a dot, and the field.
-    let rename = |name: &str| {
-        let (key, field) = name.split_once('.')?;
-        Some(format!("{}.{field}", new(key.parse().ok()?)?))
-    };
-    let mut tensors = Vec::new();
-    for tensor in reader.into_tensors().map_err(unreadable)? {
-        let (name, dtype, shape, id, bytes) = tensor.into_parts().map_err(unreadable)?;
-        if let (Some(name), Some(id)) = (rename(&name), id.and_then(&new)) {
-            tensors.push(Tensor::new(name, dtype, shape, Some(id), bytes));
-        }
-    }
-    let mut writer = Writer::new(tensors);
-    for (name, value) in &scalars {
-        if let Some(name) = rename(name) {
-            writer = writer.with_scalar(&name, *value);
-        }
-    }
-    for (key, path) in &paths {
-        if let Some(key) = key.parse().ok().and_then(&new) {
-            writer = writer.with_metadata(&key.to_string(), path);
-        }
-    }
-    writer.into_bytes().map_err(unreadable)
-}
-
 /// The bytes of rank `root`, on every rank.
 fn broadcast(group: &dyn Communicator, root: Rank, mine: &[u8]) -> Result<Bytes> {
-    let length = group.broadcast_async(Buffer::from_slice(&[mine.len() as i64]), root)?.wait()?;
-    let length = length.as_slice::<i64>()?.first().copied().unwrap_or(-1);
-    let length = usize::try_from(length).ok().filter(|&length| length <= MAX_BYTES).ok_or_else(|| {
-        Error::aborted(format!(
-            "rank {root} announced {length} B of optimizer state; at most {MAX_BYTES} are taken"
-        ))
-    })?;
-    let mut buffer = group.alloc(DType::U8, length)?;
-    if group.rank() == root {
-        buffer.as_bytes_mut().copy_from_slice(mine);
-    }
-    let buffer = group.broadcast_async(buffer, root)?.wait()?;
-    Ok(Bytes::from_bytes_vec(buffer.as_bytes().to_vec()))
+    let bytes = broadcast_bytes(group, root, mine, MAX_BYTES)?;
+    Ok(Bytes::from_bytes_vec(bytes.as_bytes().to_vec()))
+}
+
+pub(crate) fn other_model() -> Error {
+    Error::mismatch("the optimizer's state is that of another model")
+        .with_remedy("build the model as it was built when the state was saved")
 }
 
 fn unreadable(error: impl std::error::Error + Send + Sync + 'static) -> Error {

@@ -7,9 +7,8 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 use phalanx::{Buffer, Communicator, DType, Rank, ReduceOp, Result, Work};
 
-use crate::bridge;
-use crate::memory;
 use crate::parameters::Select;
+use crate::tensor_bytes;
 
 /// The selected floats of a module, those of each type in one buffer, in module order. The same tensors must be selected
 /// each time.
@@ -96,7 +95,7 @@ impl Ends {
         if !select.float(param.id) {
             return Ok(None);
         }
-        let dtype = bridge::dtype(param.dtype())?;
+        let dtype = tensor_bytes::dtype(param.dtype())?;
         Ok(Some((dtype, self.next(dtype, param.shape().num_elements() * dtype.size()))))
     }
 }
@@ -128,7 +127,9 @@ impl ModuleVisitor for Packer<'_> {
         let Some(memory) = self.packed.0.get_mut(&dtype).and_then(|b| b.as_bytes_mut().get_mut(place)) else {
             return;
         };
-        if let Err(error) = memory::lend(param.base(), |lent| memory.copy_from_slice(lent.bytes)) {
+        if let Err(error) =
+            tensor_bytes::with_bytes(param.base(), |tensor| memory.copy_from_slice(tensor.bytes))
+        {
             self.outcome = Err(error);
         }
     }
@@ -144,7 +145,7 @@ impl ModuleMapper for Unpacker<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Ok(Some((dtype, place))) = self.ends.place(self.select, &param) else { return param };
         match self.packed.0.get(&dtype).and_then(|buffer| buffer.as_bytes().get(place)) {
-            Some(elements) => param.map(|old| memory::overwritten(old, elements)),
+            Some(elements) => param.map(|old| tensor_bytes::overwritten(old, elements)),
             None => param,
         }
     }

@@ -1,10 +1,12 @@
 //! What a module consists of, and how its tensors are read and replaced.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
 use phalanx::{Error, Result};
+
+use crate::tensor_bytes::{self, TensorBytes};
 
 /// A tensor of a module.
 #[derive(Clone)]
@@ -22,6 +24,8 @@ pub(crate) struct Inventory {
     pub parameters: Vec<Parameter>,
     /// Every tensor, in module order: frozen parameters, buffers, and what is not a float, too.
     pub state: Vec<Parameter>,
+    /// Where each of `parameters` stands in there, which is its index in the reducer.
+    pub indices: HashMap<ParamId, usize>,
     /// Floats that a forward pass may change, such as the running statistics of batch norm.
     pub buffers: HashSet<ParamId>,
     /// Where the module lives.
@@ -53,7 +57,9 @@ impl Inventory {
             ))
             .with_remedy("unfreeze some with Module::unfreeze, or use the model without Ddp"));
         }
-        Ok(Self { parameters: visitor.parameters, state: visitor.state, buffers: buffers(module), device })
+        let Stock { parameters, state, .. } = visitor;
+        let indices = parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect();
+        Ok(Self { parameters, state, indices, buffers: buffers(module), device })
     }
 }
 
@@ -220,6 +226,59 @@ impl ModuleMapper for Writer<'_> {
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
         match self.next(self.select.other()) {
             Some(data) => param.map(|old| Tensor::from_data(data, &old.device())),
+            None => param,
+        }
+    }
+}
+
+/// Shows `look` the elements of each of `module`'s floats that has an index, once.
+pub(crate) fn each<M: Module>(
+    module: &M,
+    indices: &HashMap<ParamId, usize>,
+    look: impl FnMut(usize, TensorBytes<'_>) -> Result<()>,
+) -> Result<()> {
+    let mut visitor = Each { indices, seen: vec![false; indices.len()], look, outcome: Ok(()) };
+    module.visit(&mut visitor);
+    visitor.outcome
+}
+
+struct Each<'a, F> {
+    indices: &'a HashMap<ParamId, usize>,
+    seen: Vec<bool>,
+    look: F,
+    outcome: Result<()>,
+}
+
+impl<F: FnMut(usize, TensorBytes<'_>) -> Result<()>> ModuleVisitor for Each<'_, F> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(&index) = self.indices.get(&param.id) else { return };
+        let again = self.seen.get_mut(index).is_none_or(|seen| std::mem::replace(seen, true));
+        if !again && self.outcome.is_ok() {
+            self.outcome = tensor_bytes::with_bytes(param.base(), |bytes| (self.look)(index, bytes))
+                .and_then(|outcome| outcome);
+        }
+    }
+}
+
+/// `module` with the elements that `elements` has for the index of a float, if it has any.
+pub(crate) fn replaced<'a, M: Module>(
+    module: M,
+    indices: &HashMap<ParamId, usize>,
+    elements: impl FnMut(usize) -> Option<&'a [u8]>,
+) -> M {
+    module.map(&mut Replace { indices, elements })
+}
+
+struct Replace<'p, F> {
+    indices: &'p HashMap<ParamId, usize>,
+    elements: F,
+}
+
+impl<'a, F: FnMut(usize) -> Option<&'a [u8]>> ModuleMapper for Replace<'_, F> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let elements = self.indices.get(&param.id).and_then(|&index| (self.elements)(index));
+        match elements {
+            Some(elements) => param.map(|old| tensor_bytes::overwritten(old, elements)),
             None => param,
         }
     }

@@ -6,8 +6,8 @@ use phalanx::reducer::{StateTensor, broadcast_state_from};
 use phalanx::{Communicator, DType, Rank, ReduceOp, Result, WorldSize};
 use xxhash_rust::xxh3::Xxh3Default;
 
-use crate::bridge;
 use crate::parameters::{self, Select};
+use crate::tensor_bytes;
 
 /// `model` with the selected tensors of rank `root`.
 pub(crate) fn from_rank<M: Module>(
@@ -18,8 +18,9 @@ pub(crate) fn from_rank<M: Module>(
 ) -> Result<M> {
     let mut parts: Vec<_> =
         parameters::read(&model, select).into_iter().map(TensorData::into_parts).collect();
-    let tensors =
-        parts.iter_mut().map(|(bytes, _, dtype)| Ok(StateTensor { dtype: bridge::dtype(*dtype)?, bytes }));
+    let tensors = parts
+        .iter_mut()
+        .map(|(bytes, _, dtype)| Ok(StateTensor { dtype: tensor_bytes::dtype(*dtype)?, bytes }));
     broadcast_state_from(group, root, &mut tensors.collect::<Result<Vec<_>>>()?)?;
     if group.rank() == root {
         return Ok(model);

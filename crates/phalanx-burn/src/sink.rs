@@ -1,16 +1,14 @@
-//! What hooks deliver to: gradients go on to the reducer, or are held until they should.
+//! What hooks deliver to: gradients go on to the reducer, or are added up here first.
 
 use std::sync::Arc;
 
 use burn::tensor::{bf16, f16};
 use parking_lot::Mutex;
 use phalanx::reducer::Reducer;
-use phalanx::reducer::hooks::CommHook;
-use phalanx::{Buffer, Communicator, DType, Error, Rank, Result};
+use phalanx::{Buffer, DType, Error, Rank, Result};
 
-use crate::bridge::{self, Lent};
 use crate::hook::GradientSink;
-use crate::parameters::Parameter;
+use crate::tensor_bytes::{self, TensorBytes};
 
 /// What happens to a gradient that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,23 +26,19 @@ pub(crate) enum Delivery {
 pub(crate) struct Pass(pub Arc<Sink>);
 
 impl GradientSink for Pass {
-    fn ready(&self, index: usize, gradient: Lent<'_>) {
-        self.0.ready(index, gradient);
+    fn ready(&self, index: usize, gradient: TensorBytes<'_>) {
+        // A failure surfaces from the call that runs this backward pass.
+        let _kept = self.0.attempt(|state| state.ready(index, gradient));
     }
 }
 
-/// The reducer, as hooks reach it.
-pub(crate) struct Sink {
-    group: Arc<dyn Communicator>,
-    state: Mutex<SinkState>,
-}
+/// The reducer, as hooks reach it. Backward cannot return an error: the reducer keeps it, and has ended the group with it.
+pub(crate) struct Sink(Mutex<SinkState>);
 
 struct SinkState {
     reducer: Reducer,
     delivery: Delivery,
     held: Vec<Held>,
-    /// The first failure. Backward cannot return it, so it waits here for [`Sink::check`].
-    failure: Option<Error>,
 }
 
 /// What is held of one parameter.
@@ -58,35 +52,26 @@ struct Held {
 }
 
 impl Sink {
-    pub fn new(reducer: Reducer, group: Arc<dyn Communicator>, parameters: &[Parameter]) -> Result<Self> {
-        let slot = |parameter: &Parameter| {
-            let (dtype, elements) = (bridge::dtype(parameter.dtype)?, parameter.shape.iter().product());
-            Ok(Held { dtype, elements, sum: None, any: false })
-        };
-        let held = parameters.iter().map(slot).collect::<Result<_>>()?;
-        Ok(Self {
-            group,
-            state: Mutex::new(SinkState { reducer, delivery: Delivery::Ignore, held, failure: None }),
-        })
+    pub fn new(reducer: Reducer) -> Self {
+        let held = reducer.parameters().iter().map(|parameter| Held {
+            dtype: parameter.dtype,
+            elements: parameter.elements(),
+            sum: None,
+            any: false,
+        });
+        let held = held.collect();
+        Self(Mutex::new(SinkState { reducer, delivery: Delivery::Ignore, held }))
     }
 
     /// The failure of this or an earlier backward pass, if there was one.
     pub fn check(&self) -> Result<()> {
-        self.state.lock().failure.clone().map_or(Ok(()), Err)
+        self.0.lock().reducer.check()
     }
 
-    /// A backward pass begins of which nothing is to be averaged yet.
-    pub fn hold(&self) -> Result<()> {
+    /// Says what happens to gradients from now on.
+    pub fn set_delivery(&self, delivery: Delivery) -> Result<()> {
         self.attempt(|state| {
-            state.delivery = Delivery::Hold;
-            Ok(())
-        })
-    }
-
-    /// The backward pass that [`hold`](Self::hold) announced is over.
-    pub fn release(&self) -> Result<()> {
-        self.attempt(|state| {
-            state.delivery = Delivery::Ignore;
+            state.delivery = delivery;
             Ok(())
         })
     }
@@ -99,67 +84,35 @@ impl Sink {
         })
     }
 
-    /// Begins a backward pass whose gradients can be averaged [again](Self::finish_in).
-    pub fn start_replayable(&self, delivery: Delivery) -> Result<()> {
-        self.attempt(|state| state.reducer.keep_gradients())?;
-        self.start(delivery)
-    }
-
-    /// Hands over what is still held, waits for all ranks, and shows the reducer with its averages.
+    /// Hands over what is still held, waits for all ranks, and shows `look` the reducer with its averages.
     pub fn finish<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
-        self.attempt(|state| {
-            state.hand_over()?;
-            state.reducer.finish()?;
-            look(&mut state.reducer)
-        })
+        self.attempt(SinkState::hand_over)?;
+        self.averaged(Reducer::finish, look)
     }
 
-    /// As [`finish`](Self::finish), and again in another group: a failure of the group does not end the sink.
-    pub fn finish_in<T>(
+    /// As [`finish`](Self::finish), with the same gradients, in the group that follows one that has failed.
+    pub fn replay<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
+        self.averaged(Reducer::replay, look)
+    }
+
+    /// An error of `average` ends the reducer only if the reducer says so: with kept gradients another group may follow.
+    fn averaged<T>(
         &self,
-        group: Arc<dyn Communicator>,
+        average: impl FnOnce(&mut Reducer) -> Result<()>,
         look: impl FnOnce(&mut Reducer) -> Result<T>,
     ) -> Result<T> {
-        self.attempt(SinkState::hand_over)?;
-        let mut state = self.state.lock();
-        state.reducer.finish_in(group)?;
-        look(&mut state.reducer).inspect_err(|error| self.group.abort(error.clone()))
+        let reducer = &mut self.0.lock().reducer;
+        average(reducer)?;
+        look(reducer).map_err(|error| reducer.abort(error))
     }
 
-    /// Changes to another group, between steps.
-    pub fn rebind(&self, group: Arc<dyn Communicator>) -> Result<()> {
-        self.attempt(|state| state.reducer.rebind(group))
-    }
-
-    /// From now on only its owner gets a parameter's average.
-    pub fn shard(&self, owners: Vec<Rank>) -> Result<()> {
-        self.attempt(|state| state.reducer.shard(owners))
-    }
-
-    /// Gives the reducer all ranks' parameters; `give` has those of this one.
-    pub fn gather(
-        &self,
-        give: impl FnOnce(&mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>,
-    ) -> Result<()> {
-        self.attempt(|state| state.reducer.gather_parameters(give))
+    /// Runs `call` of the reducer. An error ends it, unless something has failed before.
+    pub fn call<T>(&self, call: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
+        self.attempt(|state| call(&mut state.reducer))
     }
 
     pub fn with_reducer<T>(&self, look: impl FnOnce(&mut Reducer) -> T) -> T {
-        look(&mut self.state.lock().reducer)
-    }
-
-    /// Ends the group with `failure`, unless something has failed before.
-    pub fn fail(&self, failure: Error) {
-        // A failure is kept, and surfaces from the next call that can return one.
-        let _kept = self.attempt(|_| Err::<(), _>(failure));
-    }
-
-    pub fn register_hook(&self, hook: Box<dyn CommHook>) -> Result<()> {
-        self.attempt(|state| state.reducer.register_hook(hook))
-    }
-
-    pub fn communicated_bytes(&self) -> u64 {
-        self.state.lock().reducer.communicated_bytes()
+        look(&mut self.0.lock().reducer)
     }
 
     /// Takes over where rank `root`'s reducer stands. What was held is gone: it belonged to no finished step.
@@ -170,24 +123,12 @@ impl Sink {
         })
     }
 
-    /// Runs `step` unless something has failed before. A failure is kept, and ends the group: other ranks must not wait
-    /// for what this one cannot do.
+    /// Runs `step` unless something has failed before. An error of it ends the reducer and the group: other ranks must not
+    /// wait for what this one cannot do.
     fn attempt<T>(&self, step: impl FnOnce(&mut SinkState) -> Result<T>) -> Result<T> {
-        let mut state = self.state.lock();
-        if let Some(failure) = &state.failure {
-            return Err(failure.clone());
-        }
-        let outcome = step(&mut state);
-        if let Err(failure) = &outcome {
-            state.failure = Some(failure.clone());
-            self.group.abort(failure.clone());
-        }
-        outcome
-    }
-
-    fn ready(&self, index: usize, gradient: Lent<'_>) {
-        // A failure is kept, and surfaces from the call that runs this backward pass.
-        let _kept = self.attempt(|state| state.ready(index, gradient));
+        let mut state = self.0.lock();
+        state.reducer.check()?;
+        step(&mut state).map_err(|error| state.reducer.abort(error))
     }
 }
 
@@ -203,7 +144,7 @@ impl SinkState {
         Ok(())
     }
 
-    fn ready(&mut self, index: usize, gradient: Lent<'_>) -> Result<()> {
+    fn ready(&mut self, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
         if self.delivery == Delivery::Ignore {
             return Ok(());
         }
@@ -213,7 +154,7 @@ impl SinkState {
                 "a gradient came for the unknown parameter {index}"
             )));
         };
-        let (arrived, dtype, elements) = (bridge::dtype(gradient.dtype)?, held.dtype, held.elements);
+        let (arrived, dtype, elements) = (tensor_bytes::dtype(gradient.dtype)?, held.dtype, held.elements);
         if arrived != dtype || gradient.bytes.len() != elements * dtype.size() {
             return Err(Error::invalid_argument(format!(
                 "the gradient of parameter {index} has {} bytes of {arrived}, the parameter {elements} x {dtype}",

@@ -74,7 +74,7 @@ mod tests {
     }
 
     fn address(tensor: &Tensor<1>) -> usize {
-        crate::memory::lend(tensor.clone(), |lent| lent.bytes.as_ptr() as usize).unwrap()
+        crate::tensor_bytes::with_bytes(tensor.clone(), |tensor| tensor.bytes.as_ptr() as usize).unwrap()
     }
 
     #[test]

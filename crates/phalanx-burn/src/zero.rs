@@ -66,7 +66,7 @@ impl ZeroRedundancyOptimizer {
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
         let own = mine.map(|(parameter, _)| parameter.id).collect();
         ddp.shard(owners)?;
-        Ok(Self { inner: optimizer::restricted(optimizer, &own)?, own })
+        Ok(Self { inner: optimizer::restricted(optimizer, ddp.parameters(), &own)?, own })
     }
 
     /// Lets the optimizer change this rank's part of `ddp`'s model by `gradients`, which [`Ddp::backward`] gave, and takes
@@ -80,7 +80,7 @@ impl ZeroRedundancyOptimizer {
         learning_rate: impl Into<ModuleLearningRate>,
         gradients: impl Synced,
     ) -> Result<()> {
-        let (active, world) = (ddp.active_ranks(), ddp.world_size().count());
+        let (active, world) = (ddp.group().active_ranks(), ddp.world_size().count());
         if active < world {
             return Err(Error::invalid_argument(format!(
                 "{} of {world} ranks have no data left, and they alone can update their part of the parameters",
@@ -98,12 +98,8 @@ impl ZeroRedundancyOptimizer {
     /// # Errors
     /// If the exchange fails, or a state cannot be read.
     pub fn consolidate<M: Module>(&self, ddp: &Ddp<M>, to: Rank) -> Result<Option<ModuleOptimizer>> {
-        let states =
-            optimizer::gather(&self.inner, &ddp.communicator(Caller::ZeroConsolidate), to, ddp.parameters())?;
-        if ddp.rank() != to {
-            return Ok(None);
-        }
-        optimizer::merged(&self.inner, states).map(Some)
+        let group = ddp.group().in_call(Caller::ZeroConsolidate);
+        optimizer::gather(&self.inner, &group, to, ddp.parameters())
     }
 
     /// Adds this rank's part of the state to a sharded checkpoint, tensor by tensor, under names that begin with `name`: every
@@ -130,7 +126,7 @@ impl ZeroRedundancyOptimizer {
     /// If the state cannot be read, or as [`Snapshot::tensor`] and [`Snapshot::value`].
     pub fn save<M: Module>(&self, ddp: &Ddp<M>, snapshot: &mut Snapshot, name: &str) -> Result<()> {
         let index = format!("{name}-{}", ddp.rank());
-        moments::save_part(&self.inner, ddp.parameters(), snapshot, (&index, name))
+        moments::save(&self.inner, ddp.parameters(), snapshot, (&index, name))
     }
 
     /// Takes over this rank's part of the state that any number of ranks have [saved](Self::save) under `name`, and reads no
@@ -140,12 +136,12 @@ impl ZeroRedundancyOptimizer {
     /// If it is not there, cannot be read, or is that of another model; the state is then as it was.
     pub fn load<M: Module>(&mut self, ddp: &Ddp<M>, saved: &Saved, name: &str) -> Result<()> {
         let indexes = (0..saved.world_size()).map(|rank| format!("{name}-{rank}"));
-        let is_own = |place: usize| {
-            let parameter = ddp.parameters().get(place);
+        let is_own = |index: usize| {
+            let parameter = ddp.parameters().get(index);
             // What is not there is another model's, which is an error and not left out.
             parameter.is_none_or(|parameter| self.own.contains(&parameter.id))
         };
-        self.inner = moments::load_parts(&self.inner, ddp.parameters(), saved, (indexes, name), is_own)?;
+        self.inner = moments::load(&self.inner, ddp.parameters(), saved, (indexes, name), is_own)?;
         Ok(())
     }
 

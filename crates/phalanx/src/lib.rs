@@ -85,7 +85,7 @@ pub use credentials::Credentials;
 pub use deadline::Deadline;
 pub use dtype::{Bool, DType, Element};
 pub use error::{Error, Result};
-pub use group::{Communicator, GroupOptions, P2pOp, ProcessGroup, Work, init};
+pub use group::{Communicator, GroupHandle, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use health::Heartbeat;
 pub use key::JobKey;
 pub use rank::{Generation, Rank, Sequence};

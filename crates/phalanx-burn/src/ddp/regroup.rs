@@ -1,11 +1,16 @@
-//! One `Ddp` in one group after another.
+//! One `Ddp` in one group after another: elastic jobs.
+
+use std::sync::Arc;
 
 use burn::module::Module;
+use burn::tensor::Tensor;
 use phalanx::join::JoinGroup;
-use phalanx::{Caller, ProcessGroup, Result, WorldSize};
+use phalanx::reducer::Reducer;
+use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
-use super::{Ddp, DdpOptions, Engine, engine, held, places};
-use crate::gradients::ModelToken;
+use super::engine::Engine;
+use super::{Ddp, DdpOptions};
+use crate::gradients::{ModelToken, SyncedGradients};
 use crate::packed::Packed;
 use crate::parameters::{Inventory, Parameter};
 
@@ -16,23 +21,16 @@ impl<M: Module> Ddp<M> {
         // What else has the handle, such as a synchronised batch norm, goes over with it.
         self.group.rebind(group.clone())?;
         // Anew: something may have been frozen since.
-        let prepared = Inventory::of(self.model())
-            .and_then(|inventory| Ok((engine(&inventory, &self.group, options)?, inventory)));
-        let (engine, inventory) = prepared.inspect_err(|error| {
-            if group.world_size() != WorldSize::ONE {
-                // The other ranks may be waiting to compare their model with this one's.
-                group.abort(error.clone());
-            }
-        })?;
+        let (inventory, engine) = prepare(self.model(), &self.group, options)?;
         self.settle(engine);
-        (self.places, self.inventory) = (places(&inventory), inventory);
+        self.inventory = inventory;
         self.broadcast_buffers = options.broadcast_buffers;
         self.gradient_as_bucket_view = options.gradient_as_bucket_view;
         Ok(())
     }
 
-    /// The handle by which it goes from group to group.
-    pub(crate) fn handle(&self) -> &JoinGroup {
+    /// What all of its collectives go through, and what it goes from group to group by.
+    pub(crate) fn group(&self) -> &JoinGroup {
         &self.group
     }
 
@@ -43,25 +41,54 @@ impl<M: Module> Ddp<M> {
         self.settle(Engine::Alone { held: None });
     }
 
-    /// Makes the buffers of all ranks rank 0's now, and not only before the next forward pass.
-    pub(crate) fn agree(&mut self) -> Result<()> {
-        if self.inventory.buffers.is_empty() || matches!(self.engine, Engine::Alone { .. }) {
-            return Ok(());
+    /// [`backward`](Self::backward) of gradients that can be [averaged again](Self::replay) if a peer's failure cuts it off.
+    /// Not if this rank itself has ended the group: because the reducer failed, or because a batch norm did not get its
+    /// statistics, without which gradients are NaN.
+    pub(crate) fn backward_replayable<const D: usize>(
+        &mut self,
+        loss: &Tensor<D>,
+    ) -> Result<SyncedGradients> {
+        if let Some(sink) = self.engine.sink() {
+            if self.group.running().is_some() {
+                return Err(Error::invalid_argument(
+                    "inside `join` no step of an elastic job can be done again",
+                )
+                .with_remedy(
+                    "use an ElasticSampler, which gives every rank as many batches, and no `join`",
+                ));
+            }
+            sink.call(Reducer::keep_gradients)?;
         }
-        self.buffers_stale = false;
-        self.take_buffers(Caller::ElasticCommit)
+        self.backward(loss)
+    }
+
+    /// Averages the gradients of the last [`backward_replayable`](Self::backward_replayable) in `group`.
+    pub(crate) fn replay(&mut self, group: &ProcessGroup) -> Result<SyncedGradients> {
+        self.group.rebind(group.clone())?;
+        let Some(sink) = self.engine.sink() else {
+            return Err(Error::aborted("a world of one keeps no gradients"));
+        };
+        let gradients = sink.replay(|reducer| self.averages(reducer, 1.0))?;
+        Ok(SyncedGradients::new(gradients, &self.token))
+    }
+
+    /// Changes to `group`, which has the ranks that are left of this one, between steps; not if gradients are sharded.
+    pub(crate) fn follow(&mut self, group: &ProcessGroup) -> Result<bool> {
+        if self.sharded {
+            return Ok(false);
+        }
+        self.group.rebind(group.clone())?;
+        // Their memory is that of the previous group.
+        (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
+        if let Some(sink) = self.engine.sink() {
+            sink.call(Reducer::regrouped)?;
+        }
+        Ok(true)
     }
 
     /// Every tensor of the model, in module order.
     pub(crate) fn state(&self) -> &[Parameter] {
         &self.inventory.state
-    }
-
-    /// Applies to the buffers what forward passes have put off: Burn updates running state late.
-    pub(crate) fn settle_buffers(&self) {
-        if !self.inventory.buffers.is_empty() {
-            drop(held(&self.model).valid());
-        }
     }
 
     /// Replaces the model by what `change` makes of it. Gradients from before are no longer its own.
@@ -77,4 +104,21 @@ impl<M: Module> Ddp<M> {
         // Memory of the group before.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
     }
+}
+
+/// Takes stock of `model`, which the ranks of `group` compare. An error ends the group: the others may be waiting for that.
+pub(super) fn prepare<M: Module>(
+    model: &M,
+    group: &JoinGroup,
+    options: &DdpOptions,
+) -> Result<(Inventory, Engine<M>)> {
+    let prepared = Inventory::of(model).and_then(|inventory| {
+        let engine = Engine::new(&inventory, Arc::new(group.clone()), options)?;
+        Ok((inventory, engine))
+    });
+    prepared.inspect_err(|error| {
+        if group.world_size() != WorldSize::ONE {
+            group.abort(error.clone());
+        }
+    })
 }

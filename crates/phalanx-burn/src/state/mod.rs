@@ -1,9 +1,9 @@
 //! A model, its optimizer, and whatever else the next step depends on, as one value: for elastic jobs and for checkpoints.
 
-mod medium;
 mod model;
 pub(crate) mod moments;
 mod schedule;
+mod storage;
 
 use std::fmt;
 
@@ -19,7 +19,8 @@ use phalanx::{Error, ProcessGroup, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use self::medium::{Source, Target};
+pub(crate) use self::storage::Layout;
+use self::storage::{StateReader, StateWriter};
 use crate::gradients::{Synced, SyncedGradients};
 use crate::{Ddp, DdpOptions};
 
@@ -181,24 +182,24 @@ impl<M: Module, T> TrainState<M, T> {
     /// As [`Ddp::new`].
     pub fn with_options(mut self, options: DdpOptions) -> Result<Self> {
         self.options = options;
-        let handle = self.model.handle().clone();
-        self.sharing(&handle)
+        let group = self.model.group().clone();
+        self.sharing(group)
     }
 
-    /// Has the [model](Self::model) go from group to group by `handle`, so that what shares it goes along: layers that call
-    /// collectives of their own, such as a [`SyncBatchNorm`](crate::SyncBatchNorm). One that fails in such a collective, and cannot
+    /// Has the [model](Self::model) go from group to group by `handle`, a [`GroupHandle`](phalanx::GroupHandle), so that what
+    /// shares it goes along: layers that call collectives of their own, such as a [`SyncBatchNorm`](crate::SyncBatchNorm). What
+    /// shares a [`JoinGroup`] takes part in [`Ddp::join`] besides. One that fails in such a collective, and cannot
     /// say so, must end the group ([`abort`](phalanx::Communicator::abort)), or a step would be done with what it lacks.
     ///
     /// ```
     /// # use burn::nn::BatchNormConfig;
     /// # use burn::optim::AdamWConfig;
     /// # use burn::tensor::Device;
-    /// use phalanx::ProcessGroup;
-    /// use phalanx::join::JoinGroup;
+    /// use phalanx::{GroupHandle, ProcessGroup};
     /// use phalanx_burn::{SyncBatchNorm, TrainState};
     ///
     /// # let device = Device::flex().autodiff();
-    /// let handle = JoinGroup::new(ProcessGroup::alone()?); // until there is a group
+    /// let handle = GroupHandle::new(ProcessGroup::alone()?); // until there is a group
     /// let model = SyncBatchNorm::new(BatchNormConfig::new(8).init(&device), &handle);
     /// let state = TrainState::new(model, AdamWConfig::new().init(), 0_u64)?.sharing(&handle)?;
     /// # drop(state);
@@ -207,7 +208,7 @@ impl<M: Module, T> TrainState<M, T> {
     ///
     /// # Errors
     /// As [`Ddp::new`].
-    pub fn sharing(mut self, handle: &JoinGroup) -> Result<Self> {
+    pub fn sharing(mut self, handle: impl Into<JoinGroup>) -> Result<Self> {
         self.model = Ddp::with_options(self.model.into_model(), handle, self.options.clone())?;
         Ok(self)
     }
@@ -225,9 +226,9 @@ impl<M: Module, T> TrainState<M, T> {
     /// # Errors
     /// As [`Ddp::new`].
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
-        let handle = self.model.handle().clone();
-        handle.rebind(group.clone())?;
-        self.sharing(&handle)
+        let shared = self.model.group().clone();
+        shared.rebind(group.clone())?;
+        self.sharing(shared)
     }
 
     /// [`Ddp::step`] with its optimizer.
@@ -348,26 +349,28 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         self.read(saved)
     }
 
-    fn write(&self, target: &mut impl Target) -> Result<()> {
-        model::save(&self.model, target, &format!("{}model", self.name))?;
-        moments::save(&self.optimizer, self.model.state(), target, &format!("{}optimizer", self.name))?;
+    fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
+        model::save(&self.model, writer, &format!("{}model", self.name))?;
+        let optimizer = format!("{}optimizer", self.name);
+        moments::save(&self.optimizer, self.model.state(), writer, (&optimizer, &optimizer))?;
         if let Some(scheduler) = &self.scheduler {
-            schedule::save(scheduler, target, &format!("{}scheduler", self.name))?;
+            schedule::save(scheduler, writer, &format!("{}scheduler", self.name))?;
         }
-        target.value(&format!("{}steps", self.name), &self.steps)?;
-        target.value(&format!("{}progress", self.name), &self.progress)
+        writer.value(&format!("{}steps", self.name), &self.steps)?;
+        writer.value(&format!("{}progress", self.name), &self.progress)
     }
 
-    fn read(&mut self, source: &impl Source) -> Result<()> {
-        let steps = source.value(&format!("{}steps", self.name))?;
-        let progress = source.value(&format!("{}progress", self.name))?;
+    fn read(&mut self, reader: &impl StateReader) -> Result<()> {
+        let steps = reader.value(&format!("{}steps", self.name))?;
+        let progress = reader.value(&format!("{}progress", self.name))?;
         let scheduler = self.scheduler.as_ref();
         let scheduler = scheduler
-            .map(|scheduler| schedule::load(scheduler, source, &format!("{}scheduler", self.name)))
+            .map(|scheduler| schedule::load(scheduler, reader, &format!("{}scheduler", self.name)))
             .transpose()?;
-        let optimizer =
-            moments::load(&self.optimizer, self.model.state(), source, &format!("{}optimizer", self.name))?;
-        model::load(&mut self.model, source, &format!("{}model", self.name))?;
+        let name = format!("{}optimizer", self.name);
+        let parts = ([name.clone()], name.as_str());
+        let optimizer = moments::load(&self.optimizer, self.model.state(), reader, parts, |_| true)?;
+        model::load(&mut self.model, reader, &format!("{}model", self.name))?;
         (self.optimizer, self.scheduler) = (optimizer, scheduler);
         (self.steps, self.progress) = (steps, progress);
         Ok(())

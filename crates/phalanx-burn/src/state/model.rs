@@ -9,9 +9,9 @@ use burn::tensor::{Bool, Int, Tensor};
 use phalanx::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use super::medium::{Layout, Source, Target};
+use super::storage::{Layout, StateReader, StateWriter};
 use crate::parameters::Parameter;
-use crate::{Ddp, bridge, memory};
+use crate::{Ddp, tensor_bytes};
 
 /// A tensor of the model that was saved.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -20,21 +20,21 @@ struct Entry {
     layout: Layout,
 }
 
-pub(super) fn save<M: Module>(ddp: &Ddp<M>, target: &mut impl Target, prefix: &str) -> Result<()> {
+pub(super) fn save<M: Module>(ddp: &Ddp<M>, writer: &mut impl StateWriter, prefix: &str) -> Result<()> {
     ddp.settle_buffers();
     let entries = entries(ddp.state());
-    target.value(prefix, &entries)?;
-    let mut saver = Saver { entries: entries.iter(), target, prefix, outcome: Ok(()) };
+    writer.value(prefix, &entries)?;
+    let mut saver = Saver { entries: entries.iter(), writer, prefix, outcome: Ok(()) };
     ddp.model().visit(&mut saver);
     saver.outcome
 }
 
-pub(super) fn load<M: Module>(ddp: &mut Ddp<M>, source: &impl Source, prefix: &str) -> Result<()> {
-    let (here, saved) = (entries(ddp.state()), source.value::<Vec<Entry>>(prefix)?);
+pub(super) fn load<M: Module>(ddp: &mut Ddp<M>, reader: &impl StateReader, prefix: &str) -> Result<()> {
+    let (here, saved) = (entries(ddp.state()), reader.value::<Vec<Entry>>(prefix)?);
     if here != saved {
         return Err(other_model(&here, &saved));
     }
-    let tensor = |entry: &Entry| source.tensor(&format!("{prefix}.{}", entry.name), &entry.layout);
+    let tensor = |entry: &Entry| reader.tensor(&format!("{prefix}.{}", entry.name), &entry.layout);
     let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
     // What forward passes have put off would come over what is loaded.
     ddp.settle_buffers();
@@ -72,22 +72,24 @@ fn other_model(here: &[Entry], saved: &[Entry]) -> Error {
 
 struct Saver<'a, T> {
     entries: std::slice::Iter<'a, Entry>,
-    target: &'a mut T,
+    writer: &'a mut T,
     prefix: &'a str,
     outcome: Result<()>,
 }
 
-impl<T: Target> Saver<'_, T> {
+impl<T: StateWriter> Saver<'_, T> {
     fn save(&mut self, elements: impl FnOnce(&mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()>) {
         let (Some(entry), Ok(())) = (self.entries.next(), &self.outcome) else { return };
         let name = format!("{}.{}", self.prefix, entry.name);
-        self.outcome = elements(&mut |bytes| self.target.tensor(&name, &entry.layout, bytes));
+        self.outcome = elements(&mut |bytes| self.writer.tensor(&name, &entry.layout, bytes));
     }
 }
 
-impl<T: Target> ModuleVisitor for Saver<'_, T> {
+impl<T: StateWriter> ModuleVisitor for Saver<'_, T> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.save(|put| memory::lend(param.base(), |lent| put(lent.bytes)).and_then(|outcome| outcome));
+        self.save(|put| {
+            tensor_bytes::with_bytes(param.base(), |tensor| put(tensor.bytes)).and_then(|put| put)
+        });
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
@@ -105,7 +107,7 @@ struct Loader<'a>(std::vec::IntoIter<Cow<'a, [u8]>>);
 impl ModuleMapper for Loader<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         match self.0.next() {
-            Some(elements) => param.map(|old| memory::overwritten(old, &elements)),
+            Some(elements) => param.map(|old| tensor_bytes::overwritten(old, &elements)),
             None => param,
         }
     }
@@ -127,5 +129,5 @@ impl ModuleMapper for Loader<'_> {
 
 fn replaced<const D: usize, K: Basic>(old: &Tensor<D, K>, elements: &[u8]) -> Tensor<D, K> {
     let (shape, dtype) = (old.shape(), old.dtype());
-    Tensor::from_data(bridge::tensor_data(elements, shape.as_slice(), dtype), (&old.device(), dtype))
+    Tensor::from_data(tensor_bytes::tensor_data(elements, shape.as_slice(), dtype), (&old.device(), dtype))
 }

@@ -7,21 +7,21 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn_pack::{Reader, Scalar, Writer};
 use phalanx::{Error, Result};
 
-use super::medium::{Source, Target};
+use super::storage::{StateReader, StateWriter};
 
 type Numbers = BTreeMap<String, Scalar>;
 
-pub(super) fn save(scheduler: &ModuleLrScheduler, target: &mut impl Target, name: &str) -> Result<()> {
-    target.value(name, &numbers(scheduler)?)
+pub(super) fn save(scheduler: &ModuleLrScheduler, writer: &mut impl StateWriter, name: &str) -> Result<()> {
+    writer.value(name, &numbers(scheduler)?)
 }
 
 /// `scheduler` at the place that was saved.
 pub(super) fn load(
     scheduler: &ModuleLrScheduler,
-    source: &impl Source,
+    reader: &impl StateReader,
     name: &str,
 ) -> Result<ModuleLrScheduler> {
-    let saved: Numbers = source.value(name)?;
+    let saved: Numbers = reader.value(name)?;
     if !saved.keys().eq(numbers(scheduler)?.keys()) {
         return Err(Error::mismatch("the saved state is that of another kind of learning-rate scheduler")
             .with_remedy("build the scheduler as it was built when the state was saved"));

@@ -44,8 +44,8 @@ use phalanx::reducer::hooks::CommHook;
 use phalanx::{Caller, ProcessGroup};
 
 pub use self::outputs::{Outputs, concatenated, mean_of};
-use self::samples::Part;
 pub use self::samples::Sampled;
+use self::samples::Shard;
 use self::session::Session;
 use crate::DdpOptions;
 
@@ -78,7 +78,7 @@ pub struct DdpStrategy {
     options: DdpOptions,
     hook: Option<Arc<MakeHook>>,
     /// What [`sampled`](Self::sampled) has made; of all clones.
-    parts: Arc<Mutex<Vec<Weak<Part>>>>,
+    shards: Arc<Mutex<Vec<Weak<Shard>>>>,
 }
 
 /// Makes a hook for each training.
@@ -92,7 +92,7 @@ impl DdpStrategy {
             device: Device::flex().autodiff(),
             options: DdpOptions::default(),
             hook: None,
-            parts: Arc::default(),
+            shards: Arc::default(),
         }
     }
 
@@ -147,16 +147,16 @@ impl DdpStrategy {
     /// long as there are any, the strategy, and each clone of it, takes the training loader for one of them, and refuses a
     /// loader with another number of samples.
     pub fn sampled<I, D: Dataset<I>>(&self, dataset: D, seed: u64) -> Sampled<D> {
-        let part = Arc::new(Part::new(dataset.len(), &self.group, seed));
-        self.parts.lock().push(Arc::downgrade(&part));
-        Sampled::new(dataset, part)
+        let shard = Arc::new(Shard::new(dataset.len(), &self.group, seed));
+        self.shards.lock().push(Arc::downgrade(&shard));
+        Sampled::new(dataset, shard)
     }
 
     /// What [`sampled`](Self::sampled) has made, and is still there.
-    fn living_parts(&self) -> Vec<Arc<Part>> {
-        let mut parts = self.parts.lock();
-        parts.retain(|part| part.strong_count() > 0);
-        parts.iter().filter_map(Weak::upgrade).collect()
+    fn living_shards(&self) -> Vec<Arc<Shard>> {
+        let mut shards = self.shards.lock();
+        shards.retain(|shard| shard.strong_count() > 0);
+        shards.iter().filter_map(Weak::upgrade).collect()
     }
 }
 

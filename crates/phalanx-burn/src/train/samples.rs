@@ -12,15 +12,15 @@ use phalanx::sampler::DistributedSampler;
 /// [`DistributedSampler`] gives. [`DdpStrategy::sampled`](super::DdpStrategy::sampled) makes it.
 pub struct Sampled<D> {
     dataset: D,
-    part: Arc<Part>,
+    shard: Arc<Shard>,
 }
 
 /// Which samples they are now.
-pub(super) struct Part {
+pub(super) struct Shard {
     order: RwLock<(DistributedSampler, Vec<usize>)>,
 }
 
-impl Part {
+impl Shard {
     pub fn new(samples: usize, group: &ProcessGroup, seed: u64) -> Self {
         let sampler = DistributedSampler::for_group(samples, group).seed(seed);
         let order = sampler.indices();
@@ -39,32 +39,32 @@ impl Part {
 }
 
 impl<D> Sampled<D> {
-    pub(super) fn new(dataset: D, part: Arc<Part>) -> Self {
-        Self { dataset, part }
+    pub(super) fn new(dataset: D, shard: Arc<Shard>) -> Self {
+        Self { dataset, shard }
     }
 }
 
 impl<I, D: Dataset<I>> Dataset<I> for Sampled<D> {
     fn get(&self, index: usize) -> Result<I, DatasetError> {
-        let sample = self.part.order.read().1[index];
+        let sample = self.shard.order.read().1[index];
         self.dataset.get(sample)
     }
 
     fn get_many(&self, indexes: Vec<usize>) -> Result<Vec<I>, DatasetError> {
         let samples = {
-            let order = self.part.order.read();
+            let order = self.shard.order.read();
             indexes.into_iter().map(|index| order.1[index]).collect()
         };
         self.dataset.get_many(samples)
     }
 
     fn len(&self) -> usize {
-        self.part.len()
+        self.shard.len()
     }
 }
 
 impl<D> fmt::Debug for Sampled<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Sampled({} samples)", self.part.len())
+        write!(f, "Sampled({} samples)", self.shard.len())
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::data::dataloader::Progress;
 use burn::data::dataset::DatasetError;
-use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::optim::GradientsParams;
 use burn::train::train::WorkerFailure;
 use burn::train::{
     EventProcessorTraining, InferenceStep, Learner, LearnerEvent, LearnerModel,
@@ -18,7 +18,7 @@ use super::DdpStrategy;
 use super::average::Average;
 use super::exchange;
 use super::outputs::Outputs;
-use super::samples::Part;
+use super::samples::Shard;
 use crate::parameters::Select;
 use crate::replicas;
 
@@ -59,7 +59,7 @@ where
         valid: &ValidLoader<M>,
         starting_epoch: usize,
     ) -> Result<()> {
-        let average = Average::new(&self.learner.model(), self.strategy)?;
+        let mut average = Average::new(&self.learner.model(), self.strategy)?;
         let model = replicas::from_rank(self.learner.model(), self.group, Rank::MAIN, Select::All)?;
         self.learner.load_model(model.into_record());
 
@@ -73,7 +73,7 @@ where
         for epoch in starting_epoch..=self.components.num_epochs {
             let total_items = data.share * ranks;
             self.train_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items });
-            self.train_epoch(data.of_epoch(epoch, self.strategy), &average)?;
+            self.train_epoch(data.of_epoch(epoch, self.strategy), &mut average)?;
             self.train_event(|| LearnerEvent::EndSplit(epoch));
             if self.should_stop()? {
                 return Ok(());
@@ -95,9 +95,8 @@ where
         Ok(())
     }
 
-    fn train_epoch(&mut self, loader: &TrainLoader<M>, average: &Average) -> Result<()> {
+    fn train_epoch(&mut self, loader: &TrainLoader<M>, average: &mut Average<M>) -> Result<()> {
         let mut items = loader.iter();
-        let mut accumulator = GradientsAccumulator::new();
         let (mut iteration, mut accumulated) = (0, 0);
         let ranks = self.group.world_size().count();
         loop {
@@ -121,17 +120,16 @@ where
                     output.item
                 }
                 Some(parts) => {
-                    let output = TrainStep::step(&model, item);
-                    accumulator.accumulate(&model, output.grads);
+                    let output = average.add(&model, item)?;
                     accumulated += 1;
                     // The last batches may come at different times: then nobody takes that step early.
                     if accumulated >= parts || exchange::all(self.group, last)? {
                         accumulated = 0;
-                        let gradients = average.of(&model, accumulator.grads())?;
+                        let gradients = average.sum(&model)?;
                         drop(model);
                         self.step(gradients);
                     }
-                    output.item
+                    output
                 }
             };
             if let Some(output) =
@@ -216,8 +214,8 @@ where
     }
 
     /// Gives every rank rank 0's running statistics.
-    fn share_buffers(&self, average: &Average) -> Result<()> {
-        let buffers = &average.inventory().buffers;
+    fn share_buffers(&self, average: &Average<M>) -> Result<()> {
+        let buffers = &average.inventory.buffers;
         if buffers.is_empty() || !self.strategy.options.broadcast_buffers {
             return Ok(());
         }
@@ -248,7 +246,7 @@ const FAILED: u8 = 2;
 struct Data<'a, M: LearnerModel> {
     loader: &'a TrainLoader<M>,
     /// The data sets that [`DdpStrategy::sampled`] has made; the loader is of one of them, if there are any.
-    parts: Vec<Arc<Part>>,
+    shards: Vec<Arc<Shard>>,
     /// How many samples it has in an epoch; as many as each other rank, because every rank must take as many steps.
     share: usize,
     /// What is read in an epoch, in turn. They are kept: a loader that is made anew begins to shuffle anew.
@@ -258,8 +256,8 @@ struct Data<'a, M: LearnerModel> {
 impl<'a, M: LearnerModel> Data<'a, M> {
     fn of(loader: &'a TrainLoader<M>, strategy: &DdpStrategy) -> Result<Self> {
         let (items, ranks) = (loader.num_items(), strategy.group.world_size().count());
-        let parts = strategy.living_parts();
-        let lengths: Vec<_> = parts.iter().map(|part| part.len()).collect();
+        let shards = strategy.living_shards();
+        let lengths: Vec<_> = shards.iter().map(|shard| shard.len()).collect();
         let (share, stretches) = match lengths.is_empty() {
             true => (items / ranks, ranks),
             false if lengths.contains(&items) => (items, 1),
@@ -271,14 +269,14 @@ impl<'a, M: LearnerModel> Data<'a, M> {
                 return Err(Error::invalid_argument(cause).with_remedy(remedy));
             }
         };
-        Ok(Self { loader, parts, share, stretches: (0..stretches).map(|_| OnceCell::new()).collect() })
+        Ok(Self { loader, shards, share, stretches: (0..stretches).map(|_| OnceCell::new()).collect() })
     }
 
     fn of_epoch(&self, epoch: usize, strategy: &DdpStrategy) -> &TrainLoader<M> {
-        self.parts.iter().for_each(|part| part.set_epoch(epoch as u64));
+        self.shards.iter().for_each(|shard| shard.set_epoch(epoch as u64));
         let stretch = (strategy.group.rank().index() + epoch - 1) % self.stretches.len();
         let (from, to) = (stretch * self.share, (stretch + 1) * self.share);
-        self.stretches[stretch].get_or_init(|| match self.parts.is_empty() {
+        self.stretches[stretch].get_or_init(|| match self.shards.is_empty() {
             true => self.loader.slice(from, to).to_device(&strategy.device),
             false => self.loader.to_device(&strategy.device),
         })

@@ -5,6 +5,7 @@ use burn::module::{Module, ParamGroup};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Distribution, Tensor};
+use phalanx::join::JoinGroup;
 use phalanx::reducer::ReducerOptions;
 use phalanx::trace::Trace;
 use phalanx_burn::{Ddp, DdpOptions};
@@ -81,7 +82,7 @@ fn buffers_and_the_model_s_average_are_one_operation_each_in_memory_that_is_take
     let start = Normed::new();
     run(2, |group| {
         let watched = Watched::new(group);
-        let mut ddp = Ddp::new(start.clone(), &watched).unwrap();
+        let mut ddp = Ddp::new(start.clone(), JoinGroup::new(watched.clone())).unwrap();
         let mut optimizer = SgdConfig::new().init();
         let mut allocated = 0;
         for step in 0..5 {
@@ -212,7 +213,9 @@ fn a_failure_within_backward_surfaces_from_the_call_and_stays() {
         let watched = Watched::new(group);
         // Each layer is a bucket of its own, so that the failure comes while backward runs.
         let reducer = ReducerOptions::default().bucket_cap_mb(0.0);
-        let mut ddp = Ddp::with_options(Mlp::new(&[8, 5, 5, 3]), &watched, options(reducer)).unwrap();
+        let mut ddp =
+            Ddp::with_options(Mlp::new(&[8, 5, 5, 3]), JoinGroup::new(watched.clone()), options(reducer))
+                .unwrap();
         watched.group.barrier().unwrap();
         watched.state.lock().refuse = watched.group.rank().is_main();
         let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
@@ -338,7 +341,8 @@ fn buckets_are_on_their_way_before_the_last_gradient_is_ready() {
         let mut watched = Watched::new(group);
         watched.trace = Trace::to_file(&path, watched.group.rank());
         let reducer = ReducerOptions::default().bucket_cap_mb(0.0005);
-        let mut ddp = Ddp::with_options(Mlp::new(&[8; 13]), &watched, options(reducer)).unwrap();
+        let mut ddp =
+            Ddp::with_options(Mlp::new(&[8; 13]), JoinGroup::new(watched.clone()), options(reducer)).unwrap();
         for _ in 0..2 {
             let loss = ddp.forward(|model| model.forward(samples(0, 4).0).powi_scalar(2).mean()).unwrap();
             ddp.backward(&loss).unwrap();
@@ -371,7 +375,7 @@ fn a_trace_has_the_lanes_of_a_step_of_every_rank_in_one_file() {
     run(2, |group| {
         let mut watched = Watched::new(group);
         watched.trace = Trace::onto_file(&path, watched.group.rank());
-        let mut ddp = Ddp::new(Mlp::new(&[8; 3]), &watched).unwrap();
+        let mut ddp = Ddp::new(Mlp::new(&[8; 3]), JoinGroup::new(watched.clone())).unwrap();
         let mut optimizer = SgdConfig::new().init();
         for _ in 0..3 {
             let loss = ddp.forward(|model| model.forward(samples(0, 4).0).powi_scalar(2).mean()).unwrap();

@@ -14,10 +14,9 @@ use burn::optim::AdamWConfig;
 use burn::tensor::Tensor;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context, Options};
-use phalanx::join::JoinGroup;
 use phalanx::launch::{Event, Job, Outcome, Report, Stream};
 use phalanx::sampler::ElasticSampler;
-use phalanx::{Error, ProcessGroup, WorldSize};
+use phalanx::{Error, GroupHandle, ProcessGroup, WorldSize};
 use phalanx_burn::{SyncBatchNorm, TrainState};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
@@ -71,7 +70,7 @@ enum Norm {
 }
 
 impl Network {
-    fn new(handle: &JoinGroup) -> Self {
+    fn new(handle: &GroupHandle) -> Self {
         let layer = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&device());
         let (first, frozen, last) = (layer(8, 12), layer(12, 12).no_grad(), layer(12, 3));
         let norm = BatchNormConfig::new(12).init(&device());
@@ -103,7 +102,7 @@ type Training = TrainState<Network, Progress>;
 /// What a worker does. No seed is set: newcomers begin with other parameters, and with other ids of theirs.
 fn work(folder: &Path) -> phalanx::Result<()> {
     let progress = Progress { step: 0, sampler: ElasticSampler::new(SAMPLES).seed(3) };
-    let handle = JoinGroup::new(ProcessGroup::alone()?);
+    let handle = GroupHandle::new(ProcessGroup::alone()?);
     let training = TrainState::new(Network::new(&handle), AdamWConfig::new().init(), progress)?;
     let mut training: Training = training.sharing(&handle)?;
     if let Ok(resume) = std::env::var(RESUME) {

@@ -9,6 +9,7 @@ mod config;
 mod connect;
 mod engine;
 mod gather;
+mod handle;
 mod init;
 mod main_process_first;
 mod messages;
@@ -36,6 +37,7 @@ use self::connect::connect_in_process;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use self::connect::{Wishes, connect};
 use self::engine::Engine;
+pub use self::handle::GroupHandle;
 pub use self::init::{GroupOptions, init};
 use self::messages::Messages;
 pub use self::objects::MAX_OBJECT_BYTES;
@@ -98,6 +100,35 @@ pub trait Communicator: Send + Sync {
     /// The recorder of this rank's events; see [`Trace`].
     fn trace(&self) -> Trace;
 }
+
+/// The methods of a [`Communicator`] that stands before another one, and leaves to it whatever is no collective.
+macro_rules! forward_to_group {
+    ($self:ident => $group:expr) => {
+        fn rank(&$self) -> $crate::rank::Rank {
+            $group.rank()
+        }
+        fn world_size(&$self) -> $crate::world_size::WorldSize {
+            $group.world_size()
+        }
+        fn alloc(
+            &$self,
+            dtype: $crate::dtype::DType,
+            elements: usize,
+        ) -> $crate::error::Result<$crate::buffer::Buffer> {
+            $group.alloc(dtype, elements)
+        }
+        fn abort(&$self, cause: $crate::error::Error) {
+            $group.abort(cause);
+        }
+        fn failure(&$self) -> Option<$crate::error::Error> {
+            $group.failure()
+        }
+        fn trace(&$self) -> $crate::trace::Trace {
+            $group.trace()
+        }
+    };
+}
+pub(crate) use forward_to_group;
 
 /// A handle to a group of ranks. Clones are handles to the same group.
 ///

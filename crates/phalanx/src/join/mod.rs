@@ -42,7 +42,7 @@ mod announcement;
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 
 use self::announcement::{Announced, silence};
 use crate::buffer::Buffer;
@@ -50,9 +50,8 @@ use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::group::{Communicator, Work};
+use crate::group::{Communicator, GroupHandle, ProcessGroup, Work, forward_to_group};
 use crate::rank::Rank;
-use crate::trace::Trace;
 use crate::world_size::WorldSize;
 
 /// Options of [`JoinGroup::join`]. Names and defaults are PyTorch's.
@@ -86,15 +85,12 @@ pub struct Joined<T> {
     pub uneven: bool,
 }
 
-/// A handle to a group whose ranks may end at different times. See the [module](self). Clones share their state, and
-/// [change to another group](Self::rebind) together.
+/// A group whose ranks may end at different times. See the [module](self). Clones share their state.
 #[doc(alias("Join", "Joinable"))]
 #[derive(Clone)]
 pub struct JoinGroup {
-    group: Arc<RwLock<Arc<dyn Communicator>>>,
+    group: GroupHandle,
     state: Arc<Mutex<JoinState>>,
-    /// Of this handle only; clones have their own.
-    caller: Option<Caller>,
 }
 
 #[derive(Default)]
@@ -110,37 +106,26 @@ struct JoinState {
 }
 
 impl JoinGroup {
-    /// Makes the collectives of `group` joinable. All ranks must call them through such a handle.
+    /// Makes the collectives of `group` joinable. All ranks must call them through such a group.
     pub fn new<C: Communicator + 'static>(group: C) -> Self {
-        Self { group: Arc::new(RwLock::new(Arc::new(group))), state: Arc::default(), caller: None }
+        Self::from(&GroupHandle::new(group))
     }
 
-    /// Makes this handle, and all its clones, use `group` from now on: in an [elastic](crate::elastic) job one group
-    /// follows the other.
+    /// Makes this group, and all its clones, use `group` from now on; see [`GroupHandle::rebind`].
     ///
     /// # Errors
     /// Inside [`join`](Self::join).
     pub fn rebind<C: Communicator + 'static>(&self, group: C) -> Result<()> {
-        let mut state = self.state.lock();
-        if state.running.is_some() {
-            return Err(Error::invalid_argument("a handle goes to another group outside of `join`"));
+        if self.state.lock().running.is_some() {
+            return Err(Error::invalid_argument("a group is replaced by another outside of `join`"));
         }
-        *state = JoinState::default();
-        drop(state);
-        // Dropping the last handle of a group waits for its operations.
-        let before = std::mem::replace(&mut *self.group.write(), Arc::new(group));
-        drop(before);
+        self.group.rebind(group);
         Ok(())
     }
 
     /// As [`ProcessGroup::in_call`](crate::ProcessGroup::in_call).
     pub fn in_call(&self, caller: Caller) -> Self {
-        Self { caller: self.caller.or(Some(caller)), ..self.clone() }
-    }
-
-    fn group(&self) -> Arc<dyn Communicator> {
-        let group = self.group.read();
-        self.caller.map_or_else(|| group.clone(), |caller| group.in_call(caller))
+        Self { group: self.group.in_call(caller), state: self.state.clone() }
     }
 
     /// Runs `body`, and then answers the collectives of the ranks whose `body` still runs. All ranks call it together,
@@ -219,12 +204,12 @@ impl JoinGroup {
 
     fn announce(&self, announced: Announced) -> Result<Work> {
         self.state.lock().announced += 1;
-        self.exchange(announced.encode(self.caller, self.rank(), self.world_size()))
+        self.exchange(announced.encode(self.group.caller, self.rank(), self.world_size()))
     }
 
     fn exchange(&self, numbers: Vec<i64>) -> Result<Work> {
         // Both announcing and answering ranks are inside `join`.
-        let group = self.group.read().in_call(Caller::Join);
+        let group = self.group.as_part_of(Some(Caller::Join));
         group.all_reduce_async(Buffer::from_slice(&numbers), ReduceOp::Max)
     }
 
@@ -245,7 +230,7 @@ impl JoinGroup {
         loop {
             let numbers = self.exchange(silence(world))?.wait()?;
             let (announced, caller, active) = Announced::decode(numbers.as_slice()?, world)?;
-            let group = Self { caller, ..self.clone() }.group();
+            let group = self.group.as_part_of(caller);
             match announced {
                 None => break,
                 Some(Announced::Step) => {
@@ -257,7 +242,7 @@ impl JoinGroup {
                 }
                 // The results are not needed: a `Work` that is dropped still runs.
                 Some(Announced::AllReduce { op, dtype, elements }) => {
-                    drop(group.all_reduce_async(neutral(&*group, op, dtype, elements)?, op)?);
+                    drop(group.all_reduce_async(neutral(&group, op, dtype, elements)?, op)?);
                 }
                 Some(Announced::Broadcast { dtype, elements, root }) => {
                     let root = acting_root(root, &active);
@@ -277,17 +262,7 @@ impl JoinGroup {
 }
 
 impl Communicator for JoinGroup {
-    fn rank(&self) -> Rank {
-        self.group.read().rank()
-    }
-
-    fn world_size(&self) -> WorldSize {
-        self.group.read().world_size()
-    }
-
-    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
-        self.group().alloc(dtype, elements)
-    }
+    forward_to_group!(self => self.group);
 
     fn in_call(&self, caller: Caller) -> Arc<dyn Communicator> {
         Arc::new(self.in_call(caller))
@@ -302,25 +277,25 @@ impl Communicator for JoinGroup {
                 elements: buffer.len(),
             })?);
         }
-        self.group().all_reduce_async(buffer, op)
+        self.group.all_reduce_async(buffer, op)
     }
 
     /// If `root` has no data any more, the first rank that has data acts as root.
     fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
         if self.running().is_none() {
-            return self.group().broadcast_async(buffer, root);
+            return self.group.broadcast_async(buffer, root);
         }
         let announced = Announced::Broadcast { dtype: buffer.dtype(), elements: buffer.len(), root };
         self.announce(announced)?.wait().and_then(|numbers| self.heard(&numbers))?;
         let root = acting_root(root, &self.state.lock().active);
-        self.group().broadcast_async(buffer, root)
+        self.group.broadcast_async(buffer, root)
     }
 
     /// While every rank has data, it is not announced, because no rank answers yet. Afterwards it is an all_reduce,
     /// which ranks without data can answer.
     fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
         if self.running().is_none() || self.all_have_data() {
-            return self.group().reduce_scatter_v_async(buffer, counts, op);
+            return self.group.reduce_scatter_v_async(buffer, counts, op);
         }
         self.all_reduce_async(buffer, op)
     }
@@ -328,22 +303,30 @@ impl Communicator for JoinGroup {
     /// Fails if a rank has no data any more: no other rank could bring its part.
     fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
         if self.running().is_none() || self.all_have_data() {
-            return self.group().all_gather_v_in_place_async(buffer, counts);
+            return self.group.all_gather_v_in_place_async(buffer, counts);
         }
         Err(Error::invalid_argument("an all_gather needs every rank, and some have no data left")
             .with_remedy("give every rank as many batches"))
     }
+}
 
-    fn abort(&self, cause: Error) {
-        self.group().abort(cause);
+/// Over the same group as `handle`, which is then not [rebound](GroupHandle::rebind) inside [`join`](JoinGroup::join).
+impl From<&GroupHandle> for JoinGroup {
+    fn from(handle: &GroupHandle) -> Self {
+        Self { group: handle.clone(), state: Arc::default() }
     }
+}
 
-    fn failure(&self) -> Option<Error> {
-        self.group().failure()
+impl From<&ProcessGroup> for JoinGroup {
+    fn from(group: &ProcessGroup) -> Self {
+        Self::new(group.clone())
     }
+}
 
-    fn trace(&self) -> Trace {
-        self.group().trace()
+/// The same group: what uses either is joined together.
+impl From<&JoinGroup> for JoinGroup {
+    fn from(group: &JoinGroup) -> Self {
+        group.clone()
     }
 }
 

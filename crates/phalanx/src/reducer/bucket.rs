@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::ParameterSpec;
 use super::hooks::{CommHook, GradBucket, GradientPlace, Pending};
-use super::plan::{BucketPlan, Plan};
+use super::plan::Plan;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -30,7 +30,7 @@ enum BucketMemory {
     None,
     Here(Buffer),
     InFlight(Pending),
-    /// The operation that had the buffer failed.
+    /// The operation that had the buffer failed, or the hook panicked.
     Lost,
 }
 
@@ -39,7 +39,7 @@ impl Bucket {
     pub(crate) fn new(index: usize, plan: &Plan, parameters: &[ParameterSpec]) -> Self {
         let bucket = &plan.buckets[index];
         let place = |&parameter: &usize| {
-            let place = plan.places[parameter];
+            let place = plan.slices[parameter];
             let elements = place.offset..place.offset + place.elements;
             GradientPlace { parameter, shape: parameters[parameter].shape.clone(), elements }
         };
@@ -137,18 +137,18 @@ impl Bucket {
         }
     }
 
-    /// Waits for the operation in flight; gives whether the bucket, which `plan` describes, is averaged and back.
-    pub(crate) fn advance(&mut self, group: &dyn Communicator, plan: &BucketPlan) -> Result<bool> {
+    /// Waits for the operation in flight; gives whether the bucket is averaged and back.
+    pub(crate) fn advance(&mut self, group: &dyn Communicator) -> Result<bool> {
         self.observe();
         match std::mem::replace(&mut self.memory, BucketMemory::Lost) {
             BucketMemory::InFlight(pending) => match pending.advance(group)? {
-                Ok(buffer) if buffer.dtype() == plan.dtype && buffer.len() == plan.elements => {
+                Ok(buffer) if buffer.dtype() == self.dtype && buffer.len() == self.elements => {
                     self.memory = BucketMemory::Here(buffer);
                 }
                 Ok(buffer) => {
                     return Err(Error::invalid_argument(format!(
                         "the communication hook gave back {buffer:?} for a bucket of {} x {}",
-                        plan.elements, plan.dtype
+                        self.elements, self.dtype
                     )));
                 }
                 Err(pending) => {
@@ -156,21 +156,22 @@ impl Bucket {
                     return Ok(false);
                 }
             },
+            BucketMemory::Lost => return Err(Error::aborted("the gradients of a bucket are lost")),
             other => self.memory = other,
         }
         Ok(true)
     }
 
     /// Writes the bucket's way through this step to the trace.
-    pub(crate) fn note(&mut self, trace: &Trace, index: usize, plan: &BucketPlan) {
+    pub(crate) fn note(&mut self, trace: &Trace, index: usize) {
         let (ready, launched, done) = (self.ready.take(), self.launched.take(), self.done.take());
         if !trace.is_enabled() {
             return;
         }
         let args = [
             ("bucket", index.into()),
-            ("bytes", plan.bytes().into()),
-            ("parameters", plan.parameters.len().into()),
+            ("bytes", (self.elements * self.dtype.size()).into()),
+            ("parameters", self.gradients.len().into()),
         ];
         if let Some(ready) = ready {
             trace.instant(self.lane, "ready", ready, &args);

@@ -25,13 +25,13 @@ type Completer = Box<dyn FnOnce(Result<Buffer>) + Send>;
 pub(super) struct FakeGroup {
     rank: Rank,
     world: Arc<World>,
-    mine: Arc<Mutex<Mine>>,
+    log: Arc<Mutex<RankLog>>,
     trace: Trace,
 }
 
 /// What one rank did.
 #[derive(Default)]
-struct Mine {
+struct RankLog {
     calls: Vec<Call>,
     allocations: usize,
 }
@@ -52,7 +52,7 @@ pub(super) enum Kind {
 }
 
 /// One rank's part in an operation.
-struct Part {
+struct Contribution {
     call: Call,
     buffer: Buffer,
     /// The bytes that this rank owns, if the buffer is sharded.
@@ -62,12 +62,12 @@ struct Part {
 
 struct World {
     size: WorldSize,
-    shared: Mutex<Shared>,
+    state: Mutex<WorldState>,
 }
 
 #[derive(Default)]
-struct Shared {
-    open: BTreeMap<usize, BTreeMap<Rank, Part>>,
+struct WorldState {
+    open: BTreeMap<usize, BTreeMap<Rank, Contribution>>,
     failure: Option<Error>,
     /// The operation that fails.
     fault: Option<(usize, Error)>,
@@ -84,7 +84,7 @@ pub(super) fn run<T: Send>(ranks: u32, body: impl Fn(Arc<FakeGroup>) -> T + Sync
 
 impl FakeGroup {
     pub(super) fn world(ranks: u32) -> Vec<Arc<Self>> {
-        let world = Arc::new(World { size: WorldSize::new(ranks).unwrap(), shared: Mutex::default() });
+        let world = Arc::new(World { size: WorldSize::new(ranks).unwrap(), state: Mutex::default() });
         world.size.ranks().map(|rank| Arc::new(Self::of(rank, world.clone(), Trace::disabled()))).collect()
     }
 
@@ -93,20 +93,20 @@ impl FakeGroup {
     }
 
     fn of(rank: Rank, world: Arc<World>, trace: Trace) -> Self {
-        Self { rank, world, mine: Arc::default(), trace }
+        Self { rank, world, log: Arc::default(), trace }
     }
 
     pub(super) fn calls(&self) -> Vec<Call> {
-        self.mine.lock().calls.clone()
+        self.log.lock().calls.clone()
     }
 
     pub(super) fn allocations(&self) -> usize {
-        self.mine.lock().allocations
+        self.log.lock().allocations
     }
 
     /// Lets the operation after the next `skip` ones fail with `error`.
     pub(super) fn fail_after(&self, skip: usize, error: Error) {
-        self.world.shared.lock().fault = Some((self.calls().len() + skip, error));
+        self.world.state.lock().fault = Some((self.calls().len() + skip, error));
     }
 
     /// This rank's bytes of `buffer`.
@@ -124,23 +124,23 @@ impl FakeGroup {
     fn call_on(&self, kind: Kind, buffer: Buffer, own: Range<usize>) -> Result<Work> {
         let call = Call { kind, dtype: buffer.dtype(), elements: buffer.len() };
         let sequence = {
-            let mut mine = self.mine.lock();
-            mine.calls.push(call);
-            mine.calls.len() - 1
+            let mut log = self.log.lock();
+            log.calls.push(call);
+            log.calls.len() - 1
         };
-        let mut shared = self.world.shared.lock();
-        if let Some(failure) = &shared.failure {
+        let mut state = self.world.state.lock();
+        if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
         let (work, completer) = Work::pending();
-        let parts = shared.open.entry(sequence).or_default();
+        let parts = state.open.entry(sequence).or_default();
         let completer = Box::new(|outcome| completer.complete(outcome));
-        parts.insert(self.rank, Part { call, buffer, own, completer });
+        parts.insert(self.rank, Contribution { call, buffer, own, completer });
         if parts.len() == self.world.size.count() {
-            let parts = shared.open.remove(&sequence).unwrap();
-            let fault = shared.fault.clone().filter(|(at, _)| *at == sequence);
+            let parts = state.open.remove(&sequence).unwrap();
+            let fault = state.fault.clone().filter(|(at, _)| *at == sequence);
             if let Some((_, error)) = fault {
-                shared.failure = Some(error.clone());
+                state.failure = Some(error.clone());
                 parts.into_values().for_each(|part| (part.completer)(Err(error.clone())));
             } else {
                 complete(parts);
@@ -160,7 +160,7 @@ impl Communicator for FakeGroup {
     }
 
     fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
-        self.mine.lock().allocations += 1;
+        self.log.lock().allocations += 1;
         Ok(Buffer::zeroed(dtype, elements))
     }
 
@@ -187,15 +187,15 @@ impl Communicator for FakeGroup {
     }
 
     fn abort(&self, cause: Error) {
-        let mut shared = self.world.shared.lock();
-        let cause = shared.failure.get_or_insert(cause).clone();
-        for part in std::mem::take(&mut shared.open).into_values().flat_map(BTreeMap::into_values) {
+        let mut state = self.world.state.lock();
+        let cause = state.failure.get_or_insert(cause).clone();
+        for part in std::mem::take(&mut state.open).into_values().flat_map(BTreeMap::into_values) {
             (part.completer)(Err(cause.clone()));
         }
     }
 
     fn failure(&self) -> Option<Error> {
-        self.world.shared.lock().failure.clone()
+        self.world.state.lock().failure.clone()
     }
 
     fn trace(&self) -> Trace {
@@ -203,7 +203,7 @@ impl Communicator for FakeGroup {
     }
 }
 
-fn complete(parts: BTreeMap<Rank, Part>) {
+fn complete(parts: BTreeMap<Rank, Contribution>) {
     let calls: Vec<Call> = parts.values().map(|part| part.call).collect();
     let call = calls[0];
     let outcome = if calls.iter().any(|other| *other != call) {
@@ -215,14 +215,14 @@ fn complete(parts: BTreeMap<Rank, Part>) {
             Kind::AllReduce(op) | Kind::ReduceScatter(op) => reduce(buffers.collect(), op, call.dtype),
             Kind::AllGather => {
                 let mut gathered = parts[&Rank::MAIN].buffer.clone();
-                for Part { own, buffer, .. } in parts.values() {
+                for Contribution { own, buffer, .. } in parts.values() {
                     gathered.as_bytes_mut()[own.clone()].copy_from_slice(&buffer.as_bytes()[own.clone()]);
                 }
                 gathered
             }
         })
     };
-    for Part { mut buffer, own, completer, .. } in parts.into_values() {
+    for Contribution { mut buffer, own, completer, .. } in parts.into_values() {
         completer(outcome.clone().map(|result| {
             if let Kind::ReduceScatter(_) = call.kind {
                 // What is the others' means nothing here.

@@ -61,8 +61,8 @@ impl fmt::Display for ParameterSpec {
 pub struct ReducerOptions {
     bucket_cap_mb: Option<f64>,
     first_bucket_mb: Option<f64>,
-    find_unused_parameters: bool,
-    static_graph: bool,
+    pub(super) find_unused_parameters: bool,
+    pub(super) static_graph: bool,
 }
 
 impl ReducerOptions {
@@ -94,14 +94,6 @@ impl ReducerOptions {
     pub fn static_graph(mut self, fixed: bool) -> Self {
         self.static_graph = fixed;
         self
-    }
-
-    pub(crate) fn is_static_graph(&self) -> bool {
-        self.static_graph
-    }
-
-    pub(crate) fn finds_unused_parameters(&self) -> bool {
-        self.find_unused_parameters
     }
 
     /// The limits in bytes.

@@ -14,7 +14,7 @@ use crate::world_size::WorldSize;
 pub(crate) struct Plan {
     pub(crate) buckets: Vec<BucketPlan>,
     /// Where each parameter lies.
-    pub(crate) places: Vec<BucketSlice>,
+    pub(crate) slices: Vec<BucketSlice>,
 }
 
 /// Parameters of one type that travel together.
@@ -22,7 +22,7 @@ pub(crate) struct Plan {
 pub(crate) struct BucketPlan {
     pub(crate) dtype: DType,
     pub(crate) elements: usize,
-    /// In the order of their places.
+    /// In the order in which they lie in the bucket.
     pub(crate) parameters: Vec<usize>,
     /// How many elements are each rank's, if the bucket is sharded: its parameters then stand by owner.
     pub(crate) counts: Option<Arc<[usize]>>,
@@ -82,23 +82,23 @@ impl Plan {
     }
 
     fn of_buckets(buckets: Vec<BucketPlan>, parameters: &[ParameterSpec]) -> Self {
-        let mut places = vec![BucketSlice { bucket: 0, offset: 0, elements: 0 }; parameters.len()];
+        let mut slices = vec![BucketSlice { bucket: 0, offset: 0, elements: 0 }; parameters.len()];
         for (bucket, plan) in buckets.iter().enumerate() {
             let mut offset = 0;
             for &index in &plan.parameters {
                 let elements = parameters[index].elements();
-                places[index] = BucketSlice { bucket, offset, elements };
+                slices[index] = BucketSlice { bucket, offset, elements };
                 offset += elements;
             }
         }
-        Self { buckets, places }
+        Self { buckets, slices }
     }
 
     /// A number that differs, but for chance, between plans that differ.
     pub(crate) fn hash(&self) -> u64 {
         let words = self.buckets.iter().flat_map(|bucket| {
             let head = [bucket.dtype as usize, bucket.elements, bucket.parameters.len()];
-            let parameters = bucket.parameters.iter().flat_map(|&index| [index, self.places[index].offset]);
+            let parameters = bucket.parameters.iter().flat_map(|&index| [index, self.slices[index].offset]);
             head.into_iter()
                 .chain(parameters)
                 .chain(bucket.counts.iter().flat_map(|counts| counts.iter().copied()))
@@ -173,7 +173,7 @@ mod tests {
                     seen[parameter] += 1;
                     let elements = parameters[parameter].elements();
                     prop_assert_eq!(parameters[parameter].dtype, bucket.dtype);
-                    prop_assert_eq!(plan.places[parameter], BucketSlice { bucket: index, offset, elements });
+                    prop_assert_eq!(plan.slices[parameter], BucketSlice { bucket: index, offset, elements });
                     offset += elements;
                 }
                 prop_assert_eq!(offset, bucket.elements);
@@ -217,7 +217,7 @@ mod tests {
                 let counts = bucket.counts.as_ref().unwrap();
                 prop_assert_eq!(counts.iter().sum::<usize>(), bucket.elements);
                 for &index in &bucket.parameters {
-                    let (place, owner) = (sharded.places[index], owners[index].index());
+                    let (place, owner) = (sharded.slices[index], owners[index].index());
                     let start: usize = counts[..owner].iter().sum();
                     prop_assert!(place.offset >= start);
                     prop_assert!(place.offset + place.elements <= start + counts[owner]);

@@ -3,10 +3,9 @@
 
 use std::time::Instant;
 
-use super::{Phase, Reducer};
+use super::Reducer;
 use crate::caller::Caller;
 use crate::error::{Error, Result};
-use crate::group::Communicator;
 use crate::rank::Rank;
 use crate::trace::Lane;
 
@@ -21,37 +20,19 @@ impl Reducer {
     /// # Errors
     /// On every rank, if the ranks' owners differ, or there is not one for each parameter.
     pub fn shard(&mut self, owners: Vec<Rank>) -> Result<()> {
-        self.check_failure()?;
-        if self.replay.is_some() {
-            self.check_repeatable(true, true)?;
-        }
-        if self.group.world_size().get() == 1 {
-            return Ok(());
-        }
-        self.lay_out_for(owners).map_err(|error| self.fail(error))
-    }
-
-    fn lay_out_for(&mut self, owners: Vec<Rank>) -> Result<()> {
-        if matches!(self.phase, Phase::Backward { .. }) {
-            return Err(Error::invalid_argument("parameters cannot be sharded during a backward pass"));
-        }
-        let (count, world) = (self.parameters.len(), self.group.world_size());
-        if owners.len() != count || owners.iter().any(|owner| owner.index() >= world.count()) {
-            return Err(Error::invalid_argument(format!(
-                "there are {} owners for {count} parameters, of which each needs one of {world} ranks",
-                owners.len()
-            )));
-        }
-        self.owners = Some(owners);
-        self.phase = Phase::New;
-        let group = self.group.in_call(Caller::ZeroNew);
-        self.lay_out(self.order.clone(), &*group)
+        self.state.check_replayable(true, true)?;
+        self.attempt(|reducer| match reducer.state.shard(owners)? {
+            Some(order) => {
+                let group = reducer.group.in_call(Caller::ZeroNew);
+                reducer.lay_out(order, &*group)
+            }
+            None => Ok(()),
+        })
     }
 
     /// Is the average of the parameter at `index` this rank's?
     pub fn owns(&self, index: usize) -> bool {
-        let owner = self.owners.as_ref().and_then(|owners| owners.get(index));
-        owner.is_none_or(|owner| *owner == self.group.rank())
+        self.state.owns(index)
     }
 
     /// Exchanges parameters that each rank has updated for the parameters that it owns: [`parameter`](Self::parameter)
@@ -66,56 +47,40 @@ impl Reducer {
         &mut self,
         give: impl FnOnce(&mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>,
     ) -> Result<()> {
-        self.check_failure()?;
-        if self.owners.is_none() || matches!(self.phase, Phase::Backward { .. }) {
-            return Err(Error::invalid_argument(
-                "parameters are gathered between steps, after they have been sharded",
-            ));
-        }
-        self.gather(give).map_err(|error| self.fail(error))
-    }
-
-    fn gather(
-        &mut self,
-        give: impl FnOnce(&mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>,
-    ) -> Result<()> {
         let begin = Instant::now();
-        self.phase = Phase::New;
-        give(&mut |index, bytes| self.put(index, bytes))?;
-        let meter = self.meter.in_call(Caller::ZeroStep);
-        self.buckets.iter_mut().try_for_each(|bucket| bucket.gather(&*meter))?;
-        for (bucket, plan) in self.buckets.iter_mut().zip(&self.plan.buckets) {
-            while !bucket.advance(&*meter, plan)? {}
-        }
-        self.phase = Phase::Gathered;
-        self.trace.complete(Lane::Parameters, "all_gather", begin, Instant::now(), &[]);
-        Ok(())
+        self.state.begin_gather()?;
+        self.attempt(|reducer| {
+            give(&mut |index, bytes| reducer.put(index, bytes))?;
+            let meter = reducer.meter.of(reducer.group.in_call(Caller::ZeroStep));
+            reducer.buckets.iter_mut().try_for_each(|bucket| bucket.gather(&meter))?;
+            for bucket in &mut reducer.buckets {
+                while !bucket.advance(&meter)? {}
+            }
+            reducer.state.gathered();
+            reducer.trace.complete(Lane::Parameters, "all_gather", begin, Instant::now(), &[]);
+            Ok(())
+        })
     }
 
     fn put(&mut self, index: usize, bytes: &[u8]) -> Result<()> {
-        let Some(&place) = self.plan.places.get(index) else { return Err(self.no_such_parameter(index)) };
-        if !self.owns(index) {
+        let parameter = self.state.parameter(index)?;
+        if !self.state.owns(index) {
             return Ok(());
         }
-        let range = place.bytes(self.plan.buckets[place.bucket].dtype);
-        let memory = &mut self.buckets[place.bucket].bytes_mut(&*self.group)?[range];
-        if memory.len() != bytes.len() {
-            let cause = format!("parameter {index}, {}, came with {} B", self.parameters[index], bytes.len());
+        if parameter.bytes() != bytes.len() {
+            let cause = format!("parameter {index}, {parameter}, came with {} B", bytes.len());
             return Err(Error::invalid_argument(cause));
         }
-        memory.copy_from_slice(bytes);
+        let (bucket, range) = self.state.slice_of(index);
+        self.buckets[bucket].bytes_mut(&*self.group)?[range].copy_from_slice(bytes);
         Ok(())
     }
 
     /// The elements of the parameter at `index`, from [`gather_parameters`](Self::gather_parameters) to the next
     /// [`start`](Self::start).
     pub fn parameter(&self, index: usize) -> Result<&[u8]> {
-        self.check_failure()?;
-        let place = self.plan.places.get(index).filter(|_| self.phase == Phase::Gathered);
-        let bytes = place.and_then(|place| {
-            let bucket = self.buckets.get(place.bucket)?;
-            bucket.bytes()?.get(place.bytes(self.plan.buckets[place.bucket].dtype))
-        });
+        self.check()?;
+        let bytes = self.state.gathered_parameter(index).and_then(|slice| self.bytes(slice));
         bytes.ok_or_else(|| Error::invalid_argument(format!("parameter {index} has not been gathered")))
     }
 }

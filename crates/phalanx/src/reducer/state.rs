@@ -1,130 +1,449 @@
-//! The countdown of one backward pass, pure: gradients come in, launches in plan order come out.
+//! What a reducer does next, pure: events of a step come in, and the buckets to fill, to launch and to build anew come out.
+//!
+//! ```text
+//!        begin             finished            begin_gather, gathered
+//! Idle ────────▶ Backward ──────────▶ Averaged ──────────────────────▶ Gathered
+//!                 │    ▲                  │
+//!         cut_off └────┴──────────────────┘ replay, in another group
+//! ```
+//!
+//! `begin` leads from each phase but `Backward` to the next step; `fail` leads from each to `Failed`, for good.
+
+mod layout;
 
 use std::ops::Range;
 
-use super::plan::Plan;
+use serde::{Deserialize, Serialize};
 
-/// Which gradients of the current backward pass are there, and which buckets have been launched.
+use super::plan::{Limits, Plan};
+use super::{ParameterSpec, ReducerOptions, unused};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
+
+/// The buckets of one model on one rank: how they are laid out, and how far the current step has come.
 #[derive(Clone, Debug)]
-pub(crate) struct ReducerState {
-    /// Gradients still missing, for each bucket.
+pub(super) struct ReducerState {
+    rank: Rank,
+    world: WorldSize,
+    parameters: Vec<ParameterSpec>,
+    limits: Limits,
+    /// The owner of each parameter's average, if averages are sharded.
+    owners: Option<Vec<Rank>>,
+    plan: Plan,
+    /// The order of parameters that the plan was made from.
+    order: Vec<usize>,
+    phase: Phase,
+    first_step: FirstStep,
+    unused_parameters: UnusedParameters,
+
+    /// Gradients still missing in this step, for each bucket.
     missing: Vec<usize>,
     seen: Vec<bool>,
-    /// Parameters in the order in which their gradients came.
-    order: Vec<usize>,
-    /// The first bucket that has not been launched.
-    next: usize,
+    /// Parameters in the order in which their gradients came, in this step or the last.
+    arrival: Vec<usize>,
+    /// Buckets are launched in the order of the plan: so many have been in this step.
+    launched: usize,
+    /// Parameters that get no gradient from backward in this step, as far as that is known.
+    unused: Vec<usize>,
+    /// So many of `unused` have been set to zero.
+    zeroed: usize,
+    /// For each parameter: did any rank have a gradient in the last step?
+    used: Vec<bool>,
+    /// Is backward over? Then the step can be replayed, if gradients are kept.
+    ended: bool,
+    /// Are the gradients of this step kept, so that it can be replayed?
+    keeps: bool,
+    /// Are those of the next?
+    keeps_next: bool,
+    /// What cut this step off, until it is replayed in another group.
+    cut_off: Option<Error>,
 }
 
-/// What follows from a gradient.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Advance {
-    /// The bucket that this gradient filled.
-    pub(crate) filled: Option<usize>,
-    /// The buckets to launch now, in this order.
-    pub(crate) launch: Range<usize>,
+#[derive(Clone, Debug)]
+enum Phase {
+    /// The buckets hold nothing that anybody may read.
+    Idle,
+    Backward,
+    /// The buckets hold averages.
+    Averaged,
+    /// The buckets hold parameters.
+    Gathered,
+    /// The reducer's failure, which every call returns from here on. It is not the group's: with kept gradients a group may
+    /// fail and the reducer go on in the next, and averages that are there outlive their group.
+    Failed(Error),
+}
+
+/// When the first step is over, the order of gradients is known, and which parameters a static graph does not use. Both take
+/// effect as the next step begins, since the first may have to be replayed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum FirstStep {
+    Ahead,
+    Over,
+    /// What it has shown is in effect.
+    Applied,
+}
+
+/// How parameters are treated that get no gradient in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum UnusedParameters {
+    /// They are an error.
+    Refused,
+    /// `find_unused_parameters`: their gradients are zero, and the ranks exchange in every step which these are.
+    Find,
+    /// `static_graph`, in the first step, which is as with `Find`.
+    Learn,
+    /// `static_graph`, from the second step on: what is unused on this rank is so in every step.
+    Known,
+}
+
+impl UnusedParameters {
+    /// Do the ranks tell each other at the end of backward which parameters they use?
+    fn are_exchanged(self) -> bool {
+        matches!(self, Self::Find | Self::Learn)
+    }
 }
 
 impl ReducerState {
-    /// Before the first gradient.
-    pub(crate) fn new(plan: &Plan) -> Self {
+    pub(super) fn new(
+        (rank, world): (Rank, WorldSize),
+        parameters: Vec<ParameterSpec>,
+        options: &ReducerOptions,
+        limits: Limits,
+    ) -> Self {
+        let order: Vec<usize> = (0..parameters.len()).rev().collect();
+        let plan = Plan::new(&parameters, &order, limits);
+        let unused_parameters = match (options.static_graph, options.find_unused_parameters) {
+            (true, _) => UnusedParameters::Learn,
+            (false, true) => UnusedParameters::Find,
+            (false, false) => UnusedParameters::Refused,
+        };
         Self {
-            missing: plan.buckets.iter().map(|bucket| bucket.parameters.len()).collect(),
-            seen: vec![false; plan.places.len()],
-            order: Vec::with_capacity(plan.places.len()),
-            next: 0,
+            rank,
+            world,
+            limits,
+            owners: None,
+            phase: Phase::Idle,
+            first_step: FirstStep::Ahead,
+            unused_parameters,
+            missing: Vec::new(),
+            seen: Vec::new(),
+            arrival: Vec::with_capacity(parameters.len()),
+            launched: 0,
+            unused: Vec::new(),
+            zeroed: 0,
+            used: vec![true; parameters.len()],
+            ended: false,
+            keeps: false,
+            keeps_next: false,
+            cut_off: None,
+            parameters,
+            plan,
+            order,
         }
     }
 
-    /// The same state as [`new`](Self::new), in the memory that is there.
-    pub(crate) fn reset(&mut self, plan: &Plan) {
-        self.missing.clear();
-        self.missing.extend(plan.buckets.iter().map(|bucket| bucket.parameters.len()));
-        self.seen.fill(false);
-        self.order.clear();
-        self.next = 0;
+    pub(super) fn parameters(&self) -> &[ParameterSpec] {
+        &self.parameters
     }
 
-    /// Notes the gradient of `parameter`; `None` if it was there already.
-    ///
-    /// A bucket is launched only after all buckets before it in the plan, so that every rank launches in the same
-    /// order whatever the order of its gradients.
-    pub(crate) fn ready(&mut self, plan: &Plan, parameter: usize) -> Option<Advance> {
-        if std::mem::replace(&mut self.seen[parameter], true) {
+    pub(super) fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// How many buckets have been launched in this step: the first ones of the plan.
+    pub(super) fn launched(&self) -> usize {
+        self.launched
+    }
+
+    /// The reducer's failure, if there is one.
+    pub(super) fn check(&self) -> Result<()> {
+        match &self.phase {
+            Phase::Failed(error) => Err(error.clone()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Everything ends here; gives the first failure, and whether it is this one.
+    pub(super) fn fail(&mut self, error: Error) -> (Error, bool) {
+        match &self.phase {
+            Phase::Failed(first) => (first.clone(), false),
+            _ => {
+                self.phase = Phase::Failed(error.clone());
+                (error, true)
+            }
+        }
+    }
+
+    /// The group has failed with `error`, through another rank. Gives whether the step can be replayed: then no bucket is
+    /// launched any more, gradients are still taken, and the step's end returns the error.
+    pub(super) fn cut_off(&mut self, error: &Error) -> bool {
+        if self.keeps {
+            self.cut_off = Some(error.clone());
+        }
+        self.keeps
+    }
+
+    /// A step is to begin. Gives the order in which gradients came if the buckets are to be built anew before: once, when the
+    /// first step has shown it.
+    pub(super) fn rebuild(&self) -> Result<Option<&Vec<usize>>> {
+        if self.in_backward() {
+            return Err(Error::invalid_argument(format!(
+                "rank {} began a backward pass before the last one was finished",
+                self.rank
+            )));
+        }
+        let keeps_order = self.unused_parameters == UnusedParameters::Find || self.world == WorldSize::ONE;
+        Ok((self.first_step == FirstStep::Over && !keeps_order).then_some(&self.arrival))
+    }
+
+    /// A backward pass begins. What of it is known to be unused is to be [set to zero](Self::next_unused).
+    pub(super) fn begin(&mut self) {
+        if self.first_step == FirstStep::Over {
+            self.first_step = FirstStep::Applied;
+            if self.unused_parameters == UnusedParameters::Learn {
+                self.unused_parameters = UnusedParameters::Known;
+            }
+        }
+        if self.unused_parameters != UnusedParameters::Known {
+            self.unused.clear();
+        }
+        self.missing.clear();
+        self.missing.extend(self.plan.buckets.iter().map(|bucket| bucket.parameters.len()));
+        self.seen.clear();
+        self.seen.resize(self.parameters.len(), false);
+        self.arrival.clear();
+        (self.launched, self.zeroed, self.ended, self.cut_off) = (0, 0, false, None);
+        self.keeps = std::mem::take(&mut self.keeps_next);
+        self.phase = Phase::Backward;
+    }
+
+    pub(super) fn in_backward(&self) -> bool {
+        matches!(self.phase, Phase::Backward)
+    }
+
+    /// Fails outside of a backward pass.
+    pub(super) fn check_backward(&self, problem: &'static str) -> Result<()> {
+        self.check()?;
+        if self.in_backward() { Ok(()) } else { Err(Error::invalid_argument(problem)) }
+    }
+
+    /// Fails if backward may not give a gradient, of so many bytes, for the parameter at `index` now.
+    pub(super) fn admit(&self, index: usize, bytes: Option<usize>) -> Result<()> {
+        let parameter = self.parameter(index)?;
+        let (cause, remedy) = if let Some(bytes) = bytes.filter(|&bytes| bytes != parameter.bytes()) {
+            (
+                format!("came with {bytes} B, not {} B", parameter.bytes()),
+                "give it in the parameter's type and shape",
+            )
+        } else if self.unused_parameters == UnusedParameters::Known && self.unused.contains(&index) {
+            (
+                "came, and none did in the first step".to_owned(),
+                "static_graph promises the same graph in every step; set find_unused_parameters instead",
+            )
+        } else if self.seen[index] {
+            (
+                "came a second time in one backward pass".to_owned(),
+                "give the reducer each parameter once; accumulate without synchronisation, then start",
+            )
+        } else {
+            return Ok(());
+        };
+        let cause = format!("on rank {}, the gradient of parameter {index}, {parameter}, {cause}", self.rank);
+        Err(Error::invalid_argument(cause).with_remedy(remedy))
+    }
+
+    /// The gradient of the parameter at `index` is in its bucket; gives the bucket if it is full.
+    pub(super) fn arrived(&mut self, index: usize) -> Option<usize> {
+        if std::mem::replace(&mut self.seen[index], true) {
             return None;
         }
-        self.order.push(parameter);
-        let bucket = plan.places[parameter].bucket;
+        self.arrival.push(index);
+        let bucket = self.plan.slices[index].bucket;
         self.missing[bucket] -= 1;
-        let filled = (self.missing[bucket] == 0).then_some(bucket);
-        let first = self.next;
-        if filled == Some(first) {
-            self.next += self.missing[first..].iter().take_while(|&&missing| missing == 0).count();
+        (self.missing[bucket] == 0).then_some(bucket)
+    }
+
+    /// The next bucket to launch, if it is full: in the order of the plan, which is the same on every rank whatever the order
+    /// of gradients. None in a world of one, whose average is what it has, nor after the step was cut off.
+    pub(super) fn next_launch(&mut self) -> Option<usize> {
+        let bucket = self.launched;
+        let full = self.missing.get(bucket) == Some(&0);
+        if !full || self.world == WorldSize::ONE || self.cut_off.is_some() {
+            return None;
         }
-        Some(Advance { filled, launch: first..self.next })
+        self.launched += 1;
+        Some(bucket)
     }
 
-    /// Is the gradient of `parameter` there?
-    pub(crate) fn has_seen(&self, parameter: usize) -> bool {
-        self.seen[parameter]
+    /// The next parameter whose gradient is to be set to zero.
+    pub(super) fn next_unused(&mut self) -> Option<usize> {
+        while let Some(&index) = self.unused.get(self.zeroed) {
+            if !self.seen[index] {
+                return Some(index);
+            }
+            self.zeroed += 1;
+        }
+        None
     }
 
-    /// Parameters without a gradient.
-    pub(crate) fn unused(&self) -> Vec<usize> {
-        (0..self.seen.len()).filter(|&parameter| !self.seen[parameter]).collect()
+    /// Backward is over: what got no gradient is unused, or an error.
+    pub(super) fn end(&mut self) -> Result<()> {
+        let replayed = std::mem::replace(&mut self.ended, true);
+        let seen = &self.seen;
+        let mut missing = (0..seen.len()).filter(|&index| !seen[index]).peekable();
+        if !self.unused_parameters.are_exchanged() {
+            return match missing.peek() {
+                None => Ok(()),
+                Some(_) => Err(unused::error(self.rank, &self.parameters, &missing.collect::<Vec<_>>())),
+            };
+        }
+        if !replayed {
+            self.unused.extend(missing);
+        }
+        Ok(())
     }
 
-    /// Parameters in the order in which their gradients came.
-    pub(crate) fn order(&self) -> &[usize] {
-        &self.order
+    /// Have all buckets been launched? Gives whether the ranks exchange now which parameters they [use](Self::used_here).
+    pub(super) fn closed(&self) -> Result<bool> {
+        if let Some(error) = &self.cut_off {
+            return Err(error.clone());
+        }
+        if self.world != WorldSize::ONE && self.launched < self.plan.buckets.len() {
+            return Err(Error::aborted(format!("the gradients of bucket {} are lost", self.launched)));
+        }
+        Ok(self.unused_parameters.are_exchanged())
+    }
+
+    /// For each parameter: does this rank have a gradient in this step?
+    pub(super) fn used_here(&self) -> Vec<u8> {
+        let mut used = vec![1; self.parameters.len()];
+        self.unused.iter().for_each(|&index| used[index] = 0);
+        used
+    }
+
+    /// For each parameter: does any rank have a gradient in this step?
+    pub(super) fn set_used(&mut self, used: &[u8]) {
+        self.used.clear();
+        self.used.extend(used.iter().map(|&used| used != 0));
+    }
+
+    /// What of this step is unused here, and what any rank uses.
+    pub(super) fn usage(&self) -> (&[usize], &[bool]) {
+        (&self.unused, &self.used)
+    }
+
+    /// All buckets are averaged and back.
+    pub(super) fn finished(&mut self) {
+        self.phase = Phase::Averaged;
+        if self.first_step == FirstStep::Ahead {
+            self.first_step = FirstStep::Over;
+        }
+    }
+
+    /// Where the gradient of the parameter at `index` belongs.
+    pub(super) fn slice_of(&self, index: usize) -> (usize, Range<usize>) {
+        let place = self.plan.slices[index];
+        (place.bucket, place.bytes(self.plan.buckets[place.bucket].dtype))
+    }
+
+    /// Where the average of the parameter at `index` is; nothing if no rank had a gradient for it, or it is another rank's.
+    pub(super) fn average(&self, index: usize) -> Result<Option<(usize, Range<usize>)>> {
+        self.check()?;
+        if !matches!(self.phase, Phase::Averaged) {
+            return Err(Error::invalid_argument("there is no averaged gradient: call `finish` first"));
+        }
+        self.parameter(index)?;
+        Ok((self.used[index] && self.owns(index)).then(|| self.slice_of(index)))
+    }
+
+    /// Where the gathered parameter at `index` is, if it has been gathered.
+    pub(super) fn gathered_parameter(&self, index: usize) -> Option<(usize, Range<usize>)> {
+        let gathered = matches!(self.phase, Phase::Gathered) && index < self.parameters.len();
+        gathered.then(|| self.slice_of(index))
+    }
+
+    /// What the buckets held is gone.
+    pub(super) fn emptied(&mut self) {
+        if matches!(self.phase, Phase::Averaged | Phase::Gathered) {
+            self.phase = Phase::Idle;
+        }
+    }
+
+    pub(super) fn parameter(&self, index: usize) -> Result<&ParameterSpec> {
+        self.parameters.get(index).ok_or_else(|| {
+            Error::invalid_argument(format!("there is no parameter {index} among {}", self.parameters.len()))
+        })
+    }
+
+    /// The gradients of the next step are kept.
+    pub(super) fn keep(&mut self, hook_is_stateless: bool) -> Result<()> {
+        self.check()?;
+        if self.in_backward() {
+            let cause = "gradients are kept from the beginning of a backward pass on";
+            return Err(Error::invalid_argument(cause));
+        }
+        check_replayable(self.owners.is_some(), hook_is_stateless)?;
+        // Those of the last step are no longer wanted.
+        (self.keeps_next, self.ended) = (true, false);
+        Ok(())
+    }
+
+    /// Are the gradients of this step kept?
+    pub(super) fn keeps(&self) -> bool {
+        self.keeps
+    }
+
+    /// Fails if the steps from here on could not be replayed, and one is to be kept.
+    pub(super) fn check_replayable(&self, sharded: bool, hook_is_stateless: bool) -> Result<()> {
+        self.check()?;
+        if self.keeps_next || (self.keeps && self.in_backward()) {
+            check_replayable(sharded, hook_is_stateless)?;
+        }
+        Ok(())
+    }
+
+    /// Averages the step again as `rank` of another `world`, from the end of backward on. Gives how many buckets hold no
+    /// gradients any more: the first ones of the plan, which were launched.
+    pub(super) fn replay(&mut self, (rank, world): (Rank, WorldSize)) -> Result<usize> {
+        self.check()?;
+        if !self.keeps || !self.ended {
+            return Err(Error::invalid_argument("the gradients of this step were not kept to its end")
+                .with_remedy("call keep_gradients before the step, and finish before replay"));
+        }
+        (self.rank, self.world, self.cut_off) = (rank, world, None);
+        self.phase = Phase::Backward;
+        Ok(std::mem::take(&mut self.launched))
+    }
+
+    /// Goes on as `rank` of another `world`, between steps.
+    pub(super) fn regrouped(&mut self, (rank, world): (Rank, WorldSize)) -> Result<()> {
+        self.check()?;
+        if self.in_backward() {
+            let cause = "a reducer goes to another group between steps, or with replay";
+            return Err(Error::invalid_argument(cause));
+        }
+        if self.owners.is_some() {
+            let error = Error::invalid_argument("sharded averages belong to one group");
+            return Err(error.with_remedy("make a new reducer"));
+        }
+        (self.rank, self.world) = (rank, world);
+        Ok(())
+    }
+}
+
+/// Can a step be averaged again?
+fn check_replayable(sharded: bool, hook_is_stateless: bool) -> Result<()> {
+    match (sharded, hook_is_stateless) {
+        (false, true) => Ok(()),
+        (true, _) => Err(Error::invalid_argument("sharded averages cannot be made again")
+            .with_remedy("either keep gradients for another group, or shard the averages")),
+        (false, false) => Err(Error::invalid_argument(
+            "the communication hook keeps something of each step, which cannot be averaged again",
+        )
+        .with_remedy("use the plain average where gradients are kept for another group")),
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::super::ParameterSpec;
-    use super::super::plan::Limits;
-    use super::*;
-    use crate::dtype::DType;
-
-    proptest! {
-        #[test]
-        fn launches_come_in_plan_order_whatever_the_order_of_gradients(
-            sizes in prop::collection::vec((1usize..50, any::<bool>()), 1..30),
-            seed in any::<prop::sample::Selector>(),
-            unused in 0usize..3,
-        ) {
-            let parameters: Vec<_> = sizes
-                .iter()
-                .map(|&(size, wide)| ParameterSpec::new("p", [size], if wide { DType::F64 } else { DType::F32 }))
-                .collect();
-            let reverse: Vec<_> = (0..parameters.len()).rev().collect();
-            let plan = Plan::new(&parameters, &reverse, Limits { first: 100, others: 300 });
-            let mut state = ReducerState::new(&plan);
-            let mut left = reverse.clone();
-            let mut launched = Vec::new();
-            while left.len() > unused {
-                let parameter = *seed.select(&left);
-                left.retain(|&other| other != parameter);
-                let advance = state.ready(&plan, parameter).unwrap();
-                prop_assert_eq!(state.ready(&plan, parameter), None);
-                for bucket in advance.launch {
-                    prop_assert!(plan.buckets[bucket].parameters.iter().all(|&member| state.has_seen(member)));
-                    launched.push(bucket);
-                }
-            }
-            left.sort_unstable();
-            prop_assert_eq!(state.unused(), left.clone());
-            let complete = plan
-                .buckets
-                .iter()
-                .take_while(|bucket| bucket.parameters.iter().all(|member| !left.contains(member)))
-                .count();
-            prop_assert_eq!(launched, (0..complete).collect::<Vec<_>>());
-            state.reset(&plan);
-            prop_assert_eq!(state.unused().len(), parameters.len());
-        }
-    }
-}
+mod tests;

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::fake::{Call, FakeGroup, Kind, run};
 use super::*;
+use crate::group::GroupHandle;
 
 const AVERAGE: Kind = Kind::AllReduce(ReduceOp::Avg);
 
@@ -134,10 +135,10 @@ fn without_verification(
     parameters: Vec<ParameterSpec>,
     options: ReducerOptions,
 ) -> Reducer {
-    let alone = FakeGroup::world(1).swap_remove(0);
-    let mut reducer = Reducer::new(alone, parameters, options).unwrap();
-    reducer.meter = Metered::new(group.clone());
-    reducer.group = group;
+    let handle = GroupHandle::new((*FakeGroup::world(1).swap_remove(0)).clone());
+    let mut reducer = Reducer::new(Arc::new(handle.clone()), parameters, options).unwrap();
+    handle.rebind((*group).clone());
+    reducer.regrouped().unwrap();
     reducer
 }
 
@@ -337,6 +338,31 @@ fn a_failed_averaging_reaches_finish_and_stays() {
         error
     });
     assert!(errors.iter().all(Error::is_timeout), "{errors:?}");
+}
+
+#[test]
+fn gradients_that_a_hook_s_panic_has_lost_are_an_error() {
+    struct Panics;
+    impl CommHook for Panics {
+        fn describe(&self) -> String {
+            "panics".into()
+        }
+        fn start(&mut self, _: &dyn Communicator, _: hooks::GradBucket) -> Result<hooks::Pending> {
+            panic!("the hook's own")
+        }
+        fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+            Ok(())
+        }
+    }
+    let group = FakeGroup::world(2).swap_remove(0);
+    let mut reducer = without_verification(group.clone(), parameters(&[4]), buckets_of(4));
+    reducer.hook = Box::new(Panics);
+    reducer.start().unwrap();
+    let ready = std::panic::AssertUnwindSafe(|| reducer.ready(0, &[0; 16]));
+    assert!(std::panic::catch_unwind(ready).is_err());
+    let error = reducer.finish().unwrap_err();
+    assert!(error.to_string().contains("lost"), "{error}");
+    assert_eq!(group.failure().unwrap().to_string(), error.to_string(), "the other rank does not wait");
 }
 
 #[test]

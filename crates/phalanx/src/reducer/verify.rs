@@ -87,24 +87,25 @@ pub(crate) fn share<T: Serialize + DeserializeOwned>(
     root: Rank,
     mine: &T,
 ) -> Result<T> {
-    // On every rank: among ranks that may run out of data, another one may speak for the root.
-    let message = encode(mine)?;
-    let length = group.broadcast_async(Buffer::from_slice(&[message.len() as i64]), root)?.wait()?;
-    let length = length.as_slice::<i64>()?.first().copied().unwrap_or(-1);
-    let length =
-        usize::try_from(length).ok().filter(|&length| length <= MAX_MESSAGE_BYTES).ok_or_else(|| {
-            Error::protocol(format!(
-                "rank {root} announced a description of {length} B; at most {MAX_MESSAGE_BYTES} are taken"
-            ))
-        })?;
-    let mut buffer = group.alloc(DType::U8, length)?;
-    if message.len() == length {
-        buffer.as_bytes_mut().copy_from_slice(&message);
-    }
-    let buffer = group.broadcast_async(buffer, root)?.wait()?;
+    let buffer = broadcast_bytes(group, root, &encode(mine)?, MAX_MESSAGE_BYTES)?;
     postcard::from_bytes(buffer.as_bytes()).map_err(|error| {
         Error::protocol(format!("rank {root} sent a malformed description")).with_source(error)
     })
+}
+
+/// The bytes of rank `root`, on every rank: at most `limit`, and of a length that only the root knows. Every rank gives some:
+/// among ranks that may run out of data, another one may speak for the root.
+pub fn broadcast_bytes(group: &dyn Communicator, root: Rank, mine: &[u8], limit: usize) -> Result<Buffer> {
+    let length = group.broadcast_async(Buffer::from_slice(&[mine.len() as i64]), root)?.wait()?;
+    let length = length.as_slice::<i64>()?.first().copied().unwrap_or(-1);
+    let length = usize::try_from(length).ok().filter(|&length| length <= limit).ok_or_else(|| {
+        Error::protocol(format!("rank {root} announced {length} B; at most {limit} are taken"))
+    })?;
+    let mut buffer = group.alloc(DType::U8, length)?;
+    if mine.len() == length {
+        buffer.as_bytes_mut().copy_from_slice(mine);
+    }
+    group.broadcast_async(buffer, root)?.wait()
 }
 
 fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {

@@ -143,23 +143,30 @@ fn a_failure_of_one_rank_s_body_reaches_all() {
 
 #[test]
 fn a_handle_and_its_clones_go_from_one_group_to_another() {
-    use phalanx::{ProcessGroup, WorldSize};
-    let handle = JoinGroup::new(ProcessGroup::alone().unwrap());
-    let clone = handle.clone();
+    use phalanx::{Caller, GroupHandle, ProcessGroup, WorldSize};
+    let handle = GroupHandle::new(ProcessGroup::alone().unwrap());
+    let clone = JoinGroup::from(&handle);
     clone.abort(Error::aborted("the first is over"));
     assert!(handle.failure().unwrap().to_string().contains("the first is over"));
-    assert!(combine(&handle, 1i32, ReduceOp::Sum).is_err());
+    assert!(combine(&clone, 1i32, ReduceOp::Sum).is_err());
 
     let mut groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap().into_iter();
     let (first, second) = (groups.next().unwrap(), groups.next().unwrap());
-    handle.rebind(first).unwrap();
+    let in_call = handle.in_call(Caller::DdpBackward);
+    handle.rebind(first);
     assert!(clone.failure().is_none());
     let sums = std::thread::scope(|scope| {
-        let other = scope.spawn(|| combine(&JoinGroup::new(second), 2i32, ReduceOp::Sum).unwrap());
+        let other = scope.spawn(|| combine(&JoinGroup::from(&second), 2i32, ReduceOp::Sum).unwrap());
         [combine(&clone, 1i32, ReduceOp::Sum).unwrap(), other.join().unwrap()]
     });
-    assert_eq!((sums, clone.world_size().get()), ([3, 3], 2));
+    assert_eq!((sums, in_call.world_size().get()), ([3, 3], 2));
 
-    let inside = handle.join(JoinOptions::default(), || clone.rebind(ProcessGroup::alone()?)).unwrap_err();
+    let inside = clone.join(JoinOptions::default(), || clone.rebind(ProcessGroup::alone()?)).unwrap_err();
     assert!(inside.is_invalid_argument(), "{inside}");
+    // A clone for a call still says so.
+    let alone = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap().swap_remove(0);
+    handle.rebind(alone.with_timeout(std::time::Duration::from_millis(50)));
+    let late =
+        in_call.all_reduce_async(Buffer::from_slice(&[1i32]), ReduceOp::Sum).unwrap().wait().unwrap_err();
+    assert!(late.to_string().contains("Ddp::backward"), "{late}");
 }

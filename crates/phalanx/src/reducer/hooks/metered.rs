@@ -6,12 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
-use crate::dtype::DType;
-use crate::error::{Error, Result};
-use crate::group::{Communicator, Work};
+use crate::error::Result;
+use crate::group::{Communicator, Work, forward_to_group};
 use crate::rank::Rank;
-use crate::trace::Trace;
-use crate::world_size::WorldSize;
 
 /// A group that notes the bytes of all buffers it is given; of operations that move half of what an all_reduce of the
 /// same buffer does, half.
@@ -25,8 +22,9 @@ impl Metered {
         Self { group, bytes: Arc::default() }
     }
 
-    pub(in super::super) fn rebind(&mut self, group: Arc<dyn Communicator>) {
-        self.group = group;
+    /// What `group` is given is added to this one's bytes.
+    pub(in super::super) fn of(&self, group: Arc<dyn Communicator>) -> Self {
+        Self { group, bytes: self.bytes.clone() }
     }
 
     pub(in super::super) fn bytes(&self) -> u64 {
@@ -39,20 +37,10 @@ impl Metered {
 }
 
 impl Communicator for Metered {
-    fn rank(&self) -> Rank {
-        self.group.rank()
-    }
-
-    fn world_size(&self) -> WorldSize {
-        self.group.world_size()
-    }
-
-    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
-        self.group.alloc(dtype, elements)
-    }
+    forward_to_group!(self => self.group);
 
     fn in_call(&self, caller: Caller) -> Arc<dyn Communicator> {
-        Arc::new(Self { group: self.group.in_call(caller), bytes: self.bytes.clone() })
+        Arc::new(self.of(self.group.in_call(caller)))
     }
 
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
@@ -73,17 +61,5 @@ impl Communicator for Metered {
     fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
         self.count(buffer.as_bytes().len() / 2);
         self.group.all_gather_v_in_place_async(buffer, counts)
-    }
-
-    fn abort(&self, cause: Error) {
-        self.group.abort(cause);
-    }
-
-    fn failure(&self) -> Option<Error> {
-        self.group.failure()
-    }
-
-    fn trace(&self) -> Trace {
-        self.group.trace()
     }
 }

@@ -186,15 +186,7 @@ fn local_sgd_stops_averaging_and_may_go_on_in_a_subgroup() {
 struct Alone(Arc<FakeGroup>);
 
 impl Communicator for Alone {
-    fn rank(&self) -> Rank {
-        self.0.rank()
-    }
-    fn world_size(&self) -> crate::world_size::WorldSize {
-        self.0.world_size()
-    }
-    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
-        self.0.alloc(dtype, elements)
-    }
+    crate::group::forward_to_group!(self => self.0);
     fn in_call(&self, _: crate::Caller) -> Arc<dyn Communicator> {
         Arc::new(Self(self.0.clone()))
     }
@@ -209,15 +201,6 @@ impl Communicator for Alone {
     }
     fn all_gather_v_in_place_async(&self, buffer: Buffer, _: &[usize]) -> Result<Work> {
         Ok(Work::ready(Ok(buffer)))
-    }
-    fn abort(&self, cause: crate::error::Error) {
-        self.0.abort(cause);
-    }
-    fn failure(&self) -> Option<crate::error::Error> {
-        self.0.failure()
-    }
-    fn trace(&self) -> crate::trace::Trace {
-        self.0.trace()
     }
 }
 

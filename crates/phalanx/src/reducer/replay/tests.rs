@@ -1,5 +1,7 @@
 //! A world of three in which any operation fails, and what two of them make of it.
 
+use std::sync::Arc;
+
 use proptest::prelude::*;
 
 use super::super::fake::FakeGroup;
@@ -7,17 +9,18 @@ use super::super::hooks::{PowerSgd, PowerSgdOptions};
 use super::super::{ParameterSpec, ReducerOptions};
 use super::*;
 use crate::dtype::DType;
+use crate::group::{Communicator, GroupHandle};
 use crate::rank::Rank;
 
 const SIZES: [usize; 4] = [3, 5, 2, 7];
 
-fn reducer(group: Arc<FakeGroup>, options: ReducerOptions) -> Reducer {
+/// A reducer, and the handle by which it goes from `group` to another.
+fn reducer(group: &FakeGroup, options: ReducerOptions) -> (Reducer, GroupHandle) {
+    let handle = GroupHandle::new(group.clone());
     let spec = |(index, size): (usize, &usize)| ParameterSpec::new(format!("p{index}"), [*size], DType::F32);
     let parameters = SIZES.iter().enumerate().map(spec).collect();
-    let mut reducer =
-        Reducer::new(group, parameters, options.bucket_cap_mb(24.0 / (1 << 20) as f64)).unwrap();
-    reducer.keep_gradients().unwrap();
-    reducer
+    let options = options.bucket_cap_mb(24.0 / (1 << 20) as f64);
+    (Reducer::new(Arc::new(handle.clone()), parameters, options).unwrap(), handle)
 }
 
 fn gradient(rank: Rank, index: usize, step: usize) -> Vec<f32> {
@@ -34,6 +37,7 @@ fn average(ranks: u32, index: usize, step: usize) -> Vec<f32> {
 
 /// Backward, with gradients of the parameters in `order`, whatever becomes of the group.
 fn backward(reducer: &mut Reducer, rank: Rank, step: usize, order: &[usize]) {
+    reducer.keep_gradients().unwrap();
     reducer.start().unwrap();
     for index in order {
         reducer.ready(*index, bytemuck::cast_slice(&gradient(rank, *index, step))).unwrap();
@@ -79,13 +83,14 @@ proptest! {
         let unused: &[usize] = if kind == 0 { &[] } else { &[2] };
         on_ranks([3, survivors], |group, next| {
             let rank = group.rank();
-            let mut reducer = reducer(group.clone(), options(kind));
+            let (mut reducer, handle) = reducer(&group, options(kind));
             for step in 0..fails_in {
                 backward(&mut reducer, rank, step, used);
-                reducer.finish_in(group.clone()).unwrap();
+                reducer.finish().unwrap();
                 assert_eq!(averages(&reducer), expected(3, step, unused));
             }
             // Rebuilds may come first, as the second step begins: their failure is no step's.
+            reducer.keep_gradients().unwrap();
             reducer.start().unwrap();
             // A rank that is lost, or one that ends the group for a reason of its own.
             let error = match its_own {
@@ -98,14 +103,15 @@ proptest! {
                 assert!(ready.is_ok() || (its_own && rank.get() == 2), "{ready:?}");
             }
             // It fails, or succeeds before what comes behind it fails.
-            let first = reducer.finish_in(group.clone());
+            let first = reducer.finish();
             assert!(first.as_ref().is_err_and(|failure| failure.kind() == error.kind()) || averages(&reducer) == expected(3, fails_in, unused));
             let Some(next) = next else { return };
-            reducer.finish_in(next.clone()).unwrap();
+            handle.rebind((*next).clone());
+            reducer.replay().unwrap();
             assert_eq!(averages(&reducer), expected(survivors, fails_in, unused));
             for step in fails_in + 1..fails_in + 3 {
                 backward(&mut reducer, rank, step, used);
-                reducer.finish_in(next.clone()).unwrap();
+                reducer.finish().unwrap();
                 assert_eq!(averages(&reducer), expected(survivors, step, unused));
             }
         });
@@ -116,15 +122,16 @@ proptest! {
 fn averages_outlive_a_change_of_the_group_between_steps() {
     on_ranks([3, 2], |group, next| {
         let rank = group.rank();
-        let mut reducer = reducer(group.clone(), ReducerOptions::default());
+        let (mut reducer, handle) = reducer(&group, ReducerOptions::default());
         backward(&mut reducer, rank, 0, &[3, 2, 1, 0]);
-        assert!(reducer.rebind(group.clone()).unwrap_err().is_invalid_argument());
-        reducer.finish_in(group).unwrap();
+        assert!(reducer.regrouped().unwrap_err().is_invalid_argument());
+        reducer.finish().unwrap();
         let Some(next) = next else { return };
-        reducer.rebind(next.clone()).unwrap();
+        handle.rebind((*next).clone());
+        reducer.regrouped().unwrap();
         assert_eq!(averages(&reducer), expected(3, 0, &[]));
         backward(&mut reducer, rank, 1, &[0, 1, 2, 3]);
-        reducer.finish_in(next).unwrap();
+        reducer.finish().unwrap();
         assert_eq!(averages(&reducer), expected(2, 1, &[]));
     });
 }
@@ -132,19 +139,32 @@ fn averages_outlive_a_change_of_the_group_between_steps() {
 #[test]
 fn what_could_not_be_averaged_again_is_refused() {
     let group = FakeGroup::world(1).remove(0);
-    let mut reducer = reducer(group.clone(), ReducerOptions::default());
-    assert!(reducer.shard(vec![Rank::MAIN; 4]).unwrap_err().is_invalid_argument());
+    let (mut keeping, _) = reducer(&group, ReducerOptions::default());
+    keeping.keep_gradients().unwrap();
+    assert!(keeping.shard(vec![Rank::MAIN; 4]).unwrap_err().is_invalid_argument());
     let hook = Box::new(PowerSgd::new(PowerSgdOptions::default()).unwrap());
-    assert!(reducer.register_hook(hook).unwrap_err().to_string().contains("keeps something"));
+    assert!(keeping.register_hook(hook).unwrap_err().to_string().contains("keeps something"));
+    assert!(keeping.replay().unwrap_err().to_string().contains("not kept"), "before a step has ended");
     let spec = vec![ParameterSpec::new("p", [1], DType::F32)];
     let mut other = Reducer::new(group.clone(), spec, ReducerOptions::default()).unwrap();
-    assert!(other.finish_in(group.clone()).unwrap_err().to_string().contains("not kept"));
+    other.start().unwrap();
+    other.ready(0, &[0; 4]).unwrap();
+    other.release();
+    other.finish().unwrap();
+    assert_eq!(
+        other.gradient(0).unwrap(),
+        Some([0; 4].as_slice()),
+        "memory is given back between steps only"
+    );
+    assert!(other.replay().unwrap_err().to_string().contains("not kept"));
+    other.keep_gradients().unwrap();
+    assert!(other.replay().unwrap_err().to_string().contains("not kept"));
     // Between steps it goes to another group all the same, unless the averages are those of one rank each.
-    other.rebind(group).unwrap();
+    other.regrouped().unwrap();
     on_ranks([2, 1], |group, _| {
         let spec = vec![ParameterSpec::new("p", [1], DType::F32)];
         let mut sharded = Reducer::new(group.clone(), spec, ReducerOptions::default()).unwrap();
         sharded.shard(vec![Rank::MAIN]).unwrap();
-        assert!(sharded.rebind(group).unwrap_err().remedy().is_some());
+        assert!(sharded.regrouped().unwrap_err().remedy().is_some());
     });
 }

@@ -9,7 +9,7 @@ use phalanx::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::bridge;
+use crate::tensor_bytes;
 
 /// What a tensor is, apart from its elements.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -21,12 +21,12 @@ pub(crate) struct Layout {
 impl Layout {
     /// How long its elements are; nothing for types that do not travel, or lengths that are none.
     pub fn bytes(&self) -> Option<usize> {
-        let size = bridge::dtype(self.dtype).ok()?.size();
+        let size = tensor_bytes::dtype(self.dtype).ok()?.size();
         self.shape.iter().try_fold(size, |bytes, side| bytes.checked_mul(*side))
     }
 }
 
-pub(crate) trait Target {
+pub(crate) trait StateWriter {
     /// Saves a copy of a tensor's elements.
     fn tensor(&mut self, name: &str, layout: &Layout, elements: &[u8]) -> Result<()>;
 
@@ -36,7 +36,7 @@ pub(crate) trait Target {
     fn value<T: Serialize>(&mut self, name: &str, value: &T) -> Result<()>;
 }
 
-pub(crate) trait Source {
+pub(crate) trait StateReader {
     /// The elements of a tensor, of any alignment.
     fn elements(&self, name: &str) -> Result<Cow<'_, [u8]>>;
 
@@ -56,7 +56,7 @@ pub(crate) trait Source {
     }
 }
 
-impl Target for Parts {
+impl StateWriter for Parts {
     fn tensor(&mut self, name: &str, _: &Layout, elements: &[u8]) -> Result<()> {
         self.put(name, elements)
     }
@@ -70,7 +70,7 @@ impl Target for Parts {
     }
 }
 
-impl Source for Parts {
+impl StateReader for Parts {
     fn elements(&self, name: &str) -> Result<Cow<'_, [u8]>> {
         self.bytes(name).map(Cow::Borrowed)
     }
@@ -80,13 +80,13 @@ impl Source for Parts {
     }
 }
 
-impl Target for Snapshot {
+impl StateWriter for Snapshot {
     fn tensor(&mut self, name: &str, layout: &Layout, elements: &[u8]) -> Result<()> {
-        self.tensor_bytes(name, bridge::dtype(layout.dtype)?, &layout.shape, elements.to_vec())
+        self.tensor_bytes(name, tensor_bytes::dtype(layout.dtype)?, &layout.shape, elements.to_vec())
     }
 
     fn owned(&mut self, name: &str, layout: &Layout, elements: Bytes) -> Result<()> {
-        self.tensor_bytes(name, bridge::dtype(layout.dtype)?, &layout.shape, Owned(elements))
+        self.tensor_bytes(name, tensor_bytes::dtype(layout.dtype)?, &layout.shape, Owned(elements))
     }
 
     fn value<T: Serialize>(&mut self, name: &str, value: &T) -> Result<()> {
@@ -102,7 +102,7 @@ impl AsRef<[u8]> for Owned {
     }
 }
 
-impl Source for Saved {
+impl StateReader for Saved {
     fn elements(&self, name: &str) -> Result<Cow<'_, [u8]>> {
         self.tensor(name)?.bytes()
     }

@@ -1,0 +1,95 @@
+//! What a backward pass delivers to: the reducer, or nothing in a world of one.
+
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use burn::module::Module;
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::{Gradients, Tensor};
+use phalanx::reducer::{ParameterSpec, Reducer, verify_state};
+use phalanx::trace::Lane;
+use phalanx::{Caller, Communicator, Error, Result, WorldSize};
+
+use super::DdpOptions;
+use crate::parameters::{Inventory, Parameter};
+use crate::sink::{Delivery, Pass, Sink};
+use crate::tensor_bytes;
+
+/// What averages the gradients of a model. A world of one needs neither hooks nor a reducer.
+pub(crate) enum Engine<M> {
+    Alone { held: Option<GradientsAccumulator<M>> },
+    Together { sink: Arc<Sink>, passes: Vec<Weak<Pass>> },
+}
+
+impl<M> Engine<M> {
+    /// For a model in `group`, whose ranks compare it.
+    pub fn new(inventory: &Inventory, group: Arc<dyn Communicator>, options: &DdpOptions) -> Result<Self> {
+        if group.world_size() == WorldSize::ONE {
+            return Ok(Self::Alone { held: None });
+        }
+        let state = inventory.state.iter().map(spec).collect::<Result<_>>()?;
+        verify_state(&*group.in_call(Caller::DdpNew), state)?;
+        let parameters = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
+        let reducer = Reducer::new(group, parameters, options.reducer.clone())?;
+        Ok(Self::Together { sink: Arc::new(Sink::new(reducer)), passes: Vec::new() })
+    }
+
+    /// What gradients are delivered to; nothing in a world of one.
+    pub fn sink(&self) -> Option<&Sink> {
+        match self {
+            Self::Alone { .. } => None,
+            Self::Together { sink, .. } => Some(sink),
+        }
+    }
+}
+
+fn spec(parameter: &Parameter) -> Result<ParameterSpec> {
+    Ok(ParameterSpec::new(
+        parameter.name.as_str(),
+        parameter.shape.as_slice(),
+        tensor_bytes::dtype(parameter.dtype)?,
+    ))
+}
+
+pub(super) fn check_tracked<const D: usize>(loss: &Tensor<D>) -> Result<()> {
+    if loss.is_tracked() {
+        return Ok(());
+    }
+    Err(Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
+        .with_remedy("compute it in Ddp::forward, from the model that the closure gets"))
+}
+
+/// How gradients go to the reducer: hooks of several passes may report one parameter several times, and only the end of
+/// backward tells.
+pub(super) fn delivery(passes: &mut Vec<Weak<Pass>>) -> Result<Delivery> {
+    Ok(if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now })
+}
+
+/// The number of forward passes that can still run backward.
+pub(super) fn live(passes: &mut Vec<Weak<Pass>>) -> Result<usize> {
+    passes.retain(|pass| pass.strong_count() > 0);
+    if passes.is_empty() {
+        let cause = "the loss was not computed in Ddp::forward, or its forward pass has run backward already";
+        return Err(Error::invalid_argument(cause).with_remedy(
+            "let loss = ddp.forward(|model| ...)?; the model that Ddp::model gives reports nothing; several losses \
+             of one forward pass: add up and run backward once",
+        ));
+    }
+    Ok(passes.len())
+}
+
+pub(super) fn alone<M: Module, const D: usize>(
+    group: &dyn Communicator,
+    model: &M,
+    loss: &Tensor<D>,
+) -> GradientsParams {
+    GradientsParams::from_grads(traced(group, loss), model)
+}
+
+/// Runs backward, and notes when; where gradients are averaged, the reducer does that.
+pub(super) fn traced<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradients {
+    let start = Instant::now();
+    let gradients = loss.backward();
+    group.trace().complete(Lane::Backward, "backward", start, Instant::now(), &[]);
+    gradients
+}

@@ -1,0 +1,120 @@
+//! What keeps replicas equal besides averaged gradients: buffers, and state that one rank gives the others.
+
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use phalanx::{Caller, Communicator, Rank, Result, WorldSize};
+
+use super::{Ddp, held};
+use crate::gradients::ModelToken;
+use crate::parameters::{self, Select};
+use crate::{optimizer, replicas};
+
+impl<M: Module> Ddp<M> {
+    /// Makes the parameters of all replicas their average. All ranks call it together; inside [`join`](Self::join), all
+    /// that still have data, and the average is theirs.
+    ///
+    /// # Errors
+    /// If an averaging fails.
+    pub fn average_parameters(&mut self) -> Result<()> {
+        if self.group.world_size() == WorldSize::ONE {
+            return Ok(());
+        }
+        let (ranks, weights) = (self.group.active_ranks(), Select::Weights(&self.inventory.buffers));
+        let group = self.group.in_call(Caller::DdpAverageParameters);
+        self.packed_weights.average(held(&self.model), &group, ranks, weights)?;
+        // Moved and not cloned, so that parameters are written where they are.
+        self.model = self.model.take().map(|model| self.packed_weights.unpack(model, weights));
+        Ok(())
+    }
+
+    /// Are the parameters of all replicas the same, bit for bit? Every rank must ask, and gets the same answer.
+    pub fn replicas_identical(&self) -> Result<bool> {
+        let group = self.group.in_call(Caller::DdpReplicasIdentical);
+        replicas::identical(self.model(), &group, Select::Weights(&self.inventory.buffers))
+    }
+
+    /// Before the first forward pass after a synchronised backward pass, takes over rank 0's buffers.
+    pub(super) fn refresh_buffers(&mut self) -> Result<()> {
+        let wanted = self.broadcast_buffers && !self.inventory.buffers.is_empty();
+        if std::mem::take(&mut self.buffers_stale) && wanted && self.engine.sink().is_some() {
+            self.take_buffers(Caller::DdpForward)?;
+        }
+        Ok(())
+    }
+
+    /// Takes over rank 0's buffers.
+    fn take_buffers(&mut self, caller: Caller) -> Result<()> {
+        let select = Select::Only(&self.inventory.buffers);
+        // Running state applies the last forward pass's update late; this does it now, for all clones of the state.
+        drop(self.model().valid());
+        self.packed_buffers.receive(held(&self.model), &self.group.in_call(caller), Rank::MAIN, select)?;
+        if self.group.rank() != Rank::MAIN {
+            self.model = self.model.take().map(|model| self.packed_buffers.unpack(model, select));
+        }
+        Ok(())
+    }
+
+    /// Makes the buffers of all ranks rank 0's now, and not only before the next forward pass.
+    pub(crate) fn agree(&mut self) -> Result<()> {
+        if self.inventory.buffers.is_empty() || self.engine.sink().is_none() {
+            return Ok(());
+        }
+        self.buffers_stale = false;
+        self.take_buffers(Caller::ElasticCommit)
+    }
+
+    /// Applies to the buffers what forward passes have put off: Burn updates running state late.
+    pub(crate) fn settle_buffers(&self) {
+        if !self.inventory.buffers.is_empty() {
+            drop(held(&self.model).valid());
+        }
+    }
+
+    /// Takes over all of rank `root`'s state.
+    pub(super) fn adopt(&mut self, root: Rank, optimizer: &mut ModuleOptimizer) -> Result<()> {
+        if let Some(sink) = self.engine.sink() {
+            sink.adopt(root)?;
+        }
+        drop(self.model().valid()); // As in `refresh_buffers`.
+        let model = self.model().clone();
+        let group = self.group.in_call(Caller::Join);
+        self.model = Some(replicas::from_rank(model, &group, root, Select::All)?);
+        self.buffers_stale = false;
+        *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.parameters)?;
+        Ok(())
+    }
+
+    /// From now on each rank gets the averages of the parameters that it owns; `owners` are in the order of
+    /// [`parameters`](Self::parameters).
+    pub(crate) fn shard(&mut self, owners: Vec<Rank>) -> Result<()> {
+        if let Some(sink) = self.engine.sink() {
+            sink.call(|reducer| reducer.shard(owners))?;
+            self.sharded = true;
+            // Gradients from before are those of all parameters.
+            self.token = ModelToken::default();
+        }
+        Ok(())
+    }
+
+    /// Takes each rank's own parameters from it.
+    pub(crate) fn gather_parameters(&mut self) -> Result<()> {
+        let Some(sink) = self.engine.sink() else { return Ok(()) };
+        let (model, indices) = (held(&self.model), &self.inventory.indices);
+        sink.call(|reducer| {
+            reducer.gather_parameters(|give| {
+                parameters::each(model, indices, |index, own| give(index, own.bytes))
+            })
+        })?;
+        // Moved and not cloned, so that parameters are written where they are.
+        let model = self.model.take();
+        self.model = sink.with_reducer(|reducer| {
+            let others = |index| reducer.parameter(index).ok().filter(|_| !reducer.owns(index));
+            let model = model.map(|model| parameters::replaced(model, indices, others));
+            if self.gradient_as_bucket_view {
+                reducer.release();
+            }
+            model
+        });
+        Ok(())
+    }
+}

@@ -1,0 +1,189 @@
+//! The bytes of Burn's tensors: borrowed, written in place, and made tensors of. Nothing else here knows how a backend keeps
+//! its memory.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, Flex};
+use burn::tensor::{Bytes, DType as BurnDType, Tensor, TensorData, bf16, f16};
+use burn_flex::FlexTensor;
+use bytemuck::{AnyBitPattern, NoUninit, Pod};
+use phalanx::{DType, Error, Result};
+
+/// A tensor's elements, row by row, for as long as somebody looks at them.
+#[derive(Clone, Copy)]
+pub(crate) struct TensorBytes<'a> {
+    /// Burn's type; see [`dtype`].
+    pub dtype: BurnDType,
+    pub bytes: &'a [u8],
+}
+
+/// A backend whose tensors' memory can be borrowed.
+pub trait BorrowBytes: Backend {
+    /// Calls `look` with the elements of `tensor`; copies them only if they do not lie in a row.
+    fn with_bytes(tensor: &FloatTensor<Self>, look: impl FnOnce(TensorBytes<'_>));
+}
+
+impl BorrowBytes for Flex {
+    fn with_bytes(tensor: &FloatTensor<Self>, look: impl FnOnce(TensorBytes<'_>)) {
+        match tensor.layout().contiguous_offsets() {
+            Some((start, end)) => {
+                let size = tensor.dtype().size();
+                look(TensorBytes { dtype: tensor.dtype(), bytes: &tensor.bytes()[start * size..end * size] });
+            }
+            None => {
+                let tensor = tensor.to_contiguous();
+                let bytes = tensor.layout().num_elements() * tensor.dtype().size();
+                look(TensorBytes { dtype: tensor.dtype(), bytes: &tensor.bytes()[..bytes] });
+            }
+        }
+    }
+}
+
+/// The type that travels for Burn's `dtype`.
+pub(crate) fn dtype(dtype: BurnDType) -> Result<DType> {
+    match dtype {
+        BurnDType::F64 => Ok(DType::F64),
+        BurnDType::F32 | BurnDType::Flex32 => Ok(DType::F32),
+        BurnDType::F16 => Ok(DType::F16),
+        BurnDType::BF16 => Ok(DType::BF16),
+        BurnDType::I64 | BurnDType::U64 => Ok(DType::I64),
+        BurnDType::I32 | BurnDType::U32 => Ok(DType::I32),
+        BurnDType::U8 | BurnDType::I8 => Ok(DType::U8),
+        BurnDType::Bool(_) if dtype.size() == 1 => Ok(DType::U8),
+        other => {
+            Err(Error::invalid_argument(format!("tensors of type {other:?} do not travel between ranks"))
+                .with_remedy("cast it, or leave it out of the module"))
+        }
+    }
+}
+
+/// Tensor data of a copy of `bytes`, in memory that any element type can be read from.
+pub(crate) fn tensor_data(bytes: &[u8], shape: &[usize], dtype: BurnDType) -> TensorData {
+    let copy = match dtype.size() {
+        8 => Bytes::from_elems(copied::<u64>(bytes)),
+        4 => Bytes::from_elems(copied::<u32>(bytes)),
+        2 => Bytes::from_elems(copied::<u16>(bytes)),
+        _ => Bytes::from_bytes_vec(bytes.to_vec()),
+    };
+    TensorData::from_bytes(copy, shape.to_vec(), dtype)
+}
+
+fn copied<T: AnyBitPattern + NoUninit>(bytes: &[u8]) -> Vec<T> {
+    match bytemuck::try_cast_slice(bytes) {
+        Ok(elements) => elements.to_vec(),
+        Err(_) => bytemuck::pod_collect_to_vec(bytes),
+    }
+}
+
+/// Calls `look` with the elements of `tensor`, whether or not it is part of a graph.
+pub(crate) fn with_bytes<const D: usize, T>(
+    tensor: Tensor<D>,
+    look: impl FnOnce(TensorBytes<'_>) -> T,
+) -> Result<T> {
+    let tensor = if tensor.is_autodiff() { tensor.inner() } else { tensor };
+    let tensor = tensor
+        .try_into_primitive::<Flex>()
+        .map_err(|_| Error::invalid_argument("a tensor is on no Flex device"))?;
+    let mut seen = None;
+    Flex::with_bytes(&tensor, |bytes| seen = Some(look(bytes)));
+    seen.ok_or_else(|| Error::aborted("a tensor's memory could not be read"))
+}
+
+/// `old` with other elements: in its own memory, if nobody else holds that.
+pub(crate) fn overwritten<const D: usize>(old: Tensor<D>, elements: &[u8]) -> Tensor<D> {
+    let (shape, dtype, device) = (old.shape(), old.dtype(), old.device());
+    let (tracked, needs_gradient) = (old.is_autodiff(), old.is_require_grad());
+    let checkpointing = old.gradient_checkpointing_strategy();
+    let bare = if tracked { old.inner() } else { old };
+    let written = bare.try_into_primitive::<Flex>().ok().and_then(|tensor| in_place(tensor, elements));
+    let tensor = match written {
+        Some(tensor) => {
+            let tensor = Tensor::<D>::from_primitive::<Flex>(tensor);
+            let tensor = if tracked { Tensor::from_inner(tensor) } else { tensor };
+            match checkpointing {
+                Some(strategy) => tensor.with_gradient_checkpointing_strategy(strategy),
+                None => tensor,
+            }
+        }
+        None => Tensor::from_data(tensor_data(elements, shape.as_slice(), dtype), (&device, dtype)),
+    };
+    if needs_gradient { tensor.require_grad() } else { tensor }
+}
+
+fn in_place(mut tensor: FlexTensor, elements: &[u8]) -> Option<FlexTensor> {
+    fn write<T: burn::tensor::Element + Pod>(tensor: &mut FlexTensor, elements: &[u8]) {
+        bytemuck::cast_slice_mut(tensor.storage_mut::<T>()).copy_from_slice(elements);
+    }
+    let whole = tensor.layout().num_elements() * tensor.dtype().size() == tensor.bytes().len();
+    let fits = whole && tensor.is_contiguous() && tensor.bytes().len() == elements.len();
+    if !fits || !tensor.is_unique() {
+        return None;
+    }
+    match tensor.dtype() {
+        BurnDType::F64 => write::<f64>(&mut tensor, elements),
+        BurnDType::F32 => write::<f32>(&mut tensor, elements),
+        BurnDType::F16 => write::<f16>(&mut tensor, elements),
+        BurnDType::BF16 => write::<bf16>(&mut tensor, elements),
+        _ => return None,
+    }
+    Some(tensor)
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+
+    use super::*;
+
+    fn elements(tensor: Tensor<2>) -> Vec<f32> {
+        let tensor = tensor.try_into_primitive::<Flex>().unwrap_or_else(|_| panic!("a Flex tensor"));
+        let mut elements = Vec::new();
+        Flex::with_bytes(&tensor, |tensor| elements.extend_from_slice(bytemuck::cast_slice(tensor.bytes)));
+        elements
+    }
+
+    #[test]
+    fn views_and_transposes_are_read_in_row_order() {
+        let tensor = Tensor::<2>::from_floats([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], &Device::flex());
+        assert_eq!(elements(tensor.clone()), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        assert_eq!(elements(tensor.clone().transpose()), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+        assert_eq!(elements(tensor.clone().slice([1..2, 0..3])), [4.0, 5.0, 6.0]);
+        assert_eq!(elements(tensor.slice([0..2, 1..2])), [2.0, 5.0]);
+    }
+
+    #[test]
+    fn bytes_become_tensors() {
+        let data = tensor_data(bytemuck::cast_slice(&[1.0f32, 2.0]), &[2, 1], BurnDType::F32);
+        let tensor = Tensor::<2>::from_data(data, &Device::flex());
+        assert_eq!(elements(tensor), [1.0, 2.0]);
+    }
+
+    #[test]
+    fn quantized_tensors_are_refused() {
+        assert!(dtype(BurnDType::QFloat(Default::default())).unwrap_err().is_invalid_argument());
+    }
+
+    fn address<const D: usize>(tensor: &Tensor<D>) -> usize {
+        with_bytes(tensor.clone(), |tensor| tensor.bytes.as_ptr() as usize).unwrap()
+    }
+
+    #[test]
+    fn memory_of_one_s_own_is_written_where_it_is_and_shared_memory_is_left_alone() {
+        let device = Device::flex().autodiff();
+        let leaf = |values: [f32; 2]| Tensor::<1>::from_floats(values, &device).require_grad();
+        let new = bytemuck::cast_slice::<f32, u8>(&[5.0, 6.0]);
+
+        let old = leaf([1.0, 2.0]);
+        let place = address(&old);
+        let written = overwritten(old, new);
+        assert_eq!(address(&written), place);
+        assert!(written.is_require_grad());
+        assert_eq!(written.to_data().try_to_vec::<f32>().unwrap(), [5.0, 6.0]);
+
+        let old = leaf([1.0, 2.0]);
+        let held = old.clone();
+        let written = overwritten(old, new);
+        assert_eq!(held.to_data().try_to_vec::<f32>().unwrap(), [1.0, 2.0]);
+        assert_eq!(written.to_data().try_to_vec::<f32>().unwrap(), [5.0, 6.0]);
+        assert!(written.is_require_grad());
+    }
+}
