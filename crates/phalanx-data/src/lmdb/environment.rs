@@ -20,7 +20,10 @@ const SYSTEM_PAGE: u64 = 65536;
 
 /// LMDB may open a file once in a process: the locks of a file that is opened twice go with the first that is closed. So this
 /// table is of the process.
-static OPEN: Mutex<Option<HashMap<PathBuf, (Arc<Environment>, usize)>>> = Mutex::new(None);
+static OPEN: Mutex<Option<Opened>> = Mutex::new(None);
+
+/// Each environment, and how often it is in use.
+type Opened = HashMap<PathBuf, (Arc<Environment>, usize)>;
 
 pub(super) struct Environment {
     env: Env,

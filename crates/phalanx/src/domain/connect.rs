@@ -112,7 +112,7 @@ pub(crate) fn join(
 fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), String> {
     // All ranks come to the same result.
     if world > MOST {
-        return Err(format!("{world} ranks are too many for one control_block"));
+        return Err(format!("{world} ranks are too many for one control block"));
     }
     let nonce = random::number().map_err(|error| error.to_string())?;
     // As large as the host's memory, if there are enough addresses.

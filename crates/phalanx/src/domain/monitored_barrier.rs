@@ -48,6 +48,6 @@ pub(crate) fn absent(missing: &[Rank], world: usize) -> Option<Error> {
         "{ranks} {}{more} of {world} {have} not reached the barrier in time",
         names.join(", ")
     ));
-    let remedy = "are they stuck, or far behind, or have they gone another protocol through the program?";
+    let remedy = "are they stuck, or far behind, or have they taken another path through the program?";
     Some(error.with_peer(first).with_remedy(remedy))
 }
