@@ -26,7 +26,7 @@ fn samples() -> Vec<f32> {
 fn pass(loader: &dyn dataloader::DataLoader<Tensor<1>>) -> (Vec<f32>, Vec<usize>) {
     let (mut samples, mut progress, mut batches) = (Vec::new(), Vec::new(), loader.iter());
     while let Some(batch) = batches.next() {
-        samples.extend(batch.unwrap().into_data().to_vec::<f32>().unwrap());
+        samples.extend(batch.unwrap().into_data().try_to_vec::<f32>().unwrap());
         progress.push(batches.progress().items_processed);
     }
     assert!(batches.progress().is_completed());

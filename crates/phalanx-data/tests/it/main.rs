@@ -1,5 +1,5 @@
 //! Threads are enough for these: `cargo test -p phalanx-data --test it -- loader::` runs one file.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 mod folder;
 mod lmdb;
