@@ -120,10 +120,10 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
         }
     }
 
-    /// Whatever ends the next step of an elastic job: the samples of the ranks `missing` come again, and from here on this rank is
-    /// `rank` of `world_size`. Every rank calls it alike after each step, as the
-    /// [step](phalanx::elastic::Context::step) says, and before the next batch. If nothing has changed, it does nothing; else what
-    /// was loaded ahead is loaded anew.
+    /// Call it after each step of an elastic job, on every rank alike, with what the
+    /// [step](phalanx::elastic::Context::step) says, before the next batch is asked for. The samples of the ranks `missing` come
+    /// again, and from here on this rank is `rank` of `world_size`. What was loaded ahead for the old world is loaded anew. If
+    /// nothing has changed, it does nothing.
     ///
     /// ```no_run
     /// # use phalanx::elastic::{Context, Plain};
