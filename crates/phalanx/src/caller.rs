@@ -92,6 +92,12 @@ callers! {
     MainProcessFirst = 30, "main_process_first";
     /// [`ProcessGroup::local_main_process_first`](crate::ProcessGroup::local_main_process_first).
     LocalMainProcessFirst = 31, "local_main_process_first";
+    /// The start of a run's record.
+    RunStart = 40, "Run::start";
+    /// Means of what ranks log.
+    RunLogMean = 41, "Run::log_means";
+    /// What each rank uses of its machine.
+    RunLogSystem = 42, "Run::log_system";
 }
 
 impl Caller {
@@ -109,6 +115,7 @@ impl Caller {
                 | Self::ZeroStep
                 | Self::SyncBatchNorm
                 | Self::Join
+                | Self::RunLogMean
         )
     }
 }

@@ -88,6 +88,11 @@ pub use error::{Error, Result};
 pub use group::{Communicator, GroupHandle, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use health::Heartbeat;
 pub use key::JobKey;
+// The two that follow are for adapters, which name this host and warn as this crate does.
+#[doc(hidden)]
+pub use host::name as host_name;
+#[doc(hidden)]
+pub use notice::warn;
 pub use rank::{Generation, Rank, Sequence};
 pub use spawn::spawn;
 pub use tls::Tls;

@@ -13,7 +13,7 @@ const REMINDERS: [Duration; 4] =
     [Duration::from_secs(5), Duration::from_secs(15), Duration::from_secs(30), Duration::from_secs(60)];
 
 /// Warns the user.
-pub(crate) fn warn(what: impl Display) {
+pub fn warn(what: impl Display) {
     tracing::warn!("{what}");
     if !tracing::dispatcher::has_been_set() {
         // The test harness captures what `eprintln` prints, and only that, and shows it with a failed test.
