@@ -1,0 +1,117 @@
+//! What is recorded.
+
+use crate::{Histogram, Picture};
+
+/// One thing that was logged.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Record {
+    /// The step of the training; hyperparameters have none.
+    pub step: Option<u64>,
+    /// When it was logged, in seconds since 1970.
+    pub time: f64,
+    /// Its name, such as `loss` or `valid/accuracy`; never empty, and without control characters.
+    pub tag: String,
+    /// What was logged.
+    pub value: Value,
+}
+
+/// The kinds of things that are logged.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Value {
+    /// A number; it may be NaN or infinite.
+    Scalar(f64),
+    /// The distribution of many numbers.
+    Histogram(Histogram),
+    /// A picture.
+    Picture(Picture),
+    /// A text; TensorBoard shows it as Markdown.
+    Text(String),
+    /// The settings of the run, by name.
+    Hyperparameters(Vec<(String, Hyperparameter)>),
+}
+
+/// The value of a setting.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Hyperparameter {
+    /// Any number.
+    Number(f64),
+    /// Yes or no.
+    Flag(bool),
+    /// Anything else.
+    Text(String),
+}
+
+impl Record {
+    /// About how much memory it takes, in bytes.
+    pub(crate) fn size(&self) -> usize {
+        let value = match &self.value {
+            Value::Scalar(_) => 0,
+            Value::Histogram(histogram) => 16 * histogram.counts.len(),
+            Value::Picture(picture) => picture.pixels().len(),
+            Value::Text(text) => text.len(),
+            Value::Hyperparameters(settings) => settings.iter().map(|(name, _)| name.len() + 64).sum(),
+        };
+        size_of::<Self>() + self.tag.len() + value
+    }
+}
+
+/// A tag that is one line in every format.
+pub(crate) fn tag(tag: &str) -> String {
+    match tag {
+        "" => "unnamed".to_owned(),
+        tag if tag.contains(char::is_control) => tag.replace(char::is_control, "_"),
+        tag => tag.to_owned(),
+    }
+}
+
+/// The settings in a serialised struct or map: those of inner ones as `optimizer.learning_rate`, lists as JSON.
+pub(crate) fn hyperparameters(value: serde_json::Value) -> Vec<(String, Hyperparameter)> {
+    let mut found = Vec::new();
+    flatten(String::new(), value, &mut found);
+    found
+}
+
+fn flatten(path: String, value: serde_json::Value, found: &mut Vec<(String, Hyperparameter)>) {
+    use serde_json::Value as Json;
+    let setting = match value {
+        Json::Object(fields) => {
+            for (name, value) in fields {
+                let path = if path.is_empty() { name } else { format!("{path}.{name}") };
+                flatten(path, value, found);
+            }
+            return;
+        }
+        Json::Number(number) => Hyperparameter::Number(number.as_f64().unwrap_or(f64::NAN)),
+        Json::Bool(flag) => Hyperparameter::Flag(flag),
+        Json::String(text) => Hyperparameter::Text(text),
+        Json::Null => Hyperparameter::Text("none".to_owned()),
+        list @ Json::Array(_) => Hyperparameter::Text(list.to_string()),
+    };
+    found.push((tag(&path), setting));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_of_settings_have_paths() {
+        let settings =
+            serde_json::json!({"rate": 0.5, "model": {"layers": 3, "norm": true, "sizes": [1, 2]}});
+        let expected = [
+            ("model.layers", Hyperparameter::Number(3.0)),
+            ("model.norm", Hyperparameter::Flag(true)),
+            ("model.sizes", Hyperparameter::Text("[1,2]".into())),
+            ("rate", Hyperparameter::Number(0.5)),
+        ];
+        let mut found = hyperparameters(settings);
+        found.sort_by(|(a, _), (b, _)| a.cmp(b));
+        assert_eq!(found, expected.map(|(name, value)| (name.to_owned(), value)));
+    }
+
+    #[test]
+    fn a_tag_is_one_line() {
+        assert_eq!([tag("a/b c"), tag("a\nb\u{0}"), tag("")], ["a/b c", "a_b_", "unnamed"]);
+    }
+}

@@ -1,0 +1,156 @@
+//! A file to which whole records are added, whatever happens.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+/// In such pieces the end of a file is searched for the last line's.
+const PIECE: u64 = 1 << 16;
+
+pub(super) struct AppendFile {
+    path: PathBuf,
+    file: File,
+    buffer: Vec<u8>,
+}
+
+impl AppendFile {
+    /// Opens the file, which is made if it is not there.
+    pub fn open(path: PathBuf) -> io::Result<Self> {
+        let file = options().open(&path)?;
+        Ok(Self { path, file, buffer: Vec::new() })
+    }
+
+    /// Opens a file of lines. What stands behind the last whole one, because its writer was killed, is cut off.
+    pub fn open_lines(path: PathBuf) -> io::Result<Self> {
+        let mut opened = Self::open(path)?;
+        let length = opened.length()?;
+        let whole = end_of_lines(&mut opened.file, length)?;
+        if whole < length {
+            opened.file.set_len(whole)?;
+        }
+        Ok(opened)
+    }
+
+    pub fn is_empty(&self) -> io::Result<bool> {
+        Ok(self.buffer.is_empty() && self.length()? == 0)
+    }
+
+    /// Where the next record goes, until it is flushed.
+    pub fn buffer(&mut self) -> &mut Vec<u8> {
+        &mut self.buffer
+    }
+
+    /// Adds what is in the buffer, or nothing of it. The buffer is empty then, in any case.
+    pub fn flush(&mut self) -> io::Result<()> {
+        if self.buffer.is_empty() {
+            return Ok(());
+        }
+        let before = self.length();
+        let outcome = self.file.write_all(&self.buffer);
+        self.buffer.clear();
+        // Else large pictures would keep their memory for good.
+        self.buffer.shrink_to(1 << 20);
+        if let (Err(_), Ok(before)) = (&outcome, before) {
+            // Part of it may have found room. A device has no length, and nothing to cut.
+            let _ = self.file.set_len(before);
+        }
+        outcome
+    }
+
+    /// Moves the lines that are not to stay to the end of the file `aside`.
+    pub fn retain_lines(&mut self, aside: &Path, mut stays: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
+        self.buffer.clear();
+        let half_done = self.path.with_extension("tmp");
+        let mut kept = BufWriter::new(File::create(&half_done)?);
+        let mut moved = BufWriter::new(options().open(aside)?);
+        let mut lines = BufReader::new(File::open(&self.path)?);
+        let (mut line, mut has_moved) = (Vec::new(), false);
+        while lines.read_until(b'\n', &mut line)? > 0 {
+            if stays(&line) {
+                kept.write_all(&line)?;
+            } else {
+                moved.write_all(&line)?;
+                has_moved = true;
+            }
+            line.clear();
+        }
+        moved.flush()?;
+        let kept = kept.into_inner().map_err(io::IntoInnerError::into_error)?;
+        if !has_moved {
+            return std::fs::remove_file(&half_done);
+        }
+        kept.sync_all()?;
+        std::fs::rename(&half_done, &self.path)?;
+        self.file = options().open(&self.path)?;
+        Ok(())
+    }
+
+    fn length(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+}
+
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.create(true).read(true).append(true);
+    options
+}
+
+/// Where the last whole line ends.
+fn end_of_lines(file: &mut File, length: u64) -> io::Result<u64> {
+    let mut end = length;
+    let mut piece = Vec::new();
+    while end > 0 {
+        let start = end.saturating_sub(PIECE);
+        file.seek(SeekFrom::Start(start))?;
+        piece.clear();
+        Read::by_ref(file).take(end - start).read_to_end(&mut piece)?;
+        if let Some(place) = piece.iter().rposition(|byte| *byte == b'\n') {
+            return Ok(start + place as u64 + 1);
+        }
+        end = start;
+    }
+    Ok(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn half_a_line_at_the_end_is_cut_off() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lines");
+        let long = "x".repeat(PIECE as usize + 7);
+        for (left, expected) in [
+            ("", ""),
+            ("a\nb\n", "a\nb\n"),
+            ("a\nhal", "a\n"),
+            ("hal", ""),
+            (&format!("a\n{long}"), "a\n"),
+            (&long, ""),
+        ] {
+            std::fs::write(&path, left).unwrap();
+            let mut file = AppendFile::open_lines(path.clone()).unwrap();
+            file.buffer().extend_from_slice(b"c\n");
+            file.flush().unwrap();
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{expected}c\n"));
+        }
+    }
+
+    #[test]
+    fn lines_that_go_are_kept_aside() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, aside] = ["lines", "aside"].map(|name| folder.path().join(name));
+        std::fs::write(&path, "1\n5\n2\n").unwrap();
+        let mut file = AppendFile::open_lines(path.clone()).unwrap();
+        for _ in 0..2 {
+            file.retain_lines(&aside, |line| line != b"5\n").unwrap();
+        }
+        file.buffer().extend_from_slice(b"3\n");
+        file.flush().unwrap();
+        let read = |path: &Path| std::fs::read_to_string(path).unwrap();
+        assert_eq!((read(&path), read(&aside)), ("1\n2\n3\n".to_owned(), "5\n".to_owned()));
+        assert!(!folder.path().join("lines.tmp").exists());
+    }
+}

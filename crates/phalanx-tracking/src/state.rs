@@ -1,0 +1,307 @@
+//! `run.json`: who writes the record, and how each attempt has ended.
+//!
+//! Whoever writes holds a lock on `run.lock`, which the system releases when the process ends, however it ends. So an
+//! attempt that is `running` without a lock has died.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use phalanx::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::{Outcome, SinkReport, now};
+
+const FILE: &str = "run.json";
+const LOCK: &str = "run.lock";
+/// The version of the file's format.
+const VERSION: u32 = 1;
+/// Longer files are not ours.
+const MAX_BYTES: u64 = 4 << 20;
+/// Older attempts are forgotten.
+const MAX_ATTEMPTS: usize = 1000;
+/// How long a writer that is just ending is waited for.
+const PATIENCE: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_millis(20);
+/// The cause of an attempt that nobody has ended.
+const DIED: &str = "the process ended without finishing the record: it was killed, or the machine went down";
+
+/// A run's attempts, of which each is a start of its program.
+///
+/// ```no_run
+/// use phalanx_tracking::{RunState, RunStatus};
+/// if let Some(status) = RunStatus::read("runs/digits")?
+///     && status.state() == RunState::Failed
+/// {
+///     println!("{}", status.cause().unwrap_or("no cause is known"));
+/// }
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunStatus {
+    version: u32,
+    attempts: Vec<Attempt>,
+}
+
+/// How a run, or one attempt at it, stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RunState {
+    /// A process writes the record.
+    Running,
+    /// [`Run::finish`](crate::Run::finish) was called.
+    Finished,
+    /// It panicked, its group failed, it called [`Run::fail`](crate::Run::fail), or its process died.
+    Failed,
+    /// It was dropped without either call.
+    Dropped,
+}
+
+/// One start of the program.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Attempt {
+    /// How it has ended.
+    pub state: RunState,
+    /// Why it failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cause: Option<String>,
+    /// The process of rank 0.
+    pub pid: u32,
+    /// The host of rank 0.
+    pub host: String,
+    /// The number of ranks.
+    pub world_size: u32,
+    /// How often the launcher had started the workers again.
+    pub restart_count: u64,
+    /// When it began, in seconds since 1970.
+    pub started: f64,
+    /// When it ended, in seconds since 1970; of a process that died, when that was noticed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended: Option<f64>,
+    /// The step from which it superseded what earlier attempts had recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resumed_at: Option<u64>,
+    /// The highest step that it recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_step: Option<u64>,
+    /// Records that found no room between the training and the writer.
+    #[serde(default)]
+    pub dropped: u64,
+    /// What each sink could not write.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sinks: Vec<SinkReport>,
+}
+
+impl RunStatus {
+    /// That of the record in `directory`; `None` if there is none. A run whose process has died counts as failed.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is not a run's.
+    pub fn read(directory: impl AsRef<Path>) -> Result<Option<Self>> {
+        let directory = directory.as_ref();
+        let Some(mut status) = load(directory)? else { return Ok(None) };
+        if status.state() == RunState::Running && !is_locked(directory) {
+            // It may have ended between the two looks.
+            status = load(directory)?.unwrap_or(status);
+            status.bury();
+        }
+        Ok(Some(status))
+    }
+
+    /// All attempts, the last one last.
+    pub fn attempts(&self) -> &[Attempt] {
+        &self.attempts
+    }
+
+    /// That of the last attempt.
+    pub fn state(&self) -> RunState {
+        self.attempts.last().map_or(RunState::Dropped, |attempt| attempt.state)
+    }
+
+    /// Why the last attempt failed.
+    pub fn cause(&self) -> Option<&str> {
+        self.attempts.last()?.cause.as_deref()
+    }
+
+    /// Nobody writes any more: attempts that nobody has ended have failed.
+    fn bury(&mut self) {
+        for attempt in self.attempts.iter_mut().filter(|attempt| attempt.state == RunState::Running) {
+            (attempt.state, attempt.cause, attempt.ended) =
+                (RunState::Failed, Some(DIED.to_owned()), Some(now()));
+        }
+    }
+}
+
+/// The record in a directory, held by this process.
+pub(crate) struct StateFile {
+    directory: PathBuf,
+    status: RunStatus,
+    /// Held until it is dropped.
+    _lock: File,
+}
+
+impl StateFile {
+    /// Takes the record in `directory`, which is made if it is not there.
+    pub fn take(directory: &Path) -> Result<Self> {
+        let cannot = |error| failure(directory, "cannot be opened", error);
+        std::fs::create_dir_all(directory).map_err(cannot)?;
+        let lock = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .read(true)
+            .write(true)
+            .open(directory.join(LOCK))
+            .map_err(cannot)?;
+        let began = Instant::now();
+        loop {
+            match lock.try_lock() {
+                Ok(()) => break,
+                // A file system without locks: the state's pid is all that there is.
+                Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => break,
+                Err(TryLockError::Error(error)) => return Err(cannot(error)),
+                Err(TryLockError::WouldBlock) if began.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
+                Err(TryLockError::WouldBlock) => return Err(taken(directory)),
+            }
+        }
+        let mut status = load(directory)?.unwrap_or(RunStatus { version: VERSION, attempts: Vec::new() });
+        status.bury();
+        Ok(Self { directory: directory.to_owned(), status, _lock: lock })
+    }
+
+    /// How the attempt before this one has ended, if there was one.
+    pub fn earlier(&self) -> Option<RunState> {
+        self.status.attempts.last().map(|attempt| attempt.state)
+    }
+
+    /// A new attempt begins.
+    pub fn begin(&mut self, world_size: u32, restart_count: u64) -> Result<()> {
+        let excess = (self.status.attempts.len() + 1).saturating_sub(MAX_ATTEMPTS);
+        self.status.attempts.drain(..excess);
+        self.status.attempts.push(Attempt {
+            state: RunState::Running,
+            cause: None,
+            pid: std::process::id(),
+            host: phalanx::host_name(),
+            world_size,
+            restart_count,
+            started: now(),
+            ended: None,
+            resumed_at: None,
+            last_step: None,
+            dropped: 0,
+            sinks: Vec::new(),
+        });
+        self.write().map_err(|error| failure(&self.directory, "cannot be written", error))
+    }
+
+    /// The attempt that this process has begun.
+    pub fn attempt(&mut self) -> Option<&mut Attempt> {
+        self.status.attempts.last_mut()
+    }
+
+    /// The attempt is over.
+    pub fn end(&mut self, outcome: &Outcome) -> io::Result<()> {
+        if let Some(attempt) = self.attempt() {
+            (attempt.state, attempt.cause) = match outcome {
+                Outcome::Finished => (RunState::Finished, None),
+                Outcome::Failed(cause) => (RunState::Failed, Some(cause.clone())),
+                Outcome::Dropped => (RunState::Dropped, None),
+            };
+            attempt.ended = Some(now());
+        }
+        self.write()
+    }
+
+    fn write(&self) -> io::Result<()> {
+        let text = serde_json::to_vec_pretty(&self.status).map_err(io::Error::other)?;
+        let [path, half_done] = [FILE, "run.json.tmp"].map(|name| self.directory.join(name));
+        let mut file = File::create(&half_done)?;
+        file.write_all(&text)?;
+        file.sync_all()?;
+        std::fs::rename(&half_done, &path)
+    }
+}
+
+fn load(directory: &Path) -> Result<Option<RunStatus>> {
+    let cannot = |error| failure(directory, "cannot be read", error);
+    let file = match File::open(directory.join(FILE)) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(cannot(error)),
+    };
+    let mut text = Vec::new();
+    file.take(MAX_BYTES).read_to_end(&mut text).map_err(cannot)?;
+    let status: RunStatus = serde_json::from_slice(&text).map_err(|error| {
+        failure(directory, "is not a run's", error.into())
+            .with_remedy(format!("move {FILE} away, or take another directory"))
+    })?;
+    if status.version != VERSION {
+        return Err(Error::aborted(format!(
+            "{} has version {}, and this program reads version {VERSION}",
+            directory.join(FILE).display(),
+            status.version
+        ))
+        .with_remedy("take another directory"));
+    }
+    Ok(Some(status))
+}
+
+/// Does a process hold the lock? Where that cannot be found out, nobody does.
+fn is_locked(directory: &Path) -> bool {
+    let Ok(file) = File::open(directory.join(LOCK)) else { return false };
+    matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))
+}
+
+fn taken(directory: &Path) -> Error {
+    let status = load(directory).ok().flatten();
+    let owner = status.as_ref().and_then(|status| status.attempts.last());
+    let who = owner.map_or("another process".to_owned(), |attempt| {
+        format!("process {} on {}", attempt.pid, attempt.host)
+    });
+    Error::aborted(format!("the record {} is being written by {who}", directory.display()))
+        .with_remedy("end that one, or take another directory")
+}
+
+fn failure(directory: &Path, what: &str, error: io::Error) -> Error {
+    Error::aborted(format!("the record {} {what}", directory.join(FILE).display())).with_source(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_process_at_a_time_has_a_record() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(RunStatus::read(folder.path()).unwrap(), None);
+        let mut state = StateFile::take(folder.path()).unwrap();
+        state.begin(2, 0).unwrap();
+        assert_eq!(RunStatus::read(folder.path()).unwrap().unwrap().state(), RunState::Running);
+        assert!(taken(folder.path()).to_string().contains(&std::process::id().to_string()));
+        // Dropped without an end, as a process that is killed does.
+        drop(state);
+        let status = RunStatus::read(folder.path()).unwrap().unwrap();
+        assert_eq!((status.state(), status.cause()), (RunState::Failed, Some(DIED)));
+        let mut state = StateFile::take(folder.path()).unwrap();
+        assert_eq!(state.earlier(), Some(RunState::Failed));
+        state.begin(2, 1).unwrap();
+        state.end(&Outcome::Finished).unwrap();
+        let status = RunStatus::read(folder.path()).unwrap().unwrap();
+        let states: Vec<_> = status.attempts().iter().map(|attempt| attempt.state).collect();
+        assert_eq!(states, [RunState::Failed, RunState::Finished]);
+    }
+
+    #[test]
+    fn a_foreign_file_is_not_written_over() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join(FILE), "{\"epochs\": 3}").unwrap();
+        let error = StateFile::take(folder.path()).err().unwrap();
+        assert!(
+            error.to_string().contains("is not a run's") && error.to_string().contains("move run.json away")
+        );
+        std::fs::write(folder.path().join(FILE), "{\"version\": 2, \"attempts\": []}").unwrap();
+        assert!(StateFile::take(folder.path()).err().unwrap().to_string().contains("has version 2"));
+    }
+}

@@ -1,0 +1,134 @@
+//! Disks that are full, sinks that hang: the training goes on.
+
+use std::fs;
+use std::time::Duration;
+
+use phalanx::ProcessGroup;
+use phalanx::testing::{Fabric, run};
+use phalanx_tracking::{Outcome, Run, RunOptions, RunState, RunStatus};
+
+use crate::sinks::{Behaviour, Heard, Probe};
+use crate::support::csv_steps;
+
+fn alone(options: RunOptions) -> Run {
+    Run::start(&ProcessGroup::alone().unwrap(), options.flush_interval(Duration::from_millis(1))).unwrap()
+}
+
+fn with(probe: &Probe, folder: &tempfile::TempDir) -> RunOptions {
+    let probe = probe.clone();
+    RunOptions::new(folder.path()).sink(|_| Ok(Box::new(probe)))
+}
+
+#[test]
+fn a_full_disk_is_said_once_and_what_is_lost_is_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    // Writing there fails as on a disk without room.
+    std::os::unix::fs::symlink("/dev/full", folder.path().join("metrics.jsonl")).unwrap();
+    let run = alone(RunOptions::new(folder.path()).json_lines().csv());
+    for step in 0..100 {
+        run.log(step, "loss", 0.5);
+        if step % 20 == 0 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    let (told, report) = Heard::during(|| run.finish().unwrap());
+    assert!(!report.is_complete());
+    assert_eq!((report.recorded, report.dropped, report.sinks.len()), (100, 0, 1));
+    let sink = &report.sinks[0];
+    assert_eq!((sink.name.as_str(), sink.lost), ("metrics.jsonl", 100));
+    assert!(sink.error.contains("No space left on device"), "{}", sink.error);
+    assert!(told.contains("100 of them are lost to metrics.jsonl: No space left on device"), "{told}");
+    assert_eq!(csv_steps(folder.path(), "loss"), (0..100).collect::<Vec<_>>(), "the other sink has all");
+    let status = RunStatus::read(folder.path()).unwrap().unwrap();
+    assert_eq!((status.state(), status.attempts()[0].sinks[0].lost), (RunState::Finished, 100));
+}
+
+#[test]
+fn a_disk_that_has_room_again_has_lost_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let probe = Probe::new(Behaviour { failures: 2, ..Behaviour::default() });
+    let run = alone(with(&probe, &folder));
+    let mut step = 0;
+    while probe.behaviour.lock().failures > 0 {
+        run.log(step, "loss", 0.5);
+        step += 1;
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let report = run.finish().unwrap();
+    assert!(report.is_complete(), "{report}");
+    assert_eq!((report.sinks.len(), report.sinks[0].lost), (1, 0), "its error is in the report");
+    assert_eq!(probe.steps(), (0..step).collect::<Vec<_>>(), "each once, in order");
+    assert_eq!(probe.behaviour.lock().outcome, Some(Outcome::Finished));
+}
+
+#[test]
+fn a_writer_slower_than_the_training_holds_up_no_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let probe = Probe::new(Behaviour { blocked: true, ..Behaviour::default() });
+    let run = alone(with(&probe, &folder).queue(10));
+    let (told, ()) = Heard::during(|| (0..1000).for_each(|step| run.log(step, "loss", 0.5)));
+    // The sink has let nothing through yet, and all calls have returned.
+    assert_eq!(told.matches("the record's sinks are slower than the training").count(), 1, "{told}");
+    probe.release();
+    let (told, report) = Heard::during(|| run.finish().unwrap());
+    assert!(report.dropped >= 900 && report.recorded + report.dropped == 1000, "{report}");
+    assert_eq!(probe.steps().len() as u64, report.recorded);
+    assert!(told.contains(&format!("{} more found no room in the queue", report.dropped)), "{told}");
+}
+
+#[test]
+fn a_sink_that_hangs_ends_finish_with_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let probe = Probe::new(Behaviour { blocked: true, ..Behaviour::default() });
+    let run = alone(with(&probe, &folder).finish_timeout(Duration::from_millis(50)));
+    run.log(1, "loss", 0.5);
+    let error = run.finish().unwrap_err().to_string();
+    assert!(error.contains("have not written everything within 0.05 s"), "{error}");
+    assert!(error.contains("RunOptions::finish_timeout"), "{error}");
+    probe.release();
+}
+
+#[test]
+fn a_sink_that_panics_ends_neither_the_training_nor_the_other_sinks() {
+    let folder = tempfile::tempdir().unwrap();
+    let probe = Probe::new(Behaviour { panics: true, ..Behaviour::default() });
+    let run = alone(with(&probe, &folder).csv());
+    (0..5).for_each(|step| run.log(step, "loss", 0.5));
+    let report = run.finish().unwrap();
+    assert_eq!((report.sinks[0].lost, report.sinks[0].error.as_str()), (5, "it panicked: a bug in a sink"));
+    assert_eq!(csv_steps(folder.path(), "loss"), [0, 1, 2, 3, 4]);
+}
+
+#[test]
+fn a_record_that_cannot_be_opened_is_everybody_s_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    let errors = run(3, Fabric::InProcess, |group| {
+        let error = Run::start(&group, RunOptions::new(file.join("run")).csv()).err().unwrap();
+        assert!(group.failure().is_none(), "the group is sound");
+        error.to_string()
+    });
+    assert!(
+        errors.iter().all(|error| error.contains("run.json cannot be opened: Not a directory")),
+        "{errors:?}"
+    );
+    assert!(errors[1].contains("rank 0 has not opened the record"), "{errors:?}");
+}
+
+#[test]
+fn a_failed_group_marks_the_record_as_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, Fabric::InProcess, |group| {
+        let run = Run::start(&group, RunOptions::new(folder.path()).csv()).unwrap();
+        // Else a rank that has not yet heard that the record is open hears of the failure instead.
+        group.barrier().unwrap();
+        if group.rank().is_main() {
+            group.abort(phalanx::Error::other("the loss is NaN"));
+        }
+        drop(run);
+    });
+    let status = RunStatus::read(folder.path()).unwrap().unwrap();
+    assert_eq!(status.state(), RunState::Failed);
+    assert!(status.cause().unwrap().contains("the loss is NaN"), "{status:?}");
+}

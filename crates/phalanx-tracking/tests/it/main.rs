@@ -1,0 +1,12 @@
+//! All ranks are threads of this process: `cargo test -p phalanx-tracking --test it -- traps::` runs one file.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod faults;
+mod files;
+mod resume;
+mod sinks;
+mod terminal;
+mod traps;
