@@ -1,0 +1,19 @@
+//! RoBERTa and BERT in Burn, as published: with Hugging Face's weights and tokenizers, fine-tuned and pre-trained on several
+//! ranks. See README.md.
+
+pub mod batches;
+pub mod config;
+pub mod data;
+pub mod inputs;
+pub mod masking;
+pub mod model;
+pub mod schedule;
+pub mod tasks;
+pub mod text;
+pub mod train;
+pub mod weights;
+
+pub use config::{Config, Family};
+pub use inputs::Inputs;
+pub use model::{Backbone, Classifier, MaskedLm};
+pub use text::Text;

@@ -1,0 +1,209 @@
+//! Training on ranks that are threads.
+
+use std::path::Path;
+
+use burn::tensor::Device;
+use phalanx::{ProcessGroup, WorldSize};
+use roberta::data::Dataset;
+use roberta::tasks::{Classification, Evaluation, MaskedLanguage, Part, Task};
+use roberta::train::{TrainOptions, evaluate, fit};
+use roberta::{Classifier, Config, MaskedLm, Text, weights};
+
+use crate::fixtures::Corpus;
+
+fn options(out: &Path) -> TrainOptions {
+    TrainOptions {
+        epochs: 3,
+        batch_size: 4,
+        accumulate: 1,
+        lr: 5e-3,
+        warmup: 0.1,
+        weight_decay: 0.01,
+        max_norm: 1.0,
+        patience: None,
+        save_every: 7,
+        seed: 3,
+        out: out.to_owned(),
+    }
+}
+
+fn text(corpus: &Corpus) -> Text {
+    Text::open(&corpus.path("tokenizer.json"), &corpus.config, 32).unwrap()
+}
+
+fn classification(corpus: &Corpus, dropout: f64) -> Classification {
+    let mut config = corpus.config.clone();
+    (config.hidden_dropout_prob, config.attention_probs_dropout_prob) = (dropout, dropout);
+    Classification { config, text: text(corpus), data: Dataset::read(corpus.folder.path()).unwrap() }
+}
+
+/// The same model in every call: random numbers are the process's, and other tests draw them, too.
+fn classifier(config: &Config, folder: &Path) -> Classifier {
+    let (device, path) = (Device::flex().autodiff(), folder.join("start.safetensors"));
+    let mut model = Classifier::new(config, 2, &device);
+    if path.exists() {
+        weights::load(&mut model, config.model_type, &path).unwrap();
+    } else {
+        weights::save(&model, config.model_type, &path).unwrap();
+    }
+    model
+}
+
+/// What each of `ranks` ranks gets from `work`.
+fn on_ranks<T: Send>(ranks: u32, work: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    let groups = ProcessGroup::in_process(WorldSize::new(ranks).unwrap()).unwrap();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| work(group))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn two_ranks_learn_to_tell_texts_apart_and_write_the_best_model() {
+    let corpus = Corpus::new(60, 21);
+    let out = corpus.path("run");
+    let task = classification(&corpus, 0.1);
+    let model = classifier(&task.config, corpus.folder.path());
+    let options = TrainOptions { epochs: 6, ..options(&out) };
+    let epochs = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap());
+    assert_eq!(epochs[0], epochs[1]);
+    let last = epochs[0].last().unwrap();
+    assert!(last.held_out.accuracy > 0.9, "{last:?}");
+    assert_eq!((last.epoch, last.steps), (6, 6 * 30_u64.div_ceil(4)));
+
+    let lines = std::fs::read_to_string(out.join("epochs.jsonl")).unwrap();
+    let expected: String =
+        epochs[0].iter().map(|epoch| serde_json::to_string(epoch).unwrap() + "\n").collect();
+    assert_eq!(lines, expected);
+
+    let best = epochs[0]
+        .iter()
+        .map(|epoch| epoch.held_out)
+        .reduce(|a, b| if task.is_better(&b, &a) { b } else { a });
+    let config = Config::read(&out.join("best/config.json")).unwrap();
+    assert_eq!(config.other["id2label"]["1"], "spam");
+    let mut again = Classifier::new(&config, 2, &Device::flex().autodiff());
+    let loaded = weights::load(&mut again, config.model_type, &out.join("best/model.safetensors")).unwrap();
+    assert_eq!(loaded, weights::Loaded::default());
+    let text = Text::open(&out.join("best/tokenizer.json"), &config, 32).unwrap();
+    let task = Classification { config, text, data: task.data };
+    let found = evaluate(&task, &again, &ProcessGroup::alone().unwrap(), 4).unwrap();
+    assert_same(&found, &best.unwrap());
+}
+
+fn assert_same(one: &Evaluation, other: &Evaluation) {
+    assert_eq!(one.accuracy, other.accuracy);
+    assert!((one.loss - other.loss).abs() < 1e-5, "{one:?} {other:?}");
+}
+
+#[test]
+fn no_held_out_example_counts_twice_and_none_is_lost() {
+    for held_out in [1, 2, 7] {
+        let corpus = Corpus::new(8, held_out);
+        let task = classification(&corpus, 0.1);
+        let model = classifier(&task.config, corpus.folder.path());
+        let alone = evaluate(&task, &model, &ProcessGroup::alone().unwrap(), 100).unwrap();
+        // Three ranks: with one or two examples some have none.
+        for found in on_ranks(3, |group| evaluate(&task, &model, &group, 2).unwrap()) {
+            assert_same(&found, &alone);
+        }
+    }
+}
+
+#[test]
+fn ranks_and_accumulation_take_the_steps_of_one_large_batch() {
+    let corpus = Corpus::new(32, 8);
+    let task = classification(&corpus, 0.0);
+    let model = classifier(&task.config, corpus.folder.path());
+    let run = |name: &str, ranks, batch_size, accumulate| {
+        let options = TrainOptions { batch_size, accumulate, ..options(&corpus.path(name)) };
+        on_ranks(ranks, |group| fit(&task, model.clone(), &group, &options).unwrap()).remove(0)
+    };
+    let one = run("one", 1, 8, 1);
+    for (name, epochs) in [("two ranks", run("ranks", 2, 4, 1)), ("accumulated", run("accumulated", 2, 2, 2))]
+    {
+        for (a, b) in one.iter().zip(&epochs) {
+            assert_eq!(a.steps, b.steps, "{name}");
+            assert!(
+                (a.train_loss - b.train_loss).abs() < 1e-3
+                    && (a.held_out.loss - b.held_out.loss).abs() < 1e-3,
+                "{name}: {a:?} {b:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn fewer_examples_than_ranks_train_and_no_example_is_an_error() {
+    let corpus = Corpus::new(2, 1);
+    let task = classification(&corpus, 0.1);
+    let model = classifier(&task.config, corpus.folder.path());
+    let options = options(&corpus.path("few"));
+    let epochs = on_ranks(3, |group| fit(&task, model.clone(), &group, &options).unwrap());
+    assert_eq!(epochs[0].last().unwrap().steps, 3);
+    let data = task.data.clone().limited(Some(0), None);
+    let task = Classification { data, ..task };
+    let errors = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap_err().to_string());
+    assert!(errors.iter().all(|error| error.contains("there must be examples to learn from")), "{errors:?}");
+}
+
+#[test]
+fn a_label_out_of_range_is_an_error_and_no_panic() {
+    let corpus = Corpus::new(4, 2);
+    let mut task = classification(&corpus, 0.1);
+    task.data.train[2].label = 2;
+    let error = task.batch(Part::Train { epoch: 0 }, &[2], &Device::flex()).unwrap_err().to_string();
+    assert!(error.contains("out of range, there are 2"), "{error}");
+    let error = task.batch(Part::HeldOut, &[2], &Device::flex()).unwrap_err().to_string();
+    assert!(error.contains("example 2 was asked for, there are 2"), "{error}");
+}
+
+#[test]
+fn training_ends_when_nothing_gets_better() {
+    let corpus = Corpus::new(8, 4);
+    let task = classification(&corpus, 0.1);
+    let model = classifier(&task.config, corpus.folder.path());
+    // A rate that changes no f32: each epoch is as good as the first.
+    let options = TrainOptions { epochs: 9, lr: 1e-30, patience: Some(2), ..options(&corpus.path("early")) };
+    let epochs = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap());
+    assert_eq!(epochs[0].len(), 3);
+    // Started again, it is over.
+    let again = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap());
+    assert_eq!(again, epochs);
+}
+
+#[test]
+fn another_number_of_ranks_does_not_go_on_from_a_checkpoint() {
+    let corpus = Corpus::new(8, 4);
+    let task = classification(&corpus, 0.1);
+    let model = classifier(&task.config, corpus.folder.path());
+    let options = TrainOptions { epochs: 1, ..options(&corpus.path("run")) };
+    on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap());
+    let error = on_ranks(1, |group| fit(&task, model.clone(), &group, &options).unwrap_err().to_string());
+    assert!(error[0].contains("(2, 4, 3, 8), this run has (1, 4, 3, 8)"), "{error:?}");
+}
+
+#[test]
+fn a_masked_language_model_learns_and_its_perplexity_falls() {
+    let corpus = Corpus::new(60, 10);
+    let task = MaskedLanguage::new(
+        corpus.config.clone(),
+        text(&corpus),
+        &Dataset::read(corpus.folder.path()).unwrap(),
+        60,
+        3,
+    );
+    let batch = task.batch(Part::HeldOut, &[0, 1, 2], &Device::flex()).unwrap();
+    assert_eq!(batch.places.unwrap().dims(), batch.targets.dims());
+    let model = MaskedLm::new(&corpus.config, &Device::flex().autodiff());
+    let before = evaluate(&task, &model, &ProcessGroup::alone().unwrap(), 4).unwrap();
+    let options = TrainOptions { epochs: 4, ..options(&corpus.path("language")) };
+    let epochs = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap()).remove(0);
+    let perplexities: Vec<f64> = epochs.iter().map(|epoch| epoch.perplexity).collect();
+    assert!(
+        before.loss.exp() > 200.0 && perplexities[3] < before.loss.exp() / 4.0,
+        "{} {perplexities:?}",
+        before.loss.exp()
+    );
+    assert!(perplexities.is_sorted_by(|a, b| a > b), "{perplexities:?}");
+}
