@@ -146,7 +146,7 @@ fn fine_tune(
     let mut model = Classifier::new(&config, data.labels.len(), &device);
     let loaded = weights::load(&mut model, config.model_type, &folder.join("model.safetensors"))?;
     if group.rank().is_main() {
-        println!("new: {}", loaded.new.join(", "));
+        println!("random at first: {}", loaded.new.join(", "));
     }
     fit(&Classification { config, text, data }, model, group, train)?;
     Ok(())

@@ -146,19 +146,18 @@ pub fn fit<T: Task>(
             // The mean over the predictions of all ranks, which may have unequal numbers of them.
             let count = state.model.sum(step.iter().map(|batch| batch.count).sum::<usize>())?;
             let scale = world as f64 / count;
+            let loss_of = |model: &T::Model, batch: &Batch| {
+                loss_sum(task.logits(model, batch), batch.targets.clone()) * scale
+            };
             let mut loss = 0.0;
             for batch in held {
-                let batch_loss = state
-                    .model
-                    .forward(|model| loss_sum(task.logits(model, batch), batch.targets.clone()) * scale)?;
-                state.model.backward_no_sync(&batch_loss)?;
-                loss += batch_loss.into_scalar::<f64>();
+                let part = state.model.forward(|model| loss_of(model, batch))?;
+                state.model.backward_no_sync(&part)?;
+                loss += part.into_scalar::<f64>();
             }
-            let batch_loss = state
-                .model
-                .forward(|model| loss_sum(task.logits(model, last), last.targets.clone()) * scale)?;
-            let mut gradients = state.model.backward(&batch_loss)?;
-            loss = state.model.mean(loss + batch_loss.into_scalar::<f64>())?;
+            let part = state.model.forward(|model| loss_of(model, last))?;
+            let mut gradients = state.model.backward(&part)?;
+            loss = state.model.mean(loss + part.into_scalar::<f64>())?;
 
             let norm = state.model.clip_grad_norm(&mut gradients, options.max_norm)?;
             ensure!(
