@@ -1,4 +1,5 @@
 //! Tests of the example: against transformers, of files, of training on several ranks, and of the program itself.
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 mod fixtures;
 mod jobs;
