@@ -36,7 +36,7 @@ pub(crate) type Init = Arc<dyn Fn(&WorkerInfo) -> Result<()> + Send + Sync>;
 /// - **Position.** [`position`](Self::position) is how far the loop has come, and not the workers. It goes into checkpoints and
 ///   commits; [`resume`](Self::resume) goes on there, also with another number of ranks.
 ///
-/// A loader has the same number of batches on every rank, unless [`Tail::Split`](phalanx::sampler::Tail::Split) is asked for:
+/// A loader has the same number of batches on every rank, unless [`Tail::Split`] is asked for:
 /// with that, batches of the last step may be empty.
 ///
 /// Clones are the same loader.
