@@ -1,7 +1,6 @@
 //! `phalanx bench` and `phalanx plot` start a program of their own.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -11,7 +10,7 @@ use crate::support::text;
 fn command(folder: &Path, arguments: &[&str]) -> Output {
     let phalanx = folder.join("phalanx");
     if !phalanx.exists() {
-        fs::copy(env!("CARGO_BIN_EXE_phalanx"), &phalanx).unwrap();
+        place(Path::new(env!("CARGO_BIN_EXE_phalanx")), &phalanx);
     }
     Command::new(phalanx).args(arguments).env("PATH", folder.join("path")).output().unwrap()
 }
@@ -19,9 +18,15 @@ fn command(folder: &Path, arguments: &[&str]) -> Output {
 /// A program that prints its arguments.
 fn install(folder: &Path, mark: &str) {
     fs::create_dir_all(folder).unwrap();
-    let path = folder.join("phalanx-bench");
-    fs::write(&path, format!("#!/bin/sh\necho {mark} \"$@\"; exit 3\n")).unwrap();
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    let source = folder.join("source");
+    fs::write(&source, format!("#!/bin/sh\necho {mark} \"$@\"; exit 3\n")).unwrap();
+    place(&source, &folder.join("phalanx-bench"));
+}
+
+/// Copies a program, in a process of its own: a file that this one has written may still be open in a process that another test
+/// is starting, and then it cannot be executed ("text file busy").
+fn place(source: &Path, program: &Path) {
+    assert!(Command::new("install").args(["-m", "755"]).args([source, program]).status().unwrap().success());
 }
 
 #[test]
