@@ -2,8 +2,8 @@
 """Our DataLoader beside PyTorch's, in turn: items a second, and how long a step waits for its batch.
 
     cargo build --release -p phalanx-data --features lmdb --example throughput
-    python3 -m venv /tmp/torch && /tmp/torch/bin/pip install torch numpy
-    /tmp/torch/bin/python bench/loader/run.py --workers 0 2 4 --rounds 3
+    python3 -m venv target/torch && target/torch/bin/pip install torch numpy
+    target/torch/bin/python bench/loader/run.py --workers 0 2 4 --rounds 3
 
 The work is the same: 20,000 images of 3 x 64 x 64 bytes in memory, shuffled; each becomes floats, (x / 255 - 0.5) / 0.25; batches of 64
 are stacked. PyTorch does it with its own operations, one thread a worker, as its documentation advises. `--compute` has the loop sleep

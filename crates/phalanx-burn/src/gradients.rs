@@ -178,7 +178,8 @@ impl ModuleVisitor for Averages<'_> {
                 gradients.register(param.id, if scale == 1.0 { average } else { average * scale });
             }
             (Err(failure), Ok(_)) => self.gradients = Err(failure),
-            _ => {}
+            // A parameter without a gradient, or one behind the first failure.
+            (Ok(None), Ok(_)) | (_, Err(_)) => {}
         }
     }
 }

@@ -210,7 +210,8 @@ impl Renderer {
             Event::Restarting { failure } if failure.node == self.node && failure.message.is_none() => {}
             Event::Restarting { failure } => self.note(&failure.to_string()),
             Event::Warning { text } => self.note(&format!("warning: {text}")),
-            _ => {}
+            // Ends in good order, and those that were asked for. `Event` may get more cases.
+            Event::Exited { .. } | _ => {}
         }
     }
 }

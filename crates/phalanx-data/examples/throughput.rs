@@ -2,8 +2,8 @@
 //!
 //! ```sh
 //! cargo run --release -p phalanx-data --features lmdb --example throughput -- memory 4 0
-//! cargo run --release -p phalanx-data --features lmdb --example throughput -- pack /tmp/large 2048
-//! cargo run --release -p phalanx-data --features lmdb --example throughput -- lmdb 4 0 /tmp/large
+//! cargo run --release -p phalanx-data --features lmdb --example throughput -- pack target/large 2048
+//! cargo run --release -p phalanx-data --features lmdb --example throughput -- lmdb 4 0 target/large
 //! ```
 //!
 //! `memory` makes items from bytes in memory; `lmdb` reads them from a folder that `pack` has made, of so many MiB. Then come the

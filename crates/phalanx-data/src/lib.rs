@@ -50,6 +50,7 @@ pub mod lmdb;
 pub mod loader;
 mod pool;
 mod sampler;
+mod settings;
 pub mod stream;
 mod worker;
 

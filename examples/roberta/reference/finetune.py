@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The training of `roberta fine-tune` in PyTorch: the same texts, weights, order, batches and schedule, in one process.
 
-    /tmp/reference/bin/python examples/roberta/reference/finetune.py --seed 1 --epochs 2
+    target/reference/bin/python examples/roberta/reference/finetune.py --seed 1 --epochs 2
 
 What differs is what random numbers decide: the new head's weights, and dropout. Steps take the batches of --ranks ranks together,
 in the order of torch's DistributedSampler, which is that of phalanx's.

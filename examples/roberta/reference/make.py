@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Makes the vectors with which the tests compare this model: logits and gradients of Hugging Face's transformers.
 
-    python3 -m venv /tmp/reference && /tmp/reference/bin/pip install torch==2.15.0 transformers==5.23.0
-    /tmp/reference/bin/python examples/roberta/reference/make.py [out/roberta/minilm]
+    python3 -m venv target/reference && target/reference/bin/pip install torch==2.15.0 transformers==5.23.0
+    target/reference/bin/python examples/roberta/reference/make.py [out/roberta/minilm]
 
 Small models have random weights, which are kept here with their vectors. Those of MiniLM come from the folder that is given
 (examples/roberta/fetch.py brings it); of its gradients a part is kept.

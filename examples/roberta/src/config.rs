@@ -157,11 +157,8 @@ impl Config {
             ("tie_word_embeddings", Value::from(true)),
         ];
         for (name, only) in allowed {
-            match self.other.get(name) {
-                Some(value) if !value.is_null() && *value != only => {
-                    bail!("{name} is {value}: only {only} is supported")
-                }
-                _ => {}
+            if let Some(value) = self.other.get(name).filter(|value| !value.is_null() && **value != only) {
+                bail!("{name} is {value}: only {only} is supported");
             }
         }
         Ok(())

@@ -37,6 +37,7 @@ pub fn mask(original: &Encoded, text: &Text, seed: u64) -> Masked {
         match chance() {
             share if share < 0.8 => masked.tokens[place] = text.mask(),
             share if share < 0.9 => masked.tokens[place] = below(text.vocabulary() as usize, chance()) as u32,
+            // The rest stays as it is.
             _ => {}
         }
     }

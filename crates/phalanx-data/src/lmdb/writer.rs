@@ -65,9 +65,10 @@ impl LmdbWriter {
             fs::create_dir_all(parent).map_err(failed)?;
         }
         // Of a process that had this number before.
-        match fs::remove_dir_all(&partial) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
-            _ => {}
+        if let Err(error) = fs::remove_dir_all(&partial)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            return Err(failed(error));
         }
         fs::create_dir(&partial).map_err(failed)?;
         let mut writer = Self { env: None, partial, folder, len: 0, pending: Vec::new(), bytes: 0 };

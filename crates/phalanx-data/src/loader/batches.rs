@@ -8,12 +8,13 @@ use std::time::{Duration, Instant};
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, Rank, Result, WorldSize};
 
+use super::Inner;
 use super::position::over;
 use super::work::Loading;
-use super::{Inner, Progress};
 use crate::dataset::outside;
 use crate::error::During;
 use crate::pool::{Missing, Pool};
+use crate::settings::{Progress, Settings};
 use crate::{Dataset, LoadError, WorkerInfo};
 
 /// One pass over a data set: what [`DataLoader::iter`](super::DataLoader::iter) gives. When it is dropped its threads end; an item
@@ -47,16 +48,7 @@ struct InFlight {
 
 impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
     pub(super) fn begin(inner: Arc<Inner<D, B>>) -> Self {
-        let (pass, position, shard) = {
-            let mut progress = inner.progress.lock();
-            if progress.begun {
-                // It was cut off, and is not gone on with.
-                progress.position.next_epoch();
-            }
-            progress.begun = true;
-            progress.passes += 1;
-            (progress.passes, progress.position.clone(), progress.shard)
-        };
+        let (pass, position, shard) = inner.progress.lock().begin(ElasticSampler::next_epoch);
         let mut pass = Self {
             inner,
             pass,
@@ -94,15 +86,15 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
         if self.ahead.consumed() == 0 {
             self.inner.check(self.ahead.samples(), shard.1)?;
         }
-        let (inner, workers) = (self.inner.clone(), self.inner.num_workers);
-        let info = move |id| WorkerInfo::new(inner.seed, epoch, (id, workers), shard);
+        let (inner, workers) = (self.inner.clone(), self.inner.settings.num_workers);
+        let info = move |id| WorkerInfo::new(inner.settings.seed, epoch, (id, workers), shard);
         let inner = self.inner.clone();
         Pool::start(workers, |id| format!("data-{}-{id}", shard.0), move |id| Loading::new(&inner, info(id)))
     }
 
     /// Hands to the workers what they may be ahead.
     fn fill(&mut self) {
-        let Inner { batch_size, num_workers, prefetch_factor, .. } = *self.inner;
+        let Settings { batch_size, num_workers, prefetch_factor, .. } = self.inner.settings;
         let most = (num_workers * prefetch_factor).max(1);
         let (rank, world) = self.shard;
         while let Some(pool) = self.pool.as_mut()
@@ -183,7 +175,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
         self.progress(|progress| progress.position = position.clone());
     }
 
-    fn progress(&self, change: impl FnOnce(&mut Progress)) {
+    fn progress(&self, change: impl FnOnce(&mut Progress<ElasticSampler>)) {
         let mut progress = self.inner.progress.lock();
         if self.pass == progress.passes {
             change(&mut progress);
@@ -202,10 +194,11 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
 
     fn missing(&self, missing: &Missing, indices: Vec<usize>, worker: usize) -> LoadError {
         let cause = match missing {
-            Missing::Late => {
-                Error::aborted(format!("worker {worker} has not loaded it in {:?}", self.inner.timeout))
-                    .with_remedy("does the storage answer? Else raise the loader's `timeout`")
-            }
+            Missing::Late => Error::aborted(format!(
+                "worker {worker} has not loaded it in {:?}",
+                self.inner.settings.timeout
+            ))
+            .with_remedy("does the storage answer? Else raise the loader's `timeout`"),
             Missing::Gone => Error::aborted(format!("worker {worker} has ended before it was loaded"))
                 .with_remedy("its panic is on standard error: does dropping an item panic?"),
         };
@@ -228,7 +221,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Iterator for Batches<D, B> {
         };
         let begin = Instant::now();
         let worker = (number % pool.workers() as u64) as usize;
-        let outcome = pool.receive(worker, number, self.inner.timeout);
+        let outcome = pool.receive(worker, number, self.inner.settings.timeout);
         self.waited += begin.elapsed();
         match outcome {
             Ok(Ok(batch)) => {

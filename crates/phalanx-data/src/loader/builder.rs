@@ -5,33 +5,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use phalanx::group::DEFAULT_TIMEOUT;
 use phalanx::sampler::{ElasticSampler, Tail};
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
-use super::{Collate, DataLoader, Init, Inner, Progress};
+use super::{DataLoader, Inner};
+use crate::settings::{Collate, Progress, Settings};
 use crate::{Dataset, Sampling, WorkerInfo};
-
-/// More workers than this are a mistake.
-pub(crate) const MAX_WORKERS: usize = 1024;
-/// So is a longer queue.
-pub(crate) const MAX_PREFETCH: usize = 1024;
 
 /// Makes a [`DataLoader`]; each option has PyTorch's name and default where there is one.
 pub struct DataLoaderBuilder<D: Dataset, B = Vec<<D as Dataset>::Item>> {
     dataset: D,
     collate: Collate<D::Item, B>,
-    init: Option<Init>,
     sampling: Option<Sampling>,
     shard: Option<(Rank, WorldSize)>,
     tail: Option<Tail>,
     shuffle: bool,
-    seed: u64,
-    batch_size: usize,
-    drop_last: bool,
-    num_workers: usize,
-    prefetch_factor: usize,
-    timeout: Duration,
+    settings: Settings,
 }
 
 impl<D: Dataset + 'static> DataLoaderBuilder<D> {
@@ -39,17 +28,11 @@ impl<D: Dataset + 'static> DataLoaderBuilder<D> {
         Self {
             dataset,
             collate: Arc::new(Ok),
-            init: None,
             sampling: None,
             shard: None,
             tail: None,
             shuffle: false,
-            seed: 0,
-            batch_size: 1,
-            drop_last: false,
-            num_workers: 0,
-            prefetch_factor: 2,
-            timeout: DEFAULT_TIMEOUT,
+            settings: Settings::default(),
         }
     }
 }
@@ -64,23 +47,18 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         DataLoaderBuilder {
             dataset: self.dataset,
             collate: Arc::new(collate),
-            init: self.init,
             sampling: self.sampling,
             shard: self.shard,
             tail: self.tail,
             shuffle: self.shuffle,
-            seed: self.seed,
-            batch_size: self.batch_size,
-            drop_last: self.drop_last,
-            num_workers: self.num_workers,
-            prefetch_factor: self.prefetch_factor,
-            timeout: self.timeout,
+            settings: self.settings,
         }
     }
 
     /// Items in a batch of one rank; 1 by default.
-    pub fn batch_size(self, batch_size: usize) -> Self {
-        Self { batch_size, ..self }
+    pub fn batch_size(mut self, batch_size: usize) -> Self {
+        self.settings.batch_size = batch_size;
+        self
     }
 
     /// Which items, in which order: a [`DistributedSampler`](phalanx::sampler::DistributedSampler), which brings rank and world
@@ -98,8 +76,9 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
     /// The seed of the order, if there is no sampler, and of [what items draw](crate::WorkerInfo::seed); 0 by default. It must be
     /// the same on every rank.
     #[doc(alias = "generator")]
-    pub fn seed(self, seed: u64) -> Self {
-        Self { seed, ..self }
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.settings.seed = seed;
+        self
     }
 
     /// Loads the part of this rank of `group`. A world of one by default.
@@ -119,31 +98,36 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
     }
 
     /// Leave out the last batch if it is not full on every rank? False by default.
-    pub fn drop_last(self, drop_last: bool) -> Self {
-        Self { drop_last, ..self }
+    pub fn drop_last(mut self, drop_last: bool) -> Self {
+        self.settings.drop_last = drop_last;
+        self
     }
 
     /// Threads that load; with 0, the default, the loop's own thread does when it asks for a batch.
-    pub fn num_workers(self, num_workers: usize) -> Self {
-        Self { num_workers, ..self }
+    pub fn num_workers(mut self, num_workers: usize) -> Self {
+        self.settings.num_workers = num_workers;
+        self
     }
 
     /// Batches that each worker may be ahead of the loop; 2 by default. At most `num_workers * prefetch_factor` batches are in
     /// memory besides the loop's.
-    pub fn prefetch_factor(self, prefetch_factor: usize) -> Self {
-        Self { prefetch_factor, ..self }
+    pub fn prefetch_factor(mut self, prefetch_factor: usize) -> Self {
+        self.settings.prefetch_factor = prefetch_factor;
+        self
     }
 
     /// Called on each worker's thread in each pass before its first item: opening, seeding. Without worker threads it is called on
     /// the loop's thread.
     #[doc(alias = "worker_init_fn")]
-    pub fn worker_init(self, init: impl Fn(&WorkerInfo) -> Result<()> + Send + Sync + 'static) -> Self {
-        Self { init: Some(Arc::new(init)), ..self }
+    pub fn worker_init(mut self, init: impl Fn(&WorkerInfo) -> Result<()> + Send + Sync + 'static) -> Self {
+        self.settings.init = Some(Arc::new(init));
+        self
     }
 
     /// How long the loop waits for a batch of a worker before it gives an error; 30 minutes by default.
-    pub fn timeout(self, timeout: Duration) -> Self {
-        Self { timeout, ..self }
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.settings.timeout = timeout;
+        self
     }
 
     /// The loader.
@@ -155,7 +139,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         let (mut places, own, mut shard) = match self.sampling {
             Some(Sampling { places, own, shard }) => (places, own, shard),
             None => {
-                let places = ElasticSampler::new(samples).seed(self.seed).shuffle(self.shuffle);
+                let places = ElasticSampler::new(samples).seed(self.settings.seed).shuffle(self.shuffle);
                 (places.tail(Tail::Repeat), None, None)
             }
         };
@@ -171,13 +155,11 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
                 .with_remedy("make the sampler for the same group, or leave out the loader's"));
             }
             (None, asked) => shard = asked,
-            _ => {}
+            (Some(_), _) => {}
         }
         let shard = shard.unwrap_or((Rank::MAIN, WorldSize::ONE));
         shard.1.rank(shard.0.get())?;
-        checked("batch_size", self.batch_size, 1..=usize::MAX)?;
-        checked("num_workers", self.num_workers, 0..=MAX_WORKERS)?;
-        checked("prefetch_factor", self.prefetch_factor, 1..=MAX_PREFETCH)?;
+        self.settings.check()?;
         if own.is_none() && places.samples() != samples {
             return Err(Error::invalid_argument(format!(
                 "the sampler is for {} items, the data set has {samples}",
@@ -189,19 +171,12 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
             return Err(Error::invalid_argument("there is nothing to shuffle: the data set has no item")
                 .with_remedy("look whether its path is right"));
         }
-        let progress = Progress { passes: 0, begun: false, position: places, shard };
         let inner = Inner {
             dataset: Arc::new(self.dataset),
             collate: self.collate,
-            init: self.init,
             own,
-            batch_size: self.batch_size,
-            drop_last: self.drop_last,
-            num_workers: self.num_workers,
-            prefetch_factor: self.prefetch_factor,
-            seed: self.seed,
-            timeout: self.timeout,
-            progress: Mutex::new(progress),
+            settings: self.settings,
+            progress: Mutex::new(Progress::new(places, shard)),
         };
         if inner.own.is_none() {
             inner.check(samples, shard.1)?;
@@ -210,21 +185,12 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
     }
 }
 
-/// Refuses a number outside of its range.
-pub(crate) fn checked(option: &str, number: usize, range: std::ops::RangeInclusive<usize>) -> Result<()> {
-    if range.contains(&number) {
-        return Ok(());
-    }
-    let most = if *range.end() == usize::MAX { "or more".to_owned() } else { format!("to {}", range.end()) };
-    Err(Error::invalid_argument(format!("{option} is {number}; it may be {} {most}", range.start())))
-}
-
 impl<D: Dataset, B> fmt::Debug for DataLoaderBuilder<D, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DataLoaderBuilder")
             .field("sampling", &self.sampling)
-            .field("batch_size", &self.batch_size)
-            .field("num_workers", &self.num_workers)
+            .field("batch_size", &self.settings.batch_size)
+            .field("num_workers", &self.settings.num_workers)
             .finish_non_exhaustive()
     }
 }

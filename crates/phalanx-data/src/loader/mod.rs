@@ -1,14 +1,13 @@
 //! Batches of a [`Dataset`], loaded ahead by worker threads.
 
 mod batches;
-pub(crate) mod builder;
+mod builder;
 mod position;
 mod work;
 
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use phalanx::sampler::{ElasticSampler, Tail};
@@ -17,12 +16,8 @@ use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 pub use self::batches::Batches;
 pub use self::builder::DataLoaderBuilder;
 pub use self::position::Position;
-use crate::{Dataset, Sampler, Sampling, WorkerInfo};
-
-/// How a batch is made of its items.
-pub(crate) type Collate<I, B> = Arc<dyn Fn(Vec<I>) -> Result<B> + Send + Sync>;
-/// What a worker does before its first item.
-pub(crate) type Init = Arc<dyn Fn(&WorkerInfo) -> Result<()> + Send + Sync>;
+use crate::settings::{Collate, Progress, Settings};
+use crate::{Dataset, Sampler, Sampling};
 
 /// Loads a data set in batches, pass by pass; PyTorch's `DataLoader`, with torchdata's positions.
 ///
@@ -48,26 +43,9 @@ pub struct DataLoader<D: Dataset, B = Vec<<D as Dataset>::Item>> {
 pub(crate) struct Inner<D: Dataset, B> {
     pub dataset: Arc<D>,
     pub collate: Collate<D::Item, B>,
-    pub init: Option<Init>,
     pub own: Option<Arc<dyn Sampler>>,
-    pub batch_size: usize,
-    pub drop_last: bool,
-    pub num_workers: usize,
-    pub prefetch_factor: usize,
-    pub seed: u64,
-    pub timeout: Duration,
-    pub progress: Mutex<Progress>,
-}
-
-/// How far the passes have come.
-pub(crate) struct Progress {
-    /// How many passes have begun. The last is the one whose position counts.
-    pub passes: u64,
-    /// Has the pass of this position begun?
-    pub begun: bool,
-    /// Behind the batches that the loop has got.
-    pub position: ElasticSampler,
-    pub shard: (Rank, WorldSize),
+    pub settings: Settings,
+    pub progress: Mutex<Progress<ElasticSampler>>,
 }
 
 impl<D: Dataset + 'static> DataLoader<D> {
@@ -165,14 +143,14 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         &self,
         collate: impl Fn(Vec<D::Item>) -> Result<C> + Send + Sync + 'static,
     ) -> DataLoader<D, C> {
-        let progress = self.inner.progress.lock().anew();
+        let progress = self.inner.progress.lock().unbegun();
         DataLoader { inner: Arc::new(self.inner.with(Arc::new(collate), self.inner.own.clone(), progress)) }
     }
 
     /// A loader of a part of what this rank gets: of its items in a pass, those at these places. It begins with this loader's epoch,
     /// and has a position of its own. For trainers that divide a loader among ranks by themselves.
     pub fn slice(&self, places: Range<usize>) -> Self {
-        let mut progress = self.inner.progress.lock().anew();
+        let mut progress = self.inner.progress.lock().unbegun();
         let of = Sampling {
             places: progress.position.clone(),
             own: self.inner.own.clone(),
@@ -199,7 +177,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
 
     /// How many items a batch has.
     pub fn batch_size(&self) -> usize {
-        self.inner.batch_size
+        self.inner.settings.batch_size
     }
 }
 
@@ -237,41 +215,29 @@ impl Sampler for Slice {
     }
 }
 
-impl Progress {
-    /// At the same place, with nothing begun.
-    fn anew(&self) -> Self {
-        Self { passes: 0, begun: false, position: self.position.clone(), shard: self.shard }
-    }
-}
-
 impl<D: Dataset, B> Inner<D, B> {
     /// The same with another collate function, order and place.
     fn with<C>(
         &self,
         collate: Collate<D::Item, C>,
         own: Option<Arc<dyn Sampler>>,
-        progress: Progress,
+        progress: Progress<ElasticSampler>,
     ) -> Inner<D, C> {
         Inner {
             dataset: self.dataset.clone(),
             collate,
-            init: self.init.clone(),
             own,
-            batch_size: self.batch_size,
-            drop_last: self.drop_last,
-            num_workers: self.num_workers,
-            prefetch_factor: self.prefetch_factor,
-            seed: self.seed,
-            timeout: self.timeout,
+            settings: self.settings.clone(),
             progress: Mutex::new(progress),
         }
     }
 
     pub fn steps_left(&self, position: &ElasticSampler, world: WorldSize) -> usize {
-        if self.drop_last {
-            return position.full_steps_left(self.batch_size, world);
+        let Settings { batch_size, drop_last, .. } = self.settings;
+        if drop_last {
+            return position.full_steps_left(batch_size, world);
         }
-        position.steps_left(self.batch_size, world)
+        position.steps_left(batch_size, world)
     }
 
     /// Refuses a data set or an order that does not suffice for the world.
@@ -303,7 +269,7 @@ impl<D: Dataset, B> Clone for DataLoader<D, B> {
 
 impl<D: Dataset, B> fmt::Debug for DataLoader<D, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { batch_size, num_workers, .. } = *self.inner;
+        let Settings { batch_size, num_workers, .. } = self.inner.settings;
         write!(
             f,
             "DataLoader({} items, batches of {batch_size}, {num_workers} workers)",

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::{Collate, Init, Inner};
+use super::Inner;
 use crate::error::{During, guarded};
 use crate::pool::Work;
+use crate::settings::{Collate, Init};
 use crate::worker::as_worker;
 use crate::{Dataset, LoadError, WorkerInfo};
 
@@ -19,8 +20,9 @@ pub(super) struct Loading<D: Dataset, B> {
 
 impl<D: Dataset, B> Loading<D, B> {
     pub fn new(inner: &Inner<D, B>, worker: WorkerInfo) -> Self {
-        let Inner { dataset, collate, init, seed, .. } = inner;
-        Self { dataset: dataset.clone(), collate: collate.clone(), init: init.clone(), worker, seed: *seed }
+        let Inner { dataset, collate, settings, .. } = inner;
+        let (init, seed) = (settings.init.clone(), settings.seed);
+        Self { dataset: dataset.clone(), collate: collate.clone(), init, worker, seed }
     }
 
     fn batch(&mut self, indices: &[usize], wanted: &dyn Fn() -> bool) -> Result<Option<B>, LoadError> {

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use phalanx::Error;
 
 use super::work::{Delivered, Reading};
-use super::{Inner, IterableDataset, Progress, Shard};
+use super::{Inner, IterableDataset, Shard, StreamPosition};
 use crate::error::During;
 use crate::pool::{Missing, Pool};
+use crate::settings::Progress;
 use crate::{LoadError, WorkerInfo};
 
 /// One pass over a stream: what [`StreamLoader::iter`](super::StreamLoader::iter) gives. When it is dropped its threads end; an item
@@ -31,17 +32,9 @@ pub struct StreamBatches<D: IterableDataset, B: Send + 'static> {
 
 impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
     pub(super) fn begin(inner: Arc<Inner<D, B>>) -> Self {
-        let (pass, position, (rank, world)) = {
-            let mut progress = inner.progress.lock();
-            if progress.begun {
-                progress.position.next_epoch();
-            }
-            progress.begun = true;
-            progress.passes += 1;
-            (progress.passes, progress.position.clone(), progress.shard)
-        };
-        let (epoch, workers) = (position.epoch(), inner.num_workers.max(1));
-        let (seed, count) = (inner.seed, position.shards());
+        let (pass, position, (rank, world)) = inner.progress.lock().begin(StreamPosition::next_epoch);
+        let (epoch, workers) = (position.epoch(), inner.settings.num_workers.max(1));
+        let (seed, count) = (inner.settings.seed, position.shards());
         let shards_of = move |id: usize| {
             let mine = (rank.index()..count).step_by(world.count()).skip(id).step_by(workers);
             let shard = |index: usize| {
@@ -50,7 +43,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
             };
             mine.map(shard).collect::<Vec<_>>()
         };
-        let (shared, threads) = (inner.clone(), inner.num_workers);
+        let (shared, threads) = (inner.clone(), inner.settings.num_workers);
         let work = move |id: usize| {
             let worker = WorkerInfo::new(seed, epoch, (id, threads), (rank, world));
             Reading::new(&shared, worker, shards_of(id))
@@ -69,7 +62,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
     /// Asks the workers for what they may be ahead.
     fn fill(&mut self) {
         let Some(pool) = self.pool.as_mut() else { return };
-        let each = if self.inner.num_workers == 0 { 1 } else { self.inner.prefetch_factor };
+        let each = if self.inner.settings.num_workers == 0 { 1 } else { self.inner.settings.prefetch_factor };
         while self.in_flight.len() < self.turns.len() * each
             && let Some(worker) = self.turns.pop_front()
         {
@@ -85,7 +78,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
         self.waited
     }
 
-    fn progress(&self, change: impl FnOnce(&mut Progress)) {
+    fn progress(&self, change: impl FnOnce(&mut Progress<StreamPosition>)) {
         let mut progress = self.inner.progress.lock();
         if self.pass == progress.passes {
             change(&mut progress);
@@ -109,7 +102,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> Iterator for StreamBatches
                 return None;
             };
             let begin = Instant::now();
-            let outcome = pool.receive(worker, number, self.inner.timeout);
+            let outcome = pool.receive(worker, number, self.inner.settings.timeout);
             self.waited += begin.elapsed();
             let Delivered { batch, read } = match outcome {
                 Ok(delivered) => delivered,
@@ -117,7 +110,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> Iterator for StreamBatches
                     self.pool = None;
                     let cause = match missing {
                         Missing::Late => {
-                            let timeout = self.inner.timeout;
+                            let timeout = self.inner.settings.timeout;
                             Error::aborted(format!("worker {worker} has delivered no batch in {timeout:?}"))
                                 .with_remedy("does the source answer? Else raise the loader's `timeout`")
                         }

@@ -5,13 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use phalanx::group::DEFAULT_TIMEOUT;
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
-use super::{Inner, IterableDataset, Progress, StreamLoader, StreamPosition};
+use super::{Inner, IterableDataset, StreamLoader, StreamPosition};
 use crate::WorkerInfo;
-use crate::loader::builder::{MAX_PREFETCH, MAX_WORKERS, checked};
-use crate::loader::{Collate, Init};
+use crate::settings::{Collate, Progress, Settings, checked};
 
 /// A position has a number for each shard.
 const MAX_SHARDS: usize = 1 << 20;
@@ -20,15 +18,9 @@ const MAX_SHARDS: usize = 1 << 20;
 pub struct StreamLoaderBuilder<D: IterableDataset, B = Vec<<D as IterableDataset>::Item>> {
     dataset: D,
     collate: Collate<D::Item, B>,
-    init: Option<Init>,
     shard: (Rank, WorldSize),
     shards: Option<usize>,
-    seed: u64,
-    batch_size: usize,
-    drop_last: bool,
-    num_workers: usize,
-    prefetch_factor: usize,
-    timeout: Duration,
+    settings: Settings,
 }
 
 impl<D: IterableDataset + 'static> StreamLoaderBuilder<D> {
@@ -36,15 +28,9 @@ impl<D: IterableDataset + 'static> StreamLoaderBuilder<D> {
         Self {
             dataset,
             collate: Arc::new(Ok),
-            init: None,
             shard: (Rank::MAIN, WorldSize::ONE),
             shards: None,
-            seed: 0,
-            batch_size: 1,
-            drop_last: false,
-            num_workers: 0,
-            prefetch_factor: 2,
-            timeout: DEFAULT_TIMEOUT,
+            settings: Settings::default(),
         }
     }
 }
@@ -58,21 +44,16 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
         StreamLoaderBuilder {
             dataset: self.dataset,
             collate: Arc::new(collate),
-            init: self.init,
             shard: self.shard,
             shards: self.shards,
-            seed: self.seed,
-            batch_size: self.batch_size,
-            drop_last: self.drop_last,
-            num_workers: self.num_workers,
-            prefetch_factor: self.prefetch_factor,
-            timeout: self.timeout,
+            settings: self.settings,
         }
     }
 
     /// Items in a batch; 1 by default.
-    pub fn batch_size(self, batch_size: usize) -> Self {
-        Self { batch_size, ..self }
+    pub fn batch_size(mut self, batch_size: usize) -> Self {
+        self.settings.batch_size = batch_size;
+        self
     }
 
     /// Into how many shards the stream is divided, on all ranks together. By default one for each worker of each rank; a number of
@@ -82,8 +63,9 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
     }
 
     /// The seed of [what items draw](crate::WorkerInfo::seed), and of [shards](super::Shard::seed); 0 by default.
-    pub fn seed(self, seed: u64) -> Self {
-        Self { seed, ..self }
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.settings.seed = seed;
+        self
     }
 
     /// Loads the part of this rank of `group`. A world of one by default.
@@ -97,28 +79,33 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
     }
 
     /// Leave out each worker's last batch if it is not full? False by default.
-    pub fn drop_last(self, drop_last: bool) -> Self {
-        Self { drop_last, ..self }
+    pub fn drop_last(mut self, drop_last: bool) -> Self {
+        self.settings.drop_last = drop_last;
+        self
     }
 
     /// Threads that read; with 0, the default, the loop's own thread does when it asks for a batch.
-    pub fn num_workers(self, num_workers: usize) -> Self {
-        Self { num_workers, ..self }
+    pub fn num_workers(mut self, num_workers: usize) -> Self {
+        self.settings.num_workers = num_workers;
+        self
     }
 
     /// Batches that each worker may be ahead of the loop; 2 by default.
-    pub fn prefetch_factor(self, prefetch_factor: usize) -> Self {
-        Self { prefetch_factor, ..self }
+    pub fn prefetch_factor(mut self, prefetch_factor: usize) -> Self {
+        self.settings.prefetch_factor = prefetch_factor;
+        self
     }
 
     /// Called on each worker's thread in each pass before it opens its first shard.
-    pub fn worker_init(self, init: impl Fn(&WorkerInfo) -> Result<()> + Send + Sync + 'static) -> Self {
-        Self { init: Some(Arc::new(init)), ..self }
+    pub fn worker_init(mut self, init: impl Fn(&WorkerInfo) -> Result<()> + Send + Sync + 'static) -> Self {
+        self.settings.init = Some(Arc::new(init));
+        self
     }
 
     /// How long the loop waits for a batch of a worker before it gives an error; 30 minutes by default.
-    pub fn timeout(self, timeout: Duration) -> Self {
-        Self { timeout, ..self }
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.settings.timeout = timeout;
+        self
     }
 
     /// The loader.
@@ -128,24 +115,15 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
     pub fn build(self) -> Result<StreamLoader<D, B>> {
         let (rank, world) = self.shard;
         world.rank(rank.get())?;
-        checked("batch_size", self.batch_size, 1..=usize::MAX)?;
-        checked("num_workers", self.num_workers, 0..=MAX_WORKERS)?;
-        checked("prefetch_factor", self.prefetch_factor, 1..=MAX_PREFETCH)?;
-        let shards = self.shards.unwrap_or(world.count() * self.num_workers.max(1));
+        self.settings.check()?;
+        let shards = self.shards.unwrap_or(world.count() * self.settings.num_workers.max(1));
         checked("shards", shards, 1..=MAX_SHARDS)?;
         enough(shards, world)?;
-        let position = StreamPosition::start(shards);
-        let progress = Progress { passes: 0, begun: false, position, shard: self.shard };
+        let progress = Progress::new(StreamPosition::start(shards), self.shard);
         let inner = Inner {
             dataset: Arc::new(self.dataset),
             collate: self.collate,
-            init: self.init,
-            batch_size: self.batch_size,
-            drop_last: self.drop_last,
-            num_workers: self.num_workers,
-            prefetch_factor: self.prefetch_factor,
-            seed: self.seed,
-            timeout: self.timeout,
+            settings: self.settings,
             progress: Mutex::new(progress),
         };
         Ok(StreamLoader { inner: Arc::new(inner) })
@@ -167,8 +145,8 @@ impl<D: IterableDataset, B> fmt::Debug for StreamLoaderBuilder<D, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("StreamLoaderBuilder")
             .field("shards", &self.shards)
-            .field("batch_size", &self.batch_size)
-            .field("num_workers", &self.num_workers)
+            .field("batch_size", &self.settings.batch_size)
+            .field("num_workers", &self.settings.num_workers)
             .finish_non_exhaustive()
     }
 }

@@ -7,16 +7,15 @@ mod work;
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
-use phalanx::{ProcessGroup, Rank, Result, WorldSize};
+use phalanx::{ProcessGroup, Result};
 
 pub use self::batches::StreamBatches;
 pub use self::builder::StreamLoaderBuilder;
 pub use self::position::StreamPosition;
 use crate::LoadError;
-use crate::loader::{Collate, Init};
+use crate::settings::{Collate, Progress, Settings};
 
 /// Items that come one after the other: of files that are read through, a queue, a socket. PyTorch's `IterableDataset`.
 ///
@@ -96,21 +95,8 @@ pub struct StreamLoader<D: IterableDataset, B = Vec<<D as IterableDataset>::Item
 pub(crate) struct Inner<D: IterableDataset, B> {
     pub dataset: Arc<D>,
     pub collate: Collate<D::Item, B>,
-    pub init: Option<Init>,
-    pub batch_size: usize,
-    pub drop_last: bool,
-    pub num_workers: usize,
-    pub prefetch_factor: usize,
-    pub seed: u64,
-    pub timeout: Duration,
-    pub progress: Mutex<Progress>,
-}
-
-pub(crate) struct Progress {
-    pub passes: u64,
-    pub begun: bool,
-    pub position: StreamPosition,
-    pub shard: (Rank, WorldSize),
+    pub settings: Settings,
+    pub progress: Mutex<Progress<StreamPosition>>,
 }
 
 impl<D: IterableDataset + 'static> StreamLoader<D> {
@@ -199,7 +185,7 @@ impl<D: IterableDataset, B> Clone for StreamLoader<D, B> {
 
 impl<D: IterableDataset, B> fmt::Debug for StreamLoader<D, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { batch_size, num_workers, .. } = *self.inner;
+        let Settings { batch_size, num_workers, .. } = self.inner.settings;
         write!(f, "StreamLoader(batches of {batch_size}, {num_workers} workers)")
     }
 }

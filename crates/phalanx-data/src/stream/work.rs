@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::{Inner, IterableDataset, Shard};
 use crate::error::{During, guarded};
-use crate::loader::{Collate, Init};
 use crate::pool::Work;
+use crate::settings::{Collate, Init};
 use crate::worker::as_worker;
 use crate::{LoadError, WorkerInfo};
 
@@ -45,10 +45,10 @@ impl<D: IterableDataset, B> Reading<D, B> {
         Self {
             dataset: inner.dataset.clone(),
             collate: inner.collate.clone(),
-            init: inner.init.clone(),
+            init: inner.settings.init.clone(),
             worker,
-            batch_size: inner.batch_size,
-            drop_last: inner.drop_last,
+            batch_size: inner.settings.batch_size,
+            drop_last: inner.settings.drop_last,
             shards,
             open: None,
             items: Vec::new(),

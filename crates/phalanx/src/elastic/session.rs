@@ -228,12 +228,10 @@ impl Session {
     pub(super) fn leave(&self, members: &[WorkerId], cause: Option<&Error>) -> Result<()> {
         *self.current.phase.lock() = Phase::Waiting;
         let dead = cause.filter(|cause| cause.is_peer_failure()).and_then(Error::peer);
-        match dead.and_then(|rank| members.get(rank.index())) {
-            Some(&worker) if worker != self.me.id => {
-                self.append(&Entry::Gone { worker, by: self.me.id, why: Departure::Died })
-            }
-            _ => Ok(()),
-        }
+        let dead = dead.and_then(|rank| members.get(rank.index())).filter(|worker| **worker != self.me.id);
+        dead.map_or(Ok(()), |&worker| {
+            self.append(&Entry::Gone { worker, by: self.me.id, why: Departure::Died })
+        })
     }
 
     /// All members have done what there was to do.

@@ -158,10 +158,7 @@ impl ReducerState {
 
     /// The reducer's failure, if there is one.
     pub(super) fn check(&self) -> Result<()> {
-        match &self.phase {
-            Phase::Failed(error) => Err(error.clone()),
-            _ => Ok(()),
-        }
+        if let Phase::Failed(error) = &self.phase { Err(error.clone()) } else { Ok(()) }
     }
 
     /// Everything ends here; gives the first failure, and whether it is this one.

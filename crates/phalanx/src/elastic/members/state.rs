@@ -74,10 +74,9 @@ impl Machine for MembersState {
 
     fn apply(&mut self, entry: Entry) -> Result<(), String> {
         if self.verdict.is_some() {
-            return match entry {
-                Entry::Join { .. } => Err("the job is over".to_owned()),
-                _ => Ok(()),
-            };
+            // Only a newcomer needs an answer: nothing else changes a job that is over.
+            let joins = matches!(entry, Entry::Join { .. });
+            return if joins { Err("the job is over".to_owned()) } else { Ok(()) };
         }
         match entry {
             Entry::Join { worker, settings } => self.join(worker, settings)?,
