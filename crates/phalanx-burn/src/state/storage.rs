@@ -94,6 +94,42 @@ impl StateWriter for Snapshot {
     }
 }
 
+/// Writes one rank's part of a state that all ranks have alike. Rank 0 writes everything but the tensors that can be given away;
+/// those the ranks write in turns.
+pub(crate) struct ShardWriter<'a> {
+    snapshot: &'a mut Snapshot,
+    rank: usize,
+    world_size: usize,
+    /// Tensors that were offered to be written in turns.
+    count: usize,
+}
+
+impl<'a> ShardWriter<'a> {
+    pub fn new(snapshot: &'a mut Snapshot, (rank, world_size): (usize, usize)) -> Self {
+        Self { snapshot, rank, world_size, count: 0 }
+    }
+}
+
+impl StateWriter for ShardWriter<'_> {
+    fn tensor(&mut self, name: &str, layout: &Layout, elements: &[u8]) -> Result<()> {
+        if self.rank == 0 { StateWriter::tensor(self.snapshot, name, layout, elements) } else { Ok(()) }
+    }
+
+    fn owned(&mut self, name: &str, layout: &Layout, elements: Bytes) -> Result<()> {
+        self.count += 1;
+        // Rank 0 has the model to write, and comes last.
+        if self.count % self.world_size == self.rank {
+            StateWriter::owned(self.snapshot, name, layout, elements)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn value<T: Serialize>(&mut self, name: &str, value: &T) -> Result<()> {
+        if self.rank == 0 { StateWriter::value(self.snapshot, name, value) } else { Ok(()) }
+    }
+}
+
 struct Owned(Bytes);
 
 impl AsRef<[u8]> for Owned {

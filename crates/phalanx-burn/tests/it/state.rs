@@ -179,6 +179,40 @@ fn ranks_that_enter_a_group_train_alike_and_leave_it_as_they_were() {
 }
 
 #[test]
+fn ranks_that_divide_the_writing_save_what_one_would() {
+    let optimizer = AdamWConfig::new().init();
+    let (root, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let sharded = root.path().join("sharded");
+    let states = run(3, |group| {
+        let mut training = fresh(&optimizer).with_group(&group).unwrap();
+        let (rank, world) = (group.rank().index(), group.world_size().count());
+        (0..3).for_each(|_| step(&mut training, rank, world));
+        training.agree().unwrap();
+        let checkpoints = Checkpoints::open(&sharded, &group).unwrap();
+        training.checkpoint_sharded(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        saved(&training, &root.path().join(rank.to_string()))
+    });
+    let newest = Checkpoints::open(&sharded, &alone).unwrap().newest().unwrap().unwrap();
+    let length = |rank: usize| {
+        let file = format!("rank-{rank:05}-of-00003.safetensors");
+        fs::metadata(newest.folder().join(file)).unwrap().len()
+    };
+    // A file without a tensor has a few bytes.
+    assert!((0..3).all(|rank| length(rank) > 200), "{:?}", [0, 1, 2].map(length));
+    for world in [1, 2, 4] {
+        let resumed = run(world, |group| {
+            let mut training = fresh(&optimizer).with_group(&group).unwrap();
+            let checkpoints = Checkpoints::open(&sharded, &group).unwrap();
+            assert!(training.resume(&checkpoints).unwrap());
+            assert_eq!(training.steps(), 3);
+            saved(&training, &root.path().join(format!("{world}-{}", group.rank())))
+        });
+        assert!(resumed.iter().all(|resumed| *resumed == states[0]), "{world} ranks");
+    }
+}
+
+#[test]
 fn gradients_from_before_a_load_or_another_group_are_refused() {
     let mut training = fresh(&SgdConfig::new().init());
     let folder = tempfile::tempdir().unwrap();

@@ -27,6 +27,9 @@ use crate::common::{device, samples};
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
 /// A checkpoint to begin with.
 const RESUME: &str = "PHALANX_TEST_RESUME";
+/// Where all ranks save together. Such a job does nothing but read it if there is `READ`.
+const SHARDED: &str = "PHALANX_TEST_SHARDED";
+const READ: &str = "PHALANX_TEST_READ";
 /// Set where batch norm is over all ranks.
 const SYNC: &str = "PHALANX_TEST_SYNC";
 const STEPS: u64 = 120;
@@ -36,6 +39,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("model_and_optimizer_outlive_workers_that_are_killed", workers_are_killed_and_replaced),
     ("without_a_replacement_fewer_go_on_as_if_they_had_begun_there", fewer_go_on),
     ("batch_norm_over_all_ranks_goes_from_group_to_group", batch_norm_goes_along),
+    ("what_survivors_save_together_is_read_by_another_number_of_ranks", saved_together),
     ("a_step_that_a_death_cuts_off_is_averaged_again_by_the_others", retry::copies),
     ("a_step_that_a_death_cuts_off_is_averaged_again_in_bucket_views", retry::views),
 ];
@@ -109,6 +113,9 @@ fn work(folder: &Path) -> phalanx::Result<()> {
         let checkpoints = Checkpoints::open(resume, &ProcessGroup::alone()?)?;
         training.load_from(&checkpoints.newest()?.unwrap())?;
     }
+    if std::env::var_os(READ).is_some() {
+        return read(training, folder);
+    }
     let options = Options::from_env()?;
     let rank = elastic::run_with(&options, &mut training, |context: &mut Context<'_, Training>, group| {
         train(context, group, folder)?;
@@ -116,6 +123,17 @@ fn work(folder: &Path) -> phalanx::Result<()> {
     })?;
     keep(&training, &folder.join(format!("end/{rank}")))?;
     println!("done rank {rank}");
+    Ok(())
+}
+
+/// Goes on from what other ranks have saved together, and keeps it.
+fn read(training: Training, folder: &Path) -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let checkpoints = Checkpoints::open(std::env::var_os(SHARDED).unwrap(), &group)?;
+    let mut training = training.with_group(&group)?;
+    assert!(training.resume(&checkpoints)?);
+    keep(&training, &folder.join(format!("end/{}", group.rank())))?;
+    println!("done rank {}", group.rank());
     Ok(())
 }
 
@@ -131,6 +149,7 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, folder: &Pat
     let (xs, ys) = samples(0, SAMPLES);
     keep(context.state, &folder.join(format!("round-{round}/{rank}")))?;
     println!("round {round} rank {rank} of {world} step {}", context.state.progress.step);
+    let together = std::env::var_os(SHARDED).map(|path| Checkpoints::open(path, group)).transpose()?;
     while context.state.progress.step < STEPS {
         let (rank, world) = (context.rank(), context.world_size());
         let state = &mut *context.state;
@@ -161,9 +180,12 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, folder: &Pat
         if step.is_multiple_of(4) {
             context.commit()?;
             println!("commit {step} round {round}");
+            if let Some(together) = &together {
+                context.state.checkpoint_sharded(together)?;
+            }
         }
     }
-    Ok(())
+    together.map_or(Ok(()), |together| together.finish())
 }
 
 /// Statistics of each rank's own batches would differ; what is no number is not the same as anything.
@@ -328,4 +350,23 @@ fn batch_norm_goes_along() {
     let sync = |workers, folder: &Path| job(workers, folder).variable(SYNC, "1");
     let job = sync(3, folder.path()).min_workers(WorldSize::new(2).unwrap()).max_restarts(3);
     kill(&job, vec![(72, 0), (32, 1)]).check(folder.path(), sync);
+}
+
+fn saved_together() {
+    let (folder, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let sharded = folder.path().join("sharded");
+    let job = |workers, folder: &Path| job(workers, folder).variable(SHARDED, sharded.to_str().unwrap());
+    let seen = kill(&job(3, folder.path()).min_workers(WorldSize::new(2).unwrap()), vec![(40, 1)]);
+    let (_, (ranks, world, _)) = seen.rounds.last_key_value().unwrap();
+    assert_eq!((*world, &seen.done), (2, ranks));
+    let end = alike(ranks.iter().map(|rank| folder.path().join(format!("end/{rank}"))));
+    let newest =
+        Checkpoints::open(&sharded, &ProcessGroup::alone().unwrap()).unwrap().newest().unwrap().unwrap();
+    assert_eq!((newest.step(), newest.world_size()), (STEPS, 2));
+    let mut readers = Seen::default();
+    let report = run(&job(4, other.path()).variable(READ, "1"), |event| readers.note(event));
+    assert!(matches!(report.outcome, Outcome::Succeeded), "{}", readers.stderr);
+    assert_eq!(readers.done, BTreeSet::from([0, 1, 2, 3]));
+    let read = alike((0..4).map(|rank| other.path().join(format!("end/{rank}"))));
+    assert!(read == end, "four ranks have read something else than two have saved");
 }

@@ -308,6 +308,11 @@ impl Checkpoints {
         self.writer.finish(Deadline::after(self.timeout)).map_err(|error| self.told(error))
     }
 
+    /// The group whose ranks save and read together.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
     /// The folder, as it was given.
     pub fn path(&self) -> &Path {
         &self.path
