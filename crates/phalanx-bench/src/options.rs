@@ -19,7 +19,7 @@ const STYLES: Styles = Styles::styled()
     .literal(AnsiColor::Cyan.on_default().bold())
     .placeholder(AnsiColor::Cyan.on_default());
 
-/// Time a collective, in the manner of nccl-tests, or what follows a fault
+/// Time a collective, as nccl-tests does, or the survivors' reaction to a fault
 #[derive(Debug, Parser)]
 #[command(version, styles = STYLES, max_term_width = 100, arg_required_else_help = true)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
@@ -115,7 +115,7 @@ pub(crate) struct Bench {
 }
 
 const ABOUT: &str = "\
-Times a collective at growing sizes, in the manner of nccl-tests, and checks its results.
+Times a collective at growing sizes, as nccl-tests does, and checks its results.
 
 Starts the processes itself. Under a launcher (`phalanx run`, torchrun, RANK and WORLD_SIZE set by hand on several \
 hosts) each process is one of the ranks.";

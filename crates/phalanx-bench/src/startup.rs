@@ -36,14 +36,14 @@ pub(crate) struct Startup {
 const ABOUT: &str = "\
 Times how long a job takes from its command to the end of its first collective.
 
-Starts `phalanx run` with a program whose ranks make one all_reduce of 4 bytes each, and in turn with it the same program \
-alone, which does nothing: what the first takes longer is what launching, meeting and connecting cost.";
+Starts `phalanx run` with a program whose ranks make one all_reduce of 4 bytes each, and, alternating with it, the same program \
+alone, which does nothing. The difference is what launching, rendezvous and connecting cost.";
 
 const MANUAL: &str = "\
 Rows (milliseconds over all starts):
   program  from when the program is started until it runs
   job      from when `phalanx run` is started until the last rank has the result of its all_reduce
-  beyond   what the job takes longer than the median of the program
+  beyond   the time of the job minus the median of the program
 
 Examples:
   phalanx bench startup

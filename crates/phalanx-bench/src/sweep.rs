@@ -1,4 +1,4 @@
-//! Times a collective at growing sizes, in the manner of nccl-tests, and checks its results.
+//! Times a collective at growing sizes, as nccl-tests does, and checks its results.
 
 use half::{bf16, f16};
 use phalanx::{Bool, DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous};

@@ -16,15 +16,15 @@ use rcgen::{
 /// Make a CA and certificates for jobs that speak TLS
 ///
 /// FOLDER/ca.pem is the CA's certificate, for --tls-ca everywhere; HOST.pem and HOST.key are for --tls-cert and --tls-key
-/// on that host. Where a folder has a CA already, it makes the certificates of further hosts. FOLDER/ca.key makes
-/// certificates: no host needs it, and whoever can read it, or a host's key, can take part in the jobs.
+/// on that host. If the folder has a CA already, it signs the certificates of further hosts. FOLDER/ca.key signs
+/// certificates: no host needs it. Anyone who can read it, or a host's key, can join the jobs.
 #[derive(Args, Debug)]
 pub(crate) struct Certgen {
-    /// Where the files are; it is made if it is not there yet
+    /// The folder of these files; it is made if it does not exist
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
 
-    /// For whom to make certificates; the names are for people, and not looked at when ranks connect
+    /// The hosts that get certificates. The names only tell the files apart; connections do not check them
     #[arg(required = true, value_name = "HOST")]
     hosts: Vec<String>,
 

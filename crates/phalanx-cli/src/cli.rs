@@ -66,42 +66,42 @@ Output:
   Each line of a worker goes to the stream it was written to, with its rank as prefix: `[1] loss 0.25`. Lines of different \
 workers never mix. A progress bar is shown once a second, and at its end. On a terminal each rank has its own colour, \
 unless NO_COLOR is set, and a status line stays at the bottom.
-  With --redirects or --tee there is a folder for each job, below --log-dir or the system's for temporary files: \
+  With --redirects or --tee each job has a folder, in --log-dir or else in the system's folder for temporary files: \
 <log-dir>/<name>_<random>/attempt_<restart>/<local rank>/ with stdout.log, stderr.log and error.json, as torchrun \
-makes them. With --log-format json everything is a JSON object a line: workers' lines on the stream they were \
+makes them. With --log-format json each line is a JSON object: workers' lines on the stream they were \
 written to, this command's events on standard error.
 
 How it ends:
   The first worker that fails ends the job, or, with --max-restarts, this attempt: the other workers, and all processes that workers have started, also in \
 sessions of their own, get SIGTERM, and SIGKILL after the grace period. Then all workers are started again, with a new store and a higher TORCHELASTIC_RESTART_COUNT, as long as \
-restarts are left. The first failure is shown last, and its exit code is this command's (128 + n for signal n); if a failed rank \
-blames another one, the other counts as first. \
+restarts are left. The first failure is printed at the end, and its exit code is this command's (128 + n for signal n). If a failed rank \
+reports that another rank failed, that other rank's failure counts as the first. \
 Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period; a second Ctrl-C kills \
-at once. SIGUSR1 and SIGUSR2 are passed on and end nothing here. If this command is killed itself, its workers are killed \
+at once. SIGUSR1 and SIGUSR2 are passed on too, and do not end this command. If this command is killed, its workers are killed \
 too. Workers may end with 0 at different times. If no worker can be \
 started, the exit code is 127 (the program is not found), 126 (it cannot be executed), 2 (wrong options) or 1.
 
 Elastic jobs:
-  With --min-np a worker that fails does not end the job, as long as so many workers are left. It is replaced, at most \
+  With --min-np a worker that fails does not end the job, as long as at least that many workers are left. It is replaced, at most \
 --max-restarts times for all workers together. A worker that crashes soon after each start is replaced after a pause, and \
-given up the fourth time. The others keep their processes, go on without it from their last commit, and take in its \
-replacement. The prefix of a line is then the worker's slot, not its rank, which changes. The job has succeeded when all \
+not replaced after the fourth crash. The others keep their processes, go on without it from their last commit, and \
+its replacement joins them. The prefix of a line is then the worker's slot, not its rank, which changes. The job has succeeded when all \
 workers that are left have ended with 0, and there are at least --min-np.
-  On several hosts (-H, --hostfile or --host-discovery-script) this command serves the store, and must not be lost; the loss of a host ends its workers only. It is left out for --blacklist-cooldown-range, and then started again, which counts as a replacement. Hosts that --host-discovery-script prints later are added, up to --max-np workers. The job ends when fewer than --min-np workers are left and no more can come, or none has come for --elastic-timeout.
+  On several hosts (-H, --hostfile or --host-discovery-script) this command serves the store, so the job ends with it; the loss of another host ends that host's workers only. That host is left out for --blacklist-cooldown-range, and then started again, which counts as a replacement. Hosts that --host-discovery-script prints later are added, up to --max-np workers. The job ends when fewer than --min-np workers are left and no more can come, or none has come for --elastic-timeout.
 
 Several hosts:
   With -H or --hostfile this command starts a launcher on each host, over ssh without a password (`ssh -o BatchMode=yes \
 HOST true` must work), and on this machine directly. The same version of phalanx must be there, at the same path or in \
 PATH, and the folder in which this command is started. The hosts get this command's environment, except what belongs to a \
-login, through ssh's standard input. PHALANX_RSH names another program that is called as ssh is. All output comes here; \
-signals to this command, and its end, whatever the reason, end all hosts.
+login, through ssh's standard input. PHALANX_RSH names another program to call instead of ssh. This command shows all output. \
+When it gets a signal or ends, for any reason, the workers on all hosts end.
 
 Several nodes:
   The same command is started on every node, with the same --nnodes, --master-addr and --master-port and its own \
---node-rank; the number of workers may differ. Node 0 serves the store at which the launchers meet, on that address \
-alone. A failure, a launcher that is ended and a node without heartbeats for 5 s end the job on all nodes, or restart it \
+--node-rank; the number of workers may differ. Node 0 serves the store that the launchers use, on that address \
+only. A worker's failure, the end of a launcher, and a node without heartbeats for 5 s end the job on all nodes, or restart it \
 on all; each node shows the first failure, and its host. With --nnodes MIN:MAX a job goes on without the \
-nodes that it loses as long as there are MIN, and takes in those that come up to MAX: all workers are then started again.
+nodes that it loses as long as MIN are left, and new nodes join it, up to MAX. All workers are then started again.
 
 Who may take part:
   The processes of a job authenticate each other with a key. On one machine this command makes it. For several, make one with \
@@ -138,7 +138,7 @@ Examples:
 
 /// Start a program several times, on one machine or several, as the ranks of one job
 #[derive(Args, Debug)]
-#[command(long_about = RUN, after_long_help = MANUAL, after_help = "`--help` says more.")]
+#[command(long_about = RUN, after_long_help = MANUAL, after_help = "`--help` prints the whole manual.")]
 #[command(override_usage = "phalanx run [OPTIONS] [--] <PROGRAM> [ARGUMENTS]...")]
 pub(crate) struct Run {
     /// How many workers: a number, `cpu` (one a processor), `gpu` (one an NVIDIA GPU) or `auto` (`gpu` if there is one,
@@ -152,8 +152,8 @@ pub(crate) struct Run {
     )]
     pub(crate) nproc_per_node: Option<Processes>,
 
-    /// One machine and a free port for the store, whatever --rdzv-endpoint, --master-addr and --master-port say; this is so
-    /// unless an address or a port is given
+    /// One machine, with a free port for the store. --rdzv-endpoint, --master-addr and --master-port are ignored. This is the
+    /// default if no address or port is given
     #[arg(long, env = "PET_STANDALONE", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) standalone: bool,
 
@@ -172,11 +172,11 @@ pub(crate) struct Run {
     )]
     pub(crate) max_restarts: u32,
 
-    /// The job's name, for the workers' TORCHELASTIC_RUN_ID and the logs [default: one of its own]
+    /// The job's name, for the workers' TORCHELASTIC_RUN_ID and the logs [default: a new name for each job]
     #[arg(long, alias = "rdzv_id", value_name = "NAME", env = "PET_RDZV_ID", hide_env_values = true)]
     pub(crate) rdzv_id: Option<String>,
 
-    /// A folder for the workers' logs, below which each job makes its own; --redirects or --tee says what is kept there
+    /// A folder for the workers' logs; each job makes a folder in it. --redirects or --tee selects what is kept there
     #[arg(long, alias = "log_dir", value_name = "FOLDER", env = "PET_LOG_DIR", hide_env_values = true)]
     pub(crate) log_dir: Option<PathBuf>,
 
@@ -206,7 +206,7 @@ pub(crate) struct Run {
     )]
     pub(crate) local_ranks_filter: Option<LocalRanks>,
 
-    /// What stands before each line that is shown, with ${role_name}, ${rank} and ${local_rank} [default: `[RANK] `]
+    /// The prefix of each line that is shown, with ${role_name}, ${rank} and ${local_rank} [default: `[RANK] `]
     #[arg(
         long,
         alias = "log_line_prefix_template",
@@ -216,7 +216,7 @@ pub(crate) struct Run {
     )]
     pub(crate) log_line_prefix_template: Option<String>,
 
-    /// How everything is written
+    /// The format of workers' lines and of this command's messages
     #[arg(
         long,
         value_name = "FORMAT",
@@ -230,7 +230,7 @@ pub(crate) struct Run {
     #[arg(long, value_name = "SECONDS", env = "PHALANX_GRACE_PERIOD", hide_env_values = true, default_value = "30", value_parser = seconds)]
     pub(crate) grace_period: Duration,
 
-    /// Accepted for compatibility with torchrun; no effect: this command is woken by what happens
+    /// Accepted for compatibility with torchrun; no effect: this command waits for events and does not poll
     #[arg(long, alias = "monitor_interval", value_name = "SECONDS", env = "PET_MONITOR_INTERVAL", hide_env_values = true, default_value = "0.1", value_parser = seconds)]
     pub(crate) monitor_interval: Duration,
 
@@ -242,13 +242,13 @@ pub(crate) struct Run {
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) no_python: bool,
 
-    /// The file with the key by which the processes of this job recognise each other; needed on every node of a job on
-    /// several, the same there. A job on one makes its own
+    /// The file with the key by which the processes of this job authenticate each other. A job on several nodes needs the
+    /// same key on each; a job on one node makes its own
     #[arg(long, value_name = "FILE", env = "PHALANX_JOB_KEY_FILE", hide_env_values = true, value_parser = path())]
     pub(crate) job_key_file: Option<PathBuf>,
 
-    /// Lets programs use the workers' store that do not know the job's key, from wherever they reach it: PyTorch's on
-    /// several nodes. Those of this user on the store's own machine may without
+    /// Lets programs that do not know the job's key use the workers' store, from any host, such as PyTorch's on several
+    /// nodes. Programs of this user on the store's own machine may use it without this option
     #[arg(long, env = "PHALANX_OPEN_STORE", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) open_store: bool,
 
@@ -272,10 +272,10 @@ pub(crate) struct Run {
 
 /// Make a key for jobs on several machines
 ///
-/// Copy it to each of them and start their launchers with `--job-key-file`. Whoever can read it can take part in the job.
+/// Copy it to each of them and start their launchers with `--job-key-file`. Anyone who can read it can join the job.
 #[derive(Args, Debug)]
 pub(crate) struct Keygen {
-    /// The file to make; it must not be there yet. Only this user may read it
+    /// The file to make; it must not exist yet. Only this user may read it
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
 }

@@ -12,37 +12,37 @@ use crate::cli::seconds;
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Elastic")]
 pub(crate) struct ElasticOptions {
-    /// Makes the job elastic, for a program that trains inside `phalanx::elastic::run`: a worker that fails ends nobody else
-    /// as long as there are so many, and is replaced as often as --max-restarts says
+    /// Makes the job elastic, for a program that trains inside `phalanx::elastic::run`: the others go on when a worker fails,
+    /// as long as at least N are left. Failed workers are replaced, at most --max-restarts times
     #[arg(long, alias = "min_np", value_name = "N")]
     pub(crate) min_np: Option<u32>,
 
-    /// The most workers that take part, on several hosts [default: all slots of the hosts]
+    /// The largest number of workers, on several hosts [default: all slots of the hosts]
     #[arg(long, alias = "max_np", value_name = "N", requires = "min_np")]
     pub(crate) max_np: Option<u32>,
 
-    /// How often the workers of an elastic job may form a new group [default: without end]
+    /// How often the workers of an elastic job may form a new group [default: no limit]
     #[arg(long, alias = "reset_limit", value_name = "N", requires = "min_np")]
     pub(crate) reset_limit: Option<u32>,
 
-    /// A program that prints the hosts which there are now, `host:slots` or `host` a line. It is started every second; new
-    /// hosts get workers, and those of hosts that it no longer prints are ended
+    /// A program that prints the available hosts, one `host:slots` or `host` per line. It runs every second. New hosts get
+    /// workers; the workers of hosts that it no longer prints are ended
     #[arg(long, alias = "host_discovery_script", value_name = "PROGRAM", requires = "min_np",
           conflicts_with_all = ["hosts", "hostfile", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "standalone",
                                 "nproc_per_node"])]
     pub(crate) host_discovery_script: Option<PathBuf>,
 
-    /// How many workers a host takes that --host-discovery-script prints without a number [default: 1]
+    /// The slots of hosts that --host-discovery-script prints without a number [default: 1]
     #[arg(long, value_name = "N", requires = "host_discovery_script")]
     pub(crate) slots: Option<u32>,
 
-    /// How long a host is left out of an elastic job after it was lost, or its workers have failed again and again: MIN
-    /// seconds, each time in a row twice as long, and at most MAX [default: 5 300]
+    /// How long a host is left out of an elastic job after it was lost, or its workers have failed repeatedly: MIN seconds
+    /// the first time, then twice as long each time, up to MAX [default: 5 300]
     #[arg(long, alias = "blacklist_cooldown_range", num_args = 2, value_names = ["MIN", "MAX"], requires = "min_np",
           value_parser = seconds)]
     pub(crate) blacklist_cooldown_range: Vec<Duration>,
 
-    /// How long there may be fewer workers than --min-np on several hosts, as long as others may come [default: 600]
+    /// How long a job on several hosts may have fewer workers than --min-np while it waits for new ones [default: 600]
     #[arg(long, alias = "elastic_timeout", value_name = "SECONDS", requires = "min_np", value_parser = seconds)]
     pub(crate) elastic_timeout: Option<Duration>,
 }

@@ -14,7 +14,7 @@ const ELSEWHERE: [&str; 6] =
     ["nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "standalone", "nproc_per_node"];
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Several hosts, from here")]
+#[command(next_help_heading = "Several hosts, over ssh")]
 pub(crate) struct HostOptions {
     /// The hosts, and how many workers each takes: a launcher is started on each, over ssh. Ranks fill them in order
     #[arg(short = 'H', long, value_name = "HOST:SLOTS,..", conflicts_with_all = ELSEWHERE)]
@@ -40,7 +40,7 @@ pub(crate) struct HostOptions {
     #[arg(long, value_name = "FILE")]
     ssh_identity_file: Option<PathBuf>,
 
-    /// How long the hosts may take to answer, and then to come together
+    /// How long the hosts may take to answer, and then their launchers to find each other
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     pub(crate) start_timeout: Duration,
 }

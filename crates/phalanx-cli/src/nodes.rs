@@ -14,15 +14,15 @@ const C10D_PORT: u16 = 29400;
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Several nodes")]
 pub(crate) struct NodeOptions {
-    /// How many machines take part: a number, or MIN:MAX, between which nodes may come and go
+    /// The number of machines, or MIN:MAX: nodes may then come and go within these limits
     #[arg(long, value_name = "N", env = "PET_NNODES", hide_env_values = true, default_value = "1")]
     pub(crate) nnodes: Nnodes,
 
-    /// This machine's place among the nodes, from 0 (with `static`) [default: 0]
+    /// This machine's rank among the nodes, from 0 (with `static`) [default: 0]
     #[arg(long, alias = "node_rank", value_name = "N", env = "PET_NODE_RANK", hide_env_values = true)]
     pub(crate) node_rank: Option<u32>,
 
-    /// The address at which node 0 is reached, and its store listens [default: 127.0.0.1]
+    /// The address of node 0, at which its store listens [default: 127.0.0.1]
     #[arg(long, alias = "master_addr", value_name = "HOST", env = "PET_MASTER_ADDR", hide_env_values = true)]
     pub(crate) master_addr: Option<String>,
 
@@ -30,8 +30,8 @@ pub(crate) struct NodeOptions {
     #[arg(long, alias = "master_port", value_name = "PORT", env = "PET_MASTER_PORT", hide_env_values = true)]
     pub(crate) master_port: Option<u16>,
 
-    /// How nodes meet. `static`: node 0 serves the store. `c10d`: the node whose address the end point is. `etcd`: in an
-    /// etcd cluster, `file`: in a file on a shared disk; then any node may be lost
+    /// Where the nodes' rendezvous is. `static`: in a store of node 0. `c10d`: in a store of the node whose address the end
+    /// point is. `etcd`: in an etcd cluster. `file`: in a file on a shared disk. With the last two any node may be lost
     #[arg(
         long,
         alias = "rdzv_backend",
@@ -42,7 +42,8 @@ pub(crate) struct NodeOptions {
     )]
     pub(crate) rdzv_backend: Backend,
 
-    /// Where nodes meet, HOST[:PORT], instead of --master-addr and --master-port; for etcd HOST[:PORT],.., or a file's path
+    /// The rendezvous end point, HOST[:PORT], instead of --master-addr and --master-port; for etcd HOST[:PORT],..; for
+    /// `file` a path
     #[arg(
         long,
         alias = "rdzv_endpoint",
@@ -52,7 +53,7 @@ pub(crate) struct NodeOptions {
     )]
     pub(crate) rdzv_endpoint: Option<String>,
 
-    /// More about it: join_timeout=600, last_call_timeout=30, keep_alive_interval=1, keep_alive_max_attempt=5 (seconds
+    /// Settings of the rendezvous: join_timeout=600, last_call_timeout=30, keep_alive_interval=1, keep_alive_max_attempt=5 (seconds
     /// and times), is_host=true
     #[arg(
         long,
@@ -65,13 +66,13 @@ pub(crate) struct NodeOptions {
     )]
     pub(crate) rdzv_conf: Conf,
 
-    /// The address at which the others reach this node, with `etcd` and `file` [default: the one that leads to etcd, or
-    /// this host's name]
+    /// The address at which the other nodes reach this one, with `etcd` and `file` [default: that of the interface to etcd,
+    /// or this host's name]
     #[arg(long, alias = "local_addr", value_name = "HOST", env = "PET_LOCAL_ADDR", hide_env_values = true)]
     pub(crate) local_addr: Option<String>,
 
-    /// The address at which this node's stores listen, if it is not the one at which others find it. 0.0.0.0 opens them to
-    /// every network of this machine: give the job a key then (--job-key-file)
+    /// The address at which this node's stores listen, if it is not the one at which others reach them. 0.0.0.0 opens them
+    /// to every network of this machine: then give the job a key (--job-key-file)
     #[arg(long, value_name = "ADDRESS", env = "PHALANX_BIND", hide_env_values = true)]
     pub(crate) bind: Option<IpAddr>,
 }

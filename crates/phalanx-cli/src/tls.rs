@@ -9,7 +9,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 #[derive(Args, Debug)]
 pub(crate) struct TlsOptions {
     /// The certificate (PEM) of the job's or the cluster's own CA. With it, --tls-cert and --tls-key, the store and the
-    /// ranks speak TLS, and only with who has a certificate of that CA. On every node, or on none
+    /// ranks use TLS, and accept only certificates of that CA. Give it on every node, or on none
     #[arg(long, value_name = "FILE", env = "PHALANX_TLS_CA", hide_env_values = true, value_parser = path())]
     tls_ca: Option<PathBuf>,
 
@@ -17,7 +17,7 @@ pub(crate) struct TlsOptions {
     #[arg(long, value_name = "FILE", env = "PHALANX_TLS_CERT", hide_env_values = true, value_parser = path())]
     tls_cert: Option<PathBuf>,
 
-    /// The private key (PEM) of that certificate, which only this user may read
+    /// The private key (PEM) of that certificate; only this user may have access to the file
     #[arg(long, value_name = "FILE", env = "PHALANX_TLS_KEY", hide_env_values = true, value_parser = path())]
     tls_key: Option<PathBuf>,
 }

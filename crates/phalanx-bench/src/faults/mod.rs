@@ -70,7 +70,7 @@ all survivors of all worlds
   unnamed  survivors whose error is no peer's failure, or names another rank; the exit code is 1 if there are any, or \
 hangs, or if this command holds more descriptors or threads in the end than before
 
-Every ten seconds a line on standard error says how far it is, and what this command holds.
+Every ten seconds a line on standard error shows the progress, and the memory, descriptors and threads of this command.
 
 Examples:
   phalanx bench faults

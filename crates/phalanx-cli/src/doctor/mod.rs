@@ -19,17 +19,17 @@ use crate::cli::seconds;
 use crate::render::wants_colour;
 
 const ABOUT: &str = "\
-Says what this machine and environment give to a job, each thing with the remedy if it is bad.
+Checks what this machine and its environment offer a job, and names a remedy for each defect.
 
-Two processes are started for a moment, to see what shared memory and TCP between them really do. Under a launcher \
-(`phalanx run -- phalanx doctor`) all ranks look, and rank 0 tells of them all: of its own host, of what differs on \
-the others, and of their clocks. The exit code is 1 if something is bad.";
+It starts two processes for a moment, to measure shared memory and TCP between them. Under a launcher \
+(`phalanx run -- phalanx doctor`) all ranks check their hosts, and rank 0 reports for all: its own host, what differs on \
+the others, and their clocks. The exit code is 1 if there is a defect.";
 
-/// Say what this machine and environment give to a job
+/// Check what this machine and its environment offer a job
 #[derive(Args, Debug)]
 #[command(long_about = ABOUT)]
 pub(crate) struct Doctor {
-    /// A store to be reached, as host:port [default: the launcher's, if it serves one]
+    /// A store to connect to, as host:port [default: the launcher's, if it serves one]
     #[arg(long, value_name = "HOST:PORT")]
     store: Option<String>,
 
@@ -41,7 +41,7 @@ pub(crate) struct Doctor {
     #[arg(long)]
     json: bool,
 
-    /// Be one of the processes that are timed: so many calls a round
+    /// Be one of the processes that are timed: this many calls a round
     #[arg(long, value_name = "CALLS", hide = true)]
     measure: Option<u32>,
 }
