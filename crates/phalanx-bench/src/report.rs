@@ -49,7 +49,7 @@ pub(crate) fn print(text: &str) -> Result<()> {
 
 fn unwritten(error: io::Error) -> Error {
     Error::aborted(match error.kind() {
-        ErrorKind::BrokenPipe => "nobody reads the results any more".to_owned(),
+        ErrorKind::BrokenPipe => "the reader of the results has closed the pipe".to_owned(),
         _ => format!("the results cannot be written: {error}"),
     })
 }

@@ -8,8 +8,9 @@ use crate::error::{Error, Result};
 /// If the system returns none.
 pub(crate) fn bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::environment(format!("the system gives no random numbers: {error}")))?;
+    getrandom::fill(&mut bytes).map_err(|error| {
+        Error::environment(format!("the system's random number generator failed: {error}"))
+    })?;
     Ok(bytes)
 }
 

@@ -63,9 +63,9 @@ pub(super) fn look(report: &mut Report, place: &Place) {
             let meeting = match &env.meeting {
                 Meeting::Master { address, port } => format!("at {address}, port {port}"),
                 Meeting::Url(url) => format!("at {url}"),
-                _ => "with nobody".to_owned(),
+                _ => "none, a world of one".to_owned(),
             };
-            report.good("init", format!("rank {} of {}, who meet {meeting}", env.rank, env.world_size));
+            report.good("init", format!("rank {} of {}; rendezvous: {meeting}", env.rank, env.world_size));
         }
         Err(error) => {
             report.bad("init", error.to_string(), "set what is missing, or unset what is left over")

@@ -75,7 +75,7 @@ fn finish(mut child: Child) -> Result<String, String> {
     let _ = child.stderr.take().map(|mut pipe| pipe.read_to_string(&mut err));
     match status.success() {
         true => Ok(out),
-        false => Err(err.lines().next().unwrap_or("two processes have failed, and said nothing").to_owned()),
+        false => Err(err.lines().next().unwrap_or("two processes have failed without a message").to_owned()),
     }
 }
 

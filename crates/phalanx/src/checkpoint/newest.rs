@@ -77,7 +77,7 @@ impl Search {
         if !self.skipped.is_empty() {
             let (many, folder) = (self.skipped.len(), self.folder.display());
             warn(format_args!(
-                "none of the {many} checkpoints in {folder} is whole: there is nothing to go on from"
+                "none of the {many} checkpoints in {folder} is complete: there is none to resume from"
             ));
         }
         Ok(None)
@@ -85,7 +85,7 @@ impl Search {
 
     fn pass_over(&mut self, folder: PathBuf, cause: String) {
         let path = folder.display();
-        warn(format_args!("the checkpoint {path} is not whole and is passed over: {cause}"));
+        warn(format_args!("the checkpoint {path} is incomplete and is skipped: {cause}"));
         self.skipped.push(Skipped { folder, cause });
     }
 }
@@ -96,7 +96,7 @@ fn unreadable(path: &Path, cause: &str, source: Option<io::Error>) -> Error {
         Some(source) => Error::io(cause, source),
         None => Error::environment(cause),
     };
-    error.with_remedy("put that right, or move it away if an older one will do")
+    error.with_remedy("repair it, or move it away to resume from an older one")
 }
 
 fn read(folder: &Path, deadline: Deadline) -> Result<Found, Unfit> {

@@ -232,7 +232,7 @@ fn lock(path: &Path, file: &File, how: FlockOperation) -> io::Result<bool> {
             ONCE.call_once(|| {
                 let path = path.display();
                 warn(format_args!(
-                    "nothing keeps a second job from writing to {path}: its file system has no locks: {error}"
+                    "a second job could write to {path} at the same time: its file system has no locks: {error}"
                 ));
             });
             Ok(true)

@@ -89,10 +89,9 @@ impl InPlace {
             | Operation::AllGatherVInPlace
             | Operation::ReduceScatterV
             | Operation::MonitoredBarrier
-            | Operation::PointToPoint => Err(Error::protocol(format!(
-                "{} was asked for in place and with equal counts, as which it is never done",
-                operation.name()
-            ))),
+            | Operation::PointToPoint => {
+                Err(Error::protocol(format!("{} has no form in place with equal counts", operation.name())))
+            }
         }
     }
 }
@@ -264,7 +263,7 @@ impl Job {
 /// An error if waiting for `peer` is useless.
 fn watch(health: &Health, peer: Rank, patience: &Patience) -> Result<()> {
     if health.has_failed() || health.has_left(peer) {
-        return Err(health.peer_failed(peer, "it takes no part any more"));
+        return Err(health.peer_failed(peer, "it has dropped out of the group"));
     }
     if patience.deadline().has_passed() {
         return Err(late(peer, health.host(peer)));
@@ -273,7 +272,7 @@ fn watch(health: &Health, peer: Rank, patience: &Patience) -> Result<()> {
 }
 
 fn short() -> Error {
-    Error::protocol("a rank of this host brings another length than its call says")
+    Error::protocol("a rank of this host gave data of another length than its call says")
 }
 
 /// An error with both calls, if `peer` makes another one.

@@ -33,7 +33,7 @@ impl Publisher {
             .name("phalanx-publish".into())
             .spawn(move || tell(&inbox, || connect(store, &credentials, &run_id)))
             .map_err(|error| {
-                Error::not_started("cannot start a thread for the news to the workers", error)
+                Error::not_started("cannot start the thread that tells workers about failures", error)
             })?;
         Ok(Self { news, changes: 0 })
     }
@@ -44,7 +44,7 @@ impl Publisher {
         match random::number() {
             Ok(nonce) => self.tell(Entry::Exited { place, process, nonce }),
             Err(error) => {
-                tracing::debug!(%error, "the workers have to notice by themselves that one has ended")
+                tracing::debug!(%error, "the workers could not be told that one has ended, and must notice it themselves")
             }
         }
     }
@@ -77,7 +77,7 @@ fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<Log<MembersState>>
             log.append(&entry, Deadline::after(PATIENCE))
         };
         if let Err(error) = append() {
-            tracing::debug!(%error, "the workers have to notice by themselves what their launcher has seen");
+            tracing::debug!(%error, "the workers could not be told what their launcher has seen, and must notice it themselves");
         }
     }
 }

@@ -105,7 +105,7 @@ impl Rounds {
                 }
                 Err(error) => match failure_of(&group).filter(|cause| cause.is_a_peers(rank)) {
                     Some(cause) => {
-                        tracing::warn!(round = number, %cause, "the new group has failed; all meet anew");
+                        tracing::warn!(round = number, %cause, "the new group has failed; all workers form another");
                         // It was a member of the round, should others have come further.
                         self.worlds.push((number, members));
                         self.leave(Some(&cause))?;

@@ -110,7 +110,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
                 (failure, _) => {
                     if failure.is_none() && number != round {
                         warn(
-                            "the loop has failed in a group that stands; has it used the one with which it was called, and \
+                            "the loop has failed, but its group has not; does it use a group that it kept, and \
                              not Context::group()?",
                         );
                     }
@@ -122,11 +122,11 @@ pub fn run_with<S: State, T, E: From<Error>>(
         dirty = true;
         match (&cause, ended) {
             (Some(cause), _) => {
-                tracing::warn!(round = number, %cause, "the group has failed; this worker meets the others anew")
+                tracing::warn!(round = number, %cause, "the group has failed; this worker waits for a new one")
             }
             // The new group stands already.
             (None, Some(Ended::GoneBack)) => continue,
-            (None, _) => tracing::info!(round = number, "workers have come; all meet anew"),
+            (None, _) => tracing::info!(round = number, "workers have come; all workers form a new group"),
         }
         rounds.leave(cause.as_ref())?;
         // Before the others hear that this worker is ready for the next.

@@ -209,7 +209,7 @@ impl Session {
                     ))
                     .in_operation("rendezvous of the workers", None)
                     .with_remedy(
-                        "see the launcher's output for what has become of the others; with --max-restarts it replaces \
+                        "see the launcher's output for why the others ended; with --max-restarts it replaces \
                          them, and --min-np says with how few to go on",
                     ));
                 }

@@ -118,7 +118,7 @@ impl<S: State> Context<'_, S> {
             // This rank, too, has failed in it. `run` meets the others, and has no step in its hands.
             return Err(Error::regrouping("a step was cut off that cannot be done again"));
         }
-        tracing::warn!(round = self.round, %cause, "a step was cut off; this worker meets the other survivors");
+        tracing::warn!(round = self.round, %cause, "a step was cut off; this worker waits for the other survivors");
         rounds.leave(Some(&cause))?;
         let next = rounds.next(Some(self.course.position(self.snapshot.commits)))?;
         let Some((round, group)) = rounds.current() else { return Err(error) };

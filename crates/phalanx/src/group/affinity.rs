@@ -23,7 +23,7 @@ pub(super) fn keep_apart(place: LocalPlace) {
     let mut own = CpuSet::new();
     share.iter().for_each(|processor| own.set(*processor));
     if let Err(error) = sched_setaffinity(None, &own) {
-        tracing::debug!(%error, "the communication worker stays where the system puts it");
+        tracing::debug!(%error, "the communication worker could not be bound to this rank's processors");
     }
 }
 

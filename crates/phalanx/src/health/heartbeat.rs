@@ -49,7 +49,7 @@ impl Heartbeat {
         }
         if !timeout.is_zero() && timeout < interval * 2 {
             return Err(Error::invalid_argument(format!(
-                "heartbeats every {interval:?} with a time-out of {timeout:?}: one that is late would be a failure"
+                "heartbeats every {interval:?} with a time-out of {timeout:?}: a single late heartbeat would count as a failure"
             ))
             .with_remedy("the time-out must be twice the interval at least; ten times is the default"));
         }

@@ -70,7 +70,7 @@ impl Announced {
         if !active.contains(&true) {
             return Ok((None, None, active));
         }
-        let malformed = || Error::protocol(format!("the announcement {fields:?} has no meaning"));
+        let malformed = || Error::protocol(format!("the announcement {fields:?} is malformed"));
         let code = |number: i64| u8::try_from(number).ok();
         let dtype = || code(fields[2]).and_then(DType::from_wire).ok_or_else(malformed);
         let elements = |dtype: DType| {

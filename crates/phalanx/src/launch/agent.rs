@@ -55,8 +55,9 @@ struct InstructionQueue {
 
 impl Agent {
     pub(super) fn new(part: AgentConfig) -> Result<Self> {
-        let (notice, wake) = wake_pipe()
-            .map_err(|error| Error::io("no pipe for the instructions of the job's driver", error))?;
+        let (notice, wake) = wake_pipe().map_err(|error| {
+            Error::io("cannot make a pipe for the instructions of the job's driver", error)
+        })?;
         let instructions = InstructionQueue { queue: Mutex::default(), notice, wake };
         Ok(Self { part, instructions: Arc::new(instructions) })
     }

@@ -14,7 +14,7 @@ use super::refusals::Refused;
 use super::supervisor;
 use crate::error::{Error, Result};
 
-const NO_KEY: &str = "this job has no key: whoever reaches its ports can take part in it. Make one with `phalanx keygen \
+const NO_KEY: &str = "this job has no key: any process that reaches its ports can join it. Make one with `phalanx keygen \
                       FILE`, copy it to every node, and start each launcher with --job-key-file FILE";
 
 pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {

@@ -20,7 +20,7 @@ impl Refused {
     pub(super) fn new() -> Result<Self> {
         // Neither the launcher nor a store waits for the other.
         let (pipe, writer) =
-            wake_pipe().map_err(|error| Error::io("no pipe for what the store says", error))?;
+            wake_pipe().map_err(|error| Error::io("cannot make a pipe for the store's messages", error))?;
         Ok(Self { pipe, told: false, refusals: Refusals(Arc::new(writer)) })
     }
 

@@ -342,7 +342,9 @@ fn cannot_start(job: &Job, rank: Rank, error: io::Error) -> Error {
         ErrorKind::NotFound => Some("is the path right?".to_owned()),
         ErrorKind::PermissionDenied if path.is_dir() => Some("it is a folder".to_owned()),
         ErrorKind::PermissionDenied => Some(format!("is it executable? `chmod +x {}`", path.display())),
-        ErrorKind::BrokenPipe => Some("somebody has killed the process phalanx-guard".to_owned()),
+        ErrorKind::BrokenPipe => {
+            Some("the process phalanx-guard, which starts workers, was killed".to_owned())
+        }
         _ => None,
     };
     let cause = format!("cannot start {} as rank {rank}", path.display());

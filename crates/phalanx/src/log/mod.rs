@@ -141,7 +141,7 @@ impl<M: Machine> Log<M> {
             Verified::Entry(entry) => decode(M::VERSION, entry, M::AUTHOR).map(Read::Entry),
             Verified::Forged => Ok(Read::Forged),
             Verified::Keyless => {
-                let cause = format!("the {}s of this job sign what they say with a key", M::PROCESS);
+                let cause = format!("the {}s of this job sign their entries with a key", M::PROCESS);
                 Err(Error::protocol(cause).with_remedy("give this one the same --job-key-file"))
             }
         }
@@ -157,7 +157,7 @@ pub(crate) fn encode(version: u8, value: &impl Serialize) -> Result<Vec<u8>> {
 /// What `author` has encoded.
 pub(crate) fn decode<T: DeserializeOwned>(version: u8, bytes: &[u8], author: &str) -> Result<T> {
     let unreadable = |why: String| {
-        Error::protocol(format!("what {author} says cannot be read: {why}"))
+        Error::protocol(format!("an entry of {author} cannot be decoded: {why}"))
             .with_remedy("start everything in a job with the same version of Phalanx")
     };
     match bytes.split_first() {

@@ -95,7 +95,7 @@ impl<M: Machine> Participant<M> {
         let (log, replica) = (Arc::clone(&self.log), Arc::clone(&self.replica));
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || body(&log, &replica));
         self.threads.push(thread.map_err(|error| {
-            let cause = format!("cannot start a thread for the news from other {}s", M::PROCESS);
+            let cause = format!("cannot start a thread for messages of other {}s", M::PROCESS);
             Error::not_started(cause, error)
         })?);
         Ok(())
@@ -145,7 +145,7 @@ fn watch<M: Machine>(
         }
         // Not for long: the next heartbeat waits for it.
         if let Err(error) = clean(log, replica, Deadline::after(TIDY.min(heartbeats.silence / 2)), tidy) {
-            tracing::debug!(%error, "what is not needed any more could not be removed");
+            tracing::debug!(%error, "old entries of the log could not be removed");
         }
         let mut view = replica.view();
         while Instant::now() < next && !view.is_closing() {

@@ -95,8 +95,8 @@ impl<M: Machine> Replica<M> {
             view.next += 1;
             view.warning.get_or_insert_with(|| {
                 format!(
-                    "entry {index} of the {process}s' log was passed over, because it is not signed with this job's key. \
-                     Another {process} needs the same --job-key-file; or somebody else writes to the store"
+                    "entry {index} of the {process}s' log was ignored, because it is not signed with this job's key. \
+                     Another {process} needs the same --job-key-file; or another program writes to the store"
                 )
             });
         });

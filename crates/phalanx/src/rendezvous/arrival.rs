@@ -78,7 +78,7 @@ impl Entry {
         let (Some(nonce), Some(world_size), Some(process), Some(host), Some(store)) =
             (words.next(), words.next(), words.next(), words.next(), words.next())
         else {
-            return Err(Error::protocol(format!("the store says {text:?} where a rank's arrival should be")));
+            return Err(Error::protocol(format!("the store holds {text:?} instead of a rank's arrival")));
         };
         Ok(Self { nonce, world_size, identity: Identity { host, process }, store: store.parse().ok() })
     }
@@ -162,7 +162,7 @@ fn sign_in(
             return Err(fail(&roll, Kind::Mismatch, Some(place.rank), cause, deadline));
         }
     }
-    Err(Error::protocol("the store never takes this rank's arrival"))
+    Err(Error::protocol("the store refuses this rank's arrival in every round"))
 }
 
 /// Tells every rank what this one has seen, and that is its own error too.
@@ -217,7 +217,7 @@ impl Told {
 fn spoken(verdict: &[u8]) -> Error {
     match serde_json::from_slice::<Told>(verdict) {
         Ok(told) => told.into_error(),
-        Err(_) => Error::protocol("the store's verdict on the start cannot be read")
+        Err(_) => Error::protocol("the outcome of the start cannot be read from the store")
             .in_operation("rendezvous", None),
     }
 }

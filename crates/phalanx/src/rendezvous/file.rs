@@ -71,7 +71,7 @@ fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> R
             }
         }
         if !store.is_current() {
-            return Err(Error::mismatch("another process has put its own file in the place of this job's")
+            return Err(Error::mismatch("another process has replaced this job's file with its own")
                 .in_operation("rendezvous", None)
                 .with_remedy("does another job use the same path, or are there two processes with rank 0?"));
         }

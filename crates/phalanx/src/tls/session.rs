@@ -217,8 +217,8 @@ impl Session {
             if self.tls.is_handshaking() {
                 self.heard += count;
                 if self.heard > LONGEST_HANDSHAKE {
-                    let what = "it says more than a handshake needs";
-                    return Err(Refusal::error(what, "let its chain of certificates be shorter"));
+                    let what = "its TLS handshake is too long";
+                    return Err(Refusal::error(what, "use a shorter chain of certificates"));
                 }
             }
             self.tls.process_new_packets().map_err(|error| explain::refusal(&error))?;

@@ -85,7 +85,7 @@ fn lock(file: &File) -> io::Result<()> {
             Err(TryLockError::WouldBlock) => {
                 return Err(io::Error::new(
                     io::ErrorKind::TimedOut,
-                    "another process holds its lock, and does not go on",
+                    "another process has held its lock for too long",
                 ));
             }
             Err(TryLockError::Error(error)) => return Err(error),
@@ -94,7 +94,7 @@ fn lock(file: &File) -> io::Result<()> {
 }
 
 fn foreign() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "a file that is no trace is in its place")
+    io::Error::new(io::ErrorKind::InvalidData, "a file of this name exists and is not a trace")
 }
 
 /// Where the last whole event ends.

@@ -62,7 +62,7 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
                         |index: &usize| !place.store.check(&keys[*index..=*index], soon).unwrap_or(true);
                     let missing = (0..keys.len()).find(is_missing).map(|index| ranks[index]);
                     let who = missing.map_or("other ranks".to_owned(), |rank| format!("rank {rank}"));
-                    format!("rank {} waits for what {who} says about its {topic}", place.rank)
+                    format!("rank {} waits for {who} to publish the message {topic:?}", place.rank)
                 });
             }
             Err(error) if error.is_timeout() => return Err(error),

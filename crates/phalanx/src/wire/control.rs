@@ -139,9 +139,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Option<(Control, usize)>> {
         Some(&BEAT) => return Ok(Some((Control::Beat, 1))),
         Some(&MESSAGE) => {}
         Some(other) => {
-            return Err(Error::protocol(format!(
-                "a control message begins with {other:#04x}, which means nothing"
-            )));
+            return Err(Error::protocol(format!("a control message has the unknown type {other:#04x}")));
         }
     }
     let Some((&[_, a, b, c, d], rest)) = bytes.split_first_chunk::<PREFIX>() else { return Ok(None) };
@@ -218,7 +216,7 @@ mod tests {
     fn a_long_claim_is_refused_before_memory_is_taken() {
         let claim = [&[MESSAGE][..], &u32::MAX.to_le_bytes()].concat();
         assert!(decode(&claim).unwrap_err().to_string().contains("at most 4096"));
-        assert!(decode(&[2]).unwrap_err().to_string().contains("means nothing"));
+        assert!(decode(&[2]).unwrap_err().to_string().contains("unknown type"));
     }
 
     proptest! {

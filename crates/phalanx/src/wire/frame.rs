@@ -226,7 +226,7 @@ impl Header {
         }
         let error = if self.generation != received.generation {
             Error::protocol(format!(
-                "rank {peer} speaks for generation {}, this group is in generation {}",
+                "rank {peer} is in generation {}, this group in generation {}",
                 received.generation.0, self.generation.0
             ))
         } else if self.sequence == received.sequence

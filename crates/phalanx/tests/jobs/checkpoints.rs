@@ -385,10 +385,8 @@ fn a_program_without_a_subscriber_hears_of_what_is_passed_over() {
     let said = String::from_utf8_lossy(&end.stderr);
     assert!(end.status.success(), "{said}");
     for folder in &damaged {
-        let line = format!(
-            "phalanx: warning: the checkpoint {} is not whole and is passed over: ",
-            folder.display()
-        );
+        let line =
+            format!("phalanx: warning: the checkpoint {} is incomplete and is skipped: ", folder.display());
         assert_eq!(said.matches(&line).count(), 1, "{said}");
     }
     assert!(said.contains("none of the 3 checkpoints in "), "{said}");

@@ -264,7 +264,7 @@ impl Shared {
                     found
                 })?;
                 if is_over && !found {
-                    return Err(self.health.peer_failed(peer, "it takes no part any more"));
+                    return Err(self.health.peer_failed(peer, "it has dropped out of the group"));
                 }
             }
             if deadline.has_passed() {

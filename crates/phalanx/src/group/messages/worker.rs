@@ -191,7 +191,7 @@ impl Worker {
         }
         match over {
             Some((peer, call, ticket)) if !found => {
-                let error = shared.health.peer_failed(peer, "it takes no part any more");
+                let error = shared.health.peer_failed(peer, "it has dropped out of the group");
                 Err(Failed { error, call, ticket })
             }
             // No single message is the cause; the error names the first in flight.

@@ -82,8 +82,8 @@ impl Link {
         node: impl FnOnce(bool) -> Node + Send + 'static,
         settings: Settings,
     ) -> Result<Self> {
-        let (notice, wake) =
-            wake_pipe().map_err(|error| Error::io("no pipe for the news from other nodes", error))?;
+        let (notice, wake) = wake_pipe()
+            .map_err(|error| Error::io("cannot make a pipe for messages of other nodes", error))?;
         let replica = Arc::new(Replica::new(move |_| {
             // Without a supervisor there is nobody to wake.
             let _ = (&wake).write_all(&[0]);
@@ -101,8 +101,8 @@ impl Link {
             server
         };
         let writer = std::thread::Builder::new().name("phalanx-nodes".into()).spawn(run);
-        let writer = writer
-            .map_err(|error| Error::io("cannot start a thread for the news from other nodes", error))?;
+        let writer =
+            writer.map_err(|error| Error::io("cannot start a thread for messages of other nodes", error))?;
         Ok(Self { replica, reached, notice, proposals: Some(proposals), writer: Some(writer) })
     }
 
@@ -286,7 +286,7 @@ fn wait_for_host(replica: &Replica<MembershipState>, cluster: &Cluster, deadline
             return Err(error.clone());
         }
         if view.is_closing() || deadline.has_passed() {
-            let cause = format!("nobody has begun this job at the store at {}", cluster.endpoint());
+            let cause = format!("no launcher has registered this job in the store at {}", cluster.endpoint());
             return Err(Error::timeout(cause)
                 .in_operation("rendezvous of the launchers", None)
                 .with_remedy("start all nodes of a job with the same --rdzv-id"));
@@ -419,7 +419,10 @@ mod tests {
         let cluster = Cluster::new(2, 2, "127.0.0.1", server.local_addr().port()).unwrap();
         let deadline = Deadline::after(Duration::from_millis(20));
         let error = wait_for_host(&Replica::new(|_| ()), &cluster, deadline).unwrap_err();
-        assert!(error.is_timeout() && error.to_string().contains("nobody has begun this job"), "{error}");
+        assert!(
+            error.is_timeout() && error.to_string().contains("no launcher has registered this job"),
+            "{error}"
+        );
         assert!(error.remedy().unwrap().contains("--rdzv-id"));
     }
 }

@@ -345,7 +345,7 @@ impl Nodes for Several<'_> {
             }
             AttemptEnd::Interrupted(signal) => self.leave(Departure::Signal(signal.number())),
             AttemptEnd::Stopped => {
-                self.leave(Departure::GaveUp("nobody reads its output any more".to_owned()));
+                self.leave(Departure::GaveUp("the reader of its output has closed the pipe".to_owned()));
             }
             AttemptEnd::Succeeded | AttemptEnd::Elsewhere => {}
         }

@@ -37,7 +37,7 @@ const SAYINGS: [(&str, &str, &str); 11] = [
     (
         "remote host identification has changed",
         "its host key is not the one that is known",
-        "if it was set up anew, remove the old key with `ssh-keygen -R HOST`; if not, somebody may stand between",
+        "if it was set up anew, remove the old key with `ssh-keygen -R HOST`; if not, another machine may be impersonating this host",
     ),
     (
         "host key verification failed",

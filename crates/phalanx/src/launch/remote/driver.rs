@@ -150,7 +150,7 @@ impl<'a> Driver<'a> {
             Heard::Closed(error) => {
                 peer.connection.has_closed();
                 if let Some(error) = error.filter(|_| peer.end.is_none()) {
-                    let cause = format!("{}: what its launcher says cannot be read", peer.host);
+                    let cause = format!("{}: the messages of its launcher cannot be decoded", peer.host);
                     peer.end = Some(End::Failed(Error::io(cause, error)));
                     self.plan.handle_failure(&mut self.launchers);
                 }

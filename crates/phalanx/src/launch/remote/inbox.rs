@@ -30,8 +30,8 @@ pub(super) struct Inbox {
 
 impl Inbox {
     pub(super) fn new() -> Result<Self> {
-        let (notice, wake) =
-            wake_pipe().map_err(|error| Error::io("no pipe for the news from other hosts", error))?;
+        let (notice, wake) = wake_pipe()
+            .map_err(|error| Error::io("cannot make a pipe for messages of other hosts", error))?;
         let (sender, heard) = sync_channel(WAITING);
         Ok(Self { sender, heard, wake: Arc::new(wake), notice, left_over: false })
     }

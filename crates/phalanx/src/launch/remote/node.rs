@@ -143,7 +143,7 @@ pub(super) fn version() -> String {
 fn move_in() -> Result<()> {
     let (folder, variables) = match Orders::open()?.next().map_err(unheard)? {
         Some(ToLauncher::Surroundings { folder, variables }) => (folder, variables),
-        Some(_) => return Err(Error::protocol("what is to be done comes before where to do it")),
+        Some(_) => return Err(Error::protocol("the command's first message is not the working directory")),
         None => return Ok(()),
     };
     std::env::set_current_dir(&folder).map_err(|error| {
@@ -160,7 +160,7 @@ fn move_in() -> Result<()> {
 }
 
 fn unheard(error: io::Error) -> Error {
-    Error::io("what the job's command says cannot be read", error)
+    Error::io("the messages of the job's command cannot be decoded", error)
 }
 
 /// Until the end of the orders, which is the end of the job.

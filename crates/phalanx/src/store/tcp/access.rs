@@ -117,7 +117,7 @@ impl Gate {
         let mut head = [0; tls::HELLO_HEAD];
         head[..HELLO].copy_from_slice(&hello);
         stream.read_exact(&mut head[HELLO..]).await?;
-        let strange = || invalid("what it begins with is not the first record of a client of TLS".to_owned());
+        let strange = || invalid("its first bytes are not a ClientHello of TLS".to_owned());
         let mut hello = vec![0; tls::hello_length(&head).ok_or_else(strange)?];
         let (start, rest) = hello.split_at_mut(head.len());
         start.copy_from_slice(&head);
@@ -167,7 +167,7 @@ impl Gate {
                 return Ok(());
             }
             self.refuse(stream);
-            return Err(invalid("it has no job key, which this store wants".to_owned()));
+            return Err(invalid("it has no job key, and this store requires one".to_owned()));
         }
         if !is_greeting(&hello) {
             return Err(invalid(format!("its first bytes are {hello:02x?}, not a store client's")));

@@ -491,8 +491,8 @@ fn foreign(address: &str, what: &str) -> Error {
 }
 
 fn insecure(address: &str, error: io::Error) -> Error {
-    let remedy = Refusal::remedy(&error).unwrap_or("does this host give random numbers?");
-    Error::protocol(format!("the store at {address} was not entered: {error}"))
+    let remedy = Refusal::remedy(&error).unwrap_or("does this host have /dev/urandom?");
+    Error::protocol(format!("cannot log in to the store at {address}: {error}"))
         .in_operation("store connect", None)
         .with_remedy(remedy)
 }
@@ -510,7 +510,7 @@ fn hangs_up(address: &str, entry: &Entry) -> Error {
         }
         (None, None) => {
             "if it is the store of a job with a key, name the key's file with PHALANX_JOB_KEY_FILE or --job-key-file, or \
-             let its launcher admit everybody with --open-store. Otherwise another program has this port: set \
+             let its launcher admit every client with --open-store. Otherwise another program has this port: set \
              MASTER_PORT to a free one for every rank"
         }
     })

@@ -51,8 +51,9 @@ pub(super) fn check(place: &MeshConfig<'_>, host: &str) -> Result<()> {
         false => Ok(None),
     });
     match failed {
-        Ok(Some(notice)) => Err(told(&notice, host)
-            .unwrap_or_else(|| Error::protocol("the store's word on the failed start cannot be read"))),
+        Ok(Some(notice)) => Err(told(&notice, host).unwrap_or_else(|| {
+            Error::protocol("the cause of the failed start cannot be read from the store")
+        })),
         // If the store is slow, it is asked again.
         Err(error) if !error.is_timeout() => Err(error),
         Ok(None) | Err(_) => Ok(()),

@@ -32,7 +32,7 @@ struct ProcessRecord {
 /// Publishes in `store` which process `rank` is.
 pub(in crate::transport) fn publish_process(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
     let record = postcard::to_stdvec(&ProcessRecord { host: host::name(), process: process::own() })
-        .map_err(|error| Error::protocol("this rank's process cannot be written down").with_source(error))?;
+        .map_err(|error| Error::protocol("this rank's process cannot be published").with_source(error))?;
     store.set(&key(rank), &record, deadline)
 }
 
@@ -104,7 +104,7 @@ fn stopped(rank: Rank, host: &str, process: ProcessId) -> Error {
     Error::new(Kind::PeerFailed, format!("rank {rank} ({host}) is frozen: its process {pid} is stopped"))
         .with_peer(rank)
         .with_remedy(format!(
-            "`kill -CONT {pid}` lets it go on; if it is to stand still, set PHALANX_HEARTBEAT_TIMEOUT=0 for every rank"
+            "`kill -CONT {pid}` lets it go on; if it is stopped on purpose, set PHALANX_HEARTBEAT_TIMEOUT=0 for every rank"
         ))
 }
 

@@ -128,7 +128,7 @@ fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u
             return Ok(bytes);
         }
         if ends.load(Ordering::Relaxed) {
-            return Err("nobody waits for it any more".to_owned());
+            return Err("the job ends".to_owned());
         }
         if Instant::now() >= deadline {
             return Err(format!("it has not ended within {} s", PATIENCE.as_secs()));
