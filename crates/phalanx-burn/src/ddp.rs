@@ -15,7 +15,7 @@ use burn::tensor::Tensor;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::hooks::CommHook;
 use phalanx::reducer::{Reducer, ReducerOptions};
-use phalanx::trace::Lane;
+use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
 pub(crate) use self::engine::Engine;
@@ -140,7 +140,7 @@ impl<M: Module> Ddp<M> {
                 pass(&hook::hooked(model, &self.inventory.device, token))
             }
         };
-        self.group.trace().complete(Lane::Forward, "forward", begin, Instant::now(), &[]);
+        self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);
         Ok(output)
     }
 
@@ -284,9 +284,9 @@ impl<M: Module> Ddp<M> {
         // Moved and not cloned, so that the optimizer may change parameters in place.
         self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
         let end = Instant::now();
-        trace.complete(Lane::Optimizer, "optimizer", begin, end, &[]);
+        trace.complete(Track::Optimizer, "optimizer", begin, end, &[]);
         if let Some(began) = self.step_began.take() {
-            trace.complete(Lane::Step, "step", began, end, &[]);
+            trace.complete(Track::Step, "step", began, end, &[]);
         }
         Ok(())
     }

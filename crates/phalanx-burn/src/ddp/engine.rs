@@ -7,7 +7,7 @@ use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Gradients, Tensor};
 use phalanx::reducer::{ParameterSpec, Reducer, verify_state};
-use phalanx::trace::Lane;
+use phalanx::trace::Track;
 use phalanx::{Caller, Communicator, Error, Result, WorldSize};
 
 use super::DdpOptions;
@@ -90,6 +90,6 @@ pub(super) fn alone<M: Module, const D: usize>(
 pub(super) fn traced<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradients {
     let start = Instant::now();
     let gradients = loss.backward();
-    group.trace().complete(Lane::Backward, "backward", start, Instant::now(), &[]);
+    group.trace().complete(Track::Backward, "backward", start, Instant::now(), &[]);
     gradients
 }

@@ -369,7 +369,7 @@ fn buckets_are_on_their_way_before_the_last_gradient_is_ready() {
 }
 
 #[test]
-fn a_trace_has_the_lanes_of_a_step_of_every_rank_in_one_file() {
+fn a_trace_has_the_tracks_of_a_step_of_every_rank_in_one_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("step.json");
     run(2, |group| {
@@ -385,16 +385,16 @@ fn a_trace_has_the_lanes_of_a_step_of_every_rank_in_one_file() {
     });
     let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
-    let lane = |rank: u32, name: &str| {
+    let track = |rank: u32, name: &str| {
         let is_it = |event: &&serde_json::Value| {
             event["name"] == "thread_name" && event["pid"] == rank && event["args"]["name"] == name
         };
-        events.iter().find(is_it).unwrap_or_else(|| panic!("rank {rank} has no lane {name}"))["tid"].clone()
+        events.iter().find(is_it).unwrap_or_else(|| panic!("rank {rank} has no track {name}"))["tid"].clone()
     };
     for rank in 0..2 {
         let spans = |name: &str| -> Vec<(f64, f64)> {
             let on_it = |event: &&serde_json::Value| {
-                event["name"] == name && event["pid"] == rank && event["tid"] == lane(rank, name)
+                event["name"] == name && event["pid"] == rank && event["tid"] == track(rank, name)
             };
             let number = |value: &serde_json::Value| value.as_f64().unwrap();
             let span = |event: &serde_json::Value| {
@@ -411,7 +411,7 @@ fn a_trace_has_the_lanes_of_a_step_of_every_rank_in_one_file() {
                 assert!(step.0 <= begin + 1.0 && *end <= step.1 + 1.0, "{step:?} {begin} {end}");
             }
         }
-        lane(rank, "bucket 0");
+        track(rank, "bucket 0");
     }
 }
 

@@ -11,7 +11,7 @@ use crate::collective::{self, ReduceOp};
 use crate::deadline::Patience;
 use crate::error::Result;
 use crate::rank::Rank;
-use crate::trace::Lane;
+use crate::trace::Track;
 use crate::wire::frame::{Call, Operation};
 
 impl ProcessGroup {
@@ -110,7 +110,7 @@ impl ProcessGroup {
                 let begin = Instant::now();
                 let outcome = work(engine, &deadline.into());
                 if trace.is_enabled() {
-                    trace.complete(Lane::Communication, call.to_string(), begin, Instant::now(), &[]);
+                    trace.complete(Track::Communication, call.to_string(), begin, Instant::now(), &[]);
                 }
                 completer.complete(outcome);
             }),

@@ -9,7 +9,7 @@ use crate::collective::ReduceOp;
 use crate::dtype::{DType, Element};
 use crate::error::Result;
 use crate::rank::Rank;
-use crate::trace::Lane;
+use crate::trace::Track;
 use crate::wire::frame::{Call, Operation};
 
 impl ProcessGroup {
@@ -93,7 +93,7 @@ impl ProcessGroup {
             let begin = trace.is_enabled().then(Instant::now);
             let outcome = engine.collective(call, memory, &patience);
             if let Some(begin) = begin {
-                trace.complete(Lane::Communication, call.to_string(), begin, Instant::now(), &[]);
+                trace.complete(Track::Communication, call.to_string(), begin, Instant::now(), &[]);
             }
             outcome
         })?

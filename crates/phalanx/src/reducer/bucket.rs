@@ -10,7 +10,7 @@ use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::Communicator;
-use crate::trace::{Lane, Trace};
+use crate::trace::{Trace, Track};
 
 /// One bucket. Its memory is taken when it is first filled; from then on it is used in every step, unless it is
 /// [taken out](Self::take).
@@ -20,7 +20,7 @@ pub(crate) struct Bucket {
     elements: usize,
     gradients: Arc<[GradientPlace]>,
     counts: Option<Arc<[usize]>>,
-    lane: Lane,
+    track: Track,
     ready: Option<Instant>,
     launched: Option<Instant>,
     done: Option<Instant>,
@@ -49,7 +49,7 @@ impl Bucket {
             elements: bucket.elements,
             gradients: bucket.parameters.iter().map(place).collect(),
             counts: bucket.counts.clone(),
-            lane: Lane::Bucket(u32::try_from(index).unwrap_or(u32::MAX)),
+            track: Track::Bucket(u32::try_from(index).unwrap_or(u32::MAX)),
             ready: None,
             launched: None,
             done: None,
@@ -174,12 +174,12 @@ impl Bucket {
             ("parameters", self.gradients.len().into()),
         ];
         if let Some(ready) = ready {
-            trace.instant(self.lane, "ready", ready, &args);
+            trace.instant(self.track, "ready", ready, &args);
         }
         if let Some(launched) = launched {
-            trace.instant(self.lane, "launched", launched, &args);
+            trace.instant(self.track, "launched", launched, &args);
             trace.complete(
-                self.lane,
+                self.track,
                 if self.counts.is_some() { "reduce_scatter" } else { "all_reduce" },
                 launched,
                 done.unwrap_or_else(Instant::now),

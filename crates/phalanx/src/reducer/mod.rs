@@ -63,7 +63,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{Communicator, Work};
 use crate::rank::Rank;
-use crate::trace::{Lane, Trace};
+use crate::trace::{Trace, Track};
 
 /// Averages the gradients of one model over the ranks of a group. See the [module](self).
 ///
@@ -200,8 +200,8 @@ impl Reducer {
         for (index, bucket) in self.buckets.iter_mut().enumerate() {
             bucket.note(&self.trace, index);
         }
-        self.trace.complete(Lane::Backward, "backward", self.began, backward_end, &[]);
-        self.trace.complete(Lane::Backward, "wait for gradients", backward_end, Instant::now(), &[]);
+        self.trace.complete(Track::Backward, "backward", self.began, backward_end, &[]);
+        self.trace.complete(Track::Backward, "wait for gradients", backward_end, Instant::now(), &[]);
         Ok(())
     }
 

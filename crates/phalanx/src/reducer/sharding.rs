@@ -7,7 +7,7 @@ use super::Reducer;
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::trace::Lane;
+use crate::trace::Track;
 
 impl Reducer {
     /// From the next step on only its owner gets a parameter's average: buckets are reduced and scattered, which moves half
@@ -57,7 +57,7 @@ impl Reducer {
                 while !bucket.advance(&meter)? {}
             }
             reducer.state.gathered();
-            reducer.trace.complete(Lane::Parameters, "all_gather", begin, Instant::now(), &[]);
+            reducer.trace.complete(Track::Parameters, "all_gather", begin, Instant::now(), &[]);
             Ok(())
         })
     }

@@ -156,7 +156,7 @@ impl Serialize for Line<'_> {
             }
             Self::Event { rank, at, event } => {
                 map.serialize_entry("pid", rank)?;
-                map.serialize_entry("tid", &event.lane.number())?;
+                map.serialize_entry("tid", &event.track.number())?;
                 map.serialize_entry("name", &event.name)?;
                 map.serialize_entry("ts", at)?;
                 match event.end {

@@ -1,7 +1,7 @@
 //! A record of what happened when, in Chrome's trace event format.
 //!
 //! Set `PHALANX_TRACE=step.json` and open the file in <https://ui.perfetto.dev> or `chrome://tracing`. It has all ranks of the
-//! job: each rank is a process there, and what it does at one time is in [lanes](Lane): steps, forward passes, backward
+//! job: each rank is a process there, and what it does at one time is in [tracks](Track): steps, forward passes, backward
 //! passes, the optimizer, the wait for gradients, communication, and each bucket on its way. A restarted job goes on in the
 //! same file.
 //!
@@ -44,11 +44,11 @@ const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_sec
 ///
 /// ```
 /// use std::time::Instant;
-/// use phalanx::trace::{Lane, Trace};
+/// use phalanx::trace::{Track, Trace};
 ///
 /// let trace = Trace::disabled();
 /// let start = Instant::now();
-/// trace.complete(Lane::Backward, "backward", start, Instant::now(), &[("step", 3u64.into())]);
+/// trace.complete(Track::Backward, "backward", start, Instant::now(), &[("step", 3u64.into())]);
 /// assert!(!trace.is_enabled());
 /// ```
 #[derive(Clone, Default)]
@@ -59,7 +59,7 @@ pub struct Trace {
 /// What a rank does at one time. Viewers show each as a thread of the rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
-pub enum Lane {
+pub enum Track {
     /// From the first forward pass to the end of the optimizer's step.
     Step,
     /// Forward passes.
@@ -76,7 +76,7 @@ pub enum Lane {
     Bucket(u32),
 }
 
-impl Lane {
+impl Track {
     /// Its number among the threads of a rank, by which viewers order them.
     fn number(self) -> u32 {
         match self {
@@ -91,7 +91,7 @@ impl Lane {
     }
 }
 
-impl fmt::Display for Lane {
+impl fmt::Display for Track {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Step => f.write_str("step"),
@@ -145,7 +145,7 @@ struct Retry {
 }
 
 struct Event {
-    lane: Lane,
+    track: Track,
     name: Cow<'static, str>,
     at: Instant,
     /// `None` for an instant event.
@@ -198,32 +198,32 @@ impl Trace {
         self.record.is_some()
     }
 
-    /// Notes something that took from `start` to `end`, on `lane`. Within a lane such events must nest, not cross.
+    /// Notes something that took from `start` to `end`, on `track`. Within a track such events must nest, not cross.
     #[inline]
     pub fn complete(
         &self,
-        lane: Lane,
+        track: Track,
         name: impl Into<Cow<'static, str>>,
         start: Instant,
         end: Instant,
         args: &[(&'static str, TraceValue)],
     ) {
         if let Some(record) = &self.record {
-            record.note(Event { lane, name: name.into(), at: start, end: Some(end), args: args.to_vec() });
+            record.note(Event { track, name: name.into(), at: start, end: Some(end), args: args.to_vec() });
         }
     }
 
-    /// Notes something that happened `at` a moment, on `lane`.
+    /// Notes something that happened `at` a moment, on `track`.
     #[inline]
     pub fn instant(
         &self,
-        lane: Lane,
+        track: Track,
         name: impl Into<Cow<'static, str>>,
         at: Instant,
         args: &[(&'static str, TraceValue)],
     ) {
         if let Some(record) = &self.record {
-            record.note(Event { lane, name: name.into(), at, end: None, args: args.to_vec() });
+            record.note(Event { track, name: name.into(), at, end: None, args: args.to_vec() });
         }
     }
 
@@ -333,17 +333,17 @@ impl Record {
     /// What these events are in the file: whose and where they are, and then each of them.
     fn lines(&self, events: &[Event], left_out: u64) -> std::io::Result<Vec<u8>> {
         let rank = self.rank.get();
-        let mut lanes: Vec<Lane> = events.iter().map(|event| event.lane).collect();
-        lanes.sort_unstable();
-        lanes.dedup();
+        let mut tracks: Vec<Track> = events.iter().map(|event| event.track).collect();
+        tracks.sort_unstable();
+        tracks.dedup();
         let labels = (left_out > 0).then(|| format!("{left_out} more events were left out"));
         let mut lines = vec![
             Line::Named { rank, what: "process_name", thread: 0, name: &format!("rank {rank}") }.encode()?,
             Line::Ordered { rank, what: "process_sort_index", thread: 0, index: rank }.encode()?,
         ];
-        for lane in lanes {
-            let thread = lane.number();
-            lines.push(Line::Named { rank, what: "thread_name", thread, name: &lane.to_string() }.encode()?);
+        for track in tracks {
+            let thread = track.number();
+            lines.push(Line::Named { rank, what: "thread_name", thread, name: &track.to_string() }.encode()?);
             lines.push(Line::Ordered { rank, what: "thread_sort_index", thread, index: thread }.encode()?);
         }
         if let Some(labels) = &labels {

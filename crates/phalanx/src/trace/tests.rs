@@ -23,8 +23,8 @@ fn the_last_clone_writes_events_lanes_and_arguments() {
     let trace = Trace::to_file(&path, Rank::new(3));
     let start = Instant::now();
     let other = trace.clone();
-    other.complete(Lane::Backward, "backward", start, start + Duration::from_micros(1500), &[]);
-    trace.instant(Lane::Bucket(0), "ready", start, &[("bytes", 64usize.into()), ("why", "test".into())]);
+    other.complete(Track::Backward, "backward", start, start + Duration::from_micros(1500), &[]);
+    trace.instant(Track::Bucket(0), "ready", start, &[("bytes", 64usize.into()), ("why", "test".into())]);
     drop(other);
     assert!(!path.exists());
     drop(trace);
@@ -37,10 +37,10 @@ fn the_last_clone_writes_events_lanes_and_arguments() {
     assert!(complete[0]["ts"].as_f64().unwrap() > 1.6e15);
     let instant = events(&document, "i");
     assert_eq!(instant[0]["args"], serde_json::json!({ "bytes": 64, "why": "test" }));
-    let lanes = events(&document, "M");
-    assert!(lanes.iter().any(|event| event["args"]["name"] == "rank 3"));
+    let tracks = events(&document, "M");
+    assert!(tracks.iter().any(|event| event["args"]["name"] == "rank 3"));
     let is_bucket = |event: &&Value| event["args"]["name"] == "bucket 0" && event["tid"] == instant[0]["tid"];
-    assert!(lanes.iter().any(is_bucket));
+    assert!(tracks.iter().any(is_bucket));
 }
 
 #[test]
@@ -68,8 +68,8 @@ fn one_file_has_every_rank_with_every_lane() {
         let named = events(&document, "M").into_iter().filter(|event| event["name"] == name);
         named.map(|event| (event["pid"].as_u64().unwrap(), event["args"]["name"].to_string())).collect()
     };
-    let lanes = LANES.map(|lane| format!("\"{lane}\""));
-    let of = |rank| lanes.iter().map(move |lane| (u64::from(rank), lane.clone()));
+    let tracks = TRACKS.map(|track| format!("\"{track}\""));
+    let of = |rank| tracks.iter().map(move |track| (u64::from(rank), track.clone()));
     assert_eq!(named("thread_name"), (0..RANKS).flat_map(of).collect());
     assert_eq!(
         named("process_name"),
@@ -78,24 +78,24 @@ fn one_file_has_every_rank_with_every_lane() {
     for rank in 0..RANKS {
         let times = if rank == 0 { 1 } else { 20 };
         let own = events(&document, "X").into_iter().filter(|event| event["pid"] == rank).count();
-        assert_eq!(own, times * LANES.len(), "of rank {rank}: each event is there, once");
+        assert_eq!(own, times * TRACKS.len(), "of rank {rank}: each event is there, once");
     }
 }
 
-const LANES: [Lane; 7] = [
-    Lane::Step,
-    Lane::Forward,
-    Lane::Backward,
-    Lane::Optimizer,
-    Lane::Parameters,
-    Lane::Communication,
-    Lane::Bucket(1),
+const TRACKS: [Track; 7] = [
+    Track::Step,
+    Track::Forward,
+    Track::Backward,
+    Track::Optimizer,
+    Track::Parameters,
+    Track::Communication,
+    Track::Bucket(1),
 ];
 
-/// An event on each lane.
+/// An event on each track.
 fn noted(trace: Trace) -> Trace {
     let now = Instant::now();
-    LANES.iter().for_each(|lane| trace.complete(*lane, lane.to_string(), now, now, &[]));
+    TRACKS.iter().for_each(|track| trace.complete(*track, track.to_string(), now, now, &[]));
     trace
 }
 
@@ -137,7 +137,7 @@ fn a_full_trace_says_what_it_left_out() {
     let path = folder.path().join("full.json");
     let trace = Trace::with_limit(path.clone(), Rank::MAIN, 2);
     for _ in 0..5 {
-        trace.instant(Lane::Step, "b", Instant::now(), &[]);
+        trace.instant(Track::Step, "b", Instant::now(), &[]);
     }
     trace.flush();
     let document = read(&path);
@@ -154,7 +154,7 @@ fn a_file_that_cannot_be_written_is_tried_less_and_less_often_and_nothing_is_los
     let trace = Trace::with_limit(path.clone(), Rank::MAIN, 3);
     let record = trace.record.as_ref().unwrap();
     let note = |names: &[&'static str]| {
-        names.iter().for_each(|name| trace.instant(Lane::Step, *name, Instant::now(), &[]));
+        names.iter().for_each(|name| trace.instant(Track::Step, *name, Instant::now(), &[]));
     };
     let pause = || record.log.lock().retry.map(|retry| retry.pause);
     let start = Instant::now();
@@ -189,7 +189,7 @@ fn a_file_that_cannot_be_written_is_tried_less_and_less_often_and_nothing_is_los
 fn the_user_is_told_how_many_events_are_lost() {
     let trace = Trace::with_limit("/proc/no/such/folder/trace.json".into(), Rank::MAIN, 3);
     for _ in 0..5 {
-        trace.instant(Lane::Step, "b", Instant::now(), &[]);
+        trace.instant(Track::Step, "b", Instant::now(), &[]);
     }
     // The last try is made whenever it is.
     trace.flush();

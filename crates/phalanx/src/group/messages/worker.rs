@@ -16,7 +16,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::group::work::Completer;
 use crate::rank::Rank;
-use crate::trace::Lane;
+use crate::trace::Track;
 use crate::transport::messages::{End, Inbound, Outbound, Step};
 use crate::wire::frame::Call;
 
@@ -327,7 +327,7 @@ impl<E: End> Pending<E> {
 impl<E: End> Op<E> {
     fn complete(self, shared: &Shared) {
         if let Some(begin) = self.begin {
-            shared.trace.complete(Lane::Communication, self.call.to_string(), begin, Instant::now(), &[]);
+            shared.trace.complete(Track::Communication, self.call.to_string(), begin, Instant::now(), &[]);
         }
         self.completer.complete(Ok(self.buffer));
     }
