@@ -102,7 +102,7 @@ type Fields = [u64; 4];
 
 /// This rank's copy of the data in its slot, with the same alignment, which is enough for elements of every type.
 #[repr(align(64))]
-struct Said([u8; SMALL]);
+struct SlotData([u8; SMALL]);
 
 /// One rank's handle to the control block.
 pub struct ControlBlock {
@@ -113,8 +113,8 @@ pub struct ControlBlock {
     sequence: u64,
     /// A copy of this rank's own slot header and data of this call. Reading the slot would have to wait for cache lines
     /// that a peer's processor is reading.
-    word: Fields,
-    said: Box<Said>,
+    own_header: Fields,
+    own_data: Box<SlotData>,
     /// Bytes of this call's note. All ranks that make the same call have the same length.
     note: usize,
     /// Bytes of this call in this rank's own slot, including the note.
@@ -139,8 +139,8 @@ impl ControlBlock {
             waits: Waits::new(members.len()),
             members,
             sequence: 0,
-            word: Fields::default(),
-            said: Box::new(Said([0; SMALL])),
+            own_header: Fields::default(),
+            own_data: Box::new(SlotData([0; SMALL])),
             note: 0,
             in_own_slot: 0,
             staged: 0,
@@ -256,12 +256,12 @@ impl ControlBlock {
                 self.put(note.len(), bytes);
                 self.in_own_slot += bytes.len();
                 self.publish(call, Brings::Small, 0, bytes.len());
-                self.said.0[note.len()..self.in_own_slot].copy_from_slice(bytes);
+                self.own_data.0[note.len()..self.in_own_slot].copy_from_slice(bytes);
             }
             (None, None) => self.publish(call, Brings::Ordinary, 0, memory.len()),
         }
         // After publishing: no rank waits for this copy.
-        self.said.0[..note.len()].copy_from_slice(note);
+        self.own_data.0[..note.len()].copy_from_slice(note);
     }
 
     /// Copies `bytes` into the slot of a call that is not published yet.
@@ -280,8 +280,8 @@ impl ControlBlock {
     fn publish(&mut self, call: Call, brings: Brings, offset: usize, bytes: usize) {
         let (slot, own) = (self.slot(), self.own.mapping());
         let (first, second) = call.split_at(8);
-        self.word = [number(first), number(second), (offset | brings as usize) as u64, bytes as u64];
-        for (index, word) in self.word.into_iter().enumerate() {
+        self.own_header = [number(first), number(second), (offset | brings as usize) as u64, bytes as u64];
+        for (index, word) in self.own_header.into_iter().enumerate() {
             own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
         }
         // Sleeping ranks are woken in `meet`.
@@ -350,7 +350,7 @@ impl ControlBlock {
     /// A field of a member's header of this call.
     fn field(&self, member: usize, index: usize) -> u64 {
         if member == self.me {
-            return self.word[index];
+            return self.own_header[index];
         }
         self.members[member].word(self.slot() + 8 + 8 * index).load(Ordering::Relaxed)
     }
@@ -361,7 +361,7 @@ impl ControlBlock {
             return &[];
         }
         if member == self.me {
-            return &self.said.0[start..start + bytes];
+            return &self.own_data.0[start..start + bytes];
         }
         // SAFETY: in the member's slot. These bytes were published with the sequence number that this rank has seen.
         // They stay until this rank publishes the next call, which needs this borrow of the control block to end.
