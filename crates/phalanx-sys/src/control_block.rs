@@ -15,17 +15,17 @@
 //!
 //! All ranks of the control block make the same calls. At the start of a call each rank writes its slot header,
 //! publishes it with the sequence number, and waits for the headers of all ranks. Then every rank knows what all ranks
-//! call, and which memory they bring. If the data is small, it is in the slots, and the call is complete
+//! call, and which memory they give. If the data is small, it is in the slots, and the call is complete
 //! ([`ControlBlock::small`], [`SharedOperation::slots`]). Two slots are enough: a rank that writes call n+2 has seen
 //! all ranks' headers of call n+1, and a rank publishes that header only when it has finished call n. A rank does not
 //! read its own slot, but a copy: the slot's cache lines have moved to the processors of its readers.
 //!
-//! Larger data is read and written in place, if every rank brings a whole region of its arena
+//! Larger data is read and written in place, if every rank gives a whole region of its arena
 //! ([`SharedOperation::combine`], [`SharedOperation::read`]). The call ends when all ranks are done. Otherwise the data
 //! passes through the staging buffers ([`SharedOperation::stage`]). Either the others read a window
 //! ([`SharedOperation::take`]), or each of them changes its own block of it ([`SharedOperation::combine_staged`]), and
 //! the owner then finds the result where its input was ([`SharedOperation::take_back`]). The slot header says what each
-//! rank brings, so all ranks choose the same protocol.
+//! rank gives, so all ranks choose the same protocol.
 
 mod operation;
 mod wait;
@@ -68,17 +68,17 @@ pub(crate) const BYTES: usize = STAGING + BUFFERS * WINDOW - START;
 /// A call as the ranks compare it.
 pub type Call = [u8; 16];
 
-/// The kind of memory that a rank brings to a call. It is in the lowest bits of the header's offset.
+/// The kind of memory that a rank gives to a call. It is in the lowest bits of the header's offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Brings {
+enum MemoryKind {
     /// Memory that other ranks cannot access.
-    Ordinary = 0,
+    Unregistered = 0,
     /// A region that other ranks may write.
     Lent = 1,
     /// A region that other ranks may read.
     Shown = 2,
     /// Data in the slot.
-    Small = 3,
+    InSlot = 3,
 }
 
 /// Copies the first window of some memory into a staging buffer.
@@ -161,7 +161,7 @@ impl ControlBlock {
 
     /// A call with `bytes` in the slot, at most [`SMALL`]. Returns all members' slots when all have been published.
     pub fn small<E>(&mut self, call: Call, bytes: &[u8], watch: Watch<'_, E>) -> Result<Slots<'_>, E> {
-        self.bring(call, &[], bytes, None, Some(0..bytes.len()));
+        self.begin(call, &[], bytes, None, Some(0..bytes.len()));
         self.meet(watch)?;
         Ok(Slots { control_block: self })
     }
@@ -173,7 +173,7 @@ impl ControlBlock {
         others.filter_map(move |(index, member)| late(member).then_some(index))
     }
 
-    /// A call in which other ranks may write into `memory`, if it is a whole region and all ranks bring one of the same
+    /// A call in which other ranks may write into `memory`, if it is a whole region and all ranks give one of the same
     /// length. Otherwise the data is sent as `ordinary` says: in the slots, if all ranks do so and no rank lends a
     /// region; else in the windows that `work` stages.
     ///
@@ -201,7 +201,7 @@ impl ControlBlock {
             }
             Ordinary::InWindow(_) | Ordinary::Later => {}
         }
-        self.bring(call, &[], memory, region.map(|offset| (Brings::Lent, offset)), small);
+        self.begin(call, &[], memory, region.map(|offset| (MemoryKind::Lent, offset)), small);
         let windows = operation::Windows { ahead, results };
         let outcome = SharedOperation::hold(self, operation::Memory::InPlace(memory), windows, watch, work);
         match (lent, &outcome) {
@@ -231,18 +231,18 @@ impl ControlBlock {
         work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
         let region = self.own.find(memory);
-        self.bring(call, note, memory, region.map(|offset| (Brings::Shown, offset)), small);
+        self.begin(call, note, memory, region.map(|offset| (MemoryKind::Shown, offset)), small);
         let windows = operation::Windows { ahead: false, results: self.staged };
         SharedOperation::hold(self, operation::Memory::Apart(memory), windows, watch, work)
     }
 
     /// Begins a call, with a region if there is one.
-    fn bring(
+    fn begin(
         &mut self,
         call: Call,
         note: &[u8],
         memory: &[u8],
-        region: Option<(Brings, usize)>,
+        region: Option<(MemoryKind, usize)>,
         small: Option<Range<usize>>,
     ) {
         self.sequence += 1;
@@ -250,15 +250,15 @@ impl ControlBlock {
         self.in_own_slot = note.len();
         self.put(0, note);
         match (region, small) {
-            (Some((brings, offset)), _) => self.publish(call, brings, offset, memory.len()),
+            (Some((kind, offset)), _) => self.publish(call, kind, offset, memory.len()),
             (None, Some(part)) => {
                 let bytes = &memory[part];
                 self.put(note.len(), bytes);
                 self.in_own_slot += bytes.len();
-                self.publish(call, Brings::Small, 0, bytes.len());
+                self.publish(call, MemoryKind::InSlot, 0, bytes.len());
                 self.own_data.0[note.len()..self.in_own_slot].copy_from_slice(bytes);
             }
-            (None, None) => self.publish(call, Brings::Ordinary, 0, memory.len()),
+            (None, None) => self.publish(call, MemoryKind::Unregistered, 0, memory.len()),
         }
         // After publishing: no rank waits for this copy.
         self.own_data.0[..note.len()].copy_from_slice(note);
@@ -277,10 +277,10 @@ impl ControlBlock {
         SLOTS + (self.sequence % 2) as usize * SLOT
     }
 
-    fn publish(&mut self, call: Call, brings: Brings, offset: usize, bytes: usize) {
+    fn publish(&mut self, call: Call, kind: MemoryKind, offset: usize, bytes: usize) {
         let (slot, own) = (self.slot(), self.own.mapping());
         let (first, second) = call.split_at(8);
-        self.own_header = [number(first), number(second), (offset | brings as usize) as u64, bytes as u64];
+        self.own_header = [number(first), number(second), (offset | kind as usize) as u64, bytes as u64];
         for (index, word) in self.own_header.into_iter().enumerate() {
             own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
         }
@@ -389,7 +389,7 @@ impl<'a> Slots<'a> {
 
     /// The data in `member`'s slot. Empty if it is not there, which happens only if the calls differ.
     pub fn bytes(&self, member: usize) -> &'a [u8] {
-        match self.control_block.brings(member) == Brings::Small as u64 {
+        match self.control_block.memory_kind(member) == MemoryKind::InSlot as u64 {
             true => {
                 self.control_block.in_slot(member, self.control_block.note, self.control_block.length(member))
             }

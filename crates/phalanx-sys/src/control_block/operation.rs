@@ -4,10 +4,10 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{BUFFERS, Brings, Call, ControlBlock, DONE, STAGED, STAGING, Slots, TAKEN, WINDOW, Watch};
+use super::{BUFFERS, Call, ControlBlock, DONE, MemoryKind, STAGED, STAGING, Slots, TAKEN, WINDOW, Watch};
 use crate::arena::Arena;
 
-/// What this rank brings.
+/// The memory that this rank gives to the call.
 pub(super) enum Memory<'a> {
     InPlace(&'a mut [u8]),
     Apart(&'a [u8]),
@@ -99,12 +99,12 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     ) -> Result<R, E> {
         control_block.meet(&mut *watch)?;
         let apart = matches!(memory, Memory::Apart(_));
-        let small = |member| control_block.brings(member) == Brings::Small as u64;
+        let small = |member| control_block.memory_kind(member) == MemoryKind::InSlot as u64;
         let direct = |member| match &memory {
-            Memory::InPlace(memory) => {
-                control_block.region(member, Brings::Lent).is_some_and(|region| region.len() == memory.len())
-            }
-            Memory::Apart(_) => control_block.region(member, Brings::Shown).is_some(),
+            Memory::InPlace(memory) => control_block
+                .region(member, MemoryKind::Lent)
+                .is_some_and(|region| region.len() == memory.len()),
+            Memory::Apart(_) => control_block.region(member, MemoryKind::Shown).is_some(),
         };
         let all = |goes: &dyn Fn(usize) -> bool| {
             (0..control_block.members())
@@ -190,7 +190,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
                 if member == control_block.me {
                     return own.take();
                 }
-                let region = control_block.region(member, Brings::Lent).unwrap_or(0..0);
+                let region = control_block.region(member, MemoryKind::Lent).unwrap_or(0..0);
                 // SAFETY: every member has lent this region and waits until this rank is done. Each rank accesses only
                 // its own share, and shares of one length do not overlap. The regions of different members are in
                 // different arenas.
@@ -213,7 +213,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         );
         let regions: Vec<&[u8]> = (0..self.members())
             .map(|member| {
-                let region = self.control_block.region(member, Brings::Shown).unwrap_or(0..0);
+                let region = self.control_block.region(member, MemoryKind::Shown).unwrap_or(0..0);
                 // SAFETY: its owner lends it for reading, and waits until this rank is done. (A rank whose call failed
                 // does not wait. Then the data read is not used, because this call fails too: that rank is not done, or
                 // has withdrawn.)
@@ -311,22 +311,22 @@ fn window(number: u64) -> usize {
 }
 
 impl ControlBlock {
-    /// The kind of memory that `member` brings to this call, as a number.
-    pub(super) fn brings(&self, member: usize) -> u64 {
+    /// The kind of memory that `member` gives to this call, as a number.
+    pub(super) fn memory_kind(&self, member: usize) -> u64 {
         self.field(member, 2) & 3
     }
 
-    /// The length of the memory that `member` brings, as its header says.
+    /// The length of the memory that `member` gives, as its header says.
     pub(super) fn length(&self, member: usize) -> usize {
         usize::try_from(self.field(member, 3)).unwrap_or(usize::MAX)
     }
 
-    /// The range of the memory that `member` brings as `wanted`. None if it brings another kind, or if the range is not
+    /// The range of the memory that `member` gives as `wanted`. None if it gives another kind, or if the range is not
     /// valid.
-    pub(super) fn region(&self, member: usize, wanted: Brings) -> Option<Range<usize>> {
+    pub(super) fn region(&self, member: usize, wanted: MemoryKind) -> Option<Range<usize>> {
         let (word, bytes) = (self.field(member, 2), self.length(member));
         let offset = usize::try_from(word & !3).ok()?;
-        (self.brings(member) == wanted as u64 && self.members[member].holds(offset, bytes))
+        (self.memory_kind(member) == wanted as u64 && self.members[member].holds(offset, bytes))
             .then(|| offset..offset + bytes)
     }
 

@@ -198,7 +198,7 @@ fn who_has_not_come_is_known() {
 fn what_a_peer_does_to_a_slot_is_not_its_owner_s_own_word() {
     let mut blocks = blocks(2);
     let ((other, _), (mut control_block, _)) = (blocks.swap_remove(1), blocks.swap_remove(0));
-    control_block.bring(CALL, &[1; 8], &[7; 16], None, Some(4..12));
+    control_block.begin(CALL, &[1; 8], &[7; 16], None, Some(4..12));
     let slot = control_block.slot();
     for place in (slot + 8..slot + HEAD + 16).step_by(8) {
         other.members[0].word(place).store(u64::MAX, Ordering::Relaxed);
@@ -438,9 +438,9 @@ fn offsets_that_no_peer_can_have_are_no_region() {
     let peer = &control_block.members[1];
     let slot = control_block.slot();
     for (offset, bytes) in [(0, 8), (ARENA as u64, 8), (!3, 8), (ARENA as u64 - 4096, u64::MAX), (4096, 8)] {
-        peer.word(slot + 24).store(offset | Brings::Lent as u64, Ordering::Relaxed);
+        peer.word(slot + 24).store(offset | MemoryKind::Lent as u64, Ordering::Relaxed);
         peer.word(slot + 32).store(bytes, Ordering::Relaxed);
-        assert_eq!(control_block.region(1, Brings::Lent), None, "{offset} {bytes}");
+        assert_eq!(control_block.region(1, MemoryKind::Lent), None, "{offset} {bytes}");
     }
     assert_eq!(Slots { control_block: &control_block }.bytes(1), b"");
 }
