@@ -127,11 +127,11 @@ impl Arena {
         Ok(region)
     }
 
-    /// The offset of the region that is exactly `memory`. None if `memory` is a part of a region, ordinary memory, or
+    /// The offset of the region that is exactly `memory`. None if `memory` is a part of a region, unregistered memory, or
     /// cut off.
     pub(crate) fn find(&self, memory: &[u8]) -> Option<usize> {
         let offset = (memory.as_ptr() as usize).checked_sub(self.mapping.base.as_ptr() as usize)?;
-        // Before the lock: ordinary memory does not need it.
+        // Before the lock: unregistered memory does not need it.
         if offset >= self.bytes() {
             return None;
         }

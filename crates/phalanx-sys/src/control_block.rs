@@ -84,8 +84,8 @@ enum MemoryKind {
 /// Copies the first window of some memory into a staging buffer.
 pub type Fill<'a, E> = &'a dyn Fn(&[u8], &mut [u8]) -> Result<(), E>;
 
-/// How ordinary memory is sent when a call begins.
-pub enum Ordinary<'a, E> {
+/// How unregistered memory is sent when a call begins.
+pub enum Unregistered<'a, E> {
     /// This part of it is copied into the slot. No other rank needs the rest.
     InSlot(Range<usize>),
     /// The first window is staged before the call is published, which saves a wait for it.
@@ -174,7 +174,7 @@ impl ControlBlock {
     }
 
     /// A call in which other ranks may write into `memory`, if it is a whole region and all ranks give one of the same
-    /// length. Otherwise the data is sent as `ordinary` says: in the slots, if all ranks do so and no rank lends a
+    /// length. Otherwise the data is sent as `unregistered` says: in the slots, if all ranks do so and no rank lends a
     /// region; else in the windows that `work` stages.
     ///
     /// After an error the region is cut off, so that a peer that is still working on the call does no harm. If that
@@ -183,7 +183,7 @@ impl ControlBlock {
         &mut self,
         call: Call,
         memory: &mut [u8],
-        ordinary: Ordinary<'_, E>,
+        unregistered: Unregistered<'_, E>,
         watch: Watch<'_, E>,
         work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
@@ -191,15 +191,15 @@ impl ControlBlock {
         let lent = region.map(|offset| operation::Lent::new(self.own.clone(), offset));
         let results = self.staged;
         let (mut small, mut ahead) = (None, false);
-        match ordinary {
-            Ordinary::InSlot(part) => small = Some(part),
-            Ordinary::InWindow(fill) if region.is_none() => {
+        match unregistered {
+            Unregistered::InSlot(part) => small = Some(part),
+            Unregistered::InWindow(fill) if region.is_none() => {
                 self.stage(&mut *watch, |window| fill(memory, window))?;
                 // Published together with the call: no rank waits for it earlier.
                 self.own.mapping().word(STAGED).store(self.staged, Ordering::Release);
                 ahead = true;
             }
-            Ordinary::InWindow(_) | Ordinary::Later => {}
+            Unregistered::InWindow(_) | Unregistered::Later => {}
         }
         self.begin(call, &[], memory, region.map(|offset| (MemoryKind::Lent, offset)), small);
         let windows = operation::Windows { ahead, results };

@@ -22,7 +22,7 @@ pub struct Part {
 enum Whole {
     Region(Region),
     /// Kept only to be dropped.
-    Ordinary(#[expect(dead_code)] Box<dyn Send + Sync>),
+    Owned(#[expect(dead_code)] Box<dyn Send + Sync>),
 }
 
 /// The assumptions of the next two implementations.
@@ -55,7 +55,7 @@ impl Part {
     ) -> Vec<Self> {
         let mut elements = Box::new(elements);
         let (base, bytes) = (elements.as_mut_ptr().cast(), size_of_val(elements.as_slice()));
-        Self::split(Whole::Ordinary(elements), base, bytes, places)
+        Self::split(Whole::Owned(elements), base, bytes, places)
     }
 
     /// `base` points to the `bytes` of `whole`. Any bits must be a valid value, and only these parts may use them from

@@ -62,7 +62,7 @@ pub struct Buffer {
 }
 
 enum Storage {
-    Ordinary(AlignedBytes),
+    Unregistered(AlignedBytes),
     /// A group's registered memory, which the other ranks of this host reach.
     Registered(Region),
 }
@@ -75,7 +75,7 @@ impl Buffer {
     pub fn zeroed(dtype: DType, elements: usize) -> Self {
         // If it wrapped around, a short buffer would be taken for a long one.
         let bytes = AlignedBytes::zeroed(elements.saturating_mul(dtype.size()));
-        Self { storage: Storage::Ordinary(bytes), dtype }
+        Self { storage: Storage::Unregistered(bytes), dtype }
     }
 
     /// A copy of `elements`.
@@ -126,7 +126,7 @@ impl Buffer {
     /// Its memory.
     pub fn as_bytes(&self) -> &[u8] {
         match &self.storage {
-            Storage::Ordinary(bytes) => bytes.as_slice(),
+            Storage::Unregistered(bytes) => bytes.as_slice(),
             Storage::Registered(region) => region.as_slice(),
         }
     }
@@ -134,7 +134,7 @@ impl Buffer {
     /// Its memory, for writing.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.storage {
-            Storage::Ordinary(bytes) => bytes.as_mut_slice(),
+            Storage::Unregistered(bytes) => bytes.as_mut_slice(),
             Storage::Registered(region) => region.as_mut_slice(),
         }
     }
@@ -145,7 +145,7 @@ impl Buffer {
     /// If places overlap, do not ascend, or lie beyond the end.
     pub fn split(self, places: impl IntoIterator<Item = Range<usize>>) -> Vec<BufferPart> {
         let parts = match self.storage {
-            Storage::Ordinary(bytes) => Part::of_vec(bytes.lines, places),
+            Storage::Unregistered(bytes) => Part::of_vec(bytes.lines, places),
             Storage::Registered(region) => Part::of_region(region, places),
         };
         parts.into_iter().map(BufferPart).collect()
@@ -188,7 +188,7 @@ impl BufferPart {
 }
 
 impl Clone for Buffer {
-    /// A copy in ordinary memory, which cannot fail as [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) can.
+    /// A copy in unregistered memory, which cannot fail as [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) can.
     fn clone(&self) -> Self {
         let mut copy = Self::zeroed(self.dtype, self.len());
         copy.as_bytes_mut().copy_from_slice(self.as_bytes());

@@ -84,7 +84,7 @@ fn combine(mut control_block: ControlBlock) {
         let region = unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) };
         region.fill(call);
         control_block
-            .in_place(CALL, region, Ordinary::Later, &mut go_on, |operation| {
+            .in_place(CALL, region, Unregistered::Later, &mut go_on, |operation| {
                 assert_eq!(operation.protocol(), Protocol::Direct);
                 operation.combine(ranks, SHARE, |shares| {
                     let sum = shares.iter().map(|share| share[0]).sum();
@@ -136,7 +136,7 @@ fn stage(mut control_block: ControlBlock) {
     let mut memory = [0];
     let first = filled_with(control_block.me() as u8);
     let outcome =
-        control_block.in_place(CALL, &mut memory, Ordinary::InWindow(&first), &mut go_on, |operation| {
+        control_block.in_place(CALL, &mut memory, Unregistered::InWindow(&first), &mut go_on, |operation| {
             let me = operation.me() as u8;
             operation.stage(|_, _| unreachable!("it is staged already"))?;
             for window in 0..3 {
@@ -165,7 +165,7 @@ fn combine_staged(mut control_block: ControlBlock) {
     let mut memory = [0];
     let first = filled_with(control_block.me() as u8);
     let outcome =
-        control_block.in_place(CALL, &mut memory, Ordinary::InWindow(&first), &mut go_on, |operation| {
+        control_block.in_place(CALL, &mut memory, Unregistered::InWindow(&first), &mut go_on, |operation| {
             let (me, other) = (operation.me(), 1 - operation.me());
             let take_back = |operation: &mut SharedOperation<'_, '_, Infallible>, window: u8| {
                 operation.take_back(|staged, _| {

@@ -77,7 +77,7 @@ fn regions_are_combined_where_they_are() {
             for round in 0..100 {
                 region.as_mut_slice().fill(1 + control_block.me() as u8 + round);
                 control_block
-                    .in_place(CALL, region.as_mut_slice(), Ordinary::Later, &mut go_on, |operation| {
+                    .in_place(CALL, region.as_mut_slice(), Unregistered::Later, &mut go_on, |operation| {
                         assert_eq!(operation.protocol(), Protocol::Direct);
                         operation.combine(3, 64, add);
                         Ok(())
@@ -108,21 +108,23 @@ fn regions_are_read_where_they_are() {
 fn what_is_no_whole_region_on_every_rank_is_staged() {
     run(2, |control_block, arena| {
         let mut region = filled(arena, 10_000, 1);
-        let mut ordinary = vec![1; 10_000];
+        let mut unregistered = vec![1; 10_000];
         let length = 10_000 - control_block.me();
         let memories: [&mut [u8]; 2] = [
-            if control_block.me() == 0 { region.as_mut_slice() } else { &mut ordinary },
+            if control_block.me() == 0 { region.as_mut_slice() } else { &mut unregistered },
             &mut [0; 10_000][..length],
         ];
         for memory in memories {
-            let protocol = control_block
-                .in_place(CALL, memory, Ordinary::Later, &mut go_on, |operation| Ok(operation.protocol()));
+            let protocol =
+                control_block.in_place(CALL, memory, Unregistered::Later, &mut go_on, |operation| {
+                    Ok(operation.protocol())
+                });
             assert_eq!(protocol, Ok(Protocol::Staged));
         }
         let shorter = filled(arena, length, 1);
         let mut lent = filled(arena, length, 1);
         let lent =
-            control_block.in_place(CALL, lent.as_mut_slice(), Ordinary::Later, &mut go_on, |operation| {
+            control_block.in_place(CALL, lent.as_mut_slice(), Unregistered::Later, &mut go_on, |operation| {
                 Ok(operation.protocol())
             });
         assert_eq!(lent, Ok(Protocol::Staged), "they differ in length");
@@ -135,17 +137,18 @@ fn what_is_no_whole_region_on_every_rank_is_staged() {
 #[test]
 fn few_bytes_of_ordinary_memory_travel_in_the_slots_if_nobody_lends() {
     run(2, |control_block, arena| {
-        let mut ordinary = vec![control_block.me() as u8; 100];
+        let mut unregistered = vec![control_block.me() as u8; 100];
         let read = |operation: &mut SharedOperation<'_, '_, String>| {
             assert_eq!(operation.protocol(), Protocol::Small);
             Ok(operation.slots(|slots, memory| [slots.bytes(0)[0], slots.bytes(1)[9], memory[0]]))
         };
-        let seen = control_block.in_place(CALL, &mut ordinary, Ordinary::InSlot(50..60), &mut go_on, read);
+        let seen =
+            control_block.in_place(CALL, &mut unregistered, Unregistered::InSlot(50..60), &mut go_on, read);
         assert_eq!(seen, Ok([0, 1, control_block.me() as u8]));
         let mut region = filled(arena, 100, 1);
-        let memory = if control_block.me() == 0 { region.as_mut_slice() } else { &mut ordinary };
+        let memory = if control_block.me() == 0 { region.as_mut_slice() } else { &mut unregistered };
         let protocol =
-            control_block.in_place(CALL, memory, Ordinary::InSlot(0..100), &mut go_on, |operation| {
+            control_block.in_place(CALL, memory, Unregistered::InSlot(0..100), &mut go_on, |operation| {
                 Ok(operation.protocol())
             });
         assert_eq!(protocol, Ok(Protocol::Staged));
@@ -211,7 +214,7 @@ fn what_a_peer_does_to_a_slot_is_not_its_owner_s_own_word() {
 fn windows_pass_in_order() {
     run(3, |control_block, _| {
         let mut memory = vec![control_block.me() as u8; 8];
-        let sums = control_block.in_place(CALL, &mut memory, Ordinary::Later, &mut go_on, |operation| {
+        let sums = control_block.in_place(CALL, &mut memory, Unregistered::Later, &mut go_on, |operation| {
             let mut sums = Vec::new();
             let fill = |window: u8| {
                 move |memory: &[u8], staged: &mut [u8]| {
@@ -250,8 +253,8 @@ fn windows_are_combined_by_all_and_come_back() {
                 staged.fill(me as u8);
                 Ok(())
             };
-            let ordinary = if ahead { Ordinary::InWindow(&fill) } else { Ordinary::Later };
-            let outcome = control_block.in_place(CALL, &mut [0; 8], ordinary, &mut go_on, |operation| {
+            let unregistered = if ahead { Unregistered::InWindow(&fill) } else { Unregistered::Later };
+            let outcome = control_block.in_place(CALL, &mut [0; 8], unregistered, &mut go_on, |operation| {
                 let take_back = |operation: &mut SharedOperation<'_, '_, String>, number: u8| {
                     operation.take_back(|window, _| {
                         for other in (0..RANKS).filter(|other| *other != me) {
@@ -316,14 +319,18 @@ fn after_a_failed_call_late_peers_do_not_reach_the_region() {
     let mut blocks = blocks(2);
     let ((mut late, other), (mut control_block, arena)) = (blocks.swap_remove(1), blocks.swap_remove(0));
     let mut region = filled(&arena, 10_000, 1);
-    let outcome =
-        control_block
-            .in_place(CALL, region.as_mut_slice(), Ordinary::Later, &mut |_| Err("enough"), |_| Ok(()));
+    let outcome = control_block.in_place(
+        CALL,
+        region.as_mut_slice(),
+        Unregistered::Later,
+        &mut |_| Err("enough"),
+        |_| Ok(()),
+    );
     assert_eq!(outcome, Err("enough"));
     // The peer reads the header in the slot, sees that the region is lent, and writes.
     let mut own = filled(&other, 10_000, 1);
     let mut watch = |_| Err("nobody is done any more");
-    let outcome = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |operation| {
+    let outcome = late.in_place(CALL, own.as_mut_slice(), Unregistered::Later, &mut watch, |operation| {
         assert_eq!(operation.protocol(), Protocol::Direct);
         operation.combine(2, 64, |shares| shares.iter_mut().for_each(|share| share.fill(9)));
         Ok(())
@@ -390,10 +397,11 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
                 ended.set(ended.get() || end.try_recv().is_ok());
                 if ended.get() { Err("the third rank has its result") } else { Ok(()) }
             };
-            let outcome = late.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |operation| {
-                failure.recv().unwrap();
-                combine(operation)
-            });
+            let outcome =
+                late.in_place(CALL, own.as_mut_slice(), Unregistered::Later, &mut watch, |operation| {
+                    failure.recv().unwrap();
+                    combine(operation)
+                });
             assert_eq!(outcome, Err("the third rank has its result"));
         });
         scope.spawn(move || {
@@ -411,7 +419,7 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
                 _ => Ok(()),
             };
             let outcome =
-                waits.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, |operation| {
+                waits.in_place(CALL, own.as_mut_slice(), Unregistered::Later, &mut watch, |operation| {
                     combined.set(true);
                     combine(operation)
                 });
@@ -425,7 +433,8 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
                 enough.set(enough.get() || waits_alone.try_recv().is_ok());
                 if enough.get() { Err("enough") } else { Ok(()) }
             };
-            let outcome = gives_up.in_place(CALL, own.as_mut_slice(), Ordinary::Later, &mut watch, combine);
+            let outcome =
+                gives_up.in_place(CALL, own.as_mut_slice(), Unregistered::Later, &mut watch, combine);
             assert_eq!(outcome, Err("enough"));
             failed.send(()).unwrap();
         });

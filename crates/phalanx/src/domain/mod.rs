@@ -24,7 +24,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use phalanx_sys::arena::Arena;
-use phalanx_sys::control_block::{ControlBlock, Ordinary, Protocol};
+use phalanx_sys::control_block::{ControlBlock, Protocol, Unregistered};
 
 #[cfg(any(test, fuzzing))]
 pub(crate) use self::connect::fuzz;
@@ -165,8 +165,8 @@ impl Domain {
             staged::ahead(job, kind, memory, window);
             Ok(())
         };
-        let ordinary = small.map_or(Ordinary::InWindow(&ahead), Ordinary::InSlot);
-        self.control_block.in_place(encoded, data, ordinary, &mut watch, |operation| {
+        let unregistered = small.map_or(Unregistered::InWindow(&ahead), Unregistered::InSlot);
+        self.control_block.in_place(encoded, data, unregistered, &mut watch, |operation| {
             (0..job.ranks).try_for_each(|index| check(index, operation.call(index)))?;
             match operation.protocol() {
                 Protocol::Direct => direct::in_place(operation, job, kind),

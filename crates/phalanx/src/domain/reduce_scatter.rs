@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::control_block::{Ordinary, Protocol, SharedOperation, share};
+use phalanx_sys::control_block::{Protocol, SharedOperation, Unregistered, share};
 
 use super::{Domain, Job, LINE, compare, direct, encoded_call, staged, watch};
 use crate::collective::kernel::Fold;
@@ -78,7 +78,7 @@ impl Domain {
             (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
         let job = Job { call, me: self.control_block.me(), ranks: members.len(), root: 0 };
         let mut watch = |missing: usize| watch(health, members[missing], patience);
-        self.control_block.in_place(encoded, data, Ordinary::Later, &mut watch, |operation| {
+        self.control_block.in_place(encoded, data, Unregistered::Later, &mut watch, |operation| {
             (0..job.ranks).try_for_each(|index| {
                 compare(rank, call, sequence, members[index], &encoded, operation.call(index))
             })?;

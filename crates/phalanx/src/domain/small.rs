@@ -16,7 +16,7 @@ const ALTOGETHER: usize = 2 * SMALL;
 /// The most bytes of an `all_reduce` of two ranks. Above, each of them combines one half, which takes one more wait.
 const PAIR: usize = 4 << 10;
 
-/// The part of a rank's memory of `length` bytes that this protocol sends, if it is ordinary memory. None if it is too
+/// The part of a rank's memory of `length` bytes that this protocol sends, if it is unregistered memory. None if it is too
 /// large, with a note of `note` bytes.
 pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>> {
     let own = match job.call.operation {
