@@ -3,7 +3,7 @@
 use std::env;
 use std::time::{Duration, Instant};
 
-use phalanx::env::{LaunchEnv, Meeting};
+use phalanx::env::{LaunchEnv, RendezvousEndpoint};
 use phalanx::store::{Store, TcpStore};
 use phalanx::{Credentials, Deadline, Result};
 
@@ -45,9 +45,11 @@ impl Place {
     /// Where the launcher serves a store, if it does.
     pub fn store(&self) -> Option<String> {
         let env = self.env().filter(|env| env.agent_store)?;
-        match &env.meeting {
-            Meeting::Master { address, port } if address.contains(':') => Some(format!("[{address}]:{port}")),
-            Meeting::Master { address, port } => Some(format!("{address}:{port}")),
+        match &env.rendezvous {
+            RendezvousEndpoint::Master { address, port } if address.contains(':') => {
+                Some(format!("[{address}]:{port}"))
+            }
+            RendezvousEndpoint::Master { address, port } => Some(format!("{address}:{port}")),
             _ => None,
         }
     }
@@ -60,12 +62,12 @@ pub(super) fn look(report: &mut Report, place: &Place) {
     match &place.0 {
         Ok(None) => report.good("init", "a world of one"),
         Ok(Some(env)) => {
-            let meeting = match &env.meeting {
-                Meeting::Master { address, port } => format!("at {address}, port {port}"),
-                Meeting::Url(url) => format!("at {url}"),
+            let rendezvous = match &env.rendezvous {
+                RendezvousEndpoint::Master { address, port } => format!("at {address}, port {port}"),
+                RendezvousEndpoint::Url(url) => format!("at {url}"),
                 _ => "none, a world of one".to_owned(),
             };
-            report.good("init", format!("rank {} of {}; rendezvous: {meeting}", env.rank, env.world_size));
+            report.good("init", format!("rank {} of {}; rendezvous: {rendezvous}", env.rank, env.world_size));
         }
         Err(error) => {
             report.bad("init", error.to_string(), "set what is missing, or unset what is left over")

@@ -98,7 +98,7 @@ impl Launched {
 /// down: it says nothing of the key.
 pub(crate) fn job_name() -> Result<Option<String>> {
     let Some(Launched { env, .. }) = Launched::from_process()? else { return Ok(None) };
-    let known = format!("{:?} {:?}", env.run_id, env.meeting);
+    let known = format!("{:?} {:?}", env.run_id, env.rendezvous);
     let secret = Secret::new(JobKey::from_env()?.as_ref(), "phalanx job name", known.as_bytes());
     Ok(Some(secret.tag("name", &[])[..16].iter().map(|byte| format!("{byte:02x}")).collect()))
 }

@@ -14,7 +14,7 @@ use super::options::{Launched, Options};
 use super::round_store::{self, RoundStore};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::env::Meeting;
+use crate::env::RendezvousEndpoint;
 use crate::error::{Error, Kind, Result};
 use crate::group::ProcessGroup;
 use crate::host;
@@ -81,7 +81,7 @@ impl Session {
     /// Connects to the job's store, and wants to take part.
     pub(super) fn start(launched: &Launched, options: &Options) -> Result<Self> {
         let Launched { env, settings } = launched;
-        let Meeting::Master { address, port } = &env.meeting else {
+        let RendezvousEndpoint::Master { address, port } = &env.rendezvous else {
             return Err(Error::environment("an elastic job needs MASTER_ADDR and MASTER_PORT")
                 .with_remedy("start it with `phalanx run --min-np`"));
         };

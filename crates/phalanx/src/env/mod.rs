@@ -55,8 +55,8 @@ pub struct LaunchEnv {
     pub local_world_size: Option<u32>,
     /// `GROUP_RANK`: the index of this host among the hosts, if known.
     pub group_rank: Option<u32>,
-    /// Where the ranks meet.
-    pub meeting: Meeting,
+    /// Where the rendezvous of the ranks is (torchrun: the end point).
+    pub rendezvous: RendezvousEndpoint,
     /// `PHALANX_BIND`: the address at which rank 0 listens, if it serves the store, instead of `MASTER_ADDR`. An
     /// unspecified address (`0.0.0.0`) opens the store to every network of the host: give the ranks a
     /// [key](crate::JobKey) then.
@@ -69,10 +69,10 @@ pub struct LaunchEnv {
     pub agent_store: bool,
 }
 
-/// Where ranks meet.
+/// Where the rendezvous of the ranks is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Meeting {
+pub enum RendezvousEndpoint {
     /// At the store at `MASTER_ADDR` and `MASTER_PORT`.
     Master {
         /// The store's host.
@@ -82,8 +82,8 @@ pub enum Meeting {
     },
     /// At the URL in `PHALANX_RENDEZVOUS`: `tcp://host:port` or `file:///path`.
     Url(String),
-    /// Nowhere: there is only one rank.
-    Nowhere,
+    /// There is only one rank.
+    NotNeeded,
 }
 
 /// Does the job continue when workers die, so that generations count groups and not restarts?
@@ -127,27 +127,27 @@ impl LaunchEnv {
             return Ok(None);
         }
         let agent_store = variables.flag("TORCHELASTIC_USE_AGENT_STORE")?;
-        let meeting = match (&place, url) {
+        let rendezvous = match (&place, url) {
             (_, Some(url)) if !agent_store => {
                 check_url(&url)?;
-                Some(Meeting::Url(url))
+                Some(RendezvousEndpoint::Url(url))
             }
-            (Some(place), _) if place.world_size.1 == 1 => Some(Meeting::Nowhere),
+            (Some(place), _) if place.world_size.1 == 1 => Some(RendezvousEndpoint::NotNeeded),
             (Some(place), _) if variables.text("MASTER_ADDR").is_none() => {
-                foreign::shared_file(&variables, place).map(Meeting::Url)
+                foreign::shared_file(&variables, place).map(RendezvousEndpoint::Url)
             }
             _ => None,
         };
-        let required = match (&place, &meeting) {
+        let required = match (&place, &rendezvous) {
             (Some(_), Some(_)) => &[],
             (Some(_), None) => &REQUIRED[2..],
             (None, Some(_)) => &REQUIRED[..2],
             (None, None) => &REQUIRED[..],
         };
         variables.require(required)?;
-        let meeting = match meeting {
-            Some(meeting) => meeting,
-            None => Meeting::Master {
+        let rendezvous = match rendezvous {
+            Some(rendezvous) => rendezvous,
+            None => RendezvousEndpoint::Master {
                 address: variables.text("MASTER_ADDR").unwrap_or_default(),
                 port: variables.parse("MASTER_PORT")?,
             },
@@ -174,7 +174,7 @@ impl LaunchEnv {
             local_rank: place.local_rank,
             local_world_size: place.local_world_size,
             group_rank: place.node,
-            meeting,
+            rendezvous,
             bind: variables.parse_optional("PHALANX_BIND")?,
             restart_count: Generation(variables.parse_optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0)),
             run_id: variables.text("TORCHELASTIC_RUN_ID"),
@@ -361,7 +361,7 @@ mod tests {
     fn the_four_variables_are_enough() {
         let env = parse(&FULL).unwrap().unwrap();
         assert_eq!((env.rank.get(), env.world_size.get()), (1, 2));
-        assert_eq!(env.meeting, Meeting::Master { address: "localhost".into(), port: 29500 });
+        assert_eq!(env.rendezvous, RendezvousEndpoint::Master { address: "localhost".into(), port: 29500 });
         assert_eq!((env.local_rank, env.restart_count, env.agent_store), (None, Generation(0), false));
     }
 
@@ -443,7 +443,7 @@ mod tests {
             assert!(error.remedy().unwrap().contains("PHALANX_RENDEZVOUS"));
             let shared = ("PHALANX_RENDEZVOUS", "file:///shared/job7");
             let env = parse(&[launcher, &[shared]].concat()).unwrap().unwrap();
-            assert_eq!(env.meeting, Meeting::Url(shared.1.into()));
+            assert_eq!(env.rendezvous, RendezvousEndpoint::Url(shared.1.into()));
             // torchrun's variables, if they are there, have priority.
             let env = parse(&[launcher, &FULL[..]].concat()).unwrap().unwrap();
             assert_eq!((env.rank.get(), env.world_size.get()), (1, 2));
@@ -457,7 +457,7 @@ mod tests {
             None
         );
         let alone = parse(&[("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")]).unwrap().unwrap();
-        assert_eq!(alone.meeting, Meeting::Nowhere);
+        assert_eq!(alone.rendezvous, RendezvousEndpoint::NotNeeded);
     }
 
     #[test]
@@ -471,7 +471,7 @@ mod tests {
             ]
         };
         let env = parse(&job("2")).unwrap().unwrap();
-        assert_eq!(env.meeting, Meeting::Url("file:///run/ompi.7/phalanx".into()));
+        assert_eq!(env.rendezvous, RendezvousEndpoint::Url("file:///run/ompi.7/phalanx".into()));
         assert!(parse(&job("1")).is_err());
     }
 
@@ -483,7 +483,7 @@ mod tests {
             ("PHALANX_BIND", "0.0.0.0"),
         ];
         let env = parse(&with(&extra)).unwrap().unwrap();
-        assert!(matches!(env.meeting, Meeting::Master { .. }));
+        assert!(matches!(env.rendezvous, RendezvousEndpoint::Master { .. }));
         assert_eq!(env.bind, Some("0.0.0.0".parse().unwrap()));
     }
 

@@ -4,7 +4,7 @@ use super::arrival::Identity;
 use super::{RankConfig, Rendezvous, Url, file, tcp};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::env::{LaunchEnv, Meeting};
+use crate::env::{LaunchEnv, RendezvousEndpoint};
 use crate::error::{Error, Result};
 use crate::store::host_port;
 
@@ -27,20 +27,20 @@ pub(super) fn join(
         true => tcp::Host::Elsewhere,
         false => tcp::Host::Rank0 { bind: env.bind },
     };
-    match &env.meeting {
-        Meeting::Master { port: 0, .. } => {
+    match &env.rendezvous {
+        RendezvousEndpoint::Master { port: 0, .. } => {
             Err(Error::environment("MASTER_PORT=0: the other ranks cannot know which port that becomes")
                 .with_remedy("set MASTER_PORT to the same free port for every rank"))
         }
-        Meeting::Master { address, port } => {
+        RendezvousEndpoint::Master { address, port } => {
             tcp::join(&host_port(address, *port), host, &place, me, deadline)
         }
-        Meeting::Url(url) => match Url::parse(url)? {
+        RendezvousEndpoint::Url(url) => match Url::parse(url)? {
             Url::Tcp(address) => tcp::join(&address, host, &place, me, deadline),
             Url::File(path) => file::join(&path, &place, me, deadline),
-            Url::Env => Err(Error::environment("PHALANX_RENDEZVOUS=env:// says nothing")
+            Url::Env => Err(Error::environment("PHALANX_RENDEZVOUS=env:// names no end point")
                 .with_remedy("use tcp://host:port or file:///path")),
         },
-        Meeting::Nowhere => Ok(place.alone()),
+        RendezvousEndpoint::NotNeeded => Ok(place.alone()),
     }
 }
