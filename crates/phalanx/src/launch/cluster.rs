@@ -19,11 +19,11 @@ pub enum Hosting {
     WhoeverCan,
 }
 
-/// Where the launchers meet.
+/// What serves the rendezvous of the launchers (torchrun: --rdzv-backend).
 #[derive(Clone, Debug)]
-pub(super) enum Meeting {
+pub(super) enum RendezvousBackend {
     /// At a store that one of them serves. Nothing goes on without that one.
-    Served { host: String, port: u16, hosting: Hosting },
+    Store { host: String, port: u16, hosting: Hosting },
     /// In an etcd cluster.
     #[cfg(feature = "etcd")]
     Etcd(String),
@@ -40,7 +40,7 @@ pub struct Cluster {
     pub(super) min_nodes: u32,
     pub(super) max_nodes: u32,
     pub(super) place: Option<u32>,
-    pub(super) meeting: Meeting,
+    pub(super) backend: RendezvousBackend,
     pub(super) local_addr: Option<String>,
     pub(super) bind: Option<IpAddr>,
     pub(super) keep_alive: (Duration, u32),
@@ -58,28 +58,32 @@ impl Cluster {
             .with_remedy("give every node the same free port"));
         }
         let host = host.into().trim_matches(['[', ']']).to_owned();
-        Self::meeting(min_nodes, max_nodes, Meeting::Served { host, port, hosting: Hosting::WhoeverCan })
+        Self::with_backend(
+            min_nodes,
+            max_nodes,
+            RendezvousBackend::Store { host, port, hosting: Hosting::WhoeverCan },
+        )
     }
 
     /// The same, but the launchers meet in the etcd cluster whose members are `endpoints`, `host:port,host:port`: any of
     /// them may be lost, also the first.
     #[cfg(feature = "etcd")]
     pub fn etcd(min_nodes: u32, max_nodes: u32, endpoints: impl Into<String>) -> Result<Self> {
-        Self::meeting(min_nodes, max_nodes, Meeting::Etcd(endpoints.into()))
+        Self::with_backend(min_nodes, max_nodes, RendezvousBackend::Etcd(endpoints.into()))
     }
 
     /// The same, in a file at `path`, on a disk that all nodes share and whose locks hold for all.
     pub fn file(min_nodes: u32, max_nodes: u32, path: impl Into<PathBuf>) -> Result<Self> {
-        Self::meeting(min_nodes, max_nodes, Meeting::File(path.into()))
+        Self::with_backend(min_nodes, max_nodes, RendezvousBackend::File(path.into()))
     }
 
     /// The node that serves the store, as [`Event::Serving`](super::Event::Serving) says at which port: any that is free.
     pub(super) fn at_any_port(nodes: u32, host: impl Into<String>) -> Result<Self> {
-        let meeting = Meeting::Served { host: host.into(), port: 0, hosting: Hosting::Serve };
-        Self::meeting(nodes, nodes, meeting)
+        let backend = RendezvousBackend::Store { host: host.into(), port: 0, hosting: Hosting::Serve };
+        Self::with_backend(nodes, nodes, backend)
     }
 
-    fn meeting(min_nodes: u32, max_nodes: u32, meeting: Meeting) -> Result<Self> {
+    fn with_backend(min_nodes: u32, max_nodes: u32, backend: RendezvousBackend) -> Result<Self> {
         if min_nodes == 0 || min_nodes > max_nodes {
             let cause = format!("{min_nodes} to {max_nodes} nodes");
             return Err(Error::invalid_argument(cause).with_remedy("give one number, or MIN:MAX"));
@@ -88,7 +92,7 @@ impl Cluster {
             min_nodes,
             max_nodes,
             place: None,
-            meeting,
+            backend,
             local_addr: None,
             bind: None,
             keep_alive: (Duration::from_secs(1), 5),
@@ -106,7 +110,7 @@ impl Cluster {
 
     /// Who serves the store at which the launchers meet, if one of them does; whoever can, if not given.
     pub fn hosting(mut self, serving: Hosting) -> Self {
-        if let Meeting::Served { hosting, .. } = &mut self.meeting {
+        if let RendezvousBackend::Store { hosting, .. } = &mut self.backend {
             *hosting = serving;
         }
         self
@@ -146,11 +150,11 @@ impl Cluster {
 
     /// Where the launchers meet, as errors name it.
     pub(super) fn endpoint(&self) -> String {
-        match &self.meeting {
-            Meeting::Served { host, port, .. } => host_port(host, *port),
+        match &self.backend {
+            RendezvousBackend::Store { host, port, .. } => host_port(host, *port),
             #[cfg(feature = "etcd")]
-            Meeting::Etcd(endpoints) => endpoints.clone(),
-            Meeting::File(path) => path.display().to_string(),
+            RendezvousBackend::Etcd(endpoints) => endpoints.clone(),
+            RendezvousBackend::File(path) => path.display().to_string(),
         }
     }
 

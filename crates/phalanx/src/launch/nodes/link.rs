@@ -18,7 +18,7 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
-use crate::launch::cluster::{Cluster, Hosting, Meeting};
+use crate::launch::cluster::{Cluster, Hosting, RendezvousBackend};
 use crate::log::{Heartbeats, Log, Mac, Participant, Replica, View};
 use crate::poll::wake_pipe;
 #[cfg(feature = "etcd")]
@@ -204,8 +204,8 @@ fn meet(
     replica: &Replica<MembershipState>,
     deadline: Deadline,
 ) -> Result<MeetingStore> {
-    let (store, address): (SharedStore, Option<IpAddr>) = match &cluster.meeting {
-        Meeting::Served { host, port, hosting } => {
+    let (store, address): (SharedStore, Option<IpAddr>) = match &cluster.backend {
+        RendezvousBackend::Store { host, port, hosting } => {
             let server = serve(cluster, access, *port, *hosting, deadline)?;
             let here = server.as_ref().map(TcpStoreServer::reachable_addr);
             let store = Arc::new(connect(cluster, access.credentials(), here, replica, deadline)?);
@@ -214,12 +214,14 @@ fn meet(
             return Ok(MeetingStore { store, has_host: server.is_none(), server, spot });
         }
         #[cfg(feature = "etcd")]
-        Meeting::Etcd(endpoints) => {
+        RendezvousBackend::Etcd(endpoints) => {
             let store = EtcdStore::open(endpoints, job, deadline)?;
             let address = store.local_address();
             (Arc::new(store), address)
         }
-        Meeting::File(path) => (Arc::new(FileStore::meet(path, cluster.silence(), deadline)?), None),
+        RendezvousBackend::File(path) => {
+            (Arc::new(FileStore::meet(path, cluster.silence(), deadline)?), None)
+        }
     };
     let name = cluster.local_addr.clone().or_else(|| address.map(|address| address.to_string()));
     let name = name.unwrap_or_else(host::name);

@@ -13,7 +13,7 @@ use super::{AttemptEnd, Gathered, Nodes, Settled};
 use crate::error::{Error, Kind, Result};
 use crate::host;
 use crate::launch::attempts::Control;
-use crate::launch::cluster::{Cluster, Meeting};
+use crate::launch::cluster::{Cluster, RendezvousBackend};
 use crate::launch::event::Event;
 use crate::launch::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::launch::job::Job;
@@ -113,7 +113,7 @@ impl<'a> Several<'a> {
                 );
                 Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
             }
-            None if !matches!(self.cluster.meeting, Meeting::Served { .. }) => {
+            None if !matches!(self.cluster.backend, RendezvousBackend::Store { .. }) => {
                 error.with_remedy("is the store at which the launchers meet up, and does this host reach it?")
             }
             // It has gone before it joined, or was never heard of.
@@ -248,8 +248,8 @@ impl<'a> Several<'a> {
     fn too_few(&self, since: Instant) -> Error {
         let waited = since.elapsed().as_secs_f64();
         if self.reached.is_none() {
-            let remedy = match &self.cluster.meeting {
-                Meeting::Served { .. } => {
+            let remedy = match &self.cluster.backend {
+                RendezvousBackend::Store { .. } => {
                     "has the launcher that serves it started, and does this host reach it?"
                 }
                 _ => "is it up, and does this host reach it?",
