@@ -230,7 +230,7 @@ impl NodeOptions {
                 let hosting = match self.rdzv_conf.is_host {
                     Some(true) => Hosting::Serve,
                     Some(false) => Hosting::Connect,
-                    None => Hosting::WhoeverCan,
+                    None => Hosting::ByAddress,
                 };
                 Cluster::new(min, max, host, port.unwrap_or(C10D_PORT))
                     .map(|cluster| cluster.hosting(hosting))

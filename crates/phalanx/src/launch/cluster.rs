@@ -15,8 +15,8 @@ pub enum Hosting {
     Serve,
     /// Another one.
     Connect,
-    /// The one whose address it is; of several launchers there, the first.
-    WhoeverCan,
+    /// The node that has the address of the store; of several launchers on it, the first.
+    ByAddress,
 }
 
 /// What serves the rendezvous of the launchers (torchrun: --rdzv-backend).
@@ -61,7 +61,7 @@ impl Cluster {
         Self::with_backend(
             min_nodes,
             max_nodes,
-            RendezvousBackend::Store { host, port, hosting: Hosting::WhoeverCan },
+            RendezvousBackend::Store { host, port, hosting: Hosting::ByAddress },
         )
     }
 
@@ -108,7 +108,7 @@ impl Cluster {
         self
     }
 
-    /// Who serves the store at which the launchers meet, if one of them does; whoever can, if not given.
+    /// Who serves the store at which the launchers meet, if one of them does. The default is [`ByAddress`](Hosting::ByAddress).
     pub fn hosting(mut self, serving: Hosting) -> Self {
         if let RendezvousBackend::Store { hosting, .. } = &mut self.backend {
             *hosting = serving;

@@ -244,7 +244,7 @@ fn serve(
     match hosting {
         Hosting::Connect => Ok(None),
         Hosting::Serve => bind().map(Some),
-        Hosting::WhoeverCan => match bind() {
+        Hosting::ByAddress => match bind() {
             Ok(server) => Ok(Some(server)),
             // Another launcher of this host was first; or it is another host's address, or name.
             Err(error) if error.is_address_in_use() => Ok(None),
