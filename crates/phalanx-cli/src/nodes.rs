@@ -219,11 +219,11 @@ impl NodeOptions {
         let needed = || self.place_to_meet().ok_or("this --rdzv-backend needs --rdzv-endpoint");
         let cluster = match self.rdzv_backend {
             Backend::Static => {
-                let place = self.node_rank.unwrap_or(0);
+                let node_rank = self.node_rank.unwrap_or(0);
                 let host = host.unwrap_or_else(|| "127.0.0.1".to_owned());
-                let hosting = if place == 0 { Hosting::Serve } else { Hosting::Connect };
+                let hosting = if node_rank == 0 { Hosting::Serve } else { Hosting::Connect };
                 Cluster::new(min, max, host, port.unwrap_or(STATIC_PORT))
-                    .map(|cluster| cluster.place(place).hosting(hosting))
+                    .map(|cluster| cluster.node_rank(node_rank).hosting(hosting))
             }
             Backend::C10d => {
                 let host = host.ok_or("--rdzv-backend c10d needs --rdzv-endpoint")?;

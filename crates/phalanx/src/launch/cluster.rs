@@ -39,7 +39,7 @@ pub(super) enum RendezvousBackend {
 pub struct Cluster {
     pub(super) min_nodes: u32,
     pub(super) max_nodes: u32,
-    pub(super) place: Option<u32>,
+    pub(super) node_rank: Option<u32>,
     pub(super) backend: RendezvousBackend,
     pub(super) local_addr: Option<String>,
     pub(super) bind: Option<IpAddr>,
@@ -91,7 +91,7 @@ impl Cluster {
         Ok(Self {
             min_nodes,
             max_nodes,
-            place: None,
+            node_rank: None,
             backend,
             local_addr: None,
             bind: None,
@@ -101,10 +101,10 @@ impl Cluster {
         })
     }
 
-    /// This node's place among the nodes (`GROUP_RANK`). If not given, nodes are in the order in which they come, behind
+    /// This node's rank among the nodes (torchrun: --node-rank; workers get it as `GROUP_RANK`). If not given, nodes are in the order in which they come, behind
     /// the one that serves the store.
-    pub fn place(mut self, place: u32) -> Self {
-        self.place = Some(place);
+    pub fn node_rank(mut self, node_rank: u32) -> Self {
+        self.node_rank = Some(node_rank);
         self
     }
 

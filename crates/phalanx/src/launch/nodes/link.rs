@@ -375,7 +375,7 @@ mod tests {
             id: NodeId(id),
             host: "here".to_owned(),
             workers: 1,
-            place: None,
+            node_rank: None,
             serves_store,
         };
         let mut link = Link::start(

@@ -56,8 +56,8 @@ impl<'a> Several<'a> {
         refusals: &Refusals,
     ) -> Result<Self> {
         let me = NodeId(random::number()?);
-        let (workers, place) = (job.workers().get(), cluster.place);
-        let node = move |serves_store| Node { id: me, host: host::name(), workers, place, serves_store };
+        let (workers, node_rank) = (job.workers().get(), cluster.node_rank);
+        let node = move |serves_store| Node { id: me, host: host::name(), workers, node_rank, serves_store };
         let settings = Settings {
             min_nodes: cluster.min_nodes,
             max_nodes: cluster.max_nodes,
@@ -160,7 +160,7 @@ impl<'a> Several<'a> {
         else {
             return Ok(None);
         };
-        let Some(place) = running.place(self.me) else { return Ok(None) };
+        let Some(node_rank) = running.node_rank(self.me) else { return Ok(None) };
         if running.ending {
             // The round has ended before it began: nothing to start, but the others wait for this message.
             self.round = Some(round);
@@ -170,7 +170,7 @@ impl<'a> Several<'a> {
         let Some((master_addr, master_port)) = running.store.clone() else {
             let is_mine = self.store.as_ref().is_some_and(|(of, _)| *of == round);
             let spot = self.reached.as_ref().and_then(|reached| reached.spot.as_ref());
-            if let (0, false, Some(spot)) = (place, is_mine, spot) {
+            if let (0, false, Some(spot)) = (node_rank, is_mine, spot) {
                 self.store = None;
                 let store = serve_round(self.cluster, self.access.clone(), spot)?;
                 let (host, port) = (spot.name.clone(), store.local_addr().port());
@@ -181,9 +181,9 @@ impl<'a> Several<'a> {
         };
         let placement = Placement {
             restarts: self.view.state.restarts(),
-            first_rank: running.members[place].first_rank,
+            first_rank: running.members[node_rank].first_rank,
             world_size: WorldSize::new(running.world_size())?,
-            node: place as u32,
+            node: node_rank as u32,
             nodes: running.members.len() as u32,
             master_addr,
             master_port,
@@ -324,7 +324,9 @@ impl Nodes for Several<'_> {
     fn ask_for_end(&mut self) -> bool {
         self.take_news();
         let goes_on = self.view.state.running().is_some_and(|running| {
-            self.round == Some(self.view.state.round()) && !running.ending && running.place(self.me).is_some()
+            self.round == Some(self.view.state.round())
+                && !running.ending
+                && running.node_rank(self.me).is_some()
         });
         !goes_on || self.lost.is_some()
     }
@@ -403,7 +405,7 @@ fn describe(cause: &Cause) -> Described {
         Cause::Worker(fault) => Described::Worker(
             postcard::from_bytes(&fault.detail).unwrap_or_else(|_| Failure::unknown(fault.rank)),
         ),
-        Cause::Node { node, place, why } => {
+        Cause::Node { node, node_rank, why } => {
             let why = match why {
                 Departure::Silent(since) => {
                     format!("its launcher has not been heard of for {:.1} s", since.as_secs_f64())
@@ -411,7 +413,7 @@ fn describe(cause: &Cause) -> Described {
                 Departure::Signal(signal) => format!("its launcher was ended by {}", Signal::new(*signal)),
                 Departure::GaveUp(why) => format!("its launcher gave up: {why}"),
             };
-            Described::Node(NodeFailure { node: place.or(node.place), host: node.host.clone(), why })
+            Described::Node(NodeFailure { node: node_rank.or(node.node_rank), host: node.host.clone(), why })
         }
     }
 }

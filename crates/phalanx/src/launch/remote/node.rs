@@ -109,7 +109,7 @@ impl RemoteNode {
             (0, _) => Cluster::new(nodes, nodes, host.as_str(), port)?.hosting(Hosting::Serve),
             _ => Cluster::new(nodes, nodes, host.as_str(), port)?.hosting(Hosting::Connect),
         };
-        Ok(Some(cluster.place(node).join_timeout(patience)))
+        Ok(Some(cluster.node_rank(node).join_timeout(patience)))
     }
 
     /// `event` as the command that a person has started is to be told it, on standard output.

@@ -28,8 +28,8 @@ pub(crate) struct Node {
     pub(crate) host: String,
     /// How many workers it starts.
     pub(crate) workers: u32,
-    /// The place it was told to take.
-    pub(crate) place: Option<u32>,
+    /// The rank among the nodes that it was told to have (--node-rank).
+    pub(crate) node_rank: Option<u32>,
     /// Is it the one that serves the store in which the log is? It comes first, and nothing goes on without it. There is
     /// none if the log is elsewhere.
     pub(crate) serves_store: bool,

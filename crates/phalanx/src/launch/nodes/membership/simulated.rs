@@ -86,7 +86,7 @@ struct Job {
 impl Job {
     fn come(&mut self, rate: f64) {
         let id = NodeId(self.launchers.len() as u64);
-        let node = Node { id, host: format!("host{id}"), workers: 1, place: None, serves_store: false };
+        let node = Node { id, host: format!("host{id}"), workers: 1, node_rank: None, serves_store: false };
         self.launchers.push(Launcher {
             id,
             rate,
@@ -244,7 +244,8 @@ impl Launcher {
             return;
         }
         let round = self.state.round();
-        let Some(running) = self.state.running().filter(|running| running.place(self.id).is_some()) else {
+        let Some(running) = self.state.running().filter(|running| running.node_rank(self.id).is_some())
+        else {
             return;
         };
         match self.working {

@@ -31,7 +31,7 @@ enum Phase {
 /// A round whose workers may run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Running {
-    /// In the order of their places.
+    /// In the order of their ranks.
     pub(crate) members: Vec<Member>,
     /// Where the first node serves this round's store.
     pub(crate) store: Option<(String, u16)>,
@@ -67,10 +67,10 @@ pub(crate) enum Verdict {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Cause {
     Worker(Fault),
-    /// `place` and `ranks` if it took part.
+    /// `node_rank` and `ranks` if it took part.
     Node {
         node: Node,
-        place: Option<u32>,
+        node_rank: Option<u32>,
         why: Departure,
     },
 }
@@ -159,15 +159,18 @@ impl MembershipState {
                 settings.max_restarts
             ));
         }
-        if let Some(place) = node.place {
-            if place >= agreed.max_nodes {
+        if let Some(node_rank) = node.node_rank {
+            if node_rank >= agreed.max_nodes {
                 return Err(format!(
-                    "--node-rank {place} is not below the number of nodes, {}",
+                    "--node-rank {node_rank} is not below the number of nodes, {}",
                     agreed.max_nodes
                 ));
             }
-            if let Some(other) = self.present().find(|other| other.place == Some(place)) {
-                return Err(format!("two nodes have --node-rank {place}: {} and {}", other.host, node.host));
+            if let Some(other) = self.present().find(|other| other.node_rank == Some(node_rank)) {
+                return Err(format!(
+                    "two nodes have --node-rank {node_rank}: {} and {}",
+                    other.host, node.host
+                ));
             }
         }
         let workers: u64 = self.present().map(|other| u64::from(other.workers)).sum();
@@ -188,10 +191,10 @@ impl MembershipState {
     }
 
     fn leave(&mut self, id: NodeId, why: Departure) {
-        let place = self.waiting.iter().position(|node| node.id == id);
-        let cause = if let Some(index) = place {
+        let waiting = self.waiting.iter().position(|node| node.id == id);
+        let cause = if let Some(index) = waiting {
             let node = self.waiting.remove(index);
-            Cause::Node { node, place: None, why }
+            Cause::Node { node, node_rank: None, why }
         } else {
             let Phase::Running(running) = &mut self.phase else { return };
             let Some(index) = running.members.iter().position(|member| member.node.id == id) else { return };
@@ -206,7 +209,7 @@ impl MembershipState {
             }
             member.progress = Progress::Ended;
             running.ending = true;
-            let cause = Cause::Node { node, place: u32::try_from(index).ok(), why };
+            let cause = Cause::Node { node, node_rank: u32::try_from(index).ok(), why };
             running.causes.push(cause.clone());
             cause
         };
@@ -264,12 +267,12 @@ impl MembershipState {
         }
     }
 
-    /// The nodes that have come get their places.
+    /// The nodes that have come get their ranks.
     fn start_round(&mut self) {
         let most = self.settings.map_or(0, |settings| settings.max_nodes as usize);
         let mut nodes = std::mem::take(&mut self.waiting);
-        // In the order of their coming, unless they were told their places.
-        nodes.sort_by_key(|node| (!node.serves_store, node.place.unwrap_or(u32::MAX)));
+        // In the order of their coming, unless they were told their ranks.
+        nodes.sort_by_key(|node| (!node.serves_store, node.node_rank.unwrap_or(u32::MAX)));
         self.waiting = nodes.split_off(nodes.len().min(most));
         let mut first_rank = 0;
         let members = nodes.into_iter().map(|node| {
@@ -374,8 +377,8 @@ impl Running {
         self.members.iter().any(|member| member.progress == Progress::Succeeded)
     }
 
-    /// This node's place, if it takes part.
-    pub(crate) fn place(&self, id: NodeId) -> Option<usize> {
+    /// This node's rank among the nodes, if it takes part.
+    pub(crate) fn node_rank(&self, id: NodeId) -> Option<usize> {
         self.members.iter().position(|member| member.node.id == id && !member.gone)
     }
 

@@ -8,8 +8,8 @@ use super::state::Running;
 use super::*;
 use crate::log::{Log, Mac, Machine};
 
-fn node(id: u64, workers: u32, place: Option<u32>) -> Node {
-    Node { id: NodeId(id), host: format!("host{id}"), workers, place, serves_store: id == 0 }
+fn node(id: u64, workers: u32, node_rank: Option<u32>) -> Node {
+    Node { id: NodeId(id), host: format!("host{id}"), workers, node_rank, serves_store: id == 0 }
 }
 
 fn settings(min_nodes: u32, max_nodes: u32, max_restarts: u32) -> Settings {
@@ -45,7 +45,7 @@ fn left(state: &mut MembershipState, id: u64, why: Departure) {
 const SILENT: Departure = Departure::Silent(Duration::from_secs(5));
 
 #[test]
-fn places_are_those_asked_for_and_ranks_follow_the_workers() {
+fn node_ranks_are_those_asked_for_and_ranks_follow_the_workers() {
     let state = joined(settings(3, 3, 0), [node(2, 1, Some(2)), node(0, 2, Some(0)), node(1, 3, Some(1))]);
     let running = state.running().unwrap();
     let places: Vec<_> = running.members.iter().map(|member| (member.node.id.0, member.first_rank)).collect();
@@ -53,7 +53,7 @@ fn places_are_those_asked_for_and_ranks_follow_the_workers() {
 }
 
 #[test]
-fn without_places_the_store_comes_first_and_then_who_came_first() {
+fn without_node_ranks_the_store_comes_first_and_then_who_came_first() {
     let state = joined(settings(3, 3, 0), [node(2, 1, None), node(1, 1, None), node(0, 1, None)]);
     let ids: Vec<_> = state.running().unwrap().members.iter().map(|member| member.node.id.0).collect();
     assert_eq!(ids, [0, 2, 1]);
@@ -126,7 +126,7 @@ fn a_silent_node_is_the_cause_of_what_others_saw() {
         ended(&mut state, 0, false);
         assert_eq!(state.verdict(), None);
         left(&mut state, 1, SILENT);
-        let cause = Cause::Node { node: node(1, 2, None), place: Some(1), why: SILENT };
+        let cause = Cause::Node { node: node(1, 2, None), node_rank: Some(1), why: SILENT };
         assert_eq!(state.verdict(), Some(&Verdict::Failed(cause)));
     }
 }
@@ -138,7 +138,7 @@ fn with_restarts_left_a_lost_node_is_replaced() {
     ended(&mut state, 0, false);
     assert!(state.is_gathering() && state.restarts() == 1);
     state.apply(Entry::Join { node: node(5, 1, Some(1)), settings: settings(2, 2, 1) }).unwrap();
-    assert_eq!(state.running().and_then(|running| running.place(NodeId(5))), Some(1));
+    assert_eq!(state.running().and_then(|running| running.node_rank(NodeId(5))), Some(1));
 }
 
 #[test]
@@ -194,7 +194,10 @@ fn where_no_launcher_serves_the_log_the_first_node_may_go() {
         // Its store has gone with it, and what it still says about one is of the round before.
         state.apply(store(0)).unwrap();
         let running = state.running().unwrap();
-        assert_eq!((running.place(NodeId(1)), running.members.len(), &running.store), (Some(0), 1, &None));
+        assert_eq!(
+            (running.node_rank(NodeId(1)), running.members.len(), &running.store),
+            (Some(0), 1, &None)
+        );
     }
 }
 
@@ -239,7 +242,7 @@ impl Sim {
             self.read += 1;
         }
         let round = self.state.round();
-        let takes_part = |running: &Running| running.place(self.id).is_some() && !running.ending;
+        let takes_part = |running: &Running| running.node_rank(self.id).is_some() && !running.ending;
         if self.workers_of.is_none()
             && self.done_with.is_none_or(|done| done < round)
             && self.state.running().is_some_and(takes_part)
@@ -254,7 +257,7 @@ impl Sim {
             log.push(Entry::Ended { round, node: self.id, succeeded });
         } else if let Some(running) = self.state.running()
             && running.ending
-            && running.place(self.id).is_some()
+            && running.node_rank(self.id).is_some()
             && self.done_with != Some(self.state.round())
         {
             self.done_with = Some(self.state.round());
