@@ -2,8 +2,8 @@
 
 mod alone;
 mod led;
-mod link;
 mod membership;
+mod rendezvous_handler;
 mod several;
 
 use std::os::fd::BorrowedFd;

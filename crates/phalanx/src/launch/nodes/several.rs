@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal as Raw;
 
-use super::link::{Link, Reached, serve_round};
 use super::membership::{Cause, Departure, Entry, Fault, MembershipState, Node, NodeId, Settings, Verdict};
+use super::rendezvous_handler::{Reached, RendezvousHandler, serve_round};
 use super::{AttemptEnd, Gathered, Nodes, Settled};
 use crate::error::{Error, Kind, Result};
 use crate::host;
@@ -31,7 +31,7 @@ pub(in crate::launch) struct Several<'a> {
     access: Access,
     run_id: String,
     me: NodeId,
-    link: Link,
+    handler: RendezvousHandler,
     /// What was known at the last look.
     view: View<MembershipState>,
     /// The store at which the launchers meet, once it has answered.
@@ -63,7 +63,7 @@ impl<'a> Several<'a> {
             max_nodes: cluster.max_nodes,
             max_restarts: job.restarts_allowed(),
         };
-        let link = Link::start(
+        let handler = RendezvousHandler::start(
             cluster,
             job.launchers_access(refusals),
             format!("phalanx/launch/{run_id}"),
@@ -75,7 +75,7 @@ impl<'a> Several<'a> {
             access: job.workers_access(refusals),
             run_id,
             me,
-            link,
+            handler,
             view: View::default(),
             reached: None,
             has_told_where: false,
@@ -88,7 +88,7 @@ impl<'a> Several<'a> {
     }
 
     fn take_news(&mut self) {
-        (self.reached, self.view) = self.link.look();
+        (self.reached, self.view) = self.handler.look();
         // The launcher that serves the store goes when the job is over.
         if self.lost.is_none() && self.view.state.verdict().is_none() {
             self.lost = self.view.lost.clone().map(|error| self.store_is_lost(error));
@@ -164,17 +164,17 @@ impl<'a> Several<'a> {
         if running.ending {
             // The round has ended before it began: nothing to start, but the others wait for this message.
             self.round = Some(round);
-            self.link.propose(Entry::Ended { round, node: self.me, succeeded: false });
+            self.handler.propose(Entry::Ended { round, node: self.me, succeeded: false });
             return Ok(None);
         }
         let Some((master_addr, master_port)) = running.store.clone() else {
             let is_mine = self.store.as_ref().is_some_and(|(of, _)| *of == round);
-            let spot = self.reached.as_ref().and_then(|reached| reached.spot.as_ref());
-            if let (0, false, Some(spot)) = (node_rank, is_mine, spot) {
+            let store_address = self.reached.as_ref().and_then(|reached| reached.store_address.as_ref());
+            if let (0, false, Some(store_address)) = (node_rank, is_mine, store_address) {
                 self.store = None;
-                let store = serve_round(self.cluster, self.access.clone(), spot)?;
-                let (host, port) = (spot.name.clone(), store.local_addr().port());
-                self.link.propose(Entry::Store { round, host, port });
+                let store = serve_round(self.cluster, self.access.clone(), store_address)?;
+                let (host, port) = (store_address.name.clone(), store.local_addr().port());
+                self.handler.propose(Entry::Store { round, host, port });
                 self.store = Some((round, store));
             }
             return Ok(None);
@@ -199,7 +199,7 @@ impl<'a> Several<'a> {
             .signals
             .iter()
             .map(AsFd::as_fd)
-            .chain([self.link.notice()])
+            .chain([self.handler.notice()])
             .chain(control.refused.notice())
             .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
             .collect();
@@ -219,7 +219,7 @@ impl<'a> Several<'a> {
     }
 
     fn leave(&self, why: Departure) {
-        self.link.propose(Entry::Left { node: self.me, why });
+        self.handler.propose(Entry::Left { node: self.me, why });
     }
 
     fn outcome(&self, verdict: &Verdict) -> Outcome {
@@ -306,7 +306,7 @@ impl Nodes for Several<'_> {
                 timeout = self.cluster.last_call.saturating_sub(now - at);
                 if timeout.is_zero() {
                     let (round, nonce) = (self.view.state.round(), random::number()?);
-                    self.link.propose(Entry::LastCall { round, nonce });
+                    self.handler.propose(Entry::LastCall { round, nonce });
                     timeout = Duration::from_secs(1);
                 }
             }
@@ -318,7 +318,7 @@ impl Nodes for Several<'_> {
     }
 
     fn notice(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.link.notice())
+        Some(self.handler.notice())
     }
 
     fn ask_for_end(&mut self) -> bool {
@@ -343,7 +343,7 @@ impl Nodes for Several<'_> {
                 // One that cannot be written down is a failure all the same.
                 let detail = postcard::to_stdvec(failure).unwrap_or_default();
                 let fault = Fault { rank: failure.rank.get(), blames: *blames, detail };
-                self.link.propose(Entry::Failed { round, node: self.me, fault });
+                self.handler.propose(Entry::Failed { round, node: self.me, fault });
             }
             AttemptEnd::Interrupted(signal) => self.leave(Departure::Signal(signal.number())),
             AttemptEnd::Stopped => {
@@ -368,7 +368,7 @@ impl Nodes for Several<'_> {
             AttemptEnd::Succeeded => true,
             AttemptEnd::Failed(..) | AttemptEnd::Elsewhere => false,
         };
-        self.link.propose(Entry::Ended { round, node: self.me, succeeded });
+        self.handler.propose(Entry::Ended { round, node: self.me, succeeded });
         loop {
             self.take_news();
             self.warn(control);

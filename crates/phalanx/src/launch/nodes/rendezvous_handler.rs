@@ -42,12 +42,12 @@ const SURE: Duration = Duration::from_secs(15);
 pub(super) struct Reached {
     /// The address at which it is served, if by this launcher.
     pub(super) served_at: Option<SocketAddr>,
-    pub(super) spot: Option<Spot>,
+    pub(super) store_address: Option<StoreAddress>,
 }
 
 /// Where this node can serve a store for the workers of all.
 #[derive(Clone, Debug)]
-pub(super) struct Spot {
+pub(super) struct StoreAddress {
     /// The name, or the address, under which the others find it.
     pub(super) name: String,
     /// Its address, or its name.
@@ -55,17 +55,17 @@ pub(super) struct Spot {
 }
 
 /// The store at which the launchers meet.
-struct MeetingStore {
+struct RendezvousStore {
     store: SharedStore,
     /// If it is served here.
     server: Option<TcpStoreServer>,
-    spot: Option<Spot>,
+    store_address: Option<StoreAddress>,
     /// Does another launcher serve it?
     has_host: bool,
 }
 
-/// The supervisor's end.
-pub(super) struct Link {
+/// The supervisor's handle to the rendezvous of the launchers.
+pub(super) struct RendezvousHandler {
     replica: Arc<Replica<MembershipState>>,
     reached: Arc<Mutex<Option<Reached>>>,
     notice: PipeReader,
@@ -73,7 +73,7 @@ pub(super) struct Link {
     writer: Option<JoinHandle<Option<TcpStoreServer>>>,
 }
 
-impl Link {
+impl RendezvousHandler {
     /// Starts to connect, and to join.
     pub(super) fn start(
         cluster: &Cluster,
@@ -126,7 +126,7 @@ impl Link {
     }
 }
 
-impl Drop for Link {
+impl Drop for RendezvousHandler {
     /// What was proposed is still said; a store that is served here stays until the others have heard it.
     fn drop(&mut self) {
         self.replica.close();
@@ -155,7 +155,7 @@ struct Thread {
 }
 
 impl Thread {
-    /// Works until the link is closed, and leaves a store that is served here in `server`.
+    /// Works until the handler is closed, and leaves a store that is served here in `server`.
     fn run(
         &self,
         server: &mut Option<TcpStoreServer>,
@@ -169,7 +169,7 @@ impl Thread {
         let met = meet(cluster, access, scope, replica, deadline)?;
         *server = met.server;
         let served_at = server.as_ref().map(TcpStoreServer::local_addr);
-        *reached.lock() = Some(Reached { served_at, spot: met.spot });
+        *reached.lock() = Some(Reached { served_at, store_address: met.store_address });
         let log = Log::new(Arc::new(PrefixStore::new(scope.clone(), met.store)), mac);
         // The supervisor is woken by the first change, which is the reader's start.
         let mut participant = Participant::start(log, Arc::clone(replica), deadline)?;
@@ -203,15 +203,15 @@ fn meet(
     job: &str,
     replica: &Replica<MembershipState>,
     deadline: Deadline,
-) -> Result<MeetingStore> {
+) -> Result<RendezvousStore> {
     let (store, address): (SharedStore, Option<IpAddr>) = match &cluster.backend {
         RendezvousBackend::Store { host, port, hosting } => {
             let server = serve(cluster, access, *port, *hosting, deadline)?;
             let here = server.as_ref().map(TcpStoreServer::reachable_addr);
             let store = Arc::new(connect(cluster, access.credentials(), here, replica, deadline)?);
             let listens_at = server.as_ref().map(|server| server.local_addr().ip().to_string());
-            let spot = listens_at.map(|listens_at| Spot { name: host.clone(), listens_at });
-            return Ok(MeetingStore { store, has_host: server.is_none(), server, spot });
+            let store_address = listens_at.map(|listens_at| StoreAddress { name: host.clone(), listens_at });
+            return Ok(RendezvousStore { store, has_host: server.is_none(), server, store_address });
         }
         #[cfg(feature = "etcd")]
         RendezvousBackend::Etcd(endpoints) => {
@@ -225,8 +225,8 @@ fn meet(
     };
     let name = cluster.local_addr.clone().or_else(|| address.map(|address| address.to_string()));
     let name = name.unwrap_or_else(host::name);
-    let spot = Some(Spot { listens_at: name.clone(), name });
-    Ok(MeetingStore { store, server: None, spot, has_host: false })
+    let store_address = Some(StoreAddress { listens_at: name.clone(), name });
+    Ok(RendezvousStore { store, server: None, store_address, has_host: false })
 }
 
 /// Serves the store, if this node does.
@@ -299,10 +299,18 @@ fn wait_for_host(replica: &Replica<MembershipState>, cluster: &Cluster, deadline
 }
 
 /// The store of a round, at a port of its own.
-pub(super) fn serve_round(cluster: &Cluster, access: Access, spot: &Spot) -> Result<TcpStoreServer> {
+pub(super) fn serve_round(
+    cluster: &Cluster,
+    access: Access,
+    store_address: &StoreAddress,
+) -> Result<TcpStoreServer> {
     match cluster.bind {
         Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, 0), access),
-        None => TcpStoreServer::bind_to(&host_port(&spot.listens_at, 0), access, Deadline::after(LOOK_UP)),
+        None => TcpStoreServer::bind_to(
+            &host_port(&store_address.listens_at, 0),
+            access,
+            Deadline::after(LOOK_UP),
+        ),
     }
 }
 
@@ -378,7 +386,7 @@ mod tests {
             node_rank: None,
             serves_store,
         };
-        let mut link = Link::start(
+        let mut handler = RendezvousHandler::start(
             &cluster,
             Access::default(),
             "job".to_owned(),
@@ -387,7 +395,7 @@ mod tests {
         )
         .unwrap();
         let limit = Deadline::after(Duration::from_secs(20));
-        while link.look().0.is_none() {
+        while handler.look().0.is_none() {
             assert!(!limit.has_passed());
             std::thread::sleep(Duration::from_millis(1));
         }
