@@ -30,7 +30,7 @@ use crate::notice::warn;
 const MAX_CONNECTIONS: usize = 16_384;
 /// The most connections that are not authenticated yet; for a new one the oldest is closed. All of a job's ranks may
 /// come at once and must fit.
-const MAX_AT_THE_GATE: usize = 2048;
+const MAX_PENDING: usize = 2048;
 /// The pause in accepting when the process has run out of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// After this silence the kernel checks whether a client's host is still alive.
@@ -206,16 +206,16 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
 
 /// The clients that are not authenticated yet, the oldest first. Unlimited foreign connections must not use up the
 /// process's descriptors.
-struct AtTheGate {
+struct PendingClients {
     clients: VecDeque<(AbortHandle, Rc<Cell<bool>>)>,
     most: usize,
 }
 
-impl AtTheGate {
+impl PendingClients {
     fn new() -> Self {
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let most = usize::try_from(descriptors / 4).unwrap_or(usize::MAX);
-        Self { clients: VecDeque::new(), most: most.clamp(1, MAX_AT_THE_GATE) }
+        Self { clients: VecDeque::new(), most: most.clamp(1, MAX_PENDING) }
     }
 
     fn push(&mut self, task: AbortHandle, admitted: Rc<Cell<bool>>) {
@@ -239,7 +239,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
     let shared = Rc::new(RefCell::new(Shared::default()));
     let gate = Rc::new(Gate::new(access));
     let mut clients = JoinSet::new();
-    let mut at_the_gate = AtTheGate::new();
+    let mut pending_clients = PendingClients::new();
     // Stopping does not wait for unauthenticated clients.
     let inside = Rc::<Cell<usize>>::default();
     let (mut draining, mut told): (Option<Instant>, bool) = (None, false);
@@ -267,7 +267,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
                         }
                         inside.update(|clients| clients - usize::from(told.get()));
                     });
-                    at_the_gate.push(task, admitted);
+                    pending_clients.push(task, admitted);
                 }
                 Ok((_, peer)) => tracing::warn!("the store refused {peer}: {MAX_CONNECTIONS} clients are connected"),
                 Err(error) => {
@@ -301,14 +301,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_oldest_at_the_gate_gives_way_and_who_is_in_stays() {
+    fn the_oldest_pending_client_gives_way_and_an_admitted_one_stays() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         LocalSet::new().block_on(&runtime, async {
             let mut clients = JoinSet::new();
-            let mut gate = AtTheGate { clients: VecDeque::new(), most: 2 };
+            let mut queue = PendingClients { clients: VecDeque::new(), most: 2 };
             let mut come = |admitted: bool| {
                 let task = clients.spawn_local(pending::<()>());
-                gate.push(task.clone(), Rc::new(Cell::new(admitted)));
+                queue.push(task.clone(), Rc::new(Cell::new(admitted)));
                 task
             };
             let (inside, first, second) = (come(true), come(false), come(false));
