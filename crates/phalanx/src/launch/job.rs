@@ -20,7 +20,7 @@ use crate::elastic;
 use crate::error::{Error, Result};
 use crate::key::{self, JobKey};
 use crate::random;
-use crate::store::{Access, Refusals, Strangers, TcpStoreServer, host_port};
+use crate::store::{Access, KeylessClients, Refusals, TcpStoreServer, host_port};
 use crate::tls::{self, Tls};
 use crate::world_size::WorldSize;
 
@@ -328,13 +328,13 @@ impl Job {
 
     /// Who may use the store that is served for the workers.
     pub(super) fn workers_access(&self, refusals: &Refusals) -> Access {
-        let strangers = if self.open_store { Strangers::All } else { Strangers::OfThisUser };
-        Access::to(self.credentials.clone(), strangers).telling(refusals)
+        let keyless = if self.open_store { KeylessClients::All } else { KeylessClients::OfThisUser };
+        Access::to(self.credentials.clone(), keyless).telling(refusals)
     }
 
     /// Who may use the store at which launchers meet.
     pub(super) fn launchers_access(&self, refusals: &Refusals) -> Access {
-        Access::to(self.credentials.clone(), Strangers::None).telling(refusals)
+        Access::to(self.credentials.clone(), KeylessClients::None).telling(refusals)
     }
 
     /// Serves the store.

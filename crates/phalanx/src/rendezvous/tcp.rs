@@ -7,7 +7,7 @@ use super::arrival::{Identity, arrive};
 use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::store::{Access, SharedStore, Strangers, TcpStore, TcpStoreServer};
+use crate::store::{Access, KeylessClients, SharedStore, TcpStore, TcpStoreServer};
 
 /// Who serves the store.
 #[derive(Clone, Copy, Debug)]
@@ -30,7 +30,7 @@ pub(super) fn join(
         return Ok(place.alone());
     }
     // A program beside the ranks' own, such as a monitor of this user's, need not know the key.
-    let access = Access::to(place.credentials.clone(), Strangers::OfThisUser);
+    let access = Access::to(place.credentials.clone(), KeylessClients::OfThisUser);
     let server = match host {
         Host::Rank0 { bind: None } if place.rank.is_main() => {
             Some(TcpStoreServer::bind_to(address, access, deadline)?)

@@ -29,13 +29,13 @@ const HELLO: usize = 5;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Access {
     credentials: Credentials,
-    strangers: Strangers,
+    keyless: KeylessClients,
     refusals: Option<Refusals>,
 }
 
 /// How to treat clients that do not know the key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Strangers {
+pub(crate) enum KeylessClients {
     /// All are accepted.
     #[default]
     All,
@@ -51,9 +51,9 @@ pub(crate) enum Strangers {
 pub(crate) struct Refusals(pub Arc<PipeWriter>);
 
 impl Access {
-    /// For clients that have these credentials, and for `strangers`; for all clients if there are no credentials.
-    pub(crate) fn to(credentials: Credentials, strangers: Strangers) -> Self {
-        Self { credentials, strangers, refusals: None }
+    /// For clients that have these credentials, and for `keyless`; for all clients if there are no credentials.
+    pub(crate) fn to(credentials: Credentials, keyless: KeylessClients) -> Self {
+        Self { credentials, keyless, refusals: None }
     }
 
     pub(crate) fn credentials(&self) -> &Credentials {
@@ -69,7 +69,7 @@ impl Access {
 pub(super) struct Gate {
     secret: Option<StoreSecret>,
     tls: Option<Tls>,
-    strangers: Strangers,
+    keyless: KeylessClients,
     refusals: Option<Refusals>,
     turns: Turns,
     neighbours: Neighbours,
@@ -77,17 +77,17 @@ pub(super) struct Gate {
 
 impl fmt::Debug for Gate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Gate").field("strangers", &self.strangers).finish_non_exhaustive()
+        f.debug_struct("Gate").field("keyless", &self.keyless).finish_non_exhaustive()
     }
 }
 
 impl Gate {
     pub fn new(access: Access) -> Self {
-        let Access { credentials, strangers, refusals } = access;
+        let Access { credentials, keyless, refusals } = access;
         let Credentials { key, tls } = credentials;
         let (secret, turns, neighbours) =
             (key.as_ref().map(StoreSecret::new), Turns::new(), Neighbours::default());
-        Self { secret, tls, strangers, refusals, turns, neighbours }
+        Self { secret, tls, keyless, refusals, turns, neighbours }
     }
 
     /// Waits until `stream` has shown that it is an admissible client. Otherwise the error says why not.
@@ -158,10 +158,10 @@ impl Gate {
         secret: Option<StoreSecret>,
     ) -> io::Result<()> {
         if is_validation(&hello) {
-            let may = match (&secret, self.strangers) {
-                (None, _) | (Some(_), Strangers::All) => true,
-                (Some(_), Strangers::None) => false,
-                (Some(_), Strangers::OfThisUser) => self.is_of_this_user(stream).await?,
+            let may = match (&secret, self.keyless) {
+                (None, _) | (Some(_), KeylessClients::All) => true,
+                (Some(_), KeylessClients::None) => false,
+                (Some(_), KeylessClients::OfThisUser) => self.is_of_this_user(stream).await?,
             };
             if may {
                 return Ok(());
@@ -184,7 +184,7 @@ impl Gate {
 
     /// With TLS required, admits programs without it, PyTorch's, if their traffic stays on this host.
     async fn admit_plain(&self, stream: &Stream, hello: &[u8; HELLO]) -> io::Result<()> {
-        let may = is_validation(hello) && self.strangers != Strangers::None;
+        let may = is_validation(hello) && self.keyless != KeylessClients::None;
         if may && self.is_of_this_user(stream).await? {
             return Ok(());
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use super::{Access, Refusals, Strangers, TcpStore, TcpStoreServer};
+use super::{Access, KeylessClients, Refusals, TcpStore, TcpStoreServer};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::key::JobKey;
@@ -23,8 +23,8 @@ fn key() -> JobKey {
     JobKey::generate().unwrap()
 }
 
-fn serve(key: &JobKey, strangers: Strangers) -> TcpStoreServer {
-    TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), Access::to(key.clone().into(), strangers)).unwrap()
+fn serve(key: &JobKey, keyless: KeylessClients) -> TcpStoreServer {
+    TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), Access::to(key.clone().into(), keyless)).unwrap()
 }
 
 fn connect(server: &TcpStoreServer) -> TcpStream {
@@ -53,7 +53,7 @@ fn is_dropped(mut stream: &TcpStream) -> bool {
 #[test]
 fn who_knows_the_key_is_let_in_and_nobody_else() {
     let key = key();
-    let server = serve(&key, Strangers::None);
+    let server = serve(&key, KeylessClients::None);
     let store = TcpStore::connect_with_key(server.local_addr(), &key, soon()).unwrap();
     store.set("key", b"value", soon()).unwrap();
     assert_eq!(store.get("key", soon()).unwrap(), b"value");
@@ -101,17 +101,17 @@ fn a_server_without_the_key_hears_nothing_but_a_number() {
 #[test]
 fn this_users_programs_on_this_host_need_no_key_where_they_are_let_in() {
     let key = key();
-    let address = serve(&key, Strangers::OfThisUser);
+    let address = serve(&key, KeylessClients::OfThisUser);
     for _ in 0..3 {
         let plain = TcpStore::connect(address.local_addr(), soon()).unwrap();
         plain.add("plain", 1, soon()).unwrap();
     }
     let store = TcpStore::connect_with_key(address.local_addr(), &key, soon()).unwrap();
     assert_eq!(store.get("plain", soon()).unwrap(), b"3");
-    let open = serve(&key, Strangers::All);
+    let open = serve(&key, KeylessClients::All);
     TcpStore::connect(open.local_addr(), soon()).unwrap().num_keys(soon()).unwrap();
     // Without a key all clients are accepted, whatever else was requested.
-    let access = Access::to(Credentials::default(), Strangers::None);
+    let access = Access::to(Credentials::default(), KeylessClients::None);
     let server = TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap();
     TcpStore::connect(server.local_addr(), soon()).unwrap().num_keys(soon()).unwrap();
 }
@@ -119,7 +119,7 @@ fn this_users_programs_on_this_host_need_no_key_where_they_are_let_in() {
 #[test]
 fn an_old_proof_is_of_no_use() {
     let key = key();
-    let server = serve(&key, Strangers::None);
+    let server = serve(&key, KeylessClients::None);
     let secret = StoreSecret::new(&key);
     let caller = Caller::new([1; NONCE]);
     let mut honest = connect(&server);
@@ -143,7 +143,7 @@ fn an_old_proof_is_of_no_use() {
 #[test]
 fn the_first_refusal_is_told_and_the_server_goes_on() {
     let (key, (mut heard, pipe)) = (key(), io::pipe().unwrap());
-    let access = Access::to(key.clone().into(), Strangers::None).telling(&Refusals(Arc::new(pipe)));
+    let access = Access::to(key.clone().into(), KeylessClients::None).telling(&Refusals(Arc::new(pipe)));
     let server = TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap();
     // A connection that is not a client's is not reported.
     let mut junk = bound_to([127, 0, 0, 9], &server);
@@ -183,7 +183,7 @@ fn misbehave(number: usize, address: SocketAddr) -> TcpStream {
 #[test]
 fn strangers_of_every_kind_disturb_nobody() {
     let key = key();
-    let server = serve(&key, Strangers::None);
+    let server = serve(&key, KeylessClients::None);
     let strangers: Vec<TcpStream> = (0..200).map(|number| misbehave(number, server.local_addr())).collect();
     let store = TcpStore::connect_with_key(server.local_addr(), &key, soon()).unwrap();
     for _ in 0..100 {

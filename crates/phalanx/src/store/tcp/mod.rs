@@ -10,7 +10,7 @@ mod stream;
 mod turns;
 mod waiters;
 
-pub(crate) use access::{Access, Refusals, Strangers};
+pub(crate) use access::{Access, KeylessClients, Refusals};
 pub use client::TcpStore;
 #[cfg(any(test, fuzzing))]
 pub use link::fuzz;

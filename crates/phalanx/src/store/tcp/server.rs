@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::access::{Access, Gate, Strangers};
+use super::access::{Access, Gate, KeylessClients};
 use super::connection::{Shared, serve};
 use super::link::{UNNAMED, resolve};
 use super::stream::Stream;
@@ -87,7 +87,7 @@ impl TcpStoreServer {
     /// [`bind`](Self::bind) for a job with these credentials. Clients must have them, except programs of this user on
     /// this host: they could read the files, and PyTorch's clients can use neither key nor TLS.
     pub fn bind_with(address: SocketAddr, credentials: Credentials) -> Result<Self> {
-        Self::bind_for(address, Access::to(credentials, Strangers::OfThisUser))
+        Self::bind_for(address, Access::to(credentials, KeylessClients::OfThisUser))
     }
 
     pub(crate) fn bind_for(address: SocketAddr, access: Access) -> Result<Self> {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use super::{Access, Strangers, TcpStore, TcpStoreServer};
+use super::{Access, KeylessClients, TcpStore, TcpStoreServer};
 use crate::deadline::Deadline;
 use crate::key::JobKey;
 use crate::store::Store;
@@ -367,7 +367,7 @@ fn a_stranger_takes_little_memory() {
         let _stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (stream, _) = listener.accept().await.unwrap();
         let key = JobKey::generate().unwrap();
-        let gate = super::access::Gate::new(Access::to(key.into(), Strangers::OfThisUser));
+        let gate = super::access::Gate::new(Access::to(key.into(), KeylessClients::OfThisUser));
         let stream = super::stream::Stream::new(stream);
         let task = super::connection::serve(stream, gate.into(), Default::default(), || {});
         assert!(size_of_val(&task) <= 2048, "{} bytes", size_of_val(&task));

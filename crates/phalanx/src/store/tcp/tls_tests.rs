@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::access_tests::bound_to;
-use super::{Access, Refusals, Strangers, TcpStore, TcpStoreServer};
+use super::{Access, KeylessClients, Refusals, TcpStore, TcpStoreServer};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::key::JobKey;
@@ -26,8 +26,8 @@ fn with(tls: Tls) -> Credentials {
     Credentials { tls: Some(tls), ..Credentials::default() }
 }
 
-fn serve(credentials: &Credentials, strangers: Strangers) -> TcpStoreServer {
-    let access = Access::to(credentials.clone(), strangers);
+fn serve(credentials: &Credentials, keyless: KeylessClients) -> TcpStoreServer {
+    let access = Access::to(credentials.clone(), keyless);
     TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap()
 }
 
@@ -35,7 +35,7 @@ fn serve(credentials: &Credentials, strangers: Strangers) -> TcpStoreServer {
 fn a_hundred_clients_share_a_store() {
     for key in [None, Some(JobKey::generate().unwrap())] {
         let credentials = Credentials { key, tls: Some(good()) };
-        let server = serve(&credentials, Strangers::None);
+        let server = serve(&credentials, KeylessClients::None);
         let address = server.local_addr();
         thread::scope(|scope| {
             for number in 0..100u32 {
@@ -81,7 +81,7 @@ fn who_is_not_let_in_is_told_why_at_once() {
         (&with(unchecked(&ca, &other.certificate())), &certified, "it is of another CA"),
         (&with(unchecked(&ca, &ca.expired())), &certified, "it has expired"),
     ] {
-        let server = serve(server, Strangers::None);
+        let server = serve(server, KeylessClients::None);
         let error = TcpStore::connect_with(server.local_addr(), client, soon()).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
         assert!(error.remedy().unwrap().contains("PHALANX_TLS_CA"), "{error}");
@@ -94,7 +94,7 @@ fn certificates_do_not_replace_the_key() {
     let tls = good();
     let server = serve(
         &Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls.clone()) },
-        Strangers::None,
+        KeylessClients::None,
     );
     let other = Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(tls.clone()) };
     let error = TcpStore::connect_with(server.local_addr(), &other, soon()).unwrap_err();
@@ -105,9 +105,10 @@ fn certificates_do_not_replace_the_key() {
 #[test]
 fn programs_without_tls_come_in_from_this_users_processes_alone() {
     let ping = Frame::new(Op::Validate).u32(MAGIC).then(Op::Ping).u32(7).into_bytes();
-    for (strangers, answer) in [(Strangers::OfThisUser, 7u32.to_le_bytes()), (Strangers::None, [21, 3, 3, 0])]
+    for (keyless, answer) in
+        [(KeylessClients::OfThisUser, 7u32.to_le_bytes()), (KeylessClients::None, [21, 3, 3, 0])]
     {
-        let server = serve(&with(good()), strangers);
+        let server = serve(&with(good()), keyless);
         let mut plain = TcpStream::connect(server.local_addr()).unwrap();
         plain.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         plain.write_all(&ping).unwrap();
@@ -120,7 +121,7 @@ fn programs_without_tls_come_in_from_this_users_processes_alone() {
 #[test]
 fn who_floods_instead_of_speaking_tls_is_hung_up_on() {
     let credentials = with(good());
-    let server = serve(&credentials, Strangers::None);
+    let server = serve(&credentials, KeylessClients::None);
     let mut plain = TcpStream::connect(server.local_addr()).unwrap();
     plain.set_write_timeout(Some(Duration::from_secs(10))).unwrap();
     let started = Instant::now();
@@ -172,7 +173,7 @@ fn what_is_no_client_is_not_told_of_and_a_client_without_credentials_is() {
         JobKey::generate().unwrap().into(),
     ] {
         let (mut heard, pipe) = std::io::pipe().unwrap();
-        let access = Access::to(keyed.clone(), Strangers::None).telling(&Refusals(Arc::new(pipe)));
+        let access = Access::to(keyed.clone(), KeylessClients::None).telling(&Refusals(Arc::new(pipe)));
         let server = TcpStoreServer::bind_for(([127, 0, 0, 1], 0).into(), access).unwrap();
         for words in [
             &b"GET / HTTP/1.1\r\n\r\n"[..],

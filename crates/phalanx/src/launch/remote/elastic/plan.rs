@@ -24,7 +24,7 @@ use crate::launch::remote::is_this_machine;
 use crate::launch::remote::peer::{End, Peer};
 use crate::launch::remote::protocol::News;
 use crate::rendezvous;
-use crate::store::{Access, Strangers, TcpStoreServer, host_port};
+use crate::store::{Access, KeylessClients, TcpStoreServer, host_port};
 use crate::world_size::WorldSize;
 
 /// How long the system may take to look up the address at which the store is served.
@@ -152,7 +152,7 @@ impl ElasticPlan {
 
     fn serve(&mut self, launchers: &Launchers<'_>, host: &str) -> Result<()> {
         let job = launchers.job;
-        let access = if job.open_store { Strangers::All } else { Strangers::OfThisUser };
+        let access = if job.open_store { KeylessClients::All } else { KeylessClients::OfThisUser };
         let credentials = Credentials { key: Some(launchers.key.clone()), ..job.credentials.clone() };
         let access = Access::to(credentials.clone(), access).telling(launchers.control.refused.refusals());
         let port = job.master_port;
