@@ -26,7 +26,9 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::{Generation, Rank, Sequence};
 use crate::trace::Trace;
-use crate::transport::messages::{Bell, End, Inbound, Messages as Ends, Outbound, Receiving, Sending, Step};
+use crate::transport::messages::{
+    End, Inbound, Messages as Ends, Notifier, Outbound, Receiving, Sending, Step,
+};
 use crate::wire::frame::{Call, Header, Operation};
 
 /// Polls of the memory before a rank sleeps, a few microseconds, if every rank can have a processor of its own.
@@ -49,7 +51,7 @@ struct Shared {
     trace: Trace,
     outbound: Vec<Option<Line<Outbound>>>,
     inbound: Vec<Option<Line<Inbound>>>,
-    bell: Arc<Bell>,
+    notifier: Arc<Notifier>,
     spins: u32,
     queue: Mutex<Queue>,
     arrived: Condvar,
@@ -78,7 +80,7 @@ impl Messages {
         place: LocalPlace,
         trace: Trace,
     ) -> Self {
-        let Ends { outbound, inbound, bell, farewell } = ends;
+        let Ends { outbound, inbound, notifier, farewell } = ends;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if outbound.len() <= processors { SPINS } else { 0 };
         let shared = Shared {
@@ -88,7 +90,7 @@ impl Messages {
             trace,
             outbound: outbound.into_iter().map(|end| end.map(Line::new)).collect(),
             inbound: inbound.into_iter().map(|end| end.map(Line::new)).collect(),
-            bell,
+            notifier,
             spins,
             queue: Mutex::default(),
             arrived: Condvar::new(),
@@ -249,7 +251,7 @@ impl Shared {
                 Step::Idle => {}
             }
             if let Some(socket) = end.socket() {
-                self.bell.wait(&[socket], false, deadline, || false)?;
+                self.notifier.wait(&[socket], false, deadline, || false)?;
             } else if idle < self.spins {
                 idle += 1;
                 std::hint::spin_loop();
@@ -259,7 +261,7 @@ impl Shared {
                 let is_over = self.is_over(peer);
                 let patience = if is_over { Deadline::now() } else { deadline };
                 let mut found = false;
-                self.bell.wait(&[], true, patience, || {
+                self.notifier.wait(&[], true, patience, || {
                     found = end.is_ready();
                     found
                 })?;
@@ -323,7 +325,7 @@ impl Shared {
 
     fn wake_worker(&self) {
         self.arrived.notify_all();
-        self.bell.ring();
+        self.notifier.notify();
         if let Some(poke) = self.poke.get() {
             // A full counter wakes the worker as well.
             let _ = rustix::io::write(poke, &1u64.to_ne_bytes());

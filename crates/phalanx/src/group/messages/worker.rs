@@ -175,7 +175,7 @@ impl Worker {
             (_, Some(patience)) => patience,
         };
         let mut found = false;
-        let waited = shared.bell.wait(&sockets, listens, deadline, || {
+        let waited = shared.notifier.wait(&sockets, listens, deadline, || {
             found = out_memory.iter_mut().any(|(_, end)| end.is_ready())
                 || into_memory.iter_mut().any(|(_, end)| end.is_ready())
                 || out_absent.iter().any(|(line, ticket)| line.is_served(*ticket))

@@ -38,11 +38,11 @@ impl Inbox {
 
     /// For a connection of this number.
     pub(super) fn ears(&self, host: usize) -> Ears {
-        Ears { host, heard: self.sender.clone(), wake: self.bell() }
+        Ears { host, heard: self.sender.clone(), wake: self.waker() }
     }
 
     /// A byte in it ends a wait.
-    pub(super) fn bell(&self) -> Arc<PipeWriter> {
+    pub(super) fn waker(&self) -> Arc<PipeWriter> {
         Arc::clone(&self.wake)
     }
 

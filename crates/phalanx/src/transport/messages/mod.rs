@@ -1,10 +1,10 @@
 //! Point-to-point messages, apart from the collectives' data.
 //!
 //! Each pair of ranks has a line in each direction: a connection or a ring. Each line has one end here and one at the
-//! peer. Lines are independent: the thread whose turn it is drives one. An end never waits; [`Bell`] does.
+//! peer. Lines are independent: the thread whose turn it is drives one. An end never waits; [`Notifier`] does.
 
-mod bell;
 mod inbound;
+mod notifier;
 mod outbound;
 mod rings;
 
@@ -16,8 +16,8 @@ use parking_lot::Mutex;
 use phalanx_sys::shared::ALIGNMENT;
 use rustix::event::PollFlags;
 
-pub(crate) use self::bell::Bell;
 pub(crate) use self::inbound::{Inbound, Receiving};
+pub(crate) use self::notifier::Notifier;
 pub(crate) use self::outbound::{Outbound, Sending};
 #[cfg(any(test, fuzzing))]
 pub(super) use self::rings::fuzz;
@@ -39,7 +39,7 @@ const CHUNK: usize = 64 * 1024;
 pub(crate) struct Messages {
     pub outbound: Vec<Option<Outbound>>,
     pub inbound: Vec<Option<Inbound>>,
-    pub bell: Arc<Bell>,
+    pub notifier: Arc<Notifier>,
     /// Sends the goodbye when the connections are no longer used.
     pub farewell: Box<dyn Send + Sync>,
 }
@@ -69,7 +69,7 @@ pub(crate) trait End: Send {
     /// Moves as much of `frame` as possible now, from or into `buffer`.
     fn advance(&mut self, frame: &mut Self::Frame, buffer: &mut Buffer) -> Result<Step>;
 
-    /// The socket to poll before the next step; None if a bell announces it.
+    /// The socket to poll before the next step; None if a notifier says so.
     fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)>;
 
     /// Can something be moved, as far as the memory shows?
@@ -102,25 +102,25 @@ impl Messages {
             (Some(outbound), Some(inbound))
         });
         let (outbound, inbound) = ends.unzip();
-        Self { outbound, inbound, bell: Arc::new(Bell::new(own)), farewell }
+        Self { outbound, inbound, notifier: Arc::new(Notifier::new(own)), farewell }
     }
 
     /// The lines between the ranks of one process, by rank.
     pub(super) fn in_process(world: WorldSize, farewells: Vec<Box<dyn Send + Sync>>) -> Vec<Self> {
-        let bells: Vec<_> = world.ranks().map(|_| Arc::new(Bell::new(None))).collect();
+        let notifiers: Vec<_> = world.ranks().map(|_| Arc::new(Notifier::new(None))).collect();
         let boxes: Vec<Vec<_>> =
             world.ranks().map(|_| world.ranks().map(|_| Arc::new(Mailbox::default())).collect()).collect();
         let lines = world.ranks().zip(farewells).map(|(rank, farewell)| {
             let others = || world.ranks().map(|peer| (peer != rank).then_some(peer));
             let outbound = |peer: Rank| {
                 let mailbox = boxes[rank.index()][peer.index()].clone();
-                Outbound::mailbox(peer, mailbox, bells[peer.index()].clone())
+                Outbound::mailbox(peer, mailbox, notifiers[peer.index()].clone())
             };
             let inbound = |peer: Rank| Inbound::mailbox(peer, boxes[peer.index()][rank.index()].clone());
             Self {
                 outbound: others().map(|peer| peer.map(outbound)).collect(),
                 inbound: others().map(|peer| peer.map(inbound)).collect(),
-                bell: bells[rank.index()].clone(),
+                notifier: notifiers[rank.index()].clone(),
                 farewell,
             }
         });

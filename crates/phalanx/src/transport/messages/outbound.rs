@@ -7,7 +7,7 @@ use std::sync::Arc;
 use phalanx_sys::shared::{ALIGNMENT, Producer, Segment};
 use rustix::event::PollFlags;
 
-use super::{Bell, CHUNK, End, HEAD, Mailbox, Step, Stream, corrupt};
+use super::{CHUNK, End, HEAD, Mailbox, Notifier, Step, Stream, corrupt};
 use crate::buffer::{AlignedBytes, Buffer};
 use crate::error::Result;
 use crate::rank::Rank;
@@ -22,7 +22,7 @@ pub(crate) struct Outbound {
 enum Way {
     Stream(Stream),
     Ring { ring: Producer, peer: Arc<Segment> },
-    Mailbox { mailbox: Arc<Mailbox>, peer: Arc<Bell> },
+    Mailbox { mailbox: Arc<Mailbox>, peer: Arc<Notifier> },
 }
 
 /// A frame that is being sent. Its payload is passed at each step, because it may belong to the caller.
@@ -52,8 +52,8 @@ impl Outbound {
         Self { peer, way: Way::Ring { ring, peer: segment } }
     }
 
-    pub(super) fn mailbox(peer: Rank, mailbox: Arc<Mailbox>, bell: Arc<Bell>) -> Self {
-        Self { peer, way: Way::Mailbox { mailbox, peer: bell } }
+    pub(super) fn mailbox(peer: Rank, mailbox: Arc<Mailbox>, notifier: Arc<Notifier>) -> Self {
+        Self { peer, way: Way::Mailbox { mailbox, peer: notifier } }
     }
 
     /// Sends `bytes` through the ring, which need not be a frame.
@@ -85,7 +85,7 @@ impl Outbound {
                 let mut copy = AlignedBytes::zeroed(payload.len());
                 copy.as_mut_slice().copy_from_slice(payload);
                 mailbox.lock().push_back((frame.header, copy));
-                peer.ring();
+                peer.notify();
                 frame.sent = HEADER + payload.len();
                 frame.sent
             }

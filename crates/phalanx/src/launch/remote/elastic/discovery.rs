@@ -37,15 +37,15 @@ pub(super) struct Discovery {
 }
 
 impl Discovery {
-    /// `bell` gets a byte with each answer.
-    pub(super) fn start(from: &HostDiscovery, bell: Arc<PipeWriter>) -> Result<Self> {
+    /// `wake` gets a byte with each answer.
+    pub(super) fn start(from: &HostDiscovery, wake: Arc<PipeWriter>) -> Result<Self> {
         // If the answers are not taken, the next run of the script waits.
         let (sender, answers) = sync_channel(1);
         let ends = Arc::new(AtomicBool::new(false));
         let (from, stop) = (from.clone(), Arc::clone(&ends));
         let thread = std::thread::Builder::new()
             .name("phalanx-discovery".into())
-            .spawn(move || ask(&from, &sender, &bell, &stop))
+            .spawn(move || ask(&from, &sender, &wake, &stop))
             .map_err(|error| Error::io("cannot start a thread for the discovery of hosts", error))?;
         Ok(Self { answers, ends, thread: Some(thread) })
     }
@@ -67,7 +67,7 @@ impl Drop for Discovery {
     }
 }
 
-fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, bell: &PipeWriter, ends: &AtomicBool) {
+fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &PipeWriter, ends: &AtomicBool) {
     while !ends.load(Ordering::Relaxed) {
         let next = Instant::now() + INTERVAL;
         let answer = answer(&from.script, ends)
@@ -79,7 +79,7 @@ fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, bell: &Pipe
         if ends.load(Ordering::Relaxed) || answers.send(answer).is_err() {
             return;
         }
-        let _ = (&*bell).write_all(&[0]);
+        let _ = (&*wake).write_all(&[0]);
         while Instant::now() < next && !ends.load(Ordering::Relaxed) {
             std::thread::sleep(LOOK);
         }
@@ -211,8 +211,8 @@ mod tests {
         )
         .unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let (_notice, bell) = io::pipe().unwrap();
-        let discovery = Discovery::start(&HostDiscovery::new(&path), Arc::new(bell)).unwrap();
+        let (_notice, wake) = io::pipe().unwrap();
+        let discovery = Discovery::start(&HostDiscovery::new(&path), Arc::new(wake)).unwrap();
         let deadline = Instant::now() + Duration::from_secs(20);
         while !pid.exists() {
             assert!(Instant::now() < deadline);

@@ -61,8 +61,8 @@ impl ElasticPlan {
         launchers: &mut Launchers<'_>,
     ) -> Result<Self> {
         let job = launchers.job;
-        let bell = launchers.inbox.bell();
-        let discovery = elastic.discovery.as_ref().map(|from| Discovery::start(from, bell)).transpose()?;
+        let waker = launchers.inbox.waker();
+        let discovery = elastic.discovery.as_ref().map(|from| Discovery::start(from, waker)).transpose()?;
         let mut plan = Self {
             discovery,
             discovery_fails: false,

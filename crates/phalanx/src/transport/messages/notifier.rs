@@ -18,37 +18,37 @@ pub(crate) const SLEEP: Duration = Duration::from_millis(10);
 const GLANCE: Duration = Duration::from_micros(200);
 
 /// Wakes the threads of one rank that wait for messages.
-pub(crate) struct Bell(Way);
+pub(crate) struct Notifier(Memory);
 
-enum Way {
-    /// Peers ring it through the memory that they share with this rank.
+enum Memory {
+    /// Peers notify it through the memory that they share with this rank.
     Shared(Arc<Segment>),
-    /// Rung only from this process.
-    Local { rung: Mutex<u64>, changed: Condvar },
+    /// Notified from this process alone.
+    Local { count: Mutex<u64>, changed: Condvar },
 }
 
-impl Bell {
-    /// The bell in this rank's memory, if it has lent any.
+impl Notifier {
+    /// The notifier in this rank's shared memory, if it has any.
     pub(super) fn new(own: Option<Arc<Segment>>) -> Self {
         Self(match own {
-            Some(segment) => Way::Shared(segment),
-            None => Way::Local { rung: Mutex::new(0), changed: Condvar::new() },
+            Some(segment) => Memory::Shared(segment),
+            None => Memory::Local { count: Mutex::new(0), changed: Condvar::new() },
         })
     }
 
     /// Wakes all waiting threads.
-    pub(crate) fn ring(&self) {
+    pub(crate) fn notify(&self) {
         match &self.0 {
-            Way::Shared(segment) => segment.doorbell().ring(),
-            Way::Local { rung, changed } => {
-                *rung.lock() += 1;
+            Memory::Shared(segment) => segment.doorbell().ring(),
+            Memory::Local { count, changed } => {
+                *count.lock() += 1;
                 changed.notify_all();
             }
         }
     }
 
-    /// Waits until the bell rings, one of `sockets` can be used or `deadline` passes, unless `ready` returns true.
-    /// `listens`: whether to wait for the bell. May return without a reason.
+    /// Waits until a notification comes, one of `sockets` can be used or `deadline` passes, unless `ready` returns true.
+    /// `listens`: whether to wait for notifications. May return without a reason.
     pub(crate) fn wait(
         &self,
         sockets: &[(BorrowedFd<'_>, PollFlags)],
@@ -68,15 +68,15 @@ impl Bell {
 
     fn sleep_unless(&self, timeout: Duration, ready: impl FnOnce() -> bool) {
         match &self.0 {
-            Way::Shared(segment) => segment.doorbell().sleep_unless(timeout, ready),
-            Way::Local { rung, changed } => {
-                let before = *rung.lock();
+            Memory::Shared(segment) => segment.doorbell().sleep_unless(timeout, ready),
+            Memory::Local { count, changed } => {
+                let before = *count.lock();
                 if ready() {
                     return;
                 }
-                let mut rung = rung.lock();
-                if *rung == before {
-                    let _ = changed.wait_for(&mut rung, timeout);
+                let mut count = count.lock();
+                if *count == before {
+                    let _ = changed.wait_for(&mut count, timeout);
                 }
             }
         }
