@@ -16,7 +16,7 @@ use super::*;
 
 #[path = "../../tests/support/certificates.rs"]
 pub(crate) mod certificates;
-pub(crate) mod chatter;
+pub(crate) mod raw_client;
 
 /// Accepts any certificate, as a program may that does not check its own.
 pub(crate) fn unchecked(ca: &Authority, certificate: &Certificate) -> Tls {

@@ -13,7 +13,7 @@ use crate::key::JobKey;
 use crate::store::MemoryStore;
 use crate::tls::Tls;
 use crate::tls::tests::certificates::Authority;
-use crate::tls::tests::chatter::{self, Chatter};
+use crate::tls::tests::raw_client::{self, RawClient};
 use crate::tls::tests::{good, unchecked};
 use crate::wire::tls::is_alert;
 
@@ -189,19 +189,19 @@ fn more_strangers_than_have_a_turn_hold_nobody_up() {
 }
 
 /// A TLS connection with an authenticated client, and that client's side of it.
-fn with_chatter() -> (Connection, Chatter, TcpStream) {
-    let (tls, config) = chatter::pair();
+fn with_raw_client() -> (Connection, RawClient, TcpStream) {
+    let (tls, config) = raw_client::pair();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let mut connection = Connection::new(listener.accept().unwrap().0);
     connection.encrypt(tls.server().unwrap());
-    let chatter = thread::scope(|scope| {
-        let client = scope.spawn(|| Chatter::connect(config, &mut socket));
+    let raw_client = thread::scope(|scope| {
+        let client = scope.spawn(|| RawClient::connect(config, &mut socket));
         while !connection.handshake().unwrap() {}
         client.join().unwrap()
     });
     connection.socket().set_nonblocking(true).unwrap();
-    (connection, chatter, socket)
+    (connection, raw_client, socket)
 }
 
 #[test]
@@ -212,16 +212,16 @@ fn records_without_content_hold_nobody_in_a_call() {
     };
     let mut into = [0; 8];
     for looks in [true, false] {
-        let (connection, mut chatter, mut socket) = with_chatter();
+        let (connection, mut raw_client, mut socket) = with_raw_client();
         let mut take = || match looks {
             true => connection.peek(&mut into),
             false => connection.receive(&mut [IoSliceMut::new(&mut into)]),
         };
         // A few may come before content.
         for _ in 0..20 {
-            socket.write_all(&chatter.record(&[])).unwrap();
+            socket.write_all(&raw_client.record(&[])).unwrap();
         }
-        socket.write_all(&chatter.record(b"word")).unwrap();
+        socket.write_all(&raw_client.record(b"word")).unwrap();
         let came = loop {
             assert!(is_unread(&connection));
             match take() {
@@ -231,7 +231,7 @@ fn records_without_content_hold_nobody_in_a_call() {
         };
         assert_eq!(came, 4);
         // More reads than one call may do, from a client that is not admitted yet.
-        let noise: Vec<u8> = (0..5000).flat_map(|_| chatter.record(&[])).collect();
+        let noise: Vec<u8> = (0..5000).flat_map(|_| raw_client.record(&[])).collect();
         assert!(noise.len() > 100_000);
         socket.write_all(&noise).unwrap();
         if looks {

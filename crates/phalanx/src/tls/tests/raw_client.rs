@@ -15,7 +15,7 @@ use rustls::{
 use super::certificates::Authority;
 use super::{Tls, unchecked};
 
-pub(crate) struct Chatter {
+pub(crate) struct RawClient {
     encrypter: Box<dyn MessageEncrypter>,
     next: u64,
 }
@@ -42,7 +42,7 @@ pub(crate) fn pair() -> (Tls, Arc<ClientConfig>) {
     (unchecked(&ca, &certificate), Arc::new(client))
 }
 
-impl Chatter {
+impl RawClient {
     /// Does the handshake on a blocking connection.
     pub(crate) fn connect(config: Arc<ClientConfig>, io: &mut (impl Read + Write)) -> Self {
         let mut client = ClientConnection::new(config, "host".try_into().unwrap()).unwrap();
