@@ -1,4 +1,4 @@
-//! How ranks see that their states are equal, and make them so.
+//! How ranks check that their states are equal, and make them equal.
 
 use super::Drift;
 use super::parts::{Part, Summary};
@@ -12,8 +12,8 @@ use crate::rank::Rank;
 /// How many parts and ranks an error names.
 const NAMED: usize = 8;
 
-/// What a rank reports before a commit or a synchronization: is a worker waiting, its number of commits, the round in which the last one was made, and
-/// the digest of its snapshot.
+/// What a rank reports before a commit or a synchronization: whether a worker waits to join, its number of commits, the
+/// round of the last commit, and the digest of its snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CommitReport {
     awaited: bool,
@@ -30,23 +30,24 @@ impl CommitReport {
         Self { awaited, commits, round, digest: snapshot.digest(drift) }
     }
 
-    /// Which commit this is: the later one is greater. Of two that are equally many the later round's is the one that may
-    /// have returned: the other's group failed before all had it, or they would have begun the later round with it.
+    /// The order of commits: the later one is greater. If two ranks have the same number of commits, the commit of the
+    /// later round is greater. Only that one may have returned: the group of the earlier round failed before all its
+    /// ranks had theirs.
     fn commit(&self) -> (u64, u64) {
         (self.commits, self.round)
     }
 }
 
-/// What a commit has shown.
+/// The result of comparing a commit.
 #[derive(Debug)]
 pub(super) struct Committed {
-    /// Do workers wait for whom a new group is to be made? The same on every rank.
+    /// Do workers wait, so that a new group must be formed? The same on every rank.
     pub(super) awaited: bool,
-    /// Has the snapshot changed, because this rank had drifted?
+    /// Was the snapshot of this rank replaced, because it had drifted?
     pub(super) repaired: bool,
 }
 
-/// All ranks have made their snapshots: are they equal? One collective of 32 bytes a rank, if they are.
+/// All ranks have made their snapshots. Checks that they are equal, with one collective of 32 bytes a rank if they are.
 pub(super) fn commit(
     group: &ProcessGroup,
     snapshot: &mut Snapshot,
@@ -74,8 +75,8 @@ pub(super) fn commit(
             ));
         }
         let repaired = take_from(group, snapshot, rank(root))?;
-        // A commit that has returned is on every rank: no rank returns before all are repaired. Else a failure now could leave
-        // those that were not in the majority.
+        // A commit that has returned is on every rank: no rank returns before all snapshots are repaired. Otherwise,
+        // after a failure now, only the ranks of the majority would have it.
         group.barrier()?;
         return Ok(Committed { awaited, repaired });
     }
@@ -83,19 +84,19 @@ pub(super) fn commit(
     Err(drifted(summaries.into_iter().enumerate().collect(), own.commits))
 }
 
-/// Gives every rank the snapshot of the latest commit. True if this rank's has changed.
+/// Gives every rank the snapshot of the latest commit. Returns true if this rank's snapshot has changed.
 pub(super) fn sync(group: &ProcessGroup, snapshot: &mut Snapshot, drift: Drift) -> Result<bool> {
-    // Whatever is done about drift: the hashes say what is to be sent.
+    // Also if drift is ignored: the hashes decide what is sent.
     let own = CommitReport::of(snapshot, false, Drift::Fail);
     let reports = exchange(group, own)?;
     let holders = furthest(&reports);
     let lowest = holders.first().copied().unwrap_or(0);
-    // Equal on all ranks: then nothing is sent.
+    // If all are equal, nothing is sent.
     if reports.iter().all(|report| *report == reports[lowest]) {
         return Ok(false);
     }
-    // A failure may have come before the ranks could compare this commit. With none there is nothing to compare: workers
-    // may begin with different states.
+    // The failure may have come before the ranks compared this commit. Before the first commit there is nothing to
+    // compare: workers may begin with different states.
     let drifted_apart = reports[lowest].commits > 0
         && drift != Drift::Ignore
         && holders.iter().any(|holder| reports[*holder].digest != reports[lowest].digest);
@@ -110,7 +111,7 @@ pub(super) fn sync(group: &ProcessGroup, snapshot: &mut Snapshot, drift: Drift) 
     Ok(changed)
 }
 
-/// Gives every rank the parts of the root's snapshot that differ from its own; true if any did.
+/// Gives every rank the parts of the root's snapshot that differ from its own. Returns true if any did.
 pub(super) fn take_from(group: &ProcessGroup, snapshot: &mut Snapshot, root: Rank) -> Result<bool> {
     let is_root = group.rank() == root;
     let own = snapshot.summaries().to_vec();
@@ -118,11 +119,11 @@ pub(super) fn take_from(group: &ProcessGroup, snapshot: &mut Snapshot, root: Ran
     let mut lacking: Vec<u8> = wanted.iter().map(|part| u8::from(!own.contains(part))).collect();
     let here = lacking.clone();
     group.all_reduce(&mut lacking, ReduceOp::Max)?;
-    // Received beside what is there: if the root dies in the middle, the last commit is still whole.
+    // Received into other memory: if the root dies during the transfer, the last commit is still complete.
     let mut received = Vec::new();
     for (index, part) in wanted.iter().enumerate().filter(|(index, _)| lacking[*index] == 1) {
         match snapshot.parts.find_mut(&part.name) {
-            // The same bytes as are there.
+            // This rank has the same bytes.
             Some(held) if here[index] == 0 => group.broadcast(&mut held.bytes, root)?,
             _ => {
                 let mut part = Part::zeroed(&part.name, part.length)?;
@@ -131,7 +132,7 @@ pub(super) fn take_from(group: &ProcessGroup, snapshot: &mut Snapshot, root: Ran
             }
         }
     }
-    // Parts that the root no longer has are no longer part of the state, and their order is part of its digest.
+    // Parts that the root no longer has are removed. The order of parts is a part of the digest.
     snapshot.parts.rebuild(&wanted, received);
     snapshot.changed();
     Ok(own != wanted)
@@ -161,14 +162,14 @@ fn furthest(reports: &[CommitReport]) -> Vec<usize> {
     (0..reports.len()).filter(|rank| Some(reports[*rank].commit()) == latest).collect()
 }
 
-/// The lowest of those `ranks` that have what most of them have.
+/// The lowest of those `ranks` whose digest is the most frequent.
 fn most_common(reports: &[CommitReport], ranks: &[usize]) -> usize {
     let count = |of: usize| ranks.iter().filter(|rank| reports[**rank].digest == reports[of].digest).count();
     let most = ranks.iter().map(|rank| count(*rank)).max();
     ranks.iter().copied().find(|rank| Some(count(*rank)) == most).unwrap_or(0)
 }
 
-/// The error that names what differs, and on which of the ranks. Each is compared with what most of them have.
+/// The error that names the parts that differ and the ranks. Each part is compared with the most frequent one.
 fn drifted(held: Vec<(usize, Vec<Summary>)>, commit: u64) -> Error {
     let (ranks, summaries): (Vec<usize>, Vec<Vec<Summary>>) = held.into_iter().unzip();
     let mut parts: Vec<String> = Vec::new();

@@ -1,4 +1,4 @@
-//! What a training loop has of its elastic job.
+//! What a training loop can do in an elastic job.
 
 use std::fmt;
 
@@ -12,33 +12,33 @@ use crate::group::ProcessGroup;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
-/// The state, and the commits by which it outlives a change of the workers.
+/// The state, and the commits that preserve it when workers change.
 pub struct Context<'a, S: State> {
     /// The state. When the loop is called it is the same on every rank.
     pub state: &'a mut S,
     pub(super) snapshot: &'a mut Snapshot,
     pub(super) group: ProcessGroup,
     pub(super) drift: Drift,
-    /// None where workers do not change.
+    /// None if workers cannot change.
     pub(super) rounds: Option<&'a mut Rounds>,
-    /// That of the group.
+    /// The round of the group.
     pub(super) round: u64,
     pub(super) course: Course,
     /// The rank and the world size by which the data of this step are distributed.
     pub(super) place: (Rank, WorldSize),
     pub(super) ended: Option<Ended>,
-    /// How much had been called of the group at the end of the last step.
+    /// The number of the group's calls at the end of the last step.
     pub(super) calls: u64,
-    /// Has the state gone over to the group of now?
+    /// Has the state followed to the current group?
     pub(super) followed: bool,
     /// A copy of the input of `all_reduce`, for a replay.
     pub(super) input: Vec<u8>,
 }
 
-/// Why the loop is to end, though nothing has failed for good.
+/// Why the loop ends without a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ended {
-    /// A commit has said that a new group is to be made.
+    /// A commit has reported that a new group is to be formed.
     Awaited,
     /// There is a new group already, and all go back to the last commit.
     GoneBack,
@@ -64,27 +64,28 @@ impl<S: State> fmt::Debug for Context<'_, S> {
 }
 
 impl<S: State> Context<'_, S> {
-    /// Keeps the state in memory: if a worker dies, the others go on from here. Every rank calls it equally often, at the
-    /// same point.
+    /// Keeps a copy of the state in memory: if a worker dies, the others go on from it. Every rank must call it equally
+    /// often, at the same point.
     ///
-    /// Costs a copy of the state; a hash of it (XXH3, as much time again), unless drift is [ignored](Drift::Ignore);
-    /// and a collective of 32 bytes a rank. Once it has returned on any rank, every rank has the commit: it is lost only if all
-    /// die.
+    /// It costs a copy of the state, a hash of it (XXH3, about as much time again) unless drift is
+    /// [ignored](Drift::Ignore), and a collective of 32 bytes a rank. Once it has returned on any rank, every rank has
+    /// the commit: it is lost only if all ranks die.
     ///
     /// # Errors
-    /// As every collective, and those of [`State`]. If replicas have drifted apart, with
-    /// [`is_mismatch`](Error::is_mismatch). And if workers wait
-    /// to take part, with [`is_regrouping`](Error::is_regrouping): the commit is made, and [`run`](super::run()) calls the
-    /// loop again with a larger group as soon as the loop returns, best by `?`.
+    /// Those of every collective, and those of [`State`]. If replicas have drifted apart, the error
+    /// [`is_mismatch`](Error::is_mismatch). If workers wait to join, the error [`is_regrouping`](Error::is_regrouping):
+    /// the commit is made, and [`run`](super::run()) calls the loop again with a larger group as soon as the loop
+    /// returns this error, best by `?`.
     pub fn commit(&mut self) -> Result<()> {
         self.check_ended()?;
-        // The last commit is the one to go back to: it is not overwritten where the new one cannot be made.
+        // The last commit may still be needed: it is not overwritten if the new one cannot be made.
         if let Some(cause) = self.group.failure() {
             return Err(cause);
         }
         self.state.agree()?;
         self.snapshot.save(&*self.state)?;
-        // Counted before the collective: a rank that completes it knows that all have the commit, and may die before it counts.
+        // Counted before the collective: a rank that completes it knows that all have the commit, and may die before it
+        // counts.
         self.snapshot.count(self.round);
         let awaited = self.rounds.as_ref().is_some_and(|rounds| rounds.is_awaited());
         let group = self.group.in_call(Caller::ElasticCommit);
@@ -99,17 +100,19 @@ impl<S: State> Context<'_, S> {
         Ok(())
     }
 
-    /// Goes back to the last commit, on this rank alone; if there is none, to the state with which the job began.
+    /// Goes back to the last commit, on this rank alone. Without a commit it goes back to the state with which the job
+    /// began.
     ///
     /// # Errors
-    /// Those of [`State::load`]; and that of a commit that failed while it saved the state, which leaves none to go back to.
+    /// Those of [`State::load`]. Also the error of a commit that failed while it saved the state: then there is no
+    /// commit to go back to.
     pub fn restore(&mut self) -> Result<()> {
         self.snapshot.whole()?;
         self.state.load(&self.snapshot.parts)
     }
 
-    /// Gives every rank the state that rank 0 has now: for what rank 0 alone has read, such as a checkpoint. Only what
-    /// differs is sent. No commit is made: a failure still leads back to the last one.
+    /// Gives every rank the state that rank 0 has now, for example after rank 0 alone has read a checkpoint. Only what
+    /// differs is sent. It makes no commit: after a failure all still go back to the last one.
     ///
     /// # Errors
     /// As every collective, and those of [`State`].
@@ -126,7 +129,8 @@ impl<S: State> Context<'_, S> {
         &self.group
     }
 
-    /// This worker's rank for the data of the next step. It is the group's rank, except in the step after a failure: see [`step`](Self::step).
+    /// This worker's rank for the data of the next step. It is the group's rank, except in the step after a failure:
+    /// see [`step`](Self::step).
     pub fn rank(&self) -> Rank {
         self.place.0
     }
@@ -136,12 +140,12 @@ impl<S: State> Context<'_, S> {
         self.place.1
     }
 
-    /// How many commits have led to this state, on whatever workers.
+    /// How many commits have led to this state, on this worker or others.
     pub fn commits(&self) -> u64 {
         self.snapshot.commits
     }
 
-    /// Does the job outlive its workers? If not, a [step](Self::step) is done once, and nothing has to be kept for it.
+    /// Can the job survive its workers? If not, a [step](Self::step) runs once, and keeps nothing for a replay.
     pub fn is_elastic(&self) -> bool {
         self.rounds.is_some()
     }
@@ -151,7 +155,7 @@ impl<S: State> Context<'_, S> {
         self.round
     }
 
-    /// An error if the loop has gone on with what has ended.
+    /// An error if the loop has gone on although its group or its step has ended.
     pub(super) fn check_ended(&self) -> Result<()> {
         match self.ended {
             Some(ended) => Err(ended.error()),

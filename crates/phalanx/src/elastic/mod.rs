@@ -1,8 +1,9 @@
-//! Training that outlives its workers.
+//! Training that survives the loss of workers.
 //!
-//! When a worker of an ordinary job dies, the launcher ends the others and starts all again. In an elastic job the others
-//! keep their processes and their memory: they form a new group, smaller, or as large as before once a replacement has
-//! come; each goes back to the last commit, which it holds in memory; newcomers get it from the others; and the loop goes on.
+//! When a worker of a job without `--min-np` dies, the launcher ends the others and starts all again. In an elastic job
+//! the others keep their processes and their memory. They form a new group: a smaller one, or one of the same size once
+//! a replacement has come. Each goes back to the last commit, which it holds in memory; new workers get the commit from
+//! the others; and the loop goes on.
 //!
 //! ```no_run
 //! use phalanx::elastic::{self, Context, Plain};
@@ -27,17 +28,17 @@
 //! # Ok::<(), phalanx::Error>(())
 //! ```
 //!
-//! Start it with `phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- ./train`. Started in any other way, it is
-//! a world that does not change, and any failure is an error; alone, a world of one.
+//! Start it with `phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- ./train`. Started in any other way,
+//! the world does not change and every failure is an error; without a launcher it is a world of one.
 //!
-//! What is bound to a group, such as a [`Reducer`](crate::reducer::Reducer) or a sampler that knows its rank, is made inside
-//! the loop: each time the loop is called, rank and world size may be others. Survivors have the first ranks, in their old
-//! order, so rank 0 always has the state.
+//! Make everything that is bound to a group, such as a [`Reducer`](crate::reducer::Reducer) or a sampler that knows its
+//! rank, inside the loop: rank and world size may differ each time the loop is called. Survivors get the first ranks,
+//! in their old order, so rank 0 always has the state.
 //!
-//! With [`Context::step`] in most cases not even the step is lost that a death cuts off: the survivors do it again. The guide
-//! says when not.
+//! With [`Context::step`] the step that a death cuts off is in most cases not lost: the survivors replay it. The guide
+//! lists the exceptions.
 //!
-//! The guide `docs/guide/elastic.md` says more.
+//! See the guide `docs/guide/elastic.md`.
 
 mod agreement;
 mod context;

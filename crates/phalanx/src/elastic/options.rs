@@ -1,4 +1,4 @@
-//! How an elastic job behaves, and what its launcher says about it.
+//! The settings of an elastic job, and how its launcher describes it.
 
 use std::time::Duration;
 
@@ -20,9 +20,9 @@ pub enum Drift {
     /// An error on every rank, which names the part and the ranks.
     #[default]
     Fail,
-    /// All take the state that most ranks have; of equally many, that of the lowest rank.
+    /// All take the state that most ranks have; if two are equally frequent, that of the lowest rank.
     Repair,
-    /// It is not looked for: a [commit](super::Context::commit) computes no hashes.
+    /// Drift is not looked for: a [commit](super::Context::commit) computes no hashes.
     Ignore,
 }
 
@@ -36,13 +36,13 @@ pub struct Options {
     pub drift: Drift,
     /// How long the first round waits for more workers when there are enough: 30 s.
     pub first_call: Duration,
-    /// How long a later one does: 1 s. A replacement that comes later is taken in at the next commit.
+    /// How long a later round waits for more workers: 1 s. A replacement that comes later joins at the next commit.
     pub last_call: Duration,
-    /// How long to wait for enough workers, and for one that lives but does not leave its group: 600 s.
+    /// How long to wait for enough workers, and for a worker that is alive but does not leave its group: 600 s.
     pub join_timeout: Duration,
-    /// Bounds the connecting of a round's group: 60 s.
+    /// The time limit for connecting a round's group: 60 s.
     pub connect_timeout: Duration,
-    /// How often a worker says that it is there, and after how many times of silence it is given up: 1 s and 5 times.
+    /// How often a worker sends a heartbeat, and after how many missing ones it is declared dead: 1 s and 5.
     pub keep_alive: (Duration, u32),
 }
 
@@ -64,7 +64,7 @@ impl Options {
     /// The defaults, with [`GroupOptions::from_env`].
     ///
     /// # Errors
-    /// As there.
+    /// As those of [`GroupOptions::from_env`].
     pub fn from_env() -> Result<Self> {
         Ok(Self { group: GroupOptions::from_env()?, ..Self::default() })
     }
@@ -94,8 +94,8 @@ impl Launched {
     }
 }
 
-/// What all workers of this elastic job, and of no other, call it; none in a job of another kind. It may be written
-/// down: it says nothing of the key.
+/// A name of this elastic job that all its workers compute, and no other job has; none if the job is not elastic. It
+/// may be written to disk: the key cannot be derived from it.
 pub(crate) fn job_name() -> Result<Option<String>> {
     let Some(Launched { env, .. }) = Launched::from_process()? else { return Ok(None) };
     let known = format!("{:?} {:?}", env.run_id, env.rendezvous);

@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 
 /// A state as bytes, in named parts: what a [`State`](super::State) is saved to and loaded from.
 ///
-/// The memory is kept from one [commit](super::Context::commit) to the next, so that saving a part of the same length is
-/// one copy and takes no memory anew.
+/// The memory is kept from one [commit](super::Context::commit) to the next: saving a part of the same length is one
+/// copy, without a new allocation.
 #[derive(Debug, Default)]
 pub struct Parts {
     parts: Vec<Part>,
@@ -23,7 +23,7 @@ pub(super) struct Part {
     pub(super) bytes: Vec<u8>,
 }
 
-/// What tells a part from another without its bytes.
+/// What identifies a part without its bytes: name, length and hash.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Summary {
     pub(super) name: String,
@@ -130,12 +130,12 @@ impl Parts {
         Ok(())
     }
 
-    /// A state is about to be saved.
+    /// Saving a state begins.
     pub(super) fn begin(&mut self) {
         self.saved = 0;
     }
 
-    /// It has been.
+    /// Saving the state has ended.
     pub(super) fn finish(&mut self) {
         self.parts.truncate(self.saved);
     }
@@ -154,7 +154,7 @@ impl Parts {
         self.parts.iter_mut().find(|part| part.name == name)
     }
 
-    /// Keeps the parts of `wanted` alone, in its order: those `received`, or else those that are there.
+    /// Keeps only the parts in `wanted`, in its order: the `received` ones, or else the present ones.
     pub(super) fn rebuild(&mut self, wanted: &[Summary], received: Vec<Part>) {
         let mut parts: Vec<Part> = received.into_iter().chain(self.parts.drain(..)).collect();
         let mut take = |name: &str| Some(parts.remove(parts.iter().position(|part| part.name == name)?));
@@ -173,7 +173,7 @@ impl Part {
     }
 }
 
-/// Takes the memory before anything relies on it: a length may come from another rank.
+/// Allocates before the length is used: it may come from another rank, and too large a length must be an error.
 fn reserve(bytes: &mut Vec<u8>, length: usize, name: &str) -> Result<()> {
     bytes.try_reserve_exact(length).map_err(|error| {
         Error::out_of_memory(format!("no memory for the {length} bytes of the part {name:?} of the state"))

@@ -1,4 +1,4 @@
-//! The publisher: a launcher appends what it knows to the log of its elastic workers.
+//! The publisher: a launcher appends the ends of processes to the log of its elastic workers.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::store::{PrefixStore, TcpStore};
 /// How long the launcher's own store may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Appends in a thread of its own, so that the launcher, which watches workers, does not wait for the store.
+/// Appends in its own thread, so that the launcher, which watches workers, does not wait for the store.
 #[derive(Debug)]
 pub(crate) struct Publisher {
     news: Sender<Entry>,
@@ -25,7 +25,7 @@ pub(crate) struct Publisher {
 }
 
 impl Publisher {
-    /// Starts the thread, for the workers of `run_id`, which meet at `store`.
+    /// Starts the thread, for the workers of `run_id` whose rendezvous is in `store`.
     pub(crate) fn start(store: SocketAddr, credentials: &Credentials, run_id: &str) -> Result<Self> {
         let (news, inbox) = channel();
         let (credentials, run_id) = (credentials.clone(), run_id.to_owned());

@@ -1,9 +1,9 @@
-//! What becomes of a step that a death has cut off: pure.
+//! Decides whether a step that a death has cut off counts, is replayed or is lost: pure.
 //!
-//! A step ends with an agreement, a barrier behind its last collective: that it has succeeded on any rank means that every
-//! rank has entered it, and has all that the step has reduced. After a failure the survivors tell each other where they are
-//! ([`Position`]), and each comes to the same [`Decision`]. A rank is at most one step ahead of another, since both were needed
-//! for each agreement:
+//! A step ends with an agreement, a barrier behind its last collective. If it has succeeded on any rank, every rank has
+//! entered it, and has all averages of the step. After a failure the survivors tell each other where they were cut off
+//! ([`Position`]), and each comes to the same [`Decision`]. A rank is at most one step ahead of another, since each
+//! agreement needs both:
 //!
 //! ```text
 //!     a rank is ahead          those behind have entered the agreement: what they have counts, and they follow
@@ -12,12 +12,12 @@
 //!     anything else            all go back to the last commit
 //! ```
 //!
-//! A rank that follows repeats the calls that the other has made in the failed group. If that is anything besides the
-//! reduction, such as a broadcast of running statistics, it would wait alone; then all go back.
+//! A rank that follows repeats the calls that the other has made in the failed group. If these include another
+//! collective than the reduction, such as a broadcast of running statistics, it would wait alone; then all go back.
 //!
-//! Each step's data are distributed among the ranks of one round, and a rank that is ahead has its part of the next step
-//! already. So the round whose ranks have the data, `data_round`, changes on all ranks after the same step: the furthest that
-//! any rank has begun.
+//! Each step's data are distributed among the ranks of one round, and a rank that is ahead has its part of the next
+//! step already. So the round whose ranks have the data, `data_round`, changes on all ranks after the same step: the
+//! furthest step that any rank has begun.
 
 /// Where a rank was cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,21 +26,22 @@ pub(super) struct Position {
     pub(super) origin: u64,
     /// How many commits have led to its state.
     pub(super) commits: u64,
-    /// How many steps it has done since its loop was called; the next one is in its hands.
+    /// How many steps it has completed since its loop was called; the next one is in progress.
     pub(super) step: u64,
     /// The round whose ranks have that step's data.
     pub(super) data_round: u64,
-    /// The round in whose group all of that step was reduced; 0 if in none.
+    /// The round in whose group this step was reduced completely; 0 if in none.
     pub(super) reduced: u64,
-    /// Has it called anything else of its group since the step before? A rank that is behind would wait in it alone.
+    /// Has it called other collectives of its group since the step before? A rank that is behind would wait in them
+    /// alone.
     pub(super) called: bool,
 }
 
-/// How many numbers a position is.
+/// The length of an encoded position.
 pub(super) const NUMBERS: usize = 6;
 
 impl Position {
-    /// As numbers; all 0 for a rank that cannot go on.
+    /// The position as numbers; all 0 for a rank that cannot go on.
     pub(super) fn encode(position: Option<Self>) -> [i64; NUMBERS] {
         let numbers = |Self { origin, commits, step, data_round, reduced, called }: Self| {
             [origin, commits, step, data_round, reduced, u64::from(called)]
@@ -66,16 +67,17 @@ pub(super) enum Decision {
 /// How they go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// The step of those who are behind, or of all.
+    /// The step of the ranks that are behind, or of all.
     behind: u64,
-    /// Does what they have of it count?
+    /// Does the result that they have count?
     counts: bool,
     /// The furthest step that any rank has begun, and the round whose ranks have its data.
     ahead: u64,
     data_round: u64,
 }
 
-/// What the ranks of a new group do who were cut off there; `None` is who has no step in its hands.
+/// The decision of the ranks of a new group that were cut off at these positions. `None` is a rank without a step in
+/// progress.
 pub(super) fn decide(positions: &[Option<Position>]) -> Decision {
     let Some(positions) = positions.iter().copied().collect::<Option<Vec<Position>>>() else {
         return Decision::GoBack;
@@ -97,7 +99,7 @@ pub(super) fn decide(positions: &[Option<Position>]) -> Decision {
     }
 }
 
-/// A rank's way through the steps since its loop was called.
+/// A rank's progress through the steps since its loop was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Course {
     origin: u64,
@@ -105,16 +107,16 @@ pub(super) struct Course {
     data_round: u64,
     reduced: u64,
     called: bool,
-    /// Behind which step the world changes, and to that of which round.
+    /// After which step the data's world changes, and to which round's.
     turn: Option<(u64, u64)>,
 }
 
-/// What this rank does with the step in its hands.
+/// What this rank does with the step in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Resumed {
-    /// What it has of it counts: the step is done.
+    /// Its result counts: the step is complete.
     Done,
-    /// It reduces it again.
+    /// The step is reduced again.
     Replay,
 }
 
@@ -139,17 +141,17 @@ impl Course {
         Position { origin, commits, step, data_round, reduced, called }
     }
 
-    /// The next step begins; `called`: has this rank called something else of its group since the last one?
+    /// The next step begins. `called`: has this rank called other collectives of its group since the last one?
     pub(super) fn begin(&mut self, called: bool) {
         self.called = called;
     }
 
-    /// All of the step is reduced, in the group of `round`; the others may lack it.
+    /// The step is reduced completely, in the group of `round`; other ranks may not have the result.
     pub(super) fn reduced(&mut self, round: u64) {
         self.reduced = round;
     }
 
-    /// Every rank has it.
+    /// Every rank has the result.
     pub(super) fn done(&mut self) {
         if let Some((step, round)) = self.turn
             && step <= self.step
@@ -166,7 +168,7 @@ impl Course {
         if self.step == plan.behind && plan.counts {
             self.done();
             if plan.behind < plan.ahead {
-                // This rank may have missed that the world had changed.
+                // This rank may not have noticed that the world had changed.
                 self.data_round = plan.data_round;
             }
             return Resumed::Done;

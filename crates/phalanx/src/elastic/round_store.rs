@@ -17,11 +17,11 @@ use crate::error::{Error, Result};
 use crate::store::{PrefixStore, SharedStore, Store};
 
 const SWEPT: &str = "swept";
-/// How many rounds before those that have been removed are looked at again: who was stopped in one of them may have written
-/// something afterwards.
+/// How many rounds before the removed ones are checked again: a process that was stopped in one of them may have
+/// written something afterwards.
 const AGAIN: u64 = 8;
 
-/// The store of one round. It writes down what it is about to write.
+/// The store of one round. It records each key before it writes the key.
 pub(super) struct RoundStore {
     round: PrefixStore,
     all: SharedStore,
@@ -42,7 +42,8 @@ impl RoundStore {
     fn note(&self, key: &str, deadline: Deadline) -> Result<()> {
         if !self.known.lock().contains(key) {
             self.all.append(&self.list, format!("{key}\n").as_bytes(), deadline)?;
-            // Only now: if that has failed, it is to be written down the next time. Twice does no harm.
+            // Recorded after the append has succeeded: after a failure the next call must record it. A key that is
+            // recorded twice does no harm.
             self.known.lock().insert(key.to_owned());
         }
         Ok(())
@@ -106,7 +107,7 @@ impl Store for RoundStore {
     }
 }
 
-/// Removes what the rounds before `now` have left: no worker is in them any more.
+/// Removes the keys of the rounds before `now`: no worker uses them.
 pub(super) fn sweep(store: &dyn Store, now: u64, deadline: Deadline) -> Result<()> {
     let swept = u64::try_from(store.add(SWEPT, 0, deadline)?).unwrap_or(0);
     let over = now.saturating_sub(1);
@@ -123,7 +124,7 @@ pub(super) fn sweep(store: &dyn Store, now: u64, deadline: Deadline) -> Result<(
         for key in keys.lines() {
             store.delete_key(&format!("{}/{key}", prefix(round)), deadline)?;
         }
-        // Last: who dies before has left the next one to find them.
+        // Written last: if this process dies before, the next one finds these rounds and removes them.
         store.delete_key(&list, deadline)?;
     }
     store.compare_set(SWEPT, swept.to_string().as_bytes(), over.to_string().as_bytes(), deadline)?;

@@ -1,4 +1,4 @@
-//! The groups of an elastic job, one after the other.
+//! The sequence of groups of an elastic job.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::rank::Rank;
 use crate::rendezvous::Rendezvous;
 use crate::world_size::WorldSize;
 
-/// How long a group may take to hear of a failure that its sub-group has seen.
+/// How long a group may take to learn of a failure that its sub-group has seen.
 const HEARSAY: Duration = Duration::from_millis(200);
 
 /// How the job goes on.
@@ -33,13 +33,13 @@ pub(super) struct Rounds {
     current: Option<Current>,
     /// The last round that this worker has left.
     left: u64,
-    /// The members of the rounds since all began anew, by rank.
+    /// The members of the rounds since the last return to a commit, by rank.
     worlds: Vec<(u64, Vec<WorkerId>)>,
     /// Why there will be no other round.
     lost: Option<Error>,
 }
 
-/// The round whose group stands.
+/// The round whose group is connected.
 struct Current {
     number: u64,
     group: ProcessGroup,
@@ -54,8 +54,8 @@ impl Rounds {
         Ok(Self { session, options, reset_limit, current: None, left: 0, worlds, lost: None })
     }
 
-    /// Meets the others for the next round, until one stands; `position`: where this rank was cut off in a step that it can
-    /// do again.
+    /// Joins the next round, and repeats that until a group is connected. `position`: where this rank was cut off in a
+    /// step that it can replay.
     pub(super) fn next(&mut self, position: Option<Position>) -> Result<Next> {
         match &self.lost {
             Some(error) => Err(error.clone()),
@@ -72,7 +72,7 @@ impl Rounds {
             let Round { number, rendezvous, members, rejoined } = *round;
             self.left = number;
             if rejoined {
-                // Who was given up is another worker now, and has nothing to go on with.
+                // A worker that was declared dead has a new number, and no step to replay.
                 position = None;
             }
             let rank = rendezvous.rank;
@@ -91,7 +91,7 @@ impl Rounds {
             match exchange(&group, position) {
                 Ok(positions) => {
                     let decision = decide(&positions);
-                    // No rank has data of earlier worlds.
+                    // No rank has data that were distributed in earlier worlds.
                     let oldest = match (decision, position) {
                         (Decision::GoOn(_), Some(position)) => position.data_round,
                         _ => number,
@@ -106,7 +106,7 @@ impl Rounds {
                 Err(error) => match failure_of(&group).filter(|cause| cause.is_a_peers(rank)) {
                     Some(cause) => {
                         tracing::warn!(round = number, %cause, "the new group has failed; all workers form another");
-                        // It was a member of the round, should others have come further.
+                        // This worker was a member of the round, which matters if others got further in it.
                         self.worlds.push((number, members));
                         self.leave(Some(&cause))?;
                     }
@@ -116,7 +116,7 @@ impl Rounds {
         }
     }
 
-    /// The number and the group of the round that stands, if it does.
+    /// The number and the group of the current round, if its group is connected.
     pub(super) fn current(&self) -> Option<(u64, ProcessGroup)> {
         self.current.as_ref().map(|current| (current.number, current.group.clone()))
     }
@@ -130,7 +130,7 @@ impl Rounds {
         self.reset_limit
     }
 
-    /// This worker has left its round, because of `cause` if it has failed.
+    /// This worker has left its round; `cause` is the failure, if there was one.
     pub(super) fn leave(&mut self, cause: Option<&Error>) -> Result<()> {
         match self.current.take() {
             Some(current) => self.session.leave(&current.members, cause),
@@ -138,17 +138,17 @@ impl Rounds {
         }
     }
 
-    /// All members have done what there was to do.
+    /// All members have finished.
     pub(super) fn done(self) {
         self.session.done(self.left);
     }
 
-    /// The job is over; nothing is left to say.
+    /// The job is over, and no entry needs to be appended.
     pub(super) fn over(self) {
         self.session.over();
     }
 
-    /// This worker's place in the world of `round`.
+    /// This worker's rank in the world of `round`.
     pub(super) fn place(&self, round: u64) -> Result<(Rank, WorldSize)> {
         let members = self.members(round)?;
         let me = self.session.id();
@@ -157,7 +157,7 @@ impl Rounds {
         Ok((world.rank(u32::try_from(rank).unwrap_or(u32::MAX))?, world))
     }
 
-    /// The ranks of the world of `round` that are no members of `group`, a later round.
+    /// The ranks of the world of `round` that are not members of `group`, a later round.
     pub(super) fn missing(&self, round: u64, group: u64) -> Result<Vec<Rank>> {
         let (members, there) = (self.members(round)?, self.members(group)?);
         let missing = members.iter().zip(0..).filter(|(member, _)| !there.contains(member));
@@ -182,7 +182,7 @@ fn connect(rendezvous: Rendezvous, options: &Options) -> Result<ProcessGroup> {
     Ok(ProcessGroup::join(rendezvous, connecting)?.with_timeout(timeout))
 }
 
-/// Where each rank of the new group was cut off: the first collective of every round, of 48 bytes a rank.
+/// Exchanges where each rank of the new group was cut off: the first collective of every round, of 48 bytes a rank.
 fn exchange(group: &ProcessGroup, position: Option<Position>) -> Result<Vec<Option<Position>>> {
     let mut received = vec![0_i64; NUMBERS * group.world_size().count()];
     group.in_call(Caller::ElasticRun).all_gather(&Position::encode(position), &mut received)?;

@@ -24,22 +24,22 @@ pub fn run<S: State, T, E: From<Error>>(
 
 /// Calls `work` with a group, and again with another whenever the workers change, until it succeeds on all ranks.
 ///
-/// Before each call all ranks get the same state: that of the rank with most commits, and of several that whose last one
-/// was made in the latest round; only what differs is sent. Ranks that made that commit together must have the same, or
-/// [`Drift`](super::Drift) says what is done; before the first commit the lowest rank's is taken. When `work` ends with
-/// an error and a peer has failed (died, left, was not heard of, did not take part in time, gave up, or could not do
-/// what a call like [`Checkpoints::open`](crate::checkpoint::Checkpoints::open) lets one rank do for all), this rank goes back
-/// to its last [commit](Context::commit) and meets the others anew; the error itself is dropped. An error without that is
-/// this rank's own: it is returned, and to the others this rank is one that died.
+/// Before each call all ranks get the same state: that of the rank with the most commits, and among equals that of the
+/// latest round. Only what differs is sent. Ranks that made that commit together must have the same state, or
+/// [`Drift`](super::Drift) decides what happens. Before the first commit the lowest rank's state is taken. When `work`
+/// returns an error and a peer has failed (it died, left, sent no heartbeats, did not take part in time, gave up, or
+/// could not do what a call like [`Checkpoints::open`](crate::checkpoint::Checkpoints::open) lets one rank do for all),
+/// this rank goes back to its last [commit](Context::commit) and joins a new group; the error is dropped. Any other
+/// error is this rank's own: `run` returns it, and the other ranks treat this rank as dead.
 ///
 /// Without an elastic launcher (`PHALANX_ELASTIC`) the world is that of [`phalanx::init`](crate::init()), `work` is called
 /// once, and every error is returned.
 ///
 /// # Errors
 /// Those of `work` that are its own; if the ranks' calls, options or replicas differ
-/// ([`is_mismatch`](Error::is_mismatch)); if fewer workers than the least have come within the
-/// [join time-out](Options::join_timeout); if the group would be formed anew more often than the reset limit says; if the
-/// launcher is gone, or the job was over before this worker came ([`is_aborted`](Error::is_aborted)).
+/// ([`is_mismatch`](Error::is_mismatch)); if too few workers have come within the [join
+/// time-out](Options::join_timeout); if the reset limit allows no new group; if the launcher is gone, or the job was
+/// over before this worker came ([`is_aborted`](Error::is_aborted)).
 pub fn run_with<S: State, T, E: From<Error>>(
     options: &Options,
     state: &mut S,
@@ -50,7 +50,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
         return once(options, state, &mut snapshot, work);
     };
     let mut rounds = Rounds::start(&launched, options)?;
-    // What a group that failed at the very end would have returned.
+    // The result of a call whose group failed at its last barrier.
     let mut finished = None;
     // Does the state differ from the snapshot?
     let mut dirty = false;
@@ -80,14 +80,14 @@ pub fn run_with<S: State, T, E: From<Error>>(
             input: Vec::new(),
         };
         let outcome = round_of(&mut context, &group, &mut dirty, &mut work);
-        // A step may have led to another.
+        // A step may have formed a new group.
         let (ended, number, group) = (context.ended, context.round, context.group.clone());
         drop(context);
-        // Before a peer's failure can hide it: the others would take these parts for a commit.
+        // Checked before a peer's failure can hide it: the others would take these parts for a commit.
         snapshot.whole()?;
         let rank = group.rank();
         let cause = match outcome {
-            // What a loop that has swallowed that news returns does not count.
+            // If the loop has ignored that a new group is to be formed, its result does not count.
             _ if ended.is_some() => match group.failure() {
                 Some(cause) if !cause.is_a_peers(rank) => return Err(cause.into()),
                 cause => cause,
@@ -105,7 +105,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
             },
             Err(error) => match (failure_of(&group), group.was_told()) {
                 (Some(cause), _) if cause.is_a_peers(rank) => Some(cause),
-                // The group is sound; a call has handed out what another rank has met with.
+                // The group works; a call has returned the failure of another rank.
                 (None, Some(told)) => Some(told),
                 (failure, _) => {
                     if failure.is_none() && number != round {
@@ -118,18 +118,18 @@ pub fn run_with<S: State, T, E: From<Error>>(
                 }
             },
         };
-        // After a commit that has interrupted it, too, the loop may have gone on.
+        // The loop may have gone on after a commit that has interrupted it, too.
         dirty = true;
         match (&cause, ended) {
             (Some(cause), _) => {
                 tracing::warn!(round = number, %cause, "the group has failed; this worker waits for a new one")
             }
-            // The new group stands already.
+            // The new group is connected already.
             (None, Some(Ended::GoneBack)) => continue,
             (None, _) => tracing::info!(round = number, "workers have come; all workers form a new group"),
         }
         rounds.leave(cause.as_ref())?;
-        // Before the others hear that this worker is ready for the next.
+        // Before the others learn that this worker is ready for the next round.
         drop(group);
     }
 }
@@ -161,7 +161,7 @@ fn once<S: State, T, E: From<Error>>(
     round_of(&mut context, &group, &mut false, &mut work)
 }
 
-/// What there is to do with one group, and those to which steps lead from it.
+/// The work with one group, and with those that its steps form.
 fn round_of<S: State, T, E: From<Error>>(
     context: &mut Context<'_, S>,
     group: &ProcessGroup,
@@ -186,7 +186,7 @@ fn begin<S: State>(context: &mut Context<'_, S>, dirty: &mut bool) -> Result<()>
     Ok(())
 }
 
-/// What the end of the job is to this worker: what it would have returned counts only if the others have succeeded too.
+/// The end of the job for this worker: its result counts only if the others have succeeded too.
 fn over<T>(verdict: Verdict, finished: Option<T>, reset_limit: Option<u32>) -> Result<T> {
     match verdict {
         Verdict::Done => {
@@ -206,7 +206,7 @@ fn over<T>(verdict: Verdict, finished: Option<T>, reset_limit: Option<u32>) -> R
 mod tests {
     use super::*;
 
-    /// Notes what is asked of it.
+    /// Counts what is called.
     #[derive(Default)]
     struct Noted(std::cell::RefCell<Vec<&'static str>>);
 

@@ -1,7 +1,7 @@
 //! This process's part in the rounds of an elastic job: the I/O around [`MembersState`] and [`Clock`].
 //!
-//! Two threads of a [`Participant`] stand beside the one that trains. What the reader finds ends the waiting of the training
-//! thread, and the group, if a member of it is gone.
+//! Two threads of a [`Participant`] run beside the one that trains. The reader wakes the training thread when the log
+//! changes, and ends the group if a member is gone.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -27,14 +27,14 @@ use crate::store::{PrefixStore, SharedStore, Store, TcpStore, host_port};
 use crate::transport;
 use crate::world_size::WorldSize;
 
-/// How long to wait for others to read an entry before looking again.
+/// How long to wait for others to read an entry before checking again.
 const LOOK: Duration = Duration::from_millis(200);
 /// How long the store may take to answer what does not wait for other workers.
 const ANSWER: Duration = Duration::from_secs(30);
 /// How long the last message of this worker may take.
 const LAST_MESSAGE: Duration = Duration::from_secs(1);
 
-/// What comes of waiting for a round.
+/// The result of waiting for a round.
 pub(super) enum Met {
     Round(Box<Round>),
     Over(Verdict),
@@ -45,7 +45,7 @@ pub(super) struct Round {
     pub(super) number: u64,
     pub(super) rendezvous: Rendezvous,
     pub(super) members: Vec<WorkerId>,
-    /// Was this worker given up before, so that it has come as another?
+    /// Was this worker declared dead before, so that it has a new number?
     pub(super) rejoined: bool,
 }
 
@@ -57,20 +57,20 @@ pub(super) struct Session {
     interface: IpAddr,
     credentials: Credentials,
     settings: Settings,
-    /// The place and the number of places on this host.
+    /// The local rank and the number of workers on this host.
     local: (u32, u32),
     options: Options,
     ended: bool,
 }
 
-/// The round in which this worker is. The reader ends it if it has no use any more.
+/// The round of this worker. The reader ends it if it can no longer be used.
 struct CurrentRound {
     phase: Mutex<Phase>,
     store: SharedStore,
     host: String,
 }
 
-/// Where the training thread is.
+/// What the training thread is doing.
 enum Phase {
     Waiting,
     Joining { round: u64, rank: Rank },
@@ -78,7 +78,7 @@ enum Phase {
 }
 
 impl Session {
-    /// Connects to the job's store, and wants to take part.
+    /// Connects to the job's store, and asks to take part.
     pub(super) fn start(launched: &Launched, options: &Options) -> Result<Self> {
         let Launched { env, settings } = launched;
         let RendezvousEndpoint::Master { address, port } = &env.rendezvous else {
@@ -131,8 +131,8 @@ impl Session {
         self.me.id
     }
 
-    /// Waits for the next round, which begins when all members of this one have left it; at once, if all survivors hold a
-    /// step that was cut off.
+    /// Waits for the next round. It begins when all members of this one have left it, or at once if all survivors hold
+    /// a step to replay.
     pub(super) fn meet(&mut self, left: u64, holds: bool) -> Result<Met> {
         let mut clock =
             Clock::new(self.options.first_call, self.options.last_call, self.options.join_timeout);
@@ -154,7 +154,7 @@ impl Session {
             }
             let (me, round) = (self.me.id, view.state.round());
             if view.is_given_up() {
-                // It comes back as another.
+                // It joins again under a new number.
                 drop(view);
                 warn("the other workers have gone on without this one; it joins them again");
                 holds = false;
@@ -169,7 +169,7 @@ impl Session {
                         .round(&view.state, rank, me != before)
                         .map(|round| Met::Round(Box::new(round)));
                 }
-                // A member has left it before it came together.
+                // A member has left it before its group was connected.
                 left = round;
                 drop(view);
                 self.ready(left, holds)?;
@@ -217,14 +217,14 @@ impl Session {
         }
     }
 
-    /// The group of the round stands.
+    /// The group of the round is connected.
     pub(super) fn enter(&self, round: u64, group: &ProcessGroup) {
         *self.current.phase.lock() = Phase::Inside { round, group: group.clone() };
         // A member may have gone meanwhile.
         self.current.end_if_broken(self.replica());
     }
 
-    /// This worker has left its round, because of `cause`, if that was the failure of one of these members.
+    /// This worker has left its round; `cause` is the failure of one of these members, if that was the reason.
     pub(super) fn leave(&self, members: &[WorkerId], cause: Option<&Error>) -> Result<()> {
         *self.current.phase.lock() = Phase::Waiting;
         let dead = cause.filter(|cause| cause.is_peer_failure()).and_then(Error::peer);
@@ -234,20 +234,20 @@ impl Session {
         })
     }
 
-    /// All members have done what there was to do.
+    /// All members have finished.
     pub(super) fn done(mut self, round: u64) {
         self.ended = true;
         let done = Entry::Done { round, worker: self.me.id };
-        // Every member knows it by itself, unless another dies at this moment.
+        // Every member knows that by itself, unless another one dies at this moment.
         let _ = self.participant.append(&done, Deadline::after(LAST_MESSAGE));
     }
 
-    /// The job is over; nothing is left to say.
+    /// The job is over, and no entry needs to be appended.
     pub(super) fn over(mut self) {
         self.ended = true;
     }
 
-    /// Says that the group of round `left` has been left, if it was this worker's.
+    /// Appends that the group of round `left` has been left, if it was this worker's.
     fn ready(&self, left: u64, holds: bool) -> Result<()> {
         let worker = self.me.id;
         let is_member = {
@@ -257,7 +257,7 @@ impl Session {
         if is_member { self.append(&Entry::Ready { round: left, worker, holds }) } else { Ok(()) }
     }
 
-    /// Wants to take part, under a new number.
+    /// Asks to take part, under a new number.
     fn join(&mut self) -> Result<()> {
         loop {
             let id = next_id(&*self.current.store, self.me.place, Deadline::after(ANSWER))?;
@@ -267,7 +267,7 @@ impl Session {
             if self.participant.join(id, self.me.heartbeat_key(), &join, deadline)? {
                 return Ok(());
             }
-            // It may or may not have been read: the same number must not be used again.
+            // The entry may have been read: the same number must not be used again.
             self.append(&Entry::Gone { worker: id, by: id, why: Departure::Ended })?;
         }
     }
@@ -304,13 +304,13 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.replica().close();
-        // The group ends with the loop, and not when the threads have noticed that they may end.
+        // The group ends with the loop, and does not wait for the threads.
         let phase = std::mem::replace(&mut *self.current.phase.lock(), Phase::Waiting);
         drop(phase);
         if !self.ended {
             let me = self.me.id;
             let gone = Entry::Gone { worker: me, by: me, why: Departure::Ended };
-            // If the others do not hear it, they see it.
+            // If the others do not read this, they notice the end by themselves.
             let _ = self.participant.append(&gone, Deadline::after(LAST_MESSAGE));
         }
     }
@@ -326,8 +326,8 @@ impl CurrentRound {
         Arc::new(RoundStore::new(&self.store, round))
     }
 
-    /// If a member of this worker's round is gone, or the others are in a later one, the round has no use: whoever waits in
-    /// its group, or for it, is told.
+    /// If a member of this worker's round is gone, or the others are in a later round, the round can no longer be used:
+    /// ends its group, and the wait for it.
     fn end_if_broken(&self, replica: &Replica<MembersState>) {
         // No thread holds this lock while it takes the replica's.
         let (round, rank) = match &*self.phase.lock() {
@@ -348,7 +348,7 @@ impl CurrentRound {
         }
     }
 
-    /// Why `round`, in which this worker has the rank `own`, has no use any more.
+    /// Why `round`, in which this worker has the rank `own`, can no longer be used.
     fn why_broken(&self, view: &View<MembersState>, round: u64, own: Rank) -> Option<Error> {
         let lost = |rank: Rank, host: &str, what: String| {
             Error::new(Kind::PeerFailed, format!("rank {rank} ({host}) {what}")).with_peer(rank)
@@ -364,7 +364,7 @@ impl CurrentRound {
     }
 }
 
-/// The part of the store in which the workers of a job meet.
+/// The part of the store with the log of the job's workers.
 pub(super) fn scope(run_id: &str) -> String {
     format!("phalanx/{run_id}/elastic")
 }
@@ -373,12 +373,12 @@ pub(super) fn scope(run_id: &str) -> String {
 fn participate(store: &SharedStore, current: &Arc<CurrentRound>) -> Result<Participant<MembersState>> {
     let current = Arc::clone(current);
     let replica = Replica::new(move |replica| current.end_if_broken(replica));
-    // The store of a job has its key already: its log needs no MACs.
+    // The store of a job authenticates with the key already: its log needs no MACs.
     let log = Log::new(Arc::clone(store), Mac::none());
     Participant::start(log, Arc::new(replica), Deadline::after(ANSWER))
 }
 
-/// The number of a worker that comes to `place` now.
+/// The number of a worker that joins now in `place`.
 fn next_id(store: &dyn Store, place: u32, deadline: Deadline) -> Result<WorkerId> {
     let turn = store.add(&format!("stays/{place}"), 1, deadline)?;
     Ok(WorkerId::new(random::number()?, u64::from_ne_bytes(turn.to_ne_bytes())))

@@ -12,7 +12,7 @@ pub(super) struct Snapshot {
     pub(super) commits: u64,
     /// The round in which the last of them was made, or 0.
     pub(super) round: u64,
-    /// Why the parts are not one commit: some are of a save that did not come to its end.
+    /// Why the parts are not one commit: a save has failed halfway.
     broken: Option<Error>,
     summaries: Option<Vec<Summary>>,
 }
@@ -24,10 +24,10 @@ impl Snapshot {
         Ok(snapshot)
     }
 
-    /// Takes the state as it is now, as the same commit.
+    /// Saves the current state under the number of the same commit.
     pub(super) fn save(&mut self, state: &impl State) -> Result<()> {
         self.summaries = None;
-        // Also if it panics, and the training loop catches that.
+        // Also if it panics and the training loop catches the panic.
         self.broken = Some(Error::aborted("a save of the state did not come to its end"));
         self.parts.begin();
         let saved = state.save(&mut self.parts);
@@ -37,12 +37,12 @@ impl Snapshot {
         Ok(())
     }
 
-    /// If a save has failed halfway, no rank may take this snapshot: the save overwrites the only one there is.
+    /// After a save that failed halfway no rank may use this snapshot: the save overwrites the only one there is.
     pub(super) fn whole(&self) -> Result<()> {
         self.broken.clone().map_or(Ok(()), Err)
     }
 
-    /// What has been saved is one more commit, made in `round`.
+    /// The saved state is a new commit, made in `round`.
     pub(super) fn count(&mut self, round: u64) {
         self.commits += 1;
         self.round = round;
@@ -53,7 +53,7 @@ impl Snapshot {
         self.summaries.get_or_insert_with(|| self.parts.summaries())
     }
 
-    /// One number for all of it; always the same if drift is not looked for.
+    /// A digest of all parts; constant if drift is ignored.
     pub(super) fn digest(&mut self, drift: Drift) -> u64 {
         if drift == Drift::Ignore { 0 } else { digest(self.summaries()) }
     }

@@ -1,4 +1,4 @@
-//! What outlives a change of the workers.
+//! The state that survives a change of the workers.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -7,7 +7,7 @@ use super::Parts;
 use crate::error::Result;
 use crate::group::ProcessGroup;
 
-/// What all ranks have alike, and a new rank needs to take part: parameters, the optimizer's state, the place in the data.
+/// What all ranks have in common and a new rank needs: parameters, the optimizer's state, the position in the data.
 ///
 /// ```
 /// use phalanx::elastic::{Parts, State};
@@ -31,23 +31,23 @@ use crate::group::ProcessGroup;
 /// }
 /// ```
 pub trait State {
-    /// Saves all of it, in the same parts on every rank. Large parts should be parts of their own: what does not differ is
-    /// not sent.
+    /// Saves all of it, in the same parts on every rank. Save large values as separate parts: a part that does not
+    /// differ is not sent.
     ///
     /// # Errors
     /// Its own; they end the job on this rank.
     fn save(&self, parts: &mut Parts) -> Result<()>;
 
-    /// Becomes what was saved, here or on another rank.
+    /// Takes over a saved state, from this rank or another.
     ///
     /// # Errors
     /// Its own, such as parts that do not fit; they end the job on this rank.
     fn load(&mut self, parts: &Parts) -> Result<()>;
 
-    /// Takes part in `group`, on all of whose ranks the state is the same by now: makes what is bound to a group and must be
-    /// part of the state, such as a model that averages its gradients. Called before each call of the loop, and in it when a
-    /// [step](super::Context::step) has [changed](super::Step::changed) the world, after [`leave`](Self::leave), unless the state
-    /// has [followed](Self::follow). By default nothing.
+    /// Joins `group`; the state is the same on all its ranks by now. Makes what is bound to a group and must be part of
+    /// the state, such as a model that averages its gradients. Called before each call of the loop. Also called in the
+    /// loop, after [`leave`](Self::leave), when a [step](super::Context::step) has [changed](super::Step::changed) the
+    /// world, unless the state has [followed](Self::follow). The default does nothing.
     ///
     /// # Errors
     /// As those of the loop.
@@ -56,9 +56,9 @@ pub trait State {
         Ok(())
     }
 
-    /// A [step](super::Context::step) was done again in `group`: goes over to it if that can be done without a collective, since
-    /// ranks may come to this a step apart. Gives whether it has; by default not. Then [`leave`](Self::leave) and
-    /// [`enter`](Self::enter) are called when the world has changed, on all ranks behind the same step.
+    /// A [step](super::Context::step) was replayed in `group`. Moves to it if that needs no collective, since ranks may
+    /// call this a step apart. Returns whether it has moved; the default returns false. Then [`leave`](Self::leave) and
+    /// [`enter`](Self::enter) are called when the world has changed, on all ranks after the same step.
     ///
     /// # Errors
     /// Its own; they end the job on this rank.
@@ -67,11 +67,13 @@ pub trait State {
         Ok(false)
     }
 
-    /// Lets go of the group: the loop has ended. Called also if [`enter`](Self::enter) has failed. By default nothing.
+    /// Releases the group: the loop has ended. Called also if [`enter`](Self::enter) has failed. The default does
+    /// nothing.
     fn leave(&mut self) {}
 
-    /// Makes alike what each rank has for itself until then, such as running statistics. Called on all ranks, before each
-    /// commit: unlike [`save`](Self::save) it may call collectives of the group that it has entered. By default nothing.
+    /// Makes equal what each rank has for itself between commits, such as running statistics. Called on all ranks,
+    /// before each commit: unlike [`save`](Self::save) it may call collectives of the group that it has entered. The
+    /// default does nothing.
     ///
     /// # Errors
     /// As those of the loop.
@@ -80,7 +82,7 @@ pub trait State {
     }
 }
 
-/// Makes a state of whatever serde can write and read; it is one part, as postcard writes it.
+/// Makes a state of any type that serde can serialize; it is one part, encoded by postcard.
 ///
 /// ```
 /// use phalanx::elastic::Plain;

@@ -1,4 +1,4 @@
-//! Steps that are done again among the survivors.
+//! Steps that the survivors of a failure replay.
 
 use super::context::Ended;
 use super::retry::{Course, Resumed};
@@ -12,47 +12,51 @@ use crate::group::ProcessGroup;
 use crate::notice::warn;
 use crate::rank::Rank;
 
-/// What a [step](Context::step) has given, and whose part of it counts.
+/// The result of a [step](Context::step), and which ranks' data it contains.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Step<T> {
-    /// What the ranks have reduced together.
+    /// What the ranks have reduced.
     pub value: T,
-    /// The ranks whose part is missing, because they died before it was there: the ranks that the step's data were distributed
-    /// by. For [`ElasticSampler::put_back`](crate::sampler::ElasticSampler::put_back).
+    /// The ranks whose data are missing, because they died before they were reduced. They are ranks of the world in
+    /// which the step's data were distributed. For
+    /// [`ElasticSampler::put_back`](crate::sampler::ElasticSampler::put_back).
     pub missing: Vec<Rank>,
-    /// Is [`Context::group`] another than before? What is bound to a group has to follow. Ranks may hear of it a step apart:
-    /// what calls collectives waits for [`changed`](Self::changed).
+    /// Has [`Context::group`] been replaced? What is bound to a group has to follow. Ranks may see this a step apart:
+    /// anything that calls collectives must wait for [`changed`](Self::changed).
     pub regrouped: bool,
-    /// Are [`Context::rank`] and [`Context::world_size`] others from here on?
+    /// Have [`Context::rank`] and [`Context::world_size`] changed, from here on?
     pub changed: bool,
 }
 
 impl<S: State> Context<'_, S> {
-    /// Has `reduce` reduce a step's gradients over all ranks; if a death cuts that off, again, over the survivors alone, in a
-    /// group that they have formed for it. So the step is not lost, and no rank goes back to the last commit.
+    /// Calls `reduce` to reduce a step's gradients over all ranks. If a death cuts that off, the survivors form a new
+    /// group and call it again over themselves. So the step is not lost, and no rank goes back to the last commit.
     ///
-    /// `reduce` is given the state and the group of now, calls the same collectives of that on every rank, at least one, and
-    /// begins with the same gradients each time: those of this rank's data, which it must not overwrite, or must copy first. If
-    /// that is lost, it ends the group ([`ProcessGroup::abort`]) before it returns the error, and all go back. Every rank calls it
-    /// equally often between two commits. It costs one barrier more than `reduce`; where workers do not change, nothing.
+    /// `reduce` gets the state and the current group. It must call the same collectives of that group on every rank, at
+    /// least one. Each time it must begin with the same gradients, those of this rank's data: it must not overwrite
+    /// them, or must copy them first. If they are lost, it ends the group ([`ProcessGroup::abort`]) before it returns
+    /// the error, and all go back. Every rank calls it equally often between two commits. It costs one barrier more
+    /// than `reduce`, and nothing if workers cannot change.
     ///
     /// What the survivors do:
     ///
-    /// - If all of them have the step's result, it counts, with the part of the dead. The same holds if one of them has
+    /// - If all of them have the step's result, it counts, with the dead rank's data. The same holds if one of them has
     ///   completed the step.
-    /// - Else they reduce their own parts again; the dead rank's part is [missing](Step::missing).
-    /// - If some cannot (they were not in a step, or have been replaced, or too few are left), all go back to the last commit:
-    ///   this returns an error with [`is_regrouping`](Error::is_regrouping), which leads `?` to [`run`](super::run()), and the
-    ///   loop is called anew. The same holds if a collective outside `reduce`, or a commit, was cut off; and if a survivor that
-    ///   is ahead of another has called another collective since its last step.
+    /// - Otherwise they reduce their own data again; the dead rank's data are [missing](Step::missing).
+    /// - If some cannot (they were not in a step, or have been replaced, or too few are left), all go back to the last
+    ///   commit: this returns an error with [`is_regrouping`](Error::is_regrouping), which `?` passes to
+    ///   [`run`](super::run()), and the loop is called again. The same holds if a collective outside `reduce`, or a
+    ///   commit, was cut off; and if a survivor that is ahead of another has called another collective since its last
+    ///   step.
     ///
-    /// A survivor may have had its data of the next step already. So the data's world, [`rank`](Self::rank) and
-    /// [`world_size`](Self::world_size), changes on all survivors behind the same step, which may be the one after this:
-    /// [`Step::changed`] says when. Newcomers are taken in at the next commit.
+    /// A survivor may already have its data of the next step. So the data's world, [`rank`](Self::rank) and
+    /// [`world_size`](Self::world_size), changes on all survivors after the same step, which may be the one after this:
+    /// [`Step::changed`] says when. New workers join at the next commit.
     ///
     /// # Errors
-    /// Those of `reduce` that are no peer's failure; those of [`run`](super::run()); and that of going back.
+    /// Those of `reduce` that are not a peer's failure, those of [`run`](super::run()), and the error that leads back
+    /// to the commit.
     pub fn step<T>(&mut self, mut reduce: impl FnMut(&mut S, &ProcessGroup) -> Result<T>) -> Result<Step<T>> {
         self.check_ended()?;
         if self.rounds.is_none() {
@@ -110,12 +114,12 @@ impl<S: State> Context<'_, S> {
         step
     }
 
-    /// After `error`: meets the other survivors, if it was another's failure, and decides with them.
+    /// After `error`: if it was another rank's failure, joins the other survivors and decides with them.
     fn go_on(&mut self, error: Error) -> Result<Resumed> {
         let cause = failure_of(&self.group).filter(|cause| cause.is_a_peers(self.group.rank()));
         let (Some(cause), Some(rounds)) = (cause, self.rounds.as_mut()) else { return Err(error) };
         if self.group.was_aborted() {
-            // This rank, too, has failed in it. `run` meets the others, and has no step in its hands.
+            // This rank, too, has failed in it. `run` forms the new group, without a step to replay.
             return Err(Error::regrouping("a step was cut off that cannot be done again"));
         }
         tracing::warn!(round = self.round, %cause, "a step was cut off; this worker waits for the other survivors");
@@ -133,7 +137,7 @@ impl<S: State> Context<'_, S> {
         Ok(resumed)
     }
 
-    /// The step is done, which began in `round`; before its end, the course was that.
+    /// The step is complete. It began in `round`; `before` is the course before its end.
     fn conclude<T>(&mut self, value: T, before: Course, round: u64) -> Result<Step<T>> {
         let changed = self.course.data_round() != before.data_round();
         let missing = match self.rounds.as_ref() {
@@ -147,10 +151,10 @@ impl<S: State> Context<'_, S> {
         if regrouped {
             self.followed = self.state.follow(&self.group)?;
         }
-        // What `enter` calls is no part of a step.
+        // The calls of `enter` are not a part of a step.
         self.calls = self.group.calls();
         if changed && !self.followed {
-            // Here all survivors have the same state again, and may make what is bound to a group anew.
+            // Here all survivors have the same state again, and may rebuild what is bound to a group.
             self.state.leave();
             self.state.enter(&self.group)?;
         }

@@ -1,32 +1,33 @@
-//! What the time that passes asks of a worker that waits for a round: pure.
+//! When a waiting worker must act because time has passed: pure.
 
 use std::time::{Duration, Instant};
 
 use super::entry::WorkerId;
 use super::state::MembersState;
 
-/// One worker's patience. It begins anew with each round that is waited for.
+/// One worker's time-outs. They begin anew with each round that it waits for.
 #[derive(Debug)]
 pub(crate) struct Clock {
-    /// How long to wait for more when there are enough: before the first round, for which all have to start, and later.
+    /// How long to wait for more workers when there are enough: before the first round, for which all have to start,
+    /// and before a later one.
     first_call: Duration,
     last_call: Duration,
     timeout: Duration,
-    /// The round that is waited for, since when, and since when there are enough.
+    /// The round that is waited for, since when, and since when there are enough workers.
     waits: Option<(u64, Instant)>,
     enough: Option<Instant>,
 }
 
-/// What to do now.
+/// What the worker does now.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// Wait, and look again at this time if nothing has happened.
     Wait(Instant),
-    /// Append that no other worker is waited for.
+    /// Append that the round does not wait for other workers.
     LastCall,
-    /// Give up members that do not leave their round, after so long.
+    /// Declare members dead that have not left their round for so long.
     GiveUp(Vec<WorkerId>, Duration),
-    /// There are not enough, after so long: of how many how many.
+    /// There are too few workers after so long: how many there are, and how many are needed.
     TooFew { there: usize, needed: u32, after: Duration },
 }
 
@@ -39,7 +40,7 @@ impl Clock {
     pub(crate) fn look(&mut self, state: &MembersState, now: Instant) -> Step {
         let next = state.round() + 1;
         if !state.is_gathering() {
-            // A round may take its time: who comes to it waits for a commit, or for a place.
+            // A round has no time limit: a worker that comes to it waits for a commit or for a free slot.
             (self.waits, self.enough) = (None, None);
             return Step::Wait(now + self.timeout);
         }
@@ -58,7 +59,7 @@ impl Clock {
             if now.saturating_duration_since(enough) < call {
                 return Step::Wait(enough + call);
             }
-            // Once more after the same time, should this one come too late for a world that has changed.
+            // Repeated after the same time, if the entry comes too late because the members have changed.
             self.enough = Some(now);
             return Step::LastCall;
         }

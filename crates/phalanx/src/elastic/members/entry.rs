@@ -1,4 +1,4 @@
-//! What workers tell each other about who takes part.
+//! The entries of the workers' log: who takes part.
 
 use std::fmt;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::world_size::MAX_WORLD_SIZE;
 
-/// The number of one worker, in one stay: who was given up and comes back has another.
+/// The number of a worker for one stay: a worker that was declared dead and comes back has another number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct WorkerId(pub(crate) u64);
 
@@ -22,40 +22,40 @@ impl fmt::Display for WorkerId {
 pub(crate) struct Worker {
     pub(crate) id: WorkerId,
     pub(crate) host: String,
-    /// The place in which its launcher started it, among those of all hosts, which it keeps whatever its rank becomes.
+    /// The slot in which its launcher started it, counted over all hosts. It stays the same when the rank changes.
     pub(crate) place: u32,
-    /// Its process there.
+    /// Its process on that host.
     pub(crate) process: u32,
 }
 
 impl Worker {
     /// The key of its heartbeats.
     ///
-    /// A place may be held twice for a while: a worker that was given up has perhaps not read that when its successor comes.
-    /// So each stay in a place has a counter of its own, or a frozen successor would be kept alive by what the other sends.
-    /// There are a few for each place, which are used in turn, so that none has to be removed.
+    /// A slot may be held twice for a while: a worker that was declared dead may not have read that when its successor
+    /// comes. So each stay in a slot has its own counter. Otherwise the heartbeats of the old worker would keep a
+    /// frozen successor alive. Each slot has a few counters, which are used in turn, so that none has to be removed.
     pub(crate) fn heartbeat_key(&self) -> String {
         format!("beat/{}/{}", self.place, self.id.0 & WorkerId::TURNS)
     }
 }
 
 impl WorkerId {
-    /// The bits that say which of its place's counters is its own.
+    /// The bits that select one of its slot's counters.
     const TURNS: u64 = 7;
 
-    /// The number of a worker that is the `turn`-th to come to its place: no other worker has it.
+    /// The number of the `turn`-th worker in its slot: no other worker has it.
     pub(crate) fn new(random: u64, turn: u64) -> Self {
         Self(random & !Self::TURNS | turn & Self::TURNS)
     }
 }
 
-/// What all workers must have been told alike.
+/// Settings that must be equal on all workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Settings {
-    /// The fewest workers with which a round begins, and the most.
+    /// The smallest and the largest number of workers of a round.
     pub(crate) min: u32,
     pub(crate) max: u32,
-    /// How often a round may be followed by another.
+    /// How often a new round may follow.
     pub(crate) reset_limit: Option<u32>,
 }
 
@@ -65,7 +65,7 @@ impl Settings {
     }
 }
 
-/// Why a worker is no longer there.
+/// Why a worker no longer takes part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Departure {
     /// Its connections to another worker broke.
@@ -76,7 +76,7 @@ pub(crate) enum Departure {
     Late(Duration),
     /// It has ended by itself.
     Ended,
-    /// Its launcher says so.
+    /// Its launcher has reported its end.
     Exited,
 }
 
@@ -94,24 +94,25 @@ impl fmt::Display for Departure {
     }
 }
 
-/// An entry of the log. Who appends one takes an equal one, wherever it finds it, for its own. So what is true of a moment
-/// carries a random number; all else is true however often it is said.
+/// An entry of the log. A worker that reads an entry equal to one that it is about to append takes it for its own. So
+/// an entry that is true only for a moment carries a random number; for all others a repetition makes no difference.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Entry {
-    /// A worker wants to take part from the next round on.
+    /// A worker asks to take part from the next round on.
     Join { worker: Worker, settings: Settings },
-    /// A member has left the group of this round, and waits for the next. Does it hold a step that was cut off, and that the
+    /// A member has left the group of this round, and waits for the next. Does it hold a step that was cut off and that
+    /// the survivors can replay?
     /// survivors can do again?
     Ready { round: u64, worker: WorkerId, holds: bool },
-    /// Enough workers wait for this round, and have waited long enough for more.
+    /// Enough workers wait for this round, and the time to wait for more has passed.
     LastCall { round: u64, nonce: u64 },
-    /// A worker is gone, as `by` says.
+    /// A worker is gone, as `by` reports.
     Gone { worker: WorkerId, by: WorkerId, why: Departure },
-    /// All members of this round have done what there was to do: one of them knows.
+    /// All members of this round have finished; one of them reports it.
     Done { round: u64, worker: WorkerId },
-    /// A process has ended, as its launcher says. Its number may come again.
+    /// A process has ended, as its launcher reports. The process number may be used again.
     Exited { place: u32, process: u32, nonce: u64 },
-    /// So many workers run, or are being started, after so many changes of that number: as long as fewer wait, it is
-    /// worth waiting for the others.
+    /// The launcher's number of workers that run or are being started, and how often that number has changed. While
+    /// fewer wait, it is worth waiting for the others.
     Expected { change: u64, workers: u32 },
 }

@@ -1,8 +1,8 @@
 //! Which workers take part in which round of an elastic job: pure.
 //!
-//! The workers share a [log](crate::log), whose [entries](Entry) each applies to its own [`MembersState`]. The launchers' log
-//! (`launch::nodes::membership`) differs in what a round is. A launcher's round ends for all, and all start again; here the
-//! members of a round go over into the next one, each when it has left its group, and keep what they have in memory.
+//! The workers share a [log](crate::log), and each applies its [entries](Entry) to its own [`MembersState`]. The
+//! launchers' log (`launch::nodes::membership`) has other rounds. A launcher's round ends for all, and all start again.
+//! Here the members of a round move to the next one, each when it has left its group, and keep their memory.
 //!
 //! ```text
 //!                      all members are Ready or Gone, and
@@ -14,9 +14,9 @@
 //!                                                     Over
 //! ```
 //!
-//! What has to hold: a round has the same members for every worker; no worker is a member before it has left the round before;
-//! who was given up is in no later round under the same number; and as long as enough workers do their part, there is a
-//! next round. [`Clock`] says what the time that passes asks for.
+//! The invariants: a round has the same members for every worker; no worker is a member before it has left the previous
+//! round; a worker that was declared dead is in no later round under the same number; and as long as enough workers do
+//! their part, there is a next round. [`Clock`] decides what happens when time passes.
 
 mod clock;
 mod entry;

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::log::{self, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
-/// Who takes part, and who wants to.
+/// Who takes part, and who waits to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MembersState {
     settings: Option<Settings>,
@@ -19,7 +19,7 @@ pub(crate) struct MembersState {
     round: u64,
     /// Of that round, by rank.
     members: Vec<Member>,
-    /// Who has come since, in order.
+    /// Who has joined since, in order.
     newcomers: Vec<Worker>,
     verdict: Option<Verdict>,
 }
@@ -34,7 +34,7 @@ struct Member {
 enum Standing {
     /// It may be using the round's group.
     Working,
-    /// It has left the group, and waits for the next, with or without a step in its hands.
+    /// It has left the group and waits for the next round, with or without a step to replay.
     Ready {
         holds: bool,
     },
@@ -50,9 +50,9 @@ impl Member {
 /// How the job ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Verdict {
-    /// All members of the last round have done what there was to do.
+    /// All members of the last round have finished.
     Done,
-    /// One more round would have been more than are allowed.
+    /// One more round would exceed the reset limit.
     TooManyRounds,
 }
 
@@ -74,7 +74,7 @@ impl Machine for MembersState {
 
     fn apply(&mut self, entry: Entry) -> Result<(), String> {
         if self.verdict.is_some() {
-            // Only a newcomer needs an answer: nothing else changes a job that is over.
+            // Only a newcomer needs an answer: no other entry changes a job that is over.
             let joins = matches!(entry, Entry::Join { .. });
             return if joins { Err("the job is over".to_owned()) } else { Ok(()) };
         }
@@ -114,8 +114,8 @@ impl Machine for MembersState {
         self.rank(id).is_some() || self.newcomers.iter().any(|worker| worker.id == id)
     }
 
-    /// Whom a worker watches: while a round runs, each member the next one, and the first those who wait; else, whoever
-    /// waits all others.
+    /// Whom a worker watches. While a round runs, each member watches the next one, and the first also those who wait.
+    /// Otherwise every waiting worker watches all others.
     fn watched_by(&self, id: WorkerId) -> Vec<WorkerId> {
         let newcomers = self.newcomers.iter().map(|worker| worker.id);
         let members = self.members.iter().filter(|member| !matches!(member.standing, Standing::Gone(_)));
@@ -186,7 +186,7 @@ impl MembersState {
         }
     }
 
-    /// All that this process is, or was to become.
+    /// Removes everything that this process is or was about to become.
     fn exited(&mut self, place: u32, process: u32) {
         let members = self.members.iter().map(|member| &member.worker);
         let same = |worker: &&Worker| (worker.place, worker.process) == (place, process);
@@ -195,7 +195,7 @@ impl MembersState {
         gone.into_iter().for_each(|id| self.leave(id, Departure::Exited));
     }
 
-    /// Those who wait become the members, the survivors first, in their old order; or the survivors alone.
+    /// The waiting workers become the members: the survivors first, in their old order; or the survivors alone.
     fn begin_with(&mut self, alone: bool) {
         let Some(settings) = self.settings else { return };
         if settings.reset_limit.is_some_and(|limit| self.round > limit.into()) {
@@ -214,8 +214,8 @@ impl MembersState {
         self.round += 1;
     }
 
-    /// Can the survivors do the step again that was cut off? Then they wait for no other worker: a newcomer could not take part in
-    /// it, and is taken in at the next commit.
+    /// Can the survivors replay the step that was cut off? Then they wait for no other worker: a newcomer could not
+    /// take part in that step, and joins at the next commit.
     fn can_resume(&self) -> bool {
         let holds = |member: &Member| member.standing == Standing::Ready { holds: true };
         let survivors = self.members.iter().filter(|member| member.is_ready());
@@ -223,7 +223,7 @@ impl MembersState {
         enough && self.is_free() && survivors.clone().all(holds)
     }
 
-    /// Can the next round begin, and with as many as can take part for now?
+    /// Can the next round begin with the workers that can take part now?
     fn is_full(&self) -> bool {
         let most = |settings: Settings| {
             self.expected.unwrap_or(settings.max).clamp(settings.min, settings.max) as usize
@@ -253,13 +253,13 @@ impl MembersState {
         working.map(|member| member.worker.id)
     }
 
-    /// Who waits for the next round, in the order of the ranks there.
+    /// Who waits for the next round, in the order of their future ranks.
     pub(crate) fn waiting(&self) -> impl Iterator<Item = &Worker> {
         let ready = self.members.iter().filter(|member| member.is_ready());
         ready.map(|member| &member.worker).chain(&self.newcomers)
     }
 
-    /// Does a worker wait for which there is room beside the members?
+    /// Does a worker wait for which the world has room beside the members?
     pub(crate) fn is_awaited(&self) -> bool {
         let most = self.settings.map_or(0, |settings| settings.max as usize);
         !self.newcomers.is_empty() && self.members.len() < most
@@ -296,7 +296,7 @@ impl MembersState {
         })
     }
 
-    /// Could the entries of a log have led to it?
+    /// Can the entries of a log lead to this state?
     pub(crate) fn is_sound(&self) -> bool {
         let most = MAX_WORLD_SIZE as usize;
         self.settings.is_none_or(Settings::are_sound)
@@ -311,7 +311,7 @@ impl MembersState {
         members.chain(&self.newcomers).find(|worker| worker.id == id)
     }
 
-    /// The first of those who are there: who sees to what one has to.
+    /// The first of the workers that are there: it does what one worker must do for all.
     pub(crate) fn first(&self) -> Option<WorkerId> {
         let members = self.members.iter().filter(|member| !matches!(member.standing, Standing::Gone(_)));
         members.map(|member| &member.worker).chain(&self.newcomers).map(|worker| worker.id).next()
