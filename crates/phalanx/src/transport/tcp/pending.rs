@@ -15,7 +15,7 @@ use crate::wire::tls::{self as wire, HELLO_HEAD, LONGEST_HELLO};
 /// The time that an unauthenticated peer has for the handshake; with TLS, once for its ClientHello and once more after
 /// that.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(2);
-/// The most TLS handshakes at once: rustls's state takes some 12 KiB each. The others wait with their first
+/// The most TLS handshakes at once: the state of each takes 10 KiB (see SECURITY.md). The others wait with their first
 /// record.
 pub(super) const AT_ONCE: usize = 64;
 /// How long a TLS handshake may take while others wait for a turn.
