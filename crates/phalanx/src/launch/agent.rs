@@ -11,24 +11,24 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::poll::wake_pipe;
 
-/// The workers of this agent, and the store at which all workers meet.
+/// The workers of this agent, and the store of the whole job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct AgentConfig {
     pub(super) run_id: String,
     /// The store, which serves the whole job.
     pub(super) host: String,
     pub(super) port: u16,
-    /// The number of the first worker here; the others follow.
+    /// The number of the first worker here; the others have the next numbers.
     pub(super) first: u32,
     /// How many workers may take part, here and elsewhere.
     pub(super) most: u32,
-    /// This node's place among the nodes, and how many there are.
+    /// This node's rank among the nodes, and the number of nodes.
     pub(super) node: u32,
     pub(super) nodes: u32,
 }
 
-/// An instruction of the driver: what to do with the slot of a worker that has failed, by its number on this host; or that
-/// the job ends.
+/// An instruction of the driver: what to do with the slot of a worker that has failed, by its number on this host, or
+/// that the job ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Instruction {
     /// Start another worker in this slot, now.

@@ -1,4 +1,5 @@
-//! A job is a row of attempts: workers are started, and after a failure, as long as restarts are left, started again.
+//! A job is a sequence of attempts: workers are started, and started again after a failure as long as restarts are
+//! left.
 
 use std::time::{Duration, Instant};
 
@@ -70,7 +71,7 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
             Settled::Over(outcome) => break outcome,
         }
     };
-    // The other nodes hear all that this one has to say.
+    // The other nodes receive all messages of this one.
     drop(nodes);
     if let Some(logs) = logs {
         logs.finish();
@@ -79,13 +80,13 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     Ok(report)
 }
 
-/// What outlives an attempt: the signals of this process, and who is told what happens.
+/// What lasts longer than an attempt: the signals of this process, and the observer.
 pub(super) struct Control<'a> {
-    // None if a job in another thread catches the signals.
+    // None if a job in another thread handles the signals.
     pub(super) signals: Option<Catcher>,
     pub(super) observer: &'a mut dyn Observer,
     pub(super) refused: Refused,
-    /// Has the observer had enough?
+    /// Has the observer asked for the end?
     pub(super) stops: bool,
 }
 
@@ -103,7 +104,7 @@ impl<'a> Control<'a> {
         self.stops |= self.observer.observe(event).is_break();
     }
 
-    /// Tells of a client that a store has not let in.
+    /// Reports a client that a store has refused.
     pub(super) fn tell_refusal(&mut self) {
         if let Some(text) = self.refused.read() {
             self.tell(Event::Warning { text: &text });

@@ -1,4 +1,4 @@
-//! A job on several nodes: which, and where their launchers meet.
+//! A job on several nodes: its nodes, and the rendezvous of their launchers.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -7,13 +7,13 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::store::host_port;
 
-/// Who serves the store at which the launchers meet.
+/// Who serves the launchers' store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Hosting {
     /// This node.
     Serve,
-    /// Another one.
+    /// Another node.
     Connect,
     /// The node that has the address of the store; of several launchers on it, the first.
     ByAddress,
@@ -22,19 +22,19 @@ pub enum Hosting {
 /// What serves the rendezvous of the launchers (torchrun: --rdzv-backend).
 #[derive(Clone, Debug)]
 pub(super) enum RendezvousBackend {
-    /// At a store that one of them serves. Nothing goes on without that one.
+    /// A store that one of the launchers serves. The job ends if that launcher is lost.
     Store { host: String, port: u16, hosting: Hosting },
     /// In an etcd cluster.
     #[cfg(feature = "etcd")]
     Etcd(String),
-    /// In a file on a disk that all share.
+    /// A file on a disk that all nodes share.
     File(PathBuf),
 }
 
-/// The nodes of a job, as one node's launcher is told about them.
+/// The nodes of a job, as one node's launcher is configured for them.
 ///
-/// The launchers meet at a store; each round of the job has a store of its own, which the first node serves for the
-/// workers. A launcher that is not heard of, or whose node is gone, ends the round for all.
+/// The launchers meet at a store. Each round of the job also has its own store, which the first node serves for the
+/// workers. If a launcher sends no heartbeats, or its node is gone, the round ends for all.
 #[derive(Clone, Debug)]
 pub struct Cluster {
     pub(super) min_nodes: u32,
@@ -49,7 +49,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// At least `min_nodes` and at most `max_nodes`, whose launchers meet at `host:port`.
+    /// At least `min_nodes` and at most `max_nodes`; the launchers' store is at `host:port`.
     pub fn new(min_nodes: u32, max_nodes: u32, host: impl Into<String>, port: u16) -> Result<Self> {
         if port == 0 {
             return Err(Error::invalid_argument(
@@ -65,19 +65,19 @@ impl Cluster {
         )
     }
 
-    /// The same, but the launchers meet in the etcd cluster whose members are `endpoints`, `host:port,host:port`: any of
-    /// them may be lost, also the first.
+    /// The same, but the launchers meet in the etcd cluster whose members are `endpoints`, `host:port,host:port`. Any
+    /// node may be lost, also the first.
     #[cfg(feature = "etcd")]
     pub fn etcd(min_nodes: u32, max_nodes: u32, endpoints: impl Into<String>) -> Result<Self> {
         Self::with_backend(min_nodes, max_nodes, RendezvousBackend::Etcd(endpoints.into()))
     }
 
-    /// The same, in a file at `path`, on a disk that all nodes share and whose locks hold for all.
+    /// The same, in a file at `path`, on a disk that all nodes share and whose file locks work across nodes.
     pub fn file(min_nodes: u32, max_nodes: u32, path: impl Into<PathBuf>) -> Result<Self> {
         Self::with_backend(min_nodes, max_nodes, RendezvousBackend::File(path.into()))
     }
 
-    /// The node that serves the store, as [`Event::Serving`](super::Event::Serving) says at which port: any that is free.
+    /// The node that serves the store, at any free port. [`Event::Serving`](super::Event::Serving) reports the port.
     pub(super) fn at_any_port(nodes: u32, host: impl Into<String>) -> Result<Self> {
         let backend = RendezvousBackend::Store { host: host.into(), port: 0, hosting: Hosting::Serve };
         Self::with_backend(nodes, nodes, backend)
@@ -101,8 +101,8 @@ impl Cluster {
         })
     }
 
-    /// This node's rank among the nodes (torchrun: --node-rank; workers get it as `GROUP_RANK`). If not given, nodes are in the order in which they come, behind
-    /// the one that serves the store.
+    /// This node's rank among the nodes (torchrun: --node-rank; workers get it as `GROUP_RANK`). If not given, nodes
+    /// are ranked in the order in which they join, after the one that serves the store.
     pub fn node_rank(mut self, node_rank: u32) -> Self {
         self.node_rank = Some(node_rank);
         self
@@ -116,21 +116,21 @@ impl Cluster {
         self
     }
 
-    /// The address at which the other nodes reach this one, where the launchers meet elsewhere. If not given, it is that
-    /// of the network which leads to etcd, or this host's name.
+    /// The address at which the other nodes reach this one, if the launchers meet in etcd or in a file. If not given,
+    /// it is the address of the interface to etcd, or this host's name.
     pub fn local_addr(mut self, address: impl Into<String>) -> Self {
         self.local_addr = Some(address.into().trim_matches(['[', ']']).to_owned());
         self
     }
 
-    /// The address at which stores listen, if not the one at which others find them. An unspecified
-    /// address (0.0.0.0) opens them to every network that this host is in: give the job a [key](super::Job::key) then.
+    /// The address at which stores listen, if it is not the one at which others reach them. An unspecified address
+    /// (0.0.0.0) opens them to every network of this host: then give the job a [key](super::Job::key).
     pub fn bind(mut self, address: IpAddr) -> Self {
         self.bind = Some(address);
         self
     }
 
-    /// How often a launcher says that it is there, and after how many times of silence it is given up: 1 s and 5 times.
+    /// How often a launcher sends a heartbeat, and after how many missing ones it is declared dead: 1 s and 5.
     pub fn keep_alive(mut self, interval: Duration, attempts: u32) -> Self {
         self.keep_alive = (interval.max(Duration::from_millis(10)), attempts.max(1));
         self
@@ -148,7 +148,7 @@ impl Cluster {
         self
     }
 
-    /// Where the launchers meet, as errors name it.
+    /// The end point of the rendezvous, for errors.
     pub(super) fn endpoint(&self) -> String {
         match &self.backend {
             RendezvousBackend::Store { host, port, .. } => host_port(host, *port),
@@ -158,7 +158,7 @@ impl Cluster {
         }
     }
 
-    /// How long a silence may last.
+    /// How long a launcher may send nothing.
     pub(super) fn silence(&self) -> Duration {
         self.keep_alive.0.saturating_mul(self.keep_alive.1)
     }

@@ -1,7 +1,8 @@
-//! The launcher's end of the files in which a worker leaves its error, in torchrun's format, and the rank that it blames.
+//! The launcher's side of the files in which a worker leaves its error, in torchrun's format, and the rank that it
+//! blames.
 //!
-//! Unless logs are kept, it is memory of the launcher, lent through `/proc`: nothing is left on a disk, however the job
-//! ends.
+//! Unless logs are kept, the file is memory of the launcher, which the worker opens through `/proc`: nothing is left on
+//! a disk, however the job ends.
 
 use std::fs::File;
 use std::io::{Read, Seek};
@@ -15,7 +16,7 @@ use serde_json::Value;
 /// The longest message that is taken from a worker.
 const MAX: u64 = 64 * 1024;
 
-/// A program that goes on for so long after a panic has caught it.
+/// A program that runs for so long after a panic has caught it.
 const CAUGHT: Duration = Duration::from_secs(5);
 
 /// What a worker says about its failure.
@@ -26,17 +27,17 @@ pub(super) struct WorkerError {
     pub(super) panicked: bool,
 }
 
-/// The launcher's end of a worker's error file.
+/// The launcher's side of a worker's error file.
 #[derive(Debug)]
 pub(super) enum ErrorFile {
     /// Memory of this process, so that nothing is left on a disk.
     Memory(File),
-    /// Among the worker's logs, where it stays.
+    /// A file among the worker's logs, where it stays.
     Kept(PathBuf),
 }
 
 impl ErrorFile {
-    /// An empty file; none where the system has no such thing.
+    /// An empty file; none if the system has no memory files.
     pub(super) fn create() -> Option<Self> {
         Some(Self::Memory(memfd_create("phalanx-error", MemfdFlags::CLOEXEC).ok()?.into()))
     }
@@ -54,12 +55,12 @@ impl ErrorFile {
         parse(&self.bytes()?)
     }
 
-    /// Does it say that the worker is about to end? A panic of long ago was caught.
+    /// Does it report an error with which the worker is about to end? A panic of some time ago was caught.
     pub(super) fn announces_an_end(&mut self) -> bool {
         self.read().is_some_and(|error| !error.panicked || self.age().is_none_or(|age| age < CAUGHT))
     }
 
-    /// How long ago it was written to, if that can be known.
+    /// How long ago it was written, if that is known.
     fn age(&self) -> Option<Duration> {
         let metadata = match self {
             Self::Memory(file) => file.metadata(),
@@ -68,7 +69,7 @@ impl ErrorFile {
         SystemTime::now().duration_since(metadata.ok()?.modified().ok()?).ok()
     }
 
-    /// The rank that the worker has noted there, if it is a file for that.
+    /// The rank that the worker has blamed, if this is a file for that.
     pub(super) fn read_rank(&mut self) -> Option<u32> {
         str::from_utf8(&self.bytes()?).ok()?.trim().parse().ok()
     }

@@ -1,4 +1,4 @@
-//! What happens while a job runs, as it is told to whoever shows or records it.
+//! The events of a running job, for an observer that shows or records them.
 
 use std::net::SocketAddr;
 use std::ops::ControlFlow;
@@ -22,7 +22,7 @@ pub enum Stream {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Event<'a> {
-    /// The workers' output is kept below this folder.
+    /// The workers' output is kept in this folder.
     Logging {
         /// The job's own folder.
         folder: &'a Path,
@@ -35,7 +35,7 @@ pub enum Event<'a> {
         max_restarts: u32,
         /// The number of workers on all nodes.
         world_size: WorldSize,
-        /// This node's place among the nodes.
+        /// This node's rank among the nodes.
         node: u32,
         /// The number of nodes.
         nodes: u32,
@@ -49,8 +49,8 @@ pub enum Event<'a> {
         /// Its process.
         pid: u32,
     },
-    /// A worker wrote a line. A line that is longer than [`Job::MAX_LINE`](super::Job::MAX_LINE) comes in pieces; of a
-    /// progress bar, which rewrites its line again and again, at most one state a second comes, and the last.
+    /// A worker wrote a line. A line longer than [`Job::MAX_LINE`](super::Job::MAX_LINE) comes in pieces. A progress
+    /// bar, which rewrites its line, comes at most once a second, and with its last state.
     Line {
         /// Its rank.
         rank: Rank,
@@ -72,11 +72,11 @@ pub enum Event<'a> {
     Lost {
         /// Its failure.
         failure: &'a Failure,
-        /// How long its place stays empty; for good, if none.
+        /// How long its slot stays empty before a replacement; none if it is not replaced.
         replaced_in: Option<Duration>,
-        /// How often a worker has been replaced, with this time.
+        /// How often workers have been replaced, with this time.
         replacements: u32,
-        /// How often one may be.
+        /// How often workers may be replaced.
         max_replacements: u32,
     },
     /// Processes that still run are asked to end.
@@ -84,49 +84,49 @@ pub enum Event<'a> {
         /// The signal that they get.
         signal: Signal,
     },
-    /// They are killed: the grace period is over, or a second Ctrl-C came.
+    /// They get SIGKILL: the grace period is over, or a second Ctrl-C came.
     Killing,
-    /// A worker has failed, none is left, and all will be started again.
+    /// A worker has failed, no worker is left, and all will be started again.
     Restarting {
         /// The first failure.
         failure: &'a Failure,
     },
-    /// Nodes are waited for.
+    /// The launcher waits for nodes.
     Gathering {
-        /// How many have come.
+        /// How many have joined.
         nodes: u32,
         /// How many are needed.
         min_nodes: u32,
         /// How many may take part.
         max_nodes: u32,
     },
-    /// Nodes come or go, no worker is left, and all will be started again.
+    /// Nodes have come or gone, no worker is left, and all will be started again.
     Regrouping {
-        /// The node that is gone, if that is why.
+        /// The node that is gone, if that is the reason.
         left: Option<&'a NodeFailure>,
     },
-    /// The store at which the launchers meet is served here.
+    /// This process serves the launchers' store.
     Serving {
         /// Where it listens.
         address: SocketAddr,
     },
-    /// Something that ends nothing, but that a person should know.
+    /// A warning: something that does not end the job.
     Warning {
         /// What it is.
         text: &'a str,
     },
 }
 
-/// Is told what happens. Every `FnMut(Event<'_>) -> ControlFlow<()>` is one.
+/// Receives the events of a job. Every `FnMut(Event<'_>) -> ControlFlow<()>` is an observer.
 pub trait Observer {
-    /// Takes note of `event`. To break means to end the job: its [outcome](super::Outcome) is then `Stopped`.
+    /// Handles `event`. Returning `Break` ends the job: its [outcome](super::Outcome) is then `Stopped`.
     fn observe(&mut self, event: Event<'_>) -> ControlFlow<()>;
 
-    /// Does it want lines now? While it does not, the workers' output stays in their pipes; everything else goes on,
-    /// and what a worker has left there at its end still comes. It is asked again every few milliseconds.
+    /// Does it accept lines now? While it does not, the workers' output stays in their pipes. Everything else goes on,
+    /// and the last output of a worker still comes. It is asked again every few milliseconds.
     ///
-    /// An observer that would have to wait, for a terminal or a disk, should say no here: signals and failures are not
-    /// seen to while it keeps [`observe`](Self::observe) busy.
+    /// An observer that would have to wait, for a terminal or a disk, should return false here: while
+    /// [`observe`](Self::observe) blocks, signals and failures are not handled.
     fn is_ready(&mut self) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! How a worker, and a job, came to its end.
+//! How a worker, and a job, ended.
 
 use std::fmt;
 use std::time::Duration;
@@ -21,9 +21,9 @@ impl Signal {
     pub const QUIT: Self = Self(3);
     /// A process has aborted itself.
     pub const ABRT: Self = Self(6);
-    /// Ends a process that cannot refuse.
+    /// Ends a process that cannot catch it.
     pub const KILL: Self = Self(9);
-    /// A write to a pipe that nobody reads any more.
+    /// A write to a pipe without a reader.
     pub const PIPE: Self = Self(13);
     /// Asks a process to end.
     pub const TERM: Self = Self(15);
@@ -38,7 +38,7 @@ impl Signal {
         self.0
     }
 
-    /// What it usually means, for those that end programs by mistake.
+    /// What it usually means, for signals that a program gets because of an error.
     pub fn meaning(self) -> Option<&'static str> {
         Some(match self.name()? {
             "SIGILL" => "illegal instruction",
@@ -101,10 +101,10 @@ pub enum Exit {
     Code(i32),
     /// This signal ended it.
     Signal(Signal),
-    /// It is gone, but somebody else has taken its exit status, or it could not even be killed.
+    /// It is gone, but another part of the program has taken its exit status, or it could not be killed.
     Lost,
-    /// This signal had stopped it, for five seconds in which it held up the job's end: another worker had ended well. So it
-    /// was killed.
+    /// It was killed, because this signal had stopped it for five seconds after another worker had ended well: it would
+    /// have held up the end of the job.
     Frozen(Signal),
 }
 
@@ -114,8 +114,8 @@ impl Exit {
         self == Self::Code(0)
     }
 
-    /// Does a program that panics end so, whether it unwinds or aborts, also behind a shell? A panic that it has caught is
-    /// not its end.
+    /// Does a program that panics end like this, by unwinding or abort, also behind a shell? A panic that was caught
+    /// does not end a program.
     pub(super) fn may_be_a_panics(self) -> bool {
         const ABORTED: i32 = 128 + Signal::ABRT.number();
         matches!(self, Self::Code(101 | ABORTED) | Self::Signal(Signal::ABRT))
@@ -125,7 +125,7 @@ impl Exit {
     pub fn code(self) -> i32 {
         match self {
             Self::Code(code) => code,
-            // It may be what another host says.
+            // The value may come from another host.
             Self::Signal(signal) => signal.number().saturating_add(128),
             Self::Lost => 1,
             Self::Frozen(_) => 128 + Signal::KILL.number(),
@@ -159,7 +159,7 @@ pub struct Failure {
     pub rank: Rank,
     /// The name of its host.
     pub host: String,
-    /// Its host's place among the nodes.
+    /// Its host's rank among the nodes.
     pub node: u32,
     /// Its process.
     pub pid: u32,
@@ -174,7 +174,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// That of a worker of which no more is known.
+    /// The failure of a worker of which only the rank is known.
     pub(super) fn unknown(rank: u32) -> Self {
         Self {
             rank: Rank::new(rank),
@@ -193,7 +193,7 @@ impl Failure {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct NodeFailure {
-    /// Its place among the nodes, if it had one.
+    /// Its rank among the nodes, if it had one.
     pub node: Option<u32>,
     /// The name of its host.
     pub host: String,
@@ -233,15 +233,15 @@ pub enum Outcome {
     Stopped,
 }
 
-/// What is left to say when no process of the job is left.
+/// The report of a job, when no process of it is left.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Report {
     /// How the job ended.
     pub outcome: Outcome,
-    /// How each worker of this node ended the last time, in the order of their ranks.
+    /// How each worker of this node ended in the last attempt, in the order of their ranks.
     pub exits: Vec<Exit>,
-    /// The number of workers on all nodes, if they ever were started.
+    /// The number of workers on all nodes, if they were started.
     pub world_size: Option<WorldSize>,
     /// The number of nodes that took part.
     pub nodes: u32,

@@ -1,4 +1,4 @@
-//! What to start.
+//! What to start, and how.
 
 use std::ffi::{OsStr, OsString};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -27,13 +27,13 @@ use crate::world_size::WorldSize;
 /// How long the system may take to look up the master address, which is one of this machine.
 const LOOK_UP: Duration = Duration::from_secs(30);
 
-/// What becomes of the workers' standard output and standard error.
+/// Where the workers' standard output and standard error go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Output {
     /// They come line by line as [events](super::Event::Line).
     #[default]
     Lines,
-    /// They are this process's own.
+    /// They share those of this process.
     Inherit,
 }
 
@@ -46,8 +46,9 @@ struct Elastic {
 
 /// A job on this machine: a program, and how many copies of it.
 ///
-/// Each worker finds torchrun's variables in its environment; the store behind `MASTER_ADDR` and `MASTER_PORT` is served
-/// by this process for as long as the job runs, so that no port can be lost between choosing and using it.
+/// Each worker finds torchrun's variables in its environment. This process serves the store at `MASTER_ADDR` and
+/// `MASTER_PORT` as long as the job runs, and has bound the port before it starts workers: no other process can take
+/// it.
 #[derive(Clone, Debug)]
 pub struct Job {
     program: OsString,
@@ -73,9 +74,9 @@ pub struct Job {
 }
 
 impl Job {
-    /// The longest line that comes in one piece.
+    /// The longest line that is reported in one piece.
     pub const MAX_LINE: usize = 64 * 1024;
-    /// The grace period if none is given, which is torchrun's.
+    /// The default grace period, as torchrun's.
     pub const GRACE: Duration = Duration::from_secs(30);
 
     /// `workers` copies of `program`, which is looked for in `PATH` unless it contains a slash.
@@ -110,13 +111,13 @@ impl Job {
         self
     }
 
-    /// What the program sees as its own name, if not what it is started by.
+    /// What the program sees as its own name (`argv[0]`), if not its path.
     pub fn name(mut self, name: impl Into<OsString>) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// One more variable for every worker.
+    /// Sets another variable for every worker.
     pub fn variable(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.variables.push((name.into(), value.into()));
         self
@@ -130,24 +131,24 @@ impl Job {
 
     /// The address of this machine at which the store listens; 127.0.0.1 if not given.
     pub fn master_addr(mut self, address: impl Into<String>) -> Self {
-        // Workers get an IPv6 address bare: other programs' resolvers know no brackets.
+        // Workers get an IPv6 address without brackets: other programs' resolvers do not accept brackets.
         self.master_addr = Some(address.into().trim_matches(['[', ']']).to_owned());
         self
     }
 
-    /// The store's port; 0, which is the default, takes a free one.
+    /// The store's port. The default, 0, takes a free one.
     pub fn master_port(mut self, port: u16) -> Self {
         self.master_port = port;
         self
     }
 
-    /// How long workers may take to end after they were asked to, before they are killed.
+    /// How long workers may take to end after SIGTERM, before SIGKILL.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
         self
     }
 
-    /// What becomes of the workers' output.
+    /// Where the workers' output goes.
     pub fn output(mut self, output: Output) -> Self {
         self.output = output;
         self
@@ -155,8 +156,8 @@ impl Job {
 
     /// How often a failure ends all workers and starts them again, instead of ending the job; 0 if not given.
     ///
-    /// Each time they find a higher `TORCHELASTIC_RESTART_COUNT` and an empty store. No process is left of the time
-    /// before, and what might be, on another machine, knows a store that is gone.
+    /// Each time workers get a higher `TORCHELASTIC_RESTART_COUNT` and an empty store. No process of the attempt before
+    /// is left on this machine. One that is left on another machine knows only the store of that attempt.
     pub fn max_restarts(mut self, restarts: u32) -> Self {
         self.max_restarts = restarts;
         self
@@ -165,16 +166,16 @@ impl Job {
     /// Makes the job elastic: workers that fail do not end the others, as long as at least `min` are left. Their program
     /// has to train inside [`elastic::run`](crate::elastic::run()).
     ///
-    /// A worker that fails is replaced, with a pause if it fails again and again as soon as it has started, as often as
-    /// [`max_restarts`](Self::max_restarts) says for all workers together. The job has succeeded when at least `min` have
-    /// ended well and nobody is left.
+    /// A worker that fails is replaced, at most [`max_restarts`](Self::max_restarts) times for all workers together. If
+    /// a worker fails repeatedly soon after its start, its replacement starts after a pause. The job has succeeded when
+    /// at least `min` workers have ended well and none is left.
     pub fn min_workers(mut self, min: WorldSize) -> Self {
         let reset_limit = self.elastic.and_then(|elastic| elastic.reset_limit);
         self.elastic = Some(Elastic { min, reset_limit });
         self
     }
 
-    /// How often the workers of an elastic job may form a new group; without end if not given.
+    /// How often the workers of an elastic job may form a new group; no limit if not given.
     pub fn reset_limit(mut self, limit: u32) -> Self {
         let min = self.elastic.map_or(self.workers, |elastic| elastic.min);
         self.elastic = Some(Elastic { min, reset_limit: Some(limit) });
@@ -200,22 +201,22 @@ impl Job {
         self
     }
 
-    /// Is a part of an elastic job that is led from elsewhere.
+    /// Is a part of an elastic job whose driver runs in another process.
     pub(super) fn part_of(mut self, agent: Agent) -> Self {
         self.agent = Some(agent);
         self
     }
 
-    /// With which the job's processes recognise each other. If not given, a job on one node makes one for itself, and a
-    /// job on several, whose launchers could not know each other's, has none.
+    /// The key with which the job's processes authenticate each other. If not given, a job on one node makes its own,
+    /// and a job on several nodes has none, because their launchers would not have the same one.
     pub fn key(mut self, key: JobKey) -> Self {
         self.credentials.key = Some(key);
         self
     }
 
-    /// With which the job's processes prove themselves to each other, and encrypt what they say; the workers read it from
-    /// these same files. Every process of the job must have certificates of the same CA, the launchers of other nodes
-    /// included.
+    /// The certificates with which the job's processes authenticate each other and encrypt their connections; the
+    /// workers read them from the same files. Every process of the job must have certificates of the same CA, also the
+    /// launchers of other nodes.
     ///
     /// # Errors
     /// As those of [`Tls::read`].
@@ -225,32 +226,32 @@ impl Job {
         Ok(files.fold(self, |job, (name, path)| job.variable(name, path)))
     }
 
-    /// [`tls`](Self::tls) with the files that this process's environment names, if it does.
+    /// [`tls`](Self::tls) with the files that this process's environment names, if it names any.
     pub(crate) fn tls_from_env(mut self) -> Result<Self> {
         self.credentials.tls = Tls::from_env()?;
         Ok(self)
     }
 
-    /// Lets programs use the workers' store that do not know the job's key, from wherever they reach it. Without this only
-    /// those may that this user runs on the store's own host. PyTorch programs on several nodes need it. Not together with
-    /// [`tls`](Self::tls), of which they know nothing.
+    /// Lets programs that do not know the job's key use the workers' store, from any host. Without this, only programs
+    /// of this user on the store's own host may. PyTorch programs on several nodes need it. It excludes
+    /// [`tls`](Self::tls), which those programs do not use.
     pub fn open_store(mut self, open: bool) -> Self {
         self.open_store = open;
         self
     }
 
-    /// Makes this process, while the job runs, the parent of what the job's processes leave behind (Linux's child subreaper),
-    /// so that all of it is ended with the job, also what has cleared its environment. Only for a program that starts no other
-    /// processes meanwhile: what those leave behind would be taken for the job's. It has no effect where this process has
-    /// children already, or is a subreaper. The first process of a container (its number is 1) goes by the tag alone: whatever
-    /// loses its parent there becomes its child.
+    /// Makes this process, while the job runs, the parent of the job's orphans (Linux's child subreaper), so that they
+    /// end with the job, also if they have cleared their environment. Only for a program that starts no other processes
+    /// meanwhile: it would take their orphans for the job's. It has no effect if this process has children already, or
+    /// is a subreaper. The first process of a container (its number is 1) uses the tag alone, because it is the parent
+    /// of every orphan there.
     pub fn subreaper(mut self, subreaper: bool) -> Self {
         self.subreaper = subreaper;
         self
     }
 
-    /// The workers of this node, by local rank, whose lines come as [events](super::Event::Line); all if not given. What is
-    /// kept in [files](Self::logs) stays the same.
+    /// The local ranks of the workers whose lines are reported as [events](super::Event::Line); all if not given.
+    /// [Files](Self::logs) are not affected.
     pub fn show_only(mut self, local_ranks: impl IntoIterator<Item = u32>) -> Self {
         self.shown = Some(local_ranks.into_iter().collect());
         self
@@ -258,13 +259,12 @@ impl Job {
 
     /// Runs the job to its end.
     ///
-    /// An error means that it could not be started, or not be watched; a worker's failure is in the report. On return
-    /// no process of the job is left.
+    /// An error means that the job could not be started or watched; a worker's failure is in the report. When this
+    /// returns, no process of the job is left.
     ///
-    /// While it runs, this process's reaction to SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP, SIGCONT, SIGUSR1 and SIGUSR2
-    /// is the job's.
-    /// Afterwards it is as before; a signal that ended the job has then been taken from the program, which may
-    /// raise it again: see [`Outcome::Interrupted`](super::Outcome::Interrupted).
+    /// While it runs, the job handles SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP, SIGCONT, SIGUSR1 and SIGUSR2 for this
+    /// process. Afterwards the previous handlers are in place. The program does not get a signal that ended the job,
+    /// and may raise it again: see [`Outcome::Interrupted`](super::Outcome::Interrupted).
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
         self.check_elastic()?;
         check_open_store(self.open_store, &self.credentials)?;
@@ -295,7 +295,7 @@ impl Job {
         self.subreaper
     }
 
-    /// Do the lines of the `local_rank`-th worker come as events?
+    /// Are the lines of the `local_rank`-th worker reported as events?
     pub(super) fn shows(&self, local_rank: u32) -> bool {
         self.shown.as_ref().is_none_or(|shown| shown.contains(&local_rank))
     }
@@ -304,9 +304,9 @@ impl Job {
         self.output == Output::Lines
     }
 
-    /// The job with its key, which `lent` holds for the workers.
+    /// The job with its key; `lent` holds the key for the workers.
     pub(super) fn with_key(&self, key: Option<JobKey>, lent: Option<&LentKey>) -> Self {
-        // An empty one counts as none: what this process has got from its own launcher is not this job's.
+        // An empty key counts as none: the key of this process's own launcher is not this job's.
         let path = lent.map(LentKey::path).unwrap_or_default();
         let credentials = Credentials { key, ..self.credentials.clone() };
         let unused = if credentials.tls.is_none() { &tls::VARIABLES[..] } else { &[] };
@@ -318,7 +318,7 @@ impl Job {
         &self.credentials
     }
 
-    /// The key that was given, or a new one, if nobody else has to know it.
+    /// The given key, or a new one if no other launcher needs the same.
     pub(super) fn key_of_run(&self) -> Result<Option<JobKey>> {
         match &self.credentials.key {
             None if self.cluster.is_none() => JobKey::generate().map(Some),
@@ -358,7 +358,7 @@ impl Job {
         if self.elastic.is_some() { 0 } else { self.max_restarts }
     }
 
-    /// Of an elastic job: its workers' places.
+    /// The slots of an elastic job's workers.
     pub(super) fn replacements(&self, now: Instant) -> Option<Replacements> {
         let Elastic { min, .. } = self.elastic?;
         let workers = self.workers.count();
@@ -371,7 +371,7 @@ impl Job {
     fn check_elastic(&self) -> Result<()> {
         let Some(Elastic { min, .. }) = self.elastic else { return Ok(()) };
         if self.agent.is_some() {
-            // How many there are altogether, whoever leads the job has looked at.
+            // Whoever drives the job has checked the total number.
             return Ok(());
         }
         if self.cluster.is_some() {
@@ -406,7 +406,7 @@ impl Job {
     pub(super) fn name_of_run(&self) -> Result<String> {
         match &self.run_id {
             Some(run_id) => Ok(run_id.clone()),
-            // The other nodes could not know another.
+            // Launchers of other nodes could not know a new name.
             None if self.cluster.is_some() => Ok("none".to_owned()),
             None => random_name(),
         }
@@ -416,7 +416,7 @@ impl Job {
     pub(super) fn environment(&self, local_rank: u32, placement: &Placement) -> Vec<(OsString, OsString)> {
         let worker = placement.worker(local_rank, self.workers, &self.role, self.max_restarts);
         let known = worker.variables().into_iter().map(|(name, value)| (name.into(), value.into()));
-        // Empty ones count as none: what this process has got from its own launcher is not this job's.
+        // Empty variables count as not set: the values of this process's own launcher are not this job's.
         let (workers, limit) = match self.elastic {
             Some(Elastic { min, reset_limit }) => {
                 let limit = reset_limit.map_or_else(String::new, |limit| limit.to_string());
@@ -431,7 +431,7 @@ impl Job {
     }
 }
 
-/// A store that all may use without TLS is no store of a job with it.
+/// An open store accepts clients without TLS, which a job with TLS does not allow.
 pub(super) fn check_open_store(is_open: bool, credentials: &Credentials) -> Result<()> {
     if is_open && credentials.tls.is_some() {
         return Err(Error::invalid_argument("an open store would let programs in that do not speak TLS")
@@ -440,7 +440,7 @@ pub(super) fn check_open_store(is_open: bool, credentials: &Credentials) -> Resu
     Ok(())
 }
 
-/// A name for the job that no other job has.
+/// A new name for the job.
 pub(super) fn random_name() -> Result<String> {
     Ok(format!("{:016x}", random::number()?))
 }

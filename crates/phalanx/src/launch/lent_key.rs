@@ -1,4 +1,4 @@
-//! The job's key, as the launcher lends it to its workers.
+//! The job's key, as the launcher passes it to its workers.
 
 use std::fs::File;
 use std::io;
@@ -10,8 +10,9 @@ use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_cre
 use crate::error::{Error, Result};
 use crate::key::JobKey;
 
-/// A file that only this user can open, and nobody can change. It is memory of the launcher, lent through `/proc`: it is
-/// on no disk, wrappers that close descriptors do it no harm, and it is gone with the launcher, however that one ends.
+/// A file that only this user can open and that cannot be changed. It is memory of the launcher, which workers open
+/// through `/proc`: it is never on a disk, it does not depend on descriptors that wrappers close, and it is gone when
+/// the launcher ends, in any way.
 #[derive(Debug)]
 pub(super) struct LentKey(File);
 

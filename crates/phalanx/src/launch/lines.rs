@@ -1,16 +1,16 @@
-//! Bytes in, whole lines out: pure.
+//! Splits bytes into lines: pure.
 
 use std::time::{Duration, Instant};
 
-/// How often a line that is rewritten with carriage returns (a progress bar) is shown.
+/// How often a line that is rewritten with carriage returns (a progress bar) is reported.
 const PROGRESS_EVERY: Duration = Duration::from_secs(1);
 
-/// Cuts one stream into lines, in bounded memory.
+/// Splits one stream into lines, in bounded memory.
 #[derive(Debug)]
 pub(super) struct Lines {
     limit: usize,
     line: Vec<u8>,
-    /// Was the last byte a carriage return? Then a line's end may follow, or the line is written anew.
+    /// Was the last byte a carriage return? Then a line feed may follow, or the line is rewritten.
     returned: bool,
     progress_at: Option<Instant>,
 }
@@ -21,7 +21,7 @@ impl Lines {
         Self { limit, line: Vec::new(), returned: false, progress_at: None }
     }
 
-    /// Takes what was read, and gives each line without its end.
+    /// Takes bytes, and reports each complete line without its end.
     pub(super) fn push(&mut self, mut bytes: &[u8], now: Instant, mut emit: impl FnMut(&[u8])) {
         while let Some(&first) = bytes.first() {
             if self.returned && first != b'\r' {
@@ -44,7 +44,7 @@ impl Lines {
         }
     }
 
-    /// The stream has ended: what is left is a line.
+    /// The stream has ended: reports the rest as a line.
     pub(super) fn finish(&mut self, mut emit: impl FnMut(&[u8])) {
         self.returned = false;
         if !self.line.is_empty() {
@@ -53,7 +53,7 @@ impl Lines {
         }
     }
 
-    /// The line is about to be written anew; its state so far is shown if the last one is old enough.
+    /// The line is about to be rewritten; its state so far is reported if the last report is old enough.
     fn rewrite(&mut self, now: Instant, emit: &mut impl FnMut(&[u8])) {
         let due = self.progress_at.is_none_or(|at| now.saturating_duration_since(at) >= PROGRESS_EVERY);
         if due && !self.line.is_empty() {
@@ -75,7 +75,7 @@ impl Lines {
     }
 }
 
-/// For [`fuzzing`](crate::fuzzing): what a worker prints, in pieces whose length is the first byte.
+/// For [`fuzzing`](crate::fuzzing): a worker's output, in pieces whose length is the first byte.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {

@@ -1,7 +1,7 @@
 //! Files that keep what workers write, in torchrun's layout:
 //! `<folder>/<run id>_<random>/attempt_<n>/<local rank>/{stdout.log,stderr.log,error.json}`.
 //!
-//! A thread writes them, so that a slow or full disk holds up neither signals nor the news of a failure.
+//! A thread writes them, so that a slow or full disk delays neither signals nor the handling of failures.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{ErrorKind, Write};
@@ -18,12 +18,12 @@ use super::event::Stream;
 use crate::error::{Error, Result};
 use crate::random;
 
-/// How much may wait to be written before the workers' output is left in their pipes.
+/// How many bytes may wait to be written before the workers' output is left in their pipes.
 const ENOUGH: usize = 8 << 20;
 /// How long the last bytes may take to be written when the job is over.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Some of a worker's two output streams; torchrun's `Std`.
+/// A selection of a worker's two output streams; torchrun's `Std`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Streams {
     stdout: bool,
@@ -55,10 +55,10 @@ impl FromStr for Streams {
     }
 }
 
-/// Which streams of which workers: `3` for all, or `0:3,1:1` by local rank, where those not named have none.
+/// Streams of each worker: `3` for all, or `0:3,1:1` by local rank, where the others have none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selection {
-    /// The same of every worker.
+    /// The same for every worker.
     Every(Streams),
     /// By local rank.
     Each(Vec<(u32, Streams)>),
@@ -104,7 +104,7 @@ impl Selection {
     }
 }
 
-/// Where the workers' output and errors are kept, and which of it.
+/// Which of the workers' output and errors is kept, and where.
 #[derive(Clone, Debug)]
 pub struct Logs {
     folder: PathBuf,
@@ -113,7 +113,8 @@ pub struct Logs {
 }
 
 impl Logs {
-    /// Below `folder`, which is made if need be. Without more, it keeps the workers' error files alone.
+    /// Logs in `folder`, which is made if it does not exist. Without further calls, only the workers' error files are
+    /// kept.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self { folder: folder.into(), redirects: Selection::default(), tee: Selection::default() }
     }
@@ -124,7 +125,7 @@ impl Logs {
         self
     }
 
-    /// Streams that go to files and come as events too.
+    /// Streams that go to files and are reported as events too.
     pub fn tee(mut self, selection: Selection) -> Self {
         self.tee = selection;
         self
@@ -137,7 +138,7 @@ impl Logs {
         let folder =
             std::path::absolute(&self.folder).map_err(|error| cannot_make(&self.folder, error))?.join(name);
         make(&self.folder)?;
-        // Not one that somebody else has put there: the folder above may be everybody's.
+        // Not a folder that another user has made there: the parent folder may be writable by all.
         DirBuilder::new().mode(0o700).create(&folder).map_err(|error| cannot_make(&folder, error))?;
         Ok(JobLogs { logs: self.clone(), folder, writer: Writer::start()? })
     }
@@ -151,7 +152,7 @@ pub(super) struct JobLogs {
     writer: Writer,
 }
 
-/// What is kept of one worker in one attempt.
+/// The files of one worker in one attempt.
 #[derive(Debug)]
 pub(super) struct WorkerLogs {
     pub(super) error_file: PathBuf,
@@ -159,17 +160,17 @@ pub(super) struct WorkerLogs {
     pub(super) stderr: Sink,
 }
 
-/// What becomes of one stream.
+/// Where one stream goes.
 #[derive(Debug)]
 pub(super) struct Sink {
     /// The file that keeps it.
     pub(super) log: Option<Log>,
-    /// Does it come as events?
+    /// Is it reported as events?
     pub(super) shown: bool,
 }
 
 impl Sink {
-    /// It is not kept.
+    /// The stream is not kept.
     pub(super) fn shown() -> Self {
         Self { log: None, shown: true }
     }
@@ -180,8 +181,8 @@ impl JobLogs {
         &self.folder
     }
 
-    /// Makes the files of one worker. Where nodes come and go, workers start again within one attempt: what they wrote
-    /// stays, but not the error with which they ended.
+    /// Makes the files of one worker. If nodes come and go, workers start again within one attempt: their logs are
+    /// kept, and the error file is replaced.
     pub(super) fn worker(&self, attempt: u32, local_rank: u32) -> Result<WorkerLogs> {
         let folder = self.folder.join(format!("attempt_{attempt}")).join(local_rank.to_string());
         make(&folder)?;
@@ -206,24 +207,24 @@ impl JobLogs {
         })
     }
 
-    /// Does the disk keep up?
+    /// Is the queue short enough to take more output?
     pub(super) fn is_ready(&self) -> bool {
         self.writer.state.lock().waiting < ENOUGH
     }
 
-    /// What has gone wrong since the last time this was asked.
+    /// The error since the last call, if there was one.
     pub(super) fn take_failure(&self) -> Option<String> {
         self.writer.state.lock().failure.take()
     }
 
-    /// Waits until everything is written, or the disk has had its time.
+    /// Waits until everything is written, but not longer than the disk's time limit.
     pub(super) fn finish(self) {
         drop(self.writer.queue);
         let _ = self.writer.done.recv_timeout(PATIENCE);
     }
 }
 
-/// One log file, as the supervisor sees it.
+/// One log file, on the supervisor's side.
 #[derive(Debug)]
 pub(super) struct Log {
     file: Arc<File>,
@@ -282,7 +283,7 @@ fn write_all(chunks: &Receiver<(Arc<File>, Vec<u8>)>, state: &Mutex<LogState>) {
         let written = (&*file).write_all(&bytes);
         let mut state = state.lock();
         state.waiting = state.waiting.saturating_sub(bytes.len());
-        // A full disk must not cost the training.
+        // A full disk must not end the training.
         if let Err(error) = written
             && !state.has_failed
         {

@@ -1,5 +1,5 @@
-//! Which processes belong to a job: the workers' process groups, and whatever workers have put elsewhere, into sessions and
-//! groups of its own.
+//! Finds the processes of a job: the workers' process groups, and processes that workers have started in other sessions
+//! and groups.
 
 use std::collections::HashSet;
 use std::fs;
@@ -18,33 +18,33 @@ use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::proc_stat::{ProcStat, is_gone};
 
-/// What a process of a job has in its environment: the tags of the jobs that it is of, one inside the other.
+/// The variable with the tags of the jobs to which a process belongs, for jobs within jobs.
 pub(super) const TAG_VARIABLE: &str = "PHALANX_JOB_TAG";
-/// How often the ends of adopted processes are taken note of.
+/// How often adopted processes that have ended are reaped.
 const REAP_EVERY: Duration = Duration::from_secs(1);
-/// Between two looks for what a worker has left, of which both must see nobody.
+/// The pause between two looks for a worker's remaining processes. Both must find none.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Knows the processes of one attempt again.
+/// Identifies the processes of one attempt.
 #[derive(Debug)]
 pub(super) struct Members {
     tag: Tag,
     /// The workers that were started so far.
     started: u32,
-    /// The guard's process number, and its start, from which on all of the job was started.
+    /// The guard's process number, and its start time: all processes of the job were started later.
     guard: (i32, u64),
-    /// Is this process the one to which what loses its parent belongs?
+    /// Is this process the subreaper of the job?
     adopts: bool,
-    /// Can processes be seen here at all?
+    /// Can `/proc` be read here at all?
     has_proc: bool,
     reap_at: Instant,
 }
 
-/// Those that run now.
+/// The running ones.
 #[derive(Debug, Default)]
 pub(super) struct Running {
     in_groups: bool,
-    /// Those in none of the groups.
+    /// Those in none of the workers' groups.
     pub(super) strays: Vec<Stray>,
 }
 
@@ -76,15 +76,15 @@ impl Stray {
 }
 
 impl Members {
-    /// With `adopts`, processes of the job that lose their parent become children of this one.
+    /// With `adopts`, this process becomes the parent of the job's orphans.
     pub(super) fn new(adopts: bool) -> Result<Self> {
         let mut tag = Tag::default();
-        // Two names of 16 digits each.
+        // Two random numbers of 16 hexadecimal digits each.
         for (digit, drawn) in tag.iter_mut().zip((random_name()? + &random_name()?).bytes()) {
             *digit = drawn;
         }
         let me = me();
-        // Who has other children cannot tell what they lose from what the job loses.
+        // A process with other children cannot tell their orphans from the job's.
         let is_childless = || all().is_ok_and(|all| all.iter().all(|process| process.parent != me));
         let adopts = adopts && is_childless() && become_reaper();
         let has_proc = !matches!(visible(me), Ok(None));
@@ -95,13 +95,13 @@ impl Members {
         &self.tag
     }
 
-    /// All of the job are started after this process.
+    /// All processes of the job start after this one.
     pub(super) fn begin_with(&mut self, guard: u32) {
         let pid = i32::try_from(guard).unwrap_or(0);
         self.guard = (pid, visible(pid).ok().flatten().map_or(0, |guard| guard.started));
     }
 
-    /// The tag of the next worker: what it starts can be told from what others start.
+    /// The tag of the next worker: it distinguishes what this worker starts from what others start.
     pub(super) fn next_tag(&mut self) -> String {
         self.started += 1;
         format!("{}.{}.", String::from_utf8_lossy(&self.tag), self.started)
@@ -112,7 +112,7 @@ impl Members {
         self.adopts.then_some(self.reap_at)
     }
 
-    /// Takes note of the ends of processes that were adopted, now and then. The workers, which lead `groups`, are left.
+    /// Reaps adopted processes that have ended, now and then. Workers, which lead `groups`, are not reaped here.
     pub(super) fn reap(&mut self, groups: &[Pid]) {
         if self.adopts && Instant::now() >= self.reap_at {
             self.reap_all_but(&numbers(groups));
@@ -123,7 +123,7 @@ impl Members {
     fn reap_all_but(&self, workers: &HashSet<i32>) {
         let me = me();
         let dead = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        // One question, most of the time, instead of one for each process of the machine.
+        // Usually one system call, instead of one for each process of the machine.
         if !matches!(waitid(WaitId::All, dead), Ok(Some(_))) {
             return;
         }
@@ -135,11 +135,11 @@ impl Members {
         }
     }
 
-    /// What runs of the job; None if that cannot be known, because `/proc` cannot be read now. Zombies do not count: a worker
-    /// that has ended is kept as one, so that its number, which is its group's, cannot become somebody else's. Nor does what
-    /// this process may not signal: another user's.
+    /// The running processes of the job; None if `/proc` cannot be read now. Zombies do not count: a worker that has
+    /// ended is kept as a zombie, so that its number, which is its group's, is not used again. Processes of other
+    /// users, which this one may not signal, do not count either.
     ///
-    /// Where there was no `/proc` when the job began, nobody is seen.
+    /// If there was no `/proc` when the job began, no process is found.
     pub(super) fn look(&self, groups: &[Pid]) -> Option<Running> {
         if !self.has_proc {
             return Some(Running::default());
@@ -160,7 +160,7 @@ impl Members {
         Some(Running { in_groups: !in_groups.is_empty(), strays: strays.into_iter().map(Stray).collect() })
     }
 
-    /// Kills all that carries the tag of one worker, and what that has started, until two looks in turn have seen nobody.
+    /// Kills all processes with the tag of one worker, and their children, until two looks in a row have found none.
     pub(super) fn clear(&self, tag: &str, deadline: Deadline) {
         let mut empty = 0;
         while self.has_proc && empty < 2 && !deadline.has_passed() {
@@ -171,7 +171,7 @@ impl Members {
         }
     }
 
-    /// What runs of all that carries the tag of one worker, and of what that has started; None as for [`look`](Self::look).
+    /// The running processes with the tag of one worker, and their children; None as for [`look`](Self::look).
     pub(super) fn tagged(&self, tag: &str) -> Option<Vec<Stray>> {
         let processes = self.processes()?;
         let mut ours = HashSet::new();
@@ -186,7 +186,7 @@ impl Members {
         Some(processes)
     }
 
-    /// Adds to `ours` who carries `tag`, and all children of those.
+    /// Adds to `ours` the processes that carry `tag`, and all their children.
     fn add_tagged(&self, tag: &[u8], processes: &[ProcStat], ours: &mut HashSet<i32>) {
         add_children(processes, ours);
         for process in processes {
@@ -211,7 +211,7 @@ impl Drop for Members {
     }
 }
 
-/// All processes that can be seen; an error unless this one is among them.
+/// All visible processes; an error unless this one is among them.
 fn all() -> io::Result<Vec<ProcStat>> {
     let mut all = Vec::new();
     for folder in fs::read_dir("/proc")? {
@@ -224,7 +224,7 @@ fn all() -> io::Result<Vec<ProcStat>> {
     if all.iter().any(|process| process.pid == me) { Ok(all) } else { Err(io::ErrorKind::NotFound.into()) }
 }
 
-/// None if there is no such process, or it may not be seen; an error if that cannot be known.
+/// None if there is no such process, or it may not be seen; an error if that is not known.
 fn visible(pid: i32) -> io::Result<Option<ProcStat>> {
     ProcStat::read(pid).or_else(|error| match Errno::from_io_error(&error) {
         // Another user's, with the mount option `hidepid`.
@@ -234,7 +234,7 @@ fn visible(pid: i32) -> io::Result<Option<ProcStat>> {
     })
 }
 
-/// Those of `ours` that live, and that this process may signal.
+/// Those of `ours` that are alive and that this process may signal.
 fn living<'a>(processes: &'a [ProcStat], ours: &'a HashSet<i32>) -> impl Iterator<Item = ProcStat> + 'a {
     let is_ours = |process: &&ProcStat| !process.is_dead() && ours.contains(&process.pid);
     processes.iter().filter(is_ours).filter(|process| may_signal(process.pid)).copied()
@@ -244,8 +244,8 @@ fn may_signal(pid: i32) -> bool {
     Pid::from_raw(pid).is_some_and(|pid| test_kill_process(pid) != Err(Errno::PERM))
 }
 
-/// Has `me`, which is a subreaper, become the parent of this process? The first process of a container becomes the parent of
-/// what loses its own, whoever has started that there: then only the tag counts.
+/// Was this process adopted by `me`, which is a subreaper? The first process of a container adopts all orphans there,
+/// also of other programs: then only the tag counts.
 fn is_adopted(process: &ProcStat, me: i32) -> bool {
     me != 1 && process.parent == me
 }
@@ -254,7 +254,7 @@ fn numbers(groups: &[Pid]) -> HashSet<i32> {
     groups.iter().map(|leader| leader.as_raw_nonzero().get()).collect()
 }
 
-/// Adds the children of those that are there, and theirs.
+/// Adds the children of these processes, and theirs.
 fn add_children(processes: &[ProcStat], ours: &mut HashSet<i32>) {
     loop {
         let before = ours.len();
@@ -269,9 +269,9 @@ fn add_children(processes: &[ProcStat], ours: &mut HashSet<i32>) {
     }
 }
 
-/// Does this process have `tag` in its environment? Of another user's nothing is known.
+/// Does this process have `tag` in its environment? The environment of another user's process is not known.
 fn carries(pid: i32, tag: &[u8]) -> bool {
-    /// More than the kernel lets a process have, with its usual limits.
+    /// More than the kernel allows a process, with its usual limits.
     const MAX: u64 = 8 << 20;
     let mut environment = Vec::new();
     let read = fs::File::open(format!("/proc/{pid}/environ"))
@@ -289,11 +289,11 @@ fn reap(pid: i32) {
     }
 }
 
-/// Makes this process the one to which what loses its parent below it belongs; is it that now, because of this call?
+/// Makes this process a subreaper; returns whether this call has made it one.
 #[cfg(target_os = "linux")]
 fn become_reaper() -> bool {
     use rustix::process::{child_subreaper, getpid, set_child_subreaper};
-    // A program that is one already does with its orphans what it does.
+    // A program that is a subreaper already handles its orphans itself.
     child_subreaper() == Ok(None) && set_child_subreaper(Some(getpid())).is_ok()
 }
 

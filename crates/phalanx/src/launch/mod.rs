@@ -1,28 +1,30 @@
 //! Starts the workers of a job on this machine, watches them, starts them again, and leaves none behind.
 //!
-//! [`Job`] says what to start; [`Job::run`] returns when every worker and everything that they have started is gone,
-//! whatever happened. `phalanx run` and [`spawn`](crate::spawn()) are two faces of it.
+//! [`Job`] says what to start. [`Job::run`] returns when every worker and every process that they have started is gone,
+//! in all cases. `phalanx run` and [`spawn`](crate::spawn()) both use it.
 //!
-//! - Each worker leads a process group of its own, with standard input closed.
-//! - Each job has a [key](crate::JobKey) by which its processes recognise each other; workers find it in the file that
-//!   `PHALANX_JOB_KEY_FILE` names.
-//! - The first failure ends the job, or starts all workers [again](Job::max_restarts). The others get half a second to notice it themselves and say what they saw; then
-//!   SIGTERM to each group, [a grace period](Job::grace), and SIGKILL.
-//! - A worker that a signal has stopped (SIGSTOP) does not hold up the job's end: five seconds after another has ended well,
-//!   it is [killed](Exit::Frozen), which is its failure. One that is slow is waited for, however long it takes.
-//! - In an [elastic](Job::min_workers) job a failure ends only the worker that fails; another may take its place.
-//! - A worker whose error file blames another rank is believed if that one has failed too: that is then the first
-//!   failure.
-//! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a further SIGINT
-//!   kills at once. Ctrl-Z stops the workers too. SIGUSR1 and SIGUSR2, with which schedulers announce the end of a time
-//!   limit, are passed on and end nothing here.
+//! - Each worker leads its own process group, with standard input closed.
+//! - Each job has a [key](crate::JobKey) with which its processes authenticate each other; workers find it in the file
+//!   that `PHALANX_JOB_KEY_FILE` names.
+//! - The first failure ends the job, or starts all workers [again](Job::max_restarts). The others have half a second to
+//!   notice it themselves and to report it; then each group gets SIGTERM and, after [a grace period](Job::grace),
+//!   SIGKILL.
+//! - A worker that a signal has stopped (SIGSTOP) does not hold up the job's end: five seconds after another has ended
+//!   well it is [killed](Exit::Frozen), which is its failure. A worker that is only slow is waited for without limit.
+//! - In an [elastic](Job::min_workers) job a failure ends only the worker that fails, and a replacement may be started.
+//! - If a worker's error file blames another rank, and that rank has failed too, that rank's failure counts as the
+//!   first.
+//! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a second SIGINT kills
+//!   at once. Ctrl-Z stops the workers too. SIGUSR1 and SIGUSR2, with which schedulers announce the end of a time
+//!   limit, are passed on and do not end the job.
 //! - If this process is killed, workers and grandchildren are killed as well.
 //!
-//! What a worker has started is ended with it, also in a process group or session of its own: a daemon, what `setsid` or a
-//! shell with job control starts. It is known by a tag in its environment, PHALANX_JOB_TAG, or by its parents. Out of reach is
-//! what has neither: a process of another user; one whose environment was cleared or written over, and whose parents have
-//! ended, unless the launcher is a [subreaper](Job::subreaper), as `phalanx run` is, and not killed itself. What systemd, cron
-//! or a container's daemon starts for a worker is theirs.
+//! All processes that a worker has started end with it, also in other process groups or sessions: daemons, and what
+//! `setsid` or a shell with job control starts. They are found by a tag in their environment, PHALANX_JOB_TAG, or by
+//! their parents. Some processes cannot be found: those of another user, and those whose environment was cleared or
+//! overwritten and whose parents have ended. The second kind is found if the launcher is a [subreaper](Job::subreaper),
+//! as `phalanx run` is, and is not killed itself. Processes that systemd, cron or a container's daemon starts for a
+//! worker belong to these.
 //!
 //! ```no_run
 //! use std::ops::ControlFlow;

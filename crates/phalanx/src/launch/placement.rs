@@ -1,21 +1,21 @@
-//! Where the workers of this node stand in the job, in one attempt.
+//! The ranks of this node's workers in one attempt.
 
 use crate::env::WorkerEnv;
 use crate::rank::{Generation, Rank};
 use crate::world_size::WorldSize;
 
-/// What one attempt's workers are told; the rest of their environment is the same in every attempt.
+/// The variables of one attempt's workers; the rest of their environment is the same in every attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Placement {
-    /// Which life of the job this is: how often its workers have been started again.
+    /// The generation: how often the workers have been started again.
     pub restarts: u32,
-    /// The rank of this node's first worker; the others follow.
+    /// The rank of this node's first worker; the others have the next ranks.
     pub first_rank: u32,
     pub world_size: WorldSize,
-    /// This node's place among the nodes (`GROUP_RANK`), and their number.
+    /// This node's rank among the nodes (`GROUP_RANK`), and their number.
     pub node: u32,
     pub nodes: u32,
-    /// The store that serves this attempt alone.
+    /// The store of this attempt.
     pub master_addr: String,
     pub master_port: u16,
     pub run_id: String,
@@ -27,7 +27,7 @@ impl Placement {
         Rank::new(self.first_rank + local)
     }
 
-    /// Which of this node's workers has `rank`, if it is one of them.
+    /// The local rank of the worker with `rank`, if it is on this node.
     pub(super) fn local(&self, rank: u32) -> Option<usize> {
         rank.checked_sub(self.first_rank).map(|local| local as usize)
     }

@@ -1,34 +1,35 @@
-//! Who is ended when, and how: pure. Events and the time go in; the signal for all process groups comes out.
+//! Decides which processes get which signal, and when: pure. Input: events and the time. Output: the signal for all
+//! process groups.
 
 use std::time::{Duration, Instant};
 
 use super::exit::{Exit, Signal};
 
-/// How long to wait for what has got SIGKILL. Only a process stuck in the kernel takes longer than a moment.
+/// How long to wait for processes that have got SIGKILL. Only a process stuck in the kernel takes long.
 const AFTER_KILL: Duration = Duration::from_secs(5);
 
 /// How long the others may take to end by themselves after the first failure. Ranks notice a dead peer within
-/// milliseconds: they say what they saw, and a rank that blames a peer which is still on its way out is put right.
+/// milliseconds: they report what they saw, and a blamed rank that is still ending may turn out to be the first.
 const REPORTING: Duration = Duration::from_millis(500);
 
-/// How long one that is [awaited](Policy::tick) may take to end. A process that panics may write a long backtrace, and wait
-/// for a processor, while the others have heard of it already.
+/// How long a worker that is [awaited](Policy::tick) may take to end. A process that panics may write a long backtrace,
+/// and wait for a processor, while the others know of it already.
 const ON_ITS_WAY_OUT: Duration = Duration::from_secs(5);
-/// How often to ask whether it still is.
+/// How often to check whether it is still awaited.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// The state of a job's workers, by index.
 #[derive(Debug)]
 pub(super) struct Policy {
     grace: Duration,
-    /// Those that ended by themselves, and badly, in order.
+    /// Those that failed by themselves, in order.
     failures: Vec<End>,
-    /// Of an elastic job: those whose failures the others have outlived, and whose places are empty.
+    /// In an elastic job: those that failed while the others went on, and whose slots are empty.
     lost: Vec<End>,
     exits: Vec<Option<Exit>>,
     phase: Phase,
     cause: Option<Cause>,
-    /// Has another node asked for the end?
+    /// Has another node asked to end the attempt?
     elsewhere: bool,
 }
 
@@ -40,7 +41,7 @@ enum Phase {
         until: Instant,
         at_most: Instant,
     },
-    /// Asked to end; `swept`: with SIGTERM, which also reaches what ignores SIGINT.
+    /// Asked to end. `swept`: with SIGTERM, which also ends processes that ignore SIGINT.
     Ending {
         kill_at: Instant,
         swept: bool,
@@ -67,7 +68,7 @@ pub(super) enum Cause {
     },
     Interrupted(Signal),
     Stopped,
-    /// Another node says so.
+    /// Another node has asked for it.
     Elsewhere,
 }
 
@@ -85,8 +86,8 @@ impl Policy {
         }
     }
 
-    /// Workers that were seen to have ended at the same moment. Which of them came first cannot be known: one that a
-    /// signal ended is the likelier cause, since the others may have noticed its death.
+    /// Workers whose ends were seen at the same moment. Their order is not known: one that a signal ended is the
+    /// likelier cause, since the others may have noticed its death.
     pub(super) fn exited(&mut self, batch: &[End], now: Instant) -> Option<Signal> {
         for end in batch {
             if let Some(exit) = self.exits.get_mut(end.worker) {
@@ -115,7 +116,7 @@ impl Policy {
         }
     }
 
-    /// A worker has failed, and its place stays empty, but the others go on.
+    /// A worker has failed and is not replaced, and the others go on.
     pub(super) fn lost(&mut self, end: End) {
         self.lost.push(end);
         if let Some(exit) = self.exits.get_mut(end.worker) {
@@ -123,28 +124,28 @@ impl Policy {
         }
     }
 
-    /// Those who are left are too few, because of all who were lost: the first of them is the first failure.
+    /// Too few workers are left. The first of all lost workers is the first failure.
     pub(super) fn too_few(&mut self) {
         self.failures.append(&mut self.lost);
     }
 
-    /// Is the end of the job not in sight?
+    /// Does the job still run normally, and is not about to end?
     pub(super) fn is_running(&self) -> bool {
         matches!(self.phase, Phase::Running)
     }
 
-    /// All have ended, or have had their time: what is left is asked to end.
+    /// All have ended, or their time is over: the remaining processes are asked to end.
     fn judge(&mut self, now: Instant) -> Signal {
         let elsewhere = self.elsewhere.then_some(Cause::Elsewhere);
         self.cause = self.root_cause().map(|worker| Cause::Failed { worker }).or(elsewhere);
         self.ask(Signal::TERM, now)
     }
 
-    /// From the first failure along the blame to a worker that has failed and blames nobody that has.
+    /// Follows the blame from the first failure to a worker that has failed and blames none that has failed.
     fn root_cause(&self) -> Option<usize> {
         let first = self.failures.first()?;
         let mut current = first;
-        // Two that blame each other would lead in circles.
+        // Two that blame each other would be an endless loop.
         for _ in &self.failures {
             match self.failures.iter().find(|end| current.blames == Some(end.worker)) {
                 Some(blamed) => current = blamed,
@@ -159,7 +160,7 @@ impl Policy {
         match self.phase {
             Phase::Running | Phase::Reporting { .. } => self.end(Cause::Interrupted(signal), signal, now),
             Phase::Ending { .. } if signal == Signal::INT => Some(self.kill(now)),
-            // A worker may ignore what came first.
+            // A worker may ignore the first signal.
             Phase::Ending { kill_at, swept: false } if signal == Signal::TERM => {
                 self.phase = Phase::Ending { kill_at, swept: true };
                 Some(Signal::TERM)
@@ -168,7 +169,7 @@ impl Policy {
         }
     }
 
-    /// Another node has failed, or nodes come or go: the workers may say what they saw, and are then asked to end.
+    /// Another node has failed, or nodes come or go: the workers may report what they saw, and are then asked to end.
     pub(super) fn ended_elsewhere(&mut self, now: Instant) {
         self.elsewhere = true;
         if matches!(self.phase, Phase::Running) {
@@ -176,7 +177,7 @@ impl Policy {
         }
     }
 
-    /// The observer wants no more.
+    /// The observer has asked for the end.
     pub(super) fn stopped(&mut self, now: Instant) -> Option<Signal> {
         match self.phase {
             Phase::Running | Phase::Reporting { .. } => self.end(Cause::Stopped, Signal::TERM, now),
@@ -184,8 +185,8 @@ impl Policy {
         }
     }
 
-    /// Time has passed. `awaited`: a worker that still runs is about to fail of itself, so that what it ends of may be what
-    /// came first.
+    /// Time has passed. `awaited`: a worker that still runs is about to fail by itself, and its failure may be the
+    /// first.
     pub(super) fn tick(&mut self, now: Instant, awaited: bool) -> Option<Signal> {
         match self.phase {
             Phase::Reporting { until, at_most } if now >= until => {
@@ -210,7 +211,7 @@ impl Policy {
         }
     }
 
-    /// May the others still say what they saw?
+    /// Is there time left for the others to report?
     pub(super) fn collects_reports(&self) -> bool {
         matches!(self.phase, Phase::Reporting { .. })
     }
@@ -230,17 +231,17 @@ impl Policy {
         self.exits.iter().all(Option::is_some)
     }
 
-    /// Has everybody got SIGKILL?
+    /// Have all workers got SIGKILL?
     pub(super) fn has_killed(&self) -> bool {
         matches!(self.phase, Phase::Killed { .. })
     }
 
-    /// Is there no use in waiting for what does not die?
+    /// Is it useless to wait for a process that does not die?
     pub(super) fn gives_up(&self, now: Instant) -> bool {
         matches!(self.phase, Phase::Killed { give_up_at } if now >= give_up_at)
     }
 
-    /// The worker that failed first, whoever is to blame.
+    /// The worker that failed first, without regard to blame.
     pub(super) fn first_failure(&self) -> Option<usize> {
         self.failures.first().map(|end| end.worker)
     }

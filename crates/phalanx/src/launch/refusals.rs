@@ -1,4 +1,4 @@
-//! Clients that the job's stores have not let in, as the launcher hears of them.
+//! Reports of clients that the job's stores have refused.
 
 use std::io::{PipeReader, Read};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -8,33 +8,33 @@ use crate::error::{Error, Result};
 use crate::poll::wake_pipe;
 use crate::store::Refusals;
 
-/// The launcher's end.
+/// The launcher's side.
 pub(super) struct Refused {
     pipe: PipeReader,
-    /// The first is told, and stands for all.
+    /// Only the first refusal is reported; the others have the same reason.
     told: bool,
     refusals: Refusals,
 }
 
 impl Refused {
     pub(super) fn new() -> Result<Self> {
-        // Neither the launcher nor a store waits for the other.
+        // Neither the launcher nor a store blocks on the pipe.
         let (pipe, writer) =
             wake_pipe().map_err(|error| Error::io("cannot make a pipe for the store's messages", error))?;
         Ok(Self { pipe, told: false, refusals: Refusals(Arc::new(writer)) })
     }
 
-    /// The stores' end.
+    /// The stores' side.
     pub(super) fn refusals(&self) -> &Refusals {
         &self.refusals
     }
 
-    /// Readable when there is one to be told of.
+    /// Readable when there is a refusal to report.
     pub(super) fn notice(&self) -> Option<BorrowedFd<'_>> {
         (!self.told).then(|| self.pipe.as_fd())
     }
 
-    /// What to tell of the first one.
+    /// The message about the first one.
     pub(super) fn read(&mut self) -> Option<String> {
         if self.told {
             return None;

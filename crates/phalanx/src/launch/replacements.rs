@@ -8,43 +8,43 @@ use super::slot::{Holder, Slot};
 /// The slots of an elastic job's workers on this node.
 #[derive(Debug)]
 pub(super) struct Replacements {
-    /// With fewer workers there is no job.
+    /// With fewer workers the job ends.
     min: usize,
     allowed: u32,
     used: u32,
-    /// Is it decided elsewhere who is replaced?
+    /// Does the driver decide which workers are replaced?
     is_led: bool,
     slots: Vec<Slot>,
     /// How the last worker that failed in each slot ended.
     exits: Vec<Exit>,
 }
 
-/// What becomes of a slot whose worker has failed.
+/// What follows the failure of a slot's worker.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// It gets another, after this time.
+    /// It is replaced after this time.
     Replaced { after: Duration },
-    /// The others go on alone.
+    /// It is not replaced, and the others go on.
     Empty,
-    /// The others are too few.
+    /// Too few are left.
     TooFew,
-    /// Whoever leads the job will say.
+    /// The driver decides.
     Asked,
 }
 
 impl Replacements {
-    /// `workers` start now; with fewer than `min` there is no job.
+    /// `workers` start now; with fewer than `min` the job ends.
     pub(super) fn new(workers: usize, min: usize, allowed: u32, now: Instant) -> Self {
         let (slots, exits) = (Slot::several(workers, now), vec![Exit::Lost; workers]);
         Self { min, allowed, used: 0, is_led: false, slots, exits }
     }
 
-    /// `workers` start now; whether one is replaced, and with how few there is no job, is decided elsewhere.
+    /// `workers` start now; the driver decides about replacements, and how many workers are too few.
     pub(super) fn led(workers: usize, now: Instant) -> Self {
         Self { is_led: true, ..Self::new(workers, 0, 0, now) }
     }
 
-    /// How often a worker has been replaced, or is about to be, and how often one may be.
+    /// How often a worker has been replaced, or is about to be, and the limit.
     pub(super) fn count(&self) -> (u32, u32) {
         (self.used, self.allowed)
     }
@@ -54,7 +54,7 @@ impl Replacements {
     }
 
     pub(super) fn failed(&mut self, worker: usize, exit: Exit, now: Instant) -> Verdict {
-        // The first that ends well has seen all others do so: nobody begins any more.
+        // The first worker that ends well does so after all have finished the work: no worker is started any more.
         let is_ending = self.slots.iter().any(|slot| slot.holder == Holder::Done);
         self.exits[worker] = exit;
         let slot = &mut self.slots[worker];
@@ -72,21 +72,21 @@ impl Replacements {
         if there < self.min { Verdict::TooFew } else { Verdict::Empty }
     }
 
-    /// It has been decided elsewhere that a slot gets another worker, now.
+    /// The driver has decided to replace a slot's worker now.
     pub(super) fn replace(&mut self, worker: usize, now: Instant) {
         if let Some(slot) = self.slots.get_mut(worker).filter(|slot| slot.holder == Holder::Asking) {
             slot.holder = Holder::Cooling { until: now };
         }
     }
 
-    /// It has been decided elsewhere that a slot stays empty. Gives how its last worker ended.
+    /// The driver has decided to leave a slot empty. Returns how its last worker ended.
     pub(super) fn vacate(&mut self, worker: usize) -> Option<Exit> {
         let slot = self.slots.get_mut(worker).filter(|slot| slot.holder == Holder::Asking)?;
         slot.holder = Holder::Vacant;
         Some(self.exits[worker])
     }
 
-    /// A slot whose next worker is to be started now; it counts as started.
+    /// A slot whose next worker is due; it counts as started.
     pub(super) fn due(&mut self, now: Instant) -> Option<usize> {
         self.slots.iter_mut().position(|slot| slot.start_if_due(now))
     }
@@ -96,7 +96,8 @@ impl Replacements {
         self.slots.iter().filter_map(Slot::due_at).min()
     }
 
-    /// The job ends: those who were waited for will not be started. Gives them, with how the ones before them ended.
+    /// The job ends: pending replacements will not be started. Returns their slots, with how the workers before them
+    /// ended.
     pub(super) fn cancel(&mut self) -> Vec<(usize, Exit)> {
         let mut cancelled = Vec::new();
         for (worker, slot) in self.slots.iter_mut().enumerate() {

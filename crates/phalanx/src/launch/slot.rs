@@ -2,14 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-/// A worker that fails sooner after its start counts as a crash: the next one may well crash too.
+/// A worker that fails sooner after its start has crashed: the next one may well crash too.
 const QUICK: Duration = Duration::from_secs(2);
-/// After so many crashes in a row the slot is given up.
+/// After so many crashes in a row the slot is not filled again.
 const GIVEN_UP: u32 = 4;
-/// How long the slot stays empty after the second crash in a row; after the third twice as long.
+/// How long the slot stays empty after the second crash in a row; after the third it is twice as long.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// A slot: it holds one worker, and then that worker's successors.
+/// A slot: it holds one worker, and after it its replacements.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {
     pub(super) holder: Holder,
@@ -21,15 +21,15 @@ pub(super) enum Holder {
     Running {
         since: Instant,
     },
-    /// Its worker has failed, and gets a successor then.
+    /// Its worker has failed, and is replaced at this time.
     Cooling {
         until: Instant,
     },
-    /// Its worker has failed, and the driver has not said yet whether it gets a successor.
+    /// Its worker has failed, and the driver has not decided yet whether to replace it.
     Asking,
     /// Its worker has ended with success.
     Done,
-    /// Its worker has failed, and gets no successor.
+    /// Its worker has failed, and is not replaced.
     Vacant,
 }
 
@@ -39,8 +39,8 @@ impl Slot {
         vec![Self { holder: Holder::Running { since: now }, backoff: CrashBackoff::default() }; count]
     }
 
-    /// Its worker has failed, and has no successor yet. Returns how long one would have to wait; `None` if the slot's workers
-    /// crash again and again.
+    /// Its worker has failed, and is not replaced yet. Returns how long to wait before that; `None` if the slot's
+    /// workers have crashed too often.
     pub(super) fn fail(&mut self, now: Instant) -> Option<Duration> {
         let lived = match self.holder {
             Holder::Running { since } => now.saturating_duration_since(since),
@@ -59,7 +59,7 @@ impl Slot {
         is_due
     }
 
-    /// When its next worker is due, if one was promised.
+    /// When its next worker is due, if there will be one.
     pub(super) fn due_at(&self) -> Option<Instant> {
         match self.holder {
             Holder::Cooling { until } => Some(until),
@@ -77,7 +77,8 @@ impl Slot {
 struct CrashBackoff(u32);
 
 impl CrashBackoff {
-    /// A worker has failed after it had run for `lived`. Returns how long to wait before the next start; `None` gives up.
+    /// A worker has failed after running for `lived`. Returns how long to wait before the next start; `None` if there
+    /// is none.
     fn failed(&mut self, lived: Duration) -> Option<Duration> {
         self.0 = if lived < QUICK { self.0.saturating_add(1) } else { 0 };
         match self.0 {

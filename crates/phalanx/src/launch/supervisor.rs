@@ -1,7 +1,7 @@
-//! Runs the workers of this node once: the I/O around [`Policy`].
+//! Runs the workers of this node for one attempt: the I/O around [`Policy`].
 //!
-//! One thread and one `poll`, and no runtime: it works inside any program, also under an async runtime of the user's,
-//! and failures that are seen together can be judged together.
+//! One thread with one `poll`, and no runtime: it works inside any program, also under an async runtime, and failures
+//! that are seen at the same moment can be judged together.
 
 use std::ops::ControlFlow;
 use std::os::fd::AsFd;
@@ -29,12 +29,12 @@ use crate::frozen::{Frozen, PATIENCE};
 use crate::notice::warn;
 use crate::poll::poll;
 
-/// How often to look whether a group is empty, or at what has to be polled.
+/// How often to check whether a group is empty, and what has no descriptor.
 const POLL: Duration = Duration::from_millis(20);
-/// How long to wait for killed workers when the job is given up.
+/// How long to wait for killed workers if the job cannot be watched any more.
 const REAP: Duration = Duration::from_secs(5);
 
-/// One attempt, when no process of it is left.
+/// The result of one attempt, when no process of it is left.
 pub(super) struct Attempt {
     pub(super) end: AttemptEnd,
     /// How each worker ended, by local rank.
@@ -86,7 +86,7 @@ struct Supervisor<'a, 'b> {
     workers: Vec<Worker>,
     policy: Policy,
     frozen: Frozen,
-    /// Has a worker ended well elsewhere?
+    /// Has a worker of another node ended well?
     others_are_ending: bool,
     /// Of an elastic job.
     replacements: Option<Replacements>,
@@ -97,11 +97,11 @@ struct Supervisor<'a, 'b> {
     members: Members,
     guard: Guard,
     told: Told,
-    /// Since when no look has seen anybody of the job.
+    /// Since when no process of the job was found.
     empty_since: Option<Instant>,
 }
 
-/// What the other nodes know.
+/// The state shared with the other nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Told {
     Nothing,
@@ -128,7 +128,7 @@ impl Supervisor<'_, '_> {
         Worker::start(self.job, self.placement, local, tag, logs, &self.guard)
     }
 
-    /// Until nothing of the job is left.
+    /// Runs until nothing of the job is left.
     fn watch(&mut self) -> Result<()> {
         loop {
             let over = self.policy.all_exited() && {
@@ -140,7 +140,7 @@ impl Supervisor<'_, '_> {
             }
             let reads = self.control.observer.is_ready() && self.logs.is_none_or(JobLogs::is_ready);
             self.wait(reads)?;
-            // Signals first: what sends one to this process may send it to the workers as well.
+            // Signals first: a sender may signal this process and the workers at the same time.
             self.handle_signals();
             if reads {
                 self.handle_output();
@@ -213,11 +213,11 @@ impl Supervisor<'_, '_> {
         let mut batch = Vec::new();
         for index in 0..self.workers.len() {
             if let Some(exit) = self.workers[index].poll_end() {
-                // The ranks of an elastic job are no places.
+                // In an elastic job a rank does not identify a slot.
                 let blames = self.workers[index].blames().filter(|_| self.replacements.is_none());
                 let blames = blames.and_then(|rank| self.placement.local(rank));
                 batch.push(End { worker: index, exit, blames });
-                // All that it has written is in the pipe by now, and comes before the news of its end.
+                // All its output is in the pipe by now, and is reported before its end.
                 self.read_output(index);
                 let worker = &self.workers[index];
                 self.tell(Event::Exited { rank: worker.rank(), pid: worker.id(), exit });
@@ -228,7 +228,8 @@ impl Supervisor<'_, '_> {
         }
         self.outlive(&mut batch);
         let order = self.policy.exited(&batch, Instant::now());
-        // At once: workers elsewhere will fail because of this one, and the other nodes go by the order of the news.
+        // At once: workers of other nodes will fail because of this one, and the other nodes go by the order of
+        // reports.
         if self.told == Told::Nothing
             && let Some(worker) = self.policy.first_failure()
         {
@@ -239,7 +240,7 @@ impl Supervisor<'_, '_> {
         self.obey(order);
     }
 
-    /// Takes the failures that end only the worker that failed out of `batch`.
+    /// Removes from `batch` the failures that end only the worker that failed.
     fn outlive(&mut self, batch: &mut Vec<End>) {
         if !self.policy.is_running() {
             return;
@@ -250,7 +251,7 @@ impl Supervisor<'_, '_> {
                 replacements.ended_well(end.worker);
                 return true;
             }
-            // What it has started would disturb its successor.
+            // Processes that it has started would disturb its replacement.
             self.workers[end.worker].signal(Raw::KILL);
             let strays = self.members.tagged(self.workers[end.worker].tag());
             strays.iter().flatten().for_each(|stray| stray.signal(Raw::KILL));
@@ -276,7 +277,7 @@ impl Supervisor<'_, '_> {
         self.replacements = Some(replacements);
     }
 
-    /// Hears what becomes of empty places, if that is decided elsewhere.
+    /// Receives the driver's decisions about empty slots.
     fn handle_instructions(&mut self) {
         while let Some(instruction) = self.nodes.next_instruction() {
             let Some(replacements) = &mut self.replacements else { continue };
@@ -286,7 +287,7 @@ impl Supervisor<'_, '_> {
                 Instruction::Vacate(place) => {
                     let Some(exit) = replacements.vacate(place as usize) else { continue };
                     self.policy.lost(End { worker: place as usize, exit, blames: None });
-                    // Perhaps nobody is left.
+                    // Possibly no worker is left.
                     let order = self.policy.exited(&[], Instant::now());
                     self.obey(order);
                 }
@@ -294,13 +295,13 @@ impl Supervisor<'_, '_> {
         }
     }
 
-    /// Has the job gone well, but for those that are left?
+    /// Have all but the remaining workers ended well?
     fn is_ending(&self) -> bool {
         let others = || self.policy.has_succeeded() || self.others_are_ending || self.nodes.are_ending();
         self.policy.is_running() && !self.policy.all_exited() && others()
     }
 
-    /// Nobody else waits any more for a worker that is frozen now.
+    /// Checks for a frozen worker when no other worker is waited for.
     fn handle_frozen(&mut self) {
         let now = Instant::now();
         if !self.is_ending() || self.frozen.look_at().is_some_and(|at| now < at) {
@@ -312,7 +313,7 @@ impl Supervisor<'_, '_> {
         }
     }
 
-    /// Starts those who are due; none, once the job ends.
+    /// Starts the workers that are due; none once the job ends.
     fn handle_replacements(&mut self) {
         let Some(mut replacements) = self.replacements.take() else { return };
         if !self.policy.is_running() {
@@ -338,9 +339,9 @@ impl Supervisor<'_, '_> {
     fn replace(&mut self, place: usize) -> Result<()> {
         self.finish_output_of(place);
         let (old, deadline) = (&mut self.workers[place], Deadline::after(REAP));
-        // What was being started when it ended, too.
+        // Also processes that were being started when it ended.
         self.members.clear(old.tag(), deadline);
-        // Before its number may become somebody else's.
+        // Before its number may be used by another process.
         self.guard.forget(old.id());
         old.reap(deadline);
         let local_rank = u32::try_from(place).unwrap_or(u32::MAX);
@@ -369,8 +370,8 @@ impl Supervisor<'_, '_> {
         self.obey(order);
     }
 
-    /// Does a worker still run that is about to fail of itself? It has said so, or one that has failed blames it; one that is
-    /// stopped does not end.
+    /// Does a worker still run that is about to fail by itself? Either it has reported an error, or a worker that has
+    /// failed blames it; a stopped worker does not end.
     fn awaits_failure(&mut self) -> bool {
         if !self.policy.collects_reports() {
             return false;
@@ -389,24 +390,25 @@ impl Supervisor<'_, '_> {
             let end = self.end();
             self.nodes.tell(&end);
         }
-        // After a good end, too, the groups are asked to go, but there is nothing to tell if nobody is left.
+        // After success, too, the groups are asked to end, but that is reported only if a process is left.
         let running = self.running();
         if !self.policy.all_exited() || running.as_ref().is_none_or(|running| !running.is_empty()) {
             self.tell(if signal == Signal::KILL { Event::Killing } else { Event::Ending { signal } });
         }
         if let Some(raw) = Raw::from_named_raw(signal.number()) {
-            // What is outside the workers' groups gets no signal that a person, or a scheduler, has sent to them.
+            // Processes outside the workers' groups do not get the signals that a user or a scheduler has sent to the
+            // job.
             let strays = running.iter().flat_map(|running| &running.strays);
             let strays = strays.filter(|_| matches!(raw, Raw::TERM | Raw::KILL));
             strays.clone().for_each(|stray| stray.signal(raw));
             self.send(raw);
-            // A stopped process takes no signal but SIGKILL before it goes on.
+            // A stopped process handles no signal but SIGKILL before it continues.
             strays.for_each(|stray| stray.signal(Raw::CONT));
             self.send(Raw::CONT);
         }
     }
 
-    /// Kills what has been started since all were killed.
+    /// Kills processes that have started since all were killed.
     fn handle_strays(&mut self) {
         if self.policy.has_killed() {
             self.kill(self.running().as_ref());
@@ -419,12 +421,13 @@ impl Supervisor<'_, '_> {
         self.send(Raw::KILL);
     }
 
-    /// None if it cannot be known.
+    /// None if that is not known.
     fn running(&self) -> Option<Running> {
         self.members.look(&self.groups())
     }
 
-    /// Is nobody left? Looks a poll apart must agree: in the middle of `execve` a process has no environment, and so no tag.
+    /// Is no process left? Two looks, one poll apart, must agree: in the middle of `execve` a process has no
+    /// environment, and so no tag.
     fn is_empty(&mut self, running: Option<&Running>) -> bool {
         if !running.is_some_and(Running::is_empty) {
             self.empty_since = None;
@@ -486,7 +489,7 @@ impl Supervisor<'_, '_> {
 }
 
 impl Drop for Supervisor<'_, '_> {
-    /// On every path, also when a worker could not be started or the observer panics.
+    /// On every path, also if a worker could not be started or the observer panics.
     fn drop(&mut self) {
         let deadline = Deadline::after(REAP);
         let is_known = loop {
@@ -500,7 +503,7 @@ impl Drop for Supervisor<'_, '_> {
         if is_known {
             self.guard.dismiss();
         } else if let Err(error) = self.guard.kill() {
-            // It could have seen what this process, without descriptors perhaps, does not.
+            // It may have found processes that this one could not see, for want of descriptors for instance.
             warn(format_args!("{error}: is there a limit of descriptors (`ulimit -n`)?"));
         }
         for worker in &mut self.workers {

@@ -41,19 +41,19 @@ pub(super) struct Worker {
     pidfd: Option<OwnedFd>,
     started: Instant,
     ended: Option<(Exit, Duration)>,
-    /// The signal that has stopped it, if it has; the stops are counted.
+    /// The signal that has stopped it, if one has; stops are counted.
     stopped: Option<Signal>,
     stops: u64,
     /// Was it killed because it was stopped?
     is_given_up: bool,
-    /// Its number, which is its group's, may be somebody else's by now.
+    /// Its number, which is its group's, may belong to another process by now.
     reaped: bool,
     captures: Vec<Capture>,
     tail: VecDeque<Vec<u8>>,
     error_file: Option<ErrorFile>,
-    /// What was in it at the worker's end.
+    /// The content of its error file at the worker's end.
     error: Option<WorkerError>,
-    /// The file for the rank whose failure came first.
+    /// The file for the rank that it blames.
     blame_file: Option<ErrorFile>,
     blames: Option<u32>,
 }
@@ -86,12 +86,12 @@ impl Worker {
             Some(logs) => (Some(ErrorFile::Kept(logs.error_file)), logs.stdout, logs.stderr),
             None => (ErrorFile::create(), Sink::shown(), Sink::shown()),
         };
-        // A job in a job is of both.
+        // A job within a job carries both tags.
         let outer = std::env::var(TAG_VARIABLE).unwrap_or_default();
         command.env(TAG_VARIABLE, format!("{outer}{tag}"));
         let blame_file = ErrorFile::create();
         for (variable, file) in [(ERROR_FILE, &error_file), (BLAME_FILE, &blame_file)] {
-            // Empty ones count as none: what this process has got from its own launcher is not this job's.
+            // Empty variables count as not set: the values of this process's own launcher are not this job's.
             command.env(variable, file.as_ref().map(ErrorFile::path).unwrap_or_default());
         }
         let mut captures = Vec::new();
@@ -135,7 +135,7 @@ impl Worker {
         self.rank
     }
 
-    /// What is in the environment of all that it has started.
+    /// The tag in the environment of all its processes.
     pub(super) fn tag(&self) -> &str {
         &self.tag
     }
@@ -148,7 +148,7 @@ impl Worker {
         self.ended.is_some()
     }
 
-    /// Can its end only be seen by asking again and again?
+    /// Can its end only be seen by polling?
     pub(super) fn must_be_polled(&self) -> bool {
         !self.has_ended() && self.pidfd.is_none()
     }
@@ -158,12 +158,12 @@ impl Worker {
         self.pidfd.as_ref().filter(|_| !self.has_ended()).map(AsFd::as_fd)
     }
 
-    /// Become readable when it has written.
+    /// Readable when it has written.
     pub(super) fn open_output(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.captures.iter().filter(|capture| capture.open).map(|capture| capture.pipe.as_fd())
     }
 
-    /// Has it ended since the last time this was asked?
+    /// Has it ended since the last call?
     pub(super) fn poll_end(&mut self) -> Option<Exit> {
         if self.has_ended() {
             return None;
@@ -187,9 +187,9 @@ impl Worker {
         Some(exit)
     }
 
-    /// The number of the stop in which it is, if a signal has stopped it. A debugger halts a process in another way.
+    /// The number of its current stop, if a signal has stopped it. A debugger halts a process in another way.
     pub(super) fn poll_stop(&mut self) -> Option<u64> {
-        // Its end is left to be seen, and its last stop is of no interest then.
+        // If it has ended, its end is reported elsewhere, and its last stop does not matter.
         let options = WaitIdOptions::STOPPED | WaitIdOptions::CONTINUED | WaitIdOptions::NOHANG;
         while !self.has_ended()
             && let Ok(Some(status)) = waitid(WaitId::Pid(self.pid), options)
@@ -200,24 +200,24 @@ impl Worker {
         self.stopped.map(|_| self.stops)
     }
 
-    /// Kills it, which is stopped.
+    /// Kills it while it is stopped.
     pub(super) fn give_up(&mut self) {
         self.is_given_up = true;
         self.signal(rustix::process::Signal::KILL);
     }
 
-    /// The rank that has failed before it, as it says itself.
+    /// The rank that failed before it, according to the worker itself.
     pub(super) fn blames(&self) -> Option<u32> {
         self.blames
     }
 
-    /// Is it about to fail, as it says itself?
+    /// Has it reported that it is about to fail?
     pub(super) fn is_failing(&mut self) -> bool {
         !self.has_ended() && self.error_file.as_mut().is_some_and(ErrorFile::announces_an_end)
     }
 
-    /// Hands each line that has arrived to `emit`, and never waits. Not more than a pipe holds is read at a time, so
-    /// that one worker that writes without end does not keep the others waiting.
+    /// Passes each line that has arrived to `emit`, without waiting. At most one pipe's content is read at a time, so
+    /// that a worker that writes without end does not hold up the others.
     pub(super) fn read_output(&mut self, now: Instant, mut emit: impl FnMut(Stream, &[u8])) {
         let Self { captures, tail, .. } = self;
         for capture in captures {
@@ -231,7 +231,7 @@ impl Worker {
         }
     }
 
-    /// Hands what is left without a line's end to `emit`.
+    /// Passes a last line without an end to `emit`.
     pub(super) fn finish_output(&mut self, mut emit: impl FnMut(Stream, &[u8])) {
         let Self { captures, tail, .. } = self;
         for Capture { stream, lines, sink, .. } in captures {
@@ -246,20 +246,20 @@ impl Worker {
 
     /// Sends `signal` to the worker's whole process group.
     pub(super) fn signal(&self, signal: rustix::process::Signal) {
-        // Whose exit status was lost may be somebody else by now.
+        // The number may belong to another process, if the exit status was lost.
         if let Some(group) = self.group() {
             let _ = kill_process_group(group, signal);
         }
     }
 
-    /// Its process group, as long as its number is this worker's for sure.
+    /// Its process group, as long as the number is certainly this worker's.
     pub(super) fn group(&self) -> Option<Pid> {
         let lost = matches!(self.ended, Some((Exit::Lost, _)));
         (!lost && !self.reaped).then_some(self.pid)
     }
 
-    /// Kills whatever is left of the group, and lets its number go. A process that is stuck in the kernel is not waited
-    /// for beyond `deadline`.
+    /// Kills the rest of the group, and reaps the worker. A process that is stuck in the kernel is waited for until
+    /// `deadline`, not longer.
     pub(super) fn reap(&mut self, deadline: Deadline) {
         self.signal(rustix::process::Signal::KILL);
         loop {

@@ -12,14 +12,14 @@ use crate::launch::job::Job;
 use crate::launch::placement::Placement;
 use crate::store::TcpStoreServer;
 
-/// The only node: it serves the store, a new one for each attempt.
+/// The only node: it serves a new store for each attempt.
 #[derive(Debug)]
 pub(in crate::launch) struct Alone<'a> {
     job: &'a Job,
     run_id: String,
     restarts: u32,
     store: Option<TcpStoreServer>,
-    /// Of an elastic job, once there is something to tell.
+    /// The publisher of an elastic job, once there is an event to publish.
     publisher: Option<Publisher>,
 }
 
@@ -31,7 +31,7 @@ impl<'a> Alone<'a> {
 
 impl Nodes for Alone<'_> {
     fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
-        // The one before lets its port go first: the next may need it.
+        // The last store releases its port first: the next may need it.
         (self.store, self.publisher) = (None, None);
         let store = self.store.insert(self.job.serve_store(control.refused.refusals())?);
         let address = store.local_addr();
@@ -62,7 +62,7 @@ impl Nodes for Alone<'_> {
         if self.publisher.is_none() {
             self.publisher = Publisher::start(store, self.job.credentials(), &self.run_id).ok();
         }
-        // Without it the other workers have to notice the end by themselves.
+        // Without a publisher the other workers must notice the end themselves.
         if let Some(publisher) = &self.publisher {
             publisher.exited(place, process);
         }

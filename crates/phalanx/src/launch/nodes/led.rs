@@ -1,4 +1,4 @@
-//! The nodes of a job that a driver on another machine leads and whose store it serves.
+//! The nodes of a job whose driver runs on another machine and serves its store.
 
 use std::os::fd::BorrowedFd;
 
@@ -11,7 +11,7 @@ use crate::launch::job::Job;
 use crate::launch::placement::Placement;
 use crate::world_size::WorldSize;
 
-/// It serves and decides nothing: the driver gets all events.
+/// It neither serves a store nor decides: the driver gets all events.
 #[derive(Debug)]
 pub(in crate::launch) struct Led<'a> {
     job: &'a Job,
@@ -27,7 +27,7 @@ impl<'a> Led<'a> {
 impl Nodes for Led<'_> {
     fn gather(&mut self, _control: &mut Control<'_>) -> Result<Gathered> {
         let AgentConfig { run_id, host, port, first, most, node, nodes } = self.agent.part.clone();
-        // Numbers have gaps where hosts have left.
+        // Numbers have gaps if hosts have left.
         let last = first.saturating_add(self.job.workers().get());
         Ok(Gathered::Placed(Placement {
             restarts: 0,

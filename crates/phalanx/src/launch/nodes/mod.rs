@@ -1,4 +1,4 @@
-//! What this node's launcher agrees on with those of the others: who takes part in an attempt, and how it ended.
+//! What the launchers of all nodes agree on: who takes part in an attempt, and how it ended.
 
 mod alone;
 mod led;
@@ -25,7 +25,7 @@ pub(super) trait Nodes {
     /// Waits until the nodes of the next attempt are there.
     fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered>;
 
-    /// Readable when there is news from other nodes.
+    /// Readable when there are messages of other nodes.
     fn notice(&self) -> Option<BorrowedFd<'_>>;
 
     /// Must the workers end, because of another node?
@@ -36,32 +36,32 @@ pub(super) trait Nodes {
         false
     }
 
-    /// What has happened here, as soon as it is known: that a worker has failed, and then why all are ended.
+    /// Reports an event on this node as soon as it is known: that a worker has failed, and then why all are ended.
     fn tell(&mut self, cause: &AttemptEnd);
 
     /// A worker of an elastic job has failed, and the others go on.
     fn outlived(&mut self, place: u32, process: u32);
 
-    /// What becomes of a place whose worker has failed, if that is decided elsewhere.
+    /// What to do with a slot whose worker has failed, if the driver decides that.
     fn next_instruction(&mut self) -> Option<Instruction> {
         None
     }
 
-    /// The workers of this node cannot be started, or watched.
+    /// The workers of this node cannot be started or watched.
     fn give_up(&mut self, error: &Error);
 
-    /// No worker of this node is left: what now?
+    /// No worker of this node is left: decides what follows.
     fn settle(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<Settled>;
 }
 
-/// What becomes of a job whose nodes were to gather.
+/// The outcome of gathering the nodes.
 #[derive(Debug)]
 pub(super) enum Gathered {
     Placed(Placement),
     Over(Outcome),
 }
 
-/// What becomes of a job after an attempt.
+/// What follows an attempt.
 #[derive(Debug)]
 pub(super) enum Settled {
     Again,
@@ -72,10 +72,10 @@ pub(super) enum Settled {
 #[derive(Clone, Debug)]
 pub(super) enum AttemptEnd {
     Succeeded,
-    /// The first failure here, and the rank that it is blamed on.
+    /// The first failure on this node, and the rank that it blames.
     Failed(Failure, Option<u32>),
     Interrupted(Signal),
     Stopped,
-    /// Because of another node.
+    /// Another node is the reason.
     Elsewhere,
 }

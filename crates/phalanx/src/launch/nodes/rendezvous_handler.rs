@@ -1,7 +1,7 @@
-//! A launcher's connection to the others: it finds the store at which they meet, and takes part in the log there.
+//! A launcher's connection to the others: it finds their common store, and takes part in the log there.
 //!
-//! The supervisor must not wait for a store. So a thread connects, joins and appends what the supervisor has to say; the
-//! supervisor reads the [`Replica`], and is woken by each change of it.
+//! The supervisor must not wait for a store. So a thread connects, joins and appends the supervisor's entries. The
+//! supervisor reads the [`Replica`], and each change of it wakes the supervisor.
 
 use std::io::{ErrorKind, PipeReader, Read, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -27,14 +27,14 @@ use crate::store::{Access, FileStore, PrefixStore, SharedStore, TcpStore, TcpSto
 
 /// How long the last message of this launcher may take.
 const LAST_MESSAGE: Duration = Duration::from_secs(2);
-/// How long the store stays for other launchers that have not read to the end yet.
+/// How long the store stays up for other launchers that have not read to the end yet.
 const DRAIN: Duration = Duration::from_secs(5);
 /// How long the system may take to look up an address.
 const LOOK_UP: Duration = Duration::from_secs(30);
 
-/// How long one try to connect may take while nothing listens; then it checks whether the store is still wanted.
+/// How long one attempt to connect may take while nothing listens; then it checks whether the store is still needed.
 const TRY: Duration = Duration::from_secs(1);
-/// How long what listens may take to answer as a store does.
+/// How long a listening program may take to answer as a store does.
 const SURE: Duration = Duration::from_secs(15);
 
 /// What is known once the store is reached.
@@ -48,16 +48,16 @@ pub(super) struct Reached {
 /// Where this node can serve a store for the workers of all.
 #[derive(Clone, Debug)]
 pub(super) struct StoreAddress {
-    /// The name, or the address, under which the others find it.
+    /// The host name or address at which the others reach it.
     pub(super) name: String,
-    /// Its address, or its name.
+    /// Its own address, or its name.
     listens_at: String,
 }
 
-/// The store at which the launchers meet.
+/// The launchers' common store.
 struct RendezvousStore {
     store: SharedStore,
-    /// If it is served here.
+    /// The server, if it is served here.
     server: Option<TcpStoreServer>,
     store_address: Option<StoreAddress>,
     /// Does another launcher serve it?
@@ -74,7 +74,7 @@ pub(super) struct RendezvousHandler {
 }
 
 impl RendezvousHandler {
-    /// Starts to connect, and to join.
+    /// Starts the thread, which connects and joins.
     pub(super) fn start(
         cluster: &Cluster,
         access: Access,
@@ -85,7 +85,7 @@ impl RendezvousHandler {
         let (notice, wake) = wake_pipe()
             .map_err(|error| Error::io("cannot make a pipe for messages of other nodes", error))?;
         let replica = Arc::new(Replica::new(move |_| {
-            // Without a supervisor there is nobody to wake.
+            // Without a supervisor there is nothing to wake.
             let _ = (&wake).write_all(&[0]);
         }));
         let reached = Arc::default();
@@ -106,14 +106,14 @@ impl RendezvousHandler {
         Ok(Self { replica, reached, notice, proposals: Some(proposals), writer: Some(writer) })
     }
 
-    /// Readable when something has changed.
+    /// Readable when the state has changed.
     pub(super) fn notice(&self) -> BorrowedFd<'_> {
         self.notice.as_fd()
     }
 
-    /// What is known now; a later change makes the notice readable.
+    /// The current state; a later change makes the notice readable.
     pub(super) fn look(&mut self) -> (Option<Reached>, View<MembershipState>) {
-        // Before it looks: what comes in between wakes once more.
+        // Drained before reading the state: a change in between wakes the supervisor once more.
         while matches!(self.notice.read(&mut [0; 64]), Ok(1..)) {}
         (self.reached.lock().clone(), self.replica.view().clone())
     }
@@ -127,7 +127,7 @@ impl RendezvousHandler {
 }
 
 impl Drop for RendezvousHandler {
-    /// What was proposed is still said; a store that is served here stays until the others have heard it.
+    /// Proposed entries are still appended. A store that is served here stays up until the others have read them.
     fn drop(&mut self) {
         self.replica.close();
         drop(self.proposals.take());
@@ -146,7 +146,7 @@ impl Drop for RendezvousHandler {
     }
 }
 
-/// What the thread needs that connects, joins and appends.
+/// The data of the thread that connects, joins and appends.
 struct Thread {
     cluster: Cluster,
     access: Access,
@@ -171,7 +171,7 @@ impl Thread {
         let served_at = server.as_ref().map(TcpStoreServer::local_addr);
         *reached.lock() = Some(Reached { served_at, store_address: met.store_address });
         let log = Log::new(Arc::new(PrefixStore::new(scope.clone(), met.store)), mac);
-        // The supervisor is woken by the first change, which is the reader's start.
+        // The first change, the start of the reader, wakes the supervisor.
         let mut participant = Participant::start(log, Arc::clone(replica), deadline)?;
         if met.has_host {
             wait_for_host(replica, cluster, deadline)?;
@@ -183,19 +183,19 @@ impl Thread {
         }
         participant.watch(Heartbeats { interval, silence, must_be_answered: true }, |_, _| Ok(()))?;
         for entry in inbox {
-            // Once the log is lost nobody hears this launcher any more.
+            // Once the log is lost no other launcher can read this one's entries.
             if replica.view().lost.is_none() {
                 let appended = participant.append(&entry, Deadline::after(silence));
                 appended.unwrap_or_else(|error| replica.lose(error));
             }
         }
-        // So that a store that is served here has no client of this launcher any more.
+        // So that this launcher is no client of the store that it serves.
         participant.close();
         Ok(())
     }
 }
 
-/// Opens the store at which the launchers meet.
+/// Opens the launchers' common store.
 #[cfg_attr(not(feature = "etcd"), expect(unused_variables, reason = "a file is one job's"))]
 fn meet(
     cluster: &Cluster,
@@ -229,7 +229,7 @@ fn meet(
     Ok(RendezvousStore { store, server: None, store_address, has_host: false })
 }
 
-/// Serves the store, if this node does.
+/// Serves the store, if this node is its host.
 fn serve(
     cluster: &Cluster,
     access: &Access,
@@ -246,7 +246,7 @@ fn serve(
         Hosting::Serve => bind().map(Some),
         Hosting::ByAddress => match bind() {
             Ok(server) => Ok(Some(server)),
-            // Another launcher of this host was first; or it is another host's address, or name.
+            // Another launcher of this host was first; or the address, or name, is another host's.
             Err(error) if error.is_address_in_use() => Ok(None),
             Err(error) if error.io_kind() == Some(ErrorKind::PermissionDenied) => Err(error),
             Err(_) if cluster.bind.is_none() => Ok(None),
@@ -272,15 +272,15 @@ fn connect(
                 }
                 patience = TRY;
             }
-            // It listens, but has no more answered than a stranger would: it may not have had the time.
+            // It listens, but has answered no more than an unrelated program would: it may not have had the time.
             Err(error) if !error.is_timeout() && patience == TRY => patience = SURE,
             result => return result,
         }
     }
 }
 
-/// Waits until the launcher that serves the store has joined. All must fit the first entry: if that were of a launcher with
-/// wrong options, it would turn away the one without which nothing goes on.
+/// Waits until the launcher that serves the store has joined. All must have the settings of the first entry: if it were
+/// that of a launcher with wrong options, the launcher that serves the store would be refused.
 fn wait_for_host(replica: &Replica<MembershipState>, cluster: &Cluster, deadline: Deadline) -> Result<()> {
     let mut view = replica.view();
     while !view.state.has_begun() {
@@ -298,7 +298,7 @@ fn wait_for_host(replica: &Replica<MembershipState>, cluster: &Cluster, deadline
     Ok(())
 }
 
-/// The store of a round, at a port of its own.
+/// The store of a round, at its own port.
 pub(super) fn serve_round(
     cluster: &Cluster,
     access: Access,

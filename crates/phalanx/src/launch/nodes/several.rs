@@ -1,4 +1,4 @@
-//! A job on several nodes: what this one does in each state of the membership.
+//! A job on several nodes: what this node does in each state of the membership.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -34,17 +34,17 @@ pub(in crate::launch) struct Several<'a> {
     handler: RendezvousHandler,
     /// What was known at the last look.
     view: View<MembershipState>,
-    /// The store at which the launchers meet, once it has answered.
+    /// The launchers' store, once it has answered.
     reached: Option<Reached>,
     has_told_where: bool,
     /// The round whose workers were started last.
     round: Option<u64>,
     /// This round's store, if it is served here.
     store: Option<(u64, TcpStoreServer)>,
-    /// Why the log is lost, as a person is told.
+    /// Why the log is lost, for the user.
     lost: Option<Error>,
     warned: bool,
-    /// The nodes that were shown to wait.
+    /// The number of waiting nodes that was shown last.
     shown: Option<usize>,
 }
 
@@ -89,7 +89,7 @@ impl<'a> Several<'a> {
 
     fn take_news(&mut self) {
         (self.reached, self.view) = self.handler.look();
-        // The launcher that serves the store goes when the job is over.
+        // The launcher that serves the store ends when the job is over.
         if self.lost.is_none() && self.view.state.verdict().is_none() {
             self.lost = self.view.lost.clone().map(|error| self.store_is_lost(error));
         }
@@ -116,8 +116,8 @@ impl<'a> Several<'a> {
             None if !matches!(self.cluster.backend, RendezvousBackend::Store { .. }) => {
                 error.with_remedy("is the store at which the launchers meet up, and does this host reach it?")
             }
-            // It has gone before it joined, or was never heard of.
-            // What answers there is another store, or none, and the error says what to do.
+            // It has ended before it joined, or has sent no heartbeat.
+            // Another store answers there, or none, and the error says what to do.
             _ if error.kind() == Kind::Protocol => error,
             None if self.served_at().is_none() => error.with_remedy(
                 "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
@@ -126,14 +126,14 @@ impl<'a> Several<'a> {
         }
     }
 
-    /// Where the store at which the launchers meet listens, if it is served here.
+    /// The address of the launchers' store, if it is served here.
     fn served_at(&self) -> Option<SocketAddr> {
         self.reached.as_ref().and_then(|reached| reached.served_at)
     }
 
-    /// Why this launcher cannot go on, if so.
+    /// Why this launcher cannot go on, if it cannot.
     fn check(&mut self) -> Result<()> {
-        // The node that refused this one may have gone since.
+        // The node that refused this one may have left since.
         if let Some(why) = &self.view.refusal {
             return Err(Error::mismatch(format!("this node cannot join the job: {why}")).with_remedy(
                 "start all nodes of a job with the same options, and each with its own --node-rank",
@@ -153,7 +153,7 @@ impl<'a> Several<'a> {
         Ok(())
     }
 
-    /// The next round, if it has begun, takes this node in, and its store is there.
+    /// The next round, if it has begun with this node, and its store is up.
     fn placement(&mut self) -> Result<Option<Placement>> {
         let round = self.view.state.round();
         let Some(running) = self.view.state.running().filter(|_| self.round.is_none_or(|last| last < round))
@@ -162,7 +162,7 @@ impl<'a> Several<'a> {
         };
         let Some(node_rank) = running.node_rank(self.me) else { return Ok(None) };
         if running.ending {
-            // The round has ended before it began: nothing to start, but the others wait for this message.
+            // The round has ended before it began: nothing was started, but the others wait for this entry.
             self.round = Some(round);
             self.handler.propose(Entry::Ended { round, node: self.me, succeeded: false });
             return Ok(None);
@@ -193,7 +193,7 @@ impl<'a> Several<'a> {
         Ok(Some(placement))
     }
 
-    /// Waits for news, a signal, or `timeout`; gives a signal that ends this launcher.
+    /// Waits for a message, a signal, or `timeout`; returns a signal that ends this launcher.
     fn wait(&mut self, control: &mut Control<'_>, timeout: Duration) -> Result<Option<Signal>> {
         let mut descriptors: Vec<PollFd<'_>> = control
             .signals
@@ -340,7 +340,7 @@ impl Nodes for Several<'_> {
         let Some(round) = self.round else { return };
         match cause {
             AttemptEnd::Failed(failure, blames) => {
-                // One that cannot be written down is a failure all the same.
+                // A failure that cannot be encoded is a failure all the same.
                 let detail = postcard::to_stdvec(failure).unwrap_or_default();
                 let fault = Fault { rank: failure.rank.get(), blames: *blames, detail };
                 self.handler.propose(Entry::Failed { round, node: self.me, fault });
@@ -394,7 +394,7 @@ impl Nodes for Several<'_> {
     }
 }
 
-/// A cause as people are told it.
+/// A cause, for the user.
 enum Described {
     Worker(Failure),
     Node(NodeFailure),

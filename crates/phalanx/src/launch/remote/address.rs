@@ -1,23 +1,25 @@
-//! The address at which node 0, or this machine, is reached by the others: pure.
+//! Finds the address at which the other hosts reach node 0, or this machine: pure.
 //!
-//! A host has many, and most lead nowhere from elsewhere: those of containers, of a second network, 127.0.1.1 under its
-//! own name. The one address of a host that is known to be reached from another host is that of the ssh connection.
+//! A host has many addresses, and most cannot be reached from elsewhere: those of containers, of a second network,
+//! 127.0.1.1 under its own name. The only address of a host that is known to be reachable from another host is that of
+//! the ssh connection.
 
 use std::net::IpAddr;
 
 use super::protocol::Route;
 
-/// What is known of a node.
+/// The known facts of a node.
 #[derive(Clone, Debug)]
 pub(super) struct Known<'a> {
-    /// The name under which ssh knows it.
+    /// Its name for ssh.
     pub(super) name: &'a str,
     /// Is it this machine?
     pub(super) is_here: bool,
     pub(super) route: Option<Route>,
 }
 
-/// Where the nodes find node 0, the first of `nodes`. `is_ours` says whether this machine has an address.
+/// The address at which the nodes reach node 0, the first of `nodes`. `is_ours` tells whether an address is this
+/// machine's.
 pub(super) fn of_node_0(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bool) -> String {
     if nodes.iter().all(|node| node.is_here) {
         return "127.0.0.1".to_owned();
@@ -26,25 +28,25 @@ pub(super) fn of_node_0(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bool) -
     let address = if first.is_here {
         seen_by_others(nodes, is_ours)
     } else {
-        // Where it sees us arrive, which is its own address also behind a router.
+        // The address at which it sees our connection arrive, which is its own also behind a router.
         first.route.map(|route| plain(route.to)).filter(|address| is_usable(*address))
     };
     address.map_or_else(|| first.name.to_owned(), |address| address.to_string())
 }
 
-/// Where the others of `nodes` see this machine come from, unless that is a router's address.
+/// The address of this machine as the other `nodes` see it, unless that is a router's.
 pub(super) fn seen_by_others(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bool) -> Option<IpAddr> {
     let others = nodes.iter().filter(|node| !node.is_here);
     let mut seen = others.filter_map(|node| node.route.map(|route| plain(route.from)));
     seen.find(|address| is_usable(*address) && is_ours(*address))
 }
 
-/// An IPv4 address that a server for both kinds shows as an IPv6 address.
+/// An IPv4 address that a dual-stack server shows as an IPv6 address.
 fn plain(address: IpAddr) -> IpAddr {
     address.to_canonical()
 }
 
-/// Does it mean the same to other hosts?
+/// Do other hosts reach the same machine by it?
 fn is_usable(address: IpAddr) -> bool {
     let is_local = match address {
         IpAddr::V4(address) => address.is_link_local(),

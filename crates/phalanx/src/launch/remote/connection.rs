@@ -1,4 +1,4 @@
-//! One launcher on one host, and the threads that speak with it.
+//! One launcher on one host, and the threads that exchange messages with it.
 
 use std::io::{self, BufRead, BufReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,12 +18,12 @@ use crate::error::{Error, Result};
 pub(super) const ALIVE: Duration = Duration::from_secs(5);
 /// The longest line of standard error that comes in one piece.
 const MAX_LINE: u64 = 4096;
-/// How long what it has written may take to be read when the process has ended. Others may hold its pipes open.
+/// How long reading the remaining output may take after the process has ended. Other processes may hold its pipes open.
 const LAST_MESSAGE: Duration = Duration::from_secs(1);
-/// How long a process may live on when its output is closed.
+/// How long a process may run after its output is closed.
 const AFTER_CLOSING: Duration = Duration::from_secs(5);
 
-/// What is heard of a host.
+/// An event of a host.
 #[derive(Debug)]
 pub(super) enum Heard {
     Message(FromLauncher),
@@ -31,11 +31,11 @@ pub(super) enum Heard {
     Line(String),
     /// Standard error is closed.
     Quiet,
-    /// Standard output is closed, or cannot be understood.
+    /// Standard output is closed, or cannot be decoded.
     Closed(Option<io::Error>),
 }
 
-/// How the threads tell: which host, and what.
+/// Where the threads report events, and for which host.
 #[derive(Clone, Debug)]
 pub(super) struct Ears {
     pub(super) host: usize,
@@ -53,7 +53,7 @@ impl Ears {
     }
 }
 
-/// A process that is, or leads to, a launcher.
+/// The process of a launcher, or of the ssh that leads to one.
 #[derive(Debug)]
 pub(super) struct Connection {
     child: Child,
@@ -68,7 +68,7 @@ pub(super) struct Connection {
 
 impl Connection {
     pub(super) fn start(mut command: Command, ears: Ears) -> Result<Self> {
-        // Ctrl-C is for us alone: ssh would be gone before its launcher has ended the workers.
+        // Ctrl-C must reach only this command: otherwise ssh would end before its launcher has ended the workers.
         command.process_group(0);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(|error| {
@@ -99,17 +99,17 @@ impl Connection {
 
     pub(super) fn order(&self, order: ToLauncher) {
         if let Some(orders) = &self.orders {
-            // If the thread is gone, the connection is.
+            // If the thread is gone, so is the connection.
             let _ = orders.send(order);
         }
     }
 
-    /// Closes its standard input: a launcher then ends what it has started, and itself.
+    /// Closes its standard input: a launcher then ends its workers and itself.
     pub(super) fn close(&mut self) {
         self.orders = None;
     }
 
-    /// It may live so long and no longer.
+    /// It may run so much longer, and is then killed.
     pub(super) fn must_end_by(&mut self, at: Instant) {
         self.kill_at = Some(self.kill_at.map_or(at, |earlier| earlier.min(at)));
     }
@@ -128,7 +128,7 @@ impl Connection {
         self.pidfd.as_ref().filter(|_| self.ended.is_none()).map(AsFd::as_fd)
     }
 
-    /// Is there something that only looking again and again can show?
+    /// Is there a state that only polling can show?
     pub(super) fn must_be_polled(&self) -> bool {
         match self.ended {
             None => self.pidfd.is_none() || self.kill_at.is_some(),
@@ -136,7 +136,7 @@ impl Connection {
         }
     }
 
-    /// Looks whether it has ended, and sees to it that it does.
+    /// Checks whether it has ended, and kills it when its time is over.
     pub(super) fn look(&mut self) {
         if self.kill_at.is_some_and(|at| Instant::now() >= at) {
             self.kill();
@@ -148,7 +148,7 @@ impl Connection {
         }
     }
 
-    /// Has it ended, and is all known that will be?
+    /// Has it ended, and has all its output been read?
     pub(super) fn is_over(&self) -> bool {
         let all_heard = self.is_closed && self.is_quiet;
         self.ended.is_some_and(|(_, at)| all_heard || at.elapsed() > LAST_MESSAGE)
@@ -159,9 +159,9 @@ impl Connection {
         self.ended.and_then(|(status, _)| status.code())
     }
 
-    /// With all that it has started here.
+    /// Kills it with all processes that it has started here.
     pub(super) fn kill(&mut self) {
-        // Its number is its own as long as nobody has waited for it.
+        // The number is valid as long as the process has not been reaped.
         if self.ended.is_none() {
             let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
         }
@@ -172,7 +172,7 @@ impl Drop for Connection {
     fn drop(&mut self) {
         if self.ended.is_none() {
             self.kill();
-            // It was killed, so that this does not last.
+            // It was killed, so this wait is short.
             let _ = self.child.wait();
         }
     }
@@ -183,7 +183,7 @@ fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     started.map(drop).map_err(|error| Error::io("cannot start a thread for another host", error))
 }
 
-/// Until there are no more messages, or the launcher does not take them.
+/// Until there are no more messages, or the launcher does not read them.
 fn write(mut to: ChildStdin, orders: &Receiver<ToLauncher>) {
     loop {
         let order = match orders.recv_timeout(ALIVE) {

@@ -1,24 +1,24 @@
-//! Why ssh has not brought a launcher up, or has lost it: pure.
+//! Explains why ssh could not start a launcher, or has lost it: pure.
 
 use crate::error::{Error, Kind};
 
 /// How a connection ended.
 pub(super) struct Broken<'a> {
     pub(super) host: &'a str,
-    /// The program that was to connect.
+    /// The program that connects.
     pub(super) shell: &'a str,
     pub(super) is_here: bool,
-    /// Had the launcher said that it is there?
+    /// Had the launcher answered?
     pub(super) was_up: bool,
     /// Its exit code; none if a signal has ended it.
     pub(super) code: Option<i32>,
-    /// What it has written to standard error.
+    /// Its standard error.
     pub(super) stderr: &'a str,
-    /// The launcher's place here.
+    /// The launcher's path on this machine.
     pub(super) launcher: &'a str,
 }
 
-/// What ssh says, what that means, and what to do.
+/// Messages of ssh, what they mean, and what to do.
 const SAYINGS: [(&str, &str, &str); 11] = [
     (
         "could not resolve hostname",
@@ -62,7 +62,7 @@ const SAYINGS: [(&str, &str, &str); 11] = [
 ];
 
 impl Broken<'_> {
-    /// The error for a person.
+    /// The error for the user.
     pub(super) fn error(&self) -> Error {
         let Self { host, shell, .. } = self;
         let how = match self.code {
@@ -78,7 +78,7 @@ impl Broken<'_> {
             return self.saying(format!("{host}: {meaning}")).with_remedy(remedy.replace("HOST", host));
         }
         match self.code {
-            // The shell's codes for a program that is not there, or cannot be executed.
+            // The shell's exit codes for a program that does not exist, or cannot be executed.
             Some(code @ (126 | 127)) if !self.was_up => {
                 let what = if code == 127 { "there is no phalanx" } else { "phalanx cannot be executed" };
                 let launcher = self.launcher;
@@ -95,7 +95,7 @@ impl Broken<'_> {
         }
     }
 
-    /// With what ssh itself has said.
+    /// Adds ssh's own messages.
     fn saying(&self, cause: String) -> Error {
         let error = Error::new(Kind::Environment, cause);
         let said: Vec<&str> = self.stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();

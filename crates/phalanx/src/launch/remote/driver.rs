@@ -24,43 +24,43 @@ use crate::launch::attempts::Control;
 use crate::launch::event::{Event, Observer};
 use crate::launch::exit::{Report, Signal};
 
-/// What a job does with its launchers: one that keeps its hosts, or an elastic one.
+/// What a job does with its launchers; there is one plan for fixed hosts, and one for elastic jobs.
 pub(super) trait Plan {
-    /// Does what is due. It is called before each wait. An error ends the job.
+    /// Does what is due. Called before each wait. An error ends the job.
     fn act(&mut self, launchers: &mut Launchers<'_>) -> Result<()>;
 
-    /// When to act again, if nothing is heard.
+    /// When to act again, if no event comes.
     fn wake_at(&self, launchers: &Launchers<'_>) -> Option<Instant>;
 
-    /// A launcher has told of an event.
+    /// A launcher has reported an event.
     fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, news: &News);
 
-    /// A launcher has said that it cannot do its part.
+    /// A launcher has reported that it cannot do its part.
     fn handle_failure(&mut self, launchers: &mut Launchers<'_>);
 
     /// The connection to a launcher is over.
     fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer);
 
-    /// Is nothing to be waited for any more?
+    /// Is there nothing left to wait for?
     fn is_over(&self, launchers: &Launchers<'_>) -> bool;
 
     /// How the job ended.
     fn conclude(self: Box<Self>, launchers: Launchers<'_>) -> Result<Report>;
 }
 
-/// The launchers of a job, and what this command hears of them.
+/// The launchers of a job, and the inbox of their messages.
 pub(super) struct Launchers<'a> {
     pub(super) job: &'a RemoteJob,
     pub(super) key: JobKey,
     surroundings: ToLauncher,
-    /// Launchers that are there, on their way, or about to end.
+    /// The launchers that run, start, or are about to end.
     pub(super) peers: Vec<Peer>,
     /// How many were started.
     pub(super) started_peers: usize,
     pub(super) inbox: Inbox,
     pub(super) control: Control<'a>,
     pub(super) started: Instant,
-    /// Why all are ended; the first cause counts.
+    /// Why all are ended; the first reason counts.
     pub(super) end: Option<Cause>,
 }
 
@@ -69,14 +69,14 @@ pub(super) enum Cause {
     Interrupted(Signal),
     Stopped,
     Broken(Error),
-    /// For a reason that the plan knows.
+    /// A reason that the plan knows.
     Planned,
 }
 
 pub(super) struct Driver<'a> {
     launchers: Launchers<'a>,
     plan: Box<dyn Plan + 'a>,
-    /// Has the observer had enough?
+    /// Has the observer asked for the end?
     is_stopped: bool,
 }
 
@@ -102,7 +102,7 @@ impl<'a> Driver<'a> {
         Ok(Self { launchers, plan, is_stopped: false })
     }
 
-    /// Until nothing is left of the job, on any host.
+    /// Runs until nothing is left of the job, on any host.
     pub(super) fn run(mut self) -> Result<Report> {
         loop {
             if let Err(error) = self.plan.act(&mut self.launchers) {
@@ -134,7 +134,7 @@ impl<'a> Driver<'a> {
 
     fn handle(&mut self, id: usize, heard: Heard) {
         let Launchers { peers, control, .. } = &mut self.launchers;
-        // Of one that is gone nothing is heard any more, but what was on its way.
+        // A connection that has ended gives only the events that were on their way.
         let Some(index) = peers.iter().position(|peer| peer.id == id) else { return };
         let peer = &mut peers[index];
         match heard {
@@ -207,8 +207,8 @@ impl Launchers<'_> {
         Ok(())
     }
 
-    /// Tells a launcher to start its workers, as one of `nodes`. They meet at `host` and `port`, or, of an elastic job, as
-    /// `agent` says.
+    /// Tells a launcher to start its workers, as one of `nodes`. Their rendezvous is at `host` and `port`, or, in an
+    /// elastic job, as `agent` says.
     pub(super) fn tell_to_start(
         &mut self,
         index: usize,
@@ -239,7 +239,7 @@ impl Launchers<'_> {
         self.peers.iter_mut().for_each(|peer| peer.tell_to_end(signal, patience));
     }
 
-    /// The launchers, as their addresses are known; each has the name that `name` gives it.
+    /// The launchers, as far as their addresses are known; `name` names each.
     pub(super) fn known<'p>(&'p self, name: impl Fn(&'p Peer) -> &'p str) -> Vec<Known<'p>> {
         let known = |peer: &'p Peer| Known {
             name: name(peer),
@@ -249,7 +249,7 @@ impl Launchers<'_> {
         self.peers.iter().map(known).collect()
     }
 
-    /// What these launchers, which have been waited for, have not done in time, and what to do about it.
+    /// The error for launchers that have not done something in time, and what to do about it.
     pub(super) fn too_late(&self, missing: &[&Peer], what: &str, remedy: &str) -> Error {
         let names: Vec<&str> = missing.iter().map(|peer| peer.host.name()).collect();
         let waited = self.job.start_timeout.as_secs_f64();

@@ -1,4 +1,4 @@
-//! Which variables go to other hosts.
+//! Which variables are sent to other hosts.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -6,7 +6,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use super::protocol::ToLauncher;
 use crate::error::{Error, Result};
 
-/// What belongs to a machine, a login or a terminal.
+/// Variables that belong to a machine, a login or a terminal.
 const STAYS: [&str; 29] = [
     "_",
     "COLUMNS",
@@ -40,13 +40,13 @@ const STAYS: [&str; 29] = [
 ];
 const STAY_PREFIXES: [&str; 7] = ["BASH_FUNC_", "LISTEN_", "SSH_", "SUDO_", "SYSTEMD_", "TMUX", "XDG_"];
 
-/// What a launcher is told first: to work as if it were here.
+/// What a launcher gets first: the working directory and the environment of this command.
 pub(super) fn surroundings() -> Result<ToLauncher> {
     let folder = std::env::current_dir().map_err(|error| Error::io("no working directory", error))?;
     Ok(ToLauncher::Surroundings { folder, variables: forwarded(std::env::vars_os()) })
 }
 
-/// Those of `all` that go to other hosts.
+/// The variables of `all` that are sent to other hosts.
 fn forwarded(all: impl Iterator<Item = (OsString, OsString)>) -> Vec<(Vec<u8>, Vec<u8>)> {
     all.filter(|(name, _)| goes(name)).map(|(name, value)| (name.into_vec(), value.into_vec())).collect()
 }

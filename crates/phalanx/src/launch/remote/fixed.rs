@@ -1,4 +1,5 @@
-//! A job that keeps its hosts: it has them all, or it ends. The launchers agree among themselves, at the store of node 0.
+//! A job with a fixed list of hosts: it needs all of them. The launchers agree among themselves, at the store of node
+//! 0.
 
 use std::time::Instant;
 
@@ -16,13 +17,13 @@ use crate::world_size::WorldSize;
 /// The hosts of a job, in their order, all of which are needed.
 pub(super) struct FixedHosts {
     stage: Stage,
-    /// How the launchers ended whose connections are over, by the numbers of their hosts.
+    /// How the launchers ended whose connections are closed, by the numbers of their hosts.
     ended: Vec<(usize, End)>,
     /// The last start of workers that was shown.
     shown: Option<u32>,
 }
 
-/// How far the launchers are.
+/// The progress of the launchers.
 #[derive(Clone, Debug)]
 enum Stage {
     /// All have to answer.
@@ -58,7 +59,7 @@ impl Plan for FixedHosts {
         let bringing_up = !matches!(self.stage, Stage::Running);
         let any_has_ended = !self.ended.is_empty() || launchers.peers.iter().any(|peer| peer.end.is_some());
         if bringing_up && any_has_ended {
-            // The others would wait for what to start.
+            // The other launchers would wait for their instructions.
             launchers.end_all(Cause::Planned, Signal::TERM);
         }
         if launchers.end.is_some() {
@@ -107,12 +108,12 @@ impl Plan for FixedHosts {
         }
     }
 
-    /// What all nodes tell alike is shown once.
+    /// An event that all nodes report is shown once.
     fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, news: &News) {
         let speaker = launchers.peers.iter().position(|peer| peer.end.is_none());
         let is_shown = match news {
             News::Line { .. } | News::Started { .. } | News::Exited { .. } | News::Warning { .. } => true,
-            // Before the first line of the first that starts.
+            // Shown before the first line of the first node that starts.
             News::Starting { restarts, .. } => self.shown.replace(*restarts) != Some(*restarts),
             _ => speaker == Some(index),
         };
@@ -128,7 +129,7 @@ impl Plan for FixedHosts {
     fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer) {
         match peer.end {
             Some(end) => self.ended.push((peer.index, end)),
-            // A launcher that was told to end may do so without a word.
+            // A launcher that was told to end may end without a report.
             None if launchers.end.is_some() => {}
             None => {
                 let error = launchers.job.diagnose(&peer);
@@ -141,7 +142,7 @@ impl Plan for FixedHosts {
         launchers.peers.iter().all(|peer| peer.end.is_some())
     }
 
-    /// How the job ended, of all that was heard.
+    /// How the job ended, according to all reports.
     fn conclude(mut self: Box<Self>, mut launchers: Launchers<'_>) -> Result<Report> {
         let mut report = Report {
             outcome: Outcome::Succeeded,
@@ -189,12 +190,12 @@ impl Plan for FixedHosts {
 /// The address at which node 0 is reached.
 fn meeting(launchers: &Launchers<'_>) -> String {
     let own = host::name();
-    // Other hosts would look for "localhost" at home.
+    // Other hosts would resolve "localhost" to themselves.
     let known = launchers.known(|peer| if peer.is_here { &own } else { peer.host.address() });
     address::of_node_0(&known, is_ours)
 }
 
-/// Of what nodes report, the nearest to the cause counts.
+/// Of the nodes' reports, the one nearest to the cause counts.
 fn severity(outcome: &Outcome) -> u8 {
     match outcome {
         Outcome::Succeeded => 0,

@@ -1,5 +1,4 @@
-//! Frames on the pipes between the command that a person has started and the launchers on the hosts: pure but for the
-//! pipe itself.
+//! Frames on the pipes between the user's command and the launchers on the hosts: pure, except for the pipe itself.
 //!
 //! ```text
 //! | length: u32, little-endian | postcard |
@@ -10,11 +9,11 @@ use std::io::{self, BufRead, ErrorKind, Read, Write};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// No environment is larger on Linux, and nothing else comes near it.
+/// No environment is larger on Linux, and all other messages are far smaller.
 pub(super) const MAX_FRAME: u32 = 8 * 1024 * 1024;
-/// Comes before the first frame of a launcher: what a shell's start-up files print is before it.
+/// A launcher sends this before its first frame: the output of a shell's start-up files comes before it.
 pub(super) const GREETING: &[u8] = b"\nphalanx node 1\n";
-/// How much of that there may be.
+/// The most bytes of such output.
 const MAX_NOISE: usize = 64 * 1024;
 
 /// `what` as a frame.
@@ -31,10 +30,10 @@ pub(super) fn write(to: &mut impl Write, what: &impl Serialize) -> io::Result<()
     to.flush()
 }
 
-/// The next frame; none at the end. Not one byte more is read than it has.
+/// The next frame; none at the end. It reads no byte beyond the frame.
 pub(super) fn read<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<Option<T>> {
     let mut length = [0; 4];
-    // An end between two frames is one, within a frame it is not.
+    // An end between two frames is valid, an end within a frame is not.
     loop {
         match from.read(&mut length[..1]) {
             Ok(0) => return Ok(None),
@@ -48,7 +47,7 @@ pub(super) fn read<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<Opti
     if length > MAX_FRAME {
         return Err(invalid(format!("a frame of {length} bytes; the longest has {MAX_FRAME}")));
     }
-    // Memory is taken as bytes arrive.
+    // Allocated as bytes arrive.
     let mut bytes = Vec::new();
     if from.take(length.into()).read_to_end(&mut bytes)? < length as usize {
         return Err(ErrorKind::UnexpectedEof.into());
@@ -56,10 +55,10 @@ pub(super) fn read<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<Opti
     postcard::from_bytes(&bytes).map(Some).map_err(invalid)
 }
 
-/// Reads up to the greeting's end; is there one?
+/// Reads up to the end of the greeting; returns whether there is one.
 pub(super) fn skip_to_greeting(from: &mut impl BufRead) -> io::Result<bool> {
     let mut matched = 0;
-    // The greeting begins with a line's end, and what comes first may not.
+    // The greeting begins with a newline, and the output before it may not end with one.
     for _ in 0..MAX_NOISE {
         let mut byte = [0];
         match from.read(&mut byte) {
@@ -71,7 +70,7 @@ pub(super) fn skip_to_greeting(from: &mut impl BufRead) -> io::Result<bool> {
         matched = if byte[0] == GREETING[matched] {
             matched + 1
         } else {
-            // Only its first byte is there twice: at its begin and its end.
+            // Only its first byte occurs twice: at its beginning and its end.
             usize::from(byte[0] == GREETING[0])
         };
         if matched == GREETING.len() {

@@ -17,7 +17,7 @@ pub(super) fn is_here(name: &str) -> bool {
     if let Ok(address) = name.parse::<IpAddr>() {
         return is_ours(address);
     }
-    // A name with a domain, if it leads here: others may begin alike.
+    // A name with a domain counts only if it resolves to this machine: other names may begin with the same label.
     let host = |name: &str| name.split('.').next().map(str::to_owned);
     host(name) == host(&host::name())
         && (name, 0).to_socket_addrs().is_ok_and(|mut found| found.any(|address| is_ours(address.ip())))

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use crate::error::{Error, Result};
 use crate::world_size::MAX_WORLD_SIZE;
 
-/// A host, and how many workers it has room for.
+/// A host and its number of slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
     name: String,
@@ -14,12 +14,12 @@ pub struct Host {
 }
 
 impl Host {
-    /// Its name, as ssh is to be given it: with a user's name before an `@`, if need be.
+    /// Its name for ssh, with a user's name before an `@` if given.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// How many workers it takes.
+    /// Its number of slots.
     pub fn slots(&self) -> u32 {
         self.slots
     }
@@ -43,8 +43,9 @@ impl fmt::Display for Host {
 
 /// The hosts of a job, in the order in which ranks fill them.
 ///
-/// It is read from Horovod's list, `node1:4,node2:4`, or from [a file](Self::from_file). A host without a number takes
-/// one worker, one that is named again takes so many more, and an IPv6 address stands in brackets. The default is empty.
+/// It is read from Horovod's list, `node1:4,node2:4`, or from [a file](Self::from_file). A host without a number has
+/// one slot. If a host is listed twice, its slots are added up. An IPv6 address must be in brackets. The default is
+/// empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostList(Vec<Host>);
 
@@ -54,7 +55,7 @@ impl HostList {
         Self::from_lines(text, 1)
     }
 
-    /// Reads what a discovery script prints, in the same format, with so many slots for a host without a number.
+    /// Reads the output of a discovery script, in the same format, with so many slots for a host without a number.
     pub(super) fn from_discovery(text: &str, slots: u32) -> Result<Self> {
         Self::from_lines(text, slots)
     }
@@ -73,8 +74,8 @@ impl HostList {
         hosts.check()
     }
 
-    /// The hosts on which `workers` are placed, each filled before the next, with the number that each takes; all slots
-    /// if no number is given.
+    /// Places `workers` on the hosts, in order, each filled before the next, and returns the hosts used, with the
+    /// number on each; all slots if no number is given.
     pub fn place(&self, workers: Option<u32>) -> Result<Self> {
         let slots: u64 = self.0.iter().map(|host| u64::from(host.slots)).sum();
         let workers = workers.map_or(slots, u64::from);
@@ -142,7 +143,7 @@ fn host_of_line(line: &str, default: u32) -> Result<Host, String> {
         };
         match key {
             "slots" => host.slots = slots(value)?,
-            // Open MPI's bound for more workers than slots, which are never placed here.
+            // Open MPI's bound for oversubscription, which is not supported here.
             "max_slots" | "max-slots" => {}
             _ => return Err(format!("there is no {key:?}: write `host slots=4`, or `host:4`")),
         }
@@ -162,7 +163,7 @@ fn host(entry: &str, default: u32) -> Result<Host, String> {
     if bare == address && address.contains(':') {
         return Err(format!("{entry:?}: an IPv6 address stands in brackets, [::1]:4"));
     }
-    // ssh would take the one for an option, and a shell the others for something else.
+    // ssh would take a leading dash for an option, and a shell the other characters for syntax.
     let is_odd = |c: char| !(c.is_alphanumeric() || "-._%:".contains(c));
     let is_bad = |part: &str| part.is_empty() || part.starts_with('-') || part.contains(is_odd);
     if is_bad(bare) || user.is_some_and(is_bad) {
@@ -179,7 +180,7 @@ fn slots(text: &str) -> Result<u32, String> {
     }
 }
 
-/// For [`fuzzing`](crate::fuzzing): a list, a file, or what a script prints; after a 0, a 1, or a 2.
+/// For [`fuzzing`](crate::fuzzing): a list, a file, or a script's output; after a 0, a 1, or a 2.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
@@ -194,7 +195,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     };
     let Ok(list) = list else { return false };
     for host in list.hosts() {
-        // It becomes a word of ssh's command line.
+        // It becomes an argument of ssh's command line.
         assert!(!host.name().starts_with('-') && !host.address().starts_with('-'));
         assert!(!host.name().contains(|c: char| c.is_whitespace() || c.is_control()) && host.slots() > 0);
     }

@@ -1,4 +1,4 @@
-//! The inbox of the driver: messages of all hosts, and how this command waits for them.
+//! The inbox of the driver: messages of all hosts, and waiting for them.
 
 use std::io::{PipeReader, PipeWriter, Read};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -13,9 +13,9 @@ use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
 use crate::poll::{poll, wake_pipe};
 
-/// How much may be heard and not yet shown; what hosts say beyond that stays with them.
+/// How many messages may wait to be shown; further ones stay with the hosts.
 const WAITING: usize = 256;
-/// How often to look at what has no descriptor.
+/// How often to poll what has no descriptor.
 const POLL: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub(super) struct Inbox {
     heard: Receiver<(usize, Heard)>,
     wake: Arc<PipeWriter>,
     notice: PipeReader,
-    /// Is there perhaps news that nobody wakes this thread for any more?
+    /// Are there possibly messages for which no byte is in the pipe?
     left_over: bool,
 }
 
@@ -36,7 +36,7 @@ impl Inbox {
         Ok(Self { sender, heard, wake: Arc::new(wake), notice, left_over: false })
     }
 
-    /// For a connection of this number.
+    /// The sending end for a connection of this number.
     pub(super) fn ears(&self, host: usize) -> Ears {
         Ears { host, heard: self.sender.clone(), wake: self.waker() }
     }
@@ -46,7 +46,7 @@ impl Inbox {
         Arc::clone(&self.wake)
     }
 
-    /// Waits for news of whatever kind, not longer than `timeout`.
+    /// Waits for any message, not longer than `timeout`.
     pub(super) fn wait<'a>(
         &mut self,
         control: &mut Control<'_>,
@@ -72,7 +72,7 @@ impl Inbox {
         while matches!(self.notice.read(&mut [0; 64]), Ok(1..)) {}
     }
 
-    /// The next thing that was heard, and of whom; none, too, if there is nobody to show it to now.
+    /// The next message, and its host; none, too, if the observer accepts nothing now.
     pub(super) fn next(&mut self, control: &mut Control<'_>) -> Option<(usize, Heard)> {
         if !control.observer.is_ready() {
             self.left_over = true;

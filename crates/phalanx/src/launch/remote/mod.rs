@@ -1,12 +1,12 @@
-//! A job on several hosts, started by one command: horovodrun's way.
+//! A job on several hosts, started by one command, like horovodrun.
 //!
-//! [`RemoteJob`] starts a launcher on each host, over ssh or, on this machine, directly. It tells each over its
-//! standard input where to work, what to start and which place to take, and hears over its standard output what
-//! happens: [`protocol`] has the messages and their order. The launchers meet as those of [several nodes](super::Cluster) do; this
-//! command is none of them.
+//! [`RemoteJob`] starts a launcher on each host, over ssh or, on this machine, directly. Over the launcher's standard
+//! input it sends the working directory, what to start and the node rank; over its standard output it receives events.
+//! [`protocol`] has the messages and their order. The launchers meet like those of [several nodes](super::Cluster);
+//! this command is not one of them.
 //!
-//! What has to end, ends by itself: a launcher whose standard input is closed, or silent for
-//! [`SILENCE`](node::SILENCE), ends its workers; whose launcher is gone, is lost to the others.
+//! No part outlives the job: a launcher whose standard input is closed, or silent for [`SILENCE`](node::SILENCE), ends
+//! its workers; and the other launchers notice a launcher that is gone.
 
 mod address;
 mod connection;
@@ -54,12 +54,12 @@ use peer::Peer;
 
 /// How many lines of a host's standard error are kept for an error.
 const KEPT_LINES: usize = 20;
-/// How long launchers may take beyond the workers' grace period.
+/// How long launchers may take in addition to the workers' grace period.
 const BEYOND_GRACE: Duration = Duration::from_secs(15);
 
 /// A job on several hosts that are reached over ssh.
 ///
-/// The program that starts it must be on every host, and answer there as [`RemoteNode`] says.
+/// The program that starts it must be installed on every host, and behave there as [`RemoteNode`] says.
 #[derive(Clone, Debug)]
 pub struct RemoteJob {
     hosts: HostList,
@@ -77,8 +77,8 @@ pub struct RemoteJob {
 }
 
 impl RemoteJob {
-    /// As many workers as `hosts` have slots. `launcher` is this program, and `arguments` are what its part on each host
-    /// is to be [given](RemoteNode::arguments).
+    /// As many workers as `hosts` have slots. `launcher` is this program, and `arguments` are passed to it on each
+    /// host: see [`RemoteNode::arguments`].
     pub fn new(
         hosts: HostList,
         launcher: impl Into<PathBuf>,
@@ -106,38 +106,38 @@ impl RemoteJob {
         self
     }
 
-    /// The address at which the hosts reach the first one. If not given, it is where ssh reaches it.
+    /// The address at which the hosts reach the first one. If not given, it is that of the ssh connection.
     pub fn master_addr(mut self, address: impl Into<String>) -> Self {
         self.master_addr = Some(address.into());
         self
     }
 
-    /// The port at which the launchers meet there; 0, which is the default, takes a free one.
+    /// The port of the launchers' store on that host. The default, 0, takes a free one.
     pub fn master_port(mut self, port: u16) -> Self {
         self.master_port = port;
         self
     }
 
-    /// How long the hosts may take to answer, and then to come together: 30 s each.
+    /// How long the hosts may take to answer, and then their launchers to meet: 30 s each.
     pub fn start_timeout(mut self, timeout: Duration) -> Self {
         self.start_timeout = timeout;
         self
     }
 
-    /// How long workers may take to end after they were asked to: as the launchers were told.
+    /// How long workers may take to end after SIGTERM, as the launchers were told.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
         self
     }
 
-    /// With which the job's processes recognise each other; a new one if not given.
+    /// The key with which the job's processes authenticate each other; a new one if not given.
     pub fn key(mut self, key: JobKey) -> Self {
         self.credentials.key = Some(key);
         self
     }
 
-    /// As [`Job::tls`](super::Job::tls), for the store of an elastic job, which this process serves. The launchers of the
-    /// hosts are told the same by their command line.
+    /// As [`Job::tls`](super::Job::tls), for the store of an elastic job, which this process serves. The launchers of
+    /// the hosts get the same files on their command line.
     ///
     /// # Errors
     /// As those of [`Tls::read`].
@@ -146,26 +146,26 @@ impl RemoteJob {
         Ok(self)
     }
 
-    /// Makes the job [elastic](super::Job::min_workers): hosts may be lost, and others may come. The launchers then meet
-    /// nobody; this process serves the store at which the workers meet, for the whole job.
+    /// Makes the job [elastic](super::Job::min_workers): hosts may be lost, and others may be added. The launchers then
+    /// have no rendezvous; this process serves the workers' store for the whole job.
     pub fn elastic(mut self, elastic: ElasticHosts) -> Self {
         self.elastic = Some(elastic);
         self
     }
 
-    /// The address at which that store listens, if not the one at which the hosts find it.
+    /// The address at which that store listens, if it is not the one at which the hosts reach it.
     pub fn bind(mut self, address: IpAddr) -> Self {
         self.bind = Some(address);
         self
     }
 
-    /// As [`Job::open_store`](super::Job::open_store), for that store; not together with [`tls`](Self::tls).
+    /// As [`Job::open_store`](super::Job::open_store), for that store; it excludes [`tls`](Self::tls).
     pub fn open_store(mut self, open: bool) -> Self {
         self.open_store = open;
         self
     }
 
-    /// Runs the job to its end, as [`Job::run`](super::Job::run) does: signals included.
+    /// Runs the job to its end, and handles signals, as [`Job::run`](super::Job::run) does.
     ///
     /// An error means that it could not be started, or that the connection to a host was lost.
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
@@ -182,7 +182,7 @@ impl RemoteJob {
         }
     }
 
-    /// What starts the launcher on `host`.
+    /// The command that starts the launcher on `host`.
     fn command(&self, host: &Host) -> Command {
         if is_this_machine(host) {
             let mut command = Command::new(&self.launcher);
@@ -215,13 +215,13 @@ impl RemoteJob {
     }
 }
 
-/// Another user of this machine is reached as on any other.
+/// Another user of this machine is reached by ssh, as on any other machine.
 fn is_this_machine(host: &Host) -> bool {
     host.name() == host.address() && is_here(host.address())
 }
 
-/// For [`fuzzing`](crate::fuzzing): what comes over a pipe from another host, in either direction: orders, or a greeting and
-/// what a launcher says. Says whether all of it was understood, and there was any.
+/// For [`fuzzing`](crate::fuzzing): the bytes of a pipe from another host, in either direction: instructions, or a
+/// greeting and a launcher's messages. Returns whether all of it was decoded, and there was any.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {

@@ -22,16 +22,16 @@ use crate::launch::exit::Report;
 use crate::launch::job::Job;
 use crate::world_size::WorldSize;
 
-/// How long nothing may come from the command that a person has started; it speaks every 5 s.
+/// How long the user's command may send nothing; it sends a heartbeat every 5 s.
 pub(super) const SILENCE: Duration = Duration::from_secs(60);
-/// The same in an elastic job: when the command has given a host up, ssh having heard nothing for as long, it may start
-/// another launcher there.
+/// The same in an elastic job: when the command has declared a host lost, after ssh has got no answer for as long, it
+/// may start another launcher there.
 const ELASTIC_SILENCE: Duration = Duration::from_secs(15);
 
 /// The part of a [`RemoteJob`](super::RemoteJob) on one host.
 ///
-/// The program starts twice: called with `node`, it [arrives](Self::arrive), goes to its folder, and becomes what it is
-/// in the environment that it was told of, called with `node --ready`; there it [starts](Self::start) the job.
+/// The program starts twice. Called with `node`, it [arrives](Self::arrive), changes to the working directory, and
+/// executes itself again in the environment that it got, with `node --ready`. There it [starts](Self::start) the job.
 #[derive(Debug)]
 pub struct RemoteNode {
     arguments: Vec<OsString>,
@@ -40,8 +40,8 @@ pub struct RemoteNode {
 }
 
 impl RemoteNode {
-    /// Says that it is there, and starts this program again where it is to work. It returns only if that is not
-    /// possible, and has said why, or if it is not wanted.
+    /// Sends its hello, and executes this program again in the working directory. It returns only if that is not
+    /// possible, which it has then reported, or if the job has ended.
     pub fn arrive() {
         let mut out = io::stdout();
         let route = std::env::var("SSH_CONNECTION").ok().and_then(|variable| Route::parse(&variable));
@@ -55,8 +55,8 @@ impl RemoteNode {
         }
     }
 
-    /// Hears what to start; nothing if it is not wanted any more. From now on the messages of the command that a person
-    /// has started are obeyed: its signals become this process's, its end a SIGTERM.
+    /// Receives what to start; nothing if the job has ended. From now on it follows the user's command: it raises the
+    /// command's signals in this process, and SIGTERM at its end.
     pub fn start() -> Result<Option<Self>> {
         let mut orders = Orders::open()?;
         let (arguments, config) = loop {
@@ -84,12 +84,12 @@ impl RemoteNode {
         &self.arguments
     }
 
-    /// How many workers this host takes.
+    /// The number of workers on this host.
     pub fn workers(&self) -> Result<WorldSize> {
         WorldSize::new(self.config.workers)
     }
 
-    /// `job`, with what the command has said about this host's part in it, but for the [cluster](Self::cluster).
+    /// `job` with this host's part in it, as the command has sent it, but without the [cluster](Self::cluster).
     pub fn part(&self, job: Job) -> Job {
         let job = job.key(self.config.key.key());
         match self.agent.clone() {
@@ -98,7 +98,7 @@ impl RemoteNode {
         }
     }
 
-    /// The hosts of the job, if there are several whose launchers have to meet.
+    /// The hosts of the job, if there are several whose launchers must meet.
     pub fn cluster(&self) -> Result<Option<Cluster>> {
         let LauncherConfig { node, nodes, ref host, port, patience, .. } = self.config;
         if nodes == 1 || self.agent.is_some() {
@@ -112,7 +112,7 @@ impl RemoteNode {
         Ok(Some(cluster.node_rank(node).join_timeout(patience)))
     }
 
-    /// `event` as the command that a person has started is to be told it, on standard output.
+    /// Sends `event` to the user's command, on standard output.
     pub fn tell(event: &Event<'_>) -> Vec<u8> {
         let said = match event {
             Event::Serving { address } => Some(FromLauncher::Serving { port: address.port() }),
@@ -121,7 +121,7 @@ impl RemoteNode {
         said.map_or_else(Vec::new, |said| encode(&said))
     }
 
-    /// In the same way, how all ended.
+    /// Sends how the job ended, in the same way.
     pub fn final_message(result: &Result<Report>) -> Vec<u8> {
         encode(&match result {
             Ok(report) => FromLauncher::Ended(Ending::of(report)),
@@ -130,12 +130,12 @@ impl RemoteNode {
     }
 }
 
-/// What is too long to be said is left out.
+/// A message that is too long is left out.
 fn encode(said: &FromLauncher) -> Vec<u8> {
     frame::encode(said).unwrap_or_default()
 }
 
-/// Of what is said here, which changes with the version of this crate.
+/// The version of these messages, which is that of this crate.
 pub(super) fn version() -> String {
     env!("CARGO_PKG_VERSION").to_owned()
 }
@@ -163,7 +163,7 @@ fn unheard(error: io::Error) -> Error {
     Error::io("the messages of the job's command cannot be decoded", error)
 }
 
-/// Until the end of the orders, which is the end of the job.
+/// Until the instructions end, which is the end of the job.
 fn obey(mut orders: Orders, agent: Option<&Agent>) {
     loop {
         let signal = match orders.next() {
@@ -184,7 +184,7 @@ fn obey(mut orders: Orders, agent: Option<&Agent>) {
     }
 }
 
-/// Standard input, of which nothing is read ahead: who is started next in this process reads on.
+/// Standard input, without reading ahead: the program that this process executes next reads on.
 struct Orders {
     stdin: File,
     /// How long nothing may come.

@@ -1,4 +1,4 @@
-//! One launcher, as the command sees it.
+//! One launcher, on the command's side.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::launch::agent::Instruction;
 use crate::launch::exit::Signal;
 use crate::rank::Rank;
 
-/// How long a launcher may take to end that has not been told to start anything.
+/// How long a launcher may take to end if it was not told to start workers.
 const UNWANTED: Duration = Duration::from_secs(2);
 
 /// One start of a launcher on one host.
@@ -25,9 +25,9 @@ pub(super) struct Peer {
     pub(super) host: Host,
     pub(super) is_here: bool,
     pub(super) connection: Connection,
-    /// When it has to have answered.
+    /// When it must have answered.
     pub(super) answer_by: Instant,
-    /// It has answered, and how ssh has reached it.
+    /// It has answered, and from which address.
     pub(super) hello: Option<Option<Route>>,
     /// The number of its first worker, and how many it has.
     pub(super) first: u32,
@@ -43,7 +43,7 @@ pub(super) struct Peer {
     pub(super) stderr: VecDeque<String>,
 }
 
-/// What a launcher has said last.
+/// The last report of a launcher.
 #[derive(Debug)]
 pub(super) enum End {
     Reported(Ending),
@@ -65,7 +65,7 @@ impl Peer {
         self.connection.order(ToLauncher::Elastic(instruction));
     }
 
-    /// Tells it to end, and its workers, which may take `patience`.
+    /// Tells it to end itself and its workers, which may take `patience`.
     pub(super) fn tell_to_end(&mut self, signal: Signal, patience: Duration) {
         self.leaves = true;
         if self.was_told_to_start {

@@ -31,7 +31,7 @@ use crate::world_size::WorldSize;
 pub(super) enum ToLauncher {
     /// The working directory and the environment. The launcher changes to them, and executes itself again.
     Surroundings { folder: PathBuf, variables: Vec<(Vec<u8>, Vec<u8>)> },
-    /// The user's command line, and what this launcher does of it.
+    /// The user's command line, and this launcher's part of the job.
     Start { arguments: Vec<Vec<u8>>, config: LauncherConfig },
     /// The command has got this signal.
     Signal(i32),
@@ -47,17 +47,17 @@ pub(super) struct LauncherConfig {
     pub(super) workers: u32,
     pub(super) node: u32,
     pub(super) nodes: u32,
-    /// Where the launchers meet; node 0 takes a free port for a 0.
+    /// Where the launchers' store is; for port 0 node 0 takes a free one.
     pub(super) host: String,
     pub(super) port: u16,
-    /// How long they may take to come together.
+    /// How long they may take to meet.
     pub(super) patience: Duration,
     pub(super) key: SentKey,
-    /// In an elastic job, where launchers do not meet.
+    /// In an elastic job, in which launchers do not meet.
     pub(super) agent: Option<AgentConfig>,
 }
 
-/// A job's key under way.
+/// A job's key in a message.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SentKey([u8; 32]);
 
@@ -85,7 +85,7 @@ pub(super) enum FromLauncher {
         version: String,
         route: Option<Route>,
     },
-    /// The store at which the launchers meet listens at this port.
+    /// The launchers' store listens at this port.
     Serving {
         port: u16,
     },
@@ -96,7 +96,7 @@ pub(super) enum FromLauncher {
 
 #[cfg(any(test, fuzzing))]
 impl FromLauncher {
-    /// For [`fuzzing`](crate::fuzzing): what the command does with it, but for what it prints.
+    /// For [`fuzzing`](crate::fuzzing): what the command does with a message, without printing.
     pub(super) fn fuzz(self) {
         struct Deaf;
         impl Observer for Deaf {
@@ -120,7 +120,7 @@ impl FromLauncher {
     }
 }
 
-/// The two ends of ssh's connection, as the host sees them.
+/// The two addresses of ssh's connection, as the host sees them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Route {
     pub(super) from: IpAddr,
@@ -136,7 +136,7 @@ impl Route {
     }
 }
 
-/// An [`Event`] that has left its process.
+/// An [`Event`] for another process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum News {
     Line { rank: Rank, is_stderr: bool, text: Vec<u8> },
@@ -154,7 +154,7 @@ pub(super) enum News {
 }
 
 impl News {
-    /// Where the store listens goes a way of its own.
+    /// The store's address has its own message.
     pub(super) fn of(event: &Event<'_>) -> Option<Self> {
         Some(match *event {
             Event::Line { rank, stream, text } => {
@@ -210,7 +210,7 @@ impl News {
     }
 }
 
-/// A [`Report`] that has left its process.
+/// A [`Report`] for another process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Ending {
     pub(super) outcome: Outcome,
@@ -234,14 +234,14 @@ impl Ending {
     }
 }
 
-/// An [`Error`] that has left its process: what a person, and an exit code, need of it.
+/// An [`Error`] for another process: what the user and the exit code need.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Complaint {
     cause: String,
     remedy: Option<String>,
     /// A worker that could not be started.
     rank: Option<Rank>,
-    /// What the system said.
+    /// The system's error.
     errno: Option<i32>,
 }
 
@@ -257,7 +257,7 @@ impl Complaint {
         }
     }
 
-    /// The error again, with the host where it happened.
+    /// Makes an error of it, with the host where it happened.
     pub(super) fn at(self, host: &str) -> Error {
         let error = Error::new(Kind::Environment, format!("{host}: {}", self.cause));
         let error = self.remedy.into_iter().fold(error, Error::with_remedy);

@@ -1,13 +1,13 @@
-//! Words for a shell: pure.
+//! Quotes words for a shell: pure.
 
-/// `word` as one word of a POSIX shell's command line, whatever it contains. It must not contain a zero byte, which no
-/// command line can.
+/// `word` as one word of a POSIX shell's command line, for any content without a zero byte, which a command line cannot
+/// have.
 pub(super) fn quote(word: &[u8]) -> Vec<u8> {
     let mut quoted = Vec::with_capacity(word.len() + 2);
     quoted.push(b'\'');
     for &byte in word {
         match byte {
-            // Nothing is special between single quotes but the quote itself.
+            // Between single quotes only the quote itself is special.
             b'\'' => quoted.extend_from_slice(br"'\''"),
             _ => quoted.push(byte),
         }

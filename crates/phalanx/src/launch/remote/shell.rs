@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use super::quote::quote;
 
-/// Starts the launcher of this version where it is found: at the place that it has here, or in `PATH`. The shell that
-/// ssh starts may be any; it has to understand single quotes alone.
+/// Starts the launcher of this version: at the same path as here, or from `PATH`. Any shell on the host will do; it
+/// only needs to understand single quotes.
 const START: &str = r#"[ -x "$1" ] && exec "$1" node; exec phalanx node"#;
 
-/// The program that runs a command on another host: OpenSSH's, or one that is called as it is.
+/// The program that runs a command on another host: OpenSSH's, or another with the same arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteShell {
     program: Vec<OsString>,
@@ -27,7 +27,7 @@ impl Default for RemoteShell {
 }
 
 impl RemoteShell {
-    /// Another program, with the arguments that come before ours, all separated by blanks.
+    /// Another program, with arguments before ours, separated by blanks.
     pub fn program(mut self, words: &OsStr) -> Self {
         let words = words.as_bytes().split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
         let words: Vec<OsString> = words.map(|word| OsStr::from_bytes(word).to_owned()).collect();
@@ -53,12 +53,12 @@ impl RemoteShell {
         self.program.first().map_or_else(String::new, |program| program.to_string_lossy().into_owned())
     }
 
-    /// Starts the launcher on `host`. Nothing that is secret, and nothing that is long, is on this command line.
+    /// Starts the launcher on `host`. Secrets and long values are not on this command line.
     pub(super) fn command(&self, host: &str, launcher: &Path, patience: Duration) -> Command {
         let mut program = self.program.iter();
         let mut command = Command::new(program.next().map_or(OsStr::new("ssh"), OsString::as_os_str));
         command.args(program);
-        // It must not ask: its standard input is ours. A connection that is cut is noticed within 15 s.
+        // It must not ask questions: its standard input is the launcher's. A cut connection is noticed within 15 s.
         let patience = format!("ConnectTimeout={}", patience.as_secs().max(1));
         for option in ["BatchMode=yes", &patience, "ServerAliveInterval=5", "ServerAliveCountMax=3"] {
             command.args(["-o", option]);

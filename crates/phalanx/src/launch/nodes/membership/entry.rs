@@ -1,11 +1,11 @@
-//! What nodes tell each other.
+//! The entries of the launchers' log.
 
 use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// One launcher's number, which no other has.
+/// One launcher's unique number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct NodeId(pub(crate) u64);
 
@@ -30,12 +30,12 @@ pub(crate) struct Node {
     pub(crate) workers: u32,
     /// The rank among the nodes that it was told to have (--node-rank).
     pub(crate) node_rank: Option<u32>,
-    /// Is it the one that serves the store in which the log is? It comes first, and nothing goes on without it. There is
-    /// none if the log is elsewhere.
+    /// Does it serve the store with the log? Then it is the first node, and the job ends with it. No node does if the
+    /// log is in etcd or a file.
     pub(crate) serves_store: bool,
 }
 
-/// What all nodes must have been told alike.
+/// Settings that must be equal on all nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Settings {
     pub(crate) min_nodes: u32,
@@ -49,14 +49,14 @@ pub(crate) struct Fault {
     pub(crate) rank: u32,
     /// The rank that it blames.
     pub(crate) blames: Option<u32>,
-    /// What else is known, for whoever shows it.
+    /// Further data for the observer.
     pub(crate) detail: Vec<u8>,
 }
 
 /// Why a node is no longer there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Departure {
-    /// Nobody has heard of it for so long.
+    /// It has sent no heartbeat for so long.
     Silent(Duration),
     /// Its launcher got this signal.
     Signal(i32),
@@ -64,13 +64,13 @@ pub(crate) enum Departure {
     GaveUp(String),
 }
 
-/// An entry of the log. Who appends one takes an equal one, wherever it finds it, for its own: so what is true of a moment
-/// carries a random number.
+/// An entry of the log. A launcher that reads an entry equal to one that it is about to append takes it for its own. So
+/// an entry that is true only for a moment carries a random number.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Entry {
-    /// A node is there.
+    /// A node has joined.
     Join { node: Node, settings: Settings },
-    /// Enough nodes have come to this round, and have waited long enough for others.
+    /// Enough nodes have joined this round, and the time to wait for others has passed.
     LastCall { round: u64, nonce: u64 },
     /// The store of this round's workers, which the first node serves.
     Store { round: u64, host: String, port: u16 },

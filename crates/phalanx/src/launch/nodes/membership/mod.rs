@@ -1,8 +1,8 @@
 //! Which nodes take part in a job, and in which round of it: pure.
 //!
-//! The launchers share a [log](crate::log), whose [entries](Entry) each applies to its own [`MembershipState`]. Only the first
-//! entry is reserved: it is the `Join` of the launcher that serves the store, if one does, and all others must have its
-//! settings.
+//! The launchers share a [log](crate::log), and each applies its [entries](Entry) to its own [`MembershipState`]. The
+//! first entry is reserved: it is the `Join` of the launcher that serves the store, if one does, and all others must
+//! have the same settings.
 //!
 //! ```text
 //!              Join            enough, or LastCall             all have Ended, or Left
@@ -12,9 +12,9 @@
 //!       +----------------------------------------------+
 //! ```
 //!
-//! A round begins only when no worker of the one before is left on any node that takes part: each has said
-//! [`Ended`](Entry::Ended), or was given up. One that was given up and lives finds itself gone when it reads on, and
-//! ends its workers; what it appends has no effect.
+//! A round begins only when no worker of the previous one is left on any node that takes part: each node has appended
+//! [`Ended`](Entry::Ended), or was declared dead. A launcher that was declared dead but is alive learns that when it
+//! reads on, and ends its workers; its entries have no effect.
 
 mod entry;
 #[cfg(any(test, fuzzing))]

@@ -6,16 +6,16 @@ use super::entry::{Departure, Entry, Fault, Node, NodeId, Settings};
 use crate::log::{Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
-/// What has become of the job so far.
+/// The state of the job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MembershipState {
     settings: Option<Settings>,
     /// Counts the times that workers were started.
     round: u64,
-    /// How many of these a failure has cost.
+    /// How many of these were caused by a failure.
     restarts: u32,
     phase: Phase,
-    /// Who has come to the next round, in order.
+    /// Who has joined the next round, in order.
     waiting: Vec<Node>,
     last_cause: Option<Cause>,
 }
@@ -45,7 +45,7 @@ pub(crate) struct Member {
     pub(crate) node: Node,
     pub(crate) first_rank: u32,
     progress: Progress,
-    /// Will it take no part in the next round, if there is one?
+    /// Does it not take part in the next round?
     gone: bool,
 }
 
@@ -63,7 +63,7 @@ pub(crate) enum Verdict {
     Failed(Cause),
 }
 
-/// What was wrong first.
+/// The first failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Cause {
     Worker(Fault),
@@ -108,7 +108,7 @@ impl Machine for MembershipState {
             Entry::Ended { round, node, succeeded } => {
                 if let Some(running) = self.running_in(round) {
                     running.set(node, if succeeded { Progress::Succeeded } else { Progress::Ended });
-                    // Ended without a reason is ended all the same: nobody may wait for it.
+                    // A round that ended without a reason has ended all the same: no node may wait for it.
                     running.ending |= !succeeded;
                 }
                 self.conclude();
@@ -182,7 +182,7 @@ impl MembershipState {
         }
         self.waiting.push(node);
         match &mut self.phase {
-            // What has been finished somewhere is not done again for a newcomer's sake.
+            // Workers that have succeeded on some node are not started again for a new node.
             Phase::Running(running) if running.has_room(agreed) => running.ending = true,
             Phase::Running(_) | Phase::Over(_) => {}
             Phase::Gathering => self.start_if_full(),
@@ -203,7 +203,7 @@ impl MembershipState {
                 return;
             }
             let node = member.node.clone();
-            // Its work is done; that the launcher of the others' store goes is another matter.
+            // Its workers have ended well, so its loss does no harm, unless it serves the launchers' store.
             if member.progress == Progress::Succeeded && !node.serves_store {
                 return;
             }
@@ -223,7 +223,7 @@ impl MembershipState {
         self.conclude();
     }
 
-    /// If nobody works any more, the round is over.
+    /// If no worker is left, the round is over.
     fn conclude(&mut self) {
         let Phase::Running(running) = &self.phase else { return };
         let done = |member: &Member| member.progress == Progress::Succeeded;
@@ -250,7 +250,7 @@ impl MembershipState {
                 self.phase = Phase::Over(Verdict::Failed(cause));
                 return;
             }
-            // Nodes that come and go cost no restart.
+            // If nodes come or go, that costs no restart.
             self.restarts += u32::from(!on_purpose);
             self.last_cause = Some(cause);
         } else {
@@ -267,11 +267,11 @@ impl MembershipState {
         }
     }
 
-    /// The nodes that have come get their ranks.
+    /// The nodes that have joined get their ranks.
     fn start_round(&mut self) {
         let most = self.settings.map_or(0, |settings| settings.max_nodes as usize);
         let mut nodes = std::mem::take(&mut self.waiting);
-        // In the order of their coming, unless they were told their ranks.
+        // In the order of joining, unless they were given their ranks.
         nodes.sort_by_key(|node| (!node.serves_store, node.node_rank.unwrap_or(u32::MAX)));
         self.waiting = nodes.split_off(nodes.len().min(most));
         let mut first_rank = 0;
@@ -284,7 +284,7 @@ impl MembershipState {
         self.phase = Phase::Running(Running { members, store: None, causes: Vec::new(), ending: false });
     }
 
-    /// May this round begin, if nobody else is waited for?
+    /// May this round begin without waiting for other nodes?
     pub(crate) fn has_enough(&self) -> bool {
         matches!(self.phase, Phase::Gathering)
             && self.settings.is_some_and(|settings| self.waiting.len() >= settings.min_nodes as usize)
@@ -317,7 +317,7 @@ impl MembershipState {
         self.restarts
     }
 
-    /// Why the round before ended; none if only because nodes came.
+    /// Why the previous round ended; none if the only reason was that nodes joined.
     pub(crate) fn last_cause(&self) -> Option<&Cause> {
         self.last_cause.as_ref()
     }
@@ -354,7 +354,7 @@ impl Running {
         }
     }
 
-    /// More may become known of a failure; its turn is that of the first news.
+    /// More may become known of a failure; the time of the first report counts.
     fn note(&mut self, fault: Fault) {
         let same = |cause: &&mut Cause| matches!(cause, Cause::Worker(known) if known.rank == fault.rank);
         match self.causes.iter_mut().find(same) {
@@ -367,7 +367,7 @@ impl Running {
         self.members.iter().any(|member| member.node.id == id && member.progress == Progress::Working)
     }
 
-    /// Could a newcomer take part, if all began again?
+    /// Could a new node take part if all started again?
     fn has_room(&self, settings: Settings) -> bool {
         !self.has_finished() && self.members.len() < settings.max_nodes as usize
     }
@@ -387,17 +387,17 @@ impl Running {
         self.members.last().map_or(0, |member| member.first_rank + member.node.workers)
     }
 
-    /// From the first that went wrong, along the blame, to one that blames nobody who has failed.
+    /// Follows the blame from the first failure to one that blames no rank that has failed.
     fn root_cause(&self) -> Option<Cause> {
-        // The workers of a node that has fallen silent were dead before anybody could notice the silence, and not
-        // every program says whom it blames.
+        // The workers of a node that sends no heartbeats died before the silence was noticed, and not every program
+        // reports whom it blames.
         let silent = |cause: &&Cause| matches!(cause, Cause::Node { why: Departure::Silent(_), .. });
         if let Some(silent) = self.causes.iter().find(silent) {
             return Some(silent.clone());
         }
         let first = self.causes.first()?;
         let mut current = first;
-        // Two that blame each other would lead in circles.
+        // Two that blame each other would be an endless loop.
         for _ in &self.causes {
             let Cause::Worker(Fault { blames: Some(blamed), .. }) = current else {
                 return Some(current.clone());

@@ -1,4 +1,4 @@
-//! Asks a program, again and again, which hosts there are.
+//! Runs a program repeatedly that prints the available hosts.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, PipeWriter, Read, Write};
@@ -26,10 +26,10 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long an answer may be, in bytes.
 const MAX_ANSWER: usize = 256 * 1024;
-/// How often to look whether it is still wanted.
+/// How often to check whether the answer is still needed.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// The thread that asks. When it is dropped, nothing of it is left.
+/// The thread that runs the script. When this is dropped, the thread and the script end.
 pub(super) struct Discovery {
     answers: Receiver<Result<HostList>>,
     ends: Arc<AtomicBool>,
@@ -50,7 +50,7 @@ impl Discovery {
         Ok(Self { answers, ends, thread: Some(thread) })
     }
 
-    /// The next answer, or what is wrong with it.
+    /// The next answer, or an error.
     pub(super) fn next(&self) -> Option<Result<HostList>> {
         self.answers.try_recv().ok()
     }
@@ -59,7 +59,7 @@ impl Discovery {
 impl Drop for Discovery {
     fn drop(&mut self) {
         self.ends.store(true, Ordering::Relaxed);
-        // Who waits to hand an answer over may do so.
+        // The thread may be waiting to hand over an answer.
         let _ = self.answers.try_recv();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -86,17 +86,17 @@ fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &Pipe
     }
 }
 
-/// What the script prints, or why that is not known.
+/// The output of the script, or why it is not known.
 fn answer(script: &Path, ends: &AtomicBool) -> Result<String, String> {
     let mut command = Command::new(script);
-    // Ctrl-C is for the command alone, and what the script starts ends with it.
+    // Ctrl-C must reach only this command. The processes that the script starts end with it.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn().map_err(|error| format!("it cannot be started: {error}"))?;
     let read = child.stdout.take().map_or(Ok(Vec::new()), |stdout| {
         let mut stdout = File::from(OwnedFd::from(stdout));
         read(&mut stdout, &mut child, ends)
     });
-    // Before it is waited for, its number is its own.
+    // Before it is reaped, its number is valid.
     let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
     let status = child.wait().map_err(|error| error.to_string())?;
     let bytes = read?;
@@ -111,7 +111,7 @@ fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u
     let deadline = Instant::now() + PATIENCE;
     let (mut bytes, mut is_open) = (Vec::new(), true);
     loop {
-        // Asked before the look at its output, where then all is that it has said.
+        // Checked before reading its output: if it has ended, all its output is there.
         let is_over = has_ended(child).map_err(|error| error.to_string())?;
         if is_open && is_readable(stdout, if is_over { Duration::ZERO } else { LOOK })? {
             let mut buffer = [0; 4096];
@@ -139,7 +139,7 @@ fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u
     }
 }
 
-/// Is there something to be read, or the end, within this time?
+/// Waits for output, or its end, not longer than this.
 fn is_readable(stdout: &File, within: Duration) -> Result<bool, String> {
     let within = Timespec::try_from(within).map_err(|error| error.to_string())?;
     let ready = retry_on_intr(|| poll(&mut [PollFd::new(stdout, PollFlags::IN)], Some(&within)));

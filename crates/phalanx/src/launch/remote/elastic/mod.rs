@@ -1,4 +1,4 @@
-//! An elastic job on several hosts, as `horovodrun` has it: hosts may be lost, and others may come.
+//! An elastic job on several hosts, like `horovodrun`: hosts may be lost, and others may be added.
 //!
 //! The command that the user has started serves the workers' store. On each host a launcher, the
 //! [`agent`](crate::launch::agent), starts the workers, reports their ends, and is told which ones to replace.
@@ -18,7 +18,7 @@ use super::driver::Launchers;
 use crate::error::{Error, Result};
 use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
 
-/// As long as anybody waits.
+/// No time limit.
 const FOR_EVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// What makes a [remote job](RemoteJob) elastic.
@@ -33,7 +33,7 @@ pub struct ElasticHosts {
     run_id: Option<String>,
 }
 
-/// A program that prints the hosts which there are now, one a line: `node1:4`, or `node1`.
+/// A program that prints the available hosts, one per line: `node1:4`, or `node1`.
 #[derive(Clone, Debug)]
 pub struct HostDiscovery {
     script: PathBuf,
@@ -41,12 +41,12 @@ pub struct HostDiscovery {
 }
 
 impl HostDiscovery {
-    /// `script` is started every second, and may take ten.
+    /// `script` is started every second, and may take ten seconds.
     pub fn new(script: impl Into<PathBuf>) -> Self {
         Self { script: script.into(), slots: 1 }
     }
 
-    /// How many workers a host takes that is printed without a number; 1 if not given.
+    /// The slots of a host that is printed without a number; 1 if not given.
     pub fn slots(mut self, slots: WorldSize) -> Self {
         self.slots = slots.get();
         self
@@ -54,7 +54,7 @@ impl HostDiscovery {
 }
 
 impl ElasticHosts {
-    /// The job goes on as long as there are `min` workers.
+    /// The job goes on as long as at least `min` workers are left.
     pub fn new(min: WorldSize) -> Self {
         Self {
             min,
@@ -67,39 +67,39 @@ impl ElasticHosts {
         }
     }
 
-    /// The most workers that take part; if not given, as many as the hosts have slots.
+    /// The largest number of workers; if not given, the number of slots of all hosts.
     pub fn max(mut self, max: WorldSize) -> Self {
         self.max = Some(max);
         self
     }
 
-    /// How often a worker that has failed is replaced, or a host that was lost tried again, for all hosts together; 0 if
-    /// not given. A host that has not worked since the last try is tried again at no cost.
+    /// How often a failed worker is replaced, or a lost host is tried again, for all hosts together; 0 if not given. A
+    /// host that has not worked since the last try is tried again at no cost.
     pub fn max_restarts(mut self, restarts: u32) -> Self {
         self.max_restarts = restarts;
         self
     }
 
-    /// How long a host is left out after a failure: `first`, and each time in a row twice as long, up to `most`. 5 s and
-    /// 300 s if not given.
+    /// How long a host is left out after a failure: `first`, then twice as long each time, up to `most`. 5 s and 300 s
+    /// if not given.
     pub fn cool_down(mut self, first: Duration, most: Duration) -> Self {
         self.cool_down = (first, most.max(first));
         self
     }
 
-    /// How long there may be fewer workers than the least, as long as hosts may still come: 600 s if not given.
+    /// How long a job may have fewer workers than the minimum while hosts may still come: 600 s if not given.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// Where the list of hosts comes from, in place of the one with which the job was made.
+    /// Where the list of hosts comes from, instead of the list with which the job was made.
     pub fn discovery(mut self, discovery: HostDiscovery) -> Self {
         self.discovery = Some(discovery);
         self
     }
 
-    /// The job's name (`TORCHELASTIC_RUN_ID`); if not given, one that no other job has.
+    /// The job's name (`TORCHELASTIC_RUN_ID`); if not given, a new name.
     pub fn run_id(mut self, run_id: impl Into<String>) -> Self {
         self.run_id = Some(run_id.into());
         self

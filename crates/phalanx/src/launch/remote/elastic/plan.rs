@@ -1,5 +1,5 @@
-//! The plan of an elastic job: it does what the [host manager](HostManager) decides, and reports events to the host manager
-//! and to the workers.
+//! The plan of an elastic job: it carries out the decisions of the [host manager](HostManager), and reports events to
+//! the host manager and to the workers.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -32,22 +32,22 @@ const LOOK_UP: Duration = Duration::from_secs(30);
 
 pub(in crate::launch::remote) struct ElasticPlan {
     discovery: Option<Discovery>,
-    /// Could its last answer not be used?
+    /// Was its last answer unusable?
     discovery_fails: bool,
     run_id: String,
     host_manager: HostManager,
     most: u32,
     store: Option<Store>,
     exits: Vec<Exit>,
-    /// Failures that were not made good: of a worker, and of a host.
+    /// Failures that were not recovered from: of a worker, and of a host.
     failure: Option<Failure>,
     trouble: Option<Error>,
-    /// How many workers were left, if the job is ended because they are too few.
+    /// How many workers were left, if the job ends because they are too few.
     too_few: Option<u32>,
     workers: u32,
 }
 
-/// Where the workers meet.
+/// The store of the workers.
 struct Store {
     publisher: Publisher,
     host: String,
@@ -88,7 +88,7 @@ impl ElasticPlan {
         self.host_manager.list(hosts, Instant::now());
     }
 
-    /// Does what the host manager decides.
+    /// Carries out the decisions of the host manager.
     fn decide(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
         for action in self.host_manager.decide(Instant::now()) {
             match action {
@@ -119,7 +119,7 @@ impl ElasticPlan {
         Ok(())
     }
 
-    /// Gives up launchers that have not answered in time.
+    /// Drops launchers that have not answered in time.
     fn give_up_late(launchers: &mut Launchers<'_>) {
         let now = Instant::now();
         while let Some(index) = launchers.peers.iter().position(|peer| peer.is_late(now)) {
@@ -131,7 +131,7 @@ impl ElasticPlan {
         }
     }
 
-    /// Serves the store, once it is known at which address, and tells those to start who have waited for that.
+    /// Serves the store, once its address is known, and tells the launchers to start that have waited for it.
     fn start_those_who_wait(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
         if self.store.is_none()
             && let Some(address) = self.address(launchers)
@@ -168,7 +168,8 @@ impl ElasticPlan {
         Ok(())
     }
 
-    /// Where the hosts find this machine, as far as they have answered; none, if it is worth waiting for another answer.
+    /// The address at which the hosts reach this machine, according to those that have answered; none, if another
+    /// answer is worth waiting for.
     fn address(&self, launchers: &Launchers<'_>) -> Option<String> {
         let known = launchers.known(|peer| peer.host.name());
         if let Some(address) = address::seen_by_others(&known, is_ours) {
@@ -182,7 +183,7 @@ impl ElasticPlan {
             return Some(host::name());
         }
         let stays_here = self.discovery.is_none() && launchers.job.hosts.hosts().iter().all(is_this_machine);
-        // Hosts elsewhere may come later.
+        // Hosts on other networks may come later.
         let address = if stays_here { None } else { rendezvous::outward().ok() };
         Some(address.unwrap_or_else(|| IpAddr::from([127, 0, 0, 1])).to_string())
     }
@@ -207,7 +208,7 @@ impl ElasticPlan {
             nodes,
         };
         launchers.tell_to_start(index, nodes, (host, port), Some(agent));
-        // One that comes late has missed the instruction.
+        // A launcher that answers late has missed the instruction.
         if self.host_manager.is_ending() {
             launchers.peers[index].say(Instruction::Ending);
         }
@@ -220,7 +221,7 @@ impl ElasticPlan {
                     self.discovery_fails = false;
                     self.list(&hosts);
                 }
-                // The last list stands.
+                // The last list stays valid.
                 Err(error) if !std::mem::replace(&mut self.discovery_fails, true) => {
                     launchers.control.tell(Event::Warning { text: &error.to_string() });
                 }
@@ -229,7 +230,7 @@ impl ElasticPlan {
         }
     }
 
-    /// A worker has failed, and its launcher asks what becomes of its slot.
+    /// A worker has failed, and its launcher waits for a decision about the slot.
     fn lose_worker(&mut self, launchers: &mut Launchers<'_>, host: usize, slot: u32, failure: &Failure) {
         let fate = match launchers.end {
             None => self.host_manager.failed(host, slot, Instant::now()),
@@ -265,13 +266,13 @@ impl Plan for ElasticPlan {
         }
         self.handle_discovery(launchers);
         self.decide(launchers)?;
-        // Afterwards: the address of the store depends on the launchers whose answers are still awaited.
+        // Done afterwards: the address of the store depends on the launchers whose answers are still awaited.
         if launchers.end.is_none() { self.start_those_who_wait(launchers) } else { Ok(()) }
     }
 
     fn wake_at(&self, launchers: &Launchers<'_>) -> Option<Instant> {
         let silent = launchers.peers.iter().filter(|peer| peer.hello.is_none() && peer.end.is_none());
-        // Once all are to end, nothing is decided any more.
+        // Once all are to end, there are no more decisions.
         let decision = self.host_manager.wake_at().filter(|_| launchers.end.is_none());
         silent.map(|peer| peer.answer_by).chain(decision).min()
     }
@@ -305,7 +306,7 @@ impl Plan for ElasticPlan {
                 return;
             }
             News::Line { .. } | News::Logging { .. } | News::Warning { .. } => {}
-            // Told once for all.
+            // Reported once for all.
             News::Ending { .. } | News::Killing if launchers.end.is_some() => {}
             _ => return,
         }

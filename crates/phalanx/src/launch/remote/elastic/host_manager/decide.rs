@@ -1,4 +1,4 @@
-//! What the time, and what has happened, ask for.
+//! What to do now, as a function of the time and past events.
 
 use std::time::Instant;
 
@@ -43,12 +43,12 @@ impl HostManager {
             _ => None,
         });
         let slots = self.hosts.iter().flat_map(Host::slots).filter_map(Slot::due_at);
-        // Who has been due for long waits for room, or for the end, and not for the time.
+        // A host that has been due for a while waits for room in the world, or for an end, and not for a time.
         let due = |at: &Instant| self.decided.is_none_or(|decided| *at > decided);
         limits.into_iter().chain(standings).chain(slots).filter(due).min()
     }
 
-    /// Hosts that are named no more, or with another number of workers.
+    /// Hosts that are no longer listed, or with another number of slots.
     fn retire(&mut self, now: Instant, actions: &mut Vec<Action>) {
         for (index, host) in self.hosts.iter_mut().enumerate() {
             let Standing::In { listed, .. } = host.standing else { continue };
@@ -71,7 +71,7 @@ impl HostManager {
         }
     }
 
-    /// Who was promised is needed no more; a launcher waits for what becomes of the slot.
+    /// A promised worker is not needed any more; its launcher waits for a decision about the slot.
     fn vacate(&mut self, actions: &mut Vec<Action>) {
         for (index, host) in self.hosts.iter_mut().enumerate() {
             let Standing::In { slots, .. } = &mut host.standing else { continue };
@@ -104,7 +104,8 @@ impl HostManager {
         }
     }
 
-    /// The first of `count` numbers that no other host's workers have: those of the last time, or the lowest.
+    /// The first of `count` consecutive numbers that no other host's workers have: those of the last time, or the
+    /// lowest.
     fn free_numbers(&self, host: usize, count: u32) -> u32 {
         let others = self.hosts.iter().enumerate().filter(|(index, _)| *index != host);
         let taken: Vec<_> =
@@ -116,11 +117,11 @@ impl HostManager {
         let mut lowest: Vec<u32> = taken.iter().map(|range| range.end).chain([0]).collect();
         lowest.sort_unstable();
         let first = self.hosts[host].first.into_iter().chain(lowest).find(is_free);
-        // There is always one behind the last.
+        // There is always a free range after the last number.
         first.unwrap_or(0)
     }
 
-    /// How many there are, if that is too few, and it is of no use to wait.
+    /// The number of workers, if it is too small and no more will come.
     fn too_few(&mut self, now: Instant) -> Option<u32> {
         let there = self.hosts.iter().map(Host::active).sum::<u32>() + self.done + self.spared;
         if there >= self.limits.min {
@@ -132,7 +133,7 @@ impl HostManager {
             Standing::In { .. } | Standing::Spent => 0,
         });
         let enough = coming.sum::<u32>().saturating_add(there) >= self.limits.min;
-        // Whatever keeps all of them from starting, is the same the next time.
+        // If none of them could start, the reason will be the same the next time.
         let hopeless =
             !self.begun && !self.hosts.is_empty() && self.hosts.iter().all(|host| host.failures > 0);
         if self.is_ending() || hopeless || !(enough || self.limits.is_open) {

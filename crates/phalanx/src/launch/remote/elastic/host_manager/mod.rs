@@ -18,16 +18,16 @@ use crate::launch::slot::{Holder, Slot};
 /// The limits that the user has set.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// The fewest workers with which there is a job, and the most that take part.
+    /// The smallest and the largest number of workers.
     pub(super) min: u32,
     pub(super) max: u32,
     /// How often a worker, or a host that has worked, may be started again.
     pub(super) max_restarts: u32,
     /// How long a host is left out after a failure, the first time and at most.
     pub(super) cool_down: (Duration, Duration),
-    /// How long there may be too few workers, as long as others may come.
+    /// How long there may be too few workers, as long as hosts may come.
     pub(super) patience: Duration,
-    /// May hosts come that are not named yet?
+    /// May hosts be added that are not listed yet?
     pub(super) is_open: bool,
 }
 
@@ -39,7 +39,7 @@ pub(super) struct HostManager {
     used: u32,
     /// How many workers have ended with success.
     done: u32,
-    /// Promised workers that were not needed any more once the first had ended with success; they count as successful.
+    /// Promised workers that were not needed any more once the first had succeeded; they count as successful.
     spared: u32,
     /// Has any host ever been up?
     begun: bool,
@@ -54,10 +54,10 @@ pub(super) struct HostManager {
 struct Host {
     name: String,
     slots: u32,
-    /// Is it named, now?
+    /// Is it listed now?
     wanted: bool,
     standing: Standing,
-    /// The number of its first worker, the last time.
+    /// The number of its first worker in its last start.
     first: Option<u32>,
     /// Its failures in a row.
     failures: u32,
@@ -65,20 +65,20 @@ struct Host {
 
 #[derive(Debug)]
 enum Standing {
-    /// It may be started, from then on.
+    /// It may be started from this time on.
     Out { from: Instant },
-    /// A launcher is there, or on its way. So many slots were listed, of which the world may have had no room for all.
+    /// A launcher runs there or is being started. So many slots were listed; the world may have had room for fewer.
     In { slots: Vec<Slot>, listed: u32, up: Option<Instant> },
-    /// Its launcher was told to end; it may be started again from then on.
+    /// Its launcher was told to end; it may be started again from this time on.
     Leaving { from: Instant, count: u32 },
     /// It has failed, and no restart was left.
     Spent,
 }
 
-/// What the driver has to do.
+/// An action for the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Start a launcher, with so many workers, of which the first has this number.
+    /// Start a launcher with so many workers, of which the first has this number.
     Launch { host: usize, first: u32, slots: u32 },
     /// Start another worker in this slot.
     Replace { host: usize, slot: u32 },
@@ -88,11 +88,11 @@ pub(super) enum Action {
     Retire { host: usize },
     /// Tell the workers how many there are.
     Expect { workers: u32 },
-    /// End the job: so few workers are left, and no more come in time.
+    /// End the job: so few workers are left, and no more have come in time.
     TooFew { there: u32 },
 }
 
-/// What happens to a slot whose worker has failed.
+/// What follows the failure of a slot's worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {
     /// It gets another worker, after this time.
@@ -104,7 +104,7 @@ pub(super) enum Fate {
 }
 
 impl Host {
-    /// The slots of the launcher that is there.
+    /// The slots of the running launcher.
     fn slots(&self) -> &[Slot] {
         match &self.standing {
             Standing::In { slots, .. } => slots,
@@ -112,7 +112,7 @@ impl Host {
         }
     }
 
-    /// How many of its workers run, or will run again.
+    /// How many of its workers run or will run again.
     fn active(&self) -> u32 {
         self.slots().iter().filter(|slot| slot.is_running() || slot.due_at().is_some()).count() as u32
     }
@@ -128,7 +128,7 @@ impl Host {
         first..first.saturating_add(count)
     }
 
-    /// Can its workers be counted on soon? After a failure, only when it is up again.
+    /// Will its workers run soon? After a failure, only when its launcher has answered again.
     fn is_expected(&self) -> bool {
         matches!(self.standing, Standing::In { up, .. } if up.is_some() || self.failures == 0)
     }
@@ -150,7 +150,7 @@ impl HostManager {
         }
     }
 
-    /// These are the hosts now, each with its number of workers; those that are left out are so no more than before.
+    /// The list of hosts, each with its number of workers. A host that is left out stays so for the same time.
     pub(super) fn list<'a>(&mut self, hosts: impl IntoIterator<Item = (&'a str, u32)>, now: Instant) {
         self.hosts.iter_mut().for_each(|host| host.wanted = false);
         for (name, slots) in hosts {
@@ -166,7 +166,7 @@ impl HostManager {
                 }),
             }
         }
-        // One that comes back later is another machine, perhaps.
+        // A host that comes back later may be another machine.
         for host in self.hosts.iter_mut().filter(|host| !host.wanted) {
             if matches!(host.standing, Standing::Spent) {
                 host.standing = Standing::Out { from: now };
@@ -178,7 +178,7 @@ impl HostManager {
         &self.hosts[host].name
     }
 
-    /// How often a worker or a host was started again, or is about to be, and how often one may be.
+    /// How often a worker or a host was started again, or is about to be, and the limit.
     pub(super) fn restarts(&self) -> (u32, u32) {
         (self.used, self.limits.max_restarts)
     }
@@ -187,7 +187,7 @@ impl HostManager {
     pub(super) fn up(&mut self, host: usize, now: Instant) {
         if let Standing::In { up: up @ None, slots, .. } = &mut self.hosts[host].standing {
             *up = Some(now);
-            // A worker may have failed before this was heard.
+            // A worker may have failed before this message came.
             for slot in slots.iter_mut().filter(|slot| slot.is_running()) {
                 slot.holder = Holder::Running { since: now };
             }
@@ -203,7 +203,7 @@ impl HostManager {
             others.map(|(_, other)| other.active()).sum::<u32>() >= self.limits.min
         };
         let Standing::In { slots, .. } = &mut self.hosts[host].standing else { return Fate::Empty };
-        // Whatever a launcher says, who does not run cannot fail.
+        // A worker that does not run cannot fail, whatever a launcher reports.
         let slot = slots.get_mut(slot as usize).filter(|slot| slot.is_running());
         let Some(slot) = slot else { return Fate::Empty };
         match slot.fail(now) {
@@ -212,7 +212,7 @@ impl HostManager {
                 self.used += 1;
                 Fate::Replaced { after }
             }
-            // With its other workers, which hold the state: there must be some elsewhere.
+            // The other workers of this host end too. They hold the state, so there must be others elsewhere.
             None if may && enough_elsewhere => {
                 self.used += 1;
                 Fate::LeftOut { pause: self.leave_out(host, now) }
@@ -231,8 +231,8 @@ impl HostManager {
         }
     }
 
-    /// Its launcher has ended without being told to, or could not be reached: how long the host is left out, or none if
-    /// it is so for good.
+    /// Its launcher has ended without being told to, or could not be reached. Returns how long the host is left out;
+    /// none if it is for good.
     pub(super) fn lost(&mut self, host: usize, now: Instant) -> Option<Duration> {
         if let Standing::Leaving { .. } = self.hosts[host].standing {
             self.ended(host);
@@ -254,7 +254,7 @@ impl HostManager {
         Some(pause)
     }
 
-    /// Its launcher has ended as it should: it was told to, or no worker of it was left.
+    /// Its launcher has ended as expected: it was told to, or no worker of it was left.
     pub(super) fn ended(&mut self, host: usize) {
         let host = &mut self.hosts[host];
         host.standing = match host.standing {
@@ -263,7 +263,8 @@ impl HostManager {
         };
     }
 
-    /// Has a worker ended well? The first that does has seen all others do so: nobody begins any more.
+    /// Has a worker ended well? It does so only after all others have finished the work, so no further worker is
+    /// started.
     pub(super) fn is_ending(&self) -> bool {
         self.done > 0
     }
@@ -277,7 +278,7 @@ impl HostManager {
         doubled.unwrap_or(most).min(most)
     }
 
-    /// Its workers are ended, and it may come again later.
+    /// Its workers are ended, and it may be started again later.
     fn leave_out(&mut self, host: usize, now: Instant) -> Duration {
         let pause = self.pause(host);
         let count = self.hosts[host].slots().len() as u32;
