@@ -1,4 +1,4 @@
-//! The few things that writing a checkpoint asks of a file system, one call each, so that tests can stop after any.
+//! The file-system operations that writing a checkpoint needs, one call each, so that tests can stop after any of them.
 
 use std::fmt::Debug;
 use std::fs::{self, File};
@@ -7,22 +7,22 @@ use std::path::Path;
 
 /// A file system.
 pub(super) trait Disk: Debug + Send + Sync + 'static {
-    /// Makes a folder that must not be there yet.
+    /// Makes a folder that must not exist yet.
     fn create_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a file that must not be there yet.
+    /// Makes a file that must not exist yet.
     fn create_file(&self, path: &Path) -> io::Result<File>;
 
     /// Appends `bytes` to a file that was made before.
     fn write(&self, file: &mut File, bytes: &[u8]) -> io::Result<()>;
 
-    /// Returns when what was written to `file` survives a loss of power.
+    /// Returns when the contents of `file` survive a loss of power.
     fn sync_file(&self, file: &File) -> io::Result<()>;
 
     /// Returns when the names in a folder survive a loss of power.
     fn sync_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// Gives what is called `from` the name `to`, at once.
+    /// Renames `from` to `to`, atomically.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Removes a file.
@@ -32,7 +32,7 @@ pub(super) trait Disk: Debug + Send + Sync + 'static {
     fn remove_folder(&self, path: &Path) -> io::Result<()>;
 }
 
-/// The system's.
+/// The system's file system.
 #[derive(Debug)]
 pub(super) struct SystemDisk;
 

@@ -1,4 +1,4 @@
-//! The folder of checkpoints: names, writing one, removing old ones.
+//! The folder of checkpoints: names, writing a checkpoint, removing old ones.
 //!
 //! ```text
 //! runs/digits/
@@ -17,14 +17,16 @@
 //!   .owner-00000002          the claim of the one process that writes here
 //! ```
 //!
-//! The number in front counts what was ever written here: a job that goes back to an earlier step makes later
-//! checkpoints of it. A folder gets its name when everything in it is on the disk, and only then is an old one renamed
-//! and removed.
+//! The leading number counts all checkpoints that were ever written here: a job that goes back to an earlier step
+//! writes later checkpoints of it. A checkpoint is renamed to its final name when everything in it is on the disk. Only
+//! then is an old one renamed and removed.
 //!
-//! A process may be frozen anywhere, lose its claim to another (see [`owner`](super::owner)), and go on with the very next
-//! operation. What is not there yet, or no more, has the number of a claim in its name, so two never write to one place.
-//! Who claims first moves aside what others have begun, and then looks which checkpoints there are. So a late rename either
-//! came before, and is seen: that checkpoint is whole, like any other; or it has nothing to rename any more. And what one late
+//! A process may be frozen at any point, lose its claim to another (see [`owner`](super::owner)), and go on with its
+//! next operation. Incomplete folders, and those being removed, have the number of a claim in their names, so two
+//! processes never write to the same folder. A process that claims the folder first moves aside the incomplete folders
+//! of others, and then lists the checkpoints. So there are two cases for a late rename. Either it came before that:
+//! then the checkpoint is complete and listed. Or its source has been moved, and it fails. A late removal only removes
+//! checkpoints older than those that were complete by then.
 //! removal takes away is older than what was whole already.
 
 use std::cmp::Reverse;
@@ -42,27 +44,27 @@ use super::owner::Owner;
 use super::snapshot::Snapshot;
 use crate::deadline::Deadline;
 
-/// In front of the number of a checkpoint that is being written.
+/// The prefix of a checkpoint that is being written.
 const WRITING: &str = ".writing-";
-/// In front of the number of one that is being removed.
+/// The prefix of a checkpoint that is being removed.
 const REMOVING: &str = ".removing-";
-/// Between the number of what it is, and that of the claim by which it is done.
+/// Between the number of the checkpoint and the number of the claim that works on it.
 const BY: &str = "-by-";
 /// Between number and step.
 const STEP: &str = "-step-";
 
-/// No job writes so many; a higher number would leave none for those to come.
+/// The largest number; no job writes so many checkpoints.
 const MAX_NUMBER: u64 = u64::MAX / 2;
 
 /// Elements are written in pieces of this size, each read once for disk and checksum.
 const PIECE: usize = 1 << 20;
 
-/// The folder of checkpoints, seen from the process that writes.
+/// The folder of checkpoints, for the process that writes.
 #[derive(Debug)]
 pub(super) struct Folder {
     pub path: PathBuf,
     pub disk: Box<dyn Disk>,
-    /// This process's claim, of which there may be a newer one while a checkpoint is written.
+    /// This process's claim. A newer one may exist while a checkpoint is written.
     pub owner: Mutex<Owner>,
 }
 
@@ -74,8 +76,8 @@ impl Folder {
         self.end(&begun, number, files.map(|files| Manifest::new(step, world_size, files)))
     }
 
-    /// Makes the folder in which a checkpoint is written, as number `number`. What an earlier write has left is removed, if that is
-    /// possible by now.
+    /// Makes the folder in which checkpoint `number` is written. First removes the remains of an earlier write, if that
+    /// is possible.
     pub fn begin(&self, number: u64) -> io::Result<PathBuf> {
         let _ = self.sweep();
         let begun = self.path.join(format!("{WRITING}{number:08}{BY}{:08}", self.check()?));
@@ -98,8 +100,8 @@ impl Folder {
         write_files(&*self.disk, begun, tensors, snapshot, || self.check().map(drop))
     }
 
-    /// Writes the manifest over the files that are there, and gives the checkpoint its name; or gives up. When it returns `Ok`,
-    /// the checkpoint survives a loss of power.
+    /// Writes the manifest for the files that are there, and renames the checkpoint to its final name; or gives up.
+    /// When it returns `Ok`, the checkpoint survives a loss of power.
     pub fn end(&self, begun: &Path, number: u64, manifest: io::Result<Manifest>) -> io::Result<()> {
         let ended = manifest.and_then(|manifest| {
             let bytes = manifest.encode()?;
@@ -122,19 +124,19 @@ impl Folder {
         self.disk.sync_folder(&self.path)
     }
 
-    /// Removes what was begun: on a full disk its room is needed. What cannot be removed now, or what another rank still adds to it,
-    /// is removed when the next one is begun, or the folder is opened.
+    /// Removes an incomplete checkpoint: on a full disk its space is needed. What cannot be removed now, or what
+    /// another rank still adds to it, is removed when the next checkpoint is begun, or the folder is opened.
     pub fn give_up(&self, begun: &Path) {
         let _ = self.remove_tree(begun);
     }
 
-    /// The number of this process's claim, if no other process has made a later one.
+    /// The number of this process's claim, unless another process has made a later one.
     fn check(&self) -> io::Result<u64> {
         let owner = self.owner.lock();
         owner.check().map(|()| owner.number())
     }
 
-    /// Removes what is older than the newest `keep` checkpoints that have all their files.
+    /// Removes checkpoints older than the newest `keep` ones that have all their files.
     pub fn rotate(&self, keep: usize) -> io::Result<()> {
         let (mut whole, mut outcome) = (0, Ok(()));
         for entry in list(&self.path)? {
@@ -149,14 +151,14 @@ impl Folder {
 
     fn remove(&self, entry: &Entry) -> io::Result<()> {
         let by = self.check()?;
-        // Under another name at once, so that nobody meets half of it.
+        // Renamed first, so that no reader finds a part of it.
         let removing = self.path.join(format!("{REMOVING}{:08}{BY}{by:08}", entry.number));
         self.disk.rename(&entry.path, &removing)?;
         self.remove_tree(&removing)
     }
 
-    /// Removes what writers have left: of this process, none of which is in flight, and those that died, or were frozen and have
-    /// lost their claim.
+    /// Removes the remains of writers: of this process, which writes nothing now, and of processes that have died, or
+    /// were frozen and have lost their claim.
     pub fn sweep(&self) -> io::Result<()> {
         let by = self.check()?;
         for entry in fs::read_dir(&self.path)? {
@@ -164,7 +166,7 @@ impl Folder {
             let name = entry.file_name();
             let name = name.to_string_lossy();
             let left = match (name.strip_prefix(WRITING), name.strip_prefix(REMOVING)) {
-                // Moved away first: its writer, if it goes on, finds no place in which to put another file.
+                // Renamed first: its writer, if it goes on, can add no further file.
                 (Some(what), _) if claimed_by(what).is_some_and(|claim| claim <= by) => {
                     let aside = self.path.join(format!("{REMOVING}{what}{BY}{by:08}"));
                     gone(self.disk.rename(&entry.path(), &aside))?;
@@ -178,7 +180,7 @@ impl Folder {
         Ok(())
     }
 
-    /// Removes a folder of files. Another may do so at the same time.
+    /// Removes a folder of files. Another process may do so at the same time.
     fn remove_tree(&self, folder: &Path) -> io::Result<()> {
         let entries = match fs::read_dir(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -191,8 +193,8 @@ impl Folder {
     }
 }
 
-/// Writes a part of a checkpoint into the folder `begun`: the tensors to the file of that name, first, and each part to one of
-/// its own. `check` may object before each file.
+/// Writes a part of a checkpoint into the folder `begun`: first the tensors, to the file of that name, then each part
+/// to its own file. `check` may return an error before each file.
 pub(super) fn write_files(
     disk: &dyn Disk,
     begun: &Path,
@@ -210,7 +212,7 @@ pub(super) fn write_files(
         check()?;
         write_file(disk, begun, format!("{name}{PART}"), std::iter::once(bytes.as_slice()))
     });
-    // Behind its suffix a name may stand elsewhere in the order.
+    // With the suffix, the order of the names may differ.
     let mut parts = parts.collect::<io::Result<Vec<_>>>()?;
     parts.sort_by(|left, right| left.name.cmp(&right.name));
     Ok(std::iter::once(tensors).chain(parts).collect())
@@ -233,7 +235,7 @@ fn write_file<'a>(
     Ok(FileEntry { name, length, checksum: checksum.finish() })
 }
 
-/// What has gone already need not be removed, or moved.
+/// Ignores an error that the file does not exist: another process has removed or renamed it.
 fn gone(outcome: io::Result<()>) -> io::Result<()> {
     match outcome {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -241,20 +243,20 @@ fn gone(outcome: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// By which claim what stands behind the prefix in a name of ours was done last, if it is a number, and by whom.
+/// The number of the claim that last worked on a folder of ours with this name, if the name has one.
 fn claimed_by(what: &str) -> Option<u64> {
     let (_, claim) = what.rsplit_once(BY)?;
     what.split(BY).all(|number| number.parse::<u64>().is_ok()).then(|| claim.parse().ok())?
 }
 
-/// A folder that has the name of a checkpoint.
+/// A folder with the name of a checkpoint.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub number: u64,
     pub path: PathBuf,
 }
 
-/// All that have the name of a checkpoint, the newest first.
+/// All folders with the name of a checkpoint, the newest first.
 pub(super) fn list(folder: &Path) -> io::Result<Vec<Entry>> {
     let mut entries = Vec::new();
     for entry in fs::read_dir(folder)? {
@@ -284,16 +286,16 @@ fn number(name: &str) -> Option<u64> {
 /// Why a checkpoint cannot be read.
 #[derive(Debug)]
 pub(super) enum Unfit {
-    /// It is not whole, so an older one has to do.
+    /// It is incomplete or damaged, so an older one is taken.
     Torn(String),
-    /// It may be whole: whoever takes an older one instead would lose it.
+    /// It may be complete: taking an older one instead would lose it.
     Unread(String, Option<io::Error>),
 }
 
 impl Unfit {
-    /// What an error of the system says about `file`.
+    /// The system's error for `file`.
     fn of(file: &str, error: io::Error) -> Self {
-        /// What a damaged disk says.
+        /// The error for damaged data.
         const EIO: i32 = rustix::io::Errno::IO.raw_os_error();
         match error.kind() {
             io::ErrorKind::NotFound => Self::Torn(format!("{file} is missing")),
@@ -318,7 +320,7 @@ pub(super) fn read_manifest(folder: &Path) -> Result<(Manifest, Vec<u8>), Unfit>
 pub(super) fn manifest_bytes(folder: &Path) -> Result<Vec<u8>, Unfit> {
     let (file, length) = open(folder, MANIFEST)?;
     if length > MAX_MANIFEST {
-        // No crash makes it longer: a later version of this crate may.
+        // A crash does not make it longer, but a later version of this crate may write a longer one.
         let cause =
             format!("{MANIFEST} has {length} bytes, and {MAX_MANIFEST} are the most that are read here");
         return Err(Unfit::Unread(cause, None));
@@ -326,7 +328,7 @@ pub(super) fn manifest_bytes(folder: &Path) -> Result<Vec<u8>, Unfit> {
     read(file, MANIFEST, length)
 }
 
-/// What `entry` says is in `folder`, if it can be read by the deadline.
+/// The contents of the file of `entry` in `folder`, if it can be read by the deadline.
 pub(super) fn read_entry(folder: &Path, entry: &FileEntry, deadline: Deadline) -> Result<Vec<u8>, Unfit> {
     let file = open_entry(folder, entry)?;
     let mut bytes = room(&entry.name, entry.length)?;
@@ -334,13 +336,13 @@ pub(super) fn read_entry(folder: &Path, entry: &FileEntry, deadline: Deadline) -
     Ok(bytes)
 }
 
-/// Has `file`, which `entry` says is in a checkpoint, the right contents? It takes little memory, and ends at the deadline, whatever
-/// it has come to.
+/// Does the file of `entry`, in a checkpoint, have the right contents? It takes little memory, and stops at the
+/// deadline.
 pub(super) fn verify(file: File, entry: &FileEntry, deadline: Deadline) -> Result<(), Unfit> {
     compare(file, entry, deadline, |_| {})
 }
 
-/// Compares the checksum of `file` with that of `entry`, and shows each piece to `see`.
+/// Compares the checksum of `file` with that of `entry`, and passes each piece to `see`.
 fn compare(
     file: File,
     entry: &FileEntry,
@@ -375,14 +377,14 @@ fn damaged(entry: &FileEntry) -> Unfit {
     Unfit::Torn(format!("the checksum of {} is wrong", entry.name))
 }
 
-/// Has the checkpoint all files, as long as they should be? The newest is only trusted when all was read; to remove old
-/// ones this will do.
+/// Has the checkpoint all files, with the right lengths? To resume from the newest checkpoint all its files are read;
+/// to remove old ones this check is enough.
 fn looks_whole(folder: &Path) -> bool {
     let manifest = read_manifest(folder);
     manifest.is_ok_and(|(manifest, _)| manifest.files.iter().all(|entry| open_entry(folder, entry).is_ok()))
 }
 
-/// The file of `entry`, if it is as long as it should be: no memory is taken for what is not there.
+/// The file of `entry`, if it has the right length: no memory is allocated for missing bytes.
 pub(super) fn open_entry(folder: &Path, entry: &FileEntry) -> Result<File, Unfit> {
     let (file, length) = open(folder, &entry.name)?;
     if length == entry.length {
@@ -392,7 +394,8 @@ pub(super) fn open_entry(folder: &Path, entry: &FileEntry) -> Result<File, Unfit
     Err(Unfit::Torn(cause))
 }
 
-/// Opens a file and says how long it is. Only a real file will do: a link leads elsewhere, and a pipe never ends.
+/// Opens a file and returns its length. It must be a regular file: a link may lead out of the folder, and a pipe may
+/// never end.
 fn open(folder: &Path, name: &str) -> Result<(File, u64), Unfit> {
     let file = open_file(&folder.join(name)).map_err(|error| Unfit::of(name, error))?;
     let metadata = file.metadata().map_err(|error| Unfit::of(name, error))?;
@@ -402,13 +405,13 @@ fn open(folder: &Path, name: &str) -> Result<(File, u64), Unfit> {
     Ok((file, metadata.len()))
 }
 
-/// Opens a file, and no link.
+/// Opens a file, but no link.
 pub(super) fn open_file(path: &Path) -> io::Result<File> {
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     File::options().read(true).custom_flags(flags.bits() as i32).open(path)
 }
 
-/// The `length` bytes of a file that has as many.
+/// The contents of a file of `length` bytes.
 fn read(mut file: File, name: &str, length: u64) -> Result<Vec<u8>, Unfit> {
     let mut bytes = room(name, length)?;
     file.by_ref().take(length).read_to_end(&mut bytes).map_err(|error| Unfit::of(name, error))?;

@@ -1,4 +1,5 @@
-//! Which rank has which slices of which tensors: what ranks propose for a sharded checkpoint, and what its manifest says. No I/O.
+//! Which rank has which slices of which tensors, as ranks propose it for a sharded checkpoint and as the manifest says.
+//! No I/O.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -11,28 +12,28 @@ use crate::dtype::DType;
 
 /// The most slices of one tensor: one for each rank of the largest world.
 const MAX_SLICES: usize = crate::world_size::MAX_WORLD_SIZE as usize;
-/// Slices that an error shows.
+/// The most slices that an error names.
 const SHOWN: usize = 16;
 
-/// A tensor of a checkpoint, and where its slices are.
+/// A tensor of a checkpoint, and the slices in which it is stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct TensorEntry {
     pub name: String,
     pub dtype: DType,
-    /// Of the whole.
+    /// Of the whole tensor.
     pub shape: Vec<usize>,
-    /// By rank, and as they stand in its file.
+    /// By rank, in the order of the rank's file.
     pub slices: Vec<SliceEntry>,
 }
 
-/// A slice, or the whole, in the file of a rank.
+/// A slice, or the whole tensor, in the file of a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SliceEntry {
     pub rank: u32,
     pub region: Region,
-    /// Where in the file its first element is, in bytes.
+    /// The offset of its first element in the file, in bytes.
     pub start: u64,
 }
 
@@ -47,7 +48,8 @@ pub(super) struct Proposed {
 }
 
 impl TensorEntry {
-    /// Do its slices lie in files of these `lengths`? Adds to `places` the rank, the start and the end of what they take there.
+    /// Do its slices lie within files of these `lengths`? Adds to `places` the rank, the start and the end of each
+    /// slice's bytes.
     fn check_places(&self, lengths: &[u64], places: &mut Vec<(u32, u64, u64)>) -> Result<(), String> {
         let Self { name, dtype, shape, slices } = self;
         if !is_tensor_name(name) || byte_length(*dtype, shape).is_none() {
@@ -72,7 +74,7 @@ impl TensorEntry {
         Ok(())
     }
 
-    /// Do the slices, which lie in the tensor, cover it, each element once?
+    /// Do the slices, which lie within the tensor, cover each element exactly once?
     fn check_cover(&self) -> Result<(), String> {
         let Self { name, shape, slices, .. } = self;
         if slices.len() > MAX_SLICES {
@@ -110,8 +112,8 @@ impl TensorEntry {
     }
 }
 
-/// Are these tensors in files of these `lengths`, each byte there of one element at most, and is each tensor whole, each element
-/// once? What a manifest says may be anything: what it takes to read it is no more than its files hold.
+/// Checks tensors against files of these `lengths`: each byte belongs to one element at most, and each element of each
+/// tensor is there once. A manifest may be hostile: reading it takes no more memory than its files have bytes.
 pub(super) fn check(tensors: &[TensorEntry], lengths: &[u64]) -> Result<(), String> {
     let mut places = Vec::new();
     tensors.iter().try_for_each(|tensor| tensor.check_places(lengths, &mut places))?;
@@ -123,7 +125,7 @@ pub(super) fn check(tensors: &[TensorEntry], lengths: &[u64]) -> Result<(), Stri
     tensors.iter().try_for_each(TensorEntry::check_cover)
 }
 
-/// The tensors that the ranks propose together, by name.
+/// The tensors that the ranks propose, merged by name.
 pub(super) fn merged(ranks: impl Iterator<Item = (u32, Vec<Proposed>)>) -> Result<Vec<TensorEntry>, String> {
     let mut tensors: BTreeMap<String, TensorEntry> = BTreeMap::new();
     for (rank, slices) in ranks {

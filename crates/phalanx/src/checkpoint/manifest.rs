@@ -1,7 +1,8 @@
-//! The manifest: what belongs to a checkpoint, with lengths and checksums. No I/O.
+//! The manifest: the files of a checkpoint, with lengths and checksums. No I/O.
 //!
-//! It is written last. A checkpoint is whole if its manifest is as this module writes it, and the files are as the
-//! manifest says. That of a sharded checkpoint has version 2: its tensors are in a file for each rank, and it says where.
+//! It is written last. A checkpoint is complete if its manifest has exactly the format of this module, and the files
+//! are as the manifest says. A sharded checkpoint has version 2: its tensors are in a file for each rank, and the
+//! manifest says where.
 
 #[cfg(any(test, fuzzing))]
 use std::collections::BTreeMap;
@@ -17,25 +18,25 @@ use crate::world_size::MAX_WORLD_SIZE;
 pub(super) const MANIFEST: &str = "manifest.json";
 /// The name of the file with the tensors.
 pub(super) const TENSORS: &str = "tensors.safetensors";
-/// What stands behind the name of a part in the name of its file.
+/// The suffix of a part's file name.
 pub(super) const PART: &str = ".part";
 
 /// The most parts that a rank adds to a checkpoint.
 pub(super) const MAX_PARTS: usize = 1000;
-/// The most parts of a sharded checkpoint, of however many ranks: more than one for each rank of the largest world.
+/// The most parts of a sharded checkpoint, for any number of ranks: more than one for each rank of the largest world.
 const MAX_SHARDED_PARTS: usize = 100_000;
 /// The longest name of a part.
 pub(super) const MAX_PART_NAME: usize = 100;
-/// The longest manifest: more than the longest names of the most parts take, and several hundred thousand slices.
+/// The longest manifest: enough for the longest names of the most parts, and several hundred thousand slices.
 pub(super) const MAX_MANIFEST: u64 = 64 << 20;
 
 const FORMAT: &str = "phalanx checkpoint";
-/// The version of what rank 0 writes alone.
+/// The version of checkpoints that rank 0 writes alone.
 const WHOLE: u32 = 1;
-/// The version of what every rank writes a part of; the last that is read.
+/// The version of checkpoints that all ranks write together; the last one that can be read.
 const SHARDED: u32 = 2;
 
-/// What a manifest says.
+/// The contents of a manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Manifest {
@@ -50,7 +51,7 @@ pub(super) struct Manifest {
     /// Where the tensors of a sharded checkpoint are, by name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tensors: Option<Vec<TensorEntry>>,
-    /// Of the manifest, with this field empty.
+    /// The checksum of the manifest, computed with this field empty.
     checksum: String,
 }
 
@@ -64,17 +65,17 @@ pub(super) struct FileEntry {
     pub checksum: String,
 }
 
-/// The head of a manifest of any version.
+/// The fields that a manifest of any version has.
 #[derive(Deserialize)]
 struct Head {
     format: String,
     version: u32,
 }
 
-/// Why bytes are no manifest of this version.
+/// Why bytes are not a manifest of this version.
 #[derive(Debug)]
 pub(super) enum Unreadable {
-    /// It was damaged, or never written to its end.
+    /// It was damaged, or not written completely.
     Torn(String),
     /// A later version of this crate has written it.
     Later(u32),
@@ -107,12 +108,12 @@ impl Manifest {
         }
     }
 
-    /// That of a sharded checkpoint.
+    /// The manifest of a sharded checkpoint.
     pub fn sharded(step: u64, world_size: u32, files: Vec<FileEntry>, tensors: Vec<TensorEntry>) -> Self {
         Self { version: SHARDED, tensors: Some(tensors), ..Self::new(step, world_size, files) }
     }
 
-    /// Its bytes.
+    /// The manifest as bytes.
     pub fn encode(&self) -> serde_json::Result<Vec<u8>> {
         let mut manifest = Self { checksum: String::new(), ..self.clone() };
         manifest.checksum = checksum(&manifest.text()?);
@@ -124,7 +125,7 @@ impl Manifest {
         if self.tensors.is_some() { serde_json::to_vec(self) } else { serde_json::to_vec_pretty(self) }
     }
 
-    /// What `bytes` say. There is one way to write a manifest, and every other is refused.
+    /// Decodes `bytes`. There is one way to write a manifest, and every other is refused.
     pub fn decode(bytes: &[u8]) -> Result<Self, Unreadable> {
         let torn = |cause: &dyn fmt::Display| Unreadable::Torn(cause.to_string());
         let head: Head = serde_json::from_slice(bytes).map_err(|error| torn(&error))?;
@@ -153,7 +154,7 @@ impl Manifest {
         self.files.get(self.tensor_files().len()..).unwrap_or_default()
     }
 
-    /// No name leads out of the folder, none stands for two files, and slices are what they should be.
+    /// Checks that no name leads out of the folder, no two entries share a file, and slices are valid.
     pub fn check(&self) -> Result<(), String> {
         match (self.version, &self.tensors) {
             (WHOLE, None) => self.check_whole()?,
@@ -197,7 +198,7 @@ impl Manifest {
     }
 }
 
-/// The most parts of a sharded checkpoint of so many ranks.
+/// The most parts of a sharded checkpoint of a world of this size.
 pub(super) fn max_parts(world_size: usize) -> usize {
     world_size.saturating_mul(MAX_PARTS).min(MAX_SHARDED_PARTS)
 }
@@ -207,18 +208,18 @@ pub(super) fn shard(rank: u32, world_size: u32) -> String {
     format!("rank-{rank:05}-of-{world_size:05}.safetensors")
 }
 
-/// May a part have this name? Letters, digits, `_`, `-` and `.`, and no dot in front.
+/// May a part have this name? Letters, digits, `_`, `-` and `.`, but no leading dot.
 pub(super) fn is_part_name(name: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte);
     (1..=MAX_PART_NAME).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(is_plain)
 }
 
-/// The checksum of `bytes`, as it stands in a manifest.
+/// The checksum of `bytes`, in a manifest's notation.
 pub(super) fn checksum(bytes: &[u8]) -> String {
     shown(xxh3_64(bytes))
 }
 
-/// A checksum of what comes in pieces.
+/// A checksum of data that comes in pieces.
 #[derive(Default)]
 pub(super) struct Checksum(Xxh3);
 
@@ -236,7 +237,7 @@ fn shown(checksum: u64) -> String {
     format!("xxh3:{checksum:016x}")
 }
 
-/// What reads a manifest, for the fuzz target.
+/// Reads a manifest, for the fuzz target.
 #[cfg(any(test, fuzzing))]
 pub fn fuzz(bytes: &[u8]) -> bool {
     let Ok(manifest) = Manifest::decode(bytes) else { return false };
@@ -244,7 +245,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     for file in &manifest.files {
         assert!(!file.name.contains('/') && !file.name.starts_with('.'));
     }
-    // Each element is in one slice, each slice in its file, and each byte of that in one slice.
+    // Each element is in one slice, each slice in its file, and each byte of a file in one slice at most.
     let mut taken: BTreeMap<(u32, u64), u64> = BTreeMap::new();
     for tensor in manifest.tensors.iter().flatten() {
         let size = tensor.dtype.size() as u128;

@@ -1,9 +1,10 @@
-//! Checkpoints: the state of a job on disk, from which a restarted job goes on.
+//! Checkpoints: the state of a job on disk, from which a restarted job resumes.
 //!
-//! Every rank calls the same things in the same order. Of a state that all ranks have, rank 0 alone writes, on a thread of its
-//! own, and what it reads it gives to all ([`Checkpoints::save`]); of a state that is spread over the ranks each writes its part,
-//! and reads what it needs ([`Checkpoints::save_sharded`]). A checkpoint is there whole or not at all: whatever is killed when,
-//! and however full the disk, the newest that was finished is found.
+//! Every rank makes the same calls in the same order. There are two ways to save. [`Checkpoints::save`] is for a state
+//! that all ranks have: rank 0 alone writes it, on a thread, and sends all ranks what it reads.
+//! [`Checkpoints::save_sharded`] is for a state that is divided among the ranks: each rank writes its part, and reads
+//! the parts that it needs. A checkpoint is complete or not there at all. Even if processes are killed at any time, or
+//! the disk is full, the newest complete checkpoint is found.
 //!
 //! ```
 //! use phalanx::checkpoint::Checkpoints;
@@ -32,12 +33,12 @@
 //! # Ok::<(), phalanx::Error>(())
 //! ```
 //!
-//! Each checkpoint is a folder: the tensors in `tensors.safetensors`, which many programs read, each other part in a file
-//! of its own, and `manifest.json` with all lengths and checksums (XXH3, 64 bits). Of a sharded one the tensors are in a file for
-//! each rank, such as `rank-00003-of-00008.safetensors`, where a slice has the name `weight[0:4, 0:8]`, and the manifest says
-//! which slices make up which tensor. The checksums find what a crash or a
-//! disk has damaged, not what somebody has forged; but nothing in a forged checkpoint is executed, leads out of the
-//! folder, or takes more memory than its files are long.
+//! Each checkpoint is a folder: the tensors in `tensors.safetensors`, which many programs can read, each other part in
+//! its own file, and `manifest.json` with all lengths and checksums (XXH3, 64 bits). In a sharded checkpoint the
+//! tensors are in a file for each rank, such as `rank-00003-of-00008.safetensors`, where a slice has a name like
+//! `weight[0:4, 0:8]`, and the manifest says which slices make up which tensor. The checksums detect damage by a crash
+//! or a disk, but not forgery. Reading a forged checkpoint executes nothing, does not leave the folder, and takes no
+//! more memory than its files have bytes.
 
 mod disk;
 mod folder;
@@ -85,7 +86,7 @@ use crate::group::ProcessGroup;
 
 /// How long a call waits for the write before it, unless [`Checkpoints::with_timeout`] says otherwise.
 const TIMEOUT: Duration = Duration::from_secs(10 * 60);
-/// How much longer than a call waits for a disk the other ranks wait for that call: they hear what has kept it.
+/// How much longer the other ranks wait for a rank's disk than that rank does: they must learn what has delayed it.
 const MARGIN: Duration = Duration::from_secs(30);
 /// How many checkpoints are kept, unless [`Checkpoints::keep`] says otherwise.
 const KEEP: NonZeroUsize = NonZeroUsize::MIN.saturating_add(2);
@@ -99,24 +100,25 @@ pub struct Checkpoints {
     keep: NonZeroUsize,
     timeout: Duration,
     writer: Writer,
-    /// The group of the threads that write together, from the first sharded checkpoint on.
+    /// The group of the writing threads, from the first sharded checkpoint on.
     threads: Mutex<Option<ProcessGroup>>,
     skipped: Mutex<Vec<Skipped>>,
 }
 
 impl Checkpoints {
-    /// Opens the folder at `path`, and makes it if need be; all ranks call this together. Only rank 0's folder counts, and
-    /// what a writer that died has left half done there is removed. For [sharded](Self::save_sharded) checkpoints it must be the
-    /// same folder on every rank.
+    /// Opens the folder at `path`, and makes it if it does not exist. All ranks call this together. Only rank 0's
+    /// folder is used, and the incomplete checkpoints of a writer that died are removed there. For
+    /// [sharded](Self::save_sharded) checkpoints it must be the same folder on every rank.
     ///
-    /// Opened again, by this process, it is the later one that saves, behind what was handed over before. In an
-    /// [elastic](crate::elastic::run) job a later round takes the folder over from an earlier one, whose rank 0 may be frozen: when
-    /// that one wakes, it finds out, and at most removes an old checkpoint that it was about to remove. How a sharded write of an
-    /// earlier one fails is a warning in the log: its ranks are not those of the new group.
+    /// If this process opens the folder again, only the later `Checkpoints` can save; what was handed over before is
+    /// written first. In an [elastic](crate::elastic::run) job a later round takes the folder over from an earlier one,
+    /// whose rank 0 may be frozen. When that one wakes, it notices, and at most removes an old checkpoint that it was
+    /// about to remove. The failure of a sharded write of an earlier `Checkpoints` is only logged as a warning: its
+    /// ranks are not those of the new group.
     ///
     /// # Errors
-    /// On every rank, if rank 0 cannot write there, or a process of another job writes there. In an elastic job it ends rank 0
-    /// alone: to the others it is that rank's failure.
+    /// On every rank, if rank 0 cannot write there, or a process of another job writes there. In an elastic job the
+    /// error ends rank 0 alone: for the others it is that rank's failure.
     pub fn open(path: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
         let path = path.as_ref().to_owned();
         let is_main = group.rank().is_main();
@@ -134,61 +136,64 @@ impl Checkpoints {
         })
     }
 
-    /// How many checkpoints are kept, 3 by default and 1 at least: when a new one is whole, those before the `count` newest
-    /// whole ones are removed. While it is written there is one more.
+    /// How many checkpoints are kept: 3 by default, at least 1. When a new one is complete, those before the `count`
+    /// newest complete ones are removed. During a write there is one more.
     pub fn keep(mut self, count: usize) -> Self {
         self.keep = NonZeroUsize::new(count).unwrap_or(NonZeroUsize::MIN);
         self
     }
 
-    /// How long a rank may be busy with its disk in one call; 10 minutes by default. It is the longest time that
-    /// [`save`](Self::save), [`save_sharded`](Self::save_sharded), [`newest`](Self::newest) and [`finish`](Self::finish) wait for the
-    /// write in flight; that ranks which write a sharded checkpoint wait for each other; and that `newest`, after the wait, takes
-    /// to read or compare one checkpoint, on each rank. In `save_sharded` and `newest` the other ranks wait 30 s longer for it, also if
-    /// the group's time-out is shorter: what has kept a rank is an error of the call, not a failure of the group. A group's time-out
-    /// that is longer stays.
+    /// How long a rank may be busy with its disk in one call; 10 minutes by default. It limits three waits.
+    /// [`save`](Self::save), [`save_sharded`](Self::save_sharded), [`newest`](Self::newest) and
+    /// [`finish`](Self::finish) wait so long for the write in progress. Ranks that write a sharded checkpoint wait so
+    /// long for each other. And `newest`, after the first wait, may take so long on each rank to read or compare one
+    /// checkpoint. In `save_sharded` and `newest` the other ranks wait 30 s longer, also if the group's time-out is
+    /// shorter: a slow disk is an error of the call, and not a failure of the group. A longer time-out of the group
+    /// stays in force.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// The newest whole checkpoint, the same on every rank; all ranks call this together. Rank 0 reads it and sends it to
-    /// the others, so they need not see the folder. Of a sharded one it reads the parts alone; the ranks share the work of
-    /// comparing checksums of the tensors, and each reads those that it asks for ([`SavedTensor`]). What is not whole is passed over
-    /// with a warning in the log, and named by [`skipped`](Self::skipped). The newest is the one that was written last, of whatever step.
+    /// The newest complete checkpoint, the same on every rank. All ranks call this together. Rank 0 reads it and sends
+    /// it to the others, so they need not see the folder. Of a sharded one rank 0 reads only the parts; the ranks share
+    /// the work of comparing checksums of the tensors, and each rank reads the tensors that it asks for
+    /// ([`SavedTensor`]). Incomplete checkpoints are skipped, with a warning in the log, and listed by
+    /// [`skipped`](Self::skipped). The newest is the one that was written last, whatever its step.
     ///
     /// # Errors
-    /// On every rank, if a checkpoint that may be whole cannot be read: access is denied, a later version of this crate has
-    /// written it, some rank has too little memory, does not see all files of a sharded one, or takes too long to
-    /// read it. And as [`ProcessGroup::broadcast`].
+    /// On every rank, if a checkpoint that may be complete cannot be read: access is denied, a later version of this
+    /// crate has written it, or some rank has too little memory, does not see all files of a sharded one, or takes too
+    /// long to read it. Also the errors of [`ProcessGroup::broadcast`].
     pub fn newest(&self) -> Result<Option<Saved>> {
         self.newest_by(Search::new)
     }
 
     fn newest_by(&self, search: impl FnOnce(&Path) -> Result<Search>) -> Result<Option<Saved>> {
         let (group, is_main) = (self.patient(Caller::CheckpointsNewest), self.group.rank().is_main());
-        // The one in flight is newer than what is there. The others hear of its end, and from then on wait for what is read.
+        // The write in progress is newer than what is there. The others wait for its end, and only then for the
+        // reading.
         newest::agree(&group, is_main.then(|| self.writer.settle(Deadline::after(self.timeout))))?;
         let (saved, skipped) = newest::share(&group, &self.path, is_main.then(|| search(&self.path)))?;
         *self.skipped.lock() = skipped;
         Ok(saved)
     }
 
-    /// What the last [`newest`](Self::newest) has passed over, the newest first; the same on every rank.
+    /// The checkpoints that the last [`newest`](Self::newest) has skipped, the newest first; the same on every rank.
     pub fn skipped(&self) -> Vec<Skipped> {
         self.skipped.lock().clone()
     }
 
-    /// Saves the state after `step`. On rank 0 `fill` collects it, and a thread writes it while training goes on; on the
-    /// other ranks this does nothing, and `fill` is not called: it must not call collectives.
+    /// Saves the state after `step`. On rank 0 `fill` collects it, and a thread writes it while training goes on. On
+    /// the other ranks this does nothing: `fill` is not called, and must not call collectives.
     ///
-    /// One write is in flight at a time: this waits for the one before, and returns its failure. The new snapshot is
-    /// written in that case too, so a program may report the failure and go on. The failure of a
-    /// [sharded](Self::save_sharded) one is kept for the next call that every rank makes, `save_sharded` or [`finish`](Self::finish).
+    /// Only one write is in progress at a time: this waits for the previous one, and returns its failure. The new
+    /// snapshot is written also in that case, so a program may report the failure and go on. The failure of a
+    /// [sharded](Self::save_sharded) write is kept for the next call that every rank makes, `save_sharded` or
+    /// [`finish`](Self::finish).
     ///
-    /// # Errors
-    /// What `fill` returns; then nothing is written. If the write before failed, and if it has not ended when the time-out
-    /// passes; then, too, nothing is written.
+    /// What `fill` returns; then nothing is written. The failure of the previous write; then the snapshot is written
+    /// all the same. If the previous write has not ended when the time-out passes; then nothing is written.
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {
         if !self.group.rank().is_main() {
             return Ok(());
@@ -200,19 +205,21 @@ impl Checkpoints {
         before.map_or(Ok(()), |before| Err(self.told(before)))
     }
 
-    /// Saves a state after `step` of which each rank has a part; all ranks call this together. On every rank `fill` collects the
-    /// rank's own part: whole tensors, [slices](Snapshot::slice) of tensors that several ranks have together, and parts. It must
-    /// not call collectives. A thread of each rank writes it while training goes on, to a file of the rank's own; when all have
-    /// done so, rank 0 makes a checkpoint of it, which may be read by any number of ranks.
+    /// Saves a state after `step` of which each rank has a part. All ranks call this together. On every rank `fill`
+    /// collects the rank's own part: whole tensors, [slices](Snapshot::slice) of tensors that are divided among ranks,
+    /// and parts. It must not call collectives. A thread of each rank writes it to the rank's own file while training
+    /// goes on. When all are done, rank 0 completes the checkpoint, which any number of ranks may read.
     ///
-    /// What all ranks have alike is saved by one of them, such as rank 0. Names of tensors and parts are the checkpoint's, and
-    /// not a rank's: two ranks that save the same part, or the same element of a tensor, are an error.
+    /// What all ranks have in common is saved by one of them, such as rank 0. Names of tensors and parts belong to the
+    /// checkpoint, not to a rank: if two ranks save the same part, or the same element of a tensor, that is an error.
     ///
-    /// Every rank must see the folder: on one host, or on a disk that all share. The call is a collective, and waits for the
-    /// slowest rank to come to it. As with [`save`](Self::save) one write is in flight at a time: this waits for the one before, and
-    /// returns its failure, on every rank, on whichever it was. The new snapshot is written in that case too.
+    /// Every rank must see the folder: all on one host, or on a shared disk. The call is a collective, and waits for
+    /// the slowest rank. As with [`save`](Self::save), only one write is in progress at a time: this waits for the
+    /// previous one, and returns its failure on every rank, whichever rank failed. The new snapshot is written also in
+    /// that case.
     ///
-    /// The first call makes a [group](ProcessGroup::new_group) of all ranks, through which their threads agree beside the program.
+    /// The first call makes a [group](ProcessGroup::new_group) of all ranks, which their threads use beside the
+    /// program.
     ///
     /// ```
     /// use phalanx::checkpoint::Checkpoints;
@@ -244,10 +251,11 @@ impl Checkpoints {
     /// ```
     ///
     /// # Errors
-    /// On every rank, and nothing is written: what `fill` returns on any; if slices of a tensor overlap, or leave gaps, which the
-    /// error names with their ranks; if two ranks save a part of the same name, or they save different steps; and if the write
-    /// before has not ended on some rank when the time-out passes. On every rank, and this is written all the same: the failure
-    /// of the write before. And as [`ProcessGroup::gather_object`].
+    /// On every rank, and nothing is written: what `fill` returns on any rank; if slices of a tensor overlap or leave
+    /// gaps, which the error names with their ranks; if two ranks save a part of the same name, or they save different
+    /// steps; and if the previous write has not ended on some rank when the time-out passes. On every rank, and the
+    /// snapshot is written all the same: the failure of the previous write. Also the errors of
+    /// [`ProcessGroup::gather_object`].
     #[doc(alias("async_save", "dcp.save", "ShardedTensor"))]
     pub fn save_sharded(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {
         let mut snapshot = Snapshot::default();
@@ -270,15 +278,15 @@ impl Checkpoints {
         let together = Together { threads: current.with_timeout(self.timeout), tensors: agreed.tensors };
         let job = self.job(step, snapshot?, Some(together));
         if let Err(error) = self.writer.write(job, deadline) {
-            // The others write, and would wait for this rank's part.
+            // The other ranks write, and would wait for this rank's part.
             current.abort(error.clone());
             return Err(error);
         }
         agreed.before.map_or(Ok(()), |before| Err(self.told(before)))
     }
 
-    /// The group in a call in which a rank may wait for a disk: a disk that is too slow is an error of the call, and not of the
-    /// group.
+    /// The group with a longer time-out, for a call in which a rank may wait for a disk: a slow disk is an error of the
+    /// call, not of the group.
     fn patient(&self, caller: Caller) -> ProcessGroup {
         let timeout = self.group.timeout().max(self.timeout.saturating_add(MARGIN));
         self.group.with_timeout(timeout).in_call(caller)
@@ -288,7 +296,7 @@ impl Checkpoints {
         Job { step, world_size: self.group.world_size().get(), keep: self.keep.get(), snapshot, together }
     }
 
-    /// An error that may be another rank's, as this one returns it.
+    /// An error that may come from another rank, as this rank returns it.
     fn told(&self, error: Error) -> Error {
         match error.peer() {
             Some(peer) if peer != self.group.rank() && self.group.failure().is_none() => {
@@ -298,12 +306,12 @@ impl Checkpoints {
         }
     }
 
-    /// Waits until the last snapshot is on the disk; if it was sharded, on every rank until that of all is. Without it the drop
-    /// waits, at most 30 s, and a failure is only logged.
+    /// Waits until the last snapshot is on the disk. If it was sharded, waits on every rank until all have written
+    /// theirs. Without this call the drop waits, at most 30 s, and a failure is only logged.
     ///
     /// # Errors
-    /// If the last write failed, and nobody was told yet, or it has not ended when the time-out passes. Of a sharded one, on every
-    /// rank alike.
+    /// If the last write failed and no call has returned that yet, or it has not ended when the time-out passes. For a
+    /// sharded write the result is the same on every rank.
     pub fn finish(&self) -> Result<()> {
         self.writer.finish(Deadline::after(self.timeout)).map_err(|error| self.told(error))
     }
@@ -321,7 +329,7 @@ impl Checkpoints {
 
 impl Drop for Checkpoints {
     fn drop(&mut self) {
-        // The other workers wait for this one to form the next group, in which it goes on writing.
+        // The other workers wait for this one to form the next group, in which the write goes on.
         if self.group.failure().is_some() && elastic::is_elastic() {
             self.writer.leave();
         }

@@ -1,11 +1,13 @@
-//! Finding the newest whole checkpoint, and giving it to every rank.
+//! Finds the newest complete checkpoint, and gives it to every rank.
 //!
-//! Rank 0 reads and the others are sent what it read. Only the folder of the rank that writes is sure to hold the
-//! checkpoints, all ranks are sure to go on from the same one, and a shared disk is read once and not by each rank.
+//! Rank 0 reads, and sends the others what it has read. There are three reasons: only the folder of the rank that
+//! writes certainly holds the checkpoints; all ranks must resume from the same one; and a shared disk is read once
+//! instead of by each rank.
 //!
-//! A sharded one may be larger than the memory of any rank. Rank 0 sends its manifest and parts. Every rank looks whether it sees the
-//! same manifest, and files as long as that says; whoever does not sees another folder, which is an error of all. The files with
-//! tensors are dealt out, and each rank compares the checksums of its own. If one is wrong, all go on to the one before.
+//! A sharded checkpoint may be larger than the memory of any rank. Rank 0 sends its manifest and parts. Every rank
+//! checks that it sees the same manifest, and files of the right lengths; a rank that does not sees another folder,
+//! which is an error on all. The files with tensors are divided among the ranks, and each rank compares the checksums
+//! of its share. If one is wrong, all go on to the previous checkpoint.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,7 +30,7 @@ use crate::rank::Rank;
 /// How much of a file is sent in one call.
 const PIECE: usize = 64 << 20;
 
-/// A checkpoint that was passed over, because a crash or a damaged disk has left only a part of it.
+/// A checkpoint that was skipped, because a crash or a damaged disk has left only a part of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Skipped {
@@ -38,23 +40,23 @@ pub struct Skipped {
     pub cause: String,
 }
 
-/// What rank 0 has found.
+/// The result of rank 0's search.
 #[derive(Debug)]
 pub(super) struct Found {
     pub folder: PathBuf,
     pub step: u64,
     pub world_size: u32,
-    /// All files; of a sharded one the manifest and the parts. Its tensors are there, and have not been read.
+    /// All files. Of a sharded checkpoint only the manifest and the parts: its tensors exist, and have not been read.
     pub contents: Contents,
     pub is_sharded: bool,
 }
 
-/// Rank 0's way through a folder, from the newest checkpoint to the oldest.
+/// Rank 0's search through a folder, from the newest checkpoint to the oldest.
 #[derive(Debug)]
 pub(super) struct Search {
     folder: PathBuf,
     entries: std::vec::IntoIter<Entry>,
-    /// What was passed over.
+    /// The skipped checkpoints.
     pub skipped: Vec<Skipped>,
 }
 
@@ -65,7 +67,7 @@ impl Search {
         Ok(Self { folder: folder.to_owned(), entries: entries.into_iter(), skipped: Vec::new() })
     }
 
-    /// The next that is whole, as far as rank 0 has looked, if it can be read by the deadline.
+    /// The next checkpoint that is complete as far as rank 0 can tell, if it can be read by the deadline.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Found>> {
         while let Some(entry) = self.entries.next() {
             match read(&entry.path, deadline) {
@@ -113,7 +115,7 @@ fn read(folder: &Path, deadline: Deadline) -> Result<Found, Unfit> {
     for file in files {
         contents.push((file.name.clone(), folder::read_entry(folder, file, deadline)?));
     }
-    // The checksums are right: what it says was meant, by whoever wrote it.
+    // The checksums are right: its writer has written exactly this.
     let tensors = contents.first().filter(|_| !is_sharded).map(|(_, file)| tensors::index(file));
     if let Some(Err(cause)) = tensors {
         return Err(Unfit::Unread(cause, None));
@@ -122,7 +124,7 @@ fn read(folder: &Path, deadline: Deadline) -> Result<Found, Unfit> {
     Ok(Found { folder, step, world_size, contents, is_sharded })
 }
 
-/// What rank 0 tells the others.
+/// What rank 0 sends the others.
 #[derive(Serialize, Deserialize)]
 struct Answer {
     skipped: Vec<Skipped>,
@@ -139,8 +141,8 @@ struct Announcement {
     files: Vec<(String, u64)>,
 }
 
-/// Gives every rank the newest whole checkpoint in the folder, which is at `path` for this rank, and what was passed over. Rank 0
-/// brings a search; the others bring `None`.
+/// Gives every rank the newest complete checkpoint in the folder, which is at `path` for this rank, and the skipped
+/// ones. Rank 0 passes its search; the others pass `None`.
 pub(super) fn share(
     group: &ProcessGroup,
     path: &Path,
@@ -178,7 +180,7 @@ pub(super) fn share(
             let saved = Saved::whole(folder.clone(), (step, world_size), contents);
             return Ok((Some(saved.map_err(|cause| unreadable(&folder, &cause, None))?), skipped));
         }
-        // The folder's name is the same for all, and where it is may not be.
+        // The folder's name is the same on all ranks, its path may not be.
         let place = path.join(folder.file_name().unwrap_or_default());
         let Some((_, sent)) = contents.first() else {
             return Err(unreadable(&folder, "its manifest was not sent", None));
@@ -194,25 +196,25 @@ pub(super) fn share(
     }
 }
 
-/// How long a rank may read. The others wait for what it finds, or for that it has not come to an end.
+/// How long a rank may read. The others wait for its result, or for its time-out.
 fn patience(group: &ProcessGroup) -> Deadline {
     Deadline::after(group.timeout().saturating_sub(MARGIN))
 }
 
-/// What a rank has found in the files that it has looked at.
+/// What a rank has found in its share of the files.
 #[derive(Serialize, Deserialize)]
 enum Finding {
     Whole,
     Torn(String),
-    /// It may be whole, but not for this rank.
+    /// It may be complete, but this rank cannot read it.
     Unread {
         host: String,
         cause: String,
     },
 }
 
-/// Compares the checksums of a sharded checkpoint's tensors, by all ranks together: none, or why it is not whole, the same on every
-/// rank. The manifest's bytes were `sent` by rank 0.
+/// All ranks compare the checksums of a sharded checkpoint's tensors. Returns none, or why the checkpoint is damaged,
+/// the same on every rank. Rank 0 has `sent` the manifest's bytes.
 fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) -> Result<Option<String>> {
     let (rank, world) = (group.rank(), group.world_size().count());
     let deadline = patience(group);
@@ -243,8 +245,8 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
     Ok(torn)
 }
 
-/// Does this rank see what rank 0 does, also of the files that others compare: the manifest, and all files, as long as they should
-/// be? It may read from any of them.
+/// Does this rank see the same files as rank 0, also those that others compare: the same manifest, and all files of the
+/// right lengths? It may read from any of them.
 fn see(place: &Path, manifest: &Manifest, sent: &[u8], rank: Rank) -> Result<(), Unfit> {
     if folder::manifest_bytes(place).map_err(|unfit| unseen(unfit, rank))? != sent {
         return Err(unseen(Unfit::Torn(format!("{MANIFEST} is another")), rank));
@@ -258,7 +260,7 @@ fn verify_file(place: &Path, file: &FileEntry, rank: Rank, deadline: Deadline) -
     folder::verify(opened?, file, deadline)
 }
 
-/// Rank 0 has seen all files, as long as they should be: who does not sees another folder.
+/// Rank 0 has seen all files with the right lengths: a rank that does not sees another folder.
 fn unseen(unfit: Unfit, rank: Rank) -> Unfit {
     match unfit {
         Unfit::Torn(cause) => {
@@ -282,7 +284,7 @@ impl Announcement {
     }
 }
 
-/// Gives every rank rank 0's value, or its error.
+/// Gives every rank rank 0's value or error.
 pub(super) fn agree<T>(group: &ProcessGroup, outcome: Option<Result<T>>) -> Result<T>
 where
     T: Serialize + serde::de::DeserializeOwned,
@@ -296,7 +298,7 @@ where
     })
 }
 
-/// Memory for the files: rank 0's, which are there, and the others', if all have enough.
+/// Memory for the files: rank 0 has it already, and the call goes on only if all others have enough.
 fn receive(group: &ProcessGroup, own: Option<Contents>, files: &[(String, u64)]) -> Result<Contents> {
     let memory = own.map_or_else(|| files.iter().map(reserve).collect(), Ok);
     let (rank, none) = (i64::from(group.rank().get()), i64::from(group.world_size().get()));
@@ -324,7 +326,7 @@ fn reserve((name, length): &(String, u64)) -> Result<(String, Vec<u8>)> {
     Ok((name.clone(), bytes))
 }
 
-/// The newest whole checkpoint in `folder`, as a world of one finds it, and what was passed over for it.
+/// The newest complete checkpoint in `folder`, for a world of one, and those that were skipped.
 #[cfg(test)]
 pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
     let mut search = Search::new(folder)?;

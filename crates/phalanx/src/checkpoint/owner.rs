@@ -1,12 +1,13 @@
-//! One process writes to a folder of checkpoints: the one whose claim has the highest number.
+//! Ensures that one process writes to a folder of checkpoints: the one whose claim has the highest number.
 //!
-//! A claim is a file, `.owner-00000007`, that says who made it, and that its process holds a lock on as long as it lives.
-//! Whoever wants to write makes the next one, once the one before is given back, or its process has died, or it belongs to
-//! an earlier round of the same elastic job: the process that made it may be frozen, and was given up by the others. A file of
-//! each name is made once (`O_EXCL`), so of two that follow the same claim one has to look again.
+//! A claim is a file, `.owner-00000007`, that says which process made it. That process holds a lock on it as long as it
+//! lives. A process that wants to write makes the next claim. It may do so if the last claim was given back, or its
+//! process has died, or it belongs to an earlier round of the same elastic job: that round's process may be frozen, and
+//! was declared dead. A file of each name is made once (`O_EXCL`), so of two processes that follow the same claim one
+//! has to try again.
 //!
-//! Who was followed learns it by looking for a higher number, which it does before each step that changes what a reader
-//! sees. [`folder`](super::folder) says why it does no harm to be frozen between the look and the step.
+//! The previous owner notices by looking for a higher number, before each step that changes what a reader sees.
+//! [`folder`](super::folder) says why it does no harm to be frozen between that look and the step.
 
 use std::cmp::Ordering;
 use std::fs::{self, File};
@@ -24,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::host;
 use crate::notice::warn;
 
-/// In front of the number of a claim.
+/// The prefix of the number of a claim.
 const NAME: &str = ".owner-";
 /// A process that has just been killed may hold its lock for another moment.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -32,23 +33,23 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// The longest claim that is read.
 const LONGEST: u64 = 4096;
 
-/// Who wants to write.
+/// The process that wants to write.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Claimant {
-    /// The elastic job, whose later rounds take over from its earlier ones; none of any other job.
+    /// The elastic job, whose later rounds take over from its earlier ones; none if the job is not elastic.
     pub job: Option<String>,
     /// Its round.
     pub round: u64,
 }
 
 impl Claimant {
-    /// Is it of an earlier round of the same job?
+    /// Is it from an earlier round of the same job?
     fn is_before(&self, other: &Self) -> bool {
         self.job.is_some() && self.job == other.job && self.round < other.round
     }
 }
 
-/// What the file of a claim says.
+/// The contents of a claim's file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Claim {
     #[serde(flatten)]
@@ -62,24 +63,24 @@ struct Claim {
 pub(super) struct Owner {
     folder: PathBuf,
     number: u64,
-    /// The claim that this one came after.
+    /// The claim that this one followed.
     follows: u64,
     /// Locked.
     _file: File,
 }
 
-/// What stands in a claimant's way.
+/// Why a claim cannot be followed yet.
 enum Obstacle {
-    /// The claim that was looked at has gone, or is a later one's by now.
+    /// The claim is gone, or a later one has followed it.
     Changed,
-    /// It says nothing yet, and is not locked: it is being made, or its maker has died over it.
+    /// It is empty and not locked: its process is about to write it, or has died.
     Unfinished,
     /// It is held.
     Held(Option<Claim>),
 }
 
 impl Owner {
-    /// Claims `folder`. The claim `own` is this process's, and is followed in any case.
+    /// Claims `folder`. The claim `own` belongs to this process, and is followed in any case.
     pub fn claim(folder: &Path, by: &Claimant, own: Option<u64>) -> Result<Self> {
         let unusable = |error: io::Error| {
             Error::io(format!("cannot claim {}", folder.display()), error)
@@ -112,7 +113,7 @@ impl Owner {
         }
     }
 
-    /// Makes the claim after `newest`, unless somebody else does.
+    /// Makes the claim after `newest`, unless another process does.
     fn make(folder: &Path, follows: u64, by: &Claimant, deadline: Deadline) -> io::Result<Option<Self>> {
         let number = follows + 1;
         let path = file(folder, number);
@@ -122,13 +123,13 @@ impl Owner {
         };
         let made = Self::sign(folder, follows, by, (&path, file), deadline);
         if !matches!(made, Ok(Some(_))) {
-            // Left there it would take the folder from whoever owns it.
+            // Removed, since otherwise it would take the folder from its owner.
             let _ = fs::remove_file(&path);
         }
         made
     }
 
-    /// Makes a claim of the new file at `path`, unless others have been here meanwhile.
+    /// Turns the new file at `path` into a claim, unless other processes have made later ones meanwhile.
     fn sign(
         folder: &Path,
         follows: u64,
@@ -137,7 +138,7 @@ impl Owner {
         deadline: Deadline,
     ) -> io::Result<Option<Self>> {
         let number = follows + 1;
-        // Whoever looks whether it is locked holds the lock for a moment.
+        // A process that checks the lock holds it for a moment.
         while !lock(path, &file, FlockOperation::NonBlockingLockExclusive)? {
             if deadline.has_passed() {
                 return Err(io::ErrorKind::TimedOut.into());
@@ -148,27 +149,28 @@ impl Owner {
         file.write_all(&serde_json::to_vec(&claim)?)?;
         let owner = Self { folder: folder.to_owned(), number, follows, _file: file };
         if newest(folder)? > number {
-            // It was frozen since it looked: others have been here, and have removed the claims in between.
+            // This process was frozen since it looked: others have made claims meanwhile, and removed the ones in
+            // between.
             return Ok(None);
         }
         for old in claims(folder)?.into_iter().filter(|old| *old < number) {
-            // Whoever made it knows the higher number by now.
+            // Its process knows the higher number by now.
             let _ = fs::remove_file(self::file(folder, old));
         }
         Ok(Some(owner))
     }
 
-    /// The number of the claim: no other process's claim has it while this process lives.
+    /// The number of the claim: while this process lives, no other process's claim has it.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// Does it come right after the claim of this number?
+    /// Does it directly follow the claim of this number?
     pub fn follows(&self, number: u64) -> bool {
         self.follows == number
     }
 
-    /// Is it still this process that writes here?
+    /// Is this process still the owner?
     pub fn check(&self) -> io::Result<()> {
         match newest(&self.folder)?.cmp(&self.number) {
             Ordering::Greater => Err(io::Error::other(
@@ -222,7 +224,7 @@ fn follow(folder: &Path, number: u64, by: &Claimant) -> io::Result<Result<(), Ob
     })
 }
 
-/// Takes a lock if nobody holds another.
+/// Takes a lock, unless another process holds it.
 fn lock(path: &Path, file: &File, how: FlockOperation) -> io::Result<bool> {
     match flock(file, how) {
         Ok(()) => Ok(true),
@@ -255,8 +257,8 @@ fn taken_over(folder: &Path, Claim { by, host, process }: &Claim) -> Error {
     ))
 }
 
-/// For [`fuzzing`](crate::fuzzing): the name of a file in a folder of checkpoints, and, on the next lines, what stands in it. Is it a
-/// claim?
+/// For [`fuzzing`](crate::fuzzing): the name of a file in a folder of checkpoints, and, on the next lines, its
+/// contents. Returns whether it is a claim.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {

@@ -1,4 +1,4 @@
-//! Slices of a tensor, and what of them lies where. No I/O.
+//! Slices of a tensor, and where they overlap. No I/O.
 
 #[cfg(test)]
 use std::cell::Cell;
@@ -7,9 +7,9 @@ use std::hash::{BuildHasher, RandomState};
 
 use serde::{Deserialize, Serialize};
 
-/// The most dimensions of a tensor that is cut into slices, or of which a slice is read.
+/// The most dimensions of a tensor with slices.
 const MAX_DIMENSIONS: usize = 64;
-/// The most pairs that [`overlap`] compares. Where ranks make a mistake, far fewer will do.
+/// The most pairs that [`overlap`] compares. It finds the mistakes of ranks with far fewer.
 const MAX_COMPARED: usize = 1 << 20;
 /// The prime 2^61 - 1.
 const PRIME: u64 = (1 << 61) - 1;
@@ -20,7 +20,7 @@ thread_local! {
     pub(super) static COMPARED: Cell<usize> = const { Cell::new(0) };
 }
 
-/// A box of a tensor: in each dimension where it begins and how long it is, in elements.
+/// A box of a tensor: its offset and its length in each dimension, in elements.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Region {
@@ -34,13 +34,13 @@ impl Region {
         Self { offsets: vec![0; shape.len()], shape: shape.to_vec() }
     }
 
-    /// What begins at `offsets` and has the sides `slice`, of a tensor of this `shape`.
+    /// The region at `offsets` with the sides `slice`, of a tensor of this `shape`.
     pub fn of(shape: &[usize], offsets: &[usize], slice: &[usize]) -> Result<Self, String> {
         let region = Self { offsets: offsets.to_vec(), shape: slice.to_vec() };
         region.check(shape).map(|()| region)
     }
 
-    /// Does it lie in a tensor of this shape?
+    /// Does it lie within a tensor of this shape?
     pub fn check(&self, shape: &[usize]) -> Result<(), String> {
         let dimensions = shape.len();
         if dimensions > MAX_DIMENSIONS {
@@ -71,12 +71,12 @@ impl Region {
         self.offsets.iter().copied().zip(self.shape.iter().copied())
     }
 
-    /// Where it ends in a dimension; it lies in a tensor.
+    /// Its end in a dimension; it lies within a tensor.
     fn end(&self, dimension: usize) -> usize {
         self.offsets[dimension].saturating_add(self.shape[dimension])
     }
 
-    /// What both have, if there is any; they are of the same tensor.
+    /// The intersection with another region of the same tensor, if there is one.
     pub fn shared(&self, other: &Self) -> Option<Self> {
         #[cfg(test)]
         COMPARED.set(COMPARED.get() + 1);
@@ -91,7 +91,7 @@ impl Region {
     }
 }
 
-/// As PyTorch and NumPy write it: `[2:4, 0:8]`.
+/// In the notation of PyTorch and NumPy: `[2:4, 0:8]`.
 impl fmt::Display for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("[")?;
@@ -103,7 +103,7 @@ impl fmt::Display for Region {
     }
 }
 
-/// Do `regions`, which lie in a tensor of this `shape`, cover it, each element once?
+/// Do `regions`, which lie within a tensor of this `shape`, cover each element exactly once?
 ///
 /// It takes time in proportion to their number, however they lie. Every coordinate of every dimension is given a random place on
 /// its axis, in the field of the numbers modulo [`PRIME`], and the volumes of the regions are added up. Written as polynomials in
@@ -126,12 +126,12 @@ pub(super) fn cover<'a>(regions: impl Iterator<Item = &'a Region>, shape: &[usiz
     sum == volume(&Region::whole(shape))
 }
 
-/// Two of `regions`, which lie in one tensor, that share an element; for an error, since it gives up if they are many and lie
-/// across each other.
+/// Two of `regions`, in one tensor, that share an element; for an error message. It gives up if they are many and
+/// overlap in all dimensions.
 pub(super) fn overlap(regions: &[&Region]) -> Option<(usize, usize)> {
     let mut order: Vec<usize> = (0..regions.len()).filter(|index| !regions[*index].is_empty()).collect();
     let dimensions = regions.first().map_or(0, |region| region.shape.len());
-    // Along the dimension with the most cuts fewest lie side by side.
+    // Sorted along the dimension with the most cuts, in which the fewest lie side by side.
     let cuts = |dimension: &usize| {
         let mut cuts: Vec<usize> = order.iter().map(|index| regions[*index].offsets[*dimension]).collect();
         cuts.sort_unstable();
@@ -153,10 +153,11 @@ pub(super) fn overlap(regions: &[&Region]) -> Option<(usize, usize)> {
     None
 }
 
-/// What `wanted` has of `slice`, both regions of one tensor: pieces that lie together in both, in the order of either.
+/// The common part of `wanted` and `slice`, two regions of one tensor: pieces that are contiguous in both, in the order
+/// of both.
 pub(super) fn pieces(slice: &Region, wanted: &Region, element: usize) -> Option<Pieces> {
     let shared = slice.shared(wanted)?;
-    // Behind the last dimension in which it is not the whole of both, everything lies together.
+    // Everything behind the last dimension that is not completely in both is contiguous.
     let dimensions = shared.shape.len();
     let full = |dimension: &usize| {
         shared.shape[*dimension] == slice.shape[*dimension]
@@ -178,7 +179,7 @@ pub(super) fn pieces(slice: &Region, wanted: &Region, element: usize) -> Option<
     Some(Pieces { from, to, length, count: shared.shape[..outer].to_vec(), index: Some(vec![0; outer]) })
 }
 
-/// Where a shared part begins in a region, and how far its elements are apart in each dimension, in bytes.
+/// Where the common part begins in a region, and its strides in bytes.
 #[derive(Debug)]
 struct Place {
     start: usize,
@@ -191,7 +192,7 @@ impl Place {
     }
 }
 
-/// Pieces of memory that lie together both in a slice and in what is wanted; see [`pieces`].
+/// Pieces of memory that are contiguous both in a slice and in the wanted region; see [`pieces`].
 #[derive(Debug)]
 pub(super) struct Pieces {
     from: Place,

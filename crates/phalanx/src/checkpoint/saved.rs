@@ -1,4 +1,4 @@
-//! A checkpoint that was read, or of which tensors can be.
+//! A checkpoint that was read, or whose tensors can be read.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -17,8 +17,9 @@ use super::tensors;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 
-/// A whole checkpoint. That of rank 0 alone is in memory; of a sharded one the parts are, and tensors are read when they are asked
-/// for: as long as the folder is there, which later checkpoints may replace.
+/// A complete checkpoint. One that rank 0 saved alone is in memory. Of a sharded one the parts are in memory, and
+/// tensors are read when they are asked for: that works as long as the folder exists, which later checkpoints may
+/// replace.
 pub struct Saved {
     folder: PathBuf,
     step: u64,
@@ -30,17 +31,17 @@ pub struct Saved {
 
 /// Where the elements of tensors are.
 enum Elements {
-    /// In the one file, which is in memory.
+    /// In the single file, which is in memory.
     Memory(Vec<u8>),
     /// In the files of ranks, by rank, in a folder.
     Files { folder: PathBuf, names: Vec<String> },
 }
 
-/// What the files of a checkpoint hold, by their names, the tensors first; of a sharded one, the manifest first.
+/// The contents of a checkpoint's files, by name, the tensors first; of a sharded one the manifest first.
 pub(super) type Contents = Vec<(String, Vec<u8>)>;
 
 impl Saved {
-    /// Makes sense of `contents`, which are what was once written.
+    /// Decodes `contents`, which are those of a complete checkpoint.
     pub(super) fn whole(
         folder: PathBuf,
         (step, world_size): (u64, u32),
@@ -62,7 +63,7 @@ impl Saved {
         Ok(Self { folder, step, world_size, elements: Elements::Memory(file), tensors, parts })
     }
 
-    /// A sharded checkpoint that rank 0 sees as `folder`, and this rank as `place`.
+    /// A sharded checkpoint, in `folder` for rank 0 and at `place` for this rank.
     pub(super) fn sharded(folder: PathBuf, place: PathBuf, manifest: Manifest, contents: Contents) -> Self {
         let names = manifest.tensor_files().iter().map(|file| file.name.clone()).collect();
         let tensors = manifest.tensors.unwrap_or_default();
@@ -86,7 +87,7 @@ impl Saved {
         self.world_size
     }
 
-    /// Where rank 0 has read it.
+    /// The folder from which rank 0 has read it.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -142,7 +143,7 @@ impl Saved {
     }
 
     fn missing<'a>(&self, what: &str, name: &str, there: impl Iterator<Item = &'a String>) -> Error {
-        /// As many as can be taken in.
+        /// As many names as a reader can take in.
         const SHOWN: usize = 8;
         let there: Vec<&str> = there.map(String::as_str).collect();
         let more = if there.len() > SHOWN { ", .." } else { "" };
@@ -163,8 +164,8 @@ fn parts(contents: impl Iterator<Item = (String, Vec<u8>)>) -> BTreeMap<String, 
     contents.map(|(name, bytes)| (name.strip_suffix(PART).unwrap_or(&name).to_owned(), bytes)).collect()
 }
 
-/// A tensor of a checkpoint, or a [slice](Self::slice) of it. Of a sharded checkpoint the elements are read when they are asked
-/// for, from the files that have them: errors of the disk are those of the methods that give elements.
+/// A tensor of a checkpoint, or a [slice](Self::slice) of it. In a sharded checkpoint the elements are read from the
+/// ranks' files when they are asked for: errors of the disk are those of the methods that return elements.
 #[derive(Clone)]
 pub struct SavedTensor<'a> {
     elements: &'a Elements,
@@ -183,11 +184,11 @@ impl<'a> SavedTensor<'a> {
         &self.region.shape
     }
 
-    /// What begins at `offsets` and has the sides `shape`, in elements of each dimension, whatever the slices in which it was
-    /// saved.
+    /// The slice that begins at `offsets` and has the sides `shape`, in elements of each dimension, whatever the slices
+    /// in which it was saved.
     ///
     /// # Errors
-    /// If that does not lie in its own shape.
+    /// If the slice does not lie within this one's shape.
     pub fn slice(&self, offsets: &[usize], shape: &[usize]) -> Result<Self> {
         let mut region = Region::of(self.shape(), offsets, shape).map_err(|cause| {
             Error::invalid_argument(format!("the slice of the tensor {:?}: {cause}", self.entry.name))
@@ -249,7 +250,7 @@ impl<'a> SavedTensor<'a> {
         )))
     }
 
-    /// Memory for what it has.
+    /// Memory for its elements.
     fn zeros<T: Element>(&self, count: usize) -> Result<Vec<T>> {
         let mut zeros = Vec::new();
         zeros.try_reserve_exact(count).map_err(|error| {
@@ -261,12 +262,12 @@ impl<'a> SavedTensor<'a> {
         Ok(zeros)
     }
 
-    /// In bytes; the whole tensor's fit into a `usize`.
+    /// Its length in bytes; that of the whole tensor fits into a `usize`.
     fn length(&self) -> usize {
         self.shape().iter().product::<usize>() * self.dtype().size()
     }
 
-    /// Fills `target`, which is as long as it.
+    /// Fills `target`, which has its length.
     fn fill(&self, target: &mut [u8]) -> Result<()> {
         for slice in &self.entry.slices {
             let Some(pieces) = pieces(&slice.region, &self.region, self.dtype().size()) else { continue };
@@ -295,11 +296,11 @@ impl<'a> SavedTensor<'a> {
     }
 }
 
-/// Copies `pieces` of what begins at `start` in a file.
+/// Copies `pieces` of the data that begin at `start` in a file.
 fn read_pieces(folder: &Path, name: &str, start: u64, pieces: Pieces, target: &mut [u8]) -> io::Result<()> {
-    /// Pieces shorter, and closer, than this are read together.
+    /// Pieces shorter than this, and closer to each other, are read together.
     const FAR: usize = 64 << 10;
-    /// How much is read at once, for short ones.
+    /// How much is read at once for short pieces.
     const WINDOW: usize = 1 << 20;
     let file = folder::open_file(&folder.join(name))?;
     let (length, mut window, mut at) = (pieces.length, Vec::new(), 0);

@@ -1,9 +1,9 @@
 //! A checkpoint that every rank writes a part of.
 //!
-//! What the ranks have is compared in the call of the user, by collectives of the user's group: who has which slices, and how the
-//! write before has ended. The threads that write then agree through a group of their own, so that nothing that the program
-//! calls meanwhile stands in their way. Rank 0 makes the folder; each rank adds its files, and syncs them; rank 0 hears of
-//! all, writes the manifest and gives the folder its name; and all hear how it has ended.
+//! In the user's call, the ranks compare what they have, by collectives of the user's group: who has which slices, and
+//! how the previous write ended. The writing threads then agree through their own group, so that they do not interfere
+//! with the program's calls. Rank 0 makes the folder. Each rank adds its files, and syncs them. When all have reported,
+//! rank 0 writes the manifest and renames the folder to its final name. Then it tells all ranks the result.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -25,37 +25,37 @@ use crate::group::{ProcessGroup, Told};
 use crate::host;
 use crate::rank::Rank;
 
-/// How long a file system of several machines may take to show on one what another has made, at most: NFS remembers for up to a
-/// minute what a folder had.
+/// How long a shared file system may take, at most, to show on one host what another has made: NFS caches a folder for
+/// up to a minute.
 const VISIBLE: Duration = Duration::from_secs(60);
-/// How often a rank looks: soon at first, and then less often.
+/// How often a rank looks: soon at first, then less often.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(500));
 
-/// What to do where ranks do not see the same files.
+/// The remedy if ranks do not see the same files.
 pub(super) const SHARE: &str = "put the folder on a disk that all ranks share, and give every rank its path there, or call `save` on all";
 
-/// What joins the threads of all ranks in one write.
+/// What connects the threads of all ranks in one write.
 #[derive(Debug)]
 pub(super) struct Together {
     /// The group of the threads.
     pub threads: ProcessGroup,
-    /// On rank 0: what all have, together.
+    /// On rank 0: the tensors and parts of all ranks.
     pub tensors: Vec<TensorEntry>,
 }
 
-/// What a rank brings to the call that saves.
+/// What a rank contributes to the call that saves.
 #[derive(Serialize, Deserialize)]
 struct Proposal {
     step: u64,
-    /// Its tensors and the names of its parts; or why it can save nothing.
+    /// Its tensors and the names of its parts, or why it can save nothing.
     state: Result<(Vec<Proposed>, Vec<String>), Told>,
-    /// How the write before has failed.
+    /// The failure of the previous write.
     before: Option<Told>,
-    /// Does it know a group of the threads that has not failed?
+    /// Does it have a working group for the threads?
     connected: bool,
 }
 
-/// What rank 0 makes of it.
+/// Rank 0's decision.
 #[derive(Serialize, Deserialize)]
 struct Verdict {
     before: Option<Told>,
@@ -67,21 +67,22 @@ struct Verdict {
 enum Refusal {
     /// A rank can save nothing.
     Rank(Told),
-    /// What the ranks bring makes no checkpoint.
+    /// The contributions do not make a checkpoint.
     Together(String),
 }
 
-/// What all have agreed on.
+/// What all ranks have agreed on.
 pub(super) struct Agreement {
-    /// On rank 0: what all have, together.
+    /// On rank 0: the tensors and parts of all ranks.
     pub tensors: Vec<TensorEntry>,
-    /// How the write before has failed, on whatever rank.
+    /// The failure of the previous write, on any rank.
     pub before: Option<Error>,
-    /// Has every rank a group of the threads that has not failed?
+    /// Has every rank a working group for the threads?
     pub connected: bool,
 }
 
-/// Compares what all ranks bring. `ready` says how the write before has failed, or why nothing can be handed over.
+/// Compares the contributions of all ranks. `ready` is the failure of the previous write, or why no new write can
+/// begin.
 pub(super) fn agree(
     group: &ProcessGroup,
     step: u64,
@@ -125,7 +126,7 @@ pub(super) fn agree(
     }
 }
 
-/// The tensors that all ranks have together.
+/// The tensors of all ranks, merged.
 fn merged(step: u64, all: Vec<Proposal>) -> Result<Vec<TensorEntry>, Refusal> {
     let (mut tensors, mut parts, world_size) = (Vec::with_capacity(all.len()), BTreeMap::new(), all.len());
     for (rank, proposal) in (0..).zip(all) {
@@ -151,7 +152,7 @@ fn merged(step: u64, all: Vec<Proposal>) -> Result<Vec<TensorEntry>, Refusal> {
     layout::merged(tensors.into_iter()).map_err(Refusal::Together)
 }
 
-/// Writes number `number`, as rank 0, with what the other ranks write.
+/// Writes checkpoint `number`, on rank 0, together with the other ranks.
 pub(super) fn lead(folder: &Folder, number: u64, job: &Job, together: &Together) -> Result<()> {
     let threads = Threads::of(together);
     let failed = |error| unwritten(job.step, &folder.path, Rank::MAIN, error);
@@ -192,23 +193,24 @@ pub(super) fn lead(folder: &Folder, number: u64, job: &Job, together: &Together)
     threads.tell(Some(ended))
 }
 
-/// Writes this rank's part of what rank 0 writes at the same time. The folder is at `path` for this rank.
+/// Writes this rank's part of the checkpoint that rank 0 writes at the same time. The folder is at `path` for this
+/// rank.
 pub(super) fn follow(path: &Path, job: &Job, together: &Together) -> Result<()> {
     let threads = Threads::of(together);
     let rank = together.threads.rank();
     let name: String = threads.tell(None)?;
     let written = visible(path, &name, rank, threads.visible()).and_then(|begun| {
         let file = shard(rank.get(), job.world_size);
-        // What changes the folder itself is up to rank 0, which asks whether it still owns it.
+        // Only rank 0 changes the folder itself, since it checks that it still owns it.
         let written = folder::write_files(&SystemDisk, &begun, &file, &job.snapshot, || Ok(()));
-        // What rank 0 syncs is what its machine has done: names that another machine has made may be that one's to sync.
+        // Rank 0 syncs what its own host has made: names that another host has made may have to be synced there.
         let written = written.and_then(|files| SystemDisk.sync_folder(&begun).map(|()| files));
         written.map_err(|error| unwritten(job.step, path, rank, error))
     });
-    // Rank 0 has all, and says how it has ended.
+    // Rank 0 knows the results of all, and sends the final one.
     let _ = threads.gather(written.clone())?;
     let ended = threads.tell(None);
-    // Its own error says more than what it is told of it.
+    // Its own error says more than the one that it gets.
     written.and(ended)
 }
 
@@ -216,7 +218,7 @@ fn name(begun: &Path) -> String {
     begun.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// The manifest over what the ranks have written, by rank, each its tensors first.
+/// The manifest of the ranks' files, by rank, each rank's tensors first.
 pub(super) fn manifest(
     (step, world_size): (u64, u32),
     tensors: &[TensorEntry],
@@ -233,7 +235,7 @@ pub(super) fn manifest(
     manifest.check().map(|()| manifest)
 }
 
-/// The folder that rank 0 has made, once this rank sees it.
+/// The folder that rank 0 has made, as soon as this rank sees it.
 fn visible(path: &Path, name: &str, rank: Rank, deadline: Deadline) -> Result<PathBuf> {
     let begun = path.join(name);
     let found = wait(path, deadline, || begun.is_dir().then_some(()).ok_or(()));
@@ -250,7 +252,7 @@ fn visible(path: &Path, name: &str, rank: Rank, deadline: Deadline) -> Result<Pa
     }
 }
 
-/// Sees to it that rank 0 sees the file that a rank has written.
+/// Makes sure that rank 0 sees the file that a rank has written.
 fn see(begun: &Path, file: &FileEntry, deadline: Deadline) -> Result<()> {
     let seen = wait(begun, deadline, || folder::open_entry(begun, file).map(drop));
     seen.map_err(|unfit| {
@@ -267,13 +269,14 @@ fn see(begun: &Path, file: &FileEntry, deadline: Deadline) -> Result<()> {
     })
 }
 
-/// The first success of `attempt`, which looks into the folder `above`; or its last failure, when the deadline passes.
+/// Repeats `attempt`, which looks into the folder `above`, until it succeeds; returns the last failure when the
+/// deadline passes.
 fn wait<T, E>(above: &Path, deadline: Deadline, mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     let mut backoff = Backoff::new(PAUSES, deadline);
     loop {
         match attempt() {
             Err(_) if backoff.pause() => {
-                // A network's file system looks again when the folder is opened.
+                // A network file system reads the folder again when it is opened.
                 let _ = std::fs::read_dir(above).map(Iterator::count);
             }
             outcome => return outcome,
@@ -281,7 +284,7 @@ fn wait<T, E>(above: &Path, deadline: Deadline, mut attempt: impl FnMut() -> Res
     }
 }
 
-/// The threads that write. If this one ends before its part is done, the others hear of it.
+/// The group of the writing threads. If this one ends before its part is done, the others notice.
 struct Threads<'a>(&'a ProcessGroup);
 
 impl<'a> Threads<'a> {
@@ -289,12 +292,12 @@ impl<'a> Threads<'a> {
         Self(&together.threads)
     }
 
-    /// Until when a rank waits to see what another has made: the others wait for it meanwhile, and are to hear of it.
+    /// How long a rank waits to see what another has made: the others wait for it meanwhile, and must learn the result.
     fn visible(&self) -> Deadline {
         Deadline::after((self.0.timeout() / 2).min(VISIBLE))
     }
 
-    /// Gives every rank what rank 0 has come to; the others bring `None`.
+    /// Gives every rank rank 0's result; the others pass `None`.
     fn tell<T: Serialize + DeserializeOwned>(&self, outcome: Option<Result<T>>) -> Result<T> {
         let own = outcome.as_ref().and_then(|outcome| outcome.as_ref().err().cloned());
         let told = outcome.map(|outcome| outcome.map_err(|error| Told::of(&error, self.0.rank())));
@@ -302,7 +305,7 @@ impl<'a> Threads<'a> {
         told.map_err(|told| own.unwrap_or_else(|| told.error()))
     }
 
-    /// Gives rank 0 what each rank has written, or what the first has met with that has not; the others nothing.
+    /// Gives rank 0 what each rank has written, or the first error; the others get nothing.
     fn gather(&self, own: Result<Vec<FileEntry>>) -> Result<Result<Vec<Vec<FileEntry>>>> {
         let told = own.as_ref().map_err(|error| Told::of(error, self.0.rank()));
         let told: Result<Vec<FileEntry>, Told> = told.cloned();
@@ -311,7 +314,7 @@ impl<'a> Threads<'a> {
         Ok(all.map_err(|told| own.err().unwrap_or_else(|| told.error())))
     }
 
-    /// An error of this rank's alone ends the group: nobody waits for what does not come.
+    /// An error of this rank alone ends the group, so that no rank waits for a message that will not come.
     fn heard<T>(&self, outcome: Result<T>) -> Result<T> {
         outcome.inspect_err(|error| self.0.abort(error.clone()))
     }

@@ -1,4 +1,4 @@
-//! What a checkpoint is made of.
+//! The contents of a checkpoint to be written.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 /// It owns what it holds, so that training goes on while it is written.
 #[derive(Debug, Default)]
 pub struct Snapshot {
-    /// By the names that they have in the file.
+    /// By their names in the file.
     pub(super) tensors: BTreeMap<String, TensorData>,
     pub(super) parts: BTreeMap<String, Vec<u8>>,
 }
@@ -31,11 +31,11 @@ pub(super) struct TensorData {
     pub slice: Option<SliceOf>,
 }
 
-/// What a slice is a part of.
+/// The whole tensor of a slice.
 #[derive(Clone, Debug)]
 pub(super) struct SliceOf {
     pub name: String,
-    /// Of the whole.
+    /// Of the whole tensor.
     pub shape: Vec<usize>,
     pub region: Region,
 }
@@ -55,7 +55,7 @@ impl Snapshot {
         self.tensor_bytes(name, T::DTYPE, shape, bytemuck::cast_slice::<T, u8>(elements).to_vec())
     }
 
-    /// Adds a tensor whose memory, of whatever owner, can be given away: little-endian elements in row-major order.
+    /// Adds a tensor whose memory, of any owner, can be given away: little-endian elements in row-major order.
     ///
     /// # Errors
     /// As [`tensor`](Self::tensor).
@@ -70,10 +70,10 @@ impl Snapshot {
         self.add(name, name.to_owned(), tensor)
     }
 
-    /// Adds a copy of this rank's slice of a tensor that several ranks have together, for
-    /// [`save_sharded`](super::Checkpoints::save_sharded): the `shape` of the whole, where in it the slice begins (`offsets`) and
-    /// how long its sides are (`slice`), in elements of each dimension, and its `elements` in row-major order. A rank may add
-    /// several slices of a tensor.
+    /// Adds a copy of this rank's slice of a tensor that is divided among several ranks, for
+    /// [`save_sharded`](super::Checkpoints::save_sharded): the `shape` of the whole tensor, the slice's `offsets` in
+    /// it, the lengths of its sides (`slice`), in elements of each dimension, and its `elements` in row-major order. A
+    /// rank may add several slices of a tensor.
     ///
     /// ```
     /// use phalanx::checkpoint::Checkpoints;
@@ -91,7 +91,7 @@ impl Snapshot {
     /// ```
     ///
     /// # Errors
-    /// If it does not lie in the shape, has another number of elements, or was added before.
+    /// If the slice does not lie within the shape, has another number of elements, or was added before.
     pub fn slice<T: Element>(
         &mut self,
         name: &str,
@@ -109,8 +109,8 @@ impl Snapshot {
         )
     }
 
-    /// Adds a [slice](Self::slice), its offsets and sides, whose memory, of whatever owner, can be given away: little-endian
-    /// elements in row-major order.
+    /// Adds a [slice](Self::slice), with its offsets and sides, whose memory, of any owner, can be given away:
+    /// little-endian elements in row-major order.
     ///
     /// # Errors
     /// As [`slice`](Self::slice).
@@ -127,13 +127,13 @@ impl Snapshot {
         if byte_length(dtype, shape).is_none() {
             return Err(Error::invalid_argument(format!("the tensor {name:?} cannot be {dtype} {shape:?}")));
         }
-        // The name says what it is also to those who look into this file alone.
+        // The name tells the slice also to a reader of this file alone.
         let key = format!("{name}{region}");
         let slice = Some(SliceOf { name: name.to_owned(), shape: shape.to_vec(), region: region.clone() });
         self.add(name, key, TensorData { dtype, shape: region.shape, bytes: Box::new(bytes), slice })
     }
 
-    /// Adds a tensor, or a slice of it, that has the name `key` in the file.
+    /// Adds a tensor, or a slice, under the name `key` in the file.
     fn add(&mut self, name: &str, key: String, tensor: TensorData) -> Result<()> {
         let (dtype, shape, length) = (tensor.dtype, &tensor.shape, (*tensor.bytes).as_ref().len());
         if byte_length(dtype, shape) != Some(length) {
@@ -153,7 +153,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Refuses slices, in what one rank saves alone.
+    /// Refuses slices in a checkpoint that one rank saves alone.
     pub(super) fn check_whole(&self) -> Result<()> {
         match self.tensors.iter().find(|(_, tensor)| tensor.slice.is_some()) {
             None => Ok(()),
@@ -171,14 +171,14 @@ impl Snapshot {
         sorted
     }
 
-    /// What stands in front of the elements in the file.
+    /// The header of the file, before the elements.
     pub(super) fn header(&self) -> Result<Vec<u8>, String> {
         tensors::header(self.in_order().into_iter().map(|(key, tensor)| {
             (key, tensor.dtype, tensor.shape.as_slice(), (*tensor.bytes).as_ref().len())
         }))
     }
 
-    /// What this rank brings to a sharded checkpoint: where each tensor, or slice, will be in its file.
+    /// This rank's contribution to a sharded checkpoint: where each tensor or slice will be in its file.
     pub(super) fn propose(&self) -> Result<Vec<Proposed>, String> {
         let mut start = self.header()?.len() as u64;
         let tensors = self.in_order().into_iter().map(|(key, tensor)| {
@@ -193,10 +193,10 @@ impl Snapshot {
         Ok(tensors.collect())
     }
 
-    /// Adds a part in a form of its own. Its name becomes a file's: letters, digits, `_`, `-` and `.`.
+    /// Adds a part in the caller's own format. Its name becomes a file name: letters, digits, `_`, `-` and `.`.
     ///
     /// # Errors
-    /// If the name can be no file's, there is a part of this name, or there are 1,000 already. In a
+    /// If the name cannot be a file name, if there is a part of this name, or if there are 1,000 already. In a
     /// [sharded](super::Checkpoints::save_sharded) checkpoint every rank may add as many, and all together 100,000.
     pub fn part(&mut self, name: &str, bytes: impl Into<Vec<u8>>) -> Result<()> {
         if !is_part_name(name) {
@@ -214,10 +214,10 @@ impl Snapshot {
         }
     }
 
-    /// Adds a part that holds a value, as postcard writes it: floating-point numbers keep all their bits.
+    /// Adds a part that holds a value, encoded by postcard: floating-point numbers keep all their bits.
     ///
     /// # Errors
-    /// As [`part`](Self::part), and if the value cannot be written.
+    /// As [`part`](Self::part), and if the value cannot be encoded.
     pub fn value<T: Serialize + ?Sized>(&mut self, name: &str, value: &T) -> Result<()> {
         let bytes = postcard::to_stdvec(value).map_err(|error| {
             Error::invalid_argument(format!("the part {name:?} could not be written")).with_source(error)

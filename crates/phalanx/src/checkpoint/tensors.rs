@@ -1,4 +1,4 @@
-//! The file with the tensors, in the safetensors format: where each lies, and what may be believed of a file.
+//! The file with the tensors, in the safetensors format: where each lies, and the checks of a file from outside.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,9 +10,9 @@ use crate::dtype::DType;
 
 /// The most bytes of a header; the limit of the format.
 const MAX_HEADER: u64 = 100_000_000;
-/// The length in front of the header.
+/// The length of the header's length field.
 const PREFIX: usize = 8;
-/// A key of the header that is no tensor's name.
+/// A key of the header that is not the name of a tensor.
 const RESERVED: &str = "__metadata__";
 /// The longest name of a tensor, in bytes.
 const MAX_NAME: usize = 1024;
@@ -22,7 +22,7 @@ const MAX_NAME: usize = 1024;
 pub(super) struct Layout {
     pub dtype: DType,
     pub shape: Vec<usize>,
-    /// Where its elements are: in the file, when it is read.
+    /// The range of its elements in the file, once it is read.
     pub bytes: Range<usize>,
 }
 
@@ -31,17 +31,17 @@ pub(super) fn is_tensor_name(name: &str) -> bool {
     (1..=MAX_NAME).contains(&name.len()) && name != RESERVED
 }
 
-/// The bytes that a tensor takes, if that can be said in a `usize`.
+/// The bytes of a tensor, if their number fits into a `usize`.
 pub(super) fn byte_length(dtype: DType, shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(dtype.size(), |bytes, side| bytes.checked_mul(*side))
 }
 
-/// The order in which tensors stand in the file: wide elements first, so that all are aligned, then by name.
+/// The order of tensors in the file: wide elements first, so that all are aligned, then by name.
 pub(super) fn order(dtype: DType, name: &str) -> impl Ord + use<'_> {
     (std::cmp::Reverse(dtype.size()), name)
 }
 
-/// What stands before the elements of `tensors`, which are in their order.
+/// The header for `tensors`, which are in this order.
 pub(super) fn header<'a>(
     tensors: impl Iterator<Item = (&'a str, DType, &'a [usize], usize)>,
 ) -> Result<Vec<u8>, String> {
@@ -74,7 +74,7 @@ pub(super) fn index(file: &[u8]) -> Result<BTreeMap<String, Layout>, String> {
     let header =
         usize::try_from(length).ok().filter(|_| length <= MAX_HEADER).and_then(|end| rest.get(..end));
     let Some(header) = header else { return Err(format!("its header cannot have {length} bytes")) };
-    // This checks that the tensors lie one behind the other, each as long as its shape says.
+    // This checks that the tensors are contiguous, and each as long as its shape says.
     let metadata: Metadata = serde_json::from_slice(header).map_err(|error| error.to_string())?;
     let data = rest.len() - header.len();
     if metadata.data_len() != data {
@@ -108,7 +108,7 @@ fn decode(code: Dtype) -> Option<DType> {
     DType::ALL.into_iter().find(|dtype| self::code(*dtype) == code)
 }
 
-/// What reads a file of tensors, for the fuzz target.
+/// Reads a file of tensors, for the fuzz target.
 #[cfg(any(test, fuzzing))]
 pub fn fuzz(bytes: &[u8]) -> bool {
     let Ok(index) = index(bytes) else { return false };

@@ -1,9 +1,9 @@
-//! The thread that writes.
+//! The thread that writes checkpoints.
 //!
-//! Of rank 0 a process has one for each folder, whoever has opened it how often: in an elastic job each round opens its checkpoints
-//! anew, while what the round before has handed over may still be in flight. That is why the writers of a process are in a
-//! table of the process: two of them would be in each other's way as two processes are. The other ranks have one for each
-//! [`Checkpoints`](super::Checkpoints), from the first sharded checkpoint on.
+//! On rank 0 a process has one thread for each folder, however often the folder is opened. In an elastic job each round
+//! opens its checkpoints again, while the previous round's write may still be in progress. That is why the writers of a
+//! process are in a table of the process: two threads for one folder would disturb each other like two processes. Each
+//! other rank has one thread for each [`Checkpoints`](super::Checkpoints), from the first sharded checkpoint on.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,39 +26,39 @@ use crate::host;
 use crate::notice::warn;
 use crate::rank::Rank;
 
-/// How long a drop waits for the write in flight.
+/// How long a drop waits for the write in progress.
 const LAST: Duration = Duration::from_secs(30);
 
-/// What the thread writes.
+/// A write for the thread.
 #[derive(Debug)]
 pub(super) struct Job {
     pub step: u64,
     pub world_size: u32,
     pub keep: usize,
     pub snapshot: Snapshot,
-    /// With the other ranks, each its part; rank 0 alone, if there is nothing.
+    /// A sharded write, together with the other ranks; rank 0 alone, if this is none.
     pub together: Option<Together>,
 }
 
-/// The writers of this process, by device and inode of their folders. It is locked for a look alone, so that a folder on a
-/// slow disk, or one whose claim has to be waited for, holds up nobody who writes elsewhere.
+/// The writers of this process, by device and inode of their folders. It is locked only to look one up, so that a
+/// folder on a slow disk, or a wait for a claim, does not hold up writes to other folders.
 static WRITERS: Mutex<BTreeMap<(u64, u64), Slot>> = Mutex::new(BTreeMap::new());
 
-/// The writer of a folder; locked by whoever opens it, until it is there.
+/// The writer of a folder; locked by the caller that opens it, until it exists.
 type Slot = Arc<Mutex<Weak<Shared>>>;
 
-/// Hands snapshots to a thread, one at a time.
+/// Passes snapshots to a thread, one at a time.
 #[derive(Debug)]
 pub(super) struct Writer {
     shared: Arc<Shared>,
-    /// The how many-th this is of the same thread's.
+    /// The number of this writer among those that have used the same thread.
     handle: u64,
     untold: Arc<Untold>,
 }
 
-/// The failure of the last sharded write that a [`Writer`] has handed over, until somebody has been told. It is the writer's and
-/// not the thread's: the ranks in it are those of the writer's group, and mean others in the group of one that was opened later.
-/// Used while the state of the thread is locked.
+/// The failure of the last sharded write of a [`Writer`], until a call has returned it. It belongs to the writer and
+/// not to the thread: its ranks are those of the writer's group, and would be other ones in the group of a later
+/// writer. Accessed only while the state of the thread is locked.
 type Untold = Mutex<Option<Error>>;
 
 #[derive(Debug)]
@@ -69,12 +69,13 @@ struct Shared {
     changed: Condvar,
 }
 
-/// What a thread may do.
+/// The thread's right to write.
 #[derive(Debug)]
 enum Role {
-    /// It writes to the folder as its owner, whose claim is given back when the thread has ended, even if nobody waited for that.
+    /// It writes to the folder as its owner. The claim is given back when the thread has ended, even if nothing waited
+    /// for that.
     Owner(Folder),
-    /// It adds its part to what the owner writes in the folder at this path.
+    /// It adds its part to the owner's checkpoint in the folder at this path.
     Member(PathBuf),
 }
 
@@ -91,21 +92,21 @@ impl Role {
 struct State {
     /// The number of the next checkpoint.
     number: u64,
-    /// The writer that may hand something over: the last one.
+    /// The writer that may pass snapshots: the last one.
     handle: u64,
-    /// Handed over, not begun.
+    /// Passed, but not begun.
     next: Option<Handed>,
-    /// The step whose write is in flight, from when it is handed over.
+    /// The step of the write in progress, from when it is passed on.
     step: Option<u64>,
-    /// Of the last write of rank 0 alone, until somebody has been told.
+    /// The failure of the last write of rank 0 alone, until a call has returned it.
     failure: Option<Error>,
-    /// The thread takes nothing more.
+    /// The thread takes no more work.
     closed: bool,
     /// There is no thread.
     ended: bool,
 }
 
-/// A job, and who has handed it over.
+/// A write, and the writer that has passed it.
 #[derive(Debug)]
 struct Handed {
     job: Job,
@@ -114,8 +115,8 @@ struct Handed {
 }
 
 impl Writer {
-    /// The writer of the folder at `path`, for whom `by` stands; of this process's, if it has one, what was handed over before
-    /// is written first.
+    /// The writer of the folder at `path`, for the process `by`. If this process has one already, what was passed to it
+    /// before is written first.
     pub fn open(path: &Path, by: &Claimant) -> Result<Self> {
         let unusable = |error| unusable(path, error);
         let about = path.metadata().map_err(unusable)?;
@@ -135,7 +136,7 @@ impl Writer {
                 drop(owner);
                 return shared.hand_over().map_err(unusable);
             }
-            // The thread has lost its claim to another process since, and gives up by itself.
+            // The thread has lost its claim to another process since, and ends by itself.
             own = Some(claimed);
         }
         let owner = match own {
@@ -158,14 +159,15 @@ impl Writer {
         Self { shared, handle: 1, untold: Arc::default() }
     }
 
-    /// Waits until a snapshot can be handed over; gives the failure of the write before, which is kept.
+    /// Waits until a snapshot can be passed; returns the failure of the previous write, and keeps it.
     pub fn ready(&self, deadline: Deadline) -> Result<Option<Error>> {
         let state = self.open_state(deadline)?;
         Ok(self.untold.lock().clone().or_else(|| state.failure.clone()))
     }
 
-    /// Hands a snapshot over once the write before has ended, and gives that one's failure; that of a sharded write is kept for the
-    /// next sharded one, or [`finish`](Self::finish), which every rank calls. On an error it was not handed over.
+    /// Passes a snapshot once the previous write has ended, and returns that one's failure. The failure of a sharded
+    /// write is kept for the next sharded one, or [`finish`](Self::finish), which every rank calls. After an error the
+    /// snapshot was not passed.
     pub fn write(&self, job: Job, deadline: Deadline) -> Result<Option<Error>> {
         let mut state = self.open_state(deadline)?;
         if state.ended {
@@ -179,12 +181,12 @@ impl Writer {
         Ok(failure)
     }
 
-    /// The failure of which somebody is told now, that of a sharded write first.
+    /// The failure that this call returns, that of a sharded write first.
     fn tell(&self, state: &mut State) -> Option<Error> {
         self.untold.lock().take().or_else(|| state.failure.take())
     }
 
-    /// The state, when nothing is in flight and something may be handed over.
+    /// The state, once no write is in progress and a snapshot may be passed.
     fn open_state(&self, deadline: Deadline) -> Result<MutexGuard<'_, State>> {
         let mut state = self.idle(deadline)?;
         if state.handle != self.handle {
@@ -198,13 +200,13 @@ impl Writer {
         Ok(state)
     }
 
-    /// Waits until nothing is in flight, and gives the failure of the last write.
+    /// Waits until no write is in progress, and returns the failure of the last one.
     pub fn finish(&self, deadline: Deadline) -> Result<()> {
         let mut state = self.idle(deadline)?;
         self.tell(&mut state).map_or(Ok(()), Err)
     }
 
-    /// Waits until nothing is in flight; a failure is kept for whoever saves or finishes.
+    /// Waits until no write is in progress; a failure is kept for the next call that saves or finishes.
     pub fn settle(&self, deadline: Deadline) -> Result<()> {
         self.idle(deadline).map(drop)
     }
@@ -229,7 +231,7 @@ impl Writer {
 }
 
 impl Writer {
-    /// Lets the thread end what was handed over, and waits for nothing.
+    /// Lets the thread finish its work, and waits for nothing.
     pub fn leave(&self) {
         let mut state = self.shared.state.lock();
         state.closed |= state.handle == self.handle;
@@ -245,7 +247,7 @@ impl Drop for Writer {
         self.leave();
         let mut state = self.shared.state.lock();
         let failure = if is_last { state.failure.take() } else { None };
-        // From here on the thread finds nobody whom it could tell, and warns of it itself.
+        // From here on no call can return the thread's failure, so it logs a warning itself.
         let untold = std::mem::take(&mut self.untold).lock().take();
         drop(state);
         for error in [ended.err(), untold, failure].into_iter().flatten() {
@@ -254,8 +256,8 @@ impl Drop for Writer {
     }
 }
 
-/// The slot of the folder at this device and inode. Those of writers that have gone are given up, unless somebody is about
-/// to use them: whoever does has taken them under the table's lock.
+/// The slot of the folder with this device and inode. Removes the slots of writers that are gone, unless a caller is
+/// about to use them: such a caller has taken the slot under the table's lock.
 fn slot(place: (u64, u64)) -> Slot {
     let mut writers = WRITERS.lock();
     writers.retain(|_, slot| {
@@ -269,7 +271,7 @@ impl Shared {
         Arc::new(Self { role, rank, state: Mutex::new(state), changed: Condvar::new() })
     }
 
-    /// A writer that takes the place of those before it, and a thread, if there is none.
+    /// A writer that replaces earlier ones, and a thread, if there is none.
     fn hand_over(self: Arc<Self>) -> io::Result<Writer> {
         let mut state = self.state.lock();
         state.handle += 1;
@@ -294,7 +296,7 @@ impl Shared {
             let untold = job.together.is_some().then_some(untold);
             let mut end = End { shared: self, handle, untold, failure: Some(panicked(self.rank)) };
             end.failure = self.write(number, &job).err();
-            // What it holds of a group goes before anybody is told that the write has ended.
+            // It releases its group before a caller can learn that the write has ended.
             drop(job);
         }
     }
@@ -331,19 +333,19 @@ impl Shared {
             }
         };
         if let Err(error) = folder.rotate(job.keep) {
-            // What was to be saved is.
+            // The checkpoint itself has been saved.
             warn(format_args!("old checkpoints in {} were not removed: {error}", folder.path.display()));
         }
         Ok(())
     }
 }
 
-/// Tells those who wait that a write has ended, also by a panic of the program's code that lends its memory.
+/// Reports the end of a write to those who wait, also after a panic of the program's code that lends its memory.
 struct End<'a> {
     shared: &'a Shared,
-    /// Whose write it was.
+    /// The writer of this write.
     handle: u64,
-    /// Of a sharded one, where its failure belongs.
+    /// For a sharded write, where its failure is kept.
     untold: Option<Weak<Untold>>,
     failure: Option<Error>,
 }
@@ -362,7 +364,7 @@ impl Drop for End<'_> {
             },
         }
         state.ended = std::thread::panicking();
-        // A later handle starts a thread anew.
+        // A later handle starts a new thread.
         state.closed |= state.ended && self.handle == state.handle;
         self.shared.changed.notify_all();
         drop(state);
@@ -375,14 +377,14 @@ pub(super) fn unusable(path: &Path, error: io::Error) -> Error {
         .with_remedy("may rank 0 make this folder, and write in it?")
 }
 
-/// What kept a rank from writing, or from adding its part to, the checkpoint of a step.
+/// Why a rank could not write, or add its part to, the checkpoint of a step.
 pub(super) fn unwritten(step: u64, path: &Path, rank: Rank, error: io::Error) -> Error {
     let cause = format!("cannot write the checkpoint of step {step} to {}", path.display());
     let remedy = remedy(&error);
     Error::io(cause, error).at(rank, host::name()).with_remedy(remedy)
 }
 
-/// Nobody is left who could be told in a call.
+/// Warns of a failure that no call can return any more.
 fn unheard(error: &Error) {
     warn(format_args!("the last checkpoint was not written: {error}"));
 }

@@ -1,4 +1,4 @@
-//! The roll-call: every rank says that it is there, and the last one says that all are.
+//! The start of a world: every rank reports its arrival, and the last one reports that all are there.
 //!
 //! Keys, below the job's scope and a round:
 //!
@@ -9,8 +9,8 @@
 //! verdict    "ok", or what went wrong; written once, read by all
 //! ```
 //!
-//! A process that meets its world again, in a store that has outlived the first time, finds its own name at `rank/<r>`
-//! and goes on to the next round.
+//! A process may meet its world again in a store that still has the first meeting. Then it finds its own entry at
+//! `rank/<r>`, and goes on to the next round.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ use crate::world_size::WorldSize;
 const OK: &[u8] = b"ok";
 /// How many missing ranks an error names.
 const NAMED: usize = 8;
-/// In a world of so many ranks each of them looks who is missing; in a larger one rank 0.
+/// In a world of at most so many ranks, each checks who is missing; in a larger one only rank 0.
 const ASKED: u32 = 64;
 
 /// Which process on which host this is.
@@ -47,7 +47,7 @@ impl Identity {
     }
 }
 
-/// A world that is complete.
+/// A complete world.
 pub(super) struct Arrived {
     /// The part of the store that belongs to it.
     pub store: SharedStore,
@@ -55,13 +55,13 @@ pub(super) struct Arrived {
     world_size: WorldSize,
 }
 
-/// What a rank writes when it comes.
+/// What a rank writes when it arrives.
 #[derive(Debug, PartialEq, Eq)]
 struct Entry {
     nonce: String,
     world_size: String,
     identity: Identity,
-    /// The address at which it found the store; none if that is not a matter of addresses.
+    /// The address at which it found the store; none if the store has no address.
     store: Option<IpAddr>,
 }
 
@@ -84,8 +84,8 @@ impl Entry {
     }
 }
 
-/// Waits until all ranks have come; on every rank an error if one is missing at the deadline, came twice, or expects
-/// another world size. `found` is the address at which this rank found the store, if it has one.
+/// Waits until all ranks have arrived. Returns an error on every rank if one is missing at the deadline, is there
+/// twice, or expects another world size. `found` is the address at which this rank found the store, if it has one.
 pub(super) fn arrive(
     store: &SharedStore,
     found: Option<IpAddr>,
@@ -99,7 +99,7 @@ pub(super) fn arrive(
     let (roll, round) = sign_in(store, place, &entry, deadline)?;
     let group: SharedStore =
         Arc::new(PrefixStore::new(format!("{}/{round}/group", place.scope), Arc::clone(store)));
-    // Who is stopped while it waits for the others is to be seen by those who come further.
+    // Published here, so that ranks that get further can see if this one is stopped while it waits.
     transport::publish_process(&*group, place.rank, deadline)?;
     let world = entry.world_size.as_bytes();
     let expected = roll.compare_set("world", b"", world, deadline)?;
@@ -115,7 +115,7 @@ pub(super) fn arrive(
     if roll.add("arrived", 1, deadline)? == i64::from(place.world_size.get()) {
         roll.compare_set("verdict", b"", OK, deadline)?;
     }
-    // Some time is kept back to find out who is missing, and to tell the others.
+    // Some time is kept to find out who is missing, and to tell the others.
     let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
     let awaited = || awaited(&roll, place, started);
     match while_waiting(awaited, || roll.get("verdict", waiting)) {
@@ -129,17 +129,17 @@ pub(super) fn arrive(
     Ok(Arrived { store: group, roll, world_size: place.world_size })
 }
 
-/// The part of the time left that is kept for saying what went wrong.
+/// The part of the remaining time that is kept for reporting an error.
 pub(super) fn reserve(deadline: Deadline) -> Duration {
     (deadline.remaining() / 5).min(Duration::from_millis(500))
 }
 
-/// A number that nobody can guess.
+/// A random number that cannot be guessed.
 pub(super) fn nonce() -> Result<String> {
     Ok(format!("{:032x}", u128::from_le_bytes(random::bytes()?)))
 }
 
-/// Writes the entry into the first round in which this process has not been.
+/// Writes the entry into the first round in which this process has no entry yet.
 fn sign_in(
     store: &SharedStore,
     place: &RankConfig,
@@ -165,15 +165,15 @@ fn sign_in(
     Err(Error::protocol("the store refuses this rank's arrival in every round"))
 }
 
-/// Tells every rank what this one has seen, and that is its own error too.
+/// Writes an error of this rank as the verdict, and returns it.
 fn fail(roll: &PrefixStore, kind: Kind, peer: Option<Rank>, cause: String, deadline: Deadline) -> Error {
     let told = Told { kind, peer: peer.map(Rank::get), cause };
     let _ = speak(roll, &told, deadline);
     told.into_error()
 }
 
-/// This rank's time is up: tells every rank so, unless there is a verdict by now. What stands holds for this rank as
-/// well: the others may be on their way already.
+/// This rank's time is up: reports that to every rank, unless there is a verdict already. An existing verdict holds for
+/// this rank as well: the others may have gone on.
 fn settle(roll: &PrefixStore, told: Told, deadline: Deadline) -> Result<()> {
     match speak(roll, &told, deadline) {
         Some(verdict) if verdict == OK => Ok(()),
@@ -182,17 +182,17 @@ fn settle(roll: &PrefixStore, told: Told, deadline: Deadline) -> Result<()> {
     }
 }
 
-/// Writes a verdict unless there is one; gives that which stands.
+/// Writes a verdict unless there is one; returns the one that is there.
 fn speak(roll: &PrefixStore, told: &Told, deadline: Deadline) -> Option<Vec<u8>> {
     let verdict = serde_json::to_vec(told).ok()?;
-    // The others find out for themselves, at their deadlines, if the store is gone too.
+    // If the store is gone too, the others find out at their own deadlines.
     roll.compare_set("verdict", b"", &verdict, deadline.max(Deadline::after(LAST_MESSAGE))).ok()
 }
 
-/// How long telling the others may take when the deadline has passed.
+/// How long reporting may take after the deadline.
 const LAST_MESSAGE: Duration = Duration::from_millis(100);
 
-/// A verdict that is not "ok".
+/// A verdict other than "ok".
 #[derive(serde::Serialize, serde::Deserialize)]
 struct Told {
     kind: Kind,
@@ -222,10 +222,10 @@ fn spoken(verdict: &[u8]) -> Error {
     }
 }
 
-/// Says who is waited for, while there is time.
+/// Reports who is waited for, while there is time.
 fn awaited(roll: &PrefixStore, place: &RankConfig, started: Instant) -> String {
     let world = place.world_size.get();
-    // Many ranks that each ask for many would keep the store from those who come.
+    // In a large world, so many queries would keep the store from serving ranks that arrive.
     let cause = match world <= ASKED || place.rank.is_main() {
         true => missing(roll, place, started, Deadline::after(LAST_MESSAGE * 10)).cause,
         false => format!("not all of the {world} ranks have arrived"),
@@ -233,7 +233,7 @@ fn awaited(roll: &PrefixStore, place: &RankConfig, started: Instant) -> String {
     format!("rank {} waits for the others: {cause}", place.rank)
 }
 
-/// Names the ranks that have not come.
+/// Names the missing ranks.
 fn missing(roll: &PrefixStore, place: &RankConfig, started: Instant, deadline: Deadline) -> Told {
     let mut missing = Vec::new();
     for rank in place.world_size.ranks() {

@@ -1,4 +1,4 @@
-//! `env://`: what the launcher's variables say.
+//! `env://`: the launcher's variables.
 
 use super::arrival::Identity;
 use super::{RankConfig, Rendezvous, Url, file, tcp};
@@ -19,7 +19,7 @@ pub(super) fn join(
         world_size: env.world_size,
         local: env.local_rank.zip(env.local_world_size),
         generation: env.restart_count,
-        // A launcher that serves the store keeps it over restarts, and may keep it over jobs.
+        // A launcher's store may hold keys of earlier generations, and of earlier jobs.
         scope: format!("phalanx/{}/{}", env.run_id.as_deref().unwrap_or("none"), env.restart_count.0),
         credentials,
     };

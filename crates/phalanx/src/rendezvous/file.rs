@@ -1,8 +1,9 @@
 //! `file:///path`: a store in a file.
 //!
-//! A file that an earlier job left is recognised by a greeting. Rank 0 always puts a new file in place. Every other
-//! rank opens what is there, leaves a hello with a number that nobody could have guessed, and waits for rank 0's
-//! welcome to that number, which an old file cannot hold; when the path names another file, it starts again there.
+//! A greeting distinguishes the file from one that an earlier job has left. Rank 0 always creates a new file at the
+//! path. Every other rank opens the file that is there, writes a hello with a random number, and waits for rank 0's
+//! welcome to that number, which an old file cannot contain. If the path then names another file, it starts again with
+//! that one.
 
 use std::net::Ipv4Addr;
 use std::path::Path;
@@ -19,7 +20,7 @@ use crate::world_size::WorldSize;
 
 /// All hellos: one line each, rank and number.
 const HELLOS: &str = "hellos";
-/// How often a rank that waits looks whether the path names another file, and rank 0 for new hellos.
+/// How often a waiting rank checks whether the path names another file, and rank 0 looks for new hellos.
 const LOOK: Duration = Duration::from_millis(20);
 
 pub(super) fn join(path: &Path, place: &RankConfig, me: &Identity, deadline: Deadline) -> Result<Rendezvous> {
@@ -48,12 +49,12 @@ pub(super) fn join(path: &Path, place: &RankConfig, me: &Identity, deadline: Dea
     })
 }
 
-/// Rank 0: answers every hello, until each other rank has said one, or time is almost up.
+/// Rank 0: answers every hello, until each other rank has sent one, or the time is almost up.
 fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> Result<FileStore> {
     let mut seen = vec![false; world_size.count()];
     seen[0] = true;
     let mut answered = 0;
-    // The roll-call that follows must still be able to say who is missing.
+    // Time is left for the start of the world, which reports who is missing.
     let until = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
     store.append(HELLOS, b"", deadline)?;
     while seen.contains(&false) && !until.has_passed() {
@@ -80,7 +81,7 @@ fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> R
     Ok(store)
 }
 
-/// Another rank: finds today's file.
+/// Another rank: finds the file of this job.
 fn greet(path: &Path, place: &RankConfig, deadline: Deadline) -> Result<FileStore> {
     let number = nonce()?;
     loop {

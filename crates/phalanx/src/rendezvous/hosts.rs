@@ -15,7 +15,7 @@ pub(super) struct Host {
 }
 
 impl Hosts {
-    /// A rank's place among the ranks of its host, and their number.
+    /// A rank's local rank, and the number of ranks on its host.
     pub fn local(&self, rank: Rank) -> (u32, u32) {
         let Some(mine) = self.0.get(rank.index()) else { return (0, 1) };
         let neighbours = |hosts: &[Host]| hosts.iter().filter(|host| host.name == mine.name).count() as u32;
@@ -30,9 +30,10 @@ impl Hosts {
         }
     }
 
-    /// `interface`, which routes to the store, unless it is the loopback and there are other hosts: many a host finds its
-    /// own name there. Then the store is on this host, and ranks on others know at which address that is reached. None if
-    /// none of them has found it at an address that `is_own`, as behind a tunnel or a virtual address.
+    /// The address of `interface`, which routes to the store, unless it is the loopback and there are other hosts: many
+    /// hosts resolve their own name to it. Then the store is on this host, and ranks on other hosts know at which
+    /// address they reach it. None if none of them has found the store at an address that `is_own`, for example behind
+    /// a tunnel or a virtual address.
     fn choose(&self, rank: Rank, interface: IpAddr, is_own: impl Fn(IpAddr) -> bool) -> Option<IpAddr> {
         let one_host = self.0.windows(2).all(|pair| pair[0].name == pair[1].name);
         if one_host || !interface.is_loopback() {
@@ -49,7 +50,8 @@ fn is_own(address: IpAddr) -> bool {
     UdpSocket::bind((address, 0)).is_ok()
 }
 
-/// The address of this host from which packets leave it. Nothing is sent: the address asked for is for documents.
+/// The address of this host from which packets leave it. Nothing is sent: the target is an address reserved for
+/// documentation.
 pub(crate) fn outward() -> Result<IpAddr> {
     let look = || {
         let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;

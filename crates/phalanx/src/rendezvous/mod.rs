@@ -1,4 +1,4 @@
-//! How ranks find each other: through a store, whose place the launcher or a URL says.
+//! How ranks find each other: through a store, at the place that the launcher or a URL gives.
 //!
 //! [`from_env`] reads the launcher's variables, [`from_url`] takes `env://`, `tcp://host:port` or `file:///path`. Both
 //! return once every rank has arrived, or with an error on each rank that did: it names the ranks that are missing,
@@ -28,28 +28,28 @@ use crate::rank::{Generation, Rank};
 use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
 use crate::world_size::WorldSize;
 
-/// How long rank 0, when it is done, goes on serving the store for ranks that still use it.
+/// How long rank 0, when it is done, serves the store for ranks that still use it.
 pub const GRACE: Duration = Duration::from_secs(5);
 
-/// A world that has come together, as one rank sees it.
+/// The result of a rendezvous for one rank: a complete world.
 pub struct Rendezvous {
-    /// The store: a part of it that belongs to this world, in this life, alone.
+    /// The store: the part of it that belongs to this world and generation alone.
     pub store: SharedStore,
-    /// This process's place.
+    /// This process's rank.
     pub rank: Rank,
     /// The number of processes.
     pub world_size: WorldSize,
-    /// Its place among the processes of its host.
+    /// Its local rank.
     pub local_rank: u32,
     /// The number of processes on its host.
     pub local_world_size: u32,
-    /// Which life of the job this is.
+    /// The generation: how often the job was restarted.
     pub generation: Generation,
     /// The address of this host at which the other ranks reach it.
     pub interface: IpAddr,
-    /// With which its processes recognise each other, if the job has them.
+    /// The credentials with which its processes authenticate each other, if the job has them.
     pub credentials: Credentials,
-    /// What serves the store, or keeps the connection to it. Keep it as long as the store is in use.
+    /// Keeps the store's server, or the connection to it, alive. Keep it as long as the store is in use.
     pub keep_alive: KeepAlive,
 }
 
@@ -66,7 +66,7 @@ impl fmt::Debug for Rendezvous {
     }
 }
 
-/// Meets the other ranks as the launcher's variables say; a world of one if there are none.
+/// Meets the other ranks at the end point in the launcher's variables; a world of one if there are none.
 pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
     refuse_fixed_world()?;
     match LaunchEnv::from_process()? {
@@ -142,7 +142,7 @@ pub fn alone() -> Rendezvous {
     }
 }
 
-/// Where a URL says that ranks meet.
+/// The end point in a URL.
 #[derive(Debug, PartialEq, Eq)]
 enum Url {
     Env,
@@ -175,7 +175,7 @@ impl Url {
     }
 }
 
-/// What a rank brings to the rendezvous.
+/// What a rank knows before the rendezvous.
 #[derive(Clone, Debug)]
 struct RankConfig {
     rank: Rank,
@@ -183,7 +183,7 @@ struct RankConfig {
     /// The rank on the host and the number of ranks there, if the launcher has set them.
     local: Option<(u32, u32)>,
     generation: Generation,
-    /// The prefix of this generation of the job in a store that outlives it.
+    /// The prefix of this generation of the job in a store that may outlive it.
     scope: String,
     credentials: Credentials,
 }
@@ -212,7 +212,7 @@ impl RankConfig {
     }
 }
 
-/// Holds what must outlive start-up; see [`Rendezvous::keep_alive`].
+/// Keeps alive what must outlive start-up; see [`Rendezvous::keep_alive`].
 ///
 /// Dropping it closes this rank's connections to the store. On the rank that serves the store it then waits, at most
 /// [`GRACE`], until the other ranks have closed theirs.
@@ -234,7 +234,7 @@ impl Drop for KeepAlive {
             Held::Client(client) => client.close_idle(),
             Held::Host { client, server } => {
                 client.close_idle();
-                // A rank that panics has nothing to give; the sooner the others see it, the better.
+                // A rank that panics does not wait: the sooner the others notice, the better.
                 if let Some(server) = server.take()
                     && !std::thread::panicking()
                 {
@@ -245,7 +245,7 @@ impl Drop for KeepAlive {
     }
 }
 
-/// For [`fuzzing`](crate::fuzzing): what ranks find in the store, and what users say.
+/// For [`fuzzing`](crate::fuzzing): entries in the store, and URLs.
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {

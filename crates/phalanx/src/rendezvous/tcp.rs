@@ -12,7 +12,7 @@ use crate::store::{Access, KeylessClients, SharedStore, TcpStore, TcpStoreServer
 /// Who serves the store.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Host {
-    /// Rank 0, at the address at which the others find it, or at another one of its host.
+    /// Rank 0, at the address at which the others reach it, or at another one of its host.
     Rank0 { bind: Option<IpAddr> },
     /// The launcher.
     Elsewhere,
@@ -29,7 +29,7 @@ pub(super) fn join(
     if place.world_size.get() == 1 {
         return Ok(place.alone());
     }
-    // A program beside the ranks' own, such as a monitor of this user's, need not know the key.
+    // Another program of this user, such as a monitor, may use the store without the key.
     let access = Access::to(place.credentials.clone(), KeylessClients::OfThisUser);
     let server = match host {
         Host::Rank0 { bind: None } if place.rank.is_main() => {
@@ -47,7 +47,7 @@ pub(super) fn join(
     let client = Arc::new(client?);
     let (interface, found) = (client.local_ip(), client.found_ip());
     let store: SharedStore = Arc::<TcpStore>::clone(&client);
-    // From here on an error, too, leaves the server up until the others have read why.
+    // From here on, the server stays up also after an error, until the others have read it.
     let held = match server {
         Some(server) => Held::Host { client, server: Some(server) },
         None => Held::Client(client),

@@ -1,8 +1,8 @@
-//! The file, to which all ranks of a job add their events.
+//! The file to which all ranks of a job add their events.
 //!
-//! It is one JSON document at any time between two additions, whoever has ended how: an addition takes the place of the
-//! document's end, behind the last event, and brings an end of its own. One rank adds at a time, under a lock of the file. Of
-//! an addition that was cut off, the whole lines stay, which are an event each.
+//! Between two additions it is one valid JSON document, also if a process has been killed. An addition replaces the end
+//! of the document, after the last event, and writes a new end. One rank adds at a time, under a lock of the file. If
+//! an addition was cut off, its complete lines stay, which are one event each.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -16,14 +16,14 @@ use super::{Event, TraceValue};
 
 const BEGIN: &[u8] = b"{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n";
 const END: &[u8] = b"\n]}\n";
-/// By which a trace is known.
+/// The beginning of the file, which identifies a trace.
 const MARK: &[u8] = b"{\"displayTimeUnit\":\"ms\",";
-/// Within so many bytes from its end a file has its last whole line.
+/// The last complete line begins within so many bytes before the end.
 const TAIL: u64 = 1 << 20;
-/// How long a rank waits while the file does not grow. One that is frozen in the middle of adding must not hold up all.
+/// How long a rank waits while the file does not grow. A rank that is frozen while it adds must not hold up the others.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Removes the trace that an earlier job has left, and nothing else.
+/// Removes a trace that an earlier job has left, but no other file.
 pub(super) fn remove(path: &Path) -> io::Result<()> {
     let mut begin = Vec::new();
     match File::open(path) {
@@ -54,8 +54,8 @@ pub(super) fn append(path: &Path, lines: &[u8]) -> io::Result<()> {
     })
 }
 
-/// Writes in place of all that is behind `end`. If that fails the events before it are all that is there: what will be
-/// added again must not be there twice.
+/// Replaces everything after `end`. If that fails, the file has the events before it: what will be added again must not
+/// be there twice.
 fn replace_end(file: &mut File, end: u64, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
     file.set_len(end)?;
     file.seek(SeekFrom::Start(end))?;
@@ -97,7 +97,7 @@ fn foreign() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "a file of this name exists and is not a trace")
 }
 
-/// Where the last whole event ends.
+/// The end of the last complete event.
 fn end_of_events(file: &mut File) -> io::Result<u64> {
     let length = file.metadata()?.len();
     let mut begin = vec![0; BEGIN.len().min(length as usize)];
@@ -116,7 +116,7 @@ fn end_of_events(file: &mut File) -> io::Result<u64> {
     if tail.ends_with(END) {
         return Ok(start + (tail.len() - END.len()) as u64);
     }
-    // It was cut off: the end of a line is an event's, with a comma if more were to follow.
+    // The last addition was cut off: the end of a line is the end of an event, with a comma if more were to follow.
     match tail.iter().rposition(|byte| *byte == b'\n') {
         Some(line) => {
             let line = &tail[..line];

@@ -1,13 +1,12 @@
-//! A record of what happened when, in Chrome's trace event format.
+//! A record of events with their times, in Chrome's trace event format.
 //!
-//! Set `PHALANX_TRACE=step.json` and open the file in <https://ui.perfetto.dev> or `chrome://tracing`. It has all ranks of the
-//! job: each rank is a process there, and what it does at one time is in [tracks](Track): steps, forward passes, backward
-//! passes, the optimizer, the wait for gradients, communication, and each bucket on its way. A restarted job goes on in the
-//! same file.
+//! Set `PHALANX_TRACE=step.json` and open the file in <https://ui.perfetto.dev> or `chrome://tracing`. It has all ranks
+//! of the job. Each rank is a process there, with [tracks](Track) for steps, forward passes, backward passes, the
+//! optimizer, the wait for gradients, communication, and each bucket. A restarted job adds to the same file.
 //!
-//! Time stamps are microseconds since 1970 by each host's clock. Those of one host lie on one axis; where hosts' clocks differ, a
-//! host's ranks are shifted as a whole. Hosts without a common disk write a file each, with the ranks of that host; one file of
-//! them makes `jq -s '{traceEvents: map(.traceEvents) | add}' a.json b.json`.
+//! Time stamps are microseconds since 1970 by each host's clock. Ranks of one host have the same clock. If the clocks
+//! of hosts differ, the ranks of a host are all shifted by the same time. Hosts without a shared disk write a file
+//! each, with the ranks of that host. To merge them: `jq -s '{traceEvents: map(.traceEvents) | add}' a.json b.json`.
 
 mod file;
 
@@ -27,20 +26,20 @@ use crate::rank::Rank;
 /// The variable that names the file.
 pub const TRACE_VARIABLE: &str = "PHALANX_TRACE";
 
-/// Events kept of one rank. What comes later is counted and left out, and the file says so.
+/// The most events that are kept of one rank. Later ones are counted and left out, and the file says how many.
 const MAX_EVENTS: usize = 1 << 20;
-/// How long [`Trace::flush`] lets a file alone that could not be written: after the first failure, and at most. Each try encodes all
-/// events that are kept.
+/// How long [`Trace::flush`] pauses after it could not write the file: after the first failure, and at most. Each try
+/// encodes all events that are kept.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
-/// Where a rank notes its events. Clones share one record; a disabled trace costs one branch.
+/// Where a rank records its events. Clones share one record; a disabled trace costs one branch.
 ///
-/// What was noted is added to the file when the last clone is dropped, and by [`flush`](Self::flush). A process that is killed,
-/// or ends with `std::process::exit`, has written only what it flushed. A file that cannot be written is a warning, never an
-/// error: a trace must not end the training that it observes. What [`flush`](Self::flush) could not write is kept in memory and
-/// tried again by a later flush, at first after 1 s and then less and less often, up to once a minute; a flush before that does
-/// nothing. A rank keeps 1 Mi events in all, and the file says how many came later. The drop of the last clone always tries; if it
-/// fails too, its warning says how many events are lost.
+/// Events are added to the file when the last clone is dropped, and by [`flush`](Self::flush). A process that is
+/// killed, or ends with `std::process::exit`, has written only what it flushed. A file that cannot be written causes a
+/// warning, never an error: a trace must not end the training that it observes. Events that [`flush`](Self::flush)
+/// could not write stay in memory and are tried again by a later flush, at first after 1 s, then less often, up to once
+/// a minute; a flush before that does nothing. A rank keeps 1 Mi events in all, and the file says how many came later.
+/// The drop of the last clone always tries; if it fails too, its warning says how many events are lost.
 ///
 /// ```
 /// use std::time::Instant;
@@ -56,7 +55,7 @@ pub struct Trace {
     record: Option<Arc<Record>>,
 }
 
-/// What a rank does at one time. Viewers show each as a thread of the rank.
+/// A row of a rank's events. Viewers show each as a thread of the rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Track {
@@ -68,7 +67,7 @@ pub enum Track {
     Backward,
     /// The optimizer.
     Optimizer,
-    /// Parameters that are taken from their owners.
+    /// Gathering of parameters from their owners.
     Parameters,
     /// Operations of the group, one after the other, and messages between ranks.
     Communication,
@@ -125,11 +124,11 @@ struct Record {
     log: Mutex<Log>,
 }
 
-/// What has not been written yet.
+/// The events that have not been written yet.
 #[derive(Default)]
 struct Log {
     events: Vec<Event>,
-    /// How many have been noted since the beginning.
+    /// How many events have been recorded since the beginning.
     noted: usize,
     left_out: u64,
     /// Set while the file cannot be written.
@@ -154,17 +153,17 @@ struct Event {
 }
 
 impl Trace {
-    /// A trace that keeps nothing.
+    /// A trace that records nothing.
     pub const fn disabled() -> Self {
         Self { record: None }
     }
 
-    /// The trace that `PHALANX_TRACE` asks for; disabled if the variable is unset or empty. What an earlier job has left in
-    /// the file is removed if this rank `begins` the job's.
+    /// The trace that `PHALANX_TRACE` asks for; disabled if the variable is unset or empty. If this rank `begins` the
+    /// job's trace, the file of an earlier job is removed.
     pub(crate) fn from_env(rank: Rank, begins: bool) -> Self {
         static BEGUN: AtomicBool = AtomicBool::new(false);
         match std::env::var_os(TRACE_VARIABLE) {
-            // A later group of the same process goes on with the job's trace.
+            // A later group of the same process adds to the job's trace.
             Some(path) if !path.is_empty() && begins && !BEGUN.swap(true, Ordering::Relaxed) => {
                 Self::to_file(path, rank)
             }
@@ -173,7 +172,7 @@ impl Trace {
         }
     }
 
-    /// A trace in a file of its own: what is at `path` is removed, and the file made when the trace is written.
+    /// A trace in its own file: a file at `path` is removed, and the new one is made when the trace is written.
     pub fn to_file(path: impl Into<PathBuf>, rank: Rank) -> Self {
         let path = path.into();
         file::remove(&path).unwrap_or_else(|error| {
@@ -182,7 +181,7 @@ impl Trace {
         Self::with_limit(path, rank, MAX_EVENTS)
     }
 
-    /// A trace that is added to what other ranks write, or have written, to `path`.
+    /// A trace that is added to the events of other ranks at `path`.
     pub fn onto_file(path: impl Into<PathBuf>, rank: Rank) -> Self {
         Self::with_limit(path.into(), rank, MAX_EVENTS)
     }
@@ -192,13 +191,14 @@ impl Trace {
         Self { record: Some(Arc::new(Record { path, rank, origin, limit, log: Mutex::default() })) }
     }
 
-    /// Is anything kept? Ask before computing costly names or arguments.
+    /// Is the trace enabled? Ask before computing costly names or arguments.
     #[inline]
     pub fn is_enabled(&self) -> bool {
         self.record.is_some()
     }
 
-    /// Notes something that took from `start` to `end`, on `track`. Within a track such events must nest, not cross.
+    /// Records an event that took from `start` to `end`, on `track`. Within a track such events must nest, and must not
+    /// overlap otherwise.
     #[inline]
     pub fn complete(
         &self,
@@ -213,7 +213,7 @@ impl Trace {
         }
     }
 
-    /// Notes something that happened `at` a moment, on `track`.
+    /// Records an event `at` a moment, on `track`.
     #[inline]
     pub fn instant(
         &self,
@@ -227,7 +227,7 @@ impl Trace {
         }
     }
 
-    /// Adds what was noted since the last time to the file. While the file cannot be written, most calls do nothing.
+    /// Adds the events since the last flush to the file. While the file cannot be written, most calls do nothing.
     pub fn flush(&self) {
         if let Some(record) = &self.record {
             record.flush(Instant::now());
@@ -284,7 +284,7 @@ impl Record {
         log.events.push(event);
     }
 
-    /// Adds what there is to the file, unless that has failed a short while ago.
+    /// Adds the pending events to the file, unless that has failed a short while ago.
     fn flush(&self, now: Instant) {
         let before = self.log.lock().retry;
         if before.is_some_and(|retry| now < retry.at) {
@@ -302,7 +302,7 @@ impl Record {
         }
     }
 
-    /// Adds what there is to the file. What could not be added stays.
+    /// Adds the pending events to the file. Those that could not be added stay.
     fn write(&self) -> std::io::Result<()> {
         let (events, left_out) = {
             let mut log = self.log.lock();
@@ -314,7 +314,7 @@ impl Record {
         let outcome = self.lines(&events, left_out).and_then(|lines| file::append(&self.path, &lines));
         if outcome.is_err() {
             let mut log = self.log.lock();
-            // They have been counted: the limit is theirs, and that of what came meanwhile.
+            // They have been counted: the limit includes them and those that came meanwhile.
             let newer = std::mem::replace(&mut log.events, events);
             log.events.extend(newer);
             log.left_out += left_out;
@@ -322,7 +322,7 @@ impl Record {
         outcome
     }
 
-    /// Adds what there is for the last time. What to tell the user if that fails.
+    /// Adds the pending events for the last time. Returns the warning if that fails.
     fn close(&self) -> Option<String> {
         let error = self.write().err()?;
         let log = self.log.lock();
@@ -330,7 +330,7 @@ impl Record {
         Some(format!("the trace {path} could not be written, and {lost} events are lost: {error}"))
     }
 
-    /// What these events are in the file: whose and where they are, and then each of them.
+    /// These events as lines of the file: first whose they are and on which tracks, then each event.
     fn lines(&self, events: &[Event], left_out: u64) -> std::io::Result<Vec<u8>> {
         let rank = self.rank.get();
         let mut tracks: Vec<Track> = events.iter().map(|event| event.track).collect();
