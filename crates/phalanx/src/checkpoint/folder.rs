@@ -27,7 +27,6 @@
 //! of others, and then lists the checkpoints. So there are two cases for a late rename. Either it came before that:
 //! then the checkpoint is complete and listed. Or its source has been moved, and it fails. A late removal only removes
 //! checkpoints older than those that were complete by then.
-//! removal takes away is older than what was whole already.
 
 use std::cmp::Reverse;
 use std::fs::{self, File};

@@ -102,7 +102,6 @@ pub(crate) enum Entry {
     Join { worker: Worker, settings: Settings },
     /// A member has left the group of this round, and waits for the next. Does it hold a step that was cut off and that
     /// the survivors can replay?
-    /// survivors can do again?
     Ready { round: u64, worker: WorkerId, holds: bool },
     /// Enough workers wait for this round, and the time to wait for more has passed.
     LastCall { round: u64, nonce: u64 },
