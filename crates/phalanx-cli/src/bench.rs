@@ -1,4 +1,5 @@
-//! `phalanx bench` and `phalanx plot` start `phalanx-bench`, a program of its own: this one runs jobs, and stays small.
+//! `phalanx bench` and `phalanx plot` start the separate program `phalanx-bench`, so that this one, which runs jobs,
+//! stays small.
 
 use std::ffi::OsString;
 use std::io::ErrorKind;
@@ -33,7 +34,7 @@ fn path() -> PathBuf {
     beside.ok().filter(|path| path.exists()).unwrap_or_else(|| PROGRAM.into())
 }
 
-/// Ends this program in favour of `command`; comes back only if that fails.
+/// Replaces this program with `command`; returns only if that fails.
 fn replace_by(command: &mut Command) -> ExitCode {
     let error = command.exec();
     if error.kind() != ErrorKind::NotFound {

@@ -61,7 +61,7 @@ fn make(options: &Certgen) -> Result<(), String> {
     hosts.iter().try_for_each(|host| {
         let (key, mut params) = new(host, *days)?;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        // Each rank is both, as are the launchers.
+        // Each rank and each launcher is both client and server.
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         let certificate = params.signed_by(&key, &ca).map_err(|error| error.to_string())?;
@@ -83,7 +83,7 @@ fn ca(folder: &Path, days: u32) -> Result<Issuer<'static, KeyPair>, String> {
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
     let key = match read {
-        // Its certificate differs from a new one by nothing that an issuer needs.
+        // Issuing needs nothing that differs between its certificate and a new one.
         Some(read) => read.map_err(|error| format!("{} cannot be used: {error}", file.display()))?,
         None => {
             write(folder, "ca.key", &key.serialize_pem(), 0o600)?;
@@ -95,7 +95,7 @@ fn ca(folder: &Path, days: u32) -> Result<Issuer<'static, KeyPair>, String> {
     Ok(Issuer::new(params, key))
 }
 
-/// May the CA whose key is in `file` be used on?
+/// Checks that the CA whose key is in `file` may be used again.
 fn check(folder: &Path, file: &Path) -> Result<(), String> {
     let about = fs::metadata(file).map_err(|error| error.to_string())?;
     let user = rustix::process::geteuid().as_raw();
@@ -122,7 +122,7 @@ fn check(folder: &Path, file: &Path) -> Result<(), String> {
     }
 }
 
-/// A new key, and what is the same in all certificates.
+/// A new key, and the fields that all certificates have in common.
 fn new(name: &str, days: u32) -> Result<(KeyPair, CertificateParams), String> {
     let key = KeyPair::generate().map_err(|error| error.to_string())?;
     let mut params = CertificateParams::default();
@@ -135,7 +135,7 @@ fn new(name: &str, days: u32) -> Result<(KeyPair, CertificateParams), String> {
     Ok((key, params))
 }
 
-/// What is there stays.
+/// Existing files are not replaced.
 fn write(folder: &Path, name: &str, text: &str, mode: u32) -> Result<(), String> {
     let path = folder.join(name);
     let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&path);

@@ -255,7 +255,7 @@ pub(crate) struct Run {
     #[command(flatten)]
     pub(crate) tls: TlsOptions,
 
-    // Behind all other options: their headings would stand over those that follow.
+    // After all other options: their headings would also apply to the options that follow.
     #[command(flatten)]
     pub(crate) elastic: ElasticOptions,
 
@@ -291,7 +291,7 @@ pub(crate) struct LocalRanks(pub(crate) Vec<u32>);
 
 fn local_ranks(text: &str) -> Result<LocalRanks, String> {
     let rank = |text: &str| text.trim().parse().map_err(|_| format!("{text:?} is no local rank"));
-    // As an empty variable has it.
+    // An empty variable gives this.
     if text.trim().is_empty() {
         return Ok(LocalRanks(Vec::new()));
     }
@@ -306,12 +306,12 @@ impl Run {
             return program.collect();
         }
         let python = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
-        // Unbuffered, as torchrun does: its lines come when they are written.
+        // Unbuffered, as torchrun does: its lines come as soon as they are written.
         let before = [python.unwrap_or_else(|| "python3".into()), "-u".into(), "-m".into()];
         before.into_iter().chain(program).collect()
     }
 
-    /// What was given and has no effect, to be said before the start.
+    /// Warnings about options that have no effect, printed before the start.
     pub(crate) fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         let wanted = !self.redirects.is_empty() || !self.tee.is_empty();

@@ -54,7 +54,7 @@ impl ElasticOptions {
         Ok(self.reset_limit.into_iter().fold(job, Job::reset_limit))
     }
 
-    /// What makes the job elastic on the hosts that are named, if it is to be; `initial` workers are asked for at first.
+    /// The settings that make the job on the named hosts elastic, if it is; `initial` workers are asked for at first.
     pub(crate) fn hosts(
         &self,
         initial: Option<u32>,
@@ -62,7 +62,7 @@ impl ElasticOptions {
     ) -> Result<Option<ElasticHosts>, String> {
         let Some(min) = self.min()? else { return Ok(None) };
         let elastic = ElasticHosts::new(min).max_restarts(max_restarts);
-        // There is no waiting for so many: all that come take part at once.
+        // It cannot wait for so many: all that come take part at once.
         let max = self.max_np.or(initial);
         if let (Some(initial), Some(max)) = (initial, max)
             && !(min.get()..=max).contains(&initial)
@@ -84,7 +84,7 @@ impl ElasticOptions {
         Ok(Some(self.elastic_timeout.into_iter().fold(elastic, ElasticHosts::timeout)))
     }
 
-    /// On this machine alone, what is said about hosts would have no effect.
+    /// On this machine alone, options about hosts would have no effect.
     pub(crate) fn needs_no_hosts(&self) -> Result<(), String> {
         let given = [
             ("--max-np", self.max_np.is_some()),

@@ -9,7 +9,7 @@ use phalanx::launch::{HostList, RemoteShell};
 
 use crate::cli::seconds;
 
-/// What says where to run.
+/// The options that say where to run in another way.
 const ELSEWHERE: [&str; 6] =
     ["nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "standalone", "nproc_per_node"];
 
@@ -46,7 +46,7 @@ pub(crate) struct HostOptions {
 }
 
 impl HostOptions {
-    /// The hosts that are to run the job, each with its number of workers, if any were named.
+    /// The hosts of the job, each with its number of workers, if any were named.
     pub(crate) fn placed(&self) -> Result<Option<HostList>, String> {
         let list = self.named()?;
         list.map(|list| list.place(self.num_proc).map_err(|error| error.to_string())).transpose()

@@ -1,4 +1,4 @@
-//! `phalanx node`: what `phalanx run -H` starts on each host. It speaks with that command, not with people.
+//! `phalanx node`: what `phalanx run -H` starts on each host. It communicates with that command, not with users.
 
 use std::ops::ControlFlow;
 use std::process::ExitCode;
@@ -12,7 +12,7 @@ use crate::cli::{Cli, Command};
 use crate::output::Output;
 use crate::run::job;
 
-/// How long the last message may take to be read.
+/// How long the reader may take to read the last message.
 const LAST_MESSAGE: Duration = Duration::from_secs(10);
 
 /// Started by `phalanx run -H`
@@ -37,20 +37,20 @@ pub(crate) fn run(options: &Node) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// This host's part of the job; nothing if nobody wants it any more.
+/// This host's part of the job; nothing if the job has ended.
 fn run_part(teller: &mut Teller) -> Result<Option<Report>> {
     let Some(node) = RemoteNode::start()? else { return Ok(None) };
     let parsed = Cli::try_parse_from(node.arguments());
     let command = parsed.map_err(|error| Error::invalid_argument(error.to_string()))?.command;
     let Command::Run(mut options) = command else { return Err(Error::invalid_argument("this is not `run`")) };
     let cluster = node.cluster()?.map(|cluster| options.nodes.shape(cluster));
-    // Its path is one of the host where the command was given.
+    // The path is one of the host where the command was given.
     options.job_key_file = None;
     let job = job(*options, node.workers()?, cluster).map_err(Error::invalid_argument)?;
     node.part(job).run(teller).map(Some)
 }
 
-/// Tells the command that a person has started.
+/// Sends messages to the user's command.
 #[derive(Debug)]
 struct Teller(Output);
 

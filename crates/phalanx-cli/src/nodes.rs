@@ -77,7 +77,7 @@ pub(crate) struct NodeOptions {
     pub(crate) bind: Option<IpAddr>,
 }
 
-/// Smallest and largest number of nodes.
+/// The smallest and the largest number of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Nnodes {
     pub(crate) min: u32,
@@ -119,14 +119,14 @@ const CONF: [&str; 6] = [
     "keep_alive_max_attempt",
     "is_host",
 ];
-/// torchrun's that have no effect here: PyTorch's store alone has a use for them.
+/// Settings of torchrun that have no effect here: only PyTorch's store uses them.
 const CONF_WITHOUT_EFFECT: [&str; 7] =
     ["close_timeout", "heartbeat_timeout", "read_timeout", "store_type", "use_libuv", "rank", "etcd_prefix"];
-/// torchrun's that promise an encryption which there is not.
+/// Settings of torchrun that ask for an encryption which is not supported.
 const CONF_OF_ETCDS_TLS: [&str; 7] =
     ["protocol", "cacert", "cert", "key", "ssl_cert", "ssl_cert_key", "ssl_protocol"];
 
-/// `--rdzv-conf`, as far as it has a meaning here.
+/// `--rdzv-conf`, with the settings that are supported here.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Conf {
     join_timeout: Option<Duration>,
@@ -139,7 +139,7 @@ pub(crate) struct Conf {
 }
 
 impl Conf {
-    /// Which keys have no effect, to be said.
+    /// A warning about keys that have no effect.
     pub(crate) fn note(&self) -> Option<String> {
         let has = if self.unused.len() == 1 { "has" } else { "have" };
         let unused = self.unused.join(", ");
@@ -183,7 +183,7 @@ impl FromStr for Conf {
 }
 
 impl NodeOptions {
-    /// The address and the port that were given, by whichever option.
+    /// The address and the port, from whichever option gave them.
     pub(crate) fn endpoint(&self) -> Result<(Option<String>, Option<u16>), String> {
         let endpoint = match self.rdzv_backend {
             Backend::Static | Backend::C10d => self.place_to_meet(),
@@ -243,7 +243,7 @@ impl NodeOptions {
         Ok(Some(self.shape(cluster)))
     }
 
-    /// `cluster` with what was said about time-outs and addresses.
+    /// `cluster` with the given time-outs and addresses.
     pub(crate) fn shape(&self, cluster: Cluster) -> Cluster {
         let conf = &self.rdzv_conf;
         let keep_alive = (

@@ -1,7 +1,7 @@
-//! This command's own streams, written by a thread: a reader who does not read (a pager, a terminal after Ctrl-S) holds
-//! up the workers' output, but neither signals nor the news of a failure.
+//! This command's own streams, written by a thread: if the reader does not read (a pager, a terminal after Ctrl-S), the
+//! workers' output waits, but signals and failures are handled.
 //!
-//! On a terminal a status line stays below what scrolls by.
+//! On a terminal a status line stays below the scrolling output.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::Arc;
@@ -12,19 +12,19 @@ use std::time::Duration;
 
 use phalanx::launch::Stream;
 
-/// How much may wait to be written before the workers' output is left in their pipes.
+/// How many bytes may wait to be written before the workers' output is left in their pipes.
 const ENOUGH: usize = 1 << 20;
-/// To the line's begin, and clears it.
+/// To the beginning of the line, and clears it.
 const CLEAR: &str = "\r\x1b[K";
 
-/// What the thread is given.
+/// The commands of the thread.
 #[derive(Debug)]
 enum Message {
     Lines(Stream, Vec<u8>),
     Status(String),
 }
 
-/// The streams' queue. It takes whatever it is given; [`is_full`](Self::is_full) says when to stop.
+/// The streams' queue. It accepts everything; [`is_full`](Self::is_full) says when to stop.
 #[derive(Debug)]
 pub(crate) struct Output {
     queue: Sender<Message>,
@@ -52,14 +52,14 @@ impl Output {
         Ok(Self { queue, state, done })
     }
 
-    /// Queues whole lines; what one call gives is not torn apart.
+    /// Queues complete lines; the lines of one call stay together.
     pub(crate) fn push(&self, stream: Stream, bytes: Vec<u8>) {
         self.state.waiting.fetch_add(bytes.len(), Ordering::Relaxed);
         // The thread ends only after this sender.
         let _ = self.queue.send(Message::Lines(stream, bytes));
     }
 
-    /// Puts another text into the status line. Without a terminal nobody sees it.
+    /// Sets the status line. Without a terminal it has no effect.
     pub(crate) fn status(&self, text: String) {
         let _ = self.queue.send(Message::Status(text));
     }
@@ -68,12 +68,12 @@ impl Output {
         self.state.waiting.load(Ordering::Relaxed) >= ENOUGH
     }
 
-    /// Has whoever read our standard output closed it?
+    /// Has the reader of standard output closed it?
     pub(crate) fn reader_is_gone(&self) -> bool {
         self.state.reader_gone.load(Ordering::Relaxed)
     }
 
-    /// Waits until everything is written, but no longer than `limit`.
+    /// Waits until everything is written, but not longer than `limit`.
     pub(crate) fn finish(self, limit: Duration) {
         drop(self.queue);
         let _ = self.done.recv_timeout(limit);
@@ -130,7 +130,7 @@ fn write_all(messages: &Receiver<Message>, state: &OutputState) {
 struct StatusLine {
     text: String,
     drawn: bool,
-    /// Both streams must go to a terminal: what a pipe carries there comes at its own time, into the middle of the line.
+    /// Both streams must be terminals: output through a pipe would appear later, in the middle of the line.
     possible: bool,
 }
 
@@ -143,7 +143,7 @@ impl StatusLine {
 
     fn draw(&mut self, terminal: &mut io::Stderr) {
         if self.possible && !self.drawn && !self.text.is_empty() {
-            // One that wraps could not be erased.
+            // A line that wraps could not be erased.
             let width = rustix::termios::tcgetwinsize(&*terminal).map_or(80, |size| size.ws_col.into());
             let text: String = self.text.chars().take(std::cmp::max(width, 2_usize) - 1).collect();
             self.drawn = write!(terminal, "{CLEAR}\x1b[2m{text}\x1b[0m").is_ok();

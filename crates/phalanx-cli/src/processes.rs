@@ -6,7 +6,7 @@ use std::{env, fs, thread};
 
 use phalanx::WorldSize;
 
-/// A number, or what there is one worker for.
+/// A number of workers, or the devices that get one worker each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Processes {
     Number(WorldSize),
@@ -33,7 +33,7 @@ impl FromStr for Processes {
 }
 
 impl Processes {
-    /// torchrun reads this name as well, for Kubernetes' sake.
+    /// torchrun accepts this name as well, for Kubernetes.
     pub(crate) fn from_other_variable() -> Result<Option<Self>, String> {
         const NAME: &str = "PET_N_PROC_PER_NODE";
         let Ok(text) = env::var(NAME) else { return Ok(None) };
@@ -71,7 +71,7 @@ fn cpus() -> Result<usize, String> {
     }
 }
 
-/// `nvidia0`, `nvidia1`, .. in `devices`, as far as `CUDA_VISIBLE_DEVICES` lets them be seen.
+/// `nvidia0`, `nvidia1`, .. in `devices`, if `CUDA_VISIBLE_DEVICES` makes them visible.
 fn gpus(devices: &Path, visible: Option<&str>) -> usize {
     let is_gpu = |name: &str| {
         name.strip_prefix("nvidia")
@@ -82,7 +82,7 @@ fn gpus(devices: &Path, visible: Option<&str>) -> usize {
     });
     match visible {
         None => present,
-        // CUDA stops at the first entry that is no device, of which -1 is the usual one.
+        // CUDA stops at the first invalid entry, usually -1.
         Some(list) => {
             let named =
                 list.split(',').map(str::trim).take_while(|entry| !entry.is_empty() && *entry != "-1");

@@ -14,7 +14,7 @@ use crate::json;
 use crate::output::Output;
 use crate::status::Status;
 
-/// Colours of ranks: those that can be read on both black and white.
+/// Colours of ranks that can be read on both black and white.
 const COLOURS: [&str; 6] = ["36", "33", "35", "32", "34", "31"];
 
 /// Is `stream` a terminal on which colour is wanted?
@@ -23,16 +23,16 @@ pub(crate) fn wants_colour(stream: &impl IsTerminal) -> bool {
     !refused && stream.is_terminal() && env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// How this command's own news and the workers' lines are written.
+/// The format of this command's messages and the workers' lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Format {
-    /// Lines for people.
+    /// Lines for users.
     Text,
     /// An object a line, for programs.
     Json,
 }
 
-/// A line of this command's own, before there is a [`Renderer`].
+/// A line of this command, before there is a [`Renderer`].
 pub(crate) fn note(text: &str, format: Format) -> Vec<u8> {
     match format {
         Format::Text => format!("phalanx: {text}\n").into_bytes(),
@@ -40,7 +40,7 @@ pub(crate) fn note(text: &str, format: Format) -> Vec<u8> {
     }
 }
 
-/// What a person wants to stand before each line, as for torchrun.
+/// The user's prefix of each line, as in torchrun.
 #[derive(Debug)]
 pub(crate) struct Prefix {
     template: String,
@@ -52,7 +52,7 @@ impl Prefix {
         Self { template, role: role.to_owned() }
     }
 
-    /// With each `${name}` and `$name` replaced that is known, and `$` for `$$`.
+    /// Replaces each known `${name}` and `$name`, and `$$` by `$`.
     fn of(&self, rank: Rank, local_rank: Option<u32>) -> String {
         let value = |name: &str| match name {
             "role_name" => Some(self.role.clone()),
@@ -90,23 +90,23 @@ impl Prefix {
     }
 }
 
-/// Shows what happens to the workers.
+/// Shows the events of the workers.
 #[derive(Debug)]
 pub(crate) struct Renderer {
     output: Output,
     format: Format,
-    /// Of a person's own making.
+    /// The user's prefix.
     prefix: Option<Prefix>,
-    /// Of those that were started.
+    /// The number of workers that were started.
     local_ranks: HashMap<Rank, u32>,
     colour_out: bool,
     colour_err: bool,
-    /// As wide as the widest rank's, so that the lines of all ranks begin in one column.
+    /// The prefix is as wide as the widest rank's, so that the lines of all ranks begin in one column.
     prefix_width: usize,
     status: Status,
-    /// This node's place.
+    /// This node's rank among the nodes.
     node: u32,
-    /// Has a worker failed, or been asked to end? What ends after that is no news.
+    /// Has a worker failed, or been asked to end? Later ends are expected, and not shown.
     ending: bool,
 }
 
@@ -126,12 +126,12 @@ impl Renderer {
         })
     }
 
-    /// Has whoever read our standard output closed it?
+    /// Has the reader of standard output closed it?
     pub(crate) fn reader_is_gone(&self) -> bool {
         self.output.reader_is_gone()
     }
 
-    /// Says `summary` on standard error, and waits, as long as `patience` lasts, until everything has been shown.
+    /// Prints `summary` on standard error, and waits, at most `patience`, until everything has been shown.
     pub(crate) fn finish(self, summary: Vec<u8>, patience: Duration) {
         self.output.push(Stream::Stderr, summary);
         self.output.finish(patience);
@@ -149,7 +149,7 @@ impl Renderer {
         self.output.push(stream, compose(rank, &prefix, text, colour));
     }
 
-    /// A line of our own.
+    /// A line of this command.
     fn note(&self, text: &str) {
         let (on, off) = if self.colour_err { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
         self.output.push(Stream::Stderr, format!("{on}phalanx:{off} {text}\n").into_bytes());
@@ -189,7 +189,7 @@ impl Renderer {
                     None => self.note(&format!("rank {rank} is not replaced; the others go on")),
                 }
             }
-            // Whoever closed the pipe has seen enough.
+            // If the reader has closed the pipe, it needs no more output.
             Event::Ending { .. } if self.reader_is_gone() => {}
             Event::Ending { signal } => {
                 self.ending = true;
@@ -210,7 +210,7 @@ impl Renderer {
             Event::Restarting { failure } if failure.node == self.node && failure.message.is_none() => {}
             Event::Restarting { failure } => self.note(&failure.to_string()),
             Event::Warning { text } => self.note(&format!("warning: {text}")),
-            // Ends in good order, and those that were asked for. `Event` may get more cases.
+            // Normal ends, and those that were asked for. `Event` may get more variants.
             Event::Exited { .. } | _ => {}
         }
     }
@@ -234,12 +234,12 @@ impl Observer for Renderer {
     }
 }
 
-/// What stands before each line of `rank`, so wide that ranks of `width` digits fit.
+/// The prefix of each line of `rank`, wide enough for ranks of `width` digits.
 fn prefix(rank: Rank, width: usize) -> String {
     format!("{:<1$} ", format!("[{rank}]"), width + 2)
 }
 
-/// One whole line, to be written at once.
+/// A complete line, written at once.
 fn compose(rank: Rank, prefix: &str, text: &[u8], colour: bool) -> Vec<u8> {
     let mut line = Vec::with_capacity(prefix.len() + text.len() + 1);
     if colour {

@@ -1,4 +1,4 @@
-//! The root cause, so that it stands out at the end.
+//! The root cause, in a box at the end of the output.
 
 use std::io::{self, IsTerminal};
 
@@ -6,23 +6,23 @@ use phalanx::launch::{Failure, NodeFailure, Report};
 
 /// How many of the last lines of standard error are shown.
 const LINES: usize = 10;
-/// As wide as the box is where lines may have any length.
+/// The width of the box where lines may have any length.
 const USUAL: usize = 80;
-/// Before the text of a row: the box, and the label.
+/// Before the text of a row: the box's edge, and the label.
 const MARGIN: usize = 10;
-/// A line of standard error that is as short says nothing by itself: that the error holds it somewhere is chance.
+/// A short line of standard error says little by itself: the error may contain it by chance.
 const SHORT: usize = 8;
 
-/// How the box is drawn.
+/// The box's style.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Look {
     pub(crate) colour: bool,
-    /// The columns of the terminal, to which lines are folded; none where lines may have any length.
+    /// The columns of the terminal, at which lines are wrapped; none where lines may have any length.
     pub(crate) width: Option<usize>,
 }
 
 impl Look {
-    /// That of standard error.
+    /// The style of standard error.
     pub(crate) fn of_stderr(colour: bool) -> Self {
         let stderr = io::stderr();
         let size = rustix::termios::tcgetwinsize(&stderr).ok().filter(|_| stderr.is_terminal());
@@ -35,7 +35,7 @@ impl Look {
     }
 }
 
-/// The rows of a box that is open to the right.
+/// The rows of a box without a right edge.
 struct Rows {
     look: Look,
     text: Vec<u8>,
@@ -114,7 +114,7 @@ pub(crate) fn failure(failure: &Failure, report: &Report, look: Look) -> Vec<u8>
     rows.end()
 }
 
-/// The last lines of standard error, without what `message` says already.
+/// The last lines of standard error that `message` does not repeat.
 fn stderr<'a>(failure: &'a Failure, message: &'a str) -> impl Iterator<Item = &'a [u8]> {
     let lines: Vec<&[u8]> =
         failure.stderr.iter().map(Vec::as_slice).filter(|line| !repeats(line, message)).collect();
@@ -122,7 +122,7 @@ fn stderr<'a>(failure: &'a Failure, message: &'a str) -> impl Iterator<Item = &'
     lines.into_iter().skip(skipped).skip_while(|line| line.trim_ascii().is_empty())
 }
 
-/// Does `line` say what `message` says? A panic's own words begin with the thread and end with the place.
+/// Does `line` repeat `message`? A panic's own output begins with the thread and ends with the place.
 fn repeats(line: &[u8], message: &str) -> bool {
     let text = String::from_utf8_lossy(line);
     let text = text.trim();
@@ -142,13 +142,13 @@ pub(crate) fn node_failure(failure: &NodeFailure, look: Look) -> Vec<u8> {
     rows.end()
 }
 
-/// `text` in lines of at most `width` characters, broken between words where it can be. What moves a terminal's cursor is
-/// shown as what it is not, a space.
+/// `text` in lines of at most `width` characters, broken between words where possible. Characters that move a
+/// terminal's cursor become spaces.
 fn fold(text: &str, width: usize) -> Vec<Vec<u8>> {
     let plain = plain(text);
     let (mut lines, mut rest) = (Vec::new(), plain.trim_end());
     while let Some((limit, next)) = rest.char_indices().nth(width) {
-        // A word that ends where the line does fits.
+        // A word that ends exactly at the end of the line fits.
         let end = rest[..limit + next.len_utf8()]
             .rfind(' ')
             .filter(|at| !rest[..*at].trim().is_empty())
@@ -160,7 +160,7 @@ fn fold(text: &str, width: usize) -> Vec<Vec<u8>> {
     lines
 }
 
-/// Without colours and other orders to a terminal.
+/// Without colours and other escape sequences.
 fn plain(text: &str) -> String {
     let (mut plain, mut letters) = (String::with_capacity(text.len()), text.chars());
     while let Some(letter) = letters.next() {

@@ -13,10 +13,11 @@ use crate::render::{self, Format, Prefix, Renderer, wants_colour};
 use crate::report::Look;
 use crate::{json, report};
 
-/// How long the output of a job that a signal has ended may take to be read. Who sent the signal will not wait long.
+/// How long a reader may take to read the output of a job that a signal has ended. The sender of the signal will not
+/// wait long.
 const AFTER_A_SIGNAL: Duration = Duration::from_secs(1);
 
-/// Runs the job; what comes back is the command's exit code.
+/// Runs the job, and returns the command's exit code.
 pub(crate) fn run(options: Run) -> ExitCode {
     let started = match Started::new(&options) {
         Ok(started) => started,
@@ -51,7 +52,7 @@ pub(crate) fn run(options: Run) -> ExitCode {
     }
 }
 
-/// Where the workers are started by this command.
+/// How this command starts the workers.
 enum Started {
     Here(WorldSize),
     Hosts(HostList),
@@ -59,7 +60,7 @@ enum Started {
 
 impl Started {
     fn new(options: &Run) -> Result<Self, String> {
-        // In an elastic job workers move to where there is room.
+        // In an elastic job workers may start on any host with free slots.
         let hosts = match options.elastic.min_np {
             Some(_) if options.elastic.host_discovery_script.is_some() => Some(HostList::default()),
             Some(_) => options.hosts.named()?,
@@ -77,13 +78,13 @@ impl Started {
     }
 }
 
-/// The last that is said, and the exit code.
+/// The final report, and the exit code.
 fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
     let code = match &report.outcome {
         Outcome::Succeeded => 0,
         Outcome::Failed(failure) => failure.exit.code(),
         Outcome::Interrupted(signal) => Exit::Signal(*signal).code(),
-        // As if the signal that ends the writers of a pipe without readers had ended us.
+        // As if SIGPIPE, which ends the writers of a pipe without readers, had ended this command.
         _ if renderer.reader_is_gone() => 128 + Signal::PIPE.number(),
         _ => 1,
     };
@@ -100,7 +101,7 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
     exit_code(code)
 }
 
-/// The job on `hosts`, which are told this command's own command line.
+/// The job on `hosts`, whose launchers get this command's own command line.
 fn across(options: &Run, hosts: HostList) -> Result<RemoteJob, String> {
     refuse_open_tls(options)?;
     let launcher =
@@ -148,7 +149,7 @@ fn here(options: Run, workers: WorldSize) -> Result<Job, String> {
     job(options, workers, cluster)
 }
 
-/// The job that `options` describe, with what was settled about this machine's place in it.
+/// The job that `options` describe, with the settings that were found out for this machine.
 pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) -> Result<Job, String> {
     let (address, port) = match options.standalone {
         true => (None, None),
@@ -172,7 +173,7 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
     let job = cluster.into_iter().fold(job, Job::cluster);
     let job = options.rdzv_id.into_iter().fold(job, Job::run_id);
     let job = options.elastic.apply(job)?;
-    // As torchrun does, what is to be kept is kept somewhere, also if nobody says where.
+    // As torchrun does: if no folder was named, logs go to one that is made.
     let wanted = !options.redirects.is_empty() || !options.tee.is_empty();
     let folder = wanted.then(|| options.log_dir.unwrap_or_else(std::env::temp_dir));
     let job = options

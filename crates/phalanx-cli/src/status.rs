@@ -4,7 +4,7 @@ use std::fmt;
 
 use phalanx::launch::{Event, Failure};
 
-/// What a person wants to know at a glance.
+/// The state of the job that the status line shows.
 #[derive(Debug, Default)]
 pub(crate) struct Status {
     nodes: u32,
@@ -20,7 +20,7 @@ pub(crate) struct Status {
 }
 
 impl Status {
-    /// Takes note of `event`; does it change the line?
+    /// Takes an event into account; returns whether the line has changed.
     pub(crate) fn observe(&mut self, event: &Event<'_>) -> bool {
         match *event {
             Event::Starting { restarts, max_restarts, world_size, node, nodes } => {

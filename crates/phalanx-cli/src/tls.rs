@@ -22,7 +22,7 @@ pub(crate) struct TlsOptions {
     tls_key: Option<PathBuf>,
 }
 
-/// A path that may be empty: launchers set variables so for workers that are to have none.
+/// A path that may be empty: launchers set empty variables for workers that have none.
 pub(crate) fn path() -> impl TypedValueParser<Value = PathBuf> {
     OsStringValueParser::new().map(PathBuf::from)
 }
@@ -38,7 +38,7 @@ impl TlsOptions {
         self.files().iter().any(Option::is_some)
     }
 
-    /// `job` with these files, if they are given, as `tell` tells them.
+    /// `job` with these files, if they are given; `tell` sets them.
     pub(crate) fn apply<J>(
         &self,
         job: J,

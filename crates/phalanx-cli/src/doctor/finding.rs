@@ -1,4 +1,4 @@
-//! What was found, and how it is told: pure.
+//! The findings, and how they are printed: pure.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "lowercase")]
 pub(super) enum Verdict {
     Good,
-    /// Something to know; nothing fails because of it.
+    /// Information; nothing fails because of it.
     Note,
     Bad,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Finding {
     pub check: String,
@@ -21,7 +21,7 @@ pub(super) struct Finding {
     pub remedy: Option<String>,
 }
 
-/// All that was found on a host.
+/// All findings on a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Report {
     pub(super) host: String,
@@ -41,7 +41,7 @@ impl Report {
         self.add(check, Verdict::Note, text.into(), None);
     }
 
-    /// Something to know, and what could be done about it.
+    /// Information, with what could be done about it.
     pub(super) fn advise(&mut self, check: &str, text: impl Into<String>, remedy: impl Into<String>) {
         self.add(check, Verdict::Note, text.into(), Some(remedy.into()));
     }
@@ -58,9 +58,9 @@ impl Report {
         self.findings.iter().all(|finding| finding.verdict != Verdict::Bad)
     }
 
-    /// Adds what differs on another host, or is bad there.
+    /// Adds what differs on another host, or is a defect there.
     pub(super) fn compare(&mut self, other: &Self) {
-        /// What is best the same on all hosts.
+        /// Findings that should be the same on all hosts.
         const ALIKE: [&str; 6] = ["phalanx", "kernel", "cores", "descriptors", "cuda", "nccl"];
         for theirs in &other.findings {
             let check = format!("{}: {}", other.host, theirs.check);
@@ -95,7 +95,7 @@ impl Report {
         text
     }
 
-    /// One object: whether all is good, the host, the findings.
+    /// One JSON object: whether all is good, the host, the findings.
     pub(super) fn json(&self) -> String {
         let object =
             serde_json::json!({ "good": self.is_good(), "host": self.host, "findings": self.findings });

@@ -11,7 +11,7 @@ use super::finding::Report;
 
 /// Descriptors that each other rank takes.
 const PER_RANK: u64 = 3;
-/// Those of the program itself, the listeners and the threads.
+/// The descriptors of the program itself, the listeners and the threads.
 const OWN: u64 = 32;
 /// The smallest world that a machine should allow when nobody has said how large it will be.
 const SMALL: u64 = 16;
@@ -21,7 +21,7 @@ pub(super) fn name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Looks at the machine, for a job of `world` ranks, or one that is not known.
+/// Checks the machine, for a job of `world` ranks, or of an unknown number.
 pub(super) fn look(report: &mut Report, world: u32) {
     let system = rustix::system::uname();
     report.good("phalanx", env!("CARGO_PKG_VERSION"));
@@ -50,7 +50,7 @@ fn cores(report: &mut Report) {
     }
 }
 
-/// What the host has, and what the control groups leave of it.
+/// The host's memory, and what the control groups leave of it.
 fn memory(report: &mut Report, host: &str, left: Option<u64>) {
     let (Some(total), Some(free)) = (meminfo(host, "MemTotal"), meminfo(host, "MemAvailable")) else {
         return report.note("memory", "/proc/meminfo does not say");
@@ -105,7 +105,7 @@ fn descriptors(report: &mut Report, world: u32) {
     }
 }
 
-/// How many ranks there can be with so many descriptors in each.
+/// The largest world with so many descriptors in each process.
 fn largest_world(limit: u64) -> u64 {
     (limit.saturating_sub(OWN) / PER_RANK).saturating_add(1).min(phalanx::MAX_WORLD_SIZE.into())
 }

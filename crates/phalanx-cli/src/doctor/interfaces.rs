@@ -5,10 +5,10 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
 
 use super::finding::Report;
 
-/// An address of documentation: no packet goes there, but the kernel says by which way it would.
+/// An address reserved for documentation: no packet goes there, but the kernel tells which route it would take.
 const OUTSIDE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
 
-/// Looks at the interfaces; ranks use that which leads to `store`, or to other machines if no store is known.
+/// Checks the interfaces; ranks use the one that leads to `store`, or to other machines if no store is known.
 pub(super) fn look(report: &mut Report, store: Option<&str>) {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
     let mut addresses = v4(&read("/proc/net/fib_trie"), &read("/proc/net/route"));
@@ -63,7 +63,7 @@ fn way_to(target: impl ToSocketAddrs) -> Option<IpAddr> {
     Some(socket.local_addr().ok()?.ip())
 }
 
-/// Is it one of the interfaces that engines of containers make?
+/// Is it one of the interfaces that container engines make?
 fn is_bridge(interface: &str) -> bool {
     ["docker", "br-", "virbr", "cni", "lxcbr", "podman"].iter().any(|prefix| interface.starts_with(prefix))
 }
@@ -90,7 +90,7 @@ fn v4_interface(address: Ipv4Addr, routes: &str) -> String {
     if address.is_loopback() {
         return "lo".to_owned();
     }
-    // Numbers are in the host's order of the network's bytes.
+    // Numbers are in the host's byte order, addresses in the network's.
     let number = |text: &str| {
         u32::from_str_radix(text, 16).ok().map(|number| u32::from_be_bytes(number.to_ne_bytes()))
     };

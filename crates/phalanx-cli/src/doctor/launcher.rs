@@ -1,4 +1,4 @@
-//! What a launcher has said, what `phalanx::init` would make of it, and whether its store can be reached.
+//! The launcher's variables, what `phalanx::init` makes of them, and whether the store can be reached.
 
 use std::env;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use phalanx::{Credentials, Deadline, Result};
 
 use super::finding::Report;
 
-/// Each launcher, and what its variables begin with, or are.
+/// Each launcher, and its variables or their prefix.
 const LAUNCHERS: [(&str, &[&str]); 7] = [
     ("env://", &["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]),
     ("torchrun", &["TORCHELASTIC_"]),
@@ -22,7 +22,7 @@ const LAUNCHERS: [(&str, &[&str]); 7] = [
 /// How long a store may take to answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// This process's place, as far as the variables say.
+/// This process's rank and world, according to the variables.
 pub(super) struct Place(Result<Option<LaunchEnv>>);
 
 impl Place {
@@ -42,7 +42,7 @@ impl Place {
         self.env().is_none_or(|env| env.rank.is_main())
     }
 
-    /// Where the launcher serves a store, if it does.
+    /// The address of the launcher's store, if it serves one.
     pub fn store(&self) -> Option<String> {
         let env = self.env().filter(|env| env.agent_store)?;
         match &env.rendezvous {
@@ -75,7 +75,7 @@ pub(super) fn look(report: &mut Report, place: &Place) {
     }
 }
 
-/// The launchers of which there are variables, with their number.
+/// The launchers whose variables are set, with the number of variables.
 fn seen(names: &[String]) -> Vec<String> {
     let is_of =
         |known: &str, name: &str| if known.ends_with('_') { name.starts_with(known) } else { name == known };
@@ -95,7 +95,7 @@ pub(super) fn reach(report: &mut Report, address: &str) {
     }
 }
 
-/// The shortest of some.
+/// The shortest of several measurements.
 fn round_trip(address: &str) -> Result<Duration> {
     let deadline = Deadline::after(PATIENCE);
     let store = TcpStore::connect_with(address, &Credentials::from_env()?, deadline)?;

@@ -1,4 +1,4 @@
-//! NVIDIA's libraries: whether they are there. Nothing here needs them.
+//! NVIDIA's libraries: whether they are installed. Phalanx does not need them.
 
 use std::env;
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::finding::Report;
 
-/// Where libraries are, besides LD_LIBRARY_PATH.
+/// The folders of libraries, besides LD_LIBRARY_PATH.
 const FOLDERS: [&str; 7] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -28,7 +28,7 @@ pub(super) fn look(report: &mut Report) {
     }
 }
 
-/// The library of this name, of whatever version.
+/// The library of this name, in any version.
 fn find(folders: &[PathBuf], name: &str) -> Option<PathBuf> {
     let is_it = |path: &Path| path.file_name().is_some_and(|file| file.to_string_lossy().starts_with(name));
     let files = folders.iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten().flatten();

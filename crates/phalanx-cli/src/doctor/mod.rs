@@ -1,4 +1,4 @@
-//! `phalanx doctor`: what this machine and environment give to a job.
+//! `phalanx doctor`: checks what this machine and its environment offer a job.
 
 mod finding;
 mod host;
@@ -46,19 +46,19 @@ pub(crate) struct Doctor {
     measure: Option<u32>,
 }
 
-/// Looks, and tells.
+/// Checks, and prints the report.
 pub(crate) fn run(options: &Doctor) -> ExitCode {
     if let Some(calls) = options.measure {
         return trial::work(calls);
     }
     match look(options) {
         Some(report) => tell(options, &report),
-        // Rank 0 tells.
+        // Rank 0 prints.
         None => ExitCode::SUCCESS,
     }
 }
 
-/// What there is to tell on this rank.
+/// The report of this rank.
 fn look(options: &Doctor) -> Option<Report> {
     let place = launcher::Place::of_process();
     let mut report = Report::new(host::name());
@@ -77,7 +77,7 @@ fn look(options: &Doctor) -> Option<Report> {
         return Some(report);
     }
     world::gather(&report, options.timeout).unwrap_or_else(|error| {
-        // Each rank tells of itself: nobody else can.
+        // Each rank reports about itself: only it can.
         report.bad("group", error.to_string(), "compare what the ranks say of interface and store");
         Some(report)
     })
@@ -88,7 +88,7 @@ fn tell(options: &Doctor, report: &Report) -> ExitCode {
         true => report.json(),
         false => report.text(wants_colour(&io::stdout())),
     };
-    // Who has closed the pipe has seen enough.
+    // If the reader has closed the pipe, it needs no more output.
     let _ = io::stdout().write_all(text.as_bytes());
     if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -1,4 +1,4 @@
-//! Two processes of this host, and an all_reduce between them: what shared memory and TCP really do here.
+//! Two processes of this host, and an all_reduce between them: measures shared memory and TCP.
 
 use std::io::Read;
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -11,10 +11,10 @@ use super::finding::Report;
 
 /// A trial takes some tenths of a second.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Elements (f32) of the calls whose latency and whose bandwidth is measured: 4 B and 1 MiB.
+/// The elements (f32) of the calls that measure latency and bandwidth: 4 B and 1 MiB.
 const SMALL: usize = 1;
 const LARGE: usize = 1 << 18;
-/// Calls are timed in so many rounds, of which the median counts.
+/// Calls are timed in so many rounds; the median counts.
 const ROUNDS: usize = 15;
 /// Calls of a round.
 const CALLS: u32 = 20;
@@ -42,12 +42,12 @@ pub(super) fn look(report: &mut Report) {
     }
 }
 
-/// What the first of two processes prints.
+/// The output of the first of two processes.
 fn measure(transport: &str) -> Result<String, String> {
     let program = std::env::current_exe().map_err(|error| format!("this program is not found: {error}"))?;
     let mut command = Command::new(program);
     command.args(["doctor", "--measure", &CALLS.to_string()]);
-    // In an environment of its own: they are not ranks of any launcher.
+    // In an environment without a launcher's variables: they are not its ranks.
     command.env_clear().envs(std::env::var_os("PATH").map(|path| ("PATH", path)));
     command.env("PHALANX_TRANSPORT", transport);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -70,7 +70,7 @@ fn finish(mut child: Child) -> Result<String, String> {
         }
     };
     let (mut out, mut err) = (String::new(), String::new());
-    // What is said is short: it waits in the pipes.
+    // The output is short: it fits into the pipes.
     let _ = child.stdout.take().map(|mut pipe| pipe.read_to_string(&mut out));
     let _ = child.stderr.take().map(|mut pipe| pipe.read_to_string(&mut err));
     match status.success() {
@@ -106,7 +106,7 @@ fn time_both(calls: u32) -> Result<()> {
     Ok(())
 }
 
-/// Seconds for an all_reduce of so many elements, whose result is checked before.
+/// Seconds for an all_reduce of so many elements, after its result was checked.
 fn time(group: &ProcessGroup, elements: usize, calls: u32) -> Result<f64> {
     let (rank, world) = (group.rank().get(), group.world_size().get());
     let mut data = vec![(rank + 1) as f32; elements];
@@ -115,7 +115,7 @@ fn time(group: &ProcessGroup, elements: usize, calls: u32) -> Result<f64> {
     if data.iter().any(|element| *element != sum) {
         return Err(Error::aborted("results came out wrong"));
     }
-    // Sums of zeros stay zeros, however often they are summed.
+    // Sums of zeros stay zero, however many calls are made.
     data.fill(0.0);
     let mut round = || {
         let started = Instant::now();

@@ -1,4 +1,4 @@
-//! All ranks of a job: their reports made one, and their clocks compared.
+//! All ranks of a job: merges their reports, and compares their clocks.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -8,10 +8,10 @@ use super::finding::Report;
 
 /// How often two clocks are compared; the fastest answer counts.
 const ROUNDS: usize = 8;
-/// Clocks that differ by more make logs of several hosts hard to read.
+/// Clocks that differ by more make the logs of several hosts hard to compare.
 const APART: f64 = 0.1;
 
-/// Gives rank 0 one report for all; no wait is longer than `timeout`.
+/// Gives rank 0 one report of all ranks; no wait is longer than `timeout`.
 pub(super) fn gather(own: &Report, timeout: Duration) -> Result<Option<Report>> {
     let mut options = GroupOptions::from_env()?;
     options.timeout = timeout;
@@ -33,7 +33,7 @@ pub(super) fn gather(own: &Report, timeout: Duration) -> Result<Option<Report>> 
     Ok(Some(report))
 }
 
-/// On rank 0, by how many seconds each other rank's clock is ahead, with the time of the answer, which bounds the error.
+/// On rank 0: how many seconds each other rank's clock is ahead, and the time of the answer, which limits the error.
 fn clocks(group: &ProcessGroup) -> Result<Vec<(f64, Duration)>> {
     if !group.rank().is_main() {
         for _ in 0..ROUNDS {
@@ -52,7 +52,7 @@ fn fastest(best: (f64, Duration), next: Result<(f64, Duration)>) -> Result<(f64,
     next.map(|next| if next.1 < best.1 { next } else { best })
 }
 
-/// One question to `peer`, whose clock is read in the middle between question and answer.
+/// Asks `peer` once; its clock is taken to be read halfway between question and answer.
 fn compare(group: &ProcessGroup, peer: Rank) -> Result<(f64, Duration)> {
     let (start, mut theirs) = (Instant::now(), [0f64]);
     group.send(&[0f64], peer)?;
@@ -66,7 +66,7 @@ fn now() -> Result<f64> {
     since.map(|time| time.as_secs_f64()).map_err(|_| Error::aborted("this host's clock is before 1970"))
 }
 
-/// One line on the clock that is furthest from rank 0's.
+/// One line about the clock that differs most from rank 0's.
 fn clock_line(report: &mut Report, offsets: &[(f64, Duration)], reports: &[Report]) {
     let furthest = offsets
         .iter()
