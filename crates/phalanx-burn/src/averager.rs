@@ -1,4 +1,4 @@
-//! Averages of the model itself, for ranks that train by themselves in between.
+//! Averages the model itself, for replicas that train independently for several steps.
 
 use burn::module::Module;
 use phalanx::{Error, Result};
@@ -28,7 +28,7 @@ use crate::Ddp;
 /// # }
 /// ```
 ///
-/// The optimizer's state is not averaged, here as there.
+/// The optimizer's state is not averaged, as in PyTorch.
 #[derive(Clone, Debug)]
 pub struct PeriodicModelAverager {
     period: u64,
@@ -54,7 +54,7 @@ impl PeriodicModelAverager {
         self
     }
 
-    /// A step of the optimizer is done. Gives whether the model was averaged. All ranks call it together.
+    /// Call it after a step of the optimizer. Returns whether the model was averaged. All ranks call it together.
     ///
     /// # Errors
     /// As [`Ddp::average_parameters`].

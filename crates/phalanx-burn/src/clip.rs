@@ -9,7 +9,7 @@ use phalanx::{Error, Result};
 
 use crate::tensor_bytes::{self, TensorBytes};
 
-/// Added to the norm, so that a gradient of zero divides by something.
+/// Added to the norm, so that a gradient of zero does not divide by zero.
 const EPSILON: f64 = 1e-6;
 
 /// Scales `gradients` of `model` so that their norm, taken over all elements of all of them as one vector, is at most
@@ -29,7 +29,7 @@ pub fn clip_grad_norm<M: Module>(model: &M, gradients: &mut GradientsParams, max
     Ok(scale(model, gradients, max_norm, squares.into_iter().map(|(_, squares)| squares)))
 }
 
-/// The error of a norm that nothing can be scaled to.
+/// The error for a norm that cannot be a limit.
 pub(crate) fn check(max_norm: f64) -> Result<()> {
     if max_norm.is_nan() || max_norm <= 0.0 {
         return Err(Error::invalid_argument(format!("max_norm is {max_norm}: it must be greater than 0")));
@@ -44,7 +44,8 @@ pub(crate) fn squares_of<M: Module>(model: &M, gradients: &GradientsParams) -> R
     squares.sums
 }
 
-/// Scales `gradients` to a norm of at most `max_norm`; gives the norm that the `squares`, added in their order, make.
+/// Scales `gradients` to a norm of at most `max_norm`; returns the norm before, from the `squares`, added in their
+/// order.
 pub(crate) fn scale<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
@@ -62,7 +63,7 @@ pub(crate) fn scale<M: Module>(
 /// Adds up the squares of each gradient's elements.
 struct Squares<'a> {
     gradients: &'a GradientsParams,
-    /// A parameter that stands in several places has one gradient.
+    /// A parameter that is used in several places has one gradient.
     seen: HashSet<ParamId>,
     sums: Result<Vec<(ParamId, f64)>>,
 }
@@ -106,7 +107,7 @@ fn squares(TensorBytes { dtype, bytes }: TensorBytes<'_>) -> Result<f64> {
     }
 }
 
-/// Eight sums side by side: one alone would wait for each addition to end.
+/// Eight independent sums: with one, each addition would wait for the previous one.
 fn sum_of_squares<T: bytemuck::AnyBitPattern>(bytes: &[u8], wide: impl Fn(T) -> f64) -> f64 {
     const LANES: usize = 8;
     let mut sums = [0.0; LANES];

@@ -27,12 +27,13 @@ use crate::tensor_bytes;
 ///
 /// All ranks call them together. The tensor is on the Flex backend, and the result is on the same device.
 ///
-/// **Gradients do not flow through them.** A tensor that is part of a graph is read, and the result begins a new one, as after
-/// `detach`. A loss that must see all ranks' samples does not get its gradient from here.
+/// **Gradients do not flow through them.** A tensor that is part of a graph is read, and the result begins a new graph,
+/// as after `detach`. So a loss over all ranks' samples gets no gradient through a collective.
 ///
 /// # Errors
-/// All of them: as the [`ProcessGroup`] method of the same name; if the tensor is on another backend; if its type does not travel
-/// (quantised, 16-bit integers). Unsigned integers of 32 and 64 bits are copied, but cannot be combined: cast them first.
+/// All of them: as the [`ProcessGroup`] method of the same name; if the tensor is on another backend; if its type is
+/// not supported (quantised, 16-bit integers). Unsigned integers of 32 and 64 bits are copied, but cannot be combined:
+/// cast them first.
 pub trait Collectives: Sized {
     /// Combines the tensors of all ranks, which have the same shape, element by element. Every rank gets the result.
     ///
@@ -47,23 +48,24 @@ pub trait Collectives: Sized {
     /// See [above](Self#errors).
     fn reduce(self, group: &ProcessGroup, root: Rank, op: ReduceOp) -> Result<Option<Self>>;
 
-    /// Gives every rank the tensor of rank `root`. The others bring one of the same shape and type.
+    /// Gives every rank the tensor of rank `root`. The others pass one of the same shape and type.
     ///
     /// # Errors
-    /// See [above](Self#errors); if a rank's type is not the root's, on that rank. Unsigned integers of 32 and 64 bits travel as
-    /// signed ones, and are not told from them.
+    /// See [above](Self#errors). If a rank's type is not the root's, an error on that rank; unsigned integers of 32 and
+    /// 64 bits are sent as signed ones, and are not distinguished from them.
     fn broadcast(self, group: &ProcessGroup, root: Rank) -> Result<Self>;
 
-    /// The tensors of all ranks, one behind the other along the first dimension, in the order of ranks. They may differ in the
-    /// length of that dimension: ranks may bring unequal numbers of samples.
+    /// The tensors of all ranks, concatenated along the first dimension, in the order of ranks. They may differ in the
+    /// length of that dimension: ranks may have unequal numbers of samples.
     ///
     /// # Errors
-    /// See [above](Self#errors); if types differ, or shapes in another dimension, with the rank that has another one; if there is
-    /// no memory for the rows of all ranks.
+    /// See [above](Self#errors). If types differ, or shapes in another dimension: the error names the rank that
+    /// differs. If there is no memory for the rows of all ranks.
     #[doc(alias = "allgather")]
     fn all_gather(self, group: &ProcessGroup) -> Result<Self>;
 
-    /// As [`all_reduce`](Self::all_reduce), and rank r keeps the r-th of `world_size` equal parts along the first dimension.
+    /// As [`all_reduce`](Self::all_reduce), but rank r keeps only the r-th of `world_size` equal parts along the first
+    /// dimension.
     ///
     /// # Errors
     /// See [above](Self#errors); if the first dimension cannot be divided evenly.
@@ -120,7 +122,7 @@ impl<const D: usize, K: Basic> Collectives for Tensor<D, K> {
         }
         let elements = counts.iter().fold(0, |sum: usize, count| sum.saturating_add(*count));
         let bytes = elements.saturating_mul(local.dtype.size());
-        // Peers send the numbers of rows. If there is no memory for them, this is an error here and not a panic later.
+        // Peers send the numbers of rows. If there is no memory for them, that is an error here, and not a panic later.
         Vec::<u8>::new().try_reserve_exact(bytes).map_err(|error| {
             Error::invalid_argument(format!(
                 "all_gather of tensors: there is no memory for the {bytes} bytes of all ranks' rows"
@@ -144,14 +146,14 @@ impl<const D: usize, K: Basic> Collectives for Tensor<D, K> {
     }
 }
 
-/// What the result has in common with this rank's tensor.
+/// The properties that the result shares with this rank's tensor.
 struct Local<const D: usize> {
     shape: [usize; D],
     dtype: BurnDType,
     device: Device,
 }
 
-/// `tensor`'s elements in memory of the group, as the type that `travels`.
+/// `tensor`'s elements in memory of the group, in the type that is sent.
 fn local<const D: usize, K: Basic>(
     tensor: Tensor<D, K>,
     group: &ProcessGroup,
@@ -175,7 +177,7 @@ impl<const D: usize> Local<D> {
     fn tensor<K: Basic>(&self, buffer: &Buffer, shape: [usize; D]) -> Result<Tensor<D, K>> {
         let normal: Vec<u8>;
         let bytes = match self.dtype {
-            // Peers may send any byte, and Burn's memory must hold 0 or 1.
+            // Peers may send any byte, and Burn's memory must contain 0 or 1.
             BurnDType::Bool(_) => {
                 normal = buffer.as_bytes().iter().map(|byte| u8::from(*byte != 0)).collect();
                 &normal
@@ -193,7 +195,8 @@ impl<const D: usize> Local<D> {
     }
 }
 
-/// The type as which elements are copied: one for each that has its size, except for unsigned integers of 32 and 64 bits.
+/// The type as which elements are copied: one of the same size. Unsigned integers of 32 and 64 bits are sent as signed
+/// ones.
 fn copied(dtype: BurnDType) -> Result<DType> {
     match dtype {
         BurnDType::I8 => Ok(DType::I8),
@@ -202,7 +205,7 @@ fn copied(dtype: BurnDType) -> Result<DType> {
     }
 }
 
-/// Do elements travel as signed ones of the same size?
+/// Are elements sent as signed integers of the same size?
 fn is_unsigned(dtype: BurnDType) -> bool {
     matches!(dtype, BurnDType::U64 | BurnDType::U32)
 }
@@ -231,8 +234,8 @@ impl<M: Module> Ddp<M> {
     /// # }
     /// ```
     ///
-    /// Every rank's value counts alike. For the mean over samples of which ranks have unequal numbers, divide a [`sum`](Self::sum)
-    /// by another.
+    /// Every rank's value has the same weight. For the mean over samples, of which ranks have unequal numbers, divide a
+    /// [`sum`](Self::sum) by another.
     ///
     /// # Errors
     /// If a tensor has more than one element, or the exchange fails.

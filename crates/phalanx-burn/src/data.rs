@@ -1,7 +1,8 @@
 //! Phalanx's loaders and data sets as Burn's, and the other way round. Needs the feature `data`.
 //!
-//! A [`DataLoader`] with Burn's [`Batcher`] as its collate function is a [`burn` data loader](BurnLoader), for Burn's trainer and for
-//! what else takes one. A plain loop needs no adapter: it collates with a closure and iterates over the loader itself.
+//! A [`DataLoader`] with Burn's [`Batcher`] as its collate function becomes a [`burn` data loader](BurnLoader), for
+//! Burn's trainer and other users of such loaders. A plain loop needs no adapter: it collates with a closure and
+//! iterates over the loader itself.
 //!
 //! ```
 //! use burn::data::dataloader::{DataLoader as _, batcher::Batcher};
@@ -24,7 +25,7 @@
 //! # Ok::<(), phalanx::Error>(())
 //! ```
 //!
-//! With [`DdpStrategy`](crate::train::DdpStrategy) the samples of each epoch are the strategy's:
+//! With [`DdpStrategy`](crate::train::DdpStrategy) the strategy chooses the samples of each epoch:
 //!
 //! ```
 //! # #[cfg(feature = "train")]
@@ -53,7 +54,8 @@ use burn::tensor::Device;
 use phalanx::{Error, Result};
 use phalanx_data::{Batches, DataLoader, Dataset};
 
-/// A loader for Burn's trainer: items of `D`, batches `O` made by a [`Batcher`] on a device, in the worker threads.
+/// A loader for Burn's trainer: items of `D`, made into batches `O` by a [`Batcher`] on a device, in the worker
+/// threads.
 pub struct BurnLoader<D: Dataset, O> {
     loader: DataLoader<D, O>,
     batcher: Arc<dyn Batcher<D::Item, O>>,
@@ -65,7 +67,7 @@ where
     D::Item: 'static,
     O: Send + 'static,
 {
-    /// `loader` with `batcher` in place of its collate function, from its position on. Each pass is the next epoch's.
+    /// `loader` with `batcher` instead of its collate function, from its position on. Each pass is the next epoch.
     pub fn new<B: Send + 'static>(
         loader: &DataLoader<D, B>,
         batcher: impl Batcher<D::Item, O> + 'static,
@@ -84,12 +86,12 @@ where
         Self { loader, batcher }
     }
 
-    /// As the trainer takes it.
+    /// In the form that the trainer takes.
     pub fn shared(self) -> Arc<dyn dataloader::DataLoader<O>> {
         Arc::new(self)
     }
 
-    /// The loader within, such as to save its position.
+    /// The inner loader, for example to save its position.
     pub fn loader(&self) -> &DataLoader<D, O> {
         &self.loader
     }
@@ -148,7 +150,7 @@ impl<D: Dataset, O> fmt::Debug for BurnLoader<D, O> {
     }
 }
 
-/// A data set of ours as one of Burn's.
+/// A data set of Phalanx as one of Burn's.
 #[derive(Clone, Debug)]
 pub struct ToBurn<D>(pub D);
 
@@ -162,7 +164,7 @@ impl<D: Dataset> dataset::Dataset<D::Item> for ToBurn<D> {
     }
 }
 
-/// A data set of Burn's as one of ours.
+/// A data set of Burn's as one of Phalanx.
 pub struct FromBurn<D, I> {
     dataset: D,
     _item: PhantomData<fn() -> I>,

@@ -29,18 +29,18 @@ use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::{Delivery, Pass};
 
-/// What [`Ddp::with_options`] may be told. The defaults are PyTorch's.
+/// The options of [`Ddp::with_options`]. The defaults are PyTorch's.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct DdpOptions {
-    /// Sizes of buckets, and how gradients become averages.
+    /// Sizes of buckets, and how gradients are averaged.
     pub reducer: ReducerOptions,
     /// Before a forward pass, do all ranks take over rank 0's buffers, such as the running statistics of batch norm?
     pub broadcast_buffers: bool,
-    /// Do the gradients that [`Ddp::backward`] gives stay in the buckets in which they were averaged, and free their memory
+    /// Do the gradients of [`Ddp::backward`] stay in the buckets in which they were averaged, and free their memory
     /// when they are dropped? Buckets then take memory only between the first gradient of a step and the optimizer's
-    /// step: a rank's peak is about that of training alone. Taking it anew in each step costs some time. Without this,
-    /// gradients are copied out of buckets that stay.
+    /// step: a rank's peak is about that of training without `Ddp`. Allocating them in each step costs some time.
+    /// Without this, gradients are copied out of buckets that stay allocated.
     pub gradient_as_bucket_view: bool,
 }
 
@@ -57,25 +57,25 @@ impl Default for DdpOptions {
 /// rank 0's and take the same steps, they stay equal to the last bit. See the [crate's start page](crate) for a
 /// complete program.
 ///
-/// All ranks must make the same calls in the same order; a group that finds them differ fails on every rank.
+/// All ranks must make the same calls in the same order; if a group detects a difference, it fails on every rank.
 #[doc(alias("DistributedDataParallel", "DDP", "DistributedOptimizer"))]
 pub struct Ddp<M> {
-    /// Always there, except while an optimizer has it.
+    /// Always set, except while an optimizer has it.
     model: Option<M>,
     inventory: Inventory,
-    /// What all of its collectives go through.
+    /// All collectives of this `Ddp` go through it.
     group: JoinGroup,
     engine: Engine<M>,
     /// When the first forward pass of this step began.
     step_began: Option<Instant>,
     token: ModelToken,
-    /// Are this rank's buffers to be replaced by rank 0's before the next forward pass?
+    /// Must this rank's buffers be replaced by rank 0's before the next forward pass?
     buffers_stale: bool,
     broadcast_buffers: bool,
     gradient_as_bucket_view: bool,
     /// Does each rank get the averages of its own parameters only?
     sharded: bool,
-    /// Memory for the buffers, and for averages of the model.
+    /// The memory for broadcasting buffers, and for averaging the model.
     packed_buffers: Packed,
     packed_weights: Packed,
 }
@@ -83,12 +83,12 @@ pub struct Ddp<M> {
 impl<M: Module> Ddp<M> {
     /// Checks that `model` is the same on every rank, and gives every rank rank 0's parameters and buffers.
     ///
-    /// The error of a mismatch names the parameter. A model without any parameter that needs a gradient is refused.
-    /// Parameters that need none when this is called are left out of the averages.
+    /// If models differ, the error names the parameter. A model without any parameter that needs a gradient is refused.
+    /// Parameters that need none when this is called are not averaged.
     ///
-    /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle), or a [`JoinGroup`] that other
-    /// parts of the program share, such as synchronised batch norms, whose collectives are then joined with these. A
-    /// [`Communicator`] of the program's own becomes one by [`JoinGroup::new`].
+    /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle); or a
+    /// [`JoinGroup`] that other parts of the program share, such as synchronised batch norms, whose collectives then
+    /// take part in `join`. Make a [`Communicator`] of the program's own into one with [`JoinGroup::new`].
     #[doc(alias = "broadcast_parameters")]
     pub fn new(model: M, group: impl Into<JoinGroup>) -> Result<Self> {
         Self::with_options(model, group, DdpOptions::default())
@@ -123,7 +123,7 @@ impl<M: Module> Ddp<M> {
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result averages gradients.
     ///
-    /// Use [`model`](Self::model) for what is not trained on, such as an evaluation.
+    /// For passes without training, such as an evaluation, use [`model`](Self::model).
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         let begin = Instant::now();
         self.step_began.get_or_insert(begin);
@@ -144,13 +144,13 @@ impl<M: Module> Ddp<M> {
         Ok(output)
     }
 
-    /// Runs backward from `loss` and gives the gradients averaged over all ranks, for [`step`](Self::step).
+    /// Runs backward from `loss` and returns the gradients averaged over all ranks, for [`step`](Self::step).
     ///
-    /// They are this model's. If the loss went through another `Ddp` too, as a generator's goes through the
-    /// discriminator, what that one's parameters get is dropped here, and changes nothing there.
+    /// They are the gradients of this model. If the loss went through another `Ddp` too, as a generator's goes through
+    /// the discriminator, the gradients of that one's parameters are dropped, and change nothing there.
     ///
-    /// Gradients travel while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the last
-    /// call are added before the average. A parameter that got no gradient on any rank has none here either.
+    /// Gradients are sent while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the
+    /// last call are added before the average. A parameter without a gradient on any rank has none here either.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
         let model = held(&self.model);
         check_tracked(loss)?;
@@ -186,7 +186,7 @@ impl<M: Module> Ddp<M> {
     /// those of the next [`backward`](Self::backward).
     ///
     /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one. The forward passes of such
-    /// batches communicate nothing either, but for the first after a synchronised backward pass, which refreshes the
+    /// batches communicate nothing either, except the first after a synchronised backward pass, which refreshes the
     /// buffers.
     #[doc(alias("no_sync", "backward_passes_per_step"))]
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
@@ -207,8 +207,8 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// Scales `gradients`, which [`backward`](Self::backward) gave, so that their norm, taken over all elements of all of
-    /// them as one vector, is at most `max_norm`; gives the 2-norm from before, summed in f64. This is
+    /// Scales `gradients` from [`backward`](Self::backward) so that their norm, taken over all elements of all of them
+    /// as one vector, is at most `max_norm`; returns the 2-norm before, summed in f64. This is
     /// `torch.nn.utils.clip_grad_norm_`. All ranks call it together.
     ///
     /// ```
@@ -245,20 +245,21 @@ impl<M: Module> Ddp<M> {
                 *square = sum;
             }
         }
-        // All but one rank bring a zero for each: the sums are exact, and are added up in the same order everywhere.
+        // For each parameter all ranks but one contribute zero: the sums are exact, and added in the same order
+        // everywhere.
         let group = self.group.in_call(Caller::DdpClipGradNorm);
         let squares = group.all_reduce_async(Buffer::from_slice(&squares), ReduceOp::Sum)?.wait()?;
         let squares = squares.as_slice::<f64>()?.iter().copied();
         Ok(clip::scale(self.model(), gradients, max_norm, squares))
     }
 
-    /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave. It communicates nothing.
+    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It communicates nothing.
     ///
     /// # Errors
-    /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded or it went
-    /// to another group. After a
-    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this `Ddp`, because no rank has all gradients any
-    /// more and only that may step. Either ends the group: replicas would drift apart.
+    /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
+    /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
+    /// `Ddp`: then no rank has all gradients, and only that optimizer may step. Either ends the group: replicas would
+    /// drift apart.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -281,7 +282,7 @@ impl<M: Module> Ddp<M> {
     ) -> Result<()> {
         let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
         let (trace, begin) = (self.group.trace(), Instant::now());
-        // Moved and not cloned, so that the optimizer may change parameters in place.
+        // Moved and not cloned, so that the optimizer can change parameters in place.
         self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
         let end = Instant::now();
         trace.complete(Track::Optimizer, "optimizer", begin, end, &[]);
@@ -299,20 +300,21 @@ impl<M: Module> Ddp<M> {
         error
     }
 
-    /// The averages in the buckets, times `scale`, as Burn's optimizers take them.
+    /// The averages in the buckets, times `scale`, in the form that Burn's optimizers take.
     fn averages(&self, reducer: &mut Reducer, scale: f64) -> Result<GradientsParams> {
         let handover = Handover { scale, view: self.gradient_as_bucket_view };
         averages(held(&self.model), reducer, &self.inventory.indices, handover)
     }
 
     /// Runs `body`, such as an epoch, whose number of batches may differ between ranks. A rank that is done answers the
-    /// others until the last is: it adds zeros to their averages. All ranks call it together, and return together.
+    /// others until the last one is done: it contributes zeros to their averages. All ranks call it together, and
+    /// return together.
     ///
-    /// Afterwards all ranks have the model, the buffers and the optimizer's state of one that took part to the end,
-    /// if any did not. See [uneven inputs](crate#uneven-inputs) for an example.
+    /// Afterwards, if some ranks were done earlier, all ranks have the model, the buffers and the optimizer's state of
+    /// a rank that took part to the end. See [uneven inputs](crate#uneven-inputs) for an example.
     ///
-    /// Everything else that calls collectives inside `body`, such as a synchronised batch norm, must do so through
-    /// the same [`JoinGroup`], which is then given to [`new`](Self::new) in place of the group.
+    /// All other code that calls collectives inside `body`, such as a synchronised batch norm, must do so through the
+    /// same [`JoinGroup`], which is then passed to [`new`](Self::new) instead of the group.
     ///
     /// # Errors
     /// As [`JoinGroup::join`]. An error of `body` ends the group; one that
@@ -337,7 +339,7 @@ impl<M: Module> Ddp<M> {
         held(&self.model)
     }
 
-    /// The model itself.
+    /// Returns the model itself.
     pub fn into_model(self) -> M {
         match self.model {
             Some(model) => model,
@@ -345,8 +347,8 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// From the next step on, `hook` averages the buckets; see [the hooks there are](phalanx::reducer::hooks). All ranks
-    /// call it together, with the same settings. A world of one has nothing to average and no use for it.
+    /// From the next step on, `hook` averages the buckets; see [the available hooks](phalanx::reducer::hooks). All
+    /// ranks call it together, with the same settings. In a world of one it is not used.
     ///
     /// # Errors
     /// On every rank, if the hooks differ.
@@ -357,7 +359,7 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// The bytes of all buffers that gradients have travelled in, once for each operation.
+    /// The bytes of all buffers in which gradients were sent, counted once for each operation.
     pub fn communicated_bytes(&self) -> u64 {
         self.engine.sink().map_or(0, |sink| sink.with_reducer(|reducer| reducer.communicated_bytes()))
     }
@@ -396,7 +398,7 @@ fn held<M>(model: &Option<M>) -> &M {
     }
 }
 
-/// Only an optimizer's panic, caught by the program, can leave a `Ddp` without its model.
+/// Only an optimizer's panic that the program catches can leave a `Ddp` without its model.
 #[allow(clippy::panic)]
 fn missing() -> ! {
     panic!("the optimizer panicked in Ddp::step and took the model with it")

@@ -1,4 +1,4 @@
-//! Gradients that all replicas share, and the reducer's averages as such.
+//! Gradients that are equal on all replicas, and the reducer's averages in that form.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,14 +14,14 @@ use phalanx::{BufferPart, Error, Result};
 use crate::tensor_bytes;
 use crate::view;
 
-/// Gradients that all replicas have alike, as [`Ddp::backward`](crate::Ddp::backward) gives them: a step takes these, and no
-/// others.
+/// Gradients that are equal on all replicas, as [`Ddp::backward`](crate::Ddp::backward) returns them: a step takes only
+/// these.
 ///
-/// They can be read and changed as Burn's [`GradientsParams`], to clip or scale them. Whatever is done to them must be done alike
-/// on every rank, or replicas drift apart.
+/// They can be read and changed as Burn's [`GradientsParams`], to clip or scale them. Every rank must make the same
+/// changes, or replicas drift apart.
 ///
-/// What `loss.backward()` gives is this rank's alone, or nothing: hooks hand gradients to the reducer, and leave none
-/// behind. A step with it would not train, and does not compile:
+/// The gradients of `loss.backward()` are this rank's alone, or missing: hooks pass them to the reducer, and leave none
+/// in Burn's container. A step with them would not train, and does not compile:
 ///
 /// ```compile_fail,E0277
 /// # use burn::{nn::Linear, optim::{GradientsParams, ModuleOptimizer}, tensor::Tensor};
@@ -87,8 +87,8 @@ impl fmt::Debug for SyncedGradients {
     }
 }
 
-/// Tells the gradients of one replicated model from those of another in the same program, and from its own before it became
-/// something else: then it gets a new token.
+/// Distinguishes the gradients of one replicated model from those of another in the same program, and from its own
+/// gradients before a change that makes them invalid: then it gets a new token.
 #[derive(Clone, Default)]
 pub(crate) struct ModelToken(Arc<()>);
 
@@ -97,7 +97,7 @@ mod sealed {
     impl Sealed for super::SyncedGradients {}
 }
 
-/// What a step takes: [`SyncedGradients`], and nothing else. It is a trait only so that the compiler can say what to write.
+/// The argument of a step: only [`SyncedGradients`]. It is a trait only so that the compiler can say what to write.
 #[diagnostic::on_unimplemented(
     message = "a step takes what `ddp.backward(&loss)?` gives, and `{Self}` is something else",
     label = "these gradients are not those of all ranks",
@@ -117,13 +117,13 @@ impl Synced for SyncedGradients {
 /// How averages become tensors.
 #[derive(Clone, Copy)]
 pub(crate) struct Handover {
-    /// What they are multiplied by.
+    /// The factor by which they are multiplied.
     pub scale: f64,
     /// Do they stay in their buckets?
     pub view: bool,
 }
 
-/// Collects the averages under the ids of `model`'s parameters, whose indices in the reducer are `indices`.
+/// Collects the averages by the ids of `model`'s parameters, whose indices in the reducer are `indices`.
 pub(crate) fn averages<M: Module>(
     model: &M,
     reducer: &mut Reducer,

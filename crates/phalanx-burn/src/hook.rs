@@ -1,4 +1,4 @@
-//! Gradient-ready hooks: the way from a backward pass that is still running to the reducer.
+//! Gradient-ready hooks: they pass gradients to the reducer while the backward pass still runs.
 //!
 //! Burn has no hook for "this gradient is finished", but its extension API allows operations with a backward pass of
 //! one's own. [`hooked`] wraps each parameter of a module in an identity operation. The tape runs that operation's
@@ -34,13 +34,13 @@ const LEVELS: usize = 4;
 
 /// Receives the gradients of one backward pass while it runs.
 ///
-/// Backward cannot return an error, so a sink keeps its own until somebody asks.
+/// Backward cannot return an error, so a sink keeps its error until it is asked for it.
 pub(crate) trait GradientSink: Send + Sync {
-    /// The gradient of parameter `index` is finished; its memory is lent until this returns.
+    /// The gradient of parameter `index` is finished; its memory is borrowed until this returns.
     fn ready(&self, index: usize, gradient: TensorBytes<'_>);
 }
 
-/// Where a hook delivers.
+/// The receiver of a hook's gradients.
 #[derive(Clone)]
 pub struct Target {
     sink: Arc<dyn GradientSink>,
@@ -64,7 +64,7 @@ pub(crate) fn hooked<M: Module>(module: &M, device: &Device, sink: Arc<dyn Gradi
 struct Hooker {
     sink: Arc<dyn GradientSink>,
     token: Tensor<1>,
-    /// A parameter that stands in several places has one hook, which sees the sum over all of them.
+    /// A parameter that is used in several places has one hook, which sees the sum over all of them.
     hooked: HashMap<ParamId, DispatchTensor>,
 }
 
@@ -88,8 +88,8 @@ impl ModuleMapper for Hooker {
     }
 }
 
-/// The two operations, as Burn's extension API wants them. `pub` because the macro implements it for a public type; the
-/// module is private.
+/// The two operations, in the form of Burn's extension API. `pub` because the macro implements it for a public type;
+/// the module is private.
 #[backend_extension(Autodiff, Flex)]
 pub trait GradientHook: Backend {
     /// Identity on `tensor`; its backward reports the finished gradient to `target`. `token` only carries depth.
@@ -148,7 +148,7 @@ impl<B: Backend + BorrowBytes> Backward<B, 2> for Deliver {
     type State = Target;
 
     fn backward(self, ops: Ops<Target, 2>, gradients: &mut Gradients, _: &mut Checkpointer) {
-        // The gradient is not registered for the parameter: the sink has taken what it needs, so its memory goes back
+        // The gradient is not registered for the parameter: the sink has taken what it needs, so its memory is freed
         // now and not after the last layer.
         let gradient = gradients.consume::<B>(&ops.node);
         let Target { sink, index } = ops.state;

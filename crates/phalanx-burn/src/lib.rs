@@ -1,7 +1,7 @@
 //! DistributedDataParallel for [Burn](burn) models.
 //!
-//! Every rank, a process of its own, has a replica of the model and its own part of the data. After each backward pass
-//! all ranks have the average of their gradients, take the same step, and so stay equal to the last bit.
+//! Every rank, a separate process, has a replica of the model and its own part of the data. After each backward pass
+//! all ranks have the average of their gradients, do the same step, and so stay equal to the last bit.
 //!
 //! ```no_run
 //! use burn::nn::LinearConfig;
@@ -90,7 +90,7 @@
 //! # }
 //! ```
 //!
-//! [`Ddp::clip_grad_norm`] clips what [`Ddp::backward`] gave by the norm of the whole model.
+//! [`Ddp::clip_grad_norm`] clips the gradients of [`Ddp::backward`] by the norm of the whole model.
 //!
 //! # Unused parameters
 //!
@@ -149,7 +149,8 @@
 //!
 //! - The Flex backend, with or without gradient checkpointing. Burn 0.22 has no mixed precision: a model is f32, f64, f16
 //!   or bf16 throughout, and is averaged in that type.
-//! - What is frozen or unfrozen after [`Ddp::new`] is not noticed: make a new `Ddp` from [`Ddp::into_model`].
+//! - It does not notice parameters that are frozen or unfrozen after [`Ddp::new`]: make a new `Ddp` from
+//!   [`Ddp::into_model`].
 //! - Two losses of one forward pass must be added up: Burn's tape is consumed by the first backward pass.
 #![deny(unsafe_code)]
 

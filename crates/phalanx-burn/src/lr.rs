@@ -7,13 +7,13 @@ use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
 use burn::lr_scheduler::{DynLrScheduler, LrScheduler, LrSchedulerConfig, LrSchedulerRecord};
 use phalanx::{Error, Result, WorldSize};
 
-/// How the learning rate grows with the number of ranks.
+/// How the learning rate depends on the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LrScaling {
-    /// As the number of ranks: Goyal et al., *Accurate, Large Minibatch SGD*, 2017. For SGD.
+    /// Proportional to the number of ranks: Goyal et al., *Accurate, Large Minibatch SGD*, 2017. For SGD.
     Linear,
-    /// As its square root, which keeps the variance of a step: Krizhevsky, 2014; for Adam and its kin, Malladi et al.,
-    /// *On the SDEs and Scaling Rules for Adaptive Gradient Algorithms*, 2022.
+    /// Proportional to its square root, which keeps the variance of a step: Krizhevsky, 2014; for Adam and similar
+    /// optimizers, Malladi et al., *On the SDEs and Scaling Rules for Adaptive Gradient Algorithms*, 2022.
     SquareRoot,
 }
 
@@ -30,8 +30,8 @@ impl LrScaling {
 
 /// Another scheduler's learning rate, made for one process, times a factor for the larger batch.
 ///
-/// With [`warmup_steps`](Self::warmup_steps) the factor grows from 1 in a straight line, because a large rate is too
-/// large for the first steps of a new model.
+/// With [`warmup_steps`](Self::warmup_steps) the factor grows linearly from 1, because the full rate is too large for
+/// the first steps of a new model.
 ///
 /// ```
 /// use burn::lr_scheduler::LrScheduler;
@@ -61,7 +61,7 @@ impl ScaledLrScheduler {
         Self { inner: inner.into(), factor: scaling.factor(world), warmup_steps: 0, step: 0 }
     }
 
-    /// Reaches the whole factor after `steps` steps.
+    /// The factor grows to its full value in `steps` steps.
     pub fn warmup_steps(mut self, steps: usize) -> Self {
         self.warmup_steps = steps;
         self
@@ -88,8 +88,8 @@ impl LrScheduler for ScaledLrScheduler {
     }
 }
 
-/// A learning rate that grows to `peak` in a straight line over the first `warmup` of `steps` steps, and then falls to zero
-/// along a cosine: transformers' `get_cosine_schedule_with_warmup`, made of Burn's own schedulers.
+/// A learning rate that grows linearly to `peak` over the first `warmup` of `steps` steps, and then falls to zero along
+/// a cosine: transformers' `get_cosine_schedule_with_warmup`, made of Burn's own schedulers.
 ///
 /// ```
 /// let mut rates = phalanx_burn::cosine_with_warmup(0.1, 2, 6)?;
@@ -112,7 +112,7 @@ pub fn cosine_with_warmup(peak: f64, warmup: usize, steps: usize) -> Result<Modu
         _ => Some(LinearLrSchedulerConfig::new(peak / warmup as f64, peak, warmup - 1).into()),
     };
     let decay = CosineAnnealingLrSchedulerConfig::new(peak, steps - warmup);
-    // Behind its minimum a cosine would rise again.
+    // After its minimum a cosine would rise again.
     let stages = rise.into_iter().chain([decay.into(), LrSchedulerConfig::Constant(0.0)]).collect();
     let ends = [warmup, steps].into_iter().filter(|end| *end > 0).collect();
     SequentialLrSchedulerConfig::new(stages, ends).init().map_err(Error::invalid_argument)

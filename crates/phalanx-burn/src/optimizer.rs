@@ -1,7 +1,7 @@
-//! An optimizer's state: on its way between ranks, into checkpoints, and back.
+//! An optimizer's state: sent between ranks, saved in checkpoints, and loaded again.
 //!
-//! Burn keys it by parameter ids, which each process draws by itself, and shows it as one record, in no order. Here it is keyed by
-//! the parameter's index in the model, and only [`OptimizerState`] reads and writes records.
+//! Burn keys it by parameter ids, which are random in each process, and returns it as one record without an order. Here
+//! the key is the parameter's index in the model, and only [`OptimizerState`] reads and writes records.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,18 +16,18 @@ use serde::{Deserialize, Serialize};
 use crate::parameters::Parameter;
 use crate::state::Layout;
 
-/// The most bytes of state that one rank may make another take.
+/// The most bytes of state that a rank accepts from another.
 const MAX_BYTES: usize = 1 << 38;
 
-/// The scalar under which Burn keeps the number of a parameter's dimensions.
+/// The scalar in which Burn keeps the number of a parameter's dimensions.
 const RANK: &str = "__rank";
 
-/// All that an optimizer keeps, in the order of its keys; `E` are a tensor's elements.
+/// The whole state of an optimizer, in the order of its keys; `E` are a tensor's elements.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct OptimizerState<E = Bytes> {
     pub tensors: Vec<(Key, Layout, E)>,
     pub scalars: Vec<(Key, Scalar)>,
-    /// The parameters' paths, by which Burn finds the group that a parameter belongs to.
+    /// The parameters' paths, by which Burn finds a parameter's group.
     pub paths: Vec<(usize, String)>,
 }
 
@@ -48,7 +48,7 @@ impl OptimizerState {
     pub fn of(optimizer: &ModuleOptimizer, parameters: &[Parameter]) -> Result<Self> {
         let mut indices = HashMap::new();
         for (index, parameter) in parameters.iter().enumerate() {
-            // One that stands in several places is known by the first.
+            // A parameter that is used in several places has the index of the first.
             indices.entry(parameter.id.val()).or_insert(index);
         }
         Self::read(optimizer.to_record().into_bytes().map_err(unreadable)?, |id| indices.get(&id).copied())
@@ -67,7 +67,7 @@ impl OptimizerState {
         Ok(optimizer.clone().load_record(record))
     }
 
-    /// Reads a record whose keys mean the indices that `index` says; what means none is left out.
+    /// Reads a record; `index` translates its keys, and entries without an index are left out.
     fn read(record: Bytes, index: impl Fn(u64) -> Option<usize>) -> Result<Self> {
         let index = |key: &str| index(key.parse().ok()?);
         // Names are the key, a dot, and the field.
@@ -92,7 +92,7 @@ impl OptimizerState {
         Ok(state)
     }
 
-    /// Writes a record in which each index has the key that `key` says.
+    /// Writes a record; `key` translates indices to keys.
     fn write(self, key: impl Fn(usize) -> Option<u64>) -> Result<Bytes> {
         let key = |index: usize| key(index).ok_or_else(other_model);
         let mut tensors = Vec::with_capacity(self.tensors.len());
@@ -110,7 +110,7 @@ impl OptimizerState {
         writer.into_bytes().map_err(unreadable)
     }
 
-    /// As it travels: a record whose keys are indices.
+    /// In the form that is sent: a record whose keys are indices.
     fn into_bytes(self) -> Result<Bytes> {
         self.write(|index| u64::try_from(index).ok())
     }
@@ -171,7 +171,7 @@ pub(crate) fn restricted(
     OptimizerState::of(&optimizer, &kept)?.load(&optimizer, &kept)
 }
 
-/// How large the state is when it is saved.
+/// The size of the state when it is saved.
 pub(crate) fn bytes(optimizer: &ModuleOptimizer) -> Result<usize> {
     optimizer.to_record().into_bytes().map(|bytes| bytes.len()).map_err(unreadable)
 }

@@ -1,4 +1,4 @@
-//! Tensors that travel together, in memory that is taken once.
+//! Tensors that are sent together, in memory that is allocated once.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use phalanx::{Buffer, Communicator, DType, Rank, ReduceOp, Result, Work};
 use crate::parameters::Select;
 use crate::tensor_bytes;
 
-/// The selected floats of a module, those of each type in one buffer, in module order. The same tensors must be selected
+/// The selected floats of a module, in one buffer for each type, in module order. The same tensors must be selected
 /// each time.
 #[derive(Default)]
 pub(crate) struct Packed(BTreeMap<DType, Buffer>);
@@ -30,7 +30,7 @@ impl Packed {
         self.exchange(|buffer| group.all_reduce_async(buffer, op))
     }
 
-    /// Takes those of rank `root`.
+    /// Takes over the floats of rank `root`.
     pub fn receive<M: Module>(
         &mut self,
         model: &M,
@@ -38,12 +38,12 @@ impl Packed {
         root: Rank,
         select: Select<'_>,
     ) -> Result<()> {
-        // On every rank: among ranks that may run out of data, another one may speak for the root.
+        // On every rank: among ranks that may run out of data, another one may act as the root.
         self.pack(model, group, select)?;
         self.exchange(|buffer| group.broadcast_async(buffer, root))
     }
 
-    /// `model` with what was taken.
+    /// `model` with the values in the buffers.
     pub fn unpack<M: Module>(&self, model: M, select: Select<'_>) -> M {
         model.map(&mut Unpacker { select, packed: self, ends: Ends::default() })
     }
@@ -62,7 +62,7 @@ impl Packed {
         packer.outcome
     }
 
-    /// One operation for each type, all under way at one time.
+    /// One operation for each type, all in progress at the same time.
     fn exchange(&mut self, start: impl Fn(Buffer) -> Result<Work>) -> Result<()> {
         let mut in_flight = Vec::new();
         for (dtype, buffer) in std::mem::take(&mut self.0) {
@@ -75,7 +75,7 @@ impl Packed {
     }
 }
 
-/// How far the memory of each type is used.
+/// How far each type's buffer is filled.
 #[derive(Default)]
 struct Ends(BTreeMap<DType, usize>);
 
@@ -86,7 +86,7 @@ impl Ends {
         start..*end
     }
 
-    /// Where the next float stands that is selected.
+    /// The position of the next selected float.
     fn place<const D: usize>(
         &mut self,
         select: Select<'_>,

@@ -1,4 +1,4 @@
-//! What a module consists of, and how its tensors are read and replaced.
+//! The tensors of a module, and how they are read and replaced.
 
 use std::collections::{HashMap, HashSet};
 
@@ -18,22 +18,22 @@ pub(crate) struct Parameter {
     pub dtype: BurnDType,
 }
 
-/// What there is in a module.
+/// The tensors of a module.
 pub(crate) struct Inventory {
-    /// The parameters that need a gradient, in module order; one that stands in several places, once.
+    /// The parameters that need a gradient, in module order; one that is used in several places is listed once.
     pub parameters: Vec<Parameter>,
-    /// Every tensor, in module order: frozen parameters, buffers, and what is not a float, too.
+    /// Every tensor, in module order: also frozen parameters, buffers, and tensors that are not floats.
     pub state: Vec<Parameter>,
-    /// Where each of `parameters` stands in there, which is its index in the reducer.
+    /// The position of each parameter in `parameters`, which is its index in the reducer.
     pub indices: HashMap<ParamId, usize>,
     /// Floats that a forward pass may change, such as the running statistics of batch norm.
     pub buffers: HashSet<ParamId>,
-    /// Where the module lives.
+    /// The device of the module.
     pub device: Device,
 }
 
 impl Inventory {
-    /// Takes stock of `module`; refuses one that cannot be trained here.
+    /// Lists the tensors of `module`; refuses one that cannot be trained here.
     pub fn of<M: Module>(module: &M) -> Result<Self> {
         let mut visitor = Stock::default();
         module.visit(&mut visitor);
@@ -63,10 +63,10 @@ impl Inventory {
     }
 }
 
-/// Which tensors of a module are meant.
+/// Selects tensors of a module.
 #[derive(Clone, Copy)]
 pub(crate) enum Select<'a> {
-    /// Everything: parameters, frozen or not, buffers, and what is not a float.
+    /// All tensors: parameters, frozen or not, buffers, and tensors that are not floats.
     All,
     /// Floats that only an optimizer changes.
     Weights(&'a HashSet<ParamId>),
@@ -100,9 +100,9 @@ pub(crate) fn write<M: Module>(module: M, select: Select<'_>, data: Vec<TensorDa
     module.map(&mut Writer { select, data: data.into_iter() })
 }
 
-/// Floats that stay without a gradient even when everything is asked to need one: Burn keeps running state so.
+/// Floats that stay without a gradient even if gradients are required for all: Burn's running state is like that.
 fn buffers<M: Module>(module: &M) -> HashSet<ParamId> {
-    // Every parameter is initialised by now (`Stock` has looked at it), so the clone shares nothing that would change.
+    // Every parameter is initialised by now (`Stock` has visited it), so the clone shares nothing that would change.
     let mut visitor = Untrainable::default();
     module.clone().set_require_grad(true).visit(&mut visitor);
     visitor.0
@@ -231,7 +231,7 @@ impl ModuleMapper for Writer<'_> {
     }
 }
 
-/// Shows `look` the elements of each of `module`'s floats that has an index, once.
+/// Passes to `look` the elements of each of `module`'s floats that has an index, once.
 pub(crate) fn each<M: Module>(
     module: &M,
     indices: &HashMap<ParamId, usize>,
@@ -260,7 +260,7 @@ impl<F: FnMut(usize, TensorBytes<'_>) -> Result<()>> ModuleVisitor for Each<'_, 
     }
 }
 
-/// `module` with the elements that `elements` has for the index of a float, if it has any.
+/// `module` with new elements for each float whose index has some in `elements`.
 pub(crate) fn replaced<'a, M: Module>(
     module: M,
     indices: &HashMap<ParamId, usize>,

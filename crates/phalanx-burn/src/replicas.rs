@@ -1,4 +1,4 @@
-//! What keeps replicas equal besides averaged gradients: rank 0's state, copied, and a check.
+//! How replicas stay equal besides averaged gradients: copies of rank 0's state, and a check.
 
 use burn::module::Module;
 use burn::tensor::TensorData;

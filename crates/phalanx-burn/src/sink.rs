@@ -1,4 +1,4 @@
-//! What hooks deliver to: gradients go on to the reducer, or are added up here first.
+//! The receiver of hooks' gradients: they go to the reducer, or are added up here first.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use phalanx::{Buffer, DType, Error, Rank, Result};
 use crate::hook::GradientSink;
 use crate::tensor_bytes::{self, TensorBytes};
 
-/// What happens to a gradient that is ready.
+/// What to do with a gradient that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Delivery {
-    /// It goes to the reducer at once, with what was held for its parameter.
+    /// It goes to the reducer at once, with the sum that is held for its parameter.
     Now,
-    /// It is added to what is held for its parameter.
+    /// It is added to the sum that is held for its parameter.
     Hold,
     /// It is dropped: it came from another model's backward pass, such as that of a generator whose loss a
     /// discriminator computes.
@@ -27,12 +27,12 @@ pub(crate) struct Pass(pub Arc<Sink>);
 
 impl GradientSink for Pass {
     fn ready(&self, index: usize, gradient: TensorBytes<'_>) {
-        // A failure surfaces from the call that runs this backward pass.
+        // A failure is returned by the call that runs this backward pass.
         let _kept = self.0.attempt(|state| state.ready(index, gradient));
     }
 }
 
-/// The reducer, as hooks reach it. Backward cannot return an error: the reducer keeps it, and has ended the group with it.
+/// The reducer, for the hooks. Backward cannot return an error: the reducer keeps it, and has ended the group with it.
 pub(crate) struct Sink(Mutex<SinkState>);
 
 struct SinkState {
@@ -41,13 +41,13 @@ struct SinkState {
     held: Vec<Held>,
 }
 
-/// What is held of one parameter.
+/// The gradients that are held for one parameter.
 struct Held {
     dtype: DType,
     elements: usize,
-    /// The sum of the gradients that have not gone to the reducer yet. Its memory is taken once.
+    /// The sum of the gradients that have not gone to the reducer yet. Its memory is allocated once.
     sum: Option<Buffer>,
-    /// Has any come since the last one went?
+    /// Was any added since the sum last went to the reducer?
     any: bool,
 }
 
@@ -68,7 +68,7 @@ impl Sink {
         self.0.lock().reducer.check()
     }
 
-    /// Says what happens to gradients from now on.
+    /// Sets what to do with gradients from now on.
     pub fn set_delivery(&self, delivery: Delivery) -> Result<()> {
         self.attempt(|state| {
             state.delivery = delivery;
@@ -84,18 +84,19 @@ impl Sink {
         })
     }
 
-    /// Hands over what is still held, waits for all ranks, and shows `look` the reducer with its averages.
+    /// Passes on the sums that are still held, waits for all ranks, and passes the reducer with its averages to `look`.
     pub fn finish<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
         self.attempt(SinkState::hand_over)?;
         self.averaged(Reducer::finish, look)
     }
 
-    /// As [`finish`](Self::finish), with the same gradients, in the group that follows one that has failed.
+    /// As [`finish`](Self::finish), with the same gradients, in the group that follows a failed one.
     pub fn replay<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
         self.averaged(Reducer::replay, look)
     }
 
-    /// An error of `average` ends the reducer only if the reducer says so: with kept gradients another group may follow.
+    /// An error of `average` ends the reducer only if the reducer says so: with kept gradients it may go on in another
+    /// group.
     fn averaged<T>(
         &self,
         average: impl FnOnce(&mut Reducer) -> Result<()>,
@@ -106,7 +107,7 @@ impl Sink {
         look(reducer).map_err(|error| reducer.abort(error))
     }
 
-    /// Runs `call` of the reducer. An error ends it, unless something has failed before.
+    /// Runs `call` on the reducer. An error ends it, unless it has failed before.
     pub fn call<T>(&self, call: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
         self.attempt(|state| call(&mut state.reducer))
     }
@@ -115,7 +116,8 @@ impl Sink {
         look(&mut self.0.lock().reducer)
     }
 
-    /// Takes over where rank `root`'s reducer stands. What was held is gone: it belonged to no finished step.
+    /// Takes over the state of rank `root`'s reducer. Gradients that were held are dropped: they belonged to no
+    /// finished step.
     pub fn adopt(&self, root: Rank) -> Result<()> {
         self.attempt(|state| {
             state.held.iter_mut().for_each(|held| held.any = false);
@@ -123,7 +125,7 @@ impl Sink {
         })
     }
 
-    /// Runs `step` unless something has failed before. An error of it ends the reducer and the group: other ranks must not
+    /// Runs `step` unless it has failed before. An error of `step` ends the reducer and the group: other ranks must not
     /// wait for what this one cannot do.
     fn attempt<T>(&self, step: impl FnOnce(&mut SinkState) -> Result<T>) -> Result<T> {
         let mut state = self.0.lock();
@@ -133,7 +135,7 @@ impl Sink {
 }
 
 impl SinkState {
-    /// Backward is over: what is still held goes to the reducer.
+    /// Backward is over: the sums that are still held go to the reducer.
     fn hand_over(&mut self) -> Result<()> {
         self.delivery = Delivery::Ignore;
         for (index, held) in self.held.iter_mut().enumerate() {
@@ -185,7 +187,7 @@ impl Held {
         }
     }
 
-    /// The sum, if there is any; the next gradient begins another.
+    /// The sum, if there is one; the next gradient begins another.
     fn take(&mut self) -> Option<&Buffer> {
         self.sum.as_ref().filter(|_| std::mem::take(&mut self.any))
     }

@@ -1,5 +1,5 @@
-//! The bytes of Burn's tensors: borrowed, written in place, and made tensors of. Nothing else here knows how a backend keeps
-//! its memory.
+//! The bytes of Burn's tensors: borrowed, written in place, and made into tensors. Only this module knows how a backend
+//! stores them.
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex};
@@ -8,7 +8,7 @@ use burn_flex::FlexTensor;
 use bytemuck::{AnyBitPattern, NoUninit, Pod};
 use phalanx::{DType, Error, Result};
 
-/// A tensor's elements, row by row, for as long as somebody looks at them.
+/// A tensor's elements, row by row, while they are borrowed.
 #[derive(Clone, Copy)]
 pub(crate) struct TensorBytes<'a> {
     /// Burn's type; see [`dtype`].
@@ -38,7 +38,7 @@ impl BorrowBytes for Flex {
     }
 }
 
-/// The type that travels for Burn's `dtype`.
+/// The type in which Burn's `dtype` is sent.
 pub(crate) fn dtype(dtype: BurnDType) -> Result<DType> {
     match dtype {
         BurnDType::F64 => Ok(DType::F64),
@@ -88,7 +88,7 @@ pub(crate) fn with_bytes<const D: usize, T>(
     seen.ok_or_else(|| Error::aborted("a tensor's memory could not be read"))
 }
 
-/// `old` with other elements: in its own memory, if nobody else holds that.
+/// `old` with other elements: in its own memory, if no other tensor shares it.
 pub(crate) fn overwritten<const D: usize>(old: Tensor<D>, elements: &[u8]) -> Tensor<D> {
     let (shape, dtype, device) = (old.shape(), old.dtype(), old.device());
     let (tracked, needs_gradient) = (old.is_autodiff(), old.is_require_grad());

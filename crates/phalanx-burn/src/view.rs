@@ -1,6 +1,6 @@
-//! Tensors that stand in the memory of buckets.
+//! Tensors in the memory of buckets.
 //!
-//! Burn takes foreign memory as [`Bytes::from_shared`] too, but copies all of it before it writes, and keeps both: an
+//! Burn also takes foreign memory as [`Bytes::from_shared`], but copies all of it before it writes, and keeps both: an
 //! optimizer that works in place would need more memory with views than without.
 #![allow(unsafe_code)] // Burn's interface for memory that is not its own has nothing else.
 
@@ -11,7 +11,7 @@ use burn::tensor::{DType, TensorData};
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use phalanx::BufferPart;
 
-/// Tensor data in `part`, which is the tensor's from here on and is freed with it.
+/// Tensor data in `part`, which belongs to the tensor from here on and is freed with it.
 pub(crate) fn tensor_data(part: BufferPart, shape: &[usize], dtype: DType) -> TensorData {
     let bytes = part.as_bytes().len();
     // SAFETY: the controller has exactly so many bytes, all of them initialised.

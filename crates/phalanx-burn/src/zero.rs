@@ -1,4 +1,4 @@
-//! An optimizer whose state is spread over the ranks.
+//! An optimizer whose state is divided among the ranks.
 
 use std::collections::HashSet;
 
@@ -15,10 +15,10 @@ use crate::parameters::Parameter;
 use crate::state::moments;
 
 /// The first stage of ZeRO (Rajbhandari et al., 2020): each rank keeps the optimizer's state of its own part of the
-/// parameters, gets the averages of their gradients, updates them, and gives them to the others. PyTorch's
+/// parameters, receives the averages of their gradients, updates them, and sends them to the others. PyTorch's
 /// `ZeroRedundancyOptimizer`.
 ///
-/// AdamW's state is twice the model; with n ranks each holds about one n-th of that. Parameters stay whole, so any
+/// AdamW's state is twice the model; with n ranks each holds about one n-th of that. Parameters are not split, so any
 /// optimizer works, also one that looks at a whole matrix; the parts are as equal as whole parameters allow.
 ///
 /// ```
@@ -41,12 +41,12 @@ use crate::state::moments;
 /// all gradients everywhere, and then broadcasts parameters, which is half as much again.) So [`Ddp::backward`] gives
 /// each rank only its own averages from then on: clip with [`Ddp::clip_grad_norm`], and step with nothing but this.
 ///
-/// Steps are the same bits as without it wherever sums are added up in the same order: for two ranks, for ranks that
-/// share memory, and for buckets that travel by recursive doubling. Otherwise, with three ranks or more over TCP, they
-/// differ by rounding. Replicas are the same bits always.
+/// Steps give the same bits as without it if sums are added up in the same order: with two ranks, with ranks that share
+/// memory, and for buckets that are averaged by recursive doubling. Otherwise, with three ranks or more over TCP, they
+/// differ by rounding. All replicas always have the same bits.
 ///
-/// Hooks of [`Ddp::register_comm_hook`] do not scatter: with one of them whole buckets are averaged on every rank, and the
-/// gathering comes on top. So it is between hosts on which several ranks share memory.
+/// Hooks of [`Ddp::register_comm_hook`] do not scatter: with one of them whole buckets are averaged on every rank, and
+/// the gathering is done in addition. The same holds between hosts on which several ranks share memory.
 #[doc(alias = "ZeRO")]
 #[derive(Clone)]
 pub struct ZeroRedundancyOptimizer {
@@ -69,11 +69,12 @@ impl ZeroRedundancyOptimizer {
         Ok(Self { inner: optimizer::restricted(optimizer, ddp.parameters(), &own)?, own })
     }
 
-    /// Lets the optimizer change this rank's part of `ddp`'s model by `gradients`, which [`Ddp::backward`] gave, and takes
+    /// Lets the optimizer change this rank's part of `ddp`'s model by `gradients` from [`Ddp::backward`], and receives
     /// the other parts from their ranks. All ranks call it together.
     ///
     /// # Errors
-    /// If the exchange fails; inside [`Ddp::join`], if a rank has no data left, because nobody else could update its part.
+    /// If the exchange fails; inside [`Ddp::join`], if a rank has no data left, because no other rank can update its
+    /// part.
     pub fn step<M: Module>(
         &mut self,
         ddp: &mut Ddp<M>,
@@ -92,7 +93,7 @@ impl ZeroRedundancyOptimizer {
         ddp.gather_parameters()
     }
 
-    /// The whole state, on rank `to` only, in an optimizer that can be saved, or go on without this wrapper. All ranks
+    /// The whole state, on rank `to` only, in an optimizer that can be saved, or used without this wrapper. All ranks
     /// call it together.
     ///
     /// # Errors
@@ -129,16 +130,16 @@ impl ZeroRedundancyOptimizer {
         moments::save(&self.inner, ddp.parameters(), snapshot, (&index, name))
     }
 
-    /// Takes over this rank's part of the state that any number of ranks have [saved](Self::save) under `name`, and reads no
+    /// Loads this rank's part of the state that any number of ranks have [saved](Self::save) under `name`, and reads no
     /// other rank's tensors.
     ///
     /// # Errors
-    /// If it is not there, cannot be read, or is that of another model; the state is then as it was.
+    /// If it does not exist, cannot be read, or is that of another model; the state is then unchanged.
     pub fn load<M: Module>(&mut self, ddp: &Ddp<M>, saved: &Saved, name: &str) -> Result<()> {
         let indexes = (0..saved.world_size()).map(|rank| format!("{name}-{rank}"));
         let is_own = |index: usize| {
             let parameter = ddp.parameters().get(index);
-            // What is not there is another model's, which is an error and not left out.
+            // A missing tensor means another model, which is an error.
             parameter.is_none_or(|parameter| self.own.contains(&parameter.id))
         };
         self.inner = moments::load(&self.inner, ddp.parameters(), saved, (indexes, name), is_own)?;
@@ -163,7 +164,8 @@ fn elements(parameter: &Parameter) -> usize {
     parameter.shape.iter().product()
 }
 
-/// The owner of each parameter. The largest goes first, each to the rank that has least; the same on every rank.
+/// The owner of each parameter. The largest goes first, each to the rank that has the fewest elements; the same on
+/// every rank.
 fn assign_owners(parameters: &[Parameter], world: WorldSize) -> Vec<Rank> {
     let mut order: Vec<usize> = (0..parameters.len()).collect();
     order.sort_by_key(|&index| std::cmp::Reverse(elements(&parameters[index])));

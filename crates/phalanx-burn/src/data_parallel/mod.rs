@@ -22,10 +22,9 @@ use crate::gradients::{Synced, SyncedGradients};
 /// PyTorch's `DataParallel`: in each step the batch is scattered over devices, the model is copied to each, and the
 /// outputs are gathered on the main device, where the loss is computed and the optimizer runs.
 ///
-/// It needs no launcher and no group, and is here for programs that cannot become several processes, and to compare
-/// with: [`Ddp`](crate::Ddp) trains the same model faster, because it moves gradients alone, hides that behind
-/// backward, and has no device that does more than the others. In each step `DataParallel` moves, from or to the main
-/// device,
+/// It needs no launcher and no group. It is meant for programs that cannot become several processes, and for
+/// comparison. [`Ddp`](crate::Ddp) trains the same model faster: it moves only gradients, overlaps that with backward,
+/// and has no device that does more than the others. In each step `DataParallel` moves, from or to the main device,
 ///
 /// | | bytes, with n devices |
 /// |---|---|
@@ -34,10 +33,10 @@ use crate::gradients::{Synced, SyncedGradients};
 /// | gather | (n-1)/n of the outputs, and as much of their gradients back |
 /// | reduce | n-1 times the gradients |
 ///
-/// one after the other and with nothing else going on meanwhile. [`transfers`](Self::transfers) tells what each cost.
+/// one after the other, without overlap. [`transfers`](Self::transfers) returns the bytes and the time of each.
 /// The main device also holds all outputs, the optimizer's state and one more set of gradients.
 ///
-/// [`TowerGradients`] leaves out the gathering: each replica computes its own loss.
+/// [`TowerGradients`] gathers no outputs: each replica computes its own loss.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -58,9 +57,9 @@ use crate::gradients::{Synced, SyncedGradients};
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
-/// Copies go through the host's memory. Several times the same device, such as the one Flex device, are several
-/// replicas with memory of their own, each in a thread. The replicas' running statistics, such as those of batch norm,
-/// become their average, as Burn has it for threads.
+/// Copies go through the host's memory. If the same device is listed several times, such as the one Flex device, there
+/// are several replicas with their own memory, each in a thread. Running statistics of the replicas, such as those of
+/// batch norm, are averaged, as Burn does for threads.
 ///
 /// Source: the technique as PyTorch documents it for `torch.nn.DataParallel`.
 #[doc(alias = "nn.DataParallel")]
@@ -69,7 +68,7 @@ pub struct DataParallel<M, const D: usize> {
     pending: Option<Pending<M, D>>,
 }
 
-/// What a forward pass leaves for its backward pass.
+/// What a forward pass keeps for its backward pass.
 struct Pending<M, const D: usize> {
     /// A leaf of the graph of the loss.
     gathered: Tensor<D>,
@@ -77,7 +76,7 @@ struct Pending<M, const D: usize> {
 }
 
 impl<M: Module, const D: usize> DataParallel<M, D> {
-    /// Replicates `module` over `devices`, of which the first is the main one. `D` is the rank of the output.
+    /// Replicates `module` over `devices`; the first is the main one. `D` is the number of dimensions of the output.
     ///
     /// # Errors
     /// If there is no device, or one is without autodiff.
@@ -85,15 +84,15 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         Ok(Self { replicas: Replicas::new(module, devices)?, pending: None })
     }
 
-    /// Calls `scope` around whatever a replica does, in that replica's thread, with the replica's number: to pin the
-    /// thread, or to attribute its memory.
+    /// Calls `scope` around the work of each replica, in that replica's thread, with the replica's number: for example
+    /// to pin the thread, or to attribute its memory.
     #[must_use]
     pub fn with_scope(mut self, scope: impl Fn(usize, &mut dyn FnMut()) + Send + Sync + 'static) -> Self {
         self.replicas.set_scope(scope);
         self
     }
 
-    /// Runs `pass` on each replica with its part of `input`, in parallel, and gives the outputs of all samples, in
+    /// Runs `pass` on each replica with its part of `input`, in parallel, and returns the outputs of all samples, in
     /// order.
     ///
     /// # Errors
@@ -113,10 +112,10 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         Ok(gathered)
     }
 
-    /// Runs backward from `loss`, which was computed from what [`forward`](Self::forward) gave, on all replicas, and
-    /// gives the sum of their gradients, on the main device.
+    /// Runs backward on all replicas from `loss`, which was computed from the result of [`forward`](Self::forward), and
+    /// returns the sum of their gradients, on the main device.
     ///
-    /// A loss is one number here, of rank 1 as Burn's losses give it: reshape one of another rank.
+    /// The loss must be one number of rank 1, as Burn's losses are: reshape it if it has another rank.
     ///
     /// # Errors
     /// If there was no forward pass before, or `loss` does not depend on its output.
@@ -137,15 +136,15 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
             // The chain rule: the gradient of this product is that of the output, times `gradient`.
             GradientsParams::from_grads((output * gradient).sum().backward(), replica)
         });
-        // What the loss takes from the parameters directly, such as a penalty on their size.
+        // The gradients that the loss has for the parameters directly, such as those of a penalty on their size.
         let own = GradientsParams::from_grads(gradients, self.replicas.model());
         Ok(self.replicas.reduce(own, parts))
     }
 
-    /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave.
+    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward).
     ///
     /// # Errors
-    /// If they are those of another model.
+    /// If they are gradients of another model.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -161,12 +160,12 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         self.replicas.model()
     }
 
-    /// The model itself.
+    /// Returns the model itself.
     pub fn into_model(self) -> M {
         self.replicas.into_model()
     }
 
-    /// What has been moved since the beginning.
+    /// The bytes moved since the beginning, and the time.
     pub fn transfers(&self) -> Transfers {
         self.replicas.transfers
     }

@@ -1,4 +1,4 @@
-//! Copies of a module on several devices, and what runs on them.
+//! Copies of a module on several devices, and the work on them.
 
 use std::fmt;
 use std::panic::resume_unwind;
@@ -16,9 +16,9 @@ use crate::gradients::{ModelToken, SyncedGradients};
 
 type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
 
-/// A model, and where its replicas are.
+/// A model and the devices of its replicas.
 pub(super) struct Replicas<M> {
-    /// Always there, except while an optimizer has it.
+    /// Always set, except while an optimizer has it.
     model: Option<M>,
     /// The first is the main one, where the model itself is.
     devices: Vec<Device>,
@@ -74,7 +74,7 @@ impl<M: Module> Replicas<M> {
         gradients: SyncedGradients,
     ) -> Result<()> {
         let gradients = gradients.of(&self.token)?;
-        // Moved and not cloned, so that the optimizer may change parameters in place.
+        // Moved and not cloned, so that the optimizer can change parameters in place.
         self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
         Ok(())
     }
@@ -115,7 +115,7 @@ impl<M: Module> Replicas<M> {
         })
     }
 
-    /// Runs `work` on all replicas at once, each in a thread; gives the replicas back with what it returned.
+    /// Runs `work` on all replicas at once, each in a thread; returns the replicas with the results.
     pub fn run<I: Send, O: Send>(
         &self,
         parts: Vec<(Replica<M>, I)>,
@@ -130,7 +130,7 @@ impl<M: Module> Replicas<M> {
             let mut parts = parts.into_iter();
             let main = parts.next();
             let others: Vec<_> = parts.map(|part| threads.spawn(move || each(part))).collect();
-            // The main replica runs where the caller is.
+            // The main replica runs on the caller's thread.
             let mut outcomes: Vec<_> = main.map(each).into_iter().collect();
             for other in others {
                 outcomes.push(other.join().unwrap_or_else(|panic| resume_unwind(panic)));
@@ -153,7 +153,7 @@ impl<M: Module> Replicas<M> {
         })
     }
 
-    /// Gives each replica, with its output, the gradient of that output.
+    /// Gives each replica the gradient of its output.
     #[allow(clippy::type_complexity)]
     pub fn return_parts<const D: usize>(
         &mut self,
@@ -177,7 +177,7 @@ impl<M: Module> Replicas<M> {
         })
     }
 
-    /// The sum of `own` and of what all replicas have.
+    /// The sum of `own` and of all replicas' gradients.
     pub fn reduce(
         &mut self,
         own: GradientsParams,
@@ -202,9 +202,9 @@ impl<M: Module> Replicas<M> {
         SyncedGradients::new(sum, token)
     }
 
-    /// Makes the running statistics of all replicas one.
+    /// Averages the running statistics of all replicas.
     pub fn settle(&self) {
-        // Running state keeps each thread's update for later; this merges them now.
+        // Running state defers each thread's update; this merges them now.
         drop(self.model().valid());
     }
 }
@@ -215,7 +215,7 @@ impl<M> fmt::Debug for Replicas<M> {
     }
 }
 
-/// Only an optimizer's panic, caught by the program, can leave replicas without their model.
+/// Only an optimizer's panic that the program catches can leave replicas without their model.
 #[allow(clippy::panic)]
 fn missing() -> ! {
     panic!("the optimizer panicked in step and took the model with it")
@@ -230,13 +230,13 @@ fn within<T>(scope: &Scope, number: usize, work: impl FnOnce() -> T) -> T {
     });
     match (outcome, work) {
         (Some(outcome), _) => outcome,
-        // A scope that does not do the work leaves it to us.
+        // If the scope did not run the work, it is run here.
         (None, Some(work)) => work(),
         (None, None) => unreachable!("work that was taken has an outcome"),
     }
 }
 
-/// Makes the parameters that wait for their first use, which would otherwise be a replica's.
+/// Initialises parameters that wait for their first use, which would otherwise happen in a replica.
 struct Initialiser;
 
 impl ModuleVisitor for Initialiser {
@@ -245,7 +245,7 @@ impl ModuleVisitor for Initialiser {
     }
 }
 
-/// Copies a module's tensors to a device, as leaves of their own.
+/// Copies a module's tensors to a device, as new leaves.
 struct Copier<'a> {
     device: &'a Device,
     moved: &'a mut usize,
@@ -272,7 +272,7 @@ impl ModuleMapper for Copier<'_> {
 struct Adder<'a> {
     sum: &'a mut GradientsParams,
     part: GradientsParams,
-    /// Where they are to be copied first, unless they are there.
+    /// The device to which they are copied first, unless they are there.
     from: Option<&'a Device>,
     moved: &'a mut usize,
 }

@@ -5,8 +5,8 @@ use std::ops::Range;
 use burn::tensor::{Bool, Device, Float, Int, Tensor};
 use phalanx::{Error, Result};
 
-/// A batch that can be divided between replicas: a tensor whose first dimension counts samples, or several with equally
-/// many samples.
+/// A batch that can be divided among replicas: a tensor whose first dimension counts samples, or several tensors with
+/// equally many samples.
 pub trait Scatter: Send + Sized {
     /// How many samples there are.
     ///
@@ -14,11 +14,11 @@ pub trait Scatter: Send + Sized {
     /// If its tensors do not have equally many.
     fn samples(&self) -> Result<usize>;
 
-    /// Some of them, where they are.
+    /// A range of the samples, on the same device.
     #[must_use]
     fn part(&self, samples: Range<usize>) -> Self;
 
-    /// A copy on `device`, also if it is there already: no other device's memory could be handed over. Adds its bytes
+    /// A copy on `device`, also if it is there already: only then can the memory be given to a replica. Adds its bytes
     /// to `moved`.
     #[must_use]
     fn copy_to(self, device: &Device, moved: &mut usize) -> Self;
@@ -65,8 +65,8 @@ impl<A: Scatter, B: Scatter> Scatter for (A, B) {
     }
 }
 
-/// How `samples` are divided between at most `replicas`, as evenly as PyTorch's `chunk` does: all parts but the last
-/// are equally large.
+/// How `samples` are divided among at most `replicas`, as evenly as PyTorch's `chunk` does: all parts but the last have
+/// the same size.
 pub(super) fn parts(samples: usize, replicas: usize) -> Vec<Range<usize>> {
     let size = samples.div_ceil(replicas).max(1);
     (0..samples).step_by(size).map(|start| start..samples.min(start + size)).collect()

@@ -15,8 +15,8 @@ use crate::gradients::{Synced, SyncedGradients};
 /// Towers: each replica computes the loss of its part of the batch and runs backward from it, and the gradients are
 /// averaged on the main device.
 ///
-/// Against [`DataParallel`](crate::DataParallel) there is nothing to gather, and each replica does all of its work in
-/// one go; the parameters and the gradients still travel through the main device in every step.
+/// Unlike [`DataParallel`](crate::DataParallel) it gathers no outputs, and each replica does all of its work without an
+/// interruption. Parameters and gradients still go through the main device in every step.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -58,8 +58,8 @@ impl<M: Module> TowerGradients<M> {
         self
     }
 
-    /// Runs `loss`, a mean over samples, forward and backward on each replica with its part of `input`. Gives the mean
-    /// over all samples, and its gradients, also if the parts are of different sizes.
+    /// Runs `loss`, a mean over samples, forward and backward on each replica with its part of `input`. Returns the
+    /// mean over all samples, and its gradients, also if the parts have different sizes.
     ///
     /// # Errors
     /// If `input` has no samples, or a loss does not depend on any parameter that needs a gradient.
@@ -90,10 +90,10 @@ impl<M: Module> TowerGradients<M> {
         Ok((mean, self.replicas.reduce(GradientsParams::new(), gradients)))
     }
 
-    /// Lets `optimizer` change the model by `gradients`, which [`backward`](Self::backward) gave.
+    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward).
     ///
     /// # Errors
-    /// If they are those of another model.
+    /// If they are gradients of another model.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -108,12 +108,12 @@ impl<M: Module> TowerGradients<M> {
         self.replicas.model()
     }
 
-    /// The model itself.
+    /// Returns the model itself.
     pub fn into_model(self) -> M {
         self.replicas.into_model()
     }
 
-    /// What has been moved since the beginning; nothing was gathered.
+    /// The bytes moved since the beginning, and the time; nothing was gathered.
     pub fn transfers(&self) -> Transfers {
         self.replicas.transfers
     }

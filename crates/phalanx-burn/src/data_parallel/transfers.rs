@@ -1,4 +1,4 @@
-//! What is moved between devices, and how long that takes.
+//! Bytes that are moved between devices, and the time that takes.
 
 use std::ops::AddAssign;
 use std::time::{Duration, Instant};
@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 /// Bytes that went from one device to another, and the time that took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Transfer {
-    /// Without those that stayed on their device.
+    /// Bytes that stay on their device do not count.
     pub bytes: usize,
-    /// On the thread of the caller, where nothing else happened meanwhile.
+    /// On the thread of the caller, which does nothing else meanwhile.
     pub time: Duration,
 }
 
-/// What data parallelism in one process moves.
+/// The transfers of data parallelism in one process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Transfers {
     /// Inputs to the replicas.
@@ -35,7 +35,7 @@ impl Transfers {
 }
 
 impl Transfer {
-    /// Adds what `work` moves, which it tells, and the time that it takes.
+    /// Adds the bytes that `work` moves, which it returns, and its time.
     pub(super) fn measure<T>(&mut self, work: impl FnOnce(&mut usize) -> T) -> T {
         let start = Instant::now();
         let outcome = work(&mut self.bytes);

@@ -1,4 +1,4 @@
-//! What a backward pass delivers to: the reducer, or nothing in a world of one.
+//! Where a backward pass delivers gradients: to the reducer, or nowhere in a world of one.
 
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -22,7 +22,7 @@ pub(crate) enum Engine<M> {
 }
 
 impl<M> Engine<M> {
-    /// For a model in `group`, whose ranks compare it.
+    /// For a model in `group`; the ranks compare their models.
     pub fn new(inventory: &Inventory, group: Arc<dyn Communicator>, options: &DdpOptions) -> Result<Self> {
         if group.world_size() == WorldSize::ONE {
             return Ok(Self::Alone { held: None });
@@ -34,7 +34,7 @@ impl<M> Engine<M> {
         Ok(Self::Together { sink: Arc::new(Sink::new(reducer)), passes: Vec::new() })
     }
 
-    /// What gradients are delivered to; nothing in a world of one.
+    /// The receiver of gradients; none in a world of one.
     pub fn sink(&self) -> Option<&Sink> {
         match self {
             Self::Alone { .. } => None,
@@ -59,8 +59,8 @@ pub(super) fn check_tracked<const D: usize>(loss: &Tensor<D>) -> Result<()> {
         .with_remedy("compute it in Ddp::forward, from the model that the closure gets"))
 }
 
-/// How gradients go to the reducer: hooks of several passes may report one parameter several times, and only the end of
-/// backward tells.
+/// How gradients reach the reducer: hooks of several passes may report one parameter several times, and only the end of
+/// backward tells when it is complete.
 pub(super) fn delivery(passes: &mut Vec<Weak<Pass>>) -> Result<Delivery> {
     Ok(if live(passes)? > 1 { Delivery::Hold } else { Delivery::Now })
 }
@@ -86,7 +86,7 @@ pub(super) fn alone<M: Module, const D: usize>(
     GradientsParams::from_grads(traced(group, loss), model)
 }
 
-/// Runs backward, and notes when; where gradients are averaged, the reducer does that.
+/// Runs backward, and records the time; where gradients are averaged, the reducer records it.
 pub(super) fn traced<const D: usize>(group: &dyn Communicator, loss: &Tensor<D>) -> Gradients {
     let start = Instant::now();
     let gradients = loss.backward();

@@ -1,4 +1,4 @@
-//! One `Ddp` in one group after another: elastic jobs.
+//! A `Ddp` that changes from one group to another: elastic jobs.
 
 use std::sync::Arc;
 
@@ -15,12 +15,12 @@ use crate::packed::Packed;
 use crate::parameters::{Inventory, Parameter};
 
 impl<M: Module> Ddp<M> {
-    /// Goes over to `group`, on all of whose ranks the model is the same already; that it is built alike is checked. What
-    /// belonged to the group before, such as a communication hook, is gone.
+    /// Changes to `group`, on all of whose ranks the model is equal already; it checks that the models have the same
+    /// structure. What belonged to the previous group, such as a communication hook, is removed.
     pub(crate) fn enter(&mut self, group: &ProcessGroup, options: &DdpOptions) -> Result<()> {
-        // What else has the handle, such as a synchronised batch norm, goes over with it.
+        // Other users of the handle, such as a synchronised batch norm, change with it.
         self.group.rebind(group.clone())?;
-        // Anew: something may have been frozen since.
+        // Made again: parameters may have been frozen since.
         let (inventory, engine) = prepare(self.model(), &self.group, options)?;
         self.settle(engine);
         self.inventory = inventory;
@@ -29,21 +29,21 @@ impl<M: Module> Ddp<M> {
         Ok(())
     }
 
-    /// What all of its collectives go through, and what it goes from group to group by.
+    /// All its collectives go through this handle, by which it changes its group.
     pub(crate) fn group(&self) -> &JoinGroup {
         &self.group
     }
 
-    /// Lets go of its group, for one of this process alone.
+    /// Leaves its group, for one of this process alone.
     pub(crate) fn leave(&mut self, alone: &ProcessGroup) {
-        // It fails only inside a `join`, and those have ended with the loop; entering the next group would say so.
+        // It fails only inside a `join`, and those have ended with the loop; entering the next group would report it.
         let _free = self.group.rebind(alone.clone());
         self.settle(Engine::Alone { held: None });
     }
 
-    /// [`backward`](Self::backward) of gradients that can be [averaged again](Self::replay) if a peer's failure cuts it off.
-    /// Not if this rank itself has ended the group: because the reducer failed, or because a batch norm did not get its
-    /// statistics, without which gradients are NaN.
+    /// [`backward`](Self::backward) with gradients that can be [averaged again](Self::replay) if a peer's failure cuts
+    /// it off. That is not possible if this rank itself has ended the group: because the reducer failed, or because a
+    /// batch norm did not get its statistics, without which gradients are NaN.
     pub(crate) fn backward_replayable<const D: usize>(
         &mut self,
         loss: &Tensor<D>,
@@ -72,13 +72,14 @@ impl<M: Module> Ddp<M> {
         Ok(SyncedGradients::new(gradients, &self.token))
     }
 
-    /// Changes to `group`, which has the ranks that are left of this one, between steps; not if gradients are sharded.
+    /// Changes to `group`, which has the remaining ranks of this one, between steps; not possible if gradients are
+    /// sharded.
     pub(crate) fn follow(&mut self, group: &ProcessGroup) -> Result<bool> {
         if self.sharded {
             return Ok(false);
         }
         self.group.rebind(group.clone())?;
-        // Their memory is that of the previous group.
+        // Their memory belongs to the previous group.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
         if let Some(sink) = self.engine.sink() {
             sink.call(Reducer::regrouped)?;
@@ -91,7 +92,7 @@ impl<M: Module> Ddp<M> {
         &self.inventory.state
     }
 
-    /// Replaces the model by what `change` makes of it. Gradients from before are no longer its own.
+    /// Replaces the model by the result of `change`. Earlier gradients are then no longer accepted.
     pub(crate) fn map(&mut self, change: impl FnOnce(M) -> M) {
         self.token = ModelToken::default();
         self.model = self.model.take().map(change);
@@ -101,12 +102,13 @@ impl<M: Module> Ddp<M> {
         self.engine = engine;
         self.token = ModelToken::default();
         (self.buffers_stale, self.sharded) = (false, false);
-        // Memory of the group before.
+        // The memory belongs to the previous group.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
     }
 }
 
-/// Takes stock of `model`, which the ranks of `group` compare. An error ends the group: the others may be waiting for that.
+/// Lists the tensors of `model`, which the ranks of `group` compare. An error ends the group: the others may be waiting
+/// for that.
 pub(super) fn prepare<M: Module>(
     model: &M,
     group: &JoinGroup,

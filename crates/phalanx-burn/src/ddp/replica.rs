@@ -1,4 +1,4 @@
-//! What keeps replicas equal besides averaged gradients: buffers, and state that one rank gives the others.
+//! How replicas stay equal besides averaged gradients: buffers, and state that one rank gives the others.
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
@@ -10,11 +10,11 @@ use crate::parameters::{self, Select};
 use crate::{optimizer, replicas};
 
 impl<M: Module> Ddp<M> {
-    /// Makes the parameters of all replicas their average. All ranks call it together; inside [`join`](Self::join), all
-    /// that still have data, and the average is theirs.
+    /// Replaces the parameters of all replicas by their average. All ranks call it together; inside
+    /// [`join`](Self::join), the ranks that still have data call it, and the average is theirs.
     ///
     /// # Errors
-    /// If an averaging fails.
+    /// If a collective fails.
     pub fn average_parameters(&mut self) -> Result<()> {
         if self.group.world_size() == WorldSize::ONE {
             return Ok(());
@@ -22,12 +22,12 @@ impl<M: Module> Ddp<M> {
         let (ranks, weights) = (self.group.active_ranks(), Select::Weights(&self.inventory.buffers));
         let group = self.group.in_call(Caller::DdpAverageParameters);
         self.packed_weights.average(held(&self.model), &group, ranks, weights)?;
-        // Moved and not cloned, so that parameters are written where they are.
+        // Moved and not cloned, so that parameters are written in place.
         self.model = self.model.take().map(|model| self.packed_weights.unpack(model, weights));
         Ok(())
     }
 
-    /// Are the parameters of all replicas the same, bit for bit? Every rank must ask, and gets the same answer.
+    /// Are the parameters of all replicas the same, bit for bit? All ranks must call it, and get the same answer.
     pub fn replicas_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpReplicasIdentical);
         replicas::identical(self.model(), &group, Select::Weights(&self.inventory.buffers))
@@ -45,7 +45,7 @@ impl<M: Module> Ddp<M> {
     /// Takes over rank 0's buffers.
     fn take_buffers(&mut self, caller: Caller) -> Result<()> {
         let select = Select::Only(&self.inventory.buffers);
-        // Running state applies the last forward pass's update late; this does it now, for all clones of the state.
+        // Running state defers the last forward pass's update; this applies it now, for all clones of the state.
         drop(self.model().valid());
         self.packed_buffers.receive(held(&self.model), &self.group.in_call(caller), Rank::MAIN, select)?;
         if self.group.rank() != Rank::MAIN {
@@ -54,7 +54,7 @@ impl<M: Module> Ddp<M> {
         Ok(())
     }
 
-    /// Makes the buffers of all ranks rank 0's now, and not only before the next forward pass.
+    /// Gives all ranks rank 0's buffers now, instead of before the next forward pass.
     pub(crate) fn agree(&mut self) -> Result<()> {
         if self.inventory.buffers.is_empty() || self.engine.sink().is_none() {
             return Ok(());
@@ -63,7 +63,7 @@ impl<M: Module> Ddp<M> {
         self.take_buffers(Caller::ElasticCommit)
     }
 
-    /// Applies to the buffers what forward passes have put off: Burn updates running state late.
+    /// Applies the updates of buffers that forward passes have deferred: Burn updates running state late.
     pub(crate) fn settle_buffers(&self) {
         if !self.inventory.buffers.is_empty() {
             drop(held(&self.model).valid());
@@ -90,13 +90,13 @@ impl<M: Module> Ddp<M> {
         if let Some(sink) = self.engine.sink() {
             sink.call(|reducer| reducer.shard(owners))?;
             self.sharded = true;
-            // Gradients from before are those of all parameters.
+            // Earlier gradients are those of all parameters.
             self.token = ModelToken::default();
         }
         Ok(())
     }
 
-    /// Takes each rank's own parameters from it.
+    /// Gives every rank the parameters of their owners.
     pub(crate) fn gather_parameters(&mut self) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return Ok(()) };
         let (model, indices) = (held(&self.model), &self.inventory.indices);
@@ -105,7 +105,7 @@ impl<M: Module> Ddp<M> {
                 parameters::each(model, indices, |index, own| give(index, own.bytes))
             })
         })?;
-        // Moved and not cloned, so that parameters are written where they are.
+        // Moved and not cloned, so that parameters are written in place.
         let model = self.model.take();
         self.model = sink.with_reducer(|reducer| {
             let others = |index| reducer.parameter(index).ok().filter(|_| !reducer.owns(index));

@@ -22,10 +22,10 @@ use super::storage::{Storage, supported};
 /// ```
 #[derive(Config, Debug)]
 pub struct FusedAdamWConfig {
-    /// The share of the past in the mean of the gradients.
+    /// The weight of the past in the mean of the gradients.
     #[config(default = 0.9)]
     pub beta_1: f32,
-    /// The share of the past in the mean of their squares.
+    /// The weight of the past in the mean of their squares.
     #[config(default = 0.999)]
     pub beta_2: f32,
     /// Added to the root of the second moment, for numerical stability.
@@ -50,7 +50,7 @@ impl FusedAdamWConfig {
         FusedAdamW { beta_1, beta_2, epsilon, weight_decay, composed: composed.build() }
     }
 
-    /// An optimizer for a whole module, wherever Burn's [`AdamWConfig::init`] stands.
+    /// An optimizer for a whole module, in place of Burn's [`AdamWConfig::init`].
     pub fn init(&self) -> ModuleOptimizer {
         let optimizer = ModuleOptimizer::from(self.build());
         match &self.grad_clipping {
@@ -66,8 +66,8 @@ impl FusedAdamWConfig {
 /// parameter and the moments once, in place where no other tensor shares the memory, on all threads of the rayon
 /// pool. Elsewhere it is Burn's own AdamW, step by step.
 ///
-/// The saved state is [`AdamWState`]: a checkpoint of either optimizer can be continued with the other. AMSGrad and
-/// cautious weight decay are Burn's alone.
+/// The saved state is [`AdamWState`]: either optimizer can resume from a checkpoint of the other. Only Burn's has
+/// AMSGrad and cautious weight decay.
 ///
 /// Source: I. Loshchilov and F. Hutter, *Decoupled Weight Decay Regularization*, 2019.
 #[derive(Clone)]
@@ -76,12 +76,12 @@ pub struct FusedAdamW {
     beta_2: f32,
     epsilon: f32,
     weight_decay: f32,
-    /// For tensors that no kernel is written for.
+    /// For tensors for which there is no kernel.
     composed: AdamW,
 }
 
 impl FusedAdamW {
-    /// Takes step number `time`, from 1 on, on flat memory: `moment_1` and `moment_2` are zero before the first.
+    /// Does step number `time`, from 1 on, on flat memory: `moment_1` and `moment_2` are zero before the first.
     ///
     /// # Panics
     /// If the slices are not equally long.
@@ -110,7 +110,7 @@ impl FusedAdamW {
     }
 
     fn coefficients<T: Real>(&self, learning_rate: LearningRate, time: usize) -> Coefficients<T> {
-        // In the precision, and with the roundings, of Burn's AdamW.
+        // With the precision and the roundings of Burn's AdamW.
         let single = |value: f32| T::of(f64::from(value));
         let power = i32::try_from(time).unwrap_or(i32::MAX);
         Coefficients {
@@ -183,7 +183,7 @@ impl Optimizer for FusedAdamW {
     }
 }
 
-/// What is the same for all elements of a step.
+/// Values that are the same for all elements of a step.
 #[derive(Clone, Copy)]
 struct Coefficients<T> {
     beta_1: T,
@@ -198,7 +198,7 @@ struct Coefficients<T> {
 }
 
 impl<T: Real> Coefficients<T> {
-    /// Inlined into code for the processor at hand, where the loop becomes vector instructions.
+    /// Inlined into code for the host's processor, where the loop becomes vector instructions.
     #[inline(always)]
     fn apply(&self, parameters: &mut [T], gradients: &[T], moment_1: &mut [T], moment_2: &mut [T]) {
         let c = *self;

@@ -1,4 +1,4 @@
-//! Optimizers that take one step in one pass over memory.
+//! Optimizers that do one step in one pass over memory.
 //!
 //! An optimizer made of tensor operations reads and writes every array once for each operation: Burn's AdamW makes some
 //! fourteen passes over arrays of the size of the model. Here each parameter, its gradient and its state are read
@@ -18,5 +18,5 @@ pub use adamw::{FusedAdamW, FusedAdamWConfig};
 pub use real::Real;
 pub use sgd::{FusedSgd, FusedSgdConfig, FusedSgdState};
 
-/// Elements that one thread takes at a time: of each of four f32 arrays a quarter of a usual second-level cache.
+/// Elements per task: of four f32 arrays together, as much as a usual second-level cache.
 const CHUNK: usize = 1 << 15;

@@ -63,12 +63,12 @@ pub struct FusedSgd {
 /// The state of [`FusedSgd`] for one parameter.
 #[derive(Clone, Debug)]
 pub struct FusedSgdState<const D: usize> {
-    /// The running sum of gradients; nothing without momentum.
+    /// The running sum of gradients; none without momentum.
     pub velocity: Option<Tensor<D>>,
 }
 
 impl FusedSgd {
-    /// Takes a step on flat memory. `velocity` is what the last step left; on the first step with momentum, where
+    /// Does a step on flat memory. `velocity` is the result of the last step; in the first step with momentum, where
     /// `first` is set, it is only written. Without momentum it may be empty.
     ///
     /// # Panics
@@ -123,7 +123,7 @@ impl FusedSgd {
         (p.into_tensor(), v.map(Storage::into_tensor))
     }
 
-    /// The same, of tensor operations.
+    /// The same with tensor operations.
     fn step_composed<const D: usize>(
         &self,
         learning_rate: LearningRate,
@@ -137,7 +137,7 @@ impl FusedSgd {
         if let Some(config) = &self.momentum {
             let last = velocity.take().map(MomentumState::new);
             let (direction, _) = Momentum::new(config).transform(gradient.clone(), last.clone());
-            // Without Nesterov's look ahead, the direction is the velocity, which the state does not show.
+            // Without Nesterov momentum the direction is the velocity, which the state does not show.
             let plain = Momentum::new(&config.clone().with_nesterov(false));
             velocity = Some(plain.transform(gradient, last).0);
             gradient = direction;
@@ -187,7 +187,7 @@ impl<const D: usize> RecordState for FusedSgdState<D> {
     }
 }
 
-/// What is the same for all elements of a step.
+/// Values that are the same for all elements of a step.
 #[derive(Clone, Copy)]
 struct Step<T> {
     penalty: Option<T>,
@@ -211,7 +211,7 @@ impl<T: Real> Step<T> {
         }
     }
 
-    /// Inlined into code for the processor at hand, where the loop becomes vector instructions.
+    /// Inlined into code for the host's processor, where the loop becomes vector instructions.
     #[inline(always)]
     fn plain(self, parameters: &mut [T], gradients: &[T]) {
         for (p, g) in parameters.iter_mut().zip(gradients) {

@@ -1,4 +1,4 @@
-//! Tensors as slices: the memory itself where nobody else holds it.
+//! Tensors as slices: the memory itself if no other tensor shares it.
 
 use burn::backend::Flex;
 use burn::tensor::{DType, Device, Element, Tensor};
@@ -16,7 +16,7 @@ pub(super) fn supported<const D: usize>(tensor: &Tensor<D>) -> Option<DType> {
 pub(super) struct Storage(FlexTensor);
 
 impl Storage {
-    /// Of a tensor that is [`supported`].
+    /// The elements of a tensor that is [`supported`].
     pub fn of<const D: usize>(tensor: Tensor<D>) -> Self {
         let Ok(tensor) = tensor.try_into_primitive::<Flex>() else {
             unreachable!("a tensor on the Flex device is a Flex tensor")

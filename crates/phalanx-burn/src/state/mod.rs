@@ -1,4 +1,5 @@
-//! A model, its optimizer, and whatever else the next step depends on, as one value: for elastic jobs and for checkpoints.
+//! A model, its optimizer, and everything else that the next step depends on, as one value: for elastic jobs and for
+//! checkpoints.
 
 mod model;
 pub(crate) mod moments;
@@ -24,16 +25,17 @@ use self::storage::{ShardWriter, StateReader, StateWriter};
 use crate::gradients::{Synced, SyncedGradients};
 use crate::{Ddp, DdpOptions};
 
-/// All that the next step of a training depends on: the model with its buffers, the optimizer with its state, the number of
-/// steps taken, a learning-rate [scheduler](Self::with_scheduler) if there is one, and the program's own `progress`, anything
-/// that serde can write. An [`ElasticSampler`] as `progress` is the place in the data: the
-/// epoch, and the samples of it that were distributed. It goes on in the middle of an epoch, with as many ranks as there are
-/// then, and also where workers never change.
+/// Everything that the next step of a training depends on: the model with its buffers, the optimizer with its state,
+/// the number of steps taken, a learning-rate [scheduler](Self::with_scheduler) if there is one, and the program's own
+/// `progress`, of any type that serde can serialize. With an [`ElasticSampler`] as `progress` it includes the position
+/// in the data: the epoch, and the samples of it that were distributed. Training can then resume in the middle of an
+/// epoch, with any number of ranks, also if the job is not elastic.
 ///
 /// # In an elastic job
 ///
-/// It is a [`State`], for [`phalanx::elastic::run`]: what Horovod calls `TorchState(model, optimizer, epoch=0)`. Inside
-/// the loop [`model`](Self::model) averages gradients over the group of now; before and after it, it is a world of one.
+/// It is a [`State`], for [`phalanx::elastic::run`], like Horovod's `TorchState(model, optimizer, epoch=0)`. Inside the
+/// loop [`model`](Self::model) averages gradients over the current group; before and after the loop it is in a world of
+/// one.
 ///
 /// ```no_run
 /// use burn::nn::{Linear, LinearConfig};
@@ -71,10 +73,10 @@ use crate::{Ddp, DdpOptions};
 /// }
 /// ```
 ///
-/// Each tensor is a part of its own: a worker that comes back is sent what has changed, and an error about replicas that have
-/// drifted apart names the parameter. Parameters are known by their path in the module, not by their
-/// [`ParamId`](burn::module::ParamId), which each process draws by itself; the optimizer's state finds its parameters
-/// again on every rank.
+/// Each tensor is a separate part: a worker that comes back receives only what has changed, and an error about replicas
+/// that have drifted apart names the parameter. Parameters are identified by their path in the module, not by their
+/// [`ParamId`](burn::module::ParamId), which is random in each process; so the optimizer's state finds its parameters
+/// on every rank.
 ///
 /// # In checkpoints
 ///
@@ -100,36 +102,37 @@ use crate::{Ddp, DdpOptions};
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
-/// Tensors are in the safetensors file as `model.conv1.weight` and `optimizer.conv1.weight.momentum.moment_1`. A model with
-/// other tensors, shapes or types is refused, with the first difference named.
+/// Tensors are in the safetensors file as `model.conv1.weight` and `optimizer.conv1.weight.momentum.moment_1`. A
+/// checkpoint of a model with other tensors, shapes or types is refused; the error names the first difference.
 ///
-/// A program that is not elastic trains with [`model`](Self::model) after [`with_group`](Self::with_group). Other names and steps
-/// of its own: [`save_to`](Self::save_to) and [`load_from`](Self::load_from).
+/// A program that is not elastic trains with [`model`](Self::model) after [`with_group`](Self::with_group). For other
+/// names, or its own step numbers, it uses [`save_to`](Self::save_to) and [`load_from`](Self::load_from).
 ///
 /// # Two networks
 ///
-/// Networks that train in turns have a state each, with [names](Self::named) of their own; a [`State`] of the program
+/// Networks that train in turns have a state each, with their own [names](Self::named); a [`State`] of the program
 /// calls both in each of its methods.
 ///
 /// # Limits
 ///
-/// - The state of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) is spread over the ranks, and would be lost with
-///   one of them: it is none of this. Save it beside, in a [sharded](Self::checkpoint_sharded) checkpoint.
-/// - Gradients that [`Ddp::backward_no_sync`] holds are not part of it: commit after a step.
-/// - A [`SyncBatchNorm`](crate::SyncBatchNorm) goes from group to group with the model only if both share a
+/// - The state of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) is not included: it is divided among
+///   the ranks, and would be lost with one of them. Save it beside, in a [sharded](Self::checkpoint_sharded)
+///   checkpoint.
+/// - Gradients that [`Ddp::backward_no_sync`] holds are not included: commit after a step.
+/// - A [`SyncBatchNorm`](crate::SyncBatchNorm) changes its group with the model only if both share a
 ///   [handle](Self::sharing); otherwise it keeps the group that it was made with, which in an elastic job ends.
-/// - Random numbers, such as those of dropout, are each rank's own.
+/// - Random number generators, such as that of dropout, belong to each rank and are not included.
 pub struct TrainState<M, T = ()> {
     /// The model.
     pub model: Ddp<M>,
     /// The optimizer, with its state.
     pub optimizer: ModuleOptimizer,
-    /// Gives the learning rate of each [scheduled step](Self::scheduled_step).
+    /// The learning rate of each [scheduled step](Self::scheduled_step).
     pub scheduler: Option<ModuleLrScheduler>,
-    /// Everything else.
+    /// Other state of the program.
     pub progress: T,
     steps: u64,
-    /// In front of the names of all that is saved.
+    /// The prefix of the names of everything that is saved.
     name: String,
     options: DdpOptions,
     /// The group outside of the loop.
@@ -137,7 +140,7 @@ pub struct TrainState<M, T = ()> {
 }
 
 impl<M: Module, T> TrainState<M, T> {
-    /// Of these, in a world of one.
+    /// A state of these, in a world of one.
     ///
     /// # Errors
     /// As [`Ddp::new`].
@@ -148,8 +151,8 @@ impl<M: Module, T> TrainState<M, T> {
         Ok(Self { model, optimizer, scheduler, progress, steps: 0, name, options, alone })
     }
 
-    /// Has [`scheduled_step`](Self::scheduled_step) step with the learning rates of `scheduler`, which is saved and loaded with the
-    /// rest: one of Burn's, or a [`ScaledLrScheduler`](crate::ScaledLrScheduler).
+    /// Makes [`scheduled_step`](Self::scheduled_step) use the learning rates of `scheduler`, which is saved and loaded
+    /// with the rest: one of Burn's, or a [`ScaledLrScheduler`](crate::ScaledLrScheduler).
     ///
     /// ```
     /// # use burn::nn::LinearConfig;
@@ -175,8 +178,8 @@ impl<M: Module, T> TrainState<M, T> {
         self
     }
 
-    /// Has [`model`](Self::model) average gradients as `options` say, in each group. All ranks call it together, as
-    /// [`with_group`](Self::with_group), if that came before.
+    /// Makes [`model`](Self::model) average gradients as `options` say, in each group. If it comes after
+    /// [`with_group`](Self::with_group), all ranks call it together.
     ///
     /// # Errors
     /// As [`Ddp::new`].
@@ -186,10 +189,11 @@ impl<M: Module, T> TrainState<M, T> {
         self.sharing(group)
     }
 
-    /// Has the [model](Self::model) go from group to group by `handle`, a [`GroupHandle`](phalanx::GroupHandle), so that what
-    /// shares it goes along: layers that call collectives of their own, such as a [`SyncBatchNorm`](crate::SyncBatchNorm). What
-    /// shares a [`JoinGroup`] takes part in [`Ddp::join`] besides. One that fails in such a collective, and cannot
-    /// say so, must end the group ([`abort`](phalanx::Communicator::abort)), or a step would be done with what it lacks.
+    /// Makes the [model](Self::model) change its group through `handle`, a [`GroupHandle`](phalanx::GroupHandle), so
+    /// that others that share it change too: layers with their own collectives, such as a
+    /// [`SyncBatchNorm`](crate::SyncBatchNorm). Layers that share a [`JoinGroup`] also take part in [`Ddp::join`]. A
+    /// layer that fails in such a collective and cannot return the error must end the group
+    /// ([`abort`](phalanx::Communicator::abort)); otherwise a step would be done without its result.
     ///
     /// ```
     /// # use burn::nn::BatchNormConfig;
@@ -213,15 +217,15 @@ impl<M: Module, T> TrainState<M, T> {
         Ok(self)
     }
 
-    /// Is saved under names that begin with `name` and a dot, beside other states.
+    /// Saves under names that begin with `name` and a dot, so that other states can be saved beside it.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         self.name = format!("{name}.");
         self
     }
 
-    /// Trains in `group` for good, as [`Ddp::new`] does: every rank takes over rank 0's model. For a program that is not
-    /// elastic; all ranks call it together, before or after they load the same checkpoint.
+    /// Trains in `group` from now on, as [`Ddp::new`] does: every rank takes over rank 0's model. For a program that is
+    /// not elastic; all ranks call it together, before or after they load the same checkpoint.
     ///
     /// # Errors
     /// As [`Ddp::new`].
@@ -245,8 +249,8 @@ impl<M: Module, T> TrainState<M, T> {
         Ok(())
     }
 
-    /// A [step](Self::step) with the scheduler's next learning rate; gives that rate (of all parameters that have none of
-    /// their own).
+    /// A [step](Self::step) with the scheduler's next learning rate; returns that rate (of all parameters without their
+    /// own).
     ///
     /// # Errors
     /// If there is no [scheduler](Self::with_scheduler), and as [`Ddp::step`].
@@ -261,7 +265,7 @@ impl<M: Module, T> TrainState<M, T> {
         Ok(base)
     }
 
-    /// How many steps the model has behind it, those before a checkpoint included.
+    /// How many steps the model has done, including those before a checkpoint.
     pub fn steps(&self) -> u64 {
         self.steps
     }
@@ -271,10 +275,10 @@ impl<M: Module> TrainState<M, ElasticSampler> {
     /// The indices of this rank's samples of the next step, at most `batch`; none at the end of the epoch. It is
     /// [`ElasticSampler::next_batch`] for the ranks of the [model](Self::model)'s group.
     ///
-    /// In an elastic job ask the sampler itself, with [`Context::rank`] and [`Context::world_size`]: there ranks change between
-    /// steps.
+    /// In an elastic job call the sampler itself, with [`Context::rank`] and [`Context::world_size`]: there the rank
+    /// may change between steps.
     ///
-    /// Ranks whose batch may be [empty](phalanx::sampler::Tail) must not run backward on nothing: take
+    /// Ranks whose batch may be [empty](phalanx::sampler::Tail) must not run backward without data: choose
     /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) or [`Tail::Drop`](phalanx::sampler::Tail::Drop).
     pub fn next_batch(&mut self, batch: usize) -> Option<Vec<usize>> {
         self.progress.next_batch(batch, self.model.rank(), self.model.world_size())
@@ -282,17 +286,17 @@ impl<M: Module> TrainState<M, ElasticSampler> {
 }
 
 impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
-    /// [`Ddp::backward`] as a [step](Context::step) of an elastic job: if a worker dies in it, the others average again what
-    /// they have, and none of them goes back to the last commit. `loss` is that of one [`forward`](Ddp::forward) of
-    /// `context.state.model`, or several; distribute its data by [`Context::rank`] and [`Context::world_size`].
+    /// [`Ddp::backward`] as a [step](Context::step) of an elastic job: if a worker dies in it, the others average their
+    /// gradients again, and none goes back to the last commit. `loss` is that of one [`forward`](Ddp::forward) of
+    /// `context.state.model`, or of several; distribute its data by [`Context::rank`] and [`Context::world_size`].
     ///
     /// The average is over the ranks that are not [missing](Step::missing), each with the same weight.
     ///
-    /// All go back, which is the error's way through `?`, if what a survivor has is lost: it was cut off in an exchange of a
-    /// [`SyncBatchNorm`](crate::SyncBatchNorm), or while buckets were rebuilt in the second step; if a survivor had taken
-    /// over rank 0's buffers for the next step already; and as [`Context::step`] says.
+    /// All go back, through the error and `?`, if a survivor's gradients are lost: it was cut off in an exchange of a
+    /// [`SyncBatchNorm`](crate::SyncBatchNorm), or while buckets were rebuilt in the second step. Also if a survivor
+    /// had taken over rank 0's buffers for the next step already, and as [`Context::step`] says.
     ///
-    /// It takes memory for another copy of all gradients, and the time to make it; not where workers do not change.
+    /// It takes memory for another copy of all gradients, and the time to make it, but only if workers can change.
     ///
     /// # Errors
     /// As [`Ddp::backward`] and [`Context::step`].
@@ -310,7 +314,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         })
     }
 
-    /// Goes on from the newest of `checkpoints`; gives whether there is any. All ranks call it together.
+    /// Resumes from the newest of `checkpoints`; returns whether there was one. All ranks call it together.
     ///
     /// # Errors
     /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from).
@@ -357,12 +361,12 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         self.write(snapshot)
     }
 
-    /// Becomes what [`save_to`](Self::save_to) has saved. Every rank calls it with what
-    /// [`Checkpoints::newest`](phalanx::checkpoint::Checkpoints::newest) gives.
+    /// Loads what [`save_to`](Self::save_to) has saved. Every rank calls it with the result of
+    /// [`Checkpoints::newest`](phalanx::checkpoint::Checkpoints::newest).
     ///
     /// # Errors
-    /// If the checkpoint is of another model ([`is_mismatch`](phalanx::Error::is_mismatch)), or has something else than this
-    /// `T`. The model is as it was then.
+    /// If the checkpoint is of another model ([`is_mismatch`](phalanx::Error::is_mismatch)), or its `progress` is not
+    /// of this type `T`. The model is then unchanged.
     pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
         self.read(saved)
     }

@@ -1,4 +1,4 @@
-//! A model's tensors: parameters, frozen or not, buffers, and what is not a float.
+//! A model's tensors: parameters, frozen or not, buffers, and tensors that are not floats.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -36,13 +36,13 @@ pub(super) fn load<M: Module>(ddp: &mut Ddp<M>, reader: &impl StateReader, prefi
     }
     let tensor = |entry: &Entry| reader.tensor(&format!("{prefix}.{}", entry.name), &entry.layout);
     let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
-    // What forward passes have put off would come over what is loaded.
+    // Deferred updates of forward passes would overwrite the loaded values.
     ddp.settle_buffers();
     ddp.map(|model| model.map(&mut Loader(elements.into_iter())));
     Ok(())
 }
 
-/// What the tensors are called, and what they are; a name that stands twice gets a number.
+/// The names and layouts of the tensors; a name that occurs twice gets a number.
 fn entries(state: &[Parameter]) -> Vec<Entry> {
     let mut names = HashSet::new();
     let unique = |name: &str| {
@@ -101,7 +101,7 @@ impl<T: StateWriter> ModuleVisitor for Saver<'_, T> {
     }
 }
 
-/// The elements of each tensor, in module order, of the lengths that they have here.
+/// The elements of each tensor, in module order, with the lengths in this model.
 struct Loader<'a>(std::vec::IntoIter<Cow<'a, [u8]>>);
 
 impl ModuleMapper for Loader<'_> {

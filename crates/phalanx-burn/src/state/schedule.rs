@@ -1,4 +1,4 @@
-//! A learning-rate scheduler's place: some numbers with names.
+//! The position of a learning-rate scheduler: named numbers.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ pub(super) fn save(scheduler: &ModuleLrScheduler, writer: &mut impl StateWriter,
     writer.value(name, &numbers(scheduler)?)
 }
 
-/// `scheduler` at the place that was saved.
+/// `scheduler` at the saved position.
 pub(super) fn load(
     scheduler: &ModuleLrScheduler,
     reader: &impl StateReader,
@@ -32,7 +32,7 @@ pub(super) fn load(
     Ok(scheduler.clone().load_record(record.map_err(unreadable)?))
 }
 
-/// Burn shows a record only as bytes.
+/// Burn gives a record only as bytes.
 fn numbers(scheduler: &ModuleLrScheduler) -> Result<Numbers> {
     let bytes = scheduler.to_record().into_bytes().map_err(unreadable)?;
     Ok(Reader::from_bytes(bytes).map_err(unreadable)?.scalars().clone())

@@ -1,4 +1,4 @@
-//! What a state is saved to and loaded from: the memory of an elastic job, or a checkpoint.
+//! Where a state is saved and loaded: the memory of an elastic job, or a checkpoint.
 
 use std::borrow::Cow;
 
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::tensor_bytes;
 
-/// What a tensor is, apart from its elements.
+/// The layout of a tensor: everything but its elements.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Layout {
     pub dtype: DType,
@@ -19,7 +19,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// How long its elements are; nothing for types that do not travel, or lengths that are none.
+    /// The length of its elements; none for unsupported types, or invalid lengths.
     pub fn bytes(&self) -> Option<usize> {
         let size = tensor_bytes::dtype(self.dtype).ok()?.size();
         self.shape.iter().try_fold(size, |bytes, side| bytes.checked_mul(*side))
@@ -42,7 +42,7 @@ pub(crate) trait StateReader {
 
     fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T>;
 
-    /// The elements of a tensor with this layout, which may have come from anywhere.
+    /// The elements of a tensor with this layout; they may come from outside.
     fn tensor(&self, name: &str, layout: &Layout) -> Result<Cow<'_, [u8]>> {
         let elements = self.elements(name)?;
         if layout.bytes() == Some(elements.len()) {
@@ -94,13 +94,13 @@ impl StateWriter for Snapshot {
     }
 }
 
-/// Writes one rank's part of a state that all ranks have alike. Rank 0 writes everything but the tensors that can be given away;
-/// those the ranks write in turns.
+/// Writes one rank's part of a state that all ranks have in common. Rank 0 writes everything except the tensors that
+/// can be given away; all ranks write those in turns.
 pub(crate) struct ShardWriter<'a> {
     snapshot: &'a mut Snapshot,
     rank: usize,
     world_size: usize,
-    /// Tensors that were offered to be written in turns.
+    /// Tensors that may be written in turns.
     count: usize,
 }
 

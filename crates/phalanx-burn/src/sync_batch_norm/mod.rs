@@ -73,12 +73,12 @@ use self::statistics::{Exchange, Moments};
 /// every rank as long as every rank's graph is the same, and the two can share a group. Ranks that come to disagree get
 /// an error that shows both calls.
 ///
-/// Where graphs differ between ranks (`find_unused_parameters` or `static_graph` is set because they do), and where a large
-/// bucket that is under way should not hold up an exchange that backward waits for, give the layers [a group of their
+/// If graphs differ between ranks (that is why `find_unused_parameters` or `static_graph` is set), or if an exchange
+/// that backward waits for should not wait for a large bucket, give the layers [a group of their
 /// own](Self::with_statistics_group).
 ///
-/// Inside [`Ddp::join`](crate::Ddp::join) give the same `JoinGroup` to both: the statistics then are those of the ranks
-/// that still have data. A group of the layers' own is not joined.
+/// Inside [`Ddp::join`](crate::Ddp::join) pass the same `JoinGroup` to both: the statistics then are those of the ranks
+/// that still have data. A separate group of the layers is not joined.
 ///
 /// With this layer the running statistics are the same on every rank anyway:
 /// [`DdpOptions::broadcast_buffers`](crate::DdpOptions::broadcast_buffers) may be switched off if nothing else needs
@@ -86,9 +86,9 @@ use self::statistics::{Exchange, Moments};
 ///
 /// # Errors
 ///
-/// Neither `forward` nor backward can return an error. If an exchange fails, the group is ended with the cause, and
-/// what was to be computed is not a number: no step is taken with wrong statistics, and the next call on the group,
-/// such as [`Ddp::backward`](crate::Ddp::backward), returns the cause. [`failure`](Self::failure) gives it too.
+/// Neither `forward` nor backward can return an error. If an exchange fails, the group is ended with the cause, and the
+/// result is NaN: no step is done with wrong statistics, and the next call on the group, such as
+/// [`Ddp::backward`](crate::Ddp::backward), returns the cause. [`failure`](Self::failure) returns it too.
 ///
 /// Source: S. Ioffe and C. Szegedy, *Batch Normalization*, 2015; the merge of parts is T. Chan's, G. Golub's and
 /// R. LeVeque's, 1979.
@@ -117,9 +117,9 @@ pub struct SyncBatchNorm {
 }
 
 impl SyncBatchNorm {
-    /// The layer that `norm` becomes when its statistics are those of all ranks of `group`: a
-    /// [`ProcessGroup`](phalanx::ProcessGroup), or, for ranks with unequal numbers of batches, the
-    /// [`JoinGroup`](phalanx::join::JoinGroup) that [`Ddp`](crate::Ddp) is made with, too.
+    /// `norm` with statistics over all ranks of `group`: a [`ProcessGroup`](phalanx::ProcessGroup), or, for ranks with
+    /// unequal numbers of batches, the [`JoinGroup`](phalanx::join::JoinGroup) with which [`Ddp`](crate::Ddp) is made,
+    /// too.
     pub fn new<C: Communicator + Clone + 'static>(norm: BatchNorm, group: &C) -> Self {
         let BatchNorm { gamma, beta, training, running_mean, running_var, momentum, epsilon } = norm;
         let exchange = Exchange::new(group);
@@ -127,7 +127,7 @@ impl SyncBatchNorm {
     }
 
     /// Exchanges statistics over `statistics`, a group of the same ranks, and nothing over the group of
-    /// [`new`](Self::new). If an exchange fails, that group is ended too, so that [`Ddp`](crate::Ddp) returns the
+    /// [`new`](Self::new). If an exchange fails, that other group is ended too, so that [`Ddp`](crate::Ddp) returns the
     /// cause.
     ///
     /// All layers of a model may share one such group.
@@ -148,7 +148,7 @@ impl SyncBatchNorm {
         self.exchange.failure()
     }
 
-    /// Normalises `input`, of shape `[batch, channels, ...]`, and gives that shape back.
+    /// Normalises `input`, of shape `[batch, channels, ...]`; the output has the same shape.
     ///
     /// On a device with autodiff this is a training pass, which all ranks must make together; the number of samples
     /// may differ between ranks, and may be zero on some. Elsewhere, or when the layer is frozen, the running

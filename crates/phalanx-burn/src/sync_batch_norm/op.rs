@@ -12,7 +12,7 @@ use burn_autodiff::{Autodiff, NodeId};
 
 use super::statistics::Exchange;
 
-/// What one forward pass of one layer leaves for its backward pass, besides tensors.
+/// What one forward pass of one layer keeps for its backward pass, besides tensors.
 #[derive(Clone, Debug)]
 pub struct Layer {
     pub(super) exchange: Exchange,
@@ -101,7 +101,7 @@ impl<B: Backend> Backward<B, 3> for Normalise {
     /// dgamma = Σ dy · x̂
     /// ```
     ///
-    /// The parameters' gradients are sums over this rank: whoever averages gradients over ranks does so with these too.
+    /// The parameters' gradients are sums over this rank: they are averaged over ranks with all other gradients.
     fn backward(self, ops: Ops<Self::State, 3>, gradients: &mut Gradients, checkpointer: &mut Checkpointer) {
         let dy = gradients.consume::<B>(&ops.node);
         let [x_node, gamma_node, beta_node] = ops.parents;
@@ -151,7 +151,7 @@ fn channel_sums<B: Backend>(tensors: [FloatTensor<B>; 2]) -> Vec<f64> {
         let means = B::float_mean_dim(B::float_mean_dim(tensor, 2), 0);
         match read_sync(B::float_into_data(means)) {
             Ok(means) => sums.extend(means.iter::<f64>().map(|mean| mean * values)),
-            // The device has failed. What is no number stays none on every rank.
+            // The device has failed. NaN stays NaN on every rank.
             Err(_) => sums.resize(sums.len() + shape[1], f64::NAN),
         }
     }

@@ -1,4 +1,4 @@
-//! What the ranks tell each other: sums, in f64, over one blocking all_reduce.
+//! The exchange between ranks: sums, in f64, by one blocking all_reduce.
 
 use std::any::Any;
 use std::fmt;
@@ -17,7 +17,7 @@ pub(super) struct Moments {
 }
 
 impl Moments {
-    /// Of no values.
+    /// The statistics of no values.
     pub fn none(channels: usize) -> Self {
         Self { values: 0.0, mean: vec![0.0; channels], variance: vec![0.0; channels] }
     }
@@ -36,8 +36,7 @@ impl Moments {
         let (values, sums) = (sums[0], &sums[1..]);
         let (sums, squares) = sums.split_at(sums.len() / 2);
         let mean: Vec<f64> = sums.iter().map(|sum| sum / values).collect();
-        // Where all values are the same, rounding may leave a little less than nothing. `max` would hide what is no
-        // number.
+        // If all values are equal, rounding may give a small negative number. `max` would hide NaN.
         let variance = |(square, mean): (&f64, &f64)| {
             let variance = square / values - mean * mean;
             if variance < 0.0 { 0.0 } else { variance }
@@ -46,19 +45,19 @@ impl Moments {
     }
 }
 
-/// A way to the other ranks.
+/// How to reach the other ranks.
 #[derive(Clone)]
 pub struct Exchange {
     line: Line,
-    /// Is to end with the group.
+    /// A group that is ended together with the first.
     guarded: Option<Arc<dyn Communicator>>,
 }
 
 #[derive(Clone)]
 enum Line {
-    /// Blocking calls run on this thread, which saves the way to a worker and back.
+    /// Blocking calls run on this thread, which saves the switch to a worker and back.
     Direct(ProcessGroup),
-    /// Any other, such as a handle through which ranks without data answer.
+    /// Any other communicator, such as a handle through which ranks without data answer.
     Handle(Arc<dyn Communicator>),
 }
 
@@ -94,7 +93,7 @@ impl Exchange {
         Self { line: Line::to(group), guarded: None }
     }
 
-    /// Over `statistics` from now on.
+    /// Uses `statistics` from now on.
     pub(super) fn over<C: Communicator + Clone + 'static>(self, statistics: &C) -> Self {
         let guarded = self.guarded.unwrap_or_else(|| match self.line {
             Line::Direct(group) => Arc::new(group),
@@ -121,7 +120,7 @@ impl Exchange {
         Moments::from_sums(&sums)
     }
 
-    /// Sums over all ranks, in place; not numbers if that failed.
+    /// Sums over all ranks, in place; NaN if that failed.
     pub(super) fn sum(&self, values: &mut [f64]) {
         let group = self.line.group();
         if group.world_size() == WorldSize::ONE {

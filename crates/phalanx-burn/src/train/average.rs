@@ -1,4 +1,4 @@
-//! Gradients of a step that runs forward and backward itself, averaged over all ranks.
+//! Averages the gradients of steps that run forward and backward themselves.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub(super) struct Average<M> {
 }
 
 impl<M: LearnerModel> Average<M> {
-    /// For `model`, which must be the same on every rank.
+    /// For `model`, which must be equal on every rank.
     pub fn new(model: &M, strategy: &DdpStrategy) -> Result<Self> {
         let DdpStrategy { group, options, hook, .. } = strategy;
         let inventory = Inventory::of(model)?;
@@ -32,7 +32,7 @@ impl<M: LearnerModel> Average<M> {
         Ok(Self { engine, inventory, view: options.gradient_as_bucket_view })
     }
 
-    /// A step of `model`; gradients travel while its backward pass still runs.
+    /// A step of `model`; gradients are sent while its backward pass still runs.
     pub fn step(
         &self,
         model: &M,

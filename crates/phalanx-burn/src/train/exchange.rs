@@ -1,4 +1,4 @@
-//! What ranks tell each other besides gradients.
+//! What ranks exchange besides gradients.
 
 use burn::tensor::{Device, TensorData};
 use phalanx::{ProcessGroup, Rank, ReduceOp, Result, WorldSize};
@@ -26,14 +26,14 @@ fn reduced(group: &ProcessGroup, own: u8, op: ReduceOp) -> Result<u8> {
     Ok(answer[0])
 }
 
-/// What rank 0 says.
+/// Rank 0's value.
 pub(super) fn main_s(group: &ProcessGroup, yes: bool) -> Result<bool> {
     let mut answer = [u8::from(yes)];
     group.broadcast(&mut answer, Rank::MAIN)?;
     Ok(answer[0] != 0)
 }
 
-/// On rank 0, the outputs of all ranks that had one, as one; nothing elsewhere.
+/// On rank 0, the outputs of all ranks that had one, merged; nothing elsewhere.
 pub(super) fn gather<T: Outputs>(group: &ProcessGroup, own: Option<T>, device: &Device) -> Result<Option<T>> {
     if group.world_size() == WorldSize::ONE {
         return Ok(own);

@@ -1,6 +1,6 @@
 //! Burn's own trainer over many processes. Needs the feature `train`.
 //!
-//! A program that trains with [`SupervisedTraining`] becomes one of several processes by its training strategy:
+//! A program that trains with [`SupervisedTraining`] becomes one of several processes through its training strategy:
 //!
 //! ```no_run
 //! # use burn::train::{SupervisedTraining, Learner, LearnerModel};
@@ -51,23 +51,23 @@ use crate::DdpOptions;
 
 /// Distributed data-parallel training as a strategy of Burn's trainer.
 ///
-/// Every rank runs the program; what differs from one process:
+/// Every rank runs the program. The differences to one process:
 ///
-/// - **Data.** [`sampled`](Self::sampled) distributes the training set anew in each epoch, as a
-///   [`DistributedSampler`](phalanx::sampler::DistributedSampler) does. A loader of anything else is cut into as many equal
-///   stretches as there are ranks, which go round from epoch to epoch; up to `world_size - 1` samples at the end are left out.
-///   Of the validation set nothing is. Batch sizes are per rank.
-/// - **Model.** Parameters and buffers become rank 0's at the beginning, and gradients are averaged over all ranks, in
-///   buckets that travel while backward runs. With `grads_accumulation` the sums are averaged after the last part.
+/// - **Data.** [`sampled`](Self::sampled) distributes the training set again in each epoch, as a
+///   [`DistributedSampler`](phalanx::sampler::DistributedSampler) does. A loader of any other data set is divided into
+///   as many equal ranges as there are ranks, which rotate from epoch to epoch; up to `world_size - 1` samples at the
+///   end are left out. The validation set is divided completely. Batch sizes are per rank.
+/// - **Model.** Parameters and buffers become rank 0's at the beginning. Gradients are averaged over all ranks, in
+///   buckets that are sent while backward runs. With `grads_accumulation` the sums are averaged after the last part.
 ///   Before each step and each validation all ranks take over rank 0's buffers, unless
 ///   [`broadcast_buffers`](DdpOptions::broadcast_buffers) says otherwise.
-/// - **Metrics** are those of all ranks' samples: in each step rank 0, and no other, gets all outputs, puts them together, and
-///   computes the metrics from the whole. That is what [`Outputs`] is for; the outputs that come with Burn have it.
-/// - **Dashboard, logs and checkpoints** are rank 0's alone. All ranks must be given the same directory where it can be
-///   read by all: to continue from a checkpoint, each reads it.
-/// - **Early stopping** is decided by rank 0, from the metrics of all, and **an interruption** of any rank ends all.
-/// - **A failure** of any rank ends the training of all: [`LearningResult::error`] has the cause on every rank, that of the
-///   lowest rank where several fail.
+/// - **Metrics** are those of all ranks' samples: in each step rank 0 alone gets all outputs, merges them, and computes
+///   the metrics of the whole. The trait [`Outputs`] does that; Burn's own outputs implement it.
+/// - **Dashboard, logs and checkpoints** are written by rank 0 alone. All ranks must get the same directory, and be
+///   able to read it: to resume from a checkpoint, each rank reads it.
+/// - **Early stopping** is decided by rank 0, from the metrics of all. **An interruption** of any rank ends all.
+/// - **A failure** of any rank ends the training of all: [`LearningResult::error`] has the cause on every rank, that of
+///   the lowest rank if several fail.
 ///
 /// A model's `step` must run backward once, on the whole model. The number of steps in an epoch is that of the rank
 /// with the fewest batches.
@@ -77,7 +77,7 @@ pub struct DdpStrategy {
     device: Device,
     options: DdpOptions,
     hook: Option<Arc<MakeHook>>,
-    /// What [`sampled`](Self::sampled) has made; of all clones.
+    /// The data sets of [`sampled`](Self::sampled), shared by all clones.
     shards: Arc<Mutex<Vec<Weak<Shard>>>>,
 }
 
@@ -123,10 +123,10 @@ impl DdpStrategy {
         Self { hook: Some(Arc::new(move || Box::new(hook()))), ..self }
     }
 
-    /// The training set as this rank sees it: in each epoch the samples that a
-    /// [`DistributedSampler`](phalanx::sampler::DistributedSampler) with this `seed` gives it, other ones in each epoch, in
-    /// another order. Make the training loader of it, without `shuffle`. Every rank gets equally many; some of the first are
-    /// repeated if they cannot be divided evenly.
+    /// The training set for this rank: in each epoch the samples that a
+    /// [`DistributedSampler`](phalanx::sampler::DistributedSampler) with this `seed` gives it, different ones in each
+    /// epoch and in a different order. Make the training loader from it, without `shuffle`. Every rank gets equally
+    /// many; if the samples cannot be divided evenly, some of the first are repeated.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -143,16 +143,16 @@ impl DdpStrategy {
     /// # }
     /// ```
     ///
-    /// It may be called for several data sets, such as one more for evaluations: all of them are distributed anew in each epoch. As
-    /// long as there are any, the strategy, and each clone of it, takes the training loader for one of them, and refuses a
-    /// loader with another number of samples.
+    /// It may be called for several data sets, for example one more for evaluation: all of them are distributed again
+    /// in each epoch. While there is one, the strategy, and each clone of it, assumes that the training loader reads
+    /// one of them, and refuses a loader with another number of samples.
     pub fn sampled<I, D: Dataset<I>>(&self, dataset: D, seed: u64) -> Sampled<D> {
         let shard = Arc::new(Shard::new(dataset.len(), &self.group, seed));
         self.shards.lock().push(Arc::downgrade(&shard));
         Sampled::new(dataset, shard)
     }
 
-    /// What [`sampled`](Self::sampled) has made, and is still there.
+    /// The data sets of [`sampled`](Self::sampled) that still exist.
     fn living_shards(&self) -> Vec<Arc<Shard>> {
         let mut shards = self.shards.lock();
         shards.retain(|shard| shard.strong_count() > 0);
@@ -199,7 +199,7 @@ where
     }
 }
 
-/// Rank 0's strategy: what Burn does before and after `fit` is for somebody who looks on.
+/// Rank 0's strategy: Burn's actions before and after `fit`, such as the dashboard, are for one observer.
 struct Shown<'a>(&'a DdpStrategy);
 
 impl<M: LearnerModel> SupervisedLearningStrategy<M> for Shown<'_>

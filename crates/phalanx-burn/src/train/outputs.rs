@@ -1,10 +1,10 @@
-//! Outputs of steps, put together from those of all ranks.
+//! Outputs of steps, merged from those of all ranks.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn::train::{ClassificationOutput, MultiLabelClassificationOutput, RegressionOutput, SequenceOutput};
 use phalanx::{Error, Result};
 
-/// What a step gives, so that metrics can be computed from that of all ranks.
+/// The output of a step, in a form from which metrics of all ranks can be computed.
 ///
 /// ```
 /// # use burn::tensor::{Device, Tensor, TensorData};
@@ -26,17 +26,17 @@ use phalanx::{Error, Result};
 /// }
 /// ```
 pub trait Outputs: Sized {
-    /// Its tensors, always as many, in the same order.
+    /// Its tensors: always the same number, in the same order.
     fn into_tensors(self) -> Vec<TensorData>;
 
-    /// One output from those of several ranks, each as [`into_tensors`](Self::into_tensors) gave it.
+    /// One output made of several ranks' tensors, each as [`into_tensors`](Self::into_tensors) returned them.
     ///
     /// # Errors
     /// If tensors are missing or do not fit together.
     fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self>;
 }
 
-/// All ranks' tensors number `index`, one after the other along the first dimension.
+/// All ranks' tensors number `index`, concatenated along the first dimension.
 ///
 /// # Errors
 /// If a rank has no such tensor, or one of another rank or shape.
@@ -60,8 +60,8 @@ fn concatenated_ints<const D: usize>(
     Ok(Tensor::cat(parts.into_iter().map(tensor).collect(), 0))
 }
 
-/// The mean of all ranks' tensors number `index`, such as losses: each counts as often as the rank's tensor number
-/// `samples` has rows.
+/// The mean of all ranks' tensors number `index`, such as losses, weighted by the number of rows of the rank's tensor
+/// number `samples`.
 ///
 /// # Errors
 /// If a rank has no such tensors, or `index` is not one number on each.

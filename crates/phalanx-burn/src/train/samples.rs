@@ -1,4 +1,4 @@
-//! The samples of one rank, drawn anew in each epoch.
+//! The samples of one rank, chosen again in each epoch.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub struct Sampled<D> {
     shard: Arc<Shard>,
 }
 
-/// Which samples they are now.
+/// The samples of the current epoch.
 pub(super) struct Shard {
     order: RwLock<(DistributedSampler, Vec<usize>)>,
 }

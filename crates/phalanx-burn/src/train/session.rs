@@ -1,4 +1,4 @@
-//! One training, as each rank runs it.
+//! One training on each rank.
 
 use std::cell::OnceCell;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ where
         Self { strategy, group: &strategy.group, learner, components }
     }
 
-    /// Trains to the end; a failure is left with the interrupter.
+    /// Trains to the end; the interrupter keeps a failure.
     pub fn run(
         mut self,
         train: TrainLoader<M>,
@@ -122,7 +122,7 @@ where
                 Some(parts) => {
                     let output = average.add(&model, item)?;
                     accumulated += 1;
-                    // The last batches may come at different times: then nobody takes that step early.
+                    // The last batches may come at different times: then no rank does that step early.
                     if accumulated >= parts || exchange::all(self.group, last)? {
                         accumulated = 0;
                         let gradients = average.sum(&model)?;
@@ -169,7 +169,7 @@ where
         }
     }
 
-    /// What the loader gave, unless training is to stop, as it is if there was an error.
+    /// The loader's batch, unless training is to stop, which is also so after an error.
     fn wanted<T>(&self, item: Option<std::result::Result<T, DatasetError>>) -> Option<T> {
         let interrupter = &self.components.interrupter;
         let item = item.transpose().unwrap_or_else(|error| {
@@ -179,7 +179,7 @@ where
         item.filter(|_| !interrupter.should_stop())
     }
 
-    /// Saves and decides, on rank 0; does training stop here?
+    /// Saves and decides, on rank 0; returns whether training stops here.
     fn end_epoch(&mut self, epoch: usize) -> Result<bool> {
         let mut stop = false;
         let components = &mut self.components;
@@ -195,7 +195,7 @@ where
         exchange::main_s(self.group, stop)
     }
 
-    /// Has any rank been interrupted? The error of one is the error of all; of several, that of the lowest.
+    /// Was any rank interrupted? An error of one rank is the error of all; of several, that of the lowest rank.
     fn should_stop(&self) -> Result<bool> {
         let interrupter = &self.components.interrupter;
         let error = interrupter.error().map(|error| error.to_string());
@@ -219,7 +219,7 @@ where
         if buffers.is_empty() || !self.strategy.options.broadcast_buffers {
             return Ok(());
         }
-        // Running state applies the last forward pass's update late; this does it now. Clones share the state.
+        // Running state defers the last forward pass's update; this applies it now. Clones share the state.
         drop(self.learner.model().valid());
         replicas::from_rank(self.learner.model(), self.group, Rank::MAIN, Select::Only(buffers)).map(drop)
     }
@@ -239,17 +239,17 @@ where
     }
 }
 
-/// More than an interruption without an error, which is 1.
+/// The level of an error: higher than that of an interruption without one, which is 1.
 const FAILED: u8 = 2;
 
-/// What one rank trains on.
+/// The training data of one rank.
 struct Data<'a, M: LearnerModel> {
     loader: &'a TrainLoader<M>,
-    /// The data sets that [`DdpStrategy::sampled`] has made; the loader is of one of them, if there are any.
+    /// The data sets of [`DdpStrategy::sampled`]; the loader reads one of them, if there are any.
     shards: Vec<Arc<Shard>>,
-    /// How many samples it has in an epoch; as many as each other rank, because every rank must take as many steps.
+    /// Its number of samples in an epoch, equal on each rank, because every rank must do as many steps.
     share: usize,
-    /// What is read in an epoch, in turn. They are kept: a loader that is made anew begins to shuffle anew.
+    /// The loaders of an epoch, used in turn. They are kept: a new loader would begin its shuffling again.
     stretches: Vec<OnceCell<TrainLoader<M>>>,
 }
 
