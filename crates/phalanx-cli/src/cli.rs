@@ -18,6 +18,7 @@ use crate::elastic::ElasticOptions;
 use crate::hosts::HostOptions;
 use crate::node::Node;
 use crate::nodes::NodeOptions;
+use crate::plan::Plan;
 use crate::processes::Processes;
 use crate::render::Format;
 use crate::tls::{TlsOptions, path};
@@ -51,6 +52,7 @@ pub(crate) enum Command {
     /// Draw what `phalanx bench --json` has measured, with the same program
     #[command(disable_help_flag = true)]
     Plot(Arguments),
+    Plan(Plan),
     Doctor(Doctor),
 }
 

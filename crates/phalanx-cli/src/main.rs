@@ -12,6 +12,7 @@ mod json;
 mod node;
 mod nodes;
 mod output;
+mod plan;
 mod processes;
 mod render;
 mod report;
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
         cli::Command::Certgen(options) => certgen::run(&options),
         cli::Command::Bench(arguments) => bench::run(&arguments),
         cli::Command::Plot(arguments) => bench::plot(&arguments),
+        cli::Command::Plan(options) => plan::run(&options),
         cli::Command::Doctor(options) => doctor::run(&options),
     }
 }

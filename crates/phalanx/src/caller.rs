@@ -92,6 +92,10 @@ callers! {
     MainProcessFirst = 30, "main_process_first";
     /// [`ProcessGroup::local_main_process_first`](crate::ProcessGroup::local_main_process_first).
     LocalMainProcessFirst = 31, "local_main_process_first";
+    /// [`DeviceMesh::new`](crate::mesh::DeviceMesh::new).
+    DeviceMeshNew = 32, "DeviceMesh::new";
+    /// [`DeviceMesh::flatten`](crate::mesh::DeviceMesh::flatten).
+    DeviceMeshFlatten = 33, "DeviceMesh::flatten";
     /// The start of a run's record.
     RunStart = 40, "Run::start";
     /// Means of what ranks log.

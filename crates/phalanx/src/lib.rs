@@ -21,12 +21,13 @@
 //! | join the group that a launcher describes | [`init`], [`rendezvous`], [`env`](mod@env) |
 //! | start workers from a program | [`spawn`](spawn()), [`launch`] |
 //! | move and combine data | [`ProcessGroup`], [`Work`], [`Buffer`] |
-//! | do so among some of the ranks | [`ProcessGroup::new_group`], [`ProcessGroup::split`] |
+//! | do so among some of the ranks | [`ProcessGroup::new_group`], [`ProcessGroup::split`], [`mesh`] |
 //! | average gradients of a framework of your own | [`reducer`] |
 //! | let ranks end at different times | [`join`] |
 //! | go on when workers die or come | [`elastic`] |
 //! | give each rank its part of the data | [`sampler`] |
 //! | go on after a crash | [`checkpoint`] |
+//! | plan the micro-batches of a pipeline | [`pipeline`] |
 //! | let processes find each other | [`store`] |
 //! | see where the time goes | [`trace`] |
 //!
@@ -63,6 +64,8 @@ pub mod join;
 mod key;
 pub mod launch;
 mod log;
+pub mod mesh;
+pub mod pipeline;
 pub mod reducer;
 pub mod rendezvous;
 pub mod sampler;

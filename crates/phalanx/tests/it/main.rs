@@ -10,6 +10,7 @@ mod failures;
 mod gather;
 mod join;
 mod main_process_first;
+mod mesh;
 mod modules;
 mod objects;
 mod order;
