@@ -1,10 +1,10 @@
 //! RoBERTa and BERT in Burn, as published: with Hugging Face's weights and tokenizers, fine-tuned and pre-trained on several
 //! ranks. See README.md.
 
-pub mod batches;
 pub mod config;
 pub mod data;
 pub mod inputs;
+pub mod loading;
 pub mod masking;
 pub mod model;
 pub mod schedule;

@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use burn::tensor::Device;
@@ -118,8 +119,8 @@ fn main() -> Result<()> {
             let device = Device::flex().autodiff();
             device.seed(train.seed);
             let model = MaskedLm::new(&config, &device);
-            let task = MaskedLanguage::new(config, text, &data, characters, train.seed);
-            fit(&task, model, group, &train)?;
+            let task = MaskedLanguage::new(config, text, &data, characters);
+            fit(&Arc::new(task), model, group, &train)?;
             Ok(())
         }),
         Command::Tokenizer { data, vocabulary, out } => {
@@ -148,6 +149,6 @@ fn fine_tune(
     if group.rank().is_main() {
         println!("random at first: {}", loaded.new.join(", "));
     }
-    fit(&Classification { config, text, data }, model, group, train)?;
+    fit(&Arc::new(Classification { config, text, data }), model, group, train)?;
     Ok(())
 }

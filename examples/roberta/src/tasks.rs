@@ -8,21 +8,17 @@ use burn::tensor::{Device, Int, Tensor, TensorData, activation};
 
 use crate::config::{Config, Family};
 use crate::data::{Dataset, Example, pieces};
-use crate::inputs::Inputs;
-use crate::masking;
+use crate::inputs::{Encoded, Inputs};
+use crate::masking::{self, Masked};
 use crate::model::{Classifier, MaskedLm};
-use crate::schedule::seed_of;
 use crate::text::Text;
 use crate::weights;
 
 /// Which examples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Those that are learned from, as they are in this epoch.
-    Train {
-        /// The pass over the examples.
-        epoch: u64,
-    },
+    /// Those that are learned from.
+    Train,
     /// Those that are never learned from.
     HeldOut,
 }
@@ -50,9 +46,12 @@ pub struct Evaluation {
 }
 
 /// A model and its examples.
-pub trait Task {
+pub trait Task: Send + Sync + 'static {
     /// The model.
     type Model: Module;
+
+    /// An example as tokens.
+    type Item: Send + 'static;
 
     /// What is shown beside a number of examples, such as `mails`.
     const EXAMPLES: &'static str;
@@ -60,8 +59,11 @@ pub trait Task {
     /// How many examples there are.
     fn examples(&self, part: Part) -> usize;
 
-    /// Makes a batch of the examples at `indices`: the collate function.
-    fn batch(&self, part: Part, indices: &[usize], device: &Device) -> Result<Batch>;
+    /// Tokenizes the example at `index`. What is random in it draws from `seed`, which is another one in each epoch.
+    fn item(&self, part: Part, index: usize, seed: u64) -> Result<Self::Item>;
+
+    /// Makes a batch, in which each text is padded to the longest: the collate function.
+    fn collate(&self, items: &[Self::Item], device: &Device) -> Result<Batch>;
 
     /// The model's scores, `[count, answers]`.
     fn logits(&self, model: &Self::Model, batch: &Batch) -> Tensor<2>;
@@ -91,7 +93,7 @@ pub struct Classification {
 impl Classification {
     fn part(&self, part: Part) -> &[Example] {
         match part {
-            Part::Train { .. } => &self.data.train,
+            Part::Train => &self.data.train,
             Part::HeldOut => &self.data.held_out,
         }
     }
@@ -99,6 +101,7 @@ impl Classification {
 
 impl Task for Classification {
     type Model = Classifier;
+    type Item = (Encoded, usize);
 
     const EXAMPLES: &'static str = "texts";
 
@@ -106,18 +109,24 @@ impl Task for Classification {
         self.part(part).len()
     }
 
-    fn batch(&self, part: Part, indices: &[usize], device: &Device) -> Result<Batch> {
-        let examples = chosen(self.part(part), indices)?;
-        let texts =
-            examples.iter().map(|example| self.text.encode(&example.text)).collect::<Result<Vec<_>>>()?;
+    fn item(&self, part: Part, index: usize, _seed: u64) -> Result<(Encoded, usize)> {
+        let example = at(self.part(part), index)?;
         let labels = self.data.labels.len();
-        let outside = examples.iter().find(|example| example.label >= labels);
-        ensure!(outside.is_none(), "{outside:?}: the label is out of range, there are {labels}");
+        ensure!(
+            example.label < labels,
+            "label {} is out of range: there are {labels}, so labels are 0 to {}",
+            example.label,
+            labels - 1
+        );
+        Ok((self.text.encode(&example.text)?, example.label))
+    }
+
+    fn collate(&self, items: &[(Encoded, usize)], device: &Device) -> Result<Batch> {
         Ok(Batch {
-            inputs: Inputs::new(&texts, &self.config, device)?,
+            inputs: Inputs::new(items.iter().map(|(text, _)| text), &self.config, device)?,
             places: None,
-            targets: integers(examples.iter().map(|example| example.label as i64).collect(), device),
-            count: examples.len(),
+            targets: integers(items.iter().map(|(_, label)| *label as i64).collect(), device),
+            count: items.len(),
         })
     }
 
@@ -146,22 +155,21 @@ pub struct MaskedLanguage {
     text: Text,
     train: Vec<String>,
     held_out: Vec<String>,
-    seed: u64,
 }
 
 impl MaskedLanguage {
-    /// Of texts, cut to pieces of about `characters`, which are masked anew in each epoch, as `seed` says.
-    pub fn new(config: Config, text: Text, data: &Dataset, characters: usize, seed: u64) -> Self {
+    /// Of texts, cut to pieces of about `characters`, which are masked anew in each epoch.
+    pub fn new(config: Config, text: Text, data: &Dataset, characters: usize) -> Self {
         let cut = |examples: &[Example]| {
             examples.iter().flat_map(|example| pieces(&example.text, characters)).collect()
         };
         let (train, held_out) = (cut(&data.train), cut(&data.held_out));
-        Self { config, text, train, held_out, seed }
+        Self { config, text, train, held_out }
     }
 
     fn part(&self, part: Part) -> &[String] {
         match part {
-            Part::Train { .. } => &self.train,
+            Part::Train => &self.train,
             Part::HeldOut => &self.held_out,
         }
     }
@@ -169,6 +177,7 @@ impl MaskedLanguage {
 
 impl Task for MaskedLanguage {
     type Model = MaskedLm;
+    type Item = Masked;
 
     const EXAMPLES: &'static str = "pieces";
 
@@ -176,17 +185,12 @@ impl Task for MaskedLanguage {
         self.part(part).len()
     }
 
-    fn batch(&self, part: Part, indices: &[usize], device: &Device) -> Result<Batch> {
-        // Held-out texts are masked alike in every epoch, so that perplexities can be compared.
-        let epoch = match part {
-            Part::Train { epoch } => epoch,
-            Part::HeldOut => u64::MAX,
-        };
-        let mut masked = Vec::with_capacity(indices.len());
-        for (piece, &index) in chosen(self.part(part), indices)?.iter().zip(indices) {
-            let seed = seed_of(&[self.seed, epoch, index as u64]);
-            masked.push(masking::mask(&self.text.encode(piece)?, &self.text, seed));
-        }
+    fn item(&self, part: Part, index: usize, seed: u64) -> Result<Masked> {
+        let text = self.text.encode(at(self.part(part), index)?)?;
+        Ok(masking::mask(&text, &self.text, seed))
+    }
+
+    fn collate(&self, masked: &[Masked], device: &Device) -> Result<Batch> {
         let inputs = Inputs::new(masked.iter().map(|masked| &masked.text), &self.config, device)?;
         let [_, length] = inputs.tokens.dims();
         let places = masked
@@ -228,13 +232,10 @@ impl Task for MaskedLanguage {
     }
 }
 
-fn chosen<'a, T>(examples: &'a [T], indices: &[usize]) -> Result<Vec<&'a T>> {
-    let example = |&index: &usize| {
-        examples
-            .get(index)
-            .with_context(|| format!("example {index} was asked for, there are {}", examples.len()))
-    };
-    indices.iter().map(example).collect()
+fn at<T>(examples: &[T], index: usize) -> Result<&T> {
+    examples
+        .get(index)
+        .with_context(|| format!("example {index} was asked for, there are {}", examples.len()))
 }
 
 fn integers(numbers: Vec<i64>, device: &Device) -> Tensor<1, Int> {

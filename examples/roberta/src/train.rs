@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -9,12 +10,12 @@ use burn::module::{Module, ParamGroup};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use phalanx::checkpoint::Checkpoints;
-use phalanx::sampler::DistributedSampler;
 use phalanx::{ProcessGroup, ReduceOp};
 use phalanx_burn::{FusedAdamWConfig, TrainState};
+use phalanx_data::Position;
 use serde::{Deserialize, Serialize};
 
-use crate::batches::Batches;
+use crate::loading::Loading;
 use crate::schedule::{linear_with_warmup, seed_of};
 use crate::tasks::{Batch, Evaluation, Part, Task, loss_sum};
 
@@ -30,6 +31,9 @@ pub struct TrainOptions {
     /// Batches whose gradients are added up for one step
     #[arg(long, default_value_t = 1)]
     pub accumulate: usize,
+    /// Threads of each rank that tokenize and pad batches ahead of the training
+    #[arg(long, default_value_t = 1)]
+    pub num_workers: usize,
     /// Learning rate at the end of the warm-up; it falls to zero in a straight line
     #[arg(long, default_value_t = 1e-4)]
     pub lr: f64,
@@ -72,18 +76,18 @@ pub struct Epoch {
 }
 
 /// The place in the training, saved in checkpoints with the model.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Progress {
-    epoch: u64,
-    /// Batches of this epoch that each rank has behind it, with their losses and predictions.
-    batches: usize,
+    /// How far the loader has come.
+    data: Position,
+    /// Of what the epoch has behind it, the sum of the losses and the number of predictions.
     loss: f64,
     count: f64,
     epochs: Vec<Epoch>,
     best: Option<Evaluation>,
     /// Epochs since the best.
     waited: u64,
-    /// Which batches those are depends on these.
+    /// Which batches a step takes, and how many steps there are, depends on these.
     distribution: (usize, usize, u64, usize),
 }
 
@@ -96,27 +100,27 @@ struct Progress {
 /// If an option makes no sense; a batch cannot be made; a gradient is not finite; the folder cannot be written or belongs to
 /// another run; a rank fails.
 pub fn fit<T: Task>(
-    task: &T,
+    task: &Arc<T>,
     model: T::Model,
     group: &ProcessGroup,
     options: &TrainOptions,
 ) -> Result<Vec<Epoch>> {
     let device = Device::flex().autodiff();
     let (rank, world) = (group.rank(), group.world_size().count());
-    let examples = task.examples(Part::Train { epoch: 0 });
-    let mut sampler = DistributedSampler::for_group(examples, group).seed(options.seed);
+    let examples = task.examples(Part::Train);
     options.check()?;
     ensure!(
         examples > 0 && task.examples(Part::HeldOut) > 0,
         "there must be examples to learn from, and others to measure on"
     );
+    let loading = Loading { batch_size: options.batch_size, num_workers: options.num_workers };
+    let loader = loading.training(task, group, options.seed, &device)?;
 
-    let batches = sampler.len().div_ceil(options.batch_size);
-    let total = batches.div_ceil(options.accumulate) as u64 * options.epochs;
+    let total = loader.len().div_ceil(options.accumulate) as u64 * options.epochs;
     let warmup = (options.warmup * total as f64).ceil() as u64;
     let distribution = (world, options.batch_size, options.seed, examples);
 
-    let progress = Progress { distribution, ..Progress::default() };
+    let progress = Progress::new(loader.position(), distribution);
     let mut state = TrainState::new(model, optimizer(options)?, progress)?.with_group(group)?;
     let checkpoints = Checkpoints::open(options.out.join("checkpoints"), group)?.keep(2);
     let resumed = state.resume(&checkpoints)?;
@@ -127,19 +131,19 @@ pub fn fit<T: Task>(
          start it with the same, or with another --out",
         options.out.display()
     );
+    loader.resume(&state.progress.data)?;
     let mut console = Console::new(group, T::EXAMPLES);
     if resumed {
         console.say(&format!("goes on after {} of {total} steps", state.steps()));
     }
 
-    while state.progress.epoch < options.epochs && !options.is_over(&state.progress) {
-        let epoch = state.progress.epoch;
-        sampler.set_epoch(epoch);
-        let part = Part::Train { epoch };
-        let mut batches = Batches::new(task, part, sampler.indices(), options.batch_size, &device)
-            .after(state.progress.batches);
-        loop {
-            let step: Vec<Batch> = batches.by_ref().take(options.accumulate).collect::<Result<_>>()?;
+    while loader.epoch() < options.epochs && !options.is_over(&state.progress) {
+        let epoch = loader.epoch();
+        let mut batches = loader.iter();
+        while batches.len() > 0 {
+            // No more than there are: what asks for a batch behind the last one ends the epoch.
+            let some = options.accumulate.min(batches.len());
+            let step: Vec<Batch> = batches.by_ref().take(some).collect::<Result<_, _>>()?;
             let Some((last, held)) = step.split_last() else { break };
             // Dropout: other numbers for each step and rank, the same after a restart.
             device.seed(seed_of(&[options.seed, state.steps(), rank.index() as u64]));
@@ -168,16 +172,19 @@ pub fn fit<T: Task>(
             let rate = linear_with_warmup(options.lr, warmup, total, state.steps());
             state.step(rate, gradients)?;
 
-            state.progress.batches += step.len();
+            state.progress.data = loader.position();
             state.progress.loss += loss * count;
             state.progress.count += count;
             console.step(epoch + 1, state.steps(), total, loss, step.len() * options.batch_size * world);
-            if state.steps().is_multiple_of(options.save_every) {
+            // The end of an epoch has one of its own, behind the evaluation.
+            if state.steps().is_multiple_of(options.save_every) && batches.len() > 0 {
                 state.checkpoint(&checkpoints)?;
             }
         }
 
-        let held_out = evaluate(task, state.model.model(), group, options.batch_size)?;
+        loader.set_epoch(epoch + 1);
+        state.progress.data = loader.position();
+        let held_out = evaluate(task, state.model.model(), group, loading)?;
         let best = state.progress.best.is_none_or(|best| task.is_better(&held_out, &best));
         if best && rank.is_main() {
             let folder = options.out.join("best");
@@ -185,7 +192,7 @@ pub fn fit<T: Task>(
             task.save(state.model.model(), &folder)?;
         }
         let steps = state.steps();
-        state.progress.end_epoch(steps, held_out, best);
+        state.progress.end_epoch(epoch + 1, steps, held_out, best);
         if let Some(last) = state.progress.epochs.last() {
             console.epoch(last);
         }
@@ -201,16 +208,14 @@ pub fn fit<T: Task>(
 
 /// Looks at each held-out example once: ranks have unequal numbers of them rather than repeated ones. Every rank gets the result.
 pub fn evaluate<T: Task>(
-    task: &T,
+    task: &Arc<T>,
     model: &T::Model,
     group: &ProcessGroup,
-    batch_size: usize,
+    loading: Loading,
 ) -> Result<Evaluation> {
-    let (model, device) = (model.valid(), Device::flex());
-    let (first, ranks) = (group.rank().index(), group.world_size().count());
-    let mine: Vec<usize> = (first..task.examples(Part::HeldOut)).step_by(ranks).collect();
+    let model = model.valid();
     let mut sums = [0.0_f64; 3];
-    for batch in Batches::new(task, Part::HeldOut, mine, batch_size, &device) {
+    for batch in &loading.held_out(task, group, &Device::flex())? {
         let batch = batch?;
         let logits = task.logits(&model, &batch);
         let answers = logits.clone().argmax(1).squeeze_dim::<1>(1);
@@ -239,12 +244,15 @@ impl TrainOptions {
 }
 
 impl Progress {
-    fn end_epoch(&mut self, steps: u64, held_out: Evaluation, best: bool) {
-        self.epoch += 1;
+    fn new(data: Position, distribution: (usize, usize, u64, usize)) -> Self {
+        Self { data, loss: 0.0, count: 0.0, epochs: Vec::new(), best: None, waited: 0, distribution }
+    }
+
+    fn end_epoch(&mut self, epoch: u64, steps: u64, held_out: Evaluation, best: bool) {
         let train_loss = self.loss / self.count.max(1.0);
         let perplexity = held_out.loss.exp();
-        self.epochs.push(Epoch { epoch: self.epoch, steps, train_loss, held_out, perplexity });
-        (self.batches, self.loss, self.count) = (0, 0.0, 0.0);
+        self.epochs.push(Epoch { epoch, steps, train_loss, held_out, perplexity });
+        (self.loss, self.count) = (0.0, 0.0);
         self.waited += 1;
         if best {
             (self.best, self.waited) = (Some(held_out), 0);

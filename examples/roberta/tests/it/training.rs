@@ -1,11 +1,14 @@
 //! Training on ranks that are threads.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use burn::tensor::Device;
+use phalanx::sampler::DistributedSampler;
 use phalanx::{ProcessGroup, WorldSize};
 use roberta::data::Dataset;
-use roberta::tasks::{Classification, Evaluation, MaskedLanguage, Part, Task};
+use roberta::loading::Loading;
+use roberta::tasks::{Batch, Classification, Evaluation, MaskedLanguage, Part, Task};
 use roberta::train::{TrainOptions, evaluate, fit};
 use roberta::{Classifier, Config, MaskedLm, Text, weights};
 
@@ -16,6 +19,7 @@ fn options(out: &Path) -> TrainOptions {
         epochs: 3,
         batch_size: 4,
         accumulate: 1,
+        num_workers: 1,
         lr: 5e-3,
         warmup: 0.1,
         weight_decay: 0.01,
@@ -27,14 +31,22 @@ fn options(out: &Path) -> TrainOptions {
     }
 }
 
+fn batches_of(batch_size: usize) -> Loading {
+    Loading { batch_size, num_workers: 1 }
+}
+
 fn text(corpus: &Corpus) -> Text {
     Text::open(&corpus.path("tokenizer.json"), &corpus.config, 32).unwrap()
 }
 
-fn classification(corpus: &Corpus, dropout: f64) -> Classification {
+fn classification(corpus: &Corpus, dropout: f64) -> Arc<Classification> {
     let mut config = corpus.config.clone();
     (config.hidden_dropout_prob, config.attention_probs_dropout_prob) = (dropout, dropout);
-    Classification { config, text: text(corpus), data: Dataset::read(corpus.folder.path()).unwrap() }
+    Arc::new(Classification {
+        config,
+        text: text(corpus),
+        data: Dataset::read(corpus.folder.path()).unwrap(),
+    })
 }
 
 /// The same model in every call: random numbers are the process's, and other tests draw them, too.
@@ -86,8 +98,8 @@ fn two_ranks_learn_to_tell_texts_apart_and_write_the_best_model() {
     let loaded = weights::load(&mut again, config.model_type, &out.join("best/model.safetensors")).unwrap();
     assert_eq!(loaded, weights::Loaded::default());
     let text = Text::open(&out.join("best/tokenizer.json"), &config, 32).unwrap();
-    let task = Classification { config, text, data: task.data };
-    let found = evaluate(&task, &again, &ProcessGroup::alone().unwrap(), 4).unwrap();
+    let task = Arc::new(Classification { config, text, data: task.data.clone() });
+    let found = evaluate(&task, &again, &ProcessGroup::alone().unwrap(), batches_of(4)).unwrap();
     assert_same(&found, &best.unwrap());
 }
 
@@ -102,12 +114,57 @@ fn no_held_out_example_counts_twice_and_none_is_lost() {
         let corpus = Corpus::new(8, held_out);
         let task = classification(&corpus, 0.1);
         let model = classifier(&task.config, corpus.folder.path());
-        let alone = evaluate(&task, &model, &ProcessGroup::alone().unwrap(), 100).unwrap();
+        let alone = evaluate(&task, &model, &ProcessGroup::alone().unwrap(), batches_of(100)).unwrap();
         // Three ranks: with one or two examples some have none.
-        for found in on_ranks(3, |group| evaluate(&task, &model, &group, 2).unwrap()) {
+        for found in on_ranks(3, |group| evaluate(&task, &model, &group, batches_of(2)).unwrap()) {
             assert_same(&found, &alone);
         }
     }
+}
+
+#[test]
+fn workers_change_no_bit() {
+    let corpus = Corpus::new(22, 7);
+    let task = classification(&corpus, 0.0);
+    let model = classifier(&task.config, corpus.folder.path());
+    let run = |num_workers: usize| {
+        let out = corpus.path(&format!("{num_workers} workers"));
+        let options = TrainOptions { num_workers, accumulate: 2, ..options(&out) };
+        let epochs = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap());
+        (epochs, std::fs::read(out.join("best/model.safetensors")).unwrap())
+    };
+    let none = run(0);
+    assert!(none == run(1) && none == run(3));
+}
+
+#[test]
+fn examples_come_in_the_order_of_the_distributed_sampler_padded_and_masked_anew_in_each_epoch() {
+    let corpus = Corpus::new(22, 7);
+    let data = Dataset::read(corpus.folder.path()).unwrap();
+    let task = Arc::new(MaskedLanguage::new(corpus.config.clone(), text(&corpus), &data, 60));
+    let group = ProcessGroup::alone().unwrap();
+    let loader = batches_of(5).training(&task, &group, 3, &Device::flex()).unwrap();
+    let mut sampler = DistributedSampler::for_group(task.examples(Part::Train), &group).seed(3);
+    let mut masks = Vec::new();
+    for epoch in 0..2 {
+        sampler.set_epoch(epoch);
+        for (indices, batch) in sampler.indices().chunks(5).zip(&loader) {
+            let batch = batch.unwrap();
+            let texts =
+                indices.iter().map(|&index| task.item(Part::Train, index, 0).unwrap().text.tokens.len());
+            let lengths: Vec<usize> = texts.collect();
+            let [rows, columns] = batch.inputs.tokens.dims();
+            assert_eq!((rows, columns), (indices.len(), *lengths.iter().max().unwrap()));
+            let padding: Vec<f32> = batch.inputs.bias.into_data().iter().collect();
+            let seen: Vec<usize> =
+                padding.chunks(columns).map(|row| row.iter().filter(|bias| **bias == 0.0).count()).collect();
+            assert_eq!(seen, lengths);
+        }
+        let places = |batch: Batch| batch.places.unwrap().into_data().iter::<i64>().collect::<Vec<_>>();
+        loader.set_epoch(epoch);
+        masks.push(loader.iter().map(|batch| places(batch.unwrap())).collect::<Vec<_>>());
+    }
+    assert_ne!(masks[0], masks[1]);
 }
 
 #[test]
@@ -134,28 +191,41 @@ fn ranks_and_accumulation_take_the_steps_of_one_large_batch() {
 }
 
 #[test]
-fn fewer_examples_than_ranks_train_and_no_example_is_an_error() {
+fn a_data_set_shorter_than_the_world_is_an_error_on_every_rank() {
     let corpus = Corpus::new(2, 1);
     let task = classification(&corpus, 0.1);
     let model = classifier(&task.config, corpus.folder.path());
     let options = options(&corpus.path("few"));
-    let epochs = on_ranks(3, |group| fit(&task, model.clone(), &group, &options).unwrap());
-    assert_eq!(epochs[0].last().unwrap().steps, 3);
+    let errors = |task: &Arc<Classification>| {
+        on_ranks(3, |group| fit(task, model.clone(), &group, &options).unwrap_err().to_string())
+    };
+    let few = errors(&task);
+    assert!(few.iter().all(|error| error.contains("2 items are too few for 3 ranks")), "{few:?}");
     let data = task.data.clone().limited(Some(0), None);
-    let task = Classification { data, ..task };
-    let errors = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap_err().to_string());
-    assert!(errors.iter().all(|error| error.contains("there must be examples to learn from")), "{errors:?}");
+    let none = Arc::new(Classification { config: task.config.clone(), text: text(&corpus), data });
+    let none = errors(&none);
+    assert!(none.iter().all(|error| error.contains("there must be examples to learn from")), "{none:?}");
 }
 
 #[test]
-fn a_label_out_of_range_is_an_error_and_no_panic() {
+fn a_label_out_of_range_is_an_error_that_names_the_example_and_no_panic() {
     let corpus = Corpus::new(4, 2);
-    let mut task = classification(&corpus, 0.1);
-    task.data.train[2].label = 2;
-    let error = task.batch(Part::Train { epoch: 0 }, &[2], &Device::flex()).unwrap_err().to_string();
-    assert!(error.contains("out of range, there are 2"), "{error}");
-    let error = task.batch(Part::HeldOut, &[2], &Device::flex()).unwrap_err().to_string();
+    let config = corpus.config.clone();
+    let mut data = Dataset::read(corpus.folder.path()).unwrap();
+    data.train[2].label = 2;
+    let task = Arc::new(Classification { config, text: text(&corpus), data });
+    let error = task.item(Part::HeldOut, 2, 0).unwrap_err().to_string();
     assert!(error.contains("example 2 was asked for, there are 2"), "{error}");
+    let model = classifier(&task.config, corpus.folder.path());
+    for num_workers in [0, 2] {
+        let options = TrainOptions { num_workers, ..options(&corpus.path("range")) };
+        let error = fit(&task, model.clone(), &ProcessGroup::alone().unwrap(), &options).unwrap_err();
+        let error = format!("{error:#}");
+        assert!(
+            error.contains("item 2 of the data set (epoch 0, worker 0 of rank 0): label 2 is out of range"),
+            "{error}"
+        );
+    }
 }
 
 #[test]
@@ -186,17 +256,13 @@ fn another_number_of_ranks_does_not_go_on_from_a_checkpoint() {
 #[test]
 fn a_masked_language_model_learns_and_its_perplexity_falls() {
     let corpus = Corpus::new(60, 10);
-    let task = MaskedLanguage::new(
-        corpus.config.clone(),
-        text(&corpus),
-        &Dataset::read(corpus.folder.path()).unwrap(),
-        60,
-        3,
-    );
-    let batch = task.batch(Part::HeldOut, &[0, 1, 2], &Device::flex()).unwrap();
+    let data = Dataset::read(corpus.folder.path()).unwrap();
+    let task = Arc::new(MaskedLanguage::new(corpus.config.clone(), text(&corpus), &data, 60));
+    let items: Vec<_> = (0..3).map(|index| task.item(Part::HeldOut, index, 7).unwrap()).collect();
+    let batch = task.collate(&items, &Device::flex()).unwrap();
     assert_eq!(batch.places.unwrap().dims(), batch.targets.dims());
     let model = MaskedLm::new(&corpus.config, &Device::flex().autodiff());
-    let before = evaluate(&task, &model, &ProcessGroup::alone().unwrap(), 4).unwrap();
+    let before = evaluate(&task, &model, &ProcessGroup::alone().unwrap(), batches_of(4)).unwrap();
     let options = TrainOptions { epochs: 4, ..options(&corpus.path("language")) };
     let epochs = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap()).remove(0);
     let perplexities: Vec<f64> = epochs.iter().map(|epoch| epoch.perplexity).collect();
