@@ -11,7 +11,10 @@ pub(crate) const MAX_BYTES: usize = 64 << 20;
 
 pub(crate) struct Queue {
     state: Mutex<State>,
+    /// For the writer: there is something to do at once.
     changed: Condvar,
+    /// For those who wait for the writer.
+    settled: Condvar,
     capacity: usize,
 }
 
@@ -20,6 +23,9 @@ struct State {
     records: Vec<Record>,
     bytes: usize,
     dropped: u64,
+    /// How often somebody has asked to be told when everything is written, and up to which of them that was done.
+    asked: u64,
+    answered: u64,
     /// Set when nothing more will come.
     outcome: Option<Outcome>,
 }
@@ -27,13 +33,20 @@ struct State {
 /// What the writing thread takes at once.
 pub(crate) struct Batch {
     pub records: Vec<Record>,
+    /// For [`Queue::settle`], when they are written.
+    pub asked: u64,
     /// How the run has ended, if it has.
     pub outcome: Option<Outcome>,
 }
 
 impl Queue {
     pub fn new(capacity: usize) -> Self {
-        Self { state: Mutex::default(), changed: Condvar::new(), capacity: capacity.max(1) }
+        Self {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            settled: Condvar::new(),
+            capacity: capacity.max(1),
+        }
     }
 
     /// Puts a record in, or counts it where there is no room. Says whether it is the first without room.
@@ -60,13 +73,33 @@ impl Queue {
         self.changed.notify_one();
     }
 
+    /// Waits until the writer has dealt with everything that is there now; says whether it has within `timeout`.
+    pub fn wait_until_written(&self, timeout: Duration) -> bool {
+        let mut state = self.state.lock();
+        state.asked += 1;
+        let asked = state.asked;
+        self.changed.notify_one();
+        self.settled.wait_while_for(&mut state, |state| state.answered < asked, timeout);
+        state.answered >= asked
+    }
+
+    /// The writer has dealt with a batch.
+    pub fn settle(&self, asked: u64) {
+        self.state.lock().answered = asked;
+        self.settled.notify_all();
+    }
+
     /// Everything that is there after `pause`, or before that if it fills up or the end has come.
     pub fn take(&self, pause: Duration) -> Batch {
         let mut state = self.state.lock();
         let wait = |state: &mut State| state.outcome.is_none() && !state.is_urgent(self.capacity);
         self.changed.wait_while_for(&mut state, wait, pause);
         state.bytes = 0;
-        Batch { records: std::mem::take(&mut state.records), outcome: state.outcome.clone() }
+        Batch {
+            records: std::mem::take(&mut state.records),
+            asked: state.asked,
+            outcome: state.outcome.clone(),
+        }
     }
 
     /// How many records found no room.
@@ -77,7 +110,7 @@ impl Queue {
 
 impl State {
     fn is_urgent(&self, capacity: usize) -> bool {
-        self.records.len() * 2 >= capacity || self.bytes * 2 >= MAX_BYTES
+        self.records.len() * 2 >= capacity || self.bytes * 2 >= MAX_BYTES || self.asked > self.answered
     }
 }
 

@@ -230,6 +230,33 @@ impl Run {
         Ok(())
     }
 
+    /// Waits until everything that was logged so far is written: before a checkpoint, so that a process that is killed behind it
+    /// leaves a record which is not behind the checkpoint. Other ranks return at once.
+    ///
+    /// It waits at most [`RunOptions::finish_timeout`], and says so then. What a sink cannot write, because its disk is full,
+    /// stays with it, and is not waited for.
+    ///
+    /// ```
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let options = phalanx_tracking::RunOptions::new(folder.path()).json_lines();
+    /// # let run = phalanx_tracking::Run::start(&phalanx::init()?, options)?;
+    /// run.log(7, "loss", 0.5);
+    /// run.flush();
+    /// assert!(std::fs::read_to_string(folder.path().join("metrics.jsonl")).unwrap().contains("loss"));
+    /// # run.finish()?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    #[doc(alias = "SummaryWriter.flush")]
+    pub fn flush(&self) {
+        let Some(recorder) = &self.recorder else { return };
+        if !recorder.queue.wait_until_written(recorder.finish_timeout) {
+            warn(format_args!(
+                "the record's sinks have not written everything within {} s; the training goes on",
+                recorder.finish_timeout.as_secs_f64()
+            ));
+        }
+    }
+
     /// The run has succeeded: waits until everything is written, closes the record, and says what is in it. Other ranks
     /// return at once, with an empty report.
     ///

@@ -102,6 +102,7 @@ impl Writer {
             }
             let is_last = batch.outcome.is_some();
             self.outputs.iter_mut().for_each(|output| output.flush(is_last));
+            self.queue.settle(batch.asked);
             if let Some(outcome) = batch.outcome {
                 break outcome;
             }

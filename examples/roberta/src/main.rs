@@ -8,11 +8,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use burn::tensor::Device;
 use clap::{Parser, Subcommand};
 use phalanx::ProcessGroup;
+use phalanx_tracking::{Console, logs};
 
 use roberta::data::Dataset;
 use roberta::tasks::{Classification, MaskedLanguage};
@@ -90,14 +92,23 @@ struct Job {
     held_out_limit: Option<usize>,
 }
 
+/// How often a line says how far it is, where there is no terminal.
+const LINES_EVERY: Duration = Duration::from_secs(10);
+
 impl Job {
-    fn run(&self, worker: impl FnOnce(&ProcessGroup, Dataset) -> Result<()>) -> Result<()> {
+    fn run(
+        &self,
+        train: &TrainOptions,
+        worker: impl FnOnce(&ProcessGroup, Dataset, &Console) -> Result<()>,
+    ) -> Result<()> {
         let worker = || {
             let group = phalanx::init()?;
+            let console = Console::stderr().lines_every(LINES_EVERY);
+            logs::install(group.rank(), train.out.join("logs"), &console)?;
             let data = Dataset::read(&self.data)
                 .context("examples/roberta/fetch.py brings the mails")?
                 .limited(self.train_limit, self.held_out_limit);
-            worker(&group, data)
+            worker(&group, data, &console)
         };
         // `{:#}` shows causes, too.
         match self.ranks {
@@ -110,19 +121,21 @@ impl Job {
 fn main() -> Result<()> {
     match Options::parse().command {
         Command::FineTune { model, job, train } => {
-            job.clone().run(|group, data| fine_tune(&model, &job, &train, group, data))
+            job.run(&train, |group, data, console| fine_tune(&model, &job, &train, group, data, console))
         }
-        Command::Pretrain { config, tokenizer, characters, job, train } => job.clone().run(|group, data| {
-            let config = Config::read(&config)?;
-            let text = Text::open(&tokenizer, &config, job.max_tokens)
-                .context("`roberta tokenizer` learns one from the training texts")?;
-            let device = Device::flex().autodiff();
-            device.seed(train.seed);
-            let model = MaskedLm::new(&config, &device);
-            let task = MaskedLanguage::new(config, text, &data, characters);
-            fit(&Arc::new(task), model, group, &train)?;
-            Ok(())
-        }),
+        Command::Pretrain { config, tokenizer, characters, job, train } => {
+            job.run(&train, |group, data, console| {
+                let config = Config::read(&config)?;
+                let text = Text::open(&tokenizer, &config, job.max_tokens)
+                    .context("`roberta tokenizer` learns one from the training texts")?;
+                let device = Device::flex().autodiff();
+                device.seed(train.seed);
+                let model = MaskedLm::new(&config, &device);
+                let task = MaskedLanguage::new(config, text, &data, characters);
+                fit(&Arc::new(task), model, group, &train, console)?;
+                Ok(())
+            })
+        }
         Command::Tokenizer { data, vocabulary, out } => {
             let data = Dataset::read(&data)?;
             if let Some(folder) = out.parent() {
@@ -139,6 +152,7 @@ fn fine_tune(
     train: &TrainOptions,
     group: &ProcessGroup,
     data: Dataset,
+    console: &Console,
 ) -> Result<()> {
     let config = Config::read(&folder.join("config.json"))?;
     let text = Text::open(&folder.join("tokenizer.json"), &config, job.max_tokens)?;
@@ -147,8 +161,8 @@ fn fine_tune(
     let mut model = Classifier::new(&config, data.labels.len(), &device);
     let loaded = weights::load(&mut model, config.model_type, &folder.join("model.safetensors"))?;
     if group.rank().is_main() {
-        println!("random at first: {}", loaded.new.join(", "));
+        console.println(&format!("random at first: {}", loaded.new.join(", ")));
     }
-    fit(&Arc::new(Classification { config, text, data }), model, group, train)?;
+    fit(&Arc::new(Classification { config, text, data }), model, group, train, console)?;
     Ok(())
 }

@@ -45,6 +45,13 @@ pub struct Evaluation {
     pub accuracy: f64,
 }
 
+impl Evaluation {
+    /// Between how many tokens, all as likely, the model hesitates: e to the power of the loss.
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+}
+
 /// A model and its examples.
 pub trait Task: Send + Sync + 'static {
     /// The model.
@@ -52,9 +59,6 @@ pub trait Task: Send + Sync + 'static {
 
     /// An example as tokens.
     type Item: Send + 'static;
-
-    /// What is shown beside a number of examples, such as `mails`.
-    const EXAMPLES: &'static str;
 
     /// How many examples there are.
     fn examples(&self, part: Part) -> usize;
@@ -67,6 +71,9 @@ pub trait Task: Send + Sync + 'static {
 
     /// The model's scores, `[count, answers]`.
     fn logits(&self, model: &Self::Model, batch: &Batch) -> Tensor<2>;
+
+    /// What is recorded and shown of an evaluation, by name.
+    fn measures(&self, evaluation: &Evaluation) -> Vec<(&'static str, f64)>;
 
     /// Is a model better than the best so far?
     fn is_better(&self, new: &Evaluation, best: &Evaluation) -> bool;
@@ -103,8 +110,6 @@ impl Task for Classification {
     type Model = Classifier;
     type Item = (Encoded, usize);
 
-    const EXAMPLES: &'static str = "texts";
-
     fn examples(&self, part: Part) -> usize {
         self.part(part).len()
     }
@@ -132,6 +137,10 @@ impl Task for Classification {
 
     fn logits(&self, model: &Classifier, batch: &Batch) -> Tensor<2> {
         model.forward(&batch.inputs)
+    }
+
+    fn measures(&self, evaluation: &Evaluation) -> Vec<(&'static str, f64)> {
+        vec![("loss", evaluation.loss), ("accuracy", evaluation.accuracy)]
     }
 
     fn is_better(&self, new: &Evaluation, best: &Evaluation) -> bool {
@@ -179,8 +188,6 @@ impl Task for MaskedLanguage {
     type Model = MaskedLm;
     type Item = Masked;
 
-    const EXAMPLES: &'static str = "pieces";
-
     fn examples(&self, part: Part) -> usize {
         self.part(part).len()
     }
@@ -216,6 +223,11 @@ impl Task for MaskedLanguage {
             )
         };
         model.forward(&batch.inputs, batch.places.clone().unwrap_or_else(all))
+    }
+
+    fn measures(&self, evaluation: &Evaluation) -> Vec<(&'static str, f64)> {
+        let Evaluation { loss, accuracy } = *evaluation;
+        vec![("loss", loss), ("perplexity", evaluation.perplexity()), ("accuracy", accuracy)]
     }
 
     fn is_better(&self, new: &Evaluation, best: &Evaluation) -> bool {

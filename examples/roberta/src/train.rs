@@ -3,24 +3,24 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use burn::module::{Module, ParamGroup};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use phalanx::checkpoint::Checkpoints;
-use phalanx::{ProcessGroup, ReduceOp};
+use phalanx::{Error, ProcessGroup, ReduceOp};
 use phalanx_burn::{FusedAdamWConfig, TrainState};
 use phalanx_data::Position;
+use phalanx_tracking::{Console, Run, RunOptions, Traffic};
 use serde::{Deserialize, Serialize};
 
-use crate::loading::Loading;
+use crate::loading::{Loader, Loading};
 use crate::schedule::{linear_with_warmup, seed_of};
 use crate::tasks::{Batch, Evaluation, Part, Task, loss_sum};
 
 /// How to train.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, Debug, Serialize, clap::Args)]
 pub struct TrainOptions {
     /// Passes over the examples
     #[arg(long, default_value_t = 3)]
@@ -55,7 +55,7 @@ pub struct TrainOptions {
     /// Decides the order of the examples, new weights, dropout and masks
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Folder for checkpoints, the best model and epochs.jsonl; a run goes on from what is there
+    /// Folder for the record, checkpoints and the best model; a run goes on from what is there
     #[arg(long)]
     pub out: PathBuf,
 }
@@ -71,9 +71,10 @@ pub struct Epoch {
     pub train_loss: f64,
     /// On held-out examples.
     pub held_out: Evaluation,
-    /// e to the power of the held-out loss.
-    pub perplexity: f64,
 }
+
+/// Steps between looks at what each rank uses of its machine.
+const SYSTEM_EVERY: u64 = 20;
 
 /// The place in the training, saved in checkpoints with the model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -91,119 +92,227 @@ struct Progress {
     distribution: (usize, usize, u64, usize),
 }
 
-/// Trains `model` with all ranks of `group`, and gives all epochs, those before a restart included. The best model is in the folder
-/// `best`, for `transformers` and for this example.
+/// Trains `model` with all ranks of `group`, and gives all epochs, those before a restart included. The folder `options.out` gets
+/// the record of the run; in `best`, the best model, for `transformers` and for this example; and checkpoints. `console` shows
+/// how far it is.
 ///
 /// All ranks have the same `task`, `model` and `options`.
 ///
 /// # Errors
-/// If an option makes no sense; a batch cannot be made; a gradient is not finite; the folder cannot be written or belongs to
-/// another run; a rank fails.
+/// On every rank, with its cause: if an option makes no sense; a batch cannot be made; a gradient is not finite; the folder cannot
+/// be written or belongs to another run; a rank fails. The checkpoints and the best model that were there stay.
 pub fn fit<T: Task>(
     task: &Arc<T>,
     model: T::Model,
     group: &ProcessGroup,
     options: &TrainOptions,
+    console: &Console,
 ) -> Result<Vec<Epoch>> {
-    let device = Device::flex().autodiff();
-    let (rank, world) = (group.rank(), group.world_size().count());
-    let examples = task.examples(Part::Train);
-    options.check()?;
-    ensure!(
-        examples > 0 && task.examples(Part::HeldOut) > 0,
-        "there must be examples to learn from, and others to measure on"
-    );
-    let loading = Loading { batch_size: options.batch_size, num_workers: options.num_workers };
-    let loader = loading.training(task, group, options.seed, &device)?;
+    Training::start(task, model, group, options, console).and_then(Training::run).inspect_err(|error| {
+        // The other ranks would wait for this one, and never hear why it has ended.
+        group.abort(Error::other(format!("{error:#}")));
+    })
+}
 
-    let total = loader.len().div_ceil(options.accumulate) as u64 * options.epochs;
-    let warmup = (options.warmup * total as f64).ceil() as u64;
-    let distribution = (world, options.batch_size, options.seed, examples);
+/// What all steps have in common.
+struct Training<'a, T: Task> {
+    task: &'a Arc<T>,
+    group: &'a ProcessGroup,
+    options: &'a TrainOptions,
+    console: &'a Console,
+    loading: Loading,
+    loader: Loader<T>,
+    state: TrainState<T::Model, Progress>,
+    checkpoints: Checkpoints,
+    record: Run,
+    /// How many steps there are, and in how many of them the learning rate grows.
+    total: u64,
+    warmup: u64,
+}
 
-    let progress = Progress::new(loader.position(), distribution);
-    let mut state = TrainState::new(model, optimizer(options)?, progress)?.with_group(group)?;
-    let checkpoints = Checkpoints::open(options.out.join("checkpoints"), group)?.keep(2);
-    let resumed = state.resume(&checkpoints)?;
-    let there = state.progress.distribution;
-    ensure!(
-        there == distribution,
-        "the checkpoint in {} is of (ranks, batch size, seed, examples) {there:?}, this run has {distribution:?}: \
-         start it with the same, or with another --out",
-        options.out.display()
-    );
-    loader.resume(&state.progress.data)?;
-    let mut console = Console::new(group, T::EXAMPLES);
-    if resumed {
-        console.say(&format!("goes on after {} of {total} steps", state.steps()));
+impl<'a, T: Task> Training<'a, T> {
+    fn start(
+        task: &'a Arc<T>,
+        model: T::Model,
+        group: &'a ProcessGroup,
+        options: &'a TrainOptions,
+        console: &'a Console,
+    ) -> Result<Self> {
+        let examples = task.examples(Part::Train);
+        options.check()?;
+        ensure!(
+            examples > 0 && task.examples(Part::HeldOut) > 0,
+            "there must be examples to learn from, and others to measure on"
+        );
+        let loading = Loading { batch_size: options.batch_size, num_workers: options.num_workers };
+        let loader = loading.training(task, group, options.seed, &Device::flex().autodiff())?;
+        let total = loader.len().div_ceil(options.accumulate) as u64 * options.epochs;
+        let warmup = (options.warmup * total as f64).ceil() as u64;
+
+        let distribution = (group.world_size().count(), options.batch_size, options.seed, examples);
+        let progress = Progress::new(loader.position(), distribution);
+        let mut state = TrainState::new(model, optimizer(options)?, progress)?.with_group(group)?;
+        let checkpoints = Checkpoints::open(options.out.join("checkpoints"), group)?.keep(2);
+        let resumed = state.resume(&checkpoints)?;
+        let there = state.progress.distribution;
+        ensure!(
+            there == distribution,
+            "the checkpoint in {} is of (ranks, batch size, seed, examples) {there:?}, this run has {distribution:?}: \
+             start it with the same, or with another --out",
+            options.out.display()
+        );
+        loader.resume(&state.progress.data)?;
+
+        let mut record =
+            RunOptions::new(&options.out).tensorboard().json_lines().progress(console, Some(total));
+        if resumed {
+            record = record.resume_at(state.steps() + 1);
+        }
+        let record = Run::start(group, record)?;
+        if resumed {
+            say(&record, console, &format!("goes on after {} of {total} steps", state.steps()));
+        } else {
+            record.log_hyperparameters(options)?;
+            record.log_hyperparameters(&serde_json::json!({ "ranks": group.world_size().get() }))?;
+        }
+        Ok(Self { task, group, options, console, loading, loader, state, checkpoints, record, total, warmup })
     }
 
-    while loader.epoch() < options.epochs && !options.is_over(&state.progress) {
-        let epoch = loader.epoch();
-        let mut batches = loader.iter();
-        while batches.len() > 0 {
-            // No more than there are: what asks for a batch behind the last one ends the epoch.
-            let some = options.accumulate.min(batches.len());
-            let step: Vec<Batch> = batches.by_ref().take(some).collect::<Result<_, _>>()?;
-            let Some((last, held)) = step.split_last() else { break };
-            // Dropout: other numbers for each step and rank, the same after a restart.
-            device.seed(seed_of(&[options.seed, state.steps(), rank.index() as u64]));
-            // The mean over the predictions of all ranks, which may have unequal numbers of them.
-            let count = state.model.sum(step.iter().map(|batch| batch.count).sum::<usize>())?;
-            let scale = world as f64 / count;
-            let loss_of = |model: &T::Model, batch: &Batch| {
-                loss_sum(task.logits(model, batch), batch.targets.clone()) * scale
-            };
-            let mut loss = 0.0;
-            for batch in held {
-                let part = state.model.forward(|model| loss_of(model, batch))?;
-                state.model.backward_no_sync(&part)?;
-                loss += part.into_scalar::<f64>();
+    fn run(mut self) -> Result<Vec<Epoch>> {
+        match self.epochs() {
+            Ok(()) => {
+                self.record.finish()?;
+                Ok(self.state.progress.epochs)
             }
-            let part = state.model.forward(|model| loss_of(model, last))?;
-            let mut gradients = state.model.backward(&part)?;
-            loss = state.model.mean(loss + part.into_scalar::<f64>())?;
-
-            let norm = state.model.clip_grad_norm(&mut gradients, options.max_norm)?;
-            ensure!(
-                norm.is_finite(),
-                "the gradient of step {} is not finite: try a smaller --lr",
-                state.steps() + 1
-            );
-            let rate = linear_with_warmup(options.lr, warmup, total, state.steps());
-            state.step(rate, gradients)?;
-
-            state.progress.data = loader.position();
-            state.progress.loss += loss * count;
-            state.progress.count += count;
-            console.step(epoch + 1, state.steps(), total, loss, step.len() * options.batch_size * world);
-            // The end of an epoch has one of its own, behind the evaluation.
-            if state.steps().is_multiple_of(options.save_every) && batches.len() > 0 {
-                state.checkpoint(&checkpoints)?;
-            }
+            Err(error) => match self.record.fail(format!("{error:#}")) {
+                Ok(_) => Err(error),
+                Err(unwritten) => Err(error.context(unwritten)),
+            },
         }
+    }
 
-        loader.set_epoch(epoch + 1);
-        state.progress.data = loader.position();
-        let held_out = evaluate(task, state.model.model(), group, loading)?;
+    fn epochs(&mut self) -> Result<()> {
+        while self.loader.epoch() < self.options.epochs && !self.options.is_over(&self.state.progress) {
+            let epoch = self.loader.epoch();
+            let mut batches = self.loader.iter();
+            while batches.len() > 0 {
+                // No more than there are: what asks for a batch behind the last one ends the epoch.
+                let some = self.options.accumulate.min(batches.len());
+                let step: Vec<Batch> = batches.by_ref().take(some).collect::<Result<_, _>>()?;
+                self.step(&step)?;
+                // The end of an epoch has one of its own, behind the evaluation.
+                if self.state.steps().is_multiple_of(self.options.save_every) && batches.len() > 0 {
+                    self.checkpoint()?;
+                }
+            }
+            drop(batches);
+            self.loader.set_epoch(epoch + 1);
+            self.end_epoch(epoch + 1)?;
+        }
+        self.checkpoints.finish()?;
+        ensure!(self.state.model.replicas_identical()?, "the replicas differ");
+        Ok(())
+    }
+
+    /// One step of the optimizer with the gradients of these batches, and of as many on each of the other ranks.
+    fn step(&mut self, batches: &[Batch]) -> Result<()> {
+        let Self { task, group, options, state, record, .. } = self;
+        let Some((last, held)) = batches.split_last() else { return Ok(()) };
+        // Dropout: other numbers for each step and rank, the same after a restart.
+        let seed = seed_of(&[options.seed, state.steps(), group.rank().index() as u64]);
+        Device::flex().autodiff().seed(seed);
+        // The mean over the predictions of all ranks, which may have unequal numbers of them.
+        let count = state.model.sum(batches.iter().map(|batch| batch.count).sum::<usize>())?;
+        let scale = group.world_size().count() as f64 / count;
+        let loss_of = |model: &T::Model, batch: &Batch| {
+            loss_sum(task.logits(model, batch), batch.targets.clone()) * scale
+        };
+        let mut loss = 0.0;
+        for batch in held {
+            let part = state.model.forward(|model| loss_of(model, batch))?;
+            state.model.backward_no_sync(&part)?;
+            loss += part.into_scalar::<f64>();
+        }
+        let part = state.model.forward(|model| loss_of(model, last))?;
+        let mut gradients = state.model.backward(&part)?;
+        loss += part.into_scalar::<f64>();
+
+        let norm = state.model.clip_grad_norm(&mut gradients, options.max_norm)?;
+        ensure!(
+            norm.is_finite(),
+            "the gradient of step {} is not finite: try a smaller --lr",
+            state.steps() + 1
+        );
+        let rate = linear_with_warmup(options.lr, self.warmup, self.total, state.steps());
+        state.step(rate, gradients)?;
+
+        let step = state.steps();
+        let loss = record.log_mean(step, "train/loss", loss)?;
+        record.log(step, "train/learning_rate", rate);
+        record.log(step, "train/gradient_norm", norm);
+        if step.is_multiple_of(SYSTEM_EVERY) {
+            let bytes_sent = Some(state.model.communicated_bytes());
+            record.log_system(step, Traffic { bytes_sent, hidden: None })?;
+        }
+        state.progress.data = self.loader.position();
+        state.progress.loss += loss * count;
+        state.progress.count += count;
+        Ok(())
+    }
+
+    /// Looks at the held-out examples, and keeps the model if it is the best.
+    fn end_epoch(&mut self, epoch: u64) -> Result<()> {
+        let Self { task, group, options, console, loading, state, record, .. } = self;
+        let held_out = evaluate(task, state.model.model(), group, *loading)?;
         let best = state.progress.best.is_none_or(|best| task.is_better(&held_out, &best));
-        if best && rank.is_main() {
-            let folder = options.out.join("best");
-            fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-            task.save(state.model.model(), &folder)?;
+        if best && group.rank().is_main() {
+            save_best(task, state.model.model(), &options.out)?;
         }
         let steps = state.steps();
-        state.progress.end_epoch(epoch + 1, steps, held_out, best);
-        if let Some(last) = state.progress.epochs.last() {
-            console.epoch(last);
+        state.progress.data = self.loader.position();
+        let epoch = state.progress.end_epoch(epoch, steps, held_out, best);
+        for (name, value) in task.measures(&held_out) {
+            record.log(steps, &format!("held_out/{name}"), value);
         }
-        if rank.is_main() {
-            write_epochs(&state.progress.epochs, &options.out)?;
-        }
-        state.checkpoint(&checkpoints)?;
+        record.log(steps, "train/epoch_loss", epoch.train_loss);
+        let measures = task.measures(&held_out).into_iter().map(|(name, value)| format!("{name} {value:.4}"));
+        let measures: Vec<String> = measures.collect();
+        let Epoch { epoch, train_loss, .. } = epoch;
+        say(
+            record,
+            console,
+            &format!("epoch {epoch}: loss {train_loss:.4}, held out: {}", measures.join(", ")),
+        );
+        self.checkpoint()
     }
-    checkpoints.finish()?;
-    ensure!(state.model.replicas_identical()?, "the replicas differ");
-    Ok(state.progress.epochs)
+
+    fn checkpoint(&mut self) -> Result<()> {
+        // A run that is killed from here on goes on behind this step: the record must have it.
+        self.record.flush();
+        Ok(self.state.checkpoint(&self.checkpoints)?)
+    }
+}
+
+/// Shows a line, on rank 0 alone.
+fn say(record: &Run, console: &Console, line: &str) {
+    if record.is_recording() {
+        console.println(line);
+    }
+}
+
+/// Replaces the best model in `out`. Until the new one is whole, on a disk that may be full, the old one stays.
+fn save_best<T: Task>(task: &Arc<T>, model: &T::Model, out: &Path) -> Result<()> {
+    let [best, new] = ["best", "best.new"].map(|name| out.join(name));
+    let cannot = |folder: &Path| format!("{} cannot be written", folder.display());
+    for folder in [&best, &new] {
+        fs::create_dir_all(folder).with_context(|| cannot(folder))?;
+    }
+    task.save(model, &new)?;
+    for file in fs::read_dir(&new).with_context(|| cannot(&new))? {
+        let file = file.with_context(|| cannot(&new))?;
+        fs::rename(file.path(), best.join(file.file_name())).with_context(|| cannot(&best))?;
+    }
+    fs::remove_dir(&new).with_context(|| cannot(&new))
 }
 
 /// Looks at each held-out example once: ranks have unequal numbers of them rather than repeated ones. Every rank gets the result.
@@ -248,15 +357,16 @@ impl Progress {
         Self { data, loss: 0.0, count: 0.0, epochs: Vec::new(), best: None, waited: 0, distribution }
     }
 
-    fn end_epoch(&mut self, epoch: u64, steps: u64, held_out: Evaluation, best: bool) {
+    fn end_epoch(&mut self, epoch: u64, steps: u64, held_out: Evaluation, best: bool) -> Epoch {
         let train_loss = self.loss / self.count.max(1.0);
-        let perplexity = held_out.loss.exp();
-        self.epochs.push(Epoch { epoch, steps, train_loss, held_out, perplexity });
+        let epoch = Epoch { epoch, steps, train_loss, held_out };
+        self.epochs.push(epoch.clone());
         (self.loss, self.count) = (0.0, 0.0);
         self.waited += 1;
         if best {
             (self.best, self.waited) = (Some(held_out), 0);
         }
+        epoch
     }
 }
 
@@ -267,59 +377,4 @@ fn optimizer(options: &TrainOptions) -> Result<ModuleOptimizer> {
         ParamGroup::from_regex(r"(^|\.)(bias|beta|gamma)$").map_err(|error| anyhow::anyhow!("{error:?}"))?;
     let decayed = adamw.clone().with_weight_decay(options.weight_decay as f32).init();
     Ok(decayed.with_group(plain, adamw.with_weight_decay(0.0).build(), None))
-}
-
-/// All epochs, a line for each: whatever was there is replaced, so that a run that goes on repeats none.
-fn write_epochs(epochs: &[Epoch], folder: &Path) -> Result<()> {
-    let lines =
-        epochs.iter().map(|epoch| Ok(serde_json::to_string(epoch)? + "\n")).collect::<Result<String>>()?;
-    let (path, new) = (folder.join("epochs.jsonl"), folder.join("epochs.jsonl.new"));
-    fs::write(&new, lines)
-        .and_then(|()| fs::rename(&new, &path))
-        .with_context(|| format!("{} cannot be written", path.display()))
-}
-
-/// What a person sees. Rank 0 alone shows anything.
-struct Console {
-    shown: bool,
-    unit: &'static str,
-    examples: usize,
-    since: Instant,
-    last_line: Instant,
-}
-
-impl Console {
-    fn new(group: &ProcessGroup, unit: &'static str) -> Self {
-        let now = Instant::now();
-        Self { shown: group.rank().is_main(), unit, examples: 0, since: now, last_line: now }
-    }
-
-    fn step(&mut self, epoch: u64, step: u64, total: u64, loss: f64, examples: usize) {
-        self.examples += examples;
-        if self.last_line.elapsed() > Duration::from_secs(5) {
-            self.last_line = Instant::now();
-            let rate = self.examples as f64 / self.since.elapsed().as_secs_f64();
-            self.say(&format!(
-                "epoch {epoch}  step {step} of {total}  loss {loss:.4}  {rate:.1} {}/s",
-                self.unit
-            ));
-        }
-    }
-
-    fn epoch(&mut self, epoch: &Epoch) {
-        let Epoch { epoch, train_loss, held_out, perplexity, .. } = epoch;
-        let Evaluation { loss, accuracy } = held_out;
-        if self.shown {
-            println!(
-                "epoch {epoch}: loss {train_loss:.4}, held out: loss {loss:.4}, perplexity {perplexity:.2}, accuracy {:.2} %",
-                100.0 * accuracy
-            );
-        }
-    }
-
-    fn say(&self, line: &str) {
-        if self.shown {
-            eprintln!("{line}");
-        }
-    }
 }

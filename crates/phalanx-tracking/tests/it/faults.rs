@@ -62,6 +62,30 @@ fn a_disk_that_has_room_again_has_lost_nothing() {
 }
 
 #[test]
+fn what_was_flushed_is_written_and_a_sink_that_hangs_holds_it_up_no_longer_than_the_time_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let own = RunOptions::new(folder.path()).csv().flush_interval(Duration::from_secs(600));
+    let run = Run::start(&ProcessGroup::alone().unwrap(), own).unwrap();
+    for step in 0..3 {
+        run.log(step, "loss", 0.5);
+        run.flush();
+        assert_eq!(csv_steps(folder.path(), "loss"), (0..=step).collect::<Vec<_>>());
+    }
+    run.finish().unwrap();
+
+    let folder = tempfile::tempdir().unwrap();
+    let probe = Probe::new(Behaviour { blocked: true, ..Behaviour::default() });
+    let run = alone(with(&probe, &folder).finish_timeout(Duration::from_millis(50)));
+    run.log(1, "loss", 0.5);
+    let (told, ()) = Heard::during(|| run.flush());
+    assert!(told.contains("have not written everything within 0.05 s; the training goes on"), "{told}");
+    probe.release();
+    run.flush();
+    assert_eq!(probe.steps(), [1]);
+    run.finish().unwrap();
+}
+
+#[test]
 fn a_writer_slower_than_the_training_holds_up_no_step() {
     let folder = tempfile::tempdir().unwrap();
     let probe = Probe::new(Behaviour { blocked: true, ..Behaviour::default() });

@@ -140,3 +140,32 @@ impl Corpus {
         self.folder.path().join(name)
     }
 }
+
+/// The lines of `metrics.jsonl`.
+#[derive(Debug, PartialEq)]
+pub struct Record(Vec<(String, u64, f64)>);
+
+impl Record {
+    /// The scalars of the record in a folder.
+    pub fn read(folder: &Path) -> Self {
+        let lines = fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+        let lines = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let scalar = |line: serde_json::Value| {
+            Some((line["tag"].as_str()?.to_owned(), line["step"].as_u64()?, line["value"].as_f64()?))
+        };
+        Self(lines.filter_map(scalar).collect())
+    }
+
+    /// All that depends on the training alone, and not on the machine.
+    pub fn of_the_training(self) -> Self {
+        Self(self.0.into_iter().filter(|(tag, ..)| !tag.starts_with("system/")).collect())
+    }
+
+    pub fn values(&self, tag: &str) -> Vec<f64> {
+        self.0.iter().filter(|(of, ..)| of == tag).map(|(.., value)| *value).collect()
+    }
+
+    pub fn steps(&self, tag: &str) -> Vec<u64> {
+        self.0.iter().filter(|(of, ..)| of == tag).map(|(_, step, _)| *step).collect()
+    }
+}

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use burn::tensor::Device;
 use roberta::{Classifier, weights};
 
-use crate::fixtures::Corpus;
+use crate::fixtures::{Corpus, Record};
 
 fn fine_tune(corpus: &Corpus, out: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_roberta"));
@@ -79,12 +79,17 @@ fn a_killed_job_goes_on_in_the_middle_of_an_epoch_and_ends_as_if_nothing_had_hap
     let (resumed, errors) = output(&mut fine_tune(&corpus, "killed"));
     assert!(resumed.status.success(), "{errors}");
     assert!(errors.contains("goes on after "), "{errors}");
-    for file in ["epochs.jsonl", "best/model.safetensors"] {
-        let read = |out: &str| fs::read(corpus.path(out).join(file)).unwrap();
-        assert!(read("whole") == read("killed"), "{file} differs");
-    }
-    let printed = String::from_utf8_lossy(&whole.stdout).into_owned();
+    let read = |out: &str| fs::read(corpus.path(out).join("best/model.safetensors")).unwrap();
+    assert!(read("whole") == read("killed"), "the best models differ");
+    let record = |out: &str| Record::read(&corpus.path(out)).of_the_training();
+    assert_eq!(record("whole"), record("killed"), "no step is missing, and none is there twice");
+    assert_eq!(record("whole").steps("train/loss"), (1..=45).collect::<Vec<_>>());
+    let printed = String::from_utf8_lossy(&whole.stderr).into_owned();
     assert_eq!(printed.matches("epoch 3: loss ").count(), 1, "one rank alone prints: {printed}");
+    assert!(!printed.contains("perplexity"), "a label is no token: {printed}");
+    for log in ["logs/rank-0.log", "logs/rank-1.log"] {
+        assert!(corpus.path("whole").join(log).exists(), "{log}");
+    }
 }
 
 #[test]

@@ -6,13 +6,14 @@ use std::sync::Arc;
 use burn::tensor::Device;
 use phalanx::sampler::DistributedSampler;
 use phalanx::{ProcessGroup, WorldSize};
+use phalanx_tracking::{Console, RunState, RunStatus};
 use roberta::data::Dataset;
 use roberta::loading::Loading;
 use roberta::tasks::{Batch, Classification, Evaluation, MaskedLanguage, Part, Task};
-use roberta::train::{TrainOptions, evaluate, fit};
+use roberta::train::{Epoch, TrainOptions, evaluate, fit};
 use roberta::{Classifier, Config, MaskedLm, Text, weights};
 
-use crate::fixtures::Corpus;
+use crate::fixtures::{Corpus, Record};
 
 fn options(out: &Path) -> TrainOptions {
     TrainOptions {
@@ -29,6 +30,15 @@ fn options(out: &Path) -> TrainOptions {
         seed: 3,
         out: out.to_owned(),
     }
+}
+
+fn train<T: Task>(
+    task: &Arc<T>,
+    model: &T::Model,
+    group: &ProcessGroup,
+    options: &TrainOptions,
+) -> anyhow::Result<Vec<Epoch>> {
+    fit(task, model.clone(), group, options, &Console::lines(std::io::sink()))
 }
 
 fn batches_of(batch_size: usize) -> Loading {
@@ -77,16 +87,22 @@ fn two_ranks_learn_to_tell_texts_apart_and_write_the_best_model() {
     let task = classification(&corpus, 0.0);
     let model = classifier(&task.config, corpus.folder.path());
     let options = TrainOptions { epochs: 8, ..options(&out) };
-    let epochs = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap());
+    let epochs = on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
     assert_eq!(epochs[0], epochs[1]);
     let last = epochs[0].last().unwrap();
     assert!(last.held_out.accuracy > 0.8, "{last:?}");
     assert_eq!((last.epoch, last.steps), (8, 8 * 30_u64.div_ceil(4)));
 
-    let lines = std::fs::read_to_string(out.join("epochs.jsonl")).unwrap();
-    let expected: String =
-        epochs[0].iter().map(|epoch| serde_json::to_string(epoch).unwrap() + "\n").collect();
-    assert_eq!(lines, expected);
+    let record = Record::read(&out);
+    let accuracies: Vec<f64> = epochs[0].iter().map(|epoch| epoch.held_out.accuracy).collect();
+    assert_eq!(record.values("held_out/accuracy"), accuracies);
+    assert_eq!(record.values("train/loss").len(), 64, "one for each step, of all ranks together");
+    let mean = record.values("train/loss")[..8].iter().sum::<f64>() / 8.0;
+    assert!((mean - epochs[0][0].train_loss).abs() < 0.01, "{mean} {:?}", epochs[0][0]);
+    assert!(record.values("held_out/perplexity").is_empty(), "a label is no token");
+    assert!(record.values("system/peak_memory_bytes/rank1").len() > 2);
+    assert!(record.values("system/bytes_sent/rank1")[0] > 0.0);
+    assert_eq!(RunStatus::read(&out).unwrap().unwrap().state(), RunState::Finished);
 
     let best = epochs[0]
         .iter()
@@ -130,7 +146,7 @@ fn workers_change_no_bit() {
     let run = |num_workers: usize| {
         let out = corpus.path(&format!("{num_workers} workers"));
         let options = TrainOptions { num_workers, accumulate: 2, ..options(&out) };
-        let epochs = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap());
+        let epochs = on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
         (epochs, std::fs::read(out.join("best/model.safetensors")).unwrap())
     };
     let none = run(0);
@@ -174,7 +190,7 @@ fn ranks_and_accumulation_take_the_steps_of_one_large_batch() {
     let model = classifier(&task.config, corpus.folder.path());
     let run = |name: &str, ranks, batch_size, accumulate| {
         let options = TrainOptions { batch_size, accumulate, ..options(&corpus.path(name)) };
-        on_ranks(ranks, |group| fit(&task, model.clone(), &group, &options).unwrap()).remove(0)
+        on_ranks(ranks, |group| train(&task, &model, &group, &options).unwrap()).remove(0)
     };
     let one = run("one", 1, 8, 1);
     for (name, epochs) in [("two ranks", run("ranks", 2, 4, 1)), ("accumulated", run("accumulated", 2, 2, 2))]
@@ -197,7 +213,7 @@ fn a_data_set_shorter_than_the_world_is_an_error_on_every_rank() {
     let model = classifier(&task.config, corpus.folder.path());
     let options = options(&corpus.path("few"));
     let errors = |task: &Arc<Classification>| {
-        on_ranks(3, |group| fit(task, model.clone(), &group, &options).unwrap_err().to_string())
+        on_ranks(3, |group| train(task, &model, &group, &options).unwrap_err().to_string())
     };
     let few = errors(&task);
     assert!(few.iter().all(|error| error.contains("2 items are too few for 3 ranks")), "{few:?}");
@@ -219,7 +235,7 @@ fn a_label_out_of_range_is_an_error_that_names_the_example_and_no_panic() {
     let model = classifier(&task.config, corpus.folder.path());
     for num_workers in [0, 2] {
         let options = TrainOptions { num_workers, ..options(&corpus.path("range")) };
-        let error = fit(&task, model.clone(), &ProcessGroup::alone().unwrap(), &options).unwrap_err();
+        let error = train(&task, &model, &ProcessGroup::alone().unwrap(), &options).unwrap_err();
         let error = format!("{error:#}");
         assert!(
             error.contains("item 2 of the data set (epoch 0, worker 0 of rank 0): label 2 is out of range"),
@@ -235,10 +251,10 @@ fn training_ends_when_nothing_gets_better() {
     let model = classifier(&task.config, corpus.folder.path());
     // A rate that changes no f32: each epoch is as good as the first.
     let options = TrainOptions { epochs: 9, lr: 1e-30, patience: Some(2), ..options(&corpus.path("early")) };
-    let epochs = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap());
+    let epochs = on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
     assert_eq!(epochs[0].len(), 3);
     // Started again, it is over.
-    let again = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap());
+    let again = on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
     assert_eq!(again, epochs);
 }
 
@@ -248,8 +264,8 @@ fn another_number_of_ranks_does_not_go_on_from_a_checkpoint() {
     let task = classification(&corpus, 0.1);
     let model = classifier(&task.config, corpus.folder.path());
     let options = TrainOptions { epochs: 1, ..options(&corpus.path("run")) };
-    on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap());
-    let error = on_ranks(1, |group| fit(&task, model.clone(), &group, &options).unwrap_err().to_string());
+    on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
+    let error = on_ranks(1, |group| train(&task, &model, &group, &options).unwrap_err().to_string());
     assert!(error[0].contains("(2, 4, 3, 8), this run has (1, 4, 3, 8)"), "{error:?}");
 }
 
@@ -264,9 +280,59 @@ fn a_masked_language_model_learns_and_its_perplexity_falls() {
     let model = MaskedLm::new(&corpus.config, &Device::flex().autodiff());
     let before = evaluate(&task, &model, &ProcessGroup::alone().unwrap(), batches_of(4)).unwrap();
     let options = TrainOptions { epochs: 4, ..options(&corpus.path("language")) };
-    let epochs = on_ranks(2, |group| fit(&task, model.clone(), &group, &options).unwrap()).remove(0);
-    let perplexities: Vec<f64> = epochs.iter().map(|epoch| epoch.perplexity).collect();
+    let epochs = on_ranks(2, |group| train(&task, &model, &group, &options).unwrap()).remove(0);
+    assert_eq!(Record::read(&corpus.path("language")).values("held_out/perplexity").len(), 4);
+    let perplexities: Vec<f64> = epochs.iter().map(|epoch| epoch.held_out.perplexity()).collect();
     let (first, last) = (before.loss.exp(), perplexities[3]);
     assert!(first > 200.0 && last < first / 2.0, "{first} {perplexities:?}");
     assert!(perplexities[0] < first && last < perplexities[0], "{first} {perplexities:?}");
+}
+
+#[test]
+fn a_full_disk_under_the_best_model_is_everybody_s_error_and_nothing_is_lost() {
+    let corpus = Corpus::new(24, 8);
+    let task = classification(&corpus, 0.1);
+    let model = classifier(&task.config, corpus.folder.path());
+    // One after the other: ranks that are threads share the random numbers of dropout, so that only the model before is compared.
+    let out = corpus.path("full");
+    let one = TrainOptions { epochs: 1, ..options(&out) };
+    on_ranks(2, |group| train(&task, &model, &group, &one).unwrap());
+    let before = std::fs::read(out.join("best/model.safetensors")).unwrap();
+
+    // Writing there fails as on a disk without room.
+    std::fs::create_dir(out.join("best.new")).unwrap();
+    std::os::unix::fs::symlink("/dev/full", out.join("best.new/config.json")).unwrap();
+    let more = TrainOptions { epochs: 12, save_every: 1, ..options(&out) };
+    let errors = on_ranks(2, |group| format!("{:#}", train(&task, &model, &group, &more).unwrap_err()));
+    let cause = "best.new/config.json cannot be written: No space left on device";
+    assert!(errors.iter().all(|error| error.contains(cause)), "{errors:?}");
+    assert!(std::fs::read(out.join("best/model.safetensors")).unwrap() == before, "the best model stays");
+    let status = RunStatus::read(&out).unwrap().unwrap();
+    assert!(status.state() == RunState::Failed && status.cause().unwrap().contains(cause), "{status:?}");
+
+    // There is room again.
+    std::fs::remove_file(out.join("best.new/config.json")).unwrap();
+    let epochs = on_ranks(2, |group| train(&task, &model, &group, &more).unwrap());
+    assert_eq!(epochs[0].len(), 12);
+    let record = Record::read(&out);
+    assert_eq!(record.steps("train/loss"), (1..=36).collect::<Vec<_>>(), "each once");
+    assert_eq!(record.steps("held_out/loss"), (1..=12).map(|epoch| 3 * epoch).collect::<Vec<_>>());
+    assert!(!out.join("best.new").exists());
+}
+
+#[test]
+fn a_full_disk_under_the_record_ends_no_training() {
+    let corpus = Corpus::new(8, 4);
+    let task = classification(&corpus, 0.1);
+    let model = classifier(&task.config, corpus.folder.path());
+    let out = corpus.path("full");
+    std::fs::create_dir(&out).unwrap();
+    std::os::unix::fs::symlink("/dev/full", out.join("metrics.jsonl")).unwrap();
+    let epochs = on_ranks(2, |group| train(&task, &model, &group, &options(&out)).unwrap());
+    assert_eq!(epochs[0].len(), 3);
+    let status = RunStatus::read(&out).unwrap().unwrap();
+    let sink = &status.attempts()[0].sinks[0];
+    assert_eq!((status.state(), sink.name.as_str()), (RunState::Finished, "metrics.jsonl"));
+    assert!(sink.lost > 3 && sink.error.contains("No space left on device"), "{sink:?}");
+    assert!(out.join("best/model.safetensors").exists());
 }
