@@ -6,6 +6,8 @@
 //! cargo run --release -p dp_vs_ddp -- --replicas 4 --steps 50 --plot dp_vs_ddp.png
 //! ```
 
+mod bars;
+#[allow(dead_code, reason = "examples/roberta needs other parts of it")]
 mod memory;
 #[path = "../../scaling/src/overlap.rs"]
 mod overlap;
@@ -185,7 +187,7 @@ fn data_parallel(options: &Options, out: &Path) -> Result<()> {
 }
 
 fn distributed(options: &Options, out: &Path) -> Result<()> {
-    let mut peaks = Peaks::begin()?;
+    let peaks = Peaks::begin()?;
     let group = phalanx::init()?;
     let device = Device::flex().autodiff();
     let mut ddp = Ddp::new(Mlp::new(&device), &group)?;

@@ -27,6 +27,13 @@ static OWNER: [AtomicUsize; GROUPS] = [const { AtomicUsize::new(MAIN) }; GROUPS]
 static HELD: [AtomicUsize; GROUPS] = [const { AtomicUsize::new(0) }; GROUPS];
 static PEAK: [AtomicUsize; GROUPS] = [const { AtomicUsize::new(0) }; GROUPS];
 
+/// The most that a replica may hold, with what its process shares with others.
+static LIMIT: AtomicUsize = AtomicUsize::new(usize::MAX);
+/// Of the memory that this process shares with others, its part, when somebody looked.
+static SHARED: AtomicUsize = AtomicUsize::new(0);
+/// What a process says that ends because a replica would hold more.
+pub const EXCEEDED: &str = "out of memory: replica ";
+
 struct Tracker;
 
 impl Tracker {
@@ -40,6 +47,15 @@ impl AllocationTracker for Tracker {
         let owner = Self::owner(&group);
         let held = HELD[owner].fetch_add(size, Ordering::Relaxed) + size;
         PEAK[owner].fetch_max(held, Ordering::Relaxed);
+        let limit = LIMIT.load(Ordering::Relaxed);
+        // Whoever comes first says so, and the others go on until the process ends.
+        if held + SHARED.load(Ordering::Relaxed) > limit
+            && LIMIT.swap(usize::MAX, Ordering::Relaxed) != usize::MAX
+        {
+            let replica = owner.saturating_sub(OTHERS);
+            eprintln!("{EXCEEDED}{replica} asks for more than {limit} bytes");
+            std::process::abort();
+        }
     }
 
     fn deallocated(
@@ -66,8 +82,6 @@ fn register(owner: usize) -> Result<AllocationGroupToken> {
 #[derive(Default)]
 pub struct Peaks {
     replicas: usize,
-    /// Of the memory that this process shares with others, its part, when somebody looked.
-    shared_mb: f64,
 }
 
 impl Peaks {
@@ -89,34 +103,47 @@ impl Peaks {
         Ok(Self::default())
     }
 
+    /// Forgets what was held before, such as while files were read.
+    pub fn restart(&mut self) {
+        for (peak, held) in PEAK.iter().zip(&HELD) {
+            peak.store(held.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+    }
+
+    /// From now on the process ends, with [`EXCEEDED`] on standard error, when a replica would hold more than `bytes`, as a device
+    /// refuses what it has no memory for.
+    pub fn limit(&mut self, bytes: usize) {
+        LIMIT.store(bytes, Ordering::Relaxed);
+    }
+
     /// Takes note of the memory that this process shares with others now: buckets. A page that is mapped by several processes
     /// counts for each as a part.
-    pub fn look(&mut self) -> Result<()> {
+    pub fn look(&self) -> Result<()> {
         let text = std::fs::read_to_string("/proc/self/smaps_rollup")?;
         let line = text.lines().find_map(|line| line.strip_prefix("Pss_Shmem:"));
         let kib = line.and_then(|line| line.split_whitespace().next()).context("no Pss_Shmem is there")?;
-        self.shared_mb = self.shared_mb.max(kib.parse::<f64>()? * 1024.0 / 1e6);
+        SHARED.fetch_max(kib.parse::<usize>()? * 1024, Ordering::Relaxed);
         Ok(())
     }
 
     /// Of the main replica, or of a rank: heap, and its part of what is shared.
     pub fn main_mb(&self) -> f64 {
-        mb(MAIN) + self.shared_mb
+        mb(&PEAK[MAIN]) + mb(&SHARED)
     }
 
     /// Of the replica that held most besides.
     pub fn other_mb(&self) -> f64 {
-        (1..self.replicas).map(|replica| mb(OTHERS + replica)).fold(0.0, f64::max)
+        (1..self.replicas).map(|replica| mb(&PEAK[OTHERS + replica])).fold(0.0, f64::max)
     }
 
     /// Of the kernels' threads.
     pub fn kernels_mb(&self) -> f64 {
-        mb(KERNELS)
+        mb(&PEAK[KERNELS])
     }
 }
 
-fn mb(owner: usize) -> f64 {
-    PEAK[owner].load(Ordering::Relaxed) as f64 / 1e6
+fn mb(bytes: &AtomicUsize) -> f64 {
+    bytes.load(Ordering::Relaxed) as f64 / 1e6
 }
 
 fn threads() -> usize {
@@ -127,7 +154,7 @@ fn threads() -> usize {
 }
 
 /// What `DataParallel::with_scope` takes.
-type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
+pub type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
 
 /// A scope for `DataParallel` that attributes memory to replicas.
 pub fn of_replicas(count: usize) -> Result<(Peaks, Scope)> {

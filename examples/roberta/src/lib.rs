@@ -8,6 +8,7 @@ pub mod loading;
 pub mod masking;
 pub mod model;
 pub mod schedule;
+pub mod strategy;
 pub mod tasks;
 pub mod text;
 pub mod train;

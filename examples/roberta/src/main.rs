@@ -1,9 +1,16 @@
-//! Fine-tunes or pre-trains RoBERTa or BERT on several ranks. See README.md.
+//! Fine-tunes or pre-trains RoBERTa or BERT on several ranks, and compares ways to. See README.md.
 //!
 //! ```sh
 //! examples/roberta/fetch.py                          # mails and a small BERT, through npm and pip
 //! cargo run --release -p roberta -- fine-tune --out runs/spam
 //! ```
+
+#[path = "../../dp_vs_ddp/src/bars.rs"]
+mod bars;
+mod compare;
+#[path = "../../dp_vs_ddp/src/memory.rs"]
+#[allow(dead_code, reason = "dp_vs_ddp needs other parts of it")]
+mod memory;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +23,9 @@ use clap::{Parser, Subcommand};
 use phalanx::ProcessGroup;
 use phalanx_tracking::{Console, logs};
 
+use crate::compare::{CompareOptions, Subject, compare, measure};
 use roberta::data::Dataset;
+use roberta::strategy::{Devices, Strategy};
 use roberta::tasks::{Classification, MaskedLanguage};
 use roberta::text::{Text, train_byte_level};
 use roberta::train::{TrainOptions, fit};
@@ -38,10 +47,24 @@ enum Command {
         /// Folder with config.json, model.safetensors and tokenizer.json
         #[arg(long, default_value = "out/roberta/minilm")]
         model: PathBuf,
+        /// How the ranks, or the replicas of one process, train together
+        #[arg(long, value_enum, default_value = "ddp")]
+        strategy: Strategy,
         #[command(flatten)]
         job: Job,
         #[command(flatten)]
         train: TrainOptions,
+    },
+    /// Fine-tunes with each strategy: time, memory, processor time, accuracy, and the largest batch
+    #[command(args_override_self = true)]
+    Compare {
+        /// Folder with config.json, model.safetensors and tokenizer.json
+        #[arg(long, default_value = "out/roberta/minilm")]
+        model: PathBuf,
+        #[command(flatten)]
+        job: Job,
+        #[command(flatten)]
+        options: CompareOptions,
     },
     /// Learns a language from masked texts, from random weights on
     Pretrain {
@@ -75,7 +98,7 @@ enum Command {
 
 #[derive(Clone, clap::Args)]
 struct Job {
-    /// Worker processes to start, unless a launcher has started this one
+    /// Devices: worker processes to start, unless a launcher has started this one; with --strategy dp and towers, replicas
     #[arg(long, default_value_t = 2)]
     ranks: u32,
     /// Folder with train.jsonl, held-out.jsonl and labels.json
@@ -96,35 +119,52 @@ struct Job {
 const LINES_EVERY: Duration = Duration::from_secs(10);
 
 impl Job {
-    fn run(
-        &self,
-        train: &TrainOptions,
-        worker: impl FnOnce(&ProcessGroup, Dataset, &Console) -> Result<()>,
-    ) -> Result<()> {
+    fn run(&self, processes: u32, worker: impl FnOnce(&ProcessGroup, Dataset) -> Result<()>) -> Result<()> {
         let worker = || {
             let group = phalanx::init()?;
-            let console = Console::stderr().lines_every(LINES_EVERY);
-            logs::install(group.rank(), train.out.join("logs"), &console)?;
             let data = Dataset::read(&self.data)
                 .context("examples/roberta/fetch.py brings the mails")?
                 .limited(self.train_limit, self.held_out_limit);
-            worker(&group, data, &console)
+            worker(&group, data)
         };
         // `{:#}` shows causes, too.
-        match self.ranks {
+        match processes {
             1 => worker(),
-            ranks => Ok(phalanx::spawn(ranks, || worker().map_err(|error| format!("{error:#}")))?),
+            processes => Ok(phalanx::spawn(processes, || worker().map_err(|error| format!("{error:#}")))?),
         }
     }
 }
 
+/// The terminal, for the progress bar and the logs; each rank's logs go into a file of the run.
+fn console(group: &ProcessGroup, train: &TrainOptions) -> Result<Console> {
+    let console = Console::stderr().lines_every(LINES_EVERY);
+    logs::install(group.rank(), train.out.join("logs"), &console)?;
+    Ok(console)
+}
+
 fn main() -> Result<()> {
     match Options::parse().command {
-        Command::FineTune { model, job, train } => {
-            job.run(&train, |group, data, console| fine_tune(&model, &job, &train, group, data, console))
+        Command::FineTune { model, strategy, job, train } => {
+            let devices = Devices { count: job.ranks, strategy };
+            job.run(devices.processes(), |group, data| {
+                let console = console(group, &train)?;
+                let Subject { task, model, .. } = subject(&model, &job, train.seed, devices, data)?;
+                fit(&task, model, (devices.of(group), group), &train, &console)?;
+                Ok(())
+            })
+        }
+        Command::Compare { model, job, options } => {
+            let Some(strategy) = options.strategy else { return compare(&options, job.ranks) };
+            let devices = Devices { count: job.ranks, strategy };
+            job.run(devices.processes(), |group, data| {
+                let observed = compare::begin(devices)?;
+                let subject = subject(&model, &job, options.train().seed, devices, data)?;
+                measure(subject, group, observed, &options)
+            })
         }
         Command::Pretrain { config, tokenizer, characters, job, train } => {
-            job.run(&train, |group, data, console| {
+            job.run(job.ranks, |group, data| {
+                let console = console(group, &train)?;
                 let config = Config::read(&config)?;
                 let text = Text::open(&tokenizer, &config, job.max_tokens)
                     .context("`roberta tokenizer` learns one from the training texts")?;
@@ -132,7 +172,8 @@ fn main() -> Result<()> {
                 device.seed(train.seed);
                 let model = MaskedLm::new(&config, &device);
                 let task = MaskedLanguage::new(config, text, &data, characters);
-                fit(&Arc::new(task), model, group, &train, console)?;
+                let devices = Devices { count: job.ranks, strategy: Strategy::Ddp }.of(group);
+                fit(&Arc::new(task), model, (devices, group), &train, &console)?;
                 Ok(())
             })
         }
@@ -146,23 +187,14 @@ fn main() -> Result<()> {
     }
 }
 
-fn fine_tune(
-    folder: &Path,
-    job: &Job,
-    train: &TrainOptions,
-    group: &ProcessGroup,
-    data: Dataset,
-    console: &Console,
-) -> Result<()> {
+/// A classifier with a new head, the same on every rank, and what it learns.
+fn subject(folder: &Path, job: &Job, seed: u64, devices: Devices, data: Dataset) -> Result<Subject> {
     let config = Config::read(&folder.join("config.json"))?;
     let text = Text::open(&folder.join("tokenizer.json"), &config, job.max_tokens)?;
     let device = Device::flex().autodiff();
-    device.seed(train.seed);
+    device.seed(seed);
     let mut model = Classifier::new(&config, data.labels.len(), &device);
     let loaded = weights::load(&mut model, config.model_type, &folder.join("model.safetensors"))?;
-    if group.rank().is_main() {
-        console.println(&format!("random at first: {}", loaded.new.join(", ")));
-    }
-    fit(&Arc::new(Classification { config, text, data }), model, group, train, console)?;
-    Ok(())
+    tracing::info!("random at first: {}", loaded.new.join(", "));
+    Ok(Subject { task: Arc::new(Classification { config, text, data }), model, devices })
 }

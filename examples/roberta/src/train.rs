@@ -10,13 +10,14 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::{Error, ProcessGroup, ReduceOp};
-use phalanx_burn::{FusedAdamWConfig, TrainState};
+use phalanx_burn::FusedAdamWConfig;
 use phalanx_data::Position;
 use phalanx_tracking::{Console, Run, RunOptions, Traffic};
 use serde::{Deserialize, Serialize};
 
 use crate::loading::{Loader, Loading};
 use crate::schedule::{linear_with_warmup, seed_of};
+use crate::strategy::{Devices, Engine, Stepped};
 use crate::tasks::{Batch, Evaluation, Part, Task, loss_sum};
 
 /// How to train.
@@ -73,6 +74,8 @@ pub struct Epoch {
     pub held_out: Evaluation,
 }
 
+/// The name of a [`Progress`] in checkpoints.
+const PROGRESS: &str = "progress";
 /// Steps between looks at what each rank uses of its machine.
 const SYSTEM_EVERY: u64 = 20;
 
@@ -81,6 +84,8 @@ const SYSTEM_EVERY: u64 = 20;
 struct Progress {
     /// How far the loader has come.
     data: Position,
+    /// Steps of the optimizer.
+    steps: u64,
     /// Of what the epoch has behind it, the sum of the losses and the number of predictions.
     loss: f64,
     count: f64,
@@ -89,10 +94,13 @@ struct Progress {
     /// Epochs since the best.
     waited: u64,
     /// Which batches a step takes, and how many steps there are, depends on these.
-    distribution: (usize, usize, u64, usize),
+    distribution: Distribution,
 }
 
-/// Trains `model` with all ranks of `group`, and gives all epochs, those before a restart included. The folder `options.out` gets
+/// Devices, batch size, seed and examples.
+type Distribution = (Devices, usize, u64, usize);
+
+/// Trains `model` on `devices` with all ranks of `group`, and gives all epochs, those before a restart included. The folder `options.out` gets
 /// the record of the run; in `best`, the best model, for `transformers` and for this example; and checkpoints. `console` shows
 /// how far it is.
 ///
@@ -104,14 +112,16 @@ struct Progress {
 pub fn fit<T: Task>(
     task: &Arc<T>,
     model: T::Model,
-    group: &ProcessGroup,
+    (devices, group): (Devices, &ProcessGroup),
     options: &TrainOptions,
     console: &Console,
 ) -> Result<Vec<Epoch>> {
-    Training::start(task, model, group, options, console).and_then(Training::run).inspect_err(|error| {
-        // The other ranks would wait for this one, and never hear why it has ended.
-        group.abort(Error::other(format!("{error:#}")));
-    })
+    Training::start(task, model, (devices, group), options, console).and_then(Training::run).inspect_err(
+        |error| {
+            // The other ranks would wait for this one, and never hear why it has ended.
+            group.abort(Error::other(format!("{error:#}")));
+        },
+    )
 }
 
 /// What all steps have in common.
@@ -122,67 +132,83 @@ struct Training<'a, T: Task> {
     console: &'a Console,
     loading: Loading,
     loader: Loader<T>,
-    state: TrainState<T::Model, Progress>,
+    engine: Engine<T::Model>,
+    progress: Progress,
     checkpoints: Checkpoints,
     record: Run,
-    /// How many steps there are, and in how many of them the learning rate grows.
+    /// How many steps there are.
     total: u64,
-    warmup: u64,
 }
 
 impl<'a, T: Task> Training<'a, T> {
     fn start(
         task: &'a Arc<T>,
         model: T::Model,
-        group: &'a ProcessGroup,
+        (devices, group): (Devices, &'a ProcessGroup),
         options: &'a TrainOptions,
         console: &'a Console,
     ) -> Result<Self> {
         let examples = task.examples(Part::Train);
-        options.check()?;
+        options.check(devices)?;
+        devices.check(group)?;
         ensure!(
             examples > 0 && task.examples(Part::HeldOut) > 0,
             "there must be examples to learn from, and others to measure on"
         );
-        let loading = Loading { batch_size: options.batch_size, num_workers: options.num_workers };
+        let batch_size = options.batch_size * devices.batches();
+        let loading = Loading { batch_size, num_workers: options.num_workers };
         let loader = loading.training(task, group, options.seed, &Device::flex().autodiff())?;
         let total = loader.len().div_ceil(options.accumulate) as u64 * options.epochs;
-        let warmup = (options.warmup * total as f64).ceil() as u64;
 
-        let distribution = (group.world_size().count(), options.batch_size, options.seed, examples);
-        let progress = Progress::new(loader.position(), distribution);
-        let mut state = TrainState::new(model, optimizer(options)?, progress)?.with_group(group)?;
+        let distribution = (devices, options.batch_size, options.seed, examples);
         let checkpoints = Checkpoints::open(options.out.join("checkpoints"), group)?.keep(2);
-        let resumed = state.resume(&checkpoints)?;
-        let there = state.progress.distribution;
+        let saved = checkpoints.newest()?;
+        let progress = match &saved {
+            Some(saved) => saved.value(PROGRESS)?,
+            None => Progress::new(loader.position(), distribution),
+        };
+        let there = progress.distribution;
         ensure!(
             there == distribution,
-            "the checkpoint in {} is of (ranks, batch size, seed, examples) {there:?}, this run has {distribution:?}: \
-             start it with the same, or with another --out",
+            "the checkpoint in {} is of (devices, batch size, seed, examples) {there:?}, this run has {distribution:?}: start \
+             it with the same, or with another --out",
             options.out.display()
         );
-        loader.resume(&state.progress.data)?;
+        loader.resume(&progress.data)?;
+        let engine = Engine::new(model, options.optimizer()?, (devices, group), saved.as_ref(), None)?;
 
         let mut record =
             RunOptions::new(&options.out).tensorboard().json_lines().progress(console, Some(total));
-        if resumed {
-            record = record.resume_at(state.steps() + 1);
+        if saved.is_some() {
+            record = record.resume_at(progress.steps + 1);
         }
         let record = Run::start(group, record)?;
-        if resumed {
-            say(&record, console, &format!("goes on after {} of {total} steps", state.steps()));
-        } else {
-            record.log_hyperparameters(options)?;
-            record.log_hyperparameters(&serde_json::json!({ "ranks": group.world_size().get() }))?;
+        match saved {
+            Some(_) => say(&record, console, &format!("goes on after {} of {total} steps", progress.steps)),
+            None => {
+                record.log_hyperparameters(&serde_json::json!({ "train": options, "devices": devices }))?
+            }
         }
-        Ok(Self { task, group, options, console, loading, loader, state, checkpoints, record, total, warmup })
+        Ok(Self {
+            task,
+            group,
+            options,
+            console,
+            loading,
+            loader,
+            engine,
+            progress,
+            checkpoints,
+            record,
+            total,
+        })
     }
 
     fn run(mut self) -> Result<Vec<Epoch>> {
         match self.epochs() {
             Ok(()) => {
                 self.record.finish()?;
-                Ok(self.state.progress.epochs)
+                Ok(self.progress.epochs)
             }
             Err(error) => match self.record.fail(format!("{error:#}")) {
                 Ok(_) => Err(error),
@@ -192,16 +218,16 @@ impl<'a, T: Task> Training<'a, T> {
     }
 
     fn epochs(&mut self) -> Result<()> {
-        while self.loader.epoch() < self.options.epochs && !self.options.is_over(&self.state.progress) {
+        while self.loader.epoch() < self.options.epochs && !self.options.is_over(&self.progress) {
             let epoch = self.loader.epoch();
             let mut batches = self.loader.iter();
             while batches.len() > 0 {
                 // No more than there are: what asks for a batch behind the last one ends the epoch.
                 let some = self.options.accumulate.min(batches.len());
                 let step: Vec<Batch> = batches.by_ref().take(some).collect::<Result<_, _>>()?;
-                self.step(&step)?;
+                self.step(step)?;
                 // The end of an epoch has one of its own, behind the evaluation.
-                if self.state.steps().is_multiple_of(self.options.save_every) && batches.len() > 0 {
+                if self.progress.steps.is_multiple_of(self.options.save_every) && batches.len() > 0 {
                     self.checkpoint()?;
                 }
             }
@@ -210,67 +236,41 @@ impl<'a, T: Task> Training<'a, T> {
             self.end_epoch(epoch + 1)?;
         }
         self.checkpoints.finish()?;
-        ensure!(self.state.model.replicas_identical()?, "the replicas differ");
-        Ok(())
+        self.engine.check_replicas()
     }
 
     /// One step of the optimizer with the gradients of these batches, and of as many on each of the other ranks.
-    fn step(&mut self, batches: &[Batch]) -> Result<()> {
-        let Self { task, group, options, state, record, .. } = self;
-        let Some((last, held)) = batches.split_last() else { return Ok(()) };
-        // Dropout: other numbers for each step and rank, the same after a restart.
-        let seed = seed_of(&[options.seed, state.steps(), group.rank().index() as u64]);
-        Device::flex().autodiff().seed(seed);
-        // The mean over the predictions of all ranks, which may have unequal numbers of them.
-        let count = state.model.sum(batches.iter().map(|batch| batch.count).sum::<usize>())?;
-        let scale = group.world_size().count() as f64 / count;
-        let loss_of = |model: &T::Model, batch: &Batch| {
-            loss_sum(task.logits(model, batch), batch.targets.clone()) * scale
-        };
-        let mut loss = 0.0;
-        for batch in held {
-            let part = state.model.forward(|model| loss_of(model, batch))?;
-            state.model.backward_no_sync(&part)?;
-            loss += part.into_scalar::<f64>();
-        }
-        let part = state.model.forward(|model| loss_of(model, last))?;
-        let mut gradients = state.model.backward(&part)?;
-        loss += part.into_scalar::<f64>();
+    fn step(&mut self, batches: Vec<Batch>) -> Result<()> {
+        let Self { task, group, options, engine, progress, record, .. } = self;
+        options.seed_step(progress.steps, group);
+        let rate = options.rate(progress.steps, self.total);
+        let Stepped { loss, count, norm } = engine.step(&***task, batches, (rate, options.max_norm))?;
 
-        let norm = state.model.clip_grad_norm(&mut gradients, options.max_norm)?;
-        ensure!(
-            norm.is_finite(),
-            "the gradient of step {} is not finite: try a smaller --lr",
-            state.steps() + 1
-        );
-        let rate = linear_with_warmup(options.lr, self.warmup, self.total, state.steps());
-        state.step(rate, gradients)?;
-
-        let step = state.steps();
-        let loss = record.log_mean(step, "train/loss", loss)?;
-        record.log(step, "train/learning_rate", rate);
-        record.log(step, "train/gradient_norm", norm);
-        if step.is_multiple_of(SYSTEM_EVERY) {
-            let bytes_sent = Some(state.model.communicated_bytes());
-            record.log_system(step, Traffic { bytes_sent, hidden: None })?;
+        progress.steps += 1;
+        let loss = record.log_mean(progress.steps, "train/loss", loss)?;
+        record.log(progress.steps, "train/learning_rate", rate);
+        record.log(progress.steps, "train/gradient_norm", norm);
+        if progress.steps.is_multiple_of(SYSTEM_EVERY) {
+            let bytes_sent = Some(engine.bytes_moved());
+            record.log_system(progress.steps, Traffic { bytes_sent, hidden: None })?;
         }
-        state.progress.data = self.loader.position();
-        state.progress.loss += loss * count;
-        state.progress.count += count;
+        progress.data = self.loader.position();
+        progress.loss += loss * count;
+        progress.count += count;
         Ok(())
     }
 
     /// Looks at the held-out examples, and keeps the model if it is the best.
     fn end_epoch(&mut self, epoch: u64) -> Result<()> {
-        let Self { task, group, options, console, loading, state, record, .. } = self;
-        let held_out = evaluate(task, state.model.model(), group, *loading)?;
-        let best = state.progress.best.is_none_or(|best| task.is_better(&held_out, &best));
+        let Self { task, group, options, console, loading, engine, progress, record, .. } = self;
+        let held_out = evaluate(task, engine.model(), group, *loading)?;
+        let best = progress.best.is_none_or(|best| task.is_better(&held_out, &best));
         if best && group.rank().is_main() {
-            save_best(task, state.model.model(), &options.out)?;
+            save_best(task, engine.model(), &options.out)?;
         }
-        let steps = state.steps();
-        state.progress.data = self.loader.position();
-        let epoch = state.progress.end_epoch(epoch, steps, held_out, best);
+        let steps = progress.steps;
+        progress.data = self.loader.position();
+        let epoch = progress.end_epoch(epoch, held_out, best);
         for (name, value) in task.measures(&held_out) {
             record.log(steps, &format!("held_out/{name}"), value);
         }
@@ -289,7 +289,7 @@ impl<'a, T: Task> Training<'a, T> {
     fn checkpoint(&mut self) -> Result<()> {
         // A run that is killed from here on goes on behind this step: the record must have it.
         self.record.flush();
-        Ok(self.state.checkpoint(&self.checkpoints)?)
+        self.engine.save(&self.checkpoints, self.progress.steps, (PROGRESS, &self.progress))
     }
 }
 
@@ -338,7 +338,14 @@ pub fn evaluate<T: Task>(
 }
 
 impl TrainOptions {
-    fn check(&self) -> Result<()> {
+    fn check(&self, devices: Devices) -> Result<()> {
+        ensure!(
+            self.accumulate == 1 || devices.processes() == devices.count,
+            "--accumulate {} with --strategy {}: gradients are accumulated on ranks; take --strategy ddp, or a larger \
+             --batch-size",
+            self.accumulate,
+            devices.name()
+        );
         ensure!(self.batch_size > 0, "--batch-size must be at least 1");
         ensure!(self.accumulate > 0, "--accumulate must be at least 1");
         ensure!(self.save_every > 0, "--save-every must be at least 1");
@@ -347,19 +354,51 @@ impl TrainOptions {
         Ok(())
     }
 
+    /// AdamW, with weight decay for matrices alone.
+    ///
+    /// # Errors
+    /// If the names of parameters cannot be told apart.
+    pub fn optimizer(&self) -> Result<ModuleOptimizer> {
+        let adamw = FusedAdamWConfig::new().with_epsilon(1e-8);
+        let plain = ParamGroup::from_regex(r"(^|\.)(bias|beta|gamma)$")
+            .map_err(|error| anyhow::anyhow!("{error:?}"))?;
+        let decayed = adamw.clone().with_weight_decay(self.weight_decay as f32).init();
+        Ok(decayed.with_group(plain, adamw.with_weight_decay(0.0).build(), None))
+    }
+
+    /// The learning rate of a step, counted from 0, of `total`.
+    pub fn rate(&self, step: u64, total: u64) -> f64 {
+        let warmup = (self.warmup * total as f64).ceil() as u64;
+        linear_with_warmup(self.lr, warmup, total, step)
+    }
+
+    /// Seeds dropout: other numbers for each step and rank, the same after a restart.
+    pub fn seed_step(&self, step: u64, group: &ProcessGroup) {
+        Device::flex().autodiff().seed(seed_of(&[self.seed, step, group.rank().index() as u64]));
+    }
+
     fn is_over(&self, progress: &Progress) -> bool {
         self.patience.is_some_and(|patience| progress.waited >= patience.max(1))
     }
 }
 
 impl Progress {
-    fn new(data: Position, distribution: (usize, usize, u64, usize)) -> Self {
-        Self { data, loss: 0.0, count: 0.0, epochs: Vec::new(), best: None, waited: 0, distribution }
+    fn new(data: Position, distribution: Distribution) -> Self {
+        Self {
+            data,
+            steps: 0,
+            loss: 0.0,
+            count: 0.0,
+            epochs: Vec::new(),
+            best: None,
+            waited: 0,
+            distribution,
+        }
     }
 
-    fn end_epoch(&mut self, epoch: u64, steps: u64, held_out: Evaluation, best: bool) -> Epoch {
+    fn end_epoch(&mut self, epoch: u64, held_out: Evaluation, best: bool) -> Epoch {
         let train_loss = self.loss / self.count.max(1.0);
-        let epoch = Epoch { epoch, steps, train_loss, held_out };
+        let epoch = Epoch { epoch, steps: self.steps, train_loss, held_out };
         self.epochs.push(epoch.clone());
         (self.loss, self.count) = (0.0, 0.0);
         self.waited += 1;
@@ -368,13 +407,4 @@ impl Progress {
         }
         epoch
     }
-}
-
-/// AdamW, with weight decay for matrices alone.
-fn optimizer(options: &TrainOptions) -> Result<ModuleOptimizer> {
-    let adamw = FusedAdamWConfig::new().with_epsilon(1e-8);
-    let plain =
-        ParamGroup::from_regex(r"(^|\.)(bias|beta|gamma)$").map_err(|error| anyhow::anyhow!("{error:?}"))?;
-    let decayed = adamw.clone().with_weight_decay(options.weight_decay as f32).init();
-    Ok(decayed.with_group(plain, adamw.with_weight_decay(0.0).build(), None))
 }

@@ -9,6 +9,7 @@ use phalanx::{ProcessGroup, WorldSize};
 use phalanx_tracking::{Console, RunState, RunStatus};
 use roberta::data::Dataset;
 use roberta::loading::Loading;
+use roberta::strategy::{Devices, Strategy};
 use roberta::tasks::{Batch, Classification, Evaluation, MaskedLanguage, Part, Task};
 use roberta::train::{Epoch, TrainOptions, evaluate, fit};
 use roberta::{Classifier, Config, MaskedLm, Text, weights};
@@ -38,7 +39,18 @@ fn train<T: Task>(
     group: &ProcessGroup,
     options: &TrainOptions,
 ) -> anyhow::Result<Vec<Epoch>> {
-    fit(task, model.clone(), group, options, &Console::lines(std::io::sink()))
+    let devices = Devices { count: group.world_size().get(), strategy: Strategy::Ddp };
+    train_on(devices, task, model, group, options)
+}
+
+fn train_on<T: Task>(
+    devices: Devices,
+    task: &Arc<T>,
+    model: &T::Model,
+    group: &ProcessGroup,
+    options: &TrainOptions,
+) -> anyhow::Result<Vec<Epoch>> {
+    fit(task, model.clone(), (devices, group), options, &Console::lines(std::io::sink()))
 }
 
 fn batches_of(batch_size: usize) -> Loading {
@@ -122,6 +134,60 @@ fn two_ranks_learn_to_tell_texts_apart_and_write_the_best_model() {
 fn assert_same(one: &Evaluation, other: &Evaluation) {
     assert_eq!(one.accuracy, other.accuracy);
     assert!((one.loss - other.loss).abs() < 1e-5, "{one:?} {other:?}");
+}
+
+#[test]
+fn every_strategy_takes_the_same_steps_and_goes_on_where_it_was_ended() {
+    let corpus = Corpus::new(32, 8);
+    let task = classification(&corpus, 0.0);
+    let model = classifier(&task.config, corpus.folder.path());
+    let run = |strategy| {
+        let devices = Devices { count: 2, strategy };
+        let options = TrainOptions { save_every: 10, ..options(&corpus.path(devices.name())) };
+        let epochs = on_ranks(devices.processes(), |group| {
+            train_on(devices, &task, &model, &group, &options).unwrap()
+        });
+        epochs[0].clone()
+    };
+    let expected = run(Strategy::Ddp);
+    assert_eq!(expected.len(), 3);
+    for strategy in [Strategy::Zero, Strategy::Dp, Strategy::Towers, Strategy::Single] {
+        let found = run(strategy);
+        for (one, other) in expected.iter().zip(&found) {
+            assert_eq!(one.steps, other.steps);
+            let apart = (one.train_loss - other.train_loss)
+                .abs()
+                .max((one.held_out.loss - other.held_out.loss).abs());
+            assert!(apart < 1e-4, "{strategy:?}: {one:?} {other:?}");
+        }
+        // Without its last checkpoint it goes on at step 10, in the middle of the third epoch.
+        let checkpoints = corpus.path(Devices { count: 2, strategy }.name()).join("checkpoints");
+        let mut all: Vec<_> = std::fs::read_dir(&checkpoints)
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| path.is_dir())
+            .collect();
+        all.sort();
+        std::fs::remove_dir_all(all.last().unwrap()).unwrap();
+        assert_eq!(run(strategy), found, "{strategy:?}");
+    }
+}
+
+#[test]
+fn gradients_are_not_accumulated_on_replicas_of_one_process() {
+    let corpus = Corpus::new(8, 4);
+    let task = classification(&corpus, 0.0);
+    let model = classifier(&task.config, corpus.folder.path());
+    let group = ProcessGroup::alone().unwrap();
+    let refused = |strategy, accumulate| {
+        let options = TrainOptions { accumulate, ..options(&corpus.path("refused")) };
+        let devices = Devices { count: 2, strategy };
+        train_on(devices, &task, &model, &group, &options).unwrap_err().to_string()
+    };
+    let error = refused(Strategy::Dp, 2);
+    assert!(error.contains("--accumulate 2 with --strategy dp"), "{error}");
+    let error = refused(Strategy::Zero, 1);
+    assert!(error.contains("--strategy zero with 2 devices takes 2 processes, there are 1"), "{error}");
 }
 
 #[test]
@@ -266,7 +332,8 @@ fn another_number_of_ranks_does_not_go_on_from_a_checkpoint() {
     let options = TrainOptions { epochs: 1, ..options(&corpus.path("run")) };
     on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
     let error = on_ranks(1, |group| train(&task, &model, &group, &options).unwrap_err().to_string());
-    assert!(error[0].contains("(2, 4, 3, 8), this run has (1, 4, 3, 8)"), "{error:?}");
+    let [there, here] = [2, 1].map(|count| format!("(Devices {{ count: {count}, strategy: Ddp }}, 4, 3, 8)"));
+    assert!(error[0].contains(&format!("{there}, this run has {here}")), "{error:?}");
 }
 
 #[test]

@@ -1,0 +1,342 @@
+//! The ways to train one model on several devices.
+
+use anyhow::{Context, Result, ensure};
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::Device;
+use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
+use phalanx::{Error, ProcessGroup};
+use phalanx_burn::{
+    DataParallel, Ddp, FusedAdamWConfig, Scatter, SyncedGradients, TowerGradients, TrainState,
+    ZeroRedundancyOptimizer, clip_grad_norm,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::tasks::{Batch, Task, loss_sum};
+
+/// The names of model and optimizer, and of a sharded optimizer, in checkpoints.
+const MODEL: &str = "trained";
+const SHARDED: &str = "sharded-optimizer";
+
+/// How a model is trained on several devices. All ways take the same steps, of the same batches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Strategy {
+    /// A process for each device, which average gradients during backward: Ddp
+    Ddp,
+    /// As ddp, with the optimizer's state spread over the ranks: ZeroRedundancyOptimizer
+    Zero,
+    /// One process; the main replica gathers outputs, computes the loss and has the optimizer: DataParallel
+    Dp,
+    /// One process; each replica computes its own loss, the main one has the optimizer: TowerGradients
+    Towers,
+    /// One process and one device, which takes the batches of all
+    Single,
+}
+
+/// On how many devices, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Devices {
+    /// Ranks, or replicas of one process.
+    pub count: u32,
+    /// How.
+    pub strategy: Strategy,
+}
+
+impl Devices {
+    /// How many processes that are.
+    pub fn processes(self) -> u32 {
+        match self.strategy {
+            Strategy::Ddp | Strategy::Zero => self.count,
+            Strategy::Dp | Strategy::Towers | Strategy::Single => 1,
+        }
+    }
+
+    /// The same way, on as many devices as there are: a launcher decides on the number of ranks.
+    #[must_use]
+    pub fn of(self, group: &ProcessGroup) -> Self {
+        match self.processes() {
+            1 => self,
+            _ => Self { count: group.world_size().get(), ..self },
+        }
+    }
+
+    /// How many devices' batches one process takes in a step.
+    pub fn batches(self) -> usize {
+        (self.count / self.processes().max(1)) as usize
+    }
+
+    /// # Errors
+    /// If there are other processes.
+    pub fn check(self, group: &ProcessGroup) -> Result<()> {
+        let (wanted, there) = (self.processes(), group.world_size().get());
+        ensure!(
+            wanted == there,
+            "--strategy {} with {} devices takes {wanted} processes, there are {there}: start it with --ranks and without \
+             a launcher, or let both say the same",
+            self.name(),
+            self.count
+        );
+        Ok(())
+    }
+
+    /// What `--strategy` calls it.
+    pub fn name(self) -> &'static str {
+        match self.strategy {
+            Strategy::Ddp => "ddp",
+            Strategy::Zero => "zero",
+            Strategy::Dp => "dp",
+            Strategy::Towers => "towers",
+            Strategy::Single => "single",
+        }
+    }
+}
+
+/// What is called around the work of each replica of a process, in its thread, with its number.
+pub type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
+
+/// A model on its devices, and its optimizer.
+pub enum Engine<M: Module> {
+    /// Each rank has the optimizer.
+    Ddp(Ddp<M>, ModuleOptimizer),
+    /// Each rank has a part of its state.
+    Zero(Ddp<M>, ZeroRedundancyOptimizer),
+    /// The main replica has it.
+    DataParallel(DataParallel<M, 2>, ModuleOptimizer),
+    /// The main replica has it.
+    Towers(TowerGradients<M>, ModuleOptimizer),
+}
+
+/// What came of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Stepped {
+    /// The mean of this over all ranks is the mean loss of all predictions.
+    pub loss: f64,
+    /// Predictions of all ranks.
+    pub count: f64,
+    /// The norm of the gradient before it was clipped.
+    pub norm: f64,
+}
+
+impl<M: Module> Engine<M> {
+    /// Spreads a model over `devices`, and goes on with what was `saved` of it.
+    ///
+    /// # Errors
+    /// If the number of processes is another one, what was saved is of another model, or the ranks do not agree.
+    pub fn new(
+        model: M,
+        optimizer: ModuleOptimizer,
+        (devices, group): (Devices, &ProcessGroup),
+        saved: Option<&Saved>,
+        scope: Option<Scope>,
+    ) -> Result<Self> {
+        devices.check(group)?;
+        let mut state = TrainState::new(model, optimizer, ())?.named(MODEL);
+        if let Some(saved) = saved {
+            state.load_from(saved)?;
+        }
+        let (model, optimizer) = (state.model.into_model(), state.optimizer);
+        let replicas = || vec![Device::flex().autodiff(); devices.count as usize];
+        let scope = scope.unwrap_or_else(|| Box::new(|_, work| work()));
+        Ok(match devices.strategy {
+            Strategy::Ddp | Strategy::Single => Self::Ddp(Ddp::new(model, group)?, optimizer),
+            Strategy::Zero => {
+                let mut model = Ddp::new(model, group)?;
+                let mut optimizer = ZeroRedundancyOptimizer::new(optimizer, &mut model)?;
+                if let Some(saved) = saved {
+                    optimizer.load(&model, saved, SHARDED)?;
+                }
+                Self::Zero(model, optimizer)
+            }
+            Strategy::Dp => {
+                Self::DataParallel(DataParallel::new(model, replicas())?.with_scope(scope), optimizer)
+            }
+            Strategy::Towers => {
+                Self::Towers(TowerGradients::new(model, replicas())?.with_scope(scope), optimizer)
+            }
+        })
+    }
+
+    /// Lets the optimizer take a step with the gradient of the mean over all predictions of `batches`, and of as many on each of
+    /// the other ranks.
+    ///
+    /// # Errors
+    /// If the gradient is not finite, a rank fails, or a process with several replicas gets more than one batch.
+    pub fn step<T: Task<Model = M>>(
+        &mut self,
+        task: &T,
+        batches: Vec<Batch>,
+        (rate, max_norm): (f64, f64),
+    ) -> Result<Stepped> {
+        match self {
+            Self::Ddp(model, optimizer) => {
+                let (loss, count, mut gradients) = averaged(model, task, &batches)?;
+                let norm = finite(model.clip_grad_norm(&mut gradients, max_norm)?)?;
+                model.step(optimizer, rate, gradients)?;
+                Ok(Stepped { loss, count, norm })
+            }
+            Self::Zero(model, optimizer) => {
+                let (loss, count, mut gradients) = averaged(model, task, &batches)?;
+                let norm = finite(model.clip_grad_norm(&mut gradients, max_norm)?)?;
+                optimizer.step(model, rate, gradients)?;
+                Ok(Stepped { loss, count, norm })
+            }
+            Self::DataParallel(model, optimizer) => {
+                let batch = whole(batches)?;
+                let (targets, count) = (batch.targets.clone(), batch.count as f64);
+                let logits = model.forward(batch, |replica, part| task.logits(replica, &part))?;
+                let loss = loss_sum(logits, targets) / count;
+                let mut gradients = model.backward(&loss)?;
+                let norm = finite(clip_grad_norm(model.model(), &mut gradients, max_norm)?)?;
+                model.step(optimizer, rate, gradients)?;
+                Ok(Stepped { loss: loss.into_scalar(), count, norm })
+            }
+            Self::Towers(model, optimizer) => {
+                let batch = whole(batches)?;
+                let count = batch.count as f64;
+                let (loss, mut gradients) = model.backward(batch, |replica, part| {
+                    loss_sum(task.logits(replica, &part), part.targets) / part.count as f64
+                })?;
+                let norm = finite(clip_grad_norm(model.model(), &mut gradients, max_norm)?)?;
+                model.step(optimizer, rate, gradients)?;
+                Ok(Stepped { loss, count, norm })
+            }
+        }
+    }
+
+    /// The model; with several replicas of one process, the main one.
+    pub fn model(&self) -> &M {
+        match self {
+            Self::Ddp(model, _) | Self::Zero(model, _) => model.model(),
+            Self::DataParallel(model, _) => model.model(),
+            Self::Towers(model, _) => model.model(),
+        }
+    }
+
+    /// The bytes that this rank has given to collectives, or that replicas have sent each other.
+    pub fn bytes_moved(&self) -> u64 {
+        match self {
+            Self::Ddp(model, _) | Self::Zero(model, _) => model.communicated_bytes(),
+            Self::DataParallel(model, _) => model.transfers().total().bytes as u64,
+            Self::Towers(model, _) => model.transfers().total().bytes as u64,
+        }
+    }
+
+    /// Saves model, optimizer and a value of the program after `steps`; all ranks call it together.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::save`].
+    pub fn save<P: Serialize>(
+        &self,
+        checkpoints: &Checkpoints,
+        steps: u64,
+        (name, value): (&str, &P),
+    ) -> Result<()> {
+        let shared = |snapshot: &mut Snapshot, optimizer: &ModuleOptimizer| {
+            TrainState::new(self.model().clone(), optimizer.clone(), ())?.named(MODEL).save_to(snapshot)?;
+            snapshot.value(name, value)
+        };
+        match self {
+            Self::Ddp(_, optimizer) | Self::DataParallel(_, optimizer) | Self::Towers(_, optimizer) => {
+                checkpoints.save(steps, |snapshot| shared(snapshot, optimizer))?;
+            }
+            Self::Zero(model, sharded) => checkpoints.save_sharded(steps, |snapshot| {
+                if model.rank().is_main() {
+                    // What each rank has a part of is not in here.
+                    shared(snapshot, &FusedAdamWConfig::new().init())?;
+                }
+                sharded.save(model, snapshot, SHARDED)
+            })?,
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// If the ranks have models with other bits, or one fails.
+    pub fn check_replicas(&self) -> Result<()> {
+        if let Self::Ddp(model, _) | Self::Zero(model, _) = self {
+            ensure!(model.replicas_identical()?, "the replicas differ");
+        }
+        Ok(())
+    }
+}
+
+/// The loss of this rank, the number of all ranks' predictions, and the gradient of the mean over these.
+fn averaged<T: Task>(
+    model: &mut Ddp<T::Model>,
+    task: &T,
+    batches: &[Batch],
+) -> Result<(f64, f64, SyncedGradients)> {
+    let (last, held) = batches.split_last().context("a step needs a batch")?;
+    // Ranks may have unequal numbers of predictions.
+    let count = model.sum(batches.iter().map(|batch| batch.count).sum::<usize>())?;
+    let scale = model.world_size().count() as f64 / count;
+    let loss_of =
+        |model: &T::Model, batch: &Batch| loss_sum(task.logits(model, batch), batch.targets.clone()) * scale;
+    let mut loss = 0.0;
+    for batch in held {
+        let part = model.forward(|model| loss_of(model, batch))?;
+        model.backward_no_sync(&part)?;
+        loss += part.into_scalar::<f64>();
+    }
+    let part = model.forward(|model| loss_of(model, last))?;
+    let gradients = model.backward(&part)?;
+    Ok((loss + part.into_scalar::<f64>(), count, gradients))
+}
+
+fn whole(mut batches: Vec<Batch>) -> Result<Batch> {
+    let batch = batches.pop().context("a step needs a batch")?;
+    ensure!(batches.is_empty(), "gradients are accumulated on ranks: take --accumulate 1 or --strategy ddp");
+    Ok(batch)
+}
+
+fn finite(norm: f64) -> Result<f64> {
+    ensure!(norm.is_finite(), "the gradient of a step is not finite: try a smaller --lr");
+    Ok(norm)
+}
+
+impl Scatter for Batch {
+    fn samples(&self) -> phalanx::Result<usize> {
+        if self.places.is_some() {
+            return Err(Error::other(
+                "texts with unequal numbers of predictions are not scattered to replicas",
+            ));
+        }
+        self.inputs.tokens.samples()
+    }
+
+    fn part(&self, samples: std::ops::Range<usize>) -> Self {
+        let (inputs, targets) = (self.inputs.part(samples.clone()), self.targets.part(samples.clone()));
+        Self { inputs, places: None, targets, count: samples.len() }
+    }
+
+    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
+        let (inputs, targets) = (self.inputs.copy_to(device, moved), self.targets.copy_to(device, moved));
+        Self { inputs, targets, ..self }
+    }
+}
+
+impl Scatter for crate::Inputs {
+    fn samples(&self) -> phalanx::Result<usize> {
+        self.tokens.samples()
+    }
+
+    fn part(&self, samples: std::ops::Range<usize>) -> Self {
+        let Self { tokens, types, positions, bias } = self;
+        Self {
+            tokens: tokens.part(samples.clone()),
+            types: types.part(samples.clone()),
+            positions: positions.part(samples.clone()),
+            bias: bias.part(samples),
+        }
+    }
+
+    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
+        Self {
+            tokens: self.tokens.copy_to(device, moved),
+            types: self.types.copy_to(device, moved),
+            positions: self.positions.copy_to(device, moved),
+            bias: self.bias.copy_to(device, moved),
+        }
+    }
+}
