@@ -35,6 +35,13 @@ mod rows;
 #[cfg(feature = "safetensors")]
 mod safetensors;
 
+#[cfg(any(
+    feature = "csv",
+    feature = "image",
+    feature = "json",
+    feature = "npy",
+    feature = "safetensors"
+))]
 use std::fmt::Display;
 use std::fs;
 use std::io;
@@ -67,6 +74,7 @@ pub(crate) fn io_error(path: &Path, error: &io::Error) -> Error {
 }
 
 /// What is wrong with a part of a file, and what to do.
+#[cfg(any(feature = "csv", feature = "image", feature = "json", feature = "npy", feature = "safetensors"))]
 fn bad(path: &Path, place: impl Display, cause: impl Display, remedy: &str) -> Error {
     Error::invalid_argument(format!("{}, {place}: {cause}", path.display())).with_remedy(remedy)
 }
