@@ -365,7 +365,7 @@ fn a_batch_that_does_not_come_is_an_error_in_time() {
 }
 
 #[test]
-fn a_worker_is_readied_once_and_seeded_by_its_place() {
+fn random_seeds_per_rank() {
     let seeds = |workers: usize, rank: u32, epochs: u64| {
         let all = Arc::new(Mutex::new(Vec::new()));
         let noted = all.clone();

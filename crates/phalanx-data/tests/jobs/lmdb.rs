@@ -10,7 +10,7 @@ use phalanx_data::{DataLoader, Dataset};
 use crate::ROLE;
 
 pub const TESTS: &[(&str, fn())] = &[
-    ("a_spawned_worker_and_a_moved_data_set_just_work", a_spawned_worker_and_a_moved_data_set_just_work),
+    ("lmdb_opened_in_the_constructor_and_pickled", lmdb_opened_in_the_constructor_and_pickled),
     ("a_killed_reader_leaves_no_stale_slot", a_killed_reader_leaves_no_stale_slot),
     ("a_killed_packing_leaves_no_data_set", a_killed_packing_leaves_no_data_set),
 ];
@@ -80,7 +80,7 @@ pub fn play(role: &str) {
 }
 
 /// A data set that has been read from here goes to another process and to other threads.
-fn a_spawned_worker_and_a_moved_data_set_just_work() {
+fn lmdb_opened_in_the_constructor_and_pickled() {
     let folder = tempfile::tempdir().unwrap();
     let dataset = LmdbDataset::open(packed(folder.path())).unwrap();
     assert_eq!(dataset.get(7).unwrap(), 7_u64.to_le_bytes());

@@ -29,7 +29,7 @@ fn order(world: u32, fabric: Fabric, local: bool) -> Vec<u32> {
 }
 
 #[test]
-fn rank_0_prepares_before_all_others() {
+fn a_data_set_prepared_by_all_ranks_at_once() {
     for fabric in Fabric::ALL {
         for world in [1, 2, 4] {
             let order = order(world, fabric, false);
