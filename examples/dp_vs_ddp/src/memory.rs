@@ -159,7 +159,8 @@ pub type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
 /// A scope for `DataParallel` that attributes memory to replicas.
 pub fn of_replicas(count: usize) -> Result<(Peaks, Scope)> {
     ensure!(OTHERS + count <= GROUPS, "too many replicas to tell apart");
-    let peaks = Peaks { replicas: count, ..Peaks::begin()? };
+    let mut peaks = Peaks::begin()?;
+    peaks.replicas = count;
     let tokens = (1..count).map(|replica| register(OTHERS + replica).map(Mutex::new));
     let tokens: Arc<[_]> = tokens.collect::<Result<Vec<_>>>()?.into();
     let scope = move |replica: usize, work: &mut dyn FnMut()| match replica.checked_sub(1) {

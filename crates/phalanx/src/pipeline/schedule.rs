@@ -52,7 +52,7 @@ impl Schedule {
                 "{ranks} ranks with {each} stages and {microbatches} micro-batches have more than {MAX_ACTIONS} passes"
             )));
         }
-        if each > 1 && microbatches % ranks != 0 {
+        if each > 1 && !microbatches.is_multiple_of(ranks) {
             return Err(Error::invalid_argument(format!(
                 "interleaved stages on {ranks} ranks: {microbatches} micro-batches are no multiple of the ranks"
             ))
