@@ -110,7 +110,7 @@ impl Trial {
             thread::spawn(move || {
                 let lines = out.into_iter().flat_map(|out| BufReader::new(out).lines());
                 let events = lines.map_while(|line| serde_json::from_str(&line.ok()?).ok());
-                // If nobody listens any more, the trial is over.
+                // If the receiver is gone, the trial is over.
                 events.map(|event| say.send((rank, event))).take_while(Result::is_ok).for_each(drop);
             });
         }

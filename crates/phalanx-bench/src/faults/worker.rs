@@ -27,7 +27,7 @@ pub(crate) enum RankEvent {
     },
 }
 
-/// Trains for as long as whoever has started it lives.
+/// Trains as long as its parent process lives.
 pub(crate) fn run() -> Result<()> {
     thread::spawn(|| {
         // It ends with the other end of the pipe.

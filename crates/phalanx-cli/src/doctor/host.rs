@@ -13,7 +13,7 @@ use super::finding::Report;
 const PER_RANK: u64 = 3;
 /// The descriptors of the program itself, the listeners and the threads.
 const OWN: u64 = 32;
-/// The smallest world that a machine should allow when nobody has said how large it will be.
+/// The smallest world that a machine should allow if the size of the world is not known.
 const SMALL: u64 = 16;
 
 /// This host's name.

@@ -24,7 +24,7 @@ impl<Id: Copy + Ord> Liveness<Id> {
         beats: impl IntoIterator<Item = (Id, &'a [u8])>,
         now: Instant,
     ) -> Vec<(Id, Duration)> {
-        // Whoever has slept itself, or was stopped, knows nothing of the others.
+        // A process that slept itself, or was stopped, knows nothing of the others.
         let awake = self.interval + self.timeout / 2;
         let slept = self.looked_at.is_some_and(|at| now.saturating_duration_since(at) > awake);
         self.looked_at = Some(now);

@@ -2,7 +2,7 @@
 //! such as etcd, or a file.
 //!
 //! A MAC covers the entry, its index and the job's scope, so that the entry is not valid anywhere else. It does not cover the
-//! entries before it: whoever can write to the store can delete and withhold entries, and bring back those of an earlier job
+//! entries before it: a client that can write to the store can delete and withhold entries, and bring back those of an earlier job
 //! of the same name and key.
 
 use crate::key::JobKey;
@@ -28,7 +28,7 @@ pub(crate) enum Verified<'a> {
 }
 
 impl Mac {
-    /// For a log without MACs: whoever reaches the store can write to it.
+    /// For a log without MACs: every client of the store can write to it.
     pub(crate) fn none() -> Self {
         Self(None)
     }

@@ -53,7 +53,7 @@ impl<M: Machine> Participant<M> {
         join: &M::Entry,
         deadline: Deadline,
     ) -> Result<bool> {
-        // Whoever watches this process expects to find its heartbeat.
+        // Processes that watch this one expect to find its heartbeat.
         self.log.store.add(&heartbeat_key, 1, deadline)?;
         self.replica.set_own(id, heartbeat_key);
         let index = self.log.try_append(join, deadline)?;
@@ -75,7 +75,7 @@ impl<M: Machine> Participant<M> {
         self.log.append(entry, deadline)
     }
 
-    /// Compacts the log now, whoever is to.
+    /// Compacts the log now, also if another process is to.
     #[cfg(test)]
     pub(crate) fn compact(&self, deadline: Deadline) -> Result<()> {
         let checkpoint = self.replica.view().checkpoint.take();

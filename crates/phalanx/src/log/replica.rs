@@ -88,7 +88,7 @@ impl<M: Machine> Replica<M> {
         });
     }
 
-    /// Skips the next entry, which nobody of this job has signed.
+    /// Skips the next entry, which no process of this job has signed.
     pub(super) fn skip(&self) {
         self.change(|view| {
             let (index, process) = (view.next, M::PROCESS);
