@@ -110,8 +110,9 @@ fn draw(text: &mut String, plan: &Pipeline, timeline: &Timeline, colour: bool) {
             let mut row = vec![None; cells];
             for interval in timeline.rank(rank) {
                 // Times are whole numbers of cells.
-                for cell in interval.start as usize..interval.end as usize {
-                    row[cell] = Some((interval.action, cell == interval.start as usize));
+                let cells = &mut row[interval.start as usize..interval.end as usize];
+                for (index, cell) in cells.iter_mut().enumerate() {
+                    *cell = Some((interval.action, index == 0));
                 }
             }
             row
