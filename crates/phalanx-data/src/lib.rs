@@ -68,4 +68,6 @@ mod guide {
     struct LoadingData;
     #[doc = include_str!("../../../docs/guide/lmdb.md")]
     struct Lmdb;
+    #[doc = include_str!("../../../docs/guide/seeds.md")]
+    struct Seeds;
 }

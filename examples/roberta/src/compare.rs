@@ -20,7 +20,7 @@ use crate::bars::{self, BLUE, ORANGE, Panel};
 use crate::memory::{self, Peaks};
 
 /// Steps with which a batch is tried: the first makes the optimizer's state, the second has it.
-const TRIED_STEPS: usize = 3;
+const TRIED_STEPS: usize = 2;
 /// Larger batches of a device are not tried.
 const MAX_BATCH: usize = 4096;
 
@@ -143,7 +143,9 @@ pub fn compare(options: &CompareOptions, ranks: u32) -> Result<()> {
     if let Some(megabytes) = options.memory {
         for &strategy in &options.strategies {
             let devices = Devices { count: ranks, strategy };
-            let largest = largest_batch(devices, megabytes * 1_000_000)?;
+            // One device takes the batches of all.
+            let each = if strategy == Strategy::Single { ranks as usize } else { 1 };
+            let largest = each * largest_batch(devices, megabytes * 1_000_000)?;
             println!("{}: the largest batch of a device within {megabytes} MB is {largest}", devices.name());
             if let Some(place) = place(&all, devices) {
                 all[place].largest_batch = Some(largest);
@@ -219,7 +221,7 @@ fn draw(path: &Path, all: &[Figures], memory: Option<usize>) -> Result<()> {
     let mut panels = vec![
         one("time of an epoch (s)", 1, &|figures| figures.epoch_s),
         two("peak memory (MB)", &|figures| (figures.peak_main_mb, figures.peak_other_mb)),
-        two("processor time in 100 s (s)", &|figures| (figures.cpu_main_percent, figures.cpu_other_percent)),
+        two("processor use (% of one)", &|figures| (figures.cpu_main_percent, figures.cpu_other_percent)),
         one("texts a second", 1, &|figures| figures.texts_per_s),
     ];
     if let Some(megabytes) = memory {

@@ -7,7 +7,7 @@ use burn::tensor::Device;
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::{Error, ProcessGroup};
 use phalanx_burn::{
-    DataParallel, Ddp, FusedAdamWConfig, Scatter, SyncedGradients, TowerGradients, TrainState,
+    DataParallel, Ddp, DdpOptions, FusedAdamWConfig, Scatter, SyncedGradients, TowerGradients, TrainState,
     ZeroRedundancyOptimizer, clip_grad_norm,
 };
 use serde::{Deserialize, Serialize};
@@ -139,9 +139,9 @@ impl<M: Module> Engine<M> {
         let replicas = || vec![Device::flex().autodiff(); devices.count as usize];
         let scope = scope.unwrap_or_else(|| Box::new(|_, work| work()));
         Ok(match devices.strategy {
-            Strategy::Ddp | Strategy::Single => Self::Ddp(Ddp::new(model, group)?, optimizer),
+            Strategy::Ddp | Strategy::Single => Self::Ddp(ddp(model, group)?, optimizer),
             Strategy::Zero => {
-                let mut model = Ddp::new(model, group)?;
+                let mut model = ddp(model, group)?;
                 let mut optimizer = ZeroRedundancyOptimizer::new(optimizer, &mut model)?;
                 if let Some(saved) = saved {
                     optimizer.load(&model, saved, SHARDED)?;
@@ -259,6 +259,13 @@ impl<M: Module> Engine<M> {
         }
         Ok(())
     }
+}
+
+/// Gradients stay in their buckets, so that a rank needs about as much memory as a training alone.
+fn ddp<M: Module>(model: M, group: &ProcessGroup) -> Result<Ddp<M>> {
+    let mut options = DdpOptions::default();
+    options.gradient_as_bucket_view = true;
+    Ok(Ddp::with_options(model, group, options)?)
 }
 
 /// The loss of this rank, the number of all ranks' predictions, and the gradient of the mean over these.

@@ -15,14 +15,14 @@ fn variables(text: &str) -> BTreeSet<String> {
     ours.filter(|word| !OWN.iter().any(|own| word.starts_with(own))).map(str::to_owned).collect()
 }
 
-/// Of all Rust files below `folder`.
-fn used(folder: &Path, found: &mut BTreeSet<String>) {
+/// Calls `look` with all Rust files below `folder`.
+fn sources(folder: &Path, look: &mut impl FnMut(&str)) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            used(&path, found);
+            sources(&path, look);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
-            found.extend(variables(&fs::read_to_string(&path).unwrap()));
+            look(&fs::read_to_string(&path).unwrap());
         }
     }
 }
@@ -31,12 +31,13 @@ fn used(folder: &Path, found: &mut BTreeSet<String>) {
 fn the_page_of_variables_has_those_that_the_sources_have() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut found = BTreeSet::new();
-    used(&root.join("examples"), &mut found);
+    let mut look = |text: &str| found.extend(variables(text));
+    sources(&root.join("examples"), &mut look);
     for package in fs::read_dir(root.join("crates")).unwrap() {
         let package = package.unwrap().path();
         for folder in ["src", "examples"].map(|folder| package.join(folder)) {
             if folder.is_dir() {
-                used(&folder, &mut found);
+                sources(&folder, &mut look);
             }
         }
     }
@@ -46,4 +47,28 @@ fn the_page_of_variables_has_those_that_the_sources_have() {
     assert!(missing.is_empty(), "docs/variables.md does not explain {missing:?}");
     let gone: Vec<_> = listed.difference(&found).collect();
     assert!(gone.is_empty(), "docs/variables.md explains {gone:?}, which nothing reads");
+}
+
+#[test]
+fn each_trap_of_the_guide_has_the_test_that_it_names() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = fs::read_to_string(root.join("docs/guide/fine-tuning-roberta.md")).unwrap();
+    let (_, table) = page.split_once("| trap |").unwrap();
+    let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+    let named: Vec<(&str, &str)> = rows
+        .map(|row| {
+            let cells: Vec<&str> = row.trim_matches('|').split('|').map(|cell| cell.trim()).collect();
+            let [_, _, package, test] = cells[..] else { panic!("{row}") };
+            (package.trim_matches('`'), test.trim_matches('`'))
+        })
+        .collect();
+    assert!(named.len() >= 6, "{named:?}");
+    for (package, test) in named {
+        let (function, in_a_list) = (format!("#[test]\nfn {test}("), format!("(\"{test}\", "));
+        let mut found = 0;
+        sources(&root.join("crates").join(package).join("tests"), &mut |text| {
+            found += text.matches(&function).count() + text.matches(&in_a_list).count();
+        });
+        assert_eq!(found, 1, "{package} has no test {test}");
+    }
 }
