@@ -105,7 +105,7 @@ impl Error {
         Self::new(Kind::Aborted, "").edit(|inner| inner.source = Some(source))
     }
 
-    // The next three are for adapters and commands, which report errors as this crate does.
+    // The next four are for adapters and commands, which report errors as this crate does.
 
     /// For the caller's mistakes: a wrong shape, an unknown rank, an operation that is not defined for a type.
     #[doc(hidden)]
@@ -125,7 +125,9 @@ impl Error {
         Self::new(Kind::Aborted, cause)
     }
 
-    pub(crate) fn timeout(cause: impl Into<String>) -> Self {
+    /// For a deadline that has passed, such as one of a [`Store`](crate::store::Store).
+    #[doc(hidden)]
+    pub fn timeout(cause: impl Into<String>) -> Self {
         Self::new(Kind::Timeout, cause)
     }
 

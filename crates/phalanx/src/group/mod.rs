@@ -394,6 +394,13 @@ impl ProcessGroup {
         Patience::new(self.timeout)
     }
 
+    /// Restricts the calling thread to this rank's share of its host's processors, as the group's own workers are. For
+    /// adapters with workers of their own.
+    #[doc(hidden)]
+    pub fn keep_apart(&self) {
+        affinity::keep_apart(self.inner.config.local);
+    }
+
     /// Checks that `rank` belongs to this group.
     fn member(&self, rank: Rank) -> Result<Rank> {
         self.inner.world.rank(rank.get())

@@ -83,6 +83,31 @@ impl ProcessGroup {
         self.inner.messages.recv(call, from, bytemuck::cast_slice_mut(data), self.patience().deadline())
     }
 
+    /// Has a message from `from` come that no call receives yet? Then [`recv`](Self::recv) does not wait for its sender
+    /// to call. For programs that receive from whoever sends first.
+    ///
+    /// ```
+    /// use phalanx::{ProcessGroup, Rank, WorldSize};
+    /// let groups = ProcessGroup::in_process(WorldSize::new(2)?)?;
+    /// let (first, second) = (&groups[0], &groups[1]);
+    /// assert!(!second.probe(first.rank())?);
+    /// first.send(&[7i32], second.rank())?;
+    /// assert!(second.probe(first.rank())?);
+    /// let mut got = [0i32];
+    /// second.recv(&mut got, first.rank())?;
+    /// assert!(got == [7] && !second.probe(first.rank())?);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If `from` is this rank or not a rank of this group, or the group has failed.
+    #[doc(alias = "MPI_Iprobe")]
+    pub fn probe(&self, from: Rank) -> Result<bool> {
+        let from = self.peer(from)?;
+        self.failure().map_or(Ok(()), Err)?;
+        self.inner.messages.has_come(from)
+    }
+
     /// Starts to send `buffer` to `to`; [`Work::wait`] returns the buffer when all of it has been sent.
     ///
     /// Any number of messages may be in flight; all of them move at the same time.

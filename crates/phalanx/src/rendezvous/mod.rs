@@ -1,8 +1,8 @@
 //! How ranks find each other: through a store, at the place that the launcher or a URL gives.
 //!
-//! [`from_env`] reads the launcher's variables, [`from_url`] takes `env://`, `tcp://host:port` or `file:///path`. Both
-//! return once every rank has arrived, or with an error on each rank that did: it names the ranks that are missing,
-//! that came twice, or that expect another world size.
+//! [`from_env`] reads the launcher's variables, [`from_url`] takes `env://`, `tcp://host:port` or `file:///path`,
+//! [`from_store`] takes a store. All return once every rank has arrived, or with an error on each rank that did: it names
+//! the ranks that are missing, that came twice, or that expect another world size.
 //!
 //! A group needs the store for start-up only. Rank 0, which hosts it unless the launcher does, serves it until the
 //! other ranks have closed their connections, but no longer than [`GRACE`] after its own [`KeepAlive`] was dropped.
@@ -11,6 +11,7 @@ mod arrival;
 mod env;
 mod file;
 mod hosts;
+mod store;
 mod tcp;
 
 use std::fmt;
@@ -124,6 +125,44 @@ pub fn from_url(
         }
         Url::File(path) => file::join(&path, &given(rank, world_size)?, &me, deadline),
     }
+}
+
+/// Meets the other ranks in a `store` of the program's own, or of another library. Each world needs keys of its own: see
+/// [`PrefixStore`](crate::store::PrefixStore). The job's credentials are those that [`Credentials::from_env`] finds; the
+/// store does not check them, but the ranks do when they connect.
+///
+/// ```
+/// use std::{sync::Arc, time::Duration};
+/// use phalanx::{GroupOptions, ProcessGroup, ReduceOp, WorldSize, rendezvous, store::MemoryStore};
+///
+/// let (store, world) = (Arc::new(MemoryStore::new()), WorldSize::new(2)?);
+/// std::thread::scope(|scope| {
+///     for rank in world.ranks() {
+///         let store = store.clone();
+///         scope.spawn(move || {
+///             let met = rendezvous::from_store(store, rank, world, Duration::from_secs(20))?;
+///             let group = ProcessGroup::join(met, GroupOptions::default())?;
+///             let mut ranks = [i64::from(rank.get())];
+///             group.all_reduce(&mut ranks, ReduceOp::Sum)?;
+///             assert_eq!(ranks, [1]);
+///             Ok::<(), phalanx::Error>(())
+///         });
+///     }
+/// });
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`from_url`], and what the store returns.
+pub fn from_store(
+    store: SharedStore,
+    rank: Rank,
+    world_size: WorldSize,
+    timeout: Duration,
+) -> Result<Rendezvous> {
+    let credentials = Credentials::from_env()?;
+    let place = RankConfig { credentials, ..RankConfig::given("the store", Some(rank), Some(world_size))? };
+    store::join(&store, &place, &Identity::of_process(), Deadline::after(timeout))
 }
 
 /// A world of one, which needs no launcher.

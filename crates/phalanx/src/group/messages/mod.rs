@@ -117,6 +117,12 @@ impl Messages {
         self.shared.drive(line, (call, ticket), deadline, |end| end.pull(&mut frame, data))
     }
 
+    /// Has a message from `from` come that no call receives yet?
+    pub(super) fn has_come(&self, from: Rank) -> Result<bool> {
+        line(&self.shared.inbound, from)?;
+        Ok(self.shared.unasked(from).is_some())
+    }
+
     /// Passes `ops`, whose ranks have been checked, to the worker.
     pub(super) fn start(&self, ops: Vec<P2pOp>, deadline: Deadline) -> Result<Vec<Work>> {
         self.employ()?;

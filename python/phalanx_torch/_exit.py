@@ -1,0 +1,46 @@
+"""Leaves groups before the interpreter ends.
+
+The native threads must not call Python while it ends, and peers are to get a goodbye, or the reason why there is none.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+
+from phalanx_torch import _native
+
+# How long operations in flight may take at exit, in seconds; afterwards the group is aborted on all ranks.
+GRACE = 5.0
+
+_process = os.getpid()
+_open = weakref.WeakSet()
+
+
+def remember(group):
+    """Lets the native ``group`` be left at exit."""
+    _open.add(group)
+
+
+def _leave():
+    if os.getpid() != _process:
+        # A forked process has the memory of these groups, and none of their threads.
+        return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    groups = [group for group in _open if group.is_open()]
+    if error is not None:
+        for group in groups:
+            group.abort(f"the program of rank {group.rank} ended with {type(error).__name__}: {error}")
+    leaving = [threading.Thread(target=group.close, daemon=True) for group in groups]
+    for thread in leaving:
+        thread.start()
+    for thread, group in zip(leaving, groups):
+        thread.join(GRACE)
+        if thread.is_alive():
+            group.abort(f"the program of rank {group.rank} ended before its operations did")
+            thread.join(GRACE)
+    _native.close_callbacks(GRACE)
+
+
+atexit.register(_leave)

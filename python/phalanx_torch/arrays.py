@@ -1,0 +1,99 @@
+"""Groups for programs without PyTorch, on NumPy's arrays and whatever else has NumPy's array interface."""
+
+from phalanx_torch import _exit, _native
+
+_OPS = {
+    "sum": 0,
+    "avg": 1,
+    "product": 2,
+    "min": 3,
+    "max": 4,
+    "band": 5,
+    "bor": 6,
+    "bxor": 7,
+}
+_NOW = (None, True)
+
+
+def init(url="env://", rank=None, world_size=None, timeout=1800.0):
+    """Joins the other ranks, and returns an :class:`ArrayGroup`.
+
+    Under a launcher (``phalanx run``, ``torchrun``, ``mpirun``, ``srun``) nothing need be given, and without one this
+    is a world of one. ``url`` may be ``tcp://host:port`` or ``file:///path`` with ``rank`` and ``world_size``.
+    ``timeout``, in seconds, limits the start and each operation.
+    """
+    group = _native.Group.at(url, rank, world_size, float(timeout))
+    _exit.remember(group)
+    return ArrayGroup(group)
+
+
+class ArrayGroup:
+    """The ranks of a job. Arrays must be contiguous; results are written into them. A failure raises ``Error``."""
+
+    def __init__(self, native):
+        self._native = native
+
+    @property
+    def rank(self):
+        """This process's rank."""
+        return self._native.rank
+
+    @property
+    def world_size(self):
+        """The number of ranks."""
+        return self._native.world_size
+
+    @property
+    def local_rank(self):
+        """This process's index among the ranks of its host."""
+        return self._native.local_rank
+
+    def all_reduce(self, array, op="sum"):
+        """Combines the ranks' arrays element by element, in place. ``op``: sum, avg, product, min, max, band, bor, bxor."""
+        if op not in _OPS:
+            raise ValueError(f"all_reduce: {op!r} is none of {', '.join(_OPS)}")
+        self._native.all_reduce(array, (_OPS[op], 1.0), _NOW)
+
+    def broadcast(self, array, root=0):
+        """Copies the root's array to every rank."""
+        self._native.broadcast(array, root, _NOW)
+
+    def all_gather(self, output, input):
+        """Gathers the ranks' ``input``, of one length, into ``output``, in the order of the ranks."""
+        self._native.all_gather_single(output, input, _NOW)
+
+    def reduce_scatter(self, output, input, op="sum"):
+        """Combines the ranks' ``input``; each rank gets its part of the result in ``output``."""
+        if op not in _OPS:
+            raise ValueError(f"reduce_scatter: {op!r} is none of {', '.join(_OPS)}")
+        self._native.reduce_scatter_single(output, input, (_OPS[op], 1.0), _NOW)
+
+    def all_to_all(self, output, input):
+        """Sends the r-th part of ``input`` to rank r, and receives the parts for this rank into ``output``."""
+        self._native.all_to_all_single(output, input, [], [], _NOW)
+
+    def send(self, array, to, tag=0):
+        """Sends to the rank ``to``, which receives an array of the same type and length."""
+        self._native.send(array, to, tag, _NOW).wait()
+
+    def recv(self, array, source=None, tag=0):
+        """Receives from the rank ``source``, or from any, and returns from which."""
+        work = self._native.recv(array, source, tag, _NOW)
+        work.wait()
+        return work.source()
+
+    def barrier(self):
+        """Returns when every rank has called it."""
+        self._native.barrier(_NOW)
+
+    def close(self):
+        """Leaves the group."""
+        self._native.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if error is not None:
+            self._native.abort(f"the program of rank {self.rank} raised {kind.__name__}: {error}")
+        self.close()

@@ -1,0 +1,564 @@
+"""The backend ``phalanx`` of ``torch.distributed``."""
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from phalanx_torch import _exit, _native
+from phalanx_torch.sparse import all_reduce_sparse
+from phalanx_torch.work import Work, Works
+
+_PREMUL_SUM = 8
+_MIN, _MAX = 3, 4
+# Types that collectives do not combine, and those in which the result has the same bits.
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_NOW = (None, True)
+
+
+def register():
+    """Registers the backend; importing the package does."""
+    if "PHALANX" not in dist.Backend._plugins:
+        dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu"])
+        # PyTorch's flight recorder looks into groups written in C++; ours are recorded by PHALANX_TRACE.
+        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("phalanx")
+
+
+def _create(options, backend_options):
+    if backend_options is not None:
+        raise ValueError(f"phalanx takes no pg_options; these are {type(backend_options).__name__}")
+    return ProcessGroup(
+        options.store, options.group_rank, options.group_size, options.timeout, options.group_id
+    )
+
+
+def _how(options):
+    """The limit of one call in seconds, or None, and whether the caller waits for it."""
+    timeout = options.timeout.total_seconds()
+    # Versions without `asyncOp` do not say it.
+    return (timeout if timeout > 0 else None, not getattr(options, "asyncOp", True))
+
+
+def _op(options):
+    number = hash(options.reduceOp)
+    if number != _PREMUL_SUM:
+        return (number, 1.0)
+    factor = options.reduceOp.__getstate__()[1]
+    return (number, float(factor))
+
+
+def _same_length(what, tensors):
+    if any(tensor.numel() != tensors[0].numel() for tensor in tensors):
+        raise ValueError(f"{what}: all tensors must have the same number of elements")
+
+
+class _Staged:
+    """Tensors as the native part takes them, contiguous and of a type that it knows, and what to copy back."""
+
+    __slots__ = ("back",)
+
+    def __init__(self):
+        self.back = []
+
+    def lend(self, tensor, written=True, type=None):
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"phalanx: tensors of layout {tensor.layout} are only for all_reduce")
+        lent = tensor
+        if tensor.is_conj() or tensor.is_neg():
+            lent = tensor.detach().resolve_conj().resolve_neg()
+        if type is not None:
+            lent = lent.detach().to(type)
+        if not lent.is_contiguous():
+            lent = lent.detach().contiguous()
+        if written and lent is not tensor:
+            self.back.append((tensor, lent))
+        return lent
+
+    def each(self, tensors, written=True, type=None):
+        return [self.lend(tensor, written, type) for tensor in tensors]
+
+    def finish(self):
+        """What copies results back; None if there is nothing to copy."""
+        if not self.back:
+            return None
+
+        def copy_back():
+            for tensor, lent in self.back:
+                tensor.detach().copy_(lent)
+
+        return copy_back
+
+
+def _widened(tensor, op):
+    """The type in which `tensor` is reduced, if not its own."""
+    dtype = tensor.dtype
+    if dtype is torch.uint64:
+        if op[0] in (_MIN, _MAX):
+            raise TypeError("phalanx: torch.uint64 has no minimum and maximum; convert the tensor")
+        return torch.int64
+    return _WIDER.get(dtype)
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """The ranks of a group; ``torch.distributed`` makes it and calls it."""
+
+    def __init__(self, store, rank, size, timeout, name=""):
+        super().__init__(rank, size)
+        self._store = store
+        self._name = str(name)
+        self._description = "undefined"
+        self._sequence = 0
+        self._coalesced = None
+        self._timeout = timeout
+        self._native = _native.Group.in_store(store, rank, size, timeout.total_seconds())
+        _exit.remember(self._native)
+
+    # What it is.
+
+    def getBackendName(self):
+        return "phalanx"
+
+    def name(self):
+        return "phalanx"
+
+    def _get_backend_name(self):
+        return "phalanx"
+
+    @property
+    def transport(self):
+        """``"shm"``, ``"tcp"``, or None in a world of one."""
+        return self._native.transport
+
+    @property
+    def _device_types(self):
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device):
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
+        return self
+
+    get_backend = _get_backend
+    supports_coalescing = False
+    supports_splitting = True
+    supports_shrinking = False
+    _supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device):
+        return False
+
+    def _has_hooks(self):
+        return False
+
+    def _wait_for_pending_works(self):
+        pass
+
+    def get_group_store(self):
+        return self._store
+
+    def getGroupName(self):
+        return self._name
+
+    def setGroupName(self, name):
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    @property
+    def group_name(self):
+        return self._name
+
+    def getGroupDesc(self):
+        return self._description
+
+    def setGroupDesc(self, description):
+        self._description = description
+
+    _set_group_desc = setGroupDesc
+
+    @property
+    def group_desc(self):
+        return self._description
+
+    def _get_sequence_number_for_group(self):
+        return self._sequence
+
+    def _set_sequence_number_for_group(self):
+        self._sequence = 0
+
+    def set_timeout(self, timeout):
+        self._timeout = timeout
+        self._native.set_timeout(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
+
+    # How it ends.
+
+    def shutdown(self):
+        """Waits for what has been called, and leaves the group."""
+        self._native.close()
+
+    def abort(self):
+        """Ends the group on every rank: what waits fails, and names this rank."""
+        self._native.abort(f"rank {self.rank()} called abort")
+
+    def get_error(self):
+        """The cause of the group's failure, or None."""
+        return self._native.failure()
+
+    # The collectives.
+
+    def _call(self, operation, how, tensors, run, staged=None):
+        self._sequence += 1
+        if self._coalesced is not None:
+            how = (how[0], False)
+        native = run(how)
+        work = Work(native, tensors, staged and staged.finish(), self._sequence, operation)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _all(self, works, tensors):
+        return works[0] if len(works) == 1 else Works(works, tensors)
+
+    @staticmethod
+    def _one(what, tensors):
+        if len(tensors) != 1:
+            raise ValueError(f"{what}: one tensor for each rank, and not {len(tensors)}")
+        return tensors[0]
+
+    def allreduce(self, tensors, opts=None, timeout=None, *, op=None):
+        tensors, opts = _overload(tensors, opts, timeout, op, dist.AllreduceOptions)
+        tensor = self._one("all_reduce", tensors)
+        if tensor.layout is torch.sparse_coo:
+            return all_reduce_sparse(self, tensor, _op(opts), _how(opts))
+        return self._reduce_in_place("all_reduce", tensors, tensor, _op(opts), _how(opts))
+
+    def _reduce_in_place(self, operation, tensors, tensor, op, how, root=None):
+        staged = _Staged()
+        lent = staged.lend(tensor, type=_widened(tensor, op))
+        if root is None:
+            return self._call(
+                operation, how, tensors, lambda how: self._native.all_reduce(lent, op, how), staged
+            )
+        return self._call(
+            operation, how, tensors, lambda how: self._native.reduce(lent, root, op, how), staged
+        )
+
+    def allreduce_coalesced(self, tensors, opts=None):
+        opts = opts or dist.AllreduceCoalescedOptions()
+        op, how = _op(opts), _how(opts)
+        if len({tensor.dtype for tensor in tensors}) != 1 or any(
+            tensor.layout is not torch.strided for tensor in tensors
+        ):
+            raise ValueError("all_reduce_coalesced: all tensors must be dense and have the same type")
+        staged = _Staged()
+        lent = staged.each(tensors, type=_widened(tensors[0], op))
+        return self._call(
+            "all_reduce_coalesced",
+            how,
+            list(tensors),
+            lambda how: self._native.all_reduce_coalesced(lent, op, how),
+            staged,
+        )
+
+    def reduce(self, tensors, opts=None, op=None, timeout=None):
+        if isinstance(tensors, torch.Tensor):
+            root, tensors, opts = opts, [tensors], dist.ReduceOptions()
+            opts.rootRank = root
+            _set(opts, op, timeout)
+        tensor, opts = self._one("reduce", tensors), opts or dist.ReduceOptions()
+        return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), opts.rootRank)
+
+    def broadcast(self, tensors, opts=None, timeout=None):
+        if isinstance(tensors, torch.Tensor):
+            root, tensors, opts = opts, [tensors], dist.BroadcastOptions()
+            opts.rootRank = root
+            _set(opts, None, timeout)
+        tensor, opts = self._one("broadcast", tensors), opts or dist.BroadcastOptions()
+        staged, root = _Staged(), opts.rootRank
+        lent = staged.lend(tensor)
+        return self._call(
+            "broadcast", _how(opts), tensors, lambda how: self._native.broadcast(lent, root, how), staged
+        )
+
+    def allgather(self, output_tensors, input_tensors, opts=None, timeout=None):
+        if isinstance(input_tensors, torch.Tensor):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+            opts = _timeout(dist.AllgatherOptions(), timeout or opts)
+        opts = opts or dist.AllgatherOptions()
+        outputs, input = self._one("all_gather", output_tensors), self._one("all_gather", input_tensors)
+        staged = _Staged()
+        lent, own = staged.each(outputs), staged.lend(input, written=False)
+        return self._call(
+            "all_gather",
+            _how(opts),
+            output_tensors,
+            lambda how: self._native.all_gather(lent, own, how),
+            staged,
+        )
+
+    def all_gather_single(self, output, input, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        staged = _Staged()
+        lent, own = staged.lend(output), staged.lend(input, written=False)
+        return self._call(
+            "all_gather_single",
+            _how(opts),
+            [output],
+            lambda how: self._native.all_gather_single(lent, own, how),
+            staged,
+        )
+
+    _allgather_base = all_gather_single
+    all_gather_into_tensor = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+        works = [self.all_gather_single(output, input, opts) for output, input in zip(outputs, inputs)]
+        return self._all(works, list(outputs))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, output_lists, input_list, opts=None):
+        if any(len(outputs) != len(input_list) for outputs in output_lists):
+            raise ValueError("all_gather_coalesced: each list of outputs must be as long as the inputs")
+        columns = [[outputs[index] for outputs in output_lists] for index in range(len(input_list))]
+        works = [self.allgather([column], [input], opts) for column, input in zip(columns, input_list)]
+        return self._all(works, output_lists)
+
+    def gather(self, output_tensors, input_tensors, opts=None, timeout=None):
+        if isinstance(input_tensors, torch.Tensor):
+            root, opts = opts, dist.GatherOptions()
+            opts.rootRank = root
+            _timeout(opts, timeout)
+            output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
+        input, root = self._one("gather", input_tensors), opts.rootRank
+        is_root = self.rank() == root
+        if len(output_tensors) != int(is_root):
+            raise ValueError("gather: the root has one list of outputs, every other rank none")
+        staged = _Staged()
+        outputs = self._one("gather", output_tensors) if is_root else []
+        _same_length("gather", [*outputs, input])
+        lent, own = staged.each(outputs), staged.lend(input, written=False)
+        return self._call(
+            "gather",
+            _how(opts),
+            output_tensors,
+            lambda how: self._native.gather(lent, own, root, how),
+            staged,
+        )
+
+    def gather_single(self, output, input, opts=None):
+        opts = opts or dist.GatherOptions()
+        outputs = [list(output.chunk(self.size()))] if self.rank() == opts.rootRank else []
+        return self.gather(outputs, [input], opts)
+
+    gather_into_tensor = gather_single
+
+    def scatter(self, output_tensors, input_tensors, opts=None, timeout=None):
+        if isinstance(output_tensors, torch.Tensor):
+            root, opts = opts, dist.ScatterOptions()
+            opts.rootRank = root
+            _timeout(opts, timeout)
+            output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
+        output, root = self._one("scatter", output_tensors), opts.rootRank
+        is_root = self.rank() == root
+        if len(input_tensors) != int(is_root):
+            raise ValueError("scatter: the root has one list of inputs, every other rank none")
+        staged = _Staged()
+        inputs = self._one("scatter", input_tensors) if is_root else []
+        _same_length("scatter", [*inputs, output])
+        lent, into = staged.each(inputs, written=False), staged.lend(output)
+        return self._call(
+            "scatter",
+            _how(opts),
+            output_tensors,
+            lambda how: self._native.scatter(into, lent, root, how),
+            staged,
+        )
+
+    def reduce_scatter(self, output_tensors, input_tensors, opts=None, timeout=None, *, op=None):
+        if isinstance(output_tensors, torch.Tensor):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+            opts = _set(dist.ReduceScatterOptions(), opts if op is None else op, timeout)
+        opts = opts or dist.ReduceScatterOptions()
+        output = self._one("reduce_scatter", output_tensors)
+        inputs = self._one("reduce_scatter", input_tensors)
+        op, staged = _op(opts), _Staged()
+        wider = _widened(output, op)
+        lent, into = staged.each(inputs, written=False, type=wider), staged.lend(output, type=wider)
+        return self._call(
+            "reduce_scatter",
+            _how(opts),
+            output_tensors,
+            lambda how: self._native.reduce_scatter(into, lent, op, how),
+            staged,
+        )
+
+    def reduce_scatter_single(self, output, input, opts=None):
+        opts = opts or dist.ReduceScatterOptions()
+        op, staged = _op(opts), _Staged()
+        wider = _widened(output, op)
+        own, into = staged.lend(input, written=False, type=wider), staged.lend(output, type=wider)
+        return self._call(
+            "reduce_scatter_single",
+            _how(opts),
+            [output],
+            lambda how: self._native.reduce_scatter_single(into, own, op, how),
+            staged,
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
+        works = [
+            self.reduce_scatter_single(output, input, opts) for output, input in zip(outputs, inputs)
+        ]
+        return self._all(works, list(outputs))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self, output, input, output_split_sizes=(), input_split_sizes=(), opts=None, timeout=None
+    ):
+        opts = _timeout(dist.AllToAllOptions(), timeout or opts) if _is_time(timeout or opts) else opts
+        opts = opts or dist.AllToAllOptions()
+        staged = _Staged()
+        received = _counts("output", output, output_split_sizes, self.size())
+        sent = _counts("input", input, input_split_sizes, self.size())
+        if received and not sent:
+            sent = [input.numel() // self.size()] * self.size()
+        if sent and not received:
+            received = [output.numel() // self.size()] * self.size()
+        own, into = staged.lend(input, written=False), staged.lend(output)
+        return self._call(
+            "all_to_all_single",
+            _how(opts),
+            [output],
+            lambda how: self._native.all_to_all_single(into, own, received, sent, how),
+            staged,
+        )
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, output_tensors, input_tensors, opts=None, timeout=None):
+        opts = _timeout(dist.AllToAllOptions(), timeout or opts) if _is_time(timeout or opts) else opts
+        opts = opts or dist.AllToAllOptions()
+        staged = _Staged()
+        lent, into = staged.each(input_tensors, written=False), staged.each(output_tensors)
+        return self._call(
+            "all_to_all",
+            _how(opts),
+            output_tensors,
+            lambda how: self._native.all_to_all(into, lent, how),
+            staged,
+        )
+
+    def barrier(self, opts=None, timeout=None):
+        if _is_time(opts):
+            opts, timeout = None, opts
+        opts = _timeout(opts or dist.BarrierOptions(), timeout)
+        return self._call("barrier", _how(opts), [], self._native.barrier)
+
+    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
+        """A barrier whose error names every rank that has not come, on all ranks."""
+        timeout = timeout or self._timeout
+        self._sequence += 1
+        self._native.monitored_barrier(timeout.total_seconds())
+
+    # Messages.
+
+    def _message(self, tensors, written, start):
+        tensor, staged = self._one("send and recv", tensors), _Staged()
+        self._sequence += 1
+        work = Work(start(staged.lend(tensor, written)), tensors, staged.finish(), self._sequence, "message")
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def send(self, tensors, dstRank, tag=0):
+        return self._message(
+            tensors, False, lambda tensor: self._native.send(tensor, dstRank, tag, (None, False))
+        )
+
+    def recv(self, tensors, srcRank, tag=0):
+        return self._message(
+            tensors, True, lambda tensor: self._native.recv(tensor, srcRank, tag, (None, False))
+        )
+
+    def recv_anysource(self, tensors, tag=0):
+        return self._message(
+            tensors, True, lambda tensor: self._native.recv(tensor, None, tag, (None, False))
+        )
+
+    recvAnysource = recv_anysource
+
+    # Several calls as one.
+
+    def start_coalescing(self, device=None):
+        self._coalesced = []
+
+    def end_coalescing(self, device=None):
+        works, self._coalesced = self._coalesced or [], None
+        return Works(works, [tensor for work in works for tensor in work._tensors])
+
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
+
+    # Groups of some of the ranks.
+
+    def split_group(
+        self, new_ranks, timeout=None, opts=None, group_name=None, group_desc=None, device_types=None
+    ):
+        if self.rank() not in new_ranks:
+            return None
+        store = dist.PrefixStore(f"{group_name}/", self._store)
+        group = ProcessGroup(
+            store, new_ranks.index(self.rank()), len(new_ranks), timeout or self._timeout, group_name
+        )
+        if group_desc is not None:
+            group.setGroupDesc(group_desc)
+        return group
+
+    splitGroup = split_group
+
+
+def _is_time(value):
+    return isinstance(value, datetime.timedelta)
+
+
+def _timeout(options, timeout):
+    if _is_time(timeout):
+        options.timeout = timeout
+    return options
+
+
+def _set(options, op, timeout):
+    if op is not None:
+        options.reduceOp = op
+    return _timeout(options, timeout)
+
+
+def _overload(tensors, opts, timeout, op, options):
+    """`(tensors, options)` of a call with options, or with a tensor or tensors, an operation and a time-out."""
+    if isinstance(tensors, torch.Tensor):
+        tensors = [tensors]
+    if isinstance(opts, options):
+        return tensors, opts
+    return tensors, _set(options(), op if op is not None else opts, timeout)
+
+
+def _counts(what, tensor, splits, size):
+    """The numbers of elements that belong to each rank; empty if all have the same."""
+    if not splits:
+        return []
+    if len(splits) != size:
+        raise ValueError(f"all_to_all_single: {len(splits)} {what} split sizes for {size} ranks")
+    if sum(splits) != tensor.size(0):
+        raise ValueError(
+            f"all_to_all_single: the {what} split sizes add up to {sum(splits)}, and the tensor has {tensor.size(0)} rows"
+        )
+    row = tensor.numel() // tensor.size(0) if tensor.size(0) else 0
+    return [split * row for split in splits]

@@ -1,0 +1,30 @@
+"""The all_reduce of sparse tensors."""
+
+import torch
+
+from phalanx_torch.work import Work
+
+
+def all_reduce_sparse(group, tensor, op, how):
+    """Adds up tensors in coordinate format: every rank gets the elements of all. Returns when that is done."""
+    if op[0] != 0:
+        raise ValueError("all_reduce: sparse tensors can only be summed")
+    native, size = group._native, group.size()
+    how = (how[0], True)
+    own = tensor.detach().coalesce()
+    indices, values = own.indices().contiguous(), own.values().contiguous()
+    sizes = torch.tensor([indices.size(1), *tensor.shape])
+    all_sizes = torch.empty(size, sizes.numel(), dtype=sizes.dtype)
+    native.all_gather_single(all_sizes, sizes, how)
+    if (all_sizes[:, 1:] != sizes[1:]).any():
+        raise ValueError(f"all_reduce: the sparse tensors have different shapes: {all_sizes[:, 1:].tolist()}")
+    counts = all_sizes[:, 0].tolist()
+    all_indices = [indices.new_empty(count, indices.size(0)) for count in counts]
+    native.all_gather(all_indices, indices.t().contiguous(), how)
+    all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
+    native.all_gather(all_values, values, how)
+    total = torch.sparse_coo_tensor(torch.cat(all_indices).t(), torch.cat(all_values), tensor.shape).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)
+    group._sequence += 1
+    return Work(None, [tensor], None, group._sequence, "all_reduce")

@@ -1,0 +1,131 @@
+"""Operations in flight, as PyTorch sees them."""
+
+import threading
+
+import torch
+import torch.distributed as dist
+
+
+class Work(dist.Work):
+    """One operation; ``finish`` is called once on its end, before anybody learns of it."""
+
+    def __init__(self, native, tensors, finish=None, sequence=0, operation=""):
+        super().__init__()
+        # None if the operation ended before the call returned.
+        self._native = native
+        self._tensors = tensors
+        self._finish = finish
+        self._sequence = sequence
+        self._operation = operation
+        self._future = None
+        self._lock = threading.Lock()
+        if native is None:
+            self._settle()
+
+    def _settle(self):
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                with torch.no_grad():
+                    finish()
+
+    def wait(self, timeout=None):
+        if self._native is not None:
+            seconds = timeout.total_seconds() if timeout else None
+            if not self._native.wait(seconds if seconds and seconds > 0 else None):
+                raise RuntimeError(
+                    f"{self._operation}: not done after {seconds} s; it still runs, and the group's time-out ends it"
+                )
+            if self._finish is not None:
+                self._settle()
+        return True
+
+    def synchronize(self):
+        self.wait()
+
+    def is_completed(self):
+        return self._native is None or self._native.is_completed()
+
+    def is_success(self):
+        return self.is_completed() and self.exception() is None
+
+    def exception(self):
+        return None if self._native is None else self._native.error()
+
+    def source_rank(self):
+        source = None if self._native is None else self._native.source()
+        if source is None:
+            raise RuntimeError("source_rank: this operation has received from no rank")
+        return source
+
+    _source_rank = source_rank
+
+    def result(self):
+        self.wait()
+        return self._tensors
+
+    def get_future(self):
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future()
+        if self._native is None or not self._native.when_done(self._complete):
+            self._complete()
+        return self._future
+
+    def get_future_result(self):
+        raise NotImplementedError("phalanx has no WorkResult futures: wait() raises the error, exception() returns it")
+
+    def _complete(self):
+        error = self.exception()
+        if error is None:
+            try:
+                self._settle()
+            except Exception as failed:  # What finish does may fail; whoever waits for the future must learn of it.
+                error = failed
+        if error is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(error)
+
+    def _get_sequence_number(self):
+        return self._sequence
+
+
+class Works(dist.Work):
+    """Several operations, as one."""
+
+    def __init__(self, works, tensors):
+        super().__init__()
+        self._works = works
+        self._tensors = tensors
+        self._future = None
+
+    def wait(self, timeout=None):
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def synchronize(self):
+        self.wait()
+
+    def is_completed(self):
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self):
+        return all(work.is_success() for work in self._works)
+
+    def exception(self):
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self):
+        self.wait()
+        return self._tensors
+
+    def get_future(self):
+        if self._future is None:
+            tensors = self._tensors
+            every = torch.futures.collect_all([work.get_future() for work in self._works])
+            # `value` raises the error of an operation that failed.
+            self._future = every.then(lambda done: ([one.value() for one in done.value()], tensors)[1])
+        return self._future

@@ -1,0 +1,360 @@
+//! The collectives of a group, on tensors and lists of tensors.
+
+use phalanx::{Buffer, DType, Element, Rank, Result};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+
+use crate::dtypes::{Meaning, with_element};
+use crate::group::{Group, How, Op, meaning, reduce_op};
+use crate::memory::Memory;
+use crate::work::Work;
+
+type Tensors<'py> = Vec<Bound<'py, PyAny>>;
+
+#[pymethods]
+impl Group {
+    fn all_reduce(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        op: Op,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        let op = reduce_op(op)?;
+        let mut memory = Memory::of(tensor, meaning(op), true)?;
+        self.collective(
+            py,
+            how,
+            move |group| with_element!(memory.dtype(), T => group.all_reduce(memory.as_mut_slice::<T>(), op)),
+        )
+    }
+
+    fn all_reduce_coalesced(
+        &self,
+        py: Python<'_>,
+        tensors: Tensors<'_>,
+        op: Op,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        let op = reduce_op(op)?;
+        let mut memories = each(&tensors, meaning(op), true)?;
+        let dtype = one_type(&memories)?;
+        self.collective(py, how, move |group| {
+            with_element!(dtype, T => {
+                let mut slices: Vec<&mut [T]> = memories.iter_mut().map(Memory::as_mut_slice).collect();
+                group.all_reduce_coalesced(&mut slices, op)
+            })
+        })
+    }
+
+    /// Every rank but the root keeps its elements.
+    fn reduce(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        root: u32,
+        op: Op,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        let op = reduce_op(op)?;
+        let mut memory = Memory::of(tensor, meaning(op), true)?;
+        let is_root = self.is_rank(root);
+        self.collective(py, how, move |group| {
+            with_element!(memory.dtype(), T => match is_root {
+                true => group.reduce(memory.as_mut_slice::<T>(), Rank::new(root), op),
+                false => {
+                    let mut copy = Buffer::from_slice(memory.as_slice::<T>());
+                    group.reduce(copy.as_mut_slice::<T>()?, Rank::new(root), op)
+                }
+            })
+        })
+    }
+
+    fn broadcast(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        root: u32,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        let mut memory = Memory::of(tensor, Meaning::Bytes, true)?;
+        self.collective(py, how, move |group| {
+            with_element!(memory.dtype(), T => group.broadcast(memory.as_mut_slice::<T>(), Rank::new(root)))
+        })
+    }
+
+    /// Gathers into one tensor.
+    fn all_gather_single(
+        &self,
+        py: Python<'_>,
+        output: &Bound<'_, PyAny>,
+        input: &Bound<'_, PyAny>,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        let (mut output, input) = pair(output, input, Meaning::Bytes)?;
+        self.collective(py, how, move |group| {
+            with_element!(input.dtype(), T => {
+                let input = Sent::<T>::beside(&input, &output);
+                group.all_gather(input.as_slice()?, output.as_mut_slice::<T>())
+            })
+        })
+    }
+
+    /// Gathers into a list of tensors, which may have a length of their own for each rank.
+    fn all_gather(
+        &self,
+        py: Python<'_>,
+        outputs: Tensors<'_>,
+        input: &Bound<'_, PyAny>,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        self.one_for_each("all_gather: outputs", outputs.len())?;
+        let mut outputs = each(&outputs, Meaning::Bytes, true)?;
+        let input = Memory::of(input, Meaning::Bytes, false)?;
+        let dtype = one_type(outputs.iter().chain([&input]))?;
+        let counts: Vec<usize> = outputs.iter().map(Memory::len).collect();
+        self.collective(py, how, move |group| {
+            with_element!(dtype, T => {
+                let mut packed = Buffer::zeroed(dtype, counts.iter().sum());
+                match are_even(&counts) {
+                    true => group.all_gather(input.as_slice::<T>(), packed.as_mut_slice()?)?,
+                    false => group.all_gather_v(input.as_slice::<T>(), packed.as_mut_slice()?, &counts)?,
+                }
+                unpack(packed.as_bytes(), &mut outputs);
+                Ok(())
+            })
+        })
+    }
+
+    /// Gathers at the root, into a list of tensors that is empty elsewhere.
+    fn gather(
+        &self,
+        py: Python<'_>,
+        outputs: Tensors<'_>,
+        input: &Bound<'_, PyAny>,
+        root: u32,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        if self.is_rank(root) {
+            self.one_for_each("gather: outputs", outputs.len())?;
+        }
+        let mut outputs = each(&outputs, Meaning::Bytes, true)?;
+        let input = Memory::of(input, Meaning::Bytes, false)?;
+        let dtype = one_type(outputs.iter().chain([&input]))?;
+        let elements = outputs.iter().map(Memory::len).sum();
+        self.collective(py, how, move |group| {
+            with_element!(dtype, T => {
+                let mut packed = Buffer::zeroed(dtype, elements);
+                group.gather(input.as_slice::<T>(), packed.as_mut_slice()?, Rank::new(root))?;
+                unpack(packed.as_bytes(), &mut outputs);
+                Ok(())
+            })
+        })
+    }
+
+    /// Scatters from the root's list of tensors, which is empty elsewhere.
+    fn scatter(
+        &self,
+        py: Python<'_>,
+        output: &Bound<'_, PyAny>,
+        inputs: Tensors<'_>,
+        root: u32,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        if self.is_rank(root) {
+            self.one_for_each("scatter: inputs", inputs.len())?;
+        }
+        let mut output = Memory::of(output, Meaning::Bytes, true)?;
+        let inputs = each(&inputs, Meaning::Bytes, false)?;
+        let dtype = one_type(inputs.iter().chain([&output]))?;
+        self.collective(py, how, move |group| {
+            with_element!(dtype, T => {
+                let packed = pack(dtype, &inputs);
+                group.scatter(packed.as_slice::<T>()?, output.as_mut_slice(), Rank::new(root))
+            })
+        })
+    }
+
+    fn reduce_scatter_single(
+        &self,
+        py: Python<'_>,
+        output: &Bound<'_, PyAny>,
+        input: &Bound<'_, PyAny>,
+        op: Op,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        let op = reduce_op(op)?;
+        let (mut output, input) = pair(output, input, meaning(op))?;
+        self.collective(py, how, move |group| {
+            with_element!(input.dtype(), T => {
+                let input = Sent::<T>::beside(&input, &output);
+                group.reduce_scatter(input.as_slice()?, output.as_mut_slice::<T>(), op)
+            })
+        })
+    }
+
+    /// Combines lists of tensors, which may have a length of their own for each rank.
+    fn reduce_scatter(
+        &self,
+        py: Python<'_>,
+        output: &Bound<'_, PyAny>,
+        inputs: Tensors<'_>,
+        op: Op,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        self.one_for_each("reduce_scatter: inputs", inputs.len())?;
+        let op = reduce_op(op)?;
+        let mut output = Memory::of(output, meaning(op), true)?;
+        let inputs = each(&inputs, meaning(op), false)?;
+        let dtype = one_type(inputs.iter().chain([&output]))?;
+        let counts: Vec<usize> = inputs.iter().map(Memory::len).collect();
+        self.collective(py, how, move |group| {
+            let packed = pack(dtype, &inputs);
+            if are_even(&counts) {
+                return with_element!(dtype, T => {
+                    group.reduce_scatter(packed.as_slice::<T>()?, output.as_mut_slice::<T>(), op)
+                });
+            }
+            let me = group.rank().index();
+            let start: usize = counts[..me].iter().sum();
+            if output.len() != counts[me] {
+                return Err(phalanx::Error::invalid_argument(format!(
+                    "reduce_scatter: this rank's input has {} elements, the output {}",
+                    counts[me],
+                    output.len()
+                )));
+            }
+            let combined = group.reduce_scatter_v_async(packed, &counts, op)?.wait()?;
+            let own = start * dtype.size()..(start + counts[me]) * dtype.size();
+            output.as_bytes_mut().copy_from_slice(&combined.as_bytes()[own]);
+            Ok(())
+        })
+    }
+
+    /// Exchanges blocks of one tensor for those of another. `sent` and `received` are numbers of PyTorch's elements for
+    /// each rank; both empty if all blocks have the same length.
+    fn all_to_all_single(
+        &self,
+        py: Python<'_>,
+        output: &Bound<'_, PyAny>,
+        input: &Bound<'_, PyAny>,
+        received: Vec<usize>,
+        sent: Vec<usize>,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        let scale = |memory: &Memory, tensor: &Bound<'_, PyAny>| -> PyResult<usize> {
+            Ok(memory.len().checked_div(tensor.call_method0("numel")?.extract()?).unwrap_or(1))
+        };
+        let scales = (output.clone(), input.clone());
+        let (mut output, input) = pair(output, input, Meaning::Bytes)?;
+        if received.is_empty() && sent.is_empty() {
+            return self.collective(py, how, move |group| {
+                with_element!(input.dtype(), T => {
+                    let input = Sent::<T>::beside(&input, &output);
+                    group.all_to_all(input.as_slice()?, output.as_mut_slice::<T>())
+                })
+            });
+        }
+        // Types that collectives do not know are so many bytes.
+        let (out_scale, in_scale) = (scale(&output, &scales.0)?, scale(&input, &scales.1)?);
+        let received: Vec<usize> = received.into_iter().map(|count| count * out_scale).collect();
+        let sent: Vec<usize> = sent.into_iter().map(|count| count * in_scale).collect();
+        self.collective(py, how, move |group| {
+            with_element!(input.dtype(), T => {
+                let input = Sent::<T>::beside(&input, &output);
+                group.all_to_all_v(input.as_slice()?, &sent, output.as_mut_slice::<T>(), &received)
+            })
+        })
+    }
+
+    /// Exchanges lists of tensors.
+    fn all_to_all(
+        &self,
+        py: Python<'_>,
+        outputs: Tensors<'_>,
+        inputs: Tensors<'_>,
+        how: How,
+    ) -> PyResult<Option<Work>> {
+        self.one_for_each("all_to_all: outputs", outputs.len())?;
+        self.one_for_each("all_to_all: inputs", inputs.len())?;
+        let (mut outputs, inputs) =
+            (each(&outputs, Meaning::Bytes, true)?, each(&inputs, Meaning::Bytes, false)?);
+        let dtype = one_type(outputs.iter().chain(&inputs))?;
+        let received: Vec<usize> = outputs.iter().map(Memory::len).collect();
+        let sent: Vec<usize> = inputs.iter().map(Memory::len).collect();
+        self.collective(py, how, move |group| {
+            with_element!(dtype, T => {
+                let (packed, mut into) = (pack(dtype, &inputs), Buffer::zeroed(dtype, received.iter().sum()));
+                group.all_to_all_v(packed.as_slice::<T>()?, &sent, into.as_mut_slice()?, &received)?;
+                unpack(into.as_bytes(), &mut outputs);
+                Ok(())
+            })
+        })
+    }
+}
+
+/// What is sent while something is received: copied, if it lies where that comes.
+enum Sent<'a, T> {
+    Lent(&'a [T]),
+    Copied(Buffer),
+}
+
+impl<'a, T: Element> Sent<'a, T> {
+    fn beside(input: &'a Memory, output: &Memory) -> Self {
+        match input.overlaps(output) {
+            true => Self::Copied(Buffer::from_slice(input.as_slice::<T>())),
+            false => Self::Lent(input.as_slice()),
+        }
+    }
+
+    fn as_slice(&self) -> Result<&[T]> {
+        match self {
+            Self::Lent(input) => Ok(input),
+            Self::Copied(buffer) => buffer.as_slice(),
+        }
+    }
+}
+
+fn pair(output: &Bound<'_, PyAny>, input: &Bound<'_, PyAny>, meaning: Meaning) -> PyResult<(Memory, Memory)> {
+    let (output, input) = (Memory::of(output, meaning, true)?, Memory::of(input, meaning, false)?);
+    one_type([&output, &input])?;
+    Ok((output, input))
+}
+
+fn each(tensors: &[Bound<'_, PyAny>], meaning: Meaning, written: bool) -> PyResult<Vec<Memory>> {
+    tensors.iter().map(|tensor| Memory::of(tensor, meaning, written)).collect()
+}
+
+fn one_type<'a>(memories: impl IntoIterator<Item = &'a Memory>) -> PyResult<DType> {
+    let mut dtypes = memories.into_iter().map(Memory::dtype);
+    let Some(first) = dtypes.next() else { return Ok(DType::U8) };
+    match dtypes.find(|dtype| *dtype != first) {
+        None => Ok(first),
+        Some(other) => Err(PyTypeError::new_err(format!(
+            "all tensors of one call must have the same type; these are {first} and {other}"
+        ))),
+    }
+}
+
+fn are_even(counts: &[usize]) -> bool {
+    counts.windows(2).all(|pair| pair[0] == pair[1])
+}
+
+fn pack(dtype: DType, memories: &[Memory]) -> Buffer {
+    let mut packed = Buffer::zeroed(dtype, memories.iter().map(Memory::len).sum());
+    let mut rest = packed.as_bytes_mut();
+    for memory in memories {
+        let (head, tail) = rest.split_at_mut(memory.as_bytes().len());
+        head.copy_from_slice(memory.as_bytes());
+        rest = tail;
+    }
+    packed
+}
+
+fn unpack(mut rest: &[u8], memories: &mut [Memory]) {
+    for memory in memories {
+        let (head, tail) = rest.split_at(memory.as_bytes().len());
+        memory.as_bytes_mut().copy_from_slice(head);
+        rest = tail;
+    }
+}

@@ -1,0 +1,150 @@
+//! How the types of PyTorch's and NumPy's elements are seen by collectives.
+
+use phalanx::DType;
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
+
+/// What a collective does with elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Meaning {
+    /// It moves them. Types that collectives do not know are bytes then.
+    Bytes,
+    /// It combines them one by one.
+    Numbers,
+    /// It adds them up, or averages: complex numbers are pairs of floats then.
+    Sums,
+}
+
+/// A type of PyTorch, by the element of which collectives see some.
+#[derive(Clone, Copy)]
+enum Known {
+    /// The same type.
+    Same(DType),
+    /// Two floats.
+    Complex(DType),
+    /// So many bytes, which only move.
+    Opaque(usize),
+}
+
+const NAMES: &[(&str, Known)] = &[
+    ("float32", Known::Same(DType::F32)),
+    ("float64", Known::Same(DType::F64)),
+    ("float16", Known::Same(DType::F16)),
+    ("bfloat16", Known::Same(DType::BF16)),
+    ("int32", Known::Same(DType::I32)),
+    ("int64", Known::Same(DType::I64)),
+    ("uint8", Known::Same(DType::U8)),
+    ("int8", Known::Same(DType::I8)),
+    ("bool", Known::Same(DType::Bool)),
+    ("complex32", Known::Complex(DType::F16)),
+    ("complex64", Known::Complex(DType::F32)),
+    ("complex128", Known::Complex(DType::F64)),
+    ("int16", Known::Opaque(2)),
+    ("uint16", Known::Opaque(2)),
+    ("uint32", Known::Opaque(4)),
+    ("uint64", Known::Opaque(8)),
+    ("float8_e4m3fn", Known::Opaque(1)),
+    ("float8_e4m3fnuz", Known::Opaque(1)),
+    ("float8_e5m2", Known::Opaque(1)),
+    ("float8_e5m2fnuz", Known::Opaque(1)),
+    ("float8_e8m0fnu", Known::Opaque(1)),
+    ("float4_e2m1fn_x2", Known::Opaque(1)),
+];
+
+/// From `torch.dtype`s to places in `NAMES`, for those that this PyTorch has.
+fn table(py: Python<'_>) -> PyResult<&Bound<'_, PyDict>> {
+    static TABLE: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
+    let table = TABLE.get_or_try_init(py, || {
+        let (torch, table) = (py.import("torch")?, PyDict::new(py));
+        for (place, (name, _)) in NAMES.iter().enumerate() {
+            if let Ok(dtype) = torch.getattr(*name) {
+                table.set_item(dtype, place)?;
+            }
+        }
+        Ok::<_, PyErr>(table.unbind())
+    })?;
+    Ok(table.bind(py))
+}
+
+/// The type that collectives see, and how many of it an element is.
+pub fn of_torch(dtype: &Bound<'_, PyAny>, meaning: Meaning) -> PyResult<(DType, usize)> {
+    let place: Option<usize> =
+        table(dtype.py())?.get_item(dtype)?.map(|place| place.extract()).transpose()?;
+    let known = place.and_then(|place| NAMES.get(place)).map(|(_, known)| *known);
+    match (known, meaning) {
+        (Some(Known::Same(dtype)), _) => Ok((dtype, 1)),
+        (Some(Known::Complex(dtype)), Meaning::Bytes | Meaning::Sums) => Ok((dtype, 2)),
+        (Some(Known::Opaque(bytes)), Meaning::Bytes) => Ok((DType::U8, bytes)),
+        (Some(Known::Complex(_)), Meaning::Numbers) => {
+            Err(PyValueError::new_err(format!("{dtype} can be summed and averaged, and nothing else")))
+        }
+        (Some(Known::Opaque(_)), Meaning::Numbers | Meaning::Sums) => Err(PyTypeError::new_err(format!(
+            "{dtype} cannot be reduced, only moved: convert the tensor to a type that can"
+        ))),
+        (None, _) => Err(PyTypeError::new_err(format!("Invalid scalar type: {dtype} cannot be exchanged"))),
+    }
+}
+
+/// The type of NumPy's `typestr`, such as `<f4`.
+pub fn of_numpy(typestr: &str) -> PyResult<DType> {
+    match typestr {
+        "<f4" => Ok(DType::F32),
+        "<f8" => Ok(DType::F64),
+        "<f2" => Ok(DType::F16),
+        "<i4" => Ok(DType::I32),
+        "<i8" => Ok(DType::I64),
+        "|u1" => Ok(DType::U8),
+        "|i1" => Ok(DType::I8),
+        "|b1" => Ok(DType::Bool),
+        _ => Err(PyTypeError::new_err(format!(
+            "arrays of type {typestr} cannot be exchanged: use float16, float32, float64, int8, int32, int64, uint8 or bool"
+        ))),
+    }
+}
+
+/// Calls `$body` with `$type` as the Rust type of `$dtype`.
+macro_rules! with_element {
+    ($dtype:expr, $type:ident => $body:expr) => {
+        match $dtype {
+            phalanx::DType::F32 => {
+                type $type = f32;
+                $body
+            }
+            phalanx::DType::F64 => {
+                type $type = f64;
+                $body
+            }
+            phalanx::DType::F16 => {
+                type $type = half::f16;
+                $body
+            }
+            phalanx::DType::BF16 => {
+                type $type = half::bf16;
+                $body
+            }
+            phalanx::DType::I32 => {
+                type $type = i32;
+                $body
+            }
+            phalanx::DType::I64 => {
+                type $type = i64;
+                $body
+            }
+            phalanx::DType::U8 => {
+                type $type = u8;
+                $body
+            }
+            phalanx::DType::I8 => {
+                type $type = i8;
+                $body
+            }
+            phalanx::DType::Bool => {
+                type $type = phalanx::Bool;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_element;

@@ -1,0 +1,301 @@
+//! A process group, as the Python package uses it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::RwLock;
+use phalanx::rendezvous::{self, Rendezvous};
+use phalanx::store::SharedStore;
+use phalanx::{Error, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::dtypes::Meaning;
+use crate::errors::raised;
+use crate::lane::Lane;
+use crate::memory::Memory;
+use crate::messages::Messages;
+use crate::store::TorchStore;
+use crate::work::{Pending, Work};
+
+/// The ranks of a job, or some of them.
+#[pyclass(frozen, weakref, module = "phalanx_torch._native")]
+pub struct Group {
+    /// None when it has been left.
+    group: RwLock<Option<ProcessGroup>>,
+    collectives: Lane,
+    messages: Messages,
+    timeout: RwLock<Duration>,
+    rank: Rank,
+    world: WorldSize,
+    /// A process that is forked from the group's has its memory, and none of its threads.
+    process: u32,
+}
+
+/// How an operation is called: its limit in seconds, if not the group's, and whether the caller waits for it.
+pub type How = (Option<f64>, bool);
+
+/// An operation of `torch.distributed.ReduceOp`, and its factor.
+pub type Op = (u8, f64);
+
+impl Group {
+    fn join(
+        py: Python<'_>,
+        timeout: Duration,
+        meet: impl FnOnce() -> phalanx::Result<Rendezvous> + Send,
+    ) -> PyResult<Self> {
+        let joined = py.detach(|| {
+            let options = GroupOptions::from_env()?;
+            let mut with_timeout = GroupOptions::default();
+            with_timeout.clone_from(&options);
+            with_timeout.timeout = timeout;
+            ProcessGroup::join(meet()?, with_timeout)
+        });
+        let group = joined.map_err(|error| raised(py, &error))?;
+        let (rank, world) = (group.rank(), group.world_size());
+        // Held weakly by nobody else: the lane ends before the group is left.
+        let apart = group.clone();
+        let prepare = Arc::new(move || apart.keep_apart());
+        Ok(Self {
+            collectives: Lane::new(format!("phalanx-torch-{rank}"), prepare),
+            messages: Messages::new(rank, world.count()),
+            timeout: RwLock::new(timeout),
+            rank,
+            world,
+            process: std::process::id(),
+            group: RwLock::new(Some(group)),
+        })
+    }
+
+    /// The group, with the limit of one operation.
+    pub fn open(&self, timeout: Option<f64>) -> PyResult<ProcessGroup> {
+        let timeout = timeout.map_or(Ok(*self.timeout.read()), duration)?;
+        let group = self.group.read();
+        let group = group.as_ref().filter(|_| self.process == std::process::id());
+        let group = group.ok_or_else(|| match self.process == std::process::id() {
+            true => PyValueError::new_err("this process group has been destroyed"),
+            false => PyValueError::new_err(
+                "this process group belongs to the process from which this one was forked; a forked process starts a \
+                 group of its own with init_process_group",
+            ),
+        })?;
+        Ok(group.with_timeout(timeout))
+    }
+
+    /// Carries out a collective: now, if the caller waits for it, else on the group's worker.
+    pub fn collective(
+        &self,
+        py: Python<'_>,
+        (timeout, wait): How,
+        operation: impl FnOnce(&ProcessGroup) -> phalanx::Result<()> + Send + 'static,
+    ) -> PyResult<Option<Work>> {
+        let group = self.open(timeout)?;
+        let operation = move || operation(&group).map(|()| None);
+        if wait {
+            let outcome = py.detach(|| self.collectives.run(operation));
+            return outcome.map(|_| None).map_err(|error| raised(py, &error));
+        }
+        let pending = Arc::new(Pending::default());
+        py.detach(|| self.collectives.submit(pending.clone(), operation));
+        Ok(Some(Work::new(pending)))
+    }
+
+    /// The number of ranks, of a list that has one entry for each.
+    pub fn one_for_each(&self, what: &str, length: usize) -> PyResult<()> {
+        if length == self.world.count() {
+            return Ok(());
+        }
+        Err(PyValueError::new_err(format!(
+            "{what}: a list of {length}, and the group has {} ranks",
+            self.world
+        )))
+    }
+
+    pub fn is_rank(&self, rank: u32) -> bool {
+        self.rank.get() == rank
+    }
+
+    fn leave(&self) {
+        if self.process != std::process::id() {
+            return;
+        }
+        self.collectives.close();
+        self.messages.close();
+        let group = self.group.write().take();
+        drop(group);
+    }
+}
+
+#[pymethods]
+impl Group {
+    /// Meets the other ranks in a `torch.distributed.Store`.
+    #[staticmethod]
+    fn in_store(
+        py: Python<'_>,
+        store: Py<PyAny>,
+        rank: u32,
+        world_size: u32,
+        timeout: f64,
+    ) -> PyResult<Self> {
+        let timeout = duration(timeout)?;
+        let store: SharedStore = Arc::new(TorchStore(store));
+        Self::join(py, timeout, move || {
+            let world = WorldSize::new(world_size)?;
+            rendezvous::from_store(store, world.rank(rank)?, world, timeout)
+        })
+    }
+
+    /// Meets the other ranks at a URL; `env://` reads the launcher's variables.
+    #[staticmethod]
+    #[pyo3(signature = (url, rank, world_size, timeout))]
+    fn at(
+        py: Python<'_>,
+        url: String,
+        rank: Option<u32>,
+        world_size: Option<u32>,
+        timeout: f64,
+    ) -> PyResult<Self> {
+        let timeout = duration(timeout)?;
+        Self::join(py, timeout, move || {
+            let world = world_size.map(WorldSize::new).transpose()?;
+            match (url.as_str(), rank, world) {
+                ("env://", None, None) => rendezvous::from_env(timeout),
+                _ => rendezvous::from_url(&url, rank.map(Rank::new), world, timeout),
+            }
+        })
+    }
+
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.rank.get()
+    }
+
+    #[getter]
+    fn world_size(&self) -> u32 {
+        self.world.get()
+    }
+
+    #[getter]
+    fn local_rank(&self) -> PyResult<u32> {
+        Ok(self.open(None)?.local_rank())
+    }
+
+    /// `shm`, `tcp`, or None in a world of one.
+    #[getter]
+    fn transport(&self) -> PyResult<Option<String>> {
+        Ok(self.open(None)?.transport().map(|kind| kind.to_string()))
+    }
+
+    /// Sets the limit of every operation that has none of its own, in seconds.
+    fn set_timeout(&self, timeout: f64) -> PyResult<()> {
+        *self.timeout.write() = duration(timeout)?;
+        Ok(())
+    }
+
+    /// The cause of the group's failure, if it has failed.
+    fn failure<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        let error = self.group.read().as_ref()?.failure()?;
+        Some(raised(py, &error).into_value(py).into_bound(py).into_any())
+    }
+
+    /// Ends the group on every rank: what is called and what waits fails with `cause`.
+    fn abort(&self, py: Python<'_>, cause: String) {
+        py.detach(|| {
+            let group = self.group.read().clone();
+            if let Some(group) = group.filter(|_| self.process == std::process::id()) {
+                group.abort(Error::aborted(cause));
+            }
+        });
+    }
+
+    /// Waits for what has been called, and leaves the group.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.leave());
+    }
+
+    /// Is it this process's, and has not been left?
+    fn is_open(&self) -> bool {
+        self.process == std::process::id() && self.group.read().is_some()
+    }
+
+    fn barrier(&self, py: Python<'_>, how: How) -> PyResult<Option<Work>> {
+        self.collective(py, how, ProcessGroup::barrier)
+    }
+
+    /// A barrier whose error names the ranks that have not come within `timeout` seconds.
+    fn monitored_barrier(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        let timeout = duration(timeout)?;
+        self.collective(py, (None, true), move |group| group.monitored_barrier(timeout)).map(drop)
+    }
+
+    fn send(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, to: u32, tag: i64, how: How) -> PyResult<Work> {
+        let (timeout, wait) = how;
+        let memory = Memory::of(tensor, Meaning::Bytes, false)?;
+        let group = self.open(timeout)?;
+        let pending = Arc::new(Pending::default());
+        py.detach(|| self.messages.send(group, Rank::new(to), tag, memory, wait, pending.clone()));
+        Ok(Work::new(pending))
+    }
+
+    /// Receives from the rank `from`, or from any if that is None.
+    fn recv(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        from: Option<u32>,
+        tag: i64,
+        how: How,
+    ) -> PyResult<Work> {
+        let (timeout, wait) = how;
+        let memory = Memory::of(tensor, Meaning::Bytes, true)?;
+        let limit = timeout.map_or(Ok(*self.timeout.read()), duration)?;
+        let group = self.open(timeout)?;
+        let pending = Arc::new(Pending::default());
+        let from = from.map(Rank::new);
+        py.detach(|| self.messages.recv(group, limit, from, tag, memory, wait, pending.clone()));
+        Ok(Work::new(pending))
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
+            std::mem::forget(self.group.get_mut().take());
+        }
+    }
+}
+
+fn duration(seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|error| PyValueError::new_err(format!("a time-out of {seconds} s: {error}")))
+}
+
+/// The operation with PyTorch's number.
+pub fn reduce_op((number, factor): Op) -> PyResult<ReduceOp> {
+    Ok(match number {
+        0 => ReduceOp::Sum,
+        1 => ReduceOp::Avg,
+        2 => ReduceOp::Product,
+        3 => ReduceOp::Min,
+        4 => ReduceOp::Max,
+        5 => ReduceOp::BAnd,
+        6 => ReduceOp::BOr,
+        7 => ReduceOp::BXor,
+        8 => ReduceOp::PreMulSum(factor),
+        _ => return Err(PyValueError::new_err(format!("there is no reduce operation {number}"))),
+    })
+}
+
+/// What an operation means for elements.
+pub fn meaning(op: ReduceOp) -> Meaning {
+    match op {
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => Meaning::Sums,
+        ReduceOp::Product
+        | ReduceOp::Min
+        | ReduceOp::Max
+        | ReduceOp::BAnd
+        | ReduceOp::BOr
+        | ReduceOp::BXor => Meaning::Numbers,
+    }
+}

@@ -1,0 +1,152 @@
+//! A lane: operations that run one after the other, in the order of their calls.
+//!
+//! A call that waits for its operation runs it on its own thread, if nothing is before it: a worker would cost two
+//! wake-ups. Everything else is for the lane's worker, which is started by the first such operation.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use parking_lot::{Condvar, Mutex};
+use phalanx::Error;
+
+use crate::work::{Outcome, Pending};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Operations in order.
+pub struct Lane {
+    name: String,
+    shared: Arc<Shared>,
+    worker: Mutex<Option<JoinHandle<()>>>,
+    /// What the worker does first.
+    prepare: Arc<dyn Fn() + Send + Sync>,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: VecDeque<Job>,
+    busy: bool,
+    closed: bool,
+}
+
+impl Lane {
+    pub fn new(name: String, prepare: Arc<dyn Fn() + Send + Sync>) -> Self {
+        Self { name, shared: Arc::default(), worker: Mutex::new(None), prepare }
+    }
+
+    /// Runs `operation` after all before it, and returns when it has ended.
+    pub fn run(&self, operation: impl FnOnce() -> Outcome + Send + 'static) -> Outcome {
+        let mut state = self.shared.state.lock();
+        if state.closed {
+            return Err(closed());
+        }
+        if state.busy || !state.jobs.is_empty() {
+            drop(state);
+            let pending = Arc::new(Pending::default());
+            self.submit(pending.clone(), operation);
+            return pending.wait(None).unwrap_or_else(|| Err(closed()));
+        }
+        state.busy = true;
+        drop(state);
+        let outcome = guarded(operation);
+        self.shared.leave();
+        outcome
+    }
+
+    /// Lets the worker run `operation` after all before it, and `pending` know how it ended.
+    pub fn submit(&self, pending: Arc<Pending>, operation: impl FnOnce() -> Outcome + Send + 'static) {
+        if let Err(error) = self.employ() {
+            return pending.complete(Err(error));
+        }
+        let mut state = self.shared.state.lock();
+        if state.closed {
+            drop(state);
+            return pending.complete(Err(closed()));
+        }
+        state.jobs.push_back(Box::new(move || {
+            let outcome = guarded(operation);
+            pending.complete(outcome);
+        }));
+        drop(state);
+        self.shared.changed.notify_all();
+    }
+
+    /// Runs what has been called, and nothing after it.
+    pub fn close(&self) {
+        self.shared.state.lock().closed = true;
+        self.shared.changed.notify_all();
+        if let Some(worker) = self.worker.lock().take()
+            && worker.thread().id() != std::thread::current().id()
+        {
+            // Panics of operations are caught where they run.
+            let _ = worker.join();
+        }
+        let mut state = self.shared.state.lock();
+        while state.busy {
+            self.shared.changed.wait(&mut state);
+        }
+    }
+
+    fn employ(&self) -> Result<(), Error> {
+        let mut worker = self.worker.lock();
+        if worker.is_some() {
+            return Ok(());
+        }
+        let (shared, prepare) = (self.shared.clone(), self.prepare.clone());
+        let thread = std::thread::Builder::new().name(self.name.clone()).spawn(move || {
+            prepare();
+            shared.serve();
+        });
+        *worker = Some(thread.map_err(Error::other)?);
+        Ok(())
+    }
+}
+
+impl Shared {
+    fn serve(&self) {
+        let mut state = self.state.lock();
+        loop {
+            if state.busy {
+                self.changed.wait(&mut state);
+            } else if let Some(job) = state.jobs.pop_front() {
+                state.busy = true;
+                drop(state);
+                job();
+                self.leave();
+                state = self.state.lock();
+            } else if state.closed {
+                return;
+            } else {
+                self.changed.wait(&mut state);
+            }
+        }
+    }
+
+    fn leave(&self) {
+        let mut state = self.state.lock();
+        state.busy = false;
+        let awaited = state.closed || !state.jobs.is_empty();
+        drop(state);
+        if awaited {
+            self.changed.notify_all();
+        }
+    }
+}
+
+fn guarded(operation: impl FnOnce() -> Outcome) -> Outcome {
+    let outcome = catch_unwind(AssertUnwindSafe(operation));
+    outcome.unwrap_or_else(|_| Err(Error::aborted("an operation panicked on this rank")))
+}
+
+fn closed() -> Error {
+    Error::aborted("this process group has been destroyed")
+        .with_remedy("make another with init_process_group or new_group")
+}

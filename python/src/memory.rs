@@ -1,0 +1,150 @@
+//! Memory of tensors and arrays, lent to collectives. The only unsafe code of this package is in here.
+//!
+//! A collective works on slices. PyTorch's and NumPy's memory has an owner in Python, so a [`Memory`] holds a reference
+//! to that owner for as long as it lives: what Rust sees cannot be freed. Pointer and length are read from the owner by
+//! this module, never taken from a caller.
+
+#![allow(unsafe_code)]
+
+use phalanx::{DType, Element};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::dtypes::{self, Meaning};
+
+/// The contiguous elements of one tensor or array, which its owner keeps.
+pub struct Memory {
+    pointer: *mut u8,
+    bytes: usize,
+    dtype: DType,
+    _owner: Py<PyAny>,
+}
+
+// SAFETY: the pointer is to memory of the owner, which no thread owns: PyTorch and NumPy let any thread read and write
+// it. The reference to the owner may be dropped on any thread: PyO3 passes it on to a thread that is attached.
+unsafe impl Send for Memory {}
+
+impl Memory {
+    /// The memory of `owner`, a tensor of PyTorch or an array of NumPy's kind. If it is `written`, it must be writable.
+    pub fn of(owner: &Bound<'_, PyAny>, meaning: Meaning, written: bool) -> PyResult<Self> {
+        match owner.getattr_opt(intern!(owner.py(), "is_cpu"))? {
+            Some(is_cpu) => Self::of_tensor(owner, is_cpu.is_truthy()?, meaning),
+            None => Self::of_array(owner, written),
+        }
+    }
+
+    /// The memory of a tensor on a CPU, which must be contiguous. A `meaning` of `Bytes` takes every type of elements.
+    fn of_tensor(tensor: &Bound<'_, PyAny>, is_cpu: bool, meaning: Meaning) -> PyResult<Self> {
+        let py = tensor.py();
+        let (dtype, per_element) = dtypes::of_torch(&tensor.getattr(intern!(py, "dtype"))?, meaning)?;
+        if !is_cpu {
+            let device = tensor.getattr(intern!(py, "device"))?;
+            return Err(PyTypeError::new_err(format!(
+                "this tensor is on {device}; phalanx moves tensors on the CPU: use another backend for that device \
+                 (\"cpu:phalanx,cuda:nccl\")"
+            )));
+        }
+        if !tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
+            return Err(PyValueError::new_err("this tensor is not contiguous"));
+        }
+        let elements: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
+        let pointer: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        Self::new(pointer, elements.checked_mul(per_element), dtype, tensor)
+    }
+
+    /// The memory of an array that has NumPy's array interface, which must be contiguous, and writable if it is written.
+    fn of_array(array: &Bound<'_, PyAny>, written: bool) -> PyResult<Self> {
+        let py = array.py();
+        let interface = array.getattr(intern!(py, "__array_interface__"))?;
+        let interface = interface.cast::<PyDict>()?;
+        let part = |name: &str| {
+            interface.get_item(name)?.ok_or_else(|| PyTypeError::new_err(format!("the array has no {name}")))
+        };
+        let (pointer, read_only): (usize, bool) = part("data")?.extract()?;
+        if written && read_only {
+            return Err(PyValueError::new_err("this array is read-only"));
+        }
+        // A description of strides means that the elements are not one after the other; NumPy gives None otherwise.
+        if interface.get_item("strides")?.is_some_and(|strides| !strides.is_none()) {
+            return Err(PyValueError::new_err(
+                "this array is not contiguous: numpy.ascontiguousarray copies it",
+            ));
+        }
+        let shape = part("shape")?;
+        let shape: Vec<usize> = shape.cast::<PyTuple>()?.extract()?;
+        let typestr: String = part("typestr")?.extract()?;
+        let elements = shape.iter().try_fold(1usize, |product, length| product.checked_mul(*length));
+        Self::new(pointer, elements, dtypes::of_numpy(&typestr)?, array)
+    }
+
+    fn new(
+        pointer: usize,
+        elements: Option<usize>,
+        dtype: DType,
+        owner: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let bytes = elements.and_then(|elements| elements.checked_mul(dtype.size()));
+        let bytes = bytes.filter(|bytes| *bytes <= isize::MAX as usize);
+        let bytes = bytes.ok_or_else(|| PyValueError::new_err("this is longer than memory can be"))?;
+        if bytes > 0 && (pointer == 0 || pointer % dtype.size() != 0) {
+            return Err(PyValueError::new_err(format!("the elements are not aligned as {dtype} must be")));
+        }
+        // An empty tensor may have no memory at all; a slice of nothing must still be aligned.
+        let pointer = if bytes == 0 { std::ptr::without_provenance_mut(64) } else { pointer as *mut u8 };
+        Ok(Self { pointer, bytes, dtype, _owner: owner.clone().unbind() })
+    }
+
+    /// The type of its elements, as collectives see them.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The number of its elements.
+    pub fn len(&self) -> usize {
+        self.bytes / self.dtype.size()
+    }
+
+    /// Its elements.
+    ///
+    /// # Panics
+    /// If `T` is not their type: a mistake of this package.
+    pub fn as_slice<T: Element>(&self) -> &[T] {
+        assert_eq!(T::DTYPE, self.dtype);
+        // SAFETY: `new` has checked alignment and length, and the owner keeps the memory. Every `Element` takes any
+        // bytes as a value. Nothing writes meanwhile if the program keeps PyTorch's rule, that a tensor is left alone
+        // until the operation on it is done; a program that breaks it reads garbage, as with every backend. Within this
+        // package one operation has at most one `Memory` that it writes for each place: see `overlaps`.
+        unsafe { std::slice::from_raw_parts(self.pointer.cast(), self.len()) }
+    }
+
+    /// Its elements, for writing.
+    ///
+    /// # Panics
+    /// As [`as_slice`](Self::as_slice).
+    pub fn as_mut_slice<T: Element>(&mut self) -> &mut [T] {
+        assert_eq!(T::DTYPE, self.dtype);
+        // SAFETY: as in `as_slice`. Tensors are writable; of arrays `of_array` has checked it.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer.cast(), self.len()) }
+    }
+
+    /// Its bytes.
+    pub fn as_bytes(&self) -> &[u8] {
+        // SAFETY: as in `as_slice`; bytes have no alignment.
+        unsafe { std::slice::from_raw_parts(self.pointer, self.bytes) }
+    }
+
+    /// Its bytes, for writing.
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `as_mut_slice`; bytes have no alignment.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
+    }
+
+    /// Do the two share memory? Then what is sent must be copied before anything is received.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let (start, end) = (self.pointer as usize, self.pointer as usize + self.bytes);
+        let (other_start, other_end) = (other.pointer as usize, other.pointer as usize + other.bytes);
+        start < other_end && other_start < end
+    }
+}

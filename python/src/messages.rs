@@ -1,0 +1,315 @@
+//! Messages with tags, and from whoever sends first.
+//!
+//! The core's messages have no tags: each direction of each pair of ranks is a line in order. Here every message is two of
+//! them, a head with tag and length, and then the elements, straight into the tensor that waits for them. A message
+//! that nobody waits for yet is kept until somebody does.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use phalanx::{DType, Error, ProcessGroup, Rank};
+
+use crate::lane::Lane;
+use crate::memory::Memory;
+use crate::work::{Outcome, Pending};
+
+/// Tag, bytes and the elements' type.
+const HEAD: usize = 3;
+/// How long a receive from any rank sleeps between looks at the lines; it begins with the first, and doubles it.
+const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
+
+/// A group's messages on one rank.
+pub struct Messages {
+    outbound: Vec<Lane>,
+    inbound: Vec<Lane>,
+    from_any: Lane,
+    received: Arc<Received>,
+}
+
+/// What receives wait for, and what has come without one.
+struct Received {
+    table: Mutex<Table>,
+    /// Locked by whoever receives from the peer.
+    lines: Vec<Mutex<()>>,
+}
+
+struct Table {
+    next: u64,
+    waiting: Vec<Waiting>,
+    unexpected: VecDeque<Message>,
+}
+
+struct Waiting {
+    number: u64,
+    from: Option<Rank>,
+    tag: i64,
+    memory: Memory,
+    pending: Arc<Pending>,
+}
+
+struct Message {
+    from: Rank,
+    head: Head,
+    bytes: Vec<u8>,
+}
+
+#[derive(Clone, Copy)]
+struct Head {
+    tag: i64,
+    bytes: usize,
+    dtype: Option<DType>,
+}
+
+impl Messages {
+    pub fn new(rank: Rank, world: usize) -> Self {
+        let lane = |what: String| Lane::new(format!("phalanx-{what}"), Arc::new(|| {}));
+        let lines = (0..world).map(|_| Mutex::new(())).collect();
+        let table = Table { next: 0, waiting: Vec::new(), unexpected: VecDeque::new() };
+        Self {
+            outbound: (0..world).map(|peer| lane(format!("to-{peer}"))).collect(),
+            inbound: (0..world).map(|peer| lane(format!("from-{peer}"))).collect(),
+            from_any: lane(format!("any-{rank}")),
+            received: Arc::new(Received { table: Mutex::new(table), lines }),
+        }
+    }
+
+    /// Ends all lanes, after what has been called.
+    pub fn close(&self) {
+        self.outbound.iter().chain(&self.inbound).chain([&self.from_any]).for_each(Lane::close);
+    }
+
+    /// Sends; returns at once if it does not `wait`.
+    pub fn send(
+        &self,
+        group: ProcessGroup,
+        to: Rank,
+        tag: i64,
+        memory: Memory,
+        wait: bool,
+        pending: Arc<Pending>,
+    ) {
+        let Some(lane) = self.outbound.get(to.index()) else { return pending.complete(Err(no_rank(to))) };
+        let send = move || {
+            let bytes = memory.as_bytes();
+            group.send(&[tag, bytes.len() as i64, i64::from(memory.dtype() as u8)], to)?;
+            if !bytes.is_empty() {
+                group.send(bytes, to)?;
+            }
+            Ok(None)
+        };
+        match wait {
+            true => pending.complete(lane.run(send)),
+            false => lane.submit(pending, send),
+        }
+    }
+
+    /// Receives from a rank, or from any; returns at once if it does not `wait`.
+    pub fn recv(
+        &self,
+        group: ProcessGroup,
+        timeout: Duration,
+        from: Option<Rank>,
+        tag: i64,
+        memory: Memory,
+        wait: bool,
+        pending: Arc<Pending>,
+    ) {
+        let lane = match from {
+            None => &self.from_any,
+            Some(from) => match self.inbound.get(from.index()) {
+                Some(lane) => lane,
+                None => return pending.complete(Err(no_rank(from))),
+            },
+        };
+        let number = {
+            let mut table = self.received.table.lock();
+            let found = table
+                .unexpected
+                .iter()
+                .position(|message| message.head.tag == tag && from.is_none_or(|from| from == message.from));
+            if let Some(message) = found.and_then(|place| table.unexpected.remove(place)) {
+                drop(table);
+                return deliver_kept(&group, message, memory, &pending);
+            }
+            let number = table.next;
+            table.next += 1;
+            table.waiting.push(Waiting { number, from, tag, memory, pending: pending.clone() });
+            number
+        };
+        let received = self.received.clone();
+        let deadline = Instant::now() + timeout;
+        let receive = move || {
+            let outcome = match from {
+                Some(from) => received.serve(&group, from, number, deadline),
+                None => received.serve_any(&group, number, deadline),
+            };
+            if let Err(error) = outcome {
+                received.give_up(number, &error);
+            }
+            // The message itself completes the operation, perhaps on another lane's thread.
+            Ok(None)
+        };
+        match wait {
+            true => {
+                if let Err(error) = lane.run(receive) {
+                    self.received.give_up(number, &error);
+                }
+                pending.wait(None);
+            }
+            false => lane.submit(Arc::default(), receive),
+        }
+    }
+}
+
+impl Received {
+    fn awaits(&self, number: u64) -> bool {
+        self.table.lock().waiting.iter().any(|waiting| waiting.number == number)
+    }
+
+    /// Receives from `peer` until the receive `number` has its message.
+    fn serve(&self, group: &ProcessGroup, peer: Rank, number: u64, deadline: Instant) -> Result<(), Error> {
+        while self.awaits(number) {
+            let _line = self.lines[peer.index()].lock();
+            if self.awaits(number) {
+                self.receive_one(group, peer, deadline)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives from whoever sends until the receive `number` has its message.
+    fn serve_any(&self, group: &ProcessGroup, number: u64, deadline: Instant) -> Result<(), Error> {
+        let mut pause = PAUSES.0;
+        while self.awaits(number) {
+            let mut moved = false;
+            for peer in group.world_size().ranks().filter(|peer| *peer != group.rank()) {
+                // Whoever holds the line receives for all.
+                if let Some(_line) = self.lines[peer.index()].try_lock()
+                    && group.probe(peer)?
+                {
+                    self.receive_one(group, peer, deadline)?;
+                    moved = true;
+                }
+            }
+            if moved {
+                pause = PAUSES.0;
+            } else if Instant::now() >= deadline {
+                let error =
+                    Error::other("recv from any source: no rank has sent a message with this tag in time")
+                        .with_remedy(
+                            "does a rank send to this one? A longer time-out can be set on the group",
+                        );
+                group.abort(error.clone());
+                return Err(error);
+            } else {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(PAUSES.1);
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives the next message of a line, which the caller has locked.
+    fn receive_one(&self, group: &ProcessGroup, peer: Rank, deadline: Instant) -> Result<(), Error> {
+        let group = group.with_timeout(deadline.saturating_duration_since(Instant::now()));
+        let mut head = [0i64; HEAD];
+        group.recv(&mut head, peer)?;
+        let head = Head::parse(head, peer)?;
+        let waiting = self.take(peer, head.tag);
+        if let Some(Waiting { mut memory, pending, .. }) = waiting {
+            let received = head.check(&group, peer, &memory).and_then(|()| match head.bytes {
+                0 => Ok(()),
+                _ => group.recv(memory.as_bytes_mut(), peer),
+            });
+            pending.complete(received.clone().map(|()| Some(peer.get())));
+            return received;
+        }
+        let mut bytes = Vec::new();
+        let room = bytes.try_reserve_exact(head.bytes);
+        room.map_err(|error| {
+            Error::other(error).with_remedy("receive messages sooner, or send smaller ones")
+        })?;
+        bytes.resize(head.bytes, 0u8);
+        if !bytes.is_empty() {
+            group.recv(&mut bytes, peer)?;
+        }
+        let message = Message { from: peer, head, bytes };
+        let mut table = self.table.lock();
+        // Somebody may have called meanwhile.
+        match table.take(peer, head.tag) {
+            Some(Waiting { memory, pending, .. }) => {
+                drop(table);
+                deliver_kept(&group, message, memory, &pending);
+            }
+            None => table.unexpected.push_back(message),
+        }
+        Ok(())
+    }
+
+    fn take(&self, peer: Rank, tag: i64) -> Option<Waiting> {
+        self.table.lock().take(peer, tag)
+    }
+
+    fn give_up(&self, number: u64, error: &Error) {
+        let mut table = self.table.lock();
+        if let Some(place) = table.waiting.iter().position(|waiting| waiting.number == number) {
+            let waiting = table.waiting.remove(place);
+            drop(table);
+            waiting.pending.complete(Err(error.clone()));
+        }
+    }
+}
+
+impl Table {
+    /// The first receive that a message of `peer` with this tag is for.
+    fn take(&mut self, peer: Rank, tag: i64) -> Option<Waiting> {
+        let is_for = |waiting: &Waiting| waiting.tag == tag && waiting.from.is_none_or(|from| from == peer);
+        let place = self.waiting.iter().position(is_for)?;
+        Some(self.waiting.remove(place))
+    }
+}
+
+impl Head {
+    fn parse([tag, bytes, dtype]: [i64; HEAD], peer: Rank) -> Result<Self, Error> {
+        let dtype = DType::ALL.into_iter().find(|known| i64::from(*known as u8) == dtype);
+        let bytes = usize::try_from(bytes).ok().filter(|bytes| *bytes <= isize::MAX as usize);
+        let bytes =
+            bytes.ok_or_else(|| Error::mismatch(format!("rank {peer} has sent no head of a message")))?;
+        Ok(Self { tag, bytes, dtype })
+    }
+
+    /// Is it the message that `memory` is for? If not, the group fails: the lengths of all that follows are in doubt.
+    fn check(self, group: &ProcessGroup, peer: Rank, memory: &Memory) -> Result<(), Error> {
+        if self.bytes == memory.as_bytes().len() && self.dtype == Some(memory.dtype()) {
+            return Ok(());
+        }
+        let sent = match self.dtype {
+            Some(dtype) => format!("{} x {dtype}", self.bytes / dtype.size()),
+            None => format!("{} bytes", self.bytes),
+        };
+        let (rank, tag) = (group.rank(), self.tag);
+        let error = Error::mismatch(format!(
+            "rank {peer} has sent {sent} with tag {tag} to rank {rank}, which receives {} x {}",
+            memory.len(),
+            memory.dtype()
+        ))
+        .with_remedy("send and receive tensors of the same type and number of elements");
+        group.abort(error.clone());
+        Err(error)
+    }
+}
+
+fn deliver_kept(group: &ProcessGroup, message: Message, mut memory: Memory, pending: &Pending) {
+    let Message { from, head, bytes } = message;
+    let outcome: Outcome = head.check(group, from, &memory).map(|()| {
+        memory.as_bytes_mut().copy_from_slice(&bytes);
+        Some(from.get())
+    });
+    pending.complete(outcome);
+}
+
+fn no_rank(rank: Rank) -> Error {
+    Error::invalid_argument(format!("rank {rank} is not a rank of this group"))
+}

@@ -1,0 +1,124 @@
+//! PyTorch's stores, as stores in which ranks meet.
+
+use std::time::Duration;
+
+use phalanx::store::Store;
+use phalanx::{Deadline, Error, Result};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// How long a wait sleeps between two looks; it begins with the first, and doubles it.
+const PAUSES: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(20));
+
+/// A `torch.distributed.Store`, of whatever kind.
+///
+/// Waits look again and again. PyTorch's `get` and `wait` hold a lock of the store until they end, so that another
+/// thread of the process could not set the key for which they wait.
+pub struct TorchStore(pub Py<PyAny>);
+
+impl TorchStore {
+    fn call<T>(
+        &self,
+        operation: &str,
+        key: &str,
+        call: impl for<'py> FnOnce(Python<'py>, &Bound<'py, PyAny>) -> PyResult<T>,
+    ) -> Result<T> {
+        Python::attach(|py| call(py, self.0.bind(py))).map_err(|error| {
+            Error::other(error).with_remedy(format!("{operation} {key:?} in PyTorch's store failed"))
+        })
+    }
+
+    fn until<T>(
+        &self,
+        operation: &str,
+        key: &str,
+        deadline: Deadline,
+        mut look: impl FnMut() -> Result<Option<T>>,
+    ) -> Result<T> {
+        let mut pause = PAUSES.0;
+        loop {
+            if let Some(found) = look()? {
+                return Ok(found);
+            }
+            if deadline.has_passed() {
+                return Err(Error::timeout(format!("{operation} {key:?}: not set in time in PyTorch's store"))
+                    .with_remedy("has the rank that sets it started, and does it still run? If it is only slow, raise the time-out"));
+            }
+            std::thread::sleep(pause.min(deadline.remaining()));
+            pause = (pause * 2).min(PAUSES.1);
+        }
+    }
+}
+
+fn bytes(answer: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    Ok(answer.cast::<PyBytes>()?.as_bytes().to_vec())
+}
+
+impl Store for TorchStore {
+    fn set(&self, key: &str, value: &[u8], _deadline: Deadline) -> Result<()> {
+        self.call("set", key, |py, store| {
+            store.call_method1(intern!(py, "set"), (key, PyBytes::new(py, value))).map(drop)
+        })
+    }
+
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        self.wait(&[key], deadline)?;
+        self.call("get", key, |py, store| bytes(&store.call_method1(intern!(py, "get"), (key,))?))
+    }
+
+    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        let first = keys.first().copied().unwrap_or_default();
+        self.until("wait", first, deadline, || Ok(self.check(keys, deadline)?.then_some(())))
+    }
+
+    fn check(&self, keys: &[&str], _deadline: Deadline) -> Result<bool> {
+        let first = keys.first().copied().unwrap_or_default();
+        self.call("check", first, |py, store| {
+            store.call_method1(intern!(py, "check"), (keys.to_vec(),))?.extract()
+        })
+    }
+
+    fn add(&self, key: &str, amount: i64, _deadline: Deadline) -> Result<i64> {
+        self.call("add", key, |py, store| store.call_method1(intern!(py, "add"), (key, amount))?.extract())
+    }
+
+    fn compare_set(
+        &self,
+        key: &str,
+        expected: &[u8],
+        desired: &[u8],
+        _deadline: Deadline,
+    ) -> Result<Vec<u8>> {
+        self.call("compare_set", key, |py, store| {
+            let arguments = (key, PyBytes::new(py, expected), PyBytes::new(py, desired));
+            bytes(&store.call_method1(intern!(py, "compare_set"), arguments)?)
+        })
+    }
+
+    fn delete_key(&self, key: &str, _deadline: Deadline) -> Result<bool> {
+        self.call("delete_key", key, |py, store| {
+            store.call_method1(intern!(py, "delete_key"), (key,))?.extract()
+        })
+    }
+
+    fn num_keys(&self, _deadline: Deadline) -> Result<usize> {
+        self.call("num_keys", "", |py, store| store.call_method0(intern!(py, "num_keys"))?.extract())
+    }
+
+    fn append(&self, key: &str, value: &[u8], _deadline: Deadline) -> Result<()> {
+        self.call("append", key, |py, store| {
+            store.call_method1(intern!(py, "append"), (key, PyBytes::new(py, value))).map(drop)
+        })
+    }
+
+    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        self.wait(keys, deadline)?;
+        // Not every store of PyTorch has `multi_get`.
+        keys.iter().map(|key| self.get(key, deadline)).collect()
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
+        pairs.iter().try_for_each(|(key, value)| self.set(key, value, deadline))
+    }
+}

@@ -1,0 +1,199 @@
+//! Operations in flight, and the threads that tell Python of their ends.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use phalanx::Error;
+use pyo3::prelude::*;
+
+use crate::errors::raised;
+
+/// The outcome of an operation: from which rank it received, if it received from any.
+pub type Outcome = Result<Option<u32>, Error>;
+
+/// The state of an operation, which whoever carries it out and whoever waits share.
+#[derive(Default)]
+pub struct Pending {
+    state: Mutex<State>,
+    done: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    outcome: Option<Outcome>,
+    callbacks: Vec<Py<PyAny>>,
+}
+
+impl Pending {
+    /// Ends the operation, unless it has ended.
+    pub fn complete(&self, outcome: Outcome) {
+        let mut state = self.state.lock();
+        if state.outcome.is_some() {
+            return;
+        }
+        state.outcome = Some(outcome);
+        let callbacks = std::mem::take(&mut state.callbacks);
+        drop(state);
+        self.done.notify_all();
+        callbacks.into_iter().for_each(|callback| CALLBACKS.call(callback));
+    }
+
+    /// Waits for the end, or until `deadline`.
+    pub fn wait(&self, deadline: Option<Instant>) -> Option<Outcome> {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(outcome) = &state.outcome {
+                return Some(outcome.clone());
+            }
+            match deadline {
+                None => self.done.wait(&mut state),
+                Some(deadline) => {
+                    if self.done.wait_until(&mut state, deadline).timed_out() {
+                        return state.outcome.clone();
+                    }
+                }
+            }
+        }
+    }
+
+    fn outcome(&self) -> Option<Outcome> {
+        self.state.lock().outcome.clone()
+    }
+}
+
+/// An operation in flight.
+#[pyclass(frozen, module = "phalanx_torch._native")]
+pub struct Work(Arc<Pending>);
+
+impl Work {
+    pub fn new(pending: Arc<Pending>) -> Self {
+        Self(pending)
+    }
+}
+
+#[pymethods]
+impl Work {
+    /// Waits for the end, at most `timeout` seconds. Raises the error of the operation. Returns whether it has ended.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let timeout = timeout.map(Duration::try_from_secs_f64).transpose();
+        let timeout = timeout.map_err(|error| pyo3::exceptions::PyValueError::new_err(error.to_string()))?;
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        match self.0.outcome().or_else(|| py.detach(|| self.0.wait(deadline))) {
+            Some(Ok(_)) => Ok(true),
+            Some(Err(error)) => Err(raised(py, &error)),
+            None => Ok(false),
+        }
+    }
+
+    /// Has it ended?
+    fn is_completed(&self) -> bool {
+        self.0.outcome().is_some()
+    }
+
+    /// The error with which it ended, if it did.
+    fn error<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        let error = self.0.outcome()?.err()?;
+        Some(raised(py, &error).into_value(py).into_bound(py).into_any())
+    }
+
+    /// The rank from which it received; None before the end, or if it received nothing.
+    fn source(&self) -> Option<u32> {
+        self.0.outcome()?.ok()?
+    }
+
+    /// Calls `callback` when the operation has ended, on a thread for callbacks. Returns False, and does not call it,
+    /// if it has ended already.
+    fn when_done(&self, callback: Py<PyAny>) -> bool {
+        let mut state = self.0.state.lock();
+        if state.outcome.is_some() {
+            return false;
+        }
+        state.callbacks.push(callback);
+        true
+    }
+}
+
+/// The threads on which callbacks run. A callback may wait for another operation's, so a thread is added whenever all
+/// wait.
+static CALLBACKS: Callbacks = Callbacks {
+    queue: Mutex::new(Queue { due: VecDeque::new(), idle: 0, threads: 0, closed: false }),
+    arrived: Condvar::new(),
+};
+
+/// More callbacks than this that all wait for each other are a mistake of the program.
+const MOST_THREADS: usize = 64;
+
+struct Callbacks {
+    queue: Mutex<Queue>,
+    arrived: Condvar,
+}
+
+struct Queue {
+    due: VecDeque<Py<PyAny>>,
+    idle: usize,
+    threads: usize,
+    closed: bool,
+}
+
+impl Callbacks {
+    fn call(&'static self, callback: Py<PyAny>) {
+        let mut queue = self.queue.lock();
+        if queue.closed {
+            // The interpreter ends, and nobody waits. To drop it might need the interpreter.
+            std::mem::forget(callback);
+            return;
+        }
+        queue.due.push_back(callback);
+        if queue.idle < queue.due.len() && queue.threads < MOST_THREADS {
+            let thread = std::thread::Builder::new().name("phalanx-callback".into());
+            if thread.spawn(|| self.serve()).is_ok() {
+                queue.threads += 1;
+            }
+        }
+        drop(queue);
+        self.arrived.notify_one();
+    }
+
+    fn serve(&self) {
+        let mut queue = self.queue.lock();
+        loop {
+            if let Some(callback) = queue.due.pop_front() {
+                drop(queue);
+                Python::attach(|py| {
+                    if let Err(error) = callback.call0(py) {
+                        error.write_unraisable(py, Some(callback.bind(py)));
+                    }
+                    drop(callback);
+                });
+                queue = self.queue.lock();
+            } else if queue.closed {
+                queue.threads -= 1;
+                drop(queue);
+                self.arrived.notify_all();
+                return;
+            } else {
+                queue.idle += 1;
+                self.arrived.wait(&mut queue);
+                queue.idle -= 1;
+            }
+        }
+    }
+
+    /// Ends the threads, waiting for callbacks that run, at most until `deadline`.
+    fn close(&self, deadline: Instant) {
+        let mut queue = self.queue.lock();
+        queue.closed = true;
+        self.arrived.notify_all();
+        while queue.threads > 0 && !self.arrived.wait_until(&mut queue, deadline).timed_out() {}
+    }
+}
+
+/// Before the interpreter ends: ends the threads for callbacks, waiting at most `timeout` seconds.
+#[pyfunction]
+pub fn close_callbacks(py: Python<'_>, timeout: f64) {
+    let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
+    py.detach(|| CALLBACKS.close(Instant::now() + timeout));
+}
