@@ -20,7 +20,8 @@ class Error(_Base):
     """
 
     def __init__(self, message, kind="other", peer=None):
-        super().__init__(message)
+        # PyTorch's programs look for this text in the errors of every backend.
+        super().__init__(f"phalanx: Timed out at {message}" if kind == "timeout" else message)
         self.kind = kind
         self.peer = peer
 

@@ -1,12 +1,13 @@
 """The backend ``phalanx`` of ``torch.distributed``."""
 
 import datetime
-import os
+import re
 
 import torch
 import torch.distributed as dist
 
 from phalanx_torch import _exit, _native
+from phalanx_torch._errors import Error
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Work, Works
 
@@ -14,7 +15,6 @@ _PREMUL_SUM = 8
 _MIN, _MAX = 3, 4
 # Types that collectives do not combine, and those in which the result has the same bits.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-_NOW = (None, True)
 
 
 def register():
@@ -463,10 +463,27 @@ class ProcessGroup(dist.ProcessGroup):
         return self._call("barrier", _how(opts), [], self._native.barrier)
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
-        """A barrier whose error names every rank that has not come, on all ranks."""
-        timeout = timeout or self._timeout
+        """A barrier whose error names the ranks that have not come, on all ranks, and begins as gloo's does."""
+        seconds = (self._timeout if timeout is None else timeout).total_seconds()
+        rank = self.rank()
+        if seconds <= 0:
+            raise Error(f"Rank {rank} timed out in monitoredBarrier: its time-out is {seconds} s", "timeout")
         self._sequence += 1
-        self._native.monitored_barrier(timeout.total_seconds())
+        try:
+            self._native.monitored_barrier(seconds)
+        except Error as error:
+            named = re.search(r"ranks? ([0-9, ]+)(?: and more)? of ", str(error))
+            missing = named[1].split(", ") if named else [str(error.peer)]
+            if rank != 0:
+                begin = (
+                    f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                    "send/recv from rank 0"
+                )
+            elif wait_all_ranks:
+                begin = f"Ranks {', '.join(missing)} failed to pass monitoredBarrier in {seconds} s"
+            else:
+                begin = f"Rank {missing[0]} failed to pass monitoredBarrier in {seconds} s"
+            raise Error(f"{begin}: {error}", error.kind, error.peer) from None
 
     # Messages.
 

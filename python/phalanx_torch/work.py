@@ -68,25 +68,23 @@ class Work(dist.Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = torch.futures.Future()
-        if self._native is None or not self._native.when_done(self._complete):
-            self._complete()
+            ended = torch.futures.Future()
+            # PyTorch's reducer, in C++, takes what `set_exception` sets for a result. What a callback raises is an error
+            # for it too.
+            self._future = ended.then(self._outcome)
+        if self._native is None or not self._native.when_done(lambda: ended.set_result(None)):
+            ended.set_result(None)
         return self._future
+
+    def _outcome(self, _):
+        error = self.exception()
+        if error is not None:
+            raise error
+        self._settle()
+        return self._tensors
 
     def get_future_result(self):
         raise NotImplementedError("phalanx has no WorkResult futures: wait() raises the error, exception() returns it")
-
-    def _complete(self):
-        error = self.exception()
-        if error is None:
-            try:
-                self._settle()
-            except Exception as failed:  # What finish does may fail; whoever waits for the future must learn of it.
-                error = failed
-        if error is None:
-            self._future.set_result(self._tensors)
-        else:
-            self._future.set_exception(error)
 
     def _get_sequence_number(self):
         return self._sequence

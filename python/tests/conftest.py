@@ -1,0 +1,93 @@
+"""All ranks of a test as processes, forked from this one, so that PyTorch is imported once."""
+
+import datetime
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx_torch  # noqa: F401
+
+LIMIT = 90.0
+FORK = multiprocessing.get_context("fork")
+
+
+def _child(rank, body, arguments, pipe):
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("done", body(rank, *arguments)))
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+    finally:
+        pipe.close()
+
+
+def processes(world, body, *arguments, dies=()):
+    """Runs `body(rank, *arguments)` in `world` processes, and returns what they return. Those in `dies` are not asked."""
+    started = []
+    for rank in range(world):
+        mine, theirs = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=_child, args=(rank, body, arguments, theirs))
+        process.start()
+        theirs.close()
+        started.append((process, mine))
+    deadline, results, errors = time.monotonic() + LIMIT, [], []
+    for rank, (process, pipe) in enumerate(started):
+        outcome = None
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                outcome = pipe.recv()
+        except EOFError:
+            pass
+        if rank in dies:
+            results.append(None)
+        elif outcome is None:
+            errors.append(f"rank {rank} has not answered")
+        elif outcome[0] == "failed":
+            errors.append(f"rank {rank}: {outcome[1]}")
+        else:
+            results.append(outcome[1])
+    for process, _ in started:
+        process.join(max(1.0, deadline - time.monotonic()))
+        if process.is_alive():
+            errors.append(f"process {process.pid} does not end")
+            process.kill()
+            process.join()
+    assert not errors, "\n".join(errors)
+    return results
+
+
+def _in_group(rank, world, url, timeout, body, arguments):
+    dist.init_process_group(
+        "phalanx", init_method=url, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout)
+    )
+    result = body(rank, *arguments)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """`ranks(world, body, ...)` runs `body(rank, ...)` in the ranks of a group, and returns what they return."""
+
+    def run(world, body, *arguments, timeout=60.0, dies=()):
+        url = f"file://{tmp_path}/store-{time.monotonic_ns()}"
+        return processes(world, _in_group, world, url, timeout, body, arguments, dies=dies)
+
+    return run
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(rank, world, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -1,0 +1,249 @@
+"""Each collective, with each type and kind of tensor, against what it must give."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+REDUCED = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+MOVED = [*REDUCED, *COMPLEX, *FLOAT8, torch.bool]
+
+
+def filled(rank, dtype, shape=(3, 5)):
+    """Small whole numbers, others on each rank."""
+    return (torch.arange(torch.Size(shape).numel()).reshape(shape) % 4 + rank + 1).to(dtype)
+
+
+def same(one, other):
+    """Bit by bit."""
+    assert one.dtype == other.dtype and one.shape == other.shape
+    return bool((one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all()) if one.numel() else True
+
+
+def reduces(rank, world):
+    for dtype in REDUCED + COMPLEX:
+        tensor = filled(rank, dtype)
+        dist.all_reduce(tensor)
+        assert same(tensor, sum((filled(r, torch.complex128) for r in range(world))).real.to(dtype)) or same(
+            tensor, sum(filled(r, torch.complex128) for r in range(world)).to(dtype)
+        ), dtype
+    for op, expected in ((dist.ReduceOp.MIN, 0), (dist.ReduceOp.MAX, world - 1)):
+        for dtype in (torch.float32, torch.int16, torch.uint16, torch.uint32, torch.int64, torch.bfloat16):
+            tensor = filled(rank, dtype)
+            dist.all_reduce(tensor, op)
+            assert same(tensor, filled(expected, dtype)), (op, dtype)
+    bits = torch.tensor([1 << rank, 0b1010], dtype=torch.int16)
+    dist.all_reduce(bits, dist.ReduceOp.BOR)
+    assert bits.tolist() == [(1 << world) - 1, 0b1010]
+    average = torch.full((7,), float(rank), dtype=torch.float16)
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    assert average.tolist() == [(world - 1) / 2] * 7
+    truth = torch.tensor([True, rank == 0, False])
+    dist.all_reduce(truth, dist.ReduceOp.MAX)
+    assert truth.tolist() == [True, True, False]
+    for dtype in FLOAT8:
+        with pytest.raises(TypeError, match="cannot be reduced"):
+            dist.all_reduce(filled(rank, dtype))
+    with pytest.raises(ValueError, match="complex|summed and averaged"):
+        dist.all_reduce(torch.ones(1, dtype=torch.complex64), dist.ReduceOp.MAX)
+    with pytest.raises(TypeError, match="minimum"):
+        dist.all_reduce(torch.ones(1, dtype=torch.uint64), dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match="avg is not defined"):
+        dist.all_reduce(torch.ones(1, dtype=torch.int32), dist.ReduceOp.AVG)
+    # What was refused has not ended the group.
+    root = filled(rank, torch.float32)
+    dist.reduce(root, world - 1)
+    mine = sum(filled(r, torch.float32) for r in range(world)) if rank == world - 1 else filled(rank, torch.float32)
+    assert same(root, mine)
+
+
+def moves(rank, world):
+    for dtype in MOVED:
+        tensor = filled(rank, dtype)
+        dist.broadcast(tensor, 1)
+        assert same(tensor, filled(1, dtype)), dtype
+
+        gathered = [torch.empty(3, 5, dtype=dtype) for _ in range(world)]
+        dist.all_gather(gathered, filled(rank, dtype))
+        assert all(same(tensor, filled(r, dtype)) for r, tensor in enumerate(gathered)), dtype
+
+        whole = torch.empty(3 * world, 5, dtype=dtype)
+        dist.all_gather_into_tensor(whole, filled(rank, dtype))
+        assert same(whole, torch.cat([filled(r, dtype).view(torch.uint8) for r in range(world)]).view(dtype))
+
+        outputs = [torch.empty(3, 5, dtype=dtype) for _ in range(world)] if rank == 0 else None
+        dist.gather(filled(rank, dtype), outputs, 0)
+        assert rank or all(same(tensor, filled(r, dtype)) for r, tensor in enumerate(outputs))
+
+        inputs = [filled(10 + r, dtype) for r in range(world)] if rank == 1 else None
+        output = torch.empty(3, 5, dtype=dtype)
+        dist.scatter(output, inputs, 1)
+        assert same(output, filled(10 + rank, dtype))
+
+        output = [torch.empty(3, 5, dtype=dtype) for _ in range(world)]
+        dist.all_to_all(output, [filled(10 * rank + r, dtype) for r in range(world)])
+        assert all(same(tensor, filled(10 * r + rank, dtype)) for r, tensor in enumerate(output))
+
+        if rank == 0:
+            dist.send(filled(7, dtype), 1)
+        elif rank == 1:
+            received = torch.empty(3, 5, dtype=dtype)
+            dist.recv(received, 0)
+            assert same(received, filled(7, dtype))
+
+
+def scatters(rank, world):
+    inputs = [filled(r + rank, torch.float64) for r in range(world)]
+    expected = sum(filled(rank + r, torch.float64) for r in range(world))
+    output = torch.empty(3, 5, dtype=torch.float64)
+    dist.reduce_scatter(output, inputs)
+    assert same(output, expected)
+    output = torch.empty(3, 5, dtype=torch.float64)
+    dist.reduce_scatter_tensor(output, torch.cat(inputs))
+    assert same(output, expected)
+    # A length of its own for each rank.
+    uneven = [torch.full((r + 1,), float(rank)) for r in range(world)]
+    output = torch.empty(rank + 1)
+    dist.reduce_scatter(output, uneven)
+    assert output.tolist() == [sum(range(world))] * (rank + 1)
+    gathered = [torch.empty(r + 1) for r in range(world)]
+    dist.all_gather(gathered, torch.full((rank + 1,), float(rank)))
+    assert [tensor.tolist() for tensor in gathered] == [[float(r)] * (r + 1) for r in range(world)]
+
+
+def exchanges(rank, world):
+    for dtype in (torch.float32, torch.int16, torch.complex64):
+        # Rank r sends r + s + 1 rows to rank s.
+        sent = [rank + r + 1 for r in range(world)]
+        given = torch.cat([torch.full((rank + r + 1, 2), 10 * rank + r) for r in range(world)]).to(dtype)
+        output = torch.empty(sum(sent), 2, dtype=dtype)
+        dist.all_to_all_single(output, given, sent, sent)
+        assert same(output, torch.cat([torch.full((rank + r + 1, 2), 10 * r + rank) for r in range(world)]).to(dtype))
+    output = torch.empty(world)
+    dist.all_to_all_single(output, torch.arange(world) + 10.0 * rank)
+    assert output.tolist() == [10.0 * r + rank for r in range(world)]
+    with pytest.raises(ValueError, match="add up to"):
+        dist.all_to_all_single(torch.empty(4), torch.empty(4), [1] * world, [4] + [0] * (world - 1))
+
+
+def kinds(rank, world):
+    matrix = filled(rank, torch.float32, (4, 6))
+    total = sum(filled(r, torch.float32, (4, 6)) for r in range(world))
+    transposed = matrix.clone().t()
+    dist.all_reduce(transposed)
+    assert same(transposed, total.t()) and not transposed.is_contiguous()
+    column = matrix.clone()
+    dist.all_reduce(column[:, 1])
+    assert same(column[:, 1], total[:, 1]) and same(column[:, 0], matrix[:, 0])
+    work = dist.all_reduce(column[:, 2], async_op=True)
+    work.wait()
+    assert same(column[:, 2], total[:, 2])
+    image = filled(rank, torch.float32, (2, 3, 4, 4)).to(memory_format=torch.channels_last)
+    dist.broadcast(image, 0)
+    assert same(image, filled(0, torch.float32, (2, 3, 4, 4)))
+    for empty in (torch.empty(0), torch.empty(3, 0)):
+        dist.all_reduce(empty)
+        dist.broadcast(empty, 0)
+        dist.all_gather([torch.empty_like(empty) for _ in range(world)], empty)
+        dist.all_to_all_single(torch.empty_like(empty), empty)
+    number = torch.tensor(float(rank))
+    dist.all_reduce(number)
+    assert number.item() == sum(range(world))
+    leaf = torch.full((3,), float(rank), requires_grad=True)
+    dist.all_reduce(leaf)
+    assert leaf.tolist() == [float(sum(range(world)))] * 3 and leaf.requires_grad
+    conjugated = torch.full((2,), complex(rank, 1.0)).conj()
+    # `dist.all_reduce` itself refuses such a tensor.
+    dist.group.WORLD.allreduce([conjugated]).wait()
+    assert conjugated.tolist() == [complex(sum(range(world)), -world)] * 2
+    # The input is a part of the output.
+    whole = torch.zeros(world, 3)
+    whole[rank] = rank + 1.0
+    dist.all_gather_into_tensor(whole, whole[rank])
+    assert whole.tolist() == [[r + 1.0] * 3 for r in range(world)]
+    objects = [None] * world
+    dist.all_gather_object(objects, {"rank": rank, "text": "é" * rank})
+    assert objects == [{"rank": r, "text": "é" * r} for r in range(world)]
+    several = [None, None] if rank else ["a", {"b": 2}]
+    dist.broadcast_object_list(several, 0)
+    assert several == ["a", {"b": 2}]
+    if torch.cuda.is_available():
+        with pytest.raises(TypeError, match="on the CPU"):
+            dist.all_reduce(torch.ones(1, device="cuda"))
+
+
+def sparse(rank, world):
+    indices = torch.tensor([[0, rank + 1], [1, 0]])
+    tensor = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0]), (world + 1, 2))
+    dist.all_reduce(tensor)
+    expected = torch.zeros(world + 1, 2)
+    expected[0, 1] = world
+    expected[1:, 0] = 2.0
+    assert torch.equal(tensor.to_dense(), expected)
+
+
+def coalesced(rank, world):
+    tensors = [filled(rank, torch.float32), filled(rank, torch.float32, (2,)).t(), torch.empty(0)]
+    opts = dist.AllreduceCoalescedOptions()
+    dist.group.WORLD.allreduce_coalesced(tensors, opts).wait()
+    assert same(tensors[0], sum(filled(r, torch.float32) for r in range(world)))
+    with dist._coalescing_manager():
+        for tensor in tensors[:2]:
+            dist.all_reduce(tensor)
+    assert same(tensors[0], world * sum(filled(r, torch.float32) for r in range(world)))
+    outputs = [torch.empty(world, 2), torch.empty(world, 3)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.all_gather_into_tensor(outputs[0], torch.full((1, 2), float(rank)))
+        dist.all_gather_into_tensor(outputs[1], torch.full((1, 3), float(rank)))
+    manager.wait()
+    assert outputs[1].tolist() == [[float(r)] * 3 for r in range(world)]
+
+
+def weighted(rank, world):
+    from torch.distributed import _make_nccl_premul_sum
+
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor, _make_nccl_premul_sum(float(rank + 1)))
+    assert tensor.tolist() == [world * (world + 1) / 2] * 4
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("body", [reduces, moves, scatters, exchanges, kinds, sparse, coalesced])
+def test_results(ranks, world, body):
+    ranks(world, body, world)
+
+
+@pytest.mark.skipif(
+    not hasattr(dist, "_make_nccl_premul_sum"), reason="only a PyTorch built with NCCL can make a premultiplied sum"
+)
+def test_premultiplied_sum(ranks):
+    ranks(2, weighted, 2)
+
+
+def big(rank, world):
+    for elements in (1, 1000, 100_000, 3_000_001):
+        tensor = torch.full((elements,), float(rank + 1))
+        works = [dist.all_reduce(tensor, async_op=True), dist.barrier(async_op=True)]
+        other = torch.full((elements,), rank, dtype=torch.int64)
+        dist.all_reduce(other)
+        for work in works:
+            work.wait()
+        assert (tensor == world * (world + 1) / 2).all() and (other == sum(range(world))).all()
+
+
+def test_sizes_and_an_order_of_waiting_and_other_calls(ranks):
+    ranks(2, big, 2)

@@ -1,0 +1,219 @@
+"""What every survivor learns when something goes wrong, and how programs end."""
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import free_port
+
+import phalanx_torch
+
+Error = phalanx_torch.Error
+
+
+def differ(rank):
+    with pytest.raises(Error) as caught:
+        if rank == 0:
+            dist.all_reduce(torch.zeros(3))
+        else:
+            dist.broadcast(torch.zeros(4, dtype=torch.float64), 0)
+        dist.barrier()
+    text = str(caught.value)
+    assert caught.value.kind == "mismatch", text
+    assert "all_reduce(sum, 3 x f32)" in text and "broadcast(4 x f64" in text, text
+    assert "rank 0" in text and "rank 1" in text, text
+    assert dist.group.WORLD.get_error() is not None
+    dist.group.WORLD.abort()
+
+
+def test_different_calls_are_both_named(ranks):
+    ranks(2, differ)
+
+
+def dies(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(Error, match="rank 1 .* died") as caught:
+        while True:
+            dist.all_reduce(torch.zeros(1))
+    assert caught.value.kind == "peer_failed" and caught.value.peer == 1
+    with pytest.raises(Error, match="rank 1"):
+        dist.all_reduce(torch.zeros(1), async_op=True).wait()
+    assert time.monotonic() - begin < 30
+
+
+def test_the_dead_is_named_in_all_survivors(ranks):
+    ranks(3, dies, dies=(1,))
+
+
+def ends(rank):
+    if rank == 1:
+        dist.destroy_process_group()
+        return
+    with pytest.raises(Error, match="rank 1 .*has left") as caught:
+        dist.all_reduce(torch.zeros(1))
+    assert caught.value.kind == "peer_left"
+
+
+def test_who_leaves_is_named(ranks):
+    ranks(2, ends)
+
+
+def late(rank):
+    if rank == 1:
+        time.sleep(4)
+        with pytest.raises(Error):
+            dist.all_reduce(torch.zeros(1))
+        return
+    begin = time.monotonic()
+    with pytest.raises(Error, match=" Timed out .*rank 1 ") as caught:
+        dist.all_reduce(torch.zeros(1))
+    assert caught.value.kind == "timeout" and time.monotonic() - begin < 4
+
+
+def test_time_outs(ranks):
+    ranks(2, late, timeout=1.0)
+
+
+def aborted(rank):
+    work = dist.all_reduce(torch.zeros(1), async_op=True) if rank == 0 else None
+    if rank == 1:
+        dist.group.WORLD.abort()
+        work = dist.all_reduce(torch.zeros(1), async_op=True)
+    with pytest.raises(Error, match="rank 1 called abort"):
+        work.wait()
+    assert work.is_completed() and not work.is_success() and isinstance(work.exception(), Error)
+    with pytest.raises(RuntimeError, match="rank 1 called abort"):
+        work.get_future().wait()
+
+
+def test_abort_ends_what_waits(ranks):
+    ranks(2, aborted)
+
+
+def monitored(rank):
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=20))
+    if rank != 1:
+        with pytest.raises(Error, match="Rank|rank 1 of 3"):
+            dist.monitored_barrier(timeout=datetime.timedelta(seconds=1), wait_all_ranks=True)
+    else:
+        time.sleep(3)
+
+
+def test_a_monitored_barrier_names_who_is_missing(ranks):
+    ranks(3, monitored)
+
+
+def destroyed(rank):
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="destroyed"):
+        group.barrier()
+
+
+def test_a_group_that_was_destroyed_says_so(ranks):
+    ranks(2, destroyed)
+
+
+def forks(rank):
+    child = os.fork()
+    if child == 0:
+        # Nothing but our own part: this process is a copy of pytest's.
+        try:
+            dist.all_reduce(torch.zeros(1))
+        except ValueError as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    child = os.fork()
+    if child == 0:
+        group = dist.group.WORLD
+        group.shutdown()
+        dist.distributed_c10d._update_default_pg(None)
+        dist.distributed_c10d._world.pg_map.clear()
+        del group
+        phalanx_torch._exit._leave()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_forked_process_is_told_and_can_end(ranks):
+    ranks(2, forks)
+
+
+PROGRAM = """
+import os, sys, time, torch, torch.distributed as dist, phalanx_torch
+dist.init_process_group("phalanx")
+rank, how = dist.get_rank(), sys.argv[1]
+tensor = torch.zeros(10)
+dist.all_reduce(tensor)
+if rank == 1 and how == "raises":
+    work = dist.irecv(tensor, 0)
+    raise KeyError("of rank one")
+if rank == 1 and how == "exits":
+    dist.irecv(tensor, 0)
+    sys.exit(3)
+if rank == 1 and how == "killed":
+    os.kill(os.getpid(), 9)
+if how == "forgets":
+    dist.all_reduce(tensor, async_op=True)
+    sys.exit(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)) if how == "ddp" else None
+if how == "ddp":
+    for step in range(1000000):
+        if rank == 1 and step == 20:
+            os.kill(os.getpid(), 9)
+        model(torch.ones(2, 4)).sum().backward()
+while True:
+    dist.all_reduce(tensor)
+"""
+
+ENDS = {
+    "raises": "KeyError: .*of rank one",
+    "exits": "rank 1 .*(ended before|has left)",
+    "killed": "rank 1 .*died",
+    "ddp": "rank 1 .*died",
+    "forgets": None,
+}
+
+
+@pytest.mark.parametrize("how", list(ENDS))
+def test_programs_end_without_a_hang(how):
+    import re
+
+    port = free_port()
+    begin = time.monotonic()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, how],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output = [process.communicate(timeout=80)[0] for process in started]
+    codes = [process.returncode for process in started]
+    assert time.monotonic() - begin < 80
+    if ENDS[how] is None:
+        assert codes == [0, 0], output
+    else:
+        assert codes[0] not in (0, None) and codes[1] not in (0, None), (codes, output)
+        assert re.search(ENDS[how], output[0], re.DOTALL), output[0]
+    assert not any("panicked" in text or "Fatal Python" in text for text in output), output

@@ -1,0 +1,72 @@
+"""Works and futures."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def results(rank):
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, async_op=True)
+    future = work.get_future()
+    assert future is work.get_future()
+    assert future.wait()[0] is not None and tensor.tolist() == [2.0] * 3
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    assert work.result()[0].tolist() == [2.0] * 3
+    # Of a work that has ended.
+    assert work.get_future().then(lambda done: done.value()[0].sum().item()).wait() == 6.0
+    # A result that is copied back is there when the future says so.
+    matrix = torch.ones(2, 3).t()
+    chained = dist.all_reduce(matrix, async_op=True).get_future().then(lambda done: matrix.sum().item())
+    assert chained.wait() == 12.0
+    gathered = [torch.zeros(2), torch.zeros(2)]
+    dist.all_gather(gathered, torch.full((2,), float(rank)), async_op=True).get_future().wait()
+    assert [one.tolist() for one in gathered] == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def test_what_works_and_futures_say(ranks):
+    ranks(2, results)
+
+
+def nested(rank):
+    names = set()
+
+    def wait_inside(done):
+        names.add(threading.get_ident())
+        other = torch.ones(2)
+        dist.all_reduce(other, async_op=True).get_future().wait()
+        return other.sum().item()
+
+    chained = [dist.all_reduce(torch.ones(1), async_op=True).get_future().then(wait_inside) for _ in range(3)]
+    assert [one.wait() for one in chained] == [4.0] * 3
+
+
+def test_a_callback_may_wait_for_another_operation(ranks):
+    ranks(2, nested)
+
+
+def trained(rank, hook):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=None if "power" in str(hook) else 0.0001)
+    if hook == "powerSGD":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook:
+        ddp.register_comm_hook(None, getattr(default_hooks, hook))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        ddp(torch.full((3, 8), float(rank + step))).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("hook", [None, "allreduce_hook", "fp16_compress_hook", "powerSGD"])
+def test_ddp_and_its_hooks_keep_replicas_equal(ranks, hook):
+    first, second = ranks(2, trained, hook)
+    assert first == second

@@ -1,0 +1,158 @@
+"""Groups: how they are made, of which ranks, in which stores, how often."""
+
+import datetime
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import environment, free_port, processes
+
+import phalanx_torch
+from phalanx_torch.process_group import ProcessGroup
+
+
+def total(group=None):
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    return tensor[0].item()
+
+
+def started(rank, world, how, place):
+    if how == "env":
+        environment(rank, world, place)
+        dist.init_process_group("phalanx")
+    elif how == "tcp":
+        dist.init_process_group("phalanx", f"tcp://127.0.0.1:{place}", rank=rank, world_size=world)
+    elif how == "file":
+        dist.init_process_group("cpu:phalanx", f"file://{place}", rank=rank, world_size=world)
+    elif how == "FileStore":
+        dist.init_process_group("phalanx", store=dist.FileStore(place, world), rank=rank, world_size=world)
+    elif how == "TCPStore":
+        store = dist.TCPStore("127.0.0.1", place, world, rank == 0)
+        dist.init_process_group("phalanx", store=store, rank=rank, world_size=world)
+    assert dist.get_backend() == "phalanx" or how == "file"
+    assert dist.group.WORLD.name() == "phalanx"
+    for _ in range(3):
+        assert total() == world
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["env", "tcp", "file", "FileStore", "TCPStore"])
+def test_stores(tmp_path, how):
+    place = str(tmp_path / "store") if "ile" in how else free_port()
+    processes(2, started, 2, how, place)
+
+
+def test_ranks_that_are_threads():
+    store, world, sums = dist.HashStore(), 3, []
+
+    def rank(number):
+        group = ProcessGroup(store, number, world, datetime.timedelta(seconds=30))
+        tensor = torch.full((5,), float(number))
+        group.allreduce([tensor]).wait()
+        sums.append(tensor.tolist())
+        group.shutdown()
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sums == [[3.0] * 5] * world
+
+
+def sub_groups(rank, world):
+    pair = dist.new_group([0, world - 1], timeout=datetime.timedelta(seconds=30))
+    rest = dist.new_group([1])
+    if rank in (0, world - 1):
+        assert total(pair) == 2 and dist.get_rank(pair) == (rank != 0)
+        tensor = torch.tensor([float(rank)])
+        dist.broadcast(tensor, world - 1, group=pair)
+        assert tensor.item() == world - 1
+    if rank == 1:
+        assert total(rest) == 1
+    half = dist.split_group(split_ranks=[[0, 1], [2]])
+    assert total(half) == (1 if rank == 2 else 2)
+    assert half.group_name and dist.get_world_size(half) == (1 if rank == 2 else 2)
+    # Each from a thread of its own, at the same time.
+    groups = [dist.new_group() for _ in range(4)]
+    sums = [None] * 4
+
+    def use(index):
+        sums[index] = [total(groups[index]) for _ in range(20)]
+
+    threads = [threading.Thread(target=use, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == [[float(world)] * 20] * 4
+    dist.destroy_process_group(groups[0])
+    assert total(groups[1]) == world
+
+
+def test_groups_of_some_ranks(ranks):
+    ranks(3, sub_groups, 3)
+
+
+def again(rank, world, folder):
+    for number in range(3):
+        dist.init_process_group("phalanx", f"file://{folder}/{number}", rank=rank, world_size=world)
+        assert total() == world
+        dist.destroy_process_group()
+    files = len(os.listdir("/proc/self/fd"))
+    threads = len(os.listdir("/proc/self/task"))
+    for number in range(3, 13):
+        dist.init_process_group("phalanx", f"file://{folder}/{number}", rank=rank, world_size=world)
+        assert total() == world
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        work.get_future().wait()
+        dist.destroy_process_group()
+    assert len(os.listdir("/proc/self/fd")) <= files + 2
+    assert len(os.listdir("/proc/self/task")) <= threads + 4
+
+
+def test_again_and_again_without_leaks(tmp_path):
+    processes(2, again, 2, tmp_path)
+
+
+def twice_in_one_store(rank, world, port):
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
+    for _ in range(3):
+        dist.init_process_group("phalanx", store=store, rank=rank, world_size=world)
+        assert total() == world
+        dist.destroy_process_group()
+
+
+def test_again_in_the_same_store():
+    processes(2, twice_in_one_store, 2, free_port())
+
+
+def numbered(rank):
+    group = dist.group.WORLD
+    before = group._get_sequence_number_for_group()
+    dist.barrier()
+    dist.all_reduce(torch.zeros(1))
+    assert group._get_sequence_number_for_group() == before + 2
+
+
+def test_sequence_numbers(ranks):
+    ranks(2, numbered)
+
+
+def test_options_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no pg_options"):
+        dist.init_process_group(
+            "phalanx",
+            f"file://{tmp_path}/store",
+            rank=0,
+            world_size=1,
+            pg_options=dist.ProcessGroupGloo._Options() if hasattr(dist.ProcessGroupGloo, "_Options") else object(),
+        )
+
+
+def test_the_error_is_that_of_pytorch():
+    assert issubclass(phalanx_torch.Error, dist.DistBackendError)

@@ -1,0 +1,97 @@
+"""Messages: tags, any source, batches, and what goes wrong."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx_torch
+
+
+def overtakes(rank):
+    if rank == 0:
+        works = [dist.isend(torch.full((5,), tag), 1, tag=tag) for tag in (1, 2, 3)]
+        dist.all_reduce(torch.zeros(1))
+        for work in works:
+            work.wait()
+    else:
+        late, early = torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+        posted = dist.irecv(late, 0, tag=3)
+        dist.all_reduce(torch.zeros(1))
+        dist.recv(early, 0, tag=2)
+        posted.wait()
+        assert posted.is_completed() and (late == 3).all() and (early == 2).all()
+        dist.recv(early, 0, tag=1)
+        assert (early == 1).all()
+
+
+def test_tags_are_matched_in_any_order(ranks):
+    ranks(2, overtakes)
+
+
+def from_any(rank, world):
+    if rank == 0:
+        got = []
+        for _ in range(2 * (world - 1)):
+            tensor = torch.zeros(3)
+            got.append((dist.recv(tensor), tensor[0].item()))
+        assert sorted(got) == [(r, float(r)) for r in range(1, world) for _ in range(2)]
+        work, tensor = dist.irecv(torch.zeros(1), tag=9), torch.zeros(1)
+        dist.recv(tensor, 1, tag=8)
+        work.wait()
+        assert work.source_rank() == world - 1 and tensor.item() == 8.0
+    else:
+        for _ in range(2):
+            dist.send(torch.full((3,), float(rank)), 0)
+        if rank == 1:
+            dist.send(torch.tensor([8.0]), 0, tag=8)
+        if rank == world - 1:
+            dist.send(torch.tensor([9.0]), 0, tag=9)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_from_whoever_sends(ranks, world):
+    ranks(world, from_any, world)
+
+
+def ring(rank, world):
+    for elements in (1, 1_000_000):
+        mine, theirs = torch.full((elements,), float(rank)), torch.empty(elements)
+        ops = [
+            dist.P2POp(dist.isend, mine, (rank + 1) % world),
+            dist.P2POp(dist.irecv, theirs, (rank - 1) % world),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert (theirs == (rank - 1) % world).all()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_batch_does_not_wait_for_itself(ranks, world):
+    ranks(world, ring, world)
+
+
+def unlike(rank):
+    if rank == 0:
+        dist.send(torch.zeros(3), 1, tag=4)
+        with pytest.raises(phalanx_torch.Error):
+            while True:
+                dist.all_reduce(torch.zeros(1))
+    else:
+        with pytest.raises(phalanx_torch.Error, match="rank 0 has sent 3 x f32 with tag 4 to rank 1, which receives 5 x f32"):
+            dist.recv(torch.zeros(5), 0, tag=4)
+
+
+def test_other_lengths_are_named(ranks):
+    ranks(2, unlike)
+
+
+def object_lists(rank):
+    if rank == 0:
+        dist.send_object_list([{"a": 1}, "b"], 1)
+    else:
+        got = [None, None]
+        assert dist.recv_object_list(got, 0) == 0 and got == [{"a": 1}, "b"]
+
+
+def test_lists_of_objects(ranks):
+    ranks(2, object_lists)
