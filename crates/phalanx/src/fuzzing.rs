@@ -16,6 +16,7 @@ use crate::wire::frame::{HEADER, Header};
 use crate::wire::greeting::{self, StoreSecret};
 use crate::wire::handshake::{ANSWER, Answerer, Caller, GroupSecret};
 use crate::wire::hello::{Channel, HELLO, Hello};
+use crate::wire::rpc;
 use crate::wire::store::{Decoder, MAX_COUNT, MAX_REQUEST};
 
 pub use crate::checkpoint::{
@@ -60,6 +61,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("nodes", nodes),
     ("remote", remote),
     ("rendezvous", rendezvous),
+    ("rpc_frame", rpc_frame),
     ("store_log", store_log),
     ("store_reply", store_reply),
     ("store_request", store_request),
@@ -99,6 +101,16 @@ pub fn frame(bytes: &[u8]) -> bool {
     let other = Header { payload: !header.payload, ..header };
     assert!(header.check(&header, Rank::MAIN, Rank::new(1)).is_ok());
     assert!(other.check(&header, Rank::MAIN, Rank::new(1)).is_err_and(|error| error.is_mismatch()));
+    true
+}
+
+/// The frame of a remote call.
+pub fn rpc_frame(bytes: &[u8]) -> bool {
+    let Some(frame) = bytes.first_chunk() else { return false };
+    let Ok(head) = rpc::Head::decode(frame) else { return false };
+    let inline = head.inline(frame);
+    assert_eq!(inline.is_some(), head.length <= rpc::INLINE as u64);
+    assert_eq!(rpc::Head::decode(&head.encode(inline.unwrap_or_default())).ok(), Some(head));
     true
 }
 

@@ -25,6 +25,7 @@
 //! | average gradients of a framework of your own | [`reducer`] |
 //! | let ranks end at different times | [`join`] |
 //! | go on when workers die or come | [`elastic`] |
+//! | call functions on other ranks | [`asynchronous`] |
 //! | give each rank its part of the data | [`sampler`] |
 //! | go on after a crash | [`checkpoint`] |
 //! | plan the micro-batches of a pipeline | [`pipeline`] |
@@ -50,6 +51,7 @@ mod proc_stat;
 mod random;
 mod rank;
 
+pub mod asynchronous;
 pub mod checkpoint;
 mod collective;
 mod credentials;

@@ -43,6 +43,7 @@ use self::messages::Messages;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::point_to_point::P2pOp;
 pub(crate) use self::told::Told;
+pub(crate) use self::work::Completer;
 pub use self::work::Work;
 use self::work_queue::WorkQueue;
 use parking_lot::Mutex;

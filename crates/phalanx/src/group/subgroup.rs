@@ -123,16 +123,29 @@ impl ProcessGroup {
     /// have the time-out `timeout`. Every rank must call it, in the same order as its collectives, when all know that
     /// all do.
     pub(crate) fn aside(&self, caller: Caller, timeout: Duration) -> Result<Self> {
+        let members: Vec<Rank> = self.world_size().ranks().collect();
+        let group = self.aside_among(&members, caller, timeout)?;
+        group.ok_or_else(|| Error::invalid_argument("a rank is a member of its own group"))
+    }
+
+    /// The same of these `members`, in ascending order; None on the others, who must call it too.
+    pub(crate) fn aside_among(
+        &self,
+        members: &[Rank],
+        caller: Caller,
+        timeout: Duration,
+    ) -> Result<Option<Self>> {
         let mut number = self.inner.children.lock();
         self.begin()?;
         *number += 1;
         let name = format!("group/{}", *number - 1);
         drop(number);
-        let members: Vec<Rank> = self.world_size().ranks().collect();
-        let config = self.inner.config.subgroup(&name, &members);
+        let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
+        let config = self.inner.config.subgroup(&name, members);
         let config = GroupConfig { calls: Arc::default(), is_programs: false, ..config };
-        let group = self.connect_part(config, self.rank(), self.world_size(), caller)?;
-        Ok(group.with_timeout(timeout).in_call(caller))
+        let world = WorldSize::new(members.len() as u32)?;
+        let group = self.connect_part(config, Rank::new(rank as u32), world, caller)?;
+        Ok(Some(group.with_timeout(timeout).in_call(caller)))
     }
 
     /// The rank in the first group, from which all others were made, of this group's `rank`.

@@ -6,6 +6,7 @@ pub(crate) mod frame;
 pub(crate) mod greeting;
 pub(crate) mod handshake;
 pub(crate) mod hello;
+pub(crate) mod rpc;
 pub(crate) mod store;
 pub(crate) mod tls;
 

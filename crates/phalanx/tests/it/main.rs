@@ -16,4 +16,5 @@ mod objects;
 mod order;
 mod point_to_point;
 mod reducer;
+mod rpc;
 mod subgroups;

@@ -14,6 +14,7 @@ mod frozen;
 mod hostile;
 mod processes;
 mod retry;
+mod rpc;
 mod sharded;
 mod spawn;
 mod strangers;
@@ -37,6 +38,7 @@ fn main() {
     tests.add("hostile", hostile::TESTS);
     tests.add("processes", processes::TESTS);
     tests.add("retry", retry::TESTS);
+    tests.add("rpc", rpc::TESTS);
     tests.add("sharded", sharded::TESTS);
     tests.add("spawn", spawn::TESTS);
     tests.run()
@@ -54,6 +56,7 @@ fn play(role: &str) {
         "hostile" => hostile::play(scenario),
         "processes" => processes::play(scenario),
         "retry" => retry::play(scenario),
+        "rpc" => rpc::play(scenario),
         "sharded" => sharded::play(scenario),
         "spawn" => spawn::play(scenario),
         "strangers" => strangers::play(scenario),

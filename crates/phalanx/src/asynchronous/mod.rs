@@ -1,0 +1,13 @@
+//! Updates that do not wait: calls between ranks, servers of parameters, and methods that average seldom.
+//!
+//! | To | see | in PyTorch |
+//! |---|---|---|
+//! | call a function on another rank | [`Rpc`] | `torch.distributed.rpc` |
+//! | keep an object there and call functions on it | [`RemoteRef`] | `RRef` |
+//!
+//! The guide's page [synchronous or not](https://github.com/phalanx-rs/phalanx/blob/main/docs/guide/synchronous-or-not.md)
+//! says when which of them pays.
+
+mod rpc;
+
+pub use self::rpc::{Answer, Context, PendingCall, RemoteRef, Rpc, RpcBuilder, Ticket};

@@ -1,0 +1,284 @@
+//! The connection with one peer: what is in flight on it, and its end.
+
+use std::collections::HashMap;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::Limits;
+use super::window::Window;
+use crate::buffer::Buffer;
+use crate::deadline::Deadline;
+use crate::error::{Error, Kind as ErrorKind, Result};
+use crate::group::{Completer, ProcessGroup, Work};
+use crate::rank::Rank;
+use crate::wire::rpc::{Head, INLINE, Kind, ObjectId};
+
+/// This rank's side of the connection with `peer`, or of its calls to itself.
+pub(super) struct Link {
+    pub peer: Rank,
+    /// The group of the two; none to itself, or after the end.
+    group: Mutex<Option<ProcessGroup>>,
+    /// Whose turn it is to write: a frame and its payload belong together.
+    turn: Mutex<()>,
+    state: Mutex<LinkState>,
+    changed: Condvar,
+}
+
+struct LinkState {
+    /// Calls of this rank.
+    outgoing: Window,
+    /// Calls of the peer.
+    incoming: Window,
+    pending: HashMap<u64, Pending>,
+    last_call: u64,
+    /// Objects of the peer that this rank no longer holds, and that the peer has not been told of.
+    released: Vec<ObjectId>,
+    /// The peer's program makes no more calls.
+    is_done: bool,
+    /// This rank has sent its last frame.
+    has_said_bye: bool,
+    /// Why nothing can be called or answered any more.
+    failure: Option<Error>,
+}
+
+/// A call of this rank that has not been answered.
+struct Pending {
+    completer: Completer,
+    depth: u8,
+    bytes: u64,
+}
+
+impl Link {
+    /// `own` are the limits for the peer's calls, `theirs` those for calls to it.
+    pub(super) fn new(peer: Rank, own: Limits, theirs: Limits) -> Self {
+        let state = LinkState {
+            outgoing: Window::new(theirs),
+            incoming: Window::new(own),
+            pending: HashMap::new(),
+            last_call: 0,
+            released: Vec::new(),
+            is_done: false,
+            has_said_bye: false,
+            failure: None,
+        };
+        Self {
+            peer,
+            group: Mutex::new(None),
+            turn: Mutex::new(()),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        }
+    }
+
+    pub(super) fn group(&self) -> Option<ProcessGroup> {
+        self.group.lock().clone()
+    }
+
+    /// `group` is the group of this rank and the peer.
+    pub(super) fn join(&self, group: ProcessGroup) {
+        *self.group.lock() = Some(group);
+    }
+
+    /// Leaves the peer.
+    pub(super) fn leave_group(&self) {
+        let group = self.group.lock().take();
+        drop(group);
+    }
+
+    /// The peer's rank in the group of the two.
+    pub(super) fn rank_in(&self, group: &ProcessGroup) -> Rank {
+        Rank::new(1 - group.rank().get())
+    }
+
+    /// Takes a place in the window for a call, and a number for it. Waits for them until `deadline`.
+    pub(super) fn enter(&self, depth: u8, bytes: u64, deadline: Deadline) -> Result<(u64, Work)> {
+        let mut state = self.state.lock();
+        let mut is_late = false;
+        loop {
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone());
+            }
+            if state.outgoing.enter(depth, bytes) {
+                break;
+            }
+            if is_late {
+                let cause = format!(
+                    "rank {} has not answered enough of the calls before it: {} are in flight",
+                    self.peer,
+                    state.pending.len()
+                );
+                return Err(Error::timeout(cause).with_peer(self.peer).with_remedy(
+                    "wait for answers before more is called, or raise RpcBuilder::calls_in_flight or bytes_in_flight there",
+                ));
+            }
+            is_late = self.changed.wait_until(&mut state, deadline.instant()).timed_out();
+        }
+        state.last_call += 1;
+        let number = state.last_call;
+        let (work, completer) = Work::pending();
+        state.pending.insert(number, Pending { completer, depth, bytes });
+        Ok((number, work))
+    }
+
+    /// Takes a call back that could not be sent.
+    pub(super) fn withdraw(&self, call: u64) {
+        let mut state = self.state.lock();
+        if let Some(Pending { completer, depth, bytes }) = state.pending.remove(&call) {
+            state.outgoing.leave(depth, bytes);
+            drop(state);
+            self.changed.notify_all();
+            drop(completer);
+        }
+    }
+
+    /// Sends the last frame, once.
+    pub(super) fn say_bye(&self, deadline: Deadline) {
+        if !std::mem::replace(&mut self.state.lock().has_said_bye, true) {
+            // A peer that cannot be told has gone itself.
+            let _ = self.send(&Head::plain(Kind::Bye), &[], deadline);
+        }
+    }
+
+    /// Sends a frame with its payload. Waits until `deadline` for its turn.
+    pub(super) fn send(&self, head: &Head, payload: &[u8], deadline: Deadline) -> Result<()> {
+        let Some(_turn) = self.turn.try_lock_until(deadline.instant()) else {
+            let cause = format!("what was sent to rank {} before it is still under way", self.peer);
+            return Err(Error::timeout(cause)
+                .with_peer(self.peer)
+                .with_remedy("is that rank or the network slow? A longer time-out can be set"));
+        };
+        let group = self.group().ok_or_else(|| self.failure().unwrap_or_else(shut_down))?;
+        let to = self.rank_in(&group);
+        let sent = group.send(&head.encode(payload), to).and_then(|()| match payload.len() > INLINE {
+            true => group.send(payload, to),
+            false => Ok(()),
+        });
+        sent.map_err(|error| self.fail(self.explained(&error)))
+    }
+
+    /// Admits a call of the peer, before memory is taken for it.
+    pub(super) fn admit(&self, head: &Head) -> Result<()> {
+        if self.state.lock().incoming.enter(head.depth, head.length) {
+            return Ok(());
+        }
+        Err(Error::protocol(format!("rank {} has sent more calls than this rank admits", self.peer)))
+    }
+
+    /// Is `call` one of this rank's that waits for its answer?
+    pub(super) fn awaits(&self, call: u64) -> Result<()> {
+        match self.state.lock().pending.contains_key(&call) {
+            true => Ok(()),
+            false => Err(Error::protocol(format!(
+                "rank {} has answered call {call}, which this rank has not made",
+                self.peer
+            ))),
+        }
+    }
+
+    /// Before a call of the peer is answered: its place is free when the peer has the answer.
+    pub(super) fn leave(&self, head: &Head) {
+        self.state.lock().incoming.leave(head.depth, head.length);
+        self.changed.notify_all();
+    }
+
+    /// The answer to `call` has come.
+    pub(super) fn answered(&self, call: u64, outcome: Result<Buffer>) {
+        let mut state = self.state.lock();
+        let Some(Pending { completer, depth, bytes }) = state.pending.remove(&call) else { return };
+        state.outgoing.leave(depth, bytes);
+        drop(state);
+        self.changed.notify_all();
+        completer.complete(outcome);
+    }
+
+    /// Notes an object that this rank no longer holds. True if the peer must be told, by whoever asks first.
+    pub(super) fn release(&self, object: ObjectId) -> bool {
+        let mut state = self.state.lock();
+        state.released.push(object);
+        state.released.len() == 1
+    }
+
+    pub(super) fn take_released(&self) -> Vec<ObjectId> {
+        std::mem::take(&mut self.state.lock().released)
+    }
+
+    pub(super) fn done(&self) {
+        self.state.lock().is_done = true;
+        self.changed.notify_all();
+    }
+
+    /// Ends all calls with `error`, unless they were ended before. Returns the first cause.
+    pub(super) fn fail(&self, error: Error) -> Error {
+        let mut state = self.state.lock();
+        let cause = state.failure.get_or_insert(error).clone();
+        let pending = std::mem::take(&mut state.pending);
+        drop(state);
+        self.changed.notify_all();
+        for (_, Pending { completer, .. }) in pending {
+            completer.complete(Err(cause.clone()));
+        }
+        cause
+    }
+
+    pub(super) fn failure(&self) -> Option<Error> {
+        self.state.lock().failure.clone()
+    }
+
+    /// Waits until this rank has the answers to its calls. False if they have not come by the deadline.
+    pub(super) fn await_answers(&self, deadline: Deadline) -> bool {
+        self.await_until(deadline, |state| state.outgoing.is_empty())
+    }
+
+    /// Waits until the peer makes no more calls, and has the answers to those that it has made.
+    pub(super) fn await_end(&self, deadline: Deadline) -> bool {
+        self.await_until(deadline, |state| state.is_done && state.incoming.is_empty())
+    }
+
+    fn await_until(&self, deadline: Deadline, is_over: impl Fn(&LinkState) -> bool) -> bool {
+        let mut state: MutexGuard<'_, LinkState> = self.state.lock();
+        let mut is_late = false;
+        while state.failure.is_none() && !is_over(&state) {
+            if is_late {
+                return false;
+            }
+            is_late = self.changed.wait_until(&mut state, deadline.instant()).timed_out();
+        }
+        true
+    }
+
+    /// A failure of the group of the two, with the names that the ranks have among all.
+    pub(super) fn explained(&self, error: &Error) -> Error {
+        let Some(group) = self.group() else { return shut_down() };
+        let name = format!("rank {} (", self.rank_in(&group));
+        let cause = error.full_cause();
+        let cause = match cause.strip_prefix(&name) {
+            Some(rest) => format!("rank {} ({rest}", self.peer),
+            None => format!("the connection with rank {} failed: {cause}", self.peer),
+        };
+        let explained = Error::new(error.kind(), cause).with_peer(self.peer);
+        // The remedies name ranks too, by their numbers among the two.
+        match error.kind() {
+            ErrorKind::PeerFailed => {
+                explained.with_remedy(format!("see rank {}'s own output for its reason", self.peer))
+            }
+            _ => explained,
+        }
+    }
+
+    /// The error of calls to a peer that has ended its side.
+    pub(super) fn departed(&self) -> Error {
+        Error::new(ErrorKind::PeerLeft, format!("rank {} has shut down its remote calls", self.peer))
+            .with_peer(self.peer)
+            .with_remedy("let every rank call Rpc::shutdown, which waits for the calls of the others")
+    }
+}
+
+/// The error of calls after this rank's own end.
+pub(super) fn shut_down() -> Error {
+    Error::aborted("the remote calls of this rank have been shut down")
+}
+
+/// The frame that releases `object`.
+pub(super) fn release(object: ObjectId) -> Head {
+    Head { object, ..Head::plain(Kind::Release) }
+}

@@ -1,0 +1,143 @@
+//! The objects that this rank keeps for others, and who holds them.
+
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::wire::rpc::ObjectId;
+
+pub(super) type Value = Arc<dyn Any + Send + Sync>;
+
+/// Each object lives until no rank holds it.
+#[derive(Default)]
+pub(super) struct Objects(Mutex<HashMap<ObjectId, Kept>>);
+
+struct Kept {
+    /// None while it is being made.
+    value: Option<Value>,
+    /// How often each rank holds it.
+    holders: BTreeMap<Rank, u64>,
+}
+
+impl Objects {
+    /// `by` has asked for an object, which it holds from now on.
+    pub(super) fn begin(&self, object: ObjectId, by: Rank) -> Result<()> {
+        if object.creator != by {
+            return Err(Error::protocol(format!(
+                "rank {by} has numbered an object of rank {}",
+                object.creator
+            )));
+        }
+        let kept = Kept { value: None, holders: BTreeMap::from([(by, 1)]) };
+        match self.0.lock().insert(object, kept) {
+            None => Ok(()),
+            Some(_) => Err(Error::protocol(format!("rank {by} has made its object {} twice", object.number))),
+        }
+    }
+
+    /// It has been made. If nobody holds it any more, it is dropped.
+    pub(super) fn keep(&self, object: ObjectId, value: Value) {
+        if let Some(kept) = self.0.lock().get_mut(&object) {
+            kept.value = Some(value);
+        }
+    }
+
+    pub(super) fn get(&self, object: ObjectId, by: Rank) -> Result<Value> {
+        let objects = self.0.lock();
+        let kept = objects.get(&object).filter(|kept| kept.holders.contains_key(&by));
+        kept.and_then(|kept| kept.value.clone()).ok_or_else(|| {
+            Error::invalid_argument(format!(
+                "rank {by} holds no object {} of rank {}",
+                object.number, object.creator
+            ))
+        })
+    }
+
+    /// `to` holds the object too.
+    pub(super) fn lend(&self, object: ObjectId, by: Rank, to: Rank) -> Result<()> {
+        self.get(object, by)?;
+        if let Some(kept) = self.0.lock().get_mut(&object) {
+            *kept.holders.entry(to).or_default() += 1;
+        }
+        Ok(())
+    }
+
+    /// `by` holds it once less.
+    pub(super) fn release(&self, object: ObjectId, by: Rank) {
+        let mut objects = self.0.lock();
+        let Some(kept) = objects.get_mut(&object) else { return };
+        if let Some(count) = kept.holders.get_mut(&by) {
+            *count -= 1;
+            if *count == 0 {
+                kept.holders.remove(&by);
+            }
+        }
+        let dropped = if kept.holders.is_empty() { objects.remove(&object) } else { None };
+        // The value's own code runs without the lock.
+        drop(objects);
+        drop(dropped);
+    }
+
+    /// `by` holds nothing any more.
+    pub(super) fn release_all(&self, by: Rank) {
+        let mut objects = self.0.lock();
+        let mut dropped = Vec::new();
+        objects.retain(|_, kept| {
+            kept.holders.remove(&by);
+            if kept.holders.is_empty() {
+                dropped.push(kept.value.take());
+            }
+            !kept.holders.is_empty()
+        });
+        drop(objects);
+        drop(dropped);
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.0.lock().len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn object(number: u64) -> ObjectId {
+        ObjectId { creator: Rank::new(1), number }
+    }
+
+    #[test]
+    fn a_value_lives_until_its_last_holder_lets_go() {
+        let (one, two) = (Rank::new(1), Rank::new(2));
+        let objects = Objects::default();
+        let value = Arc::new(5i32);
+        objects.begin(object(1), one).unwrap();
+        assert!(objects.get(object(1), one).is_err(), "it is still being made");
+        objects.keep(object(1), value.clone());
+        assert!(objects.get(object(1), two).is_err(), "which rank 2 does not hold");
+        objects.lend(object(1), one, two).unwrap();
+        objects.release(object(1), one);
+        assert!(objects.get(object(1), one).is_err() && objects.get(object(1), two).is_ok());
+        objects.release(object(1), one);
+        assert_eq!((Arc::strong_count(&value), objects.count()), (2, 1));
+        objects.release_all(two);
+        assert_eq!((Arc::strong_count(&value), objects.count()), (1, 0));
+    }
+
+    #[test]
+    fn a_value_that_was_let_go_while_it_was_made_is_not_kept() {
+        let objects = Objects::default();
+        objects.begin(object(1), Rank::new(1)).unwrap();
+        objects.release(object(1), Rank::new(1));
+        let value = Arc::new(());
+        objects.keep(object(1), value.clone());
+        assert_eq!((Arc::strong_count(&value), objects.count()), (1, 0));
+        assert!(objects.begin(object(2), Rank::MAIN).is_err(), "another rank's number");
+        objects.begin(object(3), Rank::new(1)).unwrap();
+        assert!(objects.begin(object(3), Rank::new(1)).is_err());
+    }
+}

@@ -1,0 +1,217 @@
+//! The threads that run handlers.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::{Error, Result};
+
+thread_local! {
+    /// The job that this thread runs.
+    static CURRENT: RefCell<Option<Current>> = const { RefCell::new(None) };
+}
+
+#[derive(Clone)]
+struct Current {
+    pool: Arc<Pool>,
+    depth: u8,
+}
+
+/// Runs jobs, at most `limit` at a time. A job that waits for a call of its own does not count while it waits, so that
+/// jobs which others wait for always find a thread.
+pub(super) struct Pool {
+    limit: usize,
+    name: String,
+    state: Mutex<PoolState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct PoolState {
+    queue: VecDeque<Job>,
+    /// Threads that wait for a job.
+    idle: usize,
+    /// Threads with a job that does not wait for a call.
+    running: usize,
+    closed: bool,
+}
+
+struct Job {
+    depth: u8,
+    /// Short work of the pool's owner, which does not count.
+    is_internal: bool,
+    run: Box<dyn FnOnce() + Send>,
+}
+
+impl Pool {
+    /// A pool with one thread; the others are started when they are needed.
+    pub(super) fn new(limit: usize, name: String) -> Result<Arc<Self>> {
+        let pool = Arc::new(Self { limit, name, state: Mutex::default(), changed: Condvar::new() });
+        pool.spawn()?;
+        Ok(pool)
+    }
+
+    /// Runs `job`, which serves a call at `depth`.
+    pub(super) fn push(self: &Arc<Self>, depth: u8, job: impl FnOnce() + Send + 'static) {
+        self.add(Job { depth, is_internal: false, run: Box::new(job) });
+    }
+
+    /// Runs `job` soon, whatever else runs.
+    pub(super) fn push_internal(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
+        self.add(Job { depth: 0, is_internal: true, run: Box::new(job) });
+    }
+
+    fn add(self: &Arc<Self>, job: Job) {
+        let mut state = self.state.lock();
+        if state.closed {
+            return;
+        }
+        match job.is_internal {
+            true => state.queue.push_front(job),
+            false => state.queue.push_back(job),
+        }
+        self.employ(&state);
+    }
+
+    /// Sees to a thread for the queue's first job, if one may run. The lock is held.
+    fn employ(self: &Arc<Self>, state: &PoolState) {
+        if !state.may_run(self.limit) {
+            return;
+        }
+        if state.idle >= state.queue.len() {
+            self.changed.notify_one();
+        } else {
+            // Without another thread the job waits for one of those that there are.
+            let _ = self.spawn();
+        }
+    }
+
+    fn spawn(self: &Arc<Self>) -> Result<()> {
+        let pool = self.clone();
+        let thread = std::thread::Builder::new().name(self.name.clone()).spawn(move || pool.serve());
+        thread
+            .map(drop)
+            .map_err(|error| Error::not_started("a thread for remote calls could not be started", error))
+    }
+
+    fn serve(self: Arc<Self>) {
+        let mut state = self.state.lock();
+        loop {
+            let next = if state.may_run(self.limit) { state.queue.pop_front() } else { None };
+            let Some(job) = next else {
+                if state.closed || state.idle >= self.limit {
+                    return;
+                }
+                state.idle += 1;
+                self.changed.wait(&mut state);
+                state.idle -= 1;
+                continue;
+            };
+            state.running += usize::from(!job.is_internal);
+            let is_internal = job.is_internal;
+            drop(state);
+            CURRENT.set(Some(Current { pool: self.clone(), depth: job.depth }));
+            (job.run)();
+            CURRENT.set(None);
+            state = self.state.lock();
+            state.running -= usize::from(!is_internal);
+        }
+    }
+
+    /// Ends the threads when they are done with their jobs; forgets those that wait.
+    pub(super) fn close(&self) {
+        let mut state = self.state.lock();
+        state.closed = true;
+        let forgotten = std::mem::take(&mut state.queue);
+        drop(state);
+        self.changed.notify_all();
+        drop(forgotten);
+    }
+
+    /// The number of calls around one that this thread makes.
+    pub(super) fn depth_of_calls() -> u8 {
+        CURRENT.with_borrow(|current| current.as_ref().map_or(0, |current| current.depth + 1))
+    }
+
+    /// Waits with `wait`, for a call. If this thread runs a job, another may run meanwhile.
+    pub(super) fn waiting<R>(wait: impl FnOnce() -> R) -> R {
+        let Some(Current { pool, .. }) = CURRENT.with_borrow(Clone::clone) else { return wait() };
+        {
+            let mut state = pool.state.lock();
+            state.running = state.running.saturating_sub(1);
+            pool.employ(&state);
+        }
+        let outcome = wait();
+        pool.state.lock().running += 1;
+        outcome
+    }
+}
+
+impl PoolState {
+    fn may_run(&self, limit: usize) -> bool {
+        self.queue.front().is_some_and(|job| job.is_internal || self.running < limit)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn no_more_jobs_run_at_once_than_the_limit() {
+        let pool = Pool::new(2, "jobs".to_owned()).unwrap();
+        let (say, said) = mpsc::channel();
+        let (end, ends) = mpsc::channel::<()>();
+        let ends = Arc::new(Mutex::new(ends));
+        for _ in 0..5 {
+            let (say, ends) = (say.clone(), ends.clone());
+            pool.push(0, move || {
+                say.send(()).unwrap();
+                let _ = ends.lock().recv_timeout(LIMIT);
+            });
+        }
+        said.recv_timeout(LIMIT).unwrap();
+        said.recv_timeout(LIMIT).unwrap();
+        assert!(said.recv_timeout(Duration::from_millis(50)).is_err());
+        // Work of the owner runs all the same.
+        let (internal, done) = mpsc::channel();
+        pool.push_internal(move || internal.send(()).unwrap());
+        done.recv_timeout(LIMIT).unwrap();
+        for _ in 0..3 {
+            end.send(()).unwrap();
+            said.recv_timeout(LIMIT).unwrap();
+        }
+        drop(end);
+        pool.close();
+    }
+
+    #[test]
+    fn jobs_that_wait_for_calls_leave_their_place_to_others() {
+        let pool = Pool::new(1, "jobs".to_owned()).unwrap();
+        let (done, ends) = mpsc::channel();
+        fn nested(pool: &Arc<Pool>, depth: u8, done: mpsc::Sender<u8>) {
+            let (inner, pool_of_inner) = (pool.clone(), pool.clone());
+            pool.push(depth, move || {
+                assert_eq!(Pool::depth_of_calls(), depth + 1);
+                if depth < 3 {
+                    let (say, said) = mpsc::channel();
+                    nested(&inner, depth + 1, say);
+                    Pool::waiting(|| said.recv_timeout(LIMIT).unwrap());
+                }
+                done.send(depth).unwrap();
+                drop(pool_of_inner);
+            });
+        }
+        nested(&pool, 0, done);
+        assert_eq!(ends.recv_timeout(LIMIT), Ok(0));
+        assert_eq!(Pool::depth_of_calls(), 0);
+        pool.close();
+    }
+}

@@ -1,0 +1,250 @@
+//! The other side of calls: receives frames, runs handlers, answers, and ends.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::link::{Link, release, shut_down};
+use super::objects::Value;
+use super::registry::{Function, Pledge, caught};
+use super::{FAREWELL, Shared};
+use crate::buffer::Buffer;
+use crate::deadline::{Backoff, Deadline};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+use crate::rank::Rank;
+use crate::wire::control::Notice;
+use crate::wire::rpc::{FRAME, Head, Kind, MAX_PAYLOAD};
+
+impl Shared {
+    /// Starts the thread that receives from `peer`.
+    pub(super) fn receive_from(self: &Arc<Self>, peer: Rank) -> Result<()> {
+        let Some(group) = self.link(peer)?.group() else { return Ok(()) };
+        // Silence is for the heartbeats to judge.
+        let group = group.with_timeout(Duration::MAX);
+        let shared = self.clone();
+        let thread = std::thread::Builder::new()
+            .name(format!("phalanx-rpc-{}<{peer}", self.rank))
+            .spawn(move || shared.receive(peer, &group))
+            .map_err(|error| Error::not_started("a thread for remote calls could not be started", error))?;
+        self.receivers.lock().push(thread);
+        Ok(())
+    }
+
+    /// Receives until the peer says its last word, or the connection fails.
+    fn receive(self: &Arc<Self>, peer: Rank, group: &ProcessGroup) {
+        let Ok(link) = self.link(peer) else { return };
+        let outcome = self.frames(link, group);
+        let cause = match outcome {
+            Ok(()) => link.departed(),
+            Err(error) => {
+                // For a frame that no rank sends; in any other case the group has failed already.
+                group.abort(error.clone());
+                link.explained(&group.failure().unwrap_or(error))
+            }
+        };
+        // Not if this rank has ended first.
+        let is_news = link.failure().is_none();
+        let cause = link.fail(cause);
+        self.objects.release_all(peer);
+        let shared = self.clone();
+        self.pool.push_internal(move || shared.bid_farewell(peer));
+        if is_news && !self.closed.load(Ordering::Acquire) {
+            let shared = self.clone();
+            self.pool.push(0, move || {
+                let context = shared.context(peer);
+                for lost in &shared.lost {
+                    // There is nobody to tell of a panic, which has been printed.
+                    let _ = caught(|| {
+                        lost(&context, &cause);
+                        Ok(())
+                    });
+                }
+            });
+        }
+    }
+
+    fn frames(self: &Arc<Self>, link: &Link, group: &ProcessGroup) -> Result<()> {
+        let from = link.rank_in(group);
+        loop {
+            let mut frame = [0u8; FRAME];
+            group.recv(&mut frame, from)?;
+            let head = Head::decode(&frame)?;
+            match head.kind {
+                Kind::Call | Kind::Make | Kind::Method => link.admit(&head)?,
+                Kind::Answer | Kind::Failure => link.awaits(head.call)?,
+                Kind::Release => self.objects.release(head.object, link.peer),
+                Kind::Done => link.done(),
+                Kind::Bye => return Ok(()),
+            }
+            let payload = match head.inline(&frame) {
+                Some(payload) => Buffer::from_slice(payload),
+                None => {
+                    // The header and the window have bounded it.
+                    let mut payload = Buffer::zeroed(DType::U8, head.length as usize);
+                    group.recv(payload.as_mut_slice::<u8>()?, from)?;
+                    payload
+                }
+            };
+            match head.kind {
+                Kind::Call | Kind::Make | Kind::Method => self.accept(link.peer, head, payload)?,
+                Kind::Answer => link.answered(head.call, Ok(payload)),
+                Kind::Failure => {
+                    let notice: Notice = postcard::from_bytes(payload.as_bytes()).map_err(|error| {
+                        Error::protocol("the error of a remote call cannot be read").with_source(error)
+                    })?;
+                    link.answered(head.call, Err(notice.into_error(link.peer, "unknown host")));
+                }
+                Kind::Release | Kind::Done | Kind::Bye => {}
+            }
+        }
+    }
+
+    /// Queues a call of `from`, which has been admitted.
+    pub(super) fn accept(self: &Arc<Self>, from: Rank, head: Head, payload: Buffer) -> Result<()> {
+        if head.kind == Kind::Make {
+            // At once: a release may follow.
+            self.objects.begin(head.object, from)?;
+        }
+        let shared = self.clone();
+        self.pool.push(head.depth, move || shared.run(from, head, &payload));
+        Ok(())
+    }
+
+    fn run(self: Arc<Self>, from: Rank, head: Head, payload: &Buffer) {
+        let (name, args) = payload.as_bytes().split_at(usize::from(head.name));
+        let name = String::from_utf8_lossy(name).into_owned();
+        let context = self.context(from);
+        let pledge = Pledge::new(self.clone(), from, head, name.clone());
+        let function = match self.functions.get(&name, &context) {
+            Ok(function) => function,
+            Err(error) => return pledge.keep(Err(error)),
+        };
+        let outcome = match (function, head.kind) {
+            (Function::Deferred(function), Kind::Call) => {
+                // If it panics, that drops the pledge, which says so.
+                let _ = caught(|| function(&context, args, pledge));
+                return;
+            }
+            (Function::Plain(function), Kind::Call) => caught(|| function(&context, args)),
+            (Function::Object(function), Kind::Make) => caught(|| function(&context, args)).map(|value| {
+                self.objects.keep(head.object, value);
+                Vec::new()
+            }),
+            (Function::Method(function), Kind::Method) => self
+                .objects
+                .get(head.object, from)
+                .and_then(|value: Value| caught(|| function(&context, &value, args))),
+            (Function::Plain(_) | Function::Deferred(_), _) => Err(misused(&name, "Rpc::call")),
+            (Function::Object(_), _) => Err(misused(&name, "Rpc::remote")),
+            (Function::Method(_), _) => Err(misused(&name, "RemoteRef::call")),
+        };
+        pledge.keep(outcome);
+    }
+
+    /// Answers the call `head` of `to`.
+    pub(super) fn answer(self: &Arc<Self>, to: Rank, head: &Head, outcome: Result<Vec<u8>>) {
+        let Ok(link) = self.link(to) else { return };
+        let outcome = match outcome {
+            Ok(result) if result.len() > MAX_PAYLOAD => {
+                let cause = format!("the result takes {} bytes; it may take {MAX_PAYLOAD}", result.len());
+                Err(self.located(Error::invalid_argument(cause), "rpc"))
+            }
+            outcome => outcome,
+        };
+        if to == self.rank {
+            let outcome = outcome.map(|result| Buffer::from_slice(&result));
+            return link.answered(head.call, outcome);
+        }
+        link.leave(head);
+        let (kind, payload) = match outcome {
+            Ok(result) => (Kind::Answer, result),
+            Err(error) => (Kind::Failure, postcard::to_stdvec(&Notice::of(&error)).unwrap_or_default()),
+        };
+        let head = Head { call: head.call, length: payload.len() as u64, ..Head::plain(kind) };
+        // If it cannot be sent, the connection has failed, which the caller sees too.
+        let _ = link.send(&head, &payload, Deadline::after(self.patience));
+    }
+
+    /// Tells `owner` which of its objects this rank no longer holds.
+    pub(super) fn send_releases(&self, owner: Rank) {
+        let Ok(link) = self.link(owner) else { return };
+        for object in link.take_released() {
+            let _ = link.send(&release(object), &[], Deadline::after(self.patience));
+        }
+    }
+
+    /// Says this rank's last word to `peer`, if it can still be said, so that it need not wait.
+    fn bid_farewell(&self, peer: Rank) {
+        if let Ok(link) = self.link(peer)
+            && link.group().is_some_and(|group| group.failure().is_none())
+        {
+            link.say_bye(Deadline::after(FAREWELL));
+        }
+    }
+
+    /// Waits until nobody calls any more, and ends.
+    pub(super) fn finish(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
+        let others = || self.links.iter().filter(|link| link.peer != self.rank);
+        let mut late = None;
+        for link in &self.links {
+            if !link.await_answers(deadline) {
+                late.get_or_insert((link.peer, "has not answered all calls of this rank"));
+            }
+        }
+        for link in others() {
+            let _ = link.send(&Head::plain(Kind::Done), &[], deadline);
+        }
+        for link in others() {
+            if !link.await_end(deadline) {
+                late.get_or_insert((link.peer, "still calls, or has not called Rpc::shutdown"));
+            }
+        }
+        self.close();
+        match late {
+            None => Ok(()),
+            Some((peer, why)) => {
+                Err(Error::timeout(format!("rank {peer} {why}")).with_peer(peer).with_remedy(
+                    "every rank must call Rpc::shutdown; is it alive, or does it need a longer time-out?",
+                ))
+            }
+        }
+    }
+
+    /// Ends the calls of this rank, and those to it. Does nothing the second time.
+    pub(super) fn close(self: &Arc<Self>) {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let deadline = Deadline::after(FAREWELL);
+        for link in &self.links {
+            if std::thread::panicking()
+                && let Some(group) = link.group()
+            {
+                group.abort(Error::aborted(format!("rank {} panicked", self.rank)));
+            }
+            link.fail(shut_down());
+            self.bid_farewell(link.peer);
+        }
+        let mut receivers = std::mem::take(&mut *self.receivers.lock());
+        let mut pauses = Backoff::new((Duration::from_micros(100), Duration::from_millis(5)), deadline);
+        while receivers.iter().any(|receiver| !receiver.is_finished()) {
+            if !pauses.pause() {
+                for group in self.links.iter().filter_map(Link::group) {
+                    group.abort(Error::aborted(format!("rank {} has ended its remote calls", self.rank)));
+                }
+            }
+        }
+        for receiver in receivers.drain(..) {
+            // A receiver has no code of the program, and nothing to say.
+            let _ = receiver.join();
+        }
+        self.pool.close();
+        self.links.iter().for_each(Link::leave_group);
+    }
+}
+
+fn misused(name: &str, with: &str) -> Error {
+    Error::invalid_argument(format!("{name:?} is to be called with {with}"))
+}

@@ -1,0 +1,71 @@
+//! Calls between processes, one of which is lost.
+
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use phalanx::Rank;
+use phalanx::asynchronous::{Answer, Rpc};
+use rustix::process::Signal;
+
+use crate::support::world::{World, end_with};
+
+const VICTIM: usize = 2;
+/// A death is known at once; again on a machine that may be busy.
+const DEATH: Duration = Duration::from_secs(2);
+/// What silence is, plus what a busy machine may need.
+const SILENCE: Duration = Duration::from_secs(4);
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("a_rank_that_is_killed_ends_its_calls_and_the_others_go_on", || lost(Signal::KILL, DEATH)),
+    ("a_rank_that_is_frozen_ends_its_calls_and_the_others_go_on", || lost(Signal::STOP, SILENCE)),
+];
+
+pub fn play(scenario: &str) {
+    match scenario {
+        "call" => end_with(call()),
+        other => panic!("no scenario {other}"),
+    }
+}
+
+/// Waits for an answer of the victim that does not come, and then calls the other survivor.
+fn call() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let unanswered: Mutex<Vec<Answer<()>>> = Mutex::default();
+    let rpc = Rpc::builder()
+        .deferred("never", move |_, (): (), answer: Answer<()>| unanswered.lock().unwrap().push(answer))
+        .handler("add", |_, (a, b): (i64, i64)| Ok(a + b))
+        .start(&group)?;
+    let victim = Rank::new(VICTIM as u32);
+    if rpc.rank() == victim {
+        println!("training");
+        std::thread::sleep(Duration::from_secs(60));
+        return Ok(());
+    }
+    let pending = rpc.call_async::<_, ()>(victim, "never", &())?;
+    println!("training");
+    let error = pending.wait().expect_err("the victim never answers");
+    eprintln!("blames {}: {error}", error.peer().map_or("nobody".to_owned(), |peer| peer.to_string()));
+    assert!(error.is_peer_failure(), "{error}");
+    assert!(rpc.call::<_, i64>(victim, "add", &(1i64, 1i64)).is_err_and(|error| error.is_peer_failure()));
+    let other = Rank::new(1 - rpc.rank().get());
+    for n in 0..200i64 {
+        assert_eq!(rpc.call::<_, i64>(other, "add", &(n, 1i64))?, n + 1);
+    }
+    rpc.shutdown()
+}
+
+fn lost(signal: Signal, bound: Duration) {
+    for transport in ["shm", "tcp"] {
+        let mut ranks = World::start("rpc::call", 3, false, &[("PHALANX_TRANSPORT", transport)]);
+        ranks.training();
+        let start = Instant::now();
+        ranks.send(VICTIM, signal);
+        let took = ranks.await_all_but(&[VICTIM]) - start;
+        assert!(took < bound, "{signal:?} over {transport}: it took {took:?}");
+        ranks.kill(VICTIM);
+        for (rank, (code, error)) in ranks.end().0.iter().enumerate().filter(|(rank, _)| *rank != VICTIM) {
+            assert_eq!(*code, Some(0), "rank {rank} over {transport}: {error}");
+            assert!(error.contains("blames 2: ") && error.contains("rpc \"never\" on rank 2"), "{error}");
+        }
+    }
+}
