@@ -14,6 +14,7 @@ mod mesh;
 mod modules;
 mod objects;
 mod order;
+mod parameter_server;
 mod point_to_point;
 mod reducer;
 mod rpc;

@@ -12,6 +12,7 @@ mod elastic;
 mod faults;
 mod frozen;
 mod hostile;
+mod parameter_server;
 mod processes;
 mod retry;
 mod rpc;
@@ -36,6 +37,7 @@ fn main() {
     tests.add_privileged("faults", faults::PRIVILEGED);
     tests.add("frozen", frozen::TESTS);
     tests.add("hostile", hostile::TESTS);
+    tests.add("parameter_server", parameter_server::TESTS);
     tests.add("processes", processes::TESTS);
     tests.add("retry", retry::TESTS);
     tests.add("rpc", rpc::TESTS);
@@ -54,6 +56,7 @@ fn play(role: &str) {
         "faults" => faults::play(scenario),
         "frozen" => frozen::play(scenario),
         "hostile" => hostile::play(scenario),
+        "parameter_server" => parameter_server::play(scenario),
         "processes" => processes::play(scenario),
         "retry" => retry::play(scenario),
         "rpc" => rpc::play(scenario),

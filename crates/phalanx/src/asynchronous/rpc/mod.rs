@@ -63,6 +63,11 @@ struct Limits {
     bytes: u64,
 }
 
+/// Waits with `wait` inside a handler, for something that other handlers do: it leaves its thread's place to them.
+pub(super) fn waiting<R>(wait: impl FnOnce() -> R) -> R {
+    Pool::waiting(wait)
+}
+
 type Lost = Box<dyn Fn(&Context, &Error) + Send + Sync>;
 
 /// The functions of a rank, and its limits; see [`Rpc::builder`].

@@ -1,0 +1,260 @@
+//! Servers of parameters, on every transport.
+
+use std::time::Duration;
+
+use phalanx::asynchronous::{Adam, Consistency, ParameterServer, Sgd, UpdateRule};
+use phalanx::testing::{Fabric, run};
+use phalanx::{ProcessGroup, Rank, ReduceOp};
+
+const KEYS: [usize; 4] = [3, 5, 0, 7];
+const ELEMENTS: usize = 15;
+
+fn ranks(ranks: &[u32]) -> Vec<Rank> {
+    ranks.iter().copied().map(Rank::new).collect()
+}
+
+/// A gradient that depends on all that a real one does. No mean of three is 0 but for rounding: Adam, which divides a gradient by
+/// its size, would make steps of the rounding.
+fn gradient(parameters: &[f32], rank: Rank, step: u32) -> Vec<f32> {
+    let noise = |index: usize| ((index as u32 * 7 + rank.get() * 13 + step * 5) % 11) as f32 * 0.1 - 0.43;
+    parameters.iter().enumerate().map(|(index, p)| 0.3 * p + noise(index)).collect()
+}
+
+fn initial() -> Vec<f32> {
+    (0..ELEMENTS).map(|index| 1.0 - index as f32 * 0.1).collect()
+}
+
+/// The same training with an all_reduce of the gradients, and the optimizer on every rank.
+fn synchronous(group: &ProcessGroup, rule: &dyn UpdateRule, steps: u32) -> Vec<f32> {
+    let mut parameters = initial();
+    let mut states = vec![vec![0.0; ELEMENTS]; rule.states()];
+    for step in 0..steps {
+        let mut mean = gradient(&parameters, group.rank(), step);
+        group.all_reduce(&mut mean, ReduceOp::Avg).unwrap();
+        let mut states: Vec<&mut [f32]> = states.iter_mut().map(Vec::as_mut_slice).collect();
+        rule.update(u64::from(step) + 1, 1.0, &mut parameters, &mean, &mut states);
+    }
+    parameters
+}
+
+fn close(left: &[f32], right: &[f32]) {
+    let largest = left.iter().zip(right).map(|(left, right)| (left - right).abs()).fold(0.0, f32::max);
+    assert!(left.len() == right.len() && largest < 1e-6, "{largest}: {left:?}, {right:?}");
+}
+
+#[test]
+fn with_staleness_0_the_server_is_what_an_all_reduce_is() {
+    fn check(group: &ProcessGroup, servers: &[u32], rule: impl UpdateRule + Clone + 'static) {
+        let expected = synchronous(group, &rule, 20);
+        // Only rank 0's parameters count.
+        let mut parameters = if group.rank().is_main() { initial() } else { vec![9.0; ELEMENTS] };
+        let builder = ParameterServer::builder(&KEYS, rule).servers(&ranks(servers));
+        let server = builder.start(group, &parameters).unwrap();
+        server.pull(0..4, &mut parameters).unwrap();
+        for step in 0..20 {
+            let staleness = server.step(&gradient(&parameters, group.rank(), step), &mut parameters).unwrap();
+            assert_eq!(staleness, 0);
+        }
+        close(&parameters, &expected);
+        server.shutdown().unwrap();
+    }
+    for fabric in Fabric::ALL {
+        run(3, fabric, |group| {
+            check(&group, &[0, 1, 2], Sgd::new(0.1).with_momentum(0.9));
+            check(&group, &[1], Adam::w(0.05, 0.1));
+            check(&group, &[2, 0], Sgd::new(0.1));
+        });
+    }
+}
+
+#[test]
+fn nobody_is_further_ahead_than_the_rule_allows() {
+    for fabric in [Fabric::InProcess, Fabric::Tcp, Fabric::SharedMemory] {
+        for bound in [1, 4] {
+            run(3, fabric, |group| {
+                let mut parameters = initial();
+                let server = ParameterServer::builder(&KEYS, Sgd::new(0.01))
+                    .consistency(Consistency::Ssp(bound))
+                    .servers(&ranks(&[0, 1]))
+                    .start(&group, &parameters)
+                    .unwrap();
+                for step in 0..40 {
+                    if group.rank().get() == 2 {
+                        std::thread::sleep(Duration::from_millis(2));
+                    }
+                    server.step(&gradient(&parameters, group.rank(), step), &mut parameters).unwrap();
+                }
+                group.barrier().unwrap();
+                for shard in server.statistics().unwrap() {
+                    assert!(shard.staleness.lead <= bound, "{shard:?}");
+                    assert_eq!(
+                        shard.clocks,
+                        ranks(&[0, 1, 2]).into_iter().map(|rank| (rank, 40)).collect::<Vec<_>>()
+                    );
+                    assert_eq!(shard.staleness.histogram.iter().sum::<u64>(), 120);
+                    assert_eq!(shard.updates, 120 * shard.keys.len() as u64);
+                }
+                group.barrier().unwrap();
+                server.shutdown().unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn parameters_are_pushed_and_pulled_by_keys_and_staleness_is_counted() {
+    for fabric in Fabric::ALL {
+        run(2, fabric, |group| {
+            let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
+                .consistency(Consistency::Asp)
+                .start(&group, &initial())
+                .unwrap();
+            if group.rank().is_main() {
+                for _ in 0..5 {
+                    server.push(1..2, &[1.0; 5]).unwrap();
+                    server.advance().unwrap();
+                }
+                // Its own pushes are news to it too, until it pulls.
+                assert_eq!(server.push(1..2, &[0.0; 5]).unwrap(), 5);
+            }
+            group.barrier().unwrap();
+            if group.rank().get() == 1 {
+                assert_eq!(server.push(0..1, &[0.0; 3]).unwrap(), 0, "another key");
+                assert_eq!(server.push(0..4, &[0.0; ELEMENTS]).unwrap(), 6);
+                let mut parameters = [0.0; 8];
+                server.pull(0..2, &mut parameters).unwrap();
+                let expected: Vec<f32> =
+                    initial()[..3].iter().copied().chain(initial()[3..8].iter().map(|p| p - 5.0)).collect();
+                close(&parameters, &expected);
+                assert_eq!(server.push(0..2, &[0.0; 8]).unwrap(), 0);
+                let largest = server.statistics().unwrap().iter().map(|shard| shard.staleness.largest).max();
+                assert_eq!(largest, Some(6));
+                for outcome in [server.push(0..5, &[]), server.push(0..2, &[0.0; 3]), server.push(5..9, &[])]
+                {
+                    assert!(outcome.unwrap_err().is_invalid_argument());
+                }
+            }
+            group.barrier().unwrap();
+            server.shutdown().unwrap();
+        });
+    }
+}
+
+#[test]
+fn workers_come_and_go() {
+    for fabric in Fabric::ALL {
+        run(3, fabric, |group| {
+            let mut parameters = initial();
+            let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
+                .servers(&ranks(&[0]))
+                .workers(&ranks(&[0, 1]))
+                .start(&group, &parameters)
+                .unwrap();
+            let ones = [1.0; ELEMENTS];
+            match group.rank().get() {
+                0 => {
+                    // With rank 1, then alone, since it leaves without a word about this step.
+                    server.step(&ones, &mut parameters).unwrap();
+                    server.step(&[3.0; ELEMENTS], &mut parameters).unwrap();
+                    close(&parameters, &initial().iter().map(|p| p - 4.0).collect::<Vec<_>>());
+                }
+                1 => {
+                    server.step(&ones, &mut parameters).unwrap();
+                    server.push(0..4, &[100.0; ELEMENTS]).unwrap();
+                    server.leave().unwrap();
+                    assert!(server.push(0..4, &ones).unwrap_err().to_string().contains("no worker"));
+                }
+                _ => {
+                    let mut seen = vec![0.0; ELEMENTS];
+                    server.pull(0..4, &mut seen).unwrap();
+                    assert!(server.advance().unwrap_err().to_string().contains("ParameterServer::join"));
+                }
+            }
+            group.barrier().unwrap();
+            if group.rank().get() != 1 {
+                server.join().unwrap();
+            }
+            group.barrier().unwrap();
+            if group.rank().get() != 1 {
+                server.step(&[group.rank().get() as f32; ELEMENTS], &mut parameters).unwrap();
+                close(&parameters, &initial().iter().map(|p| p - 5.0).collect::<Vec<_>>());
+            }
+            group.barrier().unwrap();
+            server.shutdown().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_server_that_is_lost_is_replaced_by_its_replica_with_all_that_was_acknowledged() {
+    for fabric in Fabric::ALL {
+        for consistency in [Consistency::Bsp, Consistency::Asp] {
+            run(4, fabric, |group| {
+                let workers = ranks(&[0, 1]);
+                let mut parameters = initial();
+                let server = ParameterServer::builder(&KEYS, Sgd::new(0.1).with_momentum(0.5))
+                    .consistency(consistency)
+                    .servers(&ranks(&[2, 3]))
+                    .workers(&workers)
+                    .replicated()
+                    .start(&group, &parameters)
+                    .unwrap();
+                // The gradients do not depend on the order of workers.
+                let mut train = |steps: u32| {
+                    for _ in 0..steps {
+                        server.step(&[0.25; ELEMENTS], &mut parameters).unwrap();
+                    }
+                };
+                let survivors = group.new_group(&ranks(&[0, 1, 3])).unwrap();
+                let works = workers.contains(&group.rank());
+                if works {
+                    train(10);
+                }
+                group.barrier().unwrap();
+                if group.rank().get() == 2 {
+                    // Without shutdown: as if it had died.
+                    return drop(server);
+                }
+                if works {
+                    train(10);
+                }
+                survivors.as_ref().unwrap().barrier().unwrap();
+                if works {
+                    let updates = if consistency == Consistency::Bsp { 20 } else { 40 };
+                    let (mut expected, mut velocity) = (initial(), 0.0);
+                    for _ in 0..updates {
+                        velocity = 0.25 + velocity * 0.5;
+                        expected.iter_mut().for_each(|p| *p -= velocity * 0.1);
+                    }
+                    server.pull(0..4, &mut parameters).unwrap();
+                    assert!(
+                        parameters.iter().zip(&expected).all(|(left, right)| (left - right).abs() < 1e-5),
+                        "{fabric:?}, {consistency:?}: {parameters:?}, {expected:?}"
+                    );
+                    let statistics = server.statistics().unwrap();
+                    assert!(statistics.iter().all(|shard| shard.server.get() == 3 && !shard.is_replicated));
+                }
+                survivors.as_ref().unwrap().barrier().unwrap();
+                server.shutdown().unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn settings_that_differ_or_cannot_be_are_refused_on_every_rank() {
+    run(2, Fabric::InProcess, |group| {
+        let builder = || ParameterServer::builder(&KEYS, Sgd::new(0.1));
+        let start = |builder: phalanx::asynchronous::ParameterServerBuilder| {
+            builder.start(&group, &initial()).unwrap_err()
+        };
+        let other = start(builder().consistency(Consistency::Ssp(u64::from(group.rank().get()))));
+        assert!(other.is_mismatch() && other.to_string().contains("rank 1"), "{other}");
+        assert!(start(builder().servers(&[])).to_string().contains("at least one"));
+        assert!(start(builder().servers(&ranks(&[1])).replicated()).to_string().contains("second server"));
+        assert!(start(builder().workers(&ranks(&[0, 0]))).to_string().contains("twice"));
+        assert!(start(builder().workers(&ranks(&[7]))).is_invalid_argument());
+        assert!(builder().start(&group, &[1.0]).unwrap_err().to_string().contains("15 elements"));
+        group.barrier().unwrap();
+    });
+}

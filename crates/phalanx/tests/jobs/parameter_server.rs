@@ -1,0 +1,112 @@
+//! Servers of parameters as processes, of which one is lost.
+
+use std::time::Duration;
+
+use phalanx::Rank;
+use phalanx::asynchronous::{Consistency, ParameterServer, Sgd, UpdateRule};
+use rustix::process::Signal;
+
+use crate::support::world::{World, end_with};
+
+const STEPS: u32 = 150;
+const KEYS: [usize; 3] = [700, 30, 1200];
+const ELEMENTS: usize = 1930;
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("a_server_that_is_killed_loses_no_acknowledged_update", || server_is_lost(Signal::KILL)),
+    ("a_server_that_is_frozen_loses_no_acknowledged_update", || server_is_lost(Signal::STOP)),
+    ("a_worker_that_is_killed_holds_up_nobody", || worker_is_lost(Signal::KILL)),
+    ("a_worker_that_is_frozen_holds_up_nobody", || worker_is_lost(Signal::STOP)),
+];
+
+pub fn play(scenario: &str) {
+    match scenario {
+        "bsp" => end_with(train(Consistency::Bsp)),
+        "ssp" => end_with(train(Consistency::Ssp(2))),
+        other => panic!("no scenario {other}"),
+    }
+}
+
+fn gradient(rank: u32, step: u32) -> Vec<f32> {
+    (0..ELEMENTS as u32).map(|index| ((index * 7 + rank * 13 + step * 5) % 11) as f32 * 0.1 - 0.5).collect()
+}
+
+/// Ranks 2 and 3 serve, and are each other's replicas; ranks 0 and 1 train.
+fn train(consistency: Consistency) -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let mut parameters = vec![1.0f32; ELEMENTS];
+    let server = ParameterServer::builder(&KEYS, Sgd::new(0.1).with_momentum(0.9))
+        .consistency(consistency)
+        .servers(&[Rank::new(2), Rank::new(3)])
+        .workers(&[Rank::new(0), Rank::new(1)])
+        .replicated()
+        .start(&group, &parameters)?;
+    let rank = group.rank().get();
+    if rank > 1 {
+        println!("training");
+        return server.shutdown();
+    }
+    for step in 0..STEPS {
+        if step == 10 {
+            println!("training");
+        }
+        server.step(&gradient(rank, step), &mut parameters)?;
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let statistics = server.statistics()?;
+    eprintln!("digest {:x}", digest(&parameters));
+    eprintln!("servers {:?}", statistics.iter().map(|shard| shard.server.get()).collect::<Vec<_>>());
+    eprintln!("lead {:?}", statistics.iter().map(|shard| shard.staleness.lead).max());
+    server.shutdown()
+}
+
+/// Of the bits.
+fn digest(parameters: &[f32]) -> u64 {
+    parameters.iter().fold(17, |sum, p| sum.wrapping_mul(31).wrapping_add(u64::from(p.to_bits())))
+}
+
+/// What two workers come to whom nothing happens.
+fn undisturbed() -> u64 {
+    let rule = Sgd::new(0.1).with_momentum(0.9);
+    let (mut parameters, mut velocity) = (vec![1.0f32; ELEMENTS], vec![0.0f32; ELEMENTS]);
+    for step in 0..STEPS {
+        let mean: Vec<f32> =
+            gradient(0, step).iter().zip(gradient(1, step)).map(|(own, other)| (own + other) * 0.5).collect();
+        rule.update(u64::from(step) + 1, 1.0, &mut parameters, &mean, &mut [&mut velocity]);
+    }
+    digest(&parameters)
+}
+
+fn server_is_lost(signal: Signal) {
+    for transport in ["shm", "tcp"] {
+        let mut ranks = World::start("parameter_server::bsp", 4, false, &[("PHALANX_TRANSPORT", transport)]);
+        ranks.training();
+        std::thread::sleep(Duration::from_millis(40));
+        ranks.send(2, signal);
+        ranks.await_all_but(&[2]);
+        ranks.kill(2);
+        for (rank, (code, said)) in ranks.end().0.iter().enumerate().filter(|(rank, _)| *rank != 2) {
+            assert_eq!(*code, Some(0), "rank {rank} over {transport}: {said}");
+            if rank < 2 {
+                // Bit by bit: no update is missing, and none was applied twice.
+                assert!(said.contains(&format!("digest {:x}\n", undisturbed())), "{transport}: {said}");
+                assert!(said.contains("servers [3, 3]"), "it was lost too late: {said}");
+            }
+        }
+    }
+}
+
+fn worker_is_lost(signal: Signal) {
+    for (scenario, transport) in [("bsp", "shm"), ("ssp", "tcp")] {
+        let scenario = format!("parameter_server::{scenario}");
+        let mut ranks = World::start(&scenario, 4, false, &[("PHALANX_TRANSPORT", transport)]);
+        ranks.training();
+        ranks.send(1, signal);
+        ranks.await_all_but(&[1]);
+        ranks.kill(1);
+        for (rank, (code, said)) in ranks.end().0.iter().enumerate().filter(|(rank, _)| *rank != 1) {
+            assert_eq!(*code, Some(0), "rank {rank}, {scenario}: {said}");
+            assert!(rank != 0 || said.contains("servers [2, 3]"), "{said}");
+        }
+    }
+}
