@@ -21,7 +21,7 @@ mod permutation;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use self::elastic::{ElasticSampler, Tail};
-use self::permutation::random_permutation;
+pub(crate) use self::permutation::random_permutation;
 use crate::error::Result;
 use crate::notice::warn;
 use crate::rank::Rank;

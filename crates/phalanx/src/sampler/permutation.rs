@@ -9,7 +9,7 @@ const WIDE: usize = (u32::MAX / 20) as usize;
 /// A random order of `0..len`.
 ///
 /// Only the lower 32 bits of `seed` count, as in torch.
-pub(super) fn random_permutation(len: usize, seed: u64) -> Vec<usize> {
+pub(crate) fn random_permutation(len: usize, seed: u64) -> Vec<usize> {
     let mut generator = Mt::new(seed as u32);
     if len < WIDE { narrow(len, &mut generator) } else { wide(len, &mut generator) }
 }

@@ -1,0 +1,145 @@
+//! Workers that train by themselves and meet now and then, against the same in one process.
+
+use phalanx::asynchronous::{LocalMethod, LocalUpdates, Sgd};
+use phalanx::testing::{Fabric, run};
+
+const ELEMENTS: usize = 37;
+const STEPS: u32 = 24;
+
+fn initial() -> Vec<f32> {
+    (0..ELEMENTS).map(|index| (index as f32 * 0.7).sin()).collect()
+}
+
+/// A step of one worker, towards a minimum of its own.
+fn descend(parameters: &mut [f32], rank: usize, step: u32) {
+    for (index, p) in parameters.iter_mut().enumerate() {
+        *p -= 0.1 * (*p - rank as f32 * 0.5) + 0.01 * ((index as u32 + step) % 3) as f32;
+    }
+}
+
+/// All workers of a world in one process, with plain loops over elements, in double precision.
+struct Reference {
+    workers: Vec<Vec<f32>>,
+    center: Vec<f64>,
+    velocity: Vec<f64>,
+}
+
+impl Reference {
+    fn meet(&mut self, method: LocalMethod) {
+        let world = self.workers.len();
+        let before: Vec<Vec<f64>> = self.workers.iter().map(|w| w.iter().map(|p| f64::from(*p)).collect()).collect();
+        for index in 0..ELEMENTS {
+            let mean = before.iter().map(|worker| worker[index]).sum::<f64>() / world as f64;
+            let mut set = |worker: usize, value: f64| self.workers[worker][index] = value as f32;
+            match method {
+                LocalMethod::Average => (0..world).for_each(|worker| set(worker, mean)),
+                LocalMethod::Elastic { moving_rate } => {
+                    let rate = f64::from(moving_rate);
+                    let center = self.center[index];
+                    for (worker, own) in before.iter().enumerate() {
+                        let pull = rate * (own[index] - center);
+                        set(worker, own[index] - pull);
+                        self.center[index] += pull;
+                    }
+                }
+                LocalMethod::Ring => {
+                    for worker in 0..world {
+                        let mut near = vec![worker, (worker + 1) % world, (worker + world - 1) % world];
+                        near.sort_unstable();
+                        near.dedup();
+                        set(worker, near.iter().map(|near| before[*near][index]).sum::<f64>() / near.len() as f64);
+                    }
+                }
+                LocalMethod::RandomPairs { .. } => unreachable!("what pairs must do is tested by what they keep"),
+                LocalMethod::Outer(Sgd { learning_rate, momentum, nesterov, .. }) => {
+                    let (rate, momentum) = (f64::from(learning_rate), f64::from(momentum));
+                    let delta = self.center[index] - mean;
+                    self.velocity[index] = momentum * self.velocity[index] + delta;
+                    let direction = if nesterov { delta + momentum * self.velocity[index] } else { self.velocity[index] };
+                    self.center[index] -= rate * direction;
+                    (0..world).for_each(|worker| set(worker, self.center[index]));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_method_does_what_it_does_in_one_process() {
+    let methods = [
+        (LocalMethod::Average, 4),
+        (LocalMethod::Average, 1),
+        (LocalMethod::Elastic { moving_rate: 0.3 }, 3),
+        (LocalMethod::Ring, 2),
+        (LocalMethod::diloco(), 6),
+        (LocalMethod::slow_momentum(1.0, 0.5), 4),
+        (LocalMethod::slow_momentum(1.0, 0.0), 4),
+    ];
+    for fabric in Fabric::ALL {
+        for world in [1, 2, 3, 4] {
+            for (method, every) in methods {
+                let mut reference = Reference {
+                    workers: vec![initial(); world],
+                    center: initial().into_iter().map(f64::from).collect(),
+                    velocity: vec![0.0; ELEMENTS],
+                };
+                for step in 1..=STEPS {
+                    for (rank, worker) in reference.workers.iter_mut().enumerate() {
+                        descend(worker, rank, step);
+                    }
+                    if step % every == 0 {
+                        reference.meet(method);
+                    }
+                }
+                let results = run(world as u32, fabric, |group| {
+                    let mut parameters = if group.rank().is_main() { initial() } else { vec![0.0; ELEMENTS] };
+                    let mut local = LocalUpdates::new(&group, method, u64::from(every), &mut parameters).unwrap();
+                    for step in 1..=STEPS {
+                        descend(&mut parameters, group.rank().index(), step);
+                        let bytes = local.step(&mut parameters).unwrap();
+                        assert_eq!(bytes.is_some(), step % every == 0);
+                    }
+                    (parameters, local.bytes_per_step())
+                });
+                let copies = match method {
+                    LocalMethod::Ring => world.min(3) - 1,
+                    _ => usize::from(world > 1),
+                };
+                for ((parameters, bytes), expected) in results.iter().zip(&reference.workers) {
+                    let largest =
+                        parameters.iter().zip(expected).map(|(own, other)| (own - other).abs()).fold(0.0, f32::max);
+                    assert!(largest < 1e-5, "{method:?}, {world} ranks over {fabric:?}: {largest}");
+                    assert_eq!(*bytes, (copies * ELEMENTS * 4) as f64 / f64::from(every));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn random_pairs_keep_the_mean_and_come_together() {
+    for fabric in Fabric::ALL {
+        for world in [2, 3, 4] {
+            let results = run(world, fabric, |group| {
+                let mut parameters = vec![0.0; ELEMENTS];
+                let method = LocalMethod::RandomPairs { seed: 3 };
+                let mut local = LocalUpdates::new(&group, method, 1, &mut parameters).unwrap();
+                parameters.fill(group.rank().get() as f32);
+                for _ in 0..60 {
+                    assert!(local.step(&mut parameters).unwrap().is_some());
+                }
+                parameters
+            });
+            let mean = (world - 1) as f32 / 2.0;
+            assert!(results.iter().flatten().all(|p| (p - mean).abs() < 1e-3), "{world}: {results:?}");
+        }
+    }
+}
+
+#[test]
+fn no_steps_between_meetings_make_no_sense() {
+    run(2, Fabric::InProcess, |group| {
+        let error = LocalUpdates::new(&group, LocalMethod::Average, 0, &mut [0.0]).unwrap_err();
+        assert!(error.is_invalid_argument());
+    });
+}
