@@ -27,7 +27,8 @@ struct Reference {
 impl Reference {
     fn meet(&mut self, method: LocalMethod) {
         let world = self.workers.len();
-        let before: Vec<Vec<f64>> = self.workers.iter().map(|w| w.iter().map(|p| f64::from(*p)).collect()).collect();
+        let before: Vec<Vec<f64>> =
+            self.workers.iter().map(|w| w.iter().map(|p| f64::from(*p)).collect()).collect();
         for index in 0..ELEMENTS {
             let mean = before.iter().map(|worker| worker[index]).sum::<f64>() / world as f64;
             let mut set = |worker: usize, value: f64| self.workers[worker][index] = value as f32;
@@ -47,15 +48,21 @@ impl Reference {
                         let mut near = vec![worker, (worker + 1) % world, (worker + world - 1) % world];
                         near.sort_unstable();
                         near.dedup();
-                        set(worker, near.iter().map(|near| before[*near][index]).sum::<f64>() / near.len() as f64);
+                        set(
+                            worker,
+                            near.iter().map(|near| before[*near][index]).sum::<f64>() / near.len() as f64,
+                        );
                     }
                 }
-                LocalMethod::RandomPairs { .. } => unreachable!("what pairs must do is tested by what they keep"),
+                LocalMethod::RandomPairs { .. } => {
+                    unreachable!("what pairs must do is tested by what they keep")
+                }
                 LocalMethod::Outer(Sgd { learning_rate, momentum, nesterov, .. }) => {
                     let (rate, momentum) = (f64::from(learning_rate), f64::from(momentum));
                     let delta = self.center[index] - mean;
                     self.velocity[index] = momentum * self.velocity[index] + delta;
-                    let direction = if nesterov { delta + momentum * self.velocity[index] } else { self.velocity[index] };
+                    let direction =
+                        if nesterov { delta + momentum * self.velocity[index] } else { self.velocity[index] };
                     self.center[index] -= rate * direction;
                     (0..world).for_each(|worker| set(worker, self.center[index]));
                 }
@@ -93,7 +100,8 @@ fn every_method_does_what_it_does_in_one_process() {
                 }
                 let results = run(world as u32, fabric, |group| {
                     let mut parameters = if group.rank().is_main() { initial() } else { vec![0.0; ELEMENTS] };
-                    let mut local = LocalUpdates::new(&group, method, u64::from(every), &mut parameters).unwrap();
+                    let mut local =
+                        LocalUpdates::new(&group, method, u64::from(every), &mut parameters).unwrap();
                     for step in 1..=STEPS {
                         descend(&mut parameters, group.rank().index(), step);
                         let bytes = local.step(&mut parameters).unwrap();
@@ -106,8 +114,11 @@ fn every_method_does_what_it_does_in_one_process() {
                     _ => usize::from(world > 1),
                 };
                 for ((parameters, bytes), expected) in results.iter().zip(&reference.workers) {
-                    let largest =
-                        parameters.iter().zip(expected).map(|(own, other)| (own - other).abs()).fold(0.0, f32::max);
+                    let largest = parameters
+                        .iter()
+                        .zip(expected)
+                        .map(|(own, other)| (own - other).abs())
+                        .fold(0.0, f32::max);
                     assert!(largest < 1e-5, "{method:?}, {world} ranks over {fabric:?}: {largest}");
                     assert_eq!(*bytes, (copies * ELEMENTS * 4) as f64 / f64::from(every));
                 }

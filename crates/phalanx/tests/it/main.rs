@@ -9,6 +9,7 @@ mod documentation;
 mod failures;
 mod gather;
 mod join;
+mod local_updates;
 mod main_process_first;
 mod mesh;
 mod modules;
