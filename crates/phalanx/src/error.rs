@@ -105,7 +105,7 @@ impl Error {
         Self::new(Kind::Aborted, "").edit(|inner| inner.source = Some(source))
     }
 
-    // The next four are for adapters and commands, which report errors as this crate does.
+    // The next five are for adapters and commands, which report errors as this crate does.
 
     /// For the caller's mistakes: a wrong shape, an unknown rank, an operation that is not defined for a type.
     #[doc(hidden)]
@@ -131,7 +131,9 @@ impl Error {
         Self::new(Kind::Timeout, cause)
     }
 
-    pub(crate) fn environment(cause: impl Into<String>) -> Self {
+    /// For a variable that is missing or malformed.
+    #[doc(hidden)]
+    pub fn environment(cause: impl Into<String>) -> Self {
         Self::new(Kind::Environment, cause)
     }
 
@@ -191,7 +193,8 @@ impl Error {
     }
 
     /// Adds the peer to blame.
-    pub(crate) fn with_peer(self, peer: Rank) -> Self {
+    #[doc(hidden)]
+    pub fn with_peer(self, peer: Rank) -> Self {
         self.edit(|inner| inner.peer = Some(peer))
     }
 

@@ -292,8 +292,8 @@ impl ProcessGroup {
         Self { timeout, ..self.clone() }
     }
 
-    /// The time-out of its collectives.
-    pub(crate) fn timeout(&self) -> Duration {
+    /// The time-out of its operations.
+    pub fn timeout(&self) -> Duration {
         self.timeout
     }
 

@@ -73,9 +73,16 @@ pub enum Track {
     Communication,
     /// A bucket of gradients: when it was ready and launched, and how long its averaging took.
     Bucket(u32),
+    /// Rounds in which ranks agree on what is ready on all of them.
+    Negotiation,
+    /// A tensor with a name: its negotiation, and its operation.
+    Tensor(u32),
 }
 
 impl Track {
+    /// Names come after all buckets, of which there are never as many.
+    const FIRST_OF_NAMES: u32 = 1 << 20;
+
     /// Its number among the threads of a rank, by which viewers order them.
     fn number(self) -> u32 {
         match self {
@@ -85,7 +92,9 @@ impl Track {
             Self::Optimizer => 3,
             Self::Parameters => 4,
             Self::Communication => 5,
-            Self::Bucket(index) => index.saturating_add(6),
+            Self::Bucket(index) => index.saturating_add(6).min(Self::FIRST_OF_NAMES - 1),
+            Self::Negotiation => Self::FIRST_OF_NAMES,
+            Self::Tensor(index) => index.saturating_add(Self::FIRST_OF_NAMES + 1),
         }
     }
 }
@@ -100,6 +109,8 @@ impl fmt::Display for Track {
             Self::Parameters => f.write_str("parameters"),
             Self::Communication => f.write_str("communication"),
             Self::Bucket(index) => write!(f, "bucket {index}"),
+            Self::Negotiation => f.write_str("negotiation"),
+            Self::Tensor(index) => write!(f, "tensor {index}"),
         }
     }
 }
