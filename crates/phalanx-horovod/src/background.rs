@@ -1,0 +1,263 @@
+//! The thread that negotiates and carries out what is ready, in cycles.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use phalanx::trace::{Trace, Track};
+use phalanx::{Error, Rank, ReduceOp, Result};
+
+use crate::autotune::Autotune;
+use crate::controller::{Batch, Controller, StallTimes, fuse};
+use crate::engine::{Groups, Inbox, Shared};
+use crate::execute::{Executor, Works};
+use crate::handle::{Completer, Outcome};
+use crate::options::Options;
+use crate::request::{Message, Response, Round, Settings};
+
+/// After so many cycles in which no rank waits for anything, cycles are so many times as long, until a rank does: the same on
+/// every rank.
+const IDLE: (u32, u32) = (16, 5);
+
+pub(crate) struct Background {
+    shared: Arc<Shared>,
+    groups: Groups,
+    controller: Controller,
+    executor: Executor,
+    /// The tensors that this rank has in flight.
+    works: Works,
+    joins: Option<Completer>,
+    leaves: bool,
+    /// Cycles in a row in which no rank waited for anything.
+    idle: u32,
+    settings: Settings,
+    /// On rank 0, if it is asked for.
+    autotune: Option<Autotune>,
+    timeline: Timeline,
+}
+
+impl Background {
+    pub fn new(shared: Arc<Shared>, groups: Groups, options: &Options, timeline: Timeline) -> Self {
+        let stall = StallTimes {
+            warn: options.stall_check_time,
+            end: options.stall_shutdown_time.unwrap_or(groups.control.timeout()),
+        };
+        let settings = Settings {
+            threshold: options.fusion_threshold,
+            cycle_micros: options.cycle_time.as_micros().try_into().unwrap_or(u64::MAX),
+        };
+        let (rank, size) = (groups.control.rank(), groups.control.world_size().count());
+        Self {
+            controller: Controller::new(rank, size, options.cache_capacity, stall),
+            executor: Executor::new(groups.data.clone(), settings.threshold),
+            shared,
+            groups,
+            works: Works::default(),
+            joins: None,
+            leaves: false,
+            idle: 0,
+            settings,
+            autotune: (options.autotune && rank.is_main()).then(|| Autotune::new(settings)),
+            timeline,
+        }
+    }
+
+    pub fn run(mut self) {
+        let cause = loop {
+            let begin = Instant::now();
+            match self.cycle() {
+                Ok(None) => std::thread::sleep(self.pace().saturating_sub(begin.elapsed())),
+                Ok(Some(end)) => break end,
+                Err(cause) => {
+                    // The other ranks wait for this one in either group.
+                    self.groups.control.abort(cause.clone());
+                    self.groups.data.abort(cause.clone());
+                    break cause;
+                }
+            }
+        };
+        self.fail_all(&cause);
+    }
+
+    /// The time from the beginning of a cycle to the next.
+    fn pace(&self) -> Duration {
+        let cycle = Duration::from_micros(self.settings.cycle_micros);
+        if self.idle < IDLE.0 { cycle } else { cycle * IDLE.1 }
+    }
+
+    /// One cycle. Returns why it is the last one, if a rank has shut down.
+    fn cycle(&mut self) -> Result<Option<Error>> {
+        let now = Instant::now();
+        self.take_in();
+        let mut vector = self.controller.vector(now);
+        self.groups.control.all_reduce::<i64>(bytemuck::cast_slice_mut(&mut vector), ReduceOp::BAnd)?;
+        let next = self.controller.combined(&vector)?;
+        self.idle = if next.idle { self.idle.saturating_add(1) } else { 0 };
+        let round = if next.negotiate { self.negotiate(now)? } else { Round::default() };
+        if let Some(warning) = self.controller.warning(now) {
+            phalanx::warn(warning);
+        }
+        let (all_joined, stalled, settings) = (round.all_joined, round.stalled.clone(), round.settings);
+        let ready = self.controller.finish(round)?;
+        self.carry_out(&ready)?;
+        if let Some(autotune) = &mut self.autotune
+            && let Some(settings) = autotune.moved(ready.iter().map(Response::bytes).sum(), Instant::now())
+        {
+            self.controller.set(settings);
+        }
+        if let Some(last) = all_joined {
+            self.shared.rejoin();
+            if let Some(done) = self.joins.take() {
+                done.complete(Ok(Outcome { last, ..Outcome::default() }));
+            }
+        }
+        if let Some(cause) = stalled {
+            return Err(Error::timeout(cause)
+                .with_remedy("do all ranks submit the same names? a rank without data calls join"));
+        }
+        if let Some(settings) = settings {
+            self.settings = settings;
+            self.executor.set_threshold(settings.threshold);
+        }
+        self.shared.counts.cycles.fetch_add(1, Ordering::Relaxed);
+        if next.leaving { self.who_leaves().map(Some) } else { Ok(None) }
+    }
+
+    fn take_in(&mut self) {
+        let Inbox { submitted, joins, leaves } = self.shared.take();
+        for submission in submitted {
+            self.timeline.submitted(&submission.request.name);
+            self.controller.submit(submission.request.clone(), submission.at);
+            self.works.add(submission);
+        }
+        if joins.is_some() {
+            self.joins = joins;
+            self.controller.join();
+        }
+        if leaves {
+            self.leaves = true;
+            self.controller.leave();
+        }
+    }
+
+    fn negotiate(&mut self, now: Instant) -> Result<Round> {
+        let begin = Instant::now();
+        let control = &self.groups.control;
+        let message: Message = self.controller.message(now);
+        let round = match control.gather_object(&message, Rank::MAIN)? {
+            Some(messages) => Some(self.controller.round(messages, now)?),
+            None => None,
+        };
+        let round = control.broadcast_object(round.as_ref(), Rank::MAIN)?;
+        self.shared.counts.rounds.fetch_add(1, Ordering::Relaxed);
+        self.timeline.negotiated(begin, message.requests.len());
+        Ok(round)
+    }
+
+    fn carry_out(&mut self, ready: &[Response]) -> Result<()> {
+        if ready.is_empty() {
+            return Ok(());
+        }
+        self.shared.release(ready.iter().map(|response| response.request.name.as_str()));
+        for batch in fuse(ready, self.settings.threshold) {
+            let begin = Instant::now();
+            let names: Vec<&str> = match &batch {
+                Batch::Reduce(fused) => {
+                    self.executor.reduce(ready, fused, &mut self.works)?;
+                    let names =
+                        fused.members.iter().map(|member| ready[member.response].request.name.as_str());
+                    if self.timeline.is_enabled() { names.collect() } else { Vec::new() }
+                }
+                Batch::Single(index) => {
+                    let response = &ready[*index];
+                    self.executor.single(response, &mut self.works)?;
+                    vec![&response.request.name]
+                }
+            };
+            self.timeline.carried_out(&names, begin);
+            self.shared.counts.batches.fetch_add(1, Ordering::Relaxed);
+        }
+        self.shared.counts.tensors.fetch_add(ready.len() as u64, Ordering::Relaxed);
+        self.shared.counts.fusion_bytes.store(self.executor.fusion_bytes(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Names the ranks that have shut down.
+    fn who_leaves(&mut self) -> Result<Error> {
+        let mut all = vec![0u8; self.groups.control.world_size().count()];
+        self.groups.control.all_gather(&[u8::from(self.leaves)], &mut all)?;
+        let leaving = |rank: &usize| all[*rank] != 0;
+        let own = self.groups.control.rank().index();
+        if leaving(&own) {
+            return Ok(Error::aborted("this rank has shut Horovod down"));
+        }
+        let first = (0..all.len()).find(leaving).unwrap_or(own);
+        Ok(Error::aborted(format!("rank {first} has shut Horovod down"))
+            .with_peer(Rank::new(first as u32))
+            .with_remedy("all ranks must make the same calls before the first one shuts down"))
+    }
+
+    /// Ends every handle.
+    fn fail_all(&mut self, cause: &Error) {
+        let Inbox { submitted, joins, leaves: _ } = self.shared.end(cause);
+        for done in
+            submitted.into_iter().map(|submission| submission.done).chain(joins).chain(self.joins.take())
+        {
+            done.complete(Err(cause.clone()));
+        }
+        self.works.fail_all(cause);
+        self.timeline.trace.flush();
+    }
+}
+
+/// The negotiation and the operation of each name, as events.
+#[derive(Clone, Default)]
+pub(crate) struct Timeline {
+    trace: Trace,
+    /// A track for each name, and since when it is in flight.
+    names: HashMap<String, (u32, Instant)>,
+}
+
+impl Timeline {
+    pub fn new(trace: Trace) -> Self {
+        Self { trace, names: HashMap::new() }
+    }
+
+    /// A timeline in a file of its own. Rank 0 begins it before all others.
+    pub fn to_file(path: &Path, rank: Rank) -> Self {
+        Self::new(if rank.is_main() { Trace::to_file(path, rank) } else { Trace::onto_file(path, rank) })
+    }
+
+    fn is_enabled(&self) -> bool {
+        self.trace.is_enabled()
+    }
+
+    fn submitted(&mut self, name: &str) {
+        if self.is_enabled() {
+            let track = self.names.len() as u32;
+            self.names.entry(name.to_owned()).or_insert((track, Instant::now())).1 = Instant::now();
+        }
+    }
+
+    fn negotiated(&self, begin: Instant, requests: usize) {
+        let args = [("requests", requests.into())];
+        self.trace.complete(Track::Negotiation, "round", begin, Instant::now(), &args);
+    }
+
+    fn carried_out(&self, names: &[&str], begin: Instant) {
+        if !self.is_enabled() {
+            return;
+        }
+        let end = Instant::now();
+        for name in names {
+            // A rank that has joined has submitted nothing.
+            let Some((track, since)) = self.names.get(*name) else { continue };
+            let track = Track::Tensor(*track);
+            self.trace.complete(track, format!("negotiate {name}"), *since, begin, &[]);
+            let args = [("tensors in this batch", names.len().into())];
+            self.trace.complete(track, format!("carry out {name}"), begin, end, &args);
+        }
+    }
+}

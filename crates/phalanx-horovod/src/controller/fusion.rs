@@ -1,0 +1,143 @@
+//! Which tensors travel together: a pure function of what all ranks agree on.
+
+use std::collections::HashMap;
+
+use phalanx::DType;
+
+use crate::op::{Compression, Factor, Op, Reduction};
+use crate::request::{Kind, Response};
+
+/// A tensor of a response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Member {
+    pub response: usize,
+    pub part: usize,
+}
+
+/// What is carried out as one operation.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Batch {
+    /// An allreduce of several tensors.
+    Reduce(Fused),
+    /// All other operations, one response each.
+    Single(usize),
+}
+
+/// Tensors that are combined in the same way.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Fused {
+    pub members: Vec<Member>,
+    pub dtype: DType,
+    /// The type in which elements travel.
+    pub wire: DType,
+    pub reduction: Reduction,
+    /// The elements of all members.
+    pub elements: usize,
+}
+
+impl Fused {
+    pub fn wire_bytes(&self) -> usize {
+        self.elements.saturating_mul(self.wire.size())
+    }
+
+    /// Is it one tensor that travels as it is, and needs no fusion buffer?
+    pub fn is_in_place(&self) -> bool {
+        self.members.len() == 1 && self.wire == self.dtype
+    }
+}
+
+#[derive(PartialEq, Eq, Hash)]
+struct Key {
+    dtype: DType,
+    op: Op,
+    factors: [u64; 2],
+    compression: Compression,
+}
+
+impl Key {
+    fn new(dtype: DType, reduction: &Reduction) -> Self {
+        let Reduction { op, prescale: Factor(before), postscale: Factor(after), compression } = *reduction;
+        Self { dtype, op, factors: [before.to_bits(), after.to_bits()], compression }
+    }
+}
+
+/// Puts the tensors of allreduces into batches of at most `threshold` bytes, in the order of the responses. A tensor that is
+/// larger has a batch of its own. A tensor may join an earlier batch of its kind, past tensors of other kinds.
+pub(crate) fn fuse(responses: &[Response], threshold: usize) -> Vec<Batch> {
+    let mut batches = Vec::new();
+    let mut open: HashMap<Key, usize> = HashMap::new();
+    for (response, Response { request, error, .. }) in responses.iter().enumerate() {
+        let reduction = match &request.kind {
+            Kind::Allreduce(reduction) if error.is_none() && !request.parts.is_empty() => *reduction,
+            _ => {
+                batches.push(Batch::Single(response));
+                continue;
+            }
+        };
+        for (part, tensor) in request.parts.iter().enumerate() {
+            let (member, elements) = (Member { response, part }, tensor.elements());
+            let key = Key::new(tensor.dtype, &reduction);
+            let wire = reduction.compression.travels_as(tensor.dtype);
+            let bytes = elements.saturating_mul(wire.size());
+            if let Some(Batch::Reduce(fused)) = open.get(&key).and_then(|index| batches.get_mut(*index))
+                && fused.wire_bytes().saturating_add(bytes) <= threshold
+            {
+                fused.members.push(member);
+                fused.elements += elements;
+                continue;
+            }
+            let fused = Fused { members: vec![member], dtype: tensor.dtype, wire, reduction, elements };
+            open.insert(key, batches.len());
+            batches.push(Batch::Reduce(fused));
+        }
+    }
+    batches
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::request::{Part, Request};
+
+    fn response(reduction: impl Into<Reduction>, tensors: &[(DType, u64)]) -> Response {
+        let parts =
+            tensors.iter().map(|(dtype, length)| Part { dtype: *dtype, shape: vec![*length] }).collect();
+        let request = Request { name: "t".into(), kind: Kind::Allreduce(reduction.into()), parts };
+        Response { request, rows: Vec::new(), absent: Vec::new(), error: None }
+    }
+
+    fn members(batch: &Batch) -> Vec<usize> {
+        match batch {
+            Batch::Reduce(fused) => fused.members.iter().map(|member| member.response).collect(),
+            Batch::Single(response) => vec![*response],
+        }
+    }
+
+    #[test]
+    fn tensors_of_one_kind_share_batches_past_others() {
+        let (f32s, f64s) = (response(Op::Sum, &[(DType::F32, 4)]), response(Op::Sum, &[(DType::F64, 2)]));
+        let half = response(Reduction::new(Op::Sum).compression(Compression::Fp16), &[(DType::F32, 4)]);
+        let all = [f32s.clone(), f64s, f32s.clone(), half, f32s];
+        let batches: Vec<_> = fuse(&all, 32).iter().map(members).collect();
+        assert_eq!(batches, [vec![0, 2], vec![1], vec![3], vec![4]]);
+    }
+
+    #[test]
+    fn a_group_is_divided_by_type_and_size_and_nothing_is_fused_without_a_threshold() {
+        let group =
+            response(Op::Sum, &[(DType::F32, 4), (DType::I32, 4), (DType::F32, 4), (DType::F32, 100)]);
+        let batches = fuse(std::slice::from_ref(&group), 32);
+        let parts = |batch: &Batch| match batch {
+            Batch::Reduce(fused) => fused.members.iter().map(|member| member.part).collect::<Vec<_>>(),
+            Batch::Single(_) => Vec::new(),
+        };
+        assert_eq!(batches.iter().map(parts).collect::<Vec<_>>(), [vec![0, 2], vec![1], vec![3]]);
+        assert_eq!(fuse(&[group], 0).len(), 4);
+    }
+
+    #[test]
+    fn what_failed_is_carried_out_by_itself() {
+        let failed = Response { error: Some("why".into()), ..response(Op::Sum, &[(DType::F32, 4)]) };
+        assert_eq!(fuse(&[failed, response(Op::Sum, &[])], 1 << 20), [Batch::Single(0), Batch::Single(1)]);
+    }
+}

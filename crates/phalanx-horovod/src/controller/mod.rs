@@ -1,0 +1,317 @@
+//! The controller: which names are ready on all ranks, and in which order all carry them out. Pure: it takes submissions,
+//! the other ranks' words and the time, and returns what to send and what to do.
+//!
+//! A cycle on every rank:
+//!
+//! 1. [`Controller::submit`] takes what the program has submitted since the last cycle.
+//! 2. [`Controller::vector`] gives bits: which known names this rank has, which it knows otherwise, and what it wants.
+//! 3. The vectors of all ranks are combined with a bitwise and; [`Controller::combined`] takes the result. In the steady state
+//!    that is all: names that all ranks have are ready.
+//! 4. If any rank wants more, each sends a [`Message`] to rank 0, where [`Controller::round`] makes a [`Round`] of them,
+//!    which goes to all.
+//! 5. [`Controller::finish`] gives what is ready, the same in the same order on every rank, and [`fuse`] makes batches of it.
+
+mod cache;
+mod coordinator;
+mod fusion;
+#[cfg(test)]
+mod simulation;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
+
+use phalanx::{Error, Rank, Result};
+
+use self::cache::{Cache, Lookup};
+use self::coordinator::Coordinator;
+pub(crate) use self::fusion::{Batch, Fused, Member, fuse};
+use crate::request::{Kind, Message, Request, Response, Round, Settings};
+
+/// How long tensors wait for ranks that lack them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct StallTimes {
+    /// Until a warning; none without.
+    pub warn: Option<Duration>,
+    /// Until everything ends.
+    pub end: Duration,
+}
+
+/// A rank's share of the negotiation.
+#[derive(Debug)]
+pub(crate) struct Controller {
+    rank: Rank,
+    size: usize,
+    stall: StallTimes,
+    cache: Cache,
+    /// What this rank has in flight.
+    pending: HashMap<String, Pending>,
+    /// Of these, what waits for the others in a slot of the cache.
+    hits: BTreeMap<usize, String>,
+    /// Of these, what the coordinator has not heard of, in the order of submission.
+    unsent: Vec<String>,
+    /// Slots whose response no longer fits.
+    stale: Vec<usize>,
+    joined: bool,
+    joins: bool,
+    leaves: bool,
+    /// On rank 0.
+    coordinator: Option<Coordinator>,
+    /// On rank 0: what to tell all ranks.
+    settings: Option<Settings>,
+    /// What this cycle has found in the cache.
+    ready: Vec<Response>,
+}
+
+#[derive(Debug)]
+struct Pending {
+    request: Request,
+    since: Instant,
+}
+
+/// What a cycle has to do after the vectors of all ranks were combined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Next {
+    /// Some rank has something to tell the coordinator.
+    pub negotiate: bool,
+    /// Some rank shuts down.
+    pub leaving: bool,
+    /// No rank waits for anything.
+    pub idle: bool,
+}
+
+/// A property of a cycle that holds if it holds on any rank: the bits travel inverted, because the vectors are combined with
+/// an and.
+#[derive(Clone, Copy)]
+enum Flag {
+    Negotiate,
+    Leaves,
+    /// Has not joined.
+    Active,
+    Waits,
+}
+
+impl Flag {
+    fn bit(self, is_set: bool) -> u64 {
+        u64::from(!is_set) << self as u32
+    }
+
+    fn is_set(self, word: u64) -> bool {
+        word >> self as u32 & 1 == 0
+    }
+}
+
+impl Controller {
+    pub fn new(rank: Rank, size: usize, capacity: usize, stall: StallTimes) -> Self {
+        Self {
+            rank,
+            size,
+            stall,
+            cache: Cache::new(capacity),
+            pending: HashMap::new(),
+            hits: BTreeMap::new(),
+            unsent: Vec::new(),
+            stale: Vec::new(),
+            joined: false,
+            joins: false,
+            leaves: false,
+            coordinator: rank.is_main().then(|| Coordinator::new(size, stall)),
+            settings: None,
+            ready: Vec::new(),
+        }
+    }
+
+    /// The program has submitted a name that is not in flight.
+    pub fn submit(&mut self, request: Request, now: Instant) {
+        let name = request.name.clone();
+        match self.cache.lookup(&request) {
+            Lookup::Hit(slot) => {
+                self.hits.insert(slot, name.clone());
+            }
+            Lookup::Stale(slot) => {
+                self.stale.push(slot);
+                self.unsent.push(name.clone());
+            }
+            Lookup::Unknown => self.unsent.push(name.clone()),
+        }
+        self.pending.insert(name, Pending { request, since: now });
+    }
+
+    /// The program has no more data, until all ranks say so.
+    pub fn join(&mut self) {
+        self.joined = true;
+        self.joins = true;
+    }
+
+    /// The program ends.
+    pub fn leave(&mut self) {
+        self.leaves = true;
+    }
+
+    /// On rank 0: all ranks get these settings with the next cycle.
+    pub fn set(&mut self, settings: Settings) {
+        self.settings = Some(settings);
+    }
+
+    /// How many submissions are in flight on this rank.
+    #[cfg(test)]
+    pub fn in_flight(&self) -> usize {
+        self.pending.len()
+    }
+
+    /// This rank's bits: flags, then a bit for each slot that this rank has or, because it has joined, does not mind, then
+    /// a bit for each slot that still holds.
+    pub fn vector(&mut self, now: Instant) -> Vec<u64> {
+        self.give_up_on_stalled(now);
+        let mut stale = std::mem::take(&mut self.stale);
+        if self.joined {
+            // What a rank without data brings to these is not what it brought before.
+            let me = self.rank.get();
+            stale.extend(self.cache.find(|response| match response.request.kind {
+                Kind::Allgather | Kind::Alltoall { .. } => true,
+                Kind::Broadcast { root } => root == me,
+                Kind::Allreduce(_) | Kind::Reducescatter(_) | Kind::Barrier => false,
+            }));
+        }
+        let words = self.cache.slots().div_ceil(64);
+        let (mut has, mut holds) = (vec![0u64; words], vec![u64::MAX; words]);
+        if self.joined {
+            has.fill(u64::MAX);
+        }
+        for slot in self.hits.keys() {
+            has[slot / 64] |= 1 << (slot % 64);
+        }
+        for slot in &stale {
+            holds[slot / 64] &= !(1 << (slot % 64));
+        }
+        let expires = self.coordinator.as_ref().is_some_and(|coordinator| coordinator.expired(now).is_some());
+        let tells = !self.unsent.is_empty() || self.joins || expires || self.settings.is_some();
+        let flags = Flag::Negotiate.bit(tells)
+            | Flag::Leaves.bit(self.leaves)
+            | Flag::Active.bit(!self.joined)
+            | Flag::Waits.bit(!self.pending.is_empty() || self.joined);
+        let mut vector = vec![flags];
+        vector.append(&mut has);
+        vector.append(&mut holds);
+        vector
+    }
+
+    /// What has waited for too long in the cache goes to the coordinator, who knows which ranks lack it.
+    fn give_up_on_stalled(&mut self, now: Instant) {
+        let after = self.stall.warn.unwrap_or(self.stall.end).min(self.stall.end);
+        for (slot, name) in &self.hits {
+            let since = self.pending.get(name).map_or(now, |pending| pending.since);
+            if now.saturating_duration_since(since) >= after {
+                self.stale.push(*slot);
+            }
+        }
+    }
+
+    /// Takes the bits of all ranks, combined.
+    ///
+    /// # Errors
+    /// If they have another length than this rank's.
+    pub fn combined(&mut self, vector: &[u64]) -> Result<Next> {
+        let words = self.cache.slots().div_ceil(64);
+        let [flags, bits @ ..] = vector else { return Err(torn(vector.len())) };
+        if bits.len() != 2 * words {
+            return Err(torn(vector.len()));
+        }
+        let (has, holds) = bits.split_at(words);
+        let is_active = Flag::Active.is_set(*flags);
+        let mut any_stale = false;
+        for slot in 0..self.cache.slots() {
+            let bit = |words: &[u64]| words[slot / 64] >> (slot % 64) & 1 == 1;
+            if !self.cache.is_used(slot) {
+                continue;
+            }
+            if !bit(holds) {
+                any_stale = true;
+                self.evict(slot);
+            } else if is_active && bit(has) {
+                self.hits.remove(&slot);
+                self.ready.extend(self.cache.take_up(slot));
+            }
+        }
+        Ok(Next {
+            negotiate: any_stale || Flag::Negotiate.is_set(*flags),
+            leaving: Flag::Leaves.is_set(*flags),
+            idle: !Flag::Waits.is_set(*flags) && !Flag::Negotiate.is_set(*flags),
+        })
+    }
+
+    /// What the coordinator must know.
+    pub fn message(&mut self, now: Instant) -> Message {
+        let requests = self.unsent.drain(..).filter_map(|name| {
+            let pending = self.pending.get(&name)?;
+            let waited = now.saturating_duration_since(pending.since).as_millis();
+            Some((pending.request.clone(), u64::try_from(waited).unwrap_or(u64::MAX)))
+        });
+        Message { requests: requests.collect(), joins: std::mem::take(&mut self.joins) }
+    }
+
+    /// On rank 0: the answer to the messages of all ranks, by rank.
+    ///
+    /// # Errors
+    /// If a message cannot be, or this is not rank 0.
+    pub fn round(&mut self, messages: Vec<Message>, now: Instant) -> Result<Round> {
+        for (rank, message) in messages.iter().enumerate() {
+            message.check(Rank::new(rank as u32), self.size)?;
+        }
+        let Some(coordinator) = &mut self.coordinator else {
+            return Err(Error::aborted(format!("rank {} does not coordinate", self.rank)));
+        };
+        Ok(Round { settings: self.settings.take(), ..coordinator.round(messages, now) })
+    }
+
+    /// On rank 0: a warning, if it is time for one.
+    pub fn warning(&mut self, now: Instant) -> Option<String> {
+        self.coordinator.as_mut()?.warning(now)
+    }
+
+    /// Ends the cycle, with the coordinator's answer if there was a negotiation. Returns what is ready, the same in the same
+    /// order on every rank.
+    ///
+    /// # Errors
+    /// If the answer cannot be.
+    pub fn finish(&mut self, round: Round) -> Result<Vec<Response>> {
+        round.check(self.size)?;
+        let mut ready = std::mem::take(&mut self.ready);
+        for response in &ready {
+            self.pending.remove(&response.request.name);
+        }
+        for response in round.responses {
+            let name = &response.request.name;
+            let own = self.pending.remove(name).map(|pending| pending.request);
+            if own.is_none() && !self.joined {
+                return Err(Error::mismatch(format!(
+                    "rank 0 answers for {name:?}, which rank {} lacks",
+                    self.rank
+                )));
+            }
+            if response.error.is_none() && response.absent.is_empty() && response.request.kind.is_cached() {
+                let taken = self.cache.insert(response.clone(), own);
+                if let Some(name) = taken.and_then(|slot| self.hits.remove(&slot)) {
+                    self.unsent.push(name);
+                }
+            }
+            ready.push(response);
+        }
+        if round.all_joined.is_some() {
+            self.joined = false;
+        }
+        Ok(ready)
+    }
+
+    fn evict(&mut self, slot: usize) {
+        self.cache.evict(slot);
+        if let Some(name) = self.hits.remove(&slot) {
+            self.unsent.push(name);
+        }
+    }
+}
+
+fn torn(words: usize) -> Error {
+    Error::mismatch(format!("the ranks' caches differ: {words} words of bits do not fit this rank's"))
+}

@@ -1,0 +1,232 @@
+//! All ranks' controllers without I/O, and properties of them under random orders of submission.
+
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
+
+use phalanx::DType;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError, TestRunner};
+
+use super::*;
+use crate::op::Op;
+use crate::request::Part;
+
+/// A world of controllers.
+pub(super) struct World {
+    ranks: Vec<Controller>,
+    pub stall: StallTimes,
+    now: Instant,
+    /// Did ranks send messages in the last cycle?
+    pub negotiated: bool,
+    pub all_joined: Option<u32>,
+    pub stalled: Option<String>,
+}
+
+impl World {
+    pub fn new(size: usize, capacity: usize, stall: StallTimes) -> Self {
+        let ranks =
+            (0..size).map(|rank| Controller::new(Rank::new(rank as u32), size, capacity, stall)).collect();
+        Self { ranks, stall, now: Instant::now(), negotiated: false, all_joined: None, stalled: None }
+    }
+
+    pub fn submit(&mut self, rank: usize, request: Request) {
+        self.ranks[rank].submit(request, self.now);
+    }
+
+    pub fn join(&mut self, rank: usize) {
+        self.ranks[rank].join();
+    }
+
+    pub fn pass(&mut self, time: Duration) {
+        self.now += time;
+    }
+
+    pub fn warning(&mut self) -> Option<String> {
+        self.ranks[0].warning(self.now)
+    }
+
+    pub fn is_done(&self) -> bool {
+        self.ranks.iter().all(|rank| rank.in_flight() == 0)
+    }
+
+    /// One cycle of all ranks. Returns what is ready, after a check that all ranks say the same.
+    pub fn cycle(&mut self) -> Vec<Response> {
+        let now = self.now;
+        let vectors: Vec<Vec<u64>> = self.ranks.iter_mut().map(|rank| rank.vector(now)).collect();
+        let mut all = vectors[0].clone();
+        for vector in &vectors {
+            assert_eq!(vector.len(), all.len());
+            all.iter_mut().zip(vector).for_each(|(all, one)| *all &= one);
+        }
+        let nexts: Vec<Next> = self.ranks.iter_mut().map(|rank| rank.combined(&all).unwrap()).collect();
+        assert!(nexts.iter().all(|next| *next == nexts[0]));
+        self.negotiated = nexts[0].negotiate;
+        let mut round = Round::default();
+        if self.negotiated {
+            let messages = self.ranks.iter_mut().map(|rank| rank.message(now)).collect();
+            round = self.ranks[0].round(messages, now).unwrap();
+        }
+        self.all_joined = round.all_joined;
+        self.stalled = round.stalled.clone();
+        let mut ready: Vec<_> =
+            self.ranks.iter_mut().map(|rank| rank.finish(round.clone()).unwrap()).collect();
+        assert!(ready.iter().all(|other| *other == ready[0]), "the same order on all ranks");
+        ready.swap_remove(0)
+    }
+}
+
+pub(super) fn tensor(kind: Kind, name: &str, rows: u64) -> Request {
+    Request { name: name.into(), kind, parts: vec![Part { dtype: DType::F32, shape: vec![rows] }] }
+}
+
+pub(super) fn allreduce(name: &str, elements: u64) -> Request {
+    tensor(Kind::Allreduce(Op::Sum.into()), name, elements)
+}
+
+/// Every tensor of every step, in an order that differs between ranks and steps.
+struct Plan {
+    size: usize,
+    capacity: usize,
+    threshold: usize,
+    tensors: Vec<Request>,
+    /// For each step and rank: the order of the tensors, and how many are submitted in each cycle.
+    steps: Vec<Vec<(Vec<usize>, usize)>>,
+}
+
+/// Plays `plan` and checks it.
+fn play(plan: &Plan) -> Result<(), TestCaseError> {
+    let Plan { size, capacity, threshold, tensors, steps } = plan;
+    let forever = Duration::from_secs(1 << 30);
+    let mut world = World::new(*size, *capacity, StallTimes { warn: Some(forever), end: forever });
+    for step in steps {
+        let mut submitted = vec![0; *size];
+        let mut ranks_with: HashMap<usize, usize> = HashMap::new();
+        let mut reduced = HashSet::new();
+        let mut complete = 0;
+        while reduced.len() < tensors.len() {
+            let before = complete;
+            for (rank, (order, pace)) in step.iter().enumerate() {
+                for index in order.iter().skip(submitted[rank]).take(*pace) {
+                    world.submit(rank, tensors[*index].clone());
+                    let ranks = ranks_with.entry(*index).or_default();
+                    *ranks += 1;
+                    complete += usize::from(*ranks == *size);
+                }
+                submitted[rank] = (submitted[rank] + pace).min(order.len());
+            }
+            let ready = world.cycle();
+            assert_eq!(
+                ready.len(),
+                complete - before,
+                "what all ranks have is ready in that cycle: nothing starves"
+            );
+            check_batches(&ready, *threshold);
+            for response in &ready {
+                assert!(reduced.insert(response.request.name.clone()), "{} twice", response.request.name);
+            }
+        }
+        assert!(world.is_done());
+    }
+    Ok(())
+}
+
+fn check_batches(ready: &[Response], threshold: usize) {
+    let mut members = HashSet::new();
+    for batch in fuse(ready, threshold) {
+        match batch {
+            Batch::Reduce(fused) => {
+                assert!(fused.members.len() == 1 || fused.wire_bytes() <= threshold);
+                let elements = |member: &Member| ready[member.response].request.parts[member.part].elements();
+                assert_eq!(fused.members.iter().map(elements).sum::<usize>(), fused.elements);
+                assert!(fused.members.iter().all(|member| members.insert(*member)), "once");
+                assert!(fused.members.is_sorted(), "in the order of the responses");
+            }
+            Batch::Single(response) => assert!(members.insert(Member { response, part: 0 })),
+        }
+    }
+    assert_eq!(members.len(), ready.iter().map(|response| response.request.parts.len()).sum::<usize>());
+}
+
+fn plans(tensors: std::ops::Range<usize>, steps: usize) -> impl Strategy<Value = Plan> {
+    let orders = |size, count: usize, steps| {
+        let order = Just((0..count).collect::<Vec<_>>()).prop_shuffle();
+        let rank = (order, 1..count + 2);
+        prop::collection::vec(prop::collection::vec(rank, size), steps)
+    };
+    let kinds = prop::sample::select(vec![
+        Kind::Allreduce(Op::Sum.into()),
+        Kind::Allreduce(Op::Sum.into()),
+        Kind::Allreduce(Op::Average.into()),
+        Kind::Allgather,
+        Kind::Broadcast { root: 0 },
+        Kind::Barrier,
+    ]);
+    (2usize..9, tensors, prop::sample::select(vec![0, 1, 5, 64, 1024]), 0usize..400).prop_flat_map(
+        move |(size, count, capacity, threshold)| {
+            let parts = prop::collection::vec((kinds.clone(), 1u64..60), count);
+            (parts, orders(size, count, steps)).prop_map(move |(parts, steps)| {
+                let tensors = parts.into_iter().enumerate();
+                let tensors =
+                    tensors.map(|(index, (kind, rows))| tensor(kind, &format!("t{index}"), rows)).collect();
+                Plan { size, capacity, threshold, tensors, steps }
+            })
+        },
+    )
+}
+
+impl std::fmt::Debug for Plan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { size, capacity, threshold, tensors, steps } = self;
+        write!(f, "Plan({size} ranks, cache {capacity}, {threshold} B, {} tensors, {steps:?})", tensors.len())
+    }
+}
+
+#[test]
+fn every_tensor_is_reduced_once_in_one_order_whatever_the_order_of_submission() {
+    let mut runner = TestRunner::new(Config { cases: 200, failure_persistence: None, ..Config::default() });
+    runner.run(&plans(1..40, 4), |plan| play(&plan)).unwrap();
+}
+
+#[test]
+fn ten_thousand_tensors_are_reduced_once_in_one_order() {
+    let mut runner = TestRunner::new(Config {
+        cases: 1,
+        failure_persistence: None,
+        max_shrink_iters: 0,
+        ..Config::default()
+    });
+    runner.run(&plans(10_000..10_001, 2), |plan| play(&plan)).unwrap();
+}
+
+#[test]
+fn ranks_that_join_at_any_time_hold_nobody_up() {
+    // For each rank: after how many of the shared steps it joins.
+    let lives = (2usize..9).prop_flat_map(|size| prop::collection::vec(0usize..6, size));
+    let mut runner = TestRunner::new(Config { cases: 200, failure_persistence: None, ..Config::default() });
+    let test = (lives, prop::sample::select(vec![0usize, 2, 64]), 1usize..5);
+    let outcome = runner.run(&test, |(lives, capacity, tensors)| {
+        let forever = Duration::from_secs(1 << 30);
+        let size = lives.len();
+        let mut world = World::new(size, capacity, StallTimes { warn: Some(forever), end: forever });
+        for _ in 0..2 {
+            let most = lives.iter().copied().max().unwrap_or(0);
+            for step in 0..=most {
+                let active: Vec<usize> = (0..size).filter(|rank| lives[*rank] > step).collect();
+                (0..size).filter(|rank| lives[*rank] == step).for_each(|rank| world.join(rank));
+                for rank in &active {
+                    // Another order on each.
+                    for index in (0..tensors).map(|index| (index + rank) % tensors) {
+                        world.submit(*rank, allreduce(&format!("t{index}"), 3));
+                    }
+                }
+                let ready = world.cycle();
+                prop_assert_eq!(ready.len(), if active.is_empty() { 0 } else { tensors });
+                prop_assert_eq!(world.all_joined.is_some(), active.is_empty());
+            }
+            let last = (0..size).filter(|rank| lives[*rank] == most).max();
+            prop_assert_eq!(world.all_joined, last.map(|rank| rank as u32));
+        }
+        Ok(())
+    });
+    outcome.unwrap();
+}

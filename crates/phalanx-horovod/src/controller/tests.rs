@@ -1,0 +1,152 @@
+//! Single situations of the controller.
+
+use std::time::{Duration, Instant};
+
+use phalanx::DType;
+
+use super::simulation::{World, allreduce, tensor};
+use super::*;
+use crate::op::Op;
+use crate::request::Part;
+
+fn world(size: usize) -> World {
+    World::new(size, 8, StallTimes { warn: Some(Duration::from_secs(60)), end: Duration::from_secs(1800) })
+}
+
+fn names(responses: &[Response]) -> Vec<&str> {
+    responses.iter().map(|response| response.request.name.as_str()).collect()
+}
+
+#[test]
+fn a_name_is_ready_when_the_last_rank_has_it_and_from_then_on_bits_are_enough() {
+    let mut world = world(3);
+    world.submit(0, allreduce("a", 4));
+    world.submit(2, allreduce("a", 4));
+    assert!(world.cycle().is_empty());
+    assert!(world.negotiated);
+    assert!(world.cycle().is_empty());
+    assert!(!world.negotiated, "there is nothing new to say");
+    world.submit(1, allreduce("a", 4));
+    assert_eq!(names(&world.cycle()), ["a"]);
+    for _ in 0..3 {
+        (0..3).for_each(|rank| world.submit(rank, allreduce("a", 4)));
+        assert_eq!(names(&world.cycle()), ["a"]);
+        assert!(!world.negotiated, "no name is on the wire");
+    }
+}
+
+#[test]
+fn a_changed_shape_is_negotiated_anew_by_all() {
+    let mut world = world(2);
+    (0..2).for_each(|rank| world.submit(rank, allreduce("a", 4)));
+    world.cycle();
+    world.submit(0, allreduce("a", 4)); // as before: a bit
+    assert!(world.cycle().is_empty());
+    world.submit(1, allreduce("a", 5)); // not as before
+    let ready = world.cycle();
+    let error = ready[0].error.as_deref().unwrap();
+    assert_eq!(error, r#""a": rank 0 submits allreduce(sum) of f32 [4], rank 1 allreduce(sum) of f32 [5]"#);
+    assert!(world.is_done());
+    (0..2).for_each(|rank| world.submit(rank, allreduce("a", 5)));
+    assert!(world.cycle()[0].error.is_none());
+}
+
+#[test]
+fn every_disagreement_names_both_sides() {
+    let of = |kind: Kind, dtype: DType, shape: &[u64]| Request {
+        name: "t".into(),
+        kind,
+        parts: vec![Part { dtype, shape: shape.to_vec() }],
+    };
+    let sum = || Kind::Allreduce(Op::Sum.into());
+    let first = of(sum(), DType::F32, &[2, 3]);
+    let cases = [
+        (of(sum(), DType::F64, &[2, 3]), "f64 [2, 3]"),
+        (of(sum(), DType::F32, &[3, 2]), "f32 [3, 2]"),
+        (of(Kind::Allreduce(Op::Max.into()), DType::F32, &[2, 3]), "allreduce(max)"),
+        (of(Kind::Broadcast { root: 1 }, DType::F32, &[2, 3]), "broadcast(root 1)"),
+        (of(Kind::Allgather, DType::F32, &[2, 3]), "allgather of"),
+    ];
+    for (other, expected) in cases {
+        let mut world = world(3);
+        world.submit(0, first.clone());
+        world.submit(1, first.clone());
+        world.submit(2, other);
+        let ready = world.cycle();
+        let error = ready[0].error.as_deref().unwrap();
+        assert!(error.contains("rank 0 submits allreduce(sum) of f32 [2, 3]"), "{error}");
+        assert!(error.contains("rank 2") && error.contains(expected), "{error}");
+        assert!(world.is_done(), "every rank's handle gets it");
+    }
+}
+
+#[test]
+fn what_waits_for_too_long_is_named_with_the_ranks_that_lack_it() {
+    for cached in [false, true] {
+        let mut world = world(4);
+        if cached {
+            (0..4).for_each(|rank| world.submit(rank, allreduce("grad.w", 4)));
+            world.cycle();
+        }
+        world.submit(0, allreduce("grad.w", 4));
+        world.submit(2, allreduce("grad.w", 4));
+        world.cycle();
+        world.pass(Duration::from_secs(59));
+        world.cycle();
+        assert_eq!(world.warning(), None);
+        world.pass(Duration::from_secs(2));
+        world.cycle();
+        let warning = world.warning().unwrap();
+        assert!(warning.contains(r#""grad.w" (submitted by ranks 0, 2; missing: ranks 1, 3)"#), "{warning}");
+        assert_eq!(world.warning(), None, "once a minute");
+        world.pass(Duration::from_secs(61));
+        assert!(world.warning().is_some());
+        world.pass(Duration::from_secs(1800));
+        world.cycle();
+        let stalled = world.stalled.clone().unwrap();
+        assert!(stalled.contains("within 1800 s") && stalled.contains("missing: ranks 1, 3"), "{stalled}");
+    }
+}
+
+#[test]
+fn ranks_without_data_hold_nobody_up_and_the_last_one_is_known() {
+    let mut world = world(3);
+    (0..3).for_each(|rank| world.submit(rank, allreduce("a", 4)));
+    (0..3).for_each(|rank| world.submit(rank, tensor(Kind::Allgather, "g", 2)));
+    assert_eq!(world.cycle().len(), 2);
+    world.join(1);
+    assert!(world.cycle().is_empty(), "it has nothing in flight, and the others neither");
+    for rank in [0, 2] {
+        world.submit(rank, allreduce("a", 4)); // a bit
+        world.submit(rank, tensor(Kind::Allgather, "g", 2)); // a bit, but the rows are others now
+        world.submit(rank, allreduce("new", 4));
+    }
+    let ready = world.cycle();
+    assert_eq!(names(&ready), ["a", "g", "new"]);
+    assert_eq!(ready[1].rows, [[2], [0], [2]]);
+    assert_eq!((&ready[1].absent[..], &ready[2].absent[..]), (&[1][..], &[1][..]));
+    world.submit(0, tensor(Kind::Broadcast { root: 1 }, "b", 4));
+    world.submit(2, tensor(Kind::Broadcast { root: 1 }, "b", 4));
+    let error = world.cycle()[0].error.clone().unwrap();
+    assert!(error.contains("has joined"), "{error}");
+    world.join(2);
+    world.cycle();
+    assert_eq!(world.all_joined, None);
+    world.join(0);
+    world.cycle();
+    assert_eq!(world.all_joined, Some(0));
+    (0..3).for_each(|rank| world.submit(rank, allreduce("a", 4)));
+    (0..3).for_each(|rank| world.submit(rank, allreduce("new", 4)));
+    assert_eq!(world.cycle().len(), 2, "after that all have data again");
+}
+
+#[test]
+fn bits_of_another_length_and_answers_for_unknown_names_are_refused() {
+    let mut controller = Controller::new(Rank::new(1), 2, 8, world(1).stall);
+    assert!(controller.combined(&[]).unwrap_err().is_mismatch());
+    assert!(controller.combined(&[0, 0, 0]).unwrap_err().is_mismatch());
+    let response = Response { request: allreduce("a", 4), rows: Vec::new(), absent: Vec::new(), error: None };
+    let round = Round { responses: vec![response], ..Round::default() };
+    assert!(controller.finish(round).unwrap_err().to_string().contains("which rank 1 lacks"));
+    assert!(controller.round(Vec::new(), Instant::now()).is_err());
+}

@@ -1,0 +1,209 @@
+//! Between the program's threads and the one that negotiates: submissions go in, handles come back.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread::{Builder, JoinHandle};
+use std::time::Instant;
+
+use parking_lot::Mutex;
+use phalanx::{Error, ProcessGroup, Result};
+
+use crate::background::{Background, Timeline};
+use crate::handle::{Completer, Handle, Outcome};
+use crate::options::Options;
+use crate::request::{MAX_IN_FLIGHT, Request};
+use crate::tensor::Tensor;
+
+/// The groups of an engine: negotiation and data do not meet.
+#[derive(Clone)]
+pub(crate) struct Groups {
+    pub control: ProcessGroup,
+    pub data: ProcessGroup,
+}
+
+/// The thread that negotiates, and the way to it.
+pub(crate) struct Engine {
+    shared: Arc<Shared>,
+    groups: Groups,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What the program's threads and the engine's share.
+#[derive(Default)]
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    pub counts: Counts,
+}
+
+#[derive(Default)]
+struct State {
+    submitted: Vec<Submission>,
+    names: HashSet<String>,
+    joins: Option<Completer>,
+    has_joined: bool,
+    leaves: bool,
+    /// Why nothing is accepted any more.
+    ended: Option<Error>,
+}
+
+/// What a program has submitted.
+pub(crate) struct Submission {
+    pub request: Request,
+    pub tensors: Vec<Tensor>,
+    pub at: Instant,
+    pub done: Completer,
+}
+
+/// What the engine's thread takes at the beginning of a cycle.
+pub(crate) struct Inbox {
+    pub submitted: Vec<Submission>,
+    pub joins: Option<Completer>,
+    pub leaves: bool,
+}
+
+#[derive(Default)]
+pub(crate) struct Counts {
+    pub cycles: AtomicU64,
+    pub rounds: AtomicU64,
+    pub batches: AtomicU64,
+    pub tensors: AtomicU64,
+    pub fusion_bytes: AtomicUsize,
+}
+
+/// What a [`Horovod`](crate::Horovod) has done so far, on this rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Cycles of negotiation.
+    pub cycles: u64,
+    /// Of these, those in which names were on the wire.
+    pub rounds: u64,
+    /// Operations on the tensors of one or more names.
+    pub batches: u64,
+    /// Names that were carried out.
+    pub names: u64,
+    /// Bytes of the fusion buffer now. It grows with the batches, up to the fusion threshold.
+    pub fusion_bytes: usize,
+}
+
+impl Engine {
+    pub fn start(groups: Groups, options: &Options, timeline: Timeline) -> Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let background = Background::new(shared.clone(), groups.clone(), options, timeline);
+        let thread = Builder::new().name("phalanx-horovod".into()).spawn(move || background.run());
+        let thread =
+            thread.map_err(|error| Error::other(format!("cannot start Horovod's thread: {error}")))?;
+        Ok(Self { shared, groups, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Hands an operation over.
+    ///
+    /// # Errors
+    /// If the request cannot be, its name is in flight, or the engine has ended.
+    pub fn submit<T>(
+        &self,
+        request: Request,
+        tensors: Vec<Tensor>,
+        take: fn(Outcome) -> Result<T>,
+    ) -> Result<Handle<T>> {
+        request.check(self.groups.control.world_size().count())?;
+        let (handle, done) = Handle::new(take);
+        let mut state = self.shared.state.lock();
+        state.check()?;
+        if state.names.len() >= MAX_IN_FLIGHT {
+            return Err(Error::invalid_argument(format!("{MAX_IN_FLIGHT} names are in flight already")));
+        }
+        if !state.names.insert(request.name.clone()) {
+            return Err(Error::invalid_argument(format!("{:?} is in flight already", request.name))
+                .with_remedy("synchronize its handle first, or give this tensor another name"));
+        }
+        state.submitted.push(Submission { request, tensors, at: Instant::now(), done });
+        Ok(handle)
+    }
+
+    /// Says that this rank has no more data.
+    pub fn join<T>(&self, take: fn(Outcome) -> Result<T>) -> Result<Handle<T>> {
+        let (handle, done) = Handle::new(take);
+        let mut state = self.shared.state.lock();
+        state.check()?;
+        if std::mem::replace(&mut state.has_joined, true) {
+            return Err(Error::invalid_argument("this rank has joined already")
+                .with_remedy("join waits for all ranks"));
+        }
+        state.joins = Some(done);
+        Ok(handle)
+    }
+
+    /// Ends the engine of every rank, and waits for this one's.
+    pub fn shutdown(&self) {
+        self.shared.state.lock().leaves = true;
+        if let Some(thread) = self.thread.lock().take() {
+            // It does not panic; if it did, its handles have failed.
+            let _ = thread.join();
+        }
+    }
+
+    pub fn stats(&self) -> Stats {
+        let Counts { cycles, rounds, batches, tensors, fusion_bytes } = &self.shared.counts;
+        Stats {
+            cycles: cycles.load(Ordering::Relaxed),
+            rounds: rounds.load(Ordering::Relaxed),
+            batches: batches.load(Ordering::Relaxed),
+            names: tensors.load(Ordering::Relaxed),
+            fusion_bytes: fusion_bytes.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // The others must not take this for a clean end.
+            let cause = Error::aborted(format!("rank {} panicked", self.groups.control.rank()));
+            self.groups.data.abort(cause.clone());
+            self.groups.control.abort(cause);
+        }
+        self.shutdown();
+    }
+}
+
+impl State {
+    fn check(&self) -> Result<()> {
+        match (&self.ended, self.leaves) {
+            (Some(cause), _) => Err(cause.clone()),
+            (None, true) => Err(Error::aborted("this rank has shut Horovod down")),
+            (None, false) => Ok(()),
+        }
+    }
+}
+
+impl Shared {
+    pub fn take(&self) -> Inbox {
+        let mut state = self.state.lock();
+        Inbox {
+            submitted: std::mem::take(&mut state.submitted),
+            joins: state.joins.take(),
+            leaves: state.leaves,
+        }
+    }
+
+    /// These names may be submitted again. Before their handles are completed.
+    pub fn release<'a>(&self, names: impl Iterator<Item = &'a str>) {
+        let mut state = self.state.lock();
+        for name in names {
+            state.names.remove(name);
+        }
+    }
+
+    /// All ranks have joined: this one may have data again.
+    pub fn rejoin(&self) {
+        self.state.lock().has_joined = false;
+    }
+
+    /// Refuses what comes from now on, and returns what nobody has taken yet.
+    pub fn end(&self, cause: &Error) -> Inbox {
+        self.state.lock().ended = Some(cause.clone());
+        self.take()
+    }
+}

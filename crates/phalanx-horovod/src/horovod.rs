@@ -1,0 +1,227 @@
+//! The handle.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use phalanx::{ProcessGroup, Rank, Result};
+
+use crate::background::Timeline;
+use crate::engine::{Engine, Groups, Stats};
+use crate::options::{Options, warnings};
+use crate::topology::Topology;
+
+/// What `import horovod.torch as hvd; hvd.init()` is in Python: the functions of `hvd` are the methods of this handle. Clones
+/// are handles to the same.
+///
+/// Collectives have names. Each rank submits them in whatever order, from whatever thread. A thread of this rank agrees with
+/// those of the others on what all have submitted, and carries that out, in one order on all ranks.
+///
+/// When the last handle is dropped, or with [`shutdown`](Self::shutdown), this rank leaves; operations that need it then
+/// fail on the others, with an error that names it. So all ranks must have made the same calls before the first one leaves.
+#[doc(alias("hvd", "horovod"))]
+#[derive(Clone)]
+pub struct Horovod {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    /// Dropped first: its thread uses the groups.
+    engine: Engine,
+    topology: Topology,
+    options: Options,
+    group: ProcessGroup,
+}
+
+/// Joins the group that the launcher describes, as [`phalanx::init`] does, with [`Options::from_env`].
+///
+/// ```
+/// use phalanx_horovod::Op;
+/// let hvd = phalanx_horovod::init()?; // `cargo run` alone: a world of one
+/// let loss = hvd.allreduce("loss", 0.5f32, Op::Average)?.item::<f32>()?;
+/// assert_eq!(loss, 0.5);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`phalanx::init`], and if a `HOROVOD_*` variable has no valid value.
+#[doc(alias = "hvd.init")]
+pub fn init() -> Result<Horovod> {
+    let options = Options::from_env()?;
+    let group = phalanx::init()?;
+    if group.rank().is_main() {
+        let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+        warnings(is_set).for_each(phalanx::warn);
+    }
+    Horovod::new(&group, options)
+}
+
+impl Horovod {
+    /// A handle to the ranks of `group`. Every rank must call it, in the same order as the collectives of the group, which stays
+    /// free for other use: negotiation and data have groups of their own.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::new_group`].
+    pub fn new(group: &ProcessGroup, options: Options) -> Result<Self> {
+        let ranks: Vec<Rank> = group.world_size().ranks().collect();
+        Self::of(group, &ranks, options)?
+            .ok_or_else(|| phalanx::Error::aborted("a group has no place for its own rank"))
+    }
+
+    fn of(group: &ProcessGroup, ranks: &[Rank], options: Options) -> Result<Option<Self>> {
+        let (control, data) = (group.new_group(ranks)?, group.new_group(ranks)?);
+        let (Some(control), Some(data)) = (control, data) else { return Ok(None) };
+        let own = options.timeline.clone();
+        // Rank 0 begins the file.
+        let begun = own
+            .as_ref()
+            .filter(|_| control.rank().is_main())
+            .map(|path| Timeline::to_file(path, control.rank()));
+        let shared = control.broadcast_object(Some(&Shared::of(&options)), Rank::MAIN)?;
+        let timeline = match (begun, &own) {
+            (Some(timeline), _) => timeline,
+            (None, Some(path)) => Timeline::to_file(path, control.rank()),
+            (None, None) => Timeline::new(group.trace()),
+        };
+        let options = shared.into_options(options);
+        let topology = Topology::of(&control)?;
+        let engine = Engine::start(Groups { control, data: data.clone() }, &options, timeline)?;
+        Ok(Some(Self { inner: Arc::new(Inner { engine, topology, options, group: data }) }))
+    }
+
+    /// A handle to some of these ranks, in ascending order; `None` on the others. Its ranks count from 0, and its operations
+    /// are apart from those of other handles: the same name may be in flight in both.
+    ///
+    /// Every rank must call it, with the same ranks, and no rank while it has operations in flight.
+    ///
+    /// ```
+    /// use phalanx_horovod::Op;
+    /// let hvd = phalanx_horovod::init()?;
+    /// if let Some(first) = hvd.add_process_set(&[hvd.rank()])? {
+    ///     assert_eq!(first.allreduce("x", [1.0f32], Op::Sum)?.as_slice::<f32>()?, [1.0]);
+    /// }
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::new_group`].
+    #[doc(alias("ProcessSet", "process_set"))]
+    pub fn add_process_set(&self, ranks: &[Rank]) -> Result<Option<Self>> {
+        // Its events would cross those of the same names here.
+        let options = Options { timeline: None, ..self.inner.options.clone() };
+        // The thread of this handle has nothing to do in the group of data as long as nothing is in flight.
+        Self::of(&self.inner.group, ranks, options)
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> Rank {
+        self.inner.group.rank()
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> u32 {
+        self.inner.group.world_size().get()
+    }
+
+    /// This process's index among the ranks of its host.
+    pub fn local_rank(&self) -> u32 {
+        self.inner.topology.local_rank
+    }
+
+    /// The number of ranks on its host.
+    pub fn local_size(&self) -> u32 {
+        self.inner.topology.local_size
+    }
+
+    /// The index of its host among the hosts that have a rank with this local rank.
+    pub fn cross_rank(&self) -> u32 {
+        self.inner.topology.cross_rank
+    }
+
+    /// The number of hosts that have a rank with this local rank.
+    pub fn cross_size(&self) -> u32 {
+        self.inner.topology.cross_size
+    }
+
+    /// Does every host have the same number of ranks?
+    pub fn is_homogeneous(&self) -> bool {
+        self.inner.topology.is_homogeneous
+    }
+
+    /// The settings, as rank 0 has them where they must be the same.
+    pub fn options(&self) -> &Options {
+        &self.inner.options
+    }
+
+    /// What was negotiated and carried out so far.
+    pub fn stats(&self) -> Stats {
+        self.inner.engine.stats()
+    }
+
+    /// The cause of the failure, if one has ended this job.
+    pub fn failure(&self) -> Option<phalanx::Error> {
+        self.inner.group.failure()
+    }
+
+    /// Leaves, and waits until this rank's thread has ended. Operations in flight fail on every rank. The drop of the last handle
+    /// does the same.
+    pub fn shutdown(&self) {
+        self.inner.engine.shutdown();
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.inner.engine
+    }
+}
+
+impl fmt::Debug for Horovod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Horovod(rank {} of {})", self.rank(), self.size())
+    }
+}
+
+/// What must be the same on all ranks.
+#[derive(serde::Serialize, serde::Deserialize)]
+struct Shared {
+    fusion_threshold: usize,
+    cycle_time: Duration,
+    cache_capacity: usize,
+    stall_check_time: Option<Duration>,
+    stall_shutdown_time: Option<Duration>,
+    autotune: bool,
+}
+
+impl Shared {
+    fn of(options: &Options) -> Self {
+        let Options {
+            fusion_threshold,
+            cycle_time,
+            cache_capacity,
+            stall_check_time,
+            stall_shutdown_time,
+            autotune,
+            ..
+        } = *options;
+        Self { fusion_threshold, cycle_time, cache_capacity, stall_check_time, stall_shutdown_time, autotune }
+    }
+
+    fn into_options(self, own: Options) -> Options {
+        let Self {
+            fusion_threshold,
+            cycle_time,
+            cache_capacity,
+            stall_check_time,
+            stall_shutdown_time,
+            autotune,
+        } = self;
+        Options {
+            fusion_threshold,
+            cycle_time,
+            cache_capacity,
+            stall_check_time,
+            stall_shutdown_time,
+            autotune,
+            timeline: own.timeline,
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! Horovod's way: collectives by name, which each rank submits in whatever order.
+//!
+//! With [`phalanx::ProcessGroup`] all ranks make the same calls in the same order. Where that cannot be promised, such as in
+//! backward passes whose order differs between ranks, collectives have names: the ranks agree on what all of them have
+//! submitted, and carry that out. This is how [Horovod](https://github.com/horovod/horovod) works, and its functions are the methods
+//! of [`Horovod`]. `phalanx-burn` has its `DistributedOptimizer` for Burn; this crate knows no framework.
+//!
+//! ```
+//! use phalanx_horovod::Op;
+//!
+//! let hvd = phalanx_horovod::init()?; // as the launcher says; alone, a world of one
+//! let weight = hvd.allreduce_async("weight", vec![1.0f32; 1024], Op::Average)?; // in any order,
+//! let bias = hvd.allreduce_async("bias", vec![1.0f32; 2], Op::Average)?; // fused into one operation
+//! let (bias, weight) = (bias.synchronize()?, weight.synchronize()?);
+//! assert_eq!((bias.shape(), weight.len()), (&[2][..], 1024));
+//! # Ok::<(), phalanx::Error>(())
+//! ```
+//!
+//! # How it works
+//!
+//! A thread of each rank works in cycles of 1 ms ([`Options::cycle_time`]). In the steady state a cycle costs one small
+//! all_reduce (while no rank waits for anything, one in 5 ms): each name that has been negotiated before is a bit, and the bits of all ranks are combined with a bitwise and. New
+//! names go to rank 0, which answers with what all ranks have submitted, and compares what they have submitted: another shape,
+//! type or option is an error that names both sides. What ranks wait for while others have not submitted it for a minute
+//! ([`Options::stall_check_time`]) is reported on rank 0, with the names and the ranks.
+//!
+//! Allreduces that are ready in the same cycle, with the same type and options, are copied into a fusion buffer of at most
+//! 64 MiB ([`Options::fusion_threshold`]) and travel as one. The buffer is registered memory
+//! ([`phalanx::ProcessGroup::alloc`]): nothing else is allocated. A tensor that is alone is combined where it is. Horovod 0.28
+//! fuses up to 128 MiB, earlier versions and its documentation up to 64; here it is 64, which holds half the memory.
+#![forbid(unsafe_code)]
+
+mod adasum;
+mod autotune;
+mod background;
+mod controller;
+mod elements;
+mod engine;
+mod execute;
+mod handle;
+mod horovod;
+mod objects;
+mod op;
+mod operations;
+mod options;
+mod request;
+mod tensor;
+mod topology;
+
+pub use engine::Stats;
+pub use handle::Handle;
+pub use horovod::{Horovod, init};
+pub use objects::SparseGradient;
+pub use op::{Compression, Op, Reduction};
+pub use operations::Received;
+pub use options::{
+    DEFAULT_CACHE_CAPACITY, DEFAULT_CYCLE_TIME, DEFAULT_FUSION_THRESHOLD, DEFAULT_STALL_CHECK_TIME, Options,
+};
+pub use request::{MAX_DIMENSIONS, MAX_GROUP, MAX_IN_FLIGHT, MAX_NAME_BYTES};
+pub use tensor::{Memory, Tensor};

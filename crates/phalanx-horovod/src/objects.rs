@@ -1,0 +1,192 @@
+//! Values that can be serialised, parameters, and sparse gradients: made of the collectives.
+
+use phalanx::group::MAX_OBJECT_BYTES;
+use phalanx::{DType, Element, Error, Rank, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::elements::scale;
+use crate::horovod::Horovod;
+use crate::op::Op;
+use crate::tensor::Tensor;
+
+/// The gradient of a tensor of which few rows have one: the numbers of these rows, and what is to be added to them. A row may
+/// occur more than once.
+#[doc(alias = "IndexedSlices")]
+#[derive(Debug)]
+pub struct SparseGradient {
+    /// The numbers of the rows.
+    pub indices: Vec<i64>,
+    /// As many rows.
+    pub values: Tensor,
+}
+
+/// # Values, parameters and sparse gradients
+impl Horovod {
+    /// Returns the root's `value` on every rank. The other ranks' value is not read, and may be `None`.
+    ///
+    /// ```
+    /// use phalanx::Rank;
+    /// let hvd = phalanx_horovod::init()?;
+    /// assert_eq!(hvd.broadcast_object("epoch", Some(&7u32), Rank::MAIN)?, 7);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As a collective; if the root has no value, or one longer than [`MAX_OBJECT_BYTES`]; and if this rank cannot read it.
+    pub fn broadcast_object<T: Serialize + DeserializeOwned>(
+        &self,
+        name: &str,
+        value: Option<&T>,
+        root: Rank,
+    ) -> Result<T> {
+        if root.get() >= self.size() {
+            return Err(Error::invalid_argument(format!(
+                "root {root} is outside a world of {}",
+                self.size()
+            )));
+        }
+        let own = match value {
+            Some(value) if self.rank() == root => written(value)?,
+            None if self.rank() == root => {
+                return Err(Error::invalid_argument(format!("{name:?}: the root must bring a value")));
+            }
+            Some(_) | None => Vec::new(),
+        };
+        read(self.allgather(name, own)?.as_slice()?, root)
+    }
+
+    /// Returns all ranks' values on every rank, by rank.
+    ///
+    /// # Errors
+    /// As a collective; if this rank's value is longer than [`MAX_OBJECT_BYTES`]; and if this rank cannot read them.
+    pub fn allgather_object<T: Serialize + DeserializeOwned>(&self, name: &str, value: &T) -> Result<Vec<T>> {
+        let own = written(value)?;
+        let lengths = Tensor::from([own.len() as i64]);
+        let mut gathered = self.grouped_allgather(name, vec![lengths, own.into()])?;
+        let (Some(bytes), Some(lengths)) = (gathered.pop(), gathered.pop()) else {
+            return Err(Error::aborted("an allgather of two tensors has another number of results"));
+        };
+        let mut rest: &[u8] = bytes.as_slice()?;
+        let ranks = (0..self.size()).map(Rank::new).zip(lengths.as_slice::<i64>()?);
+        let values = ranks.map(|(rank, length)| {
+            let length = usize::try_from(*length).ok().filter(|length| *length <= rest.len());
+            let (value, others) =
+                rest.split_at(length.ok_or_else(|| unreadable(rank, "its length is wrong"))?);
+            rest = others;
+            read(value, rank)
+        });
+        values.collect()
+    }
+
+    /// Overwrites each of `parameters`, which have names, with those of the root. For the start of a training, and after a
+    /// checkpoint was read on the root.
+    ///
+    /// ```
+    /// use phalanx::Rank;
+    /// let hvd = phalanx_horovod::init()?;
+    /// let (mut weight, mut bias) = ([0.5f32; 6], [0.0f32; 2]);
+    /// hvd.broadcast_parameters([("weight", &mut weight[..]), ("bias", &mut bias[..])], Rank::MAIN)?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As a collective: also if a rank has a parameter of another name, length or type. Parameters are then unspecified.
+    pub fn broadcast_parameters<'a, T: Element>(
+        &self,
+        parameters: impl IntoIterator<Item = (&'a str, &'a mut [T])>,
+        root: Rank,
+    ) -> Result<()> {
+        let mut flying = Vec::new();
+        let mut bytes = 0;
+        for (name, parameter) in parameters {
+            // No more copies at once than a batch has.
+            bytes += size_of_val(&*parameter);
+            if bytes > self.options().fusion_threshold {
+                land(&mut flying)?;
+                bytes = size_of_val(&*parameter);
+            }
+            let handle = self.broadcast_async(&format!("broadcast.{name}"), &*parameter, root)?;
+            flying.push((handle, parameter));
+        }
+        land(&mut flying)
+    }
+
+    /// Combines sparse gradients: every rank gets the rows of all ranks, in the order of the ranks, which its optimizer adds up.
+    ///
+    /// ```
+    /// use phalanx_horovod::{Op, SparseGradient, Tensor};
+    /// let hvd = phalanx_horovod::init()?;
+    /// let rows = Tensor::from([1.0f32, 2.0, 3.0, 4.0]).reshaped([2, 2])?;
+    /// let gradient = SparseGradient { indices: vec![3, 70_000], values: rows };
+    /// let all = hvd.allreduce_sparse("embedding", gradient, Op::Average)?;
+    /// assert_eq!(all.indices, [3, 70_000]);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As a collective; if there is not one index for each row; and for operations other than [`Op::Sum`] and [`Op::Average`].
+    #[doc(alias = "sparse_allreduce_async")]
+    pub fn allreduce_sparse(&self, name: &str, gradient: SparseGradient, op: Op) -> Result<SparseGradient> {
+        let SparseGradient { indices, values } = gradient;
+        let factor = match op {
+            Op::Sum => 1.0,
+            Op::Average => 1.0 / f64::from(self.size()),
+            Op::Min | Op::Max | Op::Product | Op::Adasum => {
+                return Err(Error::invalid_argument(format!("{op} is not defined for sparse gradients"))
+                    .with_remedy("use Op::Sum or Op::Average, or make the gradient dense"));
+            }
+        };
+        if op == Op::Average && !values.dtype().is_float() {
+            return Err(Error::invalid_argument(format!("average is not defined for {}", values.dtype())));
+        }
+        if values.shape().first() != Some(&indices.len()) {
+            return Err(Error::invalid_argument(format!(
+                "{name:?}: {} indices for values of the shape {:?}",
+                indices.len(),
+                values.shape()
+            )));
+        }
+        let mut gathered = self.grouped_allgather(name, vec![indices.into(), values])?;
+        let (Some(mut values), Some(indices)) = (gathered.pop(), gathered.pop()) else {
+            return Err(Error::aborted("an allgather of two tensors has another number of results"));
+        };
+        let dtype: DType = values.dtype();
+        scale(dtype, values.as_bytes_mut(), factor)?;
+        Ok(SparseGradient { indices: indices.as_slice()?.to_vec(), values })
+    }
+}
+
+fn land<T: Element>(flying: &mut Vec<(crate::Handle<Tensor>, &mut [T])>) -> Result<()> {
+    for (handle, parameter) in flying.drain(..) {
+        parameter.copy_from_slice(handle.synchronize()?.as_slice()?);
+    }
+    Ok(())
+}
+
+fn written<T: Serialize>(value: &T) -> Result<Vec<u8>> {
+    let bytes = postcard::to_stdvec(value)
+        .map_err(|error| Error::invalid_argument("the object could not be written").with_source(error))?;
+    if bytes.len() > MAX_OBJECT_BYTES {
+        return Err(Error::invalid_argument(format!(
+            "the object takes {} bytes; it may take {MAX_OBJECT_BYTES} (MAX_OBJECT_BYTES)",
+            bytes.len()
+        ))
+        .with_remedy("send large data as tensors"));
+    }
+    Ok(bytes)
+}
+
+fn read<T: DeserializeOwned>(bytes: &[u8], from: Rank) -> Result<T> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((value, [])) => Ok(value),
+        Ok((_, rest)) => Err(unreadable(from, &format!("{} bytes are left over", rest.len()))),
+        Err(error) => Err(unreadable(from, &error.to_string())),
+    }
+}
+
+fn unreadable(from: Rank, cause: &str) -> Error {
+    Error::mismatch(format!("the object of rank {from} is not what this rank expects: {cause}"))
+        .with_peer(from)
+        .with_remedy("every rank must call with the same type")
+}

@@ -1,0 +1,195 @@
+//! How tensors are combined, and in what form they travel.
+
+use std::fmt;
+
+use phalanx::{DType, Error, ReduceOp, Result};
+use serde::{Deserialize, Serialize};
+
+/// How the elements of all ranks are combined.
+#[doc(alias = "ReduceOp")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Op {
+    /// The sum divided by the number of ranks. Only for floats.
+    #[default]
+    Average,
+    /// The sum.
+    Sum,
+    /// The smallest.
+    Min,
+    /// The largest.
+    Max,
+    /// The product.
+    Product,
+    /// The adaptive sum of [Maleki et al., 2020](https://arxiv.org/abs/2006.02924): gradients that point into the same
+    /// direction are averaged, orthogonal ones are added. Only for floats, and for 1, 2, 4, 8, ... ranks.
+    Adasum,
+}
+
+impl Op {
+    /// The core's operation. `None` for Adasum, which is made of messages.
+    pub(crate) fn reduce_op(self) -> Option<ReduceOp> {
+        match self {
+            Self::Average => Some(ReduceOp::Avg),
+            Self::Sum => Some(ReduceOp::Sum),
+            Self::Min => Some(ReduceOp::Min),
+            Self::Max => Some(ReduceOp::Max),
+            Self::Product => Some(ReduceOp::Product),
+            Self::Adasum => None,
+        }
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Average => "average",
+            Self::Sum => "sum",
+            Self::Min => "min",
+            Self::Max => "max",
+            Self::Product => "product",
+            Self::Adasum => "adasum",
+        })
+    }
+}
+
+/// In what form f32 and f64 travel. Tensors of other types always travel as they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Compression {
+    /// As they are.
+    #[default]
+    None,
+    /// As IEEE half precision: 11 bits of precision, up to 65,504.
+    Fp16,
+    /// As the upper halves of f32: 8 bits of precision, and the range of f32.
+    Bf16,
+}
+
+impl Compression {
+    /// The type in which elements of `dtype` travel.
+    pub(crate) fn travels_as(self, dtype: DType) -> DType {
+        match (self, dtype) {
+            (Self::Fp16, DType::F32 | DType::F64) => DType::F16,
+            (Self::Bf16, DType::F32 | DType::F64) => DType::BF16,
+            _ => dtype,
+        }
+    }
+}
+
+/// How an allreduce or a reducescatter combines: the operation, factors before and after it, and the form in which
+/// elements travel. An [`Op`] alone is one too.
+///
+/// ```
+/// use phalanx_horovod::{Compression, Op, Reduction};
+/// let halves = Reduction::new(Op::Sum).prescale(0.5).compression(Compression::Bf16);
+/// assert_ne!(halves, Op::Sum.into());
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Reduction {
+    pub(crate) op: Op,
+    pub(crate) prescale: Factor,
+    pub(crate) postscale: Factor,
+    pub(crate) compression: Compression,
+}
+
+/// A factor of elements.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Factor(pub f64);
+
+impl Default for Factor {
+    fn default() -> Self {
+        Self(1.0)
+    }
+}
+
+impl Reduction {
+    /// `op`, without factors and without compression.
+    pub fn new(op: Op) -> Self {
+        Self { op, ..Self::default() }
+    }
+
+    /// Multiplies each rank's elements by `factor` before they are combined. Only for floats.
+    #[doc(alias = "prescale_factor")]
+    pub fn prescale(self, factor: f64) -> Self {
+        Self { prescale: Factor(factor), ..self }
+    }
+
+    /// Multiplies the combined elements by `factor`. Only for floats.
+    #[doc(alias = "postscale_factor")]
+    pub fn postscale(self, factor: f64) -> Self {
+        Self { postscale: Factor(factor), ..self }
+    }
+
+    /// Sends elements in another form.
+    pub fn compression(self, compression: Compression) -> Self {
+        Self { compression, ..self }
+    }
+
+    /// An error if this has no meaning for elements of `dtype` in a world of `size`.
+    pub(crate) fn check(self, dtype: DType, size: usize) -> Result<()> {
+        let refuse = |what: String, remedy: &str| Err(Error::invalid_argument(what).with_remedy(remedy));
+        let supported = match self.op.reduce_op() {
+            Some(op) => op.supports(dtype),
+            None => dtype.is_float(),
+        };
+        if !supported {
+            let remedy = "only floats have one: use Op::Sum, or convert to f32 or f64";
+            return refuse(format!("{} is not defined for {dtype}", self.op), remedy);
+        }
+        if self.op == Op::Adasum && !size.is_power_of_two() {
+            let remedy = "start 2, 4, 8, ... ranks, or use Op::Average";
+            return refuse(format!("adasum is not defined for {size} ranks"), remedy);
+        }
+        for (name, Factor(factor)) in [("prescale", self.prescale), ("postscale", self.postscale)] {
+            if !factor.is_finite() {
+                return refuse(format!("{name} is {factor}"), "it must be a finite number");
+            }
+            if factor != 1.0 && !dtype.is_float() {
+                return refuse(format!("{name} is not defined for {dtype}"), "convert to f32 or f64");
+            }
+        }
+        Ok(())
+    }
+}
+
+impl From<Op> for Reduction {
+    fn from(op: Op) -> Self {
+        Self::new(op)
+    }
+}
+
+impl fmt::Display for Reduction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.op.fmt(f)?;
+        for (name, Factor(factor)) in [("prescale", self.prescale), ("postscale", self.postscale)] {
+            if factor != 1.0 {
+                write!(f, ", {name} {factor}")?;
+            }
+        }
+        match self.compression {
+            Compression::None => Ok(()),
+            Compression::Fp16 => f.write_str(", fp16"),
+            Compression::Bf16 => f.write_str(", bf16"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_meaning_is_refused_with_what_has() {
+        let refused =
+            |reduction: Reduction, dtype, size| reduction.check(dtype, size).unwrap_err().to_string();
+        assert!(refused(Op::Average.into(), DType::I64, 2).contains("use Op::Sum"));
+        assert!(refused(Op::Adasum.into(), DType::F32, 3).contains("2, 4, 8"));
+        assert!(refused(Op::Adasum.into(), DType::U8, 2).contains("not defined for u8"));
+        assert!(refused(Reduction::new(Op::Sum).prescale(0.5), DType::I32, 2).contains("prescale"));
+        assert!(refused(Reduction::new(Op::Sum).postscale(f64::NAN), DType::F32, 2).contains("NaN"));
+        for dtype in DType::ALL {
+            assert!(Reduction::from(Op::Max).check(dtype, 3).is_ok());
+        }
+        let shown = Reduction::new(Op::Sum).prescale(0.5).compression(Compression::Fp16).to_string();
+        assert_eq!(shown, "sum, prescale 0.5, fp16");
+    }
+}

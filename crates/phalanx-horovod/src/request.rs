@@ -1,0 +1,354 @@
+//! What ranks tell the coordinator, and what it answers. What comes from another rank is checked here.
+
+use std::fmt;
+
+use phalanx::{DType, Error, Rank, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::op::{Op, Reduction};
+
+/// The most bytes of a name.
+pub const MAX_NAME_BYTES: usize = 1024;
+/// The most tensors of a group.
+pub const MAX_GROUP: usize = 1 << 16;
+/// The most tensors that a rank may have in flight.
+pub const MAX_IN_FLIGHT: usize = 1 << 20;
+/// The most dimensions of a tensor.
+pub const MAX_DIMENSIONS: usize = 32;
+
+/// What a rank wants to do with the tensors of a name.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Request {
+    pub name: String,
+    pub kind: Kind,
+    /// One tensor, or those of a group, or none.
+    pub parts: Vec<Part>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Kind {
+    Allreduce(Reduction),
+    Allgather,
+    Broadcast {
+        root: u32,
+    },
+    /// How many rows go to each rank.
+    Alltoall {
+        splits: Vec<u64>,
+    },
+    Reducescatter(Reduction),
+    Barrier,
+}
+
+impl Kind {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Allreduce(_) => "allreduce",
+            Self::Allgather => "allgather",
+            Self::Broadcast { .. } => "broadcast",
+            Self::Alltoall { .. } => "alltoall",
+            Self::Reducescatter(_) => "reducescatter",
+            Self::Barrier => "barrier",
+        }
+    }
+
+    /// Do ranks agree if only the first dimensions of their tensors differ?
+    fn has_rows_of_its_own(&self) -> bool {
+        match self {
+            Self::Allgather | Self::Alltoall { .. } => true,
+            Self::Allreduce(_) | Self::Broadcast { .. } | Self::Reducescatter(_) | Self::Barrier => false,
+        }
+    }
+
+    /// Is it worth remembering? The splits of an alltoall seldom come again.
+    pub fn is_cached(&self) -> bool {
+        match self {
+            Self::Allreduce(_) | Self::Allgather | Self::Broadcast { .. } | Self::Reducescatter(_) => true,
+            Self::Alltoall { .. } | Self::Barrier => false,
+        }
+    }
+}
+
+/// A tensor, without its elements.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Part {
+    pub dtype: DType,
+    pub shape: Vec<u64>,
+}
+
+impl Part {
+    /// The elements of one row, of the first dimension.
+    pub fn row(&self) -> usize {
+        self.shape.iter().skip(1).product::<u64>() as usize
+    }
+
+    pub fn rows(&self) -> u64 {
+        self.shape.first().copied().unwrap_or(1)
+    }
+
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product::<u64>() as usize
+    }
+
+    pub fn dims(&self) -> Vec<usize> {
+        self.shape.iter().map(|extent| *extent as usize).collect()
+    }
+
+    /// Checks that its bytes can be counted.
+    fn check(&self) -> Result<()> {
+        let bytes = self
+            .shape
+            .iter()
+            .try_fold(self.dtype.size() as u64, |product, extent| product.checked_mul(*extent));
+        if self.shape.len() > MAX_DIMENSIONS || bytes.is_none_or(|bytes| bytes > isize::MAX as u64) {
+            return Err(Error::invalid_argument(format!("no tensor has the shape {:?}", self.shape)));
+        }
+        Ok(())
+    }
+
+    /// The same but for the number of rows?
+    fn rows_match(&self, other: &Self) -> bool {
+        self.dtype == other.dtype
+            && self.shape.len() == other.shape.len()
+            && self.shape.get(1..) == other.shape.get(1..)
+    }
+}
+
+impl Request {
+    /// Checks what a program or another rank has written, in a world of `size`.
+    pub fn check(&self, size: usize) -> Result<()> {
+        let refuse = |what: String| Err(Error::invalid_argument(what));
+        if self.name.is_empty() || self.name.len() > MAX_NAME_BYTES {
+            return refuse(format!("a name of {} bytes: it has 1 to {MAX_NAME_BYTES}", self.name.len()));
+        }
+        if self.parts.len() > MAX_GROUP {
+            return refuse(format!(
+                "{} has {} tensors; at most {MAX_GROUP} are allowed",
+                self.name,
+                self.parts.len()
+            ));
+        }
+        self.parts.iter().try_for_each(Part::check)?;
+        match &self.kind {
+            Kind::Allreduce(reduction) | Kind::Reducescatter(reduction) => {
+                self.parts.iter().try_for_each(|part| reduction.check(part.dtype, size))?;
+            }
+            Kind::Broadcast { root } if *root as usize >= size => {
+                return refuse(format!("root {root} is outside a world of {size}"));
+            }
+            Kind::Alltoall { splits } => {
+                let sum = splits.iter().try_fold(0u64, |sum, split| sum.checked_add(*split));
+                let rows = self.parts.first().map_or(0, Part::rows);
+                if splits.len() != size || sum != Some(rows) {
+                    return refuse(format!(
+                        "the splits {splits:?} do not divide {rows} rows among {size} ranks"
+                    ));
+                }
+            }
+            Kind::Allgather | Kind::Broadcast { .. } | Kind::Barrier => {}
+        }
+        if let Kind::Reducescatter(reduction) = &self.kind
+            && reduction.op == Op::Adasum
+        {
+            return refuse("a reducescatter cannot be an adasum: use allreduce".to_owned());
+        }
+        let has_rows = match &self.kind {
+            Kind::Allgather | Kind::Alltoall { .. } | Kind::Reducescatter(_) => true,
+            Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Barrier => false,
+        };
+        if has_rows && self.parts.iter().any(|part| part.shape.is_empty()) {
+            return refuse(format!("{} of a scalar: it needs a first dimension", self.kind.name()));
+        }
+        Ok(())
+    }
+
+    /// Can this rank's and another's request be carried out together?
+    pub fn agrees_with(&self, other: &Self) -> bool {
+        let kinds = match (&self.kind, &other.kind) {
+            (Kind::Alltoall { .. }, Kind::Alltoall { .. }) => true,
+            (one, other) => one == other,
+        };
+        let parts = || {
+            let mut pairs = self.parts.iter().zip(&other.parts);
+            match self.kind.has_rows_of_its_own() {
+                true => pairs.all(|(one, other)| one.rows_match(other)),
+                false => pairs.all(|(one, other)| one == other),
+            }
+        };
+        kinds && self.parts.len() == other.parts.len() && parts()
+    }
+}
+
+impl fmt::Display for Request {
+    /// The operation and the tensors, without the name.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 4;
+        match &self.kind {
+            Kind::Allreduce(reduction) | Kind::Reducescatter(reduction) => {
+                write!(f, "{}({reduction})", self.kind.name())?;
+            }
+            Kind::Broadcast { root } => write!(f, "broadcast(root {root})")?,
+            Kind::Allgather | Kind::Alltoall { .. } | Kind::Barrier => f.write_str(self.kind.name())?,
+        }
+        for (index, part) in self.parts.iter().take(SHOWN).enumerate() {
+            let separator = if index == 0 { " of" } else { "," };
+            write!(f, "{separator} {} {:?}", part.dtype, part.shape)?;
+        }
+        match self.parts.len().saturating_sub(SHOWN) {
+            0 => Ok(()),
+            more => write!(f, " and {more} more"),
+        }
+    }
+}
+
+/// What a rank sends to the coordinator in a cycle.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Message {
+    /// Requests that are new to the coordinator, with the milliseconds for which they have waited.
+    pub requests: Vec<(Request, u64)>,
+    /// Has this rank joined, in this cycle?
+    pub joins: bool,
+}
+
+/// What the coordinator sends to all ranks in a cycle.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Round {
+    /// What is ready on all ranks, in the order in which all carry it out.
+    pub responses: Vec<Response>,
+    /// The last rank to join, if all have.
+    pub all_joined: Option<u32>,
+    /// Why everything ends, if it does: tensors have waited for too long.
+    pub stalled: Option<String>,
+    /// New settings, from the next cycle on.
+    pub settings: Option<Settings>,
+}
+
+/// What all ranks must have alike.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Settings {
+    /// Bytes of a fused batch.
+    pub threshold: usize,
+    /// The time from cycle to cycle in microseconds.
+    pub cycle_micros: u64,
+}
+
+/// A name is ready on all ranks, or never will be.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Response {
+    /// That of the first rank that has one.
+    pub request: Request,
+    /// For each rank: the rows of each of its tensors (allgather), or its splits (alltoall).
+    pub rows: Vec<Vec<u64>>,
+    /// Ranks that have joined, and bring nothing.
+    pub absent: Vec<u32>,
+    /// Why it cannot be carried out.
+    pub error: Option<String>,
+}
+
+impl Response {
+    /// Bytes of the first rank's tensors.
+    pub fn bytes(&self) -> usize {
+        self.request.parts.iter().map(|part| part.elements().saturating_mul(part.dtype.size())).sum()
+    }
+}
+
+impl Message {
+    /// Checks what `from` has sent.
+    pub fn check(&self, from: Rank, size: usize) -> Result<()> {
+        if self.requests.len() > MAX_IN_FLIGHT {
+            return Err(Error::mismatch(format!(
+                "rank {from} asks for {} tensors at once",
+                self.requests.len()
+            )));
+        }
+        let refused = |error: Error| Error::mismatch(format!("rank {from} asks for what cannot be: {error}"));
+        self.requests.iter().try_for_each(|(request, _)| request.check(size)).map_err(refused)
+    }
+}
+
+impl Round {
+    /// Checks what the coordinator has sent.
+    pub fn check(&self, size: usize) -> Result<()> {
+        for response in &self.responses {
+            response.request.check(size)?;
+            let (request, rows) = (&response.request, &response.rows);
+            let columns = match request.kind {
+                _ if response.error.is_some() => continue,
+                Kind::Allgather => request.parts.len(),
+                Kind::Alltoall { .. } => size,
+                Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Reducescatter(_) | Kind::Barrier => {
+                    continue;
+                }
+            };
+            let complete = rows.len() == size && rows.iter().all(|rows| rows.len() == columns);
+            // The elements of all ranks together can be counted too.
+            let total = rows.iter().flatten().try_fold(0u64, |sum, rows| sum.checked_add(*rows));
+            let fits = |part: &Part| {
+                let mut all = part.clone();
+                all.shape[0] = total.unwrap_or(u64::MAX);
+                all.check().is_ok()
+            };
+            if !complete || !request.parts.iter().all(fits) {
+                let what = format!("rank 0 answers for {} with rows that cannot be", request.name);
+                return Err(Error::mismatch(what));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(kind: Kind, shape: &[u64]) -> Request {
+        Request { name: "t".into(), kind, parts: vec![Part { dtype: DType::F32, shape: shape.into() }] }
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let sum = Kind::Allreduce(Op::Sum.into());
+        assert!(request(sum.clone(), &[2, 3]).check(2).is_ok());
+        assert!(request(sum.clone(), &[u64::MAX, 3]).check(2).is_err());
+        assert!(request(sum.clone(), &[1; MAX_DIMENSIONS + 1]).check(2).is_err());
+        assert!(Request { name: String::new(), ..request(sum.clone(), &[1]) }.check(2).is_err());
+        assert!(Request { name: "n".repeat(MAX_NAME_BYTES + 1), ..request(sum, &[1]) }.check(2).is_err());
+        assert!(request(Kind::Broadcast { root: 2 }, &[]).check(2).is_err());
+        assert!(request(Kind::Allgather, &[]).check(2).is_err());
+        for splits in [vec![1], vec![1, 1, 1], vec![1, 2], vec![u64::MAX, 3]] {
+            assert!(request(Kind::Alltoall { splits }, &[2, 5]).check(2).is_err());
+        }
+        assert!(request(Kind::Alltoall { splits: vec![0, 2] }, &[2, 5]).check(2).is_ok());
+    }
+
+    #[test]
+    fn a_coordinator_s_rows_are_checked_before_memory_is_taken() {
+        let response = |rows: &[&[u64]]| Response {
+            request: request(Kind::Allgather, &[2, 1 << 20]),
+            rows: rows.iter().map(|rows| rows.to_vec()).collect(),
+            absent: Vec::new(),
+            error: None,
+        };
+        let round = |response| Round { responses: vec![response], ..Round::default() };
+        assert!(round(response(&[&[2], &[0]])).check(2).is_ok());
+        assert!(round(response(&[&[2]])).check(2).is_err());
+        assert!(round(response(&[&[2], &[]])).check(2).is_err());
+        assert!(round(response(&[&[1 << 50], &[1]])).check(2).is_err());
+        assert!(round(response(&[&[u64::MAX], &[1]])).check(2).is_err());
+    }
+
+    #[test]
+    fn only_rows_of_gathered_tensors_may_differ() {
+        let gathered = |shape| request(Kind::Allgather, shape);
+        assert!(gathered(&[2, 3]).agrees_with(&gathered(&[5, 3])));
+        assert!(!gathered(&[2, 3]).agrees_with(&gathered(&[2, 4])));
+        assert!(!gathered(&[2, 3]).agrees_with(&gathered(&[2, 3, 1])));
+        let reduced = |op: Op, shape| request(Kind::Allreduce(op.into()), shape);
+        assert!(!reduced(Op::Sum, &[2, 3]).agrees_with(&reduced(Op::Sum, &[3, 3])));
+        assert!(!reduced(Op::Sum, &[2]).agrees_with(&reduced(Op::Max, &[2])));
+        assert!(
+            !request(Kind::Broadcast { root: 0 }, &[2])
+                .agrees_with(&request(Kind::Broadcast { root: 1 }, &[2]))
+        );
+    }
+}

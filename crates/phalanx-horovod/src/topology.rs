@@ -1,0 +1,74 @@
+//! Where the ranks are: on which hosts, and beside which others.
+
+use phalanx::{ProcessGroup, Rank, Result};
+
+/// A rank's place among the ranks of its host, and among the hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Topology {
+    pub local_rank: u32,
+    pub local_size: u32,
+    pub cross_rank: u32,
+    pub cross_size: u32,
+    pub is_homogeneous: bool,
+}
+
+impl Topology {
+    /// Asks all ranks for their hosts.
+    pub fn of(group: &ProcessGroup) -> Result<Self> {
+        Ok(Self::new(&group.all_gather_object(&host())?, group.rank()))
+    }
+
+    /// The place of `rank`, if `hosts` has the host of each.
+    fn new(hosts: &[String], rank: Rank) -> Self {
+        let own = &hosts[rank.index()];
+        let count =
+            |host: &String, ranks: &[String]| ranks.iter().filter(|other| *other == host).count() as u32;
+        let local_rank = count(own, &hosts[..rank.index()]);
+        // The hosts in the order of their first ranks; only those that have a rank with this local rank.
+        let mut distinct: Vec<&String> = Vec::new();
+        for host in hosts {
+            if !distinct.contains(&host) {
+                distinct.push(host);
+            }
+        }
+        let sizes: Vec<u32> = distinct.iter().map(|host| count(host, hosts)).collect();
+        let with_this_rank = || distinct.iter().zip(&sizes).filter(|(_, size)| **size > local_rank);
+        Self {
+            local_rank,
+            local_size: count(own, hosts),
+            cross_rank: with_this_rank().take_while(|(host, _)| **host != own).count() as u32,
+            cross_size: with_this_rank().count() as u32,
+            is_homogeneous: sizes.iter().all(|size| *size == sizes[0]),
+        }
+    }
+}
+
+/// A name that no other host has: the one that the user gives it, or its own with the kernel's boot id.
+fn host() -> String {
+    let given = std::env::var("PHALANX_HOST_ID").ok().filter(|id| !id.is_empty());
+    given.unwrap_or_else(|| {
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        format!("{} {}", phalanx::host_name(), boot.trim())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(hosts: &str, rank: u32) -> (u32, u32, u32, u32, bool) {
+        let hosts: Vec<String> = hosts.chars().map(String::from).collect();
+        let Topology { local_rank, local_size, cross_rank, cross_size, is_homogeneous } =
+            Topology::new(&hosts, Rank::new(rank));
+        (local_rank, local_size, cross_rank, cross_size, is_homogeneous)
+    }
+
+    #[test]
+    fn ranks_are_counted_on_hosts_and_across_them() {
+        assert_eq!(place("a", 0), (0, 1, 0, 1, true));
+        assert_eq!(place("aabb", 3), (1, 2, 1, 2, true));
+        assert_eq!(place("abab", 2), (1, 2, 0, 2, true));
+        assert_eq!(place("aabcc", 4), (1, 2, 1, 2, false));
+        assert_eq!(place("aabcc", 2), (0, 1, 1, 3, false));
+    }
+}

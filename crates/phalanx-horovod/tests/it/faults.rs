@@ -1,0 +1,121 @@
+//! What each rank is told if another does something else, or nothing any more.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use phalanx::testing::{Fabric, run};
+use phalanx::{Error, Rank};
+use phalanx_horovod::{Handle, Horovod, Op, Options};
+
+use super::ranks;
+
+#[test]
+fn ranks_that_disagree_are_told_both_sides_and_everything_else_goes_on() {
+    ranks(3, Fabric::SharedMemory, &Options::default(), |hvd| {
+        let rank = hvd.rank().get();
+        let length = if rank == 2 { 5 } else { 4 };
+        let wrong = hvd.allreduce_async("grad.w", vec![1.0f32; length], Op::Sum).unwrap();
+        let right = hvd.allreduce_async("grad.b", [1.0f32; 2], Op::Sum).unwrap();
+        let error = wrong.synchronize().unwrap_err();
+        assert!(error.is_mismatch(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(r#""grad.w": rank 0 submits allreduce(sum) of f32 [4], rank 2"#), "{text}");
+        assert_eq!(right.synchronize().unwrap().as_slice::<f32>().unwrap(), [3.0; 2]);
+        let again = hvd.allreduce("grad.w", [1.0f32; 4], Op::Sum).unwrap();
+        assert_eq!(again.as_slice::<f32>().unwrap(), [3.0; 4]);
+    });
+}
+
+#[test]
+fn a_name_is_in_flight_once() {
+    ranks(2, Fabric::InProcess, &Options::default(), |hvd| {
+        if hvd.rank().is_main() {
+            let first = hvd.allreduce_async("x", [1.0f32], Op::Sum).unwrap();
+            let second = hvd.allreduce_async("x", [1.0f32], Op::Sum).unwrap_err();
+            assert!(
+                second.is_invalid_argument() && second.to_string().contains(r#""x" is in flight"#),
+                "{second}"
+            );
+            assert!(!first.poll());
+            hvd.allreduce("ready", [1.0f32], Op::Sum).unwrap();
+            first.synchronize().unwrap();
+        } else {
+            hvd.allreduce("ready", [1.0f32], Op::Sum).unwrap();
+            hvd.allreduce("x", [1.0f32], Op::Sum).unwrap();
+        }
+        assert!(hvd.allreduce("", [1.0f32], Op::Sum).unwrap_err().is_invalid_argument());
+        assert!(hvd.allreduce("x", [1i32], Op::Average).unwrap_err().is_invalid_argument());
+    });
+}
+
+/// Runs a world of three in which rank 1 does `odd`, while the others wait for it. Returns their errors, and what they get
+/// afterwards.
+fn without_rank_1(options: &Options, odd: impl Fn(Horovod) + Sync) -> Vec<(Error, Error)> {
+    let started = Instant::now();
+    let told = run(3, Fabric::SharedMemory, |group| {
+        let hvd = Horovod::new(&group, options.clone()).unwrap();
+        hvd.barrier().unwrap();
+        if hvd.rank().get() == 1 {
+            odd(hvd);
+            return None;
+        }
+        // The job may have ended before the first one.
+        let submit = |index| hvd.allreduce_async(&format!("t{index}"), [1.0f32], Op::Sum);
+        let handles: Vec<_> = (0..3).map(submit).collect();
+        let outcomes = handles.into_iter().map(|handle| handle.and_then(Handle::synchronize));
+        let mut errors: Vec<Error> = outcomes.map(Result::unwrap_err).collect();
+        let first = errors[0].to_string();
+        assert!(
+            errors.iter().all(|error| error.to_string() == first),
+            "one cause for every handle: {errors:?}"
+        );
+        let later = match hvd.allreduce("later", [1.0f32], Op::Sum) {
+            Err(error) => error,
+            Ok(_) => unreachable!("the job has ended"),
+        };
+        Some((errors.remove(0), later))
+    });
+    assert!(started.elapsed() < Duration::from_secs(60));
+    told.into_iter().flatten().collect()
+}
+
+#[test]
+fn a_rank_that_panics_is_named_by_every_handle() {
+    let told = without_rank_1(&Options::default(), |hvd| {
+        let panicked = catch_unwind(AssertUnwindSafe(move || {
+            let _hvd = hvd;
+            std::panic::resume_unwind(Box::new("the test's own panic"));
+        }));
+        assert!(panicked.is_err());
+    });
+    for (error, later) in told {
+        assert!(error.to_string().contains("rank 1 panicked"), "{error}");
+        assert_eq!(later.to_string(), error.to_string());
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_named_by_every_handle() {
+    for (error, later) in without_rank_1(&Options::default(), drop) {
+        assert_eq!(error.peer(), Some(Rank::new(1)), "{error}");
+        assert!(error.to_string().contains("rank 1 has shut Horovod down"), "{error}");
+        assert_eq!(later.to_string(), error.to_string());
+    }
+}
+
+#[test]
+fn tensors_that_a_rank_never_submits_are_named_with_the_rank() {
+    let options = Options {
+        stall_check_time: Some(Duration::from_millis(200)),
+        stall_shutdown_time: Some(Duration::from_secs(1)),
+        ..Options::default()
+    };
+    let told = without_rank_1(&options, |hvd| {
+        let error = hvd.allreduce("of rank 1 alone", [1.0f32], Op::Sum).unwrap_err();
+        assert!(error.is_timeout(), "{error}");
+    });
+    for (error, _) in told {
+        assert!(error.is_timeout(), "{error}");
+        assert!(error.to_string().contains(r#""t0" (submitted by ranks 0, 2; missing: rank 1)"#), "{error}");
+    }
+}

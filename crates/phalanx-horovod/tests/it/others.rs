@@ -1,0 +1,127 @@
+//! What is made of the collectives: joins, process sets, values, parameters, sparse gradients, the timeline.
+
+use phalanx::Rank;
+use phalanx::testing::Fabric;
+use phalanx_horovod::{Op, Options, SparseGradient, Tensor};
+
+use super::ranks;
+
+#[test]
+fn a_rank_without_data_brings_what_changes_nothing() {
+    for fabric in [Fabric::SharedMemory, Fabric::Tcp] {
+        let last = ranks(3, fabric, &Options::default(), |hvd| {
+            let rank = hvd.rank().index();
+            // Rank r has r + 1 batches. Names are known, new, and of every operation.
+            for step in 0..=rank {
+                let active = (step..3).collect::<Vec<_>>();
+                let (least, most) = ((step + 1) as f32, 3.0);
+                let value = (rank + 1) as f32;
+                let submit = |name: &str, op| hvd.allreduce_async(name, [value; 4], op).unwrap();
+                let sum: f32 = active.iter().map(|rank| (rank + 1) as f32).sum();
+                let product: f32 = active.iter().map(|rank| (rank + 1) as f32).product();
+                let expected = [
+                    ("sum", Op::Sum, sum),
+                    ("average", Op::Average, sum / 3.0),
+                    ("min", Op::Min, least),
+                    ("max", Op::Max, most),
+                    ("product", Op::Product, product),
+                ];
+                let handles: Vec<_> = expected.iter().map(|(name, op, _)| submit(name, *op)).collect();
+                let fresh = submit(&format!("new in step {step}"), Op::Sum);
+                let rows = hvd.allgather("rows", [value]).unwrap();
+                let shard = hvd.reducescatter("shard", [value; 3], Op::Sum).unwrap();
+                let blocks = hvd.alltoall("blocks", [value; 3], None).unwrap();
+                for (handle, (name, _, expected)) in handles.into_iter().zip(&expected) {
+                    let result = handle.synchronize().unwrap();
+                    assert_eq!(result.as_slice::<f32>().unwrap(), [*expected; 4], "{name} in step {step}");
+                }
+                assert_eq!(fresh.synchronize().unwrap().as_slice::<f32>().unwrap(), [sum; 4]);
+                let brought: Vec<f32> = active.iter().map(|rank| (rank + 1) as f32).collect();
+                assert_eq!(rows.as_slice::<f32>().unwrap(), brought);
+                assert_eq!(shard.as_slice::<f32>().unwrap(), [sum]);
+                assert_eq!(blocks.tensor.as_slice::<f32>().unwrap(), brought);
+            }
+            let last = hvd.join().unwrap();
+            assert_eq!(
+                hvd.allreduce("sum", [1.0f32; 4], Op::Sum).unwrap().as_slice::<f32>().unwrap(),
+                [3.0; 4]
+            );
+            last
+        });
+        assert_eq!(last, [Rank::new(2); 3]);
+    }
+}
+
+#[test]
+fn process_sets_have_ranks_and_names_of_their_own() {
+    ranks(4, Fabric::SharedMemory, &Options::default(), |hvd| {
+        let even = hvd.add_process_set(&[Rank::new(0), Rank::new(2)]).unwrap();
+        let odd = hvd.add_process_set(&[Rank::new(3), Rank::new(1)]).unwrap();
+        assert_eq!(even.is_some(), hvd.rank().get() % 2 == 0);
+        let set = even.or(odd).unwrap();
+        assert_eq!((set.size(), set.rank().get()), (2, hvd.rank().get() / 2));
+        let here = set.allreduce_async("x", [hvd.rank().get() as i32], Op::Sum).unwrap();
+        let everywhere = hvd.allreduce_async("x", [hvd.rank().get() as i32], Op::Sum).unwrap();
+        let expected = if hvd.rank().get() % 2 == 0 { 2 } else { 4 };
+        assert_eq!(here.synchronize().unwrap().as_slice::<i32>().unwrap(), [expected]);
+        assert_eq!(everywhere.synchronize().unwrap().as_slice::<i32>().unwrap(), [6]);
+        set.barrier().unwrap();
+    });
+}
+
+#[test]
+fn values_parameters_and_sparse_gradients() {
+    ranks(3, Fabric::Tcp, &Options { fusion_threshold: 100, ..Options::default() }, |hvd| {
+        let rank = hvd.rank().get();
+        let mine = vec![format!("rank {rank}"); rank as usize];
+        let value = hvd.broadcast_object("o", (rank == 2).then_some(&mine), Rank::new(2)).unwrap();
+        assert_eq!(value, ["rank 2", "rank 2"]);
+        let all = hvd.allgather_object("all", &mine).unwrap();
+        assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [0, 1, 2]);
+        assert!(hvd.broadcast_object::<u8>("o", None, Rank::new(3)).is_err());
+
+        let mut parameters: Vec<Vec<f32>> =
+            (0..5).map(|index| vec![rank as f32 + index as f32; 20]).collect();
+        let names: Vec<String> = (0..5).map(|index| format!("layer.{index}")).collect();
+        let named = names.iter().map(String::as_str).zip(parameters.iter_mut().map(Vec::as_mut_slice));
+        hvd.broadcast_parameters(named, Rank::new(1)).unwrap();
+        for (index, parameter) in parameters.iter().enumerate() {
+            assert_eq!(*parameter, [1.0 + index as f32; 20]);
+        }
+
+        let count = rank as usize + 1;
+        let values = Tensor::from(vec![3.0 * count as f32; 2 * count]).reshaped([count, 2]).unwrap();
+        let gradient = SparseGradient { indices: vec![i64::from(rank) * 1000; count], values };
+        let all = hvd.allreduce_sparse("embedding", gradient, Op::Average).unwrap();
+        assert_eq!(all.indices, [0, 1000, 1000, 2000, 2000, 2000]);
+        assert_eq!(all.values.shape(), [6, 2]);
+        assert_eq!(all.values.as_slice::<f32>().unwrap()[..4], [1.0, 1.0, 2.0, 2.0]);
+        let wrong = SparseGradient { indices: vec![1], values: Tensor::from([1.0f32, 2.0]) };
+        assert!(hvd.allreduce_sparse("wrong", wrong, Op::Sum).unwrap_err().is_invalid_argument());
+    });
+}
+
+#[test]
+fn the_timeline_has_the_negotiation_and_the_operation_of_every_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    let options = Options { timeline: Some(path.clone()), ..Options::default() };
+    ranks(2, Fabric::SharedMemory, &options, |hvd| {
+        for _ in 0..3 {
+            let names = ["weight", "bias"];
+            let handles = names.map(|name| hvd.allreduce_async(name, [1.0f32; 8], Op::Sum).unwrap());
+            handles.into_iter().for_each(|handle| drop(handle.synchronize().unwrap()));
+        }
+    });
+    let text = std::fs::read_to_string(&path).unwrap();
+    let file: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let events = file["traceEvents"].as_array().or(file.as_array()).unwrap();
+    for rank in [0, 1] {
+        let count =
+            |name: &str| events.iter().filter(|event| event["name"] == name && event["pid"] == rank).count();
+        for name in ["negotiate weight", "carry out weight", "negotiate bias", "carry out bias"] {
+            assert_eq!(count(name), 3, "{name} on rank {rank}");
+        }
+        assert!(count("round") >= 1);
+    }
+}

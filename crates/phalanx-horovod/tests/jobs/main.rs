@@ -1,0 +1,165 @@
+//! Real processes: this program starts itself as the workers, so that it has a `main` of its own.
+//! `cargo test -p phalanx-horovod --test jobs`
+#![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Arguments, Trial};
+use phalanx_horovod::{Horovod, Op};
+
+/// Set for a worker: what it does.
+const ROLE: &str = "PHALANX_TEST_HOROVOD_ROLE";
+const WORLD: usize = 3;
+
+const TESTS: &[(&str, fn())] = &[
+    ("a_process_that_dies_is_named_by_every_handle", a_process_dies),
+    ("the_fusion_buffer_is_all_the_memory_that_is_added", memory),
+    ("variables_reach_every_rank_and_bad_ones_are_named", variables),
+];
+
+fn main() {
+    if let Ok(role) = std::env::var(ROLE) {
+        return work(&role);
+    }
+    let trials = TESTS.iter().map(|(name, test)| {
+        let test = *test;
+        Trial::test(*name, move || {
+            test();
+            Ok(())
+        })
+    });
+    libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit()
+}
+
+fn work(role: &str) {
+    let hvd = match phalanx_horovod::init() {
+        Ok(hvd) => hvd,
+        Err(error) => return println!("init: {error}"),
+    };
+    match role {
+        "options" => {
+            let options = hvd.options();
+            println!("{} {:?} {}", options.fusion_threshold, options.cycle_time, options.cache_capacity);
+            hvd.barrier().unwrap();
+        }
+        "memory" => measure(&hvd),
+        _ => train(&hvd),
+    }
+}
+
+fn train(hvd: &Horovod) {
+    for step in 0.. {
+        let submit = |index| hvd.allreduce_async(&format!("t{index}"), vec![1.0f32; 1000], Op::Sum);
+        if hvd.rank().get() == 1 && step == 20 {
+            std::process::abort();
+        }
+        let handles: Vec<_> = (0..5).map(submit).collect();
+        let outcomes = handles.into_iter().map(|handle| handle.and_then(|handle| handle.synchronize()));
+        let errors: Vec<_> = outcomes.filter_map(Result::err).collect();
+        if let [first, ..] = &errors[..] {
+            let is_named = errors.iter().all(|error| error.peer().map(phalanx::Rank::get) == Some(1));
+            println!("{} handles failed in step {step}; rank 1 is named: {is_named}: {first}", errors.len());
+            return;
+        }
+    }
+}
+
+/// KiB of memory of this process: its own, and what it shares with other processes.
+fn resident() -> (usize, usize) {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let field = |name: &str| -> usize {
+        let line = status.lines().find(|line| line.starts_with(name)).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse().unwrap()
+    };
+    (field("RssAnon:"), field("RssShmem:"))
+}
+
+/// Reduces 40 tensors of 1 MiB five times, and prints how many KiB were added meanwhile.
+fn measure(hvd: &Horovod) {
+    const ELEMENTS: usize = 1 << 18;
+    let mut tensors: Vec<Vec<f32>> = (0..40).map(|_| vec![1.0; ELEMENTS]).collect();
+    hvd.barrier().unwrap();
+    let (before, mut most) = (resident(), (0, 0));
+    for _ in 0..5 {
+        let submitted = tensors.drain(..).enumerate();
+        let handles: Vec<_> = submitted
+            .map(|(index, data)| hvd.allreduce_async(&format!("t{index}"), data, Op::Average).unwrap())
+            .collect();
+        for handle in handles {
+            tensors.push(handle.synchronize().unwrap().into_memory::<Vec<f32>>().unwrap());
+            let now = resident();
+            most = (now.0.max(most.0), now.1.max(most.1));
+        }
+    }
+    let stats = hvd.stats();
+    assert!(stats.batches < stats.names, "it has fused: {stats:?}");
+    assert!(tensors.iter().flatten().all(|value| *value == 1.0));
+    let (own, shared) = (most.0.saturating_sub(before.0), most.1.saturating_sub(before.1));
+    println!("{own} {shared} {}", stats.fusion_bytes / 1024);
+    hvd.barrier().unwrap();
+}
+
+/// Starts a world of workers, and returns what they print, by rank.
+fn world(role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
+    let started = Instant::now();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let start = |rank: usize| -> Child {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.env(ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", WORLD.to_string());
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        command.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let workers: Vec<Child> = (0..WORLD).map(start).collect();
+    let outputs = workers.into_iter().map(|worker| worker.wait_with_output().unwrap()).collect();
+    assert!(started.elapsed() < Duration::from_secs(120));
+    outputs
+}
+
+fn a_process_dies() {
+    let outputs = world("train", &[]);
+    for rank in [0, 2] {
+        let text = String::from_utf8_lossy(&outputs[rank].stdout);
+        assert!(
+            text.contains("5 handles failed in step 20; rank 1 is named: true"),
+            "rank {rank}: {outputs:?}"
+        );
+    }
+}
+
+fn memory() {
+    let threshold = 8 << 10; // KiB
+    let outputs = world("memory", &[("HOROVOD_FUSION_THRESHOLD", &(threshold << 10).to_string())]);
+    for output in &outputs {
+        let text = String::from_utf8_lossy(&output.stdout);
+        println!("KiB added, shared, and of the fusion buffer: {text}");
+        let numbers: Vec<usize> = text.split_whitespace().map(|number| number.parse().unwrap()).collect();
+        let [own, shared, fusion] = numbers[..] else { panic!("{outputs:?}") };
+        assert!(fusion > 0 && fusion <= threshold, "{text}");
+        // A rank maps the fusion buffers of all, in which it combines its share.
+        assert!(shared <= WORLD * threshold + 1024, "{text}");
+        assert!(own <= 4096, "{own} KiB beside the fusion buffer");
+    }
+}
+
+fn variables() {
+    let set = [
+        ("HOROVOD_FUSION_THRESHOLD", "1048576"),
+        ("HOROVOD_CYCLE_TIME", "2.5"),
+        ("HOROVOD_NUM_NCCL_STREAMS", "2"),
+    ];
+    let outputs = world("options", &set);
+    for output in &outputs {
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "1048576 2.5ms 1024\n", "{outputs:?}");
+    }
+    let warned = |output: &Output| {
+        String::from_utf8_lossy(&output.stderr).contains("HOROVOD_NUM_NCCL_STREAMS has no meaning")
+    };
+    assert_eq!(outputs.iter().map(warned).collect::<Vec<_>>(), [true, false, false]);
+    for output in world("options", &[("HOROVOD_CYCLE_TIME", "fast")]) {
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(text.contains(r#"HOROVOD_CYCLE_TIME="fast": it must be a number"#), "{text}");
+    }
+}
