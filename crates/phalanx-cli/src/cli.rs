@@ -15,6 +15,7 @@ use crate::bench::Arguments;
 use crate::certgen::Certgen;
 use crate::doctor::Doctor;
 use crate::elastic::ElasticOptions;
+use crate::horovodrun::Horovodrun;
 use crate::hosts::HostOptions;
 use crate::node::Node;
 use crate::nodes::NodeOptions;
@@ -41,6 +42,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Run(Box<Run>),
+    Horovodrun(Box<Horovodrun>),
     #[command(hide = true)]
     Node(Node),
     Keygen(Keygen),
@@ -122,6 +124,8 @@ Environment of a worker:
   PHALANX_ELASTIC, PHALANX_RESET_LIMIT
                                of an elastic job: MIN:MAX workers, and how many new groups
   TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
+  HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE
+                               the same under Horovod's names, with `phalanx horovodrun`
   PHALANX_BLAME_FILE           where Phalanx notes which rank's failure a worker has seen
   PHALANX_JOB_TAG              a tag by which all processes of the job are found and ended with it
   PHALANX_JOB_KEY_FILE         the job's key, with which workers authenticate each other and the store

@@ -7,6 +7,7 @@ mod certgen;
 mod cli;
 mod doctor;
 mod elastic;
+mod horovodrun;
 mod hosts;
 mod json;
 mod node;
@@ -25,8 +26,9 @@ use std::process::ExitCode;
 use clap::Parser;
 
 fn main() -> ExitCode {
-    match cli::Cli::parse().command {
+    match cli::Cli::parse_from(horovodrun::words(std::env::args_os())).command {
         cli::Command::Run(options) => run::run(*options),
+        cli::Command::Horovodrun(options) => horovodrun::run(*options),
         cli::Command::Node(options) => node::run(&options),
         cli::Command::Keygen(options) => run::keygen(&options),
         #[cfg(feature = "tls")]

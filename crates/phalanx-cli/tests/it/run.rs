@@ -401,3 +401,43 @@ fn options_are_checked() {
         assert!(text(&output.stderr).contains(expected), "{}", text(&output.stderr));
     }
 }
+
+#[test]
+fn horovodrun_is_run_with_horovods_variables() {
+    let folder = tempfile::tempdir().unwrap();
+    let link = folder.path().join("horovodrun");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_phalanx"), &link).unwrap();
+    let script = "echo $RANK $HOROVOD_RANK/$HOROVOD_SIZE $HOROVOD_LOCAL_RANK/$HOROVOD_LOCAL_SIZE \
+                  $HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE $HOROVOD_FUSION_THRESHOLD";
+    let under = |program: &Path, before: &[&str]| {
+        let mut command = Command::new(program);
+        command.args(before).args([
+            "-np",
+            "2",
+            "-H",
+            "localhost:2",
+            "--fusion-threshold-mb",
+            "1",
+            "sh",
+            "-c",
+            script,
+        ]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        output(command)
+    };
+    for result in [under(&link, &[]), under(env!("CARGO_BIN_EXE_phalanx").as_ref(), &["horovodrun"])] {
+        assert_eq!(
+            sorted_lines(&result.stdout),
+            ["[0] 0 0/2 0/2 0/1 1048576", "[1] 1 1/2 1/2 0/1 1048576"],
+            "{}",
+            text(&result.stderr)
+        );
+    }
+    let refused = {
+        let mut command = Command::new(&link);
+        command.args(["-np", "2", "--mpi", "true"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        output(command)
+    };
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(text(&refused.stderr).contains("--mpi has no meaning here"), "{}", text(&refused.stderr));
+}

@@ -35,6 +35,10 @@ const REQUIRED: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 /// The fewest and the most workers of an elastic job, as `MIN:MAX`.
 pub(crate) const ELASTIC: &str = "PHALANX_ELASTIC";
 
+/// Do workers get Horovod's variables beside torchrun's? Not always: a program that unsets RANK and WORLD_SIZE to be a world
+/// of one would still find those.
+const HOROVODRUN: &str = "PHALANX_HOROVODRUN";
+
 /// Where ranks meet, if it is not the master's address.
 const RENDEZVOUS: &str = "PHALANX_RENDEZVOUS";
 
@@ -222,7 +226,7 @@ pub struct WorkerEnv {
 }
 
 impl WorkerEnv {
-    /// The variables to set for this worker. If a host has several workers, threads are limited to one for each, except
+    /// The variables to set for this worker; Horovod's too, if the job was started by `phalanx horovodrun`. If a host has several workers, threads are limited to one for each, except
     /// if this process's environment already sets the limit.
     pub fn variables(&self) -> Vec<(&'static str, String)> {
         self.variables_given(|name| std::env::var_os(name).is_some())
@@ -247,6 +251,16 @@ impl WorkerEnv {
             ("TORCHELASTIC_RUN_ID", self.run_id.clone()),
             ("TORCHELASTIC_USE_AGENT_STORE", agent_store.to_owned()),
         ];
+        if is_set(HOROVODRUN) {
+            variables.extend([
+                ("HOROVOD_RANK", self.rank.to_string()),
+                ("HOROVOD_SIZE", self.world_size.to_string()),
+                ("HOROVOD_LOCAL_RANK", self.local_rank.to_string()),
+                ("HOROVOD_LOCAL_SIZE", self.local_world_size.to_string()),
+                ("HOROVOD_CROSS_RANK", self.group_rank.to_string()),
+                ("HOROVOD_CROSS_SIZE", self.group_world_size.to_string()),
+            ]);
+        }
         if self.local_world_size > 1 {
             let threads = ["OMP_NUM_THREADS", "RAYON_NUM_THREADS"].into_iter();
             variables.extend(threads.filter(|name| !is_set(name)).map(|name| (name, "1".to_owned())));
@@ -506,6 +520,11 @@ mod tests {
         };
         let variables = worker.variables_given(|name| name == "OMP_NUM_THREADS");
         assert_eq!(variables.len(), 16);
+        let with_horovod = worker.variables_given(|name| name == HOROVODRUN);
+        let value = |name| with_horovod.iter().find(|(key, _)| *key == name).map(|(_, value)| value.as_str());
+        let names = ["HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"];
+        assert_eq!(names.map(value), [Some("3"), Some("4"), Some("1"), Some("2")]);
+        assert_eq!(["HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"].map(value), [Some("1"), Some("2")]);
         let pairs: Vec<(&str, &str)> = variables.iter().map(|(k, v)| (*k, v.as_str())).collect();
         assert!(pairs.contains(&("RAYON_NUM_THREADS", "1")));
         let env = parse(&pairs).unwrap().unwrap();

@@ -1,0 +1,385 @@
+//! `phalanx horovodrun`, also under the name `horovodrun`: Horovod's launcher, in terms of `phalanx run`.
+
+use std::ffi::{OsStr, OsString};
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use clap::{ArgAction, Args, CommandFactory};
+
+use crate::cli::Cli;
+
+/// The name of the subcommand, and of links to this program.
+pub(crate) const NAME: &str = "horovodrun";
+/// Tells the launcher to set Horovod's variables for workers beside its own.
+const MARK: &str = "PHALANX_HOROVODRUN";
+
+const MANUAL: &str = "\
+This is `phalanx run` under horovodrun's options, also as a link to phalanx with the name horovodrun. Workers see HOROVOD_RANK, \
+HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK and HOROVOD_CROSS_SIZE beside the variables of `phalanx run`, \
+whose manual (`phalanx run --help`) says the rest. Options of horovodrun that have no meaning here are refused, with what to do.
+
+Examples:
+  phalanx horovodrun -np 4 -H localhost:4 ./target/release/train
+  phalanx horovodrun -np 8 -H a:4,b:4 --fusion-threshold-mb 32 --timeline-filename t.json ./train
+  phalanx horovodrun -np 8 --min-np 4 --max-np 12 --host-discovery-script ./hosts.sh ./train";
+
+/// Start a program with horovodrun's options
+#[derive(Args, Debug)]
+#[command(after_long_help = MANUAL, after_help = "`--help` says more.")]
+#[command(override_usage = "phalanx horovodrun -np N [OPTIONS] <PROGRAM> [ARGUMENTS]...")]
+pub(crate) struct Horovodrun {
+    /// The number of workers, written -np
+    #[arg(long, visible_alias = "np", value_name = "N")]
+    num_proc: Option<OsString>,
+
+    /// The hosts, and how many workers each takes
+    #[arg(short = 'H', long, value_name = "HOST:SLOTS,..")]
+    hosts: Option<OsString>,
+
+    /// The same from a file: `host slots=4` a line
+    #[arg(long, value_name = "FILE")]
+    hostfile: Option<OsString>,
+
+    /// The port of the hosts' ssh servers
+    #[arg(short = 'p', long, value_name = "PORT")]
+    ssh_port: Option<OsString>,
+
+    /// The file of ssh's private key
+    #[arg(short = 'i', long, value_name = "FILE")]
+    ssh_identity_file: Option<OsString>,
+
+    /// How long the hosts may take to answer, and then to come together
+    #[arg(long, value_name = "SECONDS")]
+    start_timeout: Option<OsString>,
+
+    /// A folder for the workers' output, which is shown too
+    #[arg(long, value_name = "FOLDER")]
+    output_filename: Option<OsString>,
+
+    /// Megabytes of tensors that are reduced as one: HOROVOD_FUSION_THRESHOLD
+    #[arg(long, value_name = "MB", value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
+    fusion_threshold_mb: Option<u64>,
+
+    /// Milliseconds from one cycle of negotiation to the next: HOROVOD_CYCLE_TIME
+    #[arg(long, value_name = "MS")]
+    cycle_time_ms: Option<f64>,
+
+    /// How many names are remembered: HOROVOD_CACHE_CAPACITY
+    #[arg(long, value_name = "N")]
+    cache_capacity: Option<u64>,
+
+    /// Finds a fusion threshold and a cycle time by measurement: HOROVOD_AUTOTUNE
+    #[arg(long)]
+    autotune: bool,
+
+    /// The file of a trace with the negotiation in it: HOROVOD_TIMELINE
+    #[arg(long, value_name = "FILE")]
+    timeline_filename: Option<PathBuf>,
+
+    /// Tensors that some ranks lack are not reported: HOROVOD_STALL_CHECK_DISABLE
+    #[arg(long, conflicts_with = "stall_check_warning_time_seconds")]
+    no_stall_check: bool,
+
+    /// After how long they are: HOROVOD_STALL_CHECK_TIME_SECONDS
+    #[arg(long, value_name = "SECONDS")]
+    stall_check_warning_time_seconds: Option<f64>,
+
+    /// After how long they end the job: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS
+    #[arg(long, value_name = "SECONDS")]
+    stall_check_shutdown_time_seconds: Option<f64>,
+
+    /// The fewest workers of an elastic job
+    #[arg(long, alias = "min-num-proc", value_name = "N")]
+    min_np: Option<OsString>,
+
+    /// The most workers of an elastic job
+    #[arg(long, alias = "max-num-proc", value_name = "N")]
+    max_np: Option<OsString>,
+
+    /// How often its workers may form a new group
+    #[arg(long, value_name = "N")]
+    reset_limit: Option<OsString>,
+
+    /// A program that prints the hosts which there are now
+    #[arg(long, value_name = "PROGRAM")]
+    host_discovery_script: Option<OsString>,
+
+    /// How many workers a host takes that it prints without a number
+    #[arg(long, alias = "slots-per-host", value_name = "N")]
+    slots: Option<OsString>,
+
+    /// How long there may be fewer workers than --min-np
+    #[arg(long, value_name = "SECONDS")]
+    elastic_timeout: Option<OsString>,
+
+    /// How long a host is left out of an elastic job after it was lost
+    #[arg(long, num_args = 2, value_names = ["MIN", "MAX"])]
+    blacklist_cooldown_range: Vec<OsString>,
+
+    /// No effect: accepted for compatibility
+    #[arg(long)]
+    verbose: bool,
+
+    /// No effect: the collectives are always Phalanx's
+    #[arg(long)]
+    gloo: bool,
+
+    /// No effect: nothing is cached between jobs
+    #[arg(long)]
+    disable_cache: bool,
+
+    /// No effect: the trace always has the rounds
+    #[arg(long)]
+    timeline_mark_cycles: bool,
+
+    #[command(flatten)]
+    refused: Refused,
+
+    /// The program, looked for in PATH unless it contains a slash, and its arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
+    program: Vec<OsString>,
+}
+
+/// Options that would have no effect, although their user expects one.
+macro_rules! refused {
+    ($($field:ident $([$value:literal])? => $option:literal, $instead:literal;)*) => {
+        #[derive(Args, Debug)]
+        struct Refused {
+            $(
+                #[arg(long = $option, hide = true, num_args = 0..=1, default_missing_value = "",
+                      require_equals = refused!(@is_flag $($value)?), allow_hyphen_values = true)]
+                $field: Option<OsString>,
+            )*
+        }
+
+        impl Refused {
+            /// What was given, and what to do instead.
+            fn given(&self) -> Option<(&'static str, &'static str)> {
+                let given = [$((self.$field.is_some(), $option, $instead)),*];
+                given.into_iter().find(|(given, ..)| *given).map(|(_, option, instead)| (option, instead))
+            }
+        }
+    };
+    (@is_flag) => { true };
+    (@is_flag $value:literal) => { false };
+}
+
+refused! {
+    check_build => "check-build", "there is one build; `phalanx doctor` looks at this machine";
+    network_interfaces ["value"] => "network-interfaces", "give --master-addr or --bind to `phalanx run`";
+    config_file ["value"] => "config-file", "give its settings as options, or as HOROVOD_* variables";
+    gloo_timeout_seconds ["value"] => "gloo-timeout-seconds", "give --start-timeout";
+    mpi => "mpi", "leave it out, or start the program with mpirun itself: it understands mpirun's variables";
+    mpi_args ["value"] => "mpi-args", "start the program with mpirun itself: it understands mpirun's variables";
+    mpi_threads_disable => "mpi-threads-disable", "there is no MPI";
+    js => "js", "start the program with jsrun and set MASTER_ADDR and MASTER_PORT";
+    tcp => "tcp", "set PHALANX_TRANSPORT=tcp";
+    binding_args ["value"] => "binding-args", "Phalanx chooses the processors of its threads";
+    thread_affinity ["value"] => "thread-affinity", "Phalanx chooses the processors of its threads";
+    num_nccl_streams ["value"] => "num-nccl-streams", "there is no NCCL";
+    hierarchical_allreduce => "hierarchical-allreduce", "ranks of one host always share memory";
+    no_hierarchical_allreduce => "no-hierarchical-allreduce", "ranks of one host always share memory; PHALANX_TRANSPORT=tcp ends that";
+    hierarchical_allgather => "hierarchical-allgather", "ranks of one host always share memory";
+    no_hierarchical_allgather => "no-hierarchical-allgather", "ranks of one host always share memory; PHALANX_TRANSPORT=tcp ends that";
+    autotune_log_file ["value"] => "autotune-log-file", "the program's own log has what is measured";
+    autotune_warmup_samples ["value"] => "autotune-warmup-samples", "autotune measures for a fixed time";
+    autotune_steps_per_sample ["value"] => "autotune-steps-per-sample", "autotune measures for a fixed time";
+    autotune_bayes ["value"] => "autotune-bayes-opt-max-samples", "autotune tries each setting in turn";
+    autotune_noise ["value"] => "autotune-gaussian-process-noise", "autotune tries each setting in turn";
+    log_level ["value"] => "log-level", "the program's tracing subscriber decides";
+    log_timestamp => "log-with-timestamp", "the program's tracing subscriber decides";
+    log_no_timestamp => "log-hide-timestamp", "the program's tracing subscriber decides";
+    prefix_time => "prefix-output-with-timestamp", "give --log-format json to `phalanx run`: every event has its time";
+}
+
+impl Horovodrun {
+    /// The same for `phalanx run`: its arguments, and what the environment has besides.
+    fn translated(self) -> Result<(Vec<OsString>, Vec<(&'static str, OsString)>), String> {
+        if let Some((option, instead)) = self.refused.given() {
+            return Err(format!("--{option} has no meaning here: {instead}"));
+        }
+        let mut arguments: Vec<OsString> = vec!["run".into()];
+        let same = [
+            ("--num-proc", self.num_proc),
+            ("--hosts", self.hosts),
+            ("--hostfile", self.hostfile),
+            ("--ssh-port", self.ssh_port),
+            ("--ssh-identity-file", self.ssh_identity_file),
+            ("--start-timeout", self.start_timeout),
+            ("--min-np", self.min_np),
+            ("--max-np", self.max_np),
+            ("--reset-limit", self.reset_limit),
+            ("--host-discovery-script", self.host_discovery_script),
+            ("--slots", self.slots),
+            ("--elastic-timeout", self.elastic_timeout),
+            ("--log-dir", self.output_filename.clone()),
+            ("--tee", self.output_filename.map(|_| "3".into())),
+        ];
+        for (option, value) in same {
+            arguments.extend(value.into_iter().flat_map(|value| [option.into(), value]));
+        }
+        if !self.blacklist_cooldown_range.is_empty() {
+            arguments.push("--blacklist-cooldown-range".into());
+            arguments.extend(self.blacklist_cooldown_range);
+        }
+        arguments.push("--".into());
+        arguments.extend(self.program);
+        let number = |value: Option<f64>| value.map(|value| OsString::from(value.to_string()));
+        let flag = |given: bool| given.then(|| OsString::from("1"));
+        let variables = [
+            (MARK, flag(true)),
+            ("HOROVOD_FUSION_THRESHOLD", self.fusion_threshold_mb.map(|mb| (mb << 20).to_string().into())),
+            ("HOROVOD_CYCLE_TIME", number(self.cycle_time_ms)),
+            ("HOROVOD_CACHE_CAPACITY", self.cache_capacity.map(|names| names.to_string().into())),
+            ("HOROVOD_AUTOTUNE", flag(self.autotune)),
+            ("HOROVOD_TIMELINE", self.timeline_filename.map(PathBuf::into_os_string)),
+            ("HOROVOD_STALL_CHECK_DISABLE", flag(self.no_stall_check)),
+            ("HOROVOD_STALL_CHECK_TIME_SECONDS", number(self.stall_check_warning_time_seconds)),
+            ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", number(self.stall_check_shutdown_time_seconds)),
+        ];
+        let variables = variables.into_iter().filter_map(|(name, value)| Some((name, value?)));
+        Ok((arguments, variables.collect()))
+    }
+}
+
+/// Becomes `phalanx run`.
+pub(crate) fn run(options: Horovodrun) -> ExitCode {
+    let refuse = |message: String, code: u8| {
+        let _ = writeln!(std::io::stderr(), "phalanx: {message}");
+        ExitCode::from(code)
+    };
+    let (arguments, variables) = match options.translated() {
+        Ok(translated) => translated,
+        Err(message) => return refuse(message, 2),
+    };
+    match std::env::current_exe() {
+        Ok(own) => {
+            let error = Command::new(own).arg0("phalanx").args(arguments).envs(variables).exec();
+            refuse(format!("cannot start `phalanx run`: {error}"), 126)
+        }
+        Err(error) => refuse(format!("cannot find this command's own file: {error}"), 1),
+    }
+}
+
+/// The command line as clap understands it: a link with the name horovodrun is the subcommand, and the short options of several
+/// letters that Horovod has are long ones.
+pub(crate) fn words(given: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut given: Vec<OsString> = given.collect();
+    let called = given.first().and_then(|program| Path::new(program).file_name()).unwrap_or_default();
+    if called == OsStr::new(NAME) {
+        given.insert(1, NAME.into());
+    }
+    if given.get(1).is_none_or(|command| command != NAME) {
+        return given;
+    }
+    let cli = Cli::command();
+    let command = cli.find_subcommand(NAME);
+    let values = |word: &str| {
+        let named = |arg: &&clap::Arg| match word.strip_prefix("--") {
+            Some(long) => {
+                arg.get_long() == Some(long) || arg.get_all_aliases().is_some_and(|all| all.contains(&long))
+            }
+            None => arg.get_short().is_some_and(|short| word == format!("-{short}")),
+        };
+        let arg = command.and_then(|command| command.get_arguments().find(named));
+        arg.map_or(0, |arg| match arg.get_action() {
+            ArgAction::SetTrue => 0,
+            _ if arg.is_require_equals_set() => 0,
+            _ => arg.get_num_args().map_or(1, |count| count.max_values()),
+        })
+    };
+    // Behind the first word that is no option and no option's value, words are the program's.
+    let mut skip = 0;
+    for word in given.iter_mut().skip(2) {
+        if skip > 0 {
+            skip -= 1;
+            continue;
+        }
+        match word.to_str() {
+            Some("-np") => *word = "--num-proc".into(),
+            Some("-cb") => *word = "--check-build".into(),
+            Some("-hostfile") => *word = "--hostfile".into(),
+            Some(text) if text.starts_with('-') && text != "--" => {}
+            _ => break,
+        }
+        skip = word.to_str().filter(|word| !word.contains('=')).map_or(0, values);
+    }
+    given
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli;
+
+    fn parse(line: &str) -> Result<Horovodrun, String> {
+        let line = words(line.split_whitespace().map(OsString::from));
+        match Cli::try_parse_from(line).map_err(|error| error.to_string())?.command {
+            cli::Command::Horovodrun(options) => Ok(*options),
+            _ => Err("not horovodrun".to_owned()),
+        }
+    }
+
+    fn translated(line: &str) -> (String, Vec<String>) {
+        let (arguments, variables) = parse(line).unwrap().translated().unwrap();
+        let variables = variables.into_iter().map(|(name, value)| format!("{name}={}", value.display()));
+        (arguments.join(OsStr::new(" ")).into_string().unwrap(), variables.collect())
+    }
+
+    #[test]
+    fn its_options_become_those_of_run() {
+        for name in ["phalanx horovodrun", "/usr/bin/horovodrun"] {
+            let (arguments, variables) =
+                translated(&format!("{name} -np 4 -H localhost:4 ./train -np 9 --mpi"));
+            assert_eq!(arguments, "run --num-proc 4 --hosts localhost:4 -- ./train -np 9 --mpi");
+            assert_eq!(variables, ["PHALANX_HOROVODRUN=1"]);
+        }
+        let elastic = "horovodrun -p 22 --verbose -np 8 --min-np 4 --max-num-proc 12 --host-discovery-script ./h --slots 2 \
+                       --blacklist-cooldown-range 1 9 --reset-limit 3 --output-filename out x";
+        let expected = "run --num-proc 8 --ssh-port 22 --min-np 4 --max-np 12 --reset-limit 3 --host-discovery-script ./h \
+                        --slots 2 --log-dir out --tee 3 --blacklist-cooldown-range 1 9 -- x";
+        assert_eq!(translated(elastic).0, expected);
+    }
+
+    #[test]
+    fn its_settings_become_variables() {
+        let line = "horovodrun -np 1 --fusion-threshold-mb 32 --cycle-time-ms 3.5 --cache-capacity 7 --autotune \
+                    --timeline-filename t.json --stall-check-warning-time-seconds 5 --stall-check-shutdown-time-seconds 9 x";
+        let expected = [
+            "PHALANX_HOROVODRUN=1",
+            "HOROVOD_FUSION_THRESHOLD=33554432",
+            "HOROVOD_CYCLE_TIME=3.5",
+            "HOROVOD_CACHE_CAPACITY=7",
+            "HOROVOD_AUTOTUNE=1",
+            "HOROVOD_TIMELINE=t.json",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS=5",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=9",
+        ];
+        assert_eq!(translated(line).1, expected);
+        assert_eq!(translated("horovodrun --no-stall-check x").1[1], "HOROVOD_STALL_CHECK_DISABLE=1");
+    }
+
+    #[test]
+    fn what_has_no_meaning_is_refused_with_what_to_do() {
+        let refused = |line: &str| parse(line).unwrap().translated().unwrap_err();
+        assert!(refused("horovodrun -np 2 --mpi-args --oversubscribe x").contains("with mpirun itself"));
+        assert!(refused("horovodrun -np 2 --network-interfaces eth0 x").contains("--master-addr"));
+        assert!(refused("horovodrun -cb x").contains("phalanx doctor"));
+        assert!(refused("horovodrun --hierarchical-allreduce -np 2 x").contains("share memory"));
+        assert!(
+            parse("horovodrun -np 2 --fusion-threshold-md 3 x")
+                .unwrap_err()
+                .contains("--fusion-threshold-mb")
+        );
+    }
+
+    #[test]
+    fn other_commands_are_left_alone() {
+        let line = ["phalanx", "run", "-np", "3", "x"].map(OsString::from);
+        assert_eq!(words(line.iter().cloned()), line);
+    }
+}
