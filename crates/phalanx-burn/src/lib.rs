@@ -143,6 +143,7 @@
 //! | [`Collectives`] | `all_reduce`, `broadcast`, `all_gather`, `reduce` and `reduce_scatter` of tensors; [`Ddp::mean`] and [`Ddp::sum`] of a loss or a count |
 //! | [`DataParallel`], [`TowerGradients`] | several devices in one process, for comparison and where there is no other way |
 //! | `data::BurnLoader` | loaders of `phalanx-data`, with workers and positions, as Burn's; needs the feature `data` |
+//! | `horovod::DistributedOptimizer` | gradients averaged by name, as Horovod does it; needs the feature `horovod` |
 //! | `train::DdpStrategy` | Burn's own trainer in several processes; needs the feature `train` |
 //!
 //! # Limits
@@ -164,6 +165,8 @@ mod ddp;
 mod fused;
 mod gradients;
 mod hook;
+#[cfg(feature = "horovod")]
+pub mod horovod;
 mod lr;
 mod optimizer;
 mod packed;
@@ -207,4 +210,7 @@ mod guide {
     struct BatchNorm;
     #[doc = include_str!("../../../docs/guide/elastic.md")]
     struct Elastic;
+    #[cfg(feature = "horovod")]
+    #[doc = include_str!("../../../docs/guide/horovod.md")]
+    struct Horovod;
 }

@@ -111,11 +111,12 @@ impl OptimizerState {
     }
 
     /// In the form that is sent: a record whose keys are indices.
-    fn into_bytes(self) -> Result<Bytes> {
+    pub fn into_bytes(self) -> Result<Bytes> {
         self.write(|index| u64::try_from(index).ok())
     }
 
-    fn from_bytes(bytes: Bytes) -> Result<Self> {
+    /// What [`into_bytes`](Self::into_bytes) has made.
+    pub fn from_bytes(bytes: Bytes) -> Result<Self> {
         Self::read(bytes, |index| usize::try_from(index).ok())
     }
 

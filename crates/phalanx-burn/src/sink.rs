@@ -42,24 +42,19 @@ struct SinkState {
 }
 
 /// The gradients that are held for one parameter.
-struct Held {
+pub(crate) struct Held {
     dtype: DType,
     elements: usize,
-    /// The sum of the gradients that have not gone to the reducer yet. Its memory is allocated once.
+    /// The sum of the gradients that have not gone on yet. Its memory is allocated once.
     sum: Option<Buffer>,
-    /// Was any added since the sum last went to the reducer?
-    any: bool,
+    /// Was any added since the sum last went on?
+    pub any: bool,
 }
 
 impl Sink {
     pub fn new(reducer: Reducer) -> Self {
-        let held = reducer.parameters().iter().map(|parameter| Held {
-            dtype: parameter.dtype,
-            elements: parameter.elements(),
-            sum: None,
-            any: false,
-        });
-        let held = held.collect();
+        let held = reducer.parameters().iter();
+        let held = held.map(|parameter| Held::new(parameter.dtype, parameter.elements())).collect();
         Self(Mutex::new(SinkState { reducer, delivery: Delivery::Ignore, held }))
     }
 
@@ -176,7 +171,11 @@ impl SinkState {
 }
 
 impl Held {
-    fn add(&mut self, gradient: &[u8]) -> Result<()> {
+    pub fn new(dtype: DType, elements: usize) -> Self {
+        Self { dtype, elements, sum: None, any: false }
+    }
+
+    pub fn add(&mut self, gradient: &[u8]) -> Result<()> {
         let (dtype, elements) = (self.dtype, self.elements);
         let sum = self.sum.get_or_insert_with(|| Buffer::zeroed(dtype, elements));
         if std::mem::replace(&mut self.any, true) {
@@ -188,7 +187,7 @@ impl Held {
     }
 
     /// The sum, if there is one; the next gradient begins another.
-    fn take(&mut self) -> Option<&Buffer> {
+    pub fn take(&mut self) -> Option<&Buffer> {
         self.sum.as_ref().filter(|_| std::mem::take(&mut self.any))
     }
 }

@@ -11,6 +11,7 @@ mod ddp;
 mod equivalence;
 mod fused;
 mod hooks;
+mod horovod;
 mod state;
 mod sync_batch_norm;
 mod tensors;

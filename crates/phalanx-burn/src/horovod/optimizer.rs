@@ -1,0 +1,242 @@
+//! An optimizer that steps with the gradients of all ranks.
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Tensor, TensorData};
+use phalanx::{Error, Result};
+use phalanx_horovod::{Compression, Horovod, Op, Reduction};
+
+use super::sink::{Delivery, Pass, Sink};
+use crate::hook;
+use crate::parameters::Inventory;
+
+/// What [`DistributedOptimizer::with_options`] may be told. The defaults are Horovod's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DistributedOptions {
+    /// How gradients are combined.
+    pub op: Op,
+    /// The form in which they travel.
+    pub compression: Compression,
+    /// How many backward passes are added up, on each rank, before they are combined.
+    pub backward_passes_per_step: usize,
+    /// Divides gradients by this before they are added up, and by the rest of the number of ranks afterwards. Only for
+    /// [`Op::Average`].
+    pub gradient_predivide_factor: f64,
+    /// Into how many groups gradients are put, in the order of the parameters. Those of a group are combined when all of
+    /// them are ready. 0: each when it is ready.
+    pub groups: usize,
+    /// In front of the names of gradients. Two optimizers that have gradients in flight at the same time need different ones.
+    pub name: String,
+}
+
+impl Default for DistributedOptions {
+    fn default() -> Self {
+        Self {
+            op: Op::Average,
+            compression: Compression::None,
+            backward_passes_per_step: 1,
+            gradient_predivide_factor: 1.0,
+            groups: 0,
+            name: "gradient".to_owned(),
+        }
+    }
+}
+
+impl DistributedOptions {
+    /// How gradients are combined in a world of `size`.
+    fn reduction(&self, size: u32) -> Result<Reduction> {
+        let reduction = Reduction::new(self.op).compression(self.compression);
+        let factor = self.gradient_predivide_factor;
+        if factor == 1.0 {
+            return Ok(reduction);
+        }
+        if self.op != Op::Average || !(factor.is_finite() && factor > 0.0) {
+            return Err(Error::invalid_argument(format!(
+                "gradient_predivide_factor {factor} with {}",
+                self.op
+            ))
+            .with_remedy("it must be a positive number, and is for Op::Average"));
+        }
+        let sum = Reduction::new(Op::Sum).compression(self.compression);
+        Ok(sum.prescale(1.0 / factor).postscale(factor / f64::from(size)))
+    }
+}
+
+/// An optimizer around one of Burn's, which steps with the gradients of all ranks.
+///
+/// [`backward`](Self::backward) submits each gradient as soon as it is finished, under its parameter's name, while the layers
+/// below are still computing theirs. [`step`](Self::step) waits for all that was submitted. Parameters that get no gradient are
+/// left out, if they get none on any rank: a backward pass through half of the graph works, such as that of a generator or a
+/// discriminator. If only some ranks have a gradient of a parameter, the others are named
+/// ([`Options::stall_check_time`](phalanx_horovod::Options::stall_check_time)).
+///
+/// The model stays the program's: [`forward`](Self::forward) borrows it, and [`step`](Self::step) takes it and gives it back, as
+/// Burn's optimizers do. It must have the parameters that it had in [`new`](Self::new).
+#[doc(alias("hvd.DistributedOptimizer", "DistributedGradientTape"))]
+pub struct DistributedOptimizer {
+    optimizer: ModuleOptimizer,
+    inventory: Inventory,
+    sink: Arc<Sink>,
+    passes: Vec<Weak<Pass>>,
+    per_step: usize,
+    /// Backward passes since the last step.
+    backwards: usize,
+}
+
+impl DistributedOptimizer {
+    /// For the parameters of `model` that need a gradient, with the default options.
+    ///
+    /// # Errors
+    /// If the model has none, or is not on the Flex backend with autodiff.
+    pub fn new<M: Module>(optimizer: ModuleOptimizer, model: &M, hvd: &Horovod) -> Result<Self> {
+        Self::with_options(optimizer, model, hvd, DistributedOptions::default())
+    }
+
+    /// As [`new`](Self::new), with options.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and if the options have no meaning.
+    pub fn with_options<M: Module>(
+        optimizer: ModuleOptimizer,
+        model: &M,
+        hvd: &Horovod,
+        options: DistributedOptions,
+    ) -> Result<Self> {
+        if options.backward_passes_per_step == 0 {
+            return Err(
+                Error::invalid_argument("backward_passes_per_step is 0").with_remedy("it must be at least 1")
+            );
+        }
+        let inventory = Inventory::of(model)?;
+        let reduction = options.reduction(hvd.size())?;
+        let sink = Sink::new(hvd.clone(), &inventory.parameters, reduction, &options)?;
+        Ok(Self {
+            optimizer,
+            inventory,
+            sink: Arc::new(sink),
+            passes: Vec::new(),
+            per_step: options.backward_passes_per_step,
+            backwards: 0,
+        })
+    }
+
+    /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result submits gradients.
+    pub fn forward<M: Module, T>(&mut self, model: &M, pass: impl FnOnce(&M) -> T) -> T {
+        let token = Arc::new(Pass(self.sink.clone()));
+        self.passes.retain(|pass| pass.strong_count() > 0);
+        self.passes.push(Arc::downgrade(&token));
+        pass(&hook::hooked(model, &self.inventory.device, token))
+    }
+
+    /// Runs backward from `loss`. Gradients are added up over
+    /// [`backward_passes_per_step`](DistributedOptions::backward_passes_per_step) calls; in the last of them they are submitted as
+    /// they become ready.
+    ///
+    /// # Errors
+    /// If the loss was not computed in [`forward`](Self::forward), if this is one backward pass too many before a step, or the job
+    /// has failed.
+    pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
+        self.passes.retain(|pass| pass.strong_count() > 0);
+        if !loss.is_tracked() || self.passes.is_empty() {
+            let cause =
+                "the loss was not computed in DistributedOptimizer::forward, or has run backward already";
+            return Err(Error::invalid_argument(cause).with_remedy(
+                "let loss = optimizer.forward(&model, |model| ...); several losses: add them up",
+            ));
+        }
+        if self.backwards == self.per_step {
+            return Err(Error::invalid_argument(format!(
+                "backward pass {} without a step",
+                self.backwards + 1
+            ))
+            .with_remedy("call step, or raise DistributedOptions::backward_passes_per_step"));
+        }
+        self.backwards += 1;
+        let is_last = self.backwards == self.per_step;
+        // Hooks of several forward passes may report one parameter several times, and only the end of backward tells.
+        let delivery = if is_last && self.passes.len() == 1 { Delivery::Submit } else { Delivery::Hold };
+        self.sink.set(delivery);
+        drop(loss.backward());
+        self.sink.set(Delivery::Ignore);
+        if is_last { self.sink.submit_held() } else { self.sink.check() }
+    }
+
+    /// Waits for all gradients that were submitted, and gives them. For what a program does with them before
+    /// [`apply`](Self::apply), such as clipping; it must do the same on every rank.
+    ///
+    /// # Errors
+    /// If a gradient was not combined: the ranks disagree on it, or the job has failed.
+    pub fn synchronize<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
+        // Before the last of its backward passes: with what there is.
+        self.sink.submit_held()?;
+        self.backwards = 0;
+        let gradients = self.sink.landed()?;
+        let mut landed = Landed { inventory: &self.inventory, gradients, params: GradientsParams::new() };
+        model.visit(&mut landed);
+        Ok(landed.params)
+    }
+
+    /// Lets the optimizer change the model by `gradients`, which [`synchronize`](Self::synchronize) gave.
+    pub fn apply<M: Module>(
+        &mut self,
+        learning_rate: impl Into<ModuleLearningRate>,
+        model: M,
+        gradients: GradientsParams,
+    ) -> M {
+        self.optimizer.step(learning_rate, model, gradients)
+    }
+
+    /// Waits for the gradients, and lets the optimizer change the model by them.
+    ///
+    /// # Errors
+    /// As [`synchronize`](Self::synchronize).
+    pub fn step<M: Module>(&mut self, learning_rate: impl Into<ModuleLearningRate>, model: M) -> Result<M> {
+        let gradients = self.synchronize(&model)?;
+        Ok(self.apply(learning_rate, model, gradients))
+    }
+
+    /// Burn's optimizer, with its state: to save it.
+    pub fn optimizer(&self) -> &ModuleOptimizer {
+        &self.optimizer
+    }
+
+    /// Replaces Burn's optimizer: by one with a state that was loaded.
+    pub fn set_optimizer(&mut self, optimizer: ModuleOptimizer) {
+        self.optimizer = optimizer;
+    }
+}
+
+impl fmt::Debug for DistributedOptimizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DistributedOptimizer({} parameters)", self.inventory.parameters.len())
+    }
+}
+
+/// Registers what has come back under the ids of the parameters.
+struct Landed<'a> {
+    inventory: &'a Inventory,
+    /// By the parameter's index.
+    gradients: Vec<Option<TensorData>>,
+    params: GradientsParams,
+}
+
+impl Landed<'_> {
+    fn take(&mut self, id: ParamId) -> Option<TensorData> {
+        let index = self.inventory.indices.get(&id)?;
+        self.gradients.get_mut(*index)?.take()
+    }
+}
+
+impl ModuleVisitor for Landed<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let dtype = param.dtype();
+        if let Some(data) = self.take(param.id) {
+            let gradient = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
+            self.params.register(param.id, gradient);
+        }
+    }
+}

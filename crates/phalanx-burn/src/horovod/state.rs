@@ -1,0 +1,98 @@
+//! Models, optimizers and tensors that go from rank to rank by name.
+
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Bytes, Tensor, TensorData};
+use phalanx::{Buffer, Error, Rank, Result};
+use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
+
+use crate::optimizer::OptimizerState;
+use crate::parameters::{self, Inventory, Select};
+use crate::tensor_bytes;
+
+/// The most bytes of an optimizer's state.
+const MAX_STATE_BYTES: usize = 1 << 38;
+
+/// `model` with the parameters and buffers of rank `root`. All ranks call it, with the same model, before they train, and after the
+/// root has loaded a checkpoint.
+///
+/// # Errors
+/// If the ranks' models differ, with the name of the first tensor that does; and as a collective.
+#[doc(alias = "hvd.broadcast_parameters")]
+pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> Result<M> {
+    let names = Inventory::of(&model)?.state;
+    let mut flying = Vec::with_capacity(names.len());
+    for (index, (parameter, data)) in names.iter().zip(parameters::read(&model, Select::All)).enumerate() {
+        // One that stands in several places has several names.
+        let name = format!("broadcast.{index}.{}", parameter.name);
+        let tensor = named(data.as_bytes(), &parameter.shape, tensor_bytes::dtype(parameter.dtype)?)?;
+        flying.push((hvd.broadcast_async(&name, tensor, root)?, parameter));
+    }
+    let mut data = Vec::with_capacity(flying.len());
+    for (handle, parameter) in flying {
+        let tensor = handle.synchronize()?;
+        data.push(tensor_bytes::tensor_data(tensor.as_bytes(), &parameter.shape, parameter.dtype));
+    }
+    Ok(parameters::write(model, Select::All, data))
+}
+
+/// `optimizer` with the state that rank `root`'s has of `model`. All ranks call it.
+///
+/// # Errors
+/// If the ranks' models differ, and as a collective.
+#[doc(alias = "hvd.broadcast_optimizer_state")]
+pub fn broadcast_optimizer_state<M: Module>(
+    hvd: &Horovod,
+    optimizer: &ModuleOptimizer,
+    model: &M,
+    root: Rank,
+) -> Result<ModuleOptimizer> {
+    let parameters = Inventory::of(model)?.state;
+    let own = match hvd.rank() == root {
+        true => OptimizerState::of(optimizer, &parameters)?.into_bytes()?.to_vec(),
+        false => Vec::new(),
+    };
+    if own.len() > MAX_STATE_BYTES {
+        return Err(Error::invalid_argument(format!("the optimizer's state takes {} bytes", own.len())));
+    }
+    // The others do not know how long it is, and bring nothing.
+    let all = hvd.allgather("broadcast.optimizer_state", own)?;
+    if hvd.rank() == root {
+        return Ok(optimizer.clone());
+    }
+    OptimizerState::from_bytes(Bytes::from_bytes_vec(all.as_bytes().to_vec()))?.load(optimizer, &parameters)
+}
+
+/// Combines tensors of all ranks under a name; every rank gets the result, on the tensor's device. Gradients do not flow through it.
+///
+/// # Errors
+/// As [`Horovod::allreduce`], and if the tensor is not on the Flex backend.
+#[doc(alias = "hvd.allreduce")]
+pub fn allreduce<const D: usize>(
+    hvd: &Horovod,
+    name: &str,
+    tensor: Tensor<D>,
+    reduction: impl Into<Reduction>,
+) -> Result<Tensor<D>> {
+    let (shape, device, dtype) = (tensor.dims(), tensor.device(), tensor.dtype());
+    let own = tensor_bytes::with_bytes(tensor, |tensor| {
+        named(tensor.bytes, &shape, tensor_bytes::dtype(tensor.dtype)?)
+    })??;
+    let combined = hvd.allreduce(name, own, reduction)?;
+    let data: TensorData = tensor_bytes::tensor_data(combined.as_bytes(), &shape, dtype);
+    Ok(Tensor::from_data(data, (&device, dtype)))
+}
+
+/// A copy.
+fn named(bytes: &[u8], shape: &[usize], dtype: phalanx::DType) -> Result<Named> {
+    let mut buffer = Buffer::zeroed(dtype, shape.iter().product());
+    let target = buffer.as_bytes_mut();
+    if target.len() != bytes.len() {
+        return Err(Error::invalid_argument(format!(
+            "{} bytes do not have the shape {shape:?}",
+            bytes.len()
+        )));
+    }
+    target.copy_from_slice(bytes);
+    Named::new(shape, buffer)
+}

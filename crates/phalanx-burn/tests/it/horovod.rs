@@ -1,0 +1,252 @@
+//! Horovod's DistributedOptimizer: the same training as with `Ddp`, whatever the order of gradients.
+
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
+use burn::tensor::Tensor;
+use phalanx::{ProcessGroup, Rank};
+use phalanx_burn::Ddp;
+use phalanx_burn::horovod::{
+    DistributedOptimizer, DistributedOptions, allreduce, broadcast_optimizer_state, broadcast_parameters,
+};
+use phalanx_horovod::{Compression, Horovod, Op, Options};
+
+use crate::common::{Mlp, device, distance, floats, run, samples};
+
+const STEPS: usize = 10;
+const BATCH: usize = 8;
+const WIDTHS: [usize; 4] = [8, 32, 32, 3];
+
+fn sgd() -> ModuleOptimizer {
+    SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init()
+}
+
+fn horovod(group: &ProcessGroup) -> Horovod {
+    Horovod::new(group, Options::default()).unwrap()
+}
+
+/// Trains with `Ddp`; `micro` batches a step.
+fn with_ddp(model: &Mlp, ranks: u32, micro: usize) -> Vec<Vec<f32>> {
+    let mut trained = run(ranks, |group| {
+        let mut ddp = Ddp::new(model.clone(), &group).unwrap();
+        let mut optimizer = sgd();
+        for step in 0..STEPS {
+            for part in 0..micro {
+                let loss = ddp.forward(|model| model.loss(batch(&group, step * micro + part))).unwrap();
+                if part + 1 < micro {
+                    ddp.backward_no_sync(&loss).unwrap();
+                } else {
+                    let gradients = ddp.backward(&loss).unwrap();
+                    ddp.step(&mut optimizer, 0.05, gradients).unwrap();
+                }
+            }
+        }
+        floats(ddp.model())
+    });
+    trained.swap_remove(0)
+}
+
+fn batch(group: &ProcessGroup, step: usize) -> (Tensor<2>, Tensor<2>) {
+    let from = (step * group.world_size().count() + group.rank().index()) * BATCH;
+    samples(from, from + BATCH)
+}
+
+/// Trains with Horovod's optimizer, and checks that all ranks end with the same bits.
+fn with_horovod(model: &Mlp, ranks: u32, options: &DistributedOptions) -> Vec<Vec<f32>> {
+    let trained = run(ranks, |group| {
+        let hvd = horovod(&group);
+        // Only rank 0 has the model that counts.
+        let mut model = if hvd.rank().is_main() { model.clone() } else { Mlp::new(&WIDTHS) };
+        model = broadcast_parameters(&hvd, model, Rank::MAIN).unwrap();
+        let mut optimizer = DistributedOptimizer::with_options(sgd(), &model, &hvd, options.clone()).unwrap();
+        let micro = options.backward_passes_per_step;
+        for step in 0..STEPS {
+            for part in 0..micro {
+                let loss = optimizer.forward(&model, |model| model.loss(batch(&group, step * micro + part)));
+                optimizer.backward(&loss).unwrap();
+            }
+            model = optimizer.step(0.05, model).unwrap();
+        }
+        hvd.barrier().unwrap();
+        floats(&model)
+    });
+    assert!(trained.iter().all(|other| *other == trained[0]), "the same bits on every rank");
+    trained.into_iter().next().unwrap()
+}
+
+#[test]
+fn it_trains_as_ddp_does() {
+    let model = Mlp::new(&WIDTHS);
+    for ranks in [1, 2, 3] {
+        let expected = with_ddp(&model, ranks, 1);
+        assert!(distance(&expected, &floats(&model)) > 0.01, "the reference has moved");
+        let plain = with_horovod(&model, ranks, &DistributedOptions::default());
+        if ranks == 2 {
+            assert_eq!(plain, expected, "a sum of two is the same in any order");
+        }
+        assert!(distance(&plain, &expected) < 1e-6);
+        for options in [
+            DistributedOptions { groups: 2, ..DistributedOptions::default() },
+            DistributedOptions { gradient_predivide_factor: 2.0, ..DistributedOptions::default() },
+        ] {
+            assert!(distance(&with_horovod(&model, ranks, &options), &expected) < 1e-6, "{options:?}");
+        }
+    }
+}
+
+#[test]
+fn several_backward_passes_make_a_step() {
+    let model = Mlp::new(&WIDTHS);
+    let options = DistributedOptions { backward_passes_per_step: 3, ..DistributedOptions::default() };
+    let expected = with_ddp(&model, 2, 3);
+    assert!(distance(&with_horovod(&model, 2, &options), &expected) < 1e-6);
+}
+
+#[test]
+fn halves_on_the_way_and_adasum_train_too() {
+    let model = Mlp::new(&WIDTHS);
+    let expected = with_ddp(&model, 2, 1);
+    for compression in [Compression::Fp16, Compression::Bf16] {
+        let options = DistributedOptions { compression, ..DistributedOptions::default() };
+        let apart = distance(&with_horovod(&model, 2, &options), &expected);
+        assert!(apart > 0.0 && apart < 0.02, "{compression:?} is {apart:e} away");
+    }
+    let adasum = DistributedOptions { op: Op::Adasum, ..DistributedOptions::default() };
+    let trained = with_horovod(&model, 2, &adasum);
+    assert!(trained.iter().flatten().all(|value| value.is_finite()));
+    assert!(distance(&trained, &expected) > 1e-3, "it is not the average");
+}
+
+#[test]
+fn half_of_the_graph_in_backward_works() {
+    // A generator and a discriminator train in turns: each backward pass reaches only one of them.
+    let (generator, discriminator) = (Mlp::new(&[8, 16, 3]), Mlp::new(&[3, 16, 1]));
+    let judge = |discriminator: &Mlp, fake: Tensor<2>, real: Tensor<2>| {
+        (discriminator.forward(real) - 1).powi_scalar(2).mean()
+            + discriminator.forward(fake).powi_scalar(2).mean()
+    };
+    let fool = |discriminator: &Mlp, fake: Tensor<2>| (discriminator.forward(fake) - 1).powi_scalar(2).mean();
+    let expected = run(2, |group| {
+        let mut g = Ddp::new(generator.clone(), &group).unwrap();
+        let mut d = Ddp::new(discriminator.clone(), &group).unwrap();
+        let (mut of_g, mut of_d) = (sgd(), sgd());
+        for step in 0..STEPS {
+            let (noise, real) = batch(&group, step);
+            let fake = g.model().forward(noise.clone()).detach();
+            let loss = d.forward(|d| judge(d, fake, real)).unwrap();
+            let gradients = d.backward(&loss).unwrap();
+            d.step(&mut of_d, 0.05, gradients).unwrap();
+            let loss = g.forward(|g| fool(d.model(), g.forward(noise))).unwrap();
+            let gradients = g.backward(&loss).unwrap();
+            g.step(&mut of_g, 0.05, gradients).unwrap();
+        }
+        (floats(g.model()), floats(d.model()))
+    });
+    let trained = run(2, |group| {
+        let hvd = horovod(&group);
+        let (mut g, mut d) = (generator.clone(), discriminator.clone());
+        let named = |name: &str| DistributedOptions { name: name.into(), ..DistributedOptions::default() };
+        let mut of_g = DistributedOptimizer::with_options(sgd(), &g, &hvd, named("g")).unwrap();
+        let mut of_d = DistributedOptimizer::with_options(sgd(), &d, &hvd, named("d")).unwrap();
+        for step in 0..STEPS {
+            let (noise, real) = batch(&group, step);
+            let fake = g.forward(noise.clone()).detach();
+            let loss = of_d.forward(&d, |d| judge(d, fake, real));
+            of_d.backward(&loss).unwrap();
+            d = of_d.step(0.05, d).unwrap();
+            // The discriminator's hooks are in this graph too.
+            let loss = of_g.forward(&g, |g| of_d.forward(&d, |d| fool(d, g.forward(noise))));
+            of_g.backward(&loss).unwrap();
+            g = of_g.step(0.05, g).unwrap();
+        }
+        hvd.barrier().unwrap();
+        (floats(&g), floats(&d))
+    });
+    assert_eq!(trained, expected);
+
+    // Half of one model: only the first layer of two gets a gradient.
+    run(2, |group| {
+        let hvd = horovod(&group);
+        let model = Mlp::new(&[8, 4, 3]);
+        for groups in [0, 1] {
+            let options = DistributedOptions {
+                groups,
+                name: format!("groups {groups}"),
+                ..DistributedOptions::default()
+            };
+            let mut optimizer = DistributedOptimizer::with_options(sgd(), &model, &hvd, options).unwrap();
+            for step in 0..2 {
+                let x = batch(&group, step).0;
+                let loss = optimizer.forward(&model, |model| model.layers[0].forward(x).mean());
+                optimizer.backward(&loss).unwrap();
+                assert_eq!(
+                    optimizer.synchronize(&model).unwrap().len(),
+                    2,
+                    "the weight and the bias of one layer"
+                );
+            }
+        }
+        hvd.barrier().unwrap();
+    });
+}
+
+#[test]
+fn an_optimizer_s_state_and_tensors_go_from_rank_to_rank() {
+    run(2, |group| {
+        let hvd = horovod(&group);
+        let model = broadcast_parameters(&hvd, Mlp::new(&WIDTHS), Rank::MAIN).unwrap();
+        // Only rank 0 has taken a step.
+        let fresh = || AdamWConfig::new().init();
+        let mut optimizer = fresh();
+        let mut trained = model.clone();
+        if hvd.rank().is_main() {
+            let loss = model.loss(samples(0, 8));
+            let gradients = burn::optim::GradientsParams::from_grads(loss.backward(), &model);
+            trained = optimizer.step(0.1, trained, gradients);
+        }
+        let trained = broadcast_parameters(&hvd, trained, Rank::MAIN).unwrap();
+        let state = broadcast_optimizer_state(&hvd, &optimizer, &trained, Rank::MAIN).unwrap();
+        let mut distributed = DistributedOptimizer::new(fresh(), &trained, &hvd).unwrap();
+        distributed.set_optimizer(state);
+        let loss = distributed.forward(&trained, |model| model.loss(samples(8, 16)));
+        distributed.backward(&loss).unwrap();
+        let next = floats(&distributed.step(0.1, trained).unwrap());
+        let mine = Tensor::<1>::from_floats(next[0].as_slice(), &device());
+        let sum = allreduce(&hvd, "next", mine.clone(), Op::Sum).unwrap();
+        let twice = (mine * 2).into_data().try_to_vec::<f32>().unwrap();
+        assert_eq!(sum.into_data().try_to_vec::<f32>().unwrap(), twice, "both ranks have the same moments");
+        hvd.barrier().unwrap();
+    });
+}
+
+#[test]
+fn mistakes_are_named() {
+    run(2, |group| {
+        let hvd = horovod(&group);
+        let model = Mlp::new(&WIDTHS);
+        let new = |options| DistributedOptimizer::with_options(sgd(), &model, &hvd, options);
+        let none = DistributedOptions { backward_passes_per_step: 0, ..DistributedOptions::default() };
+        assert!(new(none).unwrap_err().to_string().contains("backward_passes_per_step"));
+        let sum = DistributedOptions {
+            op: Op::Sum,
+            gradient_predivide_factor: 2.0,
+            ..DistributedOptions::default()
+        };
+        assert!(new(sum).unwrap_err().to_string().contains("gradient_predivide_factor"));
+        let mut optimizer = new(DistributedOptions::default()).unwrap();
+        let plain = model.loss(samples(0, 8));
+        assert!(optimizer.backward(&plain).unwrap_err().is_invalid_argument());
+        for _ in 0..2 {
+            let loss = optimizer.forward(&model, |model| model.loss(samples(0, 8)));
+            let _outcome = optimizer.backward(&loss);
+        }
+        let loss = optimizer.forward(&model, |model| model.loss(samples(0, 8)));
+        assert!(optimizer.backward(&loss).unwrap_err().to_string().contains("without a step"));
+        drop(loss);
+        optimizer.synchronize(&model).unwrap();
+        // A model that differs between ranks.
+        let width = if hvd.rank().is_main() { 4 } else { 5 };
+        let error = broadcast_parameters(&hvd, Mlp::new(&[8, width]), Rank::MAIN).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("layers.0.weight"), "{error}");
+        hvd.barrier().unwrap();
+    });
+}
