@@ -6,7 +6,6 @@ The native threads must not call Python while it ends, and peers are to get a go
 import atexit
 import os
 import sys
-import threading
 import weakref
 
 from phalanx_torch import _native
@@ -32,14 +31,8 @@ def _leave():
     if error is not None:
         for group in groups:
             group.abort(f"the program of rank {group.rank} ended with {type(error).__name__}: {error}")
-    leaving = [threading.Thread(target=group.close, daemon=True) for group in groups]
-    for thread in leaving:
-        thread.start()
-    for thread, group in zip(leaving, groups):
-        thread.join(GRACE)
-        if thread.is_alive():
-            group.abort(f"the program of rank {group.rank} ended before its operations did")
-            thread.join(GRACE)
+    for group in groups:
+        group.close_within(GRACE, f"the program of rank {group.rank} ended before its operations did")
     _native.close_callbacks(GRACE)
 
 

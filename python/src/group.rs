@@ -1,7 +1,7 @@
 //! A process group, as the Python package uses it.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::RwLock;
 use phalanx::rendezvous::{self, Rendezvous};
@@ -14,13 +14,15 @@ use crate::dtypes::Meaning;
 use crate::errors::raised;
 use crate::lane::Lane;
 use crate::memory::Memory;
-use crate::messages::Messages;
+use crate::messages::{Call, Messages};
 use crate::store::TorchStore;
 use crate::work::{Pending, Work};
 
 /// The ranks of a job, or some of them.
 #[pyclass(frozen, weakref, module = "phalanx_torch._native")]
-pub struct Group {
+pub struct Group(Arc<Inner>);
+
+struct Inner {
     /// None when it has been left.
     group: RwLock<Option<ProcessGroup>>,
     collectives: Lane,
@@ -31,6 +33,9 @@ pub struct Group {
     /// A process that is forked from the group's has its memory, and none of its threads.
     process: u32,
 }
+
+/// How long a rank that leaves waits for messages that it has called for.
+const RECEIVES: Duration = Duration::from_secs(5);
 
 /// How an operation is called: its limit in seconds, if not the group's, and whether the caller waits for it.
 pub type How = (Option<f64>, bool);
@@ -45,41 +50,36 @@ impl Group {
         meet: impl FnOnce() -> phalanx::Result<Rendezvous> + Send,
     ) -> PyResult<Self> {
         let joined = py.detach(|| {
-            let options = GroupOptions::from_env()?;
-            let mut with_timeout = GroupOptions::default();
-            with_timeout.clone_from(&options);
-            with_timeout.timeout = timeout;
-            ProcessGroup::join(meet()?, with_timeout)
+            let mut options = GroupOptions::from_env()?;
+            options.timeout = timeout;
+            ProcessGroup::join(meet()?, options)
         });
         let group = joined.map_err(|error| raised(py, &error))?;
         let (rank, world) = (group.rank(), group.world_size());
-        // Held weakly by nobody else: the lane ends before the group is left.
-        let apart = group.clone();
-        let prepare = Arc::new(move || apart.keep_apart());
-        Ok(Self {
-            collectives: Lane::new(format!("phalanx-torch-{rank}"), prepare),
+        let worker = group.clone();
+        Ok(Self(Arc::new(Inner {
+            collectives: Lane::new(format!("phalanx-torch-{rank}"), move || worker.keep_apart()),
             messages: Messages::new(rank, world.count()),
             timeout: RwLock::new(timeout),
             rank,
             world,
             process: std::process::id(),
             group: RwLock::new(Some(group)),
-        })
+        })))
     }
 
     /// The group, with the limit of one operation.
     pub fn open(&self, timeout: Option<f64>) -> PyResult<ProcessGroup> {
-        let timeout = timeout.map_or(Ok(*self.timeout.read()), duration)?;
-        let group = self.group.read();
-        let group = group.as_ref().filter(|_| self.process == std::process::id());
-        let group = group.ok_or_else(|| match self.process == std::process::id() {
-            true => PyValueError::new_err("this process group has been destroyed"),
-            false => PyValueError::new_err(
+        let timeout = timeout.map_or(Ok(*self.0.timeout.read()), duration)?;
+        if !self.0.is_here() {
+            return Err(PyValueError::new_err(
                 "this process group belongs to the process from which this one was forked; a forked process starts a \
                  group of its own with init_process_group",
-            ),
-        })?;
-        Ok(group.with_timeout(timeout))
+            ));
+        }
+        let group = self.0.group.read();
+        let group = group.as_ref().map(|group| group.with_timeout(timeout));
+        group.ok_or_else(|| PyValueError::new_err("this process group has been destroyed"))
     }
 
     /// Carries out a collective: now, if the caller waits for it, else on the group's worker.
@@ -92,37 +92,62 @@ impl Group {
         let group = self.open(timeout)?;
         let operation = move || operation(&group).map(|()| None);
         if wait {
-            let outcome = py.detach(|| self.collectives.run(operation));
+            let outcome = py.detach(|| self.0.collectives.run(operation));
             return outcome.map(|_| None).map_err(|error| raised(py, &error));
         }
         let pending = Arc::new(Pending::default());
-        py.detach(|| self.collectives.submit(pending.clone(), operation));
+        py.detach(|| self.0.collectives.submit(pending.clone(), operation));
         Ok(Some(Work::new(pending)))
     }
 
-    /// The number of ranks, of a list that has one entry for each.
+    fn message(&self, (timeout, wait): How) -> PyResult<(Call, Work)> {
+        let pending = Arc::new(Pending::default());
+        let limit = timeout.map_or(Ok(*self.0.timeout.read()), duration)?;
+        let call = Call { group: self.open(timeout)?, timeout: limit, wait, pending: pending.clone() };
+        Ok((call, Work::new(pending)))
+    }
+
+    /// Checks the length of a list that has one entry for each.
     pub fn one_for_each(&self, what: &str, length: usize) -> PyResult<()> {
-        if length == self.world.count() {
+        if length == self.0.world.count() {
             return Ok(());
         }
         Err(PyValueError::new_err(format!(
             "{what}: a list of {length}, and the group has {} ranks",
-            self.world
+            self.0.world
         )))
     }
 
     pub fn is_rank(&self, rank: u32) -> bool {
-        self.rank.get() == rank
+        self.0.rank.get() == rank
+    }
+}
+
+impl Inner {
+    /// Is this the process that joined the group, and not one that was forked from it?
+    fn is_here(&self) -> bool {
+        self.process == std::process::id()
     }
 
+    /// Waits for what has been called, and leaves the group.
     fn leave(&self) {
-        if self.process != std::process::id() {
-            return;
+        if self.is_here() {
+            self.collectives.close();
+            if let Some(awaited) = self.messages.close_outbound(RECEIVES) {
+                self.abort(format!("rank {} has left the group while it waited for {awaited}", self.rank));
+            }
+            self.messages.close();
+            let group = self.group.write().take();
+            drop(group);
         }
-        self.collectives.close();
-        self.messages.close();
-        let group = self.group.write().take();
-        drop(group);
+    }
+
+    fn abort(&self, cause: String) {
+        // Not while the lock is held: whoever leaves the group needs it.
+        let group = self.group.read().clone();
+        if let Some(group) = group.filter(|_| self.is_here()) {
+            group.abort(Error::aborted(cause));
+        }
     }
 }
 
@@ -167,12 +192,12 @@ impl Group {
 
     #[getter]
     fn rank(&self) -> u32 {
-        self.rank.get()
+        self.0.rank.get()
     }
 
     #[getter]
     fn world_size(&self) -> u32 {
-        self.world.get()
+        self.0.world.get()
     }
 
     #[getter]
@@ -188,34 +213,50 @@ impl Group {
 
     /// Sets the limit of every operation that has none of its own, in seconds.
     fn set_timeout(&self, timeout: f64) -> PyResult<()> {
-        *self.timeout.write() = duration(timeout)?;
+        *self.0.timeout.write() = duration(timeout)?;
         Ok(())
     }
 
     /// The cause of the group's failure, if it has failed.
     fn failure<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
-        let error = self.group.read().as_ref()?.failure()?;
+        let error = self.0.group.read().as_ref()?.failure()?;
         Some(raised(py, &error).into_value(py).into_bound(py).into_any())
     }
 
     /// Ends the group on every rank: what is called and what waits fails with `cause`.
     fn abort(&self, py: Python<'_>, cause: String) {
-        py.detach(|| {
-            let group = self.group.read().clone();
-            if let Some(group) = group.filter(|_| self.process == std::process::id()) {
-                group.abort(Error::aborted(cause));
-            }
-        });
+        py.detach(|| self.0.abort(cause));
     }
 
     /// Waits for what has been called, and leaves the group.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| self.leave());
+        py.detach(|| self.0.leave());
+    }
+
+    /// As `close`, but waits at most `timeout` seconds, and then aborts the group with `cause`. For the end of the program,
+    /// when Python starts no threads any more.
+    fn close_within(&self, py: Python<'_>, timeout: f64, cause: String) -> PyResult<()> {
+        let timeout = duration(timeout)?;
+        py.detach(|| {
+            let (inner, left) = (self.0.clone(), Arc::new(Pending::default()));
+            let done = left.clone();
+            let leave = move || {
+                inner.leave();
+                done.complete(Ok(None));
+            };
+            // Without a thread there is no time to wait.
+            let leaves = std::thread::Builder::new().name("phalanx-leave".into()).spawn(leave).is_ok();
+            if !leaves || left.wait(Instant::now().checked_add(timeout)).is_none() {
+                self.0.abort(cause);
+                left.wait(Instant::now().checked_add(timeout));
+            }
+        });
+        Ok(())
     }
 
     /// Is it this process's, and has not been left?
     fn is_open(&self) -> bool {
-        self.process == std::process::id() && self.group.read().is_some()
+        self.0.is_here() && self.0.group.read().is_some()
     }
 
     fn barrier(&self, py: Python<'_>, how: How) -> PyResult<Option<Work>> {
@@ -229,12 +270,10 @@ impl Group {
     }
 
     fn send(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, to: u32, tag: i64, how: How) -> PyResult<Work> {
-        let (timeout, wait) = how;
         let memory = Memory::of(tensor, Meaning::Bytes, false)?;
-        let group = self.open(timeout)?;
-        let pending = Arc::new(Pending::default());
-        py.detach(|| self.messages.send(group, Rank::new(to), tag, memory, wait, pending.clone()));
-        Ok(Work::new(pending))
+        let (call, work) = self.message(how)?;
+        py.detach(|| self.0.messages.send(call, Rank::new(to), tag, memory));
+        Ok(work)
     }
 
     /// Receives from the rank `from`, or from any if that is None.
@@ -246,22 +285,23 @@ impl Group {
         tag: i64,
         how: How,
     ) -> PyResult<Work> {
-        let (timeout, wait) = how;
         let memory = Memory::of(tensor, Meaning::Bytes, true)?;
-        let limit = timeout.map_or(Ok(*self.timeout.read()), duration)?;
-        let group = self.open(timeout)?;
-        let pending = Arc::new(Pending::default());
-        let from = from.map(Rank::new);
-        py.detach(|| self.messages.recv(group, limit, from, tag, memory, wait, pending.clone()));
-        Ok(Work::new(pending))
+        let (call, work) = self.message(how)?;
+        py.detach(|| self.0.messages.recv(call, from.map(Rank::new), tag, memory));
+        Ok(work)
     }
 }
 
-impl Drop for Group {
+impl Drop for Inner {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
+        let group = self.group.get_mut().take();
+        if self.process == std::process::id() {
+            // What is in flight has handles of its own, and ends.
+            self.collectives.close_later();
+            self.messages.close_later();
+        } else {
             // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
-            std::mem::forget(self.group.get_mut().take());
+            std::mem::forget(group);
         }
     }
 }

@@ -14,6 +14,7 @@ use phalanx::Error;
 use crate::work::{Outcome, Pending};
 
 type Job = Box<dyn FnOnce() + Send>;
+type Prepare = Box<dyn FnOnce() + Send>;
 
 /// Operations in order.
 pub struct Lane {
@@ -21,7 +22,7 @@ pub struct Lane {
     shared: Arc<Shared>,
     worker: Mutex<Option<JoinHandle<()>>>,
     /// What the worker does first.
-    prepare: Arc<dyn Fn() + Send + Sync>,
+    prepare: Mutex<Option<Prepare>>,
 }
 
 #[derive(Default)]
@@ -38,8 +39,9 @@ struct State {
 }
 
 impl Lane {
-    pub fn new(name: String, prepare: Arc<dyn Fn() + Send + Sync>) -> Self {
-        Self { name, shared: Arc::default(), worker: Mutex::new(None), prepare }
+    pub fn new(name: String, prepare: impl FnOnce() + Send + 'static) -> Self {
+        let prepare: Prepare = Box::new(prepare);
+        Self { name, shared: Arc::default(), worker: Mutex::new(None), prepare: Mutex::new(Some(prepare)) }
     }
 
     /// Runs `operation` after all before it, and returns when it has ended.
@@ -79,10 +81,16 @@ impl Lane {
         self.shared.changed.notify_all();
     }
 
-    /// Runs what has been called, and nothing after it.
-    pub fn close(&self) {
+    /// Takes no more calls; the worker ends when it has run those that it has.
+    pub fn close_later(&self) {
         self.shared.state.lock().closed = true;
         self.shared.changed.notify_all();
+        self.prepare.lock().take();
+    }
+
+    /// As `close_later`, and returns when all calls have ended.
+    pub fn close(&self) {
+        self.close_later();
         if let Some(worker) = self.worker.lock().take()
             && worker.thread().id() != std::thread::current().id()
         {
@@ -100,9 +108,11 @@ impl Lane {
         if worker.is_some() {
             return Ok(());
         }
-        let (shared, prepare) = (self.shared.clone(), self.prepare.clone());
+        let (shared, prepare) = (self.shared.clone(), self.prepare.lock().take());
         let thread = std::thread::Builder::new().name(self.name.clone()).spawn(move || {
-            prepare();
+            if let Some(prepare) = prepare {
+                prepare();
+            }
             shared.serve();
         });
         *worker = Some(thread.map_err(Error::other)?);

@@ -42,8 +42,7 @@ impl Memory {
         if !is_cpu {
             let device = tensor.getattr(intern!(py, "device"))?;
             return Err(PyTypeError::new_err(format!(
-                "this tensor is on {device}; phalanx moves tensors on the CPU: use another backend for that device \
-                 (\"cpu:phalanx,cuda:nccl\")"
+                "this tensor is on {device}; phalanx moves tensors on the CPU: use a group of NCCL's for this one"
             )));
         }
         if !tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {

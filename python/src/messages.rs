@@ -28,6 +28,16 @@ pub struct Messages {
     received: Arc<Received>,
 }
 
+/// How a message is called.
+pub struct Call {
+    /// The group, with the limit of the call.
+    pub group: ProcessGroup,
+    pub timeout: Duration,
+    /// Does the caller wait for the end?
+    pub wait: bool,
+    pub pending: Arc<Pending>,
+}
+
 /// What receives wait for, and what has come without one.
 struct Received {
     table: Mutex<Table>,
@@ -64,7 +74,7 @@ struct Head {
 
 impl Messages {
     pub fn new(rank: Rank, world: usize) -> Self {
-        let lane = |what: String| Lane::new(format!("phalanx-{what}"), Arc::new(|| {}));
+        let lane = |what: String| Lane::new(format!("phalanx-{what}"), || {});
         let lines = (0..world).map(|_| Mutex::new(())).collect();
         let table = Table { next: 0, waiting: Vec::new(), unexpected: VecDeque::new() };
         Self {
@@ -75,21 +85,42 @@ impl Messages {
         }
     }
 
-    /// Ends all lanes, after what has been called.
+    /// Returns when all calls have ended, and takes no more.
     pub fn close(&self) {
-        self.outbound.iter().chain(&self.inbound).chain([&self.from_any]).for_each(Lane::close);
+        self.lanes().for_each(Lane::close);
     }
 
-    /// Sends; returns at once if it does not `wait`.
-    pub fn send(
-        &self,
-        group: ProcessGroup,
-        to: Rank,
-        tag: i64,
-        memory: Memory,
-        wait: bool,
-        pending: Arc<Pending>,
-    ) {
+    /// Returns when everything has been sent, and received, or what was to be received has not come within `patience`:
+    /// then what that is.
+    pub fn close_outbound(&self, patience: Duration) -> Option<String> {
+        self.outbound.iter().for_each(Lane::close);
+        self.inbound.iter().chain([&self.from_any]).for_each(Lane::close_later);
+        let (deadline, mut pause) = (Instant::now() + patience, PAUSES.0);
+        loop {
+            let awaited = self.received.table.lock().waiting.first().map(|waiting| match waiting.from {
+                Some(from) => format!("a message from rank {from} with tag {}", waiting.tag),
+                None => format!("a message from any rank with tag {}", waiting.tag),
+            })?;
+            if Instant::now() >= deadline {
+                return Some(awaited);
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(PAUSES.1);
+        }
+    }
+
+    /// Takes no more calls.
+    pub fn close_later(&self) {
+        self.lanes().for_each(Lane::close_later);
+    }
+
+    fn lanes(&self) -> impl Iterator<Item = &Lane> {
+        self.outbound.iter().chain(&self.inbound).chain([&self.from_any])
+    }
+
+    /// Sends; returns at once if the call does not wait.
+    pub fn send(&self, call: Call, to: Rank, tag: i64, memory: Memory) {
+        let Call { group, wait, pending, .. } = call;
         let Some(lane) = self.outbound.get(to.index()) else { return pending.complete(Err(no_rank(to))) };
         let send = move || {
             let bytes = memory.as_bytes();
@@ -105,17 +136,9 @@ impl Messages {
         }
     }
 
-    /// Receives from a rank, or from any; returns at once if it does not `wait`.
-    pub fn recv(
-        &self,
-        group: ProcessGroup,
-        timeout: Duration,
-        from: Option<Rank>,
-        tag: i64,
-        memory: Memory,
-        wait: bool,
-        pending: Arc<Pending>,
-    ) {
+    /// Receives from a rank, or from any; returns at once if the call does not wait.
+    pub fn recv(&self, call: Call, from: Option<Rank>, tag: i64, memory: Memory) {
+        let Call { group, timeout, wait, pending } = call;
         let lane = match from {
             None => &self.from_any,
             Some(from) => match self.inbound.get(from.index()) {

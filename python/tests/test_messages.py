@@ -95,3 +95,18 @@ def object_lists(rank):
 
 def test_lists_of_objects(ranks):
     ranks(2, object_lists)
+
+
+def forgotten(rank):
+    if rank == 0:
+        work = dist.irecv(torch.zeros(1), 1, tag=3)
+        dist.destroy_process_group()
+        with pytest.raises(phalanx_torch.Error, match="rank 0 has left the group while it waited for a message from rank 1"):
+            work.wait()
+    else:
+        with pytest.raises(phalanx_torch.Error, match="rank 0"):
+            dist.barrier()
+
+
+def test_a_receive_that_nobody_answers_does_not_keep_a_group(ranks):
+    ranks(2, forgotten)

@@ -83,8 +83,8 @@ impl ProcessGroup {
         self.inner.messages.recv(call, from, bytemuck::cast_slice_mut(data), self.patience().deadline())
     }
 
-    /// Has a message from `from` come that no call receives yet? Then [`recv`](Self::recv) does not wait for its sender
-    /// to call. For programs that receive from whoever sends first.
+    /// Has a message from `from` arrived that no call receives yet? Then [`recv`](Self::recv) does not wait for the
+    /// sender's call. For programs that receive from the rank that sends first.
     ///
     /// ```
     /// use phalanx::{ProcessGroup, Rank, WorldSize};
@@ -105,7 +105,7 @@ impl ProcessGroup {
     pub fn probe(&self, from: Rank) -> Result<bool> {
         let from = self.peer(from)?;
         self.failure().map_or(Ok(()), Err)?;
-        self.inner.messages.has_come(from)
+        self.inner.messages.has_arrived(from)
     }
 
     /// Starts to send `buffer` to `to`; [`Work::wait`] returns the buffer when all of it has been sent.

@@ -117,8 +117,8 @@ impl Messages {
         self.shared.drive(line, (call, ticket), deadline, |end| end.pull(&mut frame, data))
     }
 
-    /// Has a message from `from` come that no call receives yet?
-    pub(super) fn has_come(&self, from: Rank) -> Result<bool> {
+    /// Has a message from `from` arrived that no call receives yet?
+    pub(super) fn has_arrived(&self, from: Rank) -> Result<bool> {
         line(&self.shared.inbound, from)?;
         Ok(self.shared.unasked(from).is_some())
     }
