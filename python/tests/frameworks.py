@@ -4,7 +4,8 @@
     python tests/frameworks.py            all, with 2 ranks
     python tests/frameworks.py --only fsdp
 
-Each case compares its result with that of one process, or of all ranks. The exit status is 0 if all work.
+Each case compares its result with that of one process, or of all ranks. The exit status is 0 if all work but those
+in KNOWN.
 """
 
 import argparse
@@ -248,6 +249,9 @@ CASES = {
     "torch.compile, DDP": compiled_ddp,
 }
 
+# What does not work, and why.
+KNOWN = {"torch.compile, DDP": "Dynamo traces into the methods of a group that is written in Python"}
+
 
 def one(rank, name, folder):
     dist.init_process_group("phalanx", f"file://{folder}/store", rank=rank, world_size=WORLD)
@@ -269,10 +273,14 @@ def main():
             try:
                 processes(WORLD, one, name, folder)
                 outcome = "works"
-            except BaseException:
-                failed += 1
-                outcome = "FAILS"
-                print(traceback.format_exc(), file=sys.stderr)
+                if name in KNOWN:
+                    failed += 1
+                    outcome = "works, and KNOWN says that it does not"
+            except AssertionError:
+                outcome = f"does not work: {KNOWN[name]}" if name in KNOWN else "FAILS"
+                if name not in KNOWN:
+                    failed += 1
+                    print(traceback.format_exc(), file=sys.stderr)
         print(f"| {name:40} | {outcome} | {time.monotonic() - begin:.1f} s |", flush=True)
     sys.exit(failed > 0)
 
