@@ -194,9 +194,12 @@ refused! {
     prefix_time => "prefix-output-with-timestamp", "give --log-format json to `phalanx run`: every event has its time";
 }
 
+/// Names and values for the environment.
+type Variables = Vec<(&'static str, OsString)>;
+
 impl Horovodrun {
     /// The same for `phalanx run`: its arguments, and what the environment has besides.
-    fn translated(self) -> Result<(Vec<OsString>, Vec<(&'static str, OsString)>), String> {
+    fn translated(self) -> Result<(Vec<OsString>, Variables), String> {
         if let Some((option, instead)) = self.refused.given() {
             return Err(format!("--{option} has no meaning here: {instead}"));
         }
@@ -230,7 +233,10 @@ impl Horovodrun {
         let flag = |given: bool| given.then(|| OsString::from("1"));
         let variables = [
             (MARK, flag(true)),
-            ("HOROVOD_FUSION_THRESHOLD", self.fusion_threshold_mb.map(|mb| (mb << 20).to_string().into())),
+            (
+                "HOROVOD_FUSION_THRESHOLD",
+                self.fusion_threshold_mb.map(|mb| mb.saturating_mul(1 << 20).to_string().into()),
+            ),
             ("HOROVOD_CYCLE_TIME", number(self.cycle_time_ms)),
             ("HOROVOD_CACHE_CAPACITY", self.cache_capacity.map(|names| names.to_string().into())),
             ("HOROVOD_AUTOTUNE", flag(self.autotune)),
