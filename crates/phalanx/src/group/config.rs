@@ -33,7 +33,7 @@ pub(crate) struct GroupConfig {
     pub members: Option<Arc<[Rank]>>,
     /// The number of calls of this rank on the group and its sub-groups.
     pub calls: Arc<AtomicU64>,
-    /// Does the program call it, and not a thread of this crate?
+    /// Does the program call it, and not a thread of this crate or of an adapter?
     pub is_programs: bool,
 }
 
@@ -110,6 +110,11 @@ impl GroupConfig {
     pub(super) fn subgroup(&self, name: &str, members: &[Rank]) -> Self {
         let members = members.iter().map(|rank| self.global(*rank)).collect();
         Self { backend: self.backend.subgroup(name), members: Some(members), ..self.clone() }
+    }
+
+    /// The same, for calls that are not the program's.
+    pub(super) fn aside(self) -> Self {
+        Self { calls: Arc::default(), is_programs: false, ..self }
     }
 
     /// Connects `rank` with the others of this group.

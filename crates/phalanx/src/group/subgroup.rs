@@ -1,6 +1,5 @@
 //! Groups of some of a group's ranks.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::{GroupConfig, Identity, ProcessGroup};
@@ -8,6 +7,7 @@ use crate::caller::Caller;
 use crate::error::{Error, Kind, Result};
 use crate::hash::fnv1a;
 use crate::rank::Rank;
+use crate::trace::Trace;
 use crate::world_size::WorldSize;
 
 /// The two numbers with which a rank describes its call to the others.
@@ -58,17 +58,18 @@ impl ProcessGroup {
     #[doc(alias("process_set", "add_process_set"))]
     pub fn new_group(&self, ranks: &[Rank]) -> Result<Option<Self>> {
         let ranks = self.checked(ranks)?;
-        let mut number = self.inner.children.lock();
-        self.begin()?;
-        let group = self.in_call(Caller::NewGroup);
-        let records = group.tell([ranks.len() as i64, digest(&ranks)])?;
-        *number += 1;
-        let name = format!("group/{}", *number - 1);
-        if let Some(other) = records.iter().position(|record| *record != records[0]) {
-            return Err(group.differing_lists(&ranks, &records, other)?);
-        }
-        drop(number);
+        let name = self.agree_on(&ranks)?;
         self.join_part(&name, &ranks, Caller::NewGroup)
+    }
+
+    /// A group of all ranks of this one, for an adapter's thread, with its events in `trace`. Calls in it do not count as
+    /// the program's. Every rank must call it, in the same order as its collectives.
+    #[doc(hidden)]
+    pub fn new_group_aside(&self, trace: Trace) -> Result<Self> {
+        let members: Vec<Rank> = self.world_size().ranks().collect();
+        let name = self.agree_on(&members)?;
+        let config = self.inner.config.subgroup(&name, &members).aside();
+        self.connect_part(config, self.rank(), self.world_size(), trace, Caller::NewGroup)
     }
 
     /// Splits this group: the ranks with the same `color` form a group, ordered by `key`, and by rank if keys are
@@ -141,10 +142,9 @@ impl ProcessGroup {
         let name = format!("group/{}", *number - 1);
         drop(number);
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
-        let config = self.inner.config.subgroup(&name, members);
-        let config = GroupConfig { calls: Arc::default(), is_programs: false, ..config };
+        let config = self.inner.config.subgroup(&name, members).aside();
         let world = WorldSize::new(members.len() as u32)?;
-        let group = self.connect_part(config, Rank::new(rank as u32), world, caller)?;
+        let group = self.connect_part(config, Rank::new(rank as u32), world, self.trace(), caller)?;
         Ok(Some(group.with_timeout(timeout).in_call(caller)))
     }
 
@@ -175,6 +175,19 @@ impl ProcessGroup {
         }
         sorted.iter().try_for_each(|rank| self.member(*rank).map(drop))?;
         Ok(sorted)
+    }
+
+    /// The name of a new sub-group of these `ranks`, after a comparison of all ranks' lists.
+    fn agree_on(&self, ranks: &[Rank]) -> Result<String> {
+        let mut number = self.inner.children.lock();
+        self.begin()?;
+        let group = self.in_call(Caller::NewGroup);
+        let records = group.tell([ranks.len() as i64, digest(ranks)])?;
+        *number += 1;
+        if let Some(other) = records.iter().position(|record| *record != records[0]) {
+            return Err(group.differing_lists(ranks, &records, other)?);
+        }
+        Ok(format!("group/{}", *number - 1))
     }
 
     /// Sends the numbers of this call to every rank, and returns those of all, by rank.
@@ -214,7 +227,8 @@ impl ProcessGroup {
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
         let rank = Rank::new(rank as u32);
         let world = WorldSize::new(members.len() as u32)?;
-        self.connect_part(self.inner.config.subgroup(name, members), rank, world, caller).map(Some)
+        let config = self.inner.config.subgroup(name, members);
+        self.connect_part(config, rank, world, self.trace(), caller).map(Some)
     }
 
     /// Connects this rank with the sub-group.
@@ -223,6 +237,7 @@ impl ProcessGroup {
         config: GroupConfig,
         rank: Rank,
         world: WorldSize,
+        trace: Trace,
         caller: Caller,
     ) -> Result<Self> {
         let connected = config.connect(rank, world, self.patience().deadline()).map_err(|error| match error.kind() {
@@ -231,7 +246,7 @@ impl ProcessGroup {
             ),
             _ => error,
         })?;
-        let identity = Identity { rank, world, trace: self.trace(), config };
+        let identity = Identity { rank, world, trace, config };
         let group = Self::new(identity, connected)?.with_timeout(self.timeout);
         // A world of another size may use another row of the table, which has not been compared yet.
         group.tuned(&self.inner.config.tuning, caller)
@@ -241,4 +256,33 @@ impl ProcessGroup {
 /// A hash of a list, by which ranks compare theirs.
 fn digest(ranks: &[Rank]) -> i64 {
     fnv1a(ranks.iter().flat_map(|rank| rank.get().to_le_bytes())) as i64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_adapter_s_calls_are_not_the_program_s_and_may_be_left_out_of_the_trace() {
+        let folder = tempfile::tempdir().unwrap();
+        let trace = Trace::to_file(folder.path().join("t.json"), Rank::MAIN);
+        let groups =
+            ProcessGroup::in_process_in(Default::default(), WorldSize::new(2).unwrap(), &trace).unwrap();
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let aside = group.new_group_aside(Trace::disabled()).unwrap();
+                    let before = group.calls();
+                    let cause = aside.told(Error::mismatch("told before"));
+                    (0..3).for_each(|_| aside.barrier().unwrap());
+                    assert_eq!(group.calls(), before);
+                    assert!(aside.was_told().is_none(), "{cause}: it has calls of its own");
+                    assert_eq!((group.trace().is_enabled(), aside.trace().is_enabled()), (true, false));
+                    let other = group.new_group(&[Rank::new(0), Rank::new(1)]).unwrap().unwrap();
+                    other.barrier().unwrap();
+                    assert!(group.calls() > before);
+                });
+            }
+        });
+    }
 }
