@@ -94,12 +94,12 @@ impl Part {
         self.shape.iter().map(|extent| *extent as usize).collect()
     }
 
-    /// Checks that its bytes can be counted.
+    /// Checks that its bytes can be counted, and those of one row too if there are no rows.
     fn check(&self) -> Result<()> {
         let bytes = self
             .shape
             .iter()
-            .try_fold(self.dtype.size() as u64, |product, extent| product.checked_mul(*extent));
+            .try_fold(self.dtype.size() as u64, |product, extent| product.checked_mul((*extent).max(1)));
         if self.shape.len() > MAX_DIMENSIONS || bytes.is_none_or(|bytes| bytes > isize::MAX as u64) {
             return Err(Error::invalid_argument(format!("no tensor has the shape {:?}", self.shape)));
         }
@@ -160,6 +160,33 @@ impl Request {
             return refuse(format!("{} of a scalar: it needs a first dimension", self.kind.name()));
         }
         Ok(())
+    }
+
+    /// The most bytes that it takes on the wire.
+    pub fn wire_bytes(&self) -> usize {
+        // A length, a type, a code or an extent takes at most ten bytes.
+        const NUMBER: usize = 10;
+        let splits = match &self.kind {
+            Kind::Alltoall { splits } => splits.len(),
+            Kind::Allreduce(_)
+            | Kind::Allgather
+            | Kind::Broadcast { .. }
+            | Kind::Reducescatter(_)
+            | Kind::Barrier => 0,
+        };
+        let parts: usize = self.parts.iter().map(|part| NUMBER * (2 + part.shape.len())).sum();
+        self.name.len() + parts + NUMBER * (splits + 10)
+    }
+
+    /// What rank 0 is told of the rows of this rank's tensors: those of each (allgather), or the splits (alltoall).
+    pub fn rows(&self) -> Vec<u64> {
+        match &self.kind {
+            Kind::Allgather => self.parts.iter().map(Part::rows).collect(),
+            Kind::Alltoall { splits } => splits.clone(),
+            Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Reducescatter(_) | Kind::Barrier => {
+                Vec::new()
+            }
+        }
     }
 
     /// Can this rank's and another's request be carried out together?
@@ -246,6 +273,23 @@ pub(crate) struct Response {
 }
 
 impl Response {
+    /// Is this what `rank` can carry out, which has submitted `own`, or has joined? What rank 0 answers is compared with what
+    /// it was asked.
+    pub fn is_for(&self, rank: Rank, own: Option<&Request>) -> bool {
+        if self.error.is_some() {
+            return true;
+        }
+        let rows = self.rows.get(rank.index());
+        match own {
+            Some(own) => {
+                own.agrees_with(&self.request)
+                    && !self.absent.contains(&rank.get())
+                    && rows.is_none_or(|rows| *rows == own.rows())
+            }
+            None => rows.is_none_or(|rows| rows.iter().all(|rows| *rows == 0)),
+        }
+    }
+
     /// Bytes of the first rank's tensors.
     pub fn bytes(&self) -> usize {
         self.request.parts.iter().map(|part| part.elements().saturating_mul(part.dtype.size())).sum()
@@ -310,6 +354,7 @@ mod tests {
         let sum = Kind::Allreduce(Op::Sum.into());
         assert!(request(sum.clone(), &[2, 3]).check(2).is_ok());
         assert!(request(sum.clone(), &[u64::MAX, 3]).check(2).is_err());
+        assert!(request(Kind::Allgather, &[0, 1 << 40, 1 << 40]).check(2).is_err(), "a row without end");
         assert!(request(sum.clone(), &[1; MAX_DIMENSIONS + 1]).check(2).is_err());
         assert!(Request { name: String::new(), ..request(sum.clone(), &[1]) }.check(2).is_err());
         assert!(Request { name: "n".repeat(MAX_NAME_BYTES + 1), ..request(sum, &[1]) }.check(2).is_err());
@@ -335,6 +380,47 @@ mod tests {
         assert!(round(response(&[&[2], &[]])).check(2).is_err());
         assert!(round(response(&[&[1 << 50], &[1]])).check(2).is_err());
         assert!(round(response(&[&[u64::MAX], &[1]])).check(2).is_err());
+    }
+
+    #[test]
+    fn an_answer_is_for_what_was_asked() {
+        let answer = |kind: Kind, shape: &[u64], rows: &[&[u64]]| Response {
+            request: request(kind, shape),
+            rows: rows.iter().map(|rows| rows.to_vec()).collect(),
+            absent: Vec::new(),
+            error: None,
+        };
+        let (rank, sum) = (Rank::new(1), Kind::Allreduce(Op::Sum.into()));
+        let own = request(sum.clone(), &[4]);
+        assert!(answer(sum.clone(), &[4], &[]).is_for(rank, Some(&own)));
+        assert!(!answer(sum.clone(), &[5], &[]).is_for(rank, Some(&own)), "longer");
+        assert!(!Response { absent: vec![1], ..answer(sum.clone(), &[4], &[]) }.is_for(rank, Some(&own)));
+        assert!(answer(sum, &[5], &[]).is_for(rank, None));
+        let own = request(Kind::Allgather, &[2, 3]);
+        assert!(answer(Kind::Allgather, &[7, 3], &[&[7], &[2]]).is_for(rank, Some(&own)));
+        assert!(!answer(Kind::Allgather, &[7, 3], &[&[7], &[3]]).is_for(rank, Some(&own)), "more rows");
+        assert!(!answer(Kind::Allgather, &[7, 3], &[&[7], &[2]]).is_for(rank, None), "it has joined");
+        let own = request(Kind::Alltoall { splits: vec![0, 2] }, &[2]);
+        let splits = Kind::Alltoall { splits: vec![1, 1] };
+        assert!(answer(splits.clone(), &[2], &[&[1, 1], &[0, 2]]).is_for(rank, Some(&own)));
+        assert!(!answer(splits, &[2], &[&[1, 1], &[2, 0]]).is_for(rank, Some(&own)));
+    }
+
+    #[test]
+    fn no_request_takes_more_bytes_than_it_says() {
+        let reduction = Reduction::new(Op::Average).prescale(0.1).postscale(1e300);
+        let kinds = [
+            Kind::Allreduce(reduction),
+            Kind::Allgather,
+            Kind::Broadcast { root: u32::MAX },
+            Kind::Alltoall { splits: vec![u64::MAX; 9] },
+            Kind::Barrier,
+        ];
+        for kind in kinds {
+            let request = Request { name: "n".repeat(300), ..request(kind, &[u64::MAX; 32]) };
+            let bytes = postcard::to_stdvec(&(&request, u64::MAX)).unwrap().len();
+            assert!(bytes <= request.wire_bytes(), "{bytes} {}", request.wire_bytes());
+        }
     }
 
     #[test]

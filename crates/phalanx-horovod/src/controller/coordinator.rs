@@ -21,6 +21,8 @@ pub(super) struct Coordinator {
     /// Which ranks have joined, and which was the last.
     joined: Vec<bool>,
     last: u32,
+    /// If some ranks have joined and others have not: since when nothing was carried out.
+    joining: Option<Instant>,
     warned: Option<Instant>,
 }
 
@@ -47,6 +49,7 @@ impl Coordinator {
             arrivals: 0,
             joined: vec![false; size],
             last: 0,
+            joining: None,
             warned: None,
         }
     }
@@ -65,6 +68,7 @@ impl Coordinator {
             }
             if message.joins {
                 joins = true;
+                self.joining = self.joining.or(Some(now));
                 self.joined[rank] = true;
                 self.last = rank as u32;
             }
@@ -72,9 +76,14 @@ impl Coordinator {
         if joins {
             touched.extend(self.waiting.keys());
         }
-        let responses = touched.into_iter().filter_map(|arrival| self.answer(arrival)).collect();
+        let responses: Vec<Response> =
+            touched.into_iter().filter_map(|arrival| self.answer(arrival)).collect();
+        if !responses.is_empty() {
+            self.progressed(now);
+        }
         let all_joined = self.joined.iter().all(|joined| *joined).then(|| {
             self.joined.fill(false);
+            self.joining = None;
             self.last
         });
         Round { responses, all_joined, stalled: self.expired(now), settings: None }
@@ -111,34 +120,52 @@ impl Coordinator {
         Some(response)
     }
 
+    /// Something is carried out: ranks that have joined wait for a reason.
+    pub fn progressed(&mut self, now: Instant) {
+        self.joining = self.joining.map(|_| now);
+    }
+
     /// A warning, if it is time, of what some ranks wait for and others lack.
     pub fn warning(&mut self, now: Instant) -> Option<String> {
         let after = self.stall.warn?;
         let is_due = self.warned.is_none_or(|warned| now.saturating_duration_since(warned) >= after);
-        let stalled = if is_due { self.stalled(after, now) } else { Vec::new() };
-        if stalled.is_empty() {
+        if !is_due {
             return None;
         }
-        let described = self.described(&stalled);
+        let (stalled, seconds) = (self.stalled(after, now), after.as_secs_f64());
+        let warning = if !stalled.is_empty() {
+            let described = self.described(&stalled);
+            format!(
+                "tensors that some ranks have submitted wait for others for {seconds} s: {described} (do all ranks submit \
+                 the same names? a rank without data calls join)"
+            )
+        } else {
+            let waiting = self.waiting_for_joins(after, now)?;
+            format!("nothing was carried out for {seconds} s: {waiting} (every rank calls join at its end)")
+        };
         self.warned = Some(now);
+        Some(warning)
+    }
+
+    /// Why everything ends, if a tensor or a rank that has joined has waited for too long.
+    pub fn expired(&self, now: Instant) -> Option<String> {
+        let (end, seconds) = (self.stall.end, self.stall.end.as_secs_f64());
+        let stalled = self.stalled(end, now);
+        if stalled.is_empty() {
+            let waiting = self.waiting_for_joins(end, now)?;
+            return Some(format!("nothing was carried out within {seconds} s: {waiting}"));
+        }
         Some(format!(
-            "tensors that some ranks have submitted wait for others for {} s: {described} (do all ranks submit the same \
-             names? a rank without data calls join)",
-            after.as_secs_f64(),
+            "tensors were not submitted by all ranks within {seconds} s: {}",
+            self.described(&stalled)
         ))
     }
 
-    /// Why everything ends, if a tensor has waited for too long.
-    pub fn expired(&self, now: Instant) -> Option<String> {
-        let stalled = self.stalled(self.stall.end, now);
-        if stalled.is_empty() {
-            return None;
-        }
-        let after = self.stall.end.as_secs_f64();
-        Some(format!(
-            "tensors were not submitted by all ranks within {after} s: {}",
-            self.described(&stalled)
-        ))
+    /// Which ranks have joined and which have not, if nothing was carried out for so long.
+    fn waiting_for_joins(&self, after: Duration, now: Instant) -> Option<String> {
+        self.joining.filter(|since| now.saturating_duration_since(*since) >= after)?;
+        let of = |has_joined: bool| (0..self.size).filter(move |rank| self.joined[*rank] == has_joined);
+        Some(format!("{} joined, and {} did not", ranks(of(true)), ranks(of(false))))
     }
 
     fn stalled(&self, after: Duration, now: Instant) -> Vec<&Waiting> {
@@ -167,7 +194,7 @@ impl Coordinator {
 }
 
 /// "rank 3", "ranks 0, 2".
-pub(super) fn ranks(ranks: impl Iterator<Item = usize>) -> String {
+pub(crate) fn ranks(ranks: impl Iterator<Item = usize>) -> String {
     const SHOWN: usize = 16;
     let all: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
     let more = if all.len() > SHOWN { ", .." } else { "" };
@@ -201,16 +228,8 @@ fn respond(requests: Vec<Option<Request>>) -> Option<Response> {
     };
     let rows = match &request.kind {
         _ if error.is_some() => Vec::new(),
-        Kind::Allgather => {
-            of_all(&|request| request.parts.iter().map(|part| part.rows()).collect(), request.parts.len())
-        }
-        Kind::Alltoall { .. } => of_all(
-            &|request| match &request.kind {
-                Kind::Alltoall { splits } => splits.clone(),
-                _ => Vec::new(),
-            },
-            requests.len(),
-        ),
+        Kind::Allgather => of_all(&Request::rows, request.parts.len()),
+        Kind::Alltoall { .. } => of_all(&Request::rows, requests.len()),
         Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Reducescatter(_) | Kind::Barrier => Vec::new(),
     };
     Some(Response { request, rows, absent, error })

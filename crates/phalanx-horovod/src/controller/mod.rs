@@ -19,13 +19,15 @@ mod simulation;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use phalanx::group::MAX_OBJECT_BYTES;
 use phalanx::{Error, Rank, Result};
 
 use self::cache::{Cache, Lookup};
 use self::coordinator::Coordinator;
+pub(crate) use self::coordinator::ranks;
 pub(crate) use self::fusion::{Batch, Fused, Member, fuse};
 use crate::request::{Kind, Message, Request, Response, Round, Settings};
 
@@ -50,12 +52,15 @@ pub(crate) struct Controller {
     /// Of these, what waits for the others in a slot of the cache.
     hits: BTreeMap<usize, String>,
     /// Of these, what the coordinator has not heard of, in the order of submission.
-    unsent: Vec<String>,
+    unsent: VecDeque<String>,
     /// Slots whose response no longer fits.
     stale: Vec<usize>,
     joined: bool,
+    /// It has joined, and the coordinator has not heard of it.
     joins: bool,
     leaves: bool,
+    /// The time of this cycle.
+    now: Instant,
     /// On rank 0.
     coordinator: Option<Coordinator>,
     /// On rank 0: what to tell all ranks.
@@ -111,11 +116,12 @@ impl Controller {
             cache: Cache::new(capacity),
             pending: HashMap::new(),
             hits: BTreeMap::new(),
-            unsent: Vec::new(),
+            unsent: VecDeque::new(),
             stale: Vec::new(),
             joined: false,
             joins: false,
             leaves: false,
+            now: Instant::now(),
             coordinator: rank.is_main().then(|| Coordinator::new(size, stall)),
             settings: None,
             ready: Vec::new(),
@@ -131,9 +137,9 @@ impl Controller {
             }
             Lookup::Stale(slot) => {
                 self.stale.push(slot);
-                self.unsent.push(name.clone());
+                self.unsent.push_back(name.clone());
             }
-            Lookup::Unknown => self.unsent.push(name.clone()),
+            Lookup::Unknown => self.unsent.push_back(name.clone()),
         }
         self.pending.insert(name, Pending { request, since: now });
     }
@@ -163,9 +169,12 @@ impl Controller {
     /// This rank's bits: flags, then a bit for each slot that this rank has or, because it has joined, does not mind, then
     /// a bit for each slot that still holds.
     pub fn vector(&mut self, now: Instant) -> Vec<u64> {
+        self.now = now;
         self.give_up_on_stalled(now);
         let mut stale = std::mem::take(&mut self.stale);
         if self.joined {
+            // A rank that has joined has every bit, so that the bits no longer say whether it has submitted these.
+            stale.extend(self.hits.keys());
             // What a rank without data brings to these is not what it brought before.
             let me = self.rank.get();
             stale.extend(self.cache.find(|response| match response.request.kind {
@@ -234,6 +243,9 @@ impl Controller {
                 self.ready.extend(self.cache.take_up(slot));
             }
         }
+        if let Some(coordinator) = self.coordinator.as_mut().filter(|_| !self.ready.is_empty()) {
+            coordinator.progressed(self.now);
+        }
         Ok(Next {
             negotiate: any_stale || Flag::Negotiate.is_set(*flags),
             leaving: Flag::Leaves.is_set(*flags),
@@ -241,14 +253,28 @@ impl Controller {
         })
     }
 
-    /// What the coordinator must know.
+    /// What the coordinator must know: as much as there is room for in the messages of all ranks together. The rest goes
+    /// with the next cycles, and with the last of it the word that this rank has joined.
     pub fn message(&mut self, now: Instant) -> Message {
-        let requests = self.unsent.drain(..).filter_map(|name| {
-            let pending = self.pending.get(&name)?;
+        // A list has a length of its own.
+        let mut room = (MAX_OBJECT_BYTES / self.size).saturating_sub(32);
+        let mut requests = Vec::new();
+        while let Some(name) = self.unsent.front() {
+            let Some(pending) = self.pending.get(name) else {
+                self.unsent.pop_front();
+                continue;
+            };
+            let bytes = pending.request.wire_bytes();
+            if bytes > room && !requests.is_empty() {
+                break;
+            }
+            room = room.saturating_sub(bytes);
             let waited = now.saturating_duration_since(pending.since).as_millis();
-            Some((pending.request.clone(), u64::try_from(waited).unwrap_or(u64::MAX)))
-        });
-        Message { requests: requests.collect(), joins: std::mem::take(&mut self.joins) }
+            requests.push((pending.request.clone(), u64::try_from(waited).unwrap_or(u64::MAX)));
+            self.unsent.pop_front();
+        }
+        let joins = self.unsent.is_empty() && std::mem::take(&mut self.joins);
+        Message { requests, joins }
     }
 
     /// On rank 0: the answer to the messages of all ranks, by rank.
@@ -290,10 +316,16 @@ impl Controller {
                     self.rank
                 )));
             }
+            if !response.is_for(self.rank, own.as_ref()) {
+                return Err(Error::mismatch(format!(
+                    "rank 0 answers for {name:?} with {}, which rank {} has not asked for",
+                    response.request, self.rank
+                )));
+            }
             if response.error.is_none() && response.absent.is_empty() && response.request.kind.is_cached() {
                 let taken = self.cache.insert(response.clone(), own);
                 if let Some(name) = taken.and_then(|slot| self.hits.remove(&slot)) {
-                    self.unsent.push(name);
+                    self.unsent.push_back(name);
                 }
             }
             ready.push(response);
@@ -307,7 +339,7 @@ impl Controller {
     fn evict(&mut self, slot: usize) {
         self.cache.evict(slot);
         if let Some(name) = self.hits.remove(&slot) {
-            self.unsent.push(name);
+            self.unsent.push_back(name);
         }
     }
 }

@@ -37,6 +37,10 @@ impl World {
         self.ranks[rank].join();
     }
 
+    fn has_in_flight(&self, rank: usize, name: &str) -> bool {
+        self.ranks[rank].pending.contains_key(name)
+    }
+
     pub fn pass(&mut self, time: Duration) {
         self.now += time;
     }
@@ -226,6 +230,104 @@ fn ranks_that_join_at_any_time_hold_nobody_up() {
             let last = (0..size).filter(|rank| lives[*rank] == most).max();
             prop_assert_eq!(world.all_joined, last.map(|rank| rank as u32));
         }
+        Ok(())
+    });
+    outcome.unwrap();
+}
+
+/// What a rank does, one after the other.
+#[derive(Clone, Debug)]
+enum Act {
+    Submit(Request),
+    Join,
+}
+
+/// Each rank's acts: steps, each with every tensor once in an order of its own, then a join; all of that several times.
+/// Shapes may change from step to step, so that what is cached no longer fits.
+fn scripts() -> impl Strategy<Value = Vec<Vec<Act>>> {
+    (2usize..6, 1usize..5).prop_flat_map(|(size, tensors)| {
+        let order = Just((0..tensors).collect::<Vec<_>>()).prop_shuffle();
+        let steps = prop::collection::vec(order, 0..5);
+        let epochs = prop::collection::vec(steps, 3);
+        let changes = prop::collection::vec(prop::collection::vec(1u64..4, tensors), 5);
+        let kinds = prop::sample::select(vec![
+            Kind::Allreduce(Op::Sum.into()),
+            Kind::Allreduce(Op::Sum.into()),
+            Kind::Allgather,
+            Kind::Reducescatter(Op::Sum.into()),
+            Kind::Broadcast { root: 0 },
+            Kind::Broadcast { root: 1 },
+        ]);
+        let kinds = prop::collection::vec(kinds, tensors);
+        (prop::collection::vec(epochs, size), changes, kinds).prop_map(|(ranks, changes, kinds)| {
+            let script = |epochs: Vec<Vec<Vec<usize>>>| {
+                let mut acts = Vec::new();
+                for steps in epochs {
+                    for (step, order) in steps.into_iter().enumerate() {
+                        acts.extend(order.into_iter().map(|index| {
+                            // Some tensors keep their shape in all steps.
+                            let rows = if index % 2 == 0 { 3 } else { changes[step][index] };
+                            Act::Submit(tensor(kinds[index].clone(), &format!("t{index}"), rows))
+                        }));
+                    }
+                    acts.push(Act::Join);
+                }
+                acts
+            };
+            ranks.into_iter().map(script).collect()
+        })
+    })
+}
+
+#[test]
+fn whatever_ranks_submit_before_they_join_is_carried_out() {
+    let mut runner = TestRunner::new(Config { cases: 300, failure_persistence: None, ..Config::default() });
+    // How many acts of each rank come in a cycle, and how many seconds pass.
+    let paces = prop::collection::vec((prop::collection::vec(0usize..5, 6), 0u64..100), 1..40);
+    let test = (scripts(), paces, prop::sample::select(vec![0usize, 1, 2, 64]));
+    let outcome = runner.run(&test, |(scripts, paces, capacity)| {
+        let (size, forever) = (scripts.len(), Duration::from_secs(1 << 30));
+        let stall = StallTimes { warn: Some(Duration::from_secs(60)), end: forever };
+        let mut world = World::new(size, capacity, stall);
+        let mut rest: Vec<_> = scripts.iter().map(|script| script.iter().peekable()).collect();
+        let mut joined = vec![false; size];
+        let mut epochs = 0;
+        let mut paces = paces.iter().cycle();
+        for cycle in 0..2000 {
+            let Some((counts, seconds)) = paces.next() else { break };
+            for (rank, acts) in rest.iter_mut().enumerate() {
+                // In the end all go on, so that there is one.
+                for _ in 0..counts[rank].max(usize::from(cycle > 200)) {
+                    let may = |act: &&Act| match act {
+                        Act::Submit(request) => !world.has_in_flight(rank, &request.name),
+                        Act::Join => true,
+                    };
+                    match if joined[rank] { None } else { acts.next_if(may) } {
+                        Some(Act::Submit(request)) => world.submit(rank, request.clone()),
+                        Some(Act::Join) => {
+                            joined[rank] = true;
+                            world.join(rank);
+                        }
+                        None => break,
+                    }
+                }
+            }
+            world.pass(Duration::from_secs(*seconds));
+            world.cycle();
+            world.warning();
+            if world.all_joined.is_some() {
+                prop_assert!(world.is_done(), "what was submitted before the last join");
+                joined.fill(false);
+                epochs += 1;
+            }
+            if rest.iter_mut().all(|acts| acts.peek().is_none()) {
+                break;
+            }
+        }
+        // The last words.
+        world.cycle();
+        prop_assert!(world.is_done());
+        prop_assert_eq!((epochs, rest.iter().map(ExactSizeIterator::len).sum::<usize>()), (3, 0));
         Ok(())
     });
     outcome.unwrap();

@@ -141,6 +141,83 @@ fn ranks_without_data_hold_nobody_up_and_the_last_one_is_known() {
 }
 
 #[test]
+fn a_rank_may_join_before_what_it_has_submitted_is_carried_out() {
+    let mut world = world(2);
+    (0..2).for_each(|rank| world.submit(rank, allreduce("a", 4)));
+    world.cycle();
+    world.join(1);
+    world.cycle();
+    world.submit(0, allreduce("a", 4)); // a bit
+    world.join(0);
+    let ready = world.cycle();
+    assert_eq!(names(&ready), ["a"]);
+    assert_eq!((&ready[0].absent[..], world.all_joined), (&[1][..], Some(0)));
+    assert!(world.is_done());
+}
+
+#[test]
+fn ranks_that_have_joined_do_not_wait_for_ever() {
+    let mut world = world(3);
+    (0..3).for_each(|rank| world.submit(rank, allreduce("a", 4)));
+    world.cycle();
+    world.join(1);
+    world.cycle();
+    for _ in 0..10 {
+        // The others still have data: that is no reason for a warning.
+        world.pass(Duration::from_secs(50));
+        [0, 2].into_iter().for_each(|rank| world.submit(rank, allreduce("a", 4)));
+        assert_eq!(world.cycle().len(), 1);
+        assert_eq!(world.warning(), None);
+    }
+    world.pass(Duration::from_secs(61));
+    world.cycle();
+    let warning = world.warning().unwrap();
+    assert!(
+        warning.contains("nothing was carried out for 60 s: rank 1 joined, and ranks 0, 2 did not"),
+        "{warning}"
+    );
+    assert_eq!((world.warning(), world.stalled.clone()), (None, None));
+    world.pass(Duration::from_secs(1800));
+    world.cycle();
+    let stalled = world.stalled.clone().unwrap();
+    assert!(stalled.contains("within 1800 s: rank 1 joined, and ranks 0, 2 did not"), "{stalled}");
+}
+
+#[test]
+fn a_rank_sends_no_more_than_its_share_in_a_cycle() {
+    let size = 1 << 15; // a share of 8 KiB
+    let mut controller = Controller::new(Rank::new(1), size, 8, world(1).stall);
+    let now = Instant::now();
+    let name = |index: usize| format!("{index} {}", "n".repeat(1000));
+    (0..20).for_each(|index| controller.submit(allreduce(&name(index), 4), now));
+    controller.join();
+    let mut sent = Vec::new();
+    loop {
+        let flags = controller.vector(now)[0];
+        assert!(Flag::Negotiate.is_set(flags), "it has more to say");
+        let message = controller.message(now);
+        let bytes = postcard::to_stdvec(&message).unwrap().len();
+        assert!(bytes <= MAX_OBJECT_BYTES / size && !message.requests.is_empty(), "{bytes}");
+        sent.extend(message.requests.into_iter().map(|(request, _)| request.name));
+        if message.joins {
+            break;
+        }
+    }
+    assert_eq!(sent, (0..20).map(name).collect::<Vec<_>>(), "it has joined with the last one");
+    assert!(!Flag::Negotiate.is_set(controller.vector(now)[0]));
+}
+
+#[test]
+fn an_answer_to_something_else_is_refused() {
+    let mut controller = Controller::new(Rank::new(1), 2, 8, world(1).stall);
+    controller.submit(allreduce("a", 4), Instant::now());
+    let response = Response { request: allreduce("a", 5), rows: Vec::new(), absent: Vec::new(), error: None };
+    let round = Round { responses: vec![response], ..Round::default() };
+    let error = controller.finish(round).unwrap_err();
+    assert!(error.is_mismatch() && error.to_string().contains("has not asked for"), "{error}");
+}
+
+#[test]
 fn bits_of_another_length_and_answers_for_unknown_names_are_refused() {
     let mut controller = Controller::new(Rank::new(1), 2, 8, world(1).stall);
     assert!(controller.combined(&[]).unwrap_err().is_mismatch());
