@@ -11,9 +11,13 @@ use crate::request::Settings;
 const CYCLES: [u64; 5] = [500, 1_000, 2_500, 5_000, 10_000];
 /// Thresholds that are tried: the one that is set, divided by these.
 const DIVISORS: [usize; 4] = [2, 4, 16, 64];
-/// How long new settings run before they are measured, and how long they are.
+/// How long new settings run before they are measured, and how long they are at least.
 const WARM_UP: Duration = Duration::from_millis(500);
 const SAMPLE: Duration = Duration::from_millis(1500);
+/// A sample is discarded if more than a quarter of it is one pause, such as an evaluation; the next one lasts so many times
+/// as long as this pause, because it may belong to each step. But no longer than this.
+const PAUSES: u32 = 8;
+const LONGEST_SAMPLE: Duration = Duration::from_secs(30);
 /// By how much settings must be better.
 const MARGIN: f64 = 1.02;
 
@@ -23,8 +27,20 @@ pub(crate) struct Autotune {
     best_rate: Option<f64>,
     trial: Settings,
     untried: Vec<Trial>,
-    /// When the trial is measured from, and what it has moved since.
-    from: Option<Instant>,
+    /// The end of the warm-up of this trial; none before its first bytes.
+    warm: Option<Instant>,
+    sample: Option<Sample>,
+    /// How long a sample of this trial is at least.
+    least: Duration,
+    is_done: bool,
+}
+
+/// What is moved with the same settings, from the time of some bytes to that of others.
+#[derive(Debug)]
+struct Sample {
+    from: Instant,
+    last: Instant,
+    longest_pause: Duration,
     bytes: usize,
 }
 
@@ -35,34 +51,57 @@ enum Trial {
 }
 
 impl Autotune {
-    pub fn new(start: Settings) -> Self {
-        let cycles = CYCLES.into_iter().filter(|cycle| *cycle != start.cycle_micros).map(Trial::Cycle);
-        let thresholds = DIVISORS.into_iter().map(|divisor| Trial::Threshold(start.threshold / divisor));
+    /// Begins with `start`. What `is_set` by a variable is not tried.
+    pub fn new(start: Settings, is_set: impl Fn(&str) -> bool) -> Self {
+        let (cycle_is_set, threshold_is_set) =
+            (is_set("HOROVOD_CYCLE_TIME"), is_set("HOROVOD_FUSION_THRESHOLD"));
+        let cycles = CYCLES.into_iter().filter(|cycle| !cycle_is_set && *cycle != start.cycle_micros);
+        let thresholds = DIVISORS.into_iter().filter(|_| !threshold_is_set && start.threshold > 0);
+        let thresholds = thresholds.map(|divisor| Trial::Threshold(start.threshold / divisor));
         // The last is tried first.
-        let untried = cycles.chain(thresholds).rev().collect();
-        Self { best: start, best_rate: None, trial: start, untried, from: None, bytes: 0 }
+        let untried: Vec<Trial> = cycles.map(Trial::Cycle).chain(thresholds).rev().collect();
+        Self {
+            best: start,
+            best_rate: None,
+            trial: start,
+            is_done: untried.is_empty(),
+            untried,
+            warm: None,
+            sample: None,
+            least: SAMPLE,
+        }
     }
 
     /// `bytes` were moved until `now`. Returns other settings, if it is time for them. `None` for good after the last
     /// ones, which are the best.
     pub fn moved(&mut self, bytes: usize, now: Instant) -> Option<Settings> {
-        if self.best_rate.is_some()
-            && self.untried.is_empty()
-            && self.trial == self.best
-            && self.from.is_none()
-        {
+        // Time begins and ends with bytes: what passes before and after is not the settings'.
+        if self.is_done || bytes == 0 || now < *self.warm.get_or_insert(now + WARM_UP) {
             return None;
         }
-        let from = *self.from.get_or_insert(now + WARM_UP);
-        if now < from {
+        let new = Sample { from: now, last: now, longest_pause: Duration::ZERO, bytes: 0 };
+        let Some(sample) = &mut self.sample else {
+            self.sample = Some(new);
+            return None;
+        };
+        sample.longest_pause = sample.longest_pause.max(now.saturating_duration_since(sample.last));
+        sample.last = now;
+        sample.bytes = sample.bytes.saturating_add(bytes);
+        let elapsed = now.saturating_duration_since(sample.from);
+        if elapsed < self.least {
             return None;
         }
-        self.bytes += bytes;
-        let elapsed = now.saturating_duration_since(from);
-        if elapsed < SAMPLE || self.bytes == 0 {
+        if sample.longest_pause > elapsed / 4 {
+            self.least = (sample.longest_pause * PAUSES).clamp(SAMPLE, LONGEST_SAMPLE);
+            self.sample = Some(new);
             return None;
         }
-        let rate = self.bytes as f64 / elapsed.as_secs_f64();
+        let rate = sample.bytes as f64 / elapsed.as_secs_f64();
+        self.measured(rate)
+    }
+
+    /// The trial's bytes a second. Goes on to the next one.
+    fn measured(&mut self, rate: f64) -> Option<Settings> {
         tracing::info!(
             threshold = self.trial.threshold,
             cycle_us = self.trial.cycle_micros,
@@ -72,7 +111,7 @@ impl Autotune {
         if self.best_rate.is_none_or(|best| rate > best * MARGIN) {
             (self.best, self.best_rate) = (self.trial, Some(rate));
         }
-        (self.from, self.bytes) = (None, 0);
+        (self.warm, self.sample, self.least) = (None, None, SAMPLE);
         let before = self.trial;
         self.trial = match self.untried.pop() {
             Some(Trial::Cycle(cycle_micros)) => Settings { cycle_micros, ..self.best },
@@ -80,6 +119,7 @@ impl Autotune {
             None => {
                 let Settings { threshold, cycle_micros } = self.best;
                 tracing::info!(threshold, cycle_us = cycle_micros, "autotune has chosen");
+                self.is_done = true;
                 self.best
             }
         };
@@ -91,14 +131,19 @@ impl Autotune {
 mod tests {
     use super::*;
 
-    /// Runs the tuner on a machine that moves so many bytes a second with given settings. Returns where it ends, and how
-    /// many settings it has tried.
-    fn tuned(start: Settings, rate: impl Fn(Settings) -> f64) -> (Settings, usize) {
-        let (mut tuner, mut settings, mut now, mut changes) =
-            (Autotune::new(start), start, Instant::now(), 0);
-        for _ in 0..100_000 {
-            now += Duration::from_millis(1);
-            if let Some(next) = tuner.moved((rate(settings) / 1e3) as usize, now) {
+    /// Runs the tuner for 300 s on a machine that moves so many bytes a second with given settings, each `period` and not
+    /// while it `pauses`. Returns where it ends, and how many settings it has tried.
+    fn run(
+        mut tuner: Autotune,
+        period: u64,
+        pauses: impl Fn(u64) -> bool,
+        rate: impl Fn(Settings) -> f64,
+    ) -> (Settings, usize) {
+        let (mut settings, begin, mut changes) = (tuner.best, Instant::now(), 0);
+        for millis in 0..300_000 {
+            let moves = millis % period == 0 && !pauses(millis);
+            let bytes = if moves { rate(settings) * period as f64 / 1e3 } else { 0.0 };
+            if let Some(next) = tuner.moved(bytes as usize, begin + Duration::from_millis(millis)) {
                 settings = next;
                 changes += 1;
             }
@@ -106,19 +151,46 @@ mod tests {
         (settings, changes)
     }
 
+    fn tuned(start: Settings, rate: impl Fn(Settings) -> f64) -> (Settings, usize) {
+        run(Autotune::new(start, |_| false), 1, |_| false, rate)
+    }
+
     const START: Settings = Settings { threshold: 64 << 20, cycle_micros: 1_000 };
+
+    /// Best at 5 ms and 16 MiB.
+    fn peaked(settings: Settings) -> f64 {
+        let far = |value: f64, best: f64| (value / best).log2().abs();
+        1e9 - 1e8 * far(settings.cycle_micros as f64, 5e3)
+            - 1e8 * far(settings.threshold as f64, f64::from(16 << 20))
+    }
 
     #[test]
     fn the_best_of_each_is_kept() {
-        // Best at 5 ms and 16 MiB.
-        let rate = |settings: Settings| {
-            let far = |value: f64, best: f64| (value / best).log2().abs();
-            1e9 - 1e8 * far(settings.cycle_micros as f64, 5e3)
-                - 1e8 * far(settings.threshold as f64, f64::from(16 << 20))
-        };
-        let (settings, changes) = tuned(START, rate);
+        let (settings, changes) = tuned(START, peaked);
         assert_eq!(settings, Settings { threshold: 16 << 20, cycle_micros: 5_000 });
         assert!(changes <= 9, "{changes}");
+    }
+
+    #[test]
+    fn what_a_variable_sets_is_not_tried() {
+        let tuner = Autotune::new(START, |name| name == "HOROVOD_CYCLE_TIME");
+        assert_eq!(run(tuner, 1, |_| false, peaked).0, Settings { threshold: 16 << 20, ..START });
+        let tuner = Autotune::new(START, |name| name == "HOROVOD_FUSION_THRESHOLD");
+        assert_eq!(run(tuner, 1, |_| false, peaked).0, Settings { cycle_micros: 5_000, ..START });
+        assert_eq!(run(Autotune::new(START, |_| true), 1, |_| false, peaked), (START, 0));
+    }
+
+    #[test]
+    fn pauses_are_not_measured_and_slow_steps_are() {
+        let alike = |_| 1e9;
+        let new = || Autotune::new(START, |_| false);
+        // Nothing moves for the first 20 s; evaluations of 3 s come at any time.
+        assert_eq!(run(new(), 1, |millis| millis < 20_000, alike).0, START);
+        for every in [41_000, 67_000, 90_000] {
+            assert_eq!(run(new(), 1, |millis| millis % every < 3_000, alike).0, START, "every {every} ms");
+        }
+        let best = Settings { threshold: 16 << 20, cycle_micros: 5_000 };
+        assert_eq!(run(new(), 2_000, |_| false, peaked).0, best, "steps of 2 s");
     }
 
     #[test]

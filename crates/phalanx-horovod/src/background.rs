@@ -1,6 +1,8 @@
 //! The thread that negotiates and carries out what is ready, in cycles.
 
+use std::any::Any;
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,6 +22,10 @@ use crate::request::{Message, Response, Round, Settings};
 /// After so many cycles in which no rank waits for anything, cycles are so many times as long, until a rank does: the same on
 /// every rank.
 const IDLE: (u32, u32) = (16, 5);
+/// Of a cycle while no rank waits for anything, before it is so many times as long.
+const LEAST_IDLE_CYCLE: Duration = Duration::from_millis(1);
+/// The most names that have a track of their own in a timeline. Others share one.
+const MAX_TRACKS: u32 = 4096;
 
 pub(crate) struct Background {
     shared: Arc<Shared>,
@@ -59,32 +65,35 @@ impl Background {
             leaves: false,
             idle: 0,
             settings,
-            autotune: (options.autotune && rank.is_main()).then(|| Autotune::new(settings)),
+            autotune: (options.autotune && rank.is_main()).then(|| Autotune::new(settings, is_set)),
             timeline,
         }
     }
 
     pub fn run(mut self) {
-        let cause = loop {
-            let begin = Instant::now();
-            match self.cycle() {
-                Ok(None) => std::thread::sleep(self.pace().saturating_sub(begin.elapsed())),
-                Ok(Some(end)) => break end,
-                Err(cause) => {
-                    // The other ranks wait for this one in either group.
-                    self.groups.control.abort(cause.clone());
-                    self.groups.data.abort(cause.clone());
-                    break cause;
-                }
-            }
-        };
+        self.groups.data.keep_apart();
+        let ended = catch_unwind(AssertUnwindSafe(|| self.cycles())).unwrap_or_else(|panic| {
+            let rank = self.groups.control.rank();
+            Err(Error::aborted(format!("Horovod's thread of rank {rank} panicked: {}", message(&*panic))))
+        });
+        let cause = ended.unwrap_or_else(|cause| {
+            // The other ranks wait for this one in either group.
+            self.groups.control.abort(cause.clone());
+            self.groups.data.abort(cause.clone());
+            cause
+        });
         self.fail_all(&cause);
     }
 
-    /// The time from the beginning of a cycle to the next.
-    fn pace(&self) -> Duration {
-        let cycle = Duration::from_micros(self.settings.cycle_micros);
-        if self.idle < IDLE.0 { cycle } else { cycle * IDLE.1 }
+    /// Cycles until a rank shuts down. Returns which one.
+    fn cycles(&mut self) -> Result<Error> {
+        loop {
+            let begin = Instant::now();
+            if let Some(end) = self.cycle()? {
+                return Ok(end);
+            }
+            self.shared.pause(pace(&self.settings, self.idle).saturating_sub(begin.elapsed()));
+        }
     }
 
     /// One cycle. Returns why it is the last one, if a rank has shut down.
@@ -212,11 +221,27 @@ impl Background {
     }
 }
 
+/// The time from the beginning of a cycle to the next, after `idle` cycles in which no rank waited.
+fn pace(settings: &Settings, idle: u32) -> Duration {
+    let cycle = Duration::from_micros(settings.cycle_micros);
+    if idle < IDLE.0 { cycle } else { cycle.max(LEAST_IDLE_CYCLE) * IDLE.1 }
+}
+
+fn is_set(name: &str) -> bool {
+    std::env::var_os(name).is_some_and(|value| !value.is_empty())
+}
+
+/// What a panic says.
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}
+
 /// The negotiation and the operation of each name, as events.
 #[derive(Clone, Default)]
 pub(crate) struct Timeline {
     trace: Trace,
-    /// A track for each name, and since when it is in flight.
+    /// A track for each name, and since when it is in flight. Names without a track of their own are here while they are in flight.
     names: HashMap<String, (u32, Instant)>,
 }
 
@@ -236,7 +261,7 @@ impl Timeline {
 
     fn submitted(&mut self, name: &str) {
         if self.is_enabled() {
-            let track = self.names.len() as u32;
+            let track = u32::try_from(self.names.len()).map_or(MAX_TRACKS, |track| track.min(MAX_TRACKS));
             self.names.entry(name.to_owned()).or_insert((track, Instant::now())).1 = Instant::now();
         }
     }
@@ -246,18 +271,48 @@ impl Timeline {
         self.trace.complete(Track::Negotiation, "round", begin, Instant::now(), &args);
     }
 
-    fn carried_out(&self, names: &[&str], begin: Instant) {
+    fn carried_out(&mut self, names: &[&str], begin: Instant) {
         if !self.is_enabled() {
             return;
         }
         let end = Instant::now();
         for name in names {
             // A rank that has joined has submitted nothing.
-            let Some((track, since)) = self.names.get(*name) else { continue };
-            let track = Track::Tensor(*track);
-            self.trace.complete(track, format!("negotiate {name}"), *since, begin, &[]);
+            let Some(&(number, since)) = self.names.get(*name) else { continue };
+            let track = Track::Tensor(number);
+            self.trace.complete(track, format!("negotiate {name}"), since, begin, &[]);
             let args = [("tensors in this batch", names.len().into())];
             self.trace.complete(track, format!("carry out {name}"), begin, end, &args);
+            if number == MAX_TRACKS {
+                self.names.remove(*name);
+            }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idle_cycles_are_never_back_to_back() {
+        let settings = |cycle_micros| Settings { threshold: 0, cycle_micros };
+        assert_eq!(pace(&settings(0), 0), Duration::ZERO);
+        assert_eq!(pace(&settings(0), IDLE.0), Duration::from_millis(5));
+        assert_eq!(pace(&settings(2_000), IDLE.0), Duration::from_millis(10));
+    }
+
+    #[test]
+    fn a_timeline_of_names_without_end_has_an_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut timeline = Timeline::to_file(&folder.path().join("t.json"), Rank::MAIN);
+        timeline.submitted("kept");
+        for index in 0..3 * MAX_TRACKS {
+            let name = format!("loss of step {index}");
+            timeline.submitted(&name);
+            timeline.carried_out(&[&name], Instant::now());
+        }
+        assert_eq!(timeline.names.len(), MAX_TRACKS as usize);
+        assert_eq!(timeline.names["kept"].0, 0);
     }
 }

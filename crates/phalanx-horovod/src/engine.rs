@@ -4,9 +4,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::{Builder, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use phalanx::{Error, ProcessGroup, Result};
 
 use crate::background::{Background, Timeline};
@@ -33,6 +33,8 @@ pub(crate) struct Engine {
 #[derive(Default)]
 pub(crate) struct Shared {
     state: Mutex<State>,
+    /// This rank leaves.
+    leaving: Condvar,
     pub counts: Counts,
 }
 
@@ -138,8 +140,9 @@ impl Engine {
     /// Ends the engine of every rank, and waits for this one's.
     pub fn shutdown(&self) {
         self.shared.state.lock().leaves = true;
+        self.shared.leaving.notify_all();
         if let Some(thread) = self.thread.lock().take() {
-            // It does not panic; if it did, its handles have failed.
+            // If it has panicked, its handles have failed.
             let _ = thread.join();
         }
     }
@@ -186,6 +189,13 @@ impl Shared {
             joins: state.joins.take(),
             leaves: state.leaves,
         }
+    }
+
+    /// Waits for the next cycle, or until this rank leaves.
+    pub fn pause(&self, time: Duration) {
+        let end = Instant::now() + time;
+        let mut state = self.state.lock();
+        while !state.leaves && !self.leaving.wait_until(&mut state, end).timed_out() {}
     }
 
     /// These names may be submitted again. Before their handles are completed.

@@ -44,8 +44,16 @@ impl Works {
         }
     }
 
-    fn take(&mut self, name: &str) -> Option<Work> {
-        self.0.remove(name)
+    /// The tensors of a name; none if this rank has joined. Its handle stays here until [`end`](Self::end), so that it gets the
+    /// cause of whatever happens in between.
+    fn take_tensors(&mut self, name: &str) -> Option<Vec<Tensor>> {
+        self.0.get_mut(name).map(|work| std::mem::take(&mut work.tensors))
+    }
+
+    fn end(&mut self, name: &str, outcome: Result<Outcome>) {
+        if let Some(work) = self.0.remove(name) {
+            work.done.complete(outcome);
+        }
     }
 
     /// The tensor of a batch's member; none if this rank has joined.
@@ -100,20 +108,21 @@ impl Executor {
     fn reduce_in_place(&mut self, ready: &[Response], fused: &Fused, works: &mut Works) -> Result<()> {
         let [member] = fused.members[..] else { return Ok(()) };
         let part = &ready[member.response].request.parts[member.part];
-        let mut neutral;
-        let tensor = match works.tensor(ready, member) {
-            Some(tensor) => tensor,
-            None => {
-                neutral = Tensor::zeroed(part.dtype, part.dims());
-                fill_neutral(part.dtype, neutral.as_bytes_mut(), fused.reduction.op)?;
-                &mut neutral
-            }
-        };
-        let (dtype, data) = (fused.dtype, tensor.as_bytes_mut());
+        let (dtype, lengths) = (fused.dtype, [fused.elements]);
         let Reduction { op, prescale: Factor(before), postscale: Factor(after), .. } = fused.reduction;
-        scale(dtype, data, before)?;
-        self.combine(op, dtype, data, &[fused.elements])?;
-        scale(dtype, data, after)
+        match works.tensor(ready, member) {
+            Some(tensor) => {
+                let data = tensor.as_bytes_mut();
+                scale(dtype, data, before)?;
+                self.combine(op, dtype, data, &lengths)?;
+                scale(dtype, data, after)
+            }
+            None => {
+                let mut neutral = Tensor::zeroed(dtype, part.dims());
+                fill_neutral(dtype, neutral.as_bytes_mut(), op)?;
+                self.combine(op, dtype, neutral.as_bytes_mut(), &lengths)
+            }
+        }
     }
 
     /// Through the fusion buffer: all tensors at once, or one large tensor in pieces.
@@ -195,31 +204,27 @@ impl Executor {
 
     /// Carries out any other response.
     pub fn single(&mut self, response: &Response, works: &mut Works) -> Result<()> {
-        let work = works.take(&response.request.name);
+        let name = &response.request.name;
         if let Some(error) = &response.error {
-            if let Some(work) = work {
-                let error = Error::mismatch(error.clone());
-                let remedy =
-                    "every rank must submit the same under a name; see the shapes, types and options of both";
-                work.done.complete(Err(error.with_remedy(remedy)));
-            }
+            let remedy =
+                "every rank must submit the same under a name; see the shapes, types and options of both";
+            works.end(name, Err(Error::mismatch(error.clone()).with_remedy(remedy)));
             return Ok(());
         }
-        let (tensors, done) = match work {
-            Some(Work { tensors, done, .. }) => (tensors, Some(done)),
-            None => (neutral(&response.request), None),
+        let outcome = match (&response.request.kind, works.take_tensors(name)) {
+            (Kind::Reducescatter(reduction), own) => self.reducescatter(response, own, *reduction)?,
+            (kind, own) => {
+                let tensors = own.unwrap_or_else(|| neutral(&response.request));
+                match kind {
+                    Kind::Allgather => Outcome::of(self.allgather(response, &tensors)?),
+                    Kind::Broadcast { root } => Outcome::of(self.broadcast(tensors, Rank::new(*root))?),
+                    Kind::Alltoall { .. } => self.alltoall(response, &tensors)?,
+                    // Of no tensors.
+                    Kind::Allreduce(_) | Kind::Reducescatter(_) | Kind::Barrier => Outcome::of(tensors),
+                }
+            }
         };
-        let outcome = match &response.request.kind {
-            Kind::Allgather => Outcome::of(self.allgather(response, &tensors)?),
-            Kind::Broadcast { root } => Outcome::of(self.broadcast(tensors, Rank::new(*root))?),
-            Kind::Alltoall { .. } => self.alltoall(response, &tensors)?,
-            Kind::Reducescatter(reduction) => Outcome::of(self.reducescatter(tensors, *reduction)?),
-            // Of no tensors.
-            Kind::Allreduce(_) | Kind::Barrier => Outcome::of(tensors),
-        };
-        if let Some(done) = done {
-            done.complete(Ok(outcome));
-        }
+        works.end(name, Ok(outcome));
         Ok(())
     }
 
@@ -259,9 +264,19 @@ impl Executor {
     }
 
     /// The rows are divided as evenly as possible; the first ranks have one more if they cannot be.
-    fn reducescatter(&self, tensors: Vec<Tensor>, reduction: Reduction) -> Result<Vec<Tensor>> {
-        let (own, size) = (self.group.rank().index(), self.group.world_size().count());
-        let Reduction { op, prescale: Factor(before), postscale: Factor(after), compression } = reduction;
+    fn reducescatter(
+        &self,
+        response: &Response,
+        own: Option<Vec<Tensor>>,
+        reduction: Reduction,
+    ) -> Result<Outcome> {
+        let (rank, size) = (self.group.rank().index(), self.group.world_size().count());
+        // What changes nothing is not multiplied.
+        let (tensors, before) = match own {
+            Some(tensors) => (tensors, reduction.prescale.0),
+            None => (neutral(&response.request), 1.0),
+        };
+        let Reduction { op, postscale: Factor(after), compression, .. } = reduction;
         let op = op.reduce_op().unwrap_or(ReduceOp::Sum);
         let scattered = tensors.into_iter().map(|mut tensor| {
             let (dtype, mut shape) = (tensor.dtype(), tensor.shape().to_vec());
@@ -274,15 +289,15 @@ impl Executor {
             convert(dtype, tensor.as_bytes(), wire, buffer.as_bytes_mut())?;
             drop(tensor);
             let buffer = self.group.reduce_scatter_v_async(buffer, &counts, op)?.wait()?;
-            shape[0] = rows[own];
+            shape[0] = rows[rank];
             let mut shard = Tensor::zeroed(dtype, shape);
-            let start = counts[..own].iter().sum::<usize>() * wire.size();
-            let place = start..start + counts[own] * wire.size();
+            let start = counts[..rank].iter().sum::<usize>() * wire.size();
+            let place = start..start + counts[rank] * wire.size();
             convert(wire, &buffer.as_bytes()[place], dtype, shard.as_bytes_mut())?;
             scale(dtype, shard.as_bytes_mut(), after)?;
             Ok(shard)
         });
-        scattered.collect()
+        Ok(Outcome::of(scattered.collect::<Result<_>>()?))
     }
 }
 
