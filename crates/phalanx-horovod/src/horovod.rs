@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use phalanx::trace::Trace;
 use phalanx::{ProcessGroup, Rank, Result};
 
 use crate::background::Timeline;
@@ -28,8 +29,10 @@ pub struct Horovod {
 struct Inner {
     /// Dropped first: its thread uses the groups.
     engine: Engine,
+    groups: Groups,
     topology: Topology,
     options: Options,
+    /// Of the same ranks, for the program's own calls: process sets are made of it.
     group: ProcessGroup,
 }
 
@@ -61,16 +64,11 @@ impl Horovod {
     /// free for other use: negotiation and data have groups of their own.
     ///
     /// # Errors
-    /// As [`ProcessGroup::new_group`].
+    /// As [`ProcessGroup::new_group`]. On every rank, if an option of rank 0 is not valid.
     pub fn new(group: &ProcessGroup, options: Options) -> Result<Self> {
-        let ranks: Vec<Rank> = group.world_size().ranks().collect();
-        Self::of(group, &ranks, options)?
-            .ok_or_else(|| phalanx::Error::aborted("a group has no place for its own rank"))
-    }
-
-    fn of(group: &ProcessGroup, ranks: &[Rank], options: Options) -> Result<Option<Self>> {
-        let (control, data) = (group.new_group(ranks)?, group.new_group(ranks)?);
-        let (Some(control), Some(data)) = (control, data) else { return Ok(None) };
+        // The thread's calls are not the program's, and its cycles would fill a trace.
+        let control = group.new_group_aside(Trace::disabled())?;
+        let data = group.new_group_aside(group.trace())?;
         let own = options.timeline.clone();
         // Rank 0 begins the file.
         let begun = own
@@ -84,15 +82,19 @@ impl Horovod {
             (None, None) => Timeline::new(group.trace()),
         };
         let options = shared.into_options(options);
+        options.check()?;
         let topology = Topology::of(&control)?;
-        let engine = Engine::start(Groups { control, data: data.clone() }, &options, timeline)?;
-        Ok(Some(Self { inner: Arc::new(Inner { engine, topology, options, group: data }) }))
+        let groups = Groups { control, data };
+        let engine = Engine::start(groups.clone(), &options, timeline)?;
+        let group = group.clone();
+        Ok(Self { inner: Arc::new(Inner { engine, groups, topology, options, group }) })
     }
 
     /// A handle to some of these ranks, in ascending order; `None` on the others. Its ranks count from 0, and its operations
     /// are apart from those of other handles: the same name may be in flight in both.
     ///
-    /// Every rank must call it, with the same ranks, and no rank while it has operations in flight.
+    /// Every rank must call it, with the same ranks, and in the same order as the collectives of the group that this handle was
+    /// made of. Operations by name may be in flight meanwhile.
     ///
     /// ```
     /// use phalanx_horovod::Op;
@@ -109,8 +111,10 @@ impl Horovod {
     pub fn add_process_set(&self, ranks: &[Rank]) -> Result<Option<Self>> {
         // Its events would cross those of the same names here.
         let options = Options { timeline: None, ..self.inner.options.clone() };
-        // The thread of this handle has nothing to do in the group of data as long as nothing is in flight.
-        Self::of(&self.inner.group, ranks, options)
+        match self.inner.group.new_group(ranks)? {
+            Some(set) => Self::new(&set, options).map(Some),
+            None => Ok(None),
+        }
     }
 
     /// This process's rank.
@@ -160,7 +164,8 @@ impl Horovod {
 
     /// The cause of the failure, if one has ended this job.
     pub fn failure(&self) -> Option<phalanx::Error> {
-        self.inner.group.failure()
+        let Groups { control, data } = &self.inner.groups;
+        control.failure().or_else(|| data.failure())
     }
 
     /// Leaves, and waits until this rank's thread has ended. Operations in flight fail on every rank. The drop of the last handle

@@ -243,8 +243,20 @@ impl Horovod {
         tensors: Vec<Tensor>,
         reduction: impl Into<Reduction>,
     ) -> Result<Vec<Tensor>> {
-        self.submit(name, Kind::Reducescatter(reduction.into()), tensors, |outcome| Ok(outcome.tensors))?
-            .synchronize()
+        self.grouped_reducescatter_async(name, tensors, reduction)?.synchronize()
+    }
+
+    /// Starts a [`grouped_reducescatter`](Self::grouped_reducescatter).
+    ///
+    /// # Errors
+    /// As [`allreduce_async`](Self::allreduce_async).
+    pub fn grouped_reducescatter_async(
+        &self,
+        name: &str,
+        tensors: Vec<Tensor>,
+        reduction: impl Into<Reduction>,
+    ) -> Result<Handle<Vec<Tensor>>> {
+        self.submit(name, Kind::Reducescatter(reduction.into()), tensors, |outcome| Ok(outcome.tensors))
     }
 
     /// Returns when every rank has called it.
@@ -260,7 +272,8 @@ impl Horovod {
     /// number of all ranks.
     ///
     /// # Errors
-    /// If a rank fails or leaves.
+    /// If a rank fails or leaves. If some ranks do not join, and nothing is carried out for
+    /// [`stall_shutdown_time`](crate::Options::stall_shutdown_time).
     pub fn join(&self) -> Result<Rank> {
         self.engine().join(|outcome| Ok(Rank::new(outcome.last)))?.synchronize()
     }

@@ -17,6 +17,7 @@ pub const DEFAULT_STALL_CHECK_TIME: Duration = Duration::from_secs(60);
 /// The most bytes of a batch. A batch is allocated at once.
 const MAX_FUSION_THRESHOLD: usize = 1 << 40;
 const MAX_CYCLE_TIME: Duration = Duration::from_secs(10);
+const MAX_STALL_TIME: Duration = Duration::from_secs(1_000_000_000);
 /// Every slot is a bit of each cycle's message.
 const MAX_CACHE_CAPACITY: usize = 1 << 20;
 
@@ -30,17 +31,20 @@ const MAX_CACHE_CAPACITY: usize = 1 << 20;
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
-    /// The most bytes of tensors that are reduced as one. 0: each by itself. Also the most memory that fusion uses.
+    /// The most bytes of tensors that are reduced as one. 0: each by itself. Fusion buffers hold no more, in whole pages, but
+    /// for what travels in another type or as an Adasum and is larger by itself: at least 1 MiB of the first, all of the second.
     pub fusion_threshold: usize,
     /// The time from one cycle to the next: longer means larger batches, shorter less delay.
     pub cycle_time: Duration,
     /// How many names are remembered, so that they travel as bits. 0: none.
     pub cache_capacity: usize,
-    /// After how long tensors that some ranks lack are reported. `None`: never.
+    /// After how long tensors that some ranks lack are reported, and ranks that have not joined while others have and nothing
+    /// is carried out. `None`: never.
     pub stall_check_time: Option<Duration>,
     /// After how long they end the job. `None`: the time-out of the group.
     pub stall_shutdown_time: Option<Duration>,
-    /// Measures fusion thresholds and cycle times while the program runs, and keeps the best.
+    /// Measures fusion thresholds and cycle times while the program runs, and keeps the best. What is set with
+    /// `HOROVOD_FUSION_THRESHOLD` or `HOROVOD_CYCLE_TIME` stays as it is.
     pub autotune: bool,
     /// The file of a trace with the negotiation of each tensor in it. `None`: that of `PHALANX_TRACE`, if there is one.
     pub timeline: Option<PathBuf>,
@@ -90,7 +94,7 @@ const WITHOUT_MEANING: &[(&str, &str)] = &[
     ("HOROVOD_MPI_THREADS_DISABLE", "there is no MPI"),
     ("HOROVOD_NUM_NCCL_STREAMS", "there is no NCCL"),
     ("HOROVOD_THREAD_AFFINITY", "Phalanx chooses the processors of its threads"),
-    ("HOROVOD_TIMELINE_MARK_CYCLES", "the timeline always has the cycles"),
+    ("HOROVOD_TIMELINE_MARK_CYCLES", "the timeline always has the rounds of negotiation"),
 ];
 
 impl Options {
@@ -118,6 +122,35 @@ impl Options {
         };
         variables.options()
     }
+
+    /// Checks what a program has set, or rank 0.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self {
+            fusion_threshold, cycle_time, cache_capacity, stall_check_time, stall_shutdown_time, ..
+        } = self;
+        let refuse = |what: String| Err(Error::invalid_argument(what));
+        if *fusion_threshold > MAX_FUSION_THRESHOLD {
+            return refuse(format!(
+                "fusion_threshold is {fusion_threshold} bytes: at most {MAX_FUSION_THRESHOLD} are allowed"
+            ));
+        }
+        if *cycle_time > MAX_CYCLE_TIME {
+            return refuse(format!("cycle_time is {cycle_time:?}: at most {MAX_CYCLE_TIME:?} is allowed"));
+        }
+        if *cache_capacity > MAX_CACHE_CAPACITY {
+            return refuse(format!(
+                "cache_capacity is {cache_capacity} names: at most {MAX_CACHE_CAPACITY} are allowed"
+            ));
+        }
+        let times = [("stall_check_time", stall_check_time), ("stall_shutdown_time", stall_shutdown_time)];
+        match times.iter().find(|(_, time)| time.is_some_and(|time| time.is_zero() || time > MAX_STALL_TIME))
+        {
+            Some((name, _)) => {
+                refuse(format!("{name} must be more than 0 and at most {} s", MAX_STALL_TIME.as_secs()))
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 /// Warnings of set variables that have no meaning.
@@ -136,8 +169,9 @@ impl Variables<'_> {
         let threshold = self.number("HOROVOD_FUSION_THRESHOLD", MAX_FUSION_THRESHOLD as f64, true)?;
         let cycle = self.number("HOROVOD_CYCLE_TIME", MAX_CYCLE_TIME.as_secs_f64() * 1e3, false)?;
         let capacity = self.number("HOROVOD_CACHE_CAPACITY", MAX_CACHE_CAPACITY as f64, true)?;
-        let check = self.number("HOROVOD_STALL_CHECK_TIME_SECONDS", 1e9, false)?;
-        let shutdown = self.number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 1e9, false)?;
+        let check = self.number("HOROVOD_STALL_CHECK_TIME_SECONDS", MAX_STALL_TIME.as_secs_f64(), false)?;
+        let shutdown =
+            self.number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", MAX_STALL_TIME.as_secs_f64(), false)?;
         let disabled = self.flag("HOROVOD_STALL_CHECK_DISABLE")?;
         let seconds = |value: f64| (value > 0.0).then(|| Duration::from_secs_f64(value));
         Ok(Options {
@@ -243,6 +277,25 @@ mod tests {
                 error.is_environment() && error.to_string().contains(&format!("{name}={value:?}")),
                 "{error}"
             );
+        }
+    }
+
+    #[test]
+    fn what_a_program_sets_is_checked_as_variables_are() {
+        let defaults = Options::default();
+        assert!(defaults.check().is_ok());
+        let bad = [
+            Options { fusion_threshold: usize::MAX, ..defaults.clone() },
+            Options { cycle_time: Duration::from_secs(11), ..defaults.clone() },
+            Options { cache_capacity: usize::MAX, ..defaults.clone() },
+            Options { stall_check_time: Some(Duration::ZERO), ..defaults.clone() },
+            Options { stall_shutdown_time: Some(Duration::MAX), ..defaults },
+        ];
+        for (options, name) in
+            bad.iter().zip(["fusion_", "cycle_", "cache_", "stall_check_", "stall_shutdown_"])
+        {
+            let error = options.check().unwrap_err();
+            assert!(error.is_invalid_argument() && error.to_string().contains(name), "{error}");
         }
     }
 

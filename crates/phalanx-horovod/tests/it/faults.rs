@@ -4,8 +4,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use phalanx::testing::{Fabric, run};
-use phalanx::{Error, Rank};
-use phalanx_horovod::{Handle, Horovod, Op, Options};
+use phalanx::{DType, Error, Rank};
+use phalanx_horovod::{Handle, Horovod, Memory, Op, Options, Tensor};
 
 use super::ranks;
 
@@ -92,6 +92,86 @@ fn a_rank_that_panics_is_named_by_every_handle() {
         assert!(error.to_string().contains("rank 1 panicked"), "{error}");
         assert_eq!(later.to_string(), error.to_string());
     }
+}
+
+/// Memory that panics in Horovod's thread.
+struct Broken(Vec<f32>);
+
+impl Broken {
+    fn check() {
+        if std::thread::current().name() == Some("phalanx-horovod") {
+            std::panic::resume_unwind(Box::new("the memory is gone"));
+        }
+    }
+}
+
+impl Memory for Broken {
+    fn as_bytes(&self) -> &[u8] {
+        Self::check();
+        Memory::as_bytes(&self.0)
+    }
+
+    fn as_bytes_mut(&mut self) -> &mut [u8] {
+        Self::check();
+        Memory::as_bytes_mut(&mut self.0)
+    }
+}
+
+#[test]
+fn a_panic_of_horovod_s_thread_is_the_first_cause_of_every_operation_on_every_rank() {
+    type Submit = fn(&Horovod, Tensor) -> phalanx::Result<()>;
+    let operations: [Submit; 5] = [
+        |hvd, tensor| hvd.allreduce("t", tensor, Op::Sum).map(drop),
+        |hvd, tensor| hvd.allgather("t", tensor).map(drop),
+        |hvd, tensor| hvd.broadcast("t", tensor, Rank::MAIN).map(drop),
+        |hvd, tensor| hvd.alltoall("t", tensor, None).map(drop),
+        |hvd, tensor| hvd.reducescatter("t", tensor, Op::Sum).map(drop),
+    ];
+    for (index, operation) in operations.into_iter().enumerate() {
+        let started = Instant::now();
+        run(2, Fabric::SharedMemory, |group| {
+            let hvd = Horovod::new(&group, Options::default()).unwrap();
+            let waiting =
+                hvd.allreduce_async(&format!("of rank {} alone", hvd.rank()), [1i32], Op::Sum).unwrap();
+            let data = vec![1.0f32; 4];
+            let tensor = match hvd.rank().get() {
+                1 => Tensor::from_memory(DType::F32, [4], Broken(data)).unwrap(),
+                _ => data.into(),
+            };
+            let errors = [
+                operation(&hvd, tensor).unwrap_err(),
+                waiting.synchronize().unwrap_err(),
+                hvd.barrier().unwrap_err(),
+                hvd.failure().unwrap(),
+            ];
+            for error in errors {
+                let expected = "Horovod's thread of rank 1 panicked: the memory is gone";
+                assert!(error.to_string().contains(expected), "operation {index}: {error}");
+            }
+        });
+        assert!(started.elapsed() < Duration::from_secs(60));
+    }
+}
+
+#[test]
+fn options_of_rank_0_that_are_not_valid_are_an_error_on_every_rank() {
+    run(2, Fabric::InProcess, |group| {
+        let cycle_time = Duration::from_secs(if group.rank().is_main() { 11 } else { 1 });
+        let error = Horovod::new(&group, Options { cycle_time, ..Options::default() }).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("cycle_time is 11s"), "{error}");
+    });
+}
+
+#[test]
+fn a_long_cycle_does_not_hold_up_a_shutdown() {
+    run(2, Fabric::InProcess, |group| {
+        let options = Options { cycle_time: Duration::from_secs(10), ..Options::default() };
+        let hvd = Horovod::new(&group, options).unwrap();
+        std::thread::sleep(Duration::from_millis(200)); // the first cycle
+        let started = Instant::now();
+        drop(hvd);
+        assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+    });
 }
 
 #[test]

@@ -209,3 +209,21 @@ fn adasum_over_four_ranks_is_the_same_on_all() {
     });
     assert!(refused[0].contains("3 ranks"), "{}", refused[0]);
 }
+
+#[test]
+fn grouped_rows_are_scattered_while_others_are_in_flight() {
+    ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
+        let rank = hvd.rank().get();
+        let start = |name: &str| {
+            let tensors = vec![Tensor::from([1.0f32, 2.0]), Tensor::from([3i64, 4, 5])];
+            hvd.grouped_reducescatter_async(name, tensors, Op::Sum).unwrap()
+        };
+        let (one, other) = (start("one"), start("other"));
+        for handle in [other, one] {
+            let shards = handle.synchronize().unwrap();
+            assert_eq!(shards[0].as_slice::<f32>().unwrap(), [2.0 + 2.0 * rank as f32]);
+            let expected: &[i64] = if rank == 0 { &[6, 8] } else { &[10] };
+            assert_eq!(shards[1].as_slice::<i64>().unwrap(), expected);
+        }
+    });
+}
