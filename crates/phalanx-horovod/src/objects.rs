@@ -5,6 +5,7 @@ use phalanx::{DType, Element, Error, Rank, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::controller::ranks;
 use crate::elements::scale;
 use crate::horovod::Horovod;
 use crate::op::Op;
@@ -21,6 +22,10 @@ pub struct SparseGradient {
     pub values: Tensor,
 }
 
+/// Sent in place of the length by a rank that has no value, or one that it cannot serialise: the others need an answer all
+/// the same.
+const UNWRITTEN: i64 = -1;
+
 /// # Values, parameters and sparse gradients
 impl Horovod {
     /// Returns the root's `value` on every rank. The other ranks' value is not read, and may be `None`.
@@ -33,7 +38,8 @@ impl Horovod {
     /// ```
     ///
     /// # Errors
-    /// As a collective; if the root has no value, or one longer than [`MAX_OBJECT_BYTES`]; and if this rank cannot read it.
+    /// As a collective; if the root has no value, cannot serialise it, or has joined; if it is longer than
+    /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read it.
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(
         &self,
         name: &str,
@@ -46,37 +52,66 @@ impl Horovod {
                 self.size()
             )));
         }
-        let own = match value {
-            Some(value) if self.rank() == root => written(value)?,
-            None if self.rank() == root => {
-                return Err(Error::invalid_argument(format!("{name:?}: the root must bring a value")));
-            }
-            Some(_) | None => Vec::new(),
-        };
-        read(self.allgather(name, own)?.as_slice()?, root)
+        let own = (self.rank() == root).then(|| match value {
+            Some(value) => written(value),
+            None => Err(Error::invalid_argument(format!("{name:?}: the root must bring a value"))),
+        });
+        let (_, bytes) = self.gather_bytes(name, own, &[root])?;
+        read(bytes.as_slice()?, root)
     }
 
     /// Returns all ranks' values on every rank, by rank.
     ///
     /// # Errors
-    /// As a collective; if this rank's value is longer than [`MAX_OBJECT_BYTES`]; and if this rank cannot read them.
+    /// As a collective; if a rank cannot serialise its value, or has joined; if all together are longer than
+    /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read them.
     pub fn allgather_object<T: Serialize + DeserializeOwned>(&self, name: &str, value: &T) -> Result<Vec<T>> {
-        let own = written(value)?;
-        let lengths = Tensor::from([own.len() as i64]);
-        let mut gathered = self.grouped_allgather(name, vec![lengths, own.into()])?;
-        let (Some(bytes), Some(lengths)) = (gathered.pop(), gathered.pop()) else {
-            return Err(Error::aborted("an allgather of two tensors has another number of results"));
-        };
+        let ranks: Vec<Rank> = (0..self.size()).map(Rank::new).collect();
+        let (lengths, bytes) = self.gather_bytes(name, Some(written(value)), &ranks)?;
         let mut rest: &[u8] = bytes.as_slice()?;
-        let ranks = (0..self.size()).map(Rank::new).zip(lengths.as_slice::<i64>()?);
-        let values = ranks.map(|(rank, length)| {
-            let length = usize::try_from(*length).ok().filter(|length| *length <= rest.len());
+        let values = ranks.into_iter().zip(lengths).map(|(rank, length)| {
             let (value, others) =
-                rest.split_at(length.ok_or_else(|| unreadable(rank, "its length is wrong"))?);
+                rest.split_at_checked(length).ok_or_else(|| unreadable(rank, "bytes of it are missing"))?;
             rest = others;
             read(value, rank)
         });
         values.collect()
+    }
+
+    /// The bytes of all ranks `from`, one after the other, and how many each has; these ranks bring their `own`. The lengths
+    /// come first, so that every rank refuses what one lacks or cannot write, or what is too long together, before it takes
+    /// memory for it.
+    fn gather_bytes(
+        &self,
+        name: &str,
+        own: Option<Result<Vec<u8>>>,
+        from: &[Rank],
+    ) -> Result<(Vec<usize>, Tensor)> {
+        let announced = own.as_ref().map(|own| own.as_ref().map_or(UNWRITTEN, |bytes| bytes.len() as i64));
+        let lengths = self.allgather(&format!("{name}.length"), Vec::from_iter(announced))?;
+        let (own, lengths) = (own.transpose()?.unwrap_or_default(), lengths.as_slice::<i64>()?);
+        if lengths.len() != from.len() {
+            return Err(Error::mismatch(format!(
+                "{name:?}: {} values came where {} should bring one: a rank that has joined brings none",
+                lengths.len(),
+                ranks(from.iter().map(|rank| rank.index()))
+            ))
+            .with_remedy("all ranks must call with the same root, before one that has a value joins"));
+        }
+        let lengths = lengths.iter().zip(from).map(|(length, rank)| {
+            usize::try_from(*length).map_err(|_| {
+                Error::mismatch(format!("{name:?}: rank {rank} could not write its object")).with_peer(*rank)
+            })
+        });
+        let lengths = lengths.collect::<Result<Vec<usize>>>()?;
+        let total = lengths.iter().fold(0usize, |total, length| total.saturating_add(*length));
+        if total > MAX_OBJECT_BYTES {
+            return Err(Error::invalid_argument(format!(
+                "{name:?}: the objects take {total} bytes; they may take {MAX_OBJECT_BYTES} (MAX_OBJECT_BYTES)"
+            ))
+            .with_remedy("send large data as tensors"));
+        }
+        Ok((lengths, self.allgather(name, own)?))
     }
 
     /// Overwrites each of `parameters`, which have names, with those of the root. For the start of a training, and after a
@@ -165,16 +200,8 @@ fn land<T: Element>(flying: &mut Vec<(crate::Handle<Tensor>, &mut [T])>) -> Resu
 }
 
 fn written<T: Serialize>(value: &T) -> Result<Vec<u8>> {
-    let bytes = postcard::to_stdvec(value)
-        .map_err(|error| Error::invalid_argument("the object could not be written").with_source(error))?;
-    if bytes.len() > MAX_OBJECT_BYTES {
-        return Err(Error::invalid_argument(format!(
-            "the object takes {} bytes; it may take {MAX_OBJECT_BYTES} (MAX_OBJECT_BYTES)",
-            bytes.len()
-        ))
-        .with_remedy("send large data as tensors"));
-    }
-    Ok(bytes)
+    postcard::to_stdvec(value)
+        .map_err(|error| Error::invalid_argument("the object could not be written").with_source(error))
 }
 
 fn read<T: DeserializeOwned>(bytes: &[u8], from: Rank) -> Result<T> {

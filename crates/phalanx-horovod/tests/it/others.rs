@@ -2,7 +2,8 @@
 
 use phalanx::Rank;
 use phalanx::testing::Fabric;
-use phalanx_horovod::{Op, Options, SparseGradient, Tensor};
+use phalanx_horovod::{Op, Options, Reduction, SparseGradient, Tensor};
+use serde::{Deserialize, Serialize, Serializer};
 
 use super::ranks;
 
@@ -50,6 +51,98 @@ fn a_rank_without_data_brings_what_changes_nothing() {
         });
         assert_eq!(last, [Rank::new(2); 3]);
     }
+}
+
+#[test]
+fn what_a_rank_without_data_brings_is_not_multiplied() {
+    for fusion_threshold in [0, 1 << 20] {
+        let options = Options { fusion_threshold, ..Options::default() };
+        ranks(2, Fabric::SharedMemory, &options, |hvd| {
+            if hvd.rank().get() == 1 {
+                hvd.join().unwrap();
+                return;
+            }
+            let (product, most) =
+                (Reduction::new(Op::Product).prescale(2.0), Reduction::new(Op::Max).prescale(-1.0));
+            for (reduction, expected) in [(product, 6.0), (most, -3.0)] {
+                let names = ["a", "b"];
+                let handles = names.map(|name| hvd.allreduce_async(name, [3.0f32; 2], reduction).unwrap());
+                for handle in handles {
+                    assert_eq!(handle.synchronize().unwrap().as_slice::<f32>().unwrap(), [expected; 2]);
+                }
+                let shard = hvd.reducescatter("shard", [3.0f32; 2], reduction).unwrap();
+                assert_eq!(shard.as_slice::<f32>().unwrap(), [expected]);
+            }
+            hvd.join().unwrap();
+        });
+    }
+}
+
+#[test]
+fn objects_of_ranks_that_have_joined_are_missed() {
+    ranks(3, Fabric::SharedMemory, &Options::default(), |hvd| {
+        if hvd.rank().get() == 1 {
+            hvd.join().unwrap();
+            return;
+        }
+        while hvd.allgather("who is there", [1i32]).unwrap().len() == 3 {}
+        let error = hvd.allgather_object("o", &hvd.rank().get()).unwrap_err();
+        assert!(
+            error.is_mismatch() && error.to_string().contains("2 values came where ranks 0, 1, 2"),
+            "{error}"
+        );
+        let error = hvd.broadcast_object::<u8>("o", None, Rank::new(1)).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("0 values came where rank 1"), "{error}");
+        let own = hvd.rank().is_main().then_some(7u8);
+        assert_eq!(hvd.broadcast_object("o", own.as_ref(), Rank::MAIN).unwrap(), 7);
+        hvd.join().unwrap();
+    });
+}
+
+/// What rank 0 cannot serialise.
+#[derive(Debug, Deserialize)]
+struct OfRank(u32);
+
+impl Serialize for OfRank {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            0 => Err(serde::ser::Error::custom("it has no form")),
+            rank => serializer.serialize_u32(rank),
+        }
+    }
+}
+
+#[test]
+fn an_object_that_cannot_be_written_is_an_error_on_every_rank() {
+    ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
+        let value = OfRank(hvd.rank().get());
+        let outcomes = [
+            hvd.broadcast_object("o", Some(&value), Rank::MAIN).map(drop),
+            hvd.broadcast_object::<u8>("o", None, Rank::MAIN).map(drop),
+            hvd.allgather_object("o", &value).map(drop),
+        ];
+        for error in outcomes.map(Result::unwrap_err) {
+            let (text, is_own) = (error.to_string(), value.0 == 0);
+            assert_eq!(error.is_invalid_argument(), is_own, "{text}");
+            assert!(is_own || text.contains("rank 0 could not write its object"), "{text}");
+        }
+        assert_eq!(hvd.broadcast_object("o", Some(&OfRank(1)), Rank::new(1)).unwrap().0, 1);
+    });
+}
+
+#[test]
+fn process_sets_are_made_while_operations_are_in_flight() {
+    ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
+        for step in 0..5 {
+            let submit = |index| hvd.allreduce_async(&format!("t{index}"), vec![1.0f32; 50_000], Op::Sum);
+            let handles: Vec<_> = (0..20).map(|index| submit(index).unwrap()).collect();
+            let set = hvd.add_process_set(&[Rank::new(step % 2)]).unwrap();
+            assert_eq!(set.is_some(), hvd.rank().get() == step % 2);
+            for handle in handles {
+                assert_eq!(handle.synchronize().unwrap().as_slice::<f32>().unwrap()[..2], [2.0; 2]);
+            }
+        }
+    });
 }
 
 #[test]
