@@ -184,8 +184,9 @@ mod tests {
     fn pauses_are_not_measured_and_slow_steps_are() {
         let alike = |_| 1e9;
         let new = || Autotune::new(START, |_| false);
-        // Nothing moves for the first 20 s; evaluations of 3 s come at any time.
+        // Nothing moves for the first 20 s; a pause comes in the first sample; evaluations of 3 s come at any time.
         assert_eq!(run(new(), 1, |millis| millis < 20_000, alike).0, START);
+        assert_eq!(run(new(), 1, |millis| (1_500..4_500).contains(&millis), alike).0, START);
         for every in [41_000, 67_000, 90_000] {
             assert_eq!(run(new(), 1, |millis| millis % every < 3_000, alike).0, START, "every {every} ms");
         }

@@ -1,5 +1,7 @@
 //! What is made of the collectives: joins, process sets, values, parameters, sparse gradients, the timeline.
 
+use std::time::Duration;
+
 use phalanx::Rank;
 use phalanx::testing::Fabric;
 use phalanx_horovod::{Op, Options, Reduction, SparseGradient, Tensor};
@@ -136,6 +138,10 @@ fn process_sets_are_made_while_operations_are_in_flight() {
         for step in 0..5 {
             let submit = |index| hvd.allreduce_async(&format!("t{index}"), vec![1.0f32; 50_000], Op::Sum);
             let handles: Vec<_> = (0..20).map(|index| submit(index).unwrap()).collect();
+            if hvd.rank().get() == step % 2 {
+                // What is in flight is carried out before this rank calls, and after the other one has.
+                std::thread::sleep(Duration::from_millis(30));
+            }
             let set = hvd.add_process_set(&[Rank::new(step % 2)]).unwrap();
             assert_eq!(set.is_some(), hvd.rank().get() == step % 2);
             for handle in handles {
