@@ -362,7 +362,7 @@ fn who_leaves_ends_its_calls_and_holds_nothing_and_the_others_go_on() {
 }
 
 #[test]
-fn the_end_waits_for_the_calls_of_others_and_says_who_does_not_come() {
+fn the_end_waits_for_the_calls_of_others_however_long_and_says_whose_answers_are_missing() {
     run(2, Fabric::SharedMemory, |group| {
         let rpc = Rpc::builder().handler("now", |_, ()| Ok(())).start(&group).unwrap();
         match group.rank().is_main() {
@@ -383,12 +383,26 @@ fn the_end_waits_for_the_calls_of_others_and_says_who_does_not_come() {
                 );
             }
         }
-        let rpc = Rpc::builder().start(&group).unwrap();
+        // However long: the time-out is for answers.
+        let answers: Mutex<Vec<Answer<()>>> = Mutex::default();
+        let keeps =
+            move |_: &phalanx::asynchronous::Context, (): (), answer| answers.lock().unwrap().push(answer);
+        let rpc = Rpc::builder().deferred("never", keeps).start(&group).unwrap();
+        let brief = rpc.with_timeout(Duration::from_millis(50));
+        drop(rpc);
         if group.rank().is_main() {
-            let error = rpc.with_timeout(Duration::from_millis(50));
-            drop(rpc);
-            let error = error.shutdown().unwrap_err();
-            assert!(error.is_timeout() && error.to_string().contains("rank 1 still calls"), "{error}");
+            brief
+                .shutdown()
+                .unwrap_or_else(|error| assert!(error.to_string().contains("has no answer"), "{error}"));
+        } else {
+            std::thread::sleep(Duration::from_millis(300));
+            let call = brief.call_async::<_, ()>(Rank::MAIN, "never", &()).unwrap();
+            let error = brief.shutdown().unwrap_err();
+            assert!(
+                error.is_timeout() && error.to_string().contains("has not answered all calls"),
+                "{error}"
+            );
+            assert!(call.wait().is_err());
         }
         group.barrier().unwrap();
     });

@@ -1,6 +1,7 @@
 //! The connection with one peer: what is in flight on it, and its end.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -12,6 +13,9 @@ use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::group::{Completer, ProcessGroup, Work};
 use crate::rank::Rank;
 use crate::wire::rpc::{Head, INLINE, Kind, ObjectId};
+
+/// The shortest time for a message that takes none: after a deadline that has just passed.
+const SHORTEST: Duration = Duration::from_millis(1);
 
 /// This rank's side of the connection with `peer`, or of its calls to itself.
 pub(super) struct Link {
@@ -134,21 +138,28 @@ impl Link {
     /// Sends the last frame, once.
     pub(super) fn say_bye(&self, deadline: Deadline) {
         if !std::mem::replace(&mut self.state.lock().has_said_bye, true) {
-            // A peer that cannot be told has gone itself.
-            let _ = self.send(&Head::plain(Kind::Bye), &[], deadline);
+            let Some(group) = self.group() else { return };
+            // A peer that cannot be told has gone itself, or does not receive: it need not be waited for.
+            let brief = group.with_timeout(deadline.remaining().max(SHORTEST));
+            let _ = self.send_in(&brief, &Head::plain(Kind::Bye), &[], deadline);
         }
     }
 
     /// Sends a frame with its payload. Waits until `deadline` for its turn.
     pub(super) fn send(&self, head: &Head, payload: &[u8], deadline: Deadline) -> Result<()> {
+        let group = self.group().ok_or_else(|| self.failure().unwrap_or_else(shut_down))?;
+        self.send_in(&group, head, payload, deadline)
+    }
+
+    /// `group` is the group of the two.
+    fn send_in(&self, group: &ProcessGroup, head: &Head, payload: &[u8], deadline: Deadline) -> Result<()> {
         let Some(_turn) = self.turn.try_lock_until(deadline.instant()) else {
             let cause = format!("what was sent to rank {} before it is still under way", self.peer);
             return Err(Error::timeout(cause)
                 .with_peer(self.peer)
                 .with_remedy("is that rank or the network slow? A longer time-out can be set"));
         };
-        let group = self.group().ok_or_else(|| self.failure().unwrap_or_else(shut_down))?;
-        let to = self.rank_in(&group);
+        let to = self.rank_in(group);
         let sent = group.send(&head.encode(payload), to).and_then(|()| match payload.len() > INLINE {
             true => group.send(payload, to),
             false => Ok(()),
@@ -229,9 +240,14 @@ impl Link {
         self.await_until(deadline, |state| state.outgoing.is_empty())
     }
 
-    /// Waits until the peer makes no more calls, and has the answers to those that it has made.
-    pub(super) fn await_end(&self, deadline: Deadline) -> bool {
-        self.await_until(deadline, |state| state.is_done && state.incoming.is_empty())
+    /// Waits until the peer's program makes no more calls, however long that is: whether it lives is for the heartbeats to judge.
+    pub(super) fn await_done(&self) {
+        self.await_until(Deadline::after(Duration::MAX), |state| state.is_done);
+    }
+
+    /// Waits until the peer has the answers to its calls. False if it has not by the deadline.
+    pub(super) fn await_served(&self, deadline: Deadline) -> bool {
+        self.await_until(deadline, |state| state.incoming.is_empty())
     }
 
     fn await_until(&self, deadline: Deadline, is_over: impl Fn(&LinkState) -> bool) -> bool {

@@ -40,6 +40,7 @@ use self::link::{Link, shut_down};
 use self::objects::Objects;
 use self::pool::Pool;
 pub use self::registry::Answer;
+pub(super) use self::registry::caught;
 use self::registry::{Registry, deferred, method, object, plain};
 pub use self::remote::{RemoteRef, Ticket};
 use crate::caller::Caller;
@@ -194,7 +195,7 @@ impl RpcBuilder {
         self.add(name, method(name, function))
     }
 
-    /// Calls `function` once for each other rank that dies or shuts down its calls, with the reason.
+    /// Calls `function` once for each other rank that dies or shuts down its calls while this one does not, with the reason.
     /// [`Context::caller`] is that rank.
     #[must_use]
     pub fn on_lost(mut self, function: impl Fn(&Context, &Error) + Send + Sync + 'static) -> Self {
@@ -353,6 +354,14 @@ impl Rpc {
         self.request(to, Kind::Call, name, ObjectId::NONE, args)
     }
 
+    /// Breaks the connection with `peer`, as a network would, while both live.
+    #[cfg(test)]
+    pub(super) fn sever(&self, peer: Rank) {
+        if let Some(group) = self.shared.link(peer).ok().and_then(Link::group) {
+            group.abort(Error::aborted("the connection is cut"));
+        }
+    }
+
     /// The failure of the connection with `peer`; none as long as it can be called.
     ///
     /// # Errors
@@ -362,14 +371,14 @@ impl Rpc {
     }
 
     /// Ends the calls of all ranks: waits until this rank's calls are answered and the others make no more, and serves them
-    /// meanwhile. Ranks that have died are not waited for. Every rank must call it. Waits as long as the time-out of this
-    /// handle.
+    /// meanwhile. Every rank must call it; a rank that only serves calls nothing else. It waits for the others however long they
+    /// call, but not for ranks that have died or [dropped](Rpc) their calls. The time-out of this handle is for answers that are
+    /// missing.
     ///
     /// # Errors
-    /// If the time-out passes first: the calls end all the same, and a rank that then calls this one gets an error.
+    /// If calls of this rank, or of others to it, have no answer when that time-out has passed. The calls end all the same.
     pub fn shutdown(self) -> Result<()> {
-        let deadline = Deadline::after(self.timeout);
-        self.shared.finish(deadline).map_err(|error| self.shared.located(error, "Rpc::shutdown"))
+        self.shared.finish(self.timeout).map_err(|error| self.shared.located(error, "Rpc::shutdown"))
     }
 
     /// The number of objects that this rank keeps for others; see [`RemoteRef`].
@@ -494,3 +503,6 @@ impl Shared {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

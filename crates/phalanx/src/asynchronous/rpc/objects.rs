@@ -39,10 +39,11 @@ impl Objects {
         }
     }
 
-    /// It has been made. If nobody holds it any more, it is dropped.
-    pub(super) fn keep(&self, object: ObjectId, value: Value) {
-        if let Some(kept) = self.0.lock().get_mut(&object) {
-            kept.value = Some(value);
+    /// It has been made. If nobody holds it any more, it is given back.
+    pub(super) fn keep(&self, object: ObjectId, value: Value) -> Option<Value> {
+        match self.0.lock().get_mut(&object) {
+            Some(kept) => kept.value.replace(value),
+            None => Some(value),
         }
     }
 
@@ -66,35 +67,33 @@ impl Objects {
         Ok(())
     }
 
-    /// `by` holds it once less.
-    pub(super) fn release(&self, object: ObjectId, by: Rank) {
+    /// `by` holds it once less. Gives back what nobody holds any more: its own code must not run here.
+    pub(super) fn release(&self, object: ObjectId, by: Rank) -> Option<Value> {
         let mut objects = self.0.lock();
-        let Some(kept) = objects.get_mut(&object) else { return };
+        let kept = objects.get_mut(&object)?;
         if let Some(count) = kept.holders.get_mut(&by) {
             *count -= 1;
             if *count == 0 {
                 kept.holders.remove(&by);
             }
         }
-        let dropped = if kept.holders.is_empty() { objects.remove(&object) } else { None };
-        // The value's own code runs without the lock.
-        drop(objects);
-        drop(dropped);
+        match kept.holders.is_empty() {
+            true => objects.remove(&object).and_then(|kept| kept.value),
+            false => None,
+        }
     }
 
-    /// `by` holds nothing any more.
-    pub(super) fn release_all(&self, by: Rank) {
-        let mut objects = self.0.lock();
+    /// `by` holds nothing any more. Gives back what nobody holds.
+    pub(super) fn release_all(&self, by: Rank) -> Vec<Value> {
         let mut dropped = Vec::new();
-        objects.retain(|_, kept| {
+        self.0.lock().retain(|_, kept| {
             kept.holders.remove(&by);
             if kept.holders.is_empty() {
-                dropped.push(kept.value.take());
+                dropped.extend(kept.value.take());
             }
             !kept.holders.is_empty()
         });
-        drop(objects);
-        drop(dropped);
+        dropped
     }
 
     pub(super) fn count(&self) -> usize {

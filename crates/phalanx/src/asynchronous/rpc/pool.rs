@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
 
+use super::registry::{HANDLER, caught};
 use crate::error::{Error, Result};
 
 thread_local! {
@@ -66,7 +67,8 @@ impl Pool {
     fn add(self: &Arc<Self>, job: Job) {
         let mut state = self.state.lock();
         if state.closed {
-            return;
+            drop(state);
+            return job.forget();
         }
         match job.is_internal {
             true => state.queue.push_front(job),
@@ -80,11 +82,9 @@ impl Pool {
         if !state.may_run(self.limit) {
             return;
         }
-        if state.idle >= state.queue.len() {
+        // If there is no other thread to be had, the job waits for one of those that there are.
+        if state.idle >= state.queue.len() || self.spawn().is_err() {
             self.changed.notify_one();
-        } else {
-            // Without another thread the job waits for one of those that there are.
-            let _ = self.spawn();
         }
     }
 
@@ -113,7 +113,7 @@ impl Pool {
             let is_internal = job.is_internal;
             drop(state);
             CURRENT.set(Some(Current { pool: self.clone(), depth: job.depth }));
-            (job.run)();
+            job.run();
             CURRENT.set(None);
             state = self.state.lock();
             state.running -= usize::from(!is_internal);
@@ -127,7 +127,7 @@ impl Pool {
         let forgotten = std::mem::take(&mut state.queue);
         drop(state);
         self.changed.notify_all();
-        drop(forgotten);
+        forgotten.into_iter().for_each(Job::forget);
     }
 
     /// The number of calls around one that this thread makes.
@@ -146,6 +146,25 @@ impl Pool {
         let outcome = wait();
         pool.state.lock().running += 1;
         outcome
+    }
+}
+
+impl Job {
+    fn run(self) {
+        self.end(|job| (job.run)());
+    }
+
+    /// Drops what it has, which may have code of the program.
+    fn forget(self) {
+        self.end(drop);
+    }
+
+    fn end(self, how: impl FnOnce(Self)) {
+        // There is nobody to tell of a panic, which has been printed.
+        let _ = caught(HANDLER, || {
+            how(self);
+            Ok(())
+        });
     }
 }
 

@@ -200,12 +200,15 @@ impl<R> std::fmt::Debug for Answer<R> {
     }
 }
 
-/// Runs a handler. A panic becomes an error.
-pub(super) fn caught<R>(handler: impl FnOnce() -> Result<R>) -> Result<R> {
-    catch_unwind(AssertUnwindSafe(handler)).unwrap_or_else(|panic| {
+/// Most code of the program that [`caught`] runs.
+pub(super) const HANDLER: &str = "the handler";
+
+/// Runs the program's code, which errors call `what`. A panic becomes an error.
+pub(in crate::asynchronous) fn caught<R>(what: &str, code: impl FnOnce() -> Result<R>) -> Result<R> {
+    catch_unwind(AssertUnwindSafe(code)).unwrap_or_else(|panic| {
         let said = panic.downcast_ref::<&str>().copied();
         let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-        Err(Error::aborted(format!("the handler panicked: {}", said.unwrap_or("without a text")))
+        Err(Error::aborted(format!("{what} panicked: {}", said.unwrap_or("without a text")))
             .with_remedy("see the output of the rank that was called"))
     })
 }

@@ -19,7 +19,8 @@ const LEND: &str = "phalanx.lend";
 /// A reference to an object that another rank keeps, or this one.
 ///
 /// The owner keeps the object as long as any rank holds a reference; clones on one rank are one. When the last is dropped,
-/// the owner is told, without waiting. A rank that dies, or shuts down its calls, holds nothing any more.
+/// the owner is told, without waiting. It drops the object in a handler's thread, when the calls on it have ended. A rank that
+/// dies, or shuts down its calls, holds nothing any more.
 ///
 /// ```
 /// use std::sync::atomic::{AtomicI64, Ordering};
@@ -140,7 +141,7 @@ impl Registry {
             shared.objects.lend(object, context.caller(), to)?;
             // If it has gone before, nobody would release what it holds.
             if let Some(failure) = shared.link(to).map_or_else(Some, |link| link.failure()) {
-                shared.objects.release_all(to);
+                shared.discard(shared.objects.release_all(to));
                 return Err(failure);
             }
             Ok(())
@@ -154,7 +155,7 @@ impl Shared {
     /// This rank no longer holds `object`. The owner is told by a thread of the pool: whoever drops a reference does not wait.
     fn release(self: &Arc<Self>, owner: Rank, object: ObjectId) {
         if owner == self.rank {
-            return self.objects.release(object, owner);
+            return self.discard(self.objects.release(object, owner));
         }
         if self.link(owner).is_ok_and(|link| link.release(object)) {
             let shared = self.clone();

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::link::{Link, release, shut_down};
 use super::objects::Value;
-use super::registry::{Function, Pledge, caught};
+use super::registry::{Function, HANDLER, Pledge, caught};
 use super::{FAREWELL, Shared};
 use crate::buffer::Buffer;
 use crate::deadline::{Backoff, Deadline};
@@ -35,7 +36,7 @@ impl Shared {
     /// Receives until the peer says its last word, or the connection fails.
     fn receive(self: &Arc<Self>, peer: Rank, group: &ProcessGroup) {
         let Ok(link) = self.link(peer) else { return };
-        let outcome = self.frames(link, group);
+        let outcome = caught("the thread that receives from that rank", || self.frames(link, group));
         let cause = match outcome {
             Ok(()) => link.departed(),
             Err(error) => {
@@ -44,19 +45,18 @@ impl Shared {
                 link.explained(&group.failure().unwrap_or(error))
             }
         };
-        // Not if this rank has ended first.
-        let is_news = link.failure().is_none();
         let cause = link.fail(cause);
-        self.objects.release_all(peer);
+        self.discard(self.objects.release_all(peer));
         let shared = self.clone();
-        self.pool.push_internal(move || shared.bid_farewell(peer));
-        if is_news && !self.closed.load(Ordering::Acquire) {
+        self.pool.push_internal(move || shared.bid_farewell(peer, Deadline::after(FAREWELL)));
+        // A thread that sends may have seen the end first, so the link's failure says nothing about who has been told.
+        if !self.closed.load(Ordering::Acquire) {
             let shared = self.clone();
             self.pool.push(0, move || {
                 let context = shared.context(peer);
                 for lost in &shared.lost {
                     // There is nobody to tell of a panic, which has been printed.
-                    let _ = caught(|| {
+                    let _ = caught(HANDLER, || {
                         lost(&context, &cause);
                         Ok(())
                     });
@@ -74,7 +74,7 @@ impl Shared {
             match head.kind {
                 Kind::Call | Kind::Make | Kind::Method => link.admit(&head)?,
                 Kind::Answer | Kind::Failure => link.awaits(head.call)?,
-                Kind::Release => self.objects.release(head.object, link.peer),
+                Kind::Release => self.discard(self.objects.release(head.object, link.peer)),
                 Kind::Done => link.done(),
                 Kind::Bye => return Ok(()),
             }
@@ -103,16 +103,22 @@ impl Shared {
 
     /// Queues a call of `from`, which has been admitted.
     pub(super) fn accept(self: &Arc<Self>, from: Rank, head: Head, payload: Buffer) -> Result<()> {
-        if head.kind == Kind::Make {
-            // At once: a release may follow.
-            self.objects.begin(head.object, from)?;
-        }
+        // At once: a release may follow.
+        let object = match head.kind {
+            Kind::Make => {
+                self.objects.begin(head.object, from)?;
+                None
+            }
+            Kind::Method => Some(self.objects.get(head.object, from)),
+            _ => None,
+        };
         let shared = self.clone();
-        self.pool.push(head.depth, move || shared.run(from, head, &payload));
+        self.pool.push(head.depth, move || shared.run(from, head, &payload, object));
         Ok(())
     }
 
-    fn run(self: Arc<Self>, from: Rank, head: Head, payload: &Buffer) {
+    /// `object` is what a method is called on.
+    fn run(self: Arc<Self>, from: Rank, head: Head, payload: &Buffer, object: Option<Result<Value>>) {
         let (name, args) = payload.as_bytes().split_at(usize::from(head.name));
         let name = String::from_utf8_lossy(name).into_owned();
         let context = self.context(from);
@@ -121,24 +127,24 @@ impl Shared {
             Ok(function) => function,
             Err(error) => return pledge.keep(Err(error)),
         };
-        let outcome = match (function, head.kind) {
-            (Function::Deferred(function), Kind::Call) => {
+        let outcome = match (function, head.kind, object) {
+            (Function::Deferred(function), Kind::Call, _) => {
                 // If it panics, that drops the pledge, which says so.
-                let _ = caught(|| function(&context, args, pledge));
+                let _ = caught(HANDLER, || function(&context, args, pledge));
                 return;
             }
-            (Function::Plain(function), Kind::Call) => caught(|| function(&context, args)),
-            (Function::Object(function), Kind::Make) => caught(|| function(&context, args)).map(|value| {
-                self.objects.keep(head.object, value);
-                Vec::new()
+            (Function::Plain(function), Kind::Call, _) => caught(HANDLER, || function(&context, args)),
+            (Function::Object(function), Kind::Make, _) => caught(HANDLER, || {
+                drop(self.objects.keep(head.object, function(&context, args)?));
+                Ok(Vec::new())
             }),
-            (Function::Method(function), Kind::Method) => self
-                .objects
-                .get(head.object, from)
-                .and_then(|value: Value| caught(|| function(&context, &value, args))),
-            (Function::Plain(_) | Function::Deferred(_), _) => Err(misused(&name, "Rpc::call")),
-            (Function::Object(_), _) => Err(misused(&name, "Rpc::remote")),
-            (Function::Method(_), _) => Err(misused(&name, "RemoteRef::call")),
+            (Function::Method(function), Kind::Method, Some(value)) => value.and_then(|value| {
+                // It drops the value too, which may be the last to hold it.
+                caught(HANDLER, move || function(&context, &value, args))
+            }),
+            (Function::Plain(_) | Function::Deferred(_), ..) => Err(misused(&name, "Rpc::call")),
+            (Function::Object(_), ..) => Err(misused(&name, "Rpc::remote")),
+            (Function::Method(_), ..) => Err(misused(&name, "RemoteRef::call")),
         };
         pledge.keep(outcome);
     }
@@ -175,17 +181,27 @@ impl Shared {
         }
     }
 
-    /// Says this rank's last word to `peer`, if it can still be said, so that it need not wait.
-    fn bid_farewell(&self, peer: Rank) {
-        if let Ok(link) = self.link(peer)
-            && link.group().is_some_and(|group| group.failure().is_none())
-        {
-            link.say_bye(Deadline::after(FAREWELL));
+    /// Drops what this rank no longer keeps, in a thread of the pool: it may have code of the program, which may call, end the
+    /// calls, or panic.
+    pub(super) fn discard(self: &Arc<Self>, values: impl IntoIterator<Item = Value>) {
+        for value in values {
+            self.pool.push(0, move || drop(value));
         }
     }
 
-    /// Waits until nobody calls any more, and ends.
-    pub(super) fn finish(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
+    /// Says this rank's last word to `peer`, if it can still be said, so that it need not wait.
+    fn bid_farewell(&self, peer: Rank, deadline: Deadline) {
+        if let Ok(link) = self.link(peer)
+            && link.group().is_some_and(|group| group.failure().is_none())
+        {
+            link.say_bye(deadline);
+        }
+    }
+
+    /// Waits until nobody calls any more, and ends. `timeout` is for the answers that are missing; how long others call is
+    /// theirs, as long as they live.
+    pub(super) fn finish(self: &Arc<Self>, timeout: Duration) -> Result<()> {
+        let deadline = Deadline::after(timeout);
         let others = || self.links.iter().filter(|link| link.peer != self.rank);
         let mut late = None;
         for link in &self.links {
@@ -196,9 +212,12 @@ impl Shared {
         for link in others() {
             let _ = link.send(&Head::plain(Kind::Done), &[], deadline);
         }
+        others().for_each(Link::await_done);
+        // Those who have said that have their answers, or have waited for them as long as they want.
+        let deadline = Deadline::after(timeout);
         for link in others() {
-            if !link.await_end(deadline) {
-                late.get_or_insert((link.peer, "still calls, or has not called Rpc::shutdown"));
+            if !link.await_served(deadline) {
+                late.get_or_insert((link.peer, "has no answer to a call of this rank's functions"));
             }
         }
         self.close();
@@ -206,7 +225,7 @@ impl Shared {
             None => Ok(()),
             Some((peer, why)) => {
                 Err(Error::timeout(format!("rank {peer} {why}")).with_peer(peer).with_remedy(
-                    "every rank must call Rpc::shutdown; is it alive, or does it need a longer time-out?",
+                    "is a handler slow, or has one lost its Answer? Rpc::with_timeout gives it more time",
                 ))
             }
         }
@@ -225,23 +244,36 @@ impl Shared {
                 group.abort(Error::aborted(format!("rank {} panicked", self.rank)));
             }
             link.fail(shut_down());
-            self.bid_farewell(link.peer);
+            self.bid_farewell(link.peer, deadline);
         }
         let mut receivers = std::mem::take(&mut *self.receivers.lock());
-        let mut pauses = Backoff::new((Duration::from_micros(100), Duration::from_millis(5)), deadline);
-        while receivers.iter().any(|receiver| !receiver.is_finished()) {
-            if !pauses.pause() {
-                for group in self.links.iter().filter_map(Link::group) {
-                    group.abort(Error::aborted(format!("rank {} has ended its remote calls", self.rank)));
-                }
+        // A thread does not wait for itself.
+        receivers.retain(|receiver| receiver.thread().id() != std::thread::current().id());
+        if !have_ended(&receivers, deadline) {
+            for group in self.links.iter().filter_map(Link::group) {
+                group.abort(Error::aborted(format!("rank {} has ended its remote calls", self.rank)));
             }
+            have_ended(&receivers, Deadline::after(FAREWELL));
         }
-        for receiver in receivers.drain(..) {
+        for receiver in receivers.drain(..).filter(JoinHandle::is_finished) {
             // A receiver has no code of the program, and nothing to say.
             let _ = receiver.join();
         }
         self.pool.close();
         self.links.iter().for_each(Link::leave_group);
+    }
+}
+
+/// Waits until all `threads` have ended. False if they have not by the deadline.
+fn have_ended(threads: &[JoinHandle<()>], deadline: Deadline) -> bool {
+    let mut pauses = Backoff::new((Duration::from_micros(100), Duration::from_millis(5)), deadline);
+    loop {
+        if threads.iter().all(JoinHandle::is_finished) {
+            return true;
+        }
+        if !pauses.pause() {
+            return false;
+        }
     }
 }
 

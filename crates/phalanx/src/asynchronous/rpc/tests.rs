@@ -1,0 +1,154 @@
+use std::sync::mpsc;
+
+use super::*;
+use crate::deadline::Backoff;
+
+/// Nothing takes longer, or it hangs.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Runs `rank` on two ranks of this process.
+fn two(rank: impl Fn(ProcessGroup) + Sync) {
+    std::thread::scope(|scope| {
+        for group in ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap() {
+            scope.spawn(|| rank(group));
+        }
+    });
+}
+
+fn eventually(what: &str, is: impl Fn() -> bool) {
+    let mut pauses =
+        Backoff::new((Duration::from_millis(1), Duration::from_millis(20)), Deadline::after(LIMIT));
+    while !is() {
+        assert!(pauses.pause(), "{what}");
+    }
+}
+
+/// Waits when it is dropped, calls, ends the calls, or panics.
+struct Kept(Box<dyn Fn() + Send + Sync>);
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
+#[test]
+fn who_sends_may_see_the_end_first_and_on_lost_is_called_all_the_same() {
+    two(|group| {
+        let (say, said) = mpsc::channel();
+        let say = Mutex::new(say);
+        let lost = move |context: &Context, _: &Error| {
+            let _ = say.lock().send(context.caller());
+        };
+        let rpc = Rpc::builder().on_lost(lost).start(&group).unwrap();
+        let peer = Rank::new(1);
+        if group.rank().is_main() {
+            rpc.shared.link(peer).unwrap().fail(Error::aborted("a message could not be sent"));
+        }
+        group.barrier().unwrap();
+        if group.rank().is_main() {
+            assert_eq!(said.recv_timeout(LIMIT), Ok(peer));
+            assert!(said.recv_timeout(Duration::from_millis(50)).is_err(), "once");
+        }
+    });
+}
+
+#[test]
+fn a_reference_that_is_dropped_does_not_overtake_a_call_on_its_object() {
+    for to_itself in [false, true] {
+        two(|group| {
+            let (open, gate) = mpsc::channel::<()>();
+            let gate = Mutex::new(gate);
+            let rpc = Rpc::builder()
+                .threads(1)
+                .object("number", |_, n: i64| Ok(n))
+                .method("read", |_, n: &i64, (): ()| Ok(*n))
+                .handler("wait", move |_, ()| gate.lock().recv_timeout(LIMIT).map_err(Error::other))
+                .start(&group)
+                .unwrap();
+            let owner = Rank::new(u32::from(!to_itself));
+            if group.rank().is_main() {
+                let number: RemoteRef<i64> = rpc.remote(owner, "number", &7i64).unwrap();
+                // The only thread is busy, so the call is still queued when the object is released.
+                let busy = rpc.call_async::<_, ()>(owner, "wait", &()).unwrap();
+                let call = number.call_async::<_, i64>("read", &()).unwrap();
+                drop(number);
+                group.barrier().unwrap();
+                if to_itself {
+                    open.send(()).unwrap();
+                }
+                assert_eq!(call.wait().unwrap(), 7);
+                busy.wait().unwrap();
+            } else {
+                group.barrier().unwrap();
+                eventually("it is released", || rpc.objects() == 0);
+                open.send(()).unwrap();
+            }
+            rpc.shutdown().unwrap();
+        });
+    }
+}
+
+#[test]
+fn what_a_kept_object_does_when_it_is_dropped_harms_nobody() {
+    two(|group| {
+        let (say, said) = mpsc::channel();
+        let (say, said) = (Mutex::new(say), Mutex::new(said));
+        let say = Arc::new(say);
+        let rpc = Rpc::builder()
+            .threads(1)
+            .handler("now", |_, ()| Ok(3u8))
+            .object("panics", |_, ()| Ok(Kept(Box::new(|| panic!("no such luck")))))
+            .object("calls back", move |context, ()| {
+                let (rpc, to, say) = (context.rpc().clone(), context.caller(), say.clone());
+                Ok(Kept(Box::new(move || {
+                    let _ = say.lock().send(rpc.call::<_, u8>(to, "now", &()));
+                })))
+            })
+            .start(&group)
+            .unwrap();
+        let owner = Rank::new(1);
+        if group.rank().is_main() {
+            for _ in 0..3 {
+                drop(rpc.remote::<_, Kept>(owner, "panics", &()).unwrap());
+                drop(rpc.remote::<_, Kept>(owner, "calls back", &()).unwrap());
+                assert_eq!(rpc.call::<_, u8>(owner, "now", &()).unwrap(), 3, "all goes on");
+            }
+        } else {
+            for _ in 0..3 {
+                assert_eq!(said.lock().recv_timeout(LIMIT).unwrap().unwrap(), 3);
+            }
+        }
+        group.barrier().unwrap();
+        rpc.shutdown().unwrap();
+    });
+}
+
+#[test]
+fn the_last_handle_in_a_kept_object_ends_the_calls_when_it_is_dropped() {
+    two(|group| {
+        let (end, ended) = mpsc::channel::<()>();
+        let slot: Arc<Mutex<Option<(Rpc, mpsc::Sender<()>)>>> = Arc::default();
+        let last = slot.clone();
+        let rpc = Rpc::builder()
+            .object("keeps", move |_, ()| {
+                let held = Mutex::new(last.lock().take());
+                // The sender goes after the handle.
+                Ok(Kept(Box::new(move || drop(held.lock().take()))))
+            })
+            .start(&group)
+            .unwrap();
+        let peer = Rank::new(1 - group.rank().get());
+        if group.rank().is_main() {
+            drop((slot, end));
+            group.barrier().unwrap();
+            drop(rpc.remote::<_, Kept>(peer, "keeps", &()).unwrap());
+            eventually("rank 1 has ended its calls", || rpc.failure(peer).unwrap().is_some());
+        } else {
+            *slot.lock() = Some((rpc, end));
+            group.barrier().unwrap();
+            assert_eq!(ended.recv_timeout(LIMIT), Err(mpsc::RecvTimeoutError::Disconnected));
+        }
+        group.barrier().unwrap();
+    });
+}
