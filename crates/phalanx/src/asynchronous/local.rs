@@ -7,6 +7,7 @@ use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{P2pOp, ProcessGroup};
+use crate::hash::fnv1a;
 use crate::rank::Rank;
 use crate::sampler::random_permutation;
 
@@ -90,6 +91,7 @@ pub struct LocalUpdates {
     steps: u64,
     rounds: u64,
     bytes: u64,
+    elements: usize,
     /// EASGD's centre, or where all began after the last outer step.
     center: Vec<f32>,
     velocity: Vec<f32>,
@@ -102,15 +104,25 @@ impl LocalUpdates {
     /// the same method and interval.
     ///
     /// # Errors
-    /// If `every` is 0, or the group fails.
+    /// If `every` is 0, or method, interval or the number of parameters differ between ranks: on every rank. If the group fails.
     pub fn new(
         group: &ProcessGroup,
         method: LocalMethod,
         every: u64,
         parameters: &mut [f32],
     ) -> Result<Self> {
+        let own = (fnv1a(format!("{method:?}").bytes()), every, parameters.len() as u64);
+        let settings = group.all_gather_object(&own)?;
         if every == 0 {
             return Err(Error::invalid_argument("workers that come together every 0 steps take no step"));
+        }
+        if let Some(other) = settings.iter().position(|setting| *setting != own) {
+            return Err(Error::mismatch(format!(
+                "rank {other} has made its LocalUpdates with another method, interval or number of parameters than rank {}",
+                group.rank()
+            ))
+            .with_peer(Rank::new(other as u32))
+            .with_remedy("every rank must name the same"));
         }
         group.broadcast(parameters, Rank::MAIN)?;
         let (has_center, has_velocity) = match method {
@@ -125,6 +137,7 @@ impl LocalUpdates {
             steps: 0,
             rounds: 0,
             bytes: 0,
+            elements: parameters.len(),
             center: if has_center { parameters.to_vec() } else { Vec::new() },
             velocity: vec![0.0; if has_velocity { parameters.len() } else { 0 }],
             scratch: Vec::new(),
@@ -137,10 +150,10 @@ impl LocalUpdates {
     /// # Errors
     /// If `parameters` are not as many as before. As [`ProcessGroup::all_reduce`] or [`ProcessGroup::isend`].
     pub fn step(&mut self, parameters: &mut [f32]) -> Result<Option<u64>> {
-        if !self.center.is_empty() && self.center.len() != parameters.len() {
+        if self.elements != parameters.len() {
             return Err(Error::invalid_argument(format!(
                 "there were {} parameters, and now there are {}",
-                self.center.len(),
+                self.elements,
                 parameters.len()
             )));
         }

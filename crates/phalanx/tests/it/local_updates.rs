@@ -154,3 +154,21 @@ fn no_steps_between_meetings_make_no_sense() {
         assert!(error.is_invalid_argument());
     });
 }
+
+#[test]
+fn settings_that_differ_or_cannot_be_are_refused_on_every_rank() {
+    run(3, Fabric::InProcess, |group| {
+        let is_other = group.rank().get() == 1;
+        let start = |method, every, length| {
+            LocalUpdates::new(&group, method, every, &mut vec![0.0; length]).unwrap_err()
+        };
+        let error = start(LocalMethod::Average, if is_other { 0 } else { 5 }, 3);
+        assert!(error.is_invalid_argument() == is_other && error.is_mismatch() != is_other, "{error}");
+        let method = if is_other { LocalMethod::Ring } else { LocalMethod::Average };
+        assert!(start(method, 5, 3).is_mismatch());
+        assert!(start(LocalMethod::Average, 5, if is_other { 4 } else { 3 }).is_mismatch());
+        let mut local = LocalUpdates::new(&group, LocalMethod::Average, 5, &mut [0.0; 3]).unwrap();
+        assert!(local.step(&mut [0.0; 2]).unwrap_err().is_invalid_argument());
+        group.barrier().unwrap();
+    });
+}
