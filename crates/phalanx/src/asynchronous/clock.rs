@@ -55,6 +55,24 @@ impl Clocks {
         self.workers.entry(worker).or_insert(self.slowest);
     }
 
+    /// `worker`, which takes part, begins with the step after `clock`.
+    ///
+    /// # Errors
+    /// If it takes no part, or has ended more steps.
+    pub(super) fn enter(&mut self, worker: Rank, clock: u64) -> Result<()> {
+        match self.workers.get_mut(&worker) {
+            None => return Err(no_worker(worker)),
+            Some(own) if *own > clock => {
+                return Err(Error::invalid_argument(format!(
+                    "rank {worker} has ended {own} steps, and cannot begin after {clock}"
+                )));
+            }
+            Some(own) => *own = clock,
+        }
+        self.update();
+        Ok(())
+    }
+
     /// `worker` takes part no more: nobody waits for it.
     pub(super) fn leave(&mut self, worker: Rank) {
         self.workers.remove(&worker);
@@ -77,8 +95,7 @@ impl Clocks {
     /// An error if `worker` takes no part, or must not be in a step.
     pub(super) fn check(&self, worker: Rank) -> Result<()> {
         match self.lead(worker) {
-            None => Err(Error::invalid_argument(format!("rank {worker} is no worker of this server"))
-                .with_remedy("call ParameterServer::join first, or name it among the workers")),
+            None => Err(no_worker(worker)),
             Some(lead) if !self.may_go(worker) => Err(Error::invalid_argument(format!(
                 "rank {worker} is {lead} steps ahead of the slowest worker, and has not waited for it"
             ))),
@@ -114,6 +131,11 @@ impl Clocks {
             self.slowest = *slowest;
         }
     }
+}
+
+fn no_worker(worker: Rank) -> Error {
+    Error::invalid_argument(format!("rank {worker} is no worker of this server"))
+        .with_remedy("call ParameterServer::join first, or name it among the workers")
 }
 
 #[cfg(test)]

@@ -2,10 +2,18 @@
 
 use pulp::Arch;
 
+use crate::hash::fnv1a;
+
 /// How gradients change parameters. The arithmetic must be the same for each element, whatever its neighbours.
 pub trait UpdateRule: Send + Sync {
     /// How many arrays of the length of the parameters the rule keeps. They are zero at first.
     fn states(&self) -> usize;
+
+    /// A number that differs between rules whose settings differ. Ranks compare theirs when a
+    /// [`ParameterServer`](super::ParameterServer) starts; rules that leave it at 0 are not compared.
+    fn fingerprint(&self) -> u64 {
+        0
+    }
 
     /// Takes update number `time` of these parameters, from 1 on. `scale` multiplies the learning rate. All slices are
     /// equally long.
@@ -69,6 +77,10 @@ impl Sgd {
 impl UpdateRule for Sgd {
     fn states(&self) -> usize {
         usize::from(self.momentum != 0.0)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        fnv1a(format!("{self:?}").bytes())
     }
 
     fn update(
@@ -149,6 +161,10 @@ impl Adam {
 impl UpdateRule for Adam {
     fn states(&self) -> usize {
         2
+    }
+
+    fn fingerprint(&self) -> u64 {
+        fnv1a(format!("{self:?}").bytes())
     }
 
     fn update(

@@ -78,12 +78,21 @@ fn nobody_is_further_ahead_than_the_rule_allows() {
                     .servers(&ranks(&[0, 1]))
                     .start(&group, &parameters)
                     .unwrap();
+                let mut largest = 0;
                 for step in 0..40 {
                     if group.rank().get() == 2 {
                         std::thread::sleep(Duration::from_millis(2));
                     }
                     server.step(&gradient(&parameters, group.rank(), step), &mut parameters).unwrap();
+                    // It may begin the next step: since then the others can only have come nearer.
+                    for shard in server.statistics().unwrap() {
+                        let slowest = shard.clocks.iter().map(|(_, clock)| *clock).min().unwrap();
+                        let lead = u64::from(step) + 1 - slowest;
+                        assert!(lead <= bound, "{shard:?}");
+                        largest = largest.max(lead);
+                    }
                 }
+                assert!(largest > 0 || group.rank().get() == 2, "nobody was ahead of the slow worker");
                 group.barrier().unwrap();
                 for shard in server.statistics().unwrap() {
                     assert!(shard.staleness.lead <= bound, "{shard:?}");
@@ -172,12 +181,52 @@ fn workers_come_and_go() {
             }
             group.barrier().unwrap();
             if group.rank().get() != 1 {
-                server.join().unwrap();
+                server.join(&mut parameters).unwrap();
+                close(&parameters, &initial().iter().map(|p| p - 4.0).collect::<Vec<_>>());
             }
             group.barrier().unwrap();
             if group.rank().get() != 1 {
                 server.step(&[group.rank().get() as f32; ELEMENTS], &mut parameters).unwrap();
                 close(&parameters, &initial().iter().map(|p| p - 5.0).collect::<Vec<_>>());
+            }
+            group.barrier().unwrap();
+            server.shutdown().unwrap();
+        });
+    }
+}
+
+#[test]
+fn who_joins_while_others_train_is_in_one_step_on_all_servers() {
+    for (fabric, consistency) in [
+        (Fabric::InProcess, Consistency::Bsp),
+        (Fabric::Tcp, Consistency::Bsp),
+        (Fabric::SharedMemory, Consistency::Ssp(1)),
+    ] {
+        run(4, fabric, |group| {
+            let mut parameters = initial();
+            let server = ParameterServer::builder(&KEYS, Sgd::new(0.1))
+                .consistency(consistency)
+                .servers(&ranks(&[0, 1, 2]))
+                .workers(&ranks(&[0, 1]))
+                .timeout(Duration::from_secs(60))
+                .start(&group, &parameters)
+                .unwrap();
+            let joins = group.rank().get() > 1;
+            let rounds = if joins { 15 } else { 1 };
+            for _ in 0..rounds {
+                if joins {
+                    server.join(&mut parameters).unwrap();
+                }
+                for step in 0..if joins { 3 } else { 200 } {
+                    server.step(&gradient(&parameters, group.rank(), step), &mut parameters).unwrap();
+                    // What it has ended, and the others do not change.
+                    let clocks = server.statistics().unwrap().into_iter().map(|shard| {
+                        shard.clocks.into_iter().find(|(rank, _)| *rank == group.rank()).unwrap().1
+                    });
+                    let clocks: Vec<u64> = clocks.collect();
+                    assert!(clocks.iter().all(|clock| *clock == clocks[0]), "{clocks:?}");
+                }
+                server.leave().unwrap();
             }
             group.barrier().unwrap();
             server.shutdown().unwrap();

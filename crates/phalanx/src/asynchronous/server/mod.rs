@@ -1,8 +1,9 @@
 //! Servers of parameters: workers push gradients and pull parameters, and need not wait for each other.
 //!
-//! [`shard`] is what one server has, a pure machine; `service` takes what workers ask and keeps a replica; this file is what
-//! workers call.
+//! [`shard`] is what one server has, a pure machine; `service` takes what workers ask and keeps a replica; `builder` starts
+//! it all; this file is what workers call.
 
+mod builder;
 mod floats;
 mod layout;
 mod service;
@@ -10,43 +11,27 @@ mod shard;
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+pub use self::builder::ParameterServerBuilder;
 use self::floats::Floats;
 use self::layout::Layout;
-use self::service::{Ask, Hosted, Reply, Request, STATISTICS, STEP, Service};
-use self::shard::Shard;
+use self::service::{Ask, Done, Reply, Request, STATISTICS, STEP};
 pub use self::shard::{Compensation, DelayCompensation};
-use super::clock::{Clocks, Consistency};
 use super::optimizer::UpdateRule;
 use super::rpc::{PendingCall, Rpc};
-use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::group::ProcessGroup;
-use crate::hash::fnv1a;
 use crate::rank::Rank;
 
 /// Pauses between two questions to a replica that has not taken over yet.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// How a [`ParameterServer`] is made; see [`ParameterServer::builder`].
-pub struct ParameterServerBuilder {
-    lengths: Vec<usize>,
-    servers: Option<Vec<Rank>>,
-    workers: Option<Vec<Rank>>,
-    consistency: Consistency,
-    rule: Arc<dyn UpdateRule>,
-    compensation: Compensation,
-    replicated: bool,
-    timeout: Option<Duration>,
-}
-
-/// Parameters on server ranks. Workers pull them, push gradients, and go on as the [`Consistency`] lets them.
+/// Parameters on server ranks. Workers pull them, push gradients, and go on as the [`Consistency`](super::Consistency) lets them.
 ///
 /// The parameters are one vector of f32, divided into keys, such as tensors. Each server has neighbouring keys, and updates
 /// them by its [`UpdateRule`]. A rank may be a worker, a server, or both. Every rank has a handle.
@@ -76,14 +61,14 @@ pub struct ParameterServerBuilder {
 ///
 /// # Failures
 /// A worker that dies is waited for no longer, and a gradient of a step that it has not ended does not count under
-/// [`Bsp`](Consistency::Bsp). If the servers are [replicated](ParameterServerBuilder::replicated), one may die: the next
+/// [`Bsp`](super::Consistency::Bsp). If the servers are [replicated](ParameterServerBuilder::replicated), one may die: the next
 /// server has its parameters, its optimizer's state and its workers' clocks, and no update that a worker has had an answer to
-/// is lost or applied twice.
+/// is lost or applied twice. A server that has lost its replica goes on alone and says so with each answer: if it dies too, its
+/// workers get an error instead of older parameters. So they do when an update rule panics.
 pub struct ParameterServer {
     rpc: Rpc,
     layout: Layout,
     shards: Vec<Place>,
-    /// The last number of this rank's operations, and where to ask for each shard: the primary (false) or its replica.
     state: Mutex<State>,
     timeout: Duration,
 }
@@ -98,8 +83,12 @@ struct Place {
 
 #[derive(Debug)]
 struct State {
+    /// The last number of this rank's operations.
     number: u64,
-    failed_over: Vec<bool>,
+    /// Whom to ask for each shard.
+    servers: Vec<Rank>,
+    /// Whom to ask if that one is lost: none if it has been asked, or does not have all that this rank has answers to.
+    replicas: Vec<Option<Rank>>,
 }
 
 /// How stale gradients were when they were applied.
@@ -158,153 +147,10 @@ pub struct ShardStatistics {
     pub is_replicated: bool,
 }
 
-impl ParameterServerBuilder {
-    /// The ranks that keep parameters; all ranks if it is not set.
-    #[must_use]
-    pub fn servers(self, servers: &[Rank]) -> Self {
-        Self { servers: Some(servers.to_vec()), ..self }
-    }
-
-    /// The ranks that push gradients from the start on; all ranks if it is not set. Others may
-    /// [join](ParameterServer::join) later.
-    #[must_use]
-    pub fn workers(self, workers: &[Rank]) -> Self {
-        Self { workers: Some(workers.to_vec()), ..self }
-    }
-
-    /// How far workers may be apart; [`Bsp`](Consistency::Bsp) if it is not set.
-    #[must_use]
-    pub fn consistency(self, consistency: Consistency) -> Self {
-        Self { consistency, ..self }
-    }
-
-    /// What stale gradients undergo; nothing if it is not set.
-    #[must_use]
-    pub fn compensation(self, compensation: Compensation) -> Self {
-        Self { compensation, ..self }
-    }
-
-    /// Each server keeps a copy of the one before it, and a worker gets its answer when both have its update. Needs two
-    /// servers. Pushes travel twice.
-    #[must_use]
-    pub fn replicated(self) -> Self {
-        Self { replicated: true, ..self }
-    }
-
-    /// How long an operation waits, also for slower workers; the group's time-out if it is not set.
-    #[must_use]
-    pub fn timeout(self, timeout: Duration) -> Self {
-        Self { timeout: Some(timeout), ..self }
-    }
-
-    /// Starts servers and workers. Every rank of `group` must call it with the same settings, in the same order as its
-    /// collectives. `parameters` are rank 0's on all ranks; those of the others only have to be as many.
-    ///
-    /// # Errors
-    /// If the settings differ, or are impossible: no servers, a rank that is not in the group, a replica without a second
-    /// server. If `parameters` are not as many as the keys have elements. If the group fails.
-    pub fn start(self, group: &ProcessGroup, parameters: &[f32]) -> Result<ParameterServer> {
-        let Self { lengths, servers, workers, consistency, rule, compensation, replicated, timeout } = self;
-        let world = group.world_size();
-        let all = || world.ranks().collect::<Vec<_>>();
-        let (servers, workers) = (servers.unwrap_or_else(all), workers.unwrap_or_else(all));
-        let layout = Layout::new(&lengths)?;
-        let group = group.in_call(Caller::RpcStart);
-        let own = (
-            fnv1a(format!("{lengths:?}").bytes()),
-            &servers,
-            &workers,
-            consistency,
-            compensation,
-            replicated,
-        );
-        let own = fnv1a(postcard::to_stdvec(&own).unwrap_or_default());
-        let settings = group.all_gather_object(&own)?;
-        if let Some(other) = settings.iter().position(|setting| *setting != settings[0]) {
-            return Err(Error::mismatch(format!(
-                "rank {other} has made its ParameterServer with other settings than rank 0"
-            ))
-            .with_peer(Rank::new(other as u32))
-            .with_remedy(
-                "every rank must name the same keys, servers, workers, consistency and compensation",
-            ));
-        }
-        check(&servers, &workers, replicated, &|rank| world.rank(rank.get()).map(drop))?;
-        if parameters.len() != layout.elements() {
-            return Err(Error::invalid_argument(format!(
-                "the keys have {} elements, and there are {} parameters",
-                layout.elements(),
-                parameters.len()
-            )));
-        }
-        let mut initial = parameters.to_vec();
-        group.broadcast(&mut initial, Rank::MAIN)?;
-        let shards: Vec<Place> = layout
-            .shards(servers.len())
-            .into_iter()
-            .enumerate()
-            .map(|(index, keys)| Place {
-                keys,
-                primary: servers[index],
-                replica: replicated.then(|| servers[(index + 1) % servers.len()]),
-            })
-            .collect();
-        let mut hosted = Vec::new();
-        for (index, place) in shards.iter().enumerate() {
-            let is_here = place.primary == group.rank() || place.replica == Some(group.rank());
-            if is_here && !place.keys.is_empty() {
-                let part = initial[layout.place(&place.keys)?].to_vec();
-                let clocks = Clocks::new(consistency, workers.iter().copied());
-                let shard = Shard::new(layout.part(&place.keys)?, part, rule.clone(), compensation, clocks);
-                hosted.push(Hosted::new(index as u32, shard, place, group.rank()));
-            }
-        }
-        let timeout = timeout.unwrap_or(group.timeout());
-        let rpc = Service::new(hosted).functions(Rpc::builder()).timeout(timeout).start(&group)?;
-        let state = State { number: 0, failed_over: vec![false; shards.len()] };
-        Ok(ParameterServer { rpc, layout, shards, state: Mutex::new(state), timeout })
-    }
-}
-
-fn check(
-    servers: &[Rank],
-    workers: &[Rank],
-    replicated: bool,
-    known: &dyn Fn(Rank) -> Result<()>,
-) -> Result<()> {
-    let is_twice =
-        |ranks: &[Rank]| ranks.iter().enumerate().any(|(index, rank)| ranks[..index].contains(rank));
-    servers.iter().chain(workers).try_for_each(|rank| known(*rank))?;
-    let wrong = match () {
-        () if servers.is_empty() => "a parameter server needs at least one rank that serves",
-        () if is_twice(servers) || is_twice(workers) => {
-            "a rank is named twice among the servers or the workers"
-        }
-        () if replicated && servers.len() < 2 => "a replica needs a second server",
-        () => return Ok(()),
-    };
-    Err(Error::invalid_argument(wrong))
-}
-
-impl std::fmt::Debug for ParameterServerBuilder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "ParameterServerBuilder({} keys, {:?})", self.lengths.len(), self.consistency)
-    }
-}
-
 impl ParameterServer {
     /// Of keys with these numbers of elements, updated by `rule`.
     pub fn builder(lengths: &[usize], rule: impl UpdateRule + 'static) -> ParameterServerBuilder {
-        ParameterServerBuilder {
-            lengths: lengths.to_vec(),
-            servers: None,
-            workers: None,
-            consistency: Consistency::Bsp,
-            rule: Arc::new(rule),
-            compensation: Compensation::default(),
-            replicated: false,
-            timeout: None,
-        }
+        ParameterServerBuilder::new(lengths, rule)
     }
 
     /// A whole step: pushes the gradients of all keys, ends the step, waits until the next may begin, and pulls all
@@ -317,7 +163,7 @@ impl ParameterServer {
         self.exchange(0..self.layout.keys(), Some(gradients), true, Some(parameters))
     }
 
-    /// Adds the gradients of these keys to this step. Returns their staleness; under [`Bsp`](Consistency::Bsp) it is 0, and
+    /// Adds the gradients of these keys to this step. Returns their staleness; under [`Bsp`](super::Consistency::Bsp) it is 0, and
     /// they are applied when all workers have ended the step.
     ///
     /// # Errors
@@ -342,60 +188,99 @@ impl ParameterServer {
         self.exchange(0..self.layout.keys(), None, true, None).map(drop)
     }
 
-    /// This rank is a worker from now on, in the step of the slowest. Nothing changes if it is one already.
+    /// This rank is a worker from now on, in the step of the slowest; the same on all servers. Waits until workers that are in
+    /// the step before have ended it, and reads all parameters. If it is one already, it only reads.
     ///
     /// # Errors
-    /// If a server dies that has no replica.
-    pub fn join(&self) -> Result<()> {
-        self.ask_all(|| Ask::Join)
+    /// As [`step`](Self::step); then it is no worker.
+    pub fn join(&self, parameters: &mut [f32]) -> Result<()> {
+        self.fits(&(0..self.layout.keys()), parameters.len())?;
+        let mut state = self.state.lock();
+        let entered = self.enter(&mut state, parameters);
+        if entered.is_err() {
+            // Nobody must wait for a worker that only some servers know.
+            let _ = self.ask_all(&mut state, |_| Ask::Leave);
+        }
+        entered
+    }
+
+    fn enter(&self, state: &mut State, parameters: &mut [f32]) -> Result<()> {
+        // Workers are a step further on some servers than on others. From here on each server's slowest clock stands still.
+        let clocks = self.ask_all(state, |_| Ask::Join)?;
+        let clock = clocks.iter().map(|done| done.clock).max().unwrap_or(0);
+        let entered = self.ask_all(state, |place| Ask::Enter { clock, keys: 0..place.keys.len() })?;
+        for (shard, done) in self.used().zip(entered) {
+            take(&done, &mut parameters[self.layout.place(&self.shards[shard].keys)?])?;
+        }
+        Ok(())
     }
 
     /// This rank is no worker any more: nobody waits for it. Gradients of a step that it has not ended are dropped under
-    /// [`Bsp`](Consistency::Bsp).
+    /// [`Bsp`](super::Consistency::Bsp). All servers are told, also if one fails.
     ///
     /// # Errors
     /// If a server dies that has no replica.
     pub fn leave(&self) -> Result<()> {
-        self.ask_all(|| Ask::Leave)
+        self.ask_all(&mut self.state.lock(), |_| Ask::Leave).map(drop)
     }
 
-    /// What each server says about its shard.
+    /// What each server says about its shard, or the replica of one that was lost.
     ///
     /// # Errors
     /// If a server dies that has no replica.
     pub fn statistics(&self) -> Result<Vec<ShardStatistics>> {
-        let state = self.state.lock();
-        let used = (0..self.shards.len()).filter(|shard| !self.shards[*shard].keys.is_empty());
-        used.map(|shard| {
-            let statistics: ShardStatistics =
-                self.rpc.call(self.server(&state, shard), STATISTICS, &(shard as u32))?;
-            let begin = self.shards[shard].keys.start;
-            let keys = statistics.keys.start + begin..statistics.keys.end + begin;
-            Ok(ShardStatistics { keys, ..statistics })
-        })
-        .collect()
+        let mut state = self.state.lock();
+        self.used()
+            .map(|shard| {
+                let statistics: ShardStatistics = self.settle(&mut state, shard, None, |server| {
+                    self.rpc.call_async(server, STATISTICS, &(shard as u32))
+                })?;
+                let begin = self.shards[shard].keys.start;
+                let keys = statistics.keys.start + begin..statistics.keys.end + begin;
+                Ok(ShardStatistics { keys, ..statistics })
+            })
+            .collect()
     }
 
-    /// Ends servers and workers: waits until all ranks have called it, and serves them meanwhile. Nobody waits for ranks that
-    /// have died. This rank [leaves](Self::leave) first.
+    /// Ends servers and workers: waits until all ranks have called it, however long others train, and serves them meanwhile. A
+    /// rank that only serves calls nothing else. Nobody waits for ranks that have died. This rank [leaves](Self::leave) first.
     ///
     /// # Errors
-    /// If the time-out passes first.
+    /// If operations have no answer when the time-out has passed.
     pub fn shutdown(self) -> Result<()> {
         // A server without a replica may have died: then there is nothing to leave.
         let _ = self.leave();
         self.rpc.with_timeout(self.timeout).shutdown()
     }
 
-    fn ask_all(&self, ask: impl Fn() -> Ask<'static>) -> Result<()> {
-        let mut state = self.state.lock();
+    /// The shards that have keys.
+    fn used(&self) -> impl Iterator<Item = usize> {
+        (0..self.shards.len()).filter(|shard| !self.shards[*shard].keys.is_empty())
+    }
+
+    /// Asks all servers, whatever some of them answer, one after the other. Returns the answers or the first error.
+    fn ask_all(&self, state: &mut State, ask: impl Fn(&Place) -> Ask<'static>) -> Result<Vec<Done>> {
         state.number += 1;
         let number = state.number;
-        for shard in (0..self.shards.len()).filter(|shard| !self.shards[*shard].keys.is_empty()) {
-            let request = Request { shard: shard as u32, number, ask: ask() };
-            self.settle(&mut state, &request, None)?;
+        let answers: Vec<Result<Done>> = self
+            .used()
+            .map(|shard| {
+                let request = Request { shard: shard as u32, number, ask: ask(&self.shards[shard]) };
+                self.done(state, &request, None)
+            })
+            .collect();
+        answers.into_iter().collect()
+    }
+
+    /// Are the elements of these keys as many as `length`?
+    fn fits(&self, keys: &Range<usize>, length: usize) -> Result<()> {
+        let elements = self.layout.place(keys)?.len();
+        match length == elements {
+            true => Ok(()),
+            false => Err(Error::invalid_argument(format!(
+                "keys {keys:?} have {elements} elements, and the slice has {length}"
+            ))),
         }
-        Ok(())
     }
 
     /// Asks all servers of `keys` at once; all servers, if the step ends.
@@ -410,12 +295,7 @@ impl ParameterServer {
         for length in
             [gradients.map(<[f32]>::len), parameters.as_deref().map(<[f32]>::len)].into_iter().flatten()
         {
-            if length != place.len() {
-                return Err(Error::invalid_argument(format!(
-                    "keys {keys:?} have {} elements, and the slice has {length}",
-                    place.len()
-                )));
-            }
+            self.fits(&keys, length)?;
         }
         let mut state = self.state.lock();
         state.number += 1;
@@ -433,66 +313,64 @@ impl ParameterServer {
                 gradients.map(|gradients| (local.clone(), Floats(Cow::Borrowed(&gradients[part.clone()]))));
             let pull = parameters.is_some().then_some(local);
             let request = Request { shard: shard as u32, number, ask: Ask::Step { push, advance, pull } };
-            let call = self.call(&state, &request).ok();
+            let call = self.rpc.call_async(state.servers[shard], STEP, &request).ok();
             asked.push((request, part, call));
         }
         let mut staleness = 0;
         for (request, part, call) in asked {
-            let (stale, values) = self.settle(&mut state, &request, call)?;
-            staleness = staleness.max(stale);
+            let done = self.done(&mut state, &request, call)?;
+            staleness = staleness.max(done.staleness);
             if let Some(parameters) = parameters.as_deref_mut() {
-                let into = &mut parameters[part];
-                if values.len() != into.len() {
-                    return Err(Error::protocol(format!(
-                        "a server has sent {} parameters, and {} were asked for",
-                        values.len(),
-                        into.len()
-                    )));
-                }
-                into.copy_from_slice(&values);
+                take(&done, &mut parameters[part])?;
             }
         }
         Ok(staleness)
     }
 
-    fn server(&self, state: &State, shard: usize) -> Rank {
-        let place = &self.shards[shard];
-        place.replica.filter(|_| state.failed_over[shard]).unwrap_or(place.primary)
-    }
-
-    fn call(&self, state: &State, request: &Request<'_>) -> Result<PendingCall<Reply<'static>>> {
-        self.rpc.call_async(self.server(state, request.shard as usize), STEP, request)
-    }
-
-    /// The answer to `request`, from the replica if the primary dies. `call` is the first attempt.
-    fn settle(
+    /// What comes of `request`. `call` is the first attempt.
+    fn done(
         &self,
         state: &mut State,
         request: &Request<'_>,
-        mut call: Option<PendingCall<Reply<'static>>>,
-    ) -> Result<(u64, Vec<f32>)> {
+        call: Option<PendingCall<Reply<Done>>>,
+    ) -> Result<Done> {
         let shard = request.shard as usize;
+        let done: Done =
+            self.settle(state, shard, call, |server| self.rpc.call_async(server, STEP, request))?;
+        if !done.is_replicated {
+            state.replicas[shard] = None;
+        }
+        Ok(done)
+    }
+
+    /// The answer of the server of `shard` that `ask` asks, or of its replica if it is lost. `call` is the first attempt.
+    fn settle<T: DeserializeOwned>(
+        &self,
+        state: &mut State,
+        shard: usize,
+        mut call: Option<PendingCall<Reply<T>>>,
+        ask: impl Fn(Rank) -> Result<PendingCall<Reply<T>>>,
+    ) -> Result<T> {
         let deadline = Deadline::after(self.timeout);
         loop {
+            let server = state.servers[shard];
             let outcome = match call.take() {
                 Some(call) => call.wait(),
-                None => self.call(state, request).and_then(PendingCall::wait),
+                None => ask(server).and_then(PendingCall::wait),
             };
-            let place = &self.shards[shard];
             let error = match outcome {
-                Ok(Reply::Done { staleness, values }) => return Ok((staleness, values.0.into_owned())),
+                Ok(Reply::Done(done)) => return Ok(done),
                 // The replica has not seen yet that the primary is lost.
                 Ok(Reply::NotServing) => Error::timeout(format!(
-                    "rank {} has not taken over from rank {}, with which this rank has lost its connection",
-                    self.server(state, shard),
-                    place.primary
+                    "rank {server} has not taken over from rank {}, with which this rank has lost its connection",
+                    self.shards[shard].primary
                 )),
                 Err(error) => {
-                    let is_lost = self.rpc.failure(self.server(state, shard))?.is_some();
-                    if !is_lost || state.failed_over[shard] || place.replica.is_none() {
+                    if self.rpc.failure(server)?.is_none() {
                         return Err(error);
                     }
-                    state.failed_over[shard] = true;
+                    let Some(replica) = state.replicas[shard].take() else { return Err(error) };
+                    state.servers[shard] = replica;
                     continue;
                 }
             };
@@ -504,8 +382,25 @@ impl ParameterServer {
     }
 }
 
+/// Copies the parameters that a server has sent.
+fn take(done: &Done, into: &mut [f32]) -> Result<()> {
+    let values = &done.values.0;
+    if values.len() != into.len() {
+        return Err(Error::protocol(format!(
+            "a server has sent {} parameters, and {} were asked for",
+            values.len(),
+            into.len()
+        )));
+    }
+    into.copy_from_slice(values);
+    Ok(())
+}
+
 impl std::fmt::Debug for ParameterServer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "ParameterServer({} keys on {} servers)", self.layout.keys(), self.shards.len())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -2,7 +2,7 @@
 //!
 //! A shard's lock is its order: an operation is applied and sent to the replica under it, and answered when the replica has it. The
 //! replica applies operations by their numbers, so what it has is a prefix of what the primary has, and holds all that was
-//! answered.
+//! answered. If it may not have one, the shard fails, or the answer says that there is no replica.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::floats::Floats;
 use super::shard::{Op, Shard};
 use super::{Place, ShardStatistics};
-use crate::asynchronous::rpc::{Answer, Context, PendingCall, RpcBuilder, waiting};
+use crate::asynchronous::rpc::{Answer, Context, PendingCall, RpcBuilder, caught, waiting};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 
@@ -34,19 +34,37 @@ pub(super) struct Request<'a> {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Ask<'a> {
+    /// To be a worker; nobody goes on before it enters.
     Join,
+    /// To begin after `clock` steps, the most that any server has answered to `Join`, with the parameters of `keys`.
+    Enter {
+        clock: u64,
+        keys: Range<usize>,
+    },
     Leave,
-    Step { push: Option<(Range<usize>, Floats<'a>)>, advance: bool, pull: Option<Range<usize>> },
+    Step {
+        push: Option<(Range<usize>, Floats<'a>)>,
+        advance: bool,
+        pull: Option<Range<usize>>,
+    },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Reply<'a> {
-    Done {
-        staleness: u64,
-        values: Floats<'a>,
-    },
+pub(super) enum Reply<T> {
+    Done(T),
     /// This rank is a replica whose primary is alive, as far as it knows.
     NotServing,
+}
+
+/// What came of a worker's question.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Done {
+    pub staleness: u64,
+    /// The steps that the worker has ended.
+    pub clock: u64,
+    pub values: Floats<'static>,
+    /// Does the replica have all that this answers? If not, it must not be asked after this server.
+    pub is_replicated: bool,
 }
 
 /// The shards of this rank, by number.
@@ -63,6 +81,8 @@ pub(super) struct Hosted {
     parked: Vec<Parked>,
     /// Operations that came before one that has a smaller number, as a replica.
     early: BTreeMap<u64, (Op<'static>, Answer<()>)>,
+    /// Why it takes no operations any more: it may differ from its replica, or from what its workers believe.
+    failed: Option<Error>,
 }
 
 enum Role {
@@ -76,14 +96,14 @@ struct Parked {
     worker: Rank,
     staleness: u64,
     pull: Option<Range<usize>>,
-    answer: Answer<Reply<'static>>,
+    answer: Answer<Reply<Done>>,
 }
 
 /// Answers that are given when the replica has all operations before them.
 #[derive(Default)]
 struct Outcome {
     acks: Vec<(Rank, PendingCall<()>)>,
-    answers: Vec<(Answer<Reply<'static>>, Result<Reply<'static>>)>,
+    answers: Vec<(Answer<Reply<Done>>, Result<Done>)>,
 }
 
 impl Hosted {
@@ -93,13 +113,13 @@ impl Hosted {
             true => Role::Primary(place.replica),
             false => Role::Replica(place.primary),
         };
-        Self { index, shard, role, next: 0, parked: Vec::new(), early: BTreeMap::new() }
+        Self { index, shard, role, next: 0, parked: Vec::new(), early: BTreeMap::new(), failed: None }
     }
 
     /// Does this rank serve the shard? If its primary is lost, it does from now on.
     fn serves(&mut self, context: &Context, outcome: &mut Outcome) -> bool {
         let Role::Replica(primary) = self.role else { return true };
-        if context.rpc().failure(primary).is_ok_and(|failure| failure.is_none()) {
+        if !is_lost(context, primary) {
             return false;
         }
         self.role = Role::Primary(None);
@@ -107,7 +127,7 @@ impl Hosted {
         self.early.clear();
         let workers: Vec<Rank> = self.shard.clocks().workers().keys().copied().collect();
         for worker in workers {
-            if context.rpc().failure(worker).is_ok_and(|failure| failure.is_some()) {
+            if is_lost(context, worker) {
                 let _ = self.apply(context, Op::Leave(worker), outcome);
             }
         }
@@ -116,8 +136,38 @@ impl Hosted {
 
     /// Applies `op` and sends it to the replica. Whoever may go on then gets an answer.
     fn apply(&mut self, context: &Context, op: Op<'_>, outcome: &mut Outcome) -> Result<u64> {
-        let staleness = self.shard.apply(&op)?;
-        self.forward(context, &op, outcome);
+        let applied = self.apply_and_forward(context, &op, outcome);
+        if applied.is_ok() {
+            self.let_go(context, outcome);
+        }
+        if let Some(error) = &self.failed {
+            let waiting = self.parked.drain(..).map(|parked| (parked.answer, Err(error.clone())));
+            outcome.answers.extend(waiting);
+            return Err(error.clone());
+        }
+        applied
+    }
+
+    fn apply_and_forward(&mut self, context: &Context, op: &Op<'_>, outcome: &mut Outcome) -> Result<u64> {
+        let staleness = self.change(op)?;
+        self.forward(context, op, outcome)?;
+        Ok(staleness)
+    }
+
+    /// Applies `op`. If the update rule panics, nobody knows what the parameters are: the shard has failed.
+    fn change(&mut self, op: &Op<'_>) -> Result<u64> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        caught("the update rule", || Ok(self.shard.apply(op))).unwrap_or_else(|error| Err(self.fail(error)))
+    }
+
+    fn fail(&mut self, error: Error) -> Error {
+        self.failed.get_or_insert(error).clone()
+    }
+
+    /// Whoever waits and may go on gets an answer.
+    fn let_go(&mut self, context: &Context, outcome: &mut Outcome) {
         let mut index = 0;
         while index < self.parked.len() {
             if !self.shard.clocks().workers().contains_key(&self.parked[index].worker) {
@@ -128,53 +178,63 @@ impl Hosted {
                 outcome.answers.push((answer, Err(gone)));
             } else if self.shard.clocks().may_go(self.parked[index].worker) {
                 let Parked { worker, staleness, pull, answer } = self.parked.swap_remove(index);
-                if let Some(keys) = &pull {
-                    let op = Op::Pull(worker, keys.clone());
-                    self.shard.apply(&op)?;
-                    self.forward(context, &op, outcome);
-                }
-                let reply = self.reply(staleness, pull.as_ref());
+                let shown = match &pull {
+                    Some(keys) => self.apply_and_forward(context, &Op::Pull(worker, keys.clone()), outcome),
+                    None => Ok(0),
+                };
+                let reply = shown.and_then(|_| self.reply(worker, staleness, pull.as_ref()));
                 outcome.answers.push((answer, reply));
             } else {
                 index += 1;
             }
         }
-        Ok(staleness)
     }
 
-    fn forward(&mut self, context: &Context, op: &Op<'_>, outcome: &mut Outcome) {
+    fn forward(&mut self, context: &Context, op: &Op<'_>, outcome: &mut Outcome) -> Result<()> {
         let number = self.next;
         self.next += 1;
-        let Role::Primary(Some(replica)) = self.role else { return };
-        match context.rpc().call_async(replica, REPLICATE, &(self.index, number, op)).ok() {
-            Some(ack) => outcome.acks.push((replica, ack)),
-            // It is lost: from here on there is no replica.
-            None => self.role = Role::Primary(None),
+        let Role::Primary(Some(replica)) = self.role else { return Ok(()) };
+        match context.rpc().call_async(replica, REPLICATE, &(self.index, number, op)) {
+            Ok(ack) => outcome.acks.push((replica, ack)),
+            // From here on there is no replica, and workers are told.
+            Err(_) if is_lost(context, replica) => self.role = Role::Primary(None),
+            // It lives, without this operation: it must not take over.
+            Err(error) => return Err(self.fail(error)),
         }
+        Ok(())
     }
 
-    fn reply(&self, staleness: u64, pull: Option<&Range<usize>>) -> Result<Reply<'static>> {
+    fn reply(&self, worker: Rank, staleness: u64, pull: Option<&Range<usize>>) -> Result<Done> {
         let values = pull.map(|keys| self.shard.parameters(keys).map(<[f32]>::to_vec)).transpose()?;
-        Ok(Reply::Done { staleness, values: Floats(Cow::Owned(values.unwrap_or_default())) })
+        let values = Floats(Cow::Owned(values.unwrap_or_default()));
+        let clock = self.shard.clocks().workers().get(&worker).copied().unwrap_or(0);
+        Ok(Done { staleness, clock, values, is_replicated: false })
     }
+}
+
+fn is_lost(context: &Context, rank: Rank) -> bool {
+    context.rpc().failure(rank).is_ok_and(|failure| failure.is_some())
 }
 
 impl Outcome {
     /// Gives the answers, when the replica has what they are about.
     fn finish(self, context: &Context) {
         let mut failure = None;
+        // What a replica acknowledges, it has all before it too.
+        let mut is_replicated = !self.acks.is_empty();
         for (replica, ack) in self.acks {
             // A replica that is lost needs nothing; one that is late, or differs, must not be counted on.
-            if let Err(error) = ack.wait()
-                && context.rpc().failure(replica).is_ok_and(|lost| lost.is_none())
-            {
-                failure.get_or_insert(error);
+            if let Err(error) = ack.wait() {
+                is_replicated = false;
+                if !is_lost(context, replica) {
+                    failure.get_or_insert(error);
+                }
             }
         }
-        for (answer, reply) in self.answers {
+        for (answer, done) in self.answers {
             answer.send(match &failure {
                 Some(error) => Err(error.clone()),
-                None => reply,
+                None => done.map(|done| Reply::Done(Done { is_replicated, ..done })),
             });
         }
     }
@@ -209,7 +269,7 @@ impl Service {
         })
     }
 
-    fn step(&self, context: &Context, request: Request<'static>, answer: Answer<Reply<'static>>) {
+    fn step(&self, context: &Context, request: Request<'static>, answer: Answer<Reply<Done>>) {
         let hosted = match self.hosted(context, request.shard) {
             Ok(hosted) => hosted,
             Err(error) => return answer.send(Err(error)),
@@ -223,8 +283,9 @@ impl Service {
         let worker = context.caller();
         // If it asks again, its earlier question has no reader.
         hosted.parked.retain(|parked| parked.worker != worker);
-        let (op, pull, advance) = match request.ask {
+        let (op, pull, waits) = match request.ask {
             Ask::Join => (Op::Join(worker), None, false),
+            Ask::Enter { clock, keys } => (Op::Enter(worker, clock, keys.clone()), Some(keys), true),
             Ask::Leave => (Op::Leave(worker), None, false),
             Ask::Step { push, advance, pull } => {
                 let op = Op::Step { worker, number: request.number, push, advance, pull: pull.clone() };
@@ -232,11 +293,11 @@ impl Service {
             }
         };
         match hosted.apply(context, op, &mut outcome) {
-            Ok(staleness) if advance && !hosted.shard.clocks().may_go(worker) => {
+            Ok(staleness) if waits && !hosted.shard.clocks().may_go(worker) => {
                 hosted.parked.push(Parked { worker, staleness, pull, answer });
             }
             Ok(staleness) => {
-                let reply = hosted.reply(staleness, pull.as_ref());
+                let reply = hosted.reply(worker, staleness, pull.as_ref());
                 outcome.answers.push((answer, reply));
             }
             Err(error) => outcome.answers.push((answer, Err(error))),
@@ -261,22 +322,31 @@ impl Service {
             let next = hosted.next;
             let Some((op, answer)) = hosted.early.remove(&next) else { break };
             hosted.next += 1;
-            applied.push((answer, hosted.shard.apply(&op).map(drop)));
+            // Its primary has carried it out: if this rank cannot, they differ.
+            let changed = hosted.change(&op).map(drop).map_err(|error| hosted.fail(error));
+            applied.push((answer, changed));
         }
         drop(hosted);
         applied.into_iter().for_each(|(answer, outcome)| answer.send(outcome));
     }
 
-    fn statistics(&self, context: &Context, shard: u32) -> Result<ShardStatistics> {
-        let hosted = turn(self.hosted(context, shard)?);
-        Ok(ShardStatistics {
+    fn statistics(&self, context: &Context, shard: u32) -> Result<Reply<ShardStatistics>> {
+        let mut outcome = Outcome::default();
+        let mut hosted = turn(self.hosted(context, shard)?);
+        if !hosted.serves(context, &mut outcome) {
+            return Ok(Reply::NotServing);
+        }
+        let statistics = ShardStatistics {
             server: context.rpc().rank(),
             keys: 0..hosted.shard.keys(),
             clocks: hosted.shard.clocks().workers().iter().map(|(worker, clock)| (*worker, *clock)).collect(),
             updates: hosted.shard.updates(),
             staleness: hosted.shard.record().clone(),
             is_replicated: matches!(hosted.role, Role::Primary(Some(_))),
-        })
+        };
+        drop(hosted);
+        outcome.finish(context);
+        Ok(Reply::Done(statistics))
     }
 
     /// The rank that `context` names is lost: nobody waits for it any more.

@@ -49,7 +49,10 @@ const EPSILON: f32 = 1e-7;
 /// What a server is asked to do, and its replica after it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Op<'a> {
+    /// The worker takes part, and holds the slowest clock until it enters.
     Join(Rank),
+    /// The worker begins after this many steps, and gets the parameters of these keys when it may.
+    Enter(Rank, u64, Range<usize>),
     Leave(Rank),
     Step {
         worker: Rank,
@@ -87,6 +90,8 @@ struct Worker {
     seen: Vec<u64>,
     /// The parameters that it has, for delay compensation.
     pulled: Vec<f32>,
+    /// Its clock when it came: it takes no part in the steps before.
+    since: u64,
     /// Its last operation, and what came of it.
     number: u64,
     staleness: u64,
@@ -134,6 +139,19 @@ impl Shard {
                 }
                 Ok(0)
             }
+            Op::Enter(worker, clock, keys) => {
+                self.layout.place(keys)?;
+                let before = self.clocks.workers().get(worker).copied();
+                self.clocks.enter(*worker, *clock)?;
+                if let Some(known) = self.workers.get_mut(worker)
+                    && before != Some(*clock)
+                {
+                    known.since = *clock;
+                }
+                self.commit();
+                self.show_if_ready(*worker, true, Some(keys));
+                Ok(0)
+            }
             Op::Leave(worker) => {
                 self.clocks.leave(*worker);
                 self.workers.remove(worker);
@@ -175,9 +193,9 @@ impl Shard {
 
     fn welcome(&mut self, worker: Rank) {
         let pulled = if self.compensation.delay.is_some() { self.parameters.clone() } else { Vec::new() };
-        let seen = self.versions.clone();
-        self.workers
-            .insert(worker, Worker { seen, pulled, number: 0, staleness: 0, gradients: BTreeMap::new() });
+        let since = self.clocks.workers().get(&worker).copied().unwrap_or(0);
+        let (seen, gradients) = (self.versions.clone(), BTreeMap::new());
+        self.workers.insert(worker, Worker { seen, pulled, since, number: 0, staleness: 0, gradients });
     }
 
     fn step(
@@ -321,7 +339,8 @@ impl Shard {
             return;
         }
         self.committed = self.clocks.slowest();
-        let share = 1.0 / self.workers.len().max(1) as f32;
+        let members = self.workers.values().filter(|worker| worker.since < self.committed).count();
+        let share = 1.0 / members.max(1) as f32;
         for key in 0..self.layout.keys() {
             // In the order of ranks, so that the result does not depend on who was first.
             let mut gradients = self.workers.values_mut().filter_map(|worker| worker.gradients.remove(&key));

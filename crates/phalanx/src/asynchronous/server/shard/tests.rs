@@ -140,3 +140,43 @@ fn a_replica_that_takes_the_same_operations_has_the_same_bits() {
     assert_eq!(bits(&primary), bits(&replica));
     assert!(primary.updates() > 50);
 }
+
+#[test]
+fn who_joins_begins_with_one_step_on_all_servers() {
+    let make = || shard(Consistency::Bsp, Compensation::default(), Sgd::new(1.0), 1);
+    // Step 1 has come to the first server, and is still on its way to the second.
+    let (mut first, mut second) = (make(), make());
+    let joiner = Rank::new(1);
+    first.apply(&step(0, 1, &[1.0; 3], true, true)).unwrap();
+    let clock = |shard: &Shard| shard.clocks().workers()[&joiner];
+    for shard in [&mut first, &mut second] {
+        shard.apply(&Op::Join(joiner)).unwrap();
+    }
+    let latest = clock(&first).max(clock(&second));
+    assert_eq!((clock(&first), clock(&second), latest), (1, 0, 1));
+    for shard in [&mut first, &mut second] {
+        shard.apply(&Op::Enter(joiner, latest, 0..2)).unwrap();
+    }
+    assert!(first.clocks().may_go(joiner) && !second.clocks().may_go(joiner));
+    second.apply(&step(0, 1, &[1.0; 3], true, true)).unwrap();
+    // The step before it was not its: the mean is of one.
+    assert_eq!(second.parameters(&(0..2)).unwrap(), [0.0, 1.0, 2.0]);
+    for shard in [&mut first, &mut second] {
+        assert_eq!((clock(shard), shard.clocks().may_go(joiner)), (1, true));
+        shard.apply(&step(1, 1, &[4.0; 3], true, true)).unwrap();
+        shard.apply(&step(0, 2, &[0.0; 3], true, true)).unwrap();
+        assert_eq!(shard.parameters(&(0..2)).unwrap(), [-2.0, -1.0, 0.0]);
+    }
+    assert!(first.apply(&Op::Enter(joiner, 1, 0..2)).is_err(), "which it has ended");
+    assert!(first.apply(&Op::Enter(Rank::new(5), 9, 0..2)).is_err(), "no worker");
+}
+
+#[test]
+fn who_joins_has_what_it_pulls() {
+    let mut shard = shard(Consistency::Asp, Compensation::default(), Sgd::new(1.0), 1);
+    let joiner = Rank::new(1);
+    shard.apply(&Op::Join(joiner)).unwrap();
+    shard.apply(&step(0, 1, &[1.0; 3], true, true)).unwrap();
+    shard.apply(&Op::Enter(joiner, 1, 0..2)).unwrap();
+    assert_eq!(shard.apply(&step(1, 1, &[1.0; 3], true, true)).unwrap(), 0);
+}
