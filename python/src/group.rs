@@ -14,7 +14,7 @@ use crate::dtypes::Meaning;
 use crate::errors::raised;
 use crate::lane::Lane;
 use crate::memory::Memory;
-use crate::messages::{Call, Messages};
+use crate::messages::{Call, Messages, unexpected_bytes};
 use crate::store::TorchStore;
 use crate::work::{Pending, Work};
 
@@ -49,6 +49,7 @@ impl Group {
         timeout: Duration,
         meet: impl FnOnce() -> phalanx::Result<Rendezvous> + Send,
     ) -> PyResult<Self> {
+        let most_kept = unexpected_bytes().map_err(|error| raised(py, &error))?;
         let joined = py.detach(|| {
             let mut options = GroupOptions::from_env()?;
             options.timeout = timeout;
@@ -59,7 +60,7 @@ impl Group {
         let worker = group.clone();
         Ok(Self(Arc::new(Inner {
             collectives: Lane::new(format!("phalanx-torch-{rank}"), move || worker.keep_apart()),
-            messages: Messages::new(rank, world.count()),
+            messages: Messages::new(rank, world.count(), most_kept),
             timeout: RwLock::new(timeout),
             rank,
             world,
@@ -73,8 +74,8 @@ impl Group {
         let timeout = timeout.map_or(Ok(*self.0.timeout.read()), duration)?;
         if !self.0.is_here() {
             return Err(PyValueError::new_err(
-                "this process group belongs to the process from which this one was forked; a forked process starts a \
-                 group of its own with init_process_group",
+                "this process group belongs to the process from which this one was forked; a process with a group of its \
+                 own is started with the method \"spawn\"",
             ));
         }
         let group = self.0.group.read();
@@ -96,7 +97,8 @@ impl Group {
             return outcome.map(|_| None).map_err(|error| raised(py, &error));
         }
         let pending = Arc::new(Pending::default());
-        py.detach(|| self.0.collectives.submit(pending.clone(), operation));
+        let done = pending.clone();
+        py.detach(|| self.0.collectives.submit(operation, move |outcome| done.complete(outcome)));
         Ok(Some(Work::new(pending)))
     }
 
@@ -257,6 +259,12 @@ impl Group {
     /// Is it this process's, and has not been left?
     fn is_open(&self) -> bool {
         self.0.is_here() && self.0.group.read().is_some()
+    }
+
+    /// Is it open in the process from which this one was forked?
+    fn is_inherited(&self) -> bool {
+        // Whoever held the lock when the process was forked does not release it here.
+        !self.0.is_here() && self.0.group.try_read().is_none_or(|group| group.is_some())
     }
 
     fn barrier(&self, py: Python<'_>, how: How) -> PyResult<Option<Work>> {

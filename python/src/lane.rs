@@ -53,7 +53,8 @@ impl Lane {
         if state.busy || !state.jobs.is_empty() {
             drop(state);
             let pending = Arc::new(Pending::default());
-            self.submit(pending.clone(), operation);
+            let done = pending.clone();
+            self.submit(operation, move |outcome| done.complete(outcome));
             return pending.wait(None).unwrap_or_else(|| Err(closed()));
         }
         state.busy = true;
@@ -63,20 +64,19 @@ impl Lane {
         outcome
     }
 
-    /// Lets the worker run `operation` after all before it, and `pending` know how it ended.
-    pub fn submit(&self, pending: Arc<Pending>, operation: impl FnOnce() -> Outcome + Send + 'static) {
-        if let Err(error) = self.employ() {
-            return pending.complete(Err(error));
-        }
+    /// Lets the worker run `operation` after all before it, and calls `done` with its outcome: an error if it cannot run.
+    pub fn submit(
+        &self,
+        operation: impl FnOnce() -> Outcome + Send + 'static,
+        done: impl FnOnce(Outcome) + Send + 'static,
+    ) {
         let mut state = self.shared.state.lock();
-        if state.closed {
+        let ready = if state.closed { Err(closed()) } else { self.employ() };
+        if let Err(error) = ready {
             drop(state);
-            return pending.complete(Err(closed()));
+            return done(Err(error));
         }
-        state.jobs.push_back(Box::new(move || {
-            let outcome = guarded(operation);
-            pending.complete(outcome);
-        }));
+        state.jobs.push_back(Box::new(move || done(guarded(operation))));
         drop(state);
         self.shared.changed.notify_all();
     }
@@ -91,7 +91,9 @@ impl Lane {
     /// As `close_later`, and returns when all calls have ended.
     pub fn close(&self) {
         self.close_later();
-        if let Some(worker) = self.worker.lock().take()
+        // The lock is released before the worker is waited for.
+        let worker = self.worker.lock().take();
+        if let Some(worker) = worker
             && worker.thread().id() != std::thread::current().id()
         {
             // Panics of operations are caught where they run.
@@ -103,6 +105,7 @@ impl Lane {
         }
     }
 
+    /// Starts the worker, unless there is one.
     fn employ(&self) -> Result<(), Error> {
         let mut worker = self.worker.lock();
         if worker.is_some() {

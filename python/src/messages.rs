@@ -17,6 +17,10 @@ use crate::work::{Outcome, Pending};
 
 /// Tag, bytes and the elements' type.
 const HEAD: usize = 3;
+/// Messages that nobody waits for take at most this many bytes, unless `PHALANX_UNEXPECTED_BYTES` says how many.
+const UNEXPECTED_BYTES: usize = 1 << 30;
+/// Tags that an error names.
+const NAMED_TAGS: usize = 8;
 /// How long a receive from any rank sleeps between looks at the lines; it begins with the first, and doubles it.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
@@ -49,14 +53,25 @@ struct Table {
     next: u64,
     waiting: Vec<Waiting>,
     unexpected: VecDeque<Message>,
+    /// What `unexpected` takes, and what is being received for it.
+    kept: usize,
+    most_kept: usize,
 }
 
+/// A receive that waits for its message. Its end is told in any case, even if the thread that delivers it panics.
 struct Waiting {
     number: u64,
     from: Option<Rank>,
     tag: i64,
     memory: Memory,
     pending: Arc<Pending>,
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        // Nothing, if the receive has ended.
+        self.pending.complete(Err(Error::aborted("the receive has been given up on this rank")));
+    }
 }
 
 struct Message {
@@ -73,10 +88,10 @@ struct Head {
 }
 
 impl Messages {
-    pub fn new(rank: Rank, world: usize) -> Self {
+    pub fn new(rank: Rank, world: usize, most_kept: usize) -> Self {
         let lane = |what: String| Lane::new(format!("phalanx-{what}"), || {});
         let lines = (0..world).map(|_| Mutex::new(())).collect();
-        let table = Table { next: 0, waiting: Vec::new(), unexpected: VecDeque::new() };
+        let table = Table { next: 0, waiting: Vec::new(), unexpected: VecDeque::new(), kept: 0, most_kept };
         Self {
             outbound: (0..world).map(|peer| lane(format!("to-{peer}"))).collect(),
             inbound: (0..world).map(|peer| lane(format!("from-{peer}"))).collect(),
@@ -132,7 +147,7 @@ impl Messages {
         };
         match wait {
             true => pending.complete(lane.run(send)),
-            false => lane.submit(pending, send),
+            false => lane.submit(send, move |outcome| pending.complete(outcome)),
         }
     }
 
@@ -148,40 +163,34 @@ impl Messages {
         };
         let number = {
             let mut table = self.received.table.lock();
-            let found = table
-                .unexpected
-                .iter()
-                .position(|message| message.head.tag == tag && from.is_none_or(|from| from == message.from));
-            if let Some(message) = found.and_then(|place| table.unexpected.remove(place)) {
-                drop(table);
-                return deliver_kept(&group, message, memory, &pending);
-            }
             let number = table.next;
             table.next += 1;
-            table.waiting.push(Waiting { number, from, tag, memory, pending: pending.clone() });
+            let waiting = Waiting { number, from, tag, memory, pending: pending.clone() };
+            if let Some(message) = table.unexpected_for(from, tag) {
+                drop(table);
+                return deliver_kept(&group, message, waiting);
+            }
+            table.waiting.push(waiting);
             number
         };
+        let (received, deadline) = (self.received.clone(), Instant::now() + timeout);
+        let receive = move || match from {
+            Some(from) => received.serve(&group, from, number, deadline),
+            None => received.serve_any(&group, number, deadline),
+        };
+        // The message itself completes the operation, perhaps on another lane's thread.
         let received = self.received.clone();
-        let deadline = Instant::now() + timeout;
-        let receive = move || {
-            let outcome = match from {
-                Some(from) => received.serve(&group, from, number, deadline),
-                None => received.serve_any(&group, number, deadline),
-            };
+        let done = move |outcome: Outcome| {
             if let Err(error) = outcome {
                 received.give_up(number, &error);
             }
-            // The message itself completes the operation, perhaps on another lane's thread.
-            Ok(None)
         };
         match wait {
             true => {
-                if let Err(error) = lane.run(receive) {
-                    self.received.give_up(number, &error);
-                }
+                done(lane.run(receive));
                 pending.wait(None);
             }
-            false => lane.submit(Arc::default(), receive),
+            false => lane.submit(receive, done),
         }
     }
 }
@@ -192,18 +201,18 @@ impl Received {
     }
 
     /// Receives from `peer` until the receive `number` has its message.
-    fn serve(&self, group: &ProcessGroup, peer: Rank, number: u64, deadline: Instant) -> Result<(), Error> {
+    fn serve(&self, group: &ProcessGroup, peer: Rank, number: u64, deadline: Instant) -> Outcome {
         while self.awaits(number) {
             let _line = self.lines[peer.index()].lock();
             if self.awaits(number) {
                 self.receive_one(group, peer, deadline)?;
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Receives from whoever sends until the receive `number` has its message.
-    fn serve_any(&self, group: &ProcessGroup, number: u64, deadline: Instant) -> Result<(), Error> {
+    fn serve_any(&self, group: &ProcessGroup, number: u64, deadline: Instant) -> Outcome {
         let mut pause = PAUSES.0;
         while self.awaits(number) {
             let mut moved = false;
@@ -220,7 +229,7 @@ impl Received {
                 pause = PAUSES.0;
             } else if Instant::now() >= deadline {
                 let error =
-                    Error::other("recv from any source: no rank has sent a message with this tag in time")
+                    Error::timeout("recv from any source: no rank has sent a message with this tag in time")
                         .with_remedy(
                             "does a rank send to this one? A longer time-out can be set on the group",
                         );
@@ -231,7 +240,7 @@ impl Received {
                 pause = (pause * 2).min(PAUSES.1);
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Receives the next message of a line, which the caller has locked.
@@ -241,32 +250,40 @@ impl Received {
         group.recv(&mut head, peer)?;
         let head = Head::parse(head, peer)?;
         let waiting = self.take(peer, head.tag);
-        if let Some(Waiting { mut memory, pending, .. }) = waiting {
-            let received = head.check(&group, peer, &memory).and_then(|()| match head.bytes {
+        if let Some(mut waiting) = waiting {
+            let received = head.check(&group, peer, &waiting.memory).and_then(|()| match head.bytes {
                 0 => Ok(()),
-                _ => group.recv(memory.as_bytes_mut(), peer),
+                _ => group.recv(waiting.memory.as_bytes_mut(), peer),
             });
-            pending.complete(received.clone().map(|()| Some(peer.get())));
+            waiting.pending.complete(received.clone().map(|()| Some(peer.get())));
             return received;
         }
+        // The length is the peer's word until the core has compared it with the message's own: room is made within the limit.
+        self.table.lock().admit(peer, head).inspect_err(|error| group.abort(error.clone()))?;
         let mut bytes = Vec::new();
-        let room = bytes.try_reserve_exact(head.bytes);
-        room.map_err(|error| {
+        let received = bytes.try_reserve_exact(head.bytes).map_err(|error| {
             Error::other(error).with_remedy("receive messages sooner, or send smaller ones")
-        })?;
-        bytes.resize(head.bytes, 0u8);
-        if !bytes.is_empty() {
-            group.recv(&mut bytes, peer)?;
-        }
+        });
+        let received = received.and_then(|()| {
+            bytes.resize(head.bytes, 0u8);
+            match head.bytes {
+                0 => Ok(()),
+                _ => group.recv(&mut bytes, peer),
+            }
+        });
         let message = Message { from: peer, head, bytes };
         let mut table = self.table.lock();
+        if let Err(error) = received {
+            table.kept -= head.cost();
+            return Err(error);
+        }
+        table.unexpected.push_back(message);
         // Somebody may have called meanwhile.
-        match table.take(peer, head.tag) {
-            Some(Waiting { memory, pending, .. }) => {
-                drop(table);
-                deliver_kept(&group, message, memory, &pending);
-            }
-            None => table.unexpected.push_back(message),
+        if let Some(waiting) = table.take(peer, head.tag)
+            && let Some(message) = table.unexpected_for(waiting.from, waiting.tag)
+        {
+            drop(table);
+            deliver_kept(&group, message, waiting);
         }
         Ok(())
     }
@@ -292,9 +309,62 @@ impl Table {
         let place = self.waiting.iter().position(is_for)?;
         Some(self.waiting.remove(place))
     }
+
+    /// Takes the first message kept for a receive from `from`, or from any rank, with this tag.
+    fn unexpected_for(&mut self, from: Option<Rank>, tag: i64) -> Option<Message> {
+        let is_it =
+            |message: &Message| message.head.tag == tag && from.is_none_or(|from| from == message.from);
+        let place = self.unexpected.iter().position(is_it)?;
+        let message = self.unexpected.remove(place)?;
+        self.kept -= message.head.cost();
+        Some(message)
+    }
+
+    /// Counts a message that is to be kept. An error if that were too much.
+    fn admit(&mut self, peer: Rank, head: Head) -> Result<(), Error> {
+        let kept = self.kept.saturating_add(head.cost());
+        if kept <= self.most_kept {
+            self.kept = kept;
+            return Ok(());
+        }
+        let mut tags: Vec<i64> =
+            self.unexpected.iter().map(|message| message.head.tag).chain([head.tag]).collect();
+        tags.sort_unstable();
+        tags.dedup();
+        let more = if tags.len() > NAMED_TAGS { ", ..." } else { "" };
+        let tags: Vec<String> = tags.iter().take(NAMED_TAGS).map(i64::to_string).collect();
+        let (messages, most) = (self.unexpected.len() + 1, self.most_kept);
+        let cause = format!(
+            "{messages} messages that this rank does not receive, the last with tag {} from rank {peer}, need {kept} bytes, \
+             and at most {most} are kept; their tags: {}{more}",
+            head.tag,
+            tags.join(", "),
+        );
+        Err(Error::other(cause).with_remedy(
+            "receive these tags before later messages of the same rank, or allow more bytes with PHALANX_UNEXPECTED_BYTES",
+        ))
+    }
+}
+
+/// How many bytes of messages that nobody waits for are kept, as the environment says.
+pub fn unexpected_bytes() -> Result<usize, Error> {
+    match std::env::var("PHALANX_UNEXPECTED_BYTES") {
+        Err(_) => Ok(UNEXPECTED_BYTES),
+        Ok(text) if text.is_empty() => Ok(UNEXPECTED_BYTES),
+        Ok(text) => text.parse().map_err(|_| {
+            Error::invalid_argument(format!(
+                "PHALANX_UNEXPECTED_BYTES is {text:?}, and must be a number of bytes"
+            ))
+        }),
+    }
 }
 
 impl Head {
+    /// What it takes to keep the message.
+    fn cost(self) -> usize {
+        self.bytes.saturating_add(size_of::<Message>())
+    }
+
     fn parse([tag, bytes, dtype]: [i64; HEAD], peer: Rank) -> Result<Self, Error> {
         let dtype = DType::ALL.into_iter().find(|known| i64::from(*known as u8) == dtype);
         let bytes = usize::try_from(bytes).ok().filter(|bytes| *bytes <= isize::MAX as usize);
@@ -324,13 +394,13 @@ impl Head {
     }
 }
 
-fn deliver_kept(group: &ProcessGroup, message: Message, mut memory: Memory, pending: &Pending) {
+fn deliver_kept(group: &ProcessGroup, message: Message, mut waiting: Waiting) {
     let Message { from, head, bytes } = message;
-    let outcome: Outcome = head.check(group, from, &memory).map(|()| {
-        memory.as_bytes_mut().copy_from_slice(&bytes);
+    let outcome: Outcome = head.check(group, from, &waiting.memory).map(|()| {
+        waiting.memory.as_bytes_mut().copy_from_slice(&bytes);
         Some(from.get())
     });
-    pending.complete(outcome);
+    waiting.pending.complete(outcome);
 }
 
 fn no_rank(rank: Rank) -> Error {

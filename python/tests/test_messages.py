@@ -1,8 +1,13 @@
 """Messages: tags, any source, batches, and what goes wrong."""
 
+import datetime
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import processes
 
 import phalanx_torch
 
@@ -110,3 +115,73 @@ def forgotten(rank):
 
 def test_a_receive_that_nobody_answers_does_not_keep_a_group(ranks):
     ranks(2, forgotten)
+
+
+def too_many(rank):
+    if rank == 0:
+        works = [dist.isend(torch.zeros(1000), 1, tag=tag) for tag in (7, 5, 9)]
+        with pytest.raises(phalanx_torch.Error, match="PHALANX_UNEXPECTED_BYTES"):
+            while True:
+                dist.all_reduce(torch.zeros(1))
+        del works
+    else:
+        why = r"3 messages .* tag 9 from rank 0, need \d+ bytes, and at most 10000 are kept; their tags: 5, 7, 9"
+        with pytest.raises(phalanx_torch.Error, match=why):
+            dist.recv(torch.zeros(1000), 0, tag=1)
+
+
+def test_what_is_kept_for_later_is_limited(ranks, monkeypatch):
+    monkeypatch.setenv("PHALANX_UNEXPECTED_BYTES", "10000")
+    ranks(2, too_many)
+
+
+def without_limit(rank):
+    with pytest.raises(ValueError, match='PHALANX_UNEXPECTED_BYTES is "much"'):
+        phalanx_torch.init(rank=0, world_size=1)
+
+
+def test_a_limit_must_be_a_number(monkeypatch):
+    monkeypatch.setenv("PHALANX_UNEXPECTED_BYTES", "much")
+    processes(1, without_limit)
+
+
+def nothing(rank):
+    if rank == 0:
+        with pytest.raises(phalanx_torch.Error, match="Timed out .*from any source") as caught:
+            dist.recv(torch.zeros(1))
+        assert caught.value.kind == "timeout"
+    else:
+        with pytest.raises(phalanx_torch.Error):
+            dist.barrier()
+
+
+def test_a_time_out_of_a_receive_from_any_rank_is_one(ranks):
+    ranks(2, nothing, timeout=1.0)
+
+
+def too_late(rank):
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["tried"])
+        dist.send(torch.ones(1), 0, tag=1)
+        return
+    awaited = torch.zeros(1)
+    posted = dist.irecv(awaited, 1, tag=1)
+    leaving = threading.Thread(target=dist.group.WORLD.shutdown)
+    leaving.start()
+    # The lanes to the others are closed first.
+    sent = dist.isend(torch.zeros(1), 1, tag=9)
+    while sent.exception() is None:
+        time.sleep(0.01)
+        sent = dist.isend(torch.zeros(1), 1, tag=9) if sent.is_completed() else sent
+    time.sleep(0.1)
+    with pytest.raises(phalanx_torch.Error, match="has been destroyed"):
+        dist.irecv(torch.zeros(1), 1, tag=2).wait(datetime.timedelta(seconds=20))
+    store.set("tried", "1")
+    posted.wait()
+    leaving.join()
+    assert awaited.item() == 1.0
+
+
+def test_a_receive_that_cannot_start_ends(ranks):
+    ranks(2, too_late)

@@ -33,6 +33,7 @@ fn the_page_of_variables_has_those_that_the_sources_have() {
     let mut found = BTreeSet::new();
     let mut look = |text: &str| found.extend(variables(text));
     sources(&root.join("examples"), &mut look);
+    sources(&root.join("python/src"), &mut look);
     for package in fs::read_dir(root.join("crates")).unwrap() {
         let package = package.unwrap().path();
         for folder in ["src", "examples"].map(|folder| package.join(folder)) {
