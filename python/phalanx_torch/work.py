@@ -15,6 +15,7 @@ class Work(dist.Work):
         self._native = native
         self._tensors = tensors
         self._finish = finish
+        self._error = None
         self._sequence = sequence
         self._operation = operation
         self._future = None
@@ -22,12 +23,22 @@ class Work(dist.Work):
         if native is None:
             self._settle()
 
-    def _settle(self):
+    def _copied(self):
+        """Copies the results back; whoever comes meanwhile waits for that. Returns its error, to all, or None."""
         with self._lock:
             finish, self._finish = self._finish, None
             if finish is not None:
-                with torch.no_grad():
-                    finish()
+                try:
+                    with torch.no_grad():
+                        finish()
+                except Exception as error:
+                    self._error = error
+            return self._error
+
+    def _settle(self):
+        error = self._copied()
+        if error is not None:
+            raise error
 
     def wait(self, timeout=None):
         if self._native is not None:
@@ -36,21 +47,30 @@ class Work(dist.Work):
                 raise RuntimeError(
                     f"{self._operation}: not done after {seconds} s; it still runs, and the group's time-out ends it"
                 )
-            if self._finish is not None:
-                self._settle()
+        self._settle()
         return True
 
     def synchronize(self):
         self.wait()
 
     def is_completed(self):
-        return self._native is None or self._native.is_completed()
+        if self._native is not None and not self._native.is_completed():
+            return False
+        # Results are there for whoever learns that they are.
+        self.exception()
+        return True
 
     def is_success(self):
         return self.is_completed() and self.exception() is None
 
     def exception(self):
-        return None if self._native is None else self._native.error()
+        if self._native is not None:
+            if not self._native.is_completed():
+                return None
+            error = self._native.error()
+            if error is not None:
+                return error
+        return self._copied()
 
     def source_rank(self):
         source = None if self._native is None else self._native.source()
@@ -80,7 +100,6 @@ class Work(dist.Work):
         error = self.exception()
         if error is not None:
             raise error
-        self._settle()
         return self._tensors
 
     def get_future_result(self):

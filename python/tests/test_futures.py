@@ -1,8 +1,13 @@
 """Works and futures."""
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
+
+from phalanx_torch.work import Work
 
 
 def results(rank):
@@ -43,6 +48,53 @@ def nested(rank):
 
 def test_a_callback_may_wait_for_another_operation(ranks):
     ranks(2, nested)
+
+
+class Ended:
+    """A native operation that has ended."""
+
+    def wait(self, timeout=None):
+        return True
+
+    def is_completed(self):
+        return True
+
+    def error(self):
+        return None
+
+    def when_done(self, callback):
+        return False
+
+
+def test_results_are_copied_back_before_anybody_learns_of_the_end():
+    copied = []
+
+    def finish():
+        time.sleep(0.5)
+        copied.append(True)
+
+    for learn in (Work.wait, Work.is_completed, Work.is_success, Work.result):
+        copied.clear()
+        work = Work(Ended(), [], finish)
+        other = threading.Thread(target=work.wait)
+        other.start()
+        time.sleep(0.1)
+        assert learn(work) is not False and copied == [True], learn
+        other.join()
+        assert copied == [True]
+
+
+def test_a_failure_to_copy_back_is_told_every_time():
+    def finish():
+        raise KeyError("of the copy")
+
+    work = Work(Ended(), [], finish)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="of the copy"):
+            work.wait()
+    assert work.is_completed() and not work.is_success() and isinstance(work.exception(), KeyError)
+    with pytest.raises(RuntimeError, match="of the copy"):
+        work.get_future().wait()
 
 
 def trained(rank, hook):
