@@ -40,10 +40,11 @@ impl Group {
         let mut memories = each(&tensors, meaning(op), true)?;
         let dtype = one_type(&memories)?;
         self.collective(py, how, move |group| {
-            with_element!(dtype, T => {
-                let mut slices: Vec<&mut [T]> = memories.iter_mut().map(Memory::as_mut_slice).collect();
-                group.all_reduce_coalesced(&mut slices, op)
-            })
+            // One after the other: they may share memory, and then there is no slice of each at the same time.
+            let mut packed = pack(dtype, &memories);
+            with_element!(dtype, T => group.all_reduce_coalesced(&mut [packed.as_mut_slice::<T>()?], op))?;
+            unpack(packed.as_bytes(), &mut memories);
+            Ok(())
         })
     }
 

@@ -1,8 +1,10 @@
 //! Memory of tensors and arrays, lent to collectives. The only unsafe code of this package is in here.
 //!
 //! A collective works on slices. PyTorch's and NumPy's memory has an owner in Python, so a [`Memory`] holds a reference
-//! to that owner for as long as it lives: what Rust sees cannot be freed. Pointer and length are read from the owner by
-//! this module, never taken from a caller.
+//! to that owner for as long as it lives. Of a tensor that is its storage, and not the tensor, which may be given another
+//! one (`tensor.data = other`, `set_`). What can still free the memory is a program that resizes the storage (`resize_`), or
+//! the array, while the operation is in flight: that it must not is its duty, as the guide says. Pointer and length are read
+//! from the owner by this module, never taken from a caller.
 
 #![allow(unsafe_code)]
 
@@ -14,7 +16,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::dtypes::{self, Meaning};
 
-/// The contiguous elements of one tensor or array, which its owner keeps.
+/// The contiguous elements of one tensor or array, which their owner keeps: the tensor's storage, or the array.
 pub struct Memory {
     pointer: *mut u8,
     bytes: usize,
@@ -50,7 +52,8 @@ impl Memory {
         }
         let elements: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
         let pointer: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        Self::new(pointer, elements.checked_mul(per_element), dtype, tensor)
+        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        Self::new(pointer, elements.checked_mul(per_element), dtype, &storage)
     }
 
     /// The memory of an array that has NumPy's array interface, which must be contiguous, and writable if it is written.
@@ -87,7 +90,7 @@ impl Memory {
         let bytes = elements.and_then(|elements| elements.checked_mul(dtype.size()));
         let bytes = bytes.filter(|bytes| *bytes <= isize::MAX as usize);
         let bytes = bytes.ok_or_else(|| PyValueError::new_err("this is longer than memory can be"))?;
-        if bytes > 0 && (pointer == 0 || pointer % dtype.size() != 0) {
+        if bytes > 0 && (pointer == 0 || !pointer.is_multiple_of(dtype.size())) {
             return Err(PyValueError::new_err(format!("the elements are not aligned as {dtype} must be")));
         }
         // An empty tensor may have no memory at all; a slice of nothing must still be aligned.

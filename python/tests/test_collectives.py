@@ -1,5 +1,9 @@
 """Each collective, with each type and kind of tensor, against what it must give."""
 
+import gc
+import weakref
+
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -213,6 +217,32 @@ def coalesced(rank, world):
     assert outputs[1].tolist() == [[float(r)] * 3 for r in range(world)]
 
 
+def overlapping(rank, world):
+    """Tensors of one call that share memory: each is combined as it was, and written back in their order."""
+    tensor = torch.arange(6.0)
+    dist.group.WORLD.allreduce_coalesced([tensor, tensor[1:4], tensor], dist.AllreduceCoalescedOptions()).wait()
+    assert tensor.tolist() == [world * number for number in range(6)]
+
+
+def swapped(rank, world):
+    """A tensor that is given other memory while an operation on it is in flight."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank > 0:
+        store.wait(["swapped"])
+        dist.all_reduce(torch.ones(1000))
+        return
+    array = numpy.ones(1000, dtype="f4")
+    tensor, memory = torch.from_numpy(array), weakref.ref(array)
+    work = dist.all_reduce(tensor, async_op=True)
+    del array
+    tensor.data = torch.zeros(1)
+    gc.collect()
+    result = memory()
+    store.set("swapped", "1")
+    work.wait()
+    assert result is not None and (result == world).all() and tensor.tolist() == [0.0]
+
+
 def weighted(rank, world):
     from torch.distributed import _make_nccl_premul_sum
 
@@ -222,7 +252,7 @@ def weighted(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("body", [reduces, moves, scatters, exchanges, kinds, sparse, coalesced])
+@pytest.mark.parametrize("body", [reduces, moves, scatters, exchanges, kinds, sparse, coalesced, overlapping, swapped])
 def test_results(ranks, world, body):
     ranks(world, body, world)
 
