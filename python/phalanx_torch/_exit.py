@@ -4,7 +4,6 @@ The native threads must not call Python while it ends, and peers are to get a go
 """
 
 import atexit
-import os
 import sys
 import weakref
 
@@ -13,7 +12,6 @@ from phalanx_torch import _native
 # How long operations in flight may take at exit, in seconds; afterwards the group is aborted on all ranks.
 GRACE = 5.0
 
-_process = os.getpid()
 _open = weakref.WeakSet()
 
 
@@ -22,11 +20,18 @@ def remember(group):
     _open.add(group)
 
 
+def check_not_forked():
+    """A forked process whose parent had threads and locks in use has copies of the locks, and could wait for ever."""
+    if any(group.is_inherited() for group in _open):
+        raise ValueError(
+            "this process was forked from one that has a process group, and cannot join another: start it with the "
+            'multiprocessing method "spawn", or destroy the group before'
+        )
+
+
 def _leave():
-    if os.getpid() != _process:
-        # A forked process has the memory of these groups, and none of their threads.
-        return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    # A forked process has the memory of its parent's groups, which are not open there, and none of their threads.
     groups = [group for group in _open if group.is_open()]
     if error is not None:
         for group in groups:

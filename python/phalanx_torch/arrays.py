@@ -22,6 +22,7 @@ def init(url="env://", rank=None, world_size=None, timeout=1800.0):
     is a world of one. ``url`` may be ``tcp://host:port`` or ``file:///path`` with ``rank`` and ``world_size``.
     ``timeout``, in seconds, limits the start and each operation.
     """
+    _exit.check_not_forked()
     group = _native.Group.at(url, rank, world_size, float(timeout))
     _exit.remember(group)
     return ArrayGroup(group)

@@ -111,6 +111,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._sequence = 0
         self._coalesced = None
         self._timeout = timeout
+        _exit.check_not_forked()
         self._native = _native.Group.in_store(store, rank, size, timeout.total_seconds())
         _exit.remember(self._native)
 

@@ -1,7 +1,8 @@
 //! Operations in flight, and the threads that tell Python of their ends.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::mem::forget;
+use std::sync::{self, Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -37,7 +38,10 @@ impl Pending {
         let callbacks = std::mem::take(&mut state.callbacks);
         drop(state);
         self.done.notify_all();
-        callbacks.into_iter().for_each(|callback| CALLBACKS.call(callback));
+        if !callbacks.is_empty() {
+            let threads = Callbacks::here();
+            callbacks.into_iter().for_each(|callback| threads.call(callback));
+        }
     }
 
     /// Waits for the end, or until `deadline`.
@@ -116,21 +120,24 @@ impl Work {
     }
 }
 
-/// The threads on which callbacks run. A callback may wait for another operation's, so a thread is added whenever all
-/// wait.
-static CALLBACKS: Callbacks = Callbacks {
-    queue: Mutex::new(Queue { due: VecDeque::new(), idle: 0, threads: 0, closed: false }),
-    arrived: Condvar::new(),
-};
+/// The threads of this process, and its number.
+///
+/// The standard library's locks, and not `parking_lot`'s: those keep who waits in one table for the process, and a forked one
+/// would find its parent's threads there.
+static CALLBACKS: sync::Mutex<Option<(u32, Arc<Callbacks>)>> = sync::Mutex::new(None);
 
 /// More callbacks than this that all wait for each other are a mistake of the program.
 const MOST_THREADS: usize = 64;
 
+/// The threads on which callbacks run. A callback may wait for another operation's, so a thread is added whenever all
+/// wait.
+#[derive(Default)]
 struct Callbacks {
-    queue: Mutex<Queue>,
-    arrived: Condvar,
+    queue: sync::Mutex<Queue>,
+    arrived: sync::Condvar,
 }
 
+#[derive(Default)]
 struct Queue {
     due: VecDeque<Py<PyAny>>,
     idle: usize,
@@ -139,17 +146,32 @@ struct Queue {
 }
 
 impl Callbacks {
-    fn call(&'static self, callback: Py<PyAny>) {
-        let mut queue = self.queue.lock();
+    /// Those of this process. One that was forked has the memory of its parent's, and none of the threads.
+    fn here() -> Arc<Self> {
+        let process = std::process::id();
+        let mut known = locked(&CALLBACKS);
+        if let Some((of, callbacks)) = known.as_ref()
+            && *of == process
+        {
+            return callbacks.clone();
+        }
+        let callbacks = Arc::new(Self::default());
+        // What the parent's threads waited for, or had still to call, is not this process's to drop.
+        forget(known.replace((process, callbacks.clone())));
+        callbacks
+    }
+
+    fn call(self: &Arc<Self>, callback: Py<PyAny>) {
+        let mut queue = locked(&self.queue);
         if queue.closed {
             // The interpreter ends, and nobody waits. To drop it might need the interpreter.
-            std::mem::forget(callback);
+            forget(callback);
             return;
         }
         queue.due.push_back(callback);
         if queue.idle < queue.due.len() && queue.threads < MOST_THREADS {
-            let thread = std::thread::Builder::new().name("phalanx-callback".into());
-            if thread.spawn(|| self.serve()).is_ok() {
+            let (thread, this) = (std::thread::Builder::new().name("phalanx-callback".into()), self.clone());
+            if thread.spawn(move || this.serve()).is_ok() {
                 queue.threads += 1;
             }
         }
@@ -158,7 +180,7 @@ impl Callbacks {
     }
 
     fn serve(&self) {
-        let mut queue = self.queue.lock();
+        let mut queue = locked(&self.queue);
         loop {
             if let Some(callback) = queue.due.pop_front() {
                 drop(queue);
@@ -168,7 +190,7 @@ impl Callbacks {
                     }
                     drop(callback);
                 });
-                queue = self.queue.lock();
+                queue = locked(&self.queue);
             } else if queue.closed {
                 queue.threads -= 1;
                 drop(queue);
@@ -176,7 +198,7 @@ impl Callbacks {
                 return;
             } else {
                 queue.idle += 1;
-                self.arrived.wait(&mut queue);
+                queue = self.arrived.wait(queue).unwrap_or_else(PoisonError::into_inner);
                 queue.idle -= 1;
             }
         }
@@ -184,16 +206,21 @@ impl Callbacks {
 
     /// Ends the threads, waiting for callbacks that run, at most until `deadline`.
     fn close(&self, deadline: Instant) {
-        let mut queue = self.queue.lock();
+        let mut queue = locked(&self.queue);
         queue.closed = true;
         self.arrived.notify_all();
-        while queue.threads > 0 && !self.arrived.wait_until(&mut queue, deadline).timed_out() {}
+        let limit = deadline.saturating_duration_since(Instant::now());
+        drop(self.arrived.wait_timeout_while(queue, limit, |queue| queue.threads > 0));
     }
+}
+
+fn locked<T>(mutex: &sync::Mutex<T>) -> sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Before the interpreter ends: ends the threads for callbacks, waiting at most `timeout` seconds.
 #[pyfunction]
 pub fn close_callbacks(py: Python<'_>, timeout: f64) {
     let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
-    py.detach(|| CALLBACKS.close(Instant::now() + timeout));
+    py.detach(|| Callbacks::here().close(Instant::now() + timeout));
 }

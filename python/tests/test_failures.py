@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from conftest import free_port
 
 import phalanx_torch
+from phalanx_torch.process_group import ProcessGroup
 
 Error = phalanx_torch.Error
 
@@ -100,9 +102,11 @@ def test_abort_ends_what_waits(ranks):
 
 def monitored(rank):
     dist.monitored_barrier(timeout=datetime.timedelta(seconds=20))
-    if rank != 1:
-        with pytest.raises(Error, match="Rank|rank 1 of 3"):
+    begins = {0: " Timed out at Ranks 1 failed to pass monitoredBarrier in 1.0 s: ", 2: " Rank 2 successfully reached monitoredBarrier, "}
+    if rank in begins:
+        with pytest.raises(Error, match=begins[rank]) as caught:
             dist.monitored_barrier(timeout=datetime.timedelta(seconds=1), wait_all_ranks=True)
+        assert "rank 1 of 3 has not reached the barrier" in str(caught.value) and caught.value.kind == "timeout"
     else:
         time.sleep(3)
 
@@ -149,6 +153,54 @@ def test_a_forked_process_is_told_and_can_end(ranks):
     ranks(2, forks)
 
 
+def called_back(recv, send, barrier):
+    """Receives from the other rank, and lets a future say so. It cannot have come before the future was asked for."""
+    work = recv(torch.zeros(1))
+    future = work.get_future()
+    barrier()
+    sent = send(torch.ones(1))
+    deadline = time.monotonic() + 20
+    while not future.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sent.wait()
+    return future.done()
+
+
+def forks_and_joins(rank, folder):
+    other = 1 - rank
+    assert called_back(lambda tensor: dist.irecv(tensor, other), lambda tensor: dist.isend(tensor, other), dist.barrier)
+    child = os.fork()
+    if child == 0:
+        try:
+            ProcessGroup(dist.HashStore(), 0, 1, datetime.timedelta(seconds=30))
+        except ValueError as error:
+            os._exit(0 if "forked" in str(error) and "spawn" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.barrier()
+    dist.destroy_process_group()
+    # The thread for callbacks is still there, and waits.
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            group = ProcessGroup(dist.FileStore(f"{folder}/of-children", 2), rank, 2, datetime.timedelta(seconds=30))
+            done = called_back(
+                lambda tensor: group.recv([tensor], other),
+                lambda tensor: group.send([tensor], other),
+                lambda: group.barrier().wait(),
+            )
+            phalanx_torch._exit._leave()
+            code = 7 if not done else 8 if group._native.is_open() else 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_forked_process_joins_when_its_parent_has_left(ranks, tmp_path):
+    ranks(2, forks_and_joins, tmp_path)
+
+
 PROGRAM = """
 import os, sys, time, torch, torch.distributed as dist, phalanx_torch
 dist.init_process_group("phalanx")
@@ -187,8 +239,6 @@ ENDS = {
 
 @pytest.mark.parametrize("how", list(ENDS))
 def test_programs_end_without_a_hang(how):
-    import re
-
     port = free_port()
     begin = time.monotonic()
     started = [
