@@ -8,9 +8,14 @@ Each line is one size: the calls of the two backends alternate, so that what els
 
 import argparse
 import datetime
+import os
 import statistics
+import sys
 import tempfile
 import time
+
+# The package that is installed, and not its sources, which lie beside this file without the native part.
+sys.path = [place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))]
 
 import torch
 import torch.distributed as dist

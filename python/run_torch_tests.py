@@ -20,6 +20,9 @@ import tempfile
 import time
 import unittest
 
+# The package that is installed, and not its sources, which lie beside this file without the native part.
+sys.path = [place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))]
+
 # Differences that are meant, with the reason; README.md says more.
 MEANT = {}
 
