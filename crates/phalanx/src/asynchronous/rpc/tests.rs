@@ -128,7 +128,7 @@ fn what_a_kept_object_does_when_it_is_dropped_harms_nobody() {
 fn the_last_handle_in_a_kept_object_ends_the_calls_when_it_is_dropped() {
     two(|group| {
         let (end, ended) = mpsc::channel::<()>();
-        let slot: Arc<Mutex<Option<(Rpc, mpsc::Sender<()>)>>> = Arc::default();
+        let slot = Arc::new(Mutex::new(None::<(Rpc, mpsc::Sender<()>)>));
         let last = slot.clone();
         let rpc = Rpc::builder()
             .object("keeps", move |_, ()| {
