@@ -59,8 +59,10 @@ fn a_replica_that_has_missed_updates_does_not_take_over() {
             // As if it died: rank 2 lacks the second step.
             drop(server);
             group.barrier().unwrap();
+            group.barrier().unwrap();
             return;
         }
+        group.barrier().unwrap();
         if is_main {
             let error = server.pull(0..1, &mut [0.0; 2]).unwrap_err();
             assert_eq!(error.peer(), Some(Rank::new(1)), "{error}");
@@ -82,8 +84,11 @@ fn the_statistics_of_a_server_that_is_lost_are_its_replica_s() {
             .start(&group, &[1.0; 4])
             .unwrap();
         if group.rank().get() == 1 {
-            return drop(server);
+            drop(server);
+            group.barrier().unwrap();
+            return;
         }
+        group.barrier().unwrap();
         if group.rank().is_main() {
             // Nothing else has been asked.
             let servers: Vec<u32> =
@@ -170,8 +175,11 @@ fn a_worker_that_leaves_tells_all_servers_even_if_one_fails() {
             .start(&group, &[1.0; 4])
             .unwrap();
         if group.rank().get() == 1 {
-            return drop(server);
+            drop(server);
+            group.barrier().unwrap();
+            return;
         }
+        group.barrier().unwrap();
         if group.rank().is_main() {
             assert!(server.leave().is_err());
             let last: Reply<ShardStatistics> = server.rpc.call(Rank::new(2), STATISTICS, &1u32).unwrap();
