@@ -30,6 +30,7 @@ parser.add_argument("--max-tokens", type=int, default=128)
 parser.add_argument("--train-limit", type=int)
 parser.add_argument("--held-out-limit", type=int)
 parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--device", default="cpu", help="cpu or cuda")
 options = parser.parse_args()
 
 
@@ -41,13 +42,14 @@ def read(name, limit):
 train, held_out = read("train.jsonl", options.train_limit), read("held-out.jsonl", options.held_out_limit)
 torch.manual_seed(options.seed)
 tokenizer = AutoTokenizer.from_pretrained(options.model)
-model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2)
+model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2).to(options.device)
 
 
 def batch(examples):
     texts = [example["text"] for example in examples]
     inputs = tokenizer(texts, truncation=True, max_length=options.max_tokens, padding=True, return_tensors="pt")
-    return inputs, torch.tensor([example["label"] for example in examples])
+    labels = torch.tensor([example["label"] for example in examples])
+    return inputs.to(options.device), labels.to(options.device)
 
 
 def steps(epoch):
