@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use burn::tensor::{bf16, f16};
-use parking_lot::Mutex;
-use phalanx::reducer::Reducer;
+use phalanx::reducer::{HookedReducer, Reducer};
 use phalanx::{Buffer, DType, Error, Rank, Result};
 
 use crate::hook::GradientSink;
@@ -28,15 +27,15 @@ pub(crate) struct Pass(pub Arc<Sink>);
 impl GradientSink for Pass {
     fn ready(&self, index: usize, gradient: TensorBytes<'_>) {
         // A failure is returned by the call that runs this backward pass.
-        let _kept = self.0.attempt(|state| state.ready(index, gradient));
+        let _kept = self.0.0.attempt(|reducer, deliveries| deliveries.ready(reducer, index, gradient));
     }
 }
 
-/// The reducer, for the hooks. Backward cannot return an error: the reducer keeps it, and has ended the group with it.
-pub(crate) struct Sink(Mutex<SinkState>);
+/// The reducer, for the hooks.
+pub(crate) struct Sink(HookedReducer<Deliveries>);
 
-struct SinkState {
-    reducer: Reducer,
+/// Where gradients go, and what is held of them.
+struct Deliveries {
     delivery: Delivery,
     held: Vec<Held>,
 }
@@ -55,97 +54,77 @@ impl Sink {
     pub fn new(reducer: Reducer) -> Self {
         let held = reducer.parameters().iter();
         let held = held.map(|parameter| Held::new(parameter.dtype, parameter.elements())).collect();
-        Self(Mutex::new(SinkState { reducer, delivery: Delivery::Ignore, held }))
+        Self(HookedReducer::new(reducer, Deliveries { delivery: Delivery::Ignore, held }))
     }
 
     /// The failure of this or an earlier backward pass, if there was one.
     pub fn check(&self) -> Result<()> {
-        self.0.lock().reducer.check()
+        self.0.check()
     }
 
     /// Sets what to do with gradients from now on.
     pub fn set_delivery(&self, delivery: Delivery) -> Result<()> {
-        self.attempt(|state| {
-            state.delivery = delivery;
+        self.0.attempt(|_, deliveries| {
+            deliveries.delivery = delivery;
             Ok(())
         })
     }
 
     /// Begins a backward pass that [`finish`](Self::finish) ends.
     pub fn start(&self, delivery: Delivery) -> Result<()> {
-        self.attempt(|state| {
-            state.delivery = delivery;
-            state.reducer.start()
+        self.0.attempt(|reducer, deliveries| {
+            deliveries.delivery = delivery;
+            reducer.start()
         })
     }
 
     /// Passes on the sums that are still held, waits for all ranks, and passes the reducer with its averages to `look`.
     pub fn finish<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
-        self.attempt(SinkState::hand_over)?;
-        self.averaged(Reducer::finish, look)
+        self.0.attempt(|reducer, deliveries| deliveries.hand_over(reducer))?;
+        self.0.finish(|reducer, _| look(reducer))
     }
 
     /// As [`finish`](Self::finish), with the same gradients, in the group that follows a failed one.
     pub fn replay<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
-        self.averaged(Reducer::replay, look)
-    }
-
-    /// An error of `average` ends the reducer only if the reducer says so: with kept gradients it may go on in another
-    /// group.
-    fn averaged<T>(
-        &self,
-        average: impl FnOnce(&mut Reducer) -> Result<()>,
-        look: impl FnOnce(&mut Reducer) -> Result<T>,
-    ) -> Result<T> {
-        let reducer = &mut self.0.lock().reducer;
-        average(reducer)?;
-        look(reducer).map_err(|error| reducer.abort(error))
+        self.0.replay(|reducer, _| look(reducer))
     }
 
     /// Runs `call` on the reducer. An error ends it, unless it has failed before.
     pub fn call<T>(&self, call: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
-        self.attempt(|state| call(&mut state.reducer))
+        self.0.attempt(|reducer, _| call(reducer))
     }
 
     pub fn with_reducer<T>(&self, look: impl FnOnce(&mut Reducer) -> T) -> T {
-        look(&mut self.0.lock().reducer)
+        self.0.with_reducer(look)
     }
 
     /// Takes over the state of rank `root`'s reducer. Gradients that were held are dropped: they belonged to no
     /// finished step.
     pub fn adopt(&self, root: Rank) -> Result<()> {
-        self.attempt(|state| {
-            state.held.iter_mut().for_each(|held| held.any = false);
-            state.reducer.adopt(root)
+        self.0.attempt(|reducer, deliveries| {
+            deliveries.held.iter_mut().for_each(|held| held.any = false);
+            reducer.adopt(root)
         })
-    }
-
-    /// Runs `step` unless it has failed before. An error of `step` ends the reducer and the group: other ranks must not
-    /// wait for what this one cannot do.
-    fn attempt<T>(&self, step: impl FnOnce(&mut SinkState) -> Result<T>) -> Result<T> {
-        let mut state = self.0.lock();
-        state.reducer.check()?;
-        step(&mut state).map_err(|error| state.reducer.abort(error))
     }
 }
 
-impl SinkState {
+impl Deliveries {
     /// Backward is over: the sums that are still held go to the reducer.
-    fn hand_over(&mut self) -> Result<()> {
+    fn hand_over(&mut self, reducer: &mut Reducer) -> Result<()> {
         self.delivery = Delivery::Ignore;
         for (index, held) in self.held.iter_mut().enumerate() {
             if let Some(sum) = held.take() {
-                self.reducer.ready(index, sum.as_bytes())?;
+                reducer.ready(index, sum.as_bytes())?;
             }
         }
         Ok(())
     }
 
-    fn ready(&mut self, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
+    fn ready(&mut self, reducer: &mut Reducer, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
         if self.delivery == Delivery::Ignore {
             return Ok(());
         }
-        let Self { reducer, delivery, held, .. } = self;
+        let Self { delivery, held } = self;
         let Some(held) = held.get_mut(index) else {
             return Err(Error::invalid_argument(format!(
                 "a gradient came for the unknown parameter {index}"

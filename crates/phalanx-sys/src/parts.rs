@@ -12,12 +12,17 @@ use bytemuck::Pod;
 use crate::arena::Region;
 
 /// A part of divided memory. The whole is freed with the last of its parts. If it is a region, the pages that
-/// are completely inside one part are freed with that part.
+/// are completely inside one part are freed with that part, unless a [`Keeper`] has been taken.
 pub struct Part {
     whole: Arc<Whole>,
     place: Range<usize>,
     memory: NonNull<u8>,
+    is_kept: bool,
 }
+
+/// Keeps divided memory, with its content and at its address, when all its parts are dropped. It gives no access.
+#[derive(Clone)]
+pub struct Keeper(#[expect(dead_code)] Arc<Whole>);
 
 enum Whole {
     Region(Region),
@@ -73,9 +78,42 @@ impl Part {
             end = place.end;
             // SAFETY: inside the whole, as just checked.
             let memory = unsafe { NonNull::new_unchecked(base.add(place.start)) };
-            Self { whole: whole.clone(), place, memory }
+            Self { whole: whole.clone(), place, memory, is_kept: false }
         };
         places.into_iter().map(part).collect()
+    }
+
+    /// Divides this part further, as [`of_region`](Self::of_region) divides a region. Bytes outside all places are freed
+    /// with the whole.
+    ///
+    /// # Panics
+    /// As [`of_region`](Self::of_region).
+    pub fn divide(self, places: impl IntoIterator<Item = Range<usize>>) -> Vec<Self> {
+        let mut this = self;
+        // What lies between the new parts must not be freed with this one while they use the pages.
+        this.is_kept = true;
+        let mut end = 0;
+        let part = |place: Range<usize>| {
+            let inside = end <= place.start && place.start <= place.end && place.end <= this.place.len();
+            assert!(inside, "parts overlap");
+            end = place.end;
+            // SAFETY: inside this part, as just checked.
+            let memory = unsafe { this.memory.add(place.start) };
+            let place = this.place.start + place.start..this.place.start + place.end;
+            Self { whole: this.whole.clone(), place, memory, is_kept: true }
+        };
+        places.into_iter().map(part).collect()
+    }
+
+    /// From now on the memory outlives its parts, until the keeper and its clones are dropped.
+    pub fn keeper(&mut self) -> Keeper {
+        self.is_kept = true;
+        Keeper(self.whole.clone())
+    }
+
+    /// Is it a region's, which peers can reach?
+    pub fn is_of_region(&self) -> bool {
+        matches!(*self.whole, Whole::Region(_))
     }
 
     /// Its bytes.
@@ -93,10 +131,16 @@ impl Part {
 
 impl Drop for Part {
     fn drop(&mut self) {
-        if let Whole::Region(region) = &*self.whole {
+        if let (Whole::Region(region), false) = (&*self.whole, self.is_kept) {
             // SAFETY: these bytes were only this part's, and can no longer be accessed.
             unsafe { region.release(self.place.clone()) };
         }
+    }
+}
+
+impl fmt::Debug for Keeper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Keeper")
     }
 }
 
@@ -120,6 +164,32 @@ mod tests {
         let last = parts.pop().unwrap();
         drop(parts);
         std::thread::spawn(move || assert_eq!(last.as_slice(), [3; 16])).join().unwrap();
+    }
+
+    #[test]
+    fn kept_memory_outlives_its_parts() {
+        let witness = Arc::new(());
+        let whole = Whole::Owned(Box::new(witness.clone()));
+        let mut part = [1u8; 8];
+        let mut part = Part::split(whole, part.as_mut_ptr(), 8, std::iter::once(0..8)).remove(0);
+        let keeper = part.keeper();
+        drop(part.divide([0..2, 4..8]));
+        assert_eq!(Arc::strong_count(&witness), 2);
+        drop(keeper);
+        assert_eq!(Arc::strong_count(&witness), 1);
+    }
+
+    #[test]
+    fn a_part_is_divided_within_its_place() {
+        let mut parts = Part::of_vec((0u8..16).collect(), [0..4, 4..16]);
+        let inner = parts.remove(1).divide([1..3, 8..12]);
+        assert_eq!((inner[0].as_slice(), inner[1].as_slice()), (&[5u8, 6][..], &[12u8, 13, 14, 15][..]));
+    }
+
+    #[test]
+    #[should_panic(expected = "parts overlap")]
+    fn a_part_is_not_divided_beyond_its_end() {
+        Part::of_vec(vec![0u8; 16], [0..4, 4..16]).remove(0).divide([0..1, 2..9]);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use phalanx_sys::arena::Region;
-use phalanx_sys::parts::Part;
+use phalanx_sys::parts::{Keeper, Part};
 
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
@@ -65,6 +65,8 @@ enum Storage {
     Unregistered(AlignedBytes),
     /// A group's registered memory, which the other ranks of this host reach.
     Registered(Region),
+    /// Either, of which others hold a [`BufferKeeper`].
+    Kept(Part),
 }
 
 impl Buffer {
@@ -93,7 +95,11 @@ impl Buffer {
     /// Can the other ranks of this host reach its memory, so that collectives need no copy? If ranks share memory,
     /// [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) returns registered buffers.
     pub fn is_registered(&self) -> bool {
-        matches!(self.storage, Storage::Registered(_))
+        match &self.storage {
+            Storage::Unregistered(_) => false,
+            Storage::Registered(_) => true,
+            Storage::Kept(part) => part.is_of_region(),
+        }
     }
 
     /// The type of its elements.
@@ -128,6 +134,7 @@ impl Buffer {
         match &self.storage {
             Storage::Unregistered(bytes) => bytes.as_slice(),
             Storage::Registered(region) => region.as_slice(),
+            Storage::Kept(part) => part.as_slice(),
         }
     }
 
@@ -136,7 +143,28 @@ impl Buffer {
         match &mut self.storage {
             Storage::Unregistered(bytes) => bytes.as_mut_slice(),
             Storage::Registered(region) => region.as_mut_slice(),
+            Storage::Kept(part) => part.as_mut_slice(),
         }
+    }
+
+    /// Keeps its memory, with its content and at its address, when the buffer is dropped: for foreign views of it, such as
+    /// another library's tensors, which then never dangle. The keeper gives no access; whoever uses the memory by its
+    /// address sees to it that nobody else does at the same time.
+    pub fn keeper(&mut self) -> BufferKeeper {
+        let bytes = self.as_bytes().len();
+        let whole = std::iter::once(0..bytes);
+        let storage = std::mem::replace(&mut self.storage, Storage::Unregistered(AlignedBytes::default()));
+        let mut parts = match storage {
+            // A length of whole cache lines is cut to the elements.
+            Storage::Unregistered(bytes) => Part::of_vec(bytes.lines, whole),
+            Storage::Registered(region) => Part::of_region(region, whole),
+            Storage::Kept(part) => vec![part],
+        };
+        // There is exactly one.
+        let mut part = parts.remove(0);
+        let keeper = part.keeper();
+        self.storage = Storage::Kept(part);
+        BufferKeeper { _memory: keeper }
     }
 
     /// Splits it into the parts at `places`, counted in bytes. Bytes outside all places are lost.
@@ -147,6 +175,7 @@ impl Buffer {
         let parts = match self.storage {
             Storage::Unregistered(bytes) => Part::of_vec(bytes.lines, places),
             Storage::Registered(region) => Part::of_region(region, places),
+            Storage::Kept(part) => part.divide(places),
         };
         parts.into_iter().map(BufferPart).collect()
     }
@@ -158,6 +187,12 @@ impl Buffer {
             Err(Error::invalid_argument(format!("a buffer of {} was read as {}", self.dtype, T::DTYPE)))
         }
     }
+}
+
+/// Keeps the memory of a [`Buffer`]: see [`Buffer::keeper`].
+#[derive(Clone, Debug)]
+pub struct BufferKeeper {
+    _memory: Keeper,
 }
 
 /// A part of a split [`Buffer`], in the buffer's memory and with its own owner.
@@ -214,6 +249,19 @@ mod tests {
         assert!(buffer.as_slice::<f32>().unwrap_err().is_invalid_argument());
         assert_eq!(buffer.as_bytes().as_ptr() as usize % 64, 0);
         assert!(Buffer::zeroed(DType::U8, 0).is_empty());
+    }
+
+    #[test]
+    fn a_kept_buffer_is_the_same_memory() {
+        let mut buffer = Buffer::from_slice(&[1.5f32, 2.5, 3.5]);
+        let address = buffer.as_bytes().as_ptr();
+        let keeper = buffer.keeper();
+        drop(buffer.keeper());
+        assert_eq!((buffer.as_bytes().as_ptr(), buffer.len(), buffer.is_registered()), (address, 3, false));
+        buffer.as_mut_slice::<f32>().unwrap()[2] = 4.5;
+        let parts = buffer.split([0..4, 4..12]);
+        assert_eq!(bytemuck::cast_slice::<u8, f32>(parts[1].as_bytes()), [2.5, 4.5]);
+        drop((parts, keeper));
     }
 
     #[test]

@@ -28,6 +28,7 @@
 //! | call functions on other ranks | [`asynchronous`] |
 //! | give each rank its part of the data | [`sampler`] |
 //! | go on after a crash | [`checkpoint`] |
+//! | save what a framework of your own trains | [`state`] |
 //! | plan the micro-batches of a pipeline | [`pipeline`] |
 //! | let processes find each other | [`store`] |
 //! | see where the time goes | [`trace`] |
@@ -52,6 +53,7 @@ mod random;
 mod rank;
 
 pub mod asynchronous;
+pub mod batch_statistics;
 pub mod checkpoint;
 mod collective;
 mod credentials;
@@ -73,6 +75,7 @@ pub mod rendezvous;
 pub mod sampler;
 mod secret_file;
 mod spawn;
+pub mod state;
 pub mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -83,7 +86,7 @@ mod wire;
 mod worker_error;
 mod world_size;
 
-pub use buffer::{Buffer, BufferPart};
+pub use buffer::{Buffer, BufferKeeper, BufferPart};
 pub use caller::Caller;
 pub use collective::{ReduceOp, Tuning, TuningRow};
 pub use credentials::Credentials;

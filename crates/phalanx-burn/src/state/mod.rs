@@ -16,12 +16,12 @@ use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::JoinGroup;
 use phalanx::sampler::ElasticSampler;
+use phalanx::state::{ShardWriter, StateReader, StateWriter};
 use phalanx::{Error, ProcessGroup, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub(crate) use self::storage::Layout;
-use self::storage::{ShardWriter, StateReader, StateWriter};
 use crate::gradients::{Synced, SyncedGradients};
 use crate::{Ddp, DdpOptions};
 

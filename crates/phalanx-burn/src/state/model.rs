@@ -6,10 +6,11 @@ use std::collections::HashSet;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Int, Tensor};
+use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use super::storage::{Layout, StateReader, StateWriter};
+use super::storage::Layout;
 use crate::parameters::Parameter;
 use crate::{Ddp, tensor_bytes};
 
@@ -34,7 +35,9 @@ pub(super) fn load<M: Module>(ddp: &mut Ddp<M>, reader: &impl StateReader, prefi
     if here != saved {
         return Err(other_model(&here, &saved));
     }
-    let tensor = |entry: &Entry| reader.tensor(&format!("{prefix}.{}", entry.name), &entry.layout);
+    let tensor = |Entry { name, layout }: &Entry| {
+        reader.tensor(&format!("{prefix}.{name}"), tensor_bytes::dtype(layout.dtype)?, &layout.shape)
+    };
     let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
     // Deferred updates of forward passes would overwrite the loaded values.
     ddp.settle_buffers();
@@ -81,7 +84,9 @@ impl<T: StateWriter> Saver<'_, T> {
     fn save(&mut self, elements: impl FnOnce(&mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()>) {
         let (Some(entry), Ok(())) = (self.entries.next(), &self.outcome) else { return };
         let name = format!("{}.{}", self.prefix, entry.name);
-        self.outcome = elements(&mut |bytes| self.writer.tensor(&name, &entry.layout, bytes));
+        let Layout { dtype, shape } = &entry.layout;
+        self.outcome = tensor_bytes::dtype(*dtype)
+            .and_then(|dtype| elements(&mut |bytes| self.writer.tensor(&name, dtype, shape, bytes)));
     }
 }
 

@@ -3,10 +3,12 @@
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Bytes;
 use phalanx::Result;
+use phalanx::state::{StateReader, StateWriter};
 
-use super::storage::{StateReader, StateWriter};
+use super::storage::Owned;
 use crate::optimizer::{Key, OptimizerState, other_model};
 use crate::parameters::Parameter;
+use crate::tensor_bytes;
 
 /// The state without the elements of its tensors.
 type Index = OptimizerState<()>;
@@ -22,7 +24,8 @@ pub(crate) fn save(
     let layouts = tensors.iter().map(|(key, layout, _)| (key.clone(), layout.clone(), ())).collect();
     writer.value(index_name, &Index { tensors: layouts, scalars, paths })?;
     tensors.into_iter().try_for_each(|(key, layout, elements)| {
-        writer.owned(&name(prefix, &key, parameters)?, &layout, elements)
+        let (name, dtype) = (name(prefix, &key, parameters)?, tensor_bytes::dtype(layout.dtype)?);
+        writer.owned(&name, dtype, &layout.shape, Owned(elements))
     })
 }
 
@@ -38,7 +41,8 @@ pub(crate) fn load(
     for index_name in index_names {
         let Index { tensors, scalars, paths } = reader.value(&index_name)?;
         for (key, layout, ()) in tensors.into_iter().filter(|(key, ..)| keep(key.index)) {
-            let elements = reader.tensor(&name(prefix, &key, parameters)?, &layout)?.into_owned();
+            let (name, dtype) = (name(prefix, &key, parameters)?, tensor_bytes::dtype(layout.dtype)?);
+            let elements = reader.tensor(&name, dtype, &layout.shape)?.into_owned();
             state.tensors.push((key, layout, Bytes::from_bytes_vec(elements)));
         }
         state.scalars.extend(scalars.into_iter().filter(|(key, _)| keep(key.index)));

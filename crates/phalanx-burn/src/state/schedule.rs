@@ -5,9 +5,8 @@ use std::collections::BTreeMap;
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn_pack::{Reader, Scalar, Writer};
+use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Error, Result};
-
-use super::storage::{StateReader, StateWriter};
 
 type Numbers = BTreeMap<String, Scalar>;
 

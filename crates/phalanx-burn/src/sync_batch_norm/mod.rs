@@ -1,16 +1,15 @@
 //! Batch norm over the batches of all ranks.
 
 mod op;
-mod statistics;
 
 use burn::backend::Dispatch;
 use burn::module::{Content, DisplaySettings, Flag, Module, ModuleDisplay, Param, RunningState};
 use burn::nn::BatchNorm;
 use burn::tensor::{DType, Device, Tensor, TensorData};
+use phalanx::batch_statistics::{Exchange, Moments};
 use phalanx::{Communicator, Error};
 
 use self::op::{Layer, SyncBatchNormOp};
-use self::statistics::{Exchange, Moments};
 
 /// [`BatchNorm`] whose statistics are those of the whole batch, over all ranks.
 ///

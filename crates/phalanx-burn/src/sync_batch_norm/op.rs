@@ -9,8 +9,7 @@ use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
 use burn_autodiff::{Autodiff, NodeId};
-
-use super::statistics::Exchange;
+use phalanx::batch_statistics::Exchange;
 
 /// What one forward pass of one layer keeps for its backward pass, besides tensors.
 #[derive(Clone, Debug)]

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::ParameterSpec;
 use super::hooks::{CommHook, GradBucket, GradientPlace, Pending};
 use super::plan::Plan;
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, BufferKeeper};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::Communicator;
@@ -83,6 +83,14 @@ impl Bucket {
                 self.memory = other;
                 None
             }
+        }
+    }
+
+    /// Keeps its memory when it goes, if it is here; see [`Buffer::keeper`].
+    pub(crate) fn keeper(&mut self) -> Option<BufferKeeper> {
+        match &mut self.memory {
+            BucketMemory::Here(buffer) => Some(buffer.keeper()),
+            _ => None,
         }
     }
 

@@ -28,7 +28,9 @@
 
 mod bucket;
 
+mod hooked;
 pub mod hooks;
+mod identical;
 mod options;
 mod plan;
 mod replay;
@@ -47,6 +49,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
+pub use hooked::HookedReducer;
+pub use identical::states_identical;
 pub use options::{ParameterSpec, ReducerOptions};
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::{broadcast_bytes, verify_state};
@@ -56,7 +60,7 @@ use self::hooks::{AllReduce, CommHook, Metered};
 use self::plan::BucketPlan;
 use self::state::ReducerState;
 use self::verify::Contract;
-use crate::buffer::{Buffer, BufferPart};
+use crate::buffer::{Buffer, BufferKeeper, BufferPart};
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -228,6 +232,18 @@ impl Reducer {
         }
         self.state.emptied();
         Ok(gradients)
+    }
+
+    /// The averaged gradient of the parameter at `index`, as [`gradient`](Self::gradient) gives it, for a view that outlives
+    /// the bucket: its bytes, and what keeps their memory, with its content and at its address. Steps go on to use the
+    /// memory: a view is that of the parameter's gradient from step to step (PyTorch's `gradient_as_bucket_view`), and a
+    /// gradient that backward has written there needs no copy in [`ready_with`](Self::ready_with). Nobody else uses the
+    /// memory between steps, nor during backward until the parameter's gradient is reported.
+    pub fn gradient_view(&mut self, index: usize) -> Result<Option<(&mut [u8], BufferKeeper)>> {
+        let Some((bucket, range)) = self.state.average(index)? else { return Ok(None) };
+        let Some(bucket) = self.buckets.get_mut(bucket) else { return Ok(None) };
+        let Some(keeper) = bucket.keeper() else { return Ok(None) };
+        Ok(bucket.bytes_mut(&*self.group)?.get_mut(range).map(|bytes| (bytes, keeper)))
     }
 
     /// Gives the buckets' memory back between steps, with what is in it: the next step takes new memory when it needs it.

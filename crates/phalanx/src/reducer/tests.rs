@@ -242,6 +242,41 @@ fn averages_that_are_taken_out_are_their_owners() {
 }
 
 #[test]
+fn a_view_is_a_gradient_s_place_from_step_to_step() {
+    run(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, parameters(&[4, 4]), buckets_of(8)).unwrap();
+        one_step(&mut reducer, rank, 0, &[1, 0]).unwrap();
+        one_step(&mut reducer, rank, 1, &[1, 0]).unwrap();
+        let mut keepers = Vec::new();
+        let mut place = |reducer: &mut Reducer| {
+            let (bytes, keeper) = reducer.gradient_view(1).unwrap().unwrap();
+            keepers.push(keeper);
+            bytes.as_ptr()
+        };
+        let first = place(&mut reducer);
+        one_step(&mut reducer, rank, 2, &[1, 0]).unwrap();
+        assert_eq!(place(&mut reducer), first);
+        assert_eq!(floats(&reducer, 1), expected(2, 1, 2, 4));
+        // What backward has written there itself is averaged as it is.
+        reducer.start().unwrap();
+        give(&mut reducer, rank, 3, &[0]).unwrap();
+        let write = |memory: &mut [u8]| {
+            assert_eq!(memory.as_ptr(), first);
+            Ok(())
+        };
+        reducer.ready_with(1, write).unwrap();
+        reducer.finish().unwrap();
+        assert_eq!(floats(&reducer, 1), expected(2, 1, 2, 4));
+        // Released, the memory is taken anew; the kept one is nobody else's.
+        reducer.release();
+        assert!(reducer.gradient_view(1).is_err());
+        one_step(&mut reducer, rank, 4, &[1, 0]).unwrap();
+        assert_ne!(place(&mut reducer), first);
+    });
+}
+
+#[test]
 fn different_models_and_options_are_named_on_every_rank() {
     let name = |rank: Rank| ParameterSpec::new("head.weight", [10, 4 + rank.index()], DType::F32);
     let failed = |make: &(dyn Fn(Rank) -> (Vec<ParameterSpec>, ReducerOptions) + Sync), parts: &[&str]| {

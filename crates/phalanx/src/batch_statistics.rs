@@ -1,16 +1,22 @@
-//! The exchange between ranks: sums, in f64, by one blocking all_reduce.
+//! Statistics of a batch over all ranks, for synchronised batch norms: sums, in f64, by one blocking all_reduce.
 
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use phalanx::{Buffer, Caller, Communicator, Error, ProcessGroup, ReduceOp, Result, WorldSize};
+use crate::buffer::Buffer;
+use crate::caller::Caller;
+use crate::collective::ReduceOp;
+use crate::error::{Error, Result};
+use crate::group::{Communicator, ProcessGroup};
+use crate::world_size::WorldSize;
 
 /// Statistics of each channel.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Moments {
+pub struct Moments {
     /// How many values of each channel there are.
     pub values: f64,
+    /// The mean of each channel.
     pub mean: Vec<f64>,
     /// About `mean`, and biased: the mean of the squares.
     pub variance: Vec<f64>,
@@ -23,7 +29,7 @@ impl Moments {
     }
 
     /// The number of values; then of each channel the sum, and the sum of squares.
-    fn sums(&self) -> Vec<f64> {
+    pub fn sums(&self) -> Vec<f64> {
         let mut sums = Vec::with_capacity(1 + 2 * self.mean.len());
         sums.push(self.values);
         sums.extend(self.mean.iter().map(|mean| self.values * mean));
@@ -32,7 +38,8 @@ impl Moments {
         sums
     }
 
-    fn from_sums(sums: &[f64]) -> Self {
+    /// The statistics of values with these [`sums`](Self::sums), of one rank or of several together.
+    pub fn from_sums(sums: &[f64]) -> Self {
         let (values, sums) = (sums[0], &sums[1..]);
         let (sums, squares) = sums.split_at(sums.len() / 2);
         let mean: Vec<f64> = sums.iter().map(|sum| sum / values).collect();
@@ -89,12 +96,14 @@ impl Line {
 }
 
 impl Exchange {
-    pub(super) fn new<C: Communicator + Clone + 'static>(group: &C) -> Self {
+    /// The ranks of `group`.
+    pub fn new<C: Communicator + Clone + 'static>(group: &C) -> Self {
         Self { line: Line::to(group), guarded: None }
     }
 
-    /// Uses `statistics` from now on.
-    pub(super) fn over<C: Communicator + Clone + 'static>(self, statistics: &C) -> Self {
+    /// Uses `statistics`, a group of the same ranks, from now on; what goes wrong there ends the first group too.
+    #[must_use]
+    pub fn over<C: Communicator + Clone + 'static>(self, statistics: &C) -> Self {
         let guarded = self.guarded.unwrap_or_else(|| match self.line {
             Line::Direct(group) => Arc::new(group),
             Line::Handle(group) => group,
@@ -102,16 +111,18 @@ impl Exchange {
         Self { guarded: Some(guarded), ..Self::new(statistics) }
     }
 
-    pub(super) fn ranks(&self) -> usize {
+    /// How many there are.
+    pub fn ranks(&self) -> usize {
         self.line.group().world_size().count()
     }
 
-    pub(super) fn failure(&self) -> Option<Error> {
+    /// The cause, if their group has failed.
+    pub fn failure(&self) -> Option<Error> {
         self.line.group().failure()
     }
 
     /// The statistics of all ranks' values together.
-    pub(super) fn moments(&self, own: Moments) -> Moments {
+    pub fn moments(&self, own: Moments) -> Moments {
         if self.line.group().world_size() == WorldSize::ONE {
             return own;
         }
@@ -120,8 +131,8 @@ impl Exchange {
         Moments::from_sums(&sums)
     }
 
-    /// Sums over all ranks, in place; NaN if that failed.
-    pub(super) fn sum(&self, values: &mut [f64]) {
+    /// Sums over all ranks, in place; NaN if that failed, and then the group has ended with the cause.
+    pub fn sum(&self, values: &mut [f64]) {
         let group = self.line.group();
         if group.world_size() == WorldSize::ONE {
             return;
