@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""A training step of phalanx-tch beside PyTorch's DistributedDataParallel over gloo: the same libtorch, one thread a rank.
+
+Two processes of each take turns, step by step, so that what slows the machine for a while slows all:
+
+  together   two ranks that average gradients
+  apart      two processes side by side that never speak
+  alone      one process
+
+    tch/compare.py mlp encoder resnet       # with the Python that check.sh has made
+
+It builds nothing: see check.sh. Times are medians, of both ranks' means."""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+PEERS = os.path.join(HERE, "..", "bench", "peers")
+WARM_UP = 3
+
+
+def peer(model: str) -> None:
+    """A rank of PyTorch's: as examples/compare.rs."""
+    sys.path.insert(0, PEERS)
+    import ddp
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    together, apart = ddp.Trainer(ddp.MODELS[model](), True), ddp.Trainer(ddp.MODELS[model](), False)
+    print(sum(parameter.numel() for parameter in apart.bare.parameters()), flush=True)
+    for line in sys.stdin:
+        print({"together": together, "apart": apart}[line.strip()].step(), flush=True)
+    dist.destroy_process_group()
+
+
+class Pair:
+    """Two ranks that wait for lines."""
+
+    def __init__(self, command: list[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.ranks = []
+        for rank in range(2):
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
+            environment = os.environ | {name: str(value) for name, value in variables.items()}
+            pipe = subprocess.PIPE
+            self.ranks.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment))
+
+    def parameters(self) -> int:
+        counts = {int(rank.stdout.readline()) for rank in self.ranks}
+        assert len(counts) == 1
+        return counts.pop()
+
+    def step(self, kind: str) -> float:
+        ranks = self.ranks[:1] if kind == "alone" else self.ranks
+        for rank in ranks:
+            rank.stdin.write("apart\n" if kind == "alone" else f"{kind}\n")
+            rank.stdin.flush()
+        return sum(float(rank.stdout.readline()) for rank in ranks) / len(ranks)
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.stdin.close()
+        assert all(rank.wait(30) == 0 for rank in self.ranks)
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def compare(model: str, steps: int, ours: str) -> None:
+    pairs = {"phalanx-tch": Pair([ours, model]), "PyTorch": Pair([sys.executable, __file__, "--peer", model])}
+    counts = {pair.parameters() for pair in pairs.values()}
+    assert len(counts) == 1, f"the models differ: {counts}"
+    times = {(name, kind): [] for name in pairs for kind in ("together", "apart", "alone")}
+    for step in range(WARM_UP + steps):
+        for name, pair in pairs.items():
+            for kind in ("together", "apart", "alone"):
+                milliseconds = pair.step(kind)
+                if step >= WARM_UP:
+                    times[name, kind].append(milliseconds)
+    for pair in pairs.values():
+        pair.end()
+    of = {key: median(values) for key, values in times.items()}
+    for name in pairs:
+        together, apart, alone = (of[name, kind] for kind in ("together", "apart", "alone"))
+        scaling = f"{apart / together:.1%}"
+        faster = f"{of['PyTorch', 'together'] / together:.2f}"
+        print(f"| {model} | {name} | {alone:.1f} | {apart:.1f} | {together:.1f} | {scaling} | {faster} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--ours", default=os.path.join(HERE, os.environ.get("CARGO_TARGET_DIR", "target"), "debug/examples/compare"))
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    parser.add_argument("models", nargs="*", choices=["mlp", "encoder", "resnet", []])
+    arguments = parser.parse_args()
+    if arguments.peer:
+        return peer(arguments.peer)
+    print("| model | | alone, ms | apart, ms | two ranks, ms | weak scaling | PyTorch's two ranks / these |")
+    print("|---|---|---|---|---|---|---|")
+    for model in arguments.models or ["mlp", "encoder", "resnet"]:
+        compare(model, arguments.steps, arguments.ours)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+//! DistributedDataParallel: every rank has the whole model and its own part of the data.
+
+mod regroup;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use phalanx::join::JoinGroup;
+use phalanx::reducer::hooks::CommHook;
+use phalanx::reducer::{Reducer, ReducerOptions, verify_state};
+use phalanx::trace::Track;
+use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
+use tch::Tensor;
+use tch::nn::VarStore;
+
+use crate::shim;
+use crate::sink::Sink;
+use crate::tensors::{self, Inventory, Shared, torch};
+
+/// The options of [`Ddp::with_options`]. The defaults are PyTorch's.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct DdpOptions {
+    /// Sizes of buckets, and how gradients are averaged.
+    pub reducer: ReducerOptions,
+    /// Before a forward pass, do all ranks take over rank 0's buffers, such as the running statistics of batch norm?
+    pub broadcast_buffers: bool,
+}
+
+impl Default for DdpOptions {
+    fn default() -> Self {
+        Self { reducer: ReducerOptions::default(), broadcast_buffers: true }
+    }
+}
+
+/// The variables of a model of which every rank has a replica, and whose gradients are averaged over all ranks.
+///
+/// Each rank computes a loss in [`forward`](Self::forward) on its own part of the batch, and runs
+/// [`backward`](Self::backward), which averages the gradients while others are still being computed. Then `.grad` of each
+/// parameter is the average, for any optimizer over the same `VarStore`. Because all replicas start as rank 0's and take
+/// the same steps, they stay equal to the last bit. See the [crate's start page](crate) for a complete program.
+///
+/// Gradients lie in the buckets in which they were averaged (`gradient_as_bucket_view`), in memory that the ranks of a host
+/// share. As with PyTorch, set them to zero between steps: libtorch adds to what is there.
+///
+/// All ranks must make the same calls in the same order; if a group detects a difference, it fails on every rank.
+#[doc(alias("DistributedDataParallel", "DDP"))]
+pub struct Ddp {
+    variables: Shared,
+    inventory: Inventory,
+    /// All collectives of this `Ddp` go through it.
+    group: JoinGroup,
+    /// None in a world of one, which needs neither hooks nor a reducer.
+    sink: Option<Arc<Sink>>,
+    /// Must this rank's buffers be replaced by rank 0's before the next forward pass?
+    buffers_stale: bool,
+    broadcast_buffers: bool,
+}
+
+impl Ddp {
+    /// Checks that the variables of `store` are the same on every rank, and gives every rank rank 0's values.
+    ///
+    /// If models differ, the error names the variable. A model without any parameter that needs a gradient is refused.
+    /// Layers that are made, and parameters that are unfrozen after this call are not averaged. While the `Ddp` lives, its
+    /// hooks are on the parameters: one `VarStore` has one `Ddp`.
+    ///
+    /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle); or a
+    /// [`JoinGroup`] that other parts of the program share, such as synchronised batch norms.
+    pub fn new(store: &VarStore, group: impl Into<JoinGroup>) -> Result<Self> {
+        Self::with_options(store, group, DdpOptions::default())
+    }
+
+    /// Like [`new`](Self::new), with options.
+    pub fn with_options(store: &VarStore, group: impl Into<JoinGroup>, options: DdpOptions) -> Result<Self> {
+        Self::of(tensors::shared(store), group.into(), &options)
+    }
+
+    fn of(variables: Shared, group: JoinGroup, options: &DdpOptions) -> Result<Self> {
+        let (inventory, sink) = prepare(&variables, &group, options)?;
+        let ddp = Self {
+            variables,
+            inventory,
+            group,
+            sink,
+            buffers_stale: false,
+            broadcast_buffers: options.broadcast_buffers,
+        };
+        if ddp.sink.is_some() {
+            ddp.take_state(Caller::DdpNew, Rank::MAIN).inspect_err(|error| ddp.group.abort(error.clone()))?;
+        }
+        Ok(ddp)
+    }
+
+    /// Runs `pass`, in which the model computes a loss for [`backward`](Self::backward).
+    ///
+    /// The first pass after a synchronised backward pass takes over rank 0's buffers. For passes without training, such as
+    /// an evaluation, use the model alone.
+    pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
+        let begin = Instant::now();
+        self.group.step()?;
+        if let Some(sink) = &self.sink {
+            sink.check()?;
+            if std::mem::take(&mut self.buffers_stale) && self.broadcast_buffers {
+                self.take_buffers(Caller::DdpForward)?;
+            }
+        }
+        let output = pass();
+        self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);
+        Ok(output)
+    }
+
+    /// Runs backward from `loss` and leaves in `.grad` of each parameter the average over all ranks.
+    ///
+    /// Gradients are sent while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the
+    /// last call are in the average, too. A parameter without a gradient on any rank has none afterwards.
+    ///
+    /// If the loss went through the model of another `Ddp` too, as a generator's goes through the discriminator, the
+    /// gradients of that one's parameters are not averaged: set them to zero before its next step, as without ranks.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        check_tracked(loss)?;
+        self.buffers_stale = true;
+        let Some(sink) = &self.sink else { return self.traced(loss) };
+        let group = &self.group;
+        sink.average(
+            || loss.f_backward().map_err(torch),
+            || match group.running() {
+                Some(options) if !options.divide_by_initial_world_size => {
+                    group.world_size().count() as f64 / group.active_ranks() as f64
+                }
+                _ => 1.0,
+            },
+        )
+    }
+
+    /// Runs backward from `loss` without any communication: the gradients are added up on this rank, and averaged with
+    /// those of the next [`backward`](Self::backward).
+    ///
+    /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one. Do not set gradients to zero
+    /// in between.
+    #[doc(alias("no_sync", "backward_passes_per_step"))]
+    pub fn backward_no_sync(&mut self, loss: &Tensor) -> Result<()> {
+        check_tracked(loss)?;
+        match &self.sink {
+            Some(sink) => sink.hold(|| self.traced(loss)),
+            None => self.traced(loss),
+        }
+    }
+
+    /// Scales the gradients so that their norm, taken over all elements of all of them as one vector, is at most
+    /// `max_norm`; returns the 2-norm before. This is `torch.nn.utils.clip_grad_norm_`. It needs no communication, after
+    /// [`backward`](Self::backward) every rank has all averages.
+    ///
+    /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
+    ///
+    /// # Errors
+    /// If `max_norm` is not a positive number.
+    #[doc(alias = "clip_grad_norm_")]
+    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
+        if !(max_norm > 0.0) {
+            return Err(Error::invalid_argument(format!(
+                "max_norm is {max_norm}: it must be a positive number"
+            )));
+        }
+        let _guard = tch::no_grad_guard();
+        let gradients = self.inventory.parameters.iter().map(|one| one.tensor.grad()).filter(Tensor::defined);
+        let mut gradients = gradients.collect::<Vec<_>>();
+        let square = |gradient: &Tensor| {
+            let norm = gradient.f_norm()?.f_to_kind(tch::Kind::Double)?;
+            norm.f_double_value(&[]).map(|norm| norm * norm)
+        };
+        let squares =
+            gradients.iter().map(square).collect::<std::result::Result<Vec<f64>, _>>().map_err(torch)?;
+        let norm = squares.iter().sum::<f64>().sqrt();
+        // As PyTorch's.
+        let factor = max_norm / (norm + 1e-6);
+        if norm.is_finite() && factor < 1.0 {
+            for gradient in &mut gradients {
+                drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
+            }
+        }
+        Ok(norm)
+    }
+
+    /// From the next step on, `hook` averages the buckets; see [the available hooks](phalanx::reducer::hooks). All
+    /// ranks call it together, with the same settings. In a world of one it is not used.
+    ///
+    /// # Errors
+    /// On every rank, if the hooks differ.
+    pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
+        match &self.sink {
+            Some(sink) => sink.call(|reducer| reducer.register_hook(Box::new(hook))),
+            None => Ok(()),
+        }
+    }
+
+    /// Replaces the parameters of all replicas by their average, for replicas that drift apart, as with
+    /// [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd). All ranks call it together.
+    ///
+    /// # Errors
+    /// If a collective fails.
+    pub fn average_parameters(&mut self) -> Result<()> {
+        if self.sink.is_none() {
+            return Ok(());
+        }
+        let (count, group) = (self.group.active_ranks(), self.group.in_call(Caller::DdpAverageParameters));
+        let all = count == self.group.world_size().count();
+        let op = if all { ReduceOp::Avg } else { ReduceOp::PreMulSum(1.0 / count as f64) };
+        tensors::with_elements(&tensors::handles(&self.inventory.parameters), |parts| {
+            for part in parts {
+                let mut buffer: Buffer = group.alloc(part.dtype, part.bytes.len() / part.dtype.size())?;
+                buffer.as_bytes_mut().copy_from_slice(part.bytes);
+                part.bytes.copy_from_slice(group.all_reduce_async(buffer, op)?.wait()?.as_bytes());
+            }
+            Ok(())
+        })
+    }
+
+    /// Are the parameters of all replicas the same, bit for bit? All ranks must call it, and get the same answer.
+    pub fn replicas_identical(&self) -> Result<bool> {
+        let group = self.group.in_call(Caller::DdpReplicasIdentical);
+        tensors::identical(&group, &tensors::handles(&self.inventory.parameters))
+    }
+
+    /// The bytes of all buffers in which gradients were sent, counted once for each operation.
+    pub fn communicated_bytes(&self) -> u64 {
+        self.sink.as_ref().map_or(0, |sink| sink.with_reducer(|reducer| reducer.communicated_bytes()))
+    }
+
+    /// The bytes of each bucket, in the order in which they are sent; none in a world of one.
+    pub fn bucket_bytes(&self) -> Vec<usize> {
+        self.sink.as_ref().map_or_else(Vec::new, |sink| sink.with_reducer(|reducer| reducer.bucket_bytes()))
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> Rank {
+        self.group.rank()
+    }
+
+    /// The number of replicas.
+    pub fn world_size(&self) -> WorldSize {
+        self.group.world_size()
+    }
+
+    /// Runs backward, and records the time; where gradients are averaged, the reducer records it.
+    fn traced(&self, loss: &Tensor) -> Result<()> {
+        let begin = Instant::now();
+        let outcome = loss.f_backward().map_err(torch);
+        self.group.trace().complete(Track::Backward, "backward", begin, Instant::now(), &[]);
+        outcome
+    }
+
+    /// Takes over all variables of rank `root`.
+    fn take_state(&self, caller: Caller, root: Rank) -> Result<()> {
+        tensors::from_rank(&self.group.in_call(caller), root, &tensors::handles(&self.inventory.state))
+    }
+
+    /// Takes over rank 0's buffers.
+    fn take_buffers(&self, caller: Caller) -> Result<()> {
+        if self.inventory.buffers.is_empty() {
+            return Ok(());
+        }
+        tensors::from_rank(&self.group.in_call(caller), Rank::MAIN, &self.inventory.buffers())
+    }
+
+    fn unhook(&mut self) {
+        if self.sink.take().is_some() {
+            self.inventory.parameters.iter().for_each(|one| shim::unhook(&one.tensor));
+        }
+    }
+}
+
+impl Drop for Ddp {
+    fn drop(&mut self) {
+        self.unhook();
+    }
+}
+
+impl fmt::Debug for Ddp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ddp")
+            .field("rank", &self.group.rank())
+            .field("world_size", &self.group.world_size())
+            .field("parameters", &self.inventory.parameters.len())
+            .field("buffers", &self.inventory.buffers.len())
+            .finish_non_exhaustive()
+    }
+}
+
+fn check_tracked(loss: &Tensor) -> Result<()> {
+    if loss.requires_grad() {
+        return Ok(());
+    }
+    Err(Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
+        .with_remedy("compute it from the model, outside of tch::no_grad"))
+}
+
+/// Lists the variables, which the ranks of `group` compare, and hooks the parameters. An error ends the group: the others
+/// may be waiting for that.
+fn prepare(
+    variables: &Shared,
+    group: &JoinGroup,
+    options: &DdpOptions,
+) -> Result<(Inventory, Option<Arc<Sink>>)> {
+    let prepared = || {
+        let inventory = Inventory::of(variables)?;
+        if group.world_size() == WorldSize::ONE {
+            return Ok((inventory, None));
+        }
+        verify_state(&group.in_call(Caller::DdpNew), Inventory::specs(&inventory.state))?;
+        let specs = Inventory::specs(&inventory.parameters);
+        let reducer = Reducer::new(Arc::new(group.clone()), specs, options.reducer.clone())?;
+        let sink = Arc::new(Sink::new(reducer, &inventory.parameters));
+        sink.hook(&inventory.parameters)?;
+        Ok((inventory, Some(sink)))
+    };
+    prepared().inspect_err(|error: &Error| {
+        if group.world_size() != WorldSize::ONE {
+            group.abort(error.clone());
+        }
+    })
+}

@@ -1,0 +1,52 @@
+//! PyTorch's DistributedDataParallel for [tch](https://docs.rs/tch): every rank has the whole model, and gradients are
+//! averaged over the ranks while libtorch's backward still computes the others.
+//!
+//! ```no_run
+//! use phalanx_tch::Ddp;
+//! use tch::nn::{self, OptimizerConfig};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     let group = phalanx::init()?; // as the launcher says; alone, a world of one
+//!     let store = nn::VarStore::new(Device::Cpu);
+//!     let model = nn::linear(store.root(), 8, 3, Default::default());
+//!     let mut optimizer = nn::Adam::default().build(&store, 1e-3)?; // any optimizer
+//!     let mut ddp = Ddp::new(&store, &group)?; // every rank takes over rank 0's variables
+//!     for _ in 0..100 {
+//!         let x = Tensor::randn([32, 8], (Kind::Float, Device::Cpu)); // this rank's part of the batch
+//!         let loss = ddp.forward(|| x.apply(&model).square().mean(Kind::Float))?;
+//!         optimizer.zero_grad();
+//!         ddp.backward(&loss)?; // `.grad` is the average over all ranks
+//!         optimizer.step();
+//!     }
+//!     Ok(())
+//! }
+//! ```
+//!
+//! | PyTorch | here |
+//! |---|---|
+//! | `DistributedDataParallel(model)` | [`Ddp::new`] over the model's `VarStore` |
+//! | `loss.backward()` | [`Ddp::backward`] |
+//! | `with model.no_sync():` | [`Ddp::backward_no_sync`] |
+//! | `find_unused_parameters`, `static_graph`, `bucket_cap_mb` | [`DdpOptions`] |
+//! | `gradient_as_bucket_view` | always |
+//! | `register_comm_hook` | [`Ddp::register_comm_hook`] |
+//! | `model.join()` | [`Ddp::join`] |
+//! | `SyncBatchNorm` | [`SyncBatchNorm`] |
+//! | `AdamW(fused=True)`, `SGD(fused=True)` | [`Optimizer`] |
+//! | `TorchState` of Horovod, `torch.save` | [`TrainState`] |
+//!
+//! Launching, data, process groups and elastic jobs are [`phalanx`]'s. It runs on processors, on Linux.
+
+mod ddp;
+mod optimizer;
+mod shim;
+mod sink;
+mod state;
+mod sync_batch_norm;
+mod tensors;
+
+pub use ddp::{Ddp, DdpOptions};
+pub use optimizer::{Optimizer, Rule};
+pub use state::TrainState;
+pub use sync_batch_norm::SyncBatchNorm;

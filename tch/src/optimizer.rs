@@ -1,0 +1,244 @@
+//! libtorch's fused optimizers, with a state that can be saved and sent.
+
+use std::fmt;
+
+use phalanx::reducer::broadcast_bytes;
+use phalanx::state::{StateReader, StateWriter};
+use phalanx::{Communicator, Error, Rank, Result};
+use serde::{Deserialize, Serialize};
+use tch::nn::VarStore;
+use tch::{Kind, Tensor};
+
+use crate::shim::{self, AdamWTensors, SgdSettings};
+use crate::tensors::{self, Inventory, Named, torch};
+
+/// How an [`Optimizer`] changes parameters. The names and defaults are PyTorch's.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Rule {
+    /// Adam with decoupled weight decay: `torch.optim.AdamW(fused=True)`.
+    AdamW {
+        /// The decay of the averages of the gradient and of its square.
+        betas: (f64, f64),
+        /// Added to the denominator.
+        epsilon: f64,
+        /// The share of the parameter that is taken away in a step, times the learning rate.
+        weight_decay: f64,
+    },
+    /// Stochastic gradient descent: `torch.optim.SGD(fused=True)`, without dampening.
+    Sgd {
+        /// The share of the last velocity in the next; 0 keeps none.
+        momentum: f64,
+        /// Added to the gradient, times the parameter.
+        weight_decay: f64,
+        /// Look ahead along the velocity?
+        nesterov: bool,
+    },
+}
+
+impl Rule {
+    /// AdamW with PyTorch's defaults.
+    pub const ADAMW: Self = Self::AdamW { betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.01 };
+
+    /// SGD with this momentum.
+    pub const fn sgd(momentum: f64) -> Self {
+        Self::Sgd { momentum, weight_decay: 0.0, nesterov: false }
+    }
+
+    /// What is kept of each parameter: names, as in PyTorch's `state_dict`; the step counts one number.
+    fn fields(self) -> &'static [&'static str] {
+        match self {
+            Self::AdamW { .. } => &["exp_avg", "exp_avg_sq", "step"],
+            Self::Sgd { momentum, .. } if momentum != 0.0 => &["momentum_buffer"],
+            Self::Sgd { .. } => &[],
+        }
+    }
+}
+
+/// An optimizer over the parameters of a `VarStore`: one pass over the memory of each, by libtorch's fused kernels.
+///
+/// `tch::nn::Optimizer` works with a [`Ddp`](crate::Ddp) as well, but keeps its state to itself; this one's is saved in
+/// checkpoints and follows an elastic job.
+///
+/// ```
+/// use phalanx_tch::{Optimizer, Rule};
+/// use tch::{Device, Kind, Tensor, nn};
+///
+/// let store = nn::VarStore::new(Device::Cpu);
+/// let layer = nn::linear(store.root(), 4, 1, Default::default());
+/// let mut optimizer = Optimizer::new(&store, Rule::ADAMW)?;
+/// let loss = Tensor::ones([2, 4], (Kind::Float, Device::Cpu)).apply(&layer).mean(Kind::Float);
+/// optimizer.zero_grad()?;
+/// loss.backward();
+/// optimizer.step(1e-3)?;
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+pub struct Optimizer {
+    rule: Rule,
+    parameters: Vec<Named>,
+    /// For each parameter the tensors of [`Rule::fields`], from its first gradient on.
+    moments: Vec<Option<Vec<Tensor>>>,
+}
+
+impl Optimizer {
+    /// An optimizer of the parameters that need a gradient now.
+    ///
+    /// # Errors
+    /// If there is none, or one whose elements do not lie row by row, which the kernels ask for.
+    pub fn new(store: &VarStore, rule: Rule) -> Result<Self> {
+        let parameters = Inventory::of(&tensors::shared(store))?.parameters;
+        if let Some(other) = parameters.iter().find(|one| !one.tensor.is_contiguous()) {
+            return Err(Error::invalid_argument(format!("parameter {} is not contiguous", other.spec))
+                .with_remedy("make it with `contiguous`, or use an optimizer of tch"));
+        }
+        let moments = parameters.iter().map(|_| None).collect();
+        Ok(Self { rule, parameters, moments })
+    }
+
+    /// Leaves all parameters without a gradient: before each step, or before the first backward pass of several.
+    ///
+    /// # Errors
+    /// Of libtorch.
+    pub fn zero_grad(&mut self) -> Result<()> {
+        self.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
+    }
+
+    /// Changes the parameters that have a gradient.
+    ///
+    /// # Errors
+    /// Of libtorch, if a gradient is not of its parameter's type.
+    pub fn step(&mut self, learning_rate: f64) -> Result<()> {
+        let _guard = tch::no_grad_guard();
+        let (mut parameters, mut gradients) = (Vec::new(), Vec::new());
+        let mut moments: Vec<Vec<Tensor>> = self.rule.fields().iter().map(|_| Vec::new()).collect();
+        for (parameter, kept) in self.parameters.iter().zip(&mut self.moments) {
+            let gradient = parameter.tensor.grad();
+            if !gradient.defined() {
+                continue;
+            }
+            let kept = match kept {
+                Some(kept) => kept,
+                None => kept.insert(fresh(self.rule, &parameter.tensor)?),
+            };
+            moments.iter_mut().zip(kept.iter()).for_each(|(list, tensor)| list.push(tensor.shallow_clone()));
+            parameters.push(parameter.tensor.shallow_clone());
+            gradients.push(gradient.f_contiguous().map_err(torch)?);
+        }
+        if parameters.is_empty() {
+            return Ok(());
+        }
+        let mut moments = moments.into_iter();
+        match self.rule {
+            Rule::AdamW { betas, epsilon, weight_decay } => {
+                let mut next = || moments.next().unwrap_or_default();
+                let (firsts, seconds, mut steps) = (next(), next(), next());
+                steps.iter_mut().try_for_each(|step| step.f_add_scalar_(1.0).map(drop)).map_err(torch)?;
+                let tensors = AdamWTensors { parameters, gradients, firsts, seconds, steps };
+                shim::fused_adamw(&tensors, learning_rate, betas, weight_decay, epsilon)
+            }
+            Rule::Sgd { momentum, weight_decay, nesterov } => {
+                // A first velocity is zero: without dampening that is what PyTorch's first step makes of it.
+                let settings = SgdSettings { rate: learning_rate, momentum, weight_decay, nesterov };
+                shim::fused_sgd(&parameters, &gradients, moments.next().as_deref(), settings)
+            }
+        }
+    }
+
+    /// Takes over the state of rank `root`.
+    pub(crate) fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
+        let mine: Vec<u8> = self.moments.iter().map(|kept| u8::from(kept.is_some())).collect();
+        let theirs = broadcast_bytes(group, root, &mine, mine.len())?;
+        let mut tensors = Vec::new();
+        for ((parameter, kept), &is_kept) in
+            self.parameters.iter().zip(&mut self.moments).zip(theirs.as_bytes())
+        {
+            match (is_kept != 0, kept.is_some()) {
+                (true, false) => *kept = Some(fresh(self.rule, &parameter.tensor)?),
+                (false, true) => *kept = None,
+                _ => {}
+            }
+            tensors.extend(kept.iter().flatten().map(Tensor::shallow_clone));
+        }
+        tensors::from_rank(group, root, &tensors)
+    }
+
+    /// Saves the rule's kind and the state behind `prefix`.
+    pub(crate) fn save(&self, writer: &mut impl StateWriter, prefix: &str) -> Result<()> {
+        let kept: Vec<&str> = self.kept().map(|(parameter, _)| parameter.spec.name.as_str()).collect();
+        writer.value(prefix, &(self.rule, kept))?;
+        for (Named { spec, .. }, tensors) in self.kept() {
+            for (field, tensor) in self.rule.fields().iter().zip(tensors) {
+                let bytes = shim::bytes(tensor).ok_or_else(|| {
+                    Error::invalid_argument(format!("the optimizer's {field} of {spec} cannot be read"))
+                })?;
+                let (name, shape) = (format!("{prefix}.{}.{field}", spec.name), shape(tensor, spec));
+                writer.owned(&name, shim::dtype(tensor.kind())?, &shape, bytes.to_vec())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The state behind `prefix`, for [`load`](Self::load): nothing is changed yet.
+    pub(crate) fn read(&self, reader: &impl StateReader, prefix: &str) -> Result<Vec<Option<Vec<Tensor>>>> {
+        let (rule, kept): (Rule, Vec<String>) = reader.value(prefix)?;
+        if rule.fields() != self.rule.fields() {
+            return Err(Error::mismatch(format!(
+                "the state is that of another optimizer: {rule:?}, here it is {:?}",
+                self.rule
+            ))
+            .with_remedy("make the optimizer as it was made when the state was saved"));
+        }
+        if let Some(other) =
+            kept.iter().find(|name| self.parameters.iter().all(|one| one.spec.name != **name))
+        {
+            return Err(Error::mismatch(format!(
+                "the optimizer's state is of `{other}`, which this model has not"
+            )));
+        }
+        let of = |parameter: &Named| {
+            let mut tensors = fresh(rule, &parameter.tensor)?;
+            for (field, tensor) in rule.fields().iter().zip(&mut tensors) {
+                let (name, shape) =
+                    (format!("{prefix}.{}.{field}", parameter.spec.name), shape(tensor, &parameter.spec));
+                let elements = reader.tensor(&name, shim::dtype(tensor.kind())?, &shape)?;
+                if let Some(bytes) = shim::bytes_mut(tensor) {
+                    bytes.copy_from_slice(&elements);
+                }
+            }
+            Ok(tensors)
+        };
+        let is_kept = |parameter: &Named| kept.iter().any(|name| *name == parameter.spec.name);
+        self.parameters.iter().map(|one| is_kept(one).then(|| of(one)).transpose()).collect()
+    }
+
+    /// Goes on from what [`read`](Self::read) has given.
+    pub(crate) fn load(&mut self, moments: Vec<Option<Vec<Tensor>>>) {
+        self.moments = moments;
+    }
+
+    fn kept(&self) -> impl Iterator<Item = (&Named, &Vec<Tensor>)> {
+        self.parameters.iter().zip(&self.moments).filter_map(|(one, kept)| Some((one, kept.as_ref()?)))
+    }
+}
+
+/// The shape of a moment: the parameter's, or none of a number.
+fn shape(tensor: &Tensor, parameter: &phalanx::reducer::ParameterSpec) -> Vec<usize> {
+    if tensor.dim() == parameter.shape.len() { parameter.shape.clone() } else { Vec::new() }
+}
+
+/// The moments of a parameter that has had no gradient.
+fn fresh(rule: Rule, parameter: &Tensor) -> Result<Vec<Tensor>> {
+    let of = |field: &&str| match *field {
+        "step" => Tensor::f_zeros([], (Kind::Float, parameter.device())),
+        _ => Tensor::f_zeros(parameter.size(), (parameter.kind(), parameter.device())),
+    };
+    rule.fields().iter().map(of).collect::<std::result::Result<_, _>>().map_err(torch)
+}
+
+impl fmt::Debug for Optimizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Optimizer")
+            .field("rule", &self.rule)
+            .field("parameters", &self.parameters.len())
+            .finish()
+    }
+}

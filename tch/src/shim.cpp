@@ -1,0 +1,173 @@
+// What libtorch has and tch does not pass on: hooks that run when a gradient is finished, tensors in memory of others, fused
+// optimizers, and an operation of our own. `shim.rs` has the other side of each function.
+//
+// A function that can fail returns its error as a string, to be freed by phx_free; null is success. No exception leaves it.
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+// Something of Rust's, dropped once.
+class Owned {
+public:
+    Owned(void *context, void (*drop)(void *)) : context(context), drop(drop) {}
+    Owned(const Owned &) = delete;
+    Owned &operator=(const Owned &) = delete;
+    ~Owned() { drop(context); }
+
+    void *const context;
+
+private:
+    void (*const drop)(void *);
+};
+
+class GradientHook final : public torch::autograd::PostAccumulateGradHook {
+public:
+    GradientHook(void (*ready)(void *), std::unique_ptr<Owned> target) : ready(ready), target(std::move(target)) {}
+
+    void operator()(const Variable &) override { ready(target->context); }
+
+private:
+    void (*const ready)(void *);
+    const std::unique_ptr<Owned> target;
+};
+
+// Sums doubles over the ranks, in place.
+struct Exchange final : torch::CustomClassHolder {
+    Exchange(void (*sum)(void *, double *, size_t), std::unique_ptr<Owned> group) : sum(sum), group(std::move(group)) {}
+
+    Variable operator()(const Variable &values) const {
+        auto sums = values.clone(at::MemoryFormat::Contiguous);
+        sum(group->context, sums.data_ptr<double>(), static_cast<size_t>(sums.numel()));
+        return sums;
+    }
+
+    void (*const sum)(void *, double *, size_t);
+    const std::unique_ptr<Owned> group;
+};
+
+// The sum over ranks. Each rank's loss is a part of the whole one, so that the gradient is the sum over ranks, too.
+struct SumOverRanks final : torch::autograd::Function<SumOverRanks> {
+    static Variable forward(AutogradContext *context, const Variable &values, c10::intrusive_ptr<Exchange> exchange) {
+        auto sums = (*exchange)(values);
+        context->saved_data["exchange"] = c10::IValue::make_capsule(std::move(exchange));
+        return sums;
+    }
+
+    static variable_list backward(AutogradContext *context, variable_list gradients) {
+        auto held = context->saved_data["exchange"].toCapsule();
+        return {static_cast<Exchange &>(*held)(gradients[0]), Variable()};
+    }
+};
+
+template <typename Body> char *guarded(Body body) noexcept {
+    const char *cause = "an unknown exception";
+    try {
+        body();
+        return nullptr;
+    } catch (const std::exception &error) {
+        // Without the stack, which follows in further lines.
+        const char *text = error.what();
+        const char *end = std::strchr(text, '\n');
+        return end ? strndup(text, static_cast<size_t>(end - text)) : strdup(text);
+    } catch (...) {
+        return strdup(cause);
+    }
+}
+
+std::vector<at::Tensor> list(at::Tensor *const *tensors, size_t count) {
+    std::vector<at::Tensor> list;
+    list.reserve(count);
+    for (size_t index = 0; index < count; ++index) list.push_back(*tensors[index]);
+    return list;
+}
+
+} // namespace
+
+extern "C" {
+
+void phx_free(char *error) { std::free(error); }
+
+// The same number for each handle of one tensor.
+uintptr_t phx_identity(const at::Tensor *tensor) {
+    return reinterpret_cast<uintptr_t>(tensor->unsafeGetTensorImpl());
+}
+
+bool phx_is_plain(const at::Tensor *tensor) {
+    return tensor->layout() == at::kStrided && tensor->device().is_cpu();
+}
+
+// Calls `ready` with `context` whenever backward has finished the gradient of a leaf, until phx_unhook. Takes `context`.
+char *phx_hook(const at::Tensor *leaf, void (*ready)(void *), void *context, void (*drop)(void *)) {
+    auto target = std::make_unique<Owned>(context, drop);
+    return guarded([&] {
+        TORCH_CHECK(!torch::autograd::impl::post_acc_grad_hooks(*leaf), "its gradients are reported elsewhere already");
+        auto hook = std::make_unique<GradientHook>(ready, std::move(target));
+        torch::autograd::impl::set_post_acc_grad_hooks(*leaf, std::move(hook));
+    });
+}
+
+char *phx_unhook(const at::Tensor *leaf) {
+    return guarded([&] { torch::autograd::impl::set_post_acc_grad_hooks(*leaf, nullptr); });
+}
+
+// `gradient` may be null: then there is none any more.
+char *phx_set_gradient(const at::Tensor *leaf, const at::Tensor *gradient) {
+    return guarded([&] { leaf->mutable_grad() = gradient ? *gradient : at::Tensor(); });
+}
+
+// A tensor like `like`, row by row at `data`. Takes `keeper`, which is dropped with the last use of the memory.
+char *phx_view(const at::Tensor *like, void *data, void *keeper, void (*drop)(void *), at::Tensor **view) {
+    auto held = std::make_shared<Owned>(keeper, drop);
+    return guarded([&] {
+        auto options = like->options().requires_grad(false).memory_format(std::nullopt);
+        *view = new at::Tensor(at::from_blob(data, like->sizes(), [held](void *) mutable { held.reset(); }, options));
+    });
+}
+
+// Takes `context`.
+char *phx_sum_over_ranks(const at::Tensor *values, void (*sum)(void *, double *, size_t), void *context,
+                         void (*drop)(void *), at::Tensor **sums) {
+    auto group = std::make_unique<Owned>(context, drop);
+    return guarded([&] {
+        auto exchange = c10::make_intrusive<Exchange>(sum, std::move(group));
+        *sums = new at::Tensor(SumOverRanks::apply(*values, std::move(exchange)));
+    });
+}
+
+char *phx_fused_adamw(at::Tensor *const *parameters, at::Tensor *const *gradients, at::Tensor *const *firsts,
+                      at::Tensor *const *seconds, at::Tensor *const *steps, size_t count, double rate, double beta_1,
+                      double beta_2, double weight_decay, double epsilon) {
+    return guarded([&] {
+        at::_fused_adamw_(list(parameters, count), list(gradients, count), list(firsts, count), list(seconds, count),
+                          {}, list(steps, count), rate, beta_1, beta_2, weight_decay, epsilon, false, false);
+    });
+}
+
+// `velocities` may be null: then there is no momentum.
+char *phx_fused_sgd(at::Tensor *const *parameters, at::Tensor *const *gradients, at::Tensor *const *velocities,
+                    size_t count, double rate, double momentum, double weight_decay, bool nesterov) {
+    return guarded([&] {
+        at::_fused_sgd_(list(parameters, count), list(gradients, count), list(velocities, velocities ? count : 0),
+                        weight_decay, momentum, rate, 0.0, nesterov, false, false);
+    });
+}
+}

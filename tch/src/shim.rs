@@ -1,0 +1,306 @@
+//! The unsafe code: the C++ shim, and tensors' memory as slices.
+//!
+//! Tensors are handles that share memory, and `tch` lets anybody write to it through any of them; the memory of a tensor is
+//! borrowed here for as long as a call lasts, within which this crate runs no code of others on this thread. That another
+//! thread does not write to a tensor meanwhile is what libtorch demands of every operation, too.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_char, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::slice;
+
+use phalanx::{BufferKeeper, DType, Error, Result};
+use tch::{Kind, Tensor};
+use torch_sys::C_tensor;
+
+type DropFn = unsafe extern "C" fn(*mut c_void);
+
+unsafe extern "C" {
+    fn phx_free(error: *mut c_char);
+    fn phx_identity(tensor: *const C_tensor) -> usize;
+    fn phx_is_plain(tensor: *const C_tensor) -> bool;
+    fn phx_hook(
+        leaf: *const C_tensor,
+        ready: unsafe extern "C" fn(*mut c_void),
+        context: *mut c_void,
+        drop: DropFn,
+    ) -> *mut c_char;
+    fn phx_unhook(leaf: *const C_tensor) -> *mut c_char;
+    fn phx_set_gradient(leaf: *const C_tensor, gradient: *const C_tensor) -> *mut c_char;
+    fn phx_view(
+        like: *const C_tensor,
+        data: *mut c_void,
+        keeper: *mut c_void,
+        drop: DropFn,
+        view: *mut *mut C_tensor,
+    ) -> *mut c_char;
+    fn phx_sum_over_ranks(
+        values: *const C_tensor,
+        sum: unsafe extern "C" fn(*mut c_void, *mut f64, usize),
+        context: *mut c_void,
+        drop: DropFn,
+        sums: *mut *mut C_tensor,
+    ) -> *mut c_char;
+    fn phx_fused_adamw(
+        parameters: *const *mut C_tensor,
+        gradients: *const *mut C_tensor,
+        firsts: *const *mut C_tensor,
+        seconds: *const *mut C_tensor,
+        steps: *const *mut C_tensor,
+        count: usize,
+        rate: f64,
+        beta_1: f64,
+        beta_2: f64,
+        weight_decay: f64,
+        epsilon: f64,
+    ) -> *mut c_char;
+    fn phx_fused_sgd(
+        parameters: *const *mut C_tensor,
+        gradients: *const *mut C_tensor,
+        velocities: *const *mut C_tensor,
+        count: usize,
+        rate: f64,
+        momentum: f64,
+        weight_decay: f64,
+        nesterov: bool,
+    ) -> *mut c_char;
+}
+
+/// The outcome of a function of the shim.
+fn outcome(error: *mut c_char) -> Result<()> {
+    if error.is_null() {
+        return Ok(());
+    }
+    // SAFETY: a string of the shim, which is this function's to free, and not used afterwards.
+    let text = unsafe {
+        let text = CStr::from_ptr(error).to_string_lossy().into_owned();
+        phx_free(error);
+        text
+    };
+    Err(Error::invalid_argument(format!("libtorch: {text}")))
+}
+
+/// A value of Rust's for the shim to keep, and how it drops it.
+fn lend<T: Send + 'static>(value: T) -> (*mut c_void, DropFn) {
+    unsafe extern "C" fn drop<T>(value: *mut c_void) {
+        // SAFETY: from `Box::into_raw` below, and the shim drops it once. A panic of a destructor must not reach C++.
+        let _ignored =
+            catch_unwind(AssertUnwindSafe(|| std::mem::drop(unsafe { Box::from_raw(value.cast::<T>()) })));
+    }
+    (Box::into_raw(Box::new(value)).cast(), drop::<T>)
+}
+
+/// A number that all handles of one tensor have, and no other tensor while they live.
+pub(crate) fn identity(tensor: &Tensor) -> usize {
+    // SAFETY: a handle that lives as long as this borrow.
+    unsafe { phx_identity(tensor.as_ptr()) }
+}
+
+/// Does `tensor` lie in this machine's memory, element by element? Neither on a GPU nor sparse.
+pub(crate) fn is_plain(tensor: &Tensor) -> bool {
+    // SAFETY: a handle that lives as long as this borrow.
+    tensor.defined() && unsafe { phx_is_plain(tensor.as_ptr()) }
+}
+
+/// Calls `ready` whenever backward has finished the gradient of `leaf`, on the thread that runs backward, until
+/// [`unhook`]. A panic of it ends the process: it cannot pass through libtorch.
+pub(crate) fn hook(leaf: &Tensor, ready: impl Fn() + Send + Sync + 'static) -> Result<()> {
+    unsafe extern "C" fn call<F: Fn()>(ready: *mut c_void) {
+        // SAFETY: the closure below, which lives as long as the hook; only shared references to it are made.
+        unsafe { (*ready.cast::<F>())() }
+    }
+    fn of<F: Fn()>(_: &F) -> unsafe extern "C" fn(*mut c_void) {
+        call::<F>
+    }
+    let call = of(&ready);
+    let (context, drop) = lend(ready);
+    // SAFETY: a live handle; the shim takes the context, and calls `call` with nothing else.
+    outcome(unsafe { phx_hook(leaf.as_ptr(), call, context, drop) })
+}
+
+/// No longer reports the gradients of `leaf`.
+pub(crate) fn unhook(leaf: &Tensor) {
+    // SAFETY: a live handle. It fails for no leaf that was hooked.
+    let _ignored = outcome(unsafe { phx_unhook(leaf.as_ptr()) });
+}
+
+/// Makes `gradient` that of `leaf`, or leaves it without one.
+pub(crate) fn set_gradient(leaf: &Tensor, gradient: Option<&Tensor>) -> Result<()> {
+    let gradient = gradient.map_or(ptr::null(), |gradient| gradient.as_ptr());
+    // SAFETY: live handles.
+    outcome(unsafe { phx_set_gradient(leaf.as_ptr(), gradient) })
+}
+
+/// A tensor of `like`'s shape and type in `memory`, which `keeper` keeps.
+///
+/// It shares the memory with the buffer that the keeper was taken from: whoever calls this sees to it that neither is used
+/// while the other is borrowed or with the group.
+pub(crate) fn view(like: &Tensor, memory: &mut [u8], keeper: BufferKeeper) -> Result<Tensor> {
+    let needed = like.numel() * like.kind().elt_size_in_bytes();
+    if memory.len() != needed {
+        return Err(Error::invalid_argument(format!(
+            "a view of {needed} B was asked for in {} B",
+            memory.len()
+        )));
+    }
+    let (keeper, drop) = lend(keeper);
+    let mut view = ptr::null_mut();
+    // SAFETY: a live handle, and as many bytes as the tensor has, which live until the shim drops the keeper. Any bits are
+    // valid elements.
+    outcome(unsafe { phx_view(like.as_ptr(), memory.as_mut_ptr().cast(), keeper, drop, &mut view) })?;
+    // SAFETY: a new handle, which is this function's.
+    Ok(unsafe { Tensor::from_ptr(view) })
+}
+
+/// `values` (f64) after `sum` has changed a copy of them in place; in backward the gradient goes the same way.
+pub(crate) fn sum_over_ranks<F: Fn(&mut [f64]) + Send + 'static>(values: &Tensor, sum: F) -> Result<Tensor> {
+    unsafe extern "C" fn call<F: Fn(&mut [f64])>(sum: *mut c_void, values: *mut f64, count: usize) {
+        // SAFETY: the closure below, which lives as long as the node of the graph.
+        let sum = unsafe { &*sum.cast::<F>() };
+        let values = match count {
+            0 => &mut [],
+            // SAFETY: the elements of a tensor that the shim has just made, which nobody else has.
+            _ => unsafe { slice::from_raw_parts_mut(values, count) },
+        };
+        sum(values);
+    }
+    if values.kind() != Kind::Double || !is_plain(values) {
+        return Err(Error::invalid_argument("sums over ranks are of doubles on the CPU"));
+    }
+    let (context, drop) = lend(sum);
+    let mut sums = ptr::null_mut();
+    // SAFETY: a live handle of doubles; the shim takes the context.
+    outcome(unsafe { phx_sum_over_ranks(values.as_ptr(), call::<F>, context, drop, &mut sums) })?;
+    // SAFETY: a new handle, which is this function's.
+    Ok(unsafe { Tensor::from_ptr(sums) })
+}
+
+/// The handles of tensors, for one call.
+fn handles(tensors: &[Tensor]) -> Vec<*mut C_tensor> {
+    tensors.iter().map(|tensor| tensor.as_ptr().cast_mut()).collect()
+}
+
+/// The tensors that AdamW works on, one of each kind for each parameter.
+pub(crate) struct AdamWTensors {
+    pub parameters: Vec<Tensor>,
+    pub gradients: Vec<Tensor>,
+    pub firsts: Vec<Tensor>,
+    pub seconds: Vec<Tensor>,
+    /// Of one f32 each.
+    pub steps: Vec<Tensor>,
+}
+
+/// One step of AdamW; `betas`, `weight_decay` and `epsilon` as PyTorch's. The steps are counted before.
+pub(crate) fn fused_adamw(
+    tensors: &AdamWTensors,
+    rate: f64,
+    betas: (f64, f64),
+    weight_decay: f64,
+    epsilon: f64,
+) -> Result<()> {
+    let AdamWTensors { parameters, gradients, firsts, seconds, steps } = tensors;
+    let all = [parameters, gradients, firsts, seconds, steps];
+    if all.iter().any(|list| list.len() != parameters.len()) {
+        return Err(Error::invalid_argument("AdamW has not one tensor of each kind for each parameter"));
+    }
+    let [parameters, gradients, firsts, seconds, steps] = all.map(|list| handles(list));
+    // SAFETY: as many live handles in each list. libtorch checks shapes and types.
+    outcome(unsafe {
+        phx_fused_adamw(
+            parameters.as_ptr(),
+            gradients.as_ptr(),
+            firsts.as_ptr(),
+            seconds.as_ptr(),
+            steps.as_ptr(),
+            parameters.len(),
+            rate,
+            betas.0,
+            betas.1,
+            weight_decay,
+            epsilon,
+        )
+    })
+}
+
+/// The settings of [`fused_sgd`], PyTorch's.
+#[derive(Clone, Copy)]
+pub(crate) struct SgdSettings {
+    pub rate: f64,
+    pub momentum: f64,
+    pub weight_decay: f64,
+    pub nesterov: bool,
+}
+
+/// One step of SGD; without `velocities` there is no momentum.
+pub(crate) fn fused_sgd(
+    parameters: &[Tensor],
+    gradients: &[Tensor],
+    velocities: Option<&[Tensor]>,
+    settings: SgdSettings,
+) -> Result<()> {
+    let counts = [gradients.len(), velocities.map_or(parameters.len(), <[Tensor]>::len)];
+    if counts.iter().any(|&count| count != parameters.len()) {
+        return Err(Error::invalid_argument("SGD has not one tensor of each kind for each parameter"));
+    }
+    let (parameters, gradients, velocities) =
+        (handles(parameters), handles(gradients), velocities.map(handles));
+    // SAFETY: as many live handles in each list. libtorch checks shapes and types.
+    outcome(unsafe {
+        phx_fused_sgd(
+            parameters.as_ptr(),
+            gradients.as_ptr(),
+            velocities.as_ref().map_or(ptr::null(), |velocities| velocities.as_ptr()),
+            parameters.len(),
+            settings.rate,
+            settings.momentum,
+            settings.weight_decay,
+            settings.nesterov,
+        )
+    })
+}
+
+/// The type in which tensors of `kind` are sent.
+pub(crate) fn dtype(kind: Kind) -> Result<DType> {
+    match kind {
+        Kind::Float => Ok(DType::F32),
+        Kind::Double => Ok(DType::F64),
+        Kind::Half => Ok(DType::F16),
+        Kind::BFloat16 => Ok(DType::BF16),
+        Kind::Int64 => Ok(DType::I64),
+        Kind::Int => Ok(DType::I32),
+        Kind::Int8 => Ok(DType::I8),
+        Kind::Uint8 => Ok(DType::U8),
+        Kind::Bool => Ok(DType::Bool),
+        other => {
+            Err(Error::invalid_argument(format!("tensors of type {other:?} do not travel between ranks"))
+                .with_remedy("cast it, or leave it out of the VarStore"))
+        }
+    }
+}
+
+/// The elements of `tensor`, row by row, if they lie like that in this machine's memory.
+pub(crate) fn bytes(tensor: &Tensor) -> Option<&[u8]> {
+    let (data, len) = place(tensor)?;
+    // SAFETY: the memory lives as long as a handle, and `tensor` is borrowed; that nobody writes meanwhile: see the module.
+    Some(unsafe { slice::from_raw_parts(data, len) })
+}
+
+/// The elements of `tensor` for writing, as in [`bytes`].
+pub(crate) fn bytes_mut(tensor: &mut Tensor) -> Option<&mut [u8]> {
+    let (data, len) = place(tensor)?;
+    // SAFETY: as in `bytes`; and of this handle there is no other borrow.
+    Some(unsafe { slice::from_raw_parts_mut(data, len) })
+}
+
+fn place(tensor: &Tensor) -> Option<(*mut u8, usize)> {
+    if !is_plain(tensor) || !tensor.is_contiguous() {
+        return None;
+    }
+    let len = tensor.numel() * tensor.kind().elt_size_in_bytes();
+    match tensor.data_ptr().cast::<u8>() {
+        _ if len == 0 => Some((ptr::NonNull::dangling().as_ptr(), 0)),
+        data if data.is_null() => None,
+        data => Some((data, len)),
+    }
+}

@@ -1,0 +1,218 @@
+//! The receiver of hooks' gradients: they go to the reducer, or stay in `.grad` until the next synchronised backward pass.
+
+use std::ptr;
+use std::sync::Arc;
+
+use phalanx::reducer::{HookedReducer, Reducer};
+use phalanx::{Error, Rank, Result};
+use tch::Tensor;
+
+use crate::shim;
+use crate::tensors::{self, Named, torch};
+
+/// What to do with a gradient that is ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Delivery {
+    /// It goes to the reducer at once.
+    Now,
+    /// It stays in `.grad`, where libtorch adds the next one to it.
+    Hold,
+    /// It is not looked at: it came from another model's backward pass.
+    Ignore,
+}
+
+/// The reducer, for the hooks.
+pub(crate) struct Sink(HookedReducer<Deliveries>);
+
+struct Deliveries {
+    delivery: Delivery,
+    /// The parameters, in the reducer's order.
+    leaves: Vec<Tensor>,
+    /// For each parameter its place in a bucket, as a tensor: the gradient, from the first average on.
+    views: Vec<Option<Tensor>>,
+    /// Does `.grad` hold a gradient that has not been averaged?
+    held: Vec<bool>,
+}
+
+impl Sink {
+    pub fn new(reducer: Reducer, parameters: &[Named]) -> Self {
+        let deliveries = Deliveries {
+            delivery: Delivery::Ignore,
+            leaves: tensors::handles(parameters),
+            views: parameters.iter().map(|_| None).collect(),
+            held: vec![false; parameters.len()],
+        };
+        Self(HookedReducer::new(reducer, deliveries))
+    }
+
+    /// Has backward report the gradients of `parameters` to this. On an error none is hooked.
+    pub fn hook(self: &Arc<Self>, parameters: &[Named]) -> Result<()> {
+        for (index, parameter) in parameters.iter().enumerate() {
+            let sink = self.clone();
+            // A failure is returned by the call that runs this backward pass.
+            let ready = move || drop(sink.0.attempt(|reducer, deliveries| deliveries.ready(reducer, index)));
+            if let Err(error) = shim::hook(&parameter.tensor, ready) {
+                parameters[..index].iter().for_each(|parameter| shim::unhook(&parameter.tensor));
+                let name = &parameter.spec;
+                return Err(Error::invalid_argument(format!("parameter {name} cannot be observed"))
+                    .with_source(error)
+                    .with_remedy("drop the other Ddp of this VarStore first"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The failure of this or an earlier backward pass, if there was one.
+    pub fn check(&self) -> Result<()> {
+        self.0.check()
+    }
+
+    /// Runs `backward`, whose gradients stay in `.grad`.
+    pub fn hold(&self, backward: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.deliver(Delivery::Hold)?;
+        let outcome = backward();
+        self.deliver(Delivery::Ignore)?;
+        self.0.attempt(|_, _| outcome)
+    }
+
+    /// Runs `backward`, averages its gradients and those that are held, and leaves them in `.grad`, multiplied by `scale`.
+    pub fn average(&self, backward: impl FnOnce() -> Result<()>, scale: impl FnOnce() -> f64) -> Result<()> {
+        self.0.attempt(|reducer, deliveries| {
+            deliveries.delivery = Delivery::Now;
+            reducer.start()
+        })?;
+        let outcome = backward();
+        self.0.attempt(|reducer, deliveries| {
+            deliveries.delivery = Delivery::Ignore;
+            outcome?;
+            deliveries.hand_over(reducer)
+        })?;
+        self.0.finish(|reducer, deliveries| deliveries.place(reducer, scale()))
+    }
+
+    /// Averages the gradients of the last step again, in the group that follows a failed one.
+    pub fn replay(&self) -> Result<()> {
+        self.0.replay(|reducer, deliveries| deliveries.place(reducer, 1.0))
+    }
+
+    /// Runs `call` on the reducer. An error ends it, unless it has failed before.
+    pub fn call<T>(&self, call: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
+        self.0.attempt(|reducer, _| call(reducer))
+    }
+
+    pub fn with_reducer<T>(&self, look: impl FnOnce(&mut Reducer) -> T) -> T {
+        self.0.with_reducer(look)
+    }
+
+    /// Takes over the state of rank `root`'s reducer. Gradients that were held are dropped: they belonged to no
+    /// finished step.
+    pub fn adopt(&self, root: Rank) -> Result<()> {
+        self.0.attempt(|reducer, deliveries| {
+            for (leaf, held) in deliveries.leaves.iter().zip(&mut deliveries.held) {
+                if std::mem::take(held) {
+                    shim::set_gradient(leaf, None)?;
+                }
+            }
+            reducer.adopt(root)
+        })
+    }
+
+    fn deliver(&self, delivery: Delivery) -> Result<()> {
+        self.0.attempt(|_, deliveries| {
+            deliveries.delivery = delivery;
+            Ok(())
+        })
+    }
+}
+
+impl Deliveries {
+    fn ready(&mut self, reducer: &mut Reducer, index: usize) -> Result<()> {
+        match self.delivery {
+            Delivery::Now => {
+                self.held[index] = false;
+                self.give(reducer, index)
+            }
+            Delivery::Hold => {
+                self.held[index] = true;
+                Ok(())
+            }
+            Delivery::Ignore => Ok(()),
+        }
+    }
+
+    /// Backward is over: held gradients of parameters that it did not use go to the reducer.
+    fn hand_over(&mut self, reducer: &mut Reducer) -> Result<()> {
+        for index in 0..self.held.len() {
+            if std::mem::take(&mut self.held[index]) && self.leaves[index].grad().defined() {
+                self.give(reducer, index)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the reducer what is in `.grad`. If that lies in the parameter's place in its bucket, nothing is copied.
+    fn give(&mut self, reducer: &mut Reducer, index: usize) -> Result<()> {
+        let leaf = &self.leaves[index];
+        let gradient = leaf.grad();
+        let fits =
+            shim::is_plain(&gradient) && gradient.kind() == leaf.kind() && gradient.numel() == leaf.numel();
+        if !fits {
+            let what = reducer.parameters().get(index).map(ToString::to_string).unwrap_or_default();
+            return Err(Error::invalid_argument(format!(
+                "the gradient of parameter {what} is sparse, or of another type"
+            ))
+            .with_remedy("dense gradients in the type of their parameter are averaged"));
+        }
+        let gradient = tch::no_grad(|| gradient.f_contiguous()).map_err(torch)?;
+        let source = gradient.data_ptr().cast_const().cast::<u8>();
+        let mut place = ptr::null();
+        reducer.ready_with(index, |memory| {
+            place = memory.as_ptr();
+            // Compared before the gradient is borrowed: it may be this memory.
+            if place == source {
+                return Ok(());
+            }
+            match shim::bytes(&gradient) {
+                Some(bytes) if bytes.len() == memory.len() => {
+                    memory.copy_from_slice(bytes);
+                    Ok(())
+                }
+                _ => Err(Error::invalid_argument("a gradient's memory cannot be read")),
+            }
+        })?;
+        // libtorch's own memory is free now, and not at the end of backward.
+        match &self.views[index] {
+            Some(view) if place != source && is_at(view, place) => shim::set_gradient(leaf, Some(view)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes each parameter's average its gradient, where it lies.
+    fn place(&mut self, reducer: &mut Reducer, scale: f64) -> Result<()> {
+        for (index, leaf) in self.leaves.iter().enumerate() {
+            let Some(place) = reducer.gradient(index)?.map(<[u8]>::as_ptr) else {
+                // No rank had one.
+                shim::set_gradient(leaf, None)?;
+                continue;
+            };
+            if !is_at(&leaf.grad(), place) {
+                let view = &mut self.views[index];
+                if !view.as_ref().is_some_and(|view| is_at(view, place)) {
+                    let Some((memory, keeper)) = reducer.gradient_view(index)? else {
+                        return Err(Error::aborted("an averaged gradient is not in its bucket"));
+                    };
+                    *view = Some(shim::view(leaf, memory, keeper)?);
+                }
+                shim::set_gradient(leaf, view.as_ref())?;
+            }
+            if scale != 1.0 {
+                drop(tch::no_grad(|| leaf.grad().f_mul_scalar_(scale)).map_err(torch)?);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn is_at(tensor: &Tensor, place: *const u8) -> bool {
+    tensor.defined() && tensor.data_ptr().cast_const().cast::<u8>() == place
+}

@@ -1,0 +1,180 @@
+//! Batch norm over the batches of all ranks.
+
+use std::sync::Mutex;
+
+use phalanx::batch_statistics::Exchange;
+use phalanx::{Communicator, Error, Result};
+use tch::nn::BatchNorm;
+use tch::{Kind, Tensor};
+
+use crate::shim;
+use crate::tensors::torch;
+
+/// [`BatchNorm`] whose statistics are those of the whole batch, over all ranks: PyTorch's `SyncBatchNorm`, on processors too.
+///
+/// Output, gradients and running statistics are those of one process with the whole batch, also if the ranks' batches are
+/// of different sizes. Each training pass exchanges `2·channels + 1` numbers in forward and as many in backward; an
+/// evaluation, and a world of one, exchange nothing.
+///
+/// ```
+/// use phalanx_tch::SyncBatchNorm;
+/// use tch::{Device, Kind, Tensor, nn};
+///
+/// let group = phalanx::ProcessGroup::alone()?;
+/// let store = nn::VarStore::new(Device::Cpu);
+/// let norm = nn::batch_norm2d(store.root(), 8, Default::default());
+/// let norm = SyncBatchNorm::new(norm, nn::BatchNormConfig::default(), &group); // after the plain layer
+/// let y = norm.forward(&Tensor::randn([4, 8, 3, 3], (Kind::Float, Device::Cpu)), true)?;
+/// # assert_eq!(y.size(), [4, 8, 3, 3]);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// All ranks must run the same layers forward and backward. If graphs differ between ranks, give the layers a group of their
+/// own: [`with_statistics_group`](Self::with_statistics_group).
+///
+/// If an exchange fails in backward, which returns no error, the group is ended with the cause and the result is NaN;
+/// [`Ddp::backward`](crate::Ddp::backward) then returns the cause.
+#[derive(Debug)]
+#[doc(alias = "convert_sync_batchnorm")]
+pub struct SyncBatchNorm {
+    /// The plain layer.
+    pub norm: BatchNorm,
+    momentum: f64,
+    epsilon: f64,
+    exchange: Mutex<Exchange>,
+}
+
+impl SyncBatchNorm {
+    /// `norm`, which was made with `config`, with statistics over all ranks of `group`.
+    pub fn new<C: Communicator + Clone + 'static>(
+        norm: BatchNorm,
+        config: tch::nn::BatchNormConfig,
+        group: &C,
+    ) -> Self {
+        Self {
+            norm,
+            momentum: config.momentum,
+            epsilon: config.eps,
+            exchange: Mutex::new(Exchange::new(group)),
+        }
+    }
+
+    /// Exchanges statistics over `statistics`, a group of the same ranks. If an exchange fails, the group of
+    /// [`new`](Self::new) is ended too.
+    #[must_use]
+    pub fn with_statistics_group<C: Communicator + Clone + 'static>(self, statistics: &C) -> Self {
+        let exchange = self.exchange().over(statistics);
+        Self { exchange: Mutex::new(exchange), ..self }
+    }
+
+    /// Normalises `input`, of shape `[batch, channels, ...]`; the output has the same shape. If `train`, all ranks call it
+    /// together.
+    ///
+    /// # Errors
+    /// If an exchange fails, or `input` has another number of channels.
+    pub fn forward(&self, input: &Tensor, train: bool) -> Result<Tensor> {
+        let exchange = self.exchange();
+        if !train || exchange.ranks() == 1 {
+            let BatchNorm { running_mean, running_var, ws, bs, .. } = &self.norm;
+            let (momentum, epsilon) = (self.momentum, self.epsilon);
+            let (mean, variance) = (Some(running_mean), Some(running_var));
+            return Tensor::f_batch_norm(
+                input,
+                ws.as_ref(),
+                bs.as_ref(),
+                mean,
+                variance,
+                train,
+                momentum,
+                epsilon,
+                false,
+            )
+            .map_err(torch);
+        }
+        let size = input.size();
+        let channels = self.norm.running_mean.size1().map_err(torch)?;
+        if size.len() < 2 || size[1] != channels {
+            return Err(Error::invalid_argument(format!(
+                "batch norm of {channels} channels got a tensor of {size:?}"
+            )));
+        }
+        let output = self.normalised(input, &size, exchange.clone()).map_err(torch)?;
+        match exchange.failure() {
+            Some(cause) => Err(cause),
+            None => Ok(output),
+        }
+    }
+
+    fn normalised(
+        &self,
+        input: &Tensor,
+        size: &[i64],
+        exchange: Exchange,
+    ) -> std::result::Result<Tensor, tch::TchError> {
+        let channels = size[1];
+        let others: Vec<i64> = (0..size.len() as i64).filter(|&side| side != 1).collect();
+        let count = size.iter().product::<i64>() as f64 / channels as f64;
+        // Each rank's part is its mean and the variance about it; merging the parts is exact to f64.
+        let part = if count == 0.0 {
+            // Zeros that depend on the input: this rank takes part in backward, too.
+            let zeros = input.f_sum_dim_intlist(others.as_slice(), false, Kind::Double)?;
+            Tensor::f_cat(&[&zeros, &zeros], 0)?
+        } else {
+            let mean = input.f_mean_dim(others.as_slice(), true, input.kind())?;
+            let variance =
+                input.f_sub(&mean)?.f_square()?.f_mean_dim(others.as_slice(), false, input.kind())?;
+            let mean = mean.f_reshape([channels])?.f_to_kind(Kind::Double)?;
+            let squares = variance.f_to_kind(Kind::Double)?.f_add(&mean.f_square()?)?;
+            Tensor::f_cat(&[mean, squares], 0)?.f_mul_scalar(count)?
+        };
+        let counted = Tensor::f_full([1], count, (Kind::Double, input.device()))?;
+        let part = Tensor::f_cat(&[part, counted], 0)?;
+        let sums = shim::sum_over_ranks(&part, move |values| exchange.sum(values))
+            .map_err(|error| tch::TchError::Torch(error.to_string()))?;
+        let total = sums.f_narrow(0, 2 * channels, 1)?.f_detach()?;
+        let mean = sums.f_narrow(0, 0, channels)?.f_div(&total)?;
+        // If all values are equal, rounding may give a small negative number; NaN stays NaN.
+        let variance = sums
+            .f_narrow(0, channels, channels)?
+            .f_div(&total)?
+            .f_sub(&mean.f_square()?)?
+            .f_clamp_min(0.0)?;
+
+        self.update(&mean, &variance, &total)?;
+        let mut wide = vec![1; size.len()];
+        wide[1] = channels;
+        let per_channel = |values: &Tensor| values.f_to_kind(input.kind())?.f_reshape(wide.as_slice());
+        let inverse = variance.f_add_scalar(self.epsilon)?.f_rsqrt()?;
+        let scale = match &self.norm.ws {
+            Some(weight) => inverse.f_mul(&weight.f_to_kind(Kind::Double)?)?,
+            None => inverse,
+        };
+        let output = input.f_sub(&per_channel(&mean)?)?.f_mul(&per_channel(&scale)?)?;
+        match &self.norm.bs {
+            Some(bias) => output.f_add(&bias.f_reshape(wide.as_slice())?),
+            None => Ok(output),
+        }
+    }
+
+    /// The running statistics take their share of this batch's; the variance is the unbiased one, as PyTorch's.
+    fn update(
+        &self,
+        mean: &Tensor,
+        variance: &Tensor,
+        total: &Tensor,
+    ) -> std::result::Result<(), tch::TchError> {
+        let _guard = tch::no_grad_guard();
+        let unbiased = variance.f_mul(total)?.f_div(&total.f_sub_scalar(1.0)?.f_clamp_min(1.0)?)?;
+        for (running, batch) in [(&self.norm.running_mean, mean), (&self.norm.running_var, &unbiased)] {
+            let mut running = running.shallow_clone();
+            let batch = batch.f_to_kind(running.kind())?;
+            drop(running.f_mul_scalar_(1.0 - self.momentum)?);
+            drop(running.f_add_(&batch.f_mul_scalar(self.momentum)?)?);
+        }
+        Ok(())
+    }
+
+    fn exchange(&self) -> Exchange {
+        self.exchange.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+}

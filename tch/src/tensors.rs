@@ -1,0 +1,168 @@
+//! The tensors of a `VarStore`, and how they travel.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use phalanx::reducer::{ParameterSpec, StateTensor, broadcast_state_from, states_identical};
+use phalanx::{Communicator, Error, Rank, Result};
+use tch::Tensor;
+use tch::nn::{VarStore, Variables};
+
+use crate::shim;
+
+/// A tensor of a `VarStore`; the handle shares its memory.
+#[derive(Debug)]
+pub(crate) struct Named {
+    pub spec: ParameterSpec,
+    pub tensor: Tensor,
+}
+
+impl Clone for Named {
+    fn clone(&self) -> Self {
+        Self { spec: self.spec.clone(), tensor: self.tensor.shallow_clone() }
+    }
+}
+
+/// The tensors of a `VarStore`.
+#[derive(Debug)]
+pub(crate) struct Inventory {
+    /// The parameters that need a gradient, in the order in which they were made.
+    pub parameters: Vec<Named>,
+    /// Every tensor, by name: also frozen parameters, buffers, and tensors that are no floats.
+    pub state: Vec<Named>,
+    /// The positions in `state` of what no optimizer changes, such as the running statistics of batch norm.
+    pub buffers: Vec<usize>,
+}
+
+/// What a `VarStore` has in common with its copies here.
+pub(crate) type Shared = Arc<Mutex<Variables>>;
+
+pub(crate) fn shared(store: &VarStore) -> Shared {
+    store.variables_.clone()
+}
+
+impl Inventory {
+    /// Lists the tensors of a `VarStore`; refuses one that cannot be trained here.
+    pub fn of(variables: &Shared) -> Result<Self> {
+        let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = variables.named_variables.iter().collect::<Vec<_>>();
+        state.sort_unstable_by_key(|(name, _)| name.as_str());
+        let state = state
+            .into_iter()
+            .map(|(name, tensor)| named(name.clone(), tensor))
+            .collect::<Result<Vec<_>>>()?;
+        let names: HashMap<usize, &str> =
+            state.iter().map(|one| (shim::identity(&one.tensor), one.spec.name.as_str())).collect();
+
+        let (mut parameters, mut trainable) = (Vec::new(), HashSet::new());
+        for variable in &variables.trainable_variables {
+            let identity = shim::identity(&variable.tensor);
+            // One that is used in several places is listed once.
+            if trainable.insert(identity) && variable.tensor.requires_grad() {
+                let Some(name) = names.get(&identity) else {
+                    let cause = "a trainable variable is not among the named ones of its VarStore";
+                    return Err(Error::invalid_argument(cause));
+                };
+                parameters.push(named((*name).to_owned(), &variable.tensor)?);
+            }
+        }
+        if parameters.is_empty() {
+            let cause = match state.len() {
+                0 => "the VarStore has no variables".to_owned(),
+                count => format!(
+                    "no parameter of the model needs a gradient: all {count} variables are frozen or buffers"
+                ),
+            };
+            return Err(Error::invalid_argument(cause)
+                .with_remedy("make the layers before the Ddp; unfreeze some with VarStore::unfreeze"));
+        }
+        let is_buffer = |one: &Named| !trainable.contains(&shim::identity(&one.tensor));
+        let buffers =
+            state.iter().enumerate().filter(|(_, one)| is_buffer(one)).map(|(index, _)| index).collect();
+        Ok(Self { parameters, state, buffers })
+    }
+
+    /// What the ranks compare of `tensors`.
+    pub fn specs(tensors: &[Named]) -> Vec<ParameterSpec> {
+        tensors.iter().map(|one| one.spec.clone()).collect()
+    }
+
+    pub fn buffers(&self) -> Vec<Tensor> {
+        self.buffers
+            .iter()
+            .filter_map(|&index| self.state.get(index))
+            .map(|one| one.tensor.shallow_clone())
+            .collect()
+    }
+}
+
+fn named(name: String, tensor: &Tensor) -> Result<Named> {
+    if !shim::is_plain(tensor) {
+        let place = tensor.device();
+        return Err(Error::invalid_argument(format!("the variable `{name}` is on {place:?}, or sparse"))
+            .with_remedy("this version averages dense gradients in this machine's memory: use VarStore::new(Device::Cpu)"));
+    }
+    let shape: Vec<usize> =
+        tensor.size().into_iter().map(|side| usize::try_from(side).unwrap_or(0)).collect();
+    let spec = ParameterSpec::new(name, shape, shim::dtype(tensor.kind())?);
+    Ok(Named { spec, tensor: tensor.shallow_clone() })
+}
+
+/// Gives `change` the elements of all `tensors`, for writing. Tensors whose elements do not lie row by row are copied, and
+/// copied back; one that several handles lead to is given once.
+pub(crate) fn with_elements<T>(
+    tensors: &[Tensor],
+    change: impl FnOnce(&mut [StateTensor<'_>]) -> Result<T>,
+) -> Result<T> {
+    let _guard = tch::no_grad_guard();
+    let mut seen = HashSet::new();
+    let mut rows: Vec<(usize, Tensor)> = Vec::new();
+    for (index, tensor) in tensors.iter().enumerate() {
+        let fresh = tensor.numel() > 0 && seen.insert(tensor.data_ptr() as usize);
+        if fresh {
+            rows.push((index, tensor.f_detach().and_then(|tensor| tensor.f_contiguous()).map_err(torch)?));
+        }
+    }
+    let mut parts = Vec::with_capacity(rows.len());
+    for (index, row) in &mut rows {
+        let dtype = shim::dtype(row.kind())?;
+        let bytes = shim::bytes_mut(row).ok_or_else(|| {
+            Error::invalid_argument(format!("tensor {index} has no memory of this machine"))
+        })?;
+        parts.push(StateTensor { dtype, bytes });
+    }
+    let outcome = change(&mut parts)?;
+    drop(parts);
+    for (index, row) in rows {
+        let mut tensor = tensors[index].shallow_clone();
+        if tensor.data_ptr() != row.data_ptr() {
+            tensor.f_copy_(&row).map_err(torch)?;
+        }
+    }
+    Ok(outcome)
+}
+
+/// All ranks take over `tensors` of rank `root`.
+pub(crate) fn from_rank(group: &dyn Communicator, root: Rank, tensors: &[Tensor]) -> Result<()> {
+    with_elements(tensors, |parts| broadcast_state_from(group, root, parts))
+}
+
+/// Are `tensors` the same bits on every rank?
+pub(crate) fn identical(group: &dyn Communicator, tensors: &[Tensor]) -> Result<bool> {
+    with_elements(tensors, |parts| states_identical(group, parts.iter().map(|part| &*part.bytes)))
+}
+
+/// Handles of all tensors.
+pub(crate) fn handles(tensors: &[Named]) -> Vec<Tensor> {
+    tensors.iter().map(|one| one.tensor.shallow_clone()).collect()
+}
+
+/// An error of libtorch's, without the stack that follows in further lines.
+pub(crate) fn torch(error: tch::TchError) -> Error {
+    let text = error.to_string();
+    Error::invalid_argument(format!(
+        "libtorch: {}",
+        text.lines().next().unwrap_or("an error without a message")
+    ))
+    .with_source(error)
+}

@@ -1,0 +1,370 @@
+//! Gradients: where they lie, when they leave, and what is refused.
+
+use std::sync::Arc;
+
+use phalanx::join::{JoinGroup, JoinOptions};
+use phalanx::reducer::ReducerOptions;
+use phalanx::reducer::hooks::{Compressed, PowerSgd, PowerSgdOptions};
+use phalanx::trace::Trace;
+use phalanx::{
+    Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize,
+};
+use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule};
+use tch::nn::OptimizerConfig;
+use tch::{Device, Kind, Tensor, nn};
+
+use crate::common::{FLOATS, Mlp, distance, elements, floats, load, run, samples};
+
+const WIDTHS: [i64; 4] = [8, 32, 32, 3];
+
+fn small_buckets() -> DdpOptions {
+    let mut options = DdpOptions::default();
+    options.reducer = ReducerOptions::default().bucket_cap_mb(0.001);
+    options
+}
+
+#[test]
+fn gradients_stay_in_their_buckets_from_step_to_step() {
+    run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::with_options(&model.store, &group, small_buckets()).unwrap();
+        assert!(ddp.bucket_bytes().len() > 2, "{:?}", ddp.bucket_bytes());
+        let mut places = Vec::new();
+        for step in 0..5 {
+            let loss = ddp.forward(|| model.loss(samples(step, step + 4))).unwrap();
+            model.store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+            ddp.backward(&loss).unwrap();
+            let place = |variable: &Tensor| variable.grad().data_ptr() as usize;
+            places.push(model.store.trainable_variables().iter().map(place).collect::<Vec<_>>());
+        }
+        // The buckets are built anew in the order of the gradients after the first step.
+        assert!(places[1..].iter().all(|step| step == &places[1]), "{places:?}");
+        // All of one bucket are neighbours: the bias's end is the weight's beginning, or the other way round.
+        let sizes: Vec<usize> = model.store.trainable_variables().iter().map(|one| one.numel() * 4).collect();
+        let last = sizes.len() - 1;
+        let (a, b) = (places[1][last - 1], places[1][last]);
+        assert!(a + sizes[last - 1] == b || b + sizes[last] == a, "the head's gradients are apart");
+
+        // A gradient that the program keeps outlives the buckets.
+        let kept = model.layers[0].ws.grad();
+        let before = elements(&kept);
+        drop((ddp, group, model));
+        assert_eq!(elements(&kept), before);
+    });
+}
+
+#[test]
+fn gradients_that_are_accumulated_in_place_are_averaged_as_they_are() {
+    // Never set to zero: what libtorch adds to is the last average, on every rank the same.
+    let start = floats(&Mlp::new(&WIDTHS).store);
+    let expected = {
+        let model = Mlp::like(&WIDTHS, &start);
+        for step in 0..3 {
+            model.loss(samples(8 * step, 8 * step + 8)).backward();
+        }
+        model.store.trainable_variables().iter().map(|one| elements(&one.grad())).collect::<Vec<_>>()
+    };
+    let ours = run(2, |group| {
+        let model = Mlp::like(&WIDTHS, &start);
+        let mut ddp = Ddp::with_options(&model.store, &group, small_buckets()).unwrap();
+        for step in 0..3 {
+            let from = 8 * step + 4 * group.rank().index();
+            let loss = ddp.forward(|| model.loss(samples(from, from + 4))).unwrap();
+            ddp.backward(&loss).unwrap();
+        }
+        model.store.trainable_variables().iter().map(|one| elements(&one.grad())).collect::<Vec<_>>()
+    });
+    for gradients in &ours {
+        assert!(distance(gradients, &expected) < 1e-5, "{:e}", distance(gradients, &expected));
+    }
+}
+
+/// A group with a trace of its own.
+#[derive(Clone)]
+struct Traced(ProcessGroup, Trace);
+
+impl Communicator for Traced {
+    fn rank(&self) -> Rank {
+        self.0.rank()
+    }
+    fn world_size(&self) -> WorldSize {
+        self.0.world_size()
+    }
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
+        self.0.alloc(dtype, elements)
+    }
+    fn in_call(&self, caller: Caller) -> Arc<dyn Communicator> {
+        Arc::new(Self(self.0.in_call(caller), self.1.clone()))
+    }
+    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+        self.0.all_reduce_async(buffer, op)
+    }
+    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        self.0.broadcast_async(buffer, root)
+    }
+    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
+        self.0.reduce_scatter_v_async(buffer, counts, op)
+    }
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        self.0.all_gather_v_in_place_async(buffer, counts)
+    }
+    fn abort(&self, cause: Error) {
+        self.0.abort(cause);
+    }
+    fn failure(&self) -> Option<Error> {
+        self.0.failure()
+    }
+    fn trace(&self) -> Trace {
+        self.1.clone()
+    }
+}
+
+#[test]
+fn buckets_are_on_their_way_before_the_last_gradient_is_ready() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let path = folder.path().join(format!("{}.json", group.rank()));
+        let trace = Trace::to_file(&path, group.rank());
+        let model = Mlp::new(&[8; 13]);
+        let mut options = DdpOptions::default();
+        options.reducer = ReducerOptions::default().bucket_cap_mb(0.0005);
+        let group = JoinGroup::new(Traced(group, trace.clone()));
+        let mut ddp = Ddp::with_options(&model.store, group, options).unwrap();
+        for _ in 0..2 {
+            let loss = ddp.forward(|| model.forward(&samples(0, 4).0).square().mean(Kind::Float)).unwrap();
+            ddp.backward(&loss).unwrap();
+        }
+        trace.flush();
+        let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let named = |name: &str| events.iter().filter(|event| event["name"] == name).collect::<Vec<_>>();
+        let at = |event: &serde_json::Value| event["ts"].as_f64().unwrap();
+        let backward = named("backward");
+        assert_eq!(backward.len(), 2);
+        for pass in backward {
+            let (start, end) = (at(pass), at(pass) + pass["dur"].as_f64().unwrap());
+            let within = |name: &str| {
+                let times = named(name).into_iter().map(at).filter(|time| (start..=end).contains(time));
+                times.collect::<Vec<_>>()
+            };
+            let (ready, launched) = (within("ready"), within("launched"));
+            assert!(ready.len() == launched.len() && ready.len() >= 6, "{ready:?} {launched:?}");
+            let before_the_last = launched.iter().filter(|time| **time <= ready[ready.len() - 1]).count();
+            assert!(before_the_last >= launched.len() - 1, "{launched:?} {ready:?}");
+        }
+    });
+}
+
+#[test]
+fn parameters_with_channels_last_are_averaged() {
+    let start = {
+        let store = nn::VarStore::new(Device::Cpu);
+        nn::conv2d(store.root(), 3, 4, 3, Default::default());
+        floats(&store)
+    };
+    let x =
+        |rank: usize| Tensor::arange(2 * 3 * 5 * 5, FLOATS).reshape([2, 3, 5, 5]).sin() * (rank as f64 + 1.0);
+    let gradients = run(2, |group| {
+        let store = nn::VarStore::new(Device::Cpu);
+        let conv = nn::conv2d(store.root(), 3, 4, 3, Default::default());
+        load(&store, &start);
+        let mut weight = conv.ws.shallow_clone();
+        // The same elements, channels last in memory.
+        let last = weight.detach().permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2]);
+        weight.set_data(&last);
+        assert!(!conv.ws.is_contiguous());
+        let mut ddp = Ddp::new(&store, &group).unwrap();
+        for _ in 0..3 {
+            let rank = group.rank().index();
+            let loss = ddp.forward(|| x(rank).apply(&conv).square().mean(Kind::Float)).unwrap();
+            store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+            ddp.backward(&loss).unwrap();
+        }
+        elements(&conv.ws.grad())
+    });
+    let store = nn::VarStore::new(Device::Cpu);
+    let conv = nn::conv2d(store.root(), 3, 4, 3, Default::default());
+    load(&store, &start);
+    let loss = (0..2).map(|rank| x(rank).apply(&conv).square().mean(Kind::Float) / 2.0).reduce(|a, b| a + b);
+    loss.unwrap().backward();
+    assert_eq!(gradients[0], gradients[1]);
+    assert!(distance(&gradients[..1], &[elements(&conv.ws.grad())]) < 1e-5);
+}
+
+#[test]
+fn compressed_gradients_are_near_the_average_and_move_fewer_bytes() {
+    let start = floats(&Mlp::new(&WIDTHS).store);
+    let train = |group: &ProcessGroup, which: usize| {
+        let model = Mlp::like(&WIDTHS, &start);
+        let mut ddp = Ddp::new(&model.store, group).unwrap();
+        match which {
+            1 => ddp.register_comm_hook(Compressed::f16()).unwrap(),
+            2 => ddp.register_comm_hook(Compressed::bf16()).unwrap(),
+            3 => ddp
+                .register_comm_hook(PowerSgd::new(PowerSgdOptions::default().start_iter(2)).unwrap())
+                .unwrap(),
+            _ => {}
+        }
+        let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9)).unwrap();
+        for step in 0..20 {
+            let from = step * 8 + 4 * group.rank().index();
+            let loss = ddp.forward(|| model.loss(samples(from, from + 4))).unwrap();
+            optimizer.zero_grad().unwrap();
+            ddp.backward(&loss).unwrap();
+            optimizer.step(0.05).unwrap();
+        }
+        assert!(ddp.replicas_identical().unwrap());
+        (floats(&model.store), ddp.communicated_bytes())
+    };
+    let runs: Vec<_> = (0..4).map(|which| run(2, |group| train(&group, which)).remove(0)).collect();
+    let (plain, bytes) = &runs[0];
+    assert!(distance(plain, &start) > 0.01, "nothing was learned");
+    for (which, limit) in [(1, 1e-2), (2, 5e-2)] {
+        let apart = distance(&runs[which].0, plain);
+        assert!(apart > 0.0 && apart < limit, "hook {which} is {apart:e} away");
+        assert_eq!(runs[which].1 * 2, *bytes);
+    }
+    assert!(distance(&runs[3].0, &start) > 0.01 && runs[3].1 * 2 < *bytes);
+}
+
+#[test]
+fn a_generator_and_a_discriminator_train_in_turns_as_in_one_process() {
+    let (g0, d0) = (floats(&Mlp::new(&[3, 8, 8]).store), floats(&Mlp::new(&[8, 8, 1]).store));
+    let train = |group: &ProcessGroup, batch: usize| {
+        let (g, d) = (Mlp::like(&[3, 8, 8], &g0), Mlp::like(&[8, 8, 1], &d0));
+        let (mut ddp_g, mut ddp_d) = (Ddp::new(&g.store, group).unwrap(), Ddp::new(&d.store, group).unwrap());
+        let mut optimizer_g = nn::sgd(0.9, 0.0, 0.0, false).build(&g.store, 0.05).unwrap();
+        let mut optimizer_d = nn::sgd(0.9, 0.0, 0.0, false).build(&d.store, 0.05).unwrap();
+        for step in 0..10 {
+            let from = step * 8 + batch * group.rank().index();
+            let (real, noise) = (samples(from, from + batch).0, samples(7000 + from, 7000 + from + batch).1);
+            let judged = |x: &Tensor, answer: f64| (d.forward(x) - answer).square().mean(Kind::Float);
+            let fake = g.forward(&noise).detach();
+            let loss = ddp_d.forward(|| judged(&real, 1.0) + judged(&fake, 0.0)).unwrap();
+            optimizer_d.zero_grad();
+            ddp_d.backward(&loss).unwrap();
+            optimizer_d.step();
+            let loss = ddp_g.forward(|| judged(&g.forward(&noise), 1.0)).unwrap();
+            optimizer_g.zero_grad();
+            ddp_g.backward(&loss).unwrap();
+            optimizer_g.step();
+        }
+        [floats(&g.store), floats(&d.store)].concat()
+    };
+    let expected = train(&ProcessGroup::alone().unwrap(), 8);
+    for ours in run(2, |group| train(&group, 4)) {
+        assert!(distance(&ours, &expected) < 1e-4, "{:e}", distance(&ours, &expected));
+    }
+}
+
+#[test]
+fn clipped_gradients_have_the_norm_that_was_asked_for() {
+    run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::new(&model.store, &group).unwrap();
+        let loss = ddp.forward(|| model.loss(samples(0, 4)) * 100.0).unwrap();
+        ddp.backward(&loss).unwrap();
+        let before = ddp.clip_grad_norm(0.5).unwrap();
+        let after = ddp.clip_grad_norm(1e9).unwrap();
+        assert!(before > 0.5 && (after / 0.5 - 1.0).abs() < 1e-4, "{before} {after}");
+        assert!(ddp.clip_grad_norm(0.0).unwrap_err().is_invalid_argument());
+        assert!(ddp.clip_grad_norm(f64::NAN).is_err());
+    });
+}
+
+#[test]
+fn ranks_with_fewer_batches_answer_the_others() {
+    let ends = run(3, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::new(&model.store, &group).unwrap();
+        let mut optimizer = Optimizer::new(&model.store, Rule::ADAMW).unwrap();
+        let batches = 3 + 2 * group.rank().index();
+        let steps = ddp
+            .join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+                for step in 0..batches {
+                    let loss = ddp.forward(|| model.loss(samples(step, step + 4)))?;
+                    optimizer.zero_grad()?;
+                    ddp.backward(&loss)?;
+                    optimizer.step(0.01)?;
+                }
+                Ok(batches)
+            })
+            .unwrap();
+        // One step more together: with other states of the optimizer, replicas would drift apart.
+        let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
+        optimizer.zero_grad().unwrap();
+        ddp.backward(&loss).unwrap();
+        optimizer.step(0.01).unwrap();
+        (steps, floats(&model.store))
+    });
+    assert_eq!(ends.iter().map(|end| end.0).collect::<Vec<_>>(), [3, 5, 7]);
+    assert!(ends.iter().all(|end| end.1 == ends[0].1));
+}
+
+#[test]
+fn buffers_are_rank_0_s() {
+    let means = run(2, |group| {
+        let store = nn::VarStore::new(Device::Cpu);
+        let norm = nn::batch_norm1d(store.root(), 8, Default::default());
+        let mut ddp = Ddp::new(&store, &group).unwrap();
+        let mut seen = Vec::new();
+        for step in 0..3 {
+            let x = samples(100 * group.rank().index() + step, 100 * group.rank().index() + step + 4).0;
+            let loss = ddp
+                .forward(|| {
+                    seen.push(elements(&norm.running_mean));
+                    x.apply_t(&norm, true).square().mean(Kind::Float)
+                })
+                .unwrap();
+            ddp.backward(&loss).unwrap();
+        }
+        seen
+    });
+    assert_eq!(means[0], means[1]);
+    assert_ne!(means[0][1], means[0][0]);
+}
+
+#[test]
+fn misuse_is_refused() {
+    let alone = ProcessGroup::alone().unwrap();
+    let refused = |store: &nn::VarStore| Ddp::new(store, &alone).unwrap_err().to_string();
+    assert!(refused(&nn::VarStore::new(Device::Cpu)).contains("no variables"));
+    let mut frozen = Mlp::new(&WIDTHS);
+    frozen.store.freeze();
+    assert!(refused(&frozen.store).contains("no parameter of the model needs a gradient"));
+
+    run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::new(&model.store, &group).unwrap();
+        let error = ddp.backward(&Tensor::from(1.0)).unwrap_err().to_string();
+        assert!(error.contains("does not depend on any parameter"), "{error}");
+        let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
+        ddp.backward(&loss).unwrap();
+        // libtorch's own error, and nobody waits for this rank.
+        let error = ddp.backward(&loss).unwrap_err().to_string();
+        assert!(error.contains("backward through the graph a second time"), "{error}");
+    });
+    let errors = run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let _first = Ddp::new(&model.store, &group).unwrap();
+        Ddp::new(&model.store, &group).unwrap_err().to_string()
+    });
+    assert!(
+        errors.iter().any(|text| text.contains("`0.") && text.contains("drop the other Ddp")),
+        "{errors:?}"
+    );
+    // Dropped, it leaves the parameters to the next.
+    run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        drop(Ddp::new(&model.store, &group).unwrap());
+        drop(Ddp::new(&model.store, &group).unwrap());
+    });
+    let errors = run(2, |group| {
+        let model = Mlp::new(&[8, 4 + i64::from(group.rank().get()), 3]);
+        Ddp::new(&model.store, &group).unwrap_err()
+    });
+    assert!(
+        errors.iter().all(|error| error.is_mismatch() && error.to_string().contains("`0.bias`")),
+        "{errors:?}"
+    );
+}

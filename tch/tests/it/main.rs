@@ -1,0 +1,10 @@
+//! All ranks are threads of this process.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod ddp;
+mod norm;
+mod optimizer;
+mod state;

@@ -1,0 +1,45 @@
+//! Fused optimizers step as libtorch's others do.
+
+use phalanx_tch::{Optimizer, Rule};
+use tch::nn::{self, OptimizerConfig};
+
+use crate::common::{Mlp, distance, floats, samples};
+
+const WIDTHS: [i64; 3] = [8, 16, 3];
+
+fn check(rule: Rule, mut theirs: impl FnMut(&nn::VarStore) -> nn::Optimizer) {
+    let start = floats(&Mlp::new(&WIDTHS).store);
+    let (a, b) = (Mlp::like(&WIDTHS, &start), Mlp::like(&WIDTHS, &start));
+    let (mut ours, mut theirs) = (Optimizer::new(&a.store, rule).unwrap(), theirs(&b.store));
+    for step in 0..20 {
+        let (x, y) = (a.loss(samples(step, step + 8)), b.loss(samples(step, step + 8)));
+        ours.zero_grad().unwrap();
+        x.backward();
+        ours.step(0.01).unwrap();
+        theirs.backward_step(&y);
+    }
+    let apart = distance(&floats(&a.store), &floats(&b.store));
+    assert!(distance(&floats(&a.store), &start) > 0.01 && apart < 1e-5, "{rule:?}: {apart:e}");
+}
+
+#[test]
+fn rules_are_libtorch_s() {
+    check(Rule::ADAMW, |store| nn::AdamW::default().build(store, 0.01).unwrap());
+    check(Rule::sgd(0.0), |store| nn::sgd(0.0, 0.0, 0.0, false).build(store, 0.01).unwrap());
+    check(Rule::Sgd { momentum: 0.9, weight_decay: 0.1, nesterov: true }, |store| {
+        nn::sgd(0.9, 0.0, 0.1, true).build(store, 0.01).unwrap()
+    });
+}
+
+#[test]
+fn parameters_without_a_gradient_stay() {
+    let model = Mlp::new(&WIDTHS);
+    let mut optimizer = Optimizer::new(&model.store, Rule::ADAMW).unwrap();
+    let start = floats(&model.store);
+    optimizer.step(0.1).unwrap();
+    assert_eq!(floats(&model.store), start);
+    samples(0, 4).0.apply(&model.layers[0]).mean(tch::Kind::Float).backward();
+    optimizer.step(0.1).unwrap();
+    let end = floats(&model.store);
+    assert!(end[..2].iter().zip(&start).all(|(a, b)| a != b) && end[2..] == start[2..]);
+}

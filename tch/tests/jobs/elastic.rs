@@ -1,0 +1,126 @@
+//! A model of tch in an elastic job with real processes, one of which is killed.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use phalanx::WorldSize;
+use phalanx::elastic::{self, Context, Options};
+use phalanx::launch::{Event, Outcome, Stream};
+use phalanx::sampler::ElasticSampler;
+use phalanx::{Error, ProcessGroup, Result};
+use phalanx_tch::{Optimizer, Rule, TrainState};
+use rustix::process::{Pid, Signal, kill_process};
+use tch::{Kind, Tensor, nn};
+
+use crate::common::{Mlp, samples};
+
+const STEPS: u64 = 60;
+const SAMPLES: usize = 200;
+/// Set where training goes on until the replacement has come.
+const REPLACED: &str = "PHALANX_TEST_REPLACED";
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("model_and_optimizer_outlive_a_worker_that_is_killed", || killed(3)),
+    ("without_a_replacement_fewer_go_on", || killed(0)),
+];
+
+type Training = TrainState<ElasticSampler>;
+
+/// What a worker does. No seed is set: newcomers begin with other parameters.
+pub fn play(folder: &Path) -> Result<()> {
+    let model = Mlp::new(&[8, 32, 3]);
+    let norm = nn::batch_norm1d(model.store.root() / "norm", 3, Default::default());
+    let optimizer = Optimizer::new(&model.store, Rule::ADAMW)?;
+    let mut training = TrainState::new(&model.store, optimizer, ElasticSampler::new(SAMPLES).seed(3))?;
+    let (xs, ys) = samples(0, SAMPLES);
+    let (options, replaced) = (Options::from_env()?, std::env::var_os(REPLACED).is_some());
+    let rank = elastic::run_with(
+        &options,
+        &mut training,
+        |context: &mut Context<'_, Training>, group: &ProcessGroup| {
+            println!(
+                "round {} rank {} of {} step {}",
+                context.round(),
+                group.rank(),
+                group.world_size(),
+                context.state.steps()
+            );
+            // Of three workers one dies: the last of the rounds to come has all of them again.
+            let is_last = !replaced || context.round() > 1 && group.world_size().get() == 3;
+            while context.state.steps() < STEPS || !is_last {
+                let (rank, world) = (context.rank(), context.world_size());
+                let Some(batch) = context.state.progress.next_batch(5, rank, world) else {
+                    context.state.progress.next_epoch();
+                    continue;
+                };
+                let batch: Vec<i64> = batch.into_iter().map(|index| index as i64).collect();
+                let batch = Tensor::from_slice(&batch);
+                let (x, y) = (xs.index_select(0, &batch), ys.index_select(0, &batch));
+                let loss = || (model.forward(&x).apply_t(&norm, true) - &y).square().mean(Kind::Float);
+                let loss = context.state.ddp.forward(loss)?;
+                context.state.optimizer.zero_grad()?;
+                let averaged = TrainState::backward(context, &loss)?;
+                context.state.progress.put_back(&averaged.missing);
+                context.state.step(0.01)?;
+                std::thread::sleep(Duration::from_millis(5));
+                if context.state.steps().is_multiple_of(4) {
+                    context.commit()?;
+                    println!("commit {}", context.state.steps());
+                }
+            }
+            if !context.state.ddp.replicas_identical()? {
+                return Err(Error::mismatch("the replicas have drifted apart"));
+            }
+            Ok::<_, Error>(context.rank())
+        },
+    )?;
+    assert!(training.steps() >= STEPS);
+    model.store.save(folder.join(format!("{rank}.safetensors"))).unwrap();
+    println!("done rank {rank}");
+    Ok(())
+}
+
+fn killed(restarts: u32) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = crate::job("elastic all", 3, folder.path()).min_workers(WorldSize::new(2).unwrap());
+    if restarts > 0 {
+        job = job.max_restarts(restarts).variable(REPLACED, "1");
+    }
+    let (mut pids, mut stderr, mut lines) = (BTreeMap::new(), String::new(), Vec::new());
+    let mut victim = Some(1);
+    let report = crate::run(&job, |event| match event {
+        Event::Started { rank, pid, .. } => {
+            pids.insert(rank.get(), *pid);
+        }
+        Event::Line { stream: Stream::Stderr, text, .. } => {
+            stderr += &format!("{}\n", String::from_utf8_lossy(text))
+        }
+        Event::Line { text, .. } => {
+            let line = String::from_utf8_lossy(text).into_owned();
+            if line.starts_with("commit 2")
+                && let Some(rank) = victim.take()
+            {
+                let _ = kill_process(Pid::from_raw(pids[&rank] as i32).unwrap(), Signal::KILL);
+            }
+            lines.push(line);
+        }
+        _ => {}
+    });
+    assert!(matches!(report.outcome, Outcome::Succeeded), "{:?} {stderr}", report.outcome);
+    assert!(victim.is_none(), "nobody was killed");
+    let done = lines.iter().filter(|line| line.starts_with("done")).count();
+    assert_eq!(done, if restarts > 0 { 3 } else { 2 }, "{lines:?}");
+    // All ended with the same model, newcomers too.
+    let files: Vec<_> =
+        std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let of = |path: &Path| {
+        let mut tensors = Tensor::read_safetensors(path).unwrap();
+        tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        // Running statistics are each rank's own after the last step.
+        let own = |name: &str| name.contains("running");
+        let elements = |tensor: &Tensor| crate::common::elements(tensor);
+        tensors.iter().filter(|(name, _)| !own(name)).map(|(_, tensor)| elements(tensor)).collect::<Vec<_>>()
+    };
+    assert!(files.len() == done && files.iter().all(|path| of(path) == of(&files[0])));
+}
