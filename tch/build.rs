@@ -3,11 +3,10 @@
 use std::env;
 use std::path::PathBuf;
 
-fn main() {
+fn main() -> Result<(), &'static str> {
     println!("cargo:rerun-if-changed=src/shim.cpp");
-    let Some(libraries) = env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from) else {
-        panic!("torch-sys does not say where libtorch is: only Linux is supported");
-    };
+    let libraries = env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from);
+    let libraries = libraries.ok_or("torch-sys does not say where libtorch is: phalanx-tch builds on Linux")?;
     let include = libraries.with_file_name("include");
     cc::Build::new()
         .cpp(true)
@@ -24,4 +23,5 @@ fn main() {
     println!("cargo:rustc-link-lib=torch_cpu");
     // For the tests and examples of this package; a program of one's own sets LD_LIBRARY_PATH, or does the same.
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", libraries.display());
+    Ok(())
 }

@@ -157,7 +157,7 @@ impl Ddp {
     /// If `max_norm` is not a positive number.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
-        if !(max_norm > 0.0) {
+        if max_norm.is_nan() || max_norm <= 0.0 {
             return Err(Error::invalid_argument(format!(
                 "max_norm is {max_norm}: it must be a positive number"
             )));
