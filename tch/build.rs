@@ -6,7 +6,8 @@ use std::path::PathBuf;
 fn main() -> Result<(), &'static str> {
     println!("cargo:rerun-if-changed=src/shim.cpp");
     let libraries = env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from);
-    let libraries = libraries.ok_or("torch-sys does not say where libtorch is: phalanx-tch builds on Linux")?;
+    let libraries =
+        libraries.ok_or("torch-sys does not say where libtorch is: phalanx-tch builds on Linux")?;
     let include = libraries.with_file_name("include");
     cc::Build::new()
         .cpp(true)
