@@ -13,6 +13,7 @@ mod plot;
 mod points;
 mod report;
 mod row;
+mod rpc;
 mod startup;
 mod sweep;
 mod tune;
@@ -40,6 +41,7 @@ fn dispatch(cli: Cli) -> Result<()> {
     match (cli.other, cli.collective) {
         (Some(Other::Faults(faults)), _) => faults.run(),
         (Some(Other::Startup(startup)), _) => startup.run(),
+        (Some(Other::Rpc(rpc)), _) => rpc.run(),
         (Some(Other::Plot(plot)), _) => plot.run(),
         (None, Some(collective)) => collective.run(),
         (None, None) => Err(Error::invalid_argument("there is nothing to time").with_remedy("see `--help`")),

@@ -9,6 +9,7 @@ use phalanx::{DType, ReduceOp, TransportKind};
 use crate::collectives::Collective;
 use crate::faults::Faults;
 use crate::plot::Plot;
+use crate::rpc::Rpc;
 use crate::startup::Startup;
 use crate::values::FACTOR;
 
@@ -36,6 +37,7 @@ pub(crate) struct Cli {
 pub(crate) enum Other {
     Faults(Faults),
     Startup(Startup),
+    Rpc(Rpc),
     Plot(Plot),
 }
 
@@ -142,7 +144,8 @@ Examples:
   phalanx bench all_reduce --nproc-per-node 4 -b 1K -f 2 --transport tcp --tune tuning.json
   PHALANX_TUNING=tuning.json ./train
   phalanx bench faults
-  phalanx bench startup";
+  phalanx bench startup
+  phalanx bench rpc";
 
 /// Whose memory is sent from and received into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -154,7 +157,7 @@ pub(crate) enum Memory {
 }
 
 /// A number of bytes with an optional K, M or G (powers of 1024).
-fn bytes(text: &str) -> Result<usize, String> {
+pub(crate) fn bytes(text: &str) -> Result<usize, String> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);
     let shift = match unit.to_ascii_uppercase().trim_end_matches('B').trim_end_matches('I') {

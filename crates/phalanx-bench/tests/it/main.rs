@@ -165,6 +165,35 @@ fn where_no_table_is_used_there_is_nothing_to_tune() {
 }
 
 #[test]
+fn remote_calls_are_timed_on_every_transport() {
+    for transport in ["tcp", "shm"] {
+        let options = ["rpc", "--json=-", "--transport", transport, "-b", "4", "-e", "64K", "-f", "128"];
+        let rows = rows(&run(&[&options[..], &["-n", "20", "--in-flight", "4"]].concat()));
+        let sizes: Vec<_> = rows.iter().map(|row| row["bytes"].as_u64().unwrap()).collect();
+        assert_eq!(sizes, [4, 512, 65536]);
+        for row in rows {
+            let number = |name: &str| row[name].as_f64().unwrap();
+            assert_eq!(row["transport"], transport, "{row}");
+            assert!(0.0 < number("time_us") && number("time_us") <= number("p99_us"), "{row}");
+            let moved = number("calls_per_s") * 2.0 * number("bytes") / 1e6;
+            assert!((number("mb_per_s") / moved - 1.0).abs() < 1e-6, "{row}");
+        }
+    }
+    let table = run(&["rpc", "-e", "4", "-n", "5"]);
+    let text = String::from_utf8_lossy(&table.stdout);
+    assert!(table.status.success() && text.contains("calls/s") && text.contains("\n       4 B "), "{text}");
+    for (options, remedy) in [
+        (&["rpc", "-b", "8", "-e", "4"][..], "--min-bytes"),
+        (&["rpc", "-e", "1G"], "--max-bytes"),
+        (&["rpc", "--in-flight", "65"], "--in-flight"),
+    ] {
+        let output = run(options);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(remedy), "{options:?}: {text}");
+    }
+}
+
+#[test]
 fn a_start_is_timed() {
     let output = phalanx(&["bench", "startup", "-n", "2", "--nproc-per-node", "3"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -181,6 +210,7 @@ fn help_shows_the_command_that_the_user_has_typed() {
     for (output, usage) in [
         (phalanx(&["bench", "--help"]), "Usage: phalanx bench "),
         (phalanx(&["bench", "faults", "--help"]), "Usage: phalanx bench faults "),
+        (phalanx(&["bench", "rpc", "--help"]), "Usage: phalanx bench rpc "),
         (phalanx(&["plot", "--help"]), "Usage: phalanx plot "),
         (run(&["--help"]), "Usage: phalanx-bench "),
     ] {
