@@ -14,7 +14,7 @@ use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::hooks::CommHook;
-use phalanx::reducer::{Reducer, ReducerOptions};
+use phalanx::reducer::{Reducer, ReducerOptions, StepTime};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
@@ -362,6 +362,13 @@ impl<M: Module> Ddp<M> {
     /// The bytes of all buffers in which gradients were sent, counted once for each operation.
     pub fn communicated_bytes(&self) -> u64 {
         self.engine.sink().map_or(0, |sink| sink.with_reducer(|reducer| reducer.communicated_bytes()))
+    }
+
+    /// How long a step takes on each rank, by rank; empty for the first 32 steps. See [`Reducer::step_times`].
+    pub fn step_times(&self) -> Vec<StepTime> {
+        self.engine
+            .sink()
+            .map_or_else(Vec::new, |sink| sink.with_reducer(|reducer| reducer.step_times().to_vec()))
     }
 
     /// The parameters that need a gradient.

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use phalanx::env::LaunchEnv;
+use phalanx::reducer::StepTime;
 use phalanx::{Caller, Error, ProcessGroup, Rank, Result, warn};
 use serde::Serialize;
 
@@ -228,6 +229,18 @@ impl Run {
             }
         }
         Ok(())
+    }
+
+    /// Records how long a step takes on each rank: `Ddp::step_times` of `phalanx-burn`, or
+    /// [`Reducer::step_times`](phalanx::reducer::Reducer::step_times). No collective: rank 0 has the times of all ranks.
+    ///
+    /// The tags are `system/step_seconds/rank0`, what the rank itself takes, and `system/wait_seconds/rank0`, how long it then
+    /// waits for others, and so on for each rank. Nothing is recorded until the ranks have told each other.
+    pub fn log_step_times(&self, step: u64, times: &[StepTime]) {
+        for (rank, time) in times.iter().enumerate() {
+            self.log(step, &format!("system/step_seconds/rank{rank}"), time.own.as_secs_f64());
+            self.log(step, &format!("system/wait_seconds/rank{rank}"), time.wait.as_secs_f64());
+        }
     }
 
     /// Waits until everything that was logged so far is written: before a checkpoint, so that a process that is killed behind it

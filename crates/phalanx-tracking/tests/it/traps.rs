@@ -2,7 +2,9 @@
 
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
+use phalanx::reducer::StepTime;
 use phalanx::testing::{Fabric, run};
 use phalanx_tracking::{Picture, Run, RunOptions, RunState, RunStatus, Traffic};
 
@@ -151,11 +153,19 @@ fn the_figures_of_every_rank_are_recorded() {
         let run = Run::start(&group, RunOptions::new(folder.path()).json_lines()).unwrap();
         let bytes_sent = Some(100 + u64::from(group.rank().get()));
         run.log_system(5, Traffic { bytes_sent, hidden: Some(0.75) }).unwrap();
+        run.log_step_times(5, &[]);
+        let time =
+            |own, wait| StepTime { own: Duration::from_millis(own), wait: Duration::from_millis(wait) };
+        run.log_step_times(6, &[time(250, 500), time(750, 0)]);
         run.finish().unwrap();
     });
     let lines = json_lines(&folder.path().join("metrics.jsonl"));
     let of =
         |tag: &str| lines.iter().find(|line| line["tag"] == tag).map(|line| line["value"].as_f64().unwrap());
+    for (tag, seconds) in [("step_seconds", [0.25, 0.75]), ("wait_seconds", [0.5, 0.0])] {
+        let recorded = [0, 1].map(|rank| of(&format!("system/{tag}/rank{rank}")).unwrap());
+        assert_eq!(recorded, seconds, "{tag}");
+    }
     for rank in ["rank0", "rank1"] {
         assert!(of(&format!("system/memory_bytes/{rank}")).unwrap() > 1e5);
         assert!(of(&format!("system/peak_memory_bytes/{rank}")).unwrap() > 1e5);

@@ -244,6 +244,7 @@ fn reduce(buffers: Vec<&Buffer>, op: ReduceOp, dtype: DType) -> Buffer {
         (ReduceOp::Avg, DType::F16) => {
             fold::<f16>(&buffers, |a, b| a + b, |sum| f16::from_f64(sum.to_f64() / count))
         }
+        (ReduceOp::Sum, DType::F64) => fold::<f64>(&buffers, |a, b| a + b, |sum| sum),
         (ReduceOp::Sum, DType::F16) => fold::<f16>(&buffers, |a, b| a + b, |sum| sum),
         (ReduceOp::Sum, DType::BF16) => fold::<bf16>(&buffers, |a, b| a + b, |sum| sum),
         (ReduceOp::Min, DType::I64) => fold::<i64>(&buffers, i64::min, |least| least),

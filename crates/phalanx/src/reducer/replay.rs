@@ -53,6 +53,7 @@ impl Reducer {
     pub fn replay(&mut self) -> Result<()> {
         let launched = self.state.replay((self.group.rank(), self.group.world_size()))?;
         self.trace = self.group.trace();
+        self.timer.restart();
         self.restore(launched).map_err(|error| self.abort(error))?;
         self.finish()
     }
@@ -66,6 +67,7 @@ impl Reducer {
     pub fn regrouped(&mut self) -> Result<()> {
         self.state.regrouped((self.group.rank(), self.group.world_size()))?;
         self.trace = self.group.trace();
+        self.timer.restart();
         self.stale = true;
         Ok(())
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, StateTensor, broadcast_state};
 use phalanx::testing::{Fabric, run};
 use phalanx::{DType, ProcessGroup, Result};
@@ -101,4 +102,66 @@ fn different_models_are_told_apart_and_state_is_copied() {
             assert!(message.contains("`head` (f32 [2, 5]) on rank 2"), "{message}");
         });
     }
+}
+
+#[test]
+fn a_slow_rank_is_found_and_the_others_waits_are_its_fault() {
+    const SLOW: Duration = Duration::from_millis(20);
+    for fabric in [Fabric::Tcp, Fabric::SharedMemory] {
+        let warnings = run(3, fabric, |group| {
+            let rank = group.rank().index();
+            let log = Warnings::default();
+            tracing::subscriber::with_default(log.clone(), || {
+                let mut reducer = reducer(group).unwrap();
+                for step in 0..70 {
+                    assert_eq!(reducer.step_times().is_empty(), step <= 32, "step {step}");
+                    if rank == 1 {
+                        std::thread::sleep(SLOW);
+                    }
+                    reducer.start().unwrap();
+                    for (index, size) in SIZES.into_iter().enumerate() {
+                        reducer.ready(index, &vec![0; size * 4]).unwrap();
+                    }
+                    reducer.finish().unwrap();
+                }
+                let times = reducer.step_times();
+                assert!(times[1].own >= SLOW && times[0].own < times[1].own, "{times:?}");
+                assert!(times[0].wait > times[1].wait && times[2].wait > times[1].wait, "{times:?}");
+            });
+            log.0.lock().clone()
+        });
+        // Once, although two windows have shown it, and on rank 0 alone.
+        assert_eq!(warnings.iter().map(Vec::len).collect::<Vec<_>>(), [1, 0, 0], "{warnings:?}");
+        assert!(warnings[0][0].contains("rank 1 holds up the others"), "{warnings:?}");
+    }
+}
+
+/// Keeps the warnings of one thread.
+#[derive(Clone, Default)]
+struct Warnings(Arc<Mutex<Vec<String>>>);
+
+impl tracing::Subscriber for Warnings {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() == tracing::Level::WARN
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        struct Text(String);
+        impl tracing::field::Visit for Text {
+            fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                self.0.push_str(&format!("{value:?}"));
+            }
+        }
+        let mut text = Text(String::new());
+        event.record(&mut text);
+        self.0.lock().push(text.0);
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::Id {
+        tracing::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::Id, _: &tracing::Id) {}
+    fn enter(&self, _: &tracing::Id) {}
+    fn exit(&self, _: &tracing::Id) {}
 }

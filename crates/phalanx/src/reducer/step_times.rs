@@ -1,0 +1,216 @@
+//! How long each rank takes for a step, and which rank holds up the others.
+//!
+//! The ranks tell each other every [`WINDOW`] steps, in one small collective that nobody waits for: its result is looked at
+//! after a later step, whose buckets come behind it.
+
+use std::time::{Duration, Instant};
+
+use crate::buffer::Buffer;
+use crate::caller::Caller;
+use crate::collective::ReduceOp;
+use crate::group::{Communicator, Work};
+use crate::notice::warn;
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
+
+/// The steps of which medians are taken.
+const WINDOW: usize = 32;
+/// A rank is slow if its own time is so many times the median of all ranks, and so much more.
+const SLOW: f64 = 1.5;
+const LEAST: Duration = Duration::from_millis(1);
+/// The time between two warnings.
+const PAUSE: Duration = Duration::from_secs(600);
+
+/// How long a step takes on one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTime {
+    /// From the averages of the step before to the end of backward: the optimizer, the loading of data, forward and backward, with
+    /// whatever else the program does, and waits for, between two steps.
+    pub own: Duration,
+    /// From there until the averages have come: for other ranks, and for the network.
+    pub wait: Duration,
+}
+
+/// Times the steps of this rank, and compares the ranks.
+#[derive(Default)]
+pub(super) struct StepTimer {
+    /// The end of the last step.
+    last: Option<Instant>,
+    /// The steps of this window; all ranks have the same.
+    steps: usize,
+    own: Vec<Duration>,
+    wait: Vec<Duration>,
+    /// The times of all ranks, on their way.
+    exchange: Option<Work>,
+    /// By rank.
+    times: Vec<StepTime>,
+    warned: Option<Instant>,
+}
+
+impl StepTimer {
+    /// The ranks begin to count anew, all together: some have not taken part in the last steps, or the group is another.
+    pub(super) fn restart(&mut self) {
+        *self = Self { times: std::mem::take(&mut self.times), warned: self.warned, ..Self::default() };
+    }
+
+    pub(super) fn times(&self) -> &[StepTime] {
+        &self.times
+    }
+
+    /// A step has ended.
+    pub(super) fn step(&mut self, group: &dyn Communicator, backward_end: Instant, end: Instant) {
+        if group.world_size() == WorldSize::ONE {
+            return;
+        }
+        if let Some(last) = self.last.replace(end) {
+            self.own.push(backward_end.saturating_duration_since(last));
+            self.wait.push(end.saturating_duration_since(backward_end));
+        }
+        if self.exchange.as_ref().is_some_and(Work::is_completed) {
+            self.receive(group, end);
+        }
+        self.steps += 1;
+        if self.steps == WINDOW {
+            self.tell(group);
+        }
+    }
+
+    /// Begins to exchange the medians of this window.
+    fn tell(&mut self, group: &dyn Communicator) {
+        let mut all = vec![0.0; 2 * group.world_size().count()];
+        let place = 2 * group.rank().index();
+        all[place] = median(&mut self.own).as_secs_f64();
+        all[place + 1] = median(&mut self.wait).as_secs_f64();
+        // Zeros and one number are added up. If the group has failed, the next step says so.
+        let work =
+            group.in_call(Caller::DdpBackward).all_reduce_async(Buffer::from_slice(&all), ReduceOp::Sum);
+        self.exchange = work.ok();
+        self.steps = 0;
+        self.own.clear();
+        self.wait.clear();
+    }
+
+    fn receive(&mut self, group: &dyn Communicator, now: Instant) {
+        let Some(Ok(all)) = self.exchange.take().map(Work::wait) else { return };
+        let Ok(all) = all.as_slice::<f64>() else { return };
+        let seconds = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        let times = all.as_chunks::<2>().0.iter();
+        self.times = times.map(|[own, wait]| StepTime { own: seconds(*own), wait: seconds(*wait) }).collect();
+        if group.rank().is_main()
+            && let Some(straggler) = straggler(&self.times)
+            && self.warned.is_none_or(|warned| now.saturating_duration_since(warned) >= PAUSE)
+        {
+            self.warned = Some(now);
+            warn(straggler);
+        }
+    }
+}
+
+/// What to say of the slowest rank, if it is slow.
+fn straggler(times: &[StepTime]) -> Option<String> {
+    // Ranks without data have no times.
+    let took_part = |time: &StepTime| *time != StepTime::default();
+    let mut own: Vec<Duration> = times.iter().filter(|time| took_part(time)).map(|time| time.own).collect();
+    let usual = median(&mut own);
+    let (rank, slowest) = times.iter().enumerate().max_by_key(|(_, time)| time.own)?;
+    let longest_wait = times.iter().map(|time| time.wait).max().unwrap_or_default();
+    let factor = slowest.own.as_secs_f64() / usual.as_secs_f64();
+    let is_slow = factor >= SLOW && slowest.own.saturating_sub(usual) >= LEAST;
+    let ms = |time: Duration| time.as_secs_f64() * 1e3;
+    is_slow.then(|| {
+        format!(
+            "rank {} holds up the others: a step takes {:.1} ms there, {factor:.1} times the median of all ranks ({:.1} ms), and \
+             they wait up to {:.1} ms in each step; look at what else its machine does, and at how long its batches take to \
+             load",
+            Rank::new(rank as u32),
+            ms(slowest.own),
+            ms(usual),
+            ms(longest_wait)
+        )
+    })
+}
+
+/// The median; of an even number the lower one, so that of two ranks it is the faster.
+fn median(times: &mut [Duration]) -> Duration {
+    times.sort_unstable();
+    times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+    use crate::reducer::fake;
+
+    fn times<const N: usize>(own: [u64; N]) -> [StepTime; N] {
+        own.map(|own| StepTime { own: Duration::from_millis(own), wait: Duration::from_millis(own / 2) })
+    }
+
+    #[test]
+    fn the_slowest_rank_is_named_from_one_and_a_half_medians_on() {
+        let warning = straggler(&times([100, 102, 150, 98])).unwrap();
+        assert!(warning.contains("rank 2 holds up") && warning.contains("1.5 times"), "{warning}");
+        assert!(warning.contains("150.0 ms there") && warning.contains("(100.0 ms)"), "{warning}");
+        assert_eq!(straggler(&times([100, 102, 149, 98])), None);
+        // Of two ranks the faster is the measure; ranks without data are none.
+        assert!(straggler(&times([150, 100])).is_some_and(|warning| warning.contains("rank 0")));
+        assert!(straggler(&times([0, 0, 0, 150, 100])).is_some_and(|warning| warning.contains("rank 3")));
+        assert_eq!(straggler(&times([0, 100, 100])), None);
+        // What is short differs for many reasons.
+        assert_eq!(
+            straggler(
+                &[100, 900].map(|us| StepTime { own: Duration::from_micros(us), ..StepTime::default() })
+            ),
+            None
+        );
+        assert_eq!(straggler(&[]), None);
+    }
+
+    #[test]
+    fn the_ranks_tell_each_other_every_window_and_one_says_it_at_most_every_pause() {
+        let begin = Instant::now();
+        let together = Barrier::new(3);
+        fake::run(3, |group| {
+            let mut timer = StepTimer::default();
+            let (mut now, mut warned) = (begin, Vec::<Instant>::new());
+            for step in 0..10 * WINDOW {
+                // Rank 1 takes 10 s for a step, the others 2 s; they wait 8 s.
+                let (own, wait) = if group.rank() == Rank::new(1) { (10, 0) } else { (2, 8) };
+                now += Duration::from_secs(10);
+                together.wait(); // As the buckets' averages hold the ranks together.
+                timer.step(&*group, now - Duration::from_secs(wait), now);
+                let told = step > WINDOW && timer.times().len() == 3;
+                if told {
+                    assert_eq!(timer.times()[1].own, Duration::from_secs(10));
+                    assert_eq!(timer.times()[group.rank().index()].own, Duration::from_secs(own));
+                    assert_eq!(timer.times()[2].wait, Duration::from_secs(8));
+                }
+                warned.extend(timer.warned.filter(|at| warned.last() != Some(at)));
+            }
+            assert_eq!(group.calls().len(), 10, "a collective in each window");
+            match group.rank().is_main() {
+                true => {
+                    assert!(warned.len() > 1 && warned.is_sorted_by(|a, b| *b - *a >= PAUSE), "{warned:?}")
+                }
+                false => assert!(warned.is_empty(), "{warned:?}"),
+            }
+        });
+    }
+
+    #[test]
+    fn ranks_that_have_taken_different_steps_count_anew_together() {
+        fake::run(2, |group| {
+            let mut timer = StepTimer::default();
+            for _ in 0..5 + group.rank().index() {
+                timer.step(&*group, Instant::now(), Instant::now());
+            }
+            timer.restart();
+            for _ in 0..WINDOW {
+                assert_eq!(group.calls().len(), 0);
+                timer.step(&*group, Instant::now(), Instant::now());
+            }
+            assert_eq!(group.calls().len(), 1);
+        });
+    }
+}
