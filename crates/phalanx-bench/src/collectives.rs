@@ -4,8 +4,10 @@ use std::fmt;
 
 use clap::ValueEnum;
 use phalanx::{Buffer, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx_nccl::Communicator;
 use serde::{Deserialize, Serialize};
 
+use crate::device::{self, DeviceBuffers};
 use crate::options::Memory;
 use crate::values::{Value, Values};
 
@@ -84,6 +86,8 @@ impl fmt::Display for Collective {
 /// A collective on so many elements, as one rank sees it.
 pub(crate) struct Case<'a> {
     pub(crate) group: &'a ProcessGroup,
+    /// What moves the memory of devices, if that is what is moved.
+    nccl: Option<&'a Communicator>,
     pub(crate) collective: Collective,
     pub(crate) op: ReduceOp,
     pub(crate) root: Rank,
@@ -99,23 +103,39 @@ pub(crate) struct Case<'a> {
 const SLICES: usize = 16;
 
 /// A rank's memory for a case.
-pub(crate) struct Buffers {
+pub(crate) struct Buffers<T: Value> {
     /// What goes in. Where the result takes its place, it is also what comes out.
     input: Buffer,
     output: Buffer,
+    /// The same on a device.
+    device: Option<DeviceBuffers<T>>,
 }
 
-impl Buffers {
+impl<T: Value> Buffers<T> {
     /// Zeros that are written: what was never written is one page, which stays in the cache.
-    pub(crate) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) -> Result<()> {
         self.input.as_bytes_mut().fill(0);
         self.output.as_bytes_mut().fill(0);
+        self.lend()
+    }
+
+    /// Copies them to the device.
+    fn lend(&mut self) -> Result<()> {
+        let Some(device) = &mut self.device else { return Ok(()) };
+        device.write(self.input.as_slice()?, self.output.as_slice()?)
+    }
+
+    /// Copies them back.
+    fn take(&mut self) -> Result<()> {
+        let Some(device) = &self.device else { return Ok(()) };
+        device.read(self.input.as_mut_slice()?, self.output.as_mut_slice()?)
     }
 }
 
 impl<'a> Case<'a> {
     pub(crate) fn new(
         group: &'a ProcessGroup,
+        nccl: Option<&'a Communicator>,
         collective: Collective,
         op: ReduceOp,
         root: Rank,
@@ -128,10 +148,10 @@ impl<'a> Case<'a> {
         };
         let uneven: Vec<_> = (0..world).map(|rank| start(rank + 1) - start(rank)).collect();
         let received = vec![uneven[group.rank().index()]; world];
-        Self { group, collective, op, root, count, uneven, received }
+        Self { group, nccl, collective, op, root, count, uneven, received }
     }
 
-    pub(crate) fn buffers<T: Value>(&self, memory: Memory) -> Result<Buffers> {
+    pub(crate) fn buffers<T: Value>(&self, memory: Memory) -> Result<Buffers<T>> {
         let share = self.count / self.group.world_size().count();
         let (input, output) = match self.collective {
             Collective::AllReduce | Collective::AllReduceCoalesced => (self.count, 0),
@@ -152,11 +172,15 @@ impl<'a> Case<'a> {
             Memory::Ordinary => Ok(Buffer::zeroed(T::DTYPE, elements)),
             Memory::Registered => self.group.alloc(T::DTYPE, elements),
         };
-        Ok(Buffers { input: alloc(input)?, output: alloc(output)? })
+        let device = self.nccl.map(|nccl| DeviceBuffers::new(nccl, input, output)).transpose()?;
+        Ok(Buffers { input: alloc(input)?, output: alloc(output)?, device })
     }
 
-    pub(crate) fn call<T: Value>(&self, buffers: &mut Buffers) -> Result<()> {
+    pub(crate) fn call<T: Value>(&self, buffers: &mut Buffers<T>) -> Result<()> {
         let group = self.group;
+        if let (Some(nccl), Some(memory)) = (self.nccl, &mut buffers.device) {
+            return device::call(nccl, self, self.partner(), memory);
+        }
         let (input, output) = (buffers.input.as_mut_slice::<T>()?, buffers.output.as_mut_slice::<T>()?);
         match self.collective {
             Collective::AllReduce => group.all_reduce(input, self.op),
@@ -189,11 +213,13 @@ impl<'a> Case<'a> {
     }
 
     /// Calls once with elements that tell where they come from; how many came out wrong on this rank.
-    pub(crate) fn check<T: Value>(&self, buffers: &mut Buffers, values: &Values) -> Result<u64> {
+    pub(crate) fn check<T: Value>(&self, buffers: &mut Buffers<T>, values: &Values) -> Result<u64> {
         values.fill(buffers.input.as_mut_slice::<T>()?, self.group.rank().get(), 0);
         // No element of an earlier result may pass for one of this.
         buffers.output.as_bytes_mut().fill(u8::MAX);
+        buffers.lend()?;
         self.call::<T>(buffers)?;
+        buffers.take()?;
 
         let (me, world) = (self.group.rank().get(), self.group.world_size().get());
         let share = self.count / world as usize;

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod collectives;
+mod device;
 mod faults;
 mod measure;
 mod options;

@@ -69,6 +69,10 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "KIND")]
     pub(crate) transport: Option<TransportKind>,
 
+    /// Where the buffers are: in the host's memory, or on CUDA devices, one for each rank of a host, where NCCL moves them
+    #[arg(long, value_enum, default_value_t = DeviceKind::Cpu, value_name = "KIND", conflicts_with_all = ["transport", "tune"])]
+    pub(crate) device: DeviceKind,
+
     /// The buffers: memory of the group (`ProcessGroup::alloc`), or the program's own
     #[arg(long, value_enum, default_value_t = Memory::Ordinary, value_name = "KIND")]
     pub(crate) memory: Memory,
@@ -143,9 +147,19 @@ Examples:
   phalanx bench all_reduce --plot all_reduce.png --peers tcp.json
   phalanx bench all_reduce --nproc-per-node 4 -b 1K -f 2 --transport tcp --tune tuning.json
   PHALANX_TUNING=tuning.json ./train
+  phalanx bench all_reduce --device cuda --nproc-per-node 8 -e 1G
   phalanx bench faults
   phalanx bench startup
   phalanx bench rpc";
+
+/// Whose memory is moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DeviceKind {
+    /// The host's
+    Cpu,
+    /// That of CUDA devices, by NCCL; a call is timed until the device has done it
+    Cuda,
+}
 
 /// Whose memory is sent from and received into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

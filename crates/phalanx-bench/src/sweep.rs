@@ -4,8 +4,9 @@ use half::{bf16, f16};
 use phalanx::{Bool, DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous};
 
 use crate::collectives::Case;
+use crate::device;
 use crate::measure::{Counts, Times};
-use crate::options::{Bench, Memory};
+use crate::options::{Bench, DeviceKind, Memory};
 use crate::plot::Figure;
 use crate::points::Point;
 use crate::report::Report;
@@ -53,6 +54,7 @@ fn dispatch(options: &Bench, groups: &[ProcessGroup], algorithms: Option<&Algori
 fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<&Algorithms>) -> Result<()> {
     let Some(group) = groups.first() else { return Ok(()) };
     let (root, world) = (options.root(group)?, group.world_size().get());
+    let nccl = device::connect(options, group)?;
     let mut output = Output::new(options, group)?;
     let sizes = options.sizes(world as usize);
     let mut times = vec![Vec::new(); groups.len()];
@@ -60,7 +62,7 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<
     for bytes in &sizes {
         for (number, group) in groups.iter().enumerate() {
             let op = options.op.unwrap_or(ReduceOp::Sum);
-            let case = Case::new(group, options.collective, op, root, bytes / size_of::<T>());
+            let case = Case::new(group, nccl.as_ref(), options.collective, op, root, bytes / size_of::<T>());
             let algorithm = algorithms.map(|algorithms| algorithms.names[number]);
             let row = measure::<T>(options, &case, algorithm)?;
             wrong += row.wrong;
@@ -124,7 +126,7 @@ fn measure<T: Value>(options: &Bench, case: &Case<'_>, algorithm: Option<&str>) 
         wrong[0] += case.check::<T>(&mut buffers, &Values::new(op, world, call.into()))? as i64;
     }
     // Sums of zeros stay zeros, however often they are summed.
-    buffers.clear();
+    buffers.clear()?;
     let counts = Counts { warm_up: options.warm_up, timed: options.iterations };
     let times = Times::of(group, counts, || case.call::<T>(&mut buffers))?;
     for call in 0..options.check {
@@ -168,6 +170,9 @@ impl Bench {
             return Err(Error::invalid_argument(format!("{op} is not defined for {}", self.dtype))
                 .with_remedy(format!("--op may be {}, or choose another --dtype", names.join(", "))));
         }
+        if self.device == DeviceKind::Cuda {
+            self.check_device()?;
+        }
         if self.root.is_some() && !collective.has_root() {
             return Err(
                 Error::invalid_argument(format!("{collective} has no root")).with_remedy("leave --root away")
@@ -185,6 +190,28 @@ impl Bench {
                 .with_remedy("give a smaller --min-bytes (-b) or a larger --max-bytes (-e)"));
         }
         Ok(())
+    }
+
+    /// Refuses what NCCL does not have.
+    fn check_device(&self) -> Result<()> {
+        if !device::supports(self.collective) {
+            return Err(device::unsupported(self.collective));
+        }
+        let refused = |what: String, remedy| {
+            Err(Error::invalid_argument(format!("NCCL has no {what}")).with_remedy(remedy))
+        };
+        if self.dtype == DType::Bool {
+            return refused("bool".to_owned(), "time u8");
+        }
+        match self.op {
+            Some(op @ (ReduceOp::BAnd | ReduceOp::BOr | ReduceOp::BXor | ReduceOp::PreMulSum(_))) => {
+                refused(op.to_string(), "--op may be sum, avg, product, min, max")
+            }
+            _ if self.memory == Memory::Registered => {
+                refused("registered memory of the host".to_owned(), "leave --memory away")
+            }
+            _ => Ok(()),
+        }
     }
 
     fn root(&self, group: &ProcessGroup) -> Result<Rank> {
@@ -212,7 +239,10 @@ impl Bench {
 
     /// The name of these measurements' curve in a plot.
     fn curve(&self, group: &ProcessGroup, algorithm: Option<&str>) -> String {
-        let transport = group.transport().map_or("alone".to_owned(), |kind| kind.to_string());
+        let transport = match self.device {
+            DeviceKind::Cpu => group.transport().map_or("alone".to_owned(), |kind| kind.to_string()),
+            DeviceKind::Cuda => "cuda".to_owned(),
+        };
         let memory = if self.memory == Memory::Registered { ", registered" } else { "" };
         let algorithm = algorithm.map_or(String::new(), |name| format!(", {name}"));
         format!("Phalanx, {transport}{memory}{algorithm}")

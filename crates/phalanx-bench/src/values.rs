@@ -7,6 +7,9 @@ use phalanx::{Bool, DType, Element, ReduceOp};
 
 /// A type of elements that can be checked.
 pub(crate) trait Value: Element + PartialEq {
+    /// The type of as many bytes that devices have.
+    type OnDevice: phalanx_nccl::Element;
+
     /// The element next to `numerator / divisor`; of integers, the one next to it towards zero.
     fn quotient(numerator: i64, divisor: i64) -> Self;
 }
@@ -14,6 +17,8 @@ pub(crate) trait Value: Element + PartialEq {
 macro_rules! integers {
     ($($type:ty),*) => {$(
         impl Value for $type {
+            type OnDevice = Self;
+
             fn quotient(numerator: i64, divisor: i64) -> Self {
                 // Wraps, as reductions do.
                 (numerator / divisor) as Self
@@ -26,6 +31,8 @@ integers!(i32, i64, u8, i8);
 macro_rules! floats {
     ($($type:ty: $from:path),*) => {$(
         impl Value for $type {
+            type OnDevice = Self;
+
             fn quotient(numerator: i64, divisor: i64) -> Self {
                 $from(numerator as f64 / divisor as f64)
             }
@@ -35,6 +42,8 @@ macro_rules! floats {
 floats!(f32: narrow, f64: f64::from, half::f16: half::f16::from_f64, half::bf16: half::bf16::from_f64);
 
 impl Value for Bool {
+    type OnDevice = u8;
+
     fn quotient(numerator: i64, _: i64) -> Self {
         Self::from(numerator != 0)
     }

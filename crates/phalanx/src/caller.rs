@@ -104,6 +104,8 @@ callers! {
     RunLogMean = 41, "Run::log_means";
     /// What each rank uses of its machine.
     RunLogSystem = 42, "Run::log_system";
+    /// The constructor of a communicator for the memory of devices.
+    CommunicatorNew = 50, "Communicator::new";
 }
 
 impl Caller {

@@ -105,7 +105,7 @@ impl Error {
         Self::new(Kind::Aborted, "").edit(|inner| inner.source = Some(source))
     }
 
-    // The next five are for adapters and commands, which report errors as this crate does.
+    // The next six are for adapters and commands, which report errors as this crate does.
 
     /// For the caller's mistakes: a wrong shape, an unknown rank, an operation that is not defined for a type.
     #[doc(hidden)]
@@ -137,7 +137,9 @@ impl Error {
         Self::new(Kind::Environment, cause)
     }
 
-    pub(crate) fn out_of_memory(cause: impl Into<String>) -> Self {
+    /// For memory that is not there.
+    #[doc(hidden)]
+    pub fn out_of_memory(cause: impl Into<String>) -> Self {
         Self::new(Kind::OutOfMemory, cause)
     }
 
@@ -175,7 +177,8 @@ impl Error {
     }
 
     /// Adds the operation, and the number of the group's call, in which it happened.
-    pub(crate) fn in_operation(self, operation: impl Into<String>, sequence: Option<Sequence>) -> Self {
+    #[doc(hidden)]
+    pub fn in_operation(self, operation: impl Into<String>, sequence: Option<Sequence>) -> Self {
         self.edit(|inner| {
             inner.operation = Some(operation.into());
             inner.sequence = sequence;

@@ -1,6 +1,9 @@
 //! The benchmarks with real ranks, and plots.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+#[path = "../../../phalanx-nccl/tests/jobs/stand_in.rs"]
+mod stand_in;
+
 use std::collections::HashSet;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -60,6 +63,52 @@ fn types_operations_roots_and_memory_are_told() {
     }
     let rows = rows(&bench(&["broadcast", "--root", "1"]));
     assert_eq!((&rows[0]["root"], rows[0].get("op")), (&1.into(), None));
+}
+
+/// On the stand-ins for libcuda and libnccl, which are no GPU: what is timed means nothing, and what is computed does.
+#[test]
+fn what_nccl_has_computes_what_it_should_on_devices() {
+    let folder = tempfile::tempdir().unwrap();
+    let libraries = stand_in::build(folder.path());
+    let on_devices = |options: &[&str]| {
+        let mut command = Command::new(PROGRAM);
+        command.args(options).args(["--device", "cuda", "--json=-"]).args(QUICK);
+        command.envs(libraries.iter().map(|(name, path)| (name, path))).output().unwrap()
+    };
+    for collective in [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "broadcast",
+        "reduce",
+        "all_to_all",
+        "barrier",
+        "send_recv",
+    ] {
+        let output = on_devices(&[collective, "--nproc-per-node", "3", "--dtype", "bf16"]);
+        assert!(output.status.success(), "{collective}: {}", String::from_utf8_lossy(&output.stderr));
+        for row in rows(&output) {
+            assert_eq!((&row["wrong"], &row["name"]), (&0.into(), &"Phalanx, cuda".into()), "{row}");
+        }
+    }
+    for (options, remedy) in [
+        (&["gather"][..], "NCCL has no gather"),
+        (&["all_reduce", "--dtype", "bool"], "time u8"),
+        (&["all_reduce", "--dtype", "f32", "--op", "premul_sum"], "--op may be sum, avg, product"),
+        (&["all_reduce", "--transport", "tcp"], "--transport"),
+    ] {
+        let output = on_devices(options);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(remedy), "{options:?}: {text}");
+    }
+    // Without the libraries it is said which one is missing, and what to do.
+    let missing = Command::new(PROGRAM)
+        .args(["all_reduce", "--device", "cuda", "--nproc-per-node", "1"])
+        .env("PHALANX_CUDA_LIBRARY", "/nowhere/libcuda.so.1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&missing.stderr);
+    assert!(!missing.status.success() && text.contains("libcuda.so.1 cannot be opened"), "{text}");
 }
 
 #[test]

@@ -1,38 +1,36 @@
-//! NVIDIA's libraries: whether they are installed. Phalanx does not need them.
+//! NVIDIA's libraries and devices, as `phalanx-nccl` would find them. Without `--device cuda` and that crate Phalanx does not need them.
 
-use std::env;
-use std::fs;
-use std::path::{Path, PathBuf};
+use phalanx::Error;
+use phalanx_nccl::{FoundCuda, FoundNccl, find_cuda, find_nccl};
 
 use super::finding::Report;
 
-/// The folders of libraries, besides LD_LIBRARY_PATH.
-const FOLDERS: [&str; 7] = [
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib",
-    "/usr/local/lib",
-    "/usr/local/cuda/lib64",
-    "/opt/nvidia/nccl/lib",
-];
-
 pub(super) fn look(report: &mut Report) {
-    let mut folders: Vec<PathBuf> = FOLDERS.iter().map(PathBuf::from).collect();
-    folders.extend(env::var_os("LD_LIBRARY_PATH").iter().flat_map(env::split_paths));
-    for (check, name) in [("cuda", "libcuda.so"), ("nccl", "libnccl.so")] {
-        match find(&folders, name) {
-            Some(path) => report.note(check, path.display().to_string()),
-            None => report.note(check, format!("no {name} in {} folders and LD_LIBRARY_PATH", FOLDERS.len())),
-        }
+    cuda(report, find_cuda());
+    nccl(report, find_nccl());
+}
+
+fn cuda(report: &mut Report, found: Result<FoundCuda, Error>) {
+    let FoundCuda { library, version, devices } = match found {
+        Ok(found) => found,
+        Err(error) => return report.note("cuda", error.to_string()),
+    };
+    let names: Vec<String> = devices
+        .iter()
+        .map(|(name, bytes)| format!("{name} with {:.1} GiB", *bytes as f64 / f64::from(1 << 30)))
+        .collect();
+    let what = format!("{library}, a driver for CUDA {version}");
+    match names.is_empty() {
+        true => report.note("cuda", format!("{what}, without a device")),
+        false => report.good("cuda", format!("{what}; {} devices: {}", names.len(), names.join(", "))),
     }
 }
 
-/// The library of this name, in any version.
-fn find(folders: &[PathBuf], name: &str) -> Option<PathBuf> {
-    let is_it = |path: &Path| path.file_name().is_some_and(|file| file.to_string_lossy().starts_with(name));
-    let files = folders.iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten().flatten();
-    files.map(|file| file.path()).filter(|path| is_it(path)).min()
+fn nccl(report: &mut Report, found: Result<FoundNccl, Error>) {
+    match found {
+        Ok(FoundNccl { library, version }) => report.good("nccl", format!("{library}, NCCL {version}")),
+        Err(error) => report.note("nccl", error.to_string()),
+    }
 }
 
 #[cfg(test)]
@@ -40,12 +38,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_version_is_found() {
-        let folder = tempfile::tempdir().unwrap();
-        let folders = [folder.path().join("not there"), folder.path().to_owned()];
-        assert_eq!(find(&folders, "libnccl.so"), None);
-        let path = folder.path().join("libnccl.so.2");
-        fs::write(&path, "").unwrap();
-        assert_eq!(find(&folders, "libnccl.so"), Some(path));
+    fn libraries_versions_and_devices_are_told() {
+        let mut report = Report::new("here".to_owned());
+        let devices = vec![("NVIDIA H100".to_owned(), 80 << 30); 2];
+        cuda(&mut report, Ok(FoundCuda { library: "libcuda.so.1".into(), version: "12.4".into(), devices }));
+        nccl(&mut report, Ok(FoundNccl { library: "libnccl.so.2".into(), version: "2.23.4".into() }));
+        cuda(&mut report, Err(Error::environment("libcuda.so.1 cannot be opened")));
+        let text = report.text(false);
+        assert!(
+            text.contains(
+                "good  cuda  libcuda.so.1, a driver for CUDA 12.4; 2 devices: NVIDIA H100 with 80.0 GiB"
+            ),
+            "{text}"
+        );
+        assert!(text.contains("good  nccl  libnccl.so.2, NCCL 2.23.4"), "{text}");
+        assert!(text.contains("note  cuda  libcuda.so.1 cannot be opened") && report.is_good(), "{text}");
     }
 }

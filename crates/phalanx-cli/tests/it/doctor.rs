@@ -1,5 +1,8 @@
 //! `phalanx doctor`, alone and under the launcher.
 
+#[path = "../../../phalanx-nccl/tests/jobs/stand_in.rs"]
+mod stand_in;
+
 use std::process::{Command, Output, Stdio};
 
 use crate::support::{bare, output, text};
@@ -34,6 +37,24 @@ fn a_machine_that_runs_these_tests_is_well() {
         let said = finding(&report, transport)["text"].as_str().unwrap();
         assert!(said.contains("4 B in ") && said.contains("1048576 B at "), "{said}");
     }
+}
+
+/// On the stand-ins for libcuda and libnccl, which are no GPU.
+#[test]
+fn libraries_and_devices_are_found_where_the_variables_say() {
+    let folder = tempfile::tempdir().unwrap();
+    let libraries = stand_in::build(folder.path());
+    let libraries = libraries.each_ref().map(|(name, path)| (*name, path.to_str().unwrap()));
+    let output = doctor(&["--json"], &libraries);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let cuda = finding(&report, "cuda")["text"].as_str().unwrap();
+    assert!(cuda.contains("a driver for CUDA 12.4; 8 devices: Stand-in, no GPU (0) with 1.0 GiB"), "{cuda}");
+    let nccl = finding(&report, "nccl")["text"].as_str().unwrap();
+    assert!(nccl.ends_with("libnccl.so.2, NCCL 2.23.4"), "{nccl}");
+    // Nothing fails because they are not there.
+    let output = doctor(&["--json"], &[("PHALANX_CUDA_LIBRARY", "/nowhere/libcuda.so.1")]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(finding(&report, "cuda")["verdict"], "note");
 }
 
 #[test]

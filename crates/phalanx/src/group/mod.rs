@@ -329,6 +329,21 @@ impl ProcessGroup {
         self.inner.health.fail(cause);
     }
 
+    /// Ends the group because of an `error` of a transport that an adapter has beside this crate's, unless the connections
+    /// report within a moment what has caused it. Returns the group's failure.
+    #[doc(hidden)]
+    pub fn fail_unless_explained(&self, error: Error) -> Error {
+        let cause = self.inner.health.explain(error);
+        self.inner.health.fail(cause)
+    }
+
+    /// The error of an operation that waits for a rank that has left the group, if one has. For adapters.
+    #[doc(hidden)]
+    pub fn left_by(&self) -> Option<Error> {
+        let peer = self.inner.world.ranks().find(|rank| self.inner.health.has_left(*rank))?;
+        Some(self.inner.health.peer_left(peer))
+    }
+
     /// Ends the group because of another rank's failure.
     pub(crate) fn fail(&self, cause: Error) {
         self.inner.health.fail(cause);

@@ -228,6 +228,13 @@ impl Health {
             .with_remedy(see_output(peer))
     }
 
+    /// The error of an operation in which `peer` would have to take part, which has sent a goodbye.
+    pub(crate) fn peer_left(&self, peer: Rank) -> Error {
+        let host = self.host(peer);
+        let cause = format!("rank {peer} ({host}) has left the group, so it takes no part in this operation");
+        Error::new(Kind::PeerLeft, cause).with_peer(peer)
+    }
+
     /// Fails the group with the error of an operation. A broken connection may be a consequence of another failure, so
     /// the control connections first get a moment to report the cause.
     pub(crate) fn fail_operation(&self, error: Error, call: Call, sequence: Sequence) -> Error {
@@ -235,15 +242,9 @@ impl Health {
             self.await_explanation(&error);
         }
         let error = match error.peer() {
-            Some(peer) if error.kind() == Kind::PeerFailed && self.has_left(peer) => Error::new(
-                Kind::PeerLeft,
-                format!(
-                    "rank {peer} ({}) has left the group, so it takes no part in this operation",
-                    self.host(peer)
-                ),
-            )
-            .with_peer(peer)
-            .with_remedy(call.remedy_if_left(peer)),
+            Some(peer) if error.kind() == Kind::PeerFailed && self.has_left(peer) => {
+                self.peer_left(peer).with_remedy(call.remedy_if_left(peer))
+            }
             _ => error,
         };
         let operation = call.to_string();

@@ -1,0 +1,221 @@
+//! The calls that a communicator can make, as data.
+
+use std::ffi::{c_int, c_void};
+use std::fmt;
+use std::ptr::{with_exposed_provenance as address, with_exposed_provenance_mut as address_mut};
+
+use phalanx::{Error, Rank, ReduceOp, Result, WorldSize};
+
+use crate::cuda::{RawStream, Span};
+use crate::nccl::{Comm, Nccl, SUCCESS, op_code};
+
+/// One call, with the memory that it reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Call {
+    AllReduce { memory: Span, op: ReduceOp },
+    Broadcast { memory: Span, root: Rank },
+    Reduce { memory: Span, op: ReduceOp, root: Rank },
+    AllGather { input: Span, output: Span },
+    ReduceScatter { input: Span, output: Span, op: ReduceOp },
+    AllToAll { input: Span, output: Span },
+    Send { memory: Span, peer: Rank },
+    Recv { memory: Span, peer: Rank },
+    Barrier { memory: Span },
+}
+
+impl Call {
+    /// An error if the memory is on another device, the sizes do not fit, or a rank is not in the world.
+    pub(super) fn check(&self, world: WorldSize, device: u32) -> Result<()> {
+        let (Self::AllReduce { memory, .. }
+        | Self::Broadcast { memory, .. }
+        | Self::Reduce { memory, .. }
+        | Self::AllGather { input: memory, .. }
+        | Self::ReduceScatter { input: memory, .. }
+        | Self::AllToAll { input: memory, .. }
+        | Self::Send { memory, .. }
+        | Self::Recv { memory, .. }
+        | Self::Barrier { memory }) = *self;
+        let output = match *self {
+            Self::AllGather { output, .. }
+            | Self::ReduceScatter { output, .. }
+            | Self::AllToAll { output, .. } => output,
+            _ => memory,
+        };
+        if let Some(span) = [memory, output].into_iter().find(|span| span.device != device) {
+            return Err(Error::invalid_argument(format!(
+                "the memory is on device {}, and the communicator on device {device}",
+                span.device
+            )));
+        }
+        let (from, to, ranks) = (memory.len, output.len, world.count());
+        let fits = match self {
+            Self::AllGather { .. } => from.checked_mul(ranks) == Some(to),
+            Self::ReduceScatter { .. } => to.checked_mul(ranks) == Some(from),
+            Self::AllToAll { .. } => from == to && from.is_multiple_of(ranks),
+            _ => true,
+        };
+        if !fits {
+            return Err(Error::invalid_argument(format!(
+                "{self}: {from} elements cannot become {to} among {ranks} ranks"
+            )));
+        }
+        match self {
+            Self::AllReduce { op, .. } | Self::Reduce { op, .. } | Self::ReduceScatter { op, .. } => {
+                op_code(*op)?;
+            }
+            _ => {}
+        }
+        if let Self::Broadcast { root: rank, .. }
+        | Self::Reduce { root: rank, .. }
+        | Self::Send { peer: rank, .. }
+        | Self::Recv { peer: rank, .. } = self
+        {
+            world.rank(rank.get())?;
+        }
+        Ok(())
+    }
+
+    /// Does every rank take part in it?
+    pub(super) fn is_collective(&self) -> bool {
+        !matches!(self, Self::Send { .. } | Self::Recv { .. })
+    }
+
+    /// Queues it on `stream`.
+    ///
+    /// # Safety
+    /// The communicator and the stream are alive and of the current device, and the memory stays until the call is done.
+    pub(super) unsafe fn launch(
+        &self,
+        nccl: &Nccl,
+        comm: Comm,
+        stream: RawStream,
+        world: usize,
+    ) -> Result<()> {
+        // The addresses are the device's: this process never reads them.
+        let read = |span: Span| address::<c_void>(span.pointer as usize);
+        let write = |span: Span| address_mut::<c_void>(span.pointer as usize);
+        let number = |rank: Rank| rank.get() as c_int;
+        // SAFETY: for each call: the caller promises that handles and memory are alive, and `check` has compared the counts with
+        // the memory's sizes.
+        let (function, code) = unsafe {
+            match *self {
+                Self::AllReduce { memory, op } => {
+                    let (count, dtype, op) = (memory.len, memory.dtype.code(), op_code(op)?);
+                    let code =
+                        (nccl.ncclAllReduce)(read(memory), write(memory), count, dtype, op, comm, stream);
+                    ("ncclAllReduce", code)
+                }
+                Self::Barrier { memory } => {
+                    let (count, dtype) = (memory.len, memory.dtype.code());
+                    let code =
+                        (nccl.ncclAllReduce)(read(memory), write(memory), count, dtype, 0, comm, stream);
+                    ("ncclAllReduce", code)
+                }
+                Self::Broadcast { memory, root } => {
+                    let (count, dtype, root) = (memory.len, memory.dtype.code(), number(root));
+                    let code =
+                        (nccl.ncclBroadcast)(read(memory), write(memory), count, dtype, root, comm, stream);
+                    ("ncclBroadcast", code)
+                }
+                Self::Reduce { memory, op, root } => {
+                    let (count, dtype, op, root) =
+                        (memory.len, memory.dtype.code(), op_code(op)?, number(root));
+                    let code =
+                        (nccl.ncclReduce)(read(memory), write(memory), count, dtype, op, root, comm, stream);
+                    ("ncclReduce", code)
+                }
+                Self::AllGather { input, output } => {
+                    let (count, dtype) = (input.len, input.dtype.code());
+                    (
+                        "ncclAllGather",
+                        (nccl.ncclAllGather)(read(input), write(output), count, dtype, comm, stream),
+                    )
+                }
+                Self::ReduceScatter { input, output, op } => {
+                    let (count, dtype, op) = (output.len, output.dtype.code(), op_code(op)?);
+                    let code =
+                        (nccl.ncclReduceScatter)(read(input), write(output), count, dtype, op, comm, stream);
+                    ("ncclReduceScatter", code)
+                }
+                Self::Send { memory, peer } => {
+                    let (count, dtype, peer) = (memory.len, memory.dtype.code(), number(peer));
+                    ("ncclSend", (nccl.ncclSend)(read(memory), count, dtype, peer, comm, stream))
+                }
+                Self::Recv { memory, peer } => {
+                    let (count, dtype, peer) = (memory.len, memory.dtype.code(), number(peer));
+                    ("ncclRecv", (nccl.ncclRecv)(write(memory), count, dtype, peer, comm, stream))
+                }
+                // NCCL has a function for it only since 2.28.
+                Self::AllToAll { input, output } => {
+                    let each = input.len / world;
+                    for rank in 0..world {
+                        let peer = Rank::new(rank as u32);
+                        let (from, to) = (input.part(rank * each, each), output.part(rank * each, each));
+                        Self::Send { memory: from, peer }.launch(nccl, comm, stream, world)?;
+                        Self::Recv { memory: to, peer }.launch(nccl, comm, stream, world)?;
+                    }
+                    ("ncclSend", SUCCESS)
+                }
+            }
+        };
+        // In a group, which every call here is in, NCCL only notes the call.
+        if code == SUCCESS { Ok(()) } else { Err(nccl.error(function, code)) }
+    }
+}
+
+impl fmt::Display for Call {
+    /// As the core's errors have calls, with the device's kind before them.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = |span: &Span| format!("{} x {}", span.len, span.dtype);
+        match self {
+            Self::AllReduce { memory, op } => write!(f, "cuda all_reduce({op}, {})", size(memory)),
+            Self::Broadcast { memory, root } => {
+                write!(f, "cuda broadcast(from rank {root}, {})", size(memory))
+            }
+            Self::Reduce { memory, op, root } => {
+                write!(f, "cuda reduce({op}, to rank {root}, {})", size(memory))
+            }
+            Self::AllGather { input, .. } => write!(f, "cuda all_gather({})", size(input)),
+            Self::ReduceScatter { input, op, .. } => write!(f, "cuda reduce_scatter({op}, {})", size(input)),
+            Self::AllToAll { input, .. } => write!(f, "cuda all_to_all({})", size(input)),
+            Self::Send { memory, peer } => write!(f, "cuda send(to rank {peer}, {})", size(memory)),
+            Self::Recv { memory, peer } => write!(f, "cuda recv(from rank {peer}, {})", size(memory)),
+            Self::Barrier { .. } => f.write_str("cuda barrier"),
+        }
+    }
+}
+
+/// What errors call several calls that are launched as one.
+pub(super) fn name(calls: &[Call]) -> String {
+    match calls {
+        [] => "cuda group()".to_owned(),
+        [call] => call.to_string(),
+        [first, ..] => format!("cuda group({} calls, the first is {first})", calls.len()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+
+    fn span(len: usize) -> Span {
+        Span { pointer: 0, len, dtype: DType::F32, device: 0 }
+    }
+
+    #[test]
+    fn sizes_devices_and_ranks_are_checked_before_anything_is_launched() {
+        let world = WorldSize::new(3).unwrap();
+        let check = |call: Call| call.check(world, 0).map_err(|error| error.to_string());
+        assert_eq!(check(Call::AllGather { input: span(2), output: span(6) }), Ok(()));
+        let error = check(Call::AllGather { input: span(2), output: span(5) }).unwrap_err();
+        assert_eq!(error, "cuda all_gather(2 x f32): 2 elements cannot become 5 among 3 ranks");
+        assert!(check(Call::ReduceScatter { input: span(6), output: span(3), op: ReduceOp::Sum }).is_err());
+        assert!(check(Call::AllToAll { input: span(4), output: span(4) }).is_err());
+        assert!(check(Call::Send { memory: span(1), peer: Rank::new(3) }).is_err());
+        assert!(check(Call::AllReduce { memory: span(1), op: ReduceOp::BAnd }).is_err());
+        let elsewhere = Span { device: 1, ..span(1) };
+        let error = check(Call::Broadcast { memory: elsewhere, root: Rank::MAIN }).unwrap_err();
+        assert_eq!(error, "the memory is on device 1, and the communicator on device 0");
+    }
+}

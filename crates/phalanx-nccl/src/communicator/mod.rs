@@ -1,0 +1,153 @@
+//! A communicator: the ranks of a group, with a device each.
+
+mod call;
+mod group_calls;
+mod init;
+mod operations;
+mod shared;
+mod watchdog;
+mod work;
+
+use std::fmt;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
+
+pub use self::group_calls::GroupCalls;
+use self::shared::Shared;
+pub use self::work::Work;
+use crate::cuda::{Device, DeviceBuffer, Stream};
+
+/// Collectives on the memory of CUDA devices, among the ranks of a [`ProcessGroup`], by NCCL. Clones are handles to the same.
+///
+/// All ranks make the same calls in the same order, as with the group. Each call is queued on a stream of the communicator, so
+/// that it overlaps with what the device computes on others; [`after`](Self::after) lets it wait for another stream, and
+/// [`Work::order`] another stream for it.
+///
+/// # Failures
+/// The communicator fails with its group, and the group with it. If a rank dies, the group is aborted, NCCL reports an error or a
+/// call's time-out passes, every rank aborts its communicator (`ncclCommAbort`), and all waiting and later calls return the
+/// group's error, with the rank to blame, as far as it is known, and the call.
+/// Nothing of NCCL compares calls: if ranks make different ones, they wait until the first time-out, unlike in the group.
+///
+/// ```no_run
+/// use phalanx::ReduceOp;
+/// use phalanx_nccl::{Communicator, Device, DeviceBuffer};
+///
+/// let group = phalanx::init()?;
+/// let device = Device::of_local_rank(&group)?;
+/// let nccl = Communicator::new(&group, &device)?;
+/// let gradients = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 1024])?;
+/// let work = nccl.all_reduce_async(gradients, ReduceOp::Avg)?; // the device works, this thread goes on
+/// let gradients = work.wait()?;
+/// assert_eq!(gradients.to_vec(nccl.stream())?, [1.0; 1024]);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[doc(alias("ncclComm_t", "ProcessGroupNCCL"))]
+#[derive(Clone)]
+pub struct Communicator {
+    owner: Arc<Owner>,
+    timeout: Duration,
+}
+
+/// Ends the communicator when the last handle is dropped.
+struct Owner {
+    shared: Arc<Shared>,
+    /// What barriers reduce.
+    token: DeviceBuffer<f32>,
+    watchdog: Option<JoinHandle<()>>,
+}
+
+impl Communicator {
+    /// This process's rank.
+    pub fn rank(&self) -> Rank {
+        self.group().rank()
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> WorldSize {
+        self.group().world_size()
+    }
+
+    /// The group from which it was made.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.owner.shared.group
+    }
+
+    /// This rank's device.
+    pub fn device(&self) -> &Device {
+        self.owner.shared.stream.device()
+    }
+
+    /// The stream on which its calls are queued. What is queued on it besides delays them.
+    pub fn stream(&self) -> &Stream {
+        &self.owner.shared.stream
+    }
+
+    /// The version of NCCL, such as 22304 for 2.23.4.
+    pub fn nccl_version(&self) -> i32 {
+        self.owner.shared.nccl.version()
+    }
+
+    /// A handle to the same communicator whose calls have the time-out `timeout`.
+    pub fn with_timeout(&self, timeout: Duration) -> Self {
+        Self { timeout, ..self.clone() }
+    }
+
+    /// The time-out of its calls: at first the group's.
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Lets later calls wait for what has been queued on `stream` so far, such as the kernels that compute what is to be reduced.
+    /// No thread waits.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn after(&self, stream: &Stream) -> Result<&Self> {
+        self.stream().wait_for(stream)?;
+        Ok(self)
+    }
+
+    /// Ends the communicator and its group on every rank: pending and later calls fail with `cause`.
+    pub fn abort(&self, cause: Error) {
+        self.group().abort(cause);
+        self.owner.shared.wake_watchdog();
+    }
+
+    /// The cause of the failure, if it has failed.
+    pub fn failure(&self) -> Option<Error> {
+        self.owner.shared.failure().or_else(|| self.group().failure())
+    }
+
+    /// Has it failed, and may the device still use the memory of its calls? NCCL needs a moment to stop its kernels. Calls that
+    /// fail wait for it, up to some seconds.
+    pub fn is_aborting(&self) -> bool {
+        self.owner.shared.is_aborting()
+    }
+}
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Communicator(rank {} of {} on {:?})", self.rank(), self.world_size(), self.device())
+    }
+}
+
+impl Drop for Owner {
+    /// Waits for the calls in flight, which have deadlines.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // The others are not to wait for this rank.
+            self.shared.group.abort(Error::aborted(format!("rank {} panicked", self.shared.group.rank())));
+        }
+        // Its handle of the group must be gone before the program ends: else it would end without a goodbye.
+        if self.shared.close()
+            && let Some(watchdog) = self.watchdog.take()
+            && watchdog.thread().id() != std::thread::current().id()
+        {
+            let _ = watchdog.join();
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Memory of one's own on a device.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use phalanx::{Deadline, Error, Result};
+
+use super::device::Device;
+use super::memory::DeviceMemory;
+use super::stream::Stream;
+use crate::element::Element;
+
+/// Elements in the memory of a device, which are freed with this value.
+///
+/// Copies are queued on a stream, and waited for. What other streams do with the buffer must be ordered before, by
+/// [`Stream::wait_for`] or [`Work::wait`](crate::Work::wait).
+pub struct DeviceBuffer<T> {
+    device: Device,
+    pointer: u64,
+    len: usize,
+    _elements: PhantomData<T>,
+}
+
+impl<T: Element> DeviceBuffer<T> {
+    /// `len` zeros.
+    ///
+    /// # Errors
+    /// If there is too little memory.
+    pub fn zeroed(stream: &Stream, len: usize) -> Result<Self> {
+        let buffer = Self::unspecified(stream.device(), len)?;
+        if len > 0 {
+            let _bound = stream.device().bind()?;
+            let cuda = stream.device().cuda();
+            // SAFETY: the buffer has as many bytes, and nothing else uses it.
+            let code = unsafe { (cuda.cuMemsetD8Async)(buffer.pointer, 0, buffer.bytes(), stream.raw()) };
+            cuda.check("cuMemsetD8Async", code)?;
+        }
+        stream.synchronize(longest())?;
+        Ok(buffer)
+    }
+
+    /// A copy of `elements`.
+    ///
+    /// # Errors
+    /// If there is too little memory, or the stream does not get to the copy.
+    pub fn from_slice(stream: &Stream, elements: &[T]) -> Result<Self> {
+        let mut buffer = Self::unspecified(stream.device(), elements.len())?;
+        buffer.write(stream, elements)?;
+        Ok(buffer)
+    }
+
+    /// Copies `elements` into the buffer.
+    ///
+    /// # Errors
+    /// If their number is another one, or the stream does not get to the copy.
+    pub fn write(&mut self, stream: &Stream, elements: &[T]) -> Result<()> {
+        self.check(stream, elements.len())?;
+        if elements.is_empty() {
+            return Ok(());
+        }
+        // If the stream is stuck, the copy may still come: this memory then stays.
+        let staged = elements.to_vec();
+        let bound = stream.device().bind()?;
+        let cuda = stream.device().cuda();
+        // SAFETY: both have as many bytes, and live until the copy is done.
+        let code = unsafe {
+            (cuda.cuMemcpyHtoDAsync_v2)(self.pointer, staged.as_ptr().cast(), self.bytes(), stream.raw())
+        };
+        drop(bound);
+        cuda.check("cuMemcpyHtoDAsync", code)?;
+        stream.synchronize(longest()).inspect_err(|_| std::mem::forget(staged))
+    }
+
+    /// A copy of the elements, after all that has been queued on `stream`.
+    ///
+    /// # Errors
+    /// If the stream does not get to the copy.
+    pub fn to_vec(&self, stream: &Stream) -> Result<Vec<T>> {
+        self.check(stream, self.len)?;
+        let mut elements = vec![T::zeroed(); self.len];
+        if elements.is_empty() {
+            return Ok(elements);
+        }
+        let bound = stream.device().bind()?;
+        let cuda = stream.device().cuda();
+        // SAFETY: both have as many bytes, and live until the copy is done. Any bytes are a valid `T`.
+        let code = unsafe {
+            (cuda.cuMemcpyDtoHAsync_v2)(
+                elements.as_mut_ptr().cast(),
+                self.pointer,
+                self.bytes(),
+                stream.raw(),
+            )
+        };
+        drop(bound);
+        cuda.check("cuMemcpyDtoHAsync", code)?;
+        match stream.synchronize(longest()) {
+            Ok(()) => Ok(elements),
+            Err(error) => {
+                // The copy may still come.
+                std::mem::forget(elements);
+                Err(error)
+            }
+        }
+    }
+
+    /// Queues a copy of the elements of `other` into this buffer. Nothing waits for it.
+    ///
+    /// # Errors
+    /// If the numbers of elements differ.
+    pub fn copy_from(&mut self, stream: &Stream, other: &Self) -> Result<()> {
+        self.check(stream, other.len)?;
+        other.check(stream, other.len)?;
+        if self.len == 0 {
+            return Ok(());
+        }
+        let _bound = stream.device().bind()?;
+        let cuda = stream.device().cuda();
+        // SAFETY: both have as many bytes on this device. `cuMemFree` waits for the copy, if one is dropped before.
+        let code =
+            unsafe { (cuda.cuMemcpyDtoDAsync_v2)(self.pointer, other.pointer, self.bytes(), stream.raw()) };
+        cuda.check("cuMemcpyDtoDAsync", code)
+    }
+
+    /// The number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Has it no elements?
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    fn unspecified(device: &Device, len: usize) -> Result<Self> {
+        let bytes =
+            len.checked_mul(size_of::<T>()).ok_or_else(|| Error::out_of_memory(format!("{len} elements")))?;
+        let mut pointer = 0;
+        if bytes > 0 {
+            let _bound = device.bind()?;
+            // SAFETY: it writes one address there.
+            let code = unsafe { (device.cuda().cuMemAlloc_v2)(&mut pointer, bytes) };
+            device.cuda().check("cuMemAlloc", code)?;
+        }
+        Ok(Self { device: device.clone(), pointer, len, _elements: PhantomData })
+    }
+
+    fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+
+    fn check(&self, stream: &Stream, len: usize) -> Result<()> {
+        if stream.device() != &self.device {
+            return Err(Error::invalid_argument(format!("{self:?} is not on the device of {stream:?}")));
+        }
+        if len != self.len {
+            return Err(Error::invalid_argument(format!("{self:?} cannot take {len} elements")));
+        }
+        Ok(())
+    }
+}
+
+/// The longest wait for a copy. A collective before it on the stream has a deadline of its own.
+fn longest() -> Deadline {
+    Deadline::after(phalanx::group::DEFAULT_TIMEOUT)
+}
+
+// SAFETY: the memory is this value's own, at an address that does not change.
+unsafe impl<T: Element> DeviceMemory for DeviceBuffer<T> {
+    type Element = T;
+
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn pointer(&self) -> u64 {
+        self.pointer
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl<T> Drop for DeviceBuffer<T> {
+    fn drop(&mut self) {
+        // Kernels of a communicator whose abort has not ended may still write to it, and the driver would wait for them.
+        if self.pointer == 0 || self.device.is_unsettled() {
+            return;
+        }
+        if let Ok(_bound) = self.device.bind() {
+            // SAFETY: it is this value's own memory. The driver waits for all that is queued on the device.
+            unsafe { (self.device.cuda().cuMemFree_v2)(self.pointer) };
+        }
+    }
+}
+
+impl<T: Element> fmt::Debug for DeviceBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceBuffer({} x {} on {:?})", self.len, T::DTYPE, self.device)
+    }
+}

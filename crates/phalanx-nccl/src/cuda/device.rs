@@ -1,0 +1,171 @@
+//! Devices and their contexts.
+
+use std::ffi::c_char;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use phalanx::{Error, ProcessGroup, Result};
+
+use super::raw::{Context, Cuda};
+
+/// A CUDA device with its primary context, which is the one that PyTorch, Burn and NCCL use. Clones are handles to the same.
+///
+/// libcuda is opened at run time: `PHALANX_CUDA_LIBRARY`, or else `libcuda.so.1` of the system.
+#[derive(Clone)]
+pub struct Device(Arc<DeviceInner>);
+
+struct DeviceInner {
+    cuda: Cuda,
+    ordinal: u32,
+    context: Context,
+}
+
+/// How many communicators have failed on a device and still have kernels that may touch its memory: by number, because all handles of
+/// this process are to the same device. Devices that are this far apart share a place, which only keeps memory that could be freed.
+static ABORTING: [AtomicUsize; 64] = [const { AtomicUsize::new(0) }; 64];
+
+// SAFETY: a context may be used by any thread; it is a handle, and no memory of this process is behind it.
+unsafe impl Send for DeviceInner {}
+// SAFETY: as above; the driver's functions may be called by several threads at once.
+unsafe impl Sync for DeviceInner {}
+
+impl Device {
+    /// The device with this number, as `CUDA_VISIBLE_DEVICES` counts.
+    ///
+    /// # Errors
+    /// If libcuda cannot be opened, if it finds no device, or fewer.
+    pub fn open(ordinal: u32) -> Result<Self> {
+        let cuda = Cuda::open()?;
+        let count = cuda.device_count()?;
+        if ordinal >= count {
+            return Err(Error::environment(format!(
+                "there is no CUDA device {ordinal}: this process sees {count}"
+            ))
+            .with_remedy("start as many ranks on a host as it has devices, or see CUDA_VISIBLE_DEVICES"));
+        }
+        let (mut handle, mut context) = (0, ptr::null_mut());
+        // SAFETY: it writes one number there.
+        cuda.check("cuDeviceGet", unsafe { (cuda.cuDeviceGet)(&mut handle, ordinal as i32) })?;
+        // SAFETY: `handle` is a device, and it writes one pointer. The drop releases what is retained here.
+        cuda.check("cuDevicePrimaryCtxRetain", unsafe {
+            (cuda.cuDevicePrimaryCtxRetain)(&mut context, handle)
+        })?;
+        Ok(Self(Arc::new(DeviceInner { cuda, ordinal, context })))
+    }
+
+    /// The device for this rank: the one with the number of its [local rank](ProcessGroup::local_rank).
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn of_local_rank(group: &ProcessGroup) -> Result<Self> {
+        Self::open(group.local_rank())
+    }
+
+    /// How many devices this process sees.
+    ///
+    /// # Errors
+    /// If libcuda cannot be opened.
+    pub fn count() -> Result<u32> {
+        Cuda::open()?.device_count()
+    }
+
+    /// Its number.
+    pub fn ordinal(&self) -> u32 {
+        self.0.ordinal
+    }
+
+    /// What it is called.
+    ///
+    /// # Errors
+    /// If the driver does not say.
+    pub fn name(&self) -> Result<String> {
+        describe(&self.0.cuda, self.0.ordinal).map(|(name, _)| name)
+    }
+
+    pub(crate) fn cuda(&self) -> &Cuda {
+        &self.0.cuda
+    }
+
+    /// Makes it the calling thread's current device, until the guard is dropped.
+    pub(crate) fn bind(&self) -> Result<Bound<'_>> {
+        // SAFETY: the context is retained as long as this device exists.
+        let code = unsafe { (self.0.cuda.cuCtxPushCurrent_v2)(self.0.context) };
+        self.0.cuda.check("cuCtxPushCurrent", code)?;
+        Ok(Bound { device: self, _of_this_thread: PhantomData })
+    }
+
+    /// A communicator on it has failed: its kernels may touch memory until [`settled`](Self::settled).
+    pub(crate) fn unsettled(&self) {
+        self.aborting().fetch_add(1, Ordering::SeqCst);
+    }
+
+    pub(crate) fn settled(&self) {
+        self.aborting().fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// May kernels of a failed communicator still run on it? Then its memory must not be freed.
+    pub(crate) fn is_unsettled(&self) -> bool {
+        self.aborting().load(Ordering::SeqCst) > 0
+    }
+
+    fn aborting(&self) -> &'static AtomicUsize {
+        &ABORTING[self.0.ordinal as usize % ABORTING.len()]
+    }
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.ordinal == other.0.ordinal
+    }
+}
+
+impl Eq for Device {}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Device({})", self.0.ordinal)
+    }
+}
+
+impl Drop for DeviceInner {
+    fn drop(&mut self) {
+        let mut handle = 0;
+        // SAFETY: it was a device before, and it writes one number.
+        if unsafe { (self.cuda.cuDeviceGet)(&mut handle, self.ordinal as i32) } == super::raw::SUCCESS {
+            // SAFETY: it releases what `open` has retained.
+            unsafe { (self.cuda.cuDevicePrimaryCtxRelease_v2)(handle) };
+        }
+    }
+}
+
+/// The current device of a thread.
+pub(crate) struct Bound<'a> {
+    device: &'a Device,
+    _of_this_thread: PhantomData<*mut ()>,
+}
+
+impl Drop for Bound<'_> {
+    fn drop(&mut self) {
+        let mut popped = ptr::null_mut();
+        // SAFETY: this thread has pushed a context, and its guards are dropped in the reverse order.
+        unsafe { (self.device.0.cuda.cuCtxPopCurrent_v2)(&mut popped) };
+    }
+}
+
+/// The name of device `ordinal`, and the bytes of its memory.
+pub(crate) fn describe(cuda: &Cuda, ordinal: u32) -> Result<(String, u64)> {
+    let (mut handle, mut bytes) = (0, 0);
+    let mut name = [0u8; 256];
+    // SAFETY: it writes one number there.
+    cuda.check("cuDeviceGet", unsafe { (cuda.cuDeviceGet)(&mut handle, ordinal as i32) })?;
+    // SAFETY: it writes at most 255 bytes and a zero.
+    let code = unsafe { (cuda.cuDeviceGetName)(name.as_mut_ptr().cast::<c_char>(), 255, handle) };
+    cuda.check("cuDeviceGetName", code)?;
+    // SAFETY: it writes one number there.
+    cuda.check("cuDeviceTotalMem", unsafe { (cuda.cuDeviceTotalMem_v2)(&mut bytes, handle) })?;
+    let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
+    Ok((String::from_utf8_lossy(&name[..end]).into_owned(), bytes as u64))
+}

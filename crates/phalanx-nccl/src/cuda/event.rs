@@ -1,0 +1,66 @@
+//! Events: points in a stream.
+
+use std::ptr;
+
+use phalanx::Result;
+
+use super::device::Device;
+use super::raw::{self, NOT_READY, SUCCESS};
+use super::stream::Stream;
+
+/// Without the time, which makes it cheaper.
+const DISABLE_TIMING: u32 = 2;
+
+/// A point in a stream, which is reached when all that was queued before it is done.
+pub(crate) struct Event {
+    device: Device,
+    raw: raw::Event,
+}
+
+// SAFETY: an event is a handle that any thread may use.
+unsafe impl Send for Event {}
+// SAFETY: as above; the driver's functions may be called by several threads at once.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// The end of what has been queued on `stream` so far.
+    pub(crate) fn at_end_of(stream: &Stream) -> Result<Self> {
+        let (device, mut raw) = (stream.device().clone(), ptr::null_mut());
+        let bound = device.bind()?;
+        let cuda = device.cuda();
+        // SAFETY: it writes one pointer there.
+        cuda.check("cuEventCreate", unsafe { (cuda.cuEventCreate)(&mut raw, DISABLE_TIMING) })?;
+        drop(bound);
+        let event = Self { device, raw };
+        let bound = event.device.bind()?;
+        // SAFETY: both are alive, and of the same context.
+        let code = unsafe { (event.device.cuda().cuEventRecord)(raw, stream.raw()) };
+        event.device.cuda().check("cuEventRecord", code)?;
+        drop(bound);
+        Ok(event)
+    }
+
+    /// Has it been reached?
+    pub(crate) fn is_reached(&self) -> Result<bool> {
+        let _bound = self.device.bind()?;
+        // SAFETY: the event is alive.
+        match unsafe { (self.device.cuda().cuEventQuery)(self.raw) } {
+            SUCCESS => Ok(true),
+            NOT_READY => Ok(false),
+            code => self.device.cuda().check("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    pub(super) fn raw(&self) -> raw::Event {
+        self.raw
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.device.bind() {
+            // SAFETY: nobody else has it. If it has not been reached, the driver frees it when it is.
+            unsafe { (self.device.cuda().cuEventDestroy_v2)(self.raw) };
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! CUDA's driver, as far as communication needs it: devices, streams, events, memory.
+
+mod buffer;
+mod device;
+mod event;
+mod memory;
+mod raw;
+mod stream;
+
+pub use self::buffer::DeviceBuffer;
+pub use self::device::Device;
+pub(crate) use self::device::describe;
+pub(crate) use self::event::Event;
+pub(crate) use self::memory::Span;
+pub use self::memory::{DeviceMemory, DeviceSlice};
+pub(crate) use self::raw::{Cuda, Stream as RawStream};
+pub(crate) use self::stream::Pause;
+pub use self::stream::Stream;

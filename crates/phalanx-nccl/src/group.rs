@@ -1,0 +1,197 @@
+//! One handle for host memory and for device memory.
+
+use std::fmt;
+
+use phalanx::{ProcessGroup, Rank, ReduceOp, Result};
+
+use crate::communicator::Communicator;
+use crate::cuda::{Device, DeviceMemory};
+
+/// A [`ProcessGroup`] for the memory of hosts and a [`Communicator`] for that of devices, as PyTorch's backend `cpu:gloo,cuda:nccl`:
+/// where the memory is decides which of them moves it. They have one failure.
+///
+/// ```no_run
+/// use phalanx::ReduceOp;
+/// use phalanx_nccl::{Device, DeviceBuffer, DeviceGroup};
+///
+/// let group = phalanx::init()?;
+/// let device = Device::of_local_rank(&group)?;
+/// let group = DeviceGroup::new(group, &device)?;
+/// let mut loss = [0.25f32]; // shared memory or TCP
+/// group.all_reduce(&mut loss[..], ReduceOp::Avg)?;
+/// let mut gradients = DeviceBuffer::from_slice(group.device().stream(), &[1.0f32; 1024])?; // NCCL
+/// group.all_reduce(&mut gradients, ReduceOp::Avg)?;
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct DeviceGroup {
+    host: ProcessGroup,
+    device: Communicator,
+}
+
+/// Memory of the host or of a device: what a [`DeviceGroup`] takes. Slices are the host's.
+pub trait Place {
+    /// Combines the ranks' elements, in place.
+    ///
+    /// # Errors
+    /// As the group's or the communicator's call.
+    fn all_reduce(&mut self, group: &DeviceGroup, op: ReduceOp) -> Result<()>;
+
+    /// Copies the root's elements to every rank.
+    ///
+    /// # Errors
+    /// As the group's or the communicator's call.
+    fn broadcast(&mut self, group: &DeviceGroup, root: Rank) -> Result<()>;
+
+    /// Combines the ranks' elements on the root.
+    ///
+    /// # Errors
+    /// As the group's or the communicator's call.
+    fn reduce(&mut self, group: &DeviceGroup, root: Rank, op: ReduceOp) -> Result<()>;
+
+    /// Sends the elements to a rank.
+    ///
+    /// # Errors
+    /// As the group's or the communicator's call.
+    fn send(&mut self, group: &DeviceGroup, peer: Rank) -> Result<()>;
+
+    /// Receives elements of a rank.
+    ///
+    /// # Errors
+    /// As the group's or the communicator's call.
+    fn recv(&mut self, group: &DeviceGroup, peer: Rank) -> Result<()>;
+}
+
+impl<T: phalanx::Element> Place for [T] {
+    fn all_reduce(&mut self, group: &DeviceGroup, op: ReduceOp) -> Result<()> {
+        group.host.all_reduce(self, op)
+    }
+
+    fn broadcast(&mut self, group: &DeviceGroup, root: Rank) -> Result<()> {
+        group.host.broadcast(self, root)
+    }
+
+    fn reduce(&mut self, group: &DeviceGroup, root: Rank, op: ReduceOp) -> Result<()> {
+        group.host.reduce(self, root, op)
+    }
+
+    fn send(&mut self, group: &DeviceGroup, peer: Rank) -> Result<()> {
+        group.host.send(self, peer)
+    }
+
+    fn recv(&mut self, group: &DeviceGroup, peer: Rank) -> Result<()> {
+        group.host.recv(self, peer)
+    }
+}
+
+impl<M: DeviceMemory> Place for M {
+    fn all_reduce(&mut self, group: &DeviceGroup, op: ReduceOp) -> Result<()> {
+        group.device.all_reduce(self, op)
+    }
+
+    fn broadcast(&mut self, group: &DeviceGroup, root: Rank) -> Result<()> {
+        group.device.broadcast(self, root)
+    }
+
+    fn reduce(&mut self, group: &DeviceGroup, root: Rank, op: ReduceOp) -> Result<()> {
+        group.device.reduce(self, root, op)
+    }
+
+    fn send(&mut self, group: &DeviceGroup, peer: Rank) -> Result<()> {
+        group.device.send(self, peer)
+    }
+
+    fn recv(&mut self, group: &DeviceGroup, peer: Rank) -> Result<()> {
+        group.device.recv(self, peer)
+    }
+}
+
+impl DeviceGroup {
+    /// The group `host`, with a communicator for `device`. Every rank must call it, as [`Communicator::new`].
+    ///
+    /// # Errors
+    /// As [`Communicator::new`].
+    pub fn new(host: ProcessGroup, device: &Device) -> Result<Self> {
+        let device = Communicator::new(&host, device)?;
+        Ok(Self { host, device })
+    }
+
+    /// The group for the memory of hosts.
+    pub fn host(&self) -> &ProcessGroup {
+        &self.host
+    }
+
+    /// The communicator for the memory of devices.
+    pub fn device(&self) -> &Communicator {
+        &self.device
+    }
+
+    /// Combines the ranks' elements, in place on every rank.
+    ///
+    /// # Errors
+    /// As the group's or the communicator's call.
+    pub fn all_reduce<P: Place + ?Sized>(&self, memory: &mut P, op: ReduceOp) -> Result<()> {
+        memory.all_reduce(self, op)
+    }
+
+    /// Copies the root's elements to every rank.
+    ///
+    /// # Errors
+    /// As the group's or the communicator's call.
+    pub fn broadcast<P: Place + ?Sized>(&self, memory: &mut P, root: Rank) -> Result<()> {
+        memory.broadcast(self, root)
+    }
+
+    /// Combines the ranks' elements on the root.
+    ///
+    /// # Errors
+    /// As the group's or the communicator's call.
+    pub fn reduce<P: Place + ?Sized>(&self, memory: &mut P, root: Rank, op: ReduceOp) -> Result<()> {
+        memory.reduce(self, root, op)
+    }
+
+    /// Sends the elements to `peer`.
+    ///
+    /// # Errors
+    /// As the group's or the communicator's call.
+    pub fn send<P: Place + ?Sized>(&self, memory: &mut P, peer: Rank) -> Result<()> {
+        memory.send(self, peer)
+    }
+
+    /// Receives elements of `peer`.
+    ///
+    /// # Errors
+    /// As the group's or the communicator's call.
+    pub fn recv<P: Place + ?Sized>(&self, memory: &mut P, peer: Rank) -> Result<()> {
+        memory.recv(self, peer)
+    }
+
+    /// A group of these `ranks`, with a communicator of its own; None on a rank that is not in the list. Every rank must call it, as
+    /// [`ProcessGroup::new_group`].
+    ///
+    /// A communicator has an identity of its own, and is not split off the first one with `ncclCommSplit`: that would have every rank of
+    /// this group take part, members or not, and tie the failures of both together.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::new_group`] and [`Communicator::new`].
+    pub fn new_group(&self, ranks: &[Rank]) -> Result<Option<Self>> {
+        let device = self.device.device();
+        self.host.new_group(ranks)?.map(|host| Self::new(host, device)).transpose()
+    }
+
+    /// Splits the group by `color`, as [`ProcessGroup::split`], with a communicator for each part.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::split`] and [`Communicator::new`].
+    #[doc(alias = "ncclCommSplit")]
+    pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>> {
+        let device = self.device.device();
+        self.host.split(color, key)?.map(|host| Self::new(host, device)).transpose()
+    }
+}
+
+impl fmt::Debug for DeviceGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceGroup({:?}, {:?})", self.host, self.device)
+    }
+}

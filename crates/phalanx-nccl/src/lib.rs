@@ -1,0 +1,34 @@
+//! Collectives on the memory of CUDA devices, for any framework: NCCL, with the failures of a [`phalanx::ProcessGroup`].
+//!
+//! libcuda and libnccl (2.18 or later) are opened at run time. Nothing of CUDA is needed to build this crate, and where they are missing,
+//! [`Device::open`] and [`Communicator::new`] say so.
+//!
+//! | To | see |
+//! |---|---|
+//! | move and combine the memory of devices | [`Communicator`], [`Work`] |
+//! | do so with the host's memory too | [`DeviceGroup`] |
+//! | launch several calls as one | [`Communicator::group_calls`] |
+//! | have memory on a device | [`DeviceBuffer`] |
+//! | lend a framework's tensors | [`DeviceSlice`], [`DeviceMemory`] |
+//! | compute meanwhile | [`Stream`], [`Communicator::after`], [`Work::order`] |
+//!
+//! The [guide](https://github.com/phalanx-rs/phalanx/blob/main/docs/guide/nccl.md) says how it is tested, and on which hardware.
+
+mod communicator;
+mod cuda;
+mod element;
+mod found;
+mod group;
+mod library;
+mod nccl;
+
+pub use communicator::{Communicator, GroupCalls, Work};
+pub use cuda::{Device, DeviceBuffer, DeviceMemory, DeviceSlice, Stream};
+pub use element::{DType, Element};
+pub use found::{FoundCuda, FoundNccl, find_cuda, find_nccl};
+pub use group::{DeviceGroup, Place};
+
+/// The guide's programs must compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/nccl.md")]
+struct Guide;

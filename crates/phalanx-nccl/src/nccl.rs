@@ -1,0 +1,208 @@
+//! The functions of libnccl, and their errors.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use phalanx::{Error, ReduceOp, Result};
+
+use crate::cuda::RawStream;
+use crate::library::{self, functions};
+
+/// `ncclComm_t`.
+pub(crate) type Comm = *mut c_void;
+/// `ncclResult_t`.
+pub(crate) type Code = c_int;
+
+pub(crate) const SUCCESS: Code = 0;
+pub(crate) const IN_PROGRESS: Code = 7;
+
+/// The variable that names the library.
+const VARIABLE: &str = "PHALANX_NCCL_LIBRARY";
+/// The oldest version, as `ncclGetVersion` has it: 2.18.0. It is the first whose communicators can be made without waiting, in
+/// configurations of the size below.
+const OLDEST: c_int = 21_800;
+pub(crate) const UNIQUE_ID_BYTES: usize = 128;
+
+/// `ncclUniqueId`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct UniqueId(pub [u8; UNIQUE_ID_BYTES]);
+
+/// `ncclConfig_t` of version 2.18. Later ones have more fields at the end; NCCL reads as many as `size` says.
+#[repr(C)]
+pub(crate) struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+impl Config {
+    /// The defaults, but no call waits for other ranks.
+    pub(crate) fn non_blocking() -> Self {
+        const UNDEFINED: c_int = c_int::MIN;
+        Self {
+            size: size_of::<Self>(),
+            magic: 0xcafe_beef,
+            version: OLDEST as c_uint,
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
+            net_name: std::ptr::null(),
+            split_share: UNDEFINED,
+        }
+    }
+}
+
+functions! {
+    /// The functions of libnccl.so.2. `*const c_void` and `*mut c_void` are addresses on the device.
+    Functions {
+        fn ncclGetVersion(*mut c_int) -> Code;
+        fn ncclGetErrorString(Code) -> *const c_char;
+        fn ncclGetLastError(Comm) -> *const c_char;
+        fn ncclGetUniqueId(*mut UniqueId) -> Code;
+        fn ncclCommInitRankConfig(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> Code;
+        fn ncclCommGetAsyncError(Comm, *mut Code) -> Code;
+        fn ncclCommFinalize(Comm) -> Code;
+        fn ncclCommDestroy(Comm) -> Code;
+        fn ncclCommAbort(Comm) -> Code;
+        fn ncclGroupStart() -> Code;
+        fn ncclGroupEnd() -> Code;
+        fn ncclAllReduce(*const c_void, *mut c_void, usize, c_int, c_int, Comm, RawStream) -> Code;
+        fn ncclBroadcast(*const c_void, *mut c_void, usize, c_int, c_int, Comm, RawStream) -> Code;
+        fn ncclReduce(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Comm, RawStream) -> Code;
+        fn ncclAllGather(*const c_void, *mut c_void, usize, c_int, Comm, RawStream) -> Code;
+        fn ncclReduceScatter(*const c_void, *mut c_void, usize, c_int, c_int, Comm, RawStream) -> Code;
+        fn ncclSend(*const c_void, usize, c_int, c_int, Comm, RawStream) -> Code;
+        fn ncclRecv(*mut c_void, usize, c_int, c_int, Comm, RawStream) -> Code;
+    }
+}
+
+/// libnccl, opened, of a version that will do.
+#[derive(Clone)]
+pub(crate) struct Nccl {
+    functions: Arc<Functions>,
+    /// What it was opened as.
+    pub name: Arc<PathBuf>,
+}
+
+impl std::ops::Deref for Nccl {
+    type Target = Functions;
+
+    fn deref(&self) -> &Functions {
+        &self.functions
+    }
+}
+
+impl Nccl {
+    pub(crate) fn open() -> Result<Self> {
+        let library = library::open(VARIABLE, &["libnccl.so.2", "libnccl.so"])?;
+        // SAFETY: this function has had the same type in every version.
+        let version: unsafe extern "C" fn(*mut c_int) -> Code =
+            unsafe { library.function("ncclGetVersion") }?;
+        let mut found = 0;
+        // SAFETY: it writes one number there.
+        unsafe { version(&mut found) };
+        if found < OLDEST {
+            let (name, found, oldest) = (library.name.display(), dotted(found), dotted(OLDEST));
+            return Err(Error::environment(format!(
+                "{name} is NCCL {found}, and this needs {oldest} or later"
+            ))
+            .with_remedy(format!("install a later one, or name it with {VARIABLE}")));
+        }
+        Ok(Self { functions: Arc::new(Functions::load(&library)?), name: Arc::new(library.name.clone()) })
+    }
+
+    /// Its version, such as 22304 for 2.23.4.
+    pub(crate) fn version(&self) -> i32 {
+        let mut version = 0;
+        // SAFETY: it writes one number there.
+        unsafe { (self.ncclGetVersion)(&mut version) };
+        version
+    }
+
+    /// An identity for a new communicator, which this process then serves.
+    pub(crate) fn unique_id(&self) -> Result<UniqueId> {
+        let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
+        // SAFETY: it writes an identity there.
+        let code = unsafe { (self.ncclGetUniqueId)(&mut id) };
+        match code {
+            SUCCESS => Ok(id),
+            _ => Err(self.error("ncclGetUniqueId", code)),
+        }
+    }
+
+    /// What NCCL says about `code`, and about the last error of this process.
+    pub(crate) fn error(&self, function: &str, code: Code) -> Error {
+        // SAFETY: the text of each code is a constant, and of other numbers too. Without a communicator the last error is that of
+        // any, in memory that stays; another thread's error may come between, but its text always ends with a zero.
+        let (what, last) = unsafe {
+            (text((self.ncclGetErrorString)(code)), text((self.ncclGetLastError)(std::ptr::null_mut())))
+        };
+        let last = if last.is_empty() { last } else { format!(": {last}") };
+        Error::other(format!("{function}: {what}{last}")).with_remedy("NCCL_DEBUG=INFO shows more")
+    }
+}
+
+/// # Safety
+/// `text` is null or ends with a zero.
+unsafe fn text(text: *const c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller says so.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned()
+}
+
+/// A version as people write it.
+pub(crate) fn dotted(version: i32) -> String {
+    // Until 2.8 minor versions had two digits less.
+    match version {
+        ..10_000 => format!("{}.{}.{}", version / 1000, version / 100 % 10, version % 100),
+        _ => format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100),
+    }
+}
+
+/// `ncclRedOp_t`.
+pub(crate) fn op_code(op: ReduceOp) -> Result<c_int> {
+    match op {
+        ReduceOp::Sum => Ok(0),
+        ReduceOp::Product => Ok(1),
+        ReduceOp::Max => Ok(2),
+        ReduceOp::Min => Ok(3),
+        ReduceOp::Avg => Ok(4),
+        ReduceOp::BAnd | ReduceOp::BOr | ReduceOp::BXor | ReduceOp::PreMulSum(_) => {
+            Err(Error::invalid_argument(format!("{op} is not an operation of this transport"))
+                .with_remedy("on devices there are sum, avg, product, min and max"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_as_nccl_counts_them() {
+        assert_eq!([2708, 21803, 22304, 23107].map(dotted), ["2.7.8", "2.18.3", "2.23.4", "2.31.7"]);
+    }
+
+    #[test]
+    fn a_configuration_is_as_large_as_that_of_the_oldest_version() {
+        assert_eq!(size_of::<Config>(), 48);
+    }
+
+    #[test]
+    fn what_nccl_cannot_do_is_refused_with_what_it_can() {
+        assert_eq!(op_code(ReduceOp::Avg).unwrap(), 4);
+        let error = op_code(ReduceOp::BXor).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("sum, avg, product"), "{error}");
+    }
+}

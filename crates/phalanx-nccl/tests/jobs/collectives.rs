@@ -1,0 +1,228 @@
+//! Every call, on every type.
+
+use half::{bf16, f16};
+use phalanx::{Rank, ReduceOp, Result};
+use phalanx_nccl::{Communicator, DType, Device, DeviceBuffer, DeviceGroup, Element};
+
+use crate::world::all_done;
+use crate::{Needs, Test};
+
+pub const TESTS: &[Test] = &[
+    ("every_call_on_every_type_alone", 1, Needs::Nothing, || all_done("collectives::all", 1, &[])),
+    ("every_call_on_every_type_of_two_ranks", 2, Needs::Nothing, || all_done("collectives::all", 2, &[])),
+    ("every_call_on_every_type_of_three_ranks", 3, Needs::Nothing, || all_done("collectives::all", 3, &[])),
+    ("launches_that_are_in_progress_are_waited_for", 2, Needs::StandIn, || {
+        all_done("collectives::few", 2, &[("STANDIN_NCCL_SLOW_LAUNCH", "20")]);
+    }),
+    ("misuse_is_refused_and_the_communicator_goes_on", 2, Needs::Nothing, || {
+        all_done("collectives::misuse", 2, &[]);
+    }),
+    ("host_and_device_memory_in_one_group_and_its_parts_alone", 1, Needs::Nothing, || {
+        all_done("collectives::hybrid", 1, &[]);
+    }),
+    ("host_and_device_memory_in_one_group_and_its_parts", 3, Needs::Nothing, || {
+        all_done("collectives::hybrid", 3, &[]);
+    }),
+];
+
+pub fn play(role: &str) -> Result<()> {
+    let group = phalanx::init()?;
+    let device = Device::of_local_rank(&group)?;
+    if role == "hybrid" {
+        return hybrid(DeviceGroup::new(group, &device)?);
+    }
+    let nccl = Communicator::new(&group, &device)?;
+    match role {
+        "all" => {
+            types(&nccl)?;
+            sizes(&nccl)?;
+            kept(&nccl)
+        }
+        "few" => every_call::<f32>(&nccl, 100),
+        _ => misuse(&nccl),
+    }
+}
+
+/// A small number as a type of elements.
+trait Small: Element + PartialEq + std::fmt::Debug {
+    fn small(number: u32) -> Self;
+}
+
+macro_rules! small {
+    ($($type:ty: $from:expr),*) => {$(
+        impl Small for $type {
+            fn small(number: u32) -> Self {
+                let from: fn(u32) -> $type = $from;
+                from(number)
+            }
+        }
+    )*};
+}
+small!(i8: |n| n as i8, u8: |n| n as u8, i32: |n| n as i32, u32: |n| n, i64: i64::from, u64: u64::from,
+       f16: |n| f16::from_f32(n as f32), bf16: |n| bf16::from_f32(n as f32), f32: |n| n as f32, f64: f64::from);
+
+fn types(nccl: &Communicator) -> Result<()> {
+    assert_eq!(DType::ALL.len(), 10);
+    every_call::<i8>(nccl, 5)?;
+    every_call::<u8>(nccl, 5)?;
+    every_call::<i32>(nccl, 5)?;
+    every_call::<u32>(nccl, 5)?;
+    every_call::<i64>(nccl, 5)?;
+    every_call::<u64>(nccl, 5)?;
+    every_call::<f16>(nccl, 5)?;
+    every_call::<bf16>(nccl, 5)?;
+    every_call::<f64>(nccl, 5)?;
+    every_call::<f32>(nccl, 5)
+}
+
+fn sizes(nccl: &Communicator) -> Result<()> {
+    for len in [0, 1, 16_384, 100_003] {
+        every_call::<f32>(nccl, len)?;
+    }
+    Ok(())
+}
+
+/// Rank r brings 1 + (r + i) % 3 at i, so that what comes of another rank or place differs.
+fn number(rank: u32, index: usize) -> u32 {
+    1 + (rank + index as u32) % 3
+}
+
+fn every_call<T: Small>(nccl: &Communicator, len: usize) -> Result<()> {
+    let (world, me, stream) = (nccl.world_size(), nccl.rank().get(), nccl.stream());
+    let all = || 0..world.get();
+    let own = |len: usize| -> Vec<T> { (0..len).map(|index| T::small(number(me, index))).collect() };
+    let buffer = |len: usize| DeviceBuffer::from_slice(stream, &own(len));
+    let zeros = |len: usize| DeviceBuffer::<T>::zeroed(stream, len);
+    let expect = |buffer: &DeviceBuffer<T>, what: &str, at: &dyn Fn(usize) -> u32| -> Result<()> {
+        let found = buffer.to_vec(stream)?;
+        let wrong = (0..found.len()).find(|index| found[*index] != T::small(at(*index)));
+        assert_eq!(wrong, None, "{what} of {} x {}", found.len(), T::DTYPE);
+        Ok(())
+    };
+    let sum = |index: usize| all().map(|rank| number(rank, index)).sum::<u32>();
+
+    // In place, with every operation.
+    type Fold = fn(&mut dyn Iterator<Item = u32>) -> u32;
+    let folds: [(ReduceOp, Fold); 4] = [
+        (ReduceOp::Sum, |ranks| ranks.sum()),
+        (ReduceOp::Product, |ranks| ranks.product()),
+        (ReduceOp::Min, |ranks| ranks.min().unwrap()),
+        (ReduceOp::Max, |ranks| ranks.max().unwrap()),
+    ];
+    for (op, fold) in folds {
+        let combined = |index: usize| fold(&mut all().map(|rank| number(rank, index)));
+        let mut data = buffer(len)?;
+        nccl.all_reduce(&mut data, op)?;
+        expect(&data, "all_reduce", &combined)?;
+        let last = Rank::new(world.get() - 1);
+        let mut data = buffer(len)?;
+        nccl.reduce(&mut data, last, op)?;
+        let is_root = nccl.rank() == last;
+        expect(&data, "reduce", &|index| if is_root { combined(index) } else { number(me, index) })?;
+    }
+    // The average of numbers that all ranks have is that number, for integers too.
+    let mut data = DeviceBuffer::from_slice(stream, &vec![T::small(6); len])?;
+    nccl.all_reduce(&mut data, ReduceOp::Avg)?;
+    expect(&data, "average", &|_| 6)?;
+
+    for root in world.ranks() {
+        let mut data = buffer(len)?;
+        nccl.broadcast(&mut data, root)?;
+        expect(&data, "broadcast", &|index| number(root.get(), index))?;
+    }
+    let (input, output) = (buffer(len)?, zeros(len * world.count())?);
+    let (_, output) = nccl.all_gather_async(input, output)?.wait()?;
+    expect(&output, "all_gather", &|index| number((index / len) as u32, index % len))?;
+    let (input, output) = (buffer(len * world.count())?, zeros(len)?);
+    let (_, output) = nccl.reduce_scatter_async(input, output, ReduceOp::Sum)?.wait()?;
+    expect(&output, "reduce_scatter", &|index| sum(me as usize * len + index))?;
+    let (mut input, mut output) = (buffer(len * world.count())?, zeros(len * world.count())?);
+    nccl.all_to_all(&mut input, &mut output)?;
+    expect(&output, "all_to_all", &|index| number((index / len) as u32, me as usize * len + index % len))?;
+    nccl.barrier()?;
+
+    // Around the ring, and back.
+    let next = Rank::new((me + 1) % world.get());
+    let previous = Rank::new((me + world.get() - 1) % world.get());
+    let calls = nccl.group_calls().send(buffer(len)?, next).recv(zeros(len)?, previous);
+    let both = calls.launch()?.wait()?;
+    expect(&both[1], "recv", &|index| number(previous.get(), index))?;
+    if me == 0 && world.count() > 1 {
+        nccl.send(&mut buffer(len)?, Rank::new(1))?;
+    } else if me == 1 {
+        let mut data = zeros(len)?;
+        nccl.recv(&mut data, Rank::MAIN)?;
+        expect(&data, "recv", &|index| number(0, index))?;
+    }
+    // Several as one.
+    let calls =
+        nccl.group_calls().all_reduce(buffer(len)?, ReduceOp::Sum).broadcast(buffer(len)?, Rank::MAIN);
+    let results = calls.reduce(buffer(len)?, Rank::MAIN, ReduceOp::Sum).launch()?.wait()?;
+    expect(&results[0], "all_reduce in a group", &sum)?;
+    expect(&results[1], "broadcast in a group", &|index| number(0, index))?;
+    Ok(())
+}
+
+/// A work that is dropped keeps its memory until the call is done, and the communicator ends after it.
+fn kept(nccl: &Communicator) -> Result<()> {
+    for _ in 0..20 {
+        drop(
+            nccl.all_reduce_async(DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 5000])?, ReduceOp::Sum)?,
+        );
+    }
+    nccl.barrier()
+}
+
+fn misuse(nccl: &Communicator) -> Result<()> {
+    let stream = nccl.stream();
+    let mut data = DeviceBuffer::from_slice(stream, &[1.0f32; 4])?;
+    let mut short = DeviceBuffer::<f32>::zeroed(stream, 7)?;
+    let refused = [
+        nccl.all_reduce(&mut data, ReduceOp::BXor),
+        nccl.all_gather(&mut data, &mut short),
+        nccl.broadcast(&mut data, Rank::new(2)),
+        data.write(stream, &[1.0; 3]),
+    ];
+    for outcome in refused {
+        let error = outcome.unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+    }
+    let other = Device::open(1 - nccl.device().ordinal())?;
+    let elsewhere = phalanx_nccl::Stream::new(&other)?;
+    let mut far = DeviceBuffer::from_slice(&elsewhere, &[1.0f32])?;
+    let error = nccl.all_reduce(&mut far, ReduceOp::Sum).unwrap_err();
+    assert!(error.to_string().contains("the memory is on device"), "{error}");
+    let error = Device::open(1000).unwrap_err();
+    assert!(error.to_string().contains("there is no CUDA device 1000"), "{error}");
+    nccl.all_reduce(&mut data, ReduceOp::Sum)?;
+    assert_eq!(data.to_vec(stream)?, [2.0; 4]);
+    Ok(())
+}
+
+fn hybrid(group: DeviceGroup) -> Result<()> {
+    check_both(&group)?;
+    let ranks = group.host().world_size();
+    let pair: Vec<Rank> = ranks.ranks().filter(|rank| *rank != Rank::new(1)).collect();
+    let part = group.new_group(&pair)?;
+    assert_eq!(part.is_some(), group.host().rank() != Rank::new(1));
+    if let Some(part) = part {
+        assert_eq!(part.device().world_size().count(), pair.len());
+        check_both(&part)?;
+    }
+    let Some(part) = group.split(Some(group.host().rank().get() % 2), 0)? else { unreachable!() };
+    check_both(&part)?;
+    check_both(&group)
+}
+
+fn check_both(group: &DeviceGroup) -> Result<()> {
+    let world = group.host().world_size().get() as f32;
+    let mut host = [1.0f32; 3];
+    group.all_reduce(&mut host[..], ReduceOp::Sum)?;
+    assert_eq!(host, [world; 3]);
+    let stream = group.device().stream();
+    let mut device = DeviceBuffer::from_slice(stream, &[1.0f32; 3])?;
+    group.all_reduce(&mut device, ReduceOp::Sum)?;
+    group.broadcast(&mut device, Rank::MAIN)?;
+    assert_eq!(device.to_vec(stream)?, host);
+    Ok(())
+}

@@ -1,0 +1,190 @@
+//! Failures: every survivor gets a named error, and nobody hangs.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use phalanx::{Error, Rank, ReduceOp, Result};
+use phalanx_nccl::{Communicator, Device, DeviceBuffer};
+
+use crate::world::World;
+use crate::{Needs, Test};
+
+pub const TESTS: &[Test] = &[
+    ("a_rank_that_dies_is_named_though_nccl_says_nothing", 3, Needs::Nothing, dies),
+    ("a_rank_that_dies_is_named_and_not_only_its_connection", 3, Needs::StandIn, dies_with_remote_error),
+    ("a_rank_that_is_stopped_is_named", 3, Needs::Nothing, stopped),
+    ("a_rank_that_does_not_call_ends_with_the_time_out_of_the_call", 2, Needs::Nothing, late),
+    ("a_rank_that_leaves_is_named", 2, Needs::Nothing, leaves),
+    ("an_error_of_nccl_reaches_every_rank", 3, Needs::StandIn, asynchronous),
+    ("a_launch_that_is_refused_reaches_every_rank", 3, Needs::StandIn, refused),
+    ("a_call_that_hangs_on_one_device_ends_with_its_time_out", 2, Needs::StandIn, hangs),
+    ("the_program_ends_it_alone", 1, Needs::Nothing, aborts_alone),
+    ("the_program_ends_it_on_every_rank", 3, Needs::Nothing, aborts),
+    ("an_abort_that_does_not_return_holds_nobody_up", 2, Needs::StandIn, abort_hangs),
+    ("a_failure_of_the_group_is_one_of_the_communicator", 2, Needs::Nothing, one_failure),
+];
+
+/// The call in which the fault comes.
+const FAULT: u64 = 3;
+
+pub fn play(role: &str) -> Result<()> {
+    let group = phalanx::init()?;
+    let me = group.rank().get();
+    let device = Device::of_local_rank(&group)?;
+    let nccl = Communicator::new(&group, &device)?;
+    let nccl = nccl.with_timeout(Duration::from_secs(if ["late", "hangs", "abort_hangs"].contains(&role) {
+        2
+    } else {
+        100
+    }));
+    let mut data = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 1000])?;
+    for _ in 0..FAULT {
+        // The stand-in's faults count launches too.
+        data = nccl.all_reduce_async(data, ReduceOp::Avg)?.wait()?;
+    }
+    match role {
+        "dies" if me == 1 => std::process::abort(),
+        "stopped" if me == 1 => {
+            Command::new("kill").args(["-STOP", &std::process::id().to_string()]).status().unwrap();
+        }
+        "late" | "leaves" if me == 1 => {
+            if role == "late" {
+                let started = Instant::now();
+                while nccl.failure().is_none() {
+                    assert!(started.elapsed() < Duration::from_secs(60));
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                return nccl.all_reduce(&mut data, ReduceOp::Sum);
+            }
+            return Ok(());
+        }
+        "aborts" if me == 0 => {
+            let ending = nccl.clone();
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(300));
+                ending.abort(Error::other("the loss is NaN"));
+            });
+            if nccl.world_size().count() == 1 {
+                // Alone nothing keeps a call waiting.
+                while nccl.failure().is_none() {
+                    nccl.all_reduce(&mut data, ReduceOp::Sum)
+                        .or_else(|error| error.is_aborted().then_some(()).ok_or(error))?;
+                }
+            } else {
+                // The others call it, and this one does not: they wait.
+                while nccl.failure().is_none() {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            }
+        }
+        "one_failure" if me == 1 => {
+            group.abort(Error::other("enough"));
+        }
+        _ => {}
+    }
+    let outcome = nccl.all_reduce_async(data, ReduceOp::Sum).and_then(|work| work.wait());
+    let error = outcome.map(drop).expect_err("there was a fault");
+    // It stays failed, and so does the group.
+    let again = nccl.barrier().unwrap_err();
+    assert_eq!(again.peer(), error.peer(), "{again}");
+    assert!(nccl.group().barrier().is_err() && nccl.failure().is_some());
+    // A call that is refused does not wait for the abort.
+    let started = Instant::now();
+    while nccl.is_aborting() && role != "abort_hangs" {
+        assert!(started.elapsed() < Duration::from_secs(60));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let peer = error.peer().map_or("nobody".to_owned(), |peer: Rank| peer.to_string());
+    println!(
+        "blames {peer}, in {:?} {:?}, timeout {}",
+        error.operation(),
+        error.sequence(),
+        error.is_timeout()
+    );
+    Err(error)
+}
+
+/// The call that fails, as an error names it.
+const CALL: &str = "in Some(\"cuda all_reduce(sum, 1000 x f32)\") Some(Sequence(3))";
+
+fn check(outputs: &[String], ranks: &[usize], parts: &[&str]) {
+    for rank in ranks {
+        for part in parts {
+            assert!(outputs[*rank].contains(part), "rank {rank} does not say {part:?}: {}", outputs[*rank]);
+        }
+    }
+}
+
+fn dies() {
+    let outputs = World::start("faults::dies", 3, &[], &[]).outputs();
+    check(&outputs, &[0, 2], &["blames 1", CALL, "rank 1 (", "died"]);
+}
+
+fn dies_with_remote_error() {
+    let outputs = World::start("faults::dies", 3, &[("STANDIN_NCCL_REMOTE_ERROR", "1")], &[]).outputs();
+    check(&outputs, &[0, 2], &["blames 1", CALL, "rank 1 (", "died"]);
+}
+
+fn stopped() {
+    let mut world = World::start("faults::stopped", 3, &[], &[]);
+    let outputs = [0, 2].map(|rank| world.output(rank));
+    for output in outputs {
+        check(&[output], &[0], &["blames 1", CALL, "has not been heard of"]);
+    }
+    assert!(world.pid(1) > 0);
+    world.kill(1);
+}
+
+fn late() {
+    let outputs = World::start("faults::late", 2, &[], &[]).outputs();
+    check(&outputs[..1], &[0], &[CALL, "timeout true", "the device has not ended it in time"]);
+    check(&outputs, &[1], &["rank 0 (", "cuda all_reduce(sum, 1000 x f32) #3"]);
+}
+
+fn leaves() {
+    let outputs = World::start("faults::leaves", 2, &[], &[]).outputs();
+    check(&outputs, &[0], &["blames 1", CALL, "has left the group"]);
+    assert_eq!(outputs[1].trim(), "done");
+}
+
+fn asynchronous() {
+    let outputs = World::start("faults::error", 3, &[("STANDIN_NCCL_FAULT", "error:1:3")], &[]).outputs();
+    check(&outputs, &[0, 1, 2], &[CALL, "rank 1 (", "internal error: the stand-in was told to fail"]);
+}
+
+fn refused() {
+    let outputs =
+        World::start("faults::error", 3, &[("STANDIN_NCCL_FAULT", "launch_error:1:3")], &[]).outputs();
+    check(
+        &outputs,
+        &[0, 1, 2],
+        &[CALL, "rank 1 (", "ncclGroupEnd: unhandled cuda error: the stand-in was told"],
+    );
+}
+
+fn hangs() {
+    let outputs = World::start("faults::hangs", 2, &[("STANDIN_NCCL_FAULT", "hang:1:3")], &[]).outputs();
+    check(&outputs, &[0, 1], &[CALL, "timeout true"]);
+}
+
+fn aborts_alone() {
+    check(&World::start("faults::aborts", 1, &[], &[]).outputs(), &[0], &["the loss is NaN"]);
+}
+
+fn aborts() {
+    let outputs = World::start("faults::aborts", 3, &[], &[]).outputs();
+    check(&outputs, &[0, 1, 2], &["rank 0 (", "the loss is NaN", CALL]);
+}
+
+fn abort_hangs() {
+    let started = Instant::now();
+    let variables = [("STANDIN_NCCL_FAULT", "hang:1:3"), ("STANDIN_NCCL_ABORT_HANG", "100000")];
+    let outputs = World::start("faults::abort_hangs", 2, &variables, &[]).outputs();
+    check(&outputs, &[0, 1], &[CALL, "timeout true"]);
+    assert!(started.elapsed() < Duration::from_secs(90));
+}
+
+fn one_failure() {
+    let outputs = World::start("faults::one_failure", 2, &[], &[]).outputs();
+    check(&outputs, &[0, 1], &["rank 1 (", "enough"]);
+}

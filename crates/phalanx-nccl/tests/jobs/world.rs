@@ -1,0 +1,78 @@
+//! Processes that are the ranks of a job.
+
+use std::io::Read;
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Set for a rank: what it does.
+pub const ROLE: &str = "PHALANX_TEST_NCCL_ROLE";
+/// No test takes so long, even on a slow machine; what does hangs.
+const HANGS: Duration = Duration::from_secs(150);
+
+/// The ranks, until they are waited for.
+pub struct World(Vec<Child>);
+
+impl World {
+    /// Starts `ranks` processes in this role. `variables` are for all, or for one rank.
+    pub fn start(role: &str, ranks: u32, variables: &[(&str, &str)], of_rank: &[(u32, &str, &str)]) -> Self {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let start = |rank: u32| {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.env(ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
+            command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", ranks.to_string());
+            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+            command.envs(variables.iter().copied());
+            command.envs(of_rank.iter().filter(|(of, ..)| *of == rank).map(|(_, name, value)| (name, value)));
+            command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap()
+        };
+        Self((0..ranks).map(start).collect())
+    }
+
+    /// The process id of a rank.
+    pub fn pid(&self, rank: usize) -> u32 {
+        self.0[rank].id()
+    }
+
+    /// Kills a rank, which may be stopped.
+    pub fn kill(&mut self, rank: usize) {
+        self.0[rank].kill().unwrap();
+    }
+
+    /// What rank `rank` prints, when it has ended.
+    pub fn output(&mut self, rank: usize) -> String {
+        let deadline = Instant::now() + HANGS;
+        while self.0[rank].try_wait().unwrap().is_none() {
+            if Instant::now() > deadline {
+                self.0.iter_mut().for_each(|rank| drop(rank.kill()));
+                panic!("rank {rank} hangs");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let mut text = String::new();
+        self.0[rank].stdout.take().unwrap().read_to_string(&mut text).unwrap();
+        text
+    }
+
+    /// What all print, when they have ended.
+    pub fn outputs(mut self) -> Vec<String> {
+        (0..self.0.len()).map(|rank| self.output(rank)).collect()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        for rank in &mut self.0 {
+            // Those that have ended are only waited for.
+            let _ = rank.kill();
+            let _ = rank.wait();
+        }
+    }
+}
+
+/// Starts a world, and checks that every rank prints "done".
+pub fn all_done(role: &str, ranks: u32, variables: &[(&str, &str)]) {
+    for (rank, output) in World::start(role, ranks, variables, &[]).outputs().into_iter().enumerate() {
+        assert_eq!(output.trim(), "done", "rank {rank} of {ranks}");
+    }
+}

@@ -1,0 +1,340 @@
+/* A stand-in for libcuda.so.1 that executes on the host: see README.md. It is no GPU. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int CUresult;
+typedef struct context *CUcontext;
+typedef struct stream *CUstream;
+typedef struct event *CUevent;
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
+       INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600 };
+
+#define MOST_DEVICES 64
+#define DEPTH 16
+
+struct context { int device; int retained; };
+struct job { void (*run)(void *); void *data; struct job *next; };
+struct stream {
+    int device, ended;
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct job *first, *last;
+    uint64_t queued, done;
+    struct stream *next;
+};
+struct event { pthread_mutex_t lock; pthread_cond_t changed; uint64_t recorded, reached; int references; };
+struct block { char *start; size_t bytes; int device; struct block *next; };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct context contexts[MOST_DEVICES];
+static struct stream *streams, *defaults[MOST_DEVICES];
+static struct block *blocks;
+static int initialised;
+static __thread CUcontext current[DEPTH];
+static __thread int depth;
+
+static int devices(void) {
+    const char *text = getenv("STANDIN_CUDA_DEVICES");
+    int count = text ? atoi(text) : 8;
+    return count < MOST_DEVICES ? count : MOST_DEVICES;
+}
+
+/* For the stand-in of NCCL: the device of this thread, or -1. */
+int standin_current_device(void) { return depth ? current[depth - 1]->device : -1; }
+
+/* For the stand-in of NCCL: does the device have these bytes? */
+int standin_has(const void *pointer, size_t bytes, int device) {
+    int found = bytes == 0;
+    pthread_mutex_lock(&lock);
+    for (struct block *b = blocks; b && !found; b = b->next)
+        found = b->device == device && (char *)pointer >= b->start && (char *)pointer + bytes <= b->start + b->bytes;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+CUresult cuInit(unsigned flags) {
+    if (flags) return INVALID_VALUE;
+    if (devices() < 1) return NO_DEVICE;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MOST_DEVICES; i++) contexts[i].device = i;
+    initialised = 1;
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+CUresult cuDriverGetVersion(int *version) { *version = 12040; return SUCCESS; }
+
+static const char *name_of(CUresult code) {
+    switch (code) {
+        case INVALID_VALUE: return "CUDA_ERROR_INVALID_VALUE";
+        case OUT_OF_MEMORY: return "CUDA_ERROR_OUT_OF_MEMORY";
+        case NOT_INITIALIZED: return "CUDA_ERROR_NOT_INITIALIZED";
+        case NO_DEVICE: return "CUDA_ERROR_NO_DEVICE";
+        case INVALID_DEVICE: return "CUDA_ERROR_INVALID_DEVICE";
+        case INVALID_CONTEXT: return "CUDA_ERROR_INVALID_CONTEXT";
+        case INVALID_HANDLE: return "CUDA_ERROR_INVALID_HANDLE";
+        case NOT_READY: return "CUDA_ERROR_NOT_READY";
+        default: return NULL;
+    }
+}
+CUresult cuGetErrorName(CUresult code, const char **text) { return (*text = name_of(code)) ? SUCCESS : INVALID_VALUE; }
+CUresult cuGetErrorString(CUresult code, const char **text) {
+    *text = name_of(code) ? "said by the stand-in" : NULL;
+    return *text ? SUCCESS : INVALID_VALUE;
+}
+
+CUresult cuDeviceGetCount(int *count) { *count = devices(); return initialised ? SUCCESS : NOT_INITIALIZED; }
+CUresult cuDeviceGet(int *device, int ordinal) {
+    if (ordinal < 0 || ordinal >= devices()) return INVALID_DEVICE;
+    *device = ordinal;
+    return SUCCESS;
+}
+CUresult cuDeviceGetName(char *name, int length, int device) {
+    snprintf(name, length, "Stand-in, no GPU (%d)", device);
+    return SUCCESS;
+}
+CUresult cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = (size_t)1 << 30; return SUCCESS; }
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, int device) {
+    pthread_mutex_lock(&lock);
+    contexts[device].retained++;
+    pthread_mutex_unlock(&lock);
+    *context = &contexts[device];
+    return SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRelease_v2(int device) {
+    pthread_mutex_lock(&lock);
+    CUresult code = contexts[device].retained-- > 0 ? SUCCESS : INVALID_CONTEXT;
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+CUresult cuCtxPushCurrent_v2(CUcontext context) {
+    if (!context || !context->retained || depth == DEPTH) return INVALID_CONTEXT;
+    current[depth++] = context;
+    return SUCCESS;
+}
+CUresult cuCtxPopCurrent_v2(CUcontext *context) {
+    if (!depth) return INVALID_CONTEXT;
+    *context = current[--depth];
+    return SUCCESS;
+}
+CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return SUCCESS; }
+
+/* A stream is a thread that does one job after the other. */
+static void *work(void *argument) {
+    CUstream stream = argument;
+    pthread_mutex_lock(&stream->lock);
+    for (;;) {
+        while (!stream->first && !stream->ended) pthread_cond_wait(&stream->changed, &stream->lock);
+        struct job *job = stream->first;
+        if (!job) break;
+        stream->first = job->next;
+        pthread_mutex_unlock(&stream->lock);
+        job->run(job->data);
+        free(job);
+        pthread_mutex_lock(&stream->lock);
+        stream->done++;
+        pthread_cond_broadcast(&stream->changed);
+    }
+    pthread_mutex_unlock(&stream->lock);
+    return NULL;
+}
+
+static CUstream start_stream(int device) {
+    CUstream stream = calloc(1, sizeof *stream);
+    stream->device = device;
+    pthread_mutex_init(&stream->lock, NULL);
+    pthread_cond_init(&stream->changed, NULL);
+    if (pthread_create(&stream->thread, NULL, work, stream)) { free(stream); return NULL; }
+    pthread_mutex_lock(&lock);
+    stream->next = streams;
+    streams = stream;
+    pthread_mutex_unlock(&lock);
+    return stream;
+}
+
+CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority) {
+    (void)flags, (void)priority;
+    if (!depth) return INVALID_CONTEXT;
+    *stream = start_stream(standin_current_device());
+    return *stream ? SUCCESS : OUT_OF_MEMORY;
+}
+
+/* The stream itself, or the default one of the current device; NULL if it is not of this device. */
+static CUstream resolve(CUstream stream) {
+    int device = standin_current_device();
+    if (device < 0) return NULL;
+    if (!stream) {
+        if (!defaults[device]) defaults[device] = start_stream(device);
+        return defaults[device];
+    }
+    return stream->device == device && !stream->ended ? stream : NULL;
+}
+
+static CUresult enqueue(CUstream stream, void (*run)(void *), void *data) {
+    if (!(stream = resolve(stream))) return INVALID_HANDLE;
+    struct job *job = malloc(sizeof *job);
+    *job = (struct job){run, data, NULL};
+    pthread_mutex_lock(&stream->lock);
+    if (stream->first) stream->last->next = job; else stream->first = job;
+    stream->last = job;
+    stream->queued++;
+    pthread_cond_broadcast(&stream->changed);
+    pthread_mutex_unlock(&stream->lock);
+    return SUCCESS;
+}
+
+static void await_idle(CUstream stream) {
+    pthread_mutex_lock(&stream->lock);
+    uint64_t until = stream->queued;
+    while (stream->done < until) pthread_cond_wait(&stream->changed, &stream->lock);
+    pthread_mutex_unlock(&stream->lock);
+}
+
+/* As the real one, it ends when what is queued is done, and does not wait for that. */
+CUresult cuStreamDestroy_v2(CUstream stream) {
+    if (!resolve(stream)) return INVALID_HANDLE;
+    pthread_mutex_lock(&stream->lock);
+    stream->ended = 1;
+    pthread_cond_broadcast(&stream->changed);
+    pthread_mutex_unlock(&stream->lock);
+    return SUCCESS;
+}
+
+CUresult cuLaunchHostFunc(CUstream stream, void (*run)(void *), void *data) { return enqueue(stream, run, data); }
+
+CUresult cuEventCreate(CUevent *event, unsigned flags) {
+    (void)flags;
+    if (!depth) return INVALID_CONTEXT;
+    *event = calloc(1, sizeof **event);
+    pthread_mutex_init(&(*event)->lock, NULL);
+    pthread_cond_init(&(*event)->changed, NULL);
+    (*event)->references = 1;
+    return SUCCESS;
+}
+static void release(CUevent event) {
+    pthread_mutex_lock(&event->lock);
+    int left = --event->references;
+    pthread_mutex_unlock(&event->lock);
+    if (!left) free(event);
+}
+CUresult cuEventDestroy_v2(CUevent event) { release(event); return SUCCESS; }
+
+struct mark { CUevent event; uint64_t number; };
+static struct mark *mark(CUevent event, uint64_t number) {
+    struct mark *mark = malloc(sizeof *mark);
+    *mark = (struct mark){event, number};
+    event->references++;
+    return mark;
+}
+static void reach(void *data) {
+    struct mark *mark = data;
+    pthread_mutex_lock(&mark->event->lock);
+    if (mark->event->reached < mark->number) mark->event->reached = mark->number;
+    pthread_cond_broadcast(&mark->event->changed);
+    pthread_mutex_unlock(&mark->event->lock);
+    release(mark->event);
+    free(mark);
+}
+static void await(void *data) {
+    struct mark *mark = data;
+    pthread_mutex_lock(&mark->event->lock);
+    while (mark->event->reached < mark->number) pthread_cond_wait(&mark->event->changed, &mark->event->lock);
+    pthread_mutex_unlock(&mark->event->lock);
+    release(mark->event);
+    free(mark);
+}
+CUresult cuEventRecord(CUevent event, CUstream stream) {
+    if (!resolve(stream)) return INVALID_HANDLE;
+    pthread_mutex_lock(&event->lock);
+    struct mark *end = mark(event, ++event->recorded);
+    pthread_mutex_unlock(&event->lock);
+    return enqueue(stream, reach, end);
+}
+CUresult cuEventQuery(CUevent event) {
+    if (!depth) return INVALID_CONTEXT;
+    pthread_mutex_lock(&event->lock);
+    CUresult code = event->reached >= event->recorded ? SUCCESS : NOT_READY;
+    pthread_mutex_unlock(&event->lock);
+    return code;
+}
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
+    if (flags || !resolve(stream)) return INVALID_HANDLE;
+    pthread_mutex_lock(&event->lock);
+    struct mark *until = mark(event, event->recorded);
+    pthread_mutex_unlock(&event->lock);
+    return enqueue(stream, await, until);
+}
+
+CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) {
+    if (!depth) return INVALID_CONTEXT;
+    if (bytes == 0) return INVALID_VALUE;
+    if (bytes > (size_t)1 << 30) return OUT_OF_MEMORY;
+    struct block *block = malloc(sizeof *block);
+    *block = (struct block){malloc(bytes), bytes, standin_current_device(), NULL};
+    memset(block->start, 0xa5, bytes);
+    pthread_mutex_lock(&lock);
+    block->next = blocks;
+    blocks = block;
+    pthread_mutex_unlock(&lock);
+    *pointer = (uintptr_t)block->start;
+    return SUCCESS;
+}
+/* As the real one, it waits for all that is queued on the device. */
+CUresult cuMemFree_v2(uint64_t pointer) {
+    if (!depth) return INVALID_CONTEXT;
+    pthread_mutex_lock(&lock);
+    struct stream *list = streams;
+    pthread_mutex_unlock(&lock);
+    for (; list; list = list->next)
+        if (list->device == standin_current_device()) await_idle(list);
+    pthread_mutex_lock(&lock);
+    struct block **at = &blocks, *found = NULL;
+    while (*at && (uintptr_t)(*at)->start != pointer) at = &(*at)->next;
+    if ((found = *at)) *at = found->next;
+    pthread_mutex_unlock(&lock);
+    if (!found) return INVALID_VALUE;
+    memset(found->start, 0xdd, found->bytes);
+    free(found->start);
+    free(found);
+    return SUCCESS;
+}
+
+struct copy { void *to; const void *from; size_t bytes; int value; };
+static void copy(void *data) {
+    struct copy *copy = data;
+    if (copy->from) memcpy(copy->to, copy->from, copy->bytes); else memset(copy->to, copy->value, copy->bytes);
+    free(copy);
+}
+static CUresult copy_on(CUstream stream, void *to, const void *from, size_t bytes, int value) {
+    struct copy *job = malloc(sizeof *job);
+    *job = (struct copy){to, from, bytes, value};
+    return enqueue(stream, copy, job);
+}
+CUresult cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, CUstream stream) {
+    if (!standin_has((void *)to, bytes, standin_current_device())) return INVALID_VALUE;
+    return copy_on(stream, (void *)to, NULL, bytes, value);
+}
+/* Copies from and to ordinary memory of the host are done when they return, as the real ones are. */
+CUresult cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, CUstream stream) {
+    if (!standin_has((void *)to, bytes, standin_current_device())) return INVALID_VALUE;
+    CUresult code = copy_on(stream, (void *)to, from, bytes, 0);
+    if (!code) await_idle(resolve(stream));
+    return code;
+}
+CUresult cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, CUstream stream) {
+    if (!standin_has((void *)from, bytes, standin_current_device())) return INVALID_VALUE;
+    CUresult code = copy_on(stream, to, (void *)from, bytes, 0);
+    if (!code) await_idle(resolve(stream));
+    return code;
+}
+CUresult cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, CUstream stream) {
+    int device = standin_current_device();
+    if (!standin_has((void *)to, bytes, device) || !standin_has((void *)from, bytes, device)) return INVALID_VALUE;
+    return copy_on(stream, (void *)to, (void *)from, bytes, 0);
+}

@@ -1,0 +1,416 @@
+/* A stand-in for libnccl.so.2 that executes on the host, between processes of one machine: see README.md. It is no GPU.
+ *
+ * Everything is made of messages. Each pair of ranks has a box for one piece of a message in memory that the processes share; rank 0 makes
+ * that memory, and its identity is where the others find it. A launch becomes a list of sends and receives, which advance together, and of
+ * reductions that follow. It runs as a host function on the stream that it was launched on. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+typedef int ncclResult_t;
+typedef struct comm *ncclComm_t;
+typedef struct stream *cudaStream_t;
+typedef struct { char internal[128]; } ncclUniqueId;
+typedef struct { size_t size; unsigned magic, version; int blocking, cga, least, most; const char *net; int share; } ncclConfig_t;
+enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5,
+       REMOTE_ERROR = 6, IN_PROGRESS = 7 };
+
+int standin_current_device(void);
+int standin_has(const void *pointer, size_t bytes, int device);
+int cuLaunchHostFunc(cudaStream_t stream, void (*run)(void *), void *data);
+int cuCtxPushCurrent_v2(void *context);
+int cuCtxPopCurrent_v2(void **context);
+int cuDevicePrimaryCtxRetain(void **context, int device);
+
+#define MOST_RANKS 8
+#define PIECE 65536
+
+struct box { atomic_int full; int bytes; char data[PIECE]; };
+struct shared {
+    atomic_int arrived[MOST_RANKS], finalized[MOST_RANKS], device[MOST_RANKS], pid[MOST_RANKS];
+    struct box box[MOST_RANKS][MOST_RANKS]; /* from, to */
+};
+struct comm {
+    int rank, ranks, device, launches, slow;
+    struct shared *shared;
+    atomic_int state, aborted, pending;
+};
+enum kind { ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND, RECV };
+struct call { enum kind kind; const char *from; char *to; size_t count; int type, op, peer; ncclComm_t comm; cudaStream_t stream; };
+struct message { char *data; size_t bytes, done; int peer, sends; struct message *next; };
+struct reduction { char *parts, *to; size_t count; int type, op, ranks; struct reduction *next; };
+struct launch {
+    ncclComm_t comm;
+    cudaStream_t stream;
+    struct message *messages;
+    struct reduction *reductions;
+    int never, fails;
+};
+
+static char last_error[256];
+static __thread int group_depth, call_count;
+static __thread struct call calls[256];
+
+static ncclResult_t fail(ncclResult_t code, const char *text) {
+    snprintf(last_error, sizeof last_error, "%s", text);
+    return code;
+}
+static void nap(long microseconds) { usleep(microseconds); }
+static int number(const char *name, int otherwise) {
+    const char *text = getenv(name);
+    return text ? atoi(text) : otherwise;
+}
+/* Is there a fault of this kind on this rank, now? */
+static int faulty(const char *kind, int rank, int launch) {
+    const char *fault = getenv("STANDIN_NCCL_FAULT");
+    char wanted[64];
+    snprintf(wanted, sizeof wanted, "%s:%d:%d", kind, rank, launch);
+    return fault && !strcmp(fault, wanted);
+}
+
+ncclResult_t ncclGetVersion(int *version) { *version = number("STANDIN_NCCL_VERSION", 22304); return SUCCESS; }
+const char *ncclGetErrorString(ncclResult_t code) {
+    static const char *texts[] = {"no error", "unhandled cuda error", "unhandled system error", "internal error", "invalid argument",
+                                  "invalid usage", "remote process exited or there was a network error", "NCCL operation in progress"};
+    return code >= 0 && code < 8 ? texts[code] : "unknown result code";
+}
+const char *ncclGetLastError(ncclComm_t comm) { (void)comm; return last_error; }
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
+    int file = memfd_create("standin-nccl", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, sizeof(struct shared))) return fail(SYSTEM_ERROR, "no memory to share");
+    memset(id, 0, sizeof *id);
+    snprintf(id->internal, sizeof id->internal, "/proc/%d/fd/%d", getpid(), file);
+    return SUCCESS;
+}
+
+/* Waits for all ranks, beside the caller. */
+static void *meet(void *argument) {
+    ncclComm_t comm = argument;
+    struct shared *shared = comm->shared;
+    int rank = comm->rank;
+    if (faulty("init_error", rank, 0)) {
+        fail(0, "the stand-in was told to fail");
+        atomic_store(&comm->state, SYSTEM_ERROR);
+        goto over;
+    }
+    while (faulty("init_hang", rank, 0) && !comm->aborted) nap(500);
+    shared->device[rank] = comm->device;
+    shared->pid[rank] = getpid();
+    atomic_store(&shared->arrived[rank], 1);
+    for (int other = 0; other < comm->ranks; other++)
+        while (!atomic_load(&shared->arrived[other]) && !comm->aborted) nap(200);
+    if (comm->aborted) goto over;
+    int state = SUCCESS;
+    for (int a = 0; a < comm->ranks; a++)
+        for (int b = 0; b < a; b++)
+            if (shared->device[a] == shared->device[b]) {
+                char text[128];
+                snprintf(text, sizeof text, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %d", b, a, (int)shared->device[a]);
+                state = fail(INVALID_USAGE, text);
+            }
+    atomic_store(&comm->state, state);
+over:
+    atomic_fetch_sub(&comm->pending, 1);
+    return NULL;
+}
+
+static int beside(void *(*run)(void *), ncclComm_t comm) {
+    pthread_t thread;
+    atomic_fetch_add(&comm->pending, 1);
+    if (pthread_create(&thread, NULL, run, comm)) return 0;
+    return !pthread_detach(thread);
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
+    if (config->magic != 0xcafebeef || config->size < sizeof *config || config->version < 21800 || config->blocking != 0)
+        return fail(INVALID_ARGUMENT, "a configuration that the stand-in does not know");
+    if (ranks < 1 || ranks > MOST_RANKS || rank < 0 || rank >= ranks) return fail(INVALID_ARGUMENT, "a rank that the stand-in does not know");
+    if (standin_current_device() < 0) return fail(CUDA_ERROR, "no current device");
+    int file = open(id.internal, O_RDWR | O_CLOEXEC);
+    if (file < 0) return fail(SYSTEM_ERROR, "the process of rank 0 is gone");
+    ncclComm_t made = calloc(1, sizeof *made);
+    made->shared = mmap(NULL, sizeof(struct shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    made->rank = rank, made->ranks = ranks, made->device = standin_current_device();
+    made->slow = number("STANDIN_NCCL_SLOW_LAUNCH", 0);
+    atomic_store(&made->state, IN_PROGRESS);
+    *comm = made;
+    return beside(meet, made) ? IN_PROGRESS : fail(SYSTEM_ERROR, "no thread");
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state) {
+    *state = atomic_load(&comm->state);
+    return SUCCESS;
+}
+
+static size_t size_of(int type) { return (const size_t[]){1, 1, 4, 4, 8, 8, 2, 4, 8, 2}[type]; }
+
+static float from_f16(uint16_t half) {
+    uint32_t sign = (uint32_t)(half >> 15) << 31, exponent = half >> 10 & 31, fraction = half & 1023, bits;
+    float value;
+    if (exponent == 31) bits = sign | 0x7f800000 | fraction << 13;
+    else if (exponent) bits = sign | (exponent + 112) << 23 | fraction << 13;
+    else return (sign ? -1 : 1) * (float)fraction / 16777216.0f;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static uint16_t to_f16(float value) { /* of the 63488 finite ones the nearest, by halving the distance */
+    uint16_t sign = value < 0 ? 0x8000 : 0, low = 0, high = 0x7c00;
+    float size = value < 0 ? -value : value;
+    if (value != value) return 0x7e00;
+    while (high - low > 1) {
+        uint16_t middle = (low + high) / 2;
+        if (from_f16(middle) <= size) low = middle; else high = middle;
+    }
+    return sign | (high < 0x7c00 && from_f16(high) - size < size - from_f16(low) ? high : low);
+}
+static float from_bf16(uint16_t upper) {
+    uint32_t bits = (uint32_t)upper << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static uint16_t to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+#define SAME(x) (x)
+#define REDUCE_AS(TYPE, WIDE, READ, WRITE)                                                      \
+    for (size_t i = 0; i < r->count; i++) {                                                     \
+        WIDE all = READ(((TYPE *)r->parts)[i]);                                                 \
+        for (int rank = 1; rank < r->ranks; rank++) {                                           \
+            WIDE next = READ(((TYPE *)r->parts)[rank * r->count + i]);                          \
+            if (r->op == 0 || r->op == 4) all = all + next;                                     \
+            else if (r->op == 1) all = all * next;                                              \
+            else if (r->op == 2) all = next > all ? next : all;                                 \
+            else all = next < all ? next : all;                                                 \
+        }                                                                                       \
+        if (r->op == 4) all = all / (WIDE)r->ranks;                                             \
+        ((TYPE *)r->to)[i] = WRITE(all);                                                        \
+    }
+static void reduce(struct reduction *r) {
+    switch (r->type) {
+        case 0: REDUCE_AS(int8_t, int8_t, SAME, SAME) break;
+        case 1: REDUCE_AS(uint8_t, uint8_t, SAME, SAME) break;
+        case 2: REDUCE_AS(int32_t, int32_t, SAME, SAME) break;
+        case 3: REDUCE_AS(uint32_t, uint32_t, SAME, SAME) break;
+        case 4: REDUCE_AS(int64_t, int64_t, SAME, SAME) break;
+        case 5: REDUCE_AS(uint64_t, uint64_t, SAME, SAME) break;
+        case 6: REDUCE_AS(uint16_t, float, from_f16, to_f16) break;
+        case 7: REDUCE_AS(float, float, SAME, SAME) break;
+        case 8: REDUCE_AS(double, double, SAME, SAME) break;
+        case 9: REDUCE_AS(uint16_t, float, from_bf16, to_bf16) break;
+    }
+}
+
+/* Advances each pair's oldest message in each direction. Is anything left? */
+static int advance(struct launch *launch) {
+    struct shared *shared = launch->comm->shared;
+    int busy[2][MOST_RANKS] = {{0}}, left = 0, me = launch->comm->rank;
+    for (struct message *m = launch->messages; m; m = m->next) {
+        if (m->done > m->bytes) continue;
+        left = 1;
+        if (busy[m->sends][m->peer]) continue;
+        busy[m->sends][m->peer] = 1;
+        struct box *box = m->sends ? &shared->box[me][m->peer] : &shared->box[m->peer][me];
+        if (atomic_load(&box->full) == m->sends) continue;
+        size_t piece = m->bytes - m->done < PIECE ? m->bytes - m->done : PIECE;
+        if (m->sends) memcpy(box->data, m->data + m->done, piece); else memcpy(m->data + m->done, box->data, piece);
+        atomic_store(&box->full, m->sends);
+        m->done += piece;
+        /* A message is over with a piece that is not full, which may be empty. */
+        if (piece < PIECE) m->done = m->bytes + 1;
+    }
+    return left;
+}
+
+static int somebody_died(ncclComm_t comm) {
+    for (int rank = 0; rank < comm->ranks; rank++)
+        if (kill(comm->shared->pid[rank], 0) && errno == ESRCH) return 1;
+    return 0;
+}
+
+/* A launch, on its stream's thread. */
+static void run(void *data) {
+    struct launch *launch = data;
+    ncclComm_t comm = launch->comm;
+    const char *hold = getenv("STANDIN_NCCL_HOLD");
+    while (hold && access(hold, F_OK) && !comm->aborted) nap(500);
+    if (launch->fails) {
+        fail(0, "the stand-in was told to fail");
+        atomic_store(&comm->state, INTERNAL_ERROR);
+    }
+    for (int turns = 0; !comm->aborted && (launch->never || launch->fails || advance(launch)); turns++) {
+        if (turns > 100) nap(100);
+        if (turns % 100 == 99 && getenv("STANDIN_NCCL_REMOTE_ERROR") && somebody_died(comm)) {
+            fail(0, "socketProgress: Connection closed by remote peer");
+            atomic_store(&comm->state, REMOTE_ERROR);
+            while (!comm->aborted) nap(500);
+        }
+    }
+    for (struct reduction *r = launch->reductions, *next; r; r = next) {
+        if (!comm->aborted && r->to) reduce(r);
+        next = r->next;
+        free(r->parts);
+        free(r);
+    }
+    for (struct message *m = launch->messages, *next; m; m = next) { next = m->next; free(m); }
+    atomic_fetch_sub(&comm->pending, 1);
+    free(launch);
+}
+
+static void post(struct launch *launch, int sends, const char *data, size_t bytes, int peer) {
+    struct message *message = malloc(sizeof *message), **at = &launch->messages;
+    *message = (struct message){(char *)data, bytes, 0, peer, sends, NULL};
+    while (*at) at = &(*at)->next;
+    *at = message;
+}
+
+/* Receives all ranks' parts, to be reduced into `to`. */
+static void collect(struct launch *launch, char *to, size_t count, int type, int op) {
+    struct reduction *r = malloc(sizeof *r);
+    size_t bytes = count * size_of(type);
+    *r = (struct reduction){malloc(bytes * launch->comm->ranks + 1), to, count, type, op, launch->comm->ranks, launch->reductions};
+    for (int rank = 0; rank < launch->comm->ranks; rank++) post(launch, 0, r->parts + rank * bytes, bytes, rank);
+    launch->reductions = r;
+}
+
+static void plan(struct launch *launch, struct call *call) {
+    size_t bytes = call->count * size_of(call->type);
+    int me = launch->comm->rank, ranks = launch->comm->ranks;
+    for (int rank = 0; rank < ranks; rank++) {
+        switch (call->kind) {
+            case ALL_REDUCE: case ALL_GATHER: post(launch, 1, call->from, bytes, rank); break;
+            case REDUCE_SCATTER: post(launch, 1, call->from + rank * bytes, bytes, rank); break;
+            case BROADCAST: if (me == call->peer) post(launch, 1, call->from, bytes, rank); break;
+            case REDUCE: if (rank == call->peer) post(launch, 1, call->from, bytes, rank); break;
+            case SEND: if (rank == call->peer) post(launch, 1, call->from, bytes, rank); break;
+            case RECV: if (rank == call->peer) post(launch, 0, call->to, bytes, rank); break;
+        }
+        if (call->kind == ALL_GATHER) post(launch, 0, call->to + rank * bytes, bytes, rank);
+    }
+    if (call->kind == ALL_REDUCE || call->kind == REDUCE_SCATTER || (call->kind == REDUCE && me == call->peer))
+        collect(launch, call->to, call->count, call->type, call->op);
+    if (call->kind == BROADCAST) post(launch, 0, call->to, bytes, call->peer);
+}
+
+static ncclResult_t queue(struct launch *launch) {
+    return cuLaunchHostFunc(launch->stream, run, launch) ? fail(CUDA_ERROR, "the stream does not belong to the device") : SUCCESS;
+}
+
+/* Queues a launch later, as the real one does while it connects ranks. */
+static void *queue_later(void *argument) {
+    struct launch *launch = argument;
+    ncclComm_t comm = launch->comm;
+    void *context;
+    for (int i = 0; i < comm->slow && !comm->aborted; i++) nap(1000);
+    cuDevicePrimaryCtxRetain(&context, comm->device);
+    cuCtxPushCurrent_v2(context);
+    ncclResult_t code = queue(launch);
+    cuCtxPopCurrent_v2(&context);
+    atomic_store(&comm->state, code);
+    atomic_fetch_sub(&comm->pending, 1);
+    return NULL;
+}
+
+ncclResult_t ncclGroupStart(void) { if (!group_depth++) call_count = 0; return SUCCESS; }
+ncclResult_t ncclGroupEnd(void) {
+    if (!group_depth) return fail(INVALID_USAGE, "no group was started");
+    if (--group_depth || !call_count) return SUCCESS;
+    ncclComm_t comm = calls[0].comm;
+    int number = comm->launches++;
+    if (faulty("launch_error", comm->rank, number)) return fail(CUDA_ERROR, "the stand-in was told to fail");
+    struct launch *launch = calloc(1, sizeof *launch);
+    *launch = (struct launch){comm, calls[0].stream, NULL, NULL, faulty("hang", comm->rank, number), faulty("error", comm->rank, number)};
+    for (int i = 0; i < call_count; i++) plan(launch, &calls[i]);
+    atomic_fetch_add(&comm->pending, 1);
+    if (!comm->slow) return queue(launch);
+    pthread_t thread;
+    atomic_store(&comm->state, IN_PROGRESS);
+    atomic_fetch_add(&comm->pending, 1);
+    if (pthread_create(&thread, NULL, queue_later, launch)) return fail(SYSTEM_ERROR, "no thread");
+    pthread_detach(thread);
+    return IN_PROGRESS;
+}
+
+static ncclResult_t note(struct call call) {
+    ncclComm_t comm = call.comm;
+    if (!group_depth) return fail(INVALID_USAGE, "the stand-in wants every call in a group");
+    if (atomic_load(&comm->state) == IN_PROGRESS) return fail(INVALID_ARGUMENT, "the communicator is in progress");
+    if (atomic_load(&comm->state)) return comm->state;
+    if (standin_current_device() != comm->device) return fail(INVALID_ARGUMENT, "the current device is not the communicator's");
+    if (call_count == 256 || (call_count && (calls[0].comm != comm || calls[0].stream != call.stream)))
+        return fail(INVALID_USAGE, "more than the stand-in can do in a group");
+    if (call.type < 0 || call.type > 9 || call.op < 0 || call.op > 4 || call.peer < 0 || call.peer >= comm->ranks)
+        return fail(INVALID_ARGUMENT, "a type, operation or rank that is none");
+    size_t bytes = call.count * size_of(call.type);
+    size_t from = call.kind == REDUCE_SCATTER ? bytes * comm->ranks : bytes, to = call.kind == ALL_GATHER ? bytes * comm->ranks : bytes;
+    if ((call.from && !standin_has(call.from, from, comm->device)) || (call.to && !standin_has(call.to, to, comm->device)))
+        return fail(INVALID_ARGUMENT, "an address that is not the device's");
+    calls[call_count++] = call;
+    return SUCCESS;
+}
+
+ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, int type, int op, ncclComm_t comm, cudaStream_t stream) {
+    return note((struct call){ALL_REDUCE, from, to, count, type, op, 0, comm, stream});
+}
+ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, int type, int root, ncclComm_t comm, cudaStream_t stream) {
+    return note((struct call){BROADCAST, from, to, count, type, 0, root, comm, stream});
+}
+ncclResult_t ncclReduce(const void *from, void *to, size_t count, int type, int op, int root, ncclComm_t comm, cudaStream_t stream) {
+    return note((struct call){REDUCE, from, to, count, type, op, root, comm, stream});
+}
+ncclResult_t ncclAllGather(const void *from, void *to, size_t count, int type, ncclComm_t comm, cudaStream_t stream) {
+    return note((struct call){ALL_GATHER, from, to, count, type, 0, 0, comm, stream});
+}
+ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, int type, int op, ncclComm_t comm, cudaStream_t stream) {
+    return note((struct call){REDUCE_SCATTER, from, to, count, type, op, 0, comm, stream});
+}
+ncclResult_t ncclSend(const void *from, size_t count, int type, int peer, ncclComm_t comm, cudaStream_t stream) {
+    return note((struct call){SEND, from, NULL, count, type, 0, peer, comm, stream});
+}
+ncclResult_t ncclRecv(void *to, size_t count, int type, int peer, ncclComm_t comm, cudaStream_t stream) {
+    return note((struct call){RECV, NULL, to, count, type, 0, peer, comm, stream});
+}
+
+/* Waits until all ranks have come here, beside the caller. */
+static void *finalize(void *argument) {
+    ncclComm_t comm = argument;
+    while (atomic_load(&comm->pending) > 1 && !comm->aborted) nap(200);
+    atomic_store(&comm->shared->finalized[comm->rank], 1);
+    for (int rank = 0; rank < comm->ranks; rank++)
+        while (!atomic_load(&comm->shared->finalized[rank]) && !comm->aborted) nap(200);
+    atomic_store(&comm->state, SUCCESS);
+    atomic_fetch_sub(&comm->pending, 1);
+    return NULL;
+}
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+    if (atomic_load(&comm->state)) return comm->state;
+    atomic_store(&comm->state, IN_PROGRESS);
+    return beside(finalize, comm) ? IN_PROGRESS : fail(SYSTEM_ERROR, "no thread");
+}
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+    if (standin_current_device() != comm->device) return fail(INVALID_ARGUMENT, "the current device is not the communicator's");
+    while (atomic_load(&comm->pending)) nap(200);
+    munmap(comm->shared, sizeof(struct shared));
+    free(comm);
+    return SUCCESS;
+}
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+    nap(1000L * number("STANDIN_NCCL_ABORT_HANG", 0));
+    atomic_store(&comm->aborted, 1);
+    return ncclCommDestroy(comm);
+}
