@@ -31,7 +31,7 @@ pub(crate) fn open(variable: &str, names: &[&str]) -> Result<Opened> {
         // them runs them at its start. Whoever sets the variable names a program that he lets run.
         match unsafe { Library::new(&name) } {
             Ok(library) => return Ok(Opened { library: ManuallyDrop::new(library), name: name.into() }),
-            Err(error) => refused.push(error.to_string()),
+            Err(error) => refused.push(whole(&error)),
         }
     }
     let library = names.first().copied().unwrap_or_default();
@@ -51,10 +51,16 @@ impl Opened {
         // SAFETY: the caller says that the type is right, and the library is never closed.
         let symbol = unsafe { self.library.get::<F>(name.as_bytes()) };
         symbol.map(|symbol| *symbol).map_err(|error| {
-            Error::environment(format!("{} has no {name}: {error}", self.name.display()))
+            Error::environment(format!("{} has no {name}: {}", self.name.display(), whole(&error)))
                 .with_remedy("it is too old, or another library of the same name")
         })
     }
+}
+
+/// An error with what the loader has said.
+fn whole(error: &dyn std::error::Error) -> String {
+    let source = error.source().map_or(String::new(), |source| format!(": {source}"));
+    format!("{error}{source}")
 }
 
 /// A table of a library's functions.
@@ -88,6 +94,7 @@ mod tests {
         assert!(error.is_environment(), "{error}");
         let text = error.to_string();
         assert!(text.contains("libnosuchlibrary.so.7 cannot be opened"), "{text}");
+        assert!(text.contains("No such file or directory"), "{text}");
         assert!(text.contains("NO_SUCH_VARIABLE"), "{text}");
     }
 

@@ -142,11 +142,14 @@ impl Drop for Owner {
             // The others are not to wait for this rank.
             self.shared.group.abort(Error::aborted(format!("rank {} panicked", self.shared.group.rank())));
         }
+        self.shared.close();
+        let Some(watchdog) = self.watchdog.take() else { return };
+        // The memory of a call may have had the last handle, and the watchdog has dropped it: it ends by itself.
+        if watchdog.thread().id() == std::thread::current().id() {
+            return;
+        }
         // Its handle of the group must be gone before the program ends: else it would end without a goodbye.
-        if self.shared.close()
-            && let Some(watchdog) = self.watchdog.take()
-            && watchdog.thread().id() != std::thread::current().id()
-        {
+        if self.shared.await_end() {
             let _ = watchdog.join();
         }
     }

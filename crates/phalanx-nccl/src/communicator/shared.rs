@@ -301,12 +301,16 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// No call will come any more. Waits for the end of those in flight, which have deadlines; after a failure not for ever, because
-    /// an abort has none. Has the watchdog done its work?
-    pub(super) fn close(&self) -> bool {
-        let mut state = self.state.lock();
-        state.closed = true;
+    /// No call will come any more.
+    pub(super) fn close(&self) {
+        self.state.lock().closed = true;
         self.changed.notify_all();
+    }
+
+    /// Waits for the end of the calls in flight, which have deadlines; after a failure not for ever, because an abort has none. Has the
+    /// watchdog done its work?
+    pub(super) fn await_end(&self) -> bool {
+        let mut state = self.state.lock();
         while !state.ended && state.failure.is_none() {
             self.changed.wait(&mut state);
         }

@@ -12,8 +12,6 @@ use crate::nccl::{Comm, IN_PROGRESS, Nccl, SUCCESS};
 /// How often it looks while calls are in flight, and while none is.
 const BUSY: Duration = Duration::from_millis(5);
 const IDLE: Duration = Duration::from_millis(50);
-/// How long the abort waits for another thread's call to NCCL, which looks for the failure itself.
-const UNLOCKED: Duration = Duration::from_secs(5);
 /// The longest time for a clean end: the other ranks take part in it.
 const ENDING: Duration = Duration::from_secs(3);
 
@@ -43,9 +41,9 @@ fn look_after(shared: &Shared) {
 
 /// Aborts: NCCL stops its kernels, and frees what it has.
 fn abort(shared: &Shared) {
-    // Without the lock a call of another thread would lose its communicator. If that call never returns, the memory stays taken, and
-    // nobody waits for it.
-    let Some(handle) = shared.comm.try_lock_for(UNLOCKED).and_then(|mut comm| comm.take()) else { return };
+    // Without the lock a call of another thread would lose its communicator. It looks for the failure itself, so that it returns, unless
+    // NCCL keeps it; nobody waits for this thread longer than some seconds.
+    let Some(handle) = shared.comm.lock().take() else { return };
     if stop(&shared.nccl, shared, handle) {
         shared.aborted();
     }

@@ -3,11 +3,11 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use phalanx::{Error, Rank, ReduceOp, Result};
-use phalanx_nccl::{Communicator, Device, DeviceBuffer};
+use phalanx::{Deadline, Error, Rank, ReduceOp, Result};
+use phalanx_nccl::{Communicator, Device, DeviceBuffer, Stream};
 
 use crate::world::World;
-use crate::{Needs, Test};
+use crate::{Needs, Test, is_real};
 
 pub const TESTS: &[Test] = &[
     ("a_rank_that_dies_is_named_though_nccl_says_nothing", 3, Needs::Nothing, dies),
@@ -18,6 +18,7 @@ pub const TESTS: &[Test] = &[
     ("an_error_of_nccl_reaches_every_rank", 3, Needs::StandIn, asynchronous),
     ("a_launch_that_is_refused_reaches_every_rank", 3, Needs::StandIn, refused),
     ("a_call_that_hangs_on_one_device_ends_with_its_time_out", 2, Needs::StandIn, hangs),
+    ("a_call_behind_other_work_of_the_device_ends_with_its_time_out", 1, Needs::Nothing, behind),
     ("the_program_ends_it_alone", 1, Needs::Nothing, aborts_alone),
     ("the_program_ends_it_on_every_rank", 3, Needs::Nothing, aborts),
     ("an_abort_that_does_not_return_holds_nobody_up", 2, Needs::StandIn, abort_hangs),
@@ -32,6 +33,9 @@ pub fn play(role: &str) -> Result<()> {
     let me = group.rank().get();
     let device = Device::of_local_rank(&group)?;
     let nccl = Communicator::new(&group, &device)?;
+    if role == "behind" {
+        return wait_behind(&nccl);
+    }
     let nccl = nccl.with_timeout(Duration::from_secs(if ["late", "hangs", "abort_hangs"].contains(&role) {
         2
     } else {
@@ -104,6 +108,33 @@ pub fn play(role: &str) -> Result<()> {
     Err(error)
 }
 
+/// The collective waits for copies that take longer than its time-out; it is aborted before it has begun.
+fn wait_behind(nccl: &Communicator) -> Result<()> {
+    // Some 0.7 s on an H100, and on a slow processor.
+    let (elements, copies) = if is_real() { (1 << 28, 900) } else { (1 << 22, 900) };
+    let compute = Stream::new(nccl.device())?;
+    let source = DeviceBuffer::<f32>::zeroed(&compute, elements)?;
+    let mut target = DeviceBuffer::zeroed(&compute, elements)?;
+    let buffers =
+        (DeviceBuffer::<f32>::zeroed(&compute, 1000)?, DeviceBuffer::<f32>::zeroed(&compute, 1000)?);
+    // The first call of a communicator sets it up, and may wait for the device meanwhile.
+    let buffers = nccl.all_gather_async(buffers.0, buffers.1)?.wait()?;
+    for _ in 0..copies {
+        target.copy_from(&compute, &source)?;
+    }
+    let started = Instant::now();
+    let hasty = nccl.with_timeout(Duration::from_millis(10));
+    let work = hasty.after(&compute)?.all_gather_async(buffers.0, buffers.1)?;
+    let error = work.wait().expect_err("the copies take longer");
+    println!("after {} ms, is a time-out: {}", started.elapsed().as_millis(), error.is_timeout());
+    compute.synchronize(Deadline::after(Duration::from_secs(60)))?;
+    while nccl.is_aborting() {
+        assert!(started.elapsed() < Duration::from_secs(60));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Err(error)
+}
+
 /// The call that fails, as an error names it.
 const CALL: &str = "in Some(\"cuda all_reduce(sum, 1000 x f32)\") Some(Sequence(3))";
 
@@ -165,6 +196,16 @@ fn refused() {
 fn hangs() {
     let outputs = World::start("faults::hangs", 2, &[("STANDIN_NCCL_FAULT", "hang:1:3")], &[]).outputs();
     check(&outputs, &[0, 1], &[CALL, "timeout true"]);
+}
+
+fn behind() {
+    let outputs = World::start("faults::behind", 1, &[], &[]).outputs();
+    println!("{}", outputs[0]);
+    check(
+        &outputs,
+        &[0],
+        &["is a time-out: true", "cuda all_gather(1000 x f32) #1: the device has not ended it in time"],
+    );
 }
 
 fn aborts_alone() {
