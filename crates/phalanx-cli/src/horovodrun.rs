@@ -27,7 +27,7 @@ Examples:
 
 /// Start a program with horovodrun's options
 #[derive(Args, Debug)]
-#[command(after_long_help = MANUAL, after_help = "`--help` says more.")]
+#[command(version, after_long_help = MANUAL, after_help = "`--help` says more.")]
 #[command(override_usage = "phalanx horovodrun -np N [OPTIONS] <PROGRAM> [ARGUMENTS]...")]
 pub(crate) struct Horovodrun {
     /// The number of workers, written -np
@@ -74,6 +74,10 @@ pub(crate) struct Horovodrun {
     #[arg(long)]
     autotune: bool,
 
+    /// Whatever HOROVOD_AUTOTUNE says, it does not
+    #[arg(long, conflicts_with = "autotune")]
+    no_autotune: bool,
+
     /// The file of a trace with the negotiation in it: HOROVOD_TIMELINE
     #[arg(long, value_name = "FILE")]
     timeline_filename: Option<PathBuf>,
@@ -81,6 +85,10 @@ pub(crate) struct Horovodrun {
     /// Tensors that some ranks lack are not reported: HOROVOD_STALL_CHECK_DISABLE
     #[arg(long, conflicts_with = "stall_check_warning_time_seconds")]
     no_stall_check: bool,
+
+    /// They are, whatever HOROVOD_STALL_CHECK_DISABLE says
+    #[arg(long, conflicts_with = "no_stall_check")]
+    stall_check: bool,
 
     /// After how long they are: HOROVOD_STALL_CHECK_TIME_SECONDS
     #[arg(long, value_name = "SECONDS")]
@@ -134,6 +142,10 @@ pub(crate) struct Horovodrun {
     #[arg(long)]
     timeline_mark_cycles: bool,
 
+    /// No effect: there is no MPI whose threads could be disabled
+    #[arg(long)]
+    no_mpi_threads_disable: bool,
+
     #[command(flatten)]
     refused: Refused,
 
@@ -169,12 +181,13 @@ macro_rules! refused {
 refused! {
     check_build => "check-build", "there is one build; `phalanx doctor` looks at this machine";
     network_interfaces ["value"] => "network-interfaces", "give --master-addr or --bind to `phalanx run`";
+    network_interface ["value"] => "network-interface", "give --master-addr or --bind to `phalanx run`";
     config_file ["value"] => "config-file", "give its settings as options, or as HOROVOD_* variables";
     gloo_timeout_seconds ["value"] => "gloo-timeout-seconds", "give --start-timeout";
     mpi => "mpi", "leave it out, or start the program with mpirun itself: it understands mpirun's variables";
     mpi_args ["value"] => "mpi-args", "start the program with mpirun itself: it understands mpirun's variables";
     mpi_threads_disable => "mpi-threads-disable", "there is no MPI";
-    js => "js", "start the program with jsrun and set MASTER_ADDR and MASTER_PORT";
+    jsrun => "jsrun", "start the program with jsrun and set MASTER_ADDR and MASTER_PORT";
     tcp => "tcp", "set PHALANX_TRANSPORT=tcp";
     binding_args ["value"] => "binding-args", "Phalanx chooses the processors of its threads";
     thread_affinity ["value"] => "thread-affinity", "Phalanx chooses the processors of its threads";
@@ -190,7 +203,10 @@ refused! {
     autotune_noise ["value"] => "autotune-gaussian-process-noise", "autotune tries each setting in turn";
     log_level ["value"] => "log-level", "the program's tracing subscriber decides";
     log_timestamp => "log-with-timestamp", "the program's tracing subscriber decides";
-    log_no_timestamp => "log-hide-timestamp", "the program's tracing subscriber decides";
+    log_without_timestamp => "log-without-timestamp", "the program's tracing subscriber decides";
+    log_hide_timestamp => "log-hide-timestamp", "the program's tracing subscriber decides";
+    no_log_hide_timestamp => "no-log-hide-timestamp", "the program's tracing subscriber decides";
+    no_timeline_mark_cycles => "no-timeline-mark-cycles", "the timeline always has the rounds of negotiation";
     prefix_time => "prefix-output-with-timestamp", "give --log-format json to `phalanx run`: every event has its time";
 }
 
@@ -230,18 +246,18 @@ impl Horovodrun {
         arguments.push("--".into());
         arguments.extend(self.program);
         let number = |value: Option<f64>| value.map(|value| OsString::from(value.to_string()));
-        let flag = |given: bool| given.then(|| OsString::from("1"));
+        let switch = |on: bool, off: bool| (on || off).then(|| OsString::from(if on { "1" } else { "0" }));
         let variables = [
-            (MARK, flag(true)),
+            (MARK, switch(true, false)),
             (
                 "HOROVOD_FUSION_THRESHOLD",
                 self.fusion_threshold_mb.map(|mb| mb.saturating_mul(1 << 20).to_string().into()),
             ),
             ("HOROVOD_CYCLE_TIME", number(self.cycle_time_ms)),
             ("HOROVOD_CACHE_CAPACITY", self.cache_capacity.map(|names| names.to_string().into())),
-            ("HOROVOD_AUTOTUNE", flag(self.autotune)),
+            ("HOROVOD_AUTOTUNE", switch(self.autotune, self.no_autotune)),
             ("HOROVOD_TIMELINE", self.timeline_filename.map(PathBuf::into_os_string)),
-            ("HOROVOD_STALL_CHECK_DISABLE", flag(self.no_stall_check)),
+            ("HOROVOD_STALL_CHECK_DISABLE", switch(self.no_stall_check, self.stall_check)),
             ("HOROVOD_STALL_CHECK_TIME_SECONDS", number(self.stall_check_warning_time_seconds)),
             ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", number(self.stall_check_shutdown_time_seconds)),
         ];
@@ -307,6 +323,8 @@ pub(crate) fn words(given: impl Iterator<Item = OsString>) -> Vec<OsString> {
             Some("-np") => *word = "--num-proc".into(),
             Some("-cb") => *word = "--check-build".into(),
             Some("-hostfile") => *word = "--hostfile".into(),
+            Some("-prefix-timestamp") => *word = "--prefix-output-with-timestamp".into(),
+            Some("-v") => *word = "--version".into(),
             Some(text) if text.starts_with('-') && text != "--" => {}
             _ => break,
         }
@@ -366,7 +384,19 @@ mod tests {
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=9",
         ];
         assert_eq!(translated(line).1, expected);
-        assert_eq!(translated("horovodrun --no-stall-check x").1[1], "HOROVOD_STALL_CHECK_DISABLE=1");
+        for (option, variable) in [
+            ("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE=1"),
+            ("--stall-check", "HOROVOD_STALL_CHECK_DISABLE=0"),
+            ("--no-autotune", "HOROVOD_AUTOTUNE=0"),
+        ] {
+            assert_eq!(translated(&format!("horovodrun {option} x")).1[1..], [variable]);
+        }
+        // What is so anyway.
+        for option in ["--timeline-mark-cycles", "--no-mpi-threads-disable", "--gloo", "--disable-cache"] {
+            assert_eq!(translated(&format!("horovodrun {option} x")).1.len(), 1, "{option}");
+        }
+        assert!(parse("horovodrun --autotune --no-autotune x").unwrap_err().contains("cannot be used with"));
+        assert!(parse("horovodrun -v").unwrap_err().contains(env!("CARGO_PKG_VERSION")));
     }
 
     #[test]
@@ -374,7 +404,16 @@ mod tests {
         let refused = |line: &str| parse(line).unwrap().translated().unwrap_err();
         assert!(refused("horovodrun -np 2 --mpi-args --oversubscribe x").contains("with mpirun itself"));
         assert!(refused("horovodrun -np 2 --network-interfaces eth0 x").contains("--master-addr"));
+        assert!(refused("horovodrun --network-interface eth0 -np 2 x").contains("--master-addr"));
         assert!(refused("horovodrun -cb x").contains("phalanx doctor"));
+        assert!(refused("horovodrun --jsrun -np 2 x").contains("with jsrun"));
+        for option in ["-prefix-timestamp", "--prefix-output-with-timestamp"] {
+            assert!(refused(&format!("horovodrun {option} x")).contains("--log-format json"));
+        }
+        for option in ["--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"] {
+            assert!(refused(&format!("horovodrun {option} x")).contains("tracing subscriber"));
+        }
+        assert!(refused("horovodrun --no-timeline-mark-cycles x").contains("always has the rounds"));
         assert!(refused("horovodrun --hierarchical-allreduce -np 2 x").contains("share memory"));
         assert!(
             parse("horovodrun -np 2 --fusion-threshold-md 3 x")

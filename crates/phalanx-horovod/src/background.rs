@@ -92,7 +92,8 @@ impl Background {
             if let Some(end) = self.cycle()? {
                 return Ok(end);
             }
-            self.shared.pause(pace(&self.settings, self.idle).saturating_sub(begin.elapsed()));
+            let pause = pace(&self.settings, self.idle).saturating_sub(begin.elapsed());
+            self.shared.pause(pause, self.idle >= IDLE.0);
         }
     }
 
@@ -135,7 +136,11 @@ impl Background {
     }
 
     fn take_in(&mut self) {
-        let Inbox { submitted, joins, leaves } = self.shared.take();
+        let Inbox { submitted, joins, leaves, timeline } = self.shared.take();
+        if let Some(mut next) = timeline {
+            std::mem::swap(&mut self.timeline, &mut next.timeline);
+            next.timeline.trace.flush();
+        }
         for submission in submitted {
             self.timeline.submitted(&submission.request.name);
             self.controller.submit(submission.request.clone(), submission.at);
@@ -210,7 +215,7 @@ impl Background {
 
     /// Ends every handle.
     fn fail_all(&mut self, cause: &Error) {
-        let Inbox { submitted, joins, leaves: _ } = self.shared.end(cause);
+        let Inbox { submitted, joins, .. } = self.shared.end(cause);
         for done in
             submitted.into_iter().map(|submission| submission.done).chain(joins).chain(self.joins.take())
         {

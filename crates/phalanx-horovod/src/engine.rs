@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -33,8 +34,8 @@ pub(crate) struct Engine {
 #[derive(Default)]
 pub(crate) struct Shared {
     state: Mutex<State>,
-    /// This rank leaves.
-    leaving: Condvar,
+    /// There is a reason to begin the next cycle at once.
+    hurry: Condvar,
     pub counts: Counts,
 }
 
@@ -45,8 +46,19 @@ struct State {
     joins: Option<Completer>,
     has_joined: bool,
     leaves: bool,
+    /// The program waits for a handle.
+    waits: bool,
+    /// The thread pauses because no rank waited for anything.
+    idles: bool,
+    timeline: Option<NextTimeline>,
     /// Why nothing is accepted any more.
     ended: Option<Error>,
+}
+
+/// A timeline that takes the place of the one that there is, whose file is then complete; dropped when that has been done.
+pub(crate) struct NextTimeline {
+    pub timeline: Timeline,
+    _done: Sender<()>,
 }
 
 /// What a program has submitted.
@@ -62,6 +74,7 @@ pub(crate) struct Inbox {
     pub submitted: Vec<Submission>,
     pub joins: Option<Completer>,
     pub leaves: bool,
+    pub timeline: Option<NextTimeline>,
 }
 
 #[derive(Default)]
@@ -110,9 +123,16 @@ impl Engine {
         take: fn(Outcome) -> Result<T>,
     ) -> Result<Handle<T>> {
         request.check(self.groups.control.world_size().count())?;
-        let (handle, done) = Handle::new(take);
+        let (handle, done) = Handle::new(take, self.shared.clone());
         let mut state = self.shared.state.lock();
         state.check()?;
+        if state.has_joined {
+            return Err(Error::invalid_argument(format!(
+                "{:?} was submitted while this rank waits in join: it has said that it has no more data",
+                request.name
+            ))
+            .with_remedy("submit before join, or when it has returned"));
+        }
         if state.names.len() >= MAX_IN_FLIGHT {
             return Err(Error::invalid_argument(format!("{MAX_IN_FLIGHT} names are in flight already")));
         }
@@ -121,12 +141,15 @@ impl Engine {
                 .with_remedy("synchronize its handle first, or give this tensor another name"));
         }
         state.submitted.push(Submission { request, tensors, at: Instant::now(), done });
+        if state.idles {
+            self.shared.hurry.notify_all();
+        }
         Ok(handle)
     }
 
     /// Says that this rank has no more data.
     pub fn join<T>(&self, take: fn(Outcome) -> Result<T>) -> Result<Handle<T>> {
-        let (handle, done) = Handle::new(take);
+        let (handle, done) = Handle::new(take, self.shared.clone());
         let mut state = self.shared.state.lock();
         state.check()?;
         if std::mem::replace(&mut state.has_joined, true) {
@@ -137,10 +160,28 @@ impl Engine {
         Ok(handle)
     }
 
+    /// Goes on with another timeline. When it returns, the file of the last one is complete.
+    pub fn set_timeline(&self, timeline: Timeline) -> Result<()> {
+        let (done, is_done) = channel();
+        {
+            let mut state = self.shared.state.lock();
+            state.check()?;
+            state.timeline = Some(NextTimeline { timeline, _done: done });
+        }
+        // Nothing is sent: the end is dropped, by the next cycle or by the end of all.
+        let _ = is_done.recv();
+        Ok(())
+    }
+
+    /// Does it take operations?
+    pub fn is_open(&self) -> bool {
+        self.shared.state.lock().check().is_ok()
+    }
+
     /// Ends the engine of every rank, and waits for this one's.
     pub fn shutdown(&self) {
         self.shared.state.lock().leaves = true;
-        self.shared.leaving.notify_all();
+        self.shared.hurry.notify_all();
         if let Some(thread) = self.thread.lock().take() {
             // If it has panicked, its handles have failed.
             let _ = thread.join();
@@ -188,14 +229,30 @@ impl Shared {
             submitted: std::mem::take(&mut state.submitted),
             joins: state.joins.take(),
             leaves: state.leaves,
+            timeline: state.timeline.take(),
         }
     }
 
-    /// Waits for the next cycle, or until this rank leaves.
-    pub fn pause(&self, time: Duration) {
+    /// The program waits for a handle: what it has submitted should not wait for the next cycle.
+    pub fn waits(&self) {
+        self.state.lock().waits = true;
+        self.hurry.notify_all();
+    }
+
+    /// Waits for the next cycle: until `time` has passed, this rank leaves, or its program waits for a handle; if the last cycles
+    /// were `idle`, until it submits something.
+    pub fn pause(&self, time: Duration, idle: bool) {
         let end = Instant::now() + time;
         let mut state = self.state.lock();
-        while !state.leaves && !self.leaving.wait_until(&mut state, end).timed_out() {}
+        state.idles = idle;
+        loop {
+            let is_due =
+                state.leaves || std::mem::take(&mut state.waits) || (idle && !state.submitted.is_empty());
+            if is_due || self.hurry.wait_until(&mut state, end).timed_out() {
+                break;
+            }
+        }
+        state.idles = false;
     }
 
     /// These names may be submitted again. Before their handles are completed.

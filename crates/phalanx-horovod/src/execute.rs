@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, ReduceOp, Result, TransportKind};
 
 use crate::adasum;
 use crate::controller::{Fused, Member};
@@ -17,6 +17,9 @@ use crate::tensor::Tensor;
 /// A tensor that is larger than the fusion buffer, and travels in another type, passes through it in pieces of at least
 /// this many bytes.
 const LEAST_PIECE: usize = 1 << 20;
+/// Among ranks that share memory, batches pass through the fusion buffer in pieces of at most this many bytes: what is copied into a
+/// piece is still in the cache when it is combined and copied back.
+const PIECE: usize = 2 << 20;
 /// The bytes of a fusion buffer are a multiple of this.
 const PAGE: usize = 4096;
 
@@ -76,12 +79,19 @@ impl Works {
 
 pub(crate) struct Executor {
     group: ProcessGroup,
+    /// The most bytes that go through the fusion buffer at once.
+    piece: usize,
     memory: FusionMemory,
 }
 
 impl Executor {
     pub fn new(group: ProcessGroup, threshold: usize) -> Self {
-        Self { memory: FusionMemory { group: group.clone(), most: threshold, buffers: Vec::new() }, group }
+        let piece = match group.transport() {
+            Some(TransportKind::SharedMemory) => PIECE,
+            _ => usize::MAX,
+        };
+        let memory = FusionMemory { group: group.clone(), most: threshold, buffers: Vec::new() };
+        Self { memory, piece, group }
     }
 
     pub fn set_threshold(&mut self, threshold: usize) {
@@ -125,24 +135,23 @@ impl Executor {
         }
     }
 
-    /// Through the fusion buffer: all tensors at once, or one large tensor in pieces.
+    /// Through the fusion buffer, in pieces.
     fn reduce_fused(&mut self, ready: &[Response], fused: &Fused, works: &mut Works) -> Result<()> {
-        let Fused { members, wire, reduction, elements, .. } = fused;
-        let most = self.memory.most.max(LEAST_PIECE) / wire.size();
+        let Fused { members, wire, reduction, .. } = fused;
+        let lengths: Vec<usize> = members
+            .iter()
+            .map(|member| ready[member.response].request.parts[member.part].elements())
+            .collect();
         // An Adasum is of whole tensors.
-        if *elements <= most || members.len() > 1 || reduction.op == Op::Adasum {
-            let lengths =
-                members.iter().map(|member| ready[member.response].request.parts[member.part].elements());
-            let lengths: Vec<usize> = lengths.collect();
+        let most = match reduction.op {
+            Op::Adasum => usize::MAX,
+            _ => self.piece.min(self.memory.most.max(LEAST_PIECE)) / wire.size(),
+        };
+        for piece in pieces(&lengths, most) {
             let places: Vec<_> =
-                members.iter().zip(&lengths).map(|(member, length)| (*member, 0..*length)).collect();
+                piece.iter().map(|(index, place)| (members[*index], place.clone())).collect();
+            let lengths: Vec<usize> = piece.iter().map(|(_, place)| place.len()).collect();
             self.reduce_piece(ready, fused, &places, &lengths, works)?;
-        } else {
-            for start in (0..*elements).step_by(most) {
-                let place = (members[0], start..(start + most).min(*elements));
-                let lengths = [place.1.len()];
-                self.reduce_piece(ready, fused, &[place], &lengths, works)?;
-            }
         }
         Ok(())
     }
@@ -301,6 +310,29 @@ impl Executor {
     }
 }
 
+/// Divides elements of tensors with these lengths, one behind the other, into pieces of at most `most`: which elements of which
+/// tensors are in each.
+fn pieces(lengths: &[usize], most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
+    let (mut pieces, mut piece, mut room) = (Vec::new(), Vec::new(), most);
+    for (index, length) in lengths.iter().enumerate() {
+        let mut start = 0;
+        while start < *length {
+            if room == 0 {
+                pieces.push(std::mem::take(&mut piece));
+                room = most;
+            }
+            let end = start + (length - start).min(room);
+            room -= end - start;
+            piece.push((index, start..end));
+            start = end;
+        }
+    }
+    if !piece.is_empty() {
+        pieces.push(piece);
+    }
+    pieces
+}
+
 /// What a rank that has joined brings: no rows, or neutral elements.
 fn neutral(request: &Request) -> Vec<Tensor> {
     let tensors = request.parts.iter().map(|part| {
@@ -367,6 +399,14 @@ fn rounded(bytes: usize, most: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pieces_are_full_but_for_the_last_one() {
+        let all = pieces(&[3, 0, 5, 1], 4);
+        assert_eq!(all, [vec![(0, 0..3), (2, 0..1)], vec![(2, 1..5)], vec![(3, 0..1)]]);
+        assert_eq!(pieces(&[3, 5], usize::MAX), [[(0, 0..3), (1, 0..5)]]);
+        assert!(pieces(&[0, 0], 4).is_empty());
+    }
 
     #[test]
     fn few_sizes_come_up_and_little_is_left_over() {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use parking_lot::{Condvar, Mutex};
 use phalanx::{Error, Result};
 
+use crate::engine::Shared;
 use crate::tensor::Tensor;
 
 /// An operation in flight, which owns its tensors until it is done. [`synchronize`](Self::synchronize) waits for it.
@@ -15,6 +16,7 @@ use crate::tensor::Tensor;
 pub struct Handle<T> {
     slot: Arc<Slot>,
     take: fn(Outcome) -> Result<T>,
+    engine: Arc<Shared>,
 }
 
 /// What an operation leaves behind.
@@ -38,9 +40,9 @@ pub(crate) struct Completer(Arc<Slot>);
 
 impl<T> Handle<T> {
     /// A handle, and what ends it.
-    pub(crate) fn new(take: fn(Outcome) -> Result<T>) -> (Self, Completer) {
+    pub(crate) fn new(take: fn(Outcome) -> Result<T>, engine: Arc<Shared>) -> (Self, Completer) {
         let slot = Arc::new(Slot::default());
-        (Self { slot: slot.clone(), take }, Completer(slot))
+        (Self { slot: slot.clone(), take, engine }, Completer(slot))
     }
 
     /// Is it done, or has it failed? Then [`synchronize`](Self::synchronize) does not wait.
@@ -55,6 +57,9 @@ impl<T> Handle<T> {
     /// If the ranks have submitted different things under this name. If the job has failed: with the first cause.
     #[doc(alias = "wait")]
     pub fn synchronize(self) -> Result<T> {
+        if !self.poll() {
+            self.engine.waits();
+        }
         let mut outcome = self.slot.outcome.lock();
         loop {
             match outcome.take() {

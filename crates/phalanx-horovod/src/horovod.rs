@@ -1,6 +1,7 @@
 //! The handle.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -115,6 +116,45 @@ impl Horovod {
             Some(set) => Self::new(&set, options).map(Some),
             None => Ok(None),
         }
+    }
+
+    /// Ends a process set that [`add_process_set`](Self::add_process_set) made: waits until its ranks have all called it, and leaves.
+    /// Ranks that are not in it pass `None`, and do nothing.
+    ///
+    /// # Errors
+    /// As [`barrier`](Self::barrier).
+    pub fn remove_process_set(&self, set: Option<Self>) -> Result<()> {
+        let Some(set) = set else { return Ok(()) };
+        set.barrier()?;
+        set.shutdown();
+        Ok(())
+    }
+
+    /// Can operations be submitted? Not after [`shutdown`](Self::shutdown), nor when a rank has failed or left.
+    pub fn is_initialized(&self) -> bool {
+        self.inner.engine.is_open()
+    }
+
+    /// Begins a timeline in the file at `path`, in place of the one that there is. Every rank must call it, in the same order as the
+    /// collectives of the group that this handle was made of. Cycles are always in it: Horovod's `mark_cycles`.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::barrier`], and if the job has failed.
+    pub fn start_timeline(&self, path: impl AsRef<Path>) -> Result<()> {
+        let (path, rank) = (path.as_ref(), self.rank());
+        // Rank 0 begins the file.
+        let begun = rank.is_main().then(|| Timeline::to_file(path, rank));
+        self.inner.group.barrier()?;
+        self.inner.engine.set_timeline(begun.unwrap_or_else(|| Timeline::to_file(path, rank)))
+    }
+
+    /// Ends the timeline, whose file has this rank's events when it returns. From then on there is that of `PHALANX_TRACE`, if there
+    /// is one.
+    ///
+    /// # Errors
+    /// If the job has failed.
+    pub fn stop_timeline(&self) -> Result<()> {
+        self.inner.engine.set_timeline(Timeline::new(self.inner.group.trace()))
     }
 
     /// This process's rank.

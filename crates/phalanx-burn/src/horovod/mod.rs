@@ -39,5 +39,5 @@ mod optimizer;
 mod sink;
 mod state;
 
-pub use self::optimizer::{DistributedOptimizer, DistributedOptions};
+pub use self::optimizer::{DistributedOptimizer, DistributedOptions, Groups};
 pub use self::state::{allreduce, broadcast_optimizer_state, broadcast_parameters};

@@ -12,7 +12,7 @@ use phalanx_horovod::{Compression, Horovod, Op, Reduction};
 
 use super::sink::{Delivery, Pass, Sink};
 use crate::hook;
-use crate::parameters::Inventory;
+use crate::parameters::{Inventory, Parameter};
 
 /// What [`DistributedOptimizer::with_options`] may be told. The defaults are Horovod's.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,11 +26,82 @@ pub struct DistributedOptions {
     /// Divides gradients by this before they are added up, and by the rest of the number of ranks afterwards. Only for
     /// [`Op::Average`].
     pub gradient_predivide_factor: f64,
-    /// Into how many groups gradients are put, in the order of the parameters. Those of a group are combined when all of
-    /// them are ready. 0: each when it is ready.
-    pub groups: usize,
+    /// The groups into which gradients are put. Those of a group are combined when all of them are ready.
+    pub groups: Groups,
+    /// A parameter without a gradient on this rank counts as one whose gradient is zero, as in Horovod. It is for parameters that
+    /// only some ranks use; those that no rank uses then have a gradient too, of zeros, by which momentum and weight decay change
+    /// them. Unless it is set, a parameter without a gradient on any rank is left out, and one with a gradient on some only is an
+    /// error.
+    pub zero_missing_gradients: bool,
     /// In front of the names of gradients. Two optimizers that have gradients in flight at the same time need different ones.
     pub name: String,
+}
+
+/// How gradients are grouped; Horovod's `groups`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Groups {
+    /// So many, in the order of the parameters, as even as possible. 0: none, each gradient is combined when it is ready.
+    Number(usize),
+    /// The names of the parameters in each, such as `layers.0.weight`. Parameters in none are combined when they are ready.
+    Lists(Vec<Vec<String>>),
+}
+
+impl Default for Groups {
+    fn default() -> Self {
+        Self::Number(0)
+    }
+}
+
+impl From<usize> for Groups {
+    fn from(number: usize) -> Self {
+        Self::Number(number)
+    }
+}
+
+impl Groups {
+    /// The group of each parameter, and how many parameters each group has.
+    ///
+    /// # Errors
+    /// If a list names a parameter that there is not, or one that is in a group already.
+    pub(super) fn of(&self, parameters: &[Parameter]) -> Result<(Vec<Option<usize>>, Vec<usize>)> {
+        let count = parameters.len();
+        let (members, groups) = match self {
+            Self::Number(groups) => {
+                let groups = (*groups).min(count);
+                let member = |index: usize| (groups > 0).then(|| index * groups / count);
+                ((0..count).map(member).collect(), groups)
+            }
+            Self::Lists(lists) => {
+                let mut members = vec![None; count];
+                for (group, name) in lists
+                    .iter()
+                    .enumerate()
+                    .flat_map(|(group, names)| names.iter().map(move |name| (group, name)))
+                {
+                    let known = parameters.iter().position(|parameter| parameter.name == *name);
+                    let Some(index) = known else {
+                        return Err(Error::invalid_argument(format!(
+                            "group {group} names {name:?}, and no parameter has that name"
+                        ))
+                        .with_remedy(format!(
+                            "names are such as {:?}",
+                            parameters.first().map_or("", |first| &first.name)
+                        )));
+                    };
+                    if let Some(other) = members[index].replace(group) {
+                        return Err(Error::invalid_argument(format!(
+                            "{name:?} is in group {other} and in group {group}"
+                        ))
+                        .with_remedy("a gradient is in one group at most"));
+                    }
+                }
+                (members, lists.len())
+            }
+        };
+        let mut sizes = vec![0; groups];
+        members.iter().flatten().for_each(|group: &usize| sizes[*group] += 1);
+        Ok((members, sizes))
+    }
 }
 
 impl Default for DistributedOptions {
@@ -40,7 +111,8 @@ impl Default for DistributedOptions {
             compression: Compression::None,
             backward_passes_per_step: 1,
             gradient_predivide_factor: 1.0,
-            groups: 0,
+            groups: Groups::default(),
+            zero_missing_gradients: false,
             name: "gradient".to_owned(),
         }
     }
@@ -72,7 +144,8 @@ impl DistributedOptions {
 /// below are still computing theirs. [`step`](Self::step) waits for all that was submitted. Parameters that get no gradient are
 /// left out, if they get none on any rank: a backward pass through half of the graph works, such as that of a generator or a
 /// discriminator. If only some ranks have a gradient of a parameter, the others are named
-/// ([`Options::stall_check_time`](phalanx_horovod::Options::stall_check_time)).
+/// ([`Options::stall_check_time`](phalanx_horovod::Options::stall_check_time)), or bring zeros
+/// ([`DistributedOptions::zero_missing_gradients`]).
 ///
 /// The model stays the program's: [`forward`](Self::forward) borrows it, and [`step`](Self::step) takes it and gives it back, as
 /// Burn's optimizers do. It must have the parameters that it had in [`new`](Self::new).

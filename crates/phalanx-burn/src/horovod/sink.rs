@@ -44,6 +44,8 @@ struct SinkState {
     reduction: Reduction,
     parameters: Vec<Gradient>,
     delivery: Delivery,
+    /// Are missing gradients submitted as zeros?
+    zero_missing: bool,
     /// Of each group, how many gradients are not ready yet; nothing without groups.
     groups: Vec<usize>,
     flying: Vec<Flying>,
@@ -59,6 +61,8 @@ struct Gradient {
     group: Option<usize>,
     /// Ready, and waits for its group.
     waits: Option<Tensor>,
+    /// It is on its way, or waits for its group.
+    is_submitted: bool,
 }
 
 /// What was submitted: the parameters' indices, and the handle.
@@ -74,23 +78,18 @@ impl Sink {
         reduction: Reduction,
         options: &DistributedOptions,
     ) -> Result<Self> {
-        // As even as possible, in the order of the parameters.
-        let groups = options.groups.min(parameters.len());
-        let group = |index: usize| (groups > 0).then(|| index * groups / parameters.len());
-        let mut sizes = vec![0; groups];
+        let (members, sizes) = options.groups.of(parameters)?;
         let mut gradients = Vec::with_capacity(parameters.len());
-        for (index, parameter) in parameters.iter().enumerate() {
+        for (parameter, group) in parameters.iter().zip(members) {
             let dtype = tensor_bytes::dtype(parameter.dtype)?;
-            if let Some(size) = group(index).and_then(|group| sizes.get_mut(group)) {
-                *size += 1;
-            }
             gradients.push(Gradient {
                 name: format!("{}.{}", options.name, parameter.name),
                 shape: parameter.shape.clone(),
                 burn_dtype: parameter.dtype,
                 held: Held::new(dtype, parameter.shape.iter().product()),
-                group: group(index),
+                group,
                 waits: None,
+                is_submitted: false,
             });
         }
         let delivery = Delivery::Ignore;
@@ -99,6 +98,7 @@ impl Sink {
             reduction,
             parameters: gradients,
             delivery,
+            zero_missing: options.zero_missing_gradients,
             groups: sizes,
             flying: Vec::new(),
             failure: None,
@@ -115,13 +115,23 @@ impl Sink {
         self.0.lock().failure.take().map_or(Ok(()), Err)
     }
 
-    /// Submits what is held, and what waits for gradients of its group that do not come.
+    /// Backward is over: submits what is held, zeros where they are asked for, and what waits for gradients of its group that do
+    /// not come.
     pub fn submit_held(&self) -> Result<()> {
         let mut state = self.0.lock();
         for index in 0..state.parameters.len() {
             if let Some(sum) = state.parameters[index].held.take() {
                 let sum = tensor(sum.dtype(), sum.as_bytes())?;
                 state.submit(index, sum)?;
+            }
+        }
+        for index in 0..state.parameters.len() {
+            let parameter = &state.parameters[index];
+            if state.zero_missing && !parameter.is_submitted {
+                let dtype = tensor_bytes::dtype(parameter.burn_dtype)?;
+                let elements: usize = parameter.shape.iter().product();
+                let zeros = tensor(dtype, &vec![0; elements * dtype.size()])?;
+                state.submit(index, zeros)?;
             }
         }
         for index in 0..state.parameters.len() {
@@ -136,6 +146,7 @@ impl Sink {
     /// Waits for all that was submitted. By the parameters' indices.
     pub fn landed(&self) -> Result<Vec<Option<TensorData>>> {
         let mut state = self.0.lock();
+        state.parameters.iter_mut().for_each(|parameter| parameter.is_submitted = false);
         let mut gradients: Vec<Option<TensorData>> = state.parameters.iter().map(|_| None).collect();
         let mut failure = None;
         for flying in std::mem::take(&mut state.flying) {
@@ -190,6 +201,7 @@ impl SinkState {
 
     /// Submits a gradient, or its group if it is the last of it.
     fn submit(&mut self, index: usize, gradient: Tensor) -> Result<()> {
+        self.parameters[index].is_submitted = true;
         let Some(group) = self.parameters[index].group else { return self.submit_one(index, gradient) };
         self.parameters[index].waits = Some(gradient);
         self.groups[group] = self.groups[group].saturating_sub(1);

@@ -1,12 +1,13 @@
 //! Horovod's DistributedOptimizer: the same training as with `Ddp`, whatever the order of gradients.
 
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::Tensor;
 use phalanx::{ProcessGroup, Rank};
 use phalanx_burn::Ddp;
 use phalanx_burn::horovod::{
-    DistributedOptimizer, DistributedOptions, allreduce, broadcast_optimizer_state, broadcast_parameters,
+    DistributedOptimizer, DistributedOptions, Groups, allreduce, broadcast_optimizer_state,
+    broadcast_parameters,
 };
 use phalanx_horovod::{Compression, Horovod, Op, Options};
 
@@ -85,7 +86,14 @@ fn it_trains_as_ddp_does() {
         }
         assert!(distance(&plain, &expected) < 1e-6);
         for options in [
-            DistributedOptions { groups: 2, ..DistributedOptions::default() },
+            DistributedOptions { groups: 2.into(), ..DistributedOptions::default() },
+            DistributedOptions {
+                groups: Groups::Lists(vec![
+                    vec!["layers.2.bias".into(), "layers.0.weight".into()],
+                    vec!["layers.1.weight".into()],
+                ]),
+                ..DistributedOptions::default()
+            },
             DistributedOptions { gradient_predivide_factor: 2.0, ..DistributedOptions::default() },
         ] {
             assert!(distance(&with_horovod(&model, ranks, &options), &expected) < 1e-6, "{options:?}");
@@ -169,7 +177,7 @@ fn half_of_the_graph_in_backward_works() {
         let model = Mlp::new(&[8, 4, 3]);
         for groups in [0, 1] {
             let options = DistributedOptions {
-                groups,
+                groups: groups.into(),
                 name: format!("groups {groups}"),
                 ..DistributedOptions::default()
             };
@@ -190,6 +198,48 @@ fn half_of_the_graph_in_backward_works() {
 }
 
 #[test]
+fn a_gradient_that_only_some_ranks_have_is_averaged_with_zeros_if_that_is_asked_for() {
+    for groups in [Groups::Number(0), Groups::Number(1), Groups::Lists(vec![vec!["layers.1.weight".into()]])]
+    {
+        let gradients = run(2, |group| {
+            let hvd = horovod(&group);
+            let model = broadcast_parameters(&hvd, Mlp::new(&[8, 4, 3]), Rank::MAIN).unwrap();
+            let options = DistributedOptions {
+                groups: groups.clone(),
+                zero_missing_gradients: true,
+                ..DistributedOptions::default()
+            };
+            let mut optimizer = DistributedOptimizer::with_options(sgd(), &model, &hvd, options).unwrap();
+            let mut averages = Vec::new();
+            for step in 0..2 {
+                // Rank 1 does not use the second layer.
+                let x = samples(step * 4, step * 4 + 4).0;
+                let is_short = hvd.rank().get() == 1;
+                let pass = |model: &Mlp| {
+                    let x = model.layers[0].forward(x.clone());
+                    if is_short { x.mean() } else { model.layers[1].forward(x).mean() }
+                };
+                let own = pass(&model).backward();
+                let own = GradientsParams::from_grads(own, &model).get::<2>(model.layers[1].weight.id);
+                let loss = optimizer.forward(&model, pass);
+                optimizer.backward(&loss).unwrap();
+                let all = optimizer.synchronize(&model).unwrap();
+                assert_eq!(all.len(), 4, "weights and biases of both layers");
+                let values = |tensor: Tensor<2>| tensor.into_data().try_to_vec::<f32>().unwrap();
+                averages.push((own.map(values), values(all.get::<2>(model.layers[1].weight.id).unwrap())));
+            }
+            hvd.barrier().unwrap();
+            averages
+        });
+        for ((own, average), (missing, other)) in gradients[0].iter().zip(&gradients[1]) {
+            assert_eq!((missing, average), (&None, other));
+            let half: Vec<f32> = own.as_ref().unwrap().iter().map(|value| value / 2.0).collect();
+            assert_eq!(*average, half);
+        }
+    }
+}
+
+#[test]
 fn an_optimizer_s_state_and_tensors_go_from_rank_to_rank() {
     run(2, |group| {
         let hvd = horovod(&group);
@@ -200,7 +250,7 @@ fn an_optimizer_s_state_and_tensors_go_from_rank_to_rank() {
         let mut trained = model.clone();
         if hvd.rank().is_main() {
             let loss = model.loss(samples(0, 8));
-            let gradients = burn::optim::GradientsParams::from_grads(loss.backward(), &model);
+            let gradients = GradientsParams::from_grads(loss.backward(), &model);
             trained = optimizer.step(0.1, trained, gradients);
         }
         let trained = broadcast_parameters(&hvd, trained, Rank::MAIN).unwrap();
@@ -232,6 +282,15 @@ fn mistakes_are_named() {
             ..DistributedOptions::default()
         };
         assert!(new(sum).unwrap_err().to_string().contains("gradient_predivide_factor"));
+        let listed = |names: &[&[&str]]| {
+            let lists = names.iter().map(|names| names.iter().map(|name| (*name).to_owned()).collect());
+            let groups = Groups::Lists(lists.collect());
+            new(DistributedOptions { groups, ..DistributedOptions::default() }).unwrap_err().to_string()
+        };
+        let unknown = listed(&[&["layers.0.weight", "layers.9.weight"]]);
+        assert!(unknown.contains("\"layers.9.weight\"") && unknown.contains("no parameter"), "{unknown}");
+        let twice = listed(&[&["layers.0.weight"], &["layers.1.bias", "layers.0.weight"]]);
+        assert!(twice.contains("in group 0 and in group 1"), "{twice}");
         let mut optimizer = new(DistributedOptions::default()).unwrap();
         let plain = model.loss(samples(0, 8));
         assert!(optimizer.backward(&plain).unwrap_err().is_invalid_argument());

@@ -7,6 +7,10 @@ use phalanx::DType;
 use crate::op::{Compression, Factor, Op, Reduction};
 use crate::request::{Kind, Response};
 
+/// A tensor of so many bytes, which could be combined where it is, is: what an operation costs beside its bytes is less than two
+/// copies of these.
+const ALONE: usize = 1 << 20;
+
 /// A tensor of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Member {
@@ -62,7 +66,8 @@ impl Key {
 }
 
 /// Puts the tensors of allreduces into batches of at most `threshold` bytes, in the order of the responses. A tensor that is
-/// larger has a batch of its own. A tensor may join an earlier batch of its kind, past tensors of other kinds.
+/// larger has a batch of its own, and so has one of 1 MiB that travels as it is. A tensor may join an earlier batch of its kind,
+/// past others.
 pub(crate) fn fuse(responses: &[Response], threshold: usize) -> Vec<Batch> {
     let mut batches = Vec::new();
     let mut open: HashMap<Key, usize> = HashMap::new();
@@ -79,14 +84,19 @@ pub(crate) fn fuse(responses: &[Response], threshold: usize) -> Vec<Batch> {
             let key = Key::new(tensor.dtype, &reduction);
             let wire = reduction.compression.travels_as(tensor.dtype);
             let bytes = elements.saturating_mul(wire.size());
-            if let Some(Batch::Reduce(fused)) = open.get(&key).and_then(|index| batches.get_mut(*index))
-                && fused.wire_bytes().saturating_add(bytes) <= threshold
-            {
-                fused.members.push(member);
-                fused.elements += elements;
+            let is_alone = bytes >= ALONE && wire == tensor.dtype && reduction.op != Op::Adasum;
+            let fused = Fused { members: vec![member], dtype: tensor.dtype, wire, reduction, elements };
+            if is_alone {
+                batches.push(Batch::Reduce(fused));
                 continue;
             }
-            let fused = Fused { members: vec![member], dtype: tensor.dtype, wire, reduction, elements };
+            if let Some(Batch::Reduce(batch)) = open.get(&key).and_then(|index| batches.get_mut(*index))
+                && batch.wire_bytes().saturating_add(bytes) <= threshold
+            {
+                batch.members.push(member);
+                batch.elements += elements;
+                continue;
+            }
             open.insert(key, batches.len());
             batches.push(Batch::Reduce(fused));
         }
@@ -133,6 +143,20 @@ mod tests {
         };
         assert_eq!(batches.iter().map(parts).collect::<Vec<_>>(), [vec![0, 2], vec![1], vec![3]]);
         assert_eq!(fuse(&[group], 0).len(), 4);
+    }
+
+    #[test]
+    fn a_large_tensor_is_combined_where_it_is_and_smaller_ones_share_a_batch_past_it() {
+        let large = (ALONE / 4) as u64;
+        let all = |reduction: Reduction| {
+            let tensors = [large - 1, large, large - 1];
+            let all = tensors.map(|length| response(reduction, &[(DType::F32, length)]));
+            fuse(&all, usize::MAX).iter().map(members).collect::<Vec<_>>()
+        };
+        assert_eq!(all(Op::Sum.into()), [vec![0, 2], vec![1]]);
+        // What travels in another type, and an Adasum, needs the buffer.
+        assert_eq!(all(Reduction::new(Op::Sum).compression(Compression::Fp16)), [[0, 1, 2]]);
+        assert_eq!(all(Op::Adasum.into()), [[0, 1, 2]]);
     }
 
     #[test]

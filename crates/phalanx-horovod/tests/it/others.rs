@@ -224,3 +224,72 @@ fn the_timeline_has_the_negotiation_and_the_operation_of_every_name() {
         assert!(count("round") >= 1);
     }
 }
+
+#[test]
+fn a_process_set_ends_apart_from_the_others() {
+    ranks(3, Fabric::SharedMemory, &Options::default(), |hvd| {
+        let members = [Rank::MAIN, Rank::new(2)];
+        let set = hvd.add_process_set(&members).unwrap();
+        let kept = set.clone();
+        if let Some(set) = &set {
+            assert!(set.is_initialized());
+            assert_eq!(set.allreduce("x", [1.0f32], Op::Sum).unwrap().as_slice::<f32>().unwrap(), [2.0]);
+        }
+        hvd.remove_process_set(set).unwrap();
+        if let Some(kept) = kept {
+            assert!(!kept.is_initialized());
+            assert!(
+                kept.allreduce("x", [1.0f32], Op::Sum).unwrap_err().to_string().contains("shut Horovod down")
+            );
+        }
+        assert_eq!(hvd.allreduce("x", [1.0f32], Op::Sum).unwrap().as_slice::<f32>().unwrap(), [3.0]);
+        assert!(hvd.is_initialized());
+    });
+}
+
+#[test]
+fn who_has_joined_submits_nothing() {
+    ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
+        if hvd.rank().is_main() {
+            // Until the other rank has been told.
+            hvd.barrier().unwrap();
+            hvd.join().unwrap();
+            return;
+        }
+        std::thread::scope(|scope| {
+            let joining = scope.spawn(|| hvd.join().unwrap());
+            // Before the join comes, names are taken, and dropped handles hold up nobody.
+            let refused = (0..).find_map(|index| {
+                std::thread::sleep(Duration::from_millis(1));
+                hvd.allreduce_async(&format!("late {index}"), [1.0f32], Op::Sum).map(drop).err()
+            });
+            let refused = refused.unwrap().to_string();
+            assert!(refused.contains("while this rank waits in join"), "{refused}");
+            joining.join().unwrap();
+        });
+    });
+}
+
+#[test]
+fn a_timeline_begins_and_ends_when_the_program_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
+        let submit = |name: &str| drop(hvd.allreduce(name, [1.0f32; 4], Op::Sum).unwrap());
+        submit("before");
+        for number in ["1", "2"] {
+            hvd.start_timeline(path(number)).unwrap();
+            submit(&format!("during {number}"));
+        }
+        hvd.stop_timeline().unwrap();
+        submit("after");
+        hvd.barrier().unwrap();
+    });
+    for number in ["1", "2"] {
+        let text = std::fs::read_to_string(path(number)).unwrap();
+        assert!(text.contains(&format!("carry out during {number}")), "{text}");
+        for other in ["before", "after", if number == "1" { "during 2" } else { "during 1" }] {
+            assert!(!text.contains(other), "{number} has {other}");
+        }
+    }
+}
