@@ -7,4 +7,5 @@ mod common;
 mod ddp;
 mod norm;
 mod optimizer;
+mod roberta;
 mod state;
