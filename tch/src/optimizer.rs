@@ -206,7 +206,7 @@ impl Optimizer {
             }
             Ok(tensors)
         };
-        let is_kept = |parameter: &Named| kept.iter().any(|name| *name == parameter.spec.name);
+        let is_kept = |parameter: &Named| kept.contains(&parameter.spec.name);
         self.parameters.iter().map(|one| is_kept(one).then(|| of(one)).transpose()).collect()
     }
 
