@@ -106,6 +106,10 @@ callers! {
     RunLogSystem = 42, "Run::log_system";
     /// The constructor of a communicator for the memory of devices.
     CommunicatorNew = 50, "Communicator::new";
+    /// A layer whose weights are divided among ranks, in either direction, and its division.
+    TensorParallel = 51, "TensorGroup";
+    /// A pipeline on several ranks: its start, and the end of each of its steps.
+    PipelineTrain = 52, "Pipeline::train";
 }
 
 impl Caller {
@@ -124,6 +128,8 @@ impl Caller {
                 | Self::SyncBatchNorm
                 | Self::Join
                 | Self::RunLogMean
+                | Self::TensorParallel
+                | Self::PipelineTrain
         )
     }
 }

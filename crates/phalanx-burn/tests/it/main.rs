@@ -12,6 +12,7 @@ mod equivalence;
 mod fused;
 mod hooks;
 mod horovod;
+mod parallel;
 mod state;
 mod sync_batch_norm;
 mod tensors;

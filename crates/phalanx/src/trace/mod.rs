@@ -69,6 +69,8 @@ pub enum Track {
     Optimizer,
     /// Gathering of parameters from their owners.
     Parameters,
+    /// Passes of micro-batches through stages of a pipeline, and the waits between them: its bubbles.
+    Pipeline,
     /// Operations of the group, one after the other, and messages between ranks.
     Communication,
     /// A bucket of gradients: when it was ready and launched, and how long its averaging took.
@@ -91,8 +93,9 @@ impl Track {
             Self::Backward => 2,
             Self::Optimizer => 3,
             Self::Parameters => 4,
-            Self::Communication => 5,
-            Self::Bucket(index) => index.saturating_add(6).min(Self::FIRST_OF_NAMES - 1),
+            Self::Pipeline => 5,
+            Self::Communication => 6,
+            Self::Bucket(index) => index.saturating_add(7).min(Self::FIRST_OF_NAMES - 1),
             Self::Negotiation => Self::FIRST_OF_NAMES,
             Self::Tensor(index) => index.saturating_add(Self::FIRST_OF_NAMES + 1),
         }
@@ -107,6 +110,7 @@ impl fmt::Display for Track {
             Self::Backward => f.write_str("backward"),
             Self::Optimizer => f.write_str("optimizer"),
             Self::Parameters => f.write_str("parameters"),
+            Self::Pipeline => f.write_str("pipeline"),
             Self::Communication => f.write_str("communication"),
             Self::Bucket(index) => write!(f, "bucket {index}"),
             Self::Negotiation => f.write_str("negotiation"),

@@ -1,0 +1,73 @@
+//! Gradient clipping for a model of which each rank has a part.
+
+use std::collections::HashMap;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+use phalanx::{Caller, ProcessGroup, ReduceOp, Result};
+
+use super::tensor::TensorGroup;
+use crate::clip;
+
+/// Scales `gradients` of `model`, this rank's part of a larger one, so that the norm of the whole model's gradients is at most
+/// `max_norm`; gives the 2-norm from before, with the same bits on every rank. What [`clip_grad_norm`](crate::clip_grad_norm) does
+/// for a model that a rank has all of.
+///
+/// `tensor` is the group among which layers are divided, and `pipeline` the one among which stages are, if there are such. What the
+/// layers of [`tensor`](super::tensor) divide is added up over the ranks; every other parameter counts once. A layer of one's own
+/// counts as not divided. All ranks call it together.
+///
+/// # Errors
+/// If `max_norm` is not a positive number, a gradient is no float, or the exchange fails.
+pub fn clip_grad_norm<M: Module>(
+    model: &M,
+    gradients: &mut GradientsParams,
+    max_norm: f64,
+    tensor: Option<&TensorGroup>,
+    pipeline: Option<&ProcessGroup>,
+) -> Result<f64> {
+    clip::check(max_norm)?;
+    let mut divided = Divided::default();
+    model.visit(&mut divided);
+    let counts = |id: &ParamId| {
+        tensor.is_none_or(|group| group.rank() == 0 || divided.parameters.get(id).copied().unwrap_or(false))
+    };
+    let squares = clip::squares_of(model, gradients)?;
+    let mut sum: f64 = squares.iter().filter(|(id, _)| counts(id)).map(|(_, squares)| squares).sum();
+    if let Some(group) = tensor {
+        group.sum(&mut sum)?;
+    }
+    if let Some(group) = pipeline {
+        group.in_call(Caller::PipelineTrain).all_reduce(std::slice::from_mut(&mut sum), ReduceOp::Sum)?;
+    }
+    Ok(clip::scale(model, gradients, max_norm, std::iter::once(sum)))
+}
+
+/// Which parameters are divided among the ranks of a tensor group, by the layers that they are in.
+#[derive(Default)]
+struct Divided {
+    /// The name of each field that encloses the next parameter, and the type that the field is in.
+    path: Vec<(String, String)>,
+    parameters: HashMap<ParamId, bool>,
+}
+
+impl ModuleVisitor for Divided {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.path.push((name.to_owned(), container_type.to_owned()));
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let is_divided = self.path.iter().rev().any(|(name, container)| {
+            let is = |layer: &str| container.ends_with(layer);
+            is("ColumnParallelLinear")
+                || is("VocabParallelEmbedding")
+                || (is("RowParallelLinear") && name == "weight")
+        });
+        self.parameters.insert(param.id, is_divided);
+    }
+}

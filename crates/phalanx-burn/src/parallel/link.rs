@@ -1,0 +1,234 @@
+//! Layers on several ranks, by hand: tensors that go to another rank, and gradients that come back.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use burn::backend::Dispatch;
+use burn::tensor::{Device, Tensor, TensorData};
+use parking_lot::Mutex;
+use phalanx::{Error, ProcessGroup, Rank, Result};
+
+use super::message::{Header, Kind, Layout};
+use super::op::{GradientSource, GradientTarget, ParallelOp, Source, Target};
+use crate::tensor_bytes::{self, TensorBytes};
+
+/// The way to a rank that has the layers before or after this rank's. A loss on the last rank gives gradients on the first.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, Tensor};
+/// use phalanx::{ProcessGroup, Rank, Result};
+/// use phalanx_burn::parallel::StageLink;
+///
+/// /// One step of a model whose first layer is on rank 0, and whose second is on rank 1.
+/// fn step(group: &ProcessGroup, layer: &Linear, x: Tensor<2>) -> Result<Tensor<1>> {
+///     let first = group.rank().is_main();
+///     let link = StageLink::new(group, Rank::new(if first { 1 } else { 0 }))?;
+///     if first {
+///         link.send_forward(layer.forward(x)) // what it gives stands for the loss
+///     } else {
+///         let x: Tensor<2> = link.recv_forward(&x.device())?;
+///         Ok(layer.forward(x).powi_scalar(2).mean())
+///     }
+/// }
+///
+/// fn train(group: ProcessGroup) -> Result<()> {
+///     let device = Device::flex().autodiff();
+///     let layer = LinearConfig::new(3, 3).init(&device);
+///     let loss = step(&group, &layer, Tensor::ones([4, 3], &device))?;
+///     let gradients = loss.backward(); // on both ranks: the gradient goes from rank 1 to rank 0
+///     assert!(layer.weight.grad(&gradients).is_some());
+///     group.failure().map_or(Ok(()), Err)
+/// }
+/// # std::thread::scope(|scope| {
+/// #     let groups = ProcessGroup::in_process(phalanx::WorldSize::new(2)?)?;
+/// #     let ranks: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| train(group))).collect();
+/// #     ranks.into_iter().try_for_each(|rank| rank.join().unwrap())
+/// # })?;
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// Every rank runs backward from what it has: the last from the loss, the others from what
+/// [`send_forward`](Self::send_forward) gave, or from the sum if it was called several times. A tensor that was received must
+/// have a part in that, or the rank that sent it waits for its gradient until the time-out. Clones are the same link; a link
+/// of its own for each tensor would confuse gradients, so make one for each pair of ranks, and keep it.
+///
+/// It is also the way of a [`Ddp`](crate::Ddp) over the ranks that have the same layers: `ddp.forward(|model| ..)` returns
+/// what stands for the loss, and `ddp.backward` takes it.
+///
+/// # Errors
+/// Backward cannot return an error. If a gradient cannot be had, the group is ended with the cause, gradients are NaN, and
+/// the next call on the group returns the cause, as [`ProcessGroup::failure`] does.
+///
+/// A long tensor is sent while the other rank receives it: two ranks that both send first wait for each other. Ranks that are
+/// threads of one process must each make their own parameters: Burn locks a graph while it runs backward, and tensors that
+/// share a parameter share a graph.
+#[derive(Clone)]
+pub struct StageLink {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    group: ProcessGroup,
+    peer: Rank,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    sent: u64,
+    received: u64,
+    /// Gradients that came before they were asked for, by the number of their tensor.
+    early: HashMap<u64, TensorData>,
+}
+
+impl StageLink {
+    /// The link with the rank `peer` of `group`.
+    ///
+    /// # Errors
+    /// If `peer` is this rank or no rank of the group.
+    pub fn new(group: &ProcessGroup, peer: Rank) -> Result<Self> {
+        if peer == group.rank() || !group.world_size().ranks().any(|rank| rank == peer) {
+            return Err(Error::invalid_argument(format!(
+                "rank {} of {} has no link with rank {peer}",
+                group.rank(),
+                group.world_size().count()
+            ))
+            .with_peer(peer)
+            .with_remedy("give the rank of another stage"));
+        }
+        Ok(Self { inner: Arc::new(Inner { group: group.clone(), peer, state: Mutex::default() }) })
+    }
+
+    /// Sends `tensor` to the peer, which must call [`recv_forward`](Self::recv_forward). Gives what stands for the loss on this
+    /// rank: a zero, of shape `[1]`, from which backward runs with the gradient that the peer's backward sends.
+    ///
+    /// Without autodiff, as in an evaluation, the zero has no further use.
+    ///
+    /// # Errors
+    /// If the tensor is no float of 16, 32 or 64 bits, has more than eight dimensions or is on no supported device, or as
+    /// [`ProcessGroup::send`].
+    pub fn send_forward<const D: usize>(&self, tensor: Tensor<D>) -> Result<Tensor<1>> {
+        let number = next(&mut self.inner.state.lock().sent);
+        let shape = tensor.dims();
+        tensor_bytes::with_bytes(tensor.clone(), |bytes| {
+            self.inner.send(Kind::Activation, number, bytes, &shape)
+        })??;
+        let source = Source(Arc::new(Awaited { link: self.inner.clone(), number }));
+        Ok(Tensor::from_dispatch(Dispatch::rooted(tensor.into_dispatch(), source)))
+    }
+
+    /// Receives the tensor that the peer [sends](Self::send_forward), on `device`. If that is one with autodiff, backward sends
+    /// the tensor's gradient to the peer.
+    ///
+    /// # Errors
+    /// If the tensor has another number of dimensions, if there is no memory for it, or as [`ProcessGroup::recv`].
+    pub fn recv_forward<const D: usize>(&self, device: &Device) -> Result<Tensor<D>> {
+        let number = next(&mut self.inner.state.lock().received);
+        let Inner { group, peer, .. } = &*self.inner;
+        let header = Header::receive(group, *peer)?;
+        let expected = (Kind::Activation, number, D);
+        if (header.kind, header.number, header.layout.shape.len()) != expected {
+            return Err(self.inner.unexpected(&header, &format!("tensor {number}, of {D} dimensions")));
+        }
+        let data = self.inner.receive(&header.layout)?;
+        let tensor = Tensor::<D>::from_data(data, (device, header.layout.dtype));
+        if !device.is_autodiff() {
+            return Ok(tensor);
+        }
+        let target = Target(Arc::new(Returned { link: self.inner.clone(), number }));
+        Ok(Tensor::from_dispatch(Dispatch::delivered(tensor.require_grad().into_dispatch(), target)))
+    }
+}
+
+impl fmt::Debug for StageLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StageLink(rank {} to rank {})", self.inner.group.rank(), self.inner.peer)
+    }
+}
+
+fn next(count: &mut u64) -> u64 {
+    *count += 1;
+    *count - 1
+}
+
+impl Inner {
+    fn send(&self, kind: Kind, number: u64, tensor: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
+        let header = Header { kind, number, layout: Layout::of(tensor, shape) };
+        self.group.send(&header.encode()?, self.peer)?;
+        self.group.send(tensor.bytes, self.peer)
+    }
+
+    fn receive(&self, layout: &Layout) -> Result<TensorData> {
+        let mut memory = layout.memory()?;
+        self.group.recv(memory.as_mut_slice::<u8>()?, self.peer)?;
+        Ok(layout.data(&memory))
+    }
+
+    /// Gradients come in the order in which the peer's backward finishes them, and are taken in the order of this rank's.
+    fn gradient(&self, number: u64, shape: &[usize]) -> Result<TensorData> {
+        loop {
+            if let Some(gradient) = self.state.lock().early.remove(&number) {
+                return Ok(gradient);
+            }
+            let header = Header::receive(&self.group, self.peer)?;
+            let known = header.number < self.state.lock().sent;
+            let fits = header.number != number || header.layout.shape == shape;
+            if header.kind != Kind::Gradient || !known || !fits {
+                let expected = format!("the gradient of tensor {number}, of shape {shape:?}");
+                return Err(self.unexpected(&header, &expected));
+            }
+            let gradient = self.receive(&header.layout)?;
+            self.state.lock().early.insert(header.number, gradient);
+        }
+    }
+
+    /// The error if something else comes than this rank waits for; it ends the group.
+    fn unexpected(&self, header: &Header, expected: &str) -> Error {
+        let Header { kind, number, layout } = header;
+        let what = match kind {
+            Kind::Activation => "tensor",
+            Kind::Gradient => "the gradient of tensor",
+        };
+        let error = Error::mismatch(format!(
+            "rank {} has sent {what} {number}, of shape {:?}, where rank {} waits for {expected}",
+            self.peer,
+            layout.shape,
+            self.group.rank()
+        ))
+        .with_peer(self.peer)
+        .with_remedy(
+            "each send_forward needs its recv_forward in the same order, and each loss one backward pass",
+        );
+        self.group.abort(error.clone());
+        error
+    }
+}
+
+/// The gradient that the peer sends.
+struct Awaited {
+    link: Arc<Inner>,
+    number: u64,
+}
+
+impl GradientSource for Awaited {
+    fn gradient(&self, shape: &[usize]) -> Option<TensorData> {
+        let gradient = self.link.gradient(self.number, shape);
+        gradient.map_err(|error| self.link.group.abort(error)).ok()
+    }
+}
+
+/// The gradient that goes back to the peer.
+struct Returned {
+    link: Arc<Inner>,
+    number: u64,
+}
+
+impl GradientTarget for Returned {
+    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) {
+        if let Err(error) = self.link.send(Kind::Gradient, self.number, gradient, shape) {
+            self.link.group.abort(error);
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! The differentiable operations of model parallelism, in the form of Burn's extension API.
+
+use std::fmt;
+use std::sync::Arc;
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, Flex, TensorMetadata, backend_extension};
+use burn::tensor::{Shape, TensorData};
+use burn_autodiff::Autodiff;
+use burn_autodiff::checkpoint::base::Checkpointer;
+use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn_autodiff::grads::Gradients;
+use burn_autodiff::ops::{Backward, Ops, OpsKind};
+
+use super::exchange::{Exchange, not_a_number};
+use crate::tensor_bytes::{BorrowBytes, TensorBytes};
+
+/// Receives the gradient of a tensor when backward has finished it.
+pub(super) trait GradientTarget: Send + Sync {
+    /// The gradient's memory is borrowed until this returns. Backward cannot return an error: the target keeps it.
+    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]);
+}
+
+/// Gives the gradient with which backward begins.
+pub(super) trait GradientSource: Send + Sync {
+    /// The gradient of a tensor of `shape`; None if it could not be had, and then backward goes on with NaN.
+    fn gradient(&self, shape: &[usize]) -> Option<TensorData>;
+}
+
+/// A [`GradientTarget`] as the state of an operation. `pub` because the macro's trait is.
+#[derive(Clone)]
+pub struct Target(pub(super) Arc<dyn GradientTarget>);
+
+impl fmt::Debug for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Target")
+    }
+}
+
+/// A [`GradientSource`] as the state of an operation.
+#[derive(Clone)]
+pub struct Source(pub(super) Arc<dyn GradientSource>);
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Source")
+    }
+}
+
+/// The operations. `pub` because the macro implements it for a public type; the module is private.
+#[backend_extension(Autodiff, Flex)]
+pub trait ParallelOp: Backend {
+    /// `tensor` after the exchange's forward step; its gradient goes through the exchange's backward step.
+    fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self>;
+
+    /// Identity whose backward gives the gradient to `target`, and to nothing else.
+    fn delivered(tensor: FloatTensor<Self>, target: Target) -> FloatTensor<Self>;
+
+    /// One zero, of shape `[1]`, from which backward runs as if `source`'s gradient were that of `tensor`.
+    fn rooted(tensor: FloatTensor<Self>, source: Source) -> FloatTensor<Self>;
+}
+
+impl ParallelOp for Flex {
+    fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
+        exchange.forward::<Self>(tensor)
+    }
+
+    fn delivered(tensor: FloatTensor<Self>, _target: Target) -> FloatTensor<Self> {
+        tensor
+    }
+
+    fn rooted(tensor: FloatTensor<Self>, _source: Source) -> FloatTensor<Self> {
+        zero::<Self>(&tensor)
+    }
+}
+
+impl<B: Backend + BorrowBytes, C: CheckpointStrategy> ParallelOp for Autodiff<B, C> {
+    fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
+        let (primitive, node) = tensor.into_parts();
+        let output = exchange.forward::<B>(primitive);
+        match Exchanged.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(exchange, output),
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        }
+    }
+
+    fn delivered(tensor: FloatTensor<Self>, target: Target) -> FloatTensor<Self> {
+        let (primitive, node) = tensor.into_parts();
+        match Delivered.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(target, primitive),
+            OpsKind::UnTracked(prep) => prep.finish(primitive),
+        }
+    }
+
+    fn rooted(tensor: FloatTensor<Self>, source: Source) -> FloatTensor<Self> {
+        let (primitive, node) = tensor.into_parts();
+        let (root, shape) = (zero::<B>(&primitive), primitive.shape());
+        match Rooted.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((source, shape), root),
+            OpsKind::UnTracked(prep) => prep.finish(root),
+        }
+    }
+}
+
+fn zero<B: Backend>(like: &FloatTensor<B>) -> FloatTensor<B> {
+    B::float_zeros(Shape::new([1]), &like.device(), like.dtype().into())
+}
+
+/// Backward of [`ParallelOp::exchanged`].
+#[derive(Debug)]
+struct Exchanged;
+
+impl<B: Backend + BorrowBytes> Backward<B, 1> for Exchanged {
+    type State = Exchange;
+
+    fn backward(self, ops: Ops<Exchange, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let gradient = gradients.consume::<B>(&ops.node);
+        let [parent] = ops.parents;
+        if let Some(parent) = parent {
+            gradients.register::<B>(parent.id, ops.state.backward::<B>(gradient));
+        }
+    }
+}
+
+/// Backward of [`ParallelOp::delivered`].
+#[derive(Debug)]
+struct Delivered;
+
+impl<B: Backend + BorrowBytes> Backward<B, 1> for Delivered {
+    type State = Target;
+
+    fn backward(self, ops: Ops<Target, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let gradient = gradients.consume::<B>(&ops.node);
+        let shape = gradient.shape();
+        B::with_bytes(&gradient, |bytes| ops.state.0.deliver(bytes, shape.as_slice()));
+    }
+}
+
+/// Backward of [`ParallelOp::rooted`].
+#[derive(Debug)]
+struct Rooted;
+
+impl<B: Backend> Backward<B, 1> for Rooted {
+    type State = (Source, Shape);
+
+    fn backward(self, ops: Ops<(Source, Shape), 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let root = gradients.consume::<B>(&ops.node);
+        let (source, shape) = ops.state;
+        let [parent] = ops.parents;
+        let Some(parent) = parent else { return };
+        let gradient = match source.0.gradient(shape.as_slice()) {
+            Some(data) => B::float_from_data(data, &root.device()),
+            None => not_a_number::<B>(shape, &root),
+        };
+        gradients.register::<B>(parent.id, gradient);
+    }
+}

@@ -1,0 +1,148 @@
+//! What this rank sends to other stages. Nothing waits for its receiver before the end of the step.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use burn::tensor::{Tensor, TensorData};
+use parking_lot::Mutex;
+use phalanx::pipeline::{Action, Plan};
+use phalanx::{Buffer, Error, ProcessGroup, Rank, Result, Work};
+
+use super::super::message::{Header, Kind, Layout};
+use super::super::op::{GradientSource, GradientTarget};
+use super::inbox::Arrived;
+use crate::tensor_bytes::{self, TensorBytes};
+
+/// The messages in flight from this rank. Clones share them.
+#[derive(Clone)]
+pub(super) struct Outbox {
+    group: ProcessGroup,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Default)]
+struct State {
+    works: VecDeque<Work>,
+    /// The first error of a gradient that backward could not return.
+    failure: Option<Error>,
+}
+
+impl Outbox {
+    pub fn new(group: &ProcessGroup) -> Self {
+        Self { group: group.clone(), state: Arc::default() }
+    }
+
+    pub fn send(&self, buffer: Buffer, to: usize) -> Result<()> {
+        let work = self.group.isend(buffer, Rank::new(to as u32))?;
+        let mut state = self.state.lock();
+        state.works.push_back(work);
+        // Memory of what has gone is freed.
+        while state.works.front().is_some_and(Work::is_completed) {
+            if let Some(work) = state.works.pop_front() {
+                work.wait()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the output of a stage to the next one. The first of a stage is announced.
+    pub fn pass_on<const D: usize>(
+        &self,
+        action: Action,
+        hidden: Tensor<D>,
+        plan: &Plan,
+        inputs: &mut [Option<Layout>],
+        arrived: &Arrived,
+    ) -> Result<()> {
+        let Action { pass, stage, microbatch } = action;
+        let Some(sent) = plan.message(action) else {
+            let data = hidden.detach().into_data();
+            arrived.lock().insert(Action { pass, stage: stage + 1, microbatch }, data);
+            return Ok(());
+        };
+        let shape = hidden.dims();
+        let input = &mut inputs[stage + 1];
+        tensor_bytes::with_bytes(hidden, |bytes| {
+            let layout = match input {
+                Some(layout) => layout,
+                None => {
+                    let layout = Layout::of(bytes, &shape);
+                    let number = stage as u64 + 1;
+                    let header = Header { kind: Kind::Activation, number, layout: layout.clone() };
+                    self.send(Buffer::from_slice(&header.encode()?), sent.to)?;
+                    input.insert(layout)
+                }
+            };
+            self.send(message(bytes, &shape, layout, stage)?, sent.to)
+        })?
+    }
+
+    /// The error of a gradient that backward could not return.
+    pub fn check(&self) -> Result<()> {
+        self.state.lock().failure.take().map_or(Ok(()), Err)
+    }
+
+    /// Waits until all has gone.
+    pub fn finish(&self) -> Result<()> {
+        let works = std::mem::take(&mut self.state.lock().works);
+        works.into_iter().try_for_each(|work| work.wait().map(drop))
+    }
+
+    fn fail(&self, error: Error) {
+        self.state.lock().failure.get_or_insert(error);
+    }
+}
+
+/// The gradient of a stage's input, on its way to the stage before.
+pub(super) struct ToStage {
+    pub outbox: Outbox,
+    /// The rank that needs it; none if it is this one.
+    pub to: Option<usize>,
+    /// The action that needs it.
+    pub needed_by: Action,
+    pub arrived: Arrived,
+}
+
+impl GradientTarget for ToStage {
+    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) {
+        let Some(to) = self.to else {
+            let data = tensor_bytes::tensor_data(gradient.bytes, shape, gradient.dtype);
+            self.arrived.lock().insert(self.needed_by, data);
+            return;
+        };
+        if let Err(error) = self.outbox.send(Buffer::from_slice::<u8>(gradient.bytes), to) {
+            self.outbox.fail(error);
+        }
+    }
+}
+
+/// The gradient of a stage's output, which has come before backward begins.
+#[derive(Default)]
+pub(super) struct FromStage(Mutex<Option<TensorData>>);
+
+impl FromStage {
+    pub fn set(&self, gradient: TensorData) {
+        *self.0.lock() = Some(gradient);
+    }
+}
+
+impl GradientSource for FromStage {
+    fn gradient(&self, shape: &[usize]) -> Option<TensorData> {
+        self.0.lock().take().filter(|gradient| gradient.shape().as_slice() == shape)
+    }
+}
+
+/// `bytes` in memory that is sent, if they are of `expected`.
+fn message(bytes: TensorBytes<'_>, shape: &[usize], expected: &Layout, stage: usize) -> Result<Buffer> {
+    let found = Layout::of(bytes, shape);
+    if found == *expected {
+        return Ok(Buffer::from_slice::<u8>(bytes.bytes));
+    }
+    Err(Error::invalid_argument(format!(
+        "stage {stage} gives a tensor of shape {:?} and type {:?}, and gave {:?} and {:?} in the first micro-batch",
+        found.shape, found.dtype, expected.shape, expected.dtype
+    ))
+    .with_remedy(
+        "make all micro-batches equally large, and pad sequences to one length; for another size make another Pipeline",
+    ))
+}

@@ -1,0 +1,220 @@
+//! One step of a pipeline on one rank.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use burn::backend::Dispatch;
+use burn::module::Module;
+use burn::tensor::{Device, Tensor, TensorData};
+use phalanx::pipeline::{Action, Pass, Plan};
+use phalanx::trace::{Trace, Track};
+use phalanx::{Caller, Error, ProcessGroup, Result};
+
+use super::super::op::{ParallelOp, Source, Target};
+use super::inbox::Inbox;
+use super::outbox::{FromStage, Outbox, ToStage};
+use super::{Pipeline, PipelineStep, Stage, StageOutput};
+use crate::{Ddp, Scalar, SyncedGradients};
+
+/// A step that is under way.
+pub(super) struct Run<'a, S: Stage<D>, const D: usize> {
+    pipeline: &'a mut Pipeline<D>,
+    ddp: &'a mut Ddp<Vec<S>>,
+    batches: &'a [S::Batch],
+    plan: Plan,
+    group: ProcessGroup,
+    trace: Trace,
+    device: Device,
+    inbox: Inbox,
+    outbox: Outbox,
+    /// What forward passes have left for their backward passes, by stage and micro-batch.
+    held: HashMap<(usize, usize), Held>,
+    loss: f64,
+    busy: Duration,
+}
+
+enum Held {
+    Graph(Box<Root>),
+    /// To be computed again from the stage's input; the first stage has none.
+    Input(Option<TensorData>),
+}
+
+/// From where backward runs.
+struct Root {
+    loss: Tensor<1>,
+    /// Takes the gradient of the stage's output; none in the last stage.
+    gradient: Option<Arc<FromStage>>,
+}
+
+impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
+    pub fn new(
+        pipeline: &'a mut Pipeline<D>,
+        ddp: &'a mut Ddp<Vec<S>>,
+        batches: &'a [S::Batch],
+    ) -> Result<Self> {
+        let (plan, group) = (pipeline.plan.clone(), pipeline.group.clone());
+        pipeline.check(batches.len(), ddp.model().len())?;
+        let Some(device) = ddp.model().devices().into_iter().next() else {
+            return Err(Error::invalid_argument("the stages of this rank have no parameters"));
+        };
+        let (inbox, outbox) = (Inbox::new(&group, &plan, |_| true), Outbox::new(&group));
+        let (trace, held) = (group.trace(), HashMap::new());
+        let (loss, busy) = (0.0, Duration::ZERO);
+        Ok(Self { pipeline, ddp, batches, plan, group, trace, device, inbox, outbox, held, loss, busy })
+    }
+
+    pub fn train(mut self) -> Result<PipelineStep> {
+        let start = Instant::now();
+        let actions = self.plan.actions(self.group.rank().index()).to_vec();
+        let mut gradients = None;
+        for (index, action) in actions.iter().enumerate() {
+            let next = actions.get(index + 1);
+            match action.pass {
+                Pass::Forward => self.forward(*action, next)?,
+                // No plan that `Pipeline::new` accepts has the other two.
+                Pass::Backward | Pass::BackwardInput | Pass::BackwardWeight => {
+                    gradients = self.backward(*action, next.is_none())?;
+                }
+            }
+        }
+        self.outbox.finish()?;
+        self.pipeline.steps += 1;
+        let (loss, bubble) = self.together(start.elapsed())?;
+        match gradients {
+            Some(gradients) => Ok(PipelineStep { gradients, loss, busy: self.busy, bubble }),
+            None => Err(Error::aborted("a plan ends without a backward pass: this is a defect of phalanx")),
+        }
+    }
+
+    fn forward(&mut self, action: Action, next: Option<&Action>) -> Result<()> {
+        let Action { stage, microbatch, .. } = action;
+        let data = match stage.checked_sub(1) {
+            Some(before) => Some(self.take(action, before)?),
+            None => None,
+        };
+        let began = Instant::now();
+        // If backward follows at once, there is nothing to save.
+        let follows = next.is_some_and(|next| (next.stage, next.microbatch) == (stage, microbatch));
+        let again = self.pipeline.recomputation.is_some() && !follows;
+        let kept = if again { data.clone() } else { None };
+        let (root, hidden) = self.pass(action, data)?;
+        match hidden {
+            Some(hidden) => {
+                let (inputs, arrived) = (&mut self.pipeline.inputs, &self.inbox.arrived);
+                self.outbox.pass_on(action, hidden, &self.plan, inputs, arrived)?;
+            }
+            None => self.loss += root.loss.clone().detach().number()?,
+        }
+        let held = if again { Held::Input(kept) } else { Held::Graph(Box::new(root)) };
+        self.held.insert((stage, microbatch), held);
+        self.worked("forward", action, began);
+        Ok(())
+    }
+
+    /// Gives the gradients if this is the `last` backward pass of the step.
+    fn backward(&mut self, action: Action, last: bool) -> Result<Option<SyncedGradients>> {
+        let Action { stage, microbatch, .. } = action;
+        let gradient = match stage + 1 < self.plan.stages() {
+            true => Some(self.take(action, stage + 1)?),
+            false => None,
+        };
+        let began = Instant::now();
+        let root = match self.held.remove(&(stage, microbatch)) {
+            Some(Held::Graph(root)) => *root,
+            Some(Held::Input(data)) => self.pass(action, data)?.0,
+            None => {
+                return Err(Error::aborted(format!(
+                    "{action:?} has no forward pass: this is a defect of phalanx"
+                )));
+            }
+        };
+        if let (Some(slot), Some(gradient)) = (&root.gradient, gradient) {
+            slot.set(gradient);
+        }
+        let gradients = match last {
+            true => Some(self.ddp.backward(&root.loss)?),
+            false => {
+                self.ddp.backward_no_sync(&root.loss)?;
+                None
+            }
+        };
+        self.outbox.check()?;
+        self.worked("backward", action, began);
+        Ok(gradients)
+    }
+
+    /// The forward pass of a stage, also if it is repeated: from where backward runs, and what the next stage takes.
+    fn pass(&mut self, action: Action, data: Option<TensorData>) -> Result<(Root, Option<Tensor<D>>)> {
+        let Action { stage, microbatch, .. } = action;
+        if let Some(seed) = self.pipeline.recomputation {
+            self.device.seed(mixed([seed, self.pipeline.steps, stage as u64, microbatch as u64]));
+        }
+        let input = data.map(|data| self.input(stage, microbatch, data));
+        let (place, batch) = (stage / self.plan.ranks(), &self.batches[microbatch]);
+        let output = self.ddp.forward(|stages| stages[place].forward(input, batch))?;
+        Ok(match output.checked(stage, self.plan.stages())? {
+            StageOutput::Loss(loss) => {
+                (Root { loss: loss / self.plan.microbatches() as f64, gradient: None }, None)
+            }
+            StageOutput::Hidden(hidden) => {
+                let slot = Arc::new(FromStage::default());
+                let root = Dispatch::rooted(hidden.clone().into_dispatch(), Source(slot.clone()));
+                (Root { loss: Tensor::from_dispatch(root), gradient: Some(slot) }, Some(hidden))
+            }
+        })
+    }
+
+    /// A stage's input, whose gradient goes to the stage before.
+    fn input(&self, stage: usize, microbatch: usize, data: TensorData) -> Tensor<D> {
+        let needed_by = Action { pass: Pass::Backward, stage: stage.saturating_sub(1), microbatch };
+        let to = self.plan.rank_of(needed_by.stage);
+        let target = Target(Arc::new(ToStage {
+            outbox: self.outbox.clone(),
+            to: (to != self.group.rank().index()).then_some(to),
+            needed_by,
+            arrived: self.inbox.arrived.clone(),
+        }));
+        let dtype = data.dtype();
+        let leaf = Tensor::<D>::from_data(data, (&self.device, dtype)).require_grad();
+        Tensor::from_dispatch(Dispatch::delivered(leaf.into_dispatch(), target))
+    }
+
+    /// Waits for what `action` needs from the stage `of`.
+    fn take(&mut self, action: Action, of: usize) -> Result<TensorData> {
+        let began = Instant::now();
+        let data = self.inbox.take(action, self.plan.rank_of(of), &mut self.pipeline.inputs)?;
+        self.note("wait", action, began);
+        Ok(data)
+    }
+
+    fn worked(&mut self, what: &'static str, action: Action, began: Instant) {
+        self.busy += began.elapsed();
+        self.note(what, action, began);
+    }
+
+    fn note(&self, what: &'static str, Action { stage, microbatch, .. }: Action, began: Instant) {
+        let of = [("stage", stage.into()), ("microbatch", microbatch.into())];
+        self.trace.complete(Track::Pipeline, what, began, Instant::now(), &of);
+    }
+
+    /// The loss of the last stage, and the share of `elapsed` in which ranks did not compute.
+    fn together(&self, elapsed: Duration) -> Result<(f64, f64)> {
+        let own = [self.loss, self.busy.as_secs_f64(), elapsed.as_secs_f64()];
+        let mut all = vec![0.0; own.len() * self.plan.ranks()];
+        self.group.in_call(Caller::PipelineTrain).all_gather(&own, &mut all)?;
+        let sum = |place: usize| all.iter().skip(place).step_by(own.len()).sum::<f64>();
+        let longest = all.iter().skip(2).step_by(own.len()).copied().fold(0.0, f64::max);
+        Ok((sum(0), 1.0 - sum(1) / (longest * self.plan.ranks() as f64)))
+    }
+}
+
+/// One number of several, each of which changes all its bits (SplitMix64).
+fn mixed(numbers: [u64; 4]) -> u64 {
+    numbers.into_iter().fold(0, |state: u64, number| {
+        let mut mixed = (state ^ number).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    })
+}

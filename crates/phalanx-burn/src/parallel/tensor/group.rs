@@ -1,0 +1,205 @@
+//! Exchanges between the ranks that share each layer.
+
+use std::fmt;
+
+use burn::backend::Dispatch;
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
+
+use super::super::exchange::{Exchange, Step};
+use super::super::op::ParallelOp;
+use crate::Collectives;
+use crate::parameters::Select;
+use crate::replicas;
+
+/// The ranks among which layers are divided: what tensor-parallel layers are made with, and what layers of one's own are built
+/// from.
+///
+/// Its methods are operations with gradients, in pairs of which each is the other's backward pass:
+///
+/// | | forward | backward | Megatron-LM |
+/// |---|---|---|---|
+/// | [`copy`](Self::copy) | the tensor as it is | all_reduce | f |
+/// | [`reduce`](Self::reduce) | all_reduce | the gradient as it is | g |
+/// | [`gather`](Self::gather) | all_gather | this rank's part | |
+/// | [`part`](Self::part) | this rank's part | all_gather | |
+/// | [`gather_sums`](Self::gather_sums) | all_gather | reduce_scatter | g of sequence parallelism |
+/// | [`reduce_scatter`](Self::reduce_scatter) | reduce_scatter | all_gather | its conjugate |
+///
+/// A tensor that all ranks have goes through [`copy`](Self::copy) before each rank computes its own part with it, and partial sums go
+/// through [`reduce`](Self::reduce) into a tensor that all ranks have. Sums are over ranks. All ranks must do the same operations in
+/// the same order, forward and backward; backward runs in an order that depends on the graph alone.
+///
+/// Source: Shoeybi et al., "Megatron-LM" (2019), arXiv 1909.08053; Korthikanti et al., "Reducing activation recomputation" (2022),
+/// arXiv 2205.05198.
+///
+/// # Errors
+/// Neither a forward pass nor backward can return an error. If an exchange fails, or a dimension cannot be divided, the group is
+/// ended with the cause, and the result is NaN: no step is done with wrong values, and the next call on the group returns the
+/// cause, as [`failure`](Self::failure) does.
+#[doc(alias("tensor_model_parallel_group", "copy_to_tensor_model_parallel_region"))]
+#[derive(Clone)]
+pub struct TensorGroup(ProcessGroup);
+
+impl TensorGroup {
+    /// Over the ranks of `group`, such as `mesh.group("tensor")?`.
+    pub fn new(group: &ProcessGroup) -> Self {
+        Self(group.in_call(Caller::TensorParallel))
+    }
+
+    /// The number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.0.world_size().count()
+    }
+
+    /// This rank's number.
+    pub fn rank(&self) -> usize {
+        self.0.rank().index()
+    }
+
+    /// The cause, if the group has failed.
+    pub fn failure(&self) -> Option<Error> {
+        self.0.failure()
+    }
+
+    /// The tensor as it is; its gradient is the sum of all ranks' gradients.
+    #[doc(alias = "copy_to_tensor_model_parallel_region")]
+    pub fn copy<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        self.exchange(tensor, Step::Keep, Step::Sum)
+    }
+
+    /// The sum of all ranks' tensors; the gradient goes back to each as it is.
+    #[doc(alias = "reduce_from_tensor_model_parallel_region")]
+    pub fn reduce<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        self.exchange(tensor, Step::Sum, Step::Keep)
+    }
+
+    /// All ranks' tensors, one after the other along `dim`, for what all ranks compute alike; each gets its part of the gradient.
+    #[doc(alias = "gather_from_tensor_model_parallel_region")]
+    pub fn gather<const D: usize>(&self, tensor: Tensor<D>, dim: usize) -> Tensor<D> {
+        self.exchange(tensor, Step::Gather(dim), Step::Part(dim))
+    }
+
+    /// This rank's part of a tensor that all ranks have, along `dim`; the gradients of all parts are gathered.
+    #[doc(alias = "scatter_to_tensor_model_parallel_region")]
+    pub fn part<const D: usize>(&self, tensor: Tensor<D>, dim: usize) -> Tensor<D> {
+        self.exchange(tensor, Step::Part(dim), Step::Gather(dim))
+    }
+
+    /// All ranks' tensors, one after the other along `dim`, for what each rank computes otherwise: the gradient of each part is the sum
+    /// of all ranks'.
+    #[doc(alias = "gather_from_sequence_parallel_region")]
+    pub fn gather_sums<const D: usize>(&self, tensor: Tensor<D>, dim: usize) -> Tensor<D> {
+        self.exchange(tensor, Step::Gather(dim), Step::ReduceScatter(dim))
+    }
+
+    /// This rank's part, along `dim`, of the sum of all ranks' tensors; the gradients of all parts are gathered.
+    #[doc(alias = "reduce_scatter_to_sequence_parallel_region")]
+    pub fn reduce_scatter<const D: usize>(&self, tensor: Tensor<D>, dim: usize) -> Tensor<D> {
+        self.exchange(tensor, Step::ReduceScatter(dim), Step::Gather(dim))
+    }
+
+    /// The largest of all ranks' elements. It has no gradient.
+    pub(super) fn max<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        self.exchange(tensor.detach(), Step::Max, Step::Keep)
+    }
+
+    fn exchange<const D: usize>(&self, tensor: Tensor<D>, forward: Step, backward: Step) -> Tensor<D> {
+        let exchange = Exchange { group: self.0.clone(), forward, backward };
+        Tensor::from_dispatch(Dispatch::exchanged(tensor.into_dispatch(), exchange))
+    }
+
+    /// Gives every rank rank 0's parameters and buffers of `module`, for layers that are not divided. [`Ddp`](crate::Ddp) does
+    /// the same along the data dimension.
+    ///
+    /// All ranks call it together, with modules of the same shapes.
+    ///
+    /// # Errors
+    /// If modules differ, or the exchange fails.
+    pub fn replicate<M: Module>(&self, module: M) -> Result<M> {
+        replicas::from_rank(module, &self.0, Rank::MAIN, Select::All)
+    }
+
+    /// The sum of all ranks' `number`.
+    pub(in crate::parallel) fn sum(&self, number: &mut f64) -> Result<()> {
+        self.0.all_reduce(std::slice::from_mut(number), ReduceOp::Sum)
+    }
+
+    /// This rank's part of `parameter` along `dim`. If `total` does not divide evenly, the first ranks have one more each.
+    pub(super) fn shard<const D: usize>(
+        &self,
+        parameter: Param<Tensor<D>>,
+        dim: usize,
+        total: usize,
+    ) -> Param<Tensor<D>> {
+        let (from, length) = part(total, self.ranks(), self.rank());
+        changed(parameter, |tensor| tensor.narrow(dim, from, length))
+    }
+
+    /// The whole of which every rank has a part along `dim`. All ranks call it together.
+    pub(super) fn gathered<const D: usize>(
+        &self,
+        parameter: &Param<Tensor<D>>,
+        dim: usize,
+    ) -> Result<Param<Tensor<D>>> {
+        let first = parameter.base().clone().detach().swap_dims(0, dim);
+        let whole = first.all_gather(&self.0)?.swap_dims(0, dim);
+        Ok(changed(parameter.clone(), |_| whole))
+    }
+
+    /// An error unless `size`, of what `what` names, is a multiple of the number of ranks.
+    pub(super) fn check_divides(&self, size: usize, what: &str) -> Result<()> {
+        if size.is_multiple_of(self.ranks()) {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{size} {what} cannot be divided evenly among {} ranks",
+            self.ranks()
+        ))
+        .with_remedy("change the number of ranks of the tensor dimension"))
+    }
+}
+
+impl fmt::Debug for TensorGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TensorGroup(rank {} of {})", self.rank(), self.ranks())
+    }
+}
+
+/// Where `rank`'s part of `total` begins, and its length.
+pub(super) fn part(total: usize, ranks: usize, rank: usize) -> (usize, usize) {
+    let (each, more) = (total / ranks, total % ranks);
+    (rank * each + rank.min(more), each + usize::from(rank < more))
+}
+
+/// `parameter` with another value, in memory of its own; id and need of a gradient stay.
+fn changed<const D: usize>(
+    parameter: Param<Tensor<D>>,
+    change: impl FnOnce(Tensor<D>) -> Tensor<D>,
+) -> Param<Tensor<D>> {
+    parameter.map(|old| {
+        let needs_gradient = old.is_require_grad();
+        let (device, dtype) = (old.device(), old.dtype());
+        let data = change(old.detach()).into_data();
+        Tensor::from_data(data, (&device, dtype)).set_require_grad(needs_gradient)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_follow_each_other_and_differ_by_one_at_most() {
+        for (total, ranks) in [(50_265, 2), (7, 4), (8, 4), (3, 4), (0, 2)] {
+            let mut end = 0;
+            for rank in 0..ranks {
+                let (from, length) = part(total, ranks, rank);
+                assert!(from == end && length.abs_diff(total / ranks) <= 1, "{total} {ranks} {rank}");
+                end = from + length;
+            }
+            assert_eq!(end, total);
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! Two dimensions: replicas of a model of which each rank has a part.
+
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::optim::{AdamWConfig, GradientsParams};
+use burn::tensor::Tensor;
+use phalanx::mesh::DeviceMesh;
+use phalanx::pipeline::Schedule;
+use phalanx::testing::{self, Fabric};
+use phalanx_burn::Ddp;
+use phalanx_burn::parallel::pipeline::Pipeline;
+use phalanx_burn::parallel::tensor::{Activations, ParallelEncoder, TensorGroup, VocabParallelEmbedding};
+
+use super::model::{Batch, Part, Whole, loss, rows, scalar};
+use crate::common::run;
+
+const LAYERS: usize = 2;
+const STEPS: usize = 8;
+const RATE: f64 = 1e-2;
+/// Rows of a step, over all replicas.
+const ROWS: usize = 8;
+
+/// The losses of one process, over two batches in turn.
+fn curve() -> Vec<f64> {
+    let (mut model, mut optimizer) = (Whole::new(LAYERS), AdamWConfig::new().init());
+    let step = |step: usize| {
+        let loss = model.loss(rows(step % 2 * ROWS, (step % 2 + 1) * ROWS));
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optimizer.step(RATE, model.clone(), gradients);
+        scalar(&loss)
+    };
+    let curve: Vec<f64> = (0..STEPS).map(step).collect();
+    assert!(
+        curve[STEPS - 2] < 0.95 * curve[0],
+        "steps change it by much more than what is compared: {curve:?}"
+    );
+    curve
+}
+
+/// This replica's rows of a step.
+fn own(step: usize, replica: usize) -> (usize, usize) {
+    let from = step % 2 * ROWS + replica * ROWS / 2;
+    (from, from + ROWS / 2)
+}
+
+fn near(ours: &[f64], expected: &[f64]) {
+    for (step, (ours, expected)) in ours.iter().zip(expected).enumerate() {
+        assert!((ours / expected - 1.0).abs() < 1e-4, "step {step}: {ours} and not {expected}");
+    }
+}
+
+/// The whole model, with its layers divided.
+#[derive(Module, Debug)]
+struct Divided {
+    tokens: VocabParallelEmbedding,
+    encoder: ParallelEncoder,
+    head: Linear,
+}
+
+impl Divided {
+    fn loss(&self, (tokens, classes): Batch) -> Tensor<1> {
+        let x = self.encoder.forward(self.tokens.forward(tokens), None, None);
+        loss(&self.head, x, classes)
+    }
+}
+
+#[test]
+fn data_and_tensor_are_one_process() {
+    let expected = curve();
+    for fabric in [Fabric::InProcess, Fabric::TwoHosts] {
+        testing::run(4, fabric, |group| {
+            let mesh = DeviceMesh::new(&group, &[("data", 2), ("tensor", 2)]).unwrap();
+            let (data, tensor) =
+                (mesh.group("data").unwrap(), TensorGroup::new(mesh.group("tensor").unwrap()));
+            let Whole { tokens, encoder, head } = Whole::new(LAYERS);
+            let model = Divided {
+                tokens: VocabParallelEmbedding::new(tokens, &tensor).unwrap(),
+                encoder: ParallelEncoder::new(encoder, &tensor, Activations::Replicated).unwrap(),
+                head: tensor.replicate(head).unwrap(),
+            };
+            let mut ddp = Ddp::new(model, data).unwrap();
+            let mut optimizer = AdamWConfig::new().init();
+            let replica = mesh.coordinate("data").unwrap();
+            let mut ours = Vec::new();
+            for step in 0..STEPS {
+                let (from, to) = own(step, replica);
+                let loss = ddp.forward(|model| model.loss(rows(from, to))).unwrap();
+                let gradients = ddp.backward(&loss).unwrap();
+                ddp.step(&mut optimizer, RATE, gradients).unwrap();
+                ours.push(ddp.mean(&loss).unwrap());
+            }
+            near(&ours, &expected);
+            assert!(tensor.failure().is_none() && ddp.replicas_identical().unwrap());
+        });
+    }
+}
+
+#[test]
+fn data_and_pipeline_are_one_process() {
+    let expected = curve();
+    for schedule in [Schedule::GPipe, Schedule::OneForwardOneBackward] {
+        run(4, |group| {
+            let mesh = DeviceMesh::new(&group, &[("data", 2), ("pipeline", 2)]).unwrap();
+            let data = mesh.group("data").unwrap();
+            let mut pipeline = Pipeline::new(mesh.group("pipeline").unwrap(), schedule, 2).unwrap();
+            let parts: Vec<Part> =
+                pipeline.own_stages().map(|stage| Part::new(LAYERS, stage, pipeline.stages())).collect();
+            let mut ddp = Ddp::new(parts, data).unwrap();
+            let mut optimizer = AdamWConfig::new().init();
+            let replica = mesh.coordinate("data").unwrap();
+            let mut ours = Vec::new();
+            for step in 0..STEPS {
+                let (from, to) = own(step, replica);
+                let half = from + (to - from) / 2;
+                let result = pipeline.train(&mut ddp, &[rows(from, half), rows(half, to)]).unwrap();
+                ddp.step(&mut optimizer, RATE, result.gradients).unwrap();
+                ours.push(ddp.mean(result.loss).unwrap());
+            }
+            near(&ours, &expected);
+            assert!(ddp.replicas_identical().unwrap());
+        });
+    }
+}

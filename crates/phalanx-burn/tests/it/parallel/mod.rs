@@ -1,0 +1,7 @@
+//! Models of which each rank has a part, against one process that has all of it.
+
+mod link;
+mod mesh;
+mod model;
+mod pipeline;
+mod tensor;

@@ -1,0 +1,306 @@
+//! A pipeline's loss and gradients are those of one process.
+
+use std::time::Duration;
+
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, GradientsParams};
+use burn::tensor::{Int, Tensor, TensorData};
+use phalanx::pipeline::Schedule;
+use phalanx::testing::{self, Fabric};
+use phalanx::{Error, ProcessGroup};
+use phalanx_burn::parallel::pipeline::{Pipeline, PipelineStep, Stage, StageOutput, TiedParameter};
+use phalanx_burn::{Ddp, parallel};
+
+use super::model::{Batch, Part, Whole, gradients_for, gradients_of, rows, scalar};
+use crate::common::{device, distance, floats, run};
+
+/// Layers of the model, which 2, 3 and 4 ranks can divide, with one or two stages each.
+const LAYERS: usize = 12;
+/// Rows of a micro-batch.
+const ROWS: usize = 2;
+
+fn batches(count: usize) -> Vec<Batch> {
+    (0..count).map(|index| rows(index * ROWS, (index + 1) * ROWS)).collect()
+}
+
+fn alone() -> ProcessGroup {
+    ProcessGroup::alone().unwrap()
+}
+
+/// What one process has: the mean of the micro-batches' losses, and its gradients.
+fn expected(count: usize) -> (f64, Vec<Vec<f32>>) {
+    let whole = Whole::new(LAYERS);
+    let losses = batches(count).into_iter().map(|batch| whole.loss(batch));
+    let loss = losses.reduce(|sum, loss| sum + loss).unwrap() / count as f64;
+    (scalar(&loss), gradients_of(&whole, &loss.backward()))
+}
+
+/// This rank's stages, and what they have after a step.
+fn parts<const D: usize>(pipeline: &Pipeline<D>) -> Vec<Part> {
+    pipeline.own_stages().map(|stage| Part::new(LAYERS, stage, pipeline.stages())).collect()
+}
+
+/// The tensors of the whole model, from those of each rank's stages.
+fn whole(ranks: Vec<Vec<Vec<Vec<f32>>>>) -> Vec<Vec<f32>> {
+    let each = ranks[0].len();
+    (0..each).flat_map(|place| ranks.iter().flat_map(move |stages| stages[place].clone())).collect()
+}
+
+/// By stage of this rank.
+fn gradients(ddp: &Ddp<Vec<Part>>, step: &PipelineStep) -> Vec<Vec<Vec<f32>>> {
+    ddp.model().iter().map(|part| gradients_for(part, &step.gradients)).collect()
+}
+
+fn check(ranks: u32, schedule: Schedule, microbatches: usize, recompute: bool, fabric: Fabric) {
+    let what = format!("{ranks} ranks, {schedule:?}, {microbatches} micro-batches, {fabric:?}");
+    let (expected_loss, expected) = expected(microbatches);
+    let ours = testing::run(ranks, fabric, |group| {
+        let mut pipeline = Pipeline::new(&group, schedule, microbatches).unwrap();
+        if recompute {
+            pipeline = pipeline.with_recomputation(7);
+        }
+        let mut ddp = Ddp::new(parts(&pipeline), &alone()).unwrap();
+        // Shapes are told in the first step alone.
+        let first = pipeline.train(&mut ddp, &batches(microbatches)).unwrap();
+        let second = pipeline.train(&mut ddp, &batches(microbatches)).unwrap();
+        assert_eq!(first.loss, second.loss, "{what}");
+        assert!((first.loss - expected_loss).abs() < 1e-6, "{what}: {} {expected_loss}", first.loss);
+        assert_eq!(gradients(&ddp, &first), gradients(&ddp, &second), "{what}");
+        // An evaluation before, between or after steps.
+        let valid = ddp.model().clone().valid();
+        let (tokens, classes): (Vec<_>, Vec<_>) = batches(microbatches).into_iter().unzip();
+        let inner = tokens.into_iter().map(Tensor::inner).zip(classes.into_iter().map(Tensor::inner));
+        let evaluated = pipeline.evaluate(&valid, &inner.collect::<Vec<_>>()).unwrap();
+        assert!((evaluated - expected_loss).abs() < 1e-6, "{what}: {evaluated} {expected_loss}");
+        assert!((0.0..1.0).contains(&first.bubble) && first.busy > Duration::ZERO);
+        gradients(&ddp, &first)
+    });
+    let apart = distance(&whole(ours), &expected);
+    assert!(apart < 1e-5, "{what}: {apart}");
+}
+
+#[test]
+fn every_schedule_is_one_process() {
+    for (ranks, microbatches) in [(1, 2), (2, 1), (2, 4), (3, 5), (4, 4)] {
+        check(ranks, Schedule::GPipe, microbatches, false, Fabric::InProcess);
+        check(ranks, Schedule::OneForwardOneBackward, microbatches, false, Fabric::InProcess);
+    }
+    for (ranks, microbatches, stages_per_rank) in [(1, 2, 3), (2, 4, 2), (2, 2, 3), (3, 3, 2)] {
+        check(ranks, Schedule::Interleaved { stages_per_rank }, microbatches, false, Fabric::InProcess);
+    }
+}
+
+#[test]
+fn so_it_is_over_tcp_and_shared_memory() {
+    for fabric in [Fabric::Tcp, Fabric::SharedMemory, Fabric::TwoHosts] {
+        check(2, Schedule::OneForwardOneBackward, 3, false, fabric);
+        check(2, Schedule::Interleaved { stages_per_rank: 2 }, 4, false, fabric);
+    }
+}
+
+#[test]
+fn so_it_is_with_activations_computed_again() {
+    for schedule in
+        [Schedule::GPipe, Schedule::OneForwardOneBackward, Schedule::Interleaved { stages_per_rank: 2 }]
+    {
+        check(2, schedule, 4, true, Fabric::InProcess);
+    }
+}
+
+#[test]
+fn a_pipeline_trains_as_one_process_does_and_its_norm_is_the_whole_one() {
+    const STEPS: usize = 6;
+    let step_batches = |step: usize| -> Vec<Batch> {
+        (0..4).map(|index| rows((4 * step + index) * ROWS, (4 * step + index + 1) * ROWS)).collect()
+    };
+    let (mut model, mut optimizer) = (Whole::new(LAYERS), AdamWConfig::new().init());
+    let mut curve = Vec::new();
+    for step in 0..STEPS {
+        let losses = step_batches(step).into_iter().map(|batch| model.loss(batch));
+        let loss = losses.reduce(|sum, loss| sum + loss).unwrap() / 4.0;
+        let mut gradients = GradientsParams::from_grads(loss.backward(), &model);
+        let norm = phalanx_burn::clip_grad_norm(&model, &mut gradients, 0.3).unwrap();
+        curve.push((scalar(&loss), norm));
+        model = optimizer.step(3e-3, model, gradients);
+    }
+    let ours = run(2, |group| {
+        let mut pipeline = Pipeline::new(&group, Schedule::OneForwardOneBackward, 4).unwrap();
+        let mut ddp = Ddp::new(parts(&pipeline), &alone()).unwrap();
+        let mut optimizer = AdamWConfig::new().init();
+        for (step, (loss, norm)) in curve.iter().enumerate() {
+            let mut result = pipeline.train(&mut ddp, &step_batches(step)).unwrap();
+            let ours = parallel::clip_grad_norm(ddp.model(), &mut result.gradients, 0.3, None, Some(&group))
+                .unwrap();
+            assert!((result.loss / loss - 1.0).abs() < 1e-4, "step {step}: {} {loss}", result.loss);
+            assert!((ours / norm - 1.0).abs() < 1e-3, "step {step}: {ours} {norm}");
+            ddp.step(&mut optimizer, 3e-3, result.gradients).unwrap();
+        }
+        ddp.model().iter().map(floats).collect::<Vec<_>>()
+    });
+    let apart = distance(&whole(ours), &floats(&model));
+    assert!(apart < 1e-2, "{apart}");
+}
+
+/// A stage that takes a known time: it sleeps in its forward pass, and again when that is repeated for the backward pass.
+#[derive(Module, Debug)]
+struct Sleeper {
+    layer: Linear,
+    is_last: bool,
+}
+
+impl Stage<2> for Sleeper {
+    type Batch = Tensor<2>;
+
+    fn forward(&self, input: Option<Tensor<2>>, x: &Tensor<2>) -> StageOutput<2> {
+        std::thread::sleep(Duration::from_millis(40));
+        let x = self.layer.forward(input.unwrap_or_else(|| x.clone()));
+        if self.is_last { StageOutput::Loss(x.mean()) } else { StageOutput::Hidden(x) }
+    }
+}
+
+#[test]
+fn the_bubble_is_the_formula_s() {
+    for (ranks, microbatches) in [(2, 4), (3, 3)] {
+        let bubbles = run(ranks, |group| {
+            let mut pipeline =
+                Pipeline::new(&group, Schedule::GPipe, microbatches).unwrap().with_recomputation(0);
+            let stage = group.rank().index();
+            let layer = LinearConfig::new(2, 2).init(&device());
+            let mut ddp =
+                Ddp::new(vec![Sleeper { layer, is_last: stage + 1 == ranks as usize }], &alone()).unwrap();
+            let batch = vec![Tensor::<2>::ones([1, 2], &device()); microbatches];
+            // Other work on the machine makes some steps longer.
+            let steps: Vec<f64> = (0..4)
+                .map(|_| {
+                    group.barrier().unwrap();
+                    pipeline.train(&mut ddp, &batch).unwrap().bubble
+                })
+                .collect();
+            steps
+        });
+        assert!(bubbles.iter().all(|rank| *rank == bubbles[0]), "the same on every rank");
+        let (p, m) = (f64::from(ranks), microbatches as f64);
+        let formula = (p - 1.0) / (m + p - 1.0);
+        let nearest = bubbles[0].iter().map(|bubble| (bubble - formula).abs()).fold(1.0, f64::min);
+        assert!(nearest < 0.06, "{ranks} ranks: {bubbles:?}, by formula {formula}");
+    }
+}
+
+/// The first stage embeds tokens, the last scores them with a copy of the same vectors.
+#[derive(Module, Debug)]
+struct Tied {
+    vectors: Param<Tensor<2>>,
+    is_last: bool,
+}
+
+impl Stage<3> for Tied {
+    type Batch = Tensor<2, Int>;
+
+    fn forward(&self, input: Option<Tensor<3>>, tokens: &Self::Batch) -> StageOutput<3> {
+        let vectors = self.vectors.val();
+        match input {
+            None => StageOutput::Hidden(burn::tensor::module::embedding(vectors, tokens.clone()).tanh()),
+            Some(x) => StageOutput::Loss(x.matmul(vectors.transpose().unsqueeze()).powi_scalar(2).mean()),
+        }
+    }
+}
+
+#[test]
+fn tied_parameters_stay_equal_and_are_one_process_s() {
+    let vectors = |phase: f32| {
+        let wave: Vec<f32> = (0..7 * 4).map(|i| (1.1 * i as f32 + phase).sin()).collect();
+        Param::from_tensor(Tensor::<2>::from_data(TensorData::new(wave, [7, 4]), &device()))
+    };
+    let tokens = || vec![Tensor::<2, Int>::from_ints([[0, 3, 6], [1, 1, 2]], &device()); 2];
+    let whole = vectors(0.0);
+    let x = burn::tensor::module::embedding(whole.val(), tokens()[0].clone()).tanh();
+    let loss = x.matmul(whole.val().transpose().unsqueeze()).powi_scalar(2).mean();
+    let expected: Vec<f32> = whole.val().grad(&loss.backward()).unwrap().into_data().iter::<f32>().collect();
+    let ours = run(2, |group| {
+        let rank = group.rank().index();
+        let mut pipeline = Pipeline::new(&group, Schedule::GPipe, 2).unwrap();
+        let (tied, vectors) = TiedParameter::new(Some(vectors(rank as f32)), &group).unwrap();
+        let mut ddp =
+            Ddp::new(vec![Tied { vectors: vectors.unwrap(), is_last: rank == 1 }], &alone()).unwrap();
+        let mut step = pipeline.train(&mut ddp, &tokens()).unwrap();
+        let vectors = ddp.model()[0].vectors.clone();
+        tied.sum(&vectors, &mut step.gradients).unwrap();
+        let gradient: Vec<f32> =
+            step.gradients.get::<2>(vectors.id).unwrap().into_data().iter::<f32>().collect();
+        let mut optimizer = AdamWConfig::new().init();
+        ddp.step(&mut optimizer, 0.1, step.gradients).unwrap();
+        (gradient, floats(ddp.model()))
+    });
+    assert_eq!(ours[0], ours[1]);
+    assert!(distance(&[ours[0].0.clone()], &[expected]) < 1e-5);
+    let (tied, none) = TiedParameter::new::<2>(None, &alone()).unwrap();
+    assert!(none.is_none());
+    assert!(tied.sum(&vectors(0.0), &mut GradientsParams::new()).unwrap_err().is_invalid_argument());
+}
+
+#[test]
+fn what_is_no_pipeline_is_refused_on_every_rank() {
+    let refused = |schedules: [(Schedule, usize); 2], cause: &str| {
+        let errors = run(2, |group| {
+            let (schedule, microbatches) = schedules[group.rank().index()];
+            Pipeline::<2>::new(&group, schedule, microbatches).unwrap_err().to_string()
+        });
+        assert!(errors.iter().all(|error| error.contains(cause)), "{errors:?}");
+    };
+    refused([(Schedule::GPipe, 2), (Schedule::GPipe, 3)], "the ranks disagree on the pipeline");
+    refused(
+        [(Schedule::GPipe, 2), (Schedule::OneForwardOneBackward, 2)],
+        "the ranks disagree on the pipeline",
+    );
+    refused([(Schedule::ZeroBubble, 2); 2], "Burn's backward pass computes both together");
+    refused([(Schedule::Interleaved { stages_per_rank: 2 }, 3); 2], "no multiple of the ranks");
+}
+
+/// Gives what it is told to give.
+#[derive(Module, Debug)]
+struct Odd {
+    layer: Linear,
+    gives_loss: bool,
+}
+
+impl Stage<2> for Odd {
+    /// The rows of the micro-batch.
+    type Batch = usize;
+
+    fn forward(&self, input: Option<Tensor<2>>, rows: &usize) -> StageOutput<2> {
+        let x = input.unwrap_or_else(|| Tensor::ones([*rows, 2], &device()));
+        let x = self.layer.forward(x);
+        if self.gives_loss { StageOutput::Loss(x.mean()) } else { StageOutput::Hidden(x) }
+    }
+}
+
+#[test]
+fn an_error_on_one_rank_is_every_rank_s() {
+    let failed = |gives_loss: [bool; 2], rows: &[usize], stages: usize, cause: &str| {
+        let errors: Vec<Error> = run(2, |group| {
+            let rank = group.rank().index();
+            let mut pipeline = Pipeline::new(&group, Schedule::GPipe, 2).unwrap();
+            let odd = || Odd { layer: LinearConfig::new(2, 2).init(&device()), gives_loss: gives_loss[rank] };
+            let own = if rank == 0 { stages } else { 1 };
+            let mut ddp = Ddp::new((0..own).map(|_| odd()).collect::<Vec<_>>(), &alone()).unwrap();
+            pipeline.train(&mut ddp, rows).unwrap_err()
+        });
+        assert!(errors.iter().all(|error| error.to_string().contains(cause)), "{errors:?}");
+    };
+    failed([false, true], &[3, 4], 1, "make all micro-batches equally large");
+    failed([true, true], &[3, 3], 1, "stage 0 gives a loss");
+    failed([false, false], &[3, 3], 1, "stage 1 gives no loss");
+    failed([false, true], &[3, 3], 2, "has 1 of 2 stages, and its model 2");
+    let errors = run(2, |group| {
+        let mut pipeline = Pipeline::new(&group, Schedule::GPipe, 2).unwrap();
+        let odd = Odd { layer: LinearConfig::new(2, 2).init(&device()), gives_loss: !group.rank().is_main() };
+        let mut ddp = Ddp::new(vec![odd], &alone()).unwrap();
+        let rows = vec![1; 2 + group.rank().index()];
+        pipeline.train(&mut ddp, &rows).unwrap_err().to_string()
+    });
+    assert!(
+        errors.iter().all(|error| error.contains("3 micro-batches, where the pipeline was made for 2")),
+        "{errors:?}"
+    );
+}
