@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod elastic;
+mod stages;
 
 use libtest_mimic::{Arguments, Trial};
 
@@ -14,16 +15,21 @@ const ROLE: &str = "PHALANX_TEST_ROLE";
 fn main() {
     match std::env::var(ROLE).as_deref() {
         Ok("elastic") => return elastic::play(),
+        Ok("stages") => return stages::play(),
         Ok(other) => panic!("no role {other}"),
         Err(_) => {}
     }
-    let trial = |&(name, test): &(&'static str, fn())| {
-        Trial::test(format!("elastic::{name}"), move || {
-            test();
-            Ok(())
-        })
+    let trials = |file: &'static str, tests: &[(&'static str, fn())]| -> Vec<Trial> {
+        let trial = |&(name, test): &(&'static str, fn())| {
+            Trial::test(format!("{file}::{name}"), move || {
+                test();
+                Ok(())
+            })
+        };
+        tests.iter().map(trial).collect()
     };
     // One after the other: each starts several processes.
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
-    libtest_mimic::run(&arguments, elastic::TESTS.iter().map(trial).collect()).exit()
+    let all = trials("elastic", elastic::TESTS).into_iter().chain(trials("stages", stages::TESTS)).collect();
+    libtest_mimic::run(&arguments, all).exit()
 }

@@ -1,0 +1,315 @@
+//! A rank that has a part of a model dies or freezes: all others name it, and none hangs.
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use burn::module::Module;
+use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::tensor::Tensor;
+use phalanx::pipeline::Schedule;
+use phalanx::{ProcessGroup, Rank, Result};
+use phalanx_burn::Ddp;
+use phalanx_burn::parallel::StageLink;
+use phalanx_burn::parallel::pipeline::{Pipeline, Stage, StageOutput};
+use phalanx_burn::parallel::tensor::{ColumnParallelLinear, RowParallelLinear, TensorGroup};
+use rustix::process::{Pid, Signal, getpid, kill_process};
+
+use crate::common::device;
+
+/// How a worker divides its model, and what happens to rank [`VICTIM`].
+const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
+const FAULT: &str = "PHALANX_TEST_FAULT";
+const RANKS: u32 = 3;
+const VICTIM: u32 = 1;
+/// The step, and the micro-batch of it, in which it happens.
+const STEP: usize = 3;
+/// What a death and a silence may take until all others have ended, on a machine that may be busy.
+const DEATH: Duration = Duration::from_secs(2);
+const SILENCE: Duration = Duration::from_secs(5);
+const LIMIT: Duration = Duration::from_secs(120);
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("a_dead_stage_of_a_pipeline_is_named_by_all", || {
+        for transport in ["tcp", "shm"] {
+            check("pipeline", "kill", transport, DEATH);
+        }
+    }),
+    ("a_frozen_stage_of_a_pipeline_is_named_by_all", || check("pipeline", "stop", "tcp", SILENCE)),
+    ("a_dead_stage_is_named_through_links", || check("link", "kill", "tcp", DEATH)),
+    ("a_dead_part_of_a_layer_is_named_by_all", || {
+        for transport in ["tcp", "shm"] {
+            check("tensor", "kill", transport, DEATH);
+        }
+    }),
+    ("a_trace_shows_the_bubbles", a_trace_shows_the_bubbles),
+    ("dropout_drops_the_same_when_it_is_repeated", dropout_drops_the_same_when_it_is_repeated),
+];
+
+/// What this program does as a worker.
+pub fn play() {
+    let scenario = std::env::var(SCENARIO).unwrap();
+    let group = phalanx::init().unwrap();
+    let outcome = match scenario.as_str() {
+        "pipeline" => pipeline(&group),
+        "link" => link(&group),
+        "tensor" => tensor(&group),
+        "trace" => slow_pipeline(&group),
+        other => panic!("no scenario {other}"),
+    };
+    let Err(error) = outcome else { return };
+    let blamed = error.peer().map_or("nobody".to_owned(), |peer| peer.to_string());
+    eprintln!("blames {blamed}: {error}");
+    // With the group, which rank 0 would drop only when a frozen rank is served no more.
+    std::process::exit(3);
+}
+
+/// Strikes the victim, if this is it and the time has come.
+fn strike(rank: Rank, step: usize) {
+    if rank.get() == VICTIM && step == STEP {
+        println!("struck");
+        let stop = std::env::var(FAULT).is_ok_and(|fault| fault == "stop");
+        kill_process(getpid(), if stop { Signal::STOP } else { Signal::KILL }).unwrap();
+    }
+}
+
+#[derive(Module, Debug)]
+struct Part {
+    layer: Linear,
+    is_last: bool,
+}
+
+impl Stage<2> for Part {
+    /// The rank that computes, and the step if this is where it may be struck.
+    type Batch = (Rank, usize);
+
+    fn forward(&self, input: Option<Tensor<2>>, &(rank, step): &(Rank, usize)) -> StageOutput<2> {
+        strike(rank, step);
+        let x = self.layer.forward(input.unwrap_or_else(|| Tensor::ones([4, 8], &device()))).tanh();
+        if self.is_last { StageOutput::Loss(x.mean()) } else { StageOutput::Hidden(x) }
+    }
+}
+
+fn layer() -> Linear {
+    LinearConfig::new(8, 8).init(&device())
+}
+
+fn pipeline(group: &ProcessGroup) -> Result<()> {
+    let mut pipeline = Pipeline::new(group, Schedule::OneForwardOneBackward, 4)?;
+    let part = |stage| Part { layer: layer(), is_last: stage + 1 == pipeline.stages() };
+    let parts: Vec<Part> = pipeline.own_stages().map(part).collect();
+    let mut ddp = Ddp::new(parts, &ProcessGroup::alone()?)?;
+    for step in 0.. {
+        // In the third micro-batch: others compute, and tensors and gradients are on their way.
+        let batches: Vec<_> = (0..4).map(|index| (group.rank(), if index == 2 { step } else { 0 })).collect();
+        pipeline.train(&mut ddp, &batches)?;
+    }
+    Ok(())
+}
+
+/// A stage that takes a known time: it sleeps in its forward pass, and again when that is repeated for the backward pass.
+#[derive(Module, Debug)]
+struct Sleeper {
+    part: Part,
+}
+
+impl Stage<2> for Sleeper {
+    type Batch = (Rank, usize);
+
+    fn forward(&self, input: Option<Tensor<2>>, batch: &(Rank, usize)) -> StageOutput<2> {
+        std::thread::sleep(Duration::from_millis(40));
+        self.part.forward(input, batch)
+    }
+}
+
+const MICROBATCHES: usize = 4;
+const STEPS: usize = 4;
+
+fn slow_pipeline(group: &ProcessGroup) -> Result<()> {
+    let mut pipeline = Pipeline::new(group, Schedule::GPipe, MICROBATCHES)?.with_recomputation(0);
+    let part = |stage| Sleeper { part: Part { layer: layer(), is_last: stage + 1 == pipeline.stages() } };
+    let parts: Vec<Sleeper> = pipeline.own_stages().map(part).collect();
+    let mut ddp = Ddp::new(parts, &ProcessGroup::alone()?)?;
+    for _ in 0..STEPS {
+        pipeline.train(&mut ddp, &[(group.rank(), 0); MICROBATCHES])?;
+    }
+    Ok(())
+}
+
+/// The passes on the track `pipeline`, and the time between them, are the formula's.
+fn a_trace_shows_the_bubbles() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let ranks = start("trace", "none", "shm", &[("PHALANX_TRACE", path.to_str().unwrap())]);
+    for mut rank in ranks {
+        let text = rank.end("a trace");
+        assert_eq!(text, "");
+    }
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let is_track = |event: &&serde_json::Value| event["args"]["name"] == "pipeline";
+    let track = events.iter().find(is_track).unwrap()["tid"].clone();
+    // The times of each rank's passes, in their order.
+    let passes = |rank: u32| -> Vec<(f64, f64)> {
+        let own = events.iter().filter(|event| event["tid"] == track && event["pid"] == rank);
+        let passes = own.filter(|event| event["name"] == "forward" || event["name"] == "backward");
+        let mut times: Vec<(f64, f64)> = passes
+            .map(|event| (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap()))
+            .map(|(start, length)| (start, start + length))
+            .collect();
+        times.sort_by(|a, b| a.0.total_cmp(&b.0));
+        assert_eq!(times.len(), 2 * MICROBATCHES * STEPS, "rank {rank}");
+        times
+    };
+    let ranks: Vec<_> = (0..RANKS).map(passes).collect();
+    assert!(events.iter().any(|event| event["tid"] == track && event["name"] == "wait"));
+    let bubble = |step: usize| {
+        let own =
+            |rank: &Vec<(f64, f64)>| rank[2 * MICROBATCHES * step..2 * MICROBATCHES * (step + 1)].to_vec();
+        let all: Vec<(f64, f64)> = ranks.iter().flat_map(own).collect();
+        let busy: f64 = all.iter().map(|(start, end)| end - start).sum();
+        let first = all.iter().map(|(start, _)| *start).fold(f64::MAX, f64::min);
+        let last = all.iter().map(|(_, end)| *end).fold(0.0, f64::max);
+        1.0 - busy / ((last - first) * f64::from(RANKS))
+    };
+    let formula = f64::from(RANKS - 1) / (MICROBATCHES as f64 + f64::from(RANKS - 1));
+    let bubbles: Vec<f64> = (0..STEPS).map(bubble).collect();
+    // Other work on the machine makes some steps longer.
+    let near = bubbles.iter().any(|bubble| (bubble - formula).abs() < 0.06);
+    assert!(near, "{bubbles:?}, by formula {formula}");
+}
+
+fn link(group: &ProcessGroup) -> Result<()> {
+    let (rank, layer) = (group.rank().get(), layer());
+    let before = rank.checked_sub(1).map(|before| StageLink::new(group, Rank::new(before))).transpose()?;
+    let after = (rank + 1 < RANKS).then(|| StageLink::new(group, Rank::new(rank + 1))).transpose()?;
+    for step in 0.. {
+        let x = match &before {
+            Some(before) => before.recv_forward(&device())?,
+            None => Tensor::<2>::ones([4, 8], &device()),
+        };
+        let x = layer.forward(x).tanh();
+        let loss = match &after {
+            Some(after) => after.send_forward(x)?,
+            None => x.mean(),
+        };
+        // Between the passes: the rank before waits for a gradient, the one after for the next tensor.
+        strike(group.rank(), step);
+        drop(loss.backward());
+        group.failure().map_or(Ok(()), Err)?;
+    }
+    Ok(())
+}
+
+fn tensor(group: &ProcessGroup) -> Result<()> {
+    let divided = TensorGroup::new(group);
+    let wide = || LinearConfig::new(6, 6).init(&device());
+    let (inner, outer) =
+        (ColumnParallelLinear::new(wide(), &divided)?, RowParallelLinear::new(wide(), &divided)?);
+    for step in 0.. {
+        let y = outer.forward(inner.forward(Tensor::<2>::ones([4, 6], &device()).require_grad()));
+        strike(group.rank(), step);
+        drop(y.mean().backward());
+        divided.failure().map_or(Ok(()), Err)?;
+    }
+    Ok(())
+}
+
+fn check(scenario: &str, fault: &str, transport: &str, bound: Duration) {
+    let what = format!("{scenario}, {fault}, {transport}");
+    let mut ranks = start(scenario, fault, transport, &[]);
+    ranks[VICTIM as usize].await_line("struck");
+    let start = Instant::now();
+    for rank in (0..RANKS).filter(|rank| *rank != VICTIM) {
+        let text = ranks[rank as usize].end(&what);
+        assert!(text.contains(&format!("blames {VICTIM}: ")), "{what}: rank {rank}: {text}");
+        assert!(text.contains(&format!("rank {VICTIM} ")), "{what}: rank {rank}: {text}");
+    }
+    let took = start.elapsed();
+    assert!(took < bound, "{what}: it took {took:?}");
+}
+
+/// A layer with dropout.
+#[derive(Module, Debug)]
+struct Noisy {
+    layer: Linear,
+    dropout: Dropout,
+    is_last: bool,
+}
+
+impl Stage<2> for Noisy {
+    type Batch = Tensor<2>;
+
+    fn forward(&self, input: Option<Tensor<2>>, x: &Tensor<2>) -> StageOutput<2> {
+        let x = self.dropout.forward(self.layer.forward(input.unwrap_or_else(|| x.clone())));
+        if self.is_last { StageOutput::Loss(x.mean()) } else { StageOutput::Hidden(x) }
+    }
+}
+
+/// Here, because no other test of this program draws from the same random numbers meanwhile.
+fn dropout_drops_the_same_when_it_is_repeated() {
+    let alone = ProcessGroup::alone().unwrap();
+    let schedule = Schedule::Interleaved { stages_per_rank: 2 };
+    let mut pipeline = Pipeline::new(&alone, schedule, 4).unwrap().with_recomputation(3);
+    let noisy = |stage: usize| Noisy {
+        layer: LinearConfig::new(64, 64).with_bias(false).init(&device()),
+        dropout: DropoutConfig::new(0.5).init(),
+        is_last: stage == 1,
+    };
+    let mut ddp = Ddp::new(vec![noisy(0), noisy(1)], &alone).unwrap();
+    let batch = vec![Tensor::<2>::ones([1, 64], &device()); 4];
+    let step = pipeline.train(&mut ddp, &batch).unwrap();
+    // The loss is the mean of x W' D W'', with D what is left of the first stage: the gradient of W'' says which elements were left,
+    // and the gradient of W' has nothing where none were. They agree only if both passes dropped the same.
+    let [first, second] =
+        [0, 1].map(|stage| step.gradients.get::<2>(ddp.model()[stage].layer.weight.id).unwrap());
+    let used: Vec<bool> = second.abs().sum_dim(1).into_data().iter::<f32>().map(|x| x != 0.0).collect();
+    let taught: Vec<bool> = first.abs().sum_dim(0).into_data().iter::<f32>().map(|x| x != 0.0).collect();
+    assert_eq!(used, taught);
+    assert!(used.iter().any(|used| !used) && used.iter().any(|used| *used), "{used:?}");
+}
+
+fn start(scenario: &str, fault: &str, transport: &str, more: &[(&str, &str)]) -> Vec<Worker> {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let worker = |rank: u32| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let variables = [(super::ROLE, "stages"), (SCENARIO, scenario), (FAULT, fault)];
+        command.envs(variables).env("PHALANX_TRANSPORT", transport).envs(more.iter().copied());
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", RANKS.to_string());
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        Worker(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+    };
+    (0..RANKS).map(worker).collect()
+}
+
+/// A worker, which ends with this.
+struct Worker(Child);
+
+impl Worker {
+    fn await_line(&mut self, line: &str) {
+        let lines = BufReader::new(self.0.stdout.take().unwrap()).lines();
+        let found = lines.map_while(std::result::Result::ok).any(|found| found == line);
+        assert!(found, "the victim has ended before it was struck");
+    }
+
+    /// Waits for its end; gives what it has said.
+    fn end(&mut self, what: &str) -> String {
+        let deadline = Instant::now() + LIMIT;
+        while self.0.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < deadline, "{what}: a rank hangs");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let mut text = String::new();
+        self.0.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+        text
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // It may be stopped, or have ended.
+        let _ = kill_process(Pid::from_child(&self.0), Signal::KILL);
+        let _ = self.0.wait();
+    }
+}
