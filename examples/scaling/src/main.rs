@@ -8,6 +8,7 @@
 //! PHALANX_TRACE=trace.json cargo run --release -p scaling # also: how much of the communication is hidden
 //! cargo run --release -p scaling -- --view                # gradients stay in their buckets
 //! cargo run --release -p scaling -- --memory              # the most memory that a rank takes
+//! cargo run --release -p scaling -- --parallel 2          # replicas, divided layers and pipelines on two ranks
 //! ```
 //!
 //! Where `python3`, or the `PYTHON` that is set, finds PyTorch, its DistributedDataParallel over gloo follows, with the same
@@ -16,6 +17,7 @@
 mod memory;
 mod models;
 mod overlap;
+mod parallel;
 mod pytorch;
 
 use std::time::Instant;
@@ -54,6 +56,9 @@ struct Options {
     /// The most memory that a rank takes, beyond a process that trains alone
     #[arg(long)]
     memory: bool,
+    /// Compare replicas, divided layers and pipelines of one encoder, on this many ranks: 2 or 4
+    #[arg(long, value_name = "RANKS", value_parser = clap::value_parser!(u32).range(2..=4))]
+    parallel: Option<u32>,
     /// Let the gradients stay in the buckets (`gradient_as_bucket_view`), PyTorch's too
     #[arg(long)]
     view: bool,
@@ -107,6 +112,9 @@ fn main() -> Result<()> {
     let options = Options::parse();
     if let Some(kind) = options.kind {
         return Ok(phalanx::spawn(RANKS, || memory::measure_all(kind, &options.models))?);
+    }
+    if let Some(ranks) = options.parallel {
+        return Ok(phalanx::spawn(ranks, || parallel::measure_all(&phalanx::init()?, options.steps))?);
     }
     if options.memory {
         return memory::compare(&options.models);
