@@ -219,6 +219,9 @@ impl Reducer {
     /// How long a step takes on each rank, by rank: the medians of so many steps as the ranks last told each other, every 32
     /// steps. Empty until they have, and in a world of one. A rank that took no part has zeros.
     ///
+    /// Empty also after a [replay](Self::replay) or a [change of the group](Self::regrouped), until [`adopt`](Self::adopt) or a
+    /// new reducer: ranks may then be a step apart, and exchange no times.
+    ///
     /// Rank 0 warns of a rank whose own time is 1.5 times the median of all, at most every ten minutes.
     pub fn step_times(&self) -> &[StepTime] {
         self.timer.times()

@@ -20,7 +20,8 @@ impl Reducer {
     /// Averages the gradients of the last step again, in the group that the reducer's [handle](crate::GroupHandle) leads to by
     /// now, whether [`finish`](Self::finish) has succeeded in the last one or not: all of its ranks have been in that group.
     ///
-    /// If a group fails during backward, gradients are still taken, and `finish` returns the failure.
+    /// If a group fails during backward, gradients are still taken, and `finish` returns the failure. After a replay the ranks
+    /// exchange no [step times](Self::step_times) any more.
     ///
     /// ```no_run
     /// # use std::sync::Arc;
@@ -53,21 +54,23 @@ impl Reducer {
     pub fn replay(&mut self) -> Result<()> {
         let launched = self.state.replay((self.group.rank(), self.group.world_size()))?;
         self.trace = self.group.trace();
-        self.timer.restart();
+        self.timer.stop();
         self.restore(launched).map_err(|error| self.abort(error))?;
         self.finish()
     }
 
     /// Goes on with the group that the reducer's [handle](crate::GroupHandle) leads to by now, of ranks that have been in the
-    /// last one all along. Averages stay until the next [`start`](Self::start). All ranks of the group call it between the same
-    /// steps; it calls no collective.
+    /// last one all along. Averages stay until the next [`start`](Self::start). Each rank calls it between two steps, when it
+    /// learns of the group; ranks may [learn of it a step apart](crate::elastic::Step::regrouped), so it calls no collective.
+    ///
+    /// The ranks then exchange no [step times](Self::step_times) any more.
     ///
     /// # Errors
     /// During a backward pass, and if the averages are [sharded](Self::shard).
     pub fn regrouped(&mut self) -> Result<()> {
         self.state.regrouped((self.group.rank(), self.group.world_size()))?;
         self.trace = self.group.trace();
-        self.timer.restart();
+        self.timer.stop();
         self.stale = true;
         Ok(())
     }

@@ -45,12 +45,20 @@ pub(super) struct StepTimer {
     /// By rank.
     times: Vec<StepTime>,
     warned: Option<Instant>,
+    /// May the ranks' counts of steps differ?
+    is_stopped: bool,
 }
 
 impl StepTimer {
-    /// The ranks begin to count anew, all together: some have not taken part in the last steps, or the group is another.
+    /// The ranks begin to count anew, all together: some have not taken part in the last steps.
     pub(super) fn restart(&mut self) {
         *self = Self { times: std::mem::take(&mut self.times), warned: self.warned, ..Self::default() };
+    }
+
+    /// No step counts until [`restart`](Self::restart). The group is another, whose ranks may have learned that a step apart:
+    /// they would exchange their times in different steps. The times of now are those of ranks of the last group.
+    pub(super) fn stop(&mut self) {
+        *self = Self { warned: self.warned, is_stopped: true, ..Self::default() };
     }
 
     pub(super) fn times(&self) -> &[StepTime] {
@@ -59,7 +67,7 @@ impl StepTimer {
 
     /// A step has ended.
     pub(super) fn step(&mut self, group: &dyn Communicator, backward_end: Instant, end: Instant) {
-        if group.world_size() == WorldSize::ONE {
+        if self.is_stopped || group.world_size() == WorldSize::ONE {
             return;
         }
         if let Some(last) = self.last.replace(end) {

@@ -137,6 +137,38 @@ fn averages_outlive_a_change_of_the_group_between_steps() {
 }
 
 #[test]
+fn ranks_that_learn_of_a_group_a_step_apart_go_on_together() {
+    const LAST: usize = 40; // The ranks have exchanged their times by then.
+    on_ranks([3, 2], |group, next| {
+        let rank = group.rank();
+        let (mut reducer, handle) = reducer(&group, ReducerOptions::default());
+        for step in 0..=LAST {
+            backward(&mut reducer, rank, step, &[3, 2, 1, 0]);
+            reducer.finish().unwrap();
+        }
+        assert_eq!(reducer.step_times().len(), 3);
+        let Some(next) = next else { return };
+        // Rank 0 is a step ahead, and cut off there; rank 1 learns of the next group between the steps.
+        if rank.is_main() {
+            backward(&mut reducer, rank, LAST + 1, &[3, 2, 1, 0]);
+            group.abort(Error::timeout("nobody has heard of rank 2"));
+            assert!(reducer.finish().is_err());
+            handle.rebind((*next).clone());
+            reducer.replay().unwrap();
+        } else {
+            handle.rebind((*next).clone());
+        }
+        reducer.regrouped().unwrap();
+        for step in LAST + 1 + usize::from(rank.is_main())..LAST + 80 {
+            backward(&mut reducer, rank, step, &[3, 2, 1, 0]);
+            reducer.finish().unwrap();
+            assert_eq!(averages(&reducer), expected(2, step, &[]), "step {step} on rank {rank}");
+            assert!(reducer.step_times().is_empty(), "the times are those of the last group");
+        }
+    });
+}
+
+#[test]
 fn what_could_not_be_averaged_again_is_refused() {
     let group = FakeGroup::world(1).remove(0);
     let (mut keeping, _) = reducer(&group, ReducerOptions::default());
