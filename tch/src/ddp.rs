@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::CommHook;
-use phalanx::reducer::{Reducer, ReducerOptions, verify_state};
+use phalanx::reducer::{Reducer, ReducerOptions, StepTime, verify_state};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 use tch::Tensor;
@@ -105,6 +105,7 @@ impl Ddp {
                 self.take_buffers(Caller::DdpForward)?;
             }
         }
+        self.waited_since(begin);
         let output = pass();
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);
         Ok(output)
@@ -205,6 +206,7 @@ impl Ddp {
         }
         let (count, group) = (self.group.active_ranks(), self.group.in_call(Caller::DdpAverageParameters));
         let all = count == self.group.world_size().count();
+        let begin = Instant::now();
         let op = if all { ReduceOp::Avg } else { ReduceOp::PreMulSum(1.0 / count as f64) };
         tensors::with_elements(&tensors::handles(&self.inventory.parameters), |parts| {
             for part in parts {
@@ -213,7 +215,9 @@ impl Ddp {
                 part.bytes.copy_from_slice(group.all_reduce_async(buffer, op)?.wait()?.as_bytes());
             }
             Ok(())
-        })
+        })?;
+        self.waited_since(begin);
+        Ok(())
     }
 
     /// Are the parameters of all replicas the same, bit for bit? All ranks must call it, and get the same answer.
@@ -232,6 +236,13 @@ impl Ddp {
         self.sink.as_ref().map_or_else(Vec::new, |sink| sink.with_reducer(|reducer| reducer.bucket_bytes()))
     }
 
+    /// How long a step takes on each rank, by rank; empty for the first 32 steps. See [`Reducer::step_times`].
+    pub fn step_times(&self) -> Vec<StepTime> {
+        self.sink
+            .as_ref()
+            .map_or_else(Vec::new, |sink| sink.with_reducer(|reducer| reducer.step_times().to_vec()))
+    }
+
     /// This process's rank.
     pub fn rank(&self) -> Rank {
         self.group.rank()
@@ -240,6 +251,13 @@ impl Ddp {
     /// The number of replicas.
     pub fn world_size(&self) -> WorldSize {
         self.group.world_size()
+    }
+
+    /// What has gone by since `begin` is no time of this rank's own: it was in a collective.
+    fn waited_since(&self, begin: Instant) {
+        if let Some(sink) = &self.sink {
+            sink.with_reducer(|reducer| reducer.waited(begin.elapsed()));
+        }
     }
 
     /// Runs backward, and records the time; where gradients are averaged, the reducer records it.

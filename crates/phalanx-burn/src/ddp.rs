@@ -129,6 +129,7 @@ impl<M: Module> Ddp<M> {
         self.step_began.get_or_insert(begin);
         self.group.step()?;
         self.refresh_buffers()?;
+        self.waited_since(begin);
         let model = held(&self.model);
         let output = match &mut self.engine {
             Engine::Alone { .. } => pass(model),
@@ -248,7 +249,9 @@ impl<M: Module> Ddp<M> {
         // For each parameter all ranks but one contribute zero: the sums are exact, and added in the same order
         // everywhere.
         let group = self.group.in_call(Caller::DdpClipGradNorm);
+        let begin = Instant::now();
         let squares = group.all_reduce_async(Buffer::from_slice(&squares), ReduceOp::Sum)?.wait()?;
+        self.waited_since(begin);
         let squares = squares.as_slice::<f64>()?.iter().copied();
         Ok(clip::scale(self.model(), gradients, max_norm, squares))
     }
@@ -290,6 +293,13 @@ impl<M: Module> Ddp<M> {
             trace.complete(Track::Step, "step", began, end, &[]);
         }
         Ok(())
+    }
+
+    /// What has gone by since `begin` is no time of this rank's own: it was in a collective.
+    fn waited_since(&self, begin: Instant) {
+        if let Some(sink) = self.engine.sink() {
+            sink.with_reducer(|reducer| reducer.waited(begin.elapsed()));
+        }
     }
 
     /// Ends the group with `error`.

@@ -1,5 +1,7 @@
 //! How replicas stay equal besides averaged gradients: buffers, and state that one rank gives the others.
 
+use std::time::Instant;
+
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use phalanx::{Caller, Communicator, Rank, Result, WorldSize};
@@ -20,8 +22,9 @@ impl<M: Module> Ddp<M> {
             return Ok(());
         }
         let (ranks, weights) = (self.group.active_ranks(), Select::Weights(&self.inventory.buffers));
-        let group = self.group.in_call(Caller::DdpAverageParameters);
+        let (group, begin) = (self.group.in_call(Caller::DdpAverageParameters), Instant::now());
         self.packed_weights.average(held(&self.model), &group, ranks, weights)?;
+        self.waited_since(begin);
         // Moved and not cloned, so that parameters are written in place.
         self.model = self.model.take().map(|model| self.packed_weights.unpack(model, weights));
         Ok(())

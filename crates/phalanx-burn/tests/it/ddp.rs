@@ -1,5 +1,7 @@
 //! What Ddp promises besides the right average.
 
+use std::time::Duration;
+
 use crate::common::{Mlp, Watched, device, distance, floats, run, samples};
 use burn::module::{Module, ParamGroup};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
@@ -33,6 +35,29 @@ impl Normed {
 
     fn mean(&self) -> Vec<f32> {
         self.norm.running_mean.value_sync().into_data().iter::<f32>().collect()
+    }
+}
+
+#[test]
+fn who_waits_for_rank_0s_buffers_is_not_slow_itself() {
+    const SLOW: Duration = Duration::from_millis(50);
+    let times = run(2, |group| {
+        let rank = group.rank();
+        let mut ddp = Ddp::new(Normed::new(), &group).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        for step in 0..34 {
+            if rank.is_main() {
+                std::thread::sleep(SLOW);
+            }
+            let loss = ddp.forward(|model| model.loss(samples(step, step + 6).0)).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            ddp.step(&mut optimizer, 0.1, gradients).unwrap();
+        }
+        ddp.step_times()
+    });
+    for times in times {
+        assert!(times[0].own >= SLOW && times[1].own + SLOW / 2 < times[0].own, "{times:?}");
+        assert!(times[1].wait >= times[0].wait + SLOW / 2, "{times:?}");
     }
 }
 

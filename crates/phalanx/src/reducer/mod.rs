@@ -48,7 +48,7 @@ mod tests;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use hooked::HookedReducer;
 pub use identical::states_identical;
@@ -222,9 +222,16 @@ impl Reducer {
     /// Empty also after a [replay](Self::replay) or a [change of the group](Self::regrouped), until [`adopt`](Self::adopt) or a
     /// new reducer: ranks may then be a step apart, and exchange no times.
     ///
-    /// Rank 0 warns of a rank whose own time is 1.5 times the median of all, at most every ten minutes.
+    /// Rank 0 warns of a rank whose own time is 1.5 times the median of all, if others wait for it a tenth of the step longer
+    /// than it does, at most every ten minutes.
     pub fn step_times(&self) -> &[StepTime] {
         self.timer.times()
+    }
+
+    /// Some of the time between two steps went by in a collective outside of the reducer, such as a broadcast of buffers: it
+    /// counts as [waiting](StepTime::wait), and not as this rank's own time.
+    pub fn waited(&mut self, time: Duration) {
+        self.timer.waited(time);
     }
 
     /// The averaged gradient of the parameter at `index`, from [`finish`](Self::finish) to the next

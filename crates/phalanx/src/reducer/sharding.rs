@@ -51,12 +51,14 @@ impl Reducer {
         self.state.begin_gather()?;
         self.attempt(|reducer| {
             give(&mut |index, bytes| reducer.put(index, bytes))?;
+            let exchange = Instant::now();
             let meter = reducer.meter.of(reducer.group.in_call(Caller::ZeroStep));
             reducer.buckets.iter_mut().try_for_each(|bucket| bucket.gather(&meter))?;
             for bucket in &mut reducer.buckets {
                 while !bucket.advance(&meter)? {}
             }
             reducer.state.gathered();
+            reducer.waited(exchange.elapsed());
             reducer.trace.complete(Track::Parameters, "all_gather", begin, Instant::now(), &[]);
             Ok(())
         })

@@ -106,14 +106,14 @@ fn different_models_are_told_apart_and_state_is_copied() {
 
 #[test]
 fn a_slow_rank_is_found_and_the_others_waits_are_its_fault() {
-    const SLOW: Duration = Duration::from_millis(20);
+    const SLOW: Duration = Duration::from_millis(50);
     for fabric in [Fabric::Tcp, Fabric::SharedMemory] {
         let warnings = run(3, fabric, |group| {
             let rank = group.rank().index();
             let log = Warnings::default();
             tracing::subscriber::with_default(log.clone(), || {
                 let mut reducer = reducer(group).unwrap();
-                for step in 0..70 {
+                for step in 0..67 {
                     assert_eq!(reducer.step_times().is_empty(), step <= 32, "step {step}");
                     if rank == 1 {
                         std::thread::sleep(SLOW);
@@ -128,7 +128,9 @@ fn a_slow_rank_is_found_and_the_others_waits_are_its_fault() {
                 assert!(times[1].own >= SLOW && times[0].own < times[1].own, "{times:?}");
                 assert!(times[0].wait > times[1].wait && times[2].wait > times[1].wait, "{times:?}");
             });
-            log.0.lock().clone()
+            let mut warnings = log.0.lock().clone();
+            warnings.retain(|warning| warning.contains("holds up"));
+            warnings
         });
         // Once, although two windows have shown it, and on rank 0 alone.
         assert_eq!(warnings.iter().map(Vec::len).collect::<Vec<_>>(), [1, 0, 0], "{warnings:?}");
