@@ -1,6 +1,7 @@
 """The same calls as `phalanx bench rpc`, on PyTorch's RPC (tensorpipe): a function that returns its argument.
 
-    python rpc.py [--min-bytes 4] [--max-bytes 16777216] [--factor 16] [--in-flight 16] [--transport tcp]
+    python rpc.py [--min-bytes 4] [--max-bytes 16777216] [--factor 16] [-n CALLS] [--in-flight 16]
+                  [--transport tcp]
 
 Prints a line of JSON for each size, with the columns of `phalanx bench rpc --json`.
 """
@@ -17,14 +18,23 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
 MOVED = 256 << 20
+# What warms up before the first size, in seconds.
+WARM_UP = 1.0
 
 
 def echo(argument):
     return argument
 
 
-def measure(size, in_flight, transport):
-    count = min(max(MOVED // size, 20), 5000)
+def warm_up(size):
+    begin = time.perf_counter()
+    argument = torch.ones(size, dtype=torch.uint8)
+    while time.perf_counter() - begin < WARM_UP:
+        rpc.rpc_sync("rank1", echo, args=(argument,))
+
+
+def measure(size, count, in_flight, transport):
+    count = count or min(max(MOVED // size, 20), 5000)
     argument = torch.ones(size, dtype=torch.uint8)
     times = []
     for call in range(count + count // 10 + 1):
@@ -57,8 +67,10 @@ def work(rank, port, options):
     backend = rpc.TensorPipeRpcBackendOptions(num_worker_threads=16, **only)
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=backend)
     size = options.min_bytes
+    if rank == 0:
+        warm_up(size)
     while rank == 0 and size <= options.max_bytes:
-        measure(size, options.in_flight, options.transport)
+        measure(size, options.iterations, options.in_flight, options.transport)
         size *= options.factor
     rpc.shutdown()
 
@@ -68,6 +80,7 @@ if __name__ == "__main__":
     parser.add_argument("--min-bytes", type=int, default=4)
     parser.add_argument("--max-bytes", type=int, default=16 << 20)
     parser.add_argument("--factor", type=int, default=16)
+    parser.add_argument("-n", "--iterations", type=int, help="calls of each size [default: 256 MiB, from 20 to 5000]")
     parser.add_argument("--in-flight", type=int, default=16)
     parser.add_argument("--transport", choices=["shm", "tcp"], default="shm")
     options = parser.parse_args()

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use phalanx::asynchronous::{PendingCall, Rpc as Calls};
@@ -68,6 +68,8 @@ Examples:
 const LARGEST: usize = 255 << 20;
 /// What is moved for each size if the number of calls is not given.
 const MOVED: usize = 256 << 20;
+/// How long calls go on before the first size is timed.
+const WARM_UP: Duration = Duration::from_secs(1);
 
 #[derive(Serialize)]
 struct Row {
@@ -137,6 +139,7 @@ impl Rpc {
                 "{:>10} {:>10} {:>10} {:>10} {:>10}",
                 "size", "time", "p99", "calls/s", "MB/s"
             ))?;
+            warm_up(&calls, self.min_bytes)?;
             let next = |bytes: &usize| bytes.checked_mul(self.factor as usize);
             for bytes in
                 std::iter::successors(Some(self.min_bytes), next).take_while(|bytes| *bytes <= self.max_bytes)
@@ -162,12 +165,13 @@ impl Rpc {
         for call in 0..count + count / 10 + 1 {
             let begin = Instant::now();
             let back = start()?.wait()?;
+            let time = begin.elapsed();
             if back.0 != argument.0 {
                 return Err(Error::other("a call has returned other bytes than it got"));
             }
             // The first tenth warms up.
             if call > count / 10 {
-                times.push(begin.elapsed().as_secs_f64() * 1e6);
+                times.push(time.as_secs_f64() * 1e6);
             }
         }
         times.sort_by(f64::total_cmp);
@@ -196,4 +200,13 @@ impl Rpc {
             mb_per_s: calls_per_s * 2.0 * bytes as f64 / 1e6,
         })
     }
+}
+
+/// Calls until processors, connections and allocators are in the state in which they stay.
+fn warm_up(calls: &Calls, bytes: usize) -> Result<()> {
+    let (begin, argument) = (Instant::now(), Bytes(vec![1; bytes]));
+    while begin.elapsed() < WARM_UP {
+        calls.call::<_, Bytes>(Rank::new(1), "echo", &argument)?;
+    }
+    Ok(())
 }
