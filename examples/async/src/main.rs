@@ -27,7 +27,7 @@ struct Options {
     /// Worker processes to start, unless a launcher has started this one
     #[arg(long, default_value_t = 4)]
     ranks: u32,
-    /// How many times as long a step takes on the last rank
+    /// How many times as long the last rank sleeps in each step; forward and backward take as long there as elsewhere
     #[arg(long, default_value_t = 4.0)]
     slow: f64,
     /// Milliseconds that each step sleeps on the other ranks, as if an accelerator computed: then this machine's processors are
@@ -73,6 +73,8 @@ struct Outcome {
     steps: [u64; 2],
     /// Of all gradients; None where gradients are not stale.
     mean_staleness: Option<f64>,
+    /// The most steps that a rank was ahead of the slowest; None without a server.
+    lead: Option<u64>,
     /// Seconds of training, and the share of unseen digits that rank 0's parameters recognise then.
     accuracy: Vec<(f64, f64)>,
 }
@@ -82,7 +84,8 @@ const GOAL: f64 = 0.9;
 
 fn main() -> Result<()> {
     let options = Options::parse();
-    ensure!(options.slow >= 1.0, "--slow says how many times as long a step takes: 1 or more");
+    ensure!(options.slow >= 1.0, "--slow says how many times as long the last rank sleeps: 1 or more");
+    ensure!(options.compute_ms > 0, "--compute-ms 0 leaves no rank that is slower: take 1 or more");
     ensure!(options.seconds > 0.0 && options.every > 0, "--seconds and --every are more than 0");
     ensure!(options.ranks > 1, "--ranks 1 has nobody to wait for: take 2 or more");
     Ok(phalanx::spawn(options.ranks, || compare(&options))?)
@@ -120,13 +123,15 @@ fn compare(options: &Options) -> Result<()> {
         group.barrier()?;
         let trained = training.run(way)?;
         // The ranks' steps and staleness, added up, and the steps of the slow rank.
-        let mut sums = [trained.steps as f64, trained.staleness as f64, trained.seconds];
-        let mut most = [trained.steps as f64];
+        let [steps, images, staleness] =
+            [trained.steps, trained.images, trained.staleness].map(|sum| sum as f64);
+        let mut sums = [steps, images, staleness, trained.seconds];
+        let mut most = [trained.steps as f64, trained.lead as f64];
         let mut slow = [if is_slow { trained.steps as f64 } else { 0.0 }];
         group.all_reduce(&mut sums, ReduceOp::Sum)?;
         group.all_reduce(&mut most, ReduceOp::Max)?;
         group.all_reduce(&mut slow, ReduceOp::Max)?;
-        let [steps, staleness, seconds] = sums;
+        let [steps, images, staleness, seconds] = sums;
         if !group.rank().is_main() {
             continue;
         }
@@ -136,10 +141,10 @@ fn compare(options: &Options) -> Result<()> {
             .map(|(time, flat)| (*time, recognised(&training.network, flat, &unseen)));
         let outcome = Outcome {
             way,
-            images_per_second: steps * options.batch_size as f64 * group.world_size().count() as f64
-                / seconds,
+            images_per_second: images * group.world_size().count() as f64 / seconds,
             steps: [most[0] as u64, slow[0] as u64],
             mean_staleness: way.is_stale().then(|| staleness / steps),
+            lead: way.is_stale().then_some(most[1] as u64),
             accuracy: accuracy.collect(),
         };
         outcome.print();

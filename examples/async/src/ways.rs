@@ -61,8 +61,11 @@ pub struct Training<'a> {
 #[derive(Default)]
 pub struct Trained {
     pub steps: u64,
+    pub images: u64,
     /// Of all its gradients together.
     pub staleness: u64,
+    /// The most steps that a rank was ahead of the slowest, by the records of all servers.
+    pub lead: u64,
     pub seconds: f64,
     /// Seconds of training, and the parameters then; on rank 0 alone.
     pub snapshots: Vec<(f64, Vec<f32>)>,
@@ -133,12 +136,13 @@ impl Training<'_> {
         let mut batches = self.batches()?;
         let mut clock = Clock::start(self);
         while self.all_go_on(&clock)? {
-            let batch = self.digits.batch(&batches.next(), self.device);
+            let indices = batches.next();
+            let batch = self.digits.batch(&indices, self.device);
             let loss = ddp.forward(|network| network.loss(batch))?;
             std::thread::sleep(self.compute);
             let gradients = ddp.backward(&loss)?;
             ddp.step(&mut optimizer, self.learning_rate, gradients)?;
-            clock.step(|| ddp.model().to_flat());
+            clock.step(indices.len(), || ddp.model().to_flat());
         }
         Ok(clock.stop(|| ddp.model().to_flat()))
     }
@@ -154,13 +158,16 @@ impl Training<'_> {
         let mut batches = self.batches()?;
         let mut clock = Clock::start(self);
         while clock.is_running() {
-            let gradients = self.gradients(&parameters, &batches.next());
+            let indices = batches.next();
+            let gradients = self.gradients(&parameters, &indices);
             clock.trained.staleness += server.step(&gradients, &mut parameters)?;
-            clock.step(|| parameters.clone());
+            clock.step(indices.len(), || parameters.clone());
         }
         // From here on nobody waits for this rank, which serves until all have come.
         server.leave()?;
-        let trained = clock.stop(|| parameters.clone());
+        let mut trained = clock.stop(|| parameters.clone());
+        let leads = server.statistics()?.into_iter().map(|shard| shard.staleness.lead);
+        trained.lead = leads.max().unwrap_or(0);
         server.shutdown()?;
         Ok(trained)
     }
@@ -172,10 +179,11 @@ impl Training<'_> {
         let mut batches = self.batches()?;
         let mut clock = Clock::start(self);
         while !clock.trained.steps.is_multiple_of(self.every) || self.all_go_on(&clock)? {
-            let gradients = self.gradients(&parameters, &batches.next());
+            let indices = batches.next();
+            let gradients = self.gradients(&parameters, &indices);
             rule.update(clock.trained.steps + 1, 1.0, &mut parameters, &gradients, &mut []);
             local.step(&mut parameters)?;
-            clock.step(|| parameters.clone());
+            clock.step(indices.len(), || parameters.clone());
         }
         Ok(clock.stop(|| parameters.clone()))
     }
@@ -248,8 +256,9 @@ impl Clock {
         self.begin.elapsed() < self.duration
     }
 
-    fn step(&mut self, parameters: impl FnOnce() -> Vec<f32>) {
+    fn step(&mut self, images: usize, parameters: impl FnOnce() -> Vec<f32>) {
         self.trained.steps += 1;
+        self.trained.images += images as u64;
         let now = self.begin.elapsed();
         if self.next.is_some_and(|next| now >= next) {
             self.trained.snapshots.push((now.as_secs_f64(), parameters()));
